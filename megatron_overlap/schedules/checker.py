@@ -1,0 +1,182 @@
+"""Plays the plans of all ranks together and proves them, or names what is wrong."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megatron_overlap.schedules.chunks import Chunk
+from megatron_overlap.schedules.plan import Exchange, Plan
+
+
+class ScheduleError(ValueError):
+    """A set of plans does not compute its collective."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What playing the plans showed.
+
+    Attributes:
+        num_exchanges: exchanges of one rank (the same on every rank).
+        tail_free: on every rank a GEMM is there to hide every message: an all-gather starts with a GEMM that needs
+            none, a reduce-scatter has released its last one before its last GEMM starts.
+        peak_chunks_in_flight: most chunks that any rank had landed and not yet used, with communication as fast as
+            the plan allows and computation as late: the receive slots that are enough.
+    """
+
+    num_exchanges: int
+    tail_free: bool
+    peak_chunks_in_flight: int
+
+
+@dataclass(slots=True)
+class _Rank:
+    plan: Plan
+    exchanges_done: int = 0
+    sent: bool = False
+    received: bool = False
+    work_done: int = 0
+    held: set[Chunk] = field(default_factory=set)
+    computed: Counter[Chunk] = field(default_factory=Counter)
+    partial: dict[Chunk, Counter[int]] = field(default_factory=dict)
+    landed: dict[int, Counter[int]] = field(default_factory=dict)
+    unused: set[int] = field(default_factory=set)
+
+    def current(self) -> Exchange | None:
+        done = self.exchanges_done
+        return self.plan.exchanges[done] if done < len(self.plan.exchanges) else None
+
+    def ready_to_send(self) -> Exchange | None:
+        exchange = self.current()
+        if exchange is None or self.sent or exchange.after_work > self.work_done:
+            return None
+        return exchange
+
+
+def check(plans: Sequence[Plan]) -> Proof:
+    """Plays one plan per rank and proves that together they are the collective.
+
+    An exchange is played as a rendezvous, the strictest transport: it holds up the rank's later exchanges until its
+    send has met the matching receive of the peer and its receive the matching send. What runs under this rule runs under
+    buffered transports too.
+
+    Proved: every chunk is computed once on every rank (all-gather) or summed once from every rank at its owner
+    (reduce-scatter); no rank sends a chunk that it does not hold, or reads one that has not landed; nothing
+    deadlocks; every message that is sent is received.
+
+    Args:
+        plans: plan of rank 0, 1, ..., in order.
+
+    Raises:
+        ScheduleError: naming the rank and the exchange or piece of work at fault.
+    """
+    size = len(plans)
+    for rank, plan in enumerate(plans):
+        if plan.num_ranks != size or plan.rank != rank or plan.collective != plans[0].collective:
+            raise ScheduleError(f"plan {rank} of {size} is for rank {plan.rank} of {plan.num_ranks}, {plan.collective}")
+    gather = plans[0].collective == "all_gather"
+    parts = range(plans[0].chunks_per_rank)
+    ranks = [_Rank(plan) for plan in plans]
+    if gather:
+        for rank in ranks:
+            rank.held = {Chunk(rank.plan.rank, part) for part in parts}
+    peak = 0
+    while True:
+        moved = True
+        progress = False
+        while moved:
+            moved = any([_exchange(ranks, rank) for rank in ranks])
+            progress = progress or moved
+        peak = max(peak, *(len(rank.unused) for rank in ranks))
+        if not any([_work(rank) for rank in ranks]) and not progress:
+            break
+    for rank in ranks:
+        _finished(rank, size)
+    tail_free = all(_tail_free(plan) for plan in plans)
+    return Proof(len(plans[0].exchanges), tail_free, peak)
+
+
+def _tail_free(plan: Plan) -> bool:
+    if plan.collective == "all_gather":
+        return not plan.work[0].needs
+    last = max(index for index, work in enumerate(plan.work) if work.chunks)
+    return all(exchange.after_work <= last for exchange in plan.exchanges)
+
+
+def _exchange(ranks: list[_Rank], sender: _Rank) -> bool:
+    """Moves the message of `sender`'s current exchange if both ends have come to it."""
+    exchange = sender.ready_to_send()
+    if exchange is None:
+        return False
+    receiver = ranks[exchange.to]
+    expected = receiver.current()
+    if expected is None or receiver.received or expected.source != sender.plan.rank:
+        return False
+    where = f"rank {sender.plan.rank}, exchange {sender.exchanges_done}"
+    if expected.recv != exchange.send:
+        raise ScheduleError(f"{where}: sends {exchange.send} to rank {exchange.to}, which expects {expected.recv}")
+    index = receiver.exchanges_done
+    if sender.plan.collective == "all_gather":
+        if exchange.send not in sender.held:
+            raise ScheduleError(f"{where}: sends {exchange.send}, which it does not hold")
+        if expected.recv in receiver.held:
+            raise ScheduleError(f"rank {exchange.to}, exchange {index}: receives {expected.recv} a second time")
+        receiver.held.add(expected.recv)
+        receiver.landed[index] = Counter()
+    else:
+        if exchange.send not in sender.partial:
+            raise ScheduleError(f"{where}: sends a partial of {exchange.send}, which it does not hold")
+        receiver.landed[index] = sender.partial.pop(exchange.send)
+    receiver.unused.add(index)
+    sender.sent = True
+    receiver.received = True
+    for rank in (sender, receiver):
+        if rank.sent and rank.received:
+            rank.exchanges_done += 1
+            rank.sent = rank.received = False
+    return True
+
+
+def _work(rank: _Rank) -> bool:
+    """Does the next piece of work if what it waits for has landed."""
+    plan = rank.plan
+    if rank.work_done == len(plan.work):
+        return False
+    work = plan.work[rank.work_done]
+    if any(k not in rank.landed for k in (*work.needs, *work.adds)):
+        return False
+    where = f"rank {plan.rank}, work {rank.work_done}"
+    for chunk in work.chunks:
+        rank.computed[chunk] += 1
+        if plan.collective == "reduce_scatter":
+            rank.partial[chunk] = Counter([plan.rank])
+        elif chunk.owner != plan.rank and not any(plan.exchanges[k].recv == chunk for k in work.needs):
+            raise ScheduleError(f"{where}: reads {chunk} without waiting for it")
+    for k in work.adds:
+        chunk = plan.exchanges[k].recv
+        if chunk not in rank.partial:
+            raise ScheduleError(f"{where}: adds to {chunk}, which it does not hold")
+        rank.partial[chunk] += rank.landed[k]
+    rank.unused -= {*work.needs, *work.adds}
+    rank.work_done += 1
+    return True
+
+
+def _finished(rank: _Rank, size: int) -> None:
+    plan = rank.plan
+    if rank.exchanges_done < len(plan.exchanges) or rank.work_done < len(plan.work):
+        raise ScheduleError(
+            f"rank {plan.rank}: deadlock at exchange {rank.exchanges_done} of {len(plan.exchanges)}, "
+            f"work {rank.work_done} of {len(plan.work)}"
+        )
+    parts = range(plan.chunks_per_rank)
+    for chunk in (Chunk(owner, part) for owner in range(size) for part in parts):
+        if rank.computed[chunk] != 1:
+            raise ScheduleError(f"rank {plan.rank}: computes {chunk} {rank.computed[chunk]} times")
+    if plan.collective == "reduce_scatter":
+        for part in parts:
+            summed = rank.partial.get(Chunk(plan.rank, part), Counter())
+            if summed != Counter(range(size)):
+                raise ScheduleError(f"rank {plan.rank}: part {part} sums ranks {sorted(summed.elements())}")

@@ -1,0 +1,89 @@
+"""A schedule as data: the exchanges and the work of one rank, in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_overlap.schedules.chunks import Chunk
+
+Collective = Literal["all_gather", "reduce_scatter"]
+Pattern = Literal["ring", "direct", "serial"]
+Split = Literal["edge", "all"]
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One message out and one message in, posted together; a rank's exchanges are posted in the plan's order.
+
+    Attributes:
+        send: the chunk that leaves, for rank `to` of the group.
+        recv: the chunk that arrives, from rank `source`; for a reduce-scatter it is a partial sum of that chunk.
+        after_work: the send may leave when `work[:after_work]` is done; 0 means at once.
+        after_exchange: the send forwards what this earlier exchange brought; None where it does not forward.
+    """
+
+    send: Chunk
+    to: int
+    recv: Chunk
+    source: int
+    after_work: int = 0
+    after_exchange: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One piece of computation: a GEMM over the rows of `chunks`, and what is added to its result.
+
+    Attributes:
+        chunks: chunks of one owner, consecutive parts, so that their rows are one contiguous run; empty where the
+            piece only adds. A serial plan has one piece with the chunks of all owners.
+        needs: exchanges that must have landed before the GEMM reads its input (all-gather).
+        adds: exchanges whose received partial sums are added after the GEMM (reduce-scatter).
+    """
+
+    chunks: tuple[Chunk, ...]
+    needs: tuple[int, ...] = ()
+    adds: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything one rank does in one overlapped all-gather or reduce-scatter. Immutable; printable by `describe`."""
+
+    collective: Collective
+    pattern: Pattern
+    num_ranks: int
+    rank: int
+    chunks_per_rank: int
+    exchanges: tuple[Exchange, ...]
+    work: tuple[Work, ...]
+
+    def describe(self) -> str:
+        """The plan as text: a line per piece of work with the exchanges that may be in flight beside it."""
+        lines = [
+            f"{self.collective} {self.pattern}, rank {self.rank} of {self.num_ranks}, "
+            f"{self.chunks_per_rank} chunk(s) per rank, {len(self.exchanges)} exchange(s)"
+        ]
+        released = 0
+        for index, work in enumerate(self.work):
+            while released < len(self.exchanges) and self.exchanges[released].after_work <= index:
+                exchange = self.exchanges[released]
+                lines.append(
+                    f"  exchange {released}: send {_name(exchange.send)} to {exchange.to}, "
+                    f"receive {_name(exchange.recv)} from {exchange.source}"
+                )
+                released += 1
+            wait = f" after exchange {', '.join(map(str, work.needs))}" if work.needs else ""
+            add = f", add exchange {', '.join(map(str, work.adds))}" if work.adds else ""
+            compute = f"compute {' '.join(map(_name, work.chunks))}" if work.chunks else "finish"
+            lines.append(f"  {compute}{wait}{add}")
+        lines += [
+            f"  exchange {k}: send {_name(e.send)} to {e.to}, receive {_name(e.recv)} from {e.source}"
+            for k, e in enumerate(self.exchanges[released:], start=released)
+        ]
+        return "\n".join(lines)
+
+
+def _name(chunk: Chunk) -> str:
+    return f"{chunk.owner}.{chunk.part}"
