@@ -1,0 +1,37 @@
+"""Configs of launches and of the overlap: schema, loading, presets, Megatron's arguments. Needs no torch."""
+
+from megatron_overlap.config.errors import ConfigError
+from megatron_overlap.config.loading import (
+    OverlapFile,
+    dump_config,
+    load_launch_config,
+    load_overlap_file,
+    without_overlap,
+)
+from megatron_overlap.config.schema import (
+    DataConfig,
+    HostsConfig,
+    LaunchConfig,
+    LaunchSection,
+    ModelConfig,
+    OverlapConfig,
+    ParallelConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "ConfigError",
+    "DataConfig",
+    "HostsConfig",
+    "LaunchConfig",
+    "LaunchSection",
+    "ModelConfig",
+    "OverlapConfig",
+    "OverlapFile",
+    "ParallelConfig",
+    "TrainConfig",
+    "dump_config",
+    "load_launch_config",
+    "load_overlap_file",
+    "without_overlap",
+]

@@ -1,0 +1,233 @@
+"""What one key cannot know alone: combinations that are impossible, and methods this release does not have.
+
+Each check yields the first key to change, its value and the remedy; nothing here knows files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pydantic_core import PydanticCustomError
+
+from megatron_overlap.config.errors import did_you_mean
+from megatron_overlap.config.presets import PRESETS
+
+if TYPE_CHECKING:
+    from megatron_overlap.config.schema import LaunchConfig, OverlapConfig
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A value that cannot be used.
+
+    Attributes:
+        key: dotted path below the section that was checked.
+        value: what stands there.
+        remedy: what to write instead.
+    """
+
+    key: str
+    value: object
+    remedy: str
+
+
+def raise_first(problems: Iterator[Problem]) -> None:
+    """Raise the first problem as a validation error that `loading` turns into a ConfigError.
+
+    Raises:
+        PydanticCustomError: there is a problem.
+    """
+    for problem in problems:
+        context = {"key": problem.key, "value": problem.value, "remedy": problem.remedy}
+        raise PydanticCustomError("problem", "{key}: {value}: {remedy}", context)
+
+
+def unknown_preset(name: str) -> Problem:
+    """The problem of a preset that is not there."""
+    return Problem("preset", name, did_you_mean(name, PRESETS, "preset"))
+
+
+NOT_AVAILABLE = {
+    ("tensor", "fused"): "auto, p2p or none",
+    ("data", "p2p"): "auto, megatron or none",
+    ("ulysses", "p2p"): "none",
+    ("varlen", "balanced"): "none",
+}
+
+
+def overlap_problems(overlap: OverlapConfig) -> Iterator[Problem]:
+    """Methods that are named but not in this release."""
+    for (section, method), instead in NOT_AVAILABLE.items():
+        if getattr(overlap, section).method == method:
+            yield Problem(f"{section}.method", method, f"not available in this release; use {instead}")
+
+
+def launch_problems(cfg: LaunchConfig) -> Iterator[Problem]:
+    """All combinations that cannot run, most basic first."""
+    yield from _model_problems(cfg)
+    yield from _rank_problems(cfg)
+    yield from _split_problems(cfg)
+    yield from _train_problems(cfg)
+    yield from _data_problems(cfg)
+    yield from _device_problems(cfg)
+
+
+def _model_problems(cfg: LaunchConfig) -> Iterator[Problem]:
+    model = cfg.model
+    heads = model.num_attention_heads
+    if model.kv_channels is None and model.hidden_size % heads:
+        yield Problem(
+            "model.hidden_size",
+            model.hidden_size,
+            f"must be a multiple of model.num_attention_heads {heads}, or set model.kv_channels",
+        )
+    if heads % model.num_query_groups:
+        yield Problem(
+            "model.num_query_groups",
+            model.num_query_groups,
+            f"must divide model.num_attention_heads {heads}",
+        )
+    if model.rotary and model.head_size % 2:
+        yield Problem(
+            "model.rotary", True, f"needs an even head size, not {model.head_size}; set model.kv_channels"
+        )
+    if cfg.train.seq_length > model.max_position_embeddings:
+        yield Problem(
+            "train.seq_length",
+            cfg.train.seq_length,
+            f"must not exceed model.max_position_embeddings {model.max_position_embeddings}",
+        )
+
+
+def _rank_problems(cfg: LaunchConfig) -> Iterator[Problem]:
+    parallel, launch = cfg.parallel, cfg.launch
+    if launch.hosts is not None:
+        if launch.ranks_per_node is not None:
+            yield Problem(
+                "launch.ranks_per_node",
+                launch.ranks_per_node,
+                "launch.hosts.ranks_per_host says it already; remove this key",
+            )
+        if launch.nodes != 1:
+            yield Problem("launch.nodes", launch.nodes, "launch.hosts are on this one node; use 1")
+    size = parallel.model_size
+    if cfg.world_size % size:
+        if launch.hosts is not None:
+            key, value = "launch.hosts.hosts", launch.hosts.hosts
+        elif launch.ranks_per_node is not None:
+            key, value = "launch.ranks_per_node", launch.ranks_per_node
+        else:
+            key, value = "launch.nodes", launch.nodes
+        yield Problem(
+            key,
+            value,
+            f"{cfg.world_size} ranks cannot be split by parallel.tensor x context x pipeline = "
+            f"{parallel.tensor} x {parallel.context} x {parallel.pipeline}; use a multiple of {size} ranks",
+        )
+
+
+def _split_problems(cfg: LaunchConfig) -> Iterator[Problem]:
+    parallel, model, train = cfg.parallel, cfg.model, cfg.train
+    tensor = parallel.tensor
+    if parallel.sequence_parallel and tensor == 1:
+        yield Problem(
+            "parallel.sequence_parallel", True, "needs parallel.tensor of 2 or more; use false with tensor 1"
+        )
+    for key in ("num_attention_heads", "num_query_groups", "hidden_size", "ffn_hidden_size"):
+        value = getattr(model, key)
+        if value % tensor:
+            yield Problem(f"model.{key}", value, f"must be a multiple of parallel.tensor {tensor}")
+    if model.num_layers % parallel.pipeline:
+        yield Problem(
+            "model.num_layers",
+            model.num_layers,
+            f"must be a multiple of parallel.pipeline {parallel.pipeline}",
+        )
+    if parallel.context > 1 and train.seq_length % (2 * parallel.context):
+        yield Problem(
+            "train.seq_length",
+            train.seq_length,
+            f"must be a multiple of 2 x parallel.context = {2 * parallel.context}",
+        )
+    if parallel.sequence_parallel and train.seq_length % (tensor * parallel.context):
+        yield Problem(
+            "train.seq_length",
+            train.seq_length,
+            f"must be a multiple of parallel.tensor x parallel.context = {tensor * parallel.context} "
+            "with parallel.sequence_parallel",
+        )
+    if parallel.context > 1 and train.transformer_impl == "local":
+        yield Problem(
+            "parallel.context",
+            parallel.context,
+            "the local attention has no context parallelism; use 1, "
+            "or train.transformer_impl=transformer_engine",
+        )
+
+
+def _train_problems(cfg: LaunchConfig) -> Iterator[Problem]:
+    train = cfg.train
+    ranks = cfg.data_parallel_size
+    if train.global_batch_size % (train.micro_batch_size * ranks):
+        yield Problem(
+            "train.global_batch_size",
+            train.global_batch_size,
+            f"must be a multiple of train.micro_batch_size x data parallel size = "
+            f"{train.micro_batch_size} x {ranks} = {train.micro_batch_size * ranks}",
+        )
+    if train.min_lr > train.lr:
+        yield Problem("train.min_lr", train.min_lr, f"must not exceed train.lr {train.lr}")
+    decay = train.lr_decay_iterations or train.iterations
+    if train.lr_warmup_iterations >= decay:
+        yield Problem(
+            "train.lr_warmup_iterations",
+            train.lr_warmup_iterations,
+            f"must be less than the {decay} iterations of the decay",
+        )
+    if train.save_interval is not None and train.save is None:
+        yield Problem(
+            "train.save_interval", train.save_interval, "needs train.save, a folder for checkpoints"
+        )
+    if train.transformer_impl != "local" and cfg.overlap.tensor.method == "p2p":
+        yield Problem(
+            "overlap.tensor.method",
+            "p2p",
+            "TransformerEngine's layers do their own communication; "
+            "use train.transformer_impl=local, or method none",
+        )
+
+
+def _data_problems(cfg: LaunchConfig) -> Iterator[Problem]:
+    data = cfg.data
+    if data.kind == "mock" and data.path is not None:
+        yield Problem("data.path", data.path, "data.kind mock reads no file; use kind indexed or text")
+    if data.kind != "mock" and data.path is None:
+        what = "prefix of a .bin/.idx pair" if data.kind == "indexed" else "folder of scripts/prepare_data.py"
+        yield Problem("data.path", None, f"data.kind {data.kind} needs the {what}")
+    if data.split is not None:
+        parts = data.split.split(",")
+        numbers = [part.strip().replace(".", "", 1).isdigit() for part in parts]
+        if len(parts) > 3 or not all(numbers) or sum(float(part) for part in parts) <= 0:
+            yield Problem("data.split", data.split, "give up to three weights, as 969,30,1")
+
+
+def _device_problems(cfg: LaunchConfig) -> Iterator[Problem]:
+    train, launch = cfg.train, cfg.launch
+    if launch.device != "cpu":
+        return
+    if launch.nodes > 1:
+        yield Problem(
+            "launch.nodes", launch.nodes, "launch.device cpu runs on one node; use 1, or launch.hosts"
+        )
+    if train.transformer_impl != "local":
+        yield Problem(
+            "train.transformer_impl", train.transformer_impl, "needs launch.device cuda; use local on cpu"
+        )
+    if train.precision == "fp16":
+        yield Problem("train.precision", "fp16", "needs launch.device cuda; use bf16 or fp32 on cpu")
+    if train.gradient_accumulation_fusion:
+        yield Problem(
+            "train.gradient_accumulation_fusion", True, "needs launch.device cuda; use false or null on cpu"
+        )

@@ -1,0 +1,221 @@
+"""Put YAML files and `key=value` overrides together, and remember which of them said what.
+
+OmegaConf merges; files are read with a safe loader, and its interpolations are refused, so that reading a
+config never runs code nor looks at the environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megatron_overlap.config.errors import ConfigError
+
+Tree = dict[str, Any]
+
+MAPPING = "a config is a mapping; start with a key such as `model:`"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one file, or one override, says.
+
+    Attributes:
+        source: what an error shows as the file.
+        tree: its keys and values.
+    """
+
+    source: str
+    tree: Tree
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A config put together, before it is checked.
+
+    Attributes:
+        file: the file that was asked for.
+        tree: the merged keys and values.
+        layers: what was merged, first to last.
+    """
+
+    file: str
+    tree: Tree
+    layers: tuple[Layer, ...]
+
+    def source_of(self, key: str) -> str:
+        """The file, or override, that said `key` last; the file asked for when none did."""
+        for layer in reversed(self.layers):
+            if _holds(layer.tree, key.split(".")):
+                return layer.source
+        return self.file
+
+    def value_of(self, key: str) -> object:
+        """The value at a dotted key, None where there is none."""
+        node: object = self.tree
+        for part in key.split("."):
+            if isinstance(node, Mapping) and part in node:
+                node = node[part]
+            elif isinstance(node, list) and part.isdigit() and int(part) < len(node):
+                node = node[int(part)]
+            else:
+                return None
+        return node
+
+
+def _holds(node: object, parts: Sequence[str]) -> bool:
+    for part in parts:
+        if isinstance(node, list):
+            return True
+        if not isinstance(node, Mapping) or part not in node:
+            return False
+        node = node[part]
+    return True
+
+
+def compose(path: str | Path, overrides: Sequence[str] = (), sections: Sequence[str] = ()) -> Composed:
+    """Read a file with all its bases and apply the overrides.
+
+    Args:
+        path: YAML file.
+        overrides: `key=value` texts; the value is YAML, and `*` in a key stands for each of `sections`.
+        sections: section names.
+
+    Raises:
+        ConfigError: a file cannot be read, is no mapping, includes itself, or an override is wrong.
+    """
+    file = str(path)
+    layers = list(_read_layers(Path(path), None, ()))
+    merged: Any = OmegaConf.create({})
+    for layer in layers:
+        merged = _merge(merged, layer)
+    for text in overrides:
+        for key, value in _parse_override(file, text, sections):
+            layer = Layer(f"{file} (override)", _nest(key, value))
+            merged = _merge(merged, layer)
+            layers.append(layer)
+    tree = OmegaConf.to_container(merged, resolve=False)
+    assert isinstance(tree, dict)
+    return Composed(file, {str(key): value for key, value in tree.items()}, tuple(layers))
+
+
+def _merge(merged: Any, layer: Layer) -> Any:
+    for key, value in _leaves(layer.tree, ""):
+        if isinstance(value, str) and ("${" in value or value == "???"):
+            raise ConfigError(
+                layer.source, key, value, "configs take no interpolations; write the value itself"
+            )
+    try:
+        return OmegaConf.merge(merged, OmegaConf.create(layer.tree))
+    except OmegaConfBaseException as error:
+        key = str(error.full_key or next(iter(layer.tree), "?"))
+        raise ConfigError(layer.source, key, str(error), "write the value in the form its key has") from error
+
+
+def _leaves(node: object, key: str) -> Iterator[tuple[str, object]]:
+    if isinstance(node, Mapping):
+        for name, value in node.items():
+            yield from _leaves(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(node, list):
+        for index, value in enumerate(node):
+            yield from _leaves(value, f"{key}.{index}")
+    else:
+        yield key, node
+
+
+def _read_layers(path: Path, named_in: str | None, above: tuple[Path, ...]) -> Iterator[Layer]:
+    """The bases of a file, then the file, each as one layer without its `base` key."""
+    tree = _read(path, named_in)
+    where = path.resolve()
+    if where in above:
+        chain = " -> ".join(item.name for item in (*above, where))
+        raise ConfigError(named_in or str(path), "base", path.name, f"a file cannot include itself ({chain})")
+    bases = tree.pop("base", None)
+    if bases is not None:
+        listed = [bases] if isinstance(bases, str) else bases
+        if not isinstance(listed, list) or not all(isinstance(item, str) and item for item in listed):
+            raise ConfigError(str(path), "base", bases, "give one file name or a list of them")
+        for item in listed:
+            yield from _read_layers(path.parent / item, str(path), (*above, where))
+    yield Layer(str(path), tree)
+
+
+def _read(path: Path, named_in: str | None) -> Tree:
+    file, key, value = (str(path), "(file)", str(path)) if named_in is None else (named_in, "base", str(path))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ConfigError(file, key, value, "no such file; give the path of a YAML file") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(file, key, value, "is no UTF-8 text; give a YAML file") from error
+    except OSError as error:
+        reason = (error.strerror or "cannot be read").lower()
+        raise ConfigError(
+            file, key, value, f"cannot be read ({reason}); give a readable YAML file"
+        ) from error
+    except ValueError as error:  # a NUL in the path
+        raise ConfigError(file, key, value, "is no file name; give the path of a YAML file") from error
+    return _parse(str(path), text)
+
+
+def _parse(file: str, text: str) -> Tree:
+    try:
+        loaded = OmegaConf.load(StringIO(text))
+    except yaml.YAMLError as error:
+        line, value, remedy = _explain(error, text)
+        raise ConfigError(file, line, value, remedy) from error
+    except OSError as error:  # OmegaConf's word for a file that holds one scalar
+        raise ConfigError(file, "(file)", text, MAPPING) from error
+    except (OmegaConfBaseException, ValueError, RecursionError) as error:
+        raise ConfigError(file, "(file)", str(error), "write nested keys with plain values") from error
+    tree = OmegaConf.to_container(loaded, resolve=False)
+    if not isinstance(tree, dict):
+        raise ConfigError(file, "(file)", text, MAPPING)
+    for key in tree:
+        if not isinstance(key, str):
+            raise ConfigError(file, str(key), tree[key], "keys are names; quote or rename this one")
+    return {str(key): value for key, value in tree.items()}
+
+
+def _explain(error: yaml.YAMLError, text: str) -> tuple[str, str, str]:
+    """Line, its text and the remedy of a YAML syntax error."""
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or "cannot be parsed"
+    if mark is None:
+        return "(file)", str(error), "is no valid YAML; correct it"
+    lines = text.splitlines()
+    shown = lines[mark.line].strip() if mark.line < len(lines) else ""
+    return f"line {mark.line + 1}", shown, f"is no valid YAML ({problem}); correct it, or the line above"
+
+
+def _parse_override(file: str, text: str, sections: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    source = f"{file} (override)"
+    key, equals, value = text.partition("=")
+    key = key.strip()
+    if not equals:
+        raise ConfigError(source, key or "(empty)", text, "write an override as key=value")
+    if not key or any(not part for part in key.split(".")):
+        raise ConfigError(source, key or "(empty)", text, "name the key with dots, as train.lr=0.001")
+    if key == "base" or key.startswith("base."):
+        raise ConfigError(source, key, value, "only files name a base; write it in a file")
+    try:
+        parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(source, key, value, "is no valid YAML value; quote it") from error
+    assert isinstance(parsed, dict)
+    for name in sections if ".*." in key else ("",):
+        yield key.replace("*", name), parsed.get("value")
+
+
+def _nest(key: str, value: Any) -> Tree:
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    assert isinstance(value, dict)
+    return value

@@ -1,0 +1,61 @@
+"""The one error a person sees for a wrong config, and the search for the name that was meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+
+MAX_VALUE_CHARS = 80
+
+
+class ConfigError(ValueError):
+    """A config file or a command line is wrong. `str()` is one line: `file: key: value: remedy`.
+
+    Args:
+        file: the file that holds the value, or `command line`.
+        key: dotted path of the key, as a user would write it in an override.
+        value: the offending value; shown short, on one line.
+        remedy: what to write instead.
+    """
+
+    def __init__(self, file: str, key: str, value: object, remedy: str) -> None:
+        self.file = file
+        self.key = key
+        self.value = value
+        self.remedy = remedy
+        super().__init__(f"{_line(file)}: {_line(key)}: {show_value(value)}: {_line(remedy)}")
+
+
+def _line(text: str) -> str:
+    """Fold any text into one line."""
+    return " ".join(text.split())
+
+
+def show_value(value: object) -> str:
+    """A value the way YAML writes it, on one line and not longer than 80 characters."""
+    if value is None:
+        text = "null"
+    elif isinstance(value, bool):
+        text = str(value).lower()
+    elif isinstance(value, str):
+        text = _line(value) if value.strip() else repr(value)
+    else:
+        text = _line(str(value))
+    if len(text) > MAX_VALUE_CHARS:
+        text = text[: MAX_VALUE_CHARS - 3] + "..."
+    return text
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that looks most like `name`, or None when none is close."""
+    matches: Sequence[str] = get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return matches[0] if matches else None
+
+
+def did_you_mean(name: str, known: Iterable[str], what: str = "key") -> str:
+    """A remedy for an unknown name: the nearest one, or all of them when none is near."""
+    names = list(known)
+    match = nearest(name, names)
+    if match is not None:
+        return f"unknown {what}; did you mean {match}?"
+    return f"unknown {what}; use one of {', '.join(names)}"

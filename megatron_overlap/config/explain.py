@@ -1,0 +1,111 @@
+"""Say what is wrong with a config in the words of the file: the key as written, and what it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import ErrorDetails
+
+from megatron_overlap.config.compose import Composed
+from megatron_overlap.config.errors import ConfigError, did_you_mean
+
+Schema = Mapping[str, Any]
+
+TYPES = {
+    "string": "a text",
+    "boolean": "true or false",
+    "integer": "a whole number",
+    "number": "a number",
+    "array": "a list of texts",
+    "object": "a mapping of keys",
+    "null": "null",
+}
+LIMITS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+
+
+def explain(model: type[BaseModel], error: ErrorDetails, composed: Composed, section: str) -> ConfigError:
+    """One ConfigError for one validation error.
+
+    Args:
+        model: what was validated.
+        error: pydantic's report.
+        composed: the config, which knows its files.
+        section: dotted path of the part that was validated; empty for all of it.
+    """
+    root = model.model_json_schema()
+    path, schema = _follow(root, error["loc"])
+    keys = [section, *path] if section else path
+    if error["type"] == "problem":
+        context = error["ctx"]
+        key = ".".join([*keys, str(context["key"])])
+        return ConfigError(composed.source_of(key), key, context["value"], str(context["remedy"]))
+    key = ".".join(keys) or "(file)"
+    source = composed.source_of(key)
+    if error["type"] == "extra_forbidden":
+        known = list(_follow(root, error["loc"][:-1])[1].get("properties", {}))
+        remedy = did_you_mean(path[-1], known if keys[1:] else [*known, "base"])
+        return ConfigError(source, key, error["input"], remedy)
+    if error["type"] == "remedy":
+        return ConfigError(source, key, error["input"], error["msg"])
+    if error["type"] == "missing":
+        hint = ", or name a model.preset" if path[0] == "model" and len(path) > 1 else ""
+        return ConfigError(source, key, None, f"missing; {expected(schema)}{hint}")
+    return ConfigError(source, key, error["input"], expected(schema))
+
+
+def expected(schema: Schema) -> str:
+    """What a key takes, as the remedy of an error."""
+    if "properties" in schema:
+        return f"give a section with keys such as {', '.join(list(schema['properties'])[:3])}"
+    choices = [word for option in schema.get("anyOf", [schema]) for word in _choices(option)]
+    return f"use {_one_of(choices)}"
+
+
+def _choices(option: Schema) -> list[str]:
+    if "enum" in option:
+        return [str(value) for value in option["enum"]]
+    if "const" in option:
+        return [str(option["const"])]
+    kind = TYPES.get(str(option.get("type")), "a value of its type")
+    limits = [f"{sign} {option[name]:g}" for name, sign in LIMITS.items() if name in option]
+    return [" ".join([kind, " and ".join(limits)]).strip()]
+
+
+def _one_of(choices: Sequence[str]) -> str:
+    return choices[0] if len(choices) == 1 else f"{', '.join(choices[:-1])} or {choices[-1]}"
+
+
+def _follow(root: Schema, loc: Sequence[str | int]) -> tuple[list[str], Schema]:
+    """The part of an error's place that is a key in the file, and the JSON Schema there.
+
+    pydantic adds the branch of a union to the place; such a part is in no file.
+    """
+    path: list[str] = []
+    schema = _target(root, root)
+    for part in loc:
+        below = _below(schema, part)
+        if below is None:
+            if "properties" in schema:  # an unknown key of a section
+                path.append(str(part))
+                schema = {}
+            break
+        path.append(str(part))
+        schema = _target(below, root)
+    return path, schema
+
+
+def _below(schema: Schema, part: str | int) -> Schema | None:
+    found = schema.get("items") if isinstance(part, int) else schema.get("properties", {}).get(part)
+    return found if isinstance(found, dict) else None
+
+
+def _target(schema: Schema, root: Schema) -> Schema:
+    """The schema with its reference followed, through `X | null` too."""
+    for option in [schema, *schema.get("anyOf", [])]:
+        if "$ref" in option:
+            found = root["$defs"][option["$ref"].rsplit("/", 1)[-1]]
+            assert isinstance(found, dict)
+            return found
+    return schema
