@@ -1,0 +1,176 @@
+"""``python -m megatron_overlap SCRIPT ARGS... [--overlap-config FILE] [--overlap-run-dir DIR]``.
+
+Runs an unmodified Megatron training script with the plugin on: the script sees the command line it would see
+without it, plus the plugin's own flags, which Megatron's parser then knows.
+"""
+
+import argparse
+import os
+import runpy
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+USAGE = "usage: python -m megatron_overlap SCRIPT ARGS... [--overlap-config FILE] [--overlap-run-dir DIR]"
+
+
+class UsageError(ValueError):
+    """The command line is wrong; the text is the one line to print."""
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    """Runs the script and ends the process: 0 done, 1 the script failed, 2 the request was wrong."""
+    from megatron_overlap.config import ConfigError
+
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] in (["-h"], ["--help"]):
+        print(USAGE)
+        _leave(0)
+    try:
+        run = _Run(argv)
+    except (UsageError, ConfigError) as error:
+        print(error, file=sys.stderr)
+        _leave(2)
+    try:
+        run.execute()
+        code = 0
+    except SystemExit as request:
+        code = _exit_code(request)
+    except KeyboardInterrupt:
+        code = 130
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    _leave(run.finish(code))
+
+
+class _Run:
+    """One script under the plugin."""
+
+    def __init__(self, argv: list[str]) -> None:
+        if not argv or argv[0].startswith("-"):
+            raise UsageError(f"the first argument must be the training script; {USAGE}")
+        self._script = Path(argv[0])
+        if not self._script.is_file():
+            raise UsageError(f"{argv[0]}: no such script: give the path of a training script, e.g. pretrain_gpt.py")
+        self._argv = argv
+        self._rank = int(os.environ.get("RANK", "0"))
+        own, _ = _own_parser().parse_known_args(argv[1:])
+        self._read_config(own)
+        self._run_dir = Path(own.overlap_run_dir) if own.overlap_run_dir else None
+        self._session: Any = None
+        self._recorder: Any = None
+
+    def _read_config(self, own: argparse.Namespace) -> None:
+        from megatron_overlap.config import OverlapConfig, load_overlap_file
+
+        self._overlap, launch = OverlapConfig(), None
+        if own.overlap_config is not None:
+            file = load_overlap_file(own.overlap_config)
+            self._overlap, launch = file.overlap, file.launch
+        self._device = own.overlap_device or (launch.device if launch is not None else "cuda")
+        hosts = launch.hosts if launch is not None else None
+        self._link = hosts.model_dump(mode="json") if hosts is not None else None
+
+    def execute(self) -> None:
+        """Adapts what must be adapted, then runs the script as ``__main__``."""
+        # What the interpreter does for `python SCRIPT`: a checkout's own modules are found beside the script,
+        # before an installed megatron.
+        sys.path[0] = str(self._script.resolve().parent)
+        sys.argv = list(self._argv)
+        if self._device == "cpu":
+            from megatron_overlap.adapters import cpu
+
+            cpu.install()
+        from megatron_overlap.adapters import arguments, wheel
+
+        wheel.use_compiled_helpers()
+        arguments.register()
+        self._record()
+        if os.environ.get("MEGATRON_OVERLAP") != "0":
+            import megatron_overlap
+
+            self._session = megatron_overlap.enable(self._overlap)
+        if self._rank == 0:
+            self._show("at start")
+        runpy.run_path(str(self._script), run_name="__main__")
+
+    def _record(self) -> None:
+        if self._run_dir is None:
+            return
+        from megatron_overlap.adapters.recorder import Recorder
+
+        self._recorder = Recorder(self._run_dir, self._rank, self._device, self._link)
+        self._recorder.install()
+
+    def _show(self, when: str) -> None:
+        if self._session is None:
+            print(f"megatron_overlap: off (MEGATRON_OVERLAP=0), {when}", flush=True)
+        else:
+            print(self._session.report().render(), flush=True)
+
+    def finish(self, code: int) -> int:
+        """Reports, undoes, closes the process groups; returns the exit code to leave with."""
+        try:
+            if self._session is not None:
+                if self._rank == 0:
+                    self._show("at end")
+                if self._recorder is not None:
+                    self._recorder.write_report(self._session.report().to_dict())
+            if self._recorder is not None:
+                self._recorder.close()
+            if code == 0:
+                if self._session is not None:
+                    self._session.disable()
+                _destroy_process_groups()
+        except Exception:
+            traceback.print_exc()
+            code = code or 1
+        return code
+
+
+def _own_parser() -> argparse.ArgumentParser:
+    from megatron_overlap.adapters.arguments import add_overlap_arguments
+
+    class OneLine(argparse.ArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise UsageError(f"command line: {message}")
+
+    parser = OneLine(add_help=False, allow_abbrev=False)
+    add_overlap_arguments(parser)
+    return parser
+
+
+def _destroy_process_groups() -> None:
+    import torch
+
+    # Without it a gloo worker thread outlives its objects and aborts the process at exit.
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _exit_code(request: SystemExit) -> int:
+    if request.code is None:
+        return 0
+    if isinstance(request.code, int):
+        return request.code
+    print(request.code, file=sys.stderr)
+    return 1
+
+
+def _leave(code: int) -> NoReturn:
+    """Ends the process at once.
+
+    A failed rank must not wait for peers that wait for it: exit handlers and communication threads do. Its sockets
+    close with it, and that ends the peers.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code != 0:
+        os._exit(code)
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

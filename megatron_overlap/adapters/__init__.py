@@ -1,0 +1,1 @@
+"""The only code that imports megatron: each file here adapts one part of it."""
