@@ -8,13 +8,14 @@ from megatron_overlap.config.loading import (
     load_overlap_file,
     without_overlap,
 )
+from megatron_overlap.config.megatron_args import to_megatron_args
+from megatron_overlap.config.overlap import OverlapConfig
 from megatron_overlap.config.schema import (
     DataConfig,
     HostsConfig,
     LaunchConfig,
     LaunchSection,
     ModelConfig,
-    OverlapConfig,
     ParallelConfig,
     TrainConfig,
 )
@@ -33,5 +34,6 @@ __all__ = [
     "dump_config",
     "load_launch_config",
     "load_overlap_file",
+    "to_megatron_args",
     "without_overlap",
 ]

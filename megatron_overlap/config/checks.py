@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 
 from pydantic_core import PydanticCustomError
 
-from megatron_overlap.config.errors import did_you_mean
+from megatron_overlap.config.errors import did_you_mean, show_value
+from megatron_overlap.config.megatron_args import flags_in, key_of, value_at
 from megatron_overlap.config.presets import PRESETS
 
 if TYPE_CHECKING:
-    from megatron_overlap.config.schema import LaunchConfig, OverlapConfig
+    from megatron_overlap.config.overlap import OverlapConfig
+    from megatron_overlap.config.schema import LaunchConfig
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ def launch_problems(cfg: LaunchConfig) -> Iterator[Problem]:
     yield from _train_problems(cfg)
     yield from _data_problems(cfg)
     yield from _device_problems(cfg)
+    yield from _argument_problems(cfg)
 
 
 def _model_problems(cfg: LaunchConfig) -> Iterator[Problem]:
@@ -90,9 +93,7 @@ def _model_problems(cfg: LaunchConfig) -> Iterator[Problem]:
             f"must divide model.num_attention_heads {heads}",
         )
     if model.rotary and model.head_size % 2:
-        yield Problem(
-            "model.rotary", True, f"needs an even head size, not {model.head_size}; set model.kv_channels"
-        )
+        yield Problem("model.rotary", True, f"needs an even head size, not {model.head_size}; set model.kv_channels")
     if cfg.train.seq_length > model.max_position_embeddings:
         yield Problem(
             "train.seq_length",
@@ -132,9 +133,7 @@ def _split_problems(cfg: LaunchConfig) -> Iterator[Problem]:
     parallel, model, train = cfg.parallel, cfg.model, cfg.train
     tensor = parallel.tensor
     if parallel.sequence_parallel and tensor == 1:
-        yield Problem(
-            "parallel.sequence_parallel", True, "needs parallel.tensor of 2 or more; use false with tensor 1"
-        )
+        yield Problem("parallel.sequence_parallel", True, "needs parallel.tensor of 2 or more; use false with tensor 1")
     for key in ("num_attention_heads", "num_query_groups", "hidden_size", "ffn_hidden_size"):
         value = getattr(model, key)
         if value % tensor:
@@ -162,8 +161,7 @@ def _split_problems(cfg: LaunchConfig) -> Iterator[Problem]:
         yield Problem(
             "parallel.context",
             parallel.context,
-            "the local attention has no context parallelism; use 1, "
-            "or train.transformer_impl=transformer_engine",
+            "the local attention has no context parallelism; use 1, or train.transformer_impl=transformer_engine",
         )
 
 
@@ -187,15 +185,12 @@ def _train_problems(cfg: LaunchConfig) -> Iterator[Problem]:
             f"must be less than the {decay} iterations of the decay",
         )
     if train.save_interval is not None and train.save is None:
-        yield Problem(
-            "train.save_interval", train.save_interval, "needs train.save, a folder for checkpoints"
-        )
+        yield Problem("train.save_interval", train.save_interval, "needs train.save, a folder for checkpoints")
     if train.transformer_impl != "local" and cfg.overlap.tensor.method == "p2p":
         yield Problem(
             "overlap.tensor.method",
             "p2p",
-            "TransformerEngine's layers do their own communication; "
-            "use train.transformer_impl=local, or method none",
+            "TransformerEngine's layers do their own communication; use train.transformer_impl=local, or method none",
         )
 
 
@@ -218,16 +213,24 @@ def _device_problems(cfg: LaunchConfig) -> Iterator[Problem]:
     if launch.device != "cpu":
         return
     if launch.nodes > 1:
-        yield Problem(
-            "launch.nodes", launch.nodes, "launch.device cpu runs on one node; use 1, or launch.hosts"
-        )
+        yield Problem("launch.nodes", launch.nodes, "launch.device cpu runs on one node; use 1, or launch.hosts")
     if train.transformer_impl != "local":
-        yield Problem(
-            "train.transformer_impl", train.transformer_impl, "needs launch.device cuda; use local on cpu"
-        )
+        yield Problem("train.transformer_impl", train.transformer_impl, "needs launch.device cuda; use local on cpu")
     if train.precision == "fp16":
         yield Problem("train.precision", "fp16", "needs launch.device cuda; use bf16 or fp32 on cpu")
     if train.gradient_accumulation_fusion:
-        yield Problem(
-            "train.gradient_accumulation_fusion", True, "needs launch.device cuda; use false or null on cpu"
-        )
+        yield Problem("train.gradient_accumulation_fusion", True, "needs launch.device cuda; use false or null on cpu")
+
+
+def _argument_problems(cfg: LaunchConfig) -> Iterator[Problem]:
+    """Flags in `megatron_args` that a key gives as well: two places for one thing, and nobody knows which wins."""
+    for index, flag in flags_in(cfg.megatron_args):
+        where = f"megatron_args.{index}"
+        if flag == "--yaml-cfg":
+            yield Problem(where, flag, "it replaces Megatron's whole argument parser; remove it")
+        key = key_of(flag, cfg.launch.device)
+        if key is None:
+            continue
+        value = value_at(cfg, key)
+        stands = "" if hasattr(value, "model_dump") else f", now {show_value(value)}"
+        yield Problem(where, cfg.megatron_args[index], f"{key}{stands}, says this already; change that key")

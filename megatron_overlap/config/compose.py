@@ -109,9 +109,7 @@ def compose(path: str | Path, overrides: Sequence[str] = (), sections: Sequence[
 def _merge(merged: Any, layer: Layer) -> Any:
     for key, value in _leaves(layer.tree, ""):
         if isinstance(value, str) and ("${" in value or value == "???"):
-            raise ConfigError(
-                layer.source, key, value, "configs take no interpolations; write the value itself"
-            )
+            raise ConfigError(layer.source, key, value, "configs take no interpolations; write the value itself")
     try:
         return OmegaConf.merge(merged, OmegaConf.create(layer.tree))
     except OmegaConfBaseException as error:
@@ -157,9 +155,7 @@ def _read(path: Path, named_in: str | None) -> Tree:
         raise ConfigError(file, key, value, "is no UTF-8 text; give a YAML file") from error
     except OSError as error:
         reason = (error.strerror or "cannot be read").lower()
-        raise ConfigError(
-            file, key, value, f"cannot be read ({reason}); give a readable YAML file"
-        ) from error
+        raise ConfigError(file, key, value, f"cannot be read ({reason}); give a readable YAML file") from error
     except ValueError as error:  # a NUL in the path
         raise ConfigError(file, key, value, "is no file name; give the path of a YAML file") from error
     return _parse(str(path), text)

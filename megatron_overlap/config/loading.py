@@ -13,7 +13,9 @@ from pydantic import BaseModel, ValidationError
 from megatron_overlap.config.compose import Composed, compose
 from megatron_overlap.config.errors import ConfigError, did_you_mean
 from megatron_overlap.config.explain import explain
-from megatron_overlap.config.schema import LaunchConfig, LaunchSection, OverlapConfig
+from megatron_overlap.config.inputs import missing_inputs
+from megatron_overlap.config.overlap import OverlapConfig
+from megatron_overlap.config.schema import LaunchConfig, LaunchSection
 
 METHOD_SECTIONS = ("tensor", "data", "ulysses", "varlen")
 
@@ -33,17 +35,23 @@ class OverlapFile:
     config: LaunchConfig | None
 
 
-def load_launch_config(path: str | Path, overrides: Sequence[str] = ()) -> LaunchConfig:
+def load_launch_config(path: str | Path, overrides: Sequence[str] = (), *, inputs: bool = False) -> LaunchConfig:
     """Read, compose and check a launch config.
 
     Args:
         path: YAML file; its `base` files are read first, relative to it.
         overrides: `key=value` texts, applied last; `overlap.*.method=none` reaches every method.
+        inputs: also look whether the files it names (data, script, checkpoint) are there.
 
     Raises:
         ConfigError: a file, key, value or combination is wrong.
     """
-    return _validate(LaunchConfig, compose(path, overrides, METHOD_SECTIONS))
+    composed = compose(path, overrides, METHOD_SECTIONS)
+    config = _validate(LaunchConfig, composed)
+    if inputs:
+        for problem in missing_inputs(config):
+            raise ConfigError(composed.source_of(problem.key), problem.key, problem.value, problem.remedy)
+    return config
 
 
 def load_overlap_file(path: str | Path, overrides: Sequence[str] = ()) -> OverlapFile:
@@ -88,9 +96,7 @@ def without_overlap(config: LaunchConfig) -> LaunchConfig:
         "ulysses": {"method": "none"},
         "varlen": {"method": "none"},
     }
-    return LaunchConfig.model_validate(
-        {**config.model_dump(), "name": f"{config.name}_baseline", "overlap": off}
-    )
+    return LaunchConfig.model_validate({**config.model_dump(), "name": f"{config.name}_baseline", "overlap": off})
 
 
 def _validate[Model: BaseModel](model: type[Model], composed: Composed, section: str = "") -> Model:

@@ -30,9 +30,7 @@ ARCHITECTURES: Mapping[str, Fields] = MappingProxyType(
 )
 
 
-def _shape(
-    arch: str, layers: int, hidden: int, heads: int, vocab: int, positions: int, **more: object
-) -> Fields:
+def _shape(arch: str, layers: int, hidden: int, heads: int, vocab: int, positions: int, **more: object) -> Fields:
     return MappingProxyType(
         {
             "arch": arch,
@@ -83,9 +81,7 @@ def _llama3(layers: int, hidden: int, heads: int, ffn: int) -> Fields:
 PRESETS: Mapping[str, Fields] = MappingProxyType(
     {
         "gpt_tiny": _shape("gpt", 2, 256, 8, vocab=4000, positions=1024),
-        "llama_tiny": _shape(
-            "llama", 2, 256, 8, vocab=4000, positions=1024, ffn_hidden_size=688, num_query_groups=4
-        ),
+        "llama_tiny": _shape("llama", 2, 256, 8, vocab=4000, positions=1024, ffn_hidden_size=688, num_query_groups=4),
         "gpt3_125m": _gpt3(12, 768, 12),
         "gpt3_350m": _gpt3(24, 1024, 16),
         "gpt3_760m": _gpt3(24, 1536, 16),

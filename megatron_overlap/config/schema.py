@@ -6,40 +6,25 @@ What one key cannot know (heads against tensor ranks, ...) is checked in `checks
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, Field, model_validator
 
 from megatron_overlap.config import checks
+from megatron_overlap.config.base import (
+    Fraction,
+    Name,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Section,
+    Text,
+)
+from megatron_overlap.config.overlap import OverlapConfig
 from megatron_overlap.config.presets import ARCHITECTURES, PRESETS
-
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-
-
-def _not_blank(text: str) -> str:
-    if not text.strip():
-        raise PydanticCustomError("remedy", "write a text that is not empty, or null")
-    return text
-
-
-def _is_name(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", text):
-        raise PydanticCustomError(
-            "remedy", "use letters, digits, dots, dashes and underscores: it names a folder"
-        )
-    return text
-
-
-Text = Annotated[str, AfterValidator(_not_blank)]
-Name = Annotated[str, AfterValidator(_is_name)]
 
 
 def _argument(value: object) -> object:
@@ -47,79 +32,6 @@ def _argument(value: object) -> object:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
     return value
-
-
-class Section(BaseModel):
-    """Base of all sections."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-
-class TensorOverlap(Section):
-    """Overlap of the all-gathers, reduce-scatters and all-reduces of tensor parallelism."""
-
-    method: Literal["auto", "p2p", "fused", "none"] = "auto"
-    """p2p: point-to-point messages between partial GEMMs; auto: the best available; none: Megatron's own."""
-    schedule: Literal["auto", "ring", "direct"] = "auto"
-    """Who sends which chunk when."""
-    chunks_per_rank: Literal["auto"] | Positive = "auto"
-    """Sub-slices each rank's rows are cut into; more of them leave less communication exposed."""
-    recompute_gather: Literal["auto", "always", "never"] = "auto"
-    """Whether the backward gathers the input again instead of keeping it."""
-
-
-class DataOverlap(Section):
-    """Overlap of data parallel gradient reduction and parameter gathering."""
-
-    method: Literal["auto", "p2p", "megatron", "none"] = "auto"
-    """megatron: Megatron's own overlap flags; auto: the best one available; none: no overlap."""
-
-
-class UlyssesOverlap(Section):
-    """Overlap of the all-to-alls of Ulysses attention."""
-
-    method: Literal["auto", "p2p", "none"] = "none"
-
-
-class VarlenOverlap(Section):
-    """Attention over sequences of different lengths."""
-
-    method: Literal["balanced", "none"] = "none"
-
-
-class OverlapConfig(Section):
-    """What is overlapped and how. Given to `megatron_overlap.enable`."""
-
-    tensor: TensorOverlap = TensorOverlap()
-    data: DataOverlap = DataOverlap()
-    ulysses: UlyssesOverlap = UlyssesOverlap()
-    varlen: VarlenOverlap = VarlenOverlap()
-    strict: bool = False
-    """Turn every fallback to Megatron's own path into an error."""
-    timeout_s: PositiveFloat | None = None
-    """Deadline of one wait for a peer, in seconds; null is the process group's own."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        checks.raise_first(checks.overlap_problems(self))
-        return self
-
-    @classmethod
-    def from_yaml(cls, path: str | Path, overrides: Sequence[str] = ()) -> OverlapConfig:
-        """Read a launch config, or a file with the overlap section alone.
-
-        Args:
-            path: YAML file.
-            overrides: `key=value` texts. Keys start at the top of the file.
-
-        Raises:
-            ConfigError: the file, a key or a value is wrong.
-        """
-        from megatron_overlap.config.loading import load_overlap_file
-
-        return load_overlap_file(path, overrides).overlap
 
 
 class ModelConfig(Section):

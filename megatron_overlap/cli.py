@@ -1,0 +1,127 @@
+"""The `megatron-overlap` command. Each subcommand lives in its package and is imported only when it is called.
+
+A subcommand is a plain function with typer annotations; what it returns is the exit code, None being 0.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import typer
+
+from megatron_overlap.config.errors import ConfigError, did_you_mean
+from megatron_overlap.version import __version__
+
+PROGRAM = "megatron-overlap"
+COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "launch": ("megatron_overlap.launch.command:launch", "Run a launch config."),
+        "compare": ("megatron_overlap.measure.command:compare", "Run configs interleaved and compare them."),
+        "patches": ("megatron_overlap.patching.command:patches", "Show what is replaced in your Megatron."),
+        "schema": ("megatron_overlap.config.command:schema", "Print the JSON Schema of launch configs."),
+    }
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: arguments without the program's name; None takes the process's own.
+
+    Returns:
+        0 done, 1 the run failed or a check did not hold, 2 the request was wrong (one line on stderr).
+    """
+    args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        name = _command_in(args)
+        return _run(name, args)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except (typer.Abort, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _command_in(args: Sequence[str]) -> str | None:
+    """The subcommand that is asked for; None where an option answers by itself."""
+    if not args:
+        raise _usage("command", None, f"name one of {', '.join(COMMANDS)}; --help says more")
+    first = args[0]
+    if first in ("--help", "--version"):
+        return None
+    if first.startswith("-"):
+        raise _usage("option", first, did_you_mean(first, ("--help", "--version"), "option"))
+    if first not in COMMANDS:
+        raise _usage("command", first, did_you_mean(first, COMMANDS, "command"))
+    return first
+
+
+def _run(name: str | None, args: list[str]) -> int:
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.callback(invoke_without_command=True)(_root)
+    for known, (target, short) in COMMANDS.items():
+        app.command(known, help=None if known == name else short)(_load(target) if known == name else _unloaded)
+    try:
+        result = app(args=args, prog_name=PROGRAM, standalone_mode=False)
+    except Exception as error:
+        # typer carries its own copy of click in some releases: only this method tells its usage errors in all.
+        if not hasattr(error, "format_message"):
+            raise
+        raise _explain(name, error) from error
+    return result if isinstance(result, int) else 0
+
+
+def _root(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
+    """Hide Megatron-LM's communication behind its computation, and measure by how much."""
+    if version:
+        print(f"{PROGRAM} {__version__}")
+        raise typer.Exit
+
+
+def _unloaded() -> None:
+    """Stand for a command in the list of --help."""
+
+
+def _load(target: str) -> Callable[..., Any]:
+    module, _, attribute = target.partition(":")
+    function = getattr(importlib.import_module(module), attribute)
+    assert callable(function)
+    return function  # type: ignore[no-any-return]
+
+
+def _usage(key: str, value: object, remedy: str) -> ConfigError:
+    return ConfigError("command line", key, value, remedy)
+
+
+def _explain(name: str | None, error: Exception) -> ConfigError:
+    """One line for a usage error of typer."""
+    params = getattr(getattr(getattr(error, "ctx", None), "command", None), "params", [])
+    options = [text for param in params for text in param.opts if text.startswith("-")]
+    param = getattr(error, "param", None)
+    option = getattr(error, "option_name", None)
+    key = name or "option"
+    more = f"see {PROGRAM} {key} --help"
+    if type(error).__name__ == "NoSuchOption":
+        text = str(option)
+        if "." in text:
+            return _usage(key, text, "unknown option; write an override as key=value, without dashes")
+        return _usage(key, text, did_you_mean(text, [*options, "--help"], "option"))
+    if type(error).__name__ == "MissingParameter" and param is not None:
+        return _usage(key, None, f"{str(param.name).upper()} is missing; {more}")
+    message = str(getattr(error, "message", error)).rstrip(".")
+    extra = re.fullmatch(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", message)
+    if extra is not None:
+        return _usage(key, extra[1], f"takes no such argument; {more}")
+    where = param.opts[-1] if param is not None else option
+    return _usage(f"{key} {where}" if where else key, message, more)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

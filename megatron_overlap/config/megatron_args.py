@@ -1,0 +1,214 @@
+"""A launch config as Megatron's arguments. Pure, and only flags that 0.16.1, 0.17.1, 0.18.2 and 0.19.2 all have.
+
+The tables below are the one place where a key meets its flag: they make the arguments, and they refuse a flag in
+`megatron_args` that a key already gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_overlap.config.schema import LaunchConfig
+
+# Flag with a value: the key that gives it. A null value leaves the flag out.
+VALUES: Mapping[str, str] = MappingProxyType(
+    {
+        "--num-layers": "model.num_layers",
+        "--hidden-size": "model.hidden_size",
+        "--ffn-hidden-size": "model.ffn_hidden_size",
+        "--num-attention-heads": "model.num_attention_heads",
+        "--kv-channels": "model.kv_channels",
+        "--vocab-size": "model.vocab_size",
+        "--max-position-embeddings": "model.max_position_embeddings",
+        "--normalization": "model.normalization",
+        "--norm-epsilon": "model.norm_epsilon",
+        "--hidden-dropout": "model.hidden_dropout",
+        "--attention-dropout": "model.attention_dropout",
+        "--init-method-std": "model.init_method_std",
+        "--tensor-model-parallel-size": "parallel.tensor",
+        "--context-parallel-size": "parallel.context",
+        "--pipeline-model-parallel-size": "parallel.pipeline",
+        "--seq-length": "train.seq_length",
+        "--micro-batch-size": "train.micro_batch_size",
+        "--global-batch-size": "train.global_batch_size",
+        "--train-iters": "train.iterations",
+        "--lr": "train.lr",
+        "--min-lr": "train.min_lr",
+        "--lr-decay-style": "train.lr_decay_style",
+        "--lr-warmup-iters": "train.lr_warmup_iterations",
+        "--weight-decay": "train.weight_decay",
+        "--clip-grad": "train.clip_grad",
+        "--seed": "train.seed",
+        "--transformer-impl": "train.transformer_impl",
+        "--eval-interval": "train.eval_interval",
+        "--eval-iters": "train.eval_iterations",
+        "--log-interval": "train.log_interval",
+        "--save": "train.save",
+        "--load": "train.load",
+        "--ckpt-format": "train.checkpoint_format",
+    }
+)
+
+# Flag without a value: the key, and the value of it that sets the flag.
+SWITCHES: Mapping[str, tuple[str, object]] = MappingProxyType(
+    {
+        "--swiglu": ("model.swiglu", True),
+        "--untie-embeddings-and-output-weights": ("model.untie_embeddings", True),
+        "--disable-bias-linear": ("model.add_bias", False),
+        "--add-qkv-bias": ("model.add_qkv_bias", True),
+        "--sequence-parallel": ("parallel.sequence_parallel", True),
+        "--bf16": ("train.precision", "bf16"),
+        "--fp16": ("train.precision", "fp16"),
+        "--use-distributed-optimizer": ("train.distributed_optimizer", True),
+        "--mock-data": ("data.kind", "mock"),
+    }
+)
+
+# Flags that follow from more than one key, or stand for a key in another way.
+DERIVED: Mapping[str, str] = MappingProxyType(
+    {
+        "--group-query-attention": "model.num_query_groups",
+        "--num-query-groups": "model.num_query_groups",
+        "--position-embedding-type": "model.rotary",
+        "--use-rotary-position-embeddings": "model.rotary",
+        "--rotary-base": "model.rotary_base",
+        "--train-samples": "train.iterations",
+        "--lr-decay-iters": "train.lr_decay_iterations",
+        "--save-interval": "train.save_interval",
+        "--recompute-granularity": "train.recompute",
+        "--recompute-method": "train.recompute",
+        "--recompute-num-layers": "train.recompute",
+        "--recompute-activations": "train.recompute",
+        "--no-gradient-accumulation-fusion": "train.gradient_accumulation_fusion",
+        "--data-path": "data.path",
+        "--split": "data.split",
+        "--num-workers": "data.workers",
+        "--overlap-grad-reduce": "overlap.data.method",
+        "--overlap-param-gather": "overlap.data.method",
+        "--tp-comm-overlap": "overlap.tensor.method",
+        "--distributed-backend": "launch.device",
+        "--overlap-config": "overlap",
+        "--overlap-run-dir": "launch.output_dir",
+        "--overlap-device": "launch.device",
+    }
+)
+
+# What a run without a GPU needs: kernels that exist there, and no process beside the ranks.
+CPU_SWITCHES = (
+    "--no-masked-softmax-fusion",
+    "--no-bias-gelu-fusion",
+    "--no-bias-swiglu-fusion",
+    "--no-bias-dropout-fusion",
+    "--no-persist-layer-norm",
+    "--no-rope-fusion",
+)
+CPU_VALUES: Mapping[str, str] = MappingProxyType({"--distributed-backend": "gloo", "--attention-backend": "unfused"})
+
+
+def to_megatron_args(cfg: LaunchConfig) -> list[str]:
+    """All arguments of Megatron's training script, without the script and without the plugin's own.
+
+    Args:
+        cfg: a checked config.
+
+    Returns:
+        Flags and values, `cfg.megatron_args` last. Defaults are written out, so that two releases with different
+        defaults run the same training.
+    """
+    args: list[str] = []
+    for flag, key in VALUES.items():
+        value = value_at(cfg, key)
+        if value is not None:
+            args += [flag, str(value)]
+    args += [flag for flag, (key, setting) in SWITCHES.items() if value_at(cfg, key) == setting]
+    args += [*_model(cfg), *_train(cfg), *_data(cfg), *_device(cfg)]
+    return [*args, *cfg.megatron_args]
+
+
+def value_at(cfg: LaunchConfig, key: str) -> object:
+    """The value of a dotted key."""
+    node: object = cfg
+    for part in key.split("."):
+        node = getattr(node, part)
+    return node
+
+
+def flags_in(args: Sequence[str]) -> Iterator[tuple[int, str]]:
+    """Position and name of each flag; `--flag=value` counts as `--flag`."""
+    for index, arg in enumerate(args):
+        if arg.startswith("--"):
+            yield index, arg.partition("=")[0]
+
+
+def key_of(flag: str, device: str) -> str | None:
+    """The key that gives a Megatron flag on this device, None for a flag that is free."""
+    if flag in VALUES:
+        return VALUES[flag]
+    if flag in SWITCHES:
+        return SWITCHES[flag][0]
+    if device == "cpu" and flag in CPU_VALUES:
+        return "launch.device"
+    return DERIVED.get(flag)
+
+
+def _model(cfg: LaunchConfig) -> Iterator[str]:
+    model = cfg.model
+    if model.num_query_groups != model.num_attention_heads:
+        yield from ("--group-query-attention", "--num-query-groups", str(model.num_query_groups))
+    if model.rotary:
+        yield from ("--position-embedding-type", "rope", "--rotary-base", str(model.rotary_base))
+    else:
+        yield from ("--position-embedding-type", "learned_absolute")
+
+
+def _train(cfg: LaunchConfig) -> Iterator[str]:
+    train = cfg.train
+    yield from ("--lr-decay-iters", str(train.lr_decay_iterations or train.iterations))
+    if train.save is not None:
+        yield from ("--save-interval", str(train.save_interval or train.iterations))
+    if train.recompute == "selective":
+        yield from ("--recompute-granularity", "selective")
+    if train.recompute == "full":
+        yield from ("--recompute-granularity", "full", "--recompute-method", "uniform")
+        yield from ("--recompute-num-layers", "1")
+    if train.gradient_accumulation_fusion is False or cfg.launch.device == "cpu":
+        yield "--no-gradient-accumulation-fusion"
+    if cfg.data_parallel_size > 1 and cfg.overlap.data.method in ("auto", "megatron"):
+        yield "--overlap-grad-reduce"
+        if train.distributed_optimizer:
+            yield "--overlap-param-gather"
+    yield "--log-throughput"
+
+
+def _data(cfg: LaunchConfig) -> Iterator[str]:
+    data = cfg.data
+    if data.path is not None:
+        yield from ("--data-path", data_prefix(data.kind, data.path))
+    everything = "969,30,1" if cfg.train.eval_iterations else "100,0,0"
+    yield from ("--split", data.split or everything)
+    workers = data.workers if data.workers is not None else (0 if cfg.launch.device == "cpu" else 2)
+    yield from ("--num-workers", str(workers))
+    if not any(flag == "--tokenizer-type" for _, flag in flags_in(cfg.megatron_args)):
+        # Token ids are all that training needs; this tokenizer reads no file.
+        yield from ("--tokenizer-type", "NullTokenizer")
+
+
+def data_prefix(kind: str, path: str) -> str:
+    """What Megatron calls the data path: the .bin/.idx pair's name without its ending."""
+    if kind == "text":
+        return f"{path.rstrip('/')}/{TEXT_PREFIX}"
+    return path.removesuffix(".bin").removesuffix(".idx")
+
+
+TEXT_PREFIX = "tokens"
+"""Name of the pair that scripts/prepare_data.py writes into its folder."""
+
+
+def _device(cfg: LaunchConfig) -> Iterator[str]:
+    if cfg.launch.device == "cpu":
+        for flag, value in CPU_VALUES.items():
+            yield from (flag, value)
+        yield from CPU_SWITCHES

@@ -1,0 +1,77 @@
+"""The `overlap` section: what is overlapped and how. Needed by every layer above, so it stands alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import model_validator
+
+from megatron_overlap.config import checks
+from megatron_overlap.config.base import Positive, PositiveFloat, Section
+
+
+class TensorOverlap(Section):
+    """Overlap of the all-gathers, reduce-scatters and all-reduces of tensor parallelism."""
+
+    method: Literal["auto", "p2p", "fused", "none"] = "auto"
+    """p2p: point-to-point messages between partial GEMMs; auto: the best available; none: Megatron's own."""
+    schedule: Literal["auto", "ring", "direct"] = "auto"
+    """Who sends which chunk when."""
+    chunks_per_rank: Literal["auto"] | Positive = "auto"
+    """Sub-slices each rank's rows are cut into; more of them leave less communication exposed."""
+    recompute_gather: Literal["auto", "always", "never"] = "auto"
+    """Whether the backward gathers the input again instead of keeping it."""
+
+
+class DataOverlap(Section):
+    """Overlap of data parallel gradient reduction and parameter gathering."""
+
+    method: Literal["auto", "p2p", "megatron", "none"] = "auto"
+    """megatron: Megatron's own overlap flags; auto: the best one available; none: no overlap."""
+
+
+class UlyssesOverlap(Section):
+    """Overlap of the all-to-alls of Ulysses attention."""
+
+    method: Literal["auto", "p2p", "none"] = "none"
+
+
+class VarlenOverlap(Section):
+    """Attention over sequences of different lengths."""
+
+    method: Literal["balanced", "none"] = "none"
+
+
+class OverlapConfig(Section):
+    """What is overlapped and how. Given to `megatron_overlap.enable`."""
+
+    tensor: TensorOverlap = TensorOverlap()
+    data: DataOverlap = DataOverlap()
+    ulysses: UlyssesOverlap = UlyssesOverlap()
+    varlen: VarlenOverlap = VarlenOverlap()
+    strict: bool = False
+    """Turn every fallback to Megatron's own path into an error."""
+    timeout_s: PositiveFloat | None = None
+    """Deadline of one wait for a peer, in seconds; null is the process group's own."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        checks.raise_first(checks.overlap_problems(self))
+        return self
+
+    @classmethod
+    def from_yaml(cls, path: str | Path, overrides: Sequence[str] = ()) -> OverlapConfig:
+        """Read a launch config, or a file with the overlap section alone.
+
+        Args:
+            path: YAML file.
+            overrides: `key=value` texts. Keys start at the top of the file.
+
+        Raises:
+            ConfigError: the file, a key or a value is wrong.
+        """
+        from megatron_overlap.config.loading import load_overlap_file
+
+        return load_overlap_file(path, overrides).overlap
