@@ -88,12 +88,11 @@ class _Run:
         wheel.use_compiled_helpers()
         arguments.register()
         self._record()
-        if os.environ.get("MEGATRON_OVERLAP") != "0":
-            import megatron_overlap
+        import megatron_overlap
 
-            self._session = megatron_overlap.enable(self._overlap)
+        self._session = megatron_overlap.enable(self._overlap)
         if self._rank == 0:
-            self._show("at start")
+            self._show()
         runpy.run_path(str(self._script), run_name="__main__")
 
     def _record(self) -> None:
@@ -104,20 +103,17 @@ class _Run:
         self._recorder = Recorder(self._run_dir, self._rank, self._device, self._link)
         self._recorder.install()
 
-    def _show(self, when: str) -> None:
-        if self._session is None:
-            print(f"megatron_overlap: off (MEGATRON_OVERLAP=0), {when}", flush=True)
-        else:
-            print(self._session.report().render(), flush=True)
+    def _show(self) -> None:
+        print(self._session.report().render(), flush=True)
 
     def finish(self, code: int) -> int:
         """Reports, undoes, closes the process groups; returns the exit code to leave with."""
         try:
             if self._session is not None:
                 if self._rank == 0:
-                    self._show("at end")
+                    self._show()
                 if self._recorder is not None:
-                    self._recorder.write_report(self._session.report().to_dict())
+                    self._recorder.write_report(self._session.report().as_dict())
             if self._recorder is not None:
                 self._recorder.close()
             if code == 0:

@@ -8,6 +8,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from megatron_overlap.adapters.cpu import stand_ins
 from megatron_overlap.adapters.cpu.adaptation import Adaptation
 
@@ -30,6 +32,38 @@ def _norm_for_sequence_parallel(original: Callable[..., Any]) -> staticmethod[..
     return staticmethod(new)
 
 
+def _state_before_first_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.optimizer is not None and not self.optimizer.state:
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"]:
+                    self.optimizer.state[parameter] = {
+                        "step": torch.zeros((), dtype=torch.float32),
+                        "exp_avg": torch.zeros_like(parameter.data),
+                        "exp_avg_sq": torch.zeros_like(parameter.data),
+                    }
+        return original(self, *args, **kwargs)
+
+    return state_dict
+
+
+def _step_of_the_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        groups = state_dict.get("optimizer", {}).get("param_groups", ())
+        steps = {float(group["step"]) for group in groups if group.get("step") is not None}
+        with torch.no_grad():
+            result = original(self, state_dict, *args, **kwargs)
+        if self.optimizer is not None and len(steps) == 1:
+            step = torch.tensor(steps.pop(), dtype=torch.float32)
+            for state in self.optimizer.state.values():
+                state["step"] = step.clone()
+        return result
+
+    return load_state_dict
+
+
 def _skip(original: Callable[..., Any]) -> Callable[..., Any]:
     return stand_ins.nothing
 
@@ -46,6 +80,18 @@ MEGATRON: tuple[Adaptation, ...] = (
         "warms kernels that are not compiled here, with random inputs whose number depends on the layout: "
         "with one generator for everything the initial weights would depend on it too",
         optional=True,
+    ),
+    Adaptation(
+        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.state_dict",
+        _state_before_first_step,
+        "loading a checkpoint asks torch's Adam (used without apex and TransformerEngine) for the step number of a "
+        "state that it makes only at its first step",
+    ),
+    Adaptation(
+        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_state_dict",
+        _step_of_the_checkpoint,
+        "leaves torch's Adam with the step number it had before loading, in one tensor that all parameters share "
+        "and each would advance; and copies into fp32 parameters with autograd on, which raises",
     ),
 )
 
