@@ -169,6 +169,15 @@ class Netlab:
         return [*self._enter(self._made.get("switch")), *argv]
 
     def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def open(self) -> None:
+        """Makes the hosts; `with` does the same.
+
+        Raises:
+            NetlabError: this machine or user cannot have them, or the lab is open.
+        """
         if sys.platform != "linux":
             raise NetlabError(f"needs Linux; this is {sys.platform}")
         if self._keeper is not None:
@@ -191,7 +200,6 @@ class Netlab:
             self.close()
             raise
         self._made = made
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -47,8 +47,11 @@ def worker_commands(
     lab: Netlab | None = None,
     threads: int = 1,
     env: Mapping[str, str] | None = None,
+    wrap: bool = True,
 ) -> list[RankCommand]:
     """The commands of `world_size` ranks of `argv`: in `lab`, or over loopback.
+
+    `wrap=False` leaves out what takes a command into the lab, which then need not be open.
 
     Raises:
         ValueError: the lab has places for another number of ranks.
@@ -65,7 +68,8 @@ def worker_commands(
             continue
         host = lab.host_of(rank)
         values |= {**lab.env(host), **(env or {})}
-        commands.append(RankCommand(rank, lab.wrap(host, argv), values, lab.host_name(host)))
+        inside = lab.wrap(host, argv) if wrap else list(argv)
+        commands.append(RankCommand(rank, inside, values, lab.host_name(host)))
     return commands
 
 
