@@ -22,6 +22,7 @@ class UsageError(ValueError):
 def main(argv: list[str] | None = None) -> NoReturn:
     """Runs the script and ends the process: 0 done, 1 the script failed, 2 the request was wrong."""
     from megatron_overlap.config import ConfigError
+    from megatron_overlap.patching.errors import PatchError
 
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] in (["-h"], ["--help"]):
@@ -29,7 +30,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
         _leave(0)
     try:
         run = _Run(argv)
-    except (UsageError, ConfigError) as error:
+        run.prepare()
+    except (UsageError, ConfigError, PatchError) as error:
         print(error, file=sys.stderr)
         _leave(2)
     try:
@@ -53,12 +55,14 @@ class _Run:
             raise UsageError(f"the first argument must be the training script; {USAGE}")
         self._script = Path(argv[0])
         if not self._script.is_file():
-            raise UsageError(f"{argv[0]}: no such script: give the path of a training script, e.g. pretrain_gpt.py")
+            raise UsageError(
+                f"{argv[0]}: no such script: give the path of a training script, e.g. pretrain_gpt.py"
+            )
         self._argv = argv
         self._rank = int(os.environ.get("RANK", "0"))
         own, _ = _own_parser().parse_known_args(argv[1:])
         self._read_config(own)
-        self._run_dir = Path(own.overlap_run_dir) if own.overlap_run_dir else None
+        self._run_dir = _folder(own.overlap_run_dir) if own.overlap_run_dir else None
         self._session: Any = None
         self._recorder: Any = None
 
@@ -73,8 +77,14 @@ class _Run:
         hosts = launch.hosts if launch is not None else None
         self._link = hosts.model_dump(mode="json") if hosts is not None else None
 
-    def execute(self) -> None:
-        """Adapts what must be adapted, then runs the script as ``__main__``."""
+    def prepare(self) -> None:
+        """Adapts what must be adapted and switches the plugin on, before the script imports Megatron.
+
+        Raises:
+            UsageError: Megatron is not installed.
+            ConfigError: the plugin's off switch has a value that means nothing.
+            PatchError: the config is strict and a patch is refused.
+        """
         # What the interpreter does for `python SCRIPT`: a checkout's own modules are found beside the script,
         # before an installed megatron.
         sys.path[0] = str(self._script.resolve().parent)
@@ -83,6 +93,7 @@ class _Run:
             from megatron_overlap.adapters import cpu
 
             cpu.install()
+        self._require_megatron()
         from megatron_overlap.adapters import arguments, wheel
 
         wheel.use_compiled_helpers()
@@ -93,7 +104,22 @@ class _Run:
         self._session = megatron_overlap.enable(self._overlap)
         if self._rank == 0:
             self._show()
+
+    def execute(self) -> None:
+        """Runs the script as ``__main__``."""
         runpy.run_path(str(self._script), run_name="__main__")
+
+    def _require_megatron(self) -> None:
+        # After the CPU adapter, which must be there before the first import of Megatron.
+        try:
+            import megatron.training  # noqa: F401
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.partition(".")[0] != "megatron":
+                raise
+            raise UsageError(
+                f"{error.name}: not installed: install megatron-core 0.17 or later, or run the script of a "
+                "Megatron-LM checkout"
+            ) from error
 
     def _record(self) -> None:
         if self._run_dir is None:
@@ -136,6 +162,17 @@ def _own_parser() -> argparse.ArgumentParser:
     parser = OneLine(add_help=False, allow_abbrev=False)
     add_overlap_arguments(parser)
     return parser
+
+
+def _folder(path: str) -> Path:
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise UsageError(
+            f"command line: --overlap-run-dir: {path}: {reason}: name a folder to write to"
+        ) from error
+    return Path(path)
 
 
 def _destroy_process_groups() -> None:

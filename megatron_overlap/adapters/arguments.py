@@ -12,9 +12,14 @@ from typing import Any
 def add_overlap_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds the plugin's own flags to ``parser`` and returns it."""
     group = parser.add_argument_group("megatron_overlap")
-    group.add_argument("--overlap-config", metavar="FILE", default=None, help="overlap or launch config (YAML)")
     group.add_argument(
-        "--overlap-run-dir", metavar="DIR", default=None, help="write steps, versions and the report of each rank here"
+        "--overlap-config", metavar="FILE", default=None, help="overlap or launch config (YAML)"
+    )
+    group.add_argument(
+        "--overlap-run-dir",
+        metavar="DIR",
+        default=None,
+        help="write steps, versions and the report of each rank here",
     )
     group.add_argument(
         "--overlap-device",

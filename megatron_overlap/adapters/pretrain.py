@@ -68,7 +68,11 @@ def missing_flags(flags: Sequence[str], argv: Sequence[str]) -> list[str]:
 
 
 def build_model(
-    pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None, config: Any = None, **groups: Any
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    config: Any = None,
+    **groups: Any,
 ) -> GPTModel:
     """The model, or this pipeline stage's part of it.
 
@@ -127,7 +131,7 @@ def build_datasets(num_samples: Sequence[int], vp_stage: int | None = None) -> t
     )
 
     def reads_data() -> bool:
-        return mpu.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(vp_stage)
+        return bool(mpu.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(vp_stage))
 
     kind = MockGPTDataset if args.mock_data else GPTDataset
     train, valid, test = BlendedMegatronDatasetBuilder(kind, list(num_samples), reads_data, config).build()
@@ -146,7 +150,9 @@ def next_batch(data: Iterator[dict[str, torch.Tensor]] | None) -> dict[str, torc
     return batch
 
 
-def forward_step(data: Iterator[dict[str, torch.Tensor]] | None, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+def forward_step(
+    data: Iterator[dict[str, torch.Tensor]] | None, model: Any
+) -> tuple[torch.Tensor, Callable[..., Any]]:
     """Loss of every token of the next micro-batch, and the function that sums them up."""
     vp_stage = getattr(model, "vp_stage", None)
     if is_first_or_last_pipeline_stage(vp_stage):
@@ -163,7 +169,7 @@ def forward_step(data: Iterator[dict[str, torch.Tensor]] | None, model: Any) -> 
     return output, functools.partial(sum_loss, batch["loss_mask"])
 
 
-def sum_loss(loss_mask: torch.Tensor, token_losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+def sum_loss(loss_mask: Any, token_losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """Sum over the tokens that count, their number, and both for the log.
 
     Three values and not two: with two, Megatron's schedule scales the loss by the size of the context group.
