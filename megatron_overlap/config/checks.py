@@ -163,6 +163,12 @@ def _split_problems(cfg: LaunchConfig) -> Iterator[Problem]:
             parallel.context,
             "the local attention has no context parallelism; use 1, or train.transformer_impl=transformer_engine",
         )
+    if parallel.context > 1 and cfg.launch.entry is None:
+        yield Problem(
+            "parallel.context",
+            parallel.context,
+            "the provided scripts have no context parallelism; use 1, or set launch.entry to a pretrain_gpt.py",
+        )
 
 
 def _train_problems(cfg: LaunchConfig) -> Iterator[Problem]:
@@ -211,6 +217,8 @@ def _data_problems(cfg: LaunchConfig) -> Iterator[Problem]:
 def _device_problems(cfg: LaunchConfig) -> Iterator[Problem]:
     train, launch = cfg.train, cfg.launch
     if launch.device != "cpu":
+        if launch.hosts is not None:
+            yield Problem("launch.device", launch.device, "launch.hosts needs cpu: NCCL would go around the links")
         return
     if launch.nodes > 1:
         yield Problem("launch.nodes", launch.nodes, "launch.device cpu runs on one node; use 1, or launch.hosts")

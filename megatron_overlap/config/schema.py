@@ -153,8 +153,6 @@ class DataConfig(Section):
     """mock: made up; indexed: a Megatron .bin/.idx pair; text: a folder made by scripts/prepare_data.py."""
     path: Text | None = None
     """indexed: the prefix of the pair (or one of its files); text: the folder."""
-    tokenizer: Text | None = None
-    """A tokenizer.json for scripts that want text back; training reads token ids and needs none."""
     split: Text | None = None
     """Weights of training, validation and test; null: 969,30,1, or without evaluation all is for training."""
     workers: NonNegative | None = None
@@ -166,12 +164,12 @@ class HostsConfig(Section):
 
     hosts: Positive
     ranks_per_host: Positive = 1
-    gbps: PositiveFloat
+    gbps: Annotated[float, Field(ge=0.001, le=100)]
     """Rate of each host's link in each direction, in Gbit/s."""
-    latency_ms: NonNegativeFloat = 0.0
+    latency_ms: Annotated[float, Field(ge=0, le=1000)] = 0.0
     """Delay added to each direction, in milliseconds; needs netem in the kernel where it is not 0."""
-    burst_kib: Positive = 1024
-    """Bytes the rate limiter lets through at once, in KiB."""
+    burst_kib: Positive | None = None
+    """What the rate limiter lets through at once after a pause, in KiB; null: what suits the rate."""
     fallback: Literal["error", "loopback"] = "error"
     """What to do where this machine cannot make namespaces."""
 
