@@ -79,7 +79,7 @@ def all_gather_plan(
             work += [Work((Chunk(owner, part),), needs=(landed[part],)) for part in parts]
         else:
             work.append(Work(tuple(Chunk(owner, part) for part in parts), needs=tuple(landed)))
-    if pattern == "serial":
+    if pattern == "serial" and num_ranks > 1:
         everything = tuple(Chunk(owner, part) for owner in range(num_ranks) for part in parts)
         work = [Work(everything, needs=tuple(range(len(exchanges))))]
     return Plan("all_gather", pattern, num_ranks, rank, chunks_per_rank, tuple(exchanges), tuple(work))

@@ -118,6 +118,8 @@ def _exchange(ranks: list[_Rank], sender: _Rank) -> bool:
     if expected.recv != exchange.send:
         raise ScheduleError(f"{where}: sends {exchange.send} to rank {exchange.to}, which expects {expected.recv}")
     index = receiver.exchanges_done
+    if index != sender.exchanges_done:
+        raise ScheduleError(f"{where}: is exchange {index} of rank {exchange.to}; both ends must number it alike")
     if sender.plan.collective == "all_gather":
         if exchange.send not in sender.held:
             raise ScheduleError(f"{where}: sends {exchange.send}, which it does not hold")

@@ -1,0 +1,12 @@
+"""Moves bytes between the ranks of a group. Knows no maths."""
+
+from megatron_overlap.comm.transport import (
+    Flight,
+    Transport,
+    TransportError,
+    close_transport,
+    transport_of,
+)
+from megatron_overlap.comm.workspace import Workspace
+
+__all__ = ["Flight", "Transport", "TransportError", "Workspace", "close_transport", "transport_of"]

@@ -1,0 +1,127 @@
+"""The transport protocol: an ordered stream of exchanges beside the computation."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron_overlap.comm.workspace import Workspace
+from megatron_overlap.schedules.plan import Exchange
+
+
+class TransportError(RuntimeError):
+    """A message did not arrive: names the peer, the op and the exchange."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """One exchange with its bytes: contiguous tensors, either of which may be empty and is then not sent."""
+
+    exchange: Exchange
+    send: torch.Tensor
+    recv: torch.Tensor
+
+
+class Flight(Protocol):
+    """The exchanges of one op, on their way."""
+
+    def release(self, work_done: int) -> None:
+        """Says that `work[:work_done]` of the plan is done: sends that waited for it may leave."""
+
+    def wait(self, exchange: int) -> None:
+        """Returns when what `exchange` receives may be read (on CUDA: orders the current stream after it).
+
+        Raises:
+            TransportError: the peer is gone or the deadline has passed.
+        """
+
+    def landed(self, exchange: int) -> bool:
+        """Whether `wait` would return at once. Always False where asking would cost a synchronisation."""
+
+    def finish(self) -> None:
+        """Waits until everything has landed and left: all buffers belong to the caller again.
+
+        Raises:
+            TransportError: the peer is gone or the deadline has passed.
+        """
+
+
+class Transport(Protocol):
+    """Point-to-point messages between the ranks of one group, in the order in which they are posted.
+
+    Every rank of the group begins the same flights in the same order.
+    """
+
+    rank: int
+    size: int
+    workspace: Workspace
+    exposed_s: float
+    """Seconds that computation has stood still for messages so far; 0 where it is not measured."""
+
+    def begin(self, wires: Sequence[Wire], op: str) -> Flight:
+        """Posts the exchanges of one op. `op` is its name in messages to people."""
+
+    def close(self) -> None:
+        """Ends the transport's threads and streams and lets its buffers go."""
+
+
+# Keyed by the group, which owns its transport: it goes when the group goes, or by close_transport.
+_TRANSPORTS: weakref.WeakKeyDictionary[dist.ProcessGroup, Transport] = weakref.WeakKeyDictionary()
+
+
+def transport_of(group: dist.ProcessGroup, *, timeout_s: float | None = None) -> Transport:
+    """The transport of `group`; made by the first call, which all ranks of the group must make.
+
+    A group of its own carries the messages, so that they are never ordered behind Megatron's collectives.
+
+    Args:
+        group: a gloo or NCCL process group.
+        timeout_s: deadline of one wait in seconds, looked at by the first call; None means that of `group`.
+
+    Raises:
+        ValueError: the group's backend carries no point-to-point messages that this package knows.
+    """
+    transport = _TRANSPORTS.get(group)
+    if transport is None:
+        backend = dist.get_backend(group)
+        if backend == "gloo":
+            from megatron_overlap.comm.gloo import GlooTransport
+
+            transport = GlooTransport(group, timeout_s=timeout_s)
+        elif backend == "nccl":
+            from megatron_overlap.comm.nccl import NcclTransport
+
+            transport = NcclTransport(group, timeout_s=timeout_s)
+        else:
+            raise ValueError(f"group: backend {backend}: overlap needs gloo or nccl")
+        _TRANSPORTS[group] = transport
+    return transport
+
+
+def close_transport(group: dist.ProcessGroup) -> None:
+    """Closes the transport of `group` if it has one."""
+    transport = _TRANSPORTS.pop(group, None)
+    if transport is not None:
+        transport.close()
+
+
+def store_beside(group: dist.ProcessGroup) -> dist.Store:
+    """A key-value store that exactly the ranks of `group` share, to make one more communicator of them.
+
+    `new_group` would need every rank of the job, or, with local synchronisation, derives its name from the number of
+    groups that a rank is in, which differs between the ranks of Megatron's groups: they would wait for each other for
+    ever (seen with torch 2.13).
+    """
+    store: dist.Store = dist.distributed_c10d._get_process_group_store(group)
+    # One name a generation: a closed transport's keys must not be met by the next one's.
+    generation = _GENERATIONS.get(group, 0)
+    _GENERATIONS[group] = generation + 1
+    return dist.PrefixStore(f"megatron_overlap/{generation}", store)
+
+
+_GENERATIONS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()

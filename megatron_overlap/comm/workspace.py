@@ -1,0 +1,46 @@
+"""Buffers that live as long as their transport, so that a step allocates none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+
+
+class Workspace:
+    """Named buffers of one transport. A name is handed out again only after the op that took it has finished.
+
+    A buffer grows to the largest size that was asked for and is never returned, as Megatron's global memory buffer.
+
+    Args:
+        poison: fill every buffer with NaN (integers: their largest value) each time it is handed out. For tests.
+    """
+
+    def __init__(self, *, poison: bool = False) -> None:
+        self._poison = poison
+        self._storage: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
+
+    def take(self, name: str, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        """A contiguous tensor of `shape` with the dtype and device of `like`; its content is undefined."""
+        key = (name, like.dtype, like.device)
+        size = prod(shape)
+        storage = self._storage.get(key)
+        if storage is None or storage.numel() < size:
+            # Free the old one first: both at once would be the peak.
+            self._storage.pop(key, None)
+            storage = torch.empty(size, dtype=like.dtype, device=like.device)
+            self._storage[key] = storage
+        buffer = storage[:size].view(*shape)
+        if self._poison:
+            buffer.fill_(float("nan") if like.dtype.is_floating_point else torch.iinfo(like.dtype).max)
+        return buffer
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that all buffers hold now."""
+        return sum(storage.numel() * storage.element_size() for storage in self._storage.values())
+
+    def clear(self) -> None:
+        """Lets all buffers go."""
+        self._storage.clear()

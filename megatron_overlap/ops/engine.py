@@ -1,0 +1,241 @@
+"""Where messages and GEMMs meet: arriving rows, departing partial sums, and a weight gradient that accumulates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from megatron_overlap.comm import Transport, Workspace
+from megatron_overlap.comm.transport import Wire
+from megatron_overlap.schedules import ChunkLayout, Plan
+
+try:
+    # apex's extension, where it was built: a GEMM that adds a narrow product to an fp32 total.
+    from fused_weight_gradient_mlp_cuda import wgrad_gemm_accum_fp32 as _fused_wgrad  # type: ignore[import-not-found]
+except ImportError:
+    _fused_wgrad = None
+
+Rows = tuple[int, int]
+GemmInto = Callable[[int, int, torch.Tensor], None]
+
+_WGRAD_BLOCK = 2048
+"""Output rows of one block of a narrow weight gradient."""
+
+
+class Arrivals:
+    """An all-gather on its way: rows are handed out as soon as they are there, own rows first.
+
+    Args:
+        transport: carries the shards.
+        plan: an all-gather plan.
+        shard: own rows `[shard rows, K]`, contiguous, unchanged until `finish`.
+        layout: rows of every chunk.
+        into: the gathered rows `[num_rows, K]`; own rows are copied into it only if `whole` is asked for.
+        op: name in error messages.
+        whole: the consumer reads own and others' rows as one run.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        plan: Plan,
+        shard: torch.Tensor,
+        layout: ChunkLayout,
+        into: torch.Tensor,
+        op: str,
+        *,
+        whole: bool = False,
+    ) -> None:
+        self._plan, self._layout = plan, layout
+        self._rank = plan.rank
+        self.full = into
+        own_start, own_stop = layout.shard(plan.rank)
+        wires = []
+        for exchange in plan.exchanges:
+            start, stop = layout.rows(exchange.send)
+            own = exchange.send.owner == plan.rank
+            sent = shard[start - own_start : stop - own_start] if own else into[start:stop]
+            start, stop = layout.rows(exchange.recv)
+            wires.append(Wire(exchange, sent, into[start:stop]))
+        self._flight = transport.begin(wires, op)
+        self._whole = whole or plan.pattern == "serial"
+        self._shard = shard
+        if self._whole:
+            into[own_start:own_stop].copy_(shard)
+        self._next = 0
+
+    def _here(self, index: int) -> bool:
+        return all(self._flight.landed(k) for k in self._plan.work[index].needs)
+
+    @property
+    def ready(self) -> bool:
+        """Whether `next_rows` would hand out rows without waiting."""
+        return self._next < len(self._plan.work) and self._here(self._next)
+
+    @property
+    def done(self) -> bool:
+        """Whether all rows have been handed out."""
+        return self._next == len(self._plan.work)
+
+    def next_rows(self) -> tuple[Rows, torch.Tensor]:
+        """Waits for the next rows: their bounds and their data, with what has landed beside them in the same slice."""
+        work = self._plan.work
+        first = self._next
+        for k in work[first].needs:
+            self._flight.wait(k)
+        start = self._layout.rows(work[first].chunks[0])[0]
+        stop = self._layout.rows(work[first].chunks[-1])[1]
+        self._next += 1
+        while not self.done and work[self._next].chunks[0].owner == work[first].chunks[0].owner and self.ready:
+            stop = self._layout.rows(work[self._next].chunks[-1])[1]
+            self._next += 1
+        if not self._whole and work[first].chunks[0].owner == self._rank:
+            return (start, stop), self._shard
+        return (start, stop), self.full[start:stop]
+
+    def __iter__(self) -> Iterator[tuple[Rows, torch.Tensor]]:
+        while not self.done:
+            rows, data = self.next_rows()
+            if rows[0] < rows[1]:
+                yield rows, data
+
+    def finish(self) -> None:
+        """Waits until the own rows have left too."""
+        self._flight.finish()
+
+
+class Departures:
+    """A reduce-scatter of GEMM results on its way: others' rows are computed and sent first, own rows last.
+
+    Args:
+        transport: carries the partial sums.
+        plan: a reduce-scatter plan.
+        layout: rows of every chunk.
+        out: own rows of the sum `[shard rows, F]`, written here.
+        op: name in error messages.
+    """
+
+    def __init__(self, transport: Transport, plan: Plan, layout: ChunkLayout, out: torch.Tensor, op: str) -> None:
+        self._plan, self._layout, self._out = plan, layout, out
+        self._workspace = transport.workspace
+        self._own = layout.shard(plan.rank)
+        features = out.shape[1]
+        self._partial = self._workspace.take("partial", (layout.num_rows if plan.exchanges else 0, features), out)
+        sizes = [layout.num_chunk_rows(exchange.recv) for exchange in plan.exchanges]
+        self._landing = self._workspace.take("landing", (sum(sizes), features), out).split(sizes)
+        wires = []
+        for exchange, landing in zip(plan.exchanges, self._landing, strict=True):
+            start, stop = layout.rows(exchange.send)
+            wires.append(Wire(exchange, self._partial[start:stop], landing))
+        self._flight = transport.begin(wires, op)
+
+    def compute(self, gemm: GemmInto) -> None:
+        """Runs the GEMMs: `gemm(start, stop, out)` writes rows `[start, stop)` of the product. Own rows come last."""
+        plan, layout = self._plan, self._layout
+        serial = plan.pattern == "serial" and plan.num_ranks > 1
+        for index, work in enumerate(plan.work):
+            if work.chunks:
+                start, stop = layout.rows(work.chunks[0])[0], layout.rows(work.chunks[-1])[1]
+                own = work.chunks[0].owner == plan.rank and not serial
+                if start < stop:
+                    gemm(start, stop, self._out if own else self._partial[start:stop])
+                if serial:
+                    self._out.copy_(self._partial[slice(*self._own)])
+                elif not own:
+                    self._add_on_the_way(work.adds)
+            self._flight.release(index + 1)
+
+    def _add_on_the_way(self, adds: tuple[int, ...]) -> None:
+        for k in adds:
+            self._flight.wait(k)
+            self._partial[slice(*self._layout.rows(self._plan.exchanges[k].recv))].add_(self._landing[k])
+
+    def finish(self) -> None:
+        """Adds what others computed for the own rows, in the order of the plan, and waits until all has left.
+
+        With more than two terms the sum is made in fp32 and rounded once.
+        """
+        adds = self._plan.work[-1].adds
+        total = self._out
+        if len({self._plan.exchanges[k].source for k in adds}) > 1 and total.element_size() < 4:
+            total = self._workspace.take("sum", total.shape, _wide(total))
+            total.copy_(self._out)
+        for k in adds:
+            self._flight.wait(k)
+            start, stop = self._layout.rows_in_shard(self._plan.exchanges[k].recv)
+            add_wide(total[start:stop], self._landing[k], self._workspace)
+        if total is not self._out:
+            self._out.copy_(total)
+        self._flight.finish()
+
+
+class WeightGradient:
+    """`dw = dy.T @ x`, accumulated over rows as they come.
+
+    Args:
+        weight: the parameter `[F, K]`; only its shape, dtype and device are used.
+        main_grad: where the gradient is added, as Megatron's gradient accumulation fusion does; None makes a gradient
+            of its own.
+        workspace: where narrow products wait to be added.
+    """
+
+    def __init__(self, weight: torch.Tensor, main_grad: torch.Tensor | None, workspace: Workspace) -> None:
+        self._main_grad, self._workspace = main_grad, workspace
+        self._own = torch.empty_like(weight, memory_format=torch.contiguous_format) if main_grad is None else None
+        self._sum: torch.Tensor | None = None
+        self._empty = True
+
+    def add(self, dy: torch.Tensor, x: torch.Tensor) -> None:
+        """Adds the product of some rows: `dy` is `[rows, F]`, `x` is `[rows, K]`."""
+        if self._main_grad is not None:
+            self._accumulate(self._main_grad, dy, x)
+        elif self._own is not None:
+            if self._empty:
+                torch.mm(dy.t(), x, out=self._own)
+            elif self._own.element_size() < 4:
+                # Rounding the running sum after every piece would cost a bit of precision each time.
+                if self._sum is None:
+                    self._sum = self._workspace.take("wgrad_sum", self._own.shape, _wide(self._own))
+                    self._sum.copy_(self._own)
+                self._accumulate(self._sum, dy, x)
+            else:
+                self._own.addmm_(dy.t(), x)
+        self._empty = False
+
+    def _accumulate(self, total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
+        if total.dtype == x.dtype:
+            total.addmm_(dy.t(), x)
+            return
+        if total.is_cuda and _fused_wgrad is not None and total.dtype == torch.float32:
+            _fused_wgrad(x, dy, total)
+            return
+        # In blocks of output rows: the narrow product never needs a buffer of the weight's size.
+        for start in range(0, total.shape[0], _WGRAD_BLOCK):
+            rows = slice(start, start + _WGRAD_BLOCK)
+            product = self._workspace.take("wgrad_block", (total[rows].shape[0], total.shape[1]), x)
+            torch.mm(dy[:, rows].t(), x, out=product)
+            add_wide(total[rows], product, self._workspace)
+
+    def result(self) -> torch.Tensor | None:
+        """The gradient; None where it went into `main_grad`."""
+        if self._own is not None:
+            if self._empty:
+                self._own.zero_()
+            elif self._sum is not None:
+                self._own.copy_(self._sum)
+        return self._own
+
+
+def add_wide(total: torch.Tensor, term: torch.Tensor, workspace: Workspace) -> None:
+    """`total += term`, where `term` may be narrower than `total`."""
+    if term.dtype != total.dtype and not term.is_cuda:
+        # torch adds mixed dtypes on the CPU element by element, ten times slower than widening first.
+        wide = workspace.take("widened", term.shape, total)
+        wide.copy_(term)
+        term = wide
+    total.add_(term)
+
+
+def _wide(like: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.float32, device=like.device)

@@ -1,0 +1,286 @@
+"""Column- and row-parallel linear layers under sequence parallelism, with their communication hidden.
+
+Source: Flash-Overlap / CommFuse (arXiv 2604.24013) for the forward order. The backward is our own:
+
+- column-parallel: dgrad is a GEMM + reduce-scatter, own rows last; the input is gathered again meanwhile for wgrad, whose GEMM
+  hides what dgrad still has on its way;
+- row-parallel: the output gradient is gathered once; dgrad and wgrad consume the same rows as they arrive.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_overlap.comm import Transport, transport_of
+from megatron_overlap.ops.engine import Arrivals, Departures, WeightGradient
+from megatron_overlap.ops.plan import LinearPlan
+from megatron_overlap.schedules import ChunkLayout
+
+_DEFAULT = LinearPlan()
+
+
+def all_gather_linear(
+    x_shard: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    group: dist.ProcessGroup | Transport,
+    plan: LinearPlan | None = None,
+    num_rows: int | None = None,
+    main_grad: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Equals `all_gather(x_shard) @ w.T + bias`; see `ops.reference.all_gather_linear`.
+
+    Column-parallel linear under sequence parallelism. Backward equals `dx_shard = reduce_scatter(dy @ w)`,
+    `dw = dy.T @ all_gather(x_shard)`, `dbias = dy.sum(0)`.
+
+    Args:
+        x_shard: `[S/R, ..., K]` own rows; its leading dimensions are one run of rows.
+        w: `[F/R, K]` own rows of the weight.
+        bias: `[F/R]`, added to every row.
+        group: the R ranks, or their transport.
+        plan: how messages are cut and ordered; the same on every rank. None uses `LinearPlan()`.
+        num_rows: rows of all shards together where it is not R times the own ones; the shards are then cut as
+            `ChunkLayout` does, and `x_shard` is `[rows, K]`.
+        main_grad: `[F/R, K]` buffer that the weight gradient is added to; `w` then gets no gradient.
+
+    Returns:
+        `[S, ..., F/R]`, dtype of `x_shard`.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit each other.
+        TransportError: a peer is gone or late beyond the deadline.
+    """
+    transport = _transport(group)
+    plan = plan or _DEFAULT
+    rows_per_index = _check(x_shard, w, bias, main_grad, "x_shard")
+    flat = x_shard.reshape(-1, x_shard.shape[-1])
+    total = transport.size * flat.shape[0] if num_rows is None else num_rows
+    layout = ChunkLayout(total, transport.size)
+    if layout.shard_rows(transport.rank) != flat.shape[0]:
+        raise ValueError(
+            f"x_shard: {flat.shape[0]} rows: rank {transport.rank} of {transport.size} owns "
+            f"{layout.shard_rows(transport.rank)} of {total}"
+        )
+    y: torch.Tensor = _AllGatherLinear.apply(flat, w, bias, transport, plan, total, main_grad)
+    if x_shard.dim() == 2:
+        return y
+    return y.view(total // rows_per_index, *x_shard.shape[1:-1], w.shape[0])
+
+
+def linear_reduce_scatter(
+    x: torch.Tensor,
+    w_shard: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    group: dist.ProcessGroup | Transport,
+    plan: LinearPlan | None = None,
+    main_grad: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Equals `reduce_scatter(x @ w_shard.T) + bias`; see `ops.reference.linear_reduce_scatter`.
+
+    Row-parallel linear under sequence parallelism. Backward equals `dx = all_gather(dy_shard) @ w_shard`,
+    `dw = all_gather(dy_shard).T @ x`, `dbias = dy_shard.sum(0)`.
+
+    Args:
+        x: `[S, ..., K/R]` all rows; its leading dimensions are one run of rows.
+        w_shard: `[F, K/R]` own columns of the weight.
+        bias: `[F]`, added once, after the sum.
+        group: the R ranks, or their transport.
+        plan: how messages are cut and ordered; the same on every rank. None uses `LinearPlan()`.
+        main_grad: `[F, K/R]` buffer that the weight gradient is added to; `w_shard` then gets no gradient.
+
+    Returns:
+        `[S/R, ..., F]`, dtype of `x`. If `x` is `[rows, K/R]`, rows need not be divisible by R: they are cut as
+        `ChunkLayout` does.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit each other.
+        TransportError: a peer is gone or late beyond the deadline.
+    """
+    transport = _transport(group)
+    rows_per_index = _check(x, w_shard, bias, main_grad, "x")
+    if x.dim() > 2 and x.shape[0] % transport.size:
+        raise ValueError(f"x: {x.shape[0]} positions: not divisible by {transport.size} ranks; pad the sequence")
+    flat = x.reshape(-1, x.shape[-1])
+    y: torch.Tensor = _LinearReduceScatter.apply(flat, w_shard, transport, plan or _DEFAULT, main_grad)
+    if bias is not None:
+        y = y + bias
+    if x.dim() == 2:
+        return y
+    return y.view(y.shape[0] // rows_per_index, *x.shape[1:-1], w_shard.shape[0])
+
+
+def _transport(group: dist.ProcessGroup | Transport) -> Transport:
+    return transport_of(group) if isinstance(group, dist.ProcessGroup) else group
+
+
+def _check(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, main_grad: torch.Tensor | None, name: str
+) -> int:
+    """Refuses what does not fit; returns the rows at one index of the first dimension."""
+    if x.dim() < 2 or w.dim() != 2 or x.shape[-1] != w.shape[1]:
+        raise ValueError(f"{name}: shape {tuple(x.shape)} does not fit a weight of shape {tuple(w.shape)}")
+    if x.dtype != w.dtype or x.device != w.device:
+        raise ValueError(f"{name}: {x.dtype} on {x.device} does not fit a weight of {w.dtype} on {w.device}")
+    if bias is not None and bias.shape != w.shape[:1]:
+        raise ValueError(f"bias: shape {tuple(bias.shape)}: must be ({w.shape[0]},)")
+    if main_grad is not None and main_grad.shape != w.shape:
+        raise ValueError(f"main_grad: shape {tuple(main_grad.shape)}: must be {tuple(w.shape)}")
+    return int(x.shape[1:-1].numel())
+
+
+class _AllGatherLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        transport: Transport,
+        plan: LinearPlan,
+        num_rows: int,
+        main_grad: torch.Tensor | None,
+    ) -> torch.Tensor:
+        x = x.contiguous()
+        schedule = plan.schedule("all_gather", transport, num_rows, x.device)
+        layout = ChunkLayout(num_rows, transport.size, schedule.chunks_per_rank)
+        shape = (num_rows, x.shape[1])
+        save = plan.save_gathered and w.requires_grad
+        full = x.new_empty(shape) if save else transport.workspace.take("gather", shape, x)
+        y = x.new_empty(num_rows, w.shape[0])
+        arrivals = Arrivals(transport, schedule, x, layout, full, "all_gather_linear", whole=save)
+        for (start, stop), rows in arrivals:
+            _gemm(rows, w.t(), y[start:stop], bias)
+        arrivals.finish()
+        ctx.save_for_backward(full if save else x, w)
+        ctx.gathered, ctx.use_bias, ctx.main_grad = save, bias is not None, main_grad
+        ctx.transport, ctx.plan = transport, plan
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, w = ctx.saved_tensors
+        dy = grads[0].contiguous()
+        transport, plan = ctx.transport, ctx.plan
+        need_x, need_w, need_bias = ctx.needs_input_grad[:3]
+        num_rows = dy.shape[0]
+        arrivals = None
+        if need_w and not ctx.gathered:
+            schedule = plan.schedule("all_gather", transport, num_rows, dy.device)
+            layout = ChunkLayout(num_rows, transport.size, schedule.chunks_per_rank)
+            full = transport.workspace.take("gather", (num_rows, x.shape[1]), x)
+            # First on the link: wgrad needs it as a GEMM, dgrad's messages only have to be added.
+            arrivals = Arrivals(transport, schedule, x, layout, full, "all_gather_linear wgrad", whole=True)
+        dx = None
+        if need_x:
+            schedule = plan.schedule("reduce_scatter", transport, num_rows, dy.device)
+            layout = ChunkLayout(num_rows, transport.size, schedule.chunks_per_rank)
+            dx = dy.new_empty(layout.shard_rows(transport.rank), w.shape[1])
+            departures = Departures(transport, schedule, layout, dx, "all_gather_linear dgrad")
+            departures.compute(lambda start, stop, out: _gemm(dy[start:stop], w, out))
+        dw = None
+        if need_w:
+            wgrad = WeightGradient(w, ctx.main_grad, transport.workspace)
+            if arrivals is None:
+                wgrad.add(dy, x)
+            else:
+                _accumulate(arrivals, wgrad, dy)
+            dw = wgrad.result()
+        if need_x:
+            departures.finish()
+        dbias = dy.sum(0) if need_bias and ctx.use_bias else None
+        return dx, dw, dbias, None, None, None, None
+
+
+def _accumulate(arrivals: Arrivals, wgrad: WeightGradient, dy: torch.Tensor) -> None:
+    """Adds the weight gradient of all rows of `arrivals`; what has landed together is one GEMM."""
+    backlog = _Spans()
+    while not arrivals.done:
+        backlog.add(arrivals.next_rows()[0])
+        while arrivals.ready:
+            backlog.add(arrivals.next_rows()[0])
+        backlog.into(wgrad, dy, arrivals.full)
+    arrivals.finish()
+
+
+class _LinearReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        transport: Transport,
+        plan: LinearPlan,
+        main_grad: torch.Tensor | None,
+    ) -> torch.Tensor:
+        schedule = plan.schedule("reduce_scatter", transport, x.shape[0], x.device)
+        layout = ChunkLayout(x.shape[0], transport.size, schedule.chunks_per_rank)
+        y = x.new_empty(layout.shard_rows(transport.rank), w.shape[0])
+        departures = Departures(transport, schedule, layout, y, "linear_reduce_scatter")
+        departures.compute(lambda start, stop, out: _gemm(x[start:stop], w.t(), out))
+        departures.finish()
+        ctx.save_for_backward(x, w)
+        ctx.transport, ctx.plan, ctx.main_grad = transport, plan, main_grad
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, w = ctx.saved_tensors
+        dy_shard = grads[0].contiguous()
+        transport = ctx.transport
+        need_x, need_w = ctx.needs_input_grad[:2]
+        if not (need_x or need_w):
+            return None, None, None, None, None
+        num_rows = x.shape[0]
+        schedule = ctx.plan.schedule("all_gather", transport, num_rows, dy_shard.device)
+        layout = ChunkLayout(num_rows, transport.size, schedule.chunks_per_rank)
+        full = transport.workspace.take("gather", (num_rows, w.shape[0]), dy_shard)
+        dx = torch.empty_like(x) if need_x else None
+        wgrad = WeightGradient(w, ctx.main_grad, transport.workspace) if need_w else None
+        arrivals = Arrivals(transport, schedule, dy_shard, layout, full, "linear_reduce_scatter dgrad", whole=True)
+        backlog = _Spans()
+        for (start, stop), rows in arrivals:
+            if dx is not None:
+                _gemm(rows, w, dx[start:stop])
+            backlog.add((start, stop))
+            # While rows are there, dgrad takes them; wgrad fills the time in which none are, and takes them all at once.
+            if wgrad is not None and not arrivals.ready:
+                backlog.into(wgrad, full, x)
+        if wgrad is not None:
+            backlog.into(wgrad, full, x)
+        arrivals.finish()
+        return dx, wgrad.result() if wgrad is not None else None, None, None, None
+
+
+class _Spans:
+    """Runs of rows that wait to be used, joined where they touch."""
+
+    def __init__(self) -> None:
+        self._runs: list[tuple[int, int]] = []
+
+    def add(self, rows: tuple[int, int]) -> None:
+        if rows[0] < rows[1]:
+            self._runs.append(rows)
+
+    def into(self, wgrad: WeightGradient, dy: torch.Tensor, x: torch.Tensor) -> None:
+        """Adds the weight gradient of the rows and forgets them."""
+        joined: list[tuple[int, int]] = []
+        for start, stop in sorted(self._runs):
+            if joined and joined[-1][1] == start:
+                joined[-1] = (joined[-1][0], stop)
+            else:
+                joined.append((start, stop))
+        self._runs.clear()
+        for start, stop in joined:
+            wgrad.add(dy[start:stop], x[start:stop])
+
+
+def _gemm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    if bias is None:
+        torch.mm(a, b, out=out)
+    else:
+        torch.addmm(bias, a, b, out=out)

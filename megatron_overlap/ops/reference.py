@@ -1,0 +1,74 @@
+"""The plain programs that the overlapped ops are equal to. This is the definition of each."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from megatron_overlap.schedules import ChunkLayout
+
+
+class _GatherRows(torch.autograd.Function):
+    """Concatenates shards over ranks; backward sums the gradients and keeps the own rows."""
+
+    @staticmethod
+    def forward(ctx, shard: torch.Tensor, group: dist.ProcessGroup, num_rows: int) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        ctx.group, ctx.num_rows = group, num_rows
+        return gather_rows(shard, group, num_rows)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[no-untyped-def]
+        return scatter_sum(grad, ctx.group, ctx.num_rows), None, None
+
+
+class _ScatterSum(torch.autograd.Function):
+    """Sums over ranks and keeps the own rows; backward concatenates the gradients."""
+
+    @staticmethod
+    def forward(ctx, full: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        ctx.group, ctx.num_rows = group, full.shape[0]
+        return scatter_sum(full, group, full.shape[0])
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[no-untyped-def]
+        return gather_rows(grad, ctx.group, ctx.num_rows), None
+
+
+def gather_rows(shard: torch.Tensor, group: dist.ProcessGroup, num_rows: int) -> torch.Tensor:
+    """The shards of all ranks one after the other: `[num_rows, ...]`."""
+    layout = ChunkLayout(num_rows, dist.get_world_size(group))
+    full = shard.new_zeros(num_rows, *shard.shape[1:])
+    start, stop = layout.shard(dist.get_rank(group))
+    full[start:stop] = shard
+    dist.all_reduce(full, group=group)
+    return full
+
+
+def scatter_sum(full: torch.Tensor, group: dist.ProcessGroup, num_rows: int) -> torch.Tensor:
+    """The own rows of the sum over ranks."""
+    total = full.clone()
+    dist.all_reduce(total, group=group)
+    start, stop = ChunkLayout(num_rows, dist.get_world_size(group)).shard(dist.get_rank(group))
+    return total[start:stop].clone()
+
+
+def all_gather_linear(
+    x_shard: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    group: dist.ProcessGroup,
+    num_rows: int | None = None,
+) -> torch.Tensor:
+    """`all_gather(x_shard) @ w.T + bias`."""
+    rows = dist.get_world_size(group) * x_shard.shape[0] if num_rows is None else num_rows
+    y = _GatherRows.apply(x_shard, group, rows) @ w.t()
+    return y if bias is None else y + bias
+
+
+def linear_reduce_scatter(
+    x: torch.Tensor, w_shard: torch.Tensor, bias: torch.Tensor | None = None, *, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """`reduce_scatter(x @ w_shard.T) + bias`."""
+    y = _ScatterSum.apply(x @ w_shard.t(), group)
+    return y if bias is None else y + bias

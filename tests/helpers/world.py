@@ -1,0 +1,86 @@
+"""Worker processes that stay: a test sends a function to all ranks of a group and gets what each returned."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing as mp
+import os
+import socket
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SIZES = (1, 2, 3, 4)
+
+
+class World:
+    """Four processes joined by gloo over loopback, with a group of the first n for every n."""
+
+    def __init__(self, size: int = max(SIZES)) -> None:
+        context = mp.get_context("spawn")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(rank, size, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, num_ranks: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Calls `function(group, *args, **kwargs)` on ranks 0..num_ranks-1; the results in order of rank.
+
+        Raises:
+            AssertionError: it failed on some rank; the message has the traceback of each.
+        """
+        name = (function.__module__, function.__qualname__)
+        for pipe in self._pipes[:num_ranks]:
+            pipe.send((num_ranks, name, args, kwargs))
+        answers = []
+        for rank, pipe in enumerate(self._pipes[:num_ranks]):
+            answers.append(pipe.recv() if pipe.poll(30) else ("no answer within 30 s", None))
+        failures = [f"rank {rank}:\n{text}" for rank, (text, _) in enumerate(answers) if text]
+        if failures:
+            # The other ranks may be left in the middle of a collective: the next test gets fresh ones.
+            self.close()
+            self.__init__(len(self._pipes))  # type: ignore[misc]
+            raise AssertionError("\n".join(failures))
+        return [result for _, result in answers]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+def _work(rank: int, size: int, port: int, pipe: Connection) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    groups = {n: dist.new_group(list(range(n))) for n in SIZES}
+    while True:
+        try:
+            num_ranks, (module, name), args, kwargs = pipe.recv()
+        except EOFError:
+            return
+        try:
+            function = importlib.import_module(module)
+            for part in name.split("."):
+                function = getattr(function, part)
+            pipe.send(("", function(groups[num_ranks], *args, **kwargs)))  # type: ignore[operator]
+        except BaseException:
+            pipe.send((traceback.format_exc(), None))
+
+
+def assert_same(values: Sequence[Any]) -> None:
+    """All ranks returned the same."""
+    assert all(value == values[0] for value in values), values
