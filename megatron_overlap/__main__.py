@@ -55,9 +55,7 @@ class _Run:
             raise UsageError(f"the first argument must be the training script; {USAGE}")
         self._script = Path(argv[0])
         if not self._script.is_file():
-            raise UsageError(
-                f"{argv[0]}: no such script: give the path of a training script, e.g. pretrain_gpt.py"
-            )
+            raise UsageError(f"{argv[0]}: no such script: give the path of a training script, e.g. pretrain_gpt.py")
         self._argv = argv
         self._rank = int(os.environ.get("RANK", "0"))
         own, _ = _own_parser().parse_known_args(argv[1:])
@@ -169,9 +167,7 @@ def _folder(path: str) -> Path:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         reason = error.strerror or type(error).__name__
-        raise UsageError(
-            f"command line: --overlap-run-dir: {path}: {reason}: name a folder to write to"
-        ) from error
+        raise UsageError(f"command line: --overlap-run-dir: {path}: {reason}: name a folder to write to") from error
     return Path(path)
 
 

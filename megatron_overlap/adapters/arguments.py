@@ -12,9 +12,7 @@ from typing import Any
 def add_overlap_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds the plugin's own flags to ``parser`` and returns it."""
     group = parser.add_argument_group("megatron_overlap")
-    group.add_argument(
-        "--overlap-config", metavar="FILE", default=None, help="overlap or launch config (YAML)"
-    )
+    group.add_argument("--overlap-config", metavar="FILE", default=None, help="overlap or launch config (YAML)")
     group.add_argument(
         "--overlap-run-dir",
         metavar="DIR",

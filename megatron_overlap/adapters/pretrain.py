@@ -150,9 +150,7 @@ def next_batch(data: Iterator[dict[str, torch.Tensor]] | None) -> dict[str, torc
     return batch
 
 
-def forward_step(
-    data: Iterator[dict[str, torch.Tensor]] | None, model: Any
-) -> tuple[torch.Tensor, Callable[..., Any]]:
+def forward_step(data: Iterator[dict[str, torch.Tensor]] | None, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
     """Loss of every token of the next micro-batch, and the function that sums them up."""
     vp_stage = getattr(model, "vp_stage", None)
     if is_first_or_last_pipeline_stage(vp_stage):

@@ -104,11 +104,7 @@ class Recorder:
         from megatron.training import get_args
 
         args = get_args()
-        name = (
-            torch.cuda.get_device_name()
-            if self._device == "cuda"
-            else platform.processor() or platform.machine()
-        )
+        name = torch.cuda.get_device_name() if self._device == "cuda" else platform.processor() or platform.machine()
         self._write_json(
             f"meta-rank{self._rank}.json",
             {

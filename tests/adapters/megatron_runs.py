@@ -52,9 +52,7 @@ def start_ranks(
         }
         command = [sys.executable, "-m", "megatron_overlap", *argv]
         processes.append(
-            subprocess.Popen(
-                command, env=rank_env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-            )
+            subprocess.Popen(command, env=rank_env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         )
     try:
         return [subprocess.CompletedProcess(p.args, *_finish(p, timeout_s)) for p in processes]
@@ -69,9 +67,7 @@ def _finish(process: "subprocess.Popen[str]", timeout_s: float) -> tuple[int, st
     return process.returncode, output
 
 
-def train(
-    run_dir: Path, script: Path, world_size: int, *flags: str, off: bool = True
-) -> dict[int, dict[str, Any]]:
+def train(run_dir: Path, script: Path, world_size: int, *flags: str, off: bool = True) -> dict[int, dict[str, Any]]:
     """Trains the tiny model; returns the recorded rows of rank 0 by iteration."""
     argv = [str(script), *NO_GPU, *TINY, *flags, "--overlap-device", "cpu", "--overlap-run-dir", str(run_dir)]
     for rank, done in enumerate(start_ranks(world_size, argv, env=PLUGIN_OFF if off else None)):
@@ -86,6 +82,4 @@ def assert_equal_training(actual: dict[int, dict[str, Any]], expected: dict[int,
     for iteration, row in actual.items():
         for key in ("loss", "grad_norm"):
             wanted = expected[iteration][key]
-            assert abs(row[key] - wanted) <= 1e-5 * abs(wanted), (
-                f"iteration {iteration}, {key}: {row[key]} {wanted}"
-            )
+            assert abs(row[key] - wanted) <= 1e-5 * abs(wanted), f"iteration {iteration}, {key}: {row[key]} {wanted}"

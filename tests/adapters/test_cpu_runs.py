@@ -47,9 +47,7 @@ def test_tensor_and_sequence_parallel_resume_from_a_checkpoint(one_rank: Rows, t
 
 
 def test_llama_is_the_same_in_both_layouts(tmp_path: Path) -> None:
-    assert_equal_training(
-        train(tmp_path / "two", LLAMA, 2, *GQA, *TP2_SP), train(tmp_path / "one", LLAMA, 1, *GQA)
-    )
+    assert_equal_training(train(tmp_path / "two", LLAMA, 2, *GQA, *TP2_SP), train(tmp_path / "one", LLAMA, 1, *GQA))
 
 
 def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:

@@ -136,25 +136,17 @@ def _not_compiled(original: Callable[..., Any]) -> Callable[..., Any]:
 
 TORCH: tuple[Adaptation, ...] = (
     Adaptation("torch.cuda:is_available", _yes_to_megatron, "Megatron asserts it; torch must hear the truth"),
-    Adaptation(
-        "torch.cuda:device_count", _one_to_megatron, "Megatron builds its groups only where it is above 0"
-    ),
+    Adaptation("torch.cuda:device_count", _one_to_megatron, "Megatron builds its groups only where it is above 0"),
     Adaptation("torch.cuda:current_device", _constant(lambda: CPU), "used as `device=` nearly everywhere"),
     Adaptation("torch.cuda:set_device", _constant(stand_ins.nothing), "there is one device"),
     Adaptation("torch.cuda:device", _constant(stand_ins.null_context), "there is one device"),
-    Adaptation(
-        "torch.cuda:get_device_properties", _constant(stand_ins.device_properties), "argument validation"
-    ),
+    Adaptation("torch.cuda:get_device_properties", _constant(stand_ins.device_properties), "argument validation"),
     Adaptation("torch.cuda:get_device_capability", _constant(lambda *_: (10, 0)), "argument validation"),
     Adaptation("torch.cuda:get_device_name", _constant(lambda *_: "cpu"), "log lines"),
-    Adaptation(
-        "torch.cuda:synchronize", _constant(stand_ins.nothing), "timers; CPU operations are synchronous"
-    ),
+    Adaptation("torch.cuda:synchronize", _constant(stand_ins.nothing), "timers; CPU operations are synchronous"),
     Adaptation("torch.cuda:Stream", _constant(stand_ins.Stream), "DDP and pipeline make streams"),
     Adaptation("torch.cuda:Event", _constant(stand_ins.Event), "timing and ordering between streams"),
-    Adaptation(
-        "torch.cuda:stream", _constant(stand_ins.null_context), "Megatron keeps and re-enters the context"
-    ),
+    Adaptation("torch.cuda:stream", _constant(stand_ins.null_context), "Megatron keeps and re-enters the context"),
     Adaptation("torch.cuda:set_stream", _constant(stand_ins.nothing), "one stream"),
     Adaptation("torch.cuda:current_stream", _constant(lambda *_: stand_ins.THE_STREAM), "one stream"),
     Adaptation("torch.cuda:default_stream", _constant(lambda *_: stand_ins.THE_STREAM), "one stream"),
@@ -170,15 +162,9 @@ TORCH: tuple[Adaptation, ...] = (
     Adaptation("torch.cuda:manual_seed_all", _constant(stand_ins.manual_seed), "torch.manual_seed calls it"),
     Adaptation("torch.cuda:get_rng_state", _constant(stand_ins.get_rng_state), "RNG tracker, checkpoints"),
     Adaptation("torch.cuda:set_rng_state", _constant(stand_ins.set_rng_state), "RNG tracker, checkpoints"),
-    Adaptation(
-        "torch.cuda.random:get_rng_state", _constant(stand_ins.get_rng_state), "the tracker's own spelling"
-    ),
-    Adaptation(
-        "torch.cuda:default_generators", _constant(stand_ins.Generators()), "the tracker sets the state here"
-    ),
-    Adaptation(
-        "torch.cuda:_lazy_call", _call_now, "the tracker's set_state is queued until CUDA starts: never"
-    ),
+    Adaptation("torch.cuda.random:get_rng_state", _constant(stand_ins.get_rng_state), "the tracker's own spelling"),
+    Adaptation("torch.cuda:default_generators", _constant(stand_ins.Generators()), "the tracker sets the state here"),
+    Adaptation("torch.cuda:_lazy_call", _call_now, "the tracker's set_state is queued until CUDA starts: never"),
     *(
         Adaptation(
             f"torch.cuda:{name}",
@@ -191,12 +177,8 @@ TORCH: tuple[Adaptation, ...] = (
     Adaptation("torch:Tensor.to", _tensor_to, '`.to("cuda")`'),
     Adaptation("torch:Tensor.cuda", _itself, "batches and scalars are moved with it"),
     Adaptation("torch:Tensor.pin_memory", _itself, "checkpoint staging"),
-    Adaptation(
-        "torch:Tensor.record_stream", _constant(stand_ins.nothing), "allocator hint, raises on CPU tensors"
-    ),
-    Adaptation(
-        "torch:Tensor.type", _tensor_type, "optimizers and clip_grad compare it with 'torch.cuda.FloatTensor'"
-    ),
+    Adaptation("torch:Tensor.record_stream", _constant(stand_ins.nothing), "allocator hint, raises on CPU tensors"),
+    Adaptation("torch:Tensor.type", _tensor_type, "optimizers and clip_grad compare it with 'torch.cuda.FloatTensor'"),
     Adaptation("torch.nn:Module.cuda", _itself, "get_model moves each chunk with it"),
     Adaptation("torch.distributed:init_process_group", _gloo_only, "gloo; no device_id, no NCCL options"),
     Adaptation("torch.distributed:new_group", _gloo_group, "gloo; no NCCL options"),
