@@ -1,0 +1,58 @@
+"""Hides Megatron-LM's communication behind its computation.
+
+    import megatron_overlap as mo
+
+    with mo.enable(mo.OverlapConfig.from_yaml("overlap.yaml")) as session:
+        ...  # build the model and train, unmodified
+        print(session.report().render())
+
+Importing this package imports neither torch nor megatron; `enable` does.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_overlap.accounting import FallbackError, Report
+    from megatron_overlap.config import ConfigError, OverlapConfig
+    from megatron_overlap.patching.errors import PatchError
+    from megatron_overlap.session import Session, disable, enable, report
+    from megatron_overlap.version import __version__
+
+_HOMES = {
+    "ConfigError": "megatron_overlap.config",
+    "FallbackError": "megatron_overlap.accounting",
+    "OverlapConfig": "megatron_overlap.config",
+    "PatchError": "megatron_overlap.patching.errors",
+    "Report": "megatron_overlap.accounting",
+    "Session": "megatron_overlap.session",
+    "__version__": "megatron_overlap.version",
+    "disable": "megatron_overlap.session",
+    "enable": "megatron_overlap.session",
+    "report": "megatron_overlap.session",
+}
+
+__all__ = [
+    "ConfigError",
+    "FallbackError",
+    "OverlapConfig",
+    "PatchError",
+    "Report",
+    "Session",
+    "__version__",
+    "disable",
+    "enable",
+    "report",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -1,0 +1,195 @@
+"""What was overlapped, what was not and why: counted by the adapters, shown by the session's report."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+
+Direction = Literal["forward", "dgrad", "wgrad"]
+
+_MIB = 1024 * 1024
+
+
+class FallbackError(ValueError):
+    """A call would have run Megatron's own path, and the config says `strict: true`."""
+
+
+class Site(NamedTuple):
+    """Where something is counted: `column`, its name in the model if known, `ag_gemm`, `forward`."""
+
+    kind: str
+    name: str
+    op: str
+    direction: Direction
+
+
+@dataclass
+class Tally:
+    """The counts of one site. `moved_bytes` is what this rank sent in its overlapped calls."""
+
+    overlapped: int = 0
+    moved_bytes: int = 0
+    fallbacks: dict[str, int] = field(default_factory=dict)
+
+
+class Counters:
+    """Counts calls; safe to use from autograd's threads.
+
+    Args:
+        strict: turns every fallback into a `FallbackError`.
+    """
+
+    def __init__(self, strict: bool = False) -> None:
+        self.strict = strict
+        self._tallies: dict[Site, Tally] = {}
+        self._lock = threading.Lock()
+
+    def overlapped(self, kind: str, name: str, op: str, direction: Direction, num_bytes: int = 0) -> None:
+        """Counts one overlapped call and the bytes it sent."""
+        site = Site(kind, name, op, direction)
+        with self._lock:
+            tally = self._tallies.get(site)
+            if tally is None:
+                tally = self._tallies[site] = Tally()
+            tally.overlapped += 1
+            tally.moved_bytes += num_bytes
+
+    def fallback(self, kind: str, name: str, op: str, direction: Direction, reason: str) -> None:
+        """Counts one call that runs Megatron's own path.
+
+        Raises:
+            FallbackError: the counters are strict.
+        """
+        site = Site(kind, name, op, direction)
+        with self._lock:
+            fallbacks = self._tallies.setdefault(site, Tally()).fallbacks
+            fallbacks[reason] = fallbacks.get(reason, 0) + 1
+        if self.strict:
+            module = f"{kind} {name}".strip()
+            raise FallbackError(
+                f"{module}: {op} {direction}: not overlapped: {reason};"
+                " remove the cause, or set overlap.strict to false to run Megatron's own path"
+            )
+
+    def snapshot(self) -> dict[Site, Tally]:
+        """A copy of all counts, in the order of the sites."""
+        with self._lock:
+            return {
+                site: Tally(tally.overlapped, tally.moved_bytes, dict(tally.fallbacks))
+                for site, tally in sorted(self._tallies.items())
+            }
+
+
+@dataclass(frozen=True)
+class PatchLine:
+    """One patch in a report."""
+
+    target: str
+    feature: str
+    verdict: str
+    reason: str
+    applied: bool
+    stale: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a session had done when the report was made, on this rank."""
+
+    active: bool
+    reason: str
+    strict: bool
+    versions: Mapping[str, str | None]
+    features: Mapping[str, str]
+    patches: tuple[PatchLine, ...]
+    sites: Mapping[Site, Tally]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON can hold it."""
+        return {
+            "active": self.active,
+            "reason": self.reason,
+            "strict": self.strict,
+            "versions": dict(self.versions),
+            "features": dict(self.features),
+            "patches": [
+                {
+                    "target": line.target,
+                    "feature": line.feature,
+                    "verdict": line.verdict,
+                    "reason": line.reason,
+                    "applied": line.applied,
+                    "stale": list(line.stale),
+                }
+                for line in self.patches
+            ],
+            "modules": [
+                {
+                    **site._asdict(),
+                    "overlapped": tally.overlapped,
+                    "bytes": tally.moved_bytes,
+                    "fallbacks": dict(tally.fallbacks),
+                }
+                for site, tally in self.sites.items()
+            ],
+            "totals": {
+                "overlapped": sum(tally.overlapped for tally in self.sites.values()),
+                "fallbacks": sum(sum(tally.fallbacks.values()) for tally in self.sites.values()),
+                "bytes": sum(tally.moved_bytes for tally in self.sites.values()),
+            },
+        }
+
+    def table(self) -> RenderableType:
+        """The report for a rich console."""
+        parts: list[RenderableType] = [self._headline()]
+        if self.patches:
+            parts.append(self._patch_table())
+        if self.sites:
+            parts.append(self._call_table())
+        return Group(*parts)
+
+    def render(self, width: int = 120) -> str:
+        """The report as plain text, `width` characters wide."""
+        console = Console(width=width, color_system=None, force_terminal=False)
+        with console.capture() as capture:
+            console.print(self.table())
+        return capture.get().rstrip()
+
+    def _headline(self) -> str:
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items() if version)
+        state = "active" if self.active else "not active"
+        features = ", ".join(f"{name}: {method}" for name, method in self.features.items())
+        strict = ", strict" if self.strict else ""
+        return f"megatron_overlap is {state}: {self.reason}\n{features}{strict} ({versions})"
+
+    def _patch_table(self) -> Table:
+        table = Table("replaced in Megatron", "verdict", "why", title="patches", title_justify="left")
+        for line in self.patches:
+            verdict = line.verdict if line.applied or line.verdict == "refused" else f"{line.verdict}, not applied"
+            why = line.reason
+            if line.stale:
+                why += f"; by value, so not overlapped, in {', '.join(line.stale)}"
+            table.add_row(line.target.rpartition(":")[2], verdict, why)
+        return table
+
+    def _call_table(self) -> Table:
+        table = Table("module", "op", "direction", title="calls on this rank", title_justify="left")
+        table.add_column("overlapped", justify="right")
+        table.add_column("sent MiB", justify="right")
+        table.add_column("Megatron's own path, because")
+        for site, tally in self.sites.items():
+            reasons = "; ".join(f"{count} x {reason}" for reason, count in sorted(tally.fallbacks.items()))
+            table.add_row(
+                f"{site.kind} {site.name}".strip(),
+                site.op,
+                site.direction,
+                str(tally.overlapped),
+                f"{tally.moved_bytes / _MIB:.1f}",
+                reasons or "-",
+            )
+        return table

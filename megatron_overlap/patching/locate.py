@@ -1,0 +1,239 @@
+"""Finds a function or class in source text, and describes it by signature and by a digest of its body.
+
+Two releases count as "the same here" when the digests are equal. Comments, docstrings, blank lines and the
+depth of indentation do not count; every other token does.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib.util
+import io
+import sys
+import tokenize
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+_PACKAGE_INFO = "megatron.core.package_info"
+_Definable = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+@dataclass(frozen=True)
+class Target:
+    """A name inside a module, written `module:attr` or `module:Class.attr`."""
+
+    module: str
+    qualname: str
+
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        """Splits `module:qualname`.
+
+        Raises:
+            ValueError: there is not exactly one colon, or a part is not a dotted name.
+        """
+        module, colon, qualname = text.partition(":")
+        parts = [*module.split("."), *qualname.split(".")]
+        if not colon or not all(part.isidentifier() for part in parts):
+            raise ValueError(f"{text!r} is not of the form module:attr or module:Class.attr")
+        return cls(module, qualname)
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.qualname}"
+
+
+@dataclass(frozen=True)
+class Definition:
+    """One `def` or `class` statement as the source has it.
+
+    `line` counts from 1 and is that of the first decorator, if any, as is `__code__.co_firstlineno`.
+    """
+
+    file: str
+    line: int
+    signature: str
+    digest: str
+    num_decorators: int
+
+
+class SourceTree(Protocol):
+    """Somewhere module sources can be read from without importing them."""
+
+    def read(self, module: str) -> tuple[str, str] | None:
+        """Gives (file name, text) of a module, or None where there is none."""
+        ...
+
+
+def _candidates(module: str) -> tuple[str, str]:
+    path = module.replace(".", "/")
+    return f"{path}.py", f"{path}/__init__.py"
+
+
+class DirectoryTree:
+    """Sources under the given folders; the first folder that has a module wins, as on `sys.path`."""
+
+    def __init__(self, *roots: Path) -> None:
+        self.roots: Sequence[Path] = roots
+
+    def read(self, module: str) -> tuple[str, str] | None:
+        for root in self.roots:
+            for candidate in _candidates(module):
+                file = root / candidate
+                if file.is_file():
+                    return str(file), file.read_text(encoding="utf-8")
+        return None
+
+
+class WheelTree:
+    """Sources inside a wheel, read where they are."""
+
+    def __init__(self, wheel: Path) -> None:
+        self.wheel = wheel
+
+    def read(self, module: str) -> tuple[str, str] | None:
+        with zipfile.ZipFile(self.wheel) as archive:
+            names = set(archive.namelist())
+            for candidate in _candidates(module):
+                if candidate in names:
+                    return f"{self.wheel}/{candidate}", archive.read(candidate).decode("utf-8")
+        return None
+
+
+class ImportedTree:
+    """Sources of the modules this process has imported: what runs here, wherever it came from."""
+
+    def read(self, module: str) -> tuple[str, str] | None:
+        loaded = sys.modules.get(module)
+        get_source = getattr(getattr(loaded, "__loader__", None), "get_source", None)
+        file = getattr(loaded, "__file__", None)
+        if file is None or get_source is None:
+            return None
+        try:
+            text = get_source(module)
+        except (ImportError, OSError):
+            return None
+        return None if text is None else (file, text)
+
+
+def installed_tree(package: str = "megatron") -> DirectoryTree | None:
+    """The folders from which `import PACKAGE` would read, found without importing; None if there are none."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return DirectoryTree(*(Path(location).parent for location in spec.submodule_search_locations))
+
+
+def megatron_release(tree: SourceTree) -> str | None:
+    """The megatron-core release in a tree, such as `0.19.2`, read from its source; None if it has none."""
+    found = tree.read(_PACKAGE_INFO)
+    if found is None:
+        return None
+    numbers: dict[str, object] = {}
+    for node in ast.parse(found[1]).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            numbers.update({name.id: node.value.value for name in node.targets if isinstance(name, ast.Name)})
+    parts = [numbers.get(key) for key in ("MAJOR", "MINOR", "PATCH")]
+    if any(part is None for part in parts):
+        return None
+    return ".".join(map(str, parts)) + str(numbers.get("PRE_RELEASE") or "")
+
+
+def definitions(tree: SourceTree, target: Target) -> list[Definition]:
+    """Every statement that defines `target`: none where it is missing, several where an `if` chooses."""
+    found = tree.read(target.module)
+    if found is None:
+        return []
+    file, text = found
+    return [_describe(node, file, text) for node in _find(_parse(text).body, target.qualname.split("."))]
+
+
+@functools.lru_cache(maxsize=16)
+def _parse(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
+@functools.lru_cache(maxsize=16)
+def _tokens(text: str) -> tuple[tokenize.TokenInfo, ...]:
+    return tuple(tokenize.generate_tokens(io.StringIO(text).readline))
+
+
+def _find(body: Iterable[ast.stmt], names: Sequence[str]) -> Iterator[_Definable]:
+    for node in body:
+        if isinstance(node, _Definable):
+            if node.name != names[0]:
+                continue
+            if len(names) == 1:
+                yield node
+            elif isinstance(node, ast.ClassDef):
+                yield from _find(node.body, names[1:])
+        else:
+            for block in ("body", "orelse", "finalbody"):
+                yield from _find(getattr(node, block, []), names)
+            for handler in getattr(node, "handlers", []):
+                yield from _find(handler.body, names)
+
+
+def _describe(node: _Definable, file: str, text: str) -> Definition:
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    if isinstance(node, ast.ClassDef):
+        signature = f"({', '.join(map(ast.unparse, node.bases))})"
+    else:
+        signature = _signature(node.args)
+    normal = "\n".join(_normal_tokens(node, first, text))
+    return Definition(file, first, signature, hashlib.sha256(normal.encode()).hexdigest(), len(node.decorator_list))
+
+
+def _signature(arguments: ast.arguments) -> str:
+    # Annotations are left out: releases add and reword them, and no call changes by it.
+    bare = ast.parse(f"def f({ast.unparse(arguments)}): ...").body[0]
+    assert isinstance(bare, ast.FunctionDef)
+    for argument in ast.walk(bare.args):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    return f"({ast.unparse(bare.args)})"
+
+
+def _normal_tokens(node: _Definable, first: int, text: str) -> Iterator[str]:
+    docstring_rows = _docstring_rows(node)
+    lines = text.splitlines(keepends=True)
+    last = node.end_lineno or first
+    f_strings: list[tuple[int, int]] = []
+    for token in _tokens(text):
+        row, column = token.start
+        if row < first or row > last or token.type in (tokenize.COMMENT, tokenize.NL):
+            continue
+        if row in docstring_rows and token.type in (tokenize.STRING, tokenize.NEWLINE):
+            continue
+        if row == first and token.type in (tokenize.INDENT, tokenize.DEDENT):
+            continue  # these close or open what stands around the definition
+        if token.type == tokenize.FSTRING_START:
+            f_strings.append(token.start)
+        elif token.type == tokenize.FSTRING_END:
+            # Python versions split f-strings differently: the text between the quotes is taken as it stands.
+            start_row, start_column = f_strings.pop()
+            if not f_strings:
+                piece = lines[start_row - 1 : token.end[0]]
+                piece[-1] = piece[-1][: token.end[1]]
+                piece[0] = piece[0][start_column:]
+                yield "".join(piece)
+        elif not f_strings:
+            if token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT):
+                yield tokenize.tok_name[token.type]
+            else:
+                yield token.string
+
+
+def _docstring_rows(node: _Definable) -> set[int]:
+    rows: set[int] = set()
+    for inner in ast.walk(node):
+        if isinstance(inner, _Definable) and len(inner.body) > 1 and ast.get_docstring(inner) is not None:
+            statement = inner.body[0]
+            end = statement.end_lineno or statement.lineno
+            if inner.lineno < statement.lineno and end < inner.body[1].lineno:
+                rows.update(range(statement.lineno, end + 1))
+    return rows

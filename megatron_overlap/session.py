@@ -1,0 +1,246 @@
+"""Switches the plugin on and off in this process, and keeps what belongs to one use of it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from megatron_overlap.accounting import Counters, PatchLine, Report
+from megatron_overlap.config import ConfigError, OverlapConfig
+from megatron_overlap.patching.engine import Engine
+from megatron_overlap.patching.errors import PatchError, PatchRefusedError, PatchWarning
+from megatron_overlap.patching.judge import Verdict
+from megatron_overlap.patching.locate import ImportedTree, megatron_release
+from megatron_overlap.patching.manifest import Manifest, load_manifests
+from megatron_overlap.patching.planning import Finding, Plan
+from megatron_overlap.version import __version__
+
+OFF_SWITCH = "MEGATRON_OVERLAP"
+
+
+class Session:
+    """One use of the plugin, from `enable` to `disable`; a context manager that disables at its end.
+
+    Attributes:
+        config: what was asked for.
+        counters: what the adapters count.
+        linear: what adapters/linear.py keeps for this session.
+    """
+
+    def __init__(self, config: OverlapConfig, manifests: Sequence[Manifest] = ()) -> None:
+        self.config = config
+        self.counters = Counters(config.strict)
+        self.linear: Any = None
+        self._engine = Engine(manifests)
+        self._plan = Plan(())
+        self._applied: tuple[str, ...] = ()
+        self._reason = "not enabled yet"
+        self._closers: list[Callable[[], object]] = []
+
+    @property
+    def active(self) -> bool:
+        """Whether anything in Megatron is replaced by this session now."""
+        return bool(self._engine.applied)
+
+    @property
+    def reason(self) -> str:
+        """Why the session is active, or why it is not."""
+        return self._reason
+
+    def add_close(self, close: Callable[[], object]) -> None:
+        """Registers a clean-up for `disable`; the last one registered runs first."""
+        self._closers.append(close)
+
+    def report(self) -> Report:
+        """What is replaced, overlapped and not overlapped so far, on this rank."""
+        return Report(
+            active=self.active,
+            reason=self._reason,
+            strict=self.config.strict,
+            versions={
+                "megatron_overlap": __version__,
+                "megatron-core": megatron_release(ImportedTree()) or _installed("megatron-core"),
+                "torch": _installed("torch"),
+            },
+            features={name: _method(self.config, name) for name in _FEATURES},
+            patches=tuple(self._line(finding) for finding in self._plan.findings),
+            sites=self.counters.snapshot(),
+        )
+
+    def disable(self) -> None:
+        """Puts Megatron back as it was found, then closes what was opened; does nothing the second time.
+
+        Raises:
+            RevertRefusedError: somebody replaced what we replaced; nothing is undone then, and the session goes on.
+            ExceptionGroup: clean-ups failed; all others ran, and Megatron is as it was found.
+        """
+        was_active = self.active
+        self._engine.revert()
+        if was_active:
+            self._reason = "disabled"
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.disable()
+
+    def _start(self) -> None:
+        wanted = {feature for feature in _FEATURES if _method(self.config, feature) not in ("none", "megatron")}
+        self._plan = self._engine.plan(wanted)
+        refused = [_sentence(finding) for finding in self._plan.refused]
+        if refused and self.config.strict:
+            raise PatchRefusedError("; ".join(refused) + "; or set overlap.strict to false")
+        try:
+            self._engine.apply(self._plan, self)
+        except BaseException:
+            self._close()
+            raise
+        self._applied = tuple(self._engine.applied)
+        self._reason = self._why(refused)
+        for finding in self._plan.findings:
+            if finding.verdict is not Verdict.APPLIES:
+                warnings.warn(_sentence(finding), PatchWarning, stacklevel=3)
+            if finding.stale:
+                held = ", ".join(finding.stale)
+                warnings.warn(
+                    f"{finding.manifest.target}: {held} hold it by value: calls through them are not overlapped;"
+                    " enable the plugin before they are imported",
+                    PatchWarning,
+                    stacklevel=3,
+                )
+
+    def _why(self, refused: Sequence[str]) -> str:
+        if self._applied:
+            held_back = f", {len(refused)} refused" if refused else ""
+            return f"{len(self._applied)} of Megatron's functions are replaced{held_back}"
+        if refused:
+            return f"Megatron's own path runs everywhere: {'; '.join(refused)}"
+        return "the config asks for nothing that is replaced in Megatron"
+
+    def _stay_off(self, reason: str) -> None:
+        self._reason = reason
+
+    def _line(self, finding: Finding) -> PatchLine:
+        return PatchLine(
+            target=finding.manifest.target,
+            feature=finding.manifest.feature,
+            verdict=str(finding.verdict),
+            reason=finding.reason,
+            applied=finding.manifest.target in self._applied,
+            stale=finding.stale,
+        )
+
+    def _close(self) -> None:
+        errors: list[Exception] = []
+        while self._closers:
+            try:
+                self._closers.pop()()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise ExceptionGroup("clean-ups failed while megatron_overlap was being disabled", errors)
+
+
+class _Process:
+    """The session of this process. Megatron's classes exist once in a process, so at most one can be on."""
+
+    def __init__(self) -> None:
+        self.current: Session | None = None
+
+
+_PROCESS = _Process()
+
+
+def enable(
+    config: OverlapConfig | str | Path | None = None,
+    *,
+    strict: bool | None = None,
+    manifests: Sequence[Manifest] | None = None,
+) -> Session:
+    """Replaces what the config asks for in Megatron, all of a feature or nothing of it.
+
+    Args:
+        config: the config, or the YAML file that holds it; None is the default one.
+        strict: overrides the config's `strict`.
+        manifests: patches to use instead of the package's own.
+
+    Returns:
+        The session. It is not active where `MEGATRON_OVERLAP=0` is set, where the config asks for nothing, or
+        where patches are refused and `strict` is false; `Session.reason` says which, and a warning each refusal.
+
+    Raises:
+        ConfigError: the file is wrong.
+        PatchError: the plugin is on already; with `strict`, also that a patch is refused.
+    """
+    current = _PROCESS.current
+    if current is not None and current.active:
+        raise PatchError("megatron_overlap is enabled already; call disable() on that session first")
+    config = _read(config)
+    if strict is not None:
+        config = config.model_copy(update={"strict": strict})
+    if _switched_off():
+        session = Session(config)
+        session._stay_off(f"switched off by {OFF_SWITCH}=0")
+    else:
+        session = Session(config, load_manifests() if manifests is None else manifests)
+        session._start()
+    _PROCESS.current = session
+    return session
+
+
+def disable() -> None:
+    """Disables the session of this process, if there is one."""
+    if _PROCESS.current is not None:
+        _PROCESS.current.disable()
+        _PROCESS.current = None
+
+
+def report() -> Report:
+    """The report of this process's session.
+
+    Raises:
+        PatchError: the plugin was never enabled, or `disable()` was called.
+    """
+    if _PROCESS.current is None:
+        raise PatchError("megatron_overlap is not enabled; call enable(config) first")
+    return _PROCESS.current.report()
+
+
+_FEATURES = ("tensor", "data", "ulysses", "varlen")
+
+
+def _read(config: OverlapConfig | str | Path | None) -> OverlapConfig:
+    if config is None:
+        return OverlapConfig()
+    return config if isinstance(config, OverlapConfig) else OverlapConfig.from_yaml(config)
+
+
+def _method(config: OverlapConfig, feature: str) -> str:
+    return str(getattr(config, feature).method)
+
+
+def _switched_off() -> bool:
+    value = os.environ.get(OFF_SWITCH, "")
+    if value not in ("", "0", "1"):
+        raise ConfigError("environment", OFF_SWITCH, value, "write 0 to switch the plugin off, or unset it")
+    return value == "0"
+
+
+def _sentence(finding: Finding) -> str:
+    return f"{finding.manifest.target}: {finding.verdict}: {finding.reason}"
+
+
+def _installed(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
