@@ -9,6 +9,7 @@ Source: Flash-Overlap / CommFuse (arXiv 2604.24013) for the forward order. The b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,12 @@ from megatron_overlap.comm import Transport, transport_of
 from megatron_overlap.ops.engine import Arrivals, Departures, WeightGradient
 from megatron_overlap.ops.plan import LinearPlan
 from megatron_overlap.schedules import ChunkLayout
+
+Observer = Callable[[str, int], None]
+"""Told of each overlapped pass: `forward`, `dgrad` or `wgrad`, and the bytes that this rank sent for it."""
+
+WeightDone = Callable[[], torch.Tensor | None]
+"""Called when the weight gradient is in `main_grad`; what it returns is given to autograd as the gradient."""
 
 _DEFAULT = LinearPlan()
 
@@ -31,6 +38,8 @@ def all_gather_linear(
     plan: LinearPlan | None = None,
     num_rows: int | None = None,
     main_grad: torch.Tensor | None = None,
+    weight_done: WeightDone | None = None,
+    observer: Observer | None = None,
 ) -> torch.Tensor:
     """Equals `all_gather(x_shard) @ w.T + bias`; see `ops.reference.all_gather_linear`.
 
@@ -45,7 +54,10 @@ def all_gather_linear(
         plan: how messages are cut and ordered; the same on every rank. None uses `LinearPlan()`.
         num_rows: rows of all shards together where it is not R times the own ones; the shards are then cut as
             `ChunkLayout` does, and `x_shard` is `[rows, K]`.
-        main_grad: `[F/R, K]` buffer that the weight gradient is added to; `w` then gets no gradient.
+        main_grad: `[F/R, K]` buffer that the weight gradient is added to; `w` then gets no gradient, or what
+            `weight_done` returns.
+        weight_done: called in backward when `main_grad` holds the gradient.
+        observer: called in every pass, for counting.
 
     Returns:
         `[S, ..., F/R]`, dtype of `x_shard`.
@@ -65,7 +77,9 @@ def all_gather_linear(
             f"x_shard: {flat.shape[0]} rows: rank {transport.rank} of {transport.size} owns "
             f"{layout.shard_rows(transport.rank)} of {total}"
         )
-    y: torch.Tensor = _AllGatherLinear.apply(flat, w, bias, transport, plan, total, main_grad)
+    y: torch.Tensor = _AllGatherLinear.apply(
+        flat, w, bias, transport, plan, total, main_grad, weight_done, observer
+    )
     if x_shard.dim() == 2:
         return y
     return y.view(total // rows_per_index, *x_shard.shape[1:-1], w.shape[0])
@@ -79,6 +93,8 @@ def linear_reduce_scatter(
     group: dist.ProcessGroup | Transport,
     plan: LinearPlan | None = None,
     main_grad: torch.Tensor | None = None,
+    weight_done: WeightDone | None = None,
+    observer: Observer | None = None,
 ) -> torch.Tensor:
     """Equals `reduce_scatter(x @ w_shard.T) + bias`; see `ops.reference.linear_reduce_scatter`.
 
@@ -91,7 +107,10 @@ def linear_reduce_scatter(
         bias: `[F]`, added once, after the sum.
         group: the R ranks, or their transport.
         plan: how messages are cut and ordered; the same on every rank. None uses `LinearPlan()`.
-        main_grad: `[F, K/R]` buffer that the weight gradient is added to; `w_shard` then gets no gradient.
+        main_grad: `[F, K/R]` buffer that the weight gradient is added to; `w_shard` then gets no gradient,
+            or what `weight_done` returns.
+        weight_done: called in backward when `main_grad` holds the gradient.
+        observer: called in every pass, for counting.
 
     Returns:
         `[S/R, ..., F]`, dtype of `x`. If `x` is `[rows, K/R]`, rows need not be divisible by R: they are cut as
@@ -106,7 +125,9 @@ def linear_reduce_scatter(
     if x.dim() > 2 and x.shape[0] % transport.size:
         raise ValueError(f"x: {x.shape[0]} positions: not divisible by {transport.size} ranks; pad the sequence")
     flat = x.reshape(-1, x.shape[-1])
-    y: torch.Tensor = _LinearReduceScatter.apply(flat, w_shard, transport, plan or _DEFAULT, main_grad)
+    y: torch.Tensor = _LinearReduceScatter.apply(
+        flat, w_shard, transport, plan or _DEFAULT, main_grad, weight_done, observer
+    )
     if bias is not None:
         y = y + bias
     if x.dim() == 2:
@@ -144,6 +165,8 @@ class _AllGatherLinear(torch.autograd.Function):
         plan: LinearPlan,
         num_rows: int,
         main_grad: torch.Tensor | None,
+        weight_done: WeightDone | None,
+        observer: Observer | None,
     ) -> torch.Tensor:
         x = x.contiguous()
         schedule = plan.schedule("all_gather", transport, num_rows, x.device)
@@ -158,7 +181,9 @@ class _AllGatherLinear(torch.autograd.Function):
         arrivals.finish()
         ctx.save_for_backward(full if save else x, w)
         ctx.gathered, ctx.use_bias, ctx.main_grad = save, bias is not None, main_grad
-        ctx.transport, ctx.plan = transport, plan
+        ctx.transport, ctx.plan, ctx.weight_done, ctx.observer = transport, plan, weight_done, observer
+        if observer is not None:
+            observer("forward", (transport.size - 1) * x.nbytes)
         return y
 
     @staticmethod
@@ -189,11 +214,16 @@ class _AllGatherLinear(torch.autograd.Function):
                 wgrad.add(dy, x)
             else:
                 _accumulate(arrivals, wgrad, dy)
-            dw = wgrad.result()
-        if need_x:
+            dw = wgrad.result() if ctx.main_grad is None or ctx.weight_done is None else ctx.weight_done()
+        if dx is not None:
             departures.finish()
+        if ctx.observer is not None:
+            if dx is not None:
+                ctx.observer("dgrad", (num_rows - dx.shape[0]) * dx.shape[1] * dx.element_size())
+            if need_w:
+                ctx.observer("wgrad", 0 if arrivals is None else (transport.size - 1) * x.nbytes)
         dbias = dy.sum(0) if need_bias and ctx.use_bias else None
-        return dx, dw, dbias, None, None, None, None
+        return dx, dw, dbias, None, None, None, None, None, None
 
 
 def _accumulate(arrivals: Arrivals, wgrad: WeightGradient, dy: torch.Tensor) -> None:
@@ -216,6 +246,8 @@ class _LinearReduceScatter(torch.autograd.Function):
         transport: Transport,
         plan: LinearPlan,
         main_grad: torch.Tensor | None,
+        weight_done: WeightDone | None,
+        observer: Observer | None,
     ) -> torch.Tensor:
         schedule = plan.schedule("reduce_scatter", transport, x.shape[0], x.device)
         layout = ChunkLayout(x.shape[0], transport.size, schedule.chunks_per_rank)
@@ -225,6 +257,9 @@ class _LinearReduceScatter(torch.autograd.Function):
         departures.finish()
         ctx.save_for_backward(x, w)
         ctx.transport, ctx.plan, ctx.main_grad = transport, plan, main_grad
+        ctx.weight_done, ctx.observer = weight_done, observer
+        if observer is not None:
+            observer("forward", (x.shape[0] - y.shape[0]) * w.shape[0] * y.element_size())
         return y
 
     @staticmethod
@@ -234,7 +269,7 @@ class _LinearReduceScatter(torch.autograd.Function):
         transport = ctx.transport
         need_x, need_w = ctx.needs_input_grad[:2]
         if not (need_x or need_w):
-            return None, None, None, None, None
+            return (None,) * 7
         num_rows = x.shape[0]
         schedule = ctx.plan.schedule("all_gather", transport, num_rows, dy_shard.device)
         layout = ChunkLayout(num_rows, transport.size, schedule.chunks_per_rank)
@@ -253,7 +288,15 @@ class _LinearReduceScatter(torch.autograd.Function):
         if wgrad is not None:
             backlog.into(wgrad, full, x)
         arrivals.finish()
-        return dx, wgrad.result() if wgrad is not None else None, None, None, None
+        dw = None
+        if wgrad is not None:
+            dw = wgrad.result() if ctx.main_grad is None or ctx.weight_done is None else ctx.weight_done()
+        if ctx.observer is not None:
+            # One gather serves both; it is counted with the first.
+            for direction in ["dgrad"] * need_x + ["wgrad"] * need_w:
+                first = direction == "dgrad" or not need_x
+                ctx.observer(direction, (transport.size - 1) * dy_shard.nbytes * first)
+        return dx, dw, None, None, None, None, None
 
 
 class _Spans:

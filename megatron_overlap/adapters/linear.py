@@ -1,0 +1,205 @@
+"""Megatron's column- and row-parallel linears on the overlapped ops; what does not fit runs Megatron's own path."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.utils import get_tensor_model_parallel_group_if_none
+
+from megatron_overlap.comm import Transport, close_transport, transport_of
+from megatron_overlap.ops import LinearPlan, all_gather_linear, linear_reduce_scatter
+from megatron_overlap.schedules.build import MAX_RANKS
+from megatron_overlap.session import Session
+
+Method = Callable[..., Any]
+
+# What ColumnParallelLinear.forward hands over besides input and weight, in the releases read.
+_COLUMN_ARGUMENTS = {
+    "bias",
+    "gradient_accumulation_fusion",
+    "allreduce_dgrad",
+    "sequence_parallel",
+    "grad_output_buffer",
+    "wgrad_deferral_limit",
+    "tp_group",
+    "gtp_remat_size",
+}
+
+
+class LinearAdapter:
+    """What the patched layers of one session share: the plan of each call, transports, and counting."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._groups: set[dist.ProcessGroup] = set()
+        tensor = session.config.tensor
+        self._plan = LinearPlan(
+            pattern="direct" if tensor.schedule == "auto" else tensor.schedule,
+            chunks_per_rank=None if tensor.chunks_per_rank == "auto" else tensor.chunks_per_rank,
+            save_gathered=tensor.recompute_gather == "never",
+        )
+
+    @classmethod
+    def of(cls, session: Session) -> LinearAdapter:
+        """The adapter of `session`; made by the first call."""
+        if session.linear is None:
+            session.linear = cls(session)
+            session.add_close(session.linear.close)
+        adapter: LinearAdapter = session.linear
+        return adapter
+
+    def transport(self, group: dist.ProcessGroup) -> Transport:
+        """The transport of a tensor-parallel group; closed with the session."""
+        self._groups.add(group)
+        return transport_of(group, timeout_s=self._session.config.timeout_s)
+
+    def close(self) -> None:
+        """Closes every transport that the session used."""
+        for group in self._groups:
+            close_transport(group)
+        self._groups.clear()
+
+    def options(self, kind: str, op: str, weight: torch.Tensor, fused_wgrad: bool) -> dict[str, Any]:
+        """Keyword arguments of an op: the plan, where the weight gradient goes, and who counts."""
+        name = f"{weight.shape[1]}->{weight.shape[0]}"
+        counters = self._session.counters
+
+        def observer(direction: Any, num_bytes: int) -> None:
+            counters.overlapped(kind, name, op, direction, num_bytes)
+
+        options: dict[str, Any] = {"plan": self._plan, "observer": observer}
+        if fused_wgrad and weight.requires_grad and hasattr(weight, "main_grad"):
+            options["main_grad"] = weight.main_grad
+            options["weight_done"] = functools.partial(_weight_done, weight, weight.main_grad)
+        return options
+
+    def fall_back(self, kind: str, op: str, weight: torch.Tensor, reason: str) -> None:
+        """Counts a call that Megatron's own path serves."""
+        self._session.counters.fallback(kind, f"{weight.shape[1]}->{weight.shape[0]}", op, "forward", reason)
+
+
+def column_forward_impl(original: Method, session: Session) -> Method:
+    """Replacement of `ColumnParallelLinear._forward_impl`.
+
+    Equals the original: `all_gather(input) @ weight.T + bias` under sequence parallelism.
+    """
+    adapter = LinearAdapter.of(session)
+
+    @functools.wraps(original)
+    def _forward_impl(self: Any, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        group = get_tensor_model_parallel_group_if_none(kwargs.get("tp_group"))
+        if group is None or group.size() == 1:
+            return original(self, input, weight, *args, **kwargs)
+        reason = _why_not_column(input, weight, args, kwargs, group)
+        if reason is not None:
+            adapter.fall_back("column", "ag_gemm", weight, reason)
+            return original(self, input, weight, *args, **kwargs)
+        options = adapter.options("column", "ag_gemm", weight, bool(kwargs.get("gradient_accumulation_fusion")))
+        return all_gather_linear(input, weight, kwargs.get("bias"), group=adapter.transport(group), **options)
+
+    return _forward_impl
+
+
+def row_forward(original: Method, session: Session) -> Method:
+    """Replacement of `RowParallelLinear.forward`.
+
+    Equals the original: `reduce_scatter(input @ weight.T)` under sequence parallelism, then the bias, which is returned
+    instead of added with `skip_bias_add`.
+    """
+    adapter = LinearAdapter.of(session)
+    own_gemm = RowParallelLinear._forward_impl
+
+    @functools.wraps(original)
+    def forward(self: Any, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        group = self.tp_group
+        if group is None or group.size() == 1:
+            return original(self, input_)  # type: ignore[no-any-return]
+        reason = _why_not_row(self, input_, group, own_gemm)
+        if reason is not None:
+            adapter.fall_back("row", "gemm_rs", self.weight, reason)
+            return original(self, input_)  # type: ignore[no-any-return]
+        options = adapter.options("row", "gemm_rs", self.weight, self.gradient_accumulation_fusion)
+        output = linear_reduce_scatter(input_, self.weight, group=adapter.transport(group), **options)
+        if self.skip_bias_add:
+            return output, self.bias
+        return (output if self.bias is None else output + self.bias), None
+
+    return forward
+
+
+def _why_not_column(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    group: dist.ProcessGroup,
+) -> str | None:
+    unknown = sorted(set(kwargs) - _COLUMN_ARGUMENTS)
+    if args or unknown:
+        return f"arguments that are not known here: {', '.join(unknown) or 'positional'}"
+    if not kwargs.get("sequence_parallel"):
+        return "tensor parallel without sequence parallel is not overlapped yet: add --sequence-parallel"
+    if kwargs.get("allreduce_dgrad"):
+        return "sequence parallel together with an all-reduce of dgrad"
+    if kwargs.get("grad_output_buffer") is not None:
+        return "deferred weight gradient of the embedding (--defer-embedding-wgrad-compute)"
+    if kwargs.get("gtp_remat_size", 1) > 1:
+        return "generalized tensor parallel weights"
+    return _why_not_tensors(input, weight, group)
+
+
+def _why_not_row(layer: Any, input_: torch.Tensor, group: dist.ProcessGroup, own_gemm: Method) -> str | None:
+    if layer.explicit_expert_comm:
+        return "expert layer with communication of its own"
+    if not layer.sequence_parallel:
+        return "tensor parallel without sequence parallel is not overlapped yet: add --sequence-parallel"
+    if not layer.input_is_parallel:
+        return "input is not parallel"
+    if type(layer)._forward_impl is not own_gemm:
+        return f"{type(layer).__name__} has a GEMM of its own"
+    if getattr(layer, "gtp_remat_size", 1) > 1:
+        return "generalized tensor parallel weights"
+    context = layer.config._cpu_offloading_context
+    if context is not None and context.inside_context is True:
+        return "activations are offloaded to the CPU"
+    if input_.shape[0] % group.size():
+        return f"sequence length is not divisible by the tensor-parallel size {group.size()}"
+    return _why_not_tensors(input_, layer.weight, group)
+
+
+def _why_not_tensors(x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup) -> str | None:
+    if group.size() > MAX_RANKS:
+        return f"more than {MAX_RANKS} tensor-parallel ranks"
+    if hasattr(weight, "__fsdp_param__"):
+        return "Megatron-FSDP shards the weight"
+    if x.dtype != weight.dtype:
+        return f"input is {x.dtype}, weight is {weight.dtype}"
+    if torch.is_autocast_enabled(x.device.type):
+        return "autocast is on"
+    if torch.compiler.is_compiling():
+        return "torch.compile traces the layer"
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return "a CUDA graph is being captured"
+    if dist.get_backend(group) not in ("gloo", "nccl"):
+        return f"backend {dist.get_backend(group)} has no point-to-point transport here"
+    return None
+
+
+def _weight_done(weight: torch.Tensor, main_grad: torch.Tensor) -> torch.Tensor | None:
+    """What autograd gets for a weight whose gradient is in `main_grad`, as Megatron's own fused path returns it.
+
+    Megatron's data-parallel hook runs when autograd hands the weight a gradient, and looks at the flag to know that
+    there is nothing left to add.
+    """
+    weight.main_grad = main_grad  # type: ignore[attr-defined]
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    if getattr(weight, "zero_out_wgrad", False):
+        return torch.zeros(main_grad.shape, dtype=weight.dtype, device=weight.device)
+    return torch.empty(main_grad.shape, dtype=weight.dtype, device=weight.device)

@@ -1,0 +1,59 @@
+"""What the benchmarks share: interleaved timing over all ranks, and figures from it."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Timings:
+    """Wall times in ms of several variants, run in turn: each round runs all of them, in an order that rotates.
+
+    One value a round and variant: from a barrier until the slowest rank is done. Ratios are made inside a round, so that a
+    machine that is slower for a while slows both sides.
+    """
+
+    def __init__(self, variants: Mapping[str, Callable[[], object]], rounds: int, warmup: int) -> None:
+        names = list(variants)
+        self.rounds: dict[str, list[float]] = {name: [] for name in names}
+        for number in range(-warmup, rounds):
+            for name in names[number % len(names) :] + names[: number % len(names)]:
+                dist.barrier()
+                start = time.perf_counter()
+                variants[name]()
+                took = torch.tensor((time.perf_counter() - start) * 1e3, dtype=torch.float64)
+                dist.all_reduce(took, op=dist.ReduceOp.MAX)
+                if number >= 0:
+                    self.rounds[name].append(took.item())
+
+    def ms(self, name: str) -> float:
+        """Median over rounds."""
+        return median(self.rounds[name])
+
+    def ratio(self, name: str, other: str) -> float:
+        """Median over rounds of `name` / `other` in the same round."""
+        return median(a / b for a, b in zip(self.rounds[name], self.rounds[other], strict=True))
+
+
+def versions() -> dict[str, Any]:
+    """What a figure depends on."""
+    processor = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo") as lines:
+            processor = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    return {
+        "megatron_overlap": version("megatron-overlap"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "processor": processor,
+    }

@@ -1,0 +1,208 @@
+"""Times an overlapped tensor-parallel linear against everything it could be compared with, over links with a real rate.
+
+    python scripts/bench/linear.py --hosts 2 --gbps 1.0 --rows 2048 --in-features 2048 --out-features 4096 \\
+        --dtype bf16 --json linear.json
+
+One rank a host, one thread a rank. Every figure is the median over rounds in which all variants run in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import Timings, versions
+from linear_variants import LinearCase
+
+from megatron_overlap.comm import transport_of
+from megatron_overlap.launch.netlab import Netlab
+from megatron_overlap.launch.workers import run_workers
+from megatron_overlap.ops import LinearPlan, reference
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+OPS = ("ag_gemm", "gemm_rs")
+DIRECTIONS = ("forward", "forward_backward")
+
+
+def main() -> None:
+    args = parse()
+    if args.worker:
+        work(args)
+        return
+    rows: list[dict[str, Any]] = []
+    link: dict[str, Any] = {"hosts": args.hosts, "kind": "netlab" if not args.loopback else "loopback"}
+    rates = [None] if args.loopback else args.gbps
+    if args.ratios and not args.loopback:
+        rates = rates_for(args)
+    for gbps in rates:
+        result = launch(args, gbps)
+        for row in result["rows"]:
+            row["gbps"] = gbps
+            print_row(row)
+        rows += result["rows"]
+        link["gbps"] = gbps if len(rates) == 1 else rates
+    text = json.dumps({"rows": rows, "link": link, "versions": versions(), "command": sys.argv}, indent=1)
+    if args.json:
+        Path(args.json).write_text(text + "\n")
+
+
+def launch(args: argparse.Namespace, gbps: float | None) -> dict[str, Any]:
+    """One job of all ranks at one rate."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "rows.json"
+        options = [arg for arg in sys.argv[1:]]
+        options += ["--worker", "--json", str(out)]
+        if gbps is None:
+            run_workers(__file__, options, args.hosts, timeout_s=args.timeout)
+        else:
+            with Netlab(args.hosts, gbps) as lab:
+                run_workers(__file__, options, args.hosts, lab=lab, timeout_s=args.timeout)
+        result: dict[str, Any] = json.loads(out.read_text())
+    return result
+
+
+def rates_for(args: argparse.Namespace) -> list[float]:
+    """The link rates at which communication takes `ratio` times the GEMM, from a GEMM measured over loopback."""
+    probe = argparse.Namespace(**{**vars(args), "ratios": None})
+    saved, sys.argv = sys.argv, [*sys.argv, "--probe"]
+    gemm_ms = launch(probe, None)["gemm_ms"]
+    sys.argv = saved
+    moved = args.rows * args.in_features * DTYPES[args.dtype].itemsize * (args.hosts - 1) / args.hosts
+    return [round(moved * 8 / (ratio * gemm_ms * 1e6), 3) for ratio in args.ratios]
+
+
+def work(args: argparse.Namespace) -> None:
+    """One rank."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    transport = transport_of(dist.group.WORLD)
+    size = transport.size
+    plan = LinearPlan(pattern=args.pattern, chunks_per_rank=args.chunks)
+    rows: list[dict[str, Any]] = []
+
+    def case(op: str, direction: str) -> LinearCase:
+        shape = (args.rows, args.in_features, args.out_features)
+        backward = direction == "forward_backward"
+        return LinearCase(op, *shape, DTYPES[args.dtype], transport, plan, args.slices, backward)
+
+    if args.probe:
+        gemm_ms = Timings({"gemm": case("ag_gemm", "forward").variants()["gemm"]}, args.rounds, 2).ms("gemm")
+        rows_out: dict[str, Any] = {"gemm_ms": gemm_ms}
+    else:
+        for op in args.ops:
+            gate(case(op, "forward"))
+            for direction in args.directions:
+                rows.append(measure(case(op, direction), op, direction, args))
+        rows_out = {"rows": rows}
+    if transport.rank == 0:
+        Path(args.json).write_text(json.dumps(rows_out))
+    dist.barrier()
+    transport.close()
+    dist.destroy_process_group()
+    assert size == args.hosts
+
+
+def gate(case: LinearCase) -> None:
+    """No time is taken of something that is wrong."""
+    group = dist.group.WORLD
+    assert group is not None
+    if case.op == "ag_gemm":
+        expected = reference.all_gather_linear(case.x.float(), case.w.float(), group=group)
+    else:
+        expected = reference.linear_reduce_scatter(case.x.float(), case.w.float(), group=group)
+    got = case._op(case.plan)
+    error = (got.float() - expected).norm() / expected.norm()
+    if not error < 2 * torch.finfo(case.x.dtype).eps:
+        raise SystemExit(f"{case.op}: the overlapped result is off by {error:.2e} of the reference: nothing is timed")
+
+
+def measure(case: LinearCase, op: str, direction: str, args: argparse.Namespace) -> dict[str, Any]:
+    """All figures of one op in one direction."""
+    variants = case.variants()
+    exposed: list[float] = []
+    overlap = variants["overlap"]
+
+    def watched() -> None:
+        before = case.transport.exposed_s
+        overlap()
+        exposed.append((case.transport.exposed_s - before) * 1e3)
+
+    timings = Timings({**variants, "overlap": watched}, args.rounds, args.warmup)
+    mine = torch.tensor(sorted(exposed[args.warmup :])[args.rounds // 2], dtype=torch.float64)
+    dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+    faster = min(("comm_collective", "comm_p2p"), key=timings.ms)
+    roof = min(("roof_collective", "roof_p2p"), key=timings.ms)
+    gemm, comm = timings.ms("gemm"), timings.ms(faster)
+    times = {f"{name}_ms": timings.ms(name) for name in ("serial", "serial_p2p", "sliced", "overlap")}
+    ect = times["overlap_ms"] - gemm
+    return {
+        "op": op,
+        "direction": direction,
+        "ranks": case.transport.size,
+        "rows": args.rows,
+        "in_features": args.in_features,
+        "out_features": args.out_features,
+        "dtype": args.dtype,
+        "gemm_ms": gemm,
+        "comm_ms": comm,
+        "comm_collective_ms": timings.ms("comm_collective"),
+        "comm_p2p_ms": timings.ms("comm_p2p"),
+        **times,
+        "limit_ms": max(gemm, comm),
+        "roof_ms": timings.ms(roof),
+        "roof_kind": roof.removeprefix("roof_"),
+        "overlap_over_roof": timings.ratio("overlap", roof),
+        "overlap_over_sliced": timings.ratio("overlap", "sliced"),
+        "speedup_over_serial": timings.ratio("serial", "overlap"),
+        "speedup_of_p2p_alone": timings.ratio("serial", "serial_p2p"),
+        "ect_ms": ect,
+        "overlap_efficiency": 1 - ect / (times["serial_ms"] - gemm) if times["serial_ms"] > gemm else None,
+        "exposed_ms": mine.item(),
+        "exposed_over_comm": mine.item() / comm,
+        "rounds": args.rounds,
+    }
+
+
+def print_row(row: dict[str, Any]) -> None:
+    print(
+        f"{row['op']:8}{row['direction']:17}{row['ranks']} ranks  {row['gbps'] or 'loopback'} Gbit/s  "
+        f"gemm {row['gemm_ms']:.1f}  comm {row['comm_ms']:.1f}  serial {row['serial_ms']:.1f}  "
+        f"p2p serial {row['serial_p2p_ms']:.1f}  sliced {row['sliced_ms']:.1f}  overlap {row['overlap_ms']:.1f}  "
+        f"roof {row['roof_ms']:.1f} ({row['roof_kind']})  limit {row['limit_ms']:.1f} ms  "
+        f"overlap/roof {row['overlap_over_roof']:.3f}  exposed {100 * row['exposed_over_comm']:.1f} %",
+        flush=True,
+    )
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--hosts", type=int, default=2, help="ranks, one a host")
+    parser.add_argument("--gbps", type=float, nargs="+", default=[1.0], help="rate of each host's link, Gbit/s")
+    parser.add_argument("--ratios", type=float, nargs="+", help="communication : GEMM; sets the rates by the GEMM's time")
+    parser.add_argument("--loopback", action="store_true", help="no hosts and no rate: a check, not a measurement")
+    parser.add_argument("--rows", type=int, default=2048)
+    parser.add_argument("--in-features", type=int, default=2048)
+    parser.add_argument("--out-features", type=int, default=4096)
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
+    parser.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=list(DIRECTIONS))
+    parser.add_argument("--pattern", choices=("direct", "ring"), default="direct")
+    parser.add_argument("--chunks", type=int, default=None, help="chunks per rank; chosen by the rows if not given")
+    parser.add_argument("--slices", type=int, default=4, help="slices of the asynchronous-collective baseline")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--timeout", type=float, default=900, help="seconds for one rate")
+    parser.add_argument("--json", help="file for the figures")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

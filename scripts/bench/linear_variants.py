@@ -1,0 +1,273 @@
+"""The ways to run one tensor-parallel linear that bench/linear.py compares, on the same data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_overlap.comm import Transport
+from megatron_overlap.comm.transport import Wire
+from megatron_overlap.ops import LinearPlan, all_gather_linear, linear_reduce_scatter
+from megatron_overlap.schedules import ChunkLayout, all_gather_plan, reduce_scatter_plan
+
+Run = Callable[[], object]
+
+
+class LinearCase:
+    """One op on one rank: data, and every way to run it forward, or forward and backward.
+
+    Args:
+        op: `ag_gemm` (column-parallel) or `gemm_rs` (row-parallel).
+        rows: gathered rows M; features: the full K and N of the layer.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        rows: int,
+        in_features: int,
+        out_features: int,
+        dtype: torch.dtype,
+        transport: Transport,
+        plan: LinearPlan,
+        slices: int,
+        backward: bool,
+    ) -> None:
+        size, rank = transport.size, transport.rank
+        self.op, self.rows, self.backward = op, rows, backward
+        self.transport, self.plan, self.slices = transport, plan, slices
+        generator = torch.Generator().manual_seed(1 + rank)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator).to(dtype)
+
+        column = op == "ag_gemm"
+        self.k = in_features if column else in_features // size
+        self.f = out_features // size if column else out_features
+        shard = rows // size
+        self.x = random(shard if column else rows, self.k)
+        self.w = random(self.f, self.k)
+        self.dy = random(rows if column else shard, self.f)
+        # Bench buffers are made once: only the ops under test decide what they allocate.
+        self.x_full = random(rows, self.k)
+        self.dy_full = random(rows, self.f)
+        self.y_full = torch.empty(rows, self.f, dtype=dtype)
+        self.dx_full = torch.empty(rows, self.k, dtype=dtype)
+        self.dw = torch.empty_like(self.w)
+        self.shard_k = torch.empty(shard, self.k, dtype=dtype)
+        self.shard_f = torch.empty(shard, self.f, dtype=dtype)
+
+    def variants(self) -> dict[str, Run]:
+        """Name to callable."""
+        forward, backward = self._forward(), self._backward()
+        if not self.backward:
+            return forward
+
+        def both(name: str) -> Run:
+            first, second = forward[name], backward.get(name)
+            if second is None:
+                return first
+
+            def run() -> None:
+                first()
+                # Backward starts where all ranks have finished forward, as it does in training.
+                second()
+
+            return run
+
+        return {name: both(name) for name in forward}
+
+    def _forward(self) -> dict[str, Run]:
+        column = self.op == "ag_gemm"
+        full, shard = (self.x_full, self.x) if column else (self.y_full, self.shard_f)
+
+        def gemm() -> None:
+            torch.mm(self.x_full if column else self.x, self.w.t(), out=self.y_full)
+
+        def serial() -> None:
+            if column:
+                dist.all_gather_into_tensor(full, shard)
+            gemm()
+            if not column:
+                dist.reduce_scatter_tensor(shard, full)
+
+        def roof_collective() -> None:
+            work = self._collective(column, full, shard, async_op=True)
+            gemm()
+            work.wait()
+
+        def roof_p2p() -> None:
+            flights = [self._bare(column, full, shard)]
+            gemm()
+            self._land(flights)
+
+        variants: dict[str, Run] = {
+            "gemm": gemm,
+            "comm_collective": lambda: self._collective(column, full, shard, async_op=False),
+            "comm_p2p": lambda: self._land([self._bare(column, full, shard)]),
+            "serial": serial,
+            "serial_p2p": lambda: self._op(LinearPlan(pattern="serial", chunks_per_rank=self.plan.chunks_per_rank)),
+            "sliced": self._sliced_gather if column else self._sliced_scatter,
+            "overlap": lambda: self._op(self.plan),
+            "roof_collective": roof_collective,
+            "roof_p2p": roof_p2p,
+        }
+        return variants
+
+    def _backward(self) -> dict[str, Run]:
+        """What is to be added to forward; the ops run both passes in one call and have no entry."""
+        column = self.op == "ag_gemm"
+
+        def dgrad() -> None:
+            torch.mm(self.dy if column else self.dy_full, self.w, out=self.dx_full)
+
+        def wgrad() -> None:
+            if column:
+                torch.mm(self.dy.t(), self.x_full, out=self.dw)
+            else:
+                torch.mm(self.dy_full.t(), self.x, out=self.dw)
+
+        def gemm() -> None:
+            dgrad()
+            wgrad()
+
+        def collective(async_op: bool) -> list[Any]:
+            if column:
+                return [
+                    self._collective(True, self.x_full, self.x, async_op=async_op),
+                    self._collective(False, self.dx_full, self.shard_k, async_op=async_op),
+                ]
+            return [self._collective(True, self.dy_full, self.dy, async_op=async_op)]
+
+        def bare() -> list[Any]:
+            if column:
+                return [self._bare(True, self.x_full, self.x), self._bare(False, self.dx_full, self.shard_k)]
+            return [self._bare(True, self.dy_full, self.dy)]
+
+        def serial() -> None:
+            if not column:
+                collective(async_op=False)
+                gemm()
+                return
+            # Megatron's own overlap: the gather beside dgrad, the reduce-scatter beside wgrad.
+            gathered = self._collective(True, self.x_full, self.x, async_op=True)
+            dgrad()
+            gathered.wait()
+            scattered = self._collective(False, self.dx_full, self.shard_k, async_op=True)
+            wgrad()
+            scattered.wait()
+
+        def sliced() -> None:
+            if column:
+                serial()
+            else:
+                self._sliced_backward(wgrad)
+
+        def roof_collective() -> None:
+            works = collective(async_op=True)
+            gemm()
+            for work in works:
+                work.wait()
+
+        def roof_p2p() -> None:
+            flights = bare()
+            gemm()
+            self._land(flights)
+
+        return {
+            "gemm": gemm,
+            "comm_collective": lambda: collective(async_op=False),
+            "comm_p2p": lambda: self._land(bare()),
+            "serial": serial,
+            "sliced": sliced,
+            "roof_collective": roof_collective,
+            "roof_p2p": roof_p2p,
+        }
+
+    def _op(self, plan: LinearPlan) -> torch.Tensor:
+        function = all_gather_linear if self.op == "ag_gemm" else linear_reduce_scatter
+        if not self.backward:
+            with torch.no_grad():
+                return function(self.x, self.w, group=self.transport, plan=plan)
+        self.x.requires_grad_()
+        self.w.requires_grad_()
+        self.x.grad = self.w.grad = None
+        y = function(self.x, self.w, group=self.transport, plan=plan)
+        y.backward(self.dy)
+        self.x.requires_grad_(False)
+        self.w.requires_grad_(False)
+        return y
+
+    @staticmethod
+    def _collective(gather: bool, full: torch.Tensor, shard: torch.Tensor, *, async_op: bool) -> Any:
+        if gather:
+            return dist.all_gather_into_tensor(full, shard, async_op=async_op)
+        return dist.reduce_scatter_tensor(shard, full, async_op=async_op)
+
+    def _bare(self, gather: bool, full: torch.Tensor, shard: torch.Tensor) -> Any:
+        """The messages of the collective with nothing to wait for and nothing added."""
+        build = all_gather_plan if gather else reduce_scatter_plan
+        plan = build(self.transport.size, self.transport.rank)
+        layout = ChunkLayout(full.shape[0], self.transport.size)
+        wires = []
+        if not gather:
+            landing = self.transport.workspace.take("bare", full.shape, full)
+        for exchange in plan.exchanges:
+            send = slice(*layout.rows(exchange.send))
+            source = shard if gather else full[send]
+            target = full[slice(*layout.rows(exchange.recv))] if gather else landing[slice(*layout.shard(exchange.source))]
+            wires.append(Wire(exchange, source, target))
+        flight = self.transport.begin(wires, "bare messages")
+        flight.release(len(plan.work))
+        return flight
+
+    @staticmethod
+    def _land(flights: list[Any]) -> None:
+        for flight in flights:
+            flight.finish()
+
+    def _slice_rows(self) -> list[tuple[int, int]]:
+        shard = self.rows // self.transport.size
+        cuts = [shard * i // self.slices for i in range(self.slices + 1)]
+        return list(zip(cuts[:-1], cuts[1:], strict=True))
+
+    def _sliced_gather(self) -> None:
+        self._gather_slices(self.x, lambda rows, gathered: torch.mm(gathered, self.w.t(), out=self.y_full[rows]))
+
+    def _gather_slices(self, source: torch.Tensor, use: Callable[[slice, torch.Tensor], object]) -> None:
+        """The usual overlap: an asynchronous all-gather a slice, each slice used when it is there."""
+        size, shard = self.transport.size, self.rows // self.transport.size
+        works = []
+        for start, stop in self._slice_rows():
+            name = f"slice{start}"
+            gathered = self.transport.workspace.take(name, (size, stop - start, source.shape[1]), source)
+            work = dist.all_gather_into_tensor(gathered.flatten(0, 1), source[start:stop], async_op=True)
+            works.append((work, gathered, start, stop))
+        for work, gathered, start, stop in works:
+            work.wait()
+            for owner in range(size):
+                use(slice(owner * shard + start, owner * shard + stop), gathered[owner])
+
+    def _sliced_scatter(self) -> None:
+        size, shard = self.transport.size, self.rows // self.transport.size
+        works = []
+        for start, stop in self._slice_rows():
+            partial = self.transport.workspace.take(f"slice{start}", (size, stop - start, self.f), self.x)
+            for owner in range(size):
+                rows = slice(owner * shard + start, owner * shard + stop)
+                torch.mm(self.x[rows], self.w.t(), out=partial[owner])
+            out = self.shard_f[start:stop]
+            works.append(dist.reduce_scatter_tensor(out, partial.flatten(0, 1), async_op=True))
+        for work in works:
+            work.wait()
+
+    def _sliced_backward(self, wgrad: Run) -> None:
+        def use(rows: slice, gathered: torch.Tensor) -> None:
+            self.dy_full[rows].copy_(gathered)
+            torch.mm(gathered, self.w, out=self.dx_full[rows])
+
+        self._gather_slices(self.dy, use)
+        wgrad()
