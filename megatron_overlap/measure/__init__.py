@@ -1,0 +1,1 @@
+"""Step time, model FLOPs and MFU, and the comparison of one launch with another."""
