@@ -95,6 +95,8 @@ def _batch(tool: str, lines: list[str]) -> None:
     done = subprocess.run([path, "-batch", "-"], input="\n".join(lines), text=True, capture_output=True)
     if done.returncode != 0:
         message = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        if any("netem" in line for line in lines):
+            message += "; latency_ms needs a kernel with netem (module sch_netem)"
         raise _RefusedError(f"{tool} failed: {message}")
 
 

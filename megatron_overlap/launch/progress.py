@@ -15,7 +15,8 @@ _FIELDS = (
 )
 _EVENTS = re.compile(r"validation loss at|successfully (?:saved|loaded) checkpoint|exiting program at", re.IGNORECASE)
 _TORCHRUN = re.compile(r"^\[\w+?\d+\]:")  # put before every line of a rank
-_REPORT = re.compile(r"^\s*(?:megatron_overlap\b|[\u2500-\u257f])")  # the plugin's table is drawn with box characters
+# The plugin's report: two lines of text, then titled tables.
+_REPORT = re.compile(r"^(?:megatron_overlap is |tensor: |patches\s*$|calls on this rank\s*$|[\u2500-\u257f])")
 
 
 def show(line: str) -> str | None:
