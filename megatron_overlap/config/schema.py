@@ -1,6 +1,6 @@
 """Every key of a launch config, its type, default and unit. Pure: no torch, no megatron, no files.
 
-Sections are frozen and refuse unknown keys; types are strict, so that `"8"` or `yes` never becomes a number.
+Sections are frozen and refuse unknown keys; types are strict, so that `"8"` or `true` never becomes a number.
 What one key cannot know (heads against tensor ranks, ...) is checked in `checks.py`.
 """
 

@@ -1,0 +1,40 @@
+"""The configs that users copy are right, and a pair differs by the plugin alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_overlap import cli
+from megatron_overlap.config import load_launch_config, to_megatron_args
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+SHIPPED = sorted(CONFIGS.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
+def test_it_plans(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["launch", str(file), "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    cfg = load_launch_config(file)
+    assert cfg.name == file.stem
+    assert all(argument in shown for argument in to_megatron_args(cfg))
+
+
+@pytest.mark.parametrize("stem", ["gpt_tp2", "llama_tp2", "llama3_8b_tp8"])
+def test_a_pair_differs_by_the_plugin_alone(stem: str) -> None:
+    on, off = (load_launch_config(CONFIGS / f"{stem}_{kind}.yaml") for kind in ("overlap", "baseline"))
+    assert to_megatron_args(on) == to_megatron_args(off)
+    assert on.model_copy(update={"name": "x", "overlap": off.overlap}) == off.model_copy(update={"name": "x"})
+    assert on.overlap.tensor.method != "none"
+    assert off.overlap.tensor.method == "none"
+    assert on.overlap.data == off.overlap.data
+
+
+def test_there_are_pairs_and_a_quickstart() -> None:
+    assert {"quickstart", "llama_tp2_netlab"} <= {file.stem for file in SHIPPED}
+    quickstart = load_launch_config(CONFIGS / "quickstart.yaml")
+    assert quickstart.launch.hosts is not None
+    assert quickstart.launch.hosts.fallback == "loopback"
+    assert (quickstart.data.kind, quickstart.data.path) == ("text", "data/stdlib")
