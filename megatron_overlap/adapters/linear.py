@@ -118,11 +118,11 @@ def row_forward(original: Method, session: Session) -> Method:
     def forward(self: Any, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         group = self.tp_group
         if group is None or group.size() == 1:
-            return original(self, input_)  # type: ignore[no-any-return]
+            return original(self, input_)
         reason = _why_not_row(self, input_, group, own_gemm)
         if reason is not None:
             adapter.fall_back("row", "gemm_rs", self.weight, reason)
-            return original(self, input_)  # type: ignore[no-any-return]
+            return original(self, input_)
         options = adapter.options("row", "gemm_rs", self.weight, self.gradient_accumulation_fusion)
         output = linear_reduce_scatter(input_, self.weight, group=adapter.transport(group), **options)
         if self.skip_bias_add:
@@ -196,7 +196,7 @@ def _weight_done(weight: torch.Tensor, main_grad: torch.Tensor) -> torch.Tensor 
     Megatron's data-parallel hook runs when autograd hands the weight a gradient, and looks at the flag to know that
     there is nothing left to add.
     """
-    weight.main_grad = main_grad  # type: ignore[attr-defined]
+    weight.main_grad = main_grad
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True

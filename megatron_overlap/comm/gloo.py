@@ -1,8 +1,8 @@
 """Point-to-point messages over gloo: a sending and a receiving thread beside the computation.
 
-gloo gives no way to ask whether a message has landed, and a forwarded or ordered send must be posted by somebody while the
-computing thread is inside a GEMM. Two threads do both. They sleep in gloo, which lets go of the interpreter lock, as
-torch's GEMMs do.
+gloo gives no way to ask whether a message has landed, and a forwarded or ordered send must be posted by somebody
+while the computing thread is inside a GEMM. Two threads do both. They sleep in gloo, which lets go of the interpreter
+lock, as torch's GEMMs do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron_overlap.comm.transport import TransportError, Wire, store_beside
 from megatron_overlap.comm.workspace import Workspace
 
-# A tag is 31 bits: this many exchanges in one op, and as many ops before tags repeat, long after any of them has landed.
+# A tag is 31 bits: this many exchanges in one op, and this many ops before tags repeat, long after they have landed.
 _TAGS_PER_OP = 1 << 13
 _NUM_OPS = 1 << 17
 
@@ -41,7 +41,9 @@ class GlooTransport:
         self.workspace = workspace if workspace is not None else Workspace()
         self.exposed_s = 0.0
         self.ranks = dist.get_process_group_ranks(group)
-        timeout = timedelta(seconds=timeout_s) if timeout_s else group._get_backend(torch.device("cpu")).options._timeout
+        timeout = (
+            timedelta(seconds=timeout_s) if timeout_s else group._get_backend(torch.device("cpu")).options._timeout
+        )
         self.timeout_s = timeout.total_seconds()
         self._group = dist.ProcessGroupGloo(store_beside(group), self.rank, self.size, timeout)
         self._op = 0

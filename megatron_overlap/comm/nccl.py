@@ -64,7 +64,7 @@ class NcclTransport:
         """See `Transport.close`."""
         self._free_events.clear()
         self.workspace.clear()
-        self._group._get_backend(self._device)._shutdown()
+        self._group._get_backend(self._device).shutdown()
 
 
 class NcclFlight:

@@ -2,8 +2,8 @@
 
 Source: Flash-Overlap / CommFuse (arXiv 2604.24013) for the forward order. The backward is our own:
 
-- column-parallel: dgrad is a GEMM + reduce-scatter, own rows last; the input is gathered again meanwhile for wgrad, whose GEMM
-  hides what dgrad still has on its way;
+- column-parallel: dgrad is a GEMM + reduce-scatter, own rows last; the input is gathered again meanwhile for wgrad,
+  whose GEMM hides what dgrad still has on its way;
 - row-parallel: the output gradient is gathered once; dgrad and wgrad consume the same rows as they arrive.
 """
 
@@ -77,9 +77,7 @@ def all_gather_linear(
             f"x_shard: {flat.shape[0]} rows: rank {transport.rank} of {transport.size} owns "
             f"{layout.shard_rows(transport.rank)} of {total}"
         )
-    y: torch.Tensor = _AllGatherLinear.apply(
-        flat, w, bias, transport, plan, total, main_grad, weight_done, observer
-    )
+    y: torch.Tensor = _AllGatherLinear.apply(flat, w, bias, transport, plan, total, main_grad, weight_done, observer)
     if x_shard.dim() == 2:
         return y
     return y.view(total // rows_per_index, *x_shard.shape[1:-1], w.shape[0])
@@ -282,7 +280,7 @@ class _LinearReduceScatter(torch.autograd.Function):
             if dx is not None:
                 _gemm(rows, w, dx[start:stop])
             backlog.add((start, stop))
-            # While rows are there, dgrad takes them; wgrad fills the time in which none are, and takes them all at once.
+            # While rows are there, dgrad takes them; wgrad fills the time in which none are, with all that wait.
             if wgrad is not None and not arrivals.ready:
                 backlog.into(wgrad, full, x)
         if wgrad is not None:

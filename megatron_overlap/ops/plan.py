@@ -11,8 +11,8 @@ from megatron_overlap.comm import Transport
 from megatron_overlap.schedules import Plan, all_gather_plan, reduce_scatter_plan
 from megatron_overlap.schedules.plan import Collective, Pattern, Split
 
-# Below this many rows a bf16 GEMM loses more than 5 % per row (measured with oneDNN on AVX-512: 256 rows 0-1 %, 128 rows
-# 3-7 %, 64 rows 11-20 %), and what one more cut can hide is less.
+# Below this many rows a bf16 GEMM loses more than 5 % per row (measured with oneDNN on AVX-512: 256 rows 0-1 %, 128
+# rows 3-7 %, 64 rows 11-20 %), and what one more cut can hide is less.
 _MIN_CHUNK_ROWS = 128
 _MAX_CHUNKS_PER_RANK = 16
 

@@ -120,9 +120,7 @@ def _groups(owner: int, num_parts: int, cut: bool) -> list[tuple[Chunk, ...]]:
     return [(chunk,) for chunk in chunks] if cut else [chunks]
 
 
-def _ring_reduce_scatter(
-    num_ranks: int, rank: int, num_parts: int, split: Split
-) -> tuple[list[Exchange], list[Work]]:
+def _ring_reduce_scatter(num_ranks: int, rank: int, num_parts: int, split: Split) -> tuple[list[Exchange], list[Work]]:
     exchanges: list[Exchange] = []
     work: list[Work] = []
     arrived: dict[Chunk, int] = {}

@@ -59,8 +59,8 @@ def check(plans: Sequence[Plan]) -> Proof:
     """Plays one plan per rank and proves that together they are the collective.
 
     An exchange is played as a rendezvous, the strictest transport: it holds up the rank's later exchanges until its
-    send has met the matching receive of the peer and its receive the matching send. What runs under this rule runs under
-    buffered transports too.
+    send has met the matching receive of the peer and its receive the matching send. What runs under this rule runs
+    under buffered transports too.
 
     Proved: every chunk is computed once on every rank (all-gather) or summed once from every rank at its owner
     (reduce-scatter); no rank sends a chunk that it does not hold, or reads one that has not landed; nothing
@@ -73,9 +73,11 @@ def check(plans: Sequence[Plan]) -> Proof:
         ScheduleError: naming the rank and the exchange or piece of work at fault.
     """
     size = len(plans)
-    for rank, plan in enumerate(plans):
-        if plan.num_ranks != size or plan.rank != rank or plan.collective != plans[0].collective:
-            raise ScheduleError(f"plan {rank} of {size} is for rank {plan.rank} of {plan.num_ranks}, {plan.collective}")
+    for index, plan in enumerate(plans):
+        if plan.num_ranks != size or plan.rank != index or plan.collective != plans[0].collective:
+            raise ScheduleError(
+                f"plan {index} of {size} is for rank {plan.rank} of {plan.num_ranks}, {plan.collective}"
+            )
     gather = plans[0].collective == "all_gather"
     parts = range(plans[0].chunks_per_rank)
     ranks = [_Rank(plan) for plan in plans]
@@ -87,10 +89,11 @@ def check(plans: Sequence[Plan]) -> Proof:
         moved = True
         progress = False
         while moved:
-            moved = any([_exchange(ranks, rank) for rank in ranks])
+            # All ranks get their turn: any() alone would stop at the first that moves.
+            moved = sum(_exchange(ranks, rank) for rank in ranks) > 0
             progress = progress or moved
         peak = max(peak, *(len(rank.unused) for rank in ranks))
-        if not any([_work(rank) for rank in ranks]) and not progress:
+        if sum(_work(rank) for rank in ranks) == 0 and not progress:
             break
     for rank in ranks:
         _finished(rank, size)

@@ -16,8 +16,8 @@ import torch.distributed as dist
 class Timings:
     """Wall times in ms of several variants, run in turn: each round runs all of them, in an order that rotates.
 
-    One value a round and variant: from a barrier until the slowest rank is done. Ratios are made inside a round, so that a
-    machine that is slower for a while slows both sides.
+    One value a round and variant: from a barrier until the slowest rank is done. Ratios are made inside a round, so
+    that a machine that is slower for a while slows both sides.
     """
 
     def __init__(self, variants: Mapping[str, Callable[[], object]], rounds: int, warmup: int) -> None:

@@ -56,8 +56,7 @@ def launch(args: argparse.Namespace, gbps: float | None) -> dict[str, Any]:
     """One job of all ranks at one rate."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
-        options = [arg for arg in sys.argv[1:]]
-        options += ["--worker", "--json", str(out)]
+        options = [*sys.argv[1:], "--worker", "--json", str(out)]
         if gbps is None:
             run_workers(__file__, options, args.hosts, timeout_s=args.timeout)
         else:
@@ -184,7 +183,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--hosts", type=int, default=2, help="ranks, one a host")
     parser.add_argument("--gbps", type=float, nargs="+", default=[1.0], help="rate of each host's link, Gbit/s")
-    parser.add_argument("--ratios", type=float, nargs="+", help="communication : GEMM; sets the rates by the GEMM's time")
+    parser.add_argument("--ratios", type=float, nargs="+", help="communication : GEMM; sets the rates")
     parser.add_argument("--loopback", action="store_true", help="no hosts and no rate: a check, not a measurement")
     parser.add_argument("--rows", type=int, default=2048)
     parser.add_argument("--in-features", type=int, default=2048)

@@ -218,7 +218,9 @@ class LinearCase:
         for exchange in plan.exchanges:
             send = slice(*layout.rows(exchange.send))
             source = shard if gather else full[send]
-            target = full[slice(*layout.rows(exchange.recv))] if gather else landing[slice(*layout.shard(exchange.source))]
+            target = (
+                full[slice(*layout.rows(exchange.recv))] if gather else landing[slice(*layout.shard(exchange.source))]
+            )
             wires.append(Wire(exchange, source, target))
         flight = self.transport.begin(wires, "bare messages")
         flight.release(len(plan.work))

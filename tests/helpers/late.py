@@ -16,8 +16,8 @@ from megatron_overlap.comm.transport import Flight, Wire
 class LateTransport:
     """Carries by gloo into hidden buffers, and shows a chunk only when it is waited for.
 
-    Until then its slot is NaN, so that whoever reads early, or reads what was never waited for, gets NaN. The buffers of
-    ops are NaN each time they are handed out, so that nothing is read that an earlier op left there.
+    Until then its slot is NaN, so that whoever reads early, or reads what was never waited for, gets NaN. The buffers
+    of ops are NaN each time they are handed out, so that nothing is read that an earlier op left there.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

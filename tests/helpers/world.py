@@ -46,7 +46,7 @@ class World:
         for pipe in self._pipes[:num_ranks]:
             pipe.send((num_ranks, name, args, kwargs))
         answers = []
-        for rank, pipe in enumerate(self._pipes[:num_ranks]):
+        for pipe in self._pipes[:num_ranks]:
             answers.append(pipe.recv() if pipe.poll(30) else ("no answer within 30 s", None))
         failures = [f"rank {rank}:\n{text}" for rank, (text, _) in enumerate(answers) if text]
         if failures:

@@ -220,4 +220,3 @@ def closed_and_opened_again(group: dist.ProcessGroup) -> bool:
     close_transport(group)
     all_gather_linear(torch.zeros(2, 2), torch.zeros(2, 2), group=group)
     return transport_of(group) is not first
-

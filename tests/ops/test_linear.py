@@ -17,9 +17,7 @@ OPS = ["all_gather_linear", "linear_reduce_scatter"]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_equals_reference(
-    world: World, num_ranks: int, op: str, dtype: torch.dtype, pattern: str, late: bool
-) -> None:
+def test_equals_reference(world: World, num_ranks: int, op: str, dtype: torch.dtype, pattern: str, late: bool) -> None:
     # 61 rows: not divisible by ranks, nor a rank's rows by chunks.
     plan = LinearPlan(pattern=pattern, chunks_per_rank=3)  # type: ignore[arg-type]
     world.run(num_ranks, cases.against_reference, op, 61, 48, 33, dtype, plan, late=late)

@@ -1,0 +1,44 @@
+# Sourced by scripts/test.sh, scripts/quickstart.sh and CI: makes .venv with all that the repository needs.
+
+MINIMUM_PYTHON="3.12"
+
+say_missing() {
+    printf 'megatron_overlap: %s\n' "$*" >&2
+    exit 2
+}
+
+# Prints a Python that is new enough, or nothing. pyenv's shims exist for versions that are not selected: try each.
+find_python() {
+    local candidate versions
+    for candidate in "${PYTHON:-}" python3 python3.14 python3.13 python3.12; do
+        [ -n "$candidate" ] && command -v "$candidate" >/dev/null 2>&1 || continue
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1; then
+            "$candidate" -c 'import sys; print(sys.executable)'
+            return
+        fi
+    done
+    if command -v pyenv >/dev/null 2>&1; then
+        versions=$(pyenv versions --bare 2>/dev/null | grep -E '^3\.(1[2-9]|[2-9][0-9])(\.[0-9]+)?$' | sort -V | tail -n 1)
+        [ -n "$versions" ] && PYENV_VERSION=$versions pyenv which python 2>/dev/null
+    fi
+    return 0
+}
+
+# .venv with the package and its test extra; done again only if pyproject.toml has changed.
+setup_environment() {
+    local python wanted
+    wanted=$(cksum < pyproject.toml)
+    if [ -x .venv/bin/python ] && [ "$(cat .venv/installed 2>/dev/null)" = "$wanted" ]; then
+        return
+    fi
+    python=$(find_python)
+    [ -n "$python" ] || say_missing "no Python $MINIMUM_PYTHON or newer was found (megatron-core needs it):" \
+        "install one, or name it with PYTHON=/path/to/python3.12"
+    "$python" -m venv --help >/dev/null 2>&1 ||
+        say_missing "$python has no venv module: install it (Debian and Ubuntu: apt install python3-venv)"
+    printf 'megatron_overlap: installing into .venv with %s (torch and megatron-core: about 5 GB)\n' "$python" >&2
+    rm -rf .venv
+    "$python" -m venv .venv
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+    printf '%s' "$wanted" > .venv/installed
+}

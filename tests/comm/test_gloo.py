@@ -1,0 +1,26 @@
+"""The gloo transport: order, deadlines that name the peer, and nothing left behind."""
+
+from __future__ import annotations
+
+from tests.comm import cases
+from tests.helpers.world import World
+
+
+def test_a_missing_peer_is_named_within_the_deadline(world: World) -> None:
+    (text, took), _ = world.run(2, cases.missing_peer)
+    assert text.startswith("all_gather_linear: rank 0 could not receive exchange 0 from rank 1 within 1 s: ")
+    assert "\n" not in text
+    assert 0.9 < took < 10
+
+
+def test_a_send_waits_until_its_work_is_done(world: World) -> None:
+    assert world.run(2, cases.sends_wait_for_release) == [[11.0, 12.0], [1.0, 2.0]]
+
+
+def test_closing_ends_the_threads(world: World) -> None:
+    for before, after in world.run(2, cases.threads_end):
+        assert before == after
+
+
+def test_messages_of_flights_in_the_air_stay_apart(world: World) -> None:
+    assert world.run(4, cases.many_flights, 20) == [True] * 4
