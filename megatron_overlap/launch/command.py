@@ -49,6 +49,9 @@ def launch(
     except (RunError, NetlabError) as error:
         print(f"{cfg.name}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"{cfg.name}: interrupted; all ranks ended", file=sys.stderr)
+        return 130
     print(f"{cfg.name}: done after {result.wall_s:.1f} s; run directory: {folder}")
     return 0
 

@@ -63,7 +63,7 @@ def plan(cfg: LaunchConfig, run_dir: Path, *, rendezvous: str | None = None) -> 
         rendezvous: HOST:PORT of the first node, where there are several.
 
     Raises:
-        ConfigError: what cannot be launched: hosts with cuda or out of range, an entry that is not there.
+        ConfigError: hosts that cannot be, or an entry that is not there.
     """
     if cfg.launch.device == "cuda":
         return _on_gpus(cfg, run_dir, rendezvous)
@@ -123,7 +123,12 @@ def _lab(cfg: LaunchConfig) -> Netlab | None:
         return Netlab(hosts.hosts, ranks_per_host=hosts.ranks_per_host, links=[link] * hosts.hosts)
     except ValueError as error:
         key, value, remedy = str(error).split(": ", 2)
-        key = "burst_kib" if key == "burst_bytes" else key
+        if key == "burst_bytes":
+            key, value, remedy = (
+                "burst_kib",
+                str(hosts.burst_kib),
+                "must hold two frames of 9000 bytes; use 18, or null",
+            )
         raise ConfigError(cfg.name, f"launch.hosts.{key}", value, remedy) from error
 
 
@@ -143,9 +148,6 @@ def _describe(lab: Netlab | None) -> str:
 
 
 def _on_gpus(cfg: LaunchConfig, run_dir: Path, rendezvous: str | None) -> LaunchPlan:
-    if cfg.launch.hosts is not None:
-        remedy = "needs launch.device cpu: NCCL would go around the links; use null"
-        raise ConfigError(cfg.name, "launch.hosts", f"{cfg.launch.hosts.hosts} hosts", remedy)
     env = {"OMP_NUM_THREADS": str(cfg.launch.threads_per_rank), "PYTHONUNBUFFERED": "1"}
     if cfg.parallel.tensor > 1 or cfg.parallel.context > 1:
         env["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron refuses to start without it before Blackwell
