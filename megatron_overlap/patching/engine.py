@@ -114,8 +114,9 @@ class Engine:
         if replacement is function:
             raise PatchError(f"{finding.manifest.replacement}: gave back the original it was to replace")
         if isinstance(replacement, FunctionType):
-            # Shown by tracebacks and inspect; __module__ stays ours, so that others can see who is here.
+            # Looks like the original to tracebacks and inspect, except for the module: others can see who is here.
             replacement.__name__, replacement.__qualname__ = function.__name__, function.__qualname__
+            replacement.__module__ = str(replacement.__globals__["__name__"])
             replacement.__doc__ = function.__doc__
             replacement.__dict__.setdefault("__wrapped__", function)
         if isinstance(finding.original, staticmethod | classmethod):

@@ -46,11 +46,11 @@ def judge(manifest: Manifest, definition: Definition, tree: SourceTree) -> Judge
     if read:
         return Judgement(Verdict.APPLIES, f"{here} has the same source as {read[-1]}, which was read")
     nearest = min(reversed(changed), key=lambda name: len(changed[name]))
-    return Judgement(
-        Verdict.UNREAD,
-        f"{here} differs from {nearest}, the nearest release that was read, in {', '.join(changed[nearest])};"
-        " compare a few steps with the plugin off before you trust it",
-    )
+    if here in changed:
+        what = f"this is not the {here} that was read: it differs in {', '.join(changed[here])}"
+    else:
+        what = f"{here} was not read; from {nearest}, the nearest that was, it differs in {', '.join(changed[nearest])}"
+    return Judgement(Verdict.UNREAD, f"{what}; compare a few steps with the plugin off before you trust it")
 
 
 def judge_source(manifest: Manifest, tree: SourceTree) -> Judgement:

@@ -89,6 +89,13 @@ def _resolve(target: Target) -> tuple[Binding, Any, bool]:
     site = find_loaded(target)
     if site is None:
         raise _RefusedError(f"{target.module} has no {target.qualname}")
+    if not isinstance(site.holder, ModuleType):
+        shipped = (target.module, target.qualname.rpartition(".")[0])
+        if (site.module, site.holder.__qualname__) != shipped:
+            raise _RefusedError(
+                f"{':'.join(shipped)} is now {site.module}.{site.holder.__qualname__}: a class was replaced"
+                " by somebody else; undo that first, or enable this before"
+            )
     own = site.read()
     if own is not None:
         return site, own, True

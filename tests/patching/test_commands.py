@@ -1,0 +1,86 @@
+"""`megatron-overlap patches` and the survey script, as a person runs them."""
+
+from __future__ import annotations
+
+import shutil
+import zipfile
+from pathlib import Path
+
+import yaml
+
+from megatron_overlap.patching.manifest import load_manifests, patches_folder
+from tests.helpers.releases import NEWEST, OLDEST, megatron_folder, run_python
+
+FILES = [f"megatron/core/{name}.py" for name in ("package_info", "tensor_parallel/layers", "tensor_parallel/mappings")]
+
+
+def copied(release_folder: Path, folder: Path, old: str, new: str) -> Path:
+    """The surveyed files of a release with one change in layers.py, called release 9.9.9."""
+    for name in FILES:
+        text = (release_folder / name).read_text()
+        if name.endswith("package_info.py"):
+            text = "MAJOR = 9\nMINOR = 9\nPATCH = 9\n"
+        elif name.endswith("layers.py"):
+            assert old in text
+            text = text.replace(old, new)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def test_patches_of_the_installed_and_the_oldest_release() -> None:
+    command = ["-m", "megatron_overlap.cli", "patches"]
+    here, there = run_python(command), run_python([*command, "--megatron", str(megatron_folder(OLDEST))])
+    for done, release in ((here, NEWEST), (there, OLDEST)):
+        assert done.returncode == 0, done.stderr
+        assert f"{release} was read" in done.stdout
+        for manifest in load_manifests():
+            assert manifest.target.rpartition(":")[2] in done.stdout
+            assert " ".join(manifest.why.split()[:4]) in done.stdout
+
+
+def test_patches_of_a_future_release(tmp_path: Path) -> None:
+    old = "def _forward_impl(self, input, weight, *args, **kwargs):"
+    folder = copied(megatron_folder(OLDEST), tmp_path / "signature", old, old.replace("weight", "tensor"))
+    done = run_python(["-m", "megatron_overlap.cli", "patches", "--megatron", str(folder)])
+    assert done.returncode == 1
+    assert "refused" in done.stdout
+    folder = copied(megatron_folder(OLDEST), tmp_path / "body", "allreduce_dgrad = False", "allreduce_dgrad = bool(0)")
+    done = run_python(["-m", "megatron_overlap.cli", "patches", "--megatron", str(folder)])
+    assert done.returncode == 0
+    assert "applies unread" in done.stdout
+
+
+def test_patches_without_a_megatron_is_one_line(tmp_path: Path) -> None:
+    done = run_python(["-m", "megatron_overlap.cli", "patches", "--megatron", str(tmp_path)])
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "holds no megatron-core" in done.stderr
+
+
+def test_survey_prints_the_entries_of_the_manifests(tmp_path: Path) -> None:
+    folder = megatron_folder(OLDEST)
+    wheel = tmp_path / "megatron_core.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name in FILES:
+            archive.write(folder / name, name)
+    done = run_python(["scripts/survey_seams.py", str(wheel)])
+    assert done.returncode == 0, done.stderr
+    assert f"┃ {OLDEST} ┃" in done.stdout
+    entries = [yaml.safe_load(block.partition("\n")[2]) for block in done.stdout.split("\n# megatron.")[1:]]
+    written = [yaml.safe_load(file.read_text()) for file in sorted(patches_folder().glob("*.yaml"))]
+    assert [entry[OLDEST] for entry in entries] == [content["releases"][OLDEST] for content in written]
+
+
+def test_survey_of_any_symbol_over_two_releases(tmp_path: Path) -> None:
+    folder = copied(megatron_folder(OLDEST), tmp_path, "allreduce_dgrad = False", "allreduce_dgrad = bool(0)")
+    symbol = "megatron.core.tensor_parallel.layers:RowParallelLinear.forward"
+    done = run_python(["scripts/survey_seams.py", str(megatron_folder(OLDEST)), str(folder), "--symbol", symbol])
+    row = next(line for line in done.stdout.splitlines() if "RowParallelLinear.forward" in line)
+    assert row.split("│")[2:6] == [" 1      ", " 2     ", " 1          ", " 2      "]
+    shutil.rmtree(folder / "megatron")
+    done = run_python(["scripts/survey_seams.py", str(folder)])
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "holds no megatron-core" in done.stderr
+    done = run_python(["scripts/survey_seams.py", "--symbol", "no colon"])
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)

@@ -1,0 +1,89 @@
+"""patches/*.yaml: ours are complete, and a wrong one is one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_overlap.patching.errors import ManifestError
+from megatron_overlap.patching.judge import Verdict, judge_source
+from megatron_overlap.patching.locate import DirectoryTree, installed_tree
+from megatron_overlap.patching.manifest import load_manifest, load_manifests
+from tests.helpers.releases import NEWEST, OLDEST, megatron_folder
+
+GOOD: dict[str, Any] = {
+    "target": "a.b:C.d",
+    "replacement": "e:f",
+    "feature": "tensor",
+    "why": "because it is the only place",
+    "releases": {"1.0.0": {"signature": "(self)", "digest": "0" * 64}},
+}
+RELIES = {"relies_on": ["a:b"], "releases": {"1.0": {"signature": "()", "digest": "0" * 64, "relies_on": {}}}}
+
+
+def test_good_one_loads(tmp_path: Path) -> None:
+    file = tmp_path / "good.yaml"
+    file.write_text(yaml.safe_dump(GOOD))
+    assert load_manifest(file).releases["1.0.0"].signature == "(self)"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"target": "a.b.C.d"}, "target: 'a.b.C.d':"),
+        ({"replacement": 3}, "replacement: 3:"),
+        ({"why": "so"}, "why: 'so':"),
+        ({"releases": {}}, "releases:"),
+        ({"releases": {0.16: GOOD["releases"]["1.0.0"]}}, "releases.0.16"),
+        ({"releases": {"1": {"signature": "()", "digest": "ABC"}}}, "64 lower-case hexadecimal digits"),
+        ({"releases": {"1": {"digest": "0" * 64}}}, "releases.1.signature"),
+        ({"also_bound": ["x"]}, "also_bound.0: 'x':"),
+        ({"replaces": "x"}, "replaces: 'x':"),
+        (RELIES, "differ in a:b"),
+    ],
+)
+def test_wrong_key_is_one_line(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    file = tmp_path / "wrong.yaml"
+    file.write_text(yaml.safe_dump({**GOOD, **change}))
+    with pytest.raises(ManifestError) as caught:
+        load_manifest(file)
+    assert str(caught.value).startswith(f"{file}: ")
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "a: [", "", "x: !!python/object/apply:os.getcwd []", "\x00"])
+def test_file_that_is_no_mapping_is_one_line(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "wrong.yaml"
+    file.write_text(text)
+    with pytest.raises(ManifestError) as caught:
+        load_manifest(file)
+    assert str(caught.value).startswith(f"{file}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_folder_without_manifests_and_two_of_one_target(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match="reinstall"):
+        load_manifests(tmp_path)
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(GOOD))
+    with pytest.raises(ManifestError, match=r"two\.yaml: target: a\.b:C\.d: another file has it"):
+        load_manifests(tmp_path)
+
+
+def test_own_manifests_have_read_the_supported_releases() -> None:
+    for manifest in load_manifests():
+        assert {OLDEST, "0.17.1", "0.18.2", NEWEST} <= set(manifest.releases)
+
+
+def test_own_manifests_fit_the_oldest_and_the_installed_release() -> None:
+    installed = installed_tree()
+    assert installed is not None
+    for tree in (installed, DirectoryTree(megatron_folder(OLDEST))):
+        for manifest in load_manifests():
+            judgement = judge_source(manifest, tree)
+            assert judgement.verdict is Verdict.APPLIES, judgement.reason
+            assert judgement.reason.endswith("was read")

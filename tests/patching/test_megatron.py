@@ -1,0 +1,141 @@
+"""The engine on the megatron-core of this process. test_releases.py runs this file again on another release."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import megatron.core
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel as parent
+from megatron.core.tensor_parallel import layers
+from megatron.core.transformer import TransformerConfig
+
+import megatron_overlap
+from megatron_overlap.patching.errors import PatchRefusedError, PatchWarning
+from megatron_overlap.patching.manifest import Manifest, load_manifests
+from tests.patching.conftest import Packages
+
+Future = Callable[[str, str], list[Manifest]]
+CLASSES = (layers.ColumnParallelLinear, layers.RowParallelLinear)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_enabled() -> Iterator[None]:
+    yield
+    megatron_overlap.disable()
+
+
+def test_release_is_the_one_that_was_asked_for() -> None:
+    assert os.environ.get("EXPECTED_MEGATRON", megatron.core.__version__) == megatron.core.__version__
+
+
+def test_own_patches_apply_and_leave_nothing_behind(snapshot: Callable[[object], Callable[[], bool]]) -> None:
+    same = [snapshot(holder) for holder in (*CLASSES, layers)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PatchWarning)
+        session = megatron_overlap.enable(strict=True)
+    assert [line.verdict for line in session.report().patches] == ["applies"] * len(load_manifests())
+    assert layers.ColumnParallelLinear._forward_impl.__module__ == "megatron_overlap.adapters.linear"
+    assert layers.RowParallelLinear.forward.__module__ == "megatron_overlap.adapters.linear"
+    session.disable()
+    assert all(check() for check in same)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[dist.ProcessGroup]:
+    """A real process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_patched_linears_compute_what_the_stock_ones_do(one_rank: dist.ProcessGroup) -> None:
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, use_cpu_initialization=True)
+    options = {"config": config, "init_method": torch.nn.init.ones_, "bias": True, "skip_bias_add": False}
+    options["tp_group"] = one_rank
+    column = layers.ColumnParallelLinear(8, 6, **options)
+    row = layers.RowParallelLinear(6, 8, input_is_parallel=True, **options)
+    x = torch.randn(3, 2, 8)
+    stock = row(column(x)[0])[0]
+    with megatron_overlap.enable(strict=True):
+        assert torch.equal(row(column(x)[0])[0], stock)
+
+
+def test_foreign_patch_on_a_megatron_class_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = layers.RowParallelLinear.forward
+
+    def theirs(self: object, input_: object) -> object:
+        return stock(self, input_)
+
+    monkeypatch.setattr(layers.RowParallelLinear, "forward", theirs)
+    with pytest.raises(PatchRefusedError, match=r"RowParallelLinear\.forward was already replaced by .*theirs"):
+        megatron_overlap.enable(strict=True)
+    with pytest.warns(PatchWarning, match="theirs"):
+        session = megatron_overlap.enable()
+    assert not session.active
+    assert layers.RowParallelLinear.forward is theirs
+
+
+@pytest.fixture
+def future(packages: Packages, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], list[Manifest]]]:
+    """Makes our manifests, aimed at a copy of this release's layers.py in which one text became another."""
+    name = f"{parent.__name__}.future_layers"
+    # A folder more in the package: the copy is imported beside layers.py, and its relative imports work.
+    monkeypatch.setattr(parent, "__path__", [*parent.__path__, str(packages.folder)])
+
+    def make(old: str, new: str) -> list[Manifest]:
+        assert layers.__file__ is not None
+        source = Path(layers.__file__).read_text(encoding="utf-8")
+        assert old in source
+        (packages.folder / "future_layers.py").write_text(source.replace(old, new))
+        importlib.invalidate_caches()
+        importlib.import_module(name)
+        return [aimed(manifest) for manifest in load_manifests()]
+
+    def aimed(manifest: Manifest) -> Manifest:
+        moved = manifest.model_dump_json().replace(f"{layers.__name__}:", f"{name}:")
+        factory = f"{packages.factories.__name__}:outer"
+        return Manifest.model_validate_json(moved).model_copy(update={"replacement": factory})
+
+    yield make
+    megatron_overlap.disable()
+    del parent.future_layers
+
+
+def test_copy_of_this_release_applies(future: Future) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PatchWarning)
+        session = megatron_overlap.enable(manifests=future("class RowParallelLinear", "class RowParallelLinear"))
+    assert [line.verdict for line in session.report().patches] == ["applies", "applies"]
+
+
+def test_future_signature_is_refused(future: Future) -> None:
+    old = "def _forward_impl(self, input, weight, *args, **kwargs):"
+    manifests = future(old, old.replace("weight,", "weight, scale,"))
+    with pytest.warns(PatchWarning, match=r"signature \(self, input, weight, scale, \*args, \*\*kwargs\)"):
+        session = megatron_overlap.enable(manifests=manifests)
+    assert not session.active
+    with pytest.raises(PatchRefusedError, match="only .* was read"):
+        megatron_overlap.enable(strict=True, manifests=manifests)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        ("if not weight.requires_grad:", "if weight.requires_grad is False:", "ColumnParallelLinear._forward_impl"),
+        ("            assert self.skip_bias_add\n", "            pass\n", "RowParallelLinear.forward"),
+        ("ctx.allreduce_dgrad = allreduce_dgrad", "ctx.allreduce_dgrad = False", "LinearWithGradAccumulation"),
+    ],
+)
+def test_future_body_applies_unread_and_warns(future: Future, old: str, new: str, named: str) -> None:
+    manifests = future(old, new)
+    with pytest.warns(PatchWarning, match=f"applies unread: this is not the .* that was read: it differs in .*{named}"):
+        session = megatron_overlap.enable(manifests=manifests)
+    assert session.active
+    assert "applies unread" in session.report().render()

@@ -1,0 +1,235 @@
+"""enable, disable, report: what a person or an adapter sees of a session."""
+
+from __future__ import annotations
+
+import json
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import megatron_overlap
+from megatron_overlap import ConfigError, FallbackError, OverlapConfig, PatchError, Session
+from megatron_overlap.accounting import Counters, Site
+from megatron_overlap.patching.errors import PatchRefusedError, PatchWarning, RevertRefusedError
+from megatron_overlap.patching.manifest import Manifest, ReadRelease
+from tests.helpers.releases import run_python
+from tests.patching.conftest import Packages
+
+
+@pytest.fixture(autouse=True)
+def _nothing_enabled() -> Iterator[None]:
+    yield
+    megatron_overlap.disable()
+
+
+def refused(manifest: Manifest) -> Manifest:
+    return manifest.model_copy(update={"releases": {"0.1.0": ReadRelease(signature="()", digest="0" * 64)}})
+
+
+def test_import_needs_neither_torch_nor_megatron() -> None:
+    code = (
+        "import sys, megatron_overlap as mo, megatron_overlap.patching.engine, megatron_overlap.session;"
+        "mo.OverlapConfig(); mo.enable; mo.__version__;"
+        "print([name for name in sys.modules if name.split('.')[0] in ('torch', 'megatron')])"
+    )
+    done = run_python(["-c", code])
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+def test_unknown_attribute_of_the_package() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'enabled'"):
+        _ = megatron_overlap.enabled
+    assert "enable" in dir(megatron_overlap)
+
+
+def test_context_manager_enables_and_disables(packages: Packages) -> None:
+    with megatron_overlap.enable(manifests=[packages.manifest("scale")]) as session:
+        assert session.active
+        assert packages.vendor.scale(2) == ("ours", 4)
+    assert not session.active
+    assert session.reason == "disabled"
+    assert packages.vendor.scale(2) == 4
+    session.disable()
+
+
+def test_config_from_a_file_and_strict_argument(packages: Packages, tmp_path: Path) -> None:
+    file = tmp_path / "overlap.yaml"
+    file.write_text("overlap: {strict: false, tensor: {schedule: ring}}\n")
+    session = megatron_overlap.enable(file, strict=True, manifests=[packages.manifest("scale")])
+    assert session.config.tensor.schedule == "ring"
+    assert session.config.strict
+    assert session.counters.strict
+
+
+def test_double_enable_is_refused_with_the_remedy(packages: Packages) -> None:
+    first = megatron_overlap.enable(manifests=[packages.manifest("scale")])
+    with pytest.raises(PatchError, match=r"enabled already; call disable\(\)"):
+        megatron_overlap.enable(manifests=[packages.manifest("Base.plain")])
+    assert packages.vendor.scale(1) == ("ours", 2)
+    first.disable()
+    assert megatron_overlap.enable(manifests=[packages.manifest("scale")]).active
+
+
+def test_off_switch(packages: Packages, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_OVERLAP", "0")
+    session = megatron_overlap.enable(manifests=[packages.manifest("scale")])
+    assert not session.active
+    assert "MEGATRON_OVERLAP=0" in session.report().render()
+    assert packages.vendor.scale(2) == 4
+    monkeypatch.setenv("MEGATRON_OVERLAP", "off")
+    with pytest.raises(ConfigError, match="MEGATRON_OVERLAP: off: write 0"):
+        megatron_overlap.enable(manifests=[])
+    monkeypatch.setenv("MEGATRON_OVERLAP", "1")
+    assert megatron_overlap.enable(manifests=[packages.manifest("scale")]).active
+
+
+def test_feature_that_is_not_asked_for_is_not_touched(packages: Packages) -> None:
+    config = OverlapConfig.model_validate({"tensor": {"method": "none"}})
+    session = megatron_overlap.enable(config, manifests=[packages.manifest("scale")])
+    assert not session.active
+    assert "asks for nothing" in session.reason
+    assert session.report().patches == ()
+    assert packages.vendor.scale(2) == 4
+
+
+def test_refused_patch_warns_and_leaves_megatron_alone(packages: Packages) -> None:
+    manifests = [refused(packages.manifest("scale")), packages.manifest("Base.plain")]
+    with pytest.warns(PatchWarning, match="scale: refused: .* has the signature") as caught:
+        session = megatron_overlap.enable(manifests=manifests)
+    assert all(warning.filename == __file__ for warning in caught)
+    assert not session.active
+    assert "Megatron's own path runs everywhere" in session.reason
+    assert packages.vendor.Base().plain(1)[0] == "vendor"
+    assert [line.applied for line in session.report().patches] == [False, False]
+    with pytest.raises(PatchRefusedError, match=r"scale: refused: .*strict to false"):
+        megatron_overlap.enable(strict=True, manifests=manifests)
+
+
+def test_part_of_the_features_refused(packages: Packages) -> None:
+    manifests = [refused(packages.manifest("scale")), packages.manifest("Base.plain", feature="data")]
+    with pytest.warns(PatchWarning):
+        session = megatron_overlap.enable(manifests=manifests)
+    assert session.reason == "1 of Megatron's functions are replaced, 1 refused"
+    assert session.active
+
+
+def test_stale_binding_warns(packages: Packages) -> None:
+    packages.write("user_script", f"from {packages.vendor.__name__} import scale")
+    with pytest.warns(PatchWarning, match="user_script:scale hold it by value"):
+        session = megatron_overlap.enable(manifests=[packages.manifest("scale")])
+    assert "user_script:scale" in session.report().render(width=200)
+
+
+def test_disable_closes_in_reverse_after_megatron_is_back(packages: Packages) -> None:
+    session = megatron_overlap.enable(manifests=[packages.manifest("scale")])
+    seen: list[tuple[str, object]] = []
+    session.add_close(lambda: seen.append(("first", packages.vendor.scale(1))))
+    session.add_close(lambda: seen.append(("second", packages.vendor.scale(1))))
+    megatron_overlap.disable()
+    assert seen == [("second", 2), ("first", 2)]
+    session.disable()
+    assert len(seen) == 2
+
+
+def test_failing_close_does_not_stop_the_others(packages: Packages) -> None:
+    session = megatron_overlap.enable(manifests=[packages.manifest("scale")])
+    closed: list[int] = []
+    session.add_close(lambda: closed.append(1))
+    session.add_close(lambda: 1 // 0)
+    with pytest.raises(ExceptionGroup) as caught:
+        session.disable()
+    assert caught.group_contains(ZeroDivisionError)
+    assert closed == [1]
+    assert packages.vendor.scale(1) == 2
+
+
+def test_failing_factory_closes_what_the_others_opened(packages: Packages) -> None:
+    closed: list[int] = []
+
+    def opens(original: object, session: Session) -> object:
+        session.add_close(lambda: closed.append(1))
+        return lambda *args: None
+
+    packages.factories.opens = opens
+    with pytest.raises(RuntimeError, match="no transport"):
+        megatron_overlap.enable(
+            manifests=[packages.manifest("scale", "opens"), packages.manifest("Base.plain", "fails")]
+        )
+    assert closed == [1]
+    assert packages.vendor.scale(1) == 2
+    with pytest.raises(PatchError, match="not enabled"):
+        megatron_overlap.report()
+
+
+def test_foreign_patch_on_top_keeps_the_session(packages: Packages) -> None:
+    session = megatron_overlap.enable(manifests=[packages.manifest("scale")])
+    closed: list[int] = []
+    session.add_close(lambda: closed.append(1))
+    ours, packages.vendor.scale = packages.vendor.scale, len
+    with pytest.raises(RevertRefusedError, match="replaced after us by builtins.len"):
+        megatron_overlap.disable()
+    assert session.active
+    assert closed == []
+    assert megatron_overlap.report().active
+    packages.vendor.scale = ours
+    megatron_overlap.disable()
+    assert closed == [1]
+
+
+def test_report_counts_and_is_json(packages: Packages) -> None:
+    session = megatron_overlap.enable(manifests=[packages.manifest("scale")])
+    for _ in range(3):
+        session.counters.overlapped("column", "qkv", "ag_gemm", "forward", 1024 * 1024)
+    session.counters.fallback("row", "proj", "gemm_rs", "dgrad", "weight is frozen")
+    session.counters.fallback("row", "proj", "gemm_rs", "dgrad", "weight is frozen")
+    report = megatron_overlap.report()
+    content = json.loads(json.dumps(report.as_dict()))
+    assert content["totals"] == {"overlapped": 3, "fallbacks": 2, "bytes": 3 * 1024 * 1024}
+    assert content["modules"][1] == {
+        "kind": "row",
+        "name": "proj",
+        "op": "gemm_rs",
+        "direction": "dgrad",
+        "overlapped": 0,
+        "bytes": 0,
+        "fallbacks": {"weight is frozen": 2},
+    }
+    assert content["patches"][0]["applied"]
+    assert content["features"]["tensor"] == "auto"
+    assert content["versions"]["torch"]
+    text = report.render()
+    for piece in ("column qkv", "3.0", "2 x weight is frozen", "scale", "applies"):
+        assert piece in text
+    session.counters.overlapped("column", "qkv", "ag_gemm", "forward")
+    assert report.sites[Site("column", "qkv", "ag_gemm", "forward")].overlapped == 3
+
+
+def test_strict_fallback_names_module_and_reason() -> None:
+    with pytest.raises(FallbackError, match=r"row proj: gemm_rs forward: not overlapped: weight is frozen; .*strict"):
+        Counters(strict=True).fallback("row", "proj", "gemm_rs", "forward", "weight is frozen")
+
+
+def test_counters_lose_nothing_between_threads() -> None:
+    counters = Counters()
+
+    def count() -> None:
+        for _ in range(20_000):
+            counters.overlapped("column", "", "ag_gemm", "forward", 1)
+            counters.fallback("column", "", "ag_gemm", "forward", "r")
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (tally,) = counters.snapshot().values()
+    assert (tally.overlapped, tally.moved_bytes, tally.fallbacks) == (80_000, 80_000, {"r": 80_000})
+
+
+def test_clean_enable_warns_nothing(packages: Packages) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        megatron_overlap.enable(manifests=[packages.manifest("scale")])
