@@ -20,10 +20,12 @@ class Workspace:
     def __init__(self, *, poison: bool = False) -> None:
         self._poison = poison
         self._storage: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
+        self._content: dict[tuple[str, torch.dtype, torch.device], tuple[torch.Tensor, object]] = {}
 
     def take(self, name: str, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
         """A contiguous tensor of `shape` with the dtype and device of `like`; its content is undefined."""
         key = (name, like.dtype, like.device)
+        self._content.pop(key, None)
         size = prod(shape)
         storage = self._storage.get(key)
         if storage is None or storage.numel() < size:
@@ -36,6 +38,14 @@ class Workspace:
             buffer.fill_(float("nan") if like.dtype.is_floating_point else torch.iinfo(like.dtype).max)
         return buffer
 
+    def remember(self, name: str, buffer: torch.Tensor, content: object) -> None:
+        """Notes what `buffer`, which was taken as `name`, holds now; forgotten when `name` is taken again."""
+        self._content[name, buffer.dtype, buffer.device] = (buffer, content)
+
+    def recall(self, name: str, like: torch.Tensor) -> tuple[torch.Tensor, object] | None:
+        """The buffer last taken as `name` and the note of what it still holds; None where there is no note."""
+        return self._content.get((name, like.dtype, like.device))
+
     @property
     def num_bytes(self) -> int:
         """Bytes that all buffers hold now."""
@@ -44,3 +54,4 @@ class Workspace:
     def clear(self) -> None:
         """Lets all buffers go."""
         self._storage.clear()
+        self._content.clear()

@@ -9,8 +9,9 @@ Source: Flash-Overlap / CommFuse (arXiv 2604.24013) for the forward order. The b
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,8 @@ def all_gather_linear(
 ) -> torch.Tensor:
     """Equals `all_gather(x_shard) @ w.T + bias`; see `ops.reference.all_gather_linear`.
 
-    Column-parallel linear under sequence parallelism. Backward equals `dx_shard = reduce_scatter(dy @ w)`,
+    Column-parallel linear under sequence parallelism. Calls that follow each other with the same `x_shard` object share
+    one all-gather in forward. Backward equals `dx_shard = reduce_scatter(dy @ w)`,
     `dw = dy.T @ all_gather(x_shard)`, `dbias = dy.sum(0)`.
 
     Args:
@@ -77,7 +79,10 @@ def all_gather_linear(
             f"x_shard: {flat.shape[0]} rows: rank {transport.rank} of {transport.size} owns "
             f"{layout.shard_rows(transport.rank)} of {total}"
         )
-    y: torch.Tensor = _AllGatherLinear.apply(flat, w, bias, transport, plan, total, main_grad, weight_done, observer)
+    source = None if x_shard.is_inference() else _Source(weakref.ref(x_shard), x_shard._version)
+    y: torch.Tensor = _AllGatherLinear.apply(
+        flat, w, bias, transport, plan, total, source, main_grad, weight_done, observer
+    )
     if x_shard.dim() == 2:
         return y
     return y.view(total // rows_per_index, *x_shard.shape[1:-1], w.shape[0])
@@ -133,6 +138,17 @@ def linear_reduce_scatter(
     return y.view(y.shape[0] // rows_per_index, *x.shape[1:-1], w_shard.shape[0])
 
 
+class _Source(NamedTuple):
+    """Which tensor a gathered buffer was made from, and its version counter then."""
+
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+
+    def unchanged_since(self, earlier: object) -> bool:
+        """Whether `earlier` is the same living tensor, and nobody has written into it in between."""
+        return isinstance(earlier, _Source) and earlier.tensor() is self.tensor() and earlier.version == self.version
+
+
 def _transport(group: dist.ProcessGroup | Transport) -> Transport:
     return transport_of(group) if isinstance(group, dist.ProcessGroup) else group
 
@@ -162,6 +178,7 @@ class _AllGatherLinear(torch.autograd.Function):
         transport: Transport,
         plan: LinearPlan,
         num_rows: int,
+        source: _Source | None,
         main_grad: torch.Tensor | None,
         weight_done: WeightDone | None,
         observer: Observer | None,
@@ -171,17 +188,25 @@ class _AllGatherLinear(torch.autograd.Function):
         layout = ChunkLayout(num_rows, transport.size, schedule.chunks_per_rank)
         shape = (num_rows, x.shape[1])
         save = plan.save_gathered and w.requires_grad
-        full = x.new_empty(shape) if save else transport.workspace.take("gather", shape, x)
         y = x.new_empty(num_rows, w.shape[0])
-        arrivals = Arrivals(transport, schedule, x, layout, full, "all_gather_linear", whole=save)
-        for (start, stop), rows in arrivals:
-            _gemm(rows, w.t(), y[start:stop], bias)
-        arrivals.finish()
+        num_bytes = 0
+        full = None if save else _still_gathered(transport, x, source, layout)
+        if full is not None:
+            _gemm(full, w.t(), y, bias)
+        else:
+            full = x.new_empty(shape) if save else transport.workspace.take("gather", shape, x)
+            arrivals = Arrivals(transport, schedule, x, layout, full, "all_gather_linear", whole=save)
+            for (start, stop), rows in arrivals:
+                _gemm(rows, w.t(), y[start:stop], bias)
+            arrivals.finish()
+            num_bytes = (transport.size - 1) * x.nbytes
+            if source is not None and not save:
+                transport.workspace.remember("gather", full, source)
         ctx.save_for_backward(full if save else x, w)
         ctx.gathered, ctx.use_bias, ctx.main_grad = save, bias is not None, main_grad
         ctx.transport, ctx.plan, ctx.weight_done, ctx.observer = transport, plan, weight_done, observer
         if observer is not None:
-            observer("forward", (transport.size - 1) * x.nbytes)
+            observer("forward", num_bytes)
         return y
 
     @staticmethod
@@ -221,7 +246,20 @@ class _AllGatherLinear(torch.autograd.Function):
             if need_w:
                 ctx.observer("wgrad", 0 if arrivals is None else (transport.size - 1) * x.nbytes)
         dbias = dy.sum(0) if need_bias and ctx.use_bias else None
-        return dx, dw, dbias, None, None, None, None, None, None
+        return dx, dw, dbias, None, None, None, None, None, None, None
+
+
+def _still_gathered(
+    transport: Transport, x: torch.Tensor, source: _Source | None, layout: ChunkLayout
+) -> torch.Tensor | None:
+    """The gathered rows of `x` if the last gather was of the same tensor; all ranks call alike, so all agree."""
+    kept = transport.workspace.recall("gather", x)
+    if source is None or kept is None or not source.unchanged_since(kept[1]):
+        return None
+    full = kept[0]
+    start, stop = layout.shard(transport.rank)
+    full[start:stop].copy_(x)
+    return full
 
 
 def _accumulate(arrivals: Arrivals, wgrad: WeightGradient, dy: torch.Tensor) -> None:

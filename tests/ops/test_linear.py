@@ -92,3 +92,11 @@ def test_what_does_not_fit_is_refused(world: World) -> None:
 
 def test_transport_can_be_closed(world: World) -> None:
     assert world.run(2, cases.closed_and_opened_again) == [True, True]
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["gloo", "late"])
+def test_consumers_of_one_input_share_its_gather(world: World, late: bool) -> None:
+    """Only the same tensor, unchanged, with no other gather in between, is not sent again."""
+    shard = 6 * 8 * 4
+    for sent in world.run(2, cases.consumers_share_a_gather, late=late):
+        assert sent == [[shard], [0], [shard], [shard], [0], [shard]]
