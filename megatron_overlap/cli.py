@@ -74,7 +74,7 @@ def _run(name: str | None, args: list[str]) -> int:
         # typer carries its own copy of click in some releases: only this method tells its usage errors in all.
         if not hasattr(error, "format_message"):
             raise
-        raise _explain(name, error) from error
+        raise _explain(name, args, error) from error
     return result if isinstance(result, int) else 0
 
 
@@ -100,7 +100,7 @@ def _usage(key: str, value: object, remedy: str) -> ConfigError:
     return ConfigError("command line", key, value, remedy)
 
 
-def _explain(name: str | None, error: Exception) -> ConfigError:
+def _explain(name: str | None, args: Sequence[str], error: Exception) -> ConfigError:
     """One line for a usage error of typer."""
     params = getattr(getattr(getattr(error, "ctx", None), "command", None), "params", [])
     options = [text for param in params for text in param.opts if text.startswith("-")]
@@ -120,7 +120,19 @@ def _explain(name: str | None, error: Exception) -> ConfigError:
     if extra is not None:
         return _usage(key, extra[1], f"takes no such argument; {more}")
     where = param.opts[-1] if param is not None else option
-    return _usage(f"{key} {where}" if where else key, message, more)
+    if where is None:
+        return _usage(key, " ".join(args), f"{message}; {more}")
+    return _usage(f"{key} {where}", _given(args, where), f"{message}; {more}")
+
+
+def _given(args: Sequence[str], option: str) -> str | None:
+    """The value of an option on the command line; None when there is none."""
+    for index, arg in enumerate(args):
+        if arg.startswith(f"{option}="):
+            return arg.removeprefix(f"{option}=")
+        if arg == option and index + 1 < len(args):
+            return args[index + 1]
+    return None
 
 
 if __name__ == "__main__":

@@ -171,3 +171,14 @@ def test_inputs_are_looked_at_when_asked(tmp_path: Path) -> None:
     (folder / "data.json").write_text('{"vocab_size": 4001}')
     with pytest.raises(ConfigError, match=r"model\.vocab_size: 4000: .* at least 4001"):
         load_launch_config(file, overrides, inputs=True)
+
+
+def test_the_last_file_that_said_a_key_is_named(tmp_path: Path) -> None:
+    write(tmp_path, RIGHT, "base.yaml")
+    file = write(tmp_path, "base: base.yaml\ntrain: {seq_length: 8k}\n")
+    with pytest.raises(ConfigError, match=r"sample\.yaml: train\.seq_length: 8k"):
+        load_launch_config(file)
+    with pytest.raises(ConfigError, match=r"sample\.yaml \(override\): train\.seq_length: 9k"):
+        load_launch_config(file, ["train.seq_length=9k"])
+    with pytest.raises(ConfigError, match=r"base\.yaml: train\.global_batch_size: 4"):
+        load_launch_config(write(tmp_path, "base: base.yaml\n", "deep.yaml"), ["launch.ranks_per_node=6"])

@@ -134,3 +134,8 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     for name, (_, short) in cli.COMMANDS.items():
         assert name in shown
         assert short in shown
+
+
+def test_null_is_as_good_as_left_out(tmp_path: Path) -> None:
+    assert load_launch_config(write(tmp_path), ["model.ffn_hidden_size=null"]).model.ffn_hidden_size == 688
+    assert load_launch_config(write(tmp_path), ["model.norm_epsilon=null"]).model.norm_epsilon == 1e-5

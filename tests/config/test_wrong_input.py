@@ -163,6 +163,12 @@ COMMAND_LINES = {
     "dashes": (["launch", "x.yaml", "--train.lr=1"], COMMAND, "launch", "--train.lr", "without dashes"),
     "no config": (["launch"], COMMAND, "launch", "null", "CONFIG is missing"),
     "argument": (["schema", "x.yaml"], COMMAND, "schema", "x.yaml", "takes no such argument"),
+    "no configs": (["compare"], COMMAND, "compare", "null", "CONFIGS is missing"),
+    "range": (["compare", "x.yaml", "--rounds", "0"], COMMAND, "compare --rounds", "0", "see megatron-overlap"),
+    "type": (["compare", "x.yaml", "--rounds=two"], COMMAND, "compare --rounds", "two", "integer"),
+    "no value": (["launch", "x.yaml", "--run-dir"], COMMAND, "launch --run-dir", "null", "requires an argument"),
+    "option of patches": (["patches", "--foo"], COMMAND, "patches", "--foo", "use one of --megatron"),
+    "nothing to compare": (["compare", "nowhere.yaml"], "nowhere.yaml", "(file)", "nowhere.yaml", "no such file"),
     "no file": (["launch", "nowhere.yaml"], "nowhere.yaml", "(file)", "nowhere.yaml", "give the path of a YAML file"),
     "folder": (["launch", "/"], "/", "(file)", "/", "give a readable YAML file"),
 }
