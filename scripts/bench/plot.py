@@ -68,8 +68,8 @@ def draw(rows: list[dict[str, Any]], versions: dict[str, Any], output: Path) -> 
     handles, labels = axes.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=len(labels), fontsize=9, frameon=False)
     figure.suptitle(
-        "Tensor-parallel linear on CPUs, hosts as network namespaces. Roof: the same GEMMs and bytes at once, no order\n"
-        f"between them. torch {versions['torch']}, {versions['processor']}",
+        "Tensor-parallel linear on CPUs, hosts as network namespaces. Roof: the same GEMMs and bytes at once,\n"
+        f"with no order between them. torch {versions['torch']}, {versions['processor']}",
         fontsize=10,
     )
     figure.tight_layout(rect=(0, 0.06, 1, 1))
