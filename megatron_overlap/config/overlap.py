@@ -17,8 +17,8 @@ class TensorOverlap(Section):
 
     method: Literal["auto", "p2p", "fused", "none"] = "auto"
     """p2p: point-to-point messages between partial GEMMs; auto: the best available; none: Megatron's own."""
-    schedule: Literal["auto", "ring", "direct"] = "auto"
-    """Who sends which chunk when."""
+    schedule: Literal["auto", "ring", "direct", "serial"] = "auto"
+    """Who sends which chunk when; serial: as direct, but nothing is computed meanwhile, to measure against."""
     chunks_per_rank: Literal["auto"] | Positive = "auto"
     """Sub-slices each rank's rows are cut into; more of them leave less communication exposed."""
     recompute_gather: Literal["auto", "always", "never"] = "auto"

@@ -1,0 +1,177 @@
+"""`megatron-overlap compare`: launches configs in turns and says which is faster, by how much, and how surely."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import progress as bars
+from rich.console import Console
+
+from megatron_overlap.config import ConfigError, LaunchConfig, dump_config, load_launch_config
+from megatron_overlap.launch.outcome import RunError
+from megatron_overlap.measure import report, wording
+from megatron_overlap.measure.compare import WARM_UP_ITERATIONS, Comparison, Side, Workload
+from megatron_overlap.measure.compare import compare as compare_sides
+from megatron_overlap.measure.flops import CONVENTION, UnknownFlopsError, step_flops, tokens_per_step
+from megatron_overlap.measure.peak import Peak, find_peak
+from megatron_overlap.measure.rounds import LaunchFailedError, Progress, run_rounds
+from megatron_overlap.measure.selection import Selection, select
+from megatron_overlap.measure.spread import NotComparableError
+
+
+def compare(
+    configs: Annotated[
+        list[str], typer.Argument(help="Launch configs (YAML), the reference first, and key=value for all of them.")
+    ],
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Launches of each config, in turns.")] = 3,
+    output: Annotated[
+        Path | None, typer.Option("--output", help="Folder of the result; else a new one in launch.output_dir.")
+    ] = None,
+    attribute: Annotated[
+        bool,
+        typer.Option("--attribute", help="Also run the plugin's messages without overlap, to take the speedup apart."),
+    ] = False,
+) -> int:
+    """Run configs in turns and compare them; one config with overlap is compared with itself without."""
+    files, overrides = _split(configs)
+    chosen = select([(file, load_launch_config(file, overrides)) for file in files], attribute=attribute)
+    folder = output if output is not None else _new_folder(chosen.configs)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        report.remove(folder)
+    except OSError as error:
+        remedy = f"{error.strerror}; give a folder that can be written"
+        raise ConfigError("command line", "compare --output", str(folder), remedy) from error
+    console = Console()
+    try:
+        result = _measure(chosen, rounds, folder, console)
+        report.write(result, folder, {config.name: dump_config(config) for config in chosen.configs})
+    except (LaunchFailedError, NotComparableError, RunError) as error:
+        print(f"compare: {error}", file=sys.stderr)
+        return 1
+    _show(result, folder, console)
+    return 0
+
+
+def _measure(chosen: Selection, rounds: int, folder: Path, console: Console) -> Comparison:
+    notes = list(chosen.notes)
+
+    def note(text: str) -> None:
+        notes.append(f"{text[0].upper()}{text[1:]}.")
+        console.print(f"note: {text}", highlight=False, soft_wrap=True)
+
+    with _live(console, chosen.configs, rounds) as on_progress:
+        recorded = run_rounds(chosen.configs, rounds, folder / "runs", on_progress=on_progress, on_note=note)
+    console.print("peak rate of the device ...", highlight=False)
+    name = str(recorded[0].records[0].meta.get("device_name"))
+    peaks: dict[tuple[object, ...], Peak] = {}
+    sides = []
+    for config, taken in zip(chosen.configs, recorded, strict=True):
+        key = (config.launch.device, config.train.precision, config.launch.threads_per_rank, config.world_size)
+        if key not in peaks:
+            peaks[key] = find_peak(name, config)
+        sides.append(Side(config.name, workload(config), peaks[key], taken.link, taken.records))
+    settings = {
+        "rounds": rounds,
+        "order": "alternating",
+        "warm_up_iterations": WARM_UP_ITERATIONS,
+        "iterations": chosen.configs[0].train.iterations,
+        "notes": [
+            f"{rounds} rounds, each launching every run, in alternating order; the first {WARM_UP_ITERATIONS} "
+            "iterations of every launch are not timed.",
+            "Step time: of the slowest rank; pooled over all rounds. Speedup: in each round the median step time of "
+            "the reference over that of the run; then median, p20 and p80 over the rounds.",
+            "Deviation: largest relative difference to the reference, over all iterations and rounds.",
+            *notes,
+        ],
+    }
+    return compare_sides(sides, serial=chosen.serial, settings=settings)
+
+
+def workload(config: LaunchConfig) -> Workload:
+    """What one iteration of a config does."""
+    try:
+        flops, convention = step_flops(config), CONVENTION
+    except UnknownFlopsError as error:
+        flops, convention = None, str(error)
+    return Workload(tokens_per_step(config), flops, convention, config.world_size)
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Files, and overrides: `a=b` is an override unless there is a file of that name."""
+    files = [text for text in arguments if "=" not in text or Path(text).is_file()]
+    if not files:
+        raise ConfigError("command line", "compare", None, "CONFIGS is missing; see megatron-overlap compare --help")
+    return files, [text for text in arguments if text not in files]
+
+
+def _new_folder(configs: Sequence[LaunchConfig]) -> Path:
+    stem = Path(configs[-1].launch.output_dir) / f"compare-{configs[-1].name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder, number = stem, 2
+    while folder.exists():
+        folder, number = stem.with_name(f"{stem.name}-{number}"), number + 1
+    return folder
+
+
+class _Live:
+    """Shows the round, the run, its iteration and the step time; a line for every launch where there is no terminal."""
+
+    def __init__(self, console: Console, shown: bars.Progress, configs: Sequence[LaunchConfig], rounds: int) -> None:
+        self._console = console
+        self._shown = shown
+        self._iterations = {config.name: config.train.iterations for config in configs}
+        self._launches = shown.add_task("launches", total=len(configs) * rounds, step="")
+        self._current = shown.add_task("", total=None, step="")
+        self._last: tuple[int, str] | None = None
+
+    def __call__(self, progress: Progress) -> None:
+        text = f"round {progress.round}/{progress.rounds}  {progress.name}"
+        if self._last != (progress.round, progress.name):
+            if self._last is not None:
+                self._shown.advance(self._launches)
+            self._last = (progress.round, progress.name)
+            if not self._console.is_terminal:
+                self._console.print(text, highlight=False)
+        step = f"{progress.step_time_ms:.1f} ms" if progress.step_time_ms is not None else "starting"
+        total = self._iterations[progress.name]
+        self._shown.update(self._current, description=text, total=total, completed=progress.iteration, step=step)
+
+    def finish(self) -> None:
+        """Count the last launch."""
+        self._shown.advance(self._launches)
+        self._shown.remove_task(self._current)
+
+
+@contextmanager
+def _live(console: Console, configs: Sequence[LaunchConfig], rounds: int) -> Iterator[_Live]:
+    columns = (
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        bars.MofNCompleteColumn(),
+        bars.TextColumn("{task.fields[step]}"),
+        bars.TimeElapsedColumn(),
+    )
+    with bars.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
+        live = _Live(console, shown, configs, rounds)
+        yield live
+        live.finish()
+
+
+def _show(result: Comparison, folder: Path, console: Console) -> None:
+    console.print(report.table(result))
+    for line in wording.notes(result):
+        console.print(f"- {line}", style="dim", highlight=False, soft_wrap=True)
+    for run, module, operation, reason, calls in wording.fallback_lines(result):
+        console.print(f"- {run}: {module}: {operation}: {calls} calls not overlapped: {reason}", highlight=False)
+    console.print(f"\n{wording.headline(result)}", style="bold", highlight=False, soft_wrap=True)
+    parts = wording.attribution(result)
+    if parts is not None:
+        console.print(parts, highlight=False, soft_wrap=True)
+    names = ", ".join((report.JSON_FILE, report.PNG_FILE, report.HTML_FILE))
+    console.print(f"{folder}: {names}", highlight=False, soft_wrap=True)

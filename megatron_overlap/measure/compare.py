@@ -1,0 +1,266 @@
+"""From the records of interleaved runs to one comparison, and its JSON. Pure.
+
+The first run is the reference. Step times are those of the slowest rank; the first iterations of every launch are left
+out of them (buffers are made, kernels chosen, pages touched), but not out of the losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_overlap.measure.artefacts import PluginReport, RunRecord
+from megatron_overlap.measure.peak import Peak
+from megatron_overlap.measure.spread import Spread, max_deviation, paired_ratios
+
+WARM_UP_ITERATIONS = 2
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one iteration of a run does.
+
+    Attributes:
+        tokens: tokens of all ranks.
+        flops: model FLOPs of all ranks; None where they are not known.
+        flops_convention: what counts, or why they are not known.
+        devices: ranks.
+    """
+
+    tokens: int
+    flops: float | None
+    flops_convention: str
+    devices: int
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the launches that are compared, over all rounds.
+
+    Attributes:
+        name: of its config.
+        workload: what its iterations do.
+        peak: best rate of its device.
+        link: what carried its communication.
+        records: one for each round.
+    """
+
+    name: str
+    workload: Workload
+    peak: Peak
+    link: Mapping[str, Any]
+    records: tuple[RunRecord, ...]
+
+    @property
+    def timed_rounds_ms(self) -> list[list[float]]:
+        """The step times that count, of each round."""
+        return [list(record.step_time_ms[WARM_UP_ITERATIONS:]) for record in self.records]
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """The figures of one side; None where something is not known."""
+
+    name: str
+    step_time_ms: Spread
+    step_times_ms: list[list[float]]
+    tokens_per_s: float
+    tokens_per_s_per_device: float
+    tflops_per_device: float | None
+    mfu: float | None
+    peak_tflops: float
+    peak_source: str
+    flops_convention: str
+    peak_memory_bytes: int
+    losses: list[float | None]
+    grad_norms: list[float | None]
+    own_loss_deviation: float | None
+    """Largest between two rounds of this same run."""
+    own_grad_norm_deviation: float | None
+    link: Mapping[str, Any]
+    plugin: PluginReport | None
+
+
+@dataclass(frozen=True)
+class AgainstReference:
+    """How one side stands to the reference."""
+
+    name: str
+    speedup: Spread
+    speedup_rounds: list[float]
+    max_loss_deviation: float | None
+    max_grad_norm_deviation: float | None
+    memory_ratio: float
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """What makes the speedup: each a ratio of step times per round; their product is the whole."""
+
+    faster_collective: Spread
+    """Reference over the serial run: the same messages as with overlap, but nothing computed meanwhile."""
+    overlap: Spread
+    """The serial run over the overlapped one."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The result. `against` has one entry for each run but the first; the first of them is the headline."""
+
+    runs: list[RunSummary]
+    against: list[AgainstReference]
+    attribution: Attribution | None
+    device: Mapping[str, Any]
+    versions: Mapping[str, Any]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def headline(self) -> AgainstReference:
+        return self.against[0]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The content of compare.json."""
+        deviations = {
+            key: max((d for entry in self.against if (d := getattr(entry, key)) is not None), default=None)
+            for key in ("max_loss_deviation", "max_grad_norm_deviation")
+        }
+        result: dict[str, Any] = {
+            "runs": [_run_dict(run) for run in self.runs],
+            "speedup": self.headline.speedup.as_dict(),
+            **deviations,
+            "link": dict(self.runs[0].link),
+            "versions": dict(self.versions),
+            "device": dict(self.device),
+            "against_first": [_against_dict(entry) for entry in self.against],
+            "settings": dict(self.settings),
+        }
+        if self.attribution is not None:
+            result["attribution"] = {
+                "faster_collective": self.attribution.faster_collective.as_dict(),
+                "overlap": self.attribution.overlap.as_dict(),
+            }
+        return result
+
+
+def compare(
+    sides: Sequence[Side], *, serial: int | None = None, settings: Mapping[str, Any] | None = None
+) -> Comparison:
+    """Compare every side with the first.
+
+    Args:
+        sides: at least two, with the same number of rounds.
+        serial: index of the run that is not overlapped but for which the collectives are the plugin's; with it the
+            speedup of the second side is taken apart.
+        settings: what a reader needs to know of how it was measured; carried through.
+
+    Raises:
+        NotComparableError: a loss or grad-norm is a number in one run only.
+    """
+    reference = sides[0]
+    against = [_against(reference, side) for side in sides[1:]]
+    attribution = None
+    if serial is not None:
+        first, second, third = (side.timed_rounds_ms for side in (reference, sides[1], sides[serial]))
+        attribution = Attribution(Spread.of(paired_ratios(first, third)), Spread.of(paired_ratios(third, second)))
+    meta = reference.records[0].meta
+    return Comparison(
+        runs=[summarize(side) for side in sides],
+        against=against,
+        attribution=attribution,
+        device={"kind": meta.get("device"), "name": meta.get("device_name"), "world_size": meta.get("world_size")},
+        versions=meta.get("versions", {}),
+        settings=settings or {},
+    )
+
+
+def summarize(side: Side) -> RunSummary:
+    """The figures of one side over its rounds."""
+    rounds = side.timed_rounds_ms
+    step_time = Spread.of([time for times in rounds for time in times])
+    work, seconds = side.workload, step_time.median / 1000
+    tflops = work.flops / seconds / work.devices / 1e12 if work.flops is not None else None
+    first = side.records[0]
+    losses = [max_deviation(first.losses, other.losses, "loss") for other in side.records[1:]]
+    norms = [max_deviation(first.grad_norms, other.grad_norms, "grad-norm") for other in side.records[1:]]
+    return RunSummary(
+        name=side.name,
+        step_time_ms=step_time,
+        step_times_ms=rounds,
+        tokens_per_s=work.tokens / seconds,
+        tokens_per_s_per_device=work.tokens / seconds / work.devices,
+        tflops_per_device=tflops,
+        mfu=tflops / side.peak.tflops if tflops is not None else None,
+        peak_tflops=side.peak.tflops,
+        peak_source=side.peak.source,
+        flops_convention=work.flops_convention,
+        peak_memory_bytes=max(record.peak_memory_bytes for record in side.records),
+        losses=list(first.losses),
+        grad_norms=list(first.grad_norms),
+        own_loss_deviation=_largest(losses),
+        own_grad_norm_deviation=_largest(norms),
+        link=side.link,
+        plugin=first.report,
+    )
+
+
+def _against(reference: Side, side: Side) -> AgainstReference:
+    pairs = list(zip(reference.records, side.records, strict=True))
+    ratios = paired_ratios(reference.timed_rounds_ms, side.timed_rounds_ms)
+    losses = [max_deviation(a.losses, b.losses, f"{side.name}: loss") for a, b in pairs]
+    norms = [max_deviation(a.grad_norms, b.grad_norms, f"{side.name}: grad-norm") for a, b in pairs]
+    memory = [max(record.peak_memory_bytes for record in records) for records in (side.records, reference.records)]
+    return AgainstReference(
+        name=side.name,
+        speedup=Spread.of(ratios),
+        speedup_rounds=ratios,
+        max_loss_deviation=_largest(losses),
+        max_grad_norm_deviation=_largest(norms),
+        memory_ratio=memory[0] / memory[1],
+    )
+
+
+def _largest(values: Sequence[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _run_dict(run: RunSummary) -> dict[str, Any]:
+    plugin = run.plugin
+    return {
+        "name": run.name,
+        "step_time_ms": run.step_time_ms.as_dict(),
+        "step_times_ms": run.step_times_ms,
+        "tokens_per_s": run.tokens_per_s,
+        "tokens_per_s_per_device": run.tokens_per_s_per_device,
+        "tflops_per_device": run.tflops_per_device,
+        "mfu": run.mfu,
+        "peak_tflops": run.peak_tflops,
+        "peak_source": run.peak_source,
+        "flops_convention": run.flops_convention,
+        "peak_memory_bytes": run.peak_memory_bytes,
+        "losses": run.losses,
+        "grad_norms": run.grad_norms,
+        "own_loss_deviation": run.own_loss_deviation,
+        "own_grad_norm_deviation": run.own_grad_norm_deviation,
+        "link": dict(run.link),
+        "plugin": None
+        if plugin is None
+        else {
+            "active": plugin.active,
+            "reason": plugin.reason,
+            "overlapped_calls": plugin.overlapped_calls,
+            "sent_bytes": plugin.sent_bytes,
+            "fallbacks": [vars(fallback) for fallback in plugin.fallbacks],
+        },
+    }
+
+
+def _against_dict(entry: AgainstReference) -> dict[str, Any]:
+    return {
+        "name": entry.name,
+        "speedup": entry.speedup.as_dict(),
+        "speedup_rounds": entry.speedup_rounds,
+        "max_loss_deviation": entry.max_loss_deviation,
+        "max_grad_norm_deviation": entry.max_grad_norm_deviation,
+        "memory_ratio": entry.memory_ratio,
+    }
