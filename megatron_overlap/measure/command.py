@@ -87,7 +87,9 @@ def _measure(chosen: Selection, rounds: int, folder: Path, console: Console) -> 
             "iterations of every launch are not timed.",
             "Step time: of the slowest rank; pooled over all rounds. Speedup: in each round the median step time of "
             "the reference over that of the run; then median, p20 and p80 over the rounds.",
-            "Deviation: largest relative difference to the reference, over all iterations and rounds.",
+            "Deviation: largest relative difference, over all iterations and rounds, to the reference; of its own "
+            "rounds: to the first round of the same run.",
+            "Calls and bytes: of all ranks, in one launch.",
             *notes,
         ],
     }

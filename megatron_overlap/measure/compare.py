@@ -96,7 +96,7 @@ class AgainstReference:
 
 @dataclass(frozen=True)
 class Attribution:
-    """What makes the speedup: each a ratio of step times per round; their product is the whole."""
+    """What makes the speedup: each a ratio of step times; in every round their product is the whole."""
 
     faster_collective: Spread
     """Reference over the serial run: the same messages as with overlap, but nothing computed meanwhile."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron_overlap.measure.compare import Comparison, RunSummary
@@ -38,34 +38,30 @@ def attribution(result: Comparison) -> str | None:
 
 def rows(result: Comparison) -> list[Row]:
     """The table, one column a run."""
-    runs = result.runs
-    reference = ("reference",)
+    runs, others = result.runs, result.against
+
+    def against(cells: Iterable[str]) -> tuple[str, ...]:
+        return ("reference", *cells)
+
     return [
-        Row("step time, ms: median (p20 .. p80)", tuple(_spread(run.step_time_ms, 1) for run in runs)),
-        Row("speedup: median (p20 .. p80)", (*reference, *(ratio(entry.speedup) for entry in result.against))),
+        Row("step time, ms: median", tuple(f"{run.step_time_ms.median:.1f}" for run in runs)),
+        Row("p20 .. p80", tuple(_range(run.step_time_ms, 1) for run in runs)),
+        Row("speedup: median", against(f"{other.speedup.median:.3f}x" for other in others)),
+        Row("p20 .. p80", against(_range(other.speedup, 3) for other in others)),
         Row("tokens/s", tuple(f"{run.tokens_per_s:,.0f}" for run in runs)),
         Row("tokens/s per device", tuple(f"{run.tokens_per_s_per_device:,.0f}" for run in runs)),
         Row("TFLOP/s per device", tuple(_number(run.tflops_per_device, "{:.4g}") for run in runs)),
         Row("peak TFLOP/s per device", tuple(f"{run.peak_tflops:.4g}" for run in runs)),
         Row("MFU", tuple(_number(run.mfu, "{:.1%}") for run in runs)),
-        Row("peak memory, MiB", _memory(result)),
-        Row(
-            "largest loss deviation, relative",
-            (*reference, *(_number(entry.max_loss_deviation, "{:.1e}") for entry in result.against)),
-        ),
-        Row(
-            "largest grad-norm deviation, relative",
-            (*reference, *(_number(entry.max_grad_norm_deviation, "{:.1e}") for entry in result.against)),
-        ),
-        Row(
-            "its own rounds differ by: loss, grad-norm",
-            tuple(
-                f"{_number(run.own_loss_deviation, '{:.1e}')}, {_number(run.own_grad_norm_deviation, '{:.1e}')}"
-                for run in runs
-            ),
-        ),
-        Row("overlapped calls, all ranks", tuple(_calls(run) for run in runs)),
-        Row("calls on Megatron's own path", tuple(_fallbacks(run) for run in runs)),
+        Row("peak memory, MiB", tuple(f"{run.peak_memory_bytes / _MIB:,.0f}" for run in runs)),
+        Row("against the reference", against(f"{other.memory_ratio:.3f}x" for other in others)),
+        Row("loss deviation", against(_number(other.max_loss_deviation, "{:.1e}") for other in others)),
+        Row("grad-norm deviation", against(_number(other.max_grad_norm_deviation, "{:.1e}") for other in others)),
+        Row("loss, its own rounds", tuple(_number(run.own_loss_deviation, "{:.1e}") for run in runs)),
+        Row("grad-norm, its own rounds", tuple(_number(run.own_grad_norm_deviation, "{:.1e}") for run in runs)),
+        Row("overlapped calls", tuple(_calls(run) for run in runs)),
+        Row("sent in them, MiB", tuple(_sent(run) for run in runs)),
+        Row("calls left to Megatron", tuple(_fallbacks(run) for run in runs)),
     ]
 
 
@@ -106,25 +102,20 @@ def fallback_lines(result: Comparison) -> Sequence[tuple[str, str, str, str, int
     ]
 
 
-def _spread(spread: Spread, digits: int) -> str:
-    return f"{spread.median:.{digits}f} ({spread.p20:.{digits}f} .. {spread.p80:.{digits}f})"
+def _range(spread: Spread, digits: int) -> str:
+    return f"{spread.p20:.{digits}f} .. {spread.p80:.{digits}f}"
 
 
 def _number(value: float | None, form: str) -> str:
     return "not known" if value is None else form.format(value)
 
 
-def _memory(result: Comparison) -> tuple[str, ...]:
-    cells = [f"{run.peak_memory_bytes / _MIB:,.0f}" for run in result.runs]
-    for index, entry in enumerate(result.against, start=1):
-        cells[index] += f" ({entry.memory_ratio:.3f}x)"
-    return tuple(cells)
-
-
 def _calls(run: RunSummary) -> str:
-    if run.plugin is None or not run.plugin.active:
-        return "plugin off"
-    return f"{run.plugin.overlapped_calls:,} ({run.plugin.sent_bytes / _MIB:,.1f} MiB sent)"
+    return f"{run.plugin.overlapped_calls:,}" if run.plugin is not None and run.plugin.active else "plugin off"
+
+
+def _sent(run: RunSummary) -> str:
+    return f"{run.plugin.sent_bytes / _MIB:,.1f}" if run.plugin is not None and run.plugin.active else "-"
 
 
 def _fallbacks(run: RunSummary) -> str:
