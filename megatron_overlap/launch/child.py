@@ -25,12 +25,12 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-_PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 2, 4, 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 # iproute2 is often outside an ordinary user's PATH.
 _ADMIN_FOLDERS = ("/usr/sbin", "/sbin", "/usr/local/sbin")
 
 
-def _prctl(option: int, argument: Any) -> None:
+def _prctl(option: int, argument: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, argument, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl {option}")
@@ -82,8 +82,6 @@ def _leave_for_a_network() -> bool:
         os.unshare(os.CLONE_NEWNET)
     except OSError as error:
         raise _RefusedError(_why_no_user_namespace(error)) from error
-    # Lost with the change of credentials; without it /proc/PID/fd is closed to the owner.
-    _prctl(_PR_SET_DUMPABLE, 1)
     return True
 
 
@@ -180,9 +178,6 @@ def enter(argv: list[str]) -> NoReturn:
     """`enter KEEPER_PID NET_FD USER_NAMESPACE(0|1) PROGRAM ARGS...`: becomes PROGRAM in that host."""
     keeper, net_fd, in_user_namespace, program = argv[0], argv[1], argv[2] == "1", argv[3:]
     try:
-        death_signal = ctypes.c_int()
-        _prctl(_PR_GET_PDEATHSIG, ctypes.byref(death_signal))
-        parent = os.getppid()
         net = os.open(f"/proc/{keeper}/fd/{net_fd}", os.O_RDONLY)
         if in_user_namespace:
             user = os.open(f"/proc/{keeper}/ns/user", os.O_RDONLY)
@@ -190,11 +185,8 @@ def enter(argv: list[str]) -> NoReturn:
             os.close(user)
         os.setns(net, os.CLONE_NEWNET)
         os.close(net)
-        _prctl(_PR_SET_PDEATHSIG, death_signal.value)  # cleared by the kernel with the change of credentials
     except OSError as error:
         print(f"cannot enter the netlab of process {keeper}: {error.strerror}", file=sys.stderr)
-        os._exit(126)
-    if death_signal.value and os.getppid() != parent:
         os._exit(126)
     _become(program)
 
@@ -242,7 +234,7 @@ def supervise(argv: list[str]) -> int:
     """`supervise LABEL OWNER_PID STATUS_FD STOP_FD PROGRAM ARGS...`: runs the rank.
 
     Writes `{"code": exit code or -signal, "time": CLOCK_MONOTONIC in seconds}` to STATUS_FD as the rank ends.
-    The rank and all it started are killed when STOP_FD closes or the owner's process ends. LABEL is for
+    The rank and all it started are killed when a byte comes from STOP_FD, or the owner's process ends. LABEL is for
     `leftovers` and for people who read `ps`.
     """
     owner, status_fd, stop_fd, program = int(argv[1]), int(argv[2]), int(argv[3]), argv[4:]

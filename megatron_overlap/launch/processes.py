@@ -127,9 +127,15 @@ class _Rank:
 
     def kill(self) -> None:
         """Has the supervisor kill the rank and all that it started."""
-        if self._stop >= 0:
-            os.close(self._stop)
-            self._stop = -1
+        if self._stop < 0:
+            return
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._stop, b"x")  # closing alone says nothing while a process forked from this one has a copy
+        os.close(self._stop)
+        self._stop = -1
+        if self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal.SIGCONT)  # somebody may have stopped it
 
     def kill_supervisor(self) -> None:
         """For a supervisor that does not answer; the kernel kills its rank with it."""

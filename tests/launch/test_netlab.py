@@ -47,15 +47,25 @@ def net_of(lab: Netlab, host: int) -> str:
     return done.stdout.strip()
 
 
+def best_of_three(lab: Netlab, gbps: float, both: bool = False) -> float:
+    """A machine that is busy with something else can only make it slower."""
+    best = 0.0
+    for _ in range(3):
+        best = max(best, goodput_gbps(lab, gbps, both))
+        if best >= 0.95 * gbps:
+            break
+    return best
+
+
 @pytest.mark.parametrize("gbps", [0.4, 1.0, 2.0])
 def test_a_link_has_its_rate(gbps: float) -> None:
     with Netlab(hosts=2, gbps=gbps) as lab:
-        assert goodput_gbps(lab, gbps) == pytest.approx(gbps, rel=0.07)
+        assert best_of_three(lab, gbps) == pytest.approx(gbps, rel=0.07)
 
 
 def test_both_directions_have_the_rate_at_once() -> None:
     with Netlab(hosts=2, gbps=1.0) as lab:
-        assert goodput_gbps(lab, 1.0, both=True) == pytest.approx(1.0, rel=0.12)
+        assert best_of_three(lab, 1.0, both=True) == pytest.approx(1.0, rel=0.07)
 
 
 def test_the_way_into_a_host_is_limited_as_well() -> None:
@@ -250,6 +260,20 @@ def test_without_rights_a_user_namespace_does() -> None:
     in_user_namespace, rate = unprivileged(WITHOUT_RIGHTS, code)[0].split()
     assert in_user_namespace == "True"
     assert float(rate) == pytest.approx(0.5, rel=0.07)
+
+
+DEATH_SIGNAL = "import ctypes; s = ctypes.c_int(); ctypes.CDLL(None).prctl(2, ctypes.byref(s)); print(s.value)"
+
+
+def test_entering_a_user_namespace_keeps_the_death_signal() -> None:
+    """The kernel forgets it with some changes of credentials; a rank must die with its supervisor in there too."""
+    code = (
+        "import ctypes\n"
+        "set_it = lambda: ctypes.CDLL(None).prctl(1, 9)\n"
+        "with Netlab(1) as lab:\n"
+        f"    subprocess.run(lab.wrap(0, [sys.executable, '-c', {DEATH_SIGNAL!r}]), check=True, preexec_fn=set_it)\n"
+    )
+    assert unprivileged(WITHOUT_RIGHTS, code) == ["9"]
 
 
 def test_an_ordinary_user_has_labs_too() -> None:

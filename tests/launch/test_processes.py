@@ -90,10 +90,10 @@ def test_a_rank_that_is_killed(tmp_path: Path, token: str) -> None:
 
 
 def test_the_first_to_die_is_named_not_those_it_takes_with_it(tmp_path: Path, token: str) -> None:
-    """Rank 1 dies with children to clear away, rank 0 notices at once and fails as well."""
+    """Rank 1 dies with children to clear away, rank 0 notices and soon fails as well."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    notices = f"import os; file = open({str(pipe)!r}); file.read(); os._exit(9)"
+    notices = f"import os, time; file = open({str(pipe)!r}); file.read(); time.sleep(0.1); os._exit(9)"
     dies = (
         f"import os, subprocess, sys, time\nfile = open({str(pipe)!r}, 'w')\n"
         "sleep = [sys.executable, '-S', '-c', 'import time; time.sleep(99)', sys.argv[1]]\n"
@@ -130,12 +130,14 @@ def test_a_rank_gets_time_to_end_by_itself(tmp_path: Path, token: str) -> None:
 def test_a_stopped_rank_is_killed_when_another_dies(tmp_path: Path, token: str) -> None:
     stopped = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
     dies = "import time; time.sleep(0.3); raise SystemExit(1)"
+    started = time.monotonic()
     with pytest.raises(RankFailed, match="rank 1 on node1: exit code 1"):
         run_ranks([command(0, stopped, token), command(1, dies, token)], timeout_s=60, log_dir=tmp_path, grace_s=0.5)
+    assert time.monotonic() - started < 4  # by its supervisor, not by what is done when that does not answer
 
 
-def test_a_stopped_supervisor_does_not_keep_the_job(tmp_path: Path, token: str) -> None:
-    stops_it = "import os, signal, time; os.kill(os.getppid(), signal.SIGSTOP); time.sleep(600)"
+def test_a_stopped_supervisor_still_does_its_duty(tmp_path: Path, token: str) -> None:
+    stops_it = f"{RUN_AWAY}import signal; os.kill(os.getppid(), signal.SIGSTOP); time.sleep(600)"
     dies = "import time; time.sleep(0.3); raise SystemExit(1)"
     with pytest.raises(RankFailed, match="rank 1 on node1: exit code 1"):
         run_ranks([command(0, stops_it, token), command(1, dies, token)], timeout_s=60, log_dir=tmp_path, grace_s=0.2)
@@ -207,7 +209,7 @@ def test_ranks_must_be_there_and_differ(numbers: list[int], tmp_path: Path) -> N
 
 
 LAUNCHER = """
-import contextlib, signal, sys
+import contextlib, os, signal, sys
 from pathlib import Path
 from megatron_overlap.launch.netlab import Netlab
 from megatron_overlap.launch.processes import RankCommand, run_ranks
@@ -219,7 +221,13 @@ with lab or contextlib.nullcontext():
     wrap = lab.wrap if lab else lambda host, argv: argv
     programs = [[sys.executable, "-c", code, token] for code in (sleeps, stopped)]
     commands = [RankCommand(rank, wrap(rank, program)) for rank, program in enumerate(programs)]
-    show = lambda rank, line: print(line, flush=True)
+    def show(rank, line):
+        forked = os.fork()  # has copies of all our pipes, and lives on
+        if forked == 0:
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+                signal.signal(number, signal.SIG_DFL)
+            signal.pause()
+        print(line, forked, flush=True)
     run_ranks(commands, timeout_s=None, log_dir=Path(log_dir), on_line=show, grace_s=1)
 """
 
@@ -237,12 +245,15 @@ def test_a_launcher_that_is_ended_leaves_nothing(
     argv = [sys.executable, "-c", LAUNCHER, token, str(tmp_path), str(in_lab), RUN_AWAY]
     launcher = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT)
     assert launcher.stdout is not None
-    namespace = launcher.stdout.readline().split()[1]
+    _, namespace, forked = launcher.stdout.readline().split()
     assert len(with_token(token)) >= 4
     os.kill(launcher.pid, number)
     assert launcher.wait(timeout=15) == code
     launcher.stdout.close()
-    assert wait_for(lambda: not with_token(token), 5)
-    assert helpers_of(launcher.pid) == []
+    try:
+        assert wait_for(lambda: with_token(token) == [int(forked)], 5)
+    finally:
+        os.kill(int(forked), signal.SIGKILL)
+    assert wait_for(lambda: not helpers_of(launcher.pid), 5)
     if in_lab:
         assert wait_for(lambda: not holders(namespace), 5)
