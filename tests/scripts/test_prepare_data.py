@@ -249,3 +249,22 @@ def test_two_at_once_do_not_mix(texts: Path, tmp_path: Path, capsys: pytest.Capt
         assert make(texts, "--output", out, "--vocab-size", 300) == 2
     assert "another prepare_data.py" in capsys.readouterr().err
     assert make(texts, "--output", out, "--vocab-size", 300) == 0
+
+
+def test_half_put_in_place_is_not_taken_for_data(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    assert make(texts, "--output", out, "--vocab-size", 300) == 0
+    (texts / "new.txt").write_text("one more document\n")
+
+    def ids_without_index(*arguments: object) -> int:
+        Path(f"{arguments[2]}.bin").write_bytes(b"new ids")
+        return 1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_data, "write_tokens", ids_without_index)
+        assert make(texts, "--output", out, "--vocab-size", 300) == 1  # the .idx is not there to be moved
+    assert (out / "tokens.bin").read_bytes() == b"new ids"
+    assert not (out / "tokens.idx").exists()
+    assert not (out / "data.json").exists()
+    assert make(texts, "--output", out, "--vocab-size", 300) == 0
+    assert json.loads((out / "data.json").read_text())["documents"] == len(DOCUMENTS) + 2
