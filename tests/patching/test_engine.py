@@ -156,6 +156,12 @@ def test_foreign_patch_before_us_is_refused_by_name(packages: Packages, wrapped:
     assert packages.vendor.Base.plain is theirs
 
 
+def test_another_function_of_the_same_file_is_foreign_too(packages: Packages) -> None:
+    manifest = packages.manifest("Base.plain")
+    packages.vendor.Base.plain = packages.vendor.scale
+    assert "Base.plain was already replaced by" in only(Engine([manifest])).reason
+
+
 def test_foreign_callable_without_code_is_refused(packages: Packages) -> None:
     manifest = packages.manifest("scale")
     packages.vendor.scale = functools.partial(max, 3)
