@@ -7,10 +7,11 @@ say_missing() {
     exit 2
 }
 
-# Prints a Python that is new enough, or nothing. pyenv's shims exist for versions that are not selected: try each.
+# Prints a Python that is new enough, or nothing; 3.12 first, as that is what the tests run on most. pyenv's shims exist
+# for versions that are not selected, and fail: each is tried, then what pyenv has installed.
 find_python() {
     local candidate versions
-    for candidate in "${PYTHON:-}" python3 python3.14 python3.13 python3.12; do
+    for candidate in "${PYTHON:-}" python3.12 python3 python3.13 python3.14; do
         [ -n "$candidate" ] && command -v "$candidate" >/dev/null 2>&1 || continue
         if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1; then
             "$candidate" -c 'import sys; print(sys.executable)'
@@ -18,7 +19,7 @@ find_python() {
         fi
     done
     if command -v pyenv >/dev/null 2>&1; then
-        versions=$(pyenv versions --bare 2>/dev/null | grep -E '^3\.(1[2-9]|[2-9][0-9])(\.[0-9]+)?$' | sort -V | tail -n 1)
+        versions=$(pyenv versions --bare 2>/dev/null | grep -E '^3\.(1[2-9]|[2-9][0-9])(\.[0-9]+)?$' | sort -V | head -n 1)
         [ -n "$versions" ] && PYENV_VERSION=$versions pyenv which python 2>/dev/null
     fi
     return 0
