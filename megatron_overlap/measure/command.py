@@ -83,8 +83,8 @@ def _measure(chosen: Selection, rounds: int, folder: Path, console: Console) -> 
         "warm_up_iterations": WARM_UP_ITERATIONS,
         "iterations": chosen.configs[0].train.iterations,
         "notes": [
-            f"{rounds} rounds, each launching every run, in alternating order; the first {WARM_UP_ITERATIONS} "
-            "iterations of every launch are not timed.",
+            f"Rounds: {rounds}; each launches every run once, every second one in reversed order. The first "
+            f"{WARM_UP_ITERATIONS} iterations of every launch are not timed.",
             "Step time: of the slowest rank; pooled over all rounds. Speedup: in each round the median step time of "
             "the reference over that of the run; then median, p20 and p80 over the rounds.",
             "Deviation: largest relative difference, over all iterations and rounds, to the reference; of its own "
