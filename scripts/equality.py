@@ -1,0 +1,356 @@
+#!/usr/bin/env python
+"""Trains the same models with and without the plugin and compares every loss and grad-norm.
+
+    python scripts/prepare_data.py --output data/stdlib
+    python scripts/equality.py --data data/stdlib --json docs/results/equality.json
+
+A GPT and a LLaMA (RMSNorm, SwiGLU, RoPE, grouped queries), in every layout below, in fp32 and bf16, on text; then
+training saved half-way and continued with the plugin on, off, and switched. No GPU is needed. `docs/numerics.md` says
+where the bounds come from. Exit code 1 where one does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_overlap.config import LaunchConfig
+from megatron_overlap.launch.execute import execute
+from megatron_overlap.launch.outcome import RunError
+from megatron_overlap.launch.plan import plan
+
+FP32_BOUND = 1e-5
+"""Relative; another order of the same fp32 sums."""
+BF16_FACTOR = 2.0
+"""The plugin's deviation from fp32 against stock's own, see docs/numerics.md."""
+NAMES = ("loss", "grad_norm")
+
+Curves = dict[int, dict[str, float]]
+"""Loss and grad-norm by iteration."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ranks share the model. `overlapped` is false where the plugin says that it leaves the layout to Megatron."""
+
+    name: str
+    tensor: int = 1
+    data: int = 1
+    sequence_parallel: bool = False
+
+    @property
+    def overlapped(self) -> bool:
+        return self.sequence_parallel
+
+
+ALONE = Layout("TP1")
+LAYOUTS = (
+    Layout("TP2", tensor=2),
+    Layout("TP2+SP", tensor=2, sequence_parallel=True),
+    Layout("TP4+SP", tensor=4, sequence_parallel=True),
+    Layout("TP2xDP2+SP", tensor=2, data=2, sequence_parallel=True),
+)
+RESUMED = LAYOUTS[1]
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "gpt": {"ffn_hidden_size": 512},
+    "llama": {"ffn_hidden_size": 344, "num_query_groups": 4},
+}
+
+
+@dataclass
+class Check:
+    """One comparison: the largest deviation of each quantity over the iterations, and what is allowed."""
+
+    arch: str
+    layout: str
+    precision: str
+    what: str
+    deviation: dict[str, float]
+    bound: dict[str, float]
+    beside: dict[str, dict[str, float]]
+    calls: dict[str, int]
+    fallbacks: dict[str, int]
+    ok: bool = False
+
+    def judge(self, *, overlapped: bool | None) -> Check:
+        """Equal, and by the path that is meant: by overlapped calls alone, by named fallbacks alone, or (None) any."""
+        self.ok = all(self.deviation[name] <= self.bound[name] for name in NAMES)
+        if overlapped is True:
+            self.ok &= not self.fallbacks and len(self.calls) == 6
+        if overlapped is False:
+            self.ok &= not self.calls and bool(self.fallbacks)
+        return self
+
+
+class Runs:
+    """Launches trainings, each in a folder of its own under `folder`."""
+
+    def __init__(self, folder: Path, options: argparse.Namespace, tell: Callable[[str], None]) -> None:
+        self._folder, self._options, self._tell = folder, options, tell
+        self.count = 0
+
+    def train(
+        self, arch: str, layout: Layout, precision: str, plugin: bool, *, save: bool = False, load: Path | None = None
+    ) -> tuple[Curves, dict[str, Any]]:
+        """One training; its curves and the plugin's report of rank 0.
+
+        Raises:
+            RunError: a rank failed.
+        """
+        self.count += 1
+        name = f"{self.count:02d}-{arch}-{layout.name}-{precision}-{'plugin' if plugin else 'stock'}"
+        run_dir = self._folder / name.lower().replace("+", "-")
+        options, half = self._options, self._options.iterations // 2
+        places = {"save": str(run_dir / "saved"), "save_interval": half} if save else {}
+        if load is not None:
+            places["load"] = str(load)
+        config = LaunchConfig.model_validate(
+            {
+                "name": run_dir.name,
+                "model": {
+                    "arch": arch,
+                    "num_layers": 2,
+                    "hidden_size": 128,
+                    "num_attention_heads": 8,
+                    "vocab_size": 4000,
+                    "max_position_embeddings": 128,
+                    **ARCHITECTURES[arch],
+                },
+                "parallel": {"tensor": layout.tensor, "sequence_parallel": layout.sequence_parallel},
+                "train": {
+                    "seq_length": 128,
+                    "micro_batch_size": 2,
+                    "global_batch_size": 8,
+                    "iterations": options.iterations,
+                    "precision": precision,
+                    "lr": 1e-3,
+                    "min_lr": 1e-4,
+                    "lr_warmup_iterations": 2,
+                    "distributed_optimizer": layout.data > 1,
+                    **places,
+                },
+                "data": {"kind": "text", "path": str(options.data)},
+                "overlap": {
+                    "tensor": {
+                        "method": "p2p" if plugin else "none",
+                        "schedule": options.schedule,
+                        "chunks_per_rank": options.chunks_per_rank,
+                    }
+                },
+                "launch": {"device": "cpu", "ranks_per_node": layout.tensor * layout.data, "timeout_s": 600.0},
+                # The whole weight is drawn and then cut: the same model in every layout.
+                "megatron_args": ["--use-cpu-initialization"],
+            }
+        )
+        start_s = time.monotonic()
+        execute(plan(config, run_dir))
+        self._tell(f"{run_dir.name}: {time.monotonic() - start_s:.0f} s")
+        rows = [json.loads(line) for line in (run_dir / "steps-rank0.jsonl").read_text().splitlines()]
+        report = json.loads((run_dir / "report-rank0.json").read_text())
+        return {row["iteration"]: {name: row[name] for name in NAMES} for row in rows}, report
+
+    def checkpoint(self) -> Path:
+        """The half-way checkpoint of the run just made, as a folder to load from."""
+        saved = next(self._folder.glob(f"{self.count:02d}-*")) / "saved"
+        (saved / "latest_checkpointed_iteration.txt").write_text(str(self._options.iterations // 2))
+        return saved
+
+
+def deviation(curves: Curves, from_: Curves, iterations: Sequence[int]) -> dict[str, float]:
+    """The largest relative deviation of each quantity; infinite where an iteration or a finite number is missing."""
+    largest = dict.fromkeys(NAMES, 0.0)
+    for iteration in iterations:
+        for name in NAMES:
+            value, true = (found.get(iteration, {}).get(name) for found in (curves, from_))
+            if value is None or true is None:
+                return dict.fromkeys(NAMES, float("inf"))
+            off = abs(value - true) / abs(true)
+            # Not `max` alone: it passes over what is not a number.
+            largest[name] = max(largest[name], off) if off == off else float("inf")
+    return largest
+
+
+def scaled(deviations: dict[str, float]) -> dict[str, float]:
+    """The bf16 bound that follows from stock's own deviation from fp32."""
+    return {name: BF16_FACTOR * value for name, value in deviations.items()}
+
+
+def calls_of(report: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+    """Overlapped calls by kind and direction, and fallbacks by reason."""
+    calls: dict[str, int] = {}
+    fallbacks: dict[str, int] = {}
+    for module in report["modules"]:
+        if module["overlapped"]:
+            key = f"{module['kind']} {module['direction']}"
+            calls[key] = calls.get(key, 0) + module["overlapped"]
+        for reason, count in module["fallbacks"].items():
+            fallbacks[reason] = fallbacks.get(reason, 0) + count
+    return calls, fallbacks
+
+
+def compare_layouts(runs: Runs, arch: str, layouts: Sequence[Layout], iterations: Sequence[int]) -> Iterator[Check]:
+    """Every layout with and without the plugin, fp32 first: bf16 is judged by it."""
+    alone = {precision: runs.train(arch, ALONE, precision, False)[0] for precision in ("fp32", "bf16")}
+    for layout in layouts:
+        exact: Curves = {}
+        for precision in ("fp32", "bf16"):
+            stock, _ = runs.train(arch, layout, precision, False)
+            mine, report = runs.train(arch, layout, precision, True)
+            beside = {
+                "stock from TP1 stock": deviation(stock, alone[precision], iterations),
+                "plugin from TP1 stock": deviation(mine, alone[precision], iterations),
+                "plugin from stock": deviation(mine, stock, iterations),
+            }
+            if precision == "fp32":
+                exact = stock
+                what, off, bound = "from stock", beside["plugin from stock"], dict.fromkeys(NAMES, FP32_BOUND)
+            else:
+                beside["stock from fp32"] = deviation(stock, exact, iterations)
+                what, off, bound = "from fp32", deviation(mine, exact, iterations), scaled(beside["stock from fp32"])
+            check = Check(arch, layout.name, precision, what, off, bound, beside, *calls_of(report))
+            yield check.judge(overlapped=layout.overlapped)
+
+
+def compare_resumed(runs: Runs, arch: str, iterations: Sequence[int]) -> Iterator[Check]:
+    """Saved half-way with the plugin on and off, continued with it on and off."""
+    rest = iterations[len(iterations) // 2 :]
+    exact: Curves = {}
+    for precision in ("fp32", "bf16"):
+        whole, saved = {}, {}
+        for plugin in (False, True):
+            whole[plugin], _ = runs.train(arch, RESUMED, precision, plugin, save=True)
+            saved[plugin] = runs.checkpoint()
+        exact = whole[False] if precision == "fp32" else exact
+        bound = scaled(deviation(whole[False], exact, iterations))
+        for before in (False, True):
+            for after in (False, True):
+                resumed, report = runs.train(arch, RESUMED, precision, after, load=saved[before])
+                if sorted(resumed) != list(rest):
+                    raise RunError(f"resumed at iteration {min(resumed, default=0)} instead of {rest[0]}")
+                beside = {"from the whole run": deviation(resumed, whole[before], rest)}
+                off, limit = deviation(resumed, exact, rest), bound
+                if precision == "fp32":
+                    limit = dict.fromkeys(NAMES, FP32_BOUND)
+                words = {False: "off", True: "on"}
+                what = f"resumed, {words[before]} then {words[after]}"
+                check = Check(arch, RESUMED.name, precision, what, off, limit, beside, *calls_of(report))
+                yield check.judge(overlapped=True if after else None)
+        for folder in saved.values():
+            shutil.rmtree(folder)
+
+
+def table(checks: Sequence[Check]) -> Table:
+    """All checks for a terminal; deviations are relative, the largest over the iterations."""
+    shown = Table("model", "layout", "", "plugin", title="deviation (bound)", title_justify="left")
+    for heading in ("loss", "grad-norm", "from stock TP1: loss", "grad-norm"):
+        shown.add_column(heading, justify="right")
+    shown.add_column("")
+    for check in checks:
+        cells = [f"{check.deviation[name]:.1e} ({check.bound[name]:.1e})" for name in NAMES]
+        alone = check.beside.get("plugin from TP1 stock", {})
+        cells += [f"{alone[name]:.1e}" if alone else "" for name in NAMES]
+        how = check.what if check.calls or check.what.startswith("resumed") else f"{check.what}; falls back, by name"
+        shown.add_row(check.arch, check.layout, check.precision, how, *cells, "ok" if check.ok else "NOT EQUAL")
+    return shown
+
+
+def as_json(options: argparse.Namespace, meta: dict[str, Any], checks: Sequence[Check], complete: bool) -> str:
+    """What is kept of the comparison."""
+    content = {
+        "command": shlex.join(["python", "scripts/equality.py", *sys.argv[1:]]),
+        "complete": complete,
+        "equal": complete and all(check.ok for check in checks),
+        "iterations": options.iterations,
+        "overlap": {"schedule": options.schedule, "chunks_per_rank": options.chunks_per_rank},
+        "bounds": {"fp32": FP32_BOUND, "bf16": f"{BF16_FACTOR} x stock's own deviation from fp32"},
+        **meta,
+        "checks": [asdict(check) for check in checks],
+    }
+    return json.dumps(content, indent=1) + "\n"
+
+
+def machine() -> dict[str, Any]:
+    """Where it ran."""
+    cpus = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    name = cpus[0].partition(":")[2].strip() if cpus else platform.processor()
+    return {"cpu": name, "cores": os.cpu_count(), "device": "cpu, gloo over loopback, 1 thread a rank"}
+
+
+def versions(folder: Path) -> dict[str, str]:
+    """What ran, as the first run wrote it down."""
+    meta = json.loads(next(iter(sorted(folder.glob("*/meta-rank0.json")))).read_text())
+    return dict(meta["versions"])
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    layouts = [layout.name for layout in LAYOUTS]
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
+    parser.add_argument("--data", type=Path, default=Path("data/stdlib"), help="folder made by prepare_data.py")
+    parser.add_argument("--json", type=Path, help="write the result here")
+    parser.add_argument("--runs", type=Path, default=Path("runs/equality"), help="folder of the trainings; replaced")
+    parser.add_argument("--iterations", type=int, default=20, help="an even number of training steps")
+    parser.add_argument("--models", nargs="+", choices=list(ARCHITECTURES), default=list(ARCHITECTURES))
+    parser.add_argument("--layouts", nargs="*", choices=layouts, default=layouts)
+    parser.add_argument("--no-resume", action="store_true", help="leave the checkpoints out")
+    parser.add_argument("--schedule", choices=("auto", "ring", "direct"), default="auto")
+    parser.add_argument("--chunks-per-rank", type=int, default=2, help="messages a rank's rows are cut into")
+    options = parser.parse_args(argv)
+    if options.iterations < 2 or options.iterations % 2:
+        parser.error(f"--iterations: {options.iterations}: must be even, and at least 2")
+    if not (options.data / "data.json").is_file():
+        parser.error(f"--data: {options.data}: no data; run: python scripts/prepare_data.py --output {options.data}")
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the comparison; 0 all equal, 1 not."""
+    options = parse(argv)
+    console = Console(stderr=True, highlight=False)
+    shutil.rmtree(options.runs, ignore_errors=True)
+    start_s = time.monotonic()
+
+    def tell(text: str) -> None:
+        console.print(f"[{time.monotonic() - start_s:4.0f} s] {text}", markup=False)
+
+    runs = Runs(options.runs, options, tell)
+    iterations = range(1, options.iterations + 1)
+    layouts = [layout for layout in LAYOUTS if layout.name in options.layouts]
+    checks: list[Check] = []
+
+    def keep(complete: bool) -> None:
+        if options.json is not None:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            meta = {"versions": versions(options.runs), "machine": machine(), "seconds": time.monotonic() - start_s}
+            options.json.write_text(as_json(options, meta, checks, complete))
+
+    try:
+        for arch in options.models:
+            parts = [compare_layouts(runs, arch, layouts, iterations)] if layouts else []
+            parts += [] if options.no_resume else [compare_resumed(runs, arch, iterations)]
+            for part in parts:
+                for check in part:
+                    checks.append(check)
+                    keep(complete=False)
+    except RunError as error:
+        console.print(str(error), markup=False)
+        return 1
+    keep(complete=True)
+    Console(width=None if sys.stdout.isatty() else 150).print(table(checks))
+    return 0 if all(check.ok for check in checks) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
