@@ -189,16 +189,14 @@ class LinearCase:
 
     def _op(self, plan: LinearPlan) -> torch.Tensor:
         function = all_gather_linear if self.op == "ag_gemm" else linear_reduce_scatter
+        # A tensor of its own each time, as in training: calls with the same one would share the gather.
+        x = self.x.detach()
         if not self.backward:
             with torch.no_grad():
-                return function(self.x, self.w, group=self.transport, plan=plan)
-        self.x.requires_grad_()
-        self.w.requires_grad_()
-        self.x.grad = self.w.grad = None
-        y = function(self.x, self.w, group=self.transport, plan=plan)
+                return function(x, self.w, group=self.transport, plan=plan)
+        w = self.w.detach().requires_grad_()
+        y = function(x.requires_grad_(), w, group=self.transport, plan=plan)
         y.backward(self.dy)
-        self.x.requires_grad_(False)
-        self.w.requires_grad_(False)
         return y
 
     @staticmethod
