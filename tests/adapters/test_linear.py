@@ -1,0 +1,125 @@
+"""Megatron's own ColumnParallelLinear and RowParallelLinear on four ranks, with and without the plugin."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.adapters import layer_cases as cases
+from tests.helpers.releases import OLDEST, ROOT, release_environment
+from tests.helpers.world import World, assert_same
+
+RANKS = 4
+NOT_YET = "tensor parallel without sequence parallel is not overlapped yet: add --sequence-parallel"
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[World]:
+    """Workers of their own: Megatron's classes and groups, once made in a process, stay."""
+    workers = World(answer_s=120)
+    workers.run(RANKS, cases.start)
+    yield workers
+    workers.close()
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"bias": False},
+        {"skip_bias_add": True},
+        {"frozen": True},
+        {"fused": True},
+        {"fused": True, "recompute": True},
+        {"recompute": True},
+        {"tensor": {"method": "p2p", "schedule": "ring", "chunks_per_rank": 3}},
+        {"tensor": {"method": "p2p", "recompute_gather": "never"}},
+    ],
+    ids=lambda options: "-".join(options) or "plain",
+)
+def test_equal_to_stock(ranks: World, kind: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    counts = ranks.run(RANKS, cases.against_stock, kind, dtype, **options)
+    assert_same(counts)
+    op = "ag_gemm" if kind == "column" else "gemm_rs"
+    times = {direction: number for name, direction, number, _ in counts[0] if name == op}
+    expected = {"forward": 2 if options.get("recompute") else 1, "dgrad": 1, "wgrad": 1}
+    if options.get("frozen"):
+        del expected["wgrad"]
+    assert times == expected
+
+
+def test_bytes_are_those_of_the_collectives(ranks: World) -> None:
+    """A rank sends its shard to three others in an all-gather, and three partial shards in a reduce-scatter."""
+    shard, item = 3 * cases.BATCH, 4
+    for kind in ("column", "row"):
+        sent = {d: b for _, d, _, b in ranks.run(RANKS, cases.against_stock, kind, torch.float32)[0]}
+        width = cases.IN if kind == "column" else cases.OUT
+        once = 3 * shard * width * item
+        # The row layer's two gradients share one gather, counted with the first.
+        assert sent == {"forward": once, "dgrad": once, "wgrad": once if kind == "column" else 0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "what", "reason"),
+    [
+        ("column", "plain", NOT_YET),
+        ("row", "plain", NOT_YET),
+        ("row", "expert", "expert layer with communication of its own"),
+        ("column", "expert", NOT_YET),
+        ("column", "deferred", "deferred weight gradient of the embedding (--defer-embedding-wgrad-compute)"),
+    ],
+)
+def test_what_does_not_fit_runs_megatrons_path(ranks: World, kind: str, what: str, reason: str) -> None:
+    for reasons, error in ranks.run(RANKS, cases.falls_back, kind, what, False):
+        assert reasons == [reason]
+        assert error == ""
+    module = "column 16->6: ag_gemm" if kind == "column" else "row 4->24: gemm_rs"
+    for reasons, error in ranks.run(RANKS, cases.falls_back, kind, what, True):
+        assert reasons == [reason]
+        assert error.startswith(f"FallbackError: {module} forward: not overlapped: {reason};")
+
+
+def test_a_sequence_that_does_not_divide_is_left_to_megatron(ranks: World) -> None:
+    """Which refuses it in words of its own."""
+    for reasons, error in ranks.run(RANKS, cases.falls_back, "row", "odd", False):
+        assert reasons == ["sequence length is not divisible by the tensor-parallel size 4"]
+        assert "divisible" in error
+
+
+def test_column_layers_of_one_input_gather_it_once(ranks: World) -> None:
+    once = 3 * 3 * cases.BATCH * cases.IN * 4
+    assert ranks.run(RANKS, cases.shared_input) == [[once]] * RANKS
+
+
+def test_disable_leaves_megatron_as_it_was(ranks: World) -> None:
+    assert all(changed >= 2 for changed in ranks.run(RANKS, cases.disabled_leaves_nothing))
+
+
+def test_the_release_is_the_one_asked_for(ranks: World) -> None:
+    releases = ranks.run(RANKS, cases.start)
+    assert_same(releases)
+    wanted = os.environ.get("EXPECTED_MEGATRON")
+    assert wanted is None or releases[0] == wanted
+
+
+def test_the_oldest_release() -> None:
+    """All of the above once more, on the oldest release."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", __file__, "-k", "not oldest_release"],
+        cwd=ROOT,
+        env={**release_environment(OLDEST), "EXPECTED_MEGATRON": OLDEST},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout

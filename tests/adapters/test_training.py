@@ -1,0 +1,84 @@
+"""Whole trainings with and without the plugin: every loss and grad-norm. `scripts/equality.py` has the full matrix."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.adapters.megatron_runs import SCRIPTS, TP2_SP, assert_equal_training, train
+
+GPT = SCRIPTS / "pretrain_gpt.py"
+LLAMA = SCRIPTS / "pretrain_llama.py"
+FUSED = Path(__file__).with_name("fused_wgrad.py")
+GQA = ("--group-query-attention", "--num-query-groups", "2")
+TP2_DP2_SP = (*TP2_SP, *shlex.split("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"))
+BF16_FACTOR = 2.0  # see docs/numerics.md
+
+Rows = dict[int, dict[str, Any]]
+
+
+@pytest.fixture
+def plugin(tmp_path: Path) -> tuple[str, str]:
+    file = tmp_path / "overlap.yaml"
+    file.write_text(yaml.safe_dump({"overlap": {"tensor": {"method": "p2p", "chunks_per_rank": 2}, "strict": True}}))
+    return "--overlap-config", str(file)
+
+
+def assert_overlapped(run_dir: Path, *, ranks: int) -> None:
+    """Both layers, forward and both gradients, on every rank, and nothing else: equality is not by fallback."""
+    for rank in range(ranks):
+        report = json.loads((run_dir / f"report-rank{rank}.json").read_text())
+        done = {(m["op"], m["direction"]) for m in report["modules"] if m["overlapped"]}
+        assert done == {(op, way) for op in ("ag_gemm", "gemm_rs") for way in ("forward", "dgrad", "wgrad")}
+        assert report["totals"]["fallbacks"] == 0
+        assert report["totals"]["bytes"] > 0
+
+
+def largest_deviation(rows: Rows, exact: Rows, name: str) -> float:
+    assert sorted(rows) == sorted(exact) == [1, 2, 3, 4]
+    return max(abs(rows[i][name] - exact[i][name]) / abs(exact[i][name]) for i in rows)
+
+
+def test_llama_fp32_and_bf16(plugin: tuple[str, str], tmp_path: Path) -> None:
+    layout = (*GQA, *TP2_SP)
+    exact = train(tmp_path / "stock", LLAMA, 2, *layout)
+    assert_equal_training(train(tmp_path / "mine", LLAMA, 2, *layout, *plugin, off=False), exact)
+    assert_overlapped(tmp_path / "mine", ranks=2)
+
+    stock = train(tmp_path / "stock16", LLAMA, 2, *layout, "--bf16")
+    mine = train(tmp_path / "mine16", LLAMA, 2, *layout, "--bf16", *plugin, off=False)
+    assert_overlapped(tmp_path / "mine16", ranks=2)
+    for name in ("loss", "grad_norm"):
+        own = largest_deviation(stock, exact, name)
+        assert own > 1e-6, "stock in bf16 is fp32"
+        assert largest_deviation(mine, exact, name) <= BF16_FACTOR * own
+
+
+def test_gpt_with_data_parallel_ranks(plugin: tuple[str, str], tmp_path: Path) -> None:
+    layout = (*TP2_DP2_SP, "--micro-batch-size", "1")
+    mine = train(tmp_path / "mine", GPT, 4, *layout, *plugin, off=False)
+    assert_equal_training(mine, train(tmp_path / "stock", GPT, 4, *layout))
+    assert_overlapped(tmp_path / "mine", ranks=4)
+
+
+def test_gradients_added_inside_the_gemm_then_resumed_without_the_plugin(
+    plugin: tuple[str, str], tmp_path: Path
+) -> None:
+    """Into Megatron's own fp32 buffer, several micro-batches, with its hooks."""
+    layout = (*TP2_SP, "--use-distributed-optimizer", "--overlap-grad-reduce", "--micro-batch-size", "1")
+    saved = tmp_path / "saved"
+    save = ("--save", str(saved), "--save-interval", "2")
+    stock = train(tmp_path / "stock", GPT, 2, *layout)
+    mine = train(tmp_path / "mine", FUSED, 2, *layout, *save, *plugin, off=False)
+    assert_equal_training(mine, stock)
+    assert_overlapped(tmp_path / "mine", ranks=2)
+
+    (saved / "latest_checkpointed_iteration.txt").write_text("2")
+    resumed = train(tmp_path / "off", GPT, 2, *layout, "--load", str(saved))
+    assert sorted(resumed) == [3, 4]
+    assert_equal_training(resumed, stock)
