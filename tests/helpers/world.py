@@ -19,9 +19,14 @@ SIZES = (1, 2, 3, 4)
 
 
 class World:
-    """Four processes joined by gloo over loopback, with a group of the first n for every n."""
+    """Four processes joined by gloo over loopback, with a group of the first n for every n.
 
-    def __init__(self, size: int = max(SIZES)) -> None:
+    Args:
+        answer_s: how long a call may take; what imports much needs more.
+    """
+
+    def __init__(self, size: int = max(SIZES), *, answer_s: float = 30) -> None:
+        self._answer_s = answer_s
         context = mp.get_context("spawn")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -47,12 +52,12 @@ class World:
             pipe.send((num_ranks, name, args, kwargs))
         answers = []
         for pipe in self._pipes[:num_ranks]:
-            answers.append(pipe.recv() if pipe.poll(30) else ("no answer within 30 s", None))
+            answers.append(pipe.recv() if pipe.poll(self._answer_s) else (f"no answer within {self._answer_s} s", None))
         failures = [f"rank {rank}:\n{text}" for rank, (text, _) in enumerate(answers) if text]
         if failures:
             # The other ranks may be left in the middle of a collective: the next test gets fresh ones.
             self.close()
-            self.__init__(len(self._pipes))  # type: ignore[misc]
+            self.__init__(len(self._pipes), answer_s=self._answer_s)  # type: ignore[misc]
             raise AssertionError("\n".join(failures))
         return [result for _, result in answers]
 
