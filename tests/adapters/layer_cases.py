@@ -246,7 +246,10 @@ def _everything() -> dict[tuple[str, str], object]:
 
 
 def shared_input(group: dist.ProcessGroup) -> list[int]:
-    """Two column layers of one input: equal to stock; the bytes that each forward sent."""
+    """Two column layers of one input, one of another input, one of an input written into since: all equal to stock.
+
+    Returns the bytes that all forwards together sent.
+    """
     start(group)
     x, dy = make_data("column", torch.float32, 3 * group.size(), group.size(), group.rank())
 
@@ -254,9 +257,15 @@ def shared_input(group: dist.ProcessGroup) -> list[int]:
         layers = [make_layer("column", torch.float32, bias=False) for _ in range(2)]
         with torch.no_grad():
             layers[1].weight.mul_(-2)
-        leaf = x.clone().requires_grad_()
-        (layers[0](leaf)[0] + layers[1](leaf)[0]).backward(dy)
-        return {"dx": leaf.grad, "first": layers[0].weight.grad, "second": layers[1].weight.grad}
+        leaf, other = (tensor.clone().requires_grad_() for tensor in (x, x + 1))
+        y = layers[0](leaf)[0] + layers[1](leaf)[0]
+        from_other = layers[0](other)[0]
+        with torch.no_grad():
+            other.add_(1)
+            written = layers[0](other)[0]
+        (y + from_other.detach()).backward(dy)
+        made = {"y": y.detach(), "other": from_other.detach(), "written": written, "dx": leaf.grad}
+        return {**made, "first": layers[0].weight.grad, "second": layers[1].weight.grad}
 
     stock = both()
     with enable(OverlapConfig(tensor=TENSOR), strict=True) as session:
