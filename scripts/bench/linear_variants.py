@@ -51,12 +51,12 @@ class LinearCase:
         self.x = random(shard if column else rows, self.k)
         self.w = random(self.f, self.k)
         self.dy = random(rows if column else shard, self.f)
-        # Bench buffers are made once: only the ops under test decide what they allocate.
+        # What collectives read and write without a GEMM. GEMMs make their results anew, as Megatron's do: the first
+        # touch of fresh pages is part of every variant alike.
         self.x_full = random(rows, self.k)
         self.dy_full = random(rows, self.f)
         self.y_full = torch.empty(rows, self.f, dtype=dtype)
         self.dx_full = torch.empty(rows, self.k, dtype=dtype)
-        self.dw = torch.empty_like(self.w)
         self.shard_k = torch.empty(shard, self.k, dtype=dtype)
         self.shard_f = torch.empty(shard, self.f, dtype=dtype)
 
@@ -84,15 +84,15 @@ class LinearCase:
         column = self.op == "ag_gemm"
         full, shard = (self.x_full, self.x) if column else (self.y_full, self.shard_f)
 
-        def gemm() -> None:
-            torch.mm(self.x_full if column else self.x, self.w.t(), out=self.y_full)
+        def gemm() -> torch.Tensor:
+            return torch.mm(self.x_full if column else self.x, self.w.t())
 
         def serial() -> None:
             if column:
                 dist.all_gather_into_tensor(full, shard)
-            gemm()
+            y = gemm()
             if not column:
-                dist.reduce_scatter_tensor(shard, full)
+                dist.reduce_scatter_tensor(torch.empty_like(shard), y)
 
         def roof_collective() -> None:
             work = self._collective(column, full, shard, async_op=True)
@@ -121,18 +121,15 @@ class LinearCase:
         """What is to be added to forward; the ops run both passes in one call and have no entry."""
         column = self.op == "ag_gemm"
 
-        def dgrad() -> None:
-            torch.mm(self.dy if column else self.dy_full, self.w, out=self.dx_full)
+        def dgrad() -> torch.Tensor:
+            return torch.mm(self.dy if column else self.dy_full, self.w)
 
-        def wgrad() -> None:
-            if column:
-                torch.mm(self.dy.t(), self.x_full, out=self.dw)
-            else:
-                torch.mm(self.dy_full.t(), self.x, out=self.dw)
+        def wgrad() -> torch.Tensor:
+            return torch.mm(self.dy.t(), self.x_full) if column else torch.mm(self.dy_full.t(), self.x)
 
-        def gemm() -> None:
-            dgrad()
-            wgrad()
+        def gemm() -> tuple[torch.Tensor, torch.Tensor]:
+            # Both live until the end of backward, as gradients do.
+            return dgrad(), wgrad()
 
         def collective(async_op: bool) -> list[Any]:
             if column:
@@ -154,11 +151,12 @@ class LinearCase:
                 return
             # Megatron's own overlap: the gather beside dgrad, the reduce-scatter beside wgrad.
             gathered = self._collective(True, self.x_full, self.x, async_op=True)
-            dgrad()
+            dx = dgrad()
             gathered.wait()
-            scattered = self._collective(False, self.dx_full, self.shard_k, async_op=True)
-            wgrad()
+            scattered = self._collective(False, dx, torch.empty_like(self.shard_k), async_op=True)
+            dw = wgrad()
             scattered.wait()
+            del dx, dw
 
         def sliced() -> None:
             if column:
@@ -168,14 +166,16 @@ class LinearCase:
 
         def roof_collective() -> None:
             works = collective(async_op=True)
-            gemm()
+            grads = gemm()
             for work in works:
                 work.wait()
+            del grads
 
         def roof_p2p() -> None:
             flights = bare()
-            gemm()
+            grads = gemm()
             self._land(flights)
+            del grads
 
         return {
             "gemm": gemm,
@@ -235,7 +235,8 @@ class LinearCase:
         return list(zip(cuts[:-1], cuts[1:], strict=True))
 
     def _sliced_gather(self) -> None:
-        self._gather_slices(self.x, lambda rows, gathered: torch.mm(gathered, self.w.t(), out=self.y_full[rows]))
+        y = torch.empty_like(self.y_full)
+        self._gather_slices(self.x, lambda rows, gathered: torch.mm(gathered, self.w.t(), out=y[rows]))
 
     def _gather_slices(self, source: torch.Tensor, use: Callable[[slice, torch.Tensor], object]) -> None:
         """The usual overlap: an asynchronous all-gather a slice, each slice used when it is there."""
@@ -254,20 +255,23 @@ class LinearCase:
     def _sliced_scatter(self) -> None:
         size, shard = self.transport.size, self.rows // self.transport.size
         works = []
+        y_shard = torch.empty_like(self.shard_f)
         for start, stop in self._slice_rows():
             partial = self.transport.workspace.take(f"slice{start}", (size, stop - start, self.f), self.x)
             for owner in range(size):
                 rows = slice(owner * shard + start, owner * shard + stop)
                 torch.mm(self.x[rows], self.w.t(), out=partial[owner])
-            out = self.shard_f[start:stop]
+            out = y_shard[start:stop]
             works.append(dist.reduce_scatter_tensor(out, partial.flatten(0, 1), async_op=True))
         for work in works:
             work.wait()
 
     def _sliced_backward(self, wgrad: Run) -> None:
+        dx = torch.empty_like(self.dx_full)
+
         def use(rows: slice, gathered: torch.Tensor) -> None:
             self.dy_full[rows].copy_(gathered)
-            torch.mm(gathered, self.w, out=self.dx_full[rows])
+            torch.mm(gathered, self.w, out=dx[rows])
 
         self._gather_slices(self.dy, use)
         wgrad()
