@@ -40,7 +40,7 @@ def pretrain_decoder(architecture_flags: Sequence[str] = ()) -> None:
     wheel.use_compiled_helpers()
     datasets = functools.partial(build_datasets)
     # Megatron's mark for a provider that all ranks must call, because it has collectives inside.
-    datasets.is_distributed = True  # type: ignore[attr-defined]
+    datasets.is_distributed = True
     call: dict[str, Any] = {
         "train_valid_test_dataset_provider": datasets,
         "model_provider": build_model,
