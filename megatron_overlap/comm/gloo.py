@@ -171,7 +171,8 @@ class GlooFlight:
         transport = self._transport
         cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         with self._changed:
-            self._error = TransportError(
+            # The first failure is the cause; gloo closes the pair, and the other thread fails after it.
+            self._error = self._error or TransportError(
                 f"{self._op}: rank {transport.ranks[transport.rank]} could not {what} "
                 f"rank {transport.ranks[peer]} within {transport.timeout_s:g} s: {cause}"
             )
