@@ -42,7 +42,6 @@ def sends_wait_for_release(group: dist.ProcessGroup) -> list[float]:
     )
     for done in (1, 2):
         time.sleep(0.05)
-        assert not flight.landed(done - 1) or done == 2
         out[done - 1] = 10 * transport.rank + done
         flight.release(done)
     flight.finish()
