@@ -1,16 +1,19 @@
-"""Point-to-point messages over gloo: a sending and a receiving thread beside the computation.
+"""Point-to-point messages over gloo: a sending thread, and a receiving one for each peer, beside the computation.
 
 gloo gives no way to ask whether a message has landed, and a forwarded or ordered send must be posted by somebody
-while the computing thread is inside a GEMM. Two threads do both. They sleep in gloo, which lets go of the interpreter
-lock, as torch's GEMMs do.
+while the computing thread is inside a GEMM. Threads do both. They sleep in gloo, which lets go of the interpreter
+lock, as torch's GEMMs do. Messages of one peer land in order; those of several share the link, so each peer needs a
+thread of its own to see them land.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
 
 import torch
@@ -22,10 +25,11 @@ from megatron_overlap.comm.workspace import Workspace
 # A tag is 31 bits: this many exchanges in one op, and this many ops before tags repeat, long after they have landed.
 _TAGS_PER_OP = 1 << 13
 _NUM_OPS = 1 << 17
+_SENDS_IN_FLIGHT = 4
 
 
 class GlooTransport:
-    """See `Transport`. Owns a gloo group, two threads and a workspace.
+    """See `Transport`. Owns a gloo group, a thread for sending and one for each peer, and a workspace.
 
     Args:
         group: the group whose ranks talk; a gloo group with the same ranks is made for the messages.
@@ -47,13 +51,13 @@ class GlooTransport:
         self.timeout_s = timeout.total_seconds()
         self._group = dist.ProcessGroupGloo(store_beside(group), self.rank, self.size, timeout)
         self._op = 0
-        self._queues: list[SimpleQueue[GlooFlight | None]] = [SimpleQueue(), SimpleQueue()]
-        self._threads = [
-            threading.Thread(target=_serve, args=(queue, part), name=f"megatron_overlap_{part.__name__}", daemon=True)
-            for queue, part in zip(self._queues, (GlooFlight.receive_all, GlooFlight.send_all), strict=True)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        self._sender = self._serve("send", GlooFlight.send_all)
+        self._receivers = {
+            peer: self._serve(f"receive_{peer}", partial(GlooFlight.receive_from, peer=peer))
+            for peer in range(self.size)
+            if peer != self.rank
+        }
 
     def begin(self, wires: Sequence[Wire], op: str) -> GlooFlight:
         """See `Transport.begin`."""
@@ -61,18 +65,32 @@ class GlooTransport:
             raise ValueError(f"{op}: {len(wires)} exchanges: at most {_TAGS_PER_OP}; use fewer chunks per rank")
         self._op = (self._op + 1) % _NUM_OPS
         flight = GlooFlight(self, wires, op, self._op * _TAGS_PER_OP)
-        for queue in self._queues:
-            queue.put(flight)
+        for peer in {wire.exchange.source for wire in wires}:
+            self._receivers[peer].put(flight)
+        self._sender.put(flight)
         return flight
 
     def close(self) -> None:
         """See `Transport.close`. Messages still on their way are given up with the group."""
-        for queue in self._queues:
+        for queue in (self._sender, *self._receivers.values()):
             queue.put(None)
         for thread in self._threads:
             # A thread that waits for a dead peer ends with the group's deadline; it is a daemon and holds up nobody.
             thread.join(timeout=1.0)
         self.workspace.clear()
+
+    def _serve(self, name: str, part: Callable[[GlooFlight], None]) -> SimpleQueue[GlooFlight | None]:
+        """Starts a thread that does its part of each flight put into the queue, in order; None ends it."""
+        queue: SimpleQueue[GlooFlight | None] = SimpleQueue()
+
+        def serve() -> None:
+            while (flight := queue.get()) is not None:
+                part(flight)
+
+        thread = threading.Thread(target=serve, name=f"megatron_overlap_{name}", daemon=True)
+        thread.start()
+        self._threads.append(thread)
+        return queue
 
 
 class GlooFlight:
@@ -87,7 +105,7 @@ class GlooFlight:
         self._work_done = 0
         self._landed = [wire.recv.numel() == 0 for wire in wires]
         self._num_landed = 0
-        self._num_sent = 0
+        self._all_sent = False
         self._error: TransportError | None = None
         group = transport._group
         # All receives are posted at once, so that gloo's sender never waits for the receiver's word. Both ends know a
@@ -115,8 +133,8 @@ class GlooFlight:
     def finish(self) -> None:
         """See `Flight.finish`."""
         num = len(self._wires)
-        if self._num_landed < num or self._num_sent < num:
-            self._sleep(lambda: self._num_landed == num and self._num_sent == num)
+        if self._num_landed < num or not self._all_sent:
+            self._sleep(lambda: self._num_landed == num and self._all_sent)
 
     def _sleep(self, ready: Callable[[], bool]) -> None:
         start = time.perf_counter()
@@ -127,15 +145,17 @@ class GlooFlight:
         if self._error is not None:
             raise self._error
 
-    def receive_all(self) -> None:
-        """The receiving thread's part."""
-        for index, work in enumerate(self._receives):
+    def receive_from(self, peer: int) -> None:
+        """A receiving thread's part: the messages of one peer."""
+        for index, wire in enumerate(self._wires):
+            if wire.exchange.source != peer:
+                continue
+            work = self._receives[index]
             if work is not None:
-                exchange = self._wires[index].exchange
                 try:
                     work.wait()
                 except RuntimeError as error:
-                    self._fail(f"receive exchange {index} from", exchange.source, error)
+                    self._fail(f"receive exchange {index} from", peer, error)
                     return
             with self._changed:
                 self._landed[index] = True
@@ -143,7 +163,8 @@ class GlooFlight:
                 self._changed.notify_all()
 
     def send_all(self) -> None:
-        """The sending thread's part: in order, each when it is ready, one at a time."""
+        """The sending thread's part: in order, each when it is ready, a few at a time."""
+        leaving: deque[tuple[int, dist.Work]] = deque()
         for index, wire in enumerate(self._wires):
             exchange = wire.exchange
             with self._changed:
@@ -152,15 +173,24 @@ class GlooFlight:
                 if self._error is not None:
                     return
             if wire.send.numel():
-                try:
-                    self._transport._group.send([wire.send], exchange.to, self._tag + index).wait()
-                except RuntimeError as error:
-                    self._fail(f"send exchange {index} to", exchange.to, error)
+                if len(leaving) == _SENDS_IN_FLIGHT and not self._see_off(*leaving.popleft()):
                     return
-            with self._changed:
-                self._num_sent += 1
-                if self._num_sent == len(self._wires):
-                    self._changed.notify_all()
+                leaving.append((index, self._transport._group.send([wire.send], exchange.to, self._tag + index)))
+        while leaving:
+            if not self._see_off(*leaving.popleft()):
+                return
+        with self._changed:
+            self._all_sent = True
+            self._changed.notify_all()
+
+    def _see_off(self, index: int, work: dist.Work) -> bool:
+        """Waits until a message has left; False where it cannot."""
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self._fail(f"send exchange {index} to", self._wires[index].exchange.to, error)
+            return False
+        return True
 
     def _may_send(self, index: int) -> bool:
         exchange = self._wires[index].exchange
@@ -178,8 +208,3 @@ class GlooFlight:
             )
             self._changed.notify_all()
 
-
-def _serve(queue: SimpleQueue[GlooFlight | None], part: Callable[[GlooFlight], None]) -> None:
-    """A thread's life: one part of each flight, in the order in which they began."""
-    while (flight := queue.get()) is not None:
-        part(flight)

@@ -26,6 +26,8 @@ _WGRAD_BLOCK = 2048
 class Arrivals:
     """An all-gather on its way: rows are handed out as soon as they are there, own rows first.
 
+    The plan's order is that of the sends; rows of several peers that share a link may land in another one.
+
     Args:
         transport: carries the shards.
         plan: an all-gather plan.
@@ -63,7 +65,7 @@ class Arrivals:
         self._shard = shard
         if self._whole:
             into[own_start:own_stop].copy_(shard)
-        self._next = 0
+        self._open = list(range(len(plan.work)))
 
     def _here(self, index: int) -> bool:
         return all(self._flight.landed(k) for k in self._plan.work[index].needs)
@@ -71,26 +73,28 @@ class Arrivals:
     @property
     def ready(self) -> bool:
         """Whether `next_rows` would hand out rows without waiting."""
-        return self._next < len(self._plan.work) and self._here(self._next)
+        return any(map(self._here, self._open))
 
     @property
     def done(self) -> bool:
         """Whether all rows have been handed out."""
-        return self._next == len(self._plan.work)
+        return not self._open
 
     def next_rows(self) -> tuple[Rows, torch.Tensor]:
         """Waits for the next rows: their bounds and their data, with what has landed beside them in the same slice."""
         work = self._plan.work
-        first = self._next
+        place = next((place for place, index in enumerate(self._open) if self._here(index)), 0)
+        first = last = self._open.pop(place)
         for k in work[first].needs:
             self._flight.wait(k)
+        owner = work[first].chunks[0].owner
+        while place < len(self._open) and self._open[place] == last + 1 and self._here(last + 1):
+            if work[last + 1].chunks[0].owner != owner:
+                break
+            last = self._open.pop(place)
         start = self._layout.rows(work[first].chunks[0])[0]
-        stop = self._layout.rows(work[first].chunks[-1])[1]
-        self._next += 1
-        while not self.done and work[self._next].chunks[0].owner == work[first].chunks[0].owner and self.ready:
-            stop = self._layout.rows(work[self._next].chunks[-1])[1]
-            self._next += 1
-        if not self._whole and work[first].chunks[0].owner == self._rank:
+        stop = self._layout.rows(work[last].chunks[-1])[1]
+        if not self._whole and owner == self._rank:
             return (start, stop), self._shard
         return (start, stop), self.full[start:stop]
 
@@ -156,17 +160,25 @@ class Departures:
 
         With more than two terms the sum is made in fp32 and rounded once.
         """
-        adds = self._plan.work[-1].adds
-        total = self._out
-        if len({self._plan.exchanges[k].source for k in adds}) > 1 and total.element_size() < 4:
-            total = self._workspace.take("sum", total.shape, _wide(total))
-            total.copy_(self._out)
-        for k in adds:
+        exchanges, out = self._plan.exchanges, self._out
+        # Each part is summed in the order of the plan; parts are taken as they land.
+        waiting: dict[int, list[int]] = {}
+        for k in self._plan.work[-1].adds:
+            waiting.setdefault(exchanges[k].recv.part, []).append(k)
+        total = out
+        if out.element_size() < 4 and any(len(terms) > 1 for terms in waiting.values()):
+            total = self._workspace.take("sum", out.shape, _wide(out))
+            total.copy_(out)
+        while waiting:
+            part = next((part for part, terms in waiting.items() if self._flight.landed(terms[0])), next(iter(waiting)))
+            k = waiting[part].pop(0)
             self._flight.wait(k)
-            start, stop = self._layout.rows_in_shard(self._plan.exchanges[k].recv)
+            start, stop = self._layout.rows_in_shard(exchanges[k].recv)
             add_wide(total[start:stop], self._landing[k], self._workspace)
-        if total is not self._out:
-            self._out.copy_(total)
+            if not waiting[part]:
+                del waiting[part]
+                if total is not out:
+                    out[start:stop].copy_(total[start:stop])
         self._flight.finish()
 
 

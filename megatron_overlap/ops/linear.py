@@ -184,7 +184,7 @@ class _AllGatherLinear(torch.autograd.Function):
         observer: Observer | None,
     ) -> torch.Tensor:
         x = x.contiguous()
-        schedule = plan.schedule("all_gather", transport, num_rows, x.device)
+        schedule = plan.schedule("all_gather", transport, num_rows, x.shape[1] * x.itemsize, x.device)
         layout = ChunkLayout(num_rows, transport.size, schedule.chunks_per_rank)
         shape = (num_rows, x.shape[1])
         save = plan.save_gathered and w.requires_grad
@@ -218,14 +218,14 @@ class _AllGatherLinear(torch.autograd.Function):
         num_rows = dy.shape[0]
         arrivals = None
         if need_w and not ctx.gathered:
-            schedule = plan.schedule("all_gather", transport, num_rows, dy.device)
+            schedule = plan.schedule("all_gather", transport, num_rows, x.shape[1] * x.itemsize, x.device)
             layout = ChunkLayout(num_rows, transport.size, schedule.chunks_per_rank)
             full = transport.workspace.take("gather", (num_rows, x.shape[1]), x)
             # First on the link: wgrad needs it as a GEMM, dgrad's messages only have to be added.
             arrivals = Arrivals(transport, schedule, x, layout, full, "all_gather_linear wgrad", whole=True)
         dx = None
         if need_x:
-            schedule = plan.schedule("reduce_scatter", transport, num_rows, dy.device)
+            schedule = plan.schedule("reduce_scatter", transport, num_rows, w.shape[1] * dy.itemsize, dy.device)
             layout = ChunkLayout(num_rows, transport.size, schedule.chunks_per_rank)
             dx = dy.new_empty(layout.shard_rows(transport.rank), w.shape[1])
             departures = Departures(transport, schedule, layout, dx, "all_gather_linear dgrad")
@@ -285,7 +285,7 @@ class _LinearReduceScatter(torch.autograd.Function):
         weight_done: WeightDone | None,
         observer: Observer | None,
     ) -> torch.Tensor:
-        schedule = plan.schedule("reduce_scatter", transport, x.shape[0], x.device)
+        schedule = plan.schedule("reduce_scatter", transport, x.shape[0], w.shape[0] * x.itemsize, x.device)
         layout = ChunkLayout(x.shape[0], transport.size, schedule.chunks_per_rank)
         y = x.new_empty(layout.shard_rows(transport.rank), w.shape[0])
         departures = Departures(transport, schedule, layout, y, "linear_reduce_scatter")
@@ -307,7 +307,9 @@ class _LinearReduceScatter(torch.autograd.Function):
         if not (need_x or need_w):
             return (None,) * 7
         num_rows = x.shape[0]
-        schedule = ctx.plan.schedule("all_gather", transport, num_rows, dy_shard.device)
+        schedule = ctx.plan.schedule(
+            "all_gather", transport, num_rows, w.shape[0] * dy_shard.itemsize, dy_shard.device
+        )
         layout = ChunkLayout(num_rows, transport.size, schedule.chunks_per_rank)
         full = transport.workspace.take("gather", (num_rows, w.shape[0]), dy_shard)
         dx = torch.empty_like(x) if need_x else None

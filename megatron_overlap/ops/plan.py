@@ -14,6 +14,8 @@ from megatron_overlap.schedules.plan import Collective, Pattern, Split
 # Below this many rows a bf16 GEMM loses more than 5 % per row (measured with oneDNN on AVX-512: 256 rows 0-1 %, 128
 # rows 3-7 %, 64 rows 11-20 %), and what one more cut can hide is less.
 _MIN_CHUNK_ROWS = 128
+# A message costs two threads a wake-up, whatever its size; smaller ones than this hide less than that.
+_MIN_CHUNK_BYTES = 256 * 1024
 _MAX_CHUNKS_PER_RANK = 16
 
 
@@ -23,7 +25,7 @@ class LinearPlan:
 
     Attributes:
         pattern: `direct` or `ring`; `serial` is the same messages without overlap.
-        chunks_per_rank: messages a rank's slice is cut into; None chooses by the number of rows.
+        chunks_per_rank: messages a rank's slice is cut into; None chooses by the number of rows and their bytes.
         split: `all` computes chunk by chunk, `edge` only where a chunk is exposed; None chooses by the device.
         save_gathered: column-parallel forward keeps the gathered input for wgrad instead of gathering it again.
     """
@@ -33,11 +35,15 @@ class LinearPlan:
     split: Split | None = None
     save_gathered: bool = False
 
-    def schedule(self, collective: Collective, transport: Transport, num_rows: int, device: torch.device) -> Plan:
-        """The schedule of one rank for `num_rows` gathered rows."""
+    def schedule(
+        self, collective: Collective, transport: Transport, num_rows: int, row_bytes: int, device: torch.device
+    ) -> Plan:
+        """The schedule of one rank for `num_rows` gathered rows of `row_bytes` each."""
         chunks = self.chunks_per_rank
         if chunks is None:
-            chunks = max(1, min(_MAX_CHUNKS_PER_RANK, num_rows // transport.size // _MIN_CHUNK_ROWS))
+            rows = num_rows // transport.size
+            chunks = min(_MAX_CHUNKS_PER_RANK, rows // _MIN_CHUNK_ROWS, rows * row_bytes // _MIN_CHUNK_BYTES)
+            chunks = max(1, chunks)
         # On the CPU what has landed is merged into one GEMM; on a GPU that cannot be asked without a synchronisation.
         split = self.split or ("all" if device.type == "cpu" else "edge")
         return _schedule(collective, transport.size, transport.rank, chunks, self.pattern, split)
