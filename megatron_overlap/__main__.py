@@ -91,8 +91,16 @@ class _Run:
             from megatron_overlap.adapters import cpu
 
             cpu.install()
-        self._require_megatron()
-        from megatron_overlap.adapters import arguments, wheel
+        # After the CPU adapter, which must be there before the first import of Megatron.
+        from megatron_overlap.adapters import wheel
+
+        missing = wheel.missing_module()
+        if missing is not None:
+            raise UsageError(
+                f"{missing}: not installed: install megatron-core 0.17 or later, or run the script of a "
+                "Megatron-LM checkout"
+            )
+        from megatron_overlap.adapters import arguments
 
         wheel.use_compiled_helpers()
         arguments.register()
@@ -106,18 +114,6 @@ class _Run:
     def execute(self) -> None:
         """Runs the script as ``__main__``."""
         runpy.run_path(str(self._script), run_name="__main__")
-
-    def _require_megatron(self) -> None:
-        # After the CPU adapter, which must be there before the first import of Megatron.
-        try:
-            import megatron.training  # noqa: F401
-        except ModuleNotFoundError as error:
-            if error.name is None or error.name.partition(".")[0] != "megatron":
-                raise
-            raise UsageError(
-                f"{error.name}: not installed: install megatron-core 0.17 or later, or run the script of a "
-                "Megatron-LM checkout"
-            ) from error
 
     def _record(self) -> None:
         if self._run_dir is None:

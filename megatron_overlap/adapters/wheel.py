@@ -5,6 +5,21 @@ from pathlib import Path
 from typing import Any
 
 
+def missing_module() -> str | None:
+    """The module of Megatron's training loop that is not installed; None where all of it is there.
+
+    Raises:
+        ModuleNotFoundError: something that is not Megatron's is missing.
+    """
+    try:
+        import megatron.training  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "megatron":
+            raise
+        return error.name
+    return None
+
+
 def use_compiled_helpers() -> None:
     """Keeps Megatron from running `make` where the wheel has the compiled helpers and no Makefile.
 

@@ -82,3 +82,25 @@ def many_flights(group: dist.ProcessGroup, count: int) -> bool:
             assert torch.equal(landed, torch.full((5,), float(expected)))
     transport.close()
     return True
+
+
+def a_late_peer_holds_up_nobody_else(group: dist.ProcessGroup) -> list[int]:
+    """The exchanges that have landed at rank 2 while rank 1, whose message is the first of its plan, has not come."""
+    transport = GlooTransport(group)
+    plan = all_gather_plan(3, transport.rank)
+    shard = torch.full((4,), float(transport.rank))
+    into = torch.full((2, 4), float("nan"))
+    if transport.rank == 1:
+        dist.barrier(group)
+    flight = transport.begin(
+        [Wire(exchange, shard, into[i]) for i, exchange in enumerate(plan.exchanges)], "all_gather_linear"
+    )
+    landed: list[int] = []
+    if transport.rank == 2:
+        flight.wait(1)
+        landed = [index for index in (0, 1) if flight.landed(index)]
+    if transport.rank != 1:
+        dist.barrier(group)
+    flight.finish()
+    transport.close()
+    return landed

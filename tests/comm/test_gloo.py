@@ -29,3 +29,7 @@ def test_closing_ends_the_threads(world: World) -> None:
 
 def test_messages_of_flights_in_the_air_stay_apart(world: World) -> None:
     assert world.run(4, cases.many_flights, 20) == [True] * 4
+
+
+def test_a_late_peer_holds_up_nobody_else(world: World) -> None:
+    assert world.run(3, cases.a_late_peer_holds_up_nobody_else)[2] == [1]

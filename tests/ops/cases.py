@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm import close_transport, transport_of
+from megatron_overlap.comm.gloo import GlooTransport
 from megatron_overlap.ops import LinearPlan, all_gather_linear, linear_reduce_scatter, reference
-from megatron_overlap.schedules import ChunkLayout
+from megatron_overlap.ops.engine import Arrivals
+from megatron_overlap.schedules import ChunkLayout, all_gather_plan
 from tests.helpers.late import LateTransport
 from tests.helpers.numerics import assert_close_to_exact
 
@@ -249,3 +251,40 @@ def consumers_share_a_gather(group: dist.ProcessGroup, *, late: bool) -> list[li
     if late:
         transport.close()
     return sent
+
+
+def rows_in_order_of_arrival(group: dist.ProcessGroup) -> list[int]:
+    """Whose rows rank 2 is handed, while rank 1, which comes first in its plan, has not sent anything yet."""
+    transport = GlooTransport(group)
+    plan = all_gather_plan(3, transport.rank, chunks_per_rank=2)
+    layout = ChunkLayout(6, 3, 2)
+    if transport.rank == 1:
+        dist.barrier(group)
+    arrivals = Arrivals(transport, plan, torch.ones(2, 4), layout, torch.zeros(6, 4), "all_gather_linear")
+    owners = []
+    if transport.rank == 2:
+        # Rank 0's rows land meanwhile; how long it may take is no part of the contract.
+        for exchange in (2, 3):
+            arrivals._flight.wait(exchange)
+        for _ in range(2):
+            owners.append(arrivals.next_rows()[0][0] // 2)
+    if transport.rank != 1:
+        dist.barrier(group)
+    for (start, _), _ in arrivals:
+        owners.append(start // 2)
+    arrivals.finish()
+    transport.close()
+    return owners
+
+
+def sums_do_not_depend_on_arrival(group: dist.ProcessGroup) -> bool:
+    """Whether a reduce-scatter gives the same bits whatever lands first."""
+    generator = torch.Generator().manual_seed(dist.get_rank(group))
+    x = torch.randn(24, 16, generator=generator).to(torch.bfloat16)
+    w = torch.randn(8, 16, generator=generator).to(torch.bfloat16)
+    plan = LinearPlan(chunks_per_rank=2)
+    results = []
+    for transport in (GlooTransport(group), LateTransport(group)):
+        results.append(linear_reduce_scatter(x, w, group=transport, plan=plan))
+        transport.close()
+    return torch.equal(*results)

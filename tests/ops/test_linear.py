@@ -100,3 +100,13 @@ def test_consumers_of_one_input_share_its_gather(world: World, late: bool) -> No
     shard = 6 * 8 * 4
     for sent in world.run(2, cases.consumers_share_a_gather, late=late):
         assert sent == [[shard], [0], [shard], [shard], [0], [shard]]
+
+
+def test_rows_are_used_as_they_arrive(world: World) -> None:
+    owners = world.run(3, cases.rows_in_order_of_arrival)
+    assert list(dict.fromkeys(owners[2])) == [2, 0, 1]
+    assert [sorted(set(each)) for each in owners] == [[0, 1, 2]] * 3
+
+
+def test_sums_do_not_depend_on_what_arrives_first(world: World) -> None:
+    assert world.run(4, cases.sums_do_not_depend_on_arrival) == [True] * 4
