@@ -39,7 +39,7 @@ class LinearAdapter:
         self._groups: set[dist.ProcessGroup] = set()
         tensor = session.config.tensor
         self._plan = LinearPlan(
-            pattern="direct" if tensor.schedule == "auto" else tensor.schedule,
+            pattern=None if tensor.schedule == "auto" else tensor.schedule,
             chunks_per_rank=None if tensor.chunks_per_rank == "auto" else tensor.chunks_per_rank,
             save_gathered=tensor.recompute_gather == "never",
         )

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from queue import SimpleQueue
 
 import torch
@@ -25,7 +23,6 @@ from megatron_overlap.comm.workspace import Workspace
 # A tag is 31 bits: this many exchanges in one op, and this many ops before tags repeat, long after they have landed.
 _TAGS_PER_OP = 1 << 13
 _NUM_OPS = 1 << 17
-_SENDS_IN_FLIGHT = 4
 
 
 class GlooTransport:
@@ -51,13 +48,20 @@ class GlooTransport:
         self.timeout_s = timeout.total_seconds()
         self._group = dist.ProcessGroupGloo(store_beside(group), self.rank, self.size, timeout)
         self._op = 0
-        self._threads: list[threading.Thread] = []
-        self._sender = self._serve("send", GlooFlight.send_all)
-        self._receivers = {
-            peer: self._serve(f"receive_{peer}", partial(GlooFlight.receive_from, peer=peer))
-            for peer in range(self.size)
-            if peer != self.rank
+        # Guards every flight; told of whatever one of them may wait for.
+        self.changed = threading.Condition()
+        self._sending: list[GlooFlight] = []
+        self._closed = False
+        self._receivers: dict[int, SimpleQueue[GlooFlight | None]] = {
+            peer: SimpleQueue() for peer in range(self.size) if peer != self.rank
         }
+        self._threads = [
+            threading.Thread(target=self._receive, args=(peer,), name=f"megatron_overlap_receive_{peer}", daemon=True)
+            for peer in self._receivers
+        ]
+        self._threads.append(threading.Thread(target=self._send, name="megatron_overlap_send", daemon=True))
+        for thread in self._threads:
+            thread.start()
 
     def begin(self, wires: Sequence[Wire], op: str) -> GlooFlight:
         """See `Transport.begin`."""
@@ -67,30 +71,46 @@ class GlooTransport:
         flight = GlooFlight(self, wires, op, self._op * _TAGS_PER_OP)
         for peer in {wire.exchange.source for wire in wires}:
             self._receivers[peer].put(flight)
-        self._sender.put(flight)
+        with self.changed:
+            self._sending.append(flight)
+            self.changed.notify_all()
         return flight
 
     def close(self) -> None:
         """See `Transport.close`. Messages still on their way are given up with the group."""
-        for queue in (self._sender, *self._receivers.values()):
+        for queue in self._receivers.values():
             queue.put(None)
+        with self.changed:
+            self._closed = True
+            self.changed.notify_all()
         for thread in self._threads:
             # A thread that waits for a dead peer ends with the group's deadline; it is a daemon and holds up nobody.
             thread.join(timeout=1.0)
         self.workspace.clear()
 
-    def _serve(self, name: str, part: Callable[[GlooFlight], None]) -> SimpleQueue[GlooFlight | None]:
-        """Starts a thread that does its part of each flight put into the queue, in order; None ends it."""
-        queue: SimpleQueue[GlooFlight | None] = SimpleQueue()
+    def _receive(self, peer: int) -> None:
+        """A receiving thread's life: the messages of one peer, flight by flight."""
+        while (flight := self._receivers[peer].get()) is not None:
+            flight.receive_from(peer)
 
-        def serve() -> None:
-            while (flight := queue.get()) is not None:
-                part(flight)
+    def _send(self) -> None:
+        """The sending thread's life: the messages of each flight in order, those of the oldest flight first.
 
-        thread = threading.Thread(target=serve, name=f"megatron_overlap_{name}", daemon=True)
-        thread.start()
-        self._threads.append(thread)
-        return queue
+        A younger flight's messages go past an older one that has none ready, such as a ring that waits for a chunk.
+        Nothing is waited for here but the next message to be ready: a send may have to wait until its taker has begun
+        the same op, and that may depend on another message of this rank.
+        """
+        while True:
+            with self.changed:
+                while (flight := self._next_to_send()) is None and not self._closed:
+                    self.changed.wait()
+            if flight is None:
+                return
+            flight.send_next()
+
+    def _next_to_send(self) -> GlooFlight | None:
+        self._sending = [flight for flight in self._sending if flight.has_more_to_send]
+        return next((flight for flight in self._sending if flight.may_send), None)
 
 
 class GlooFlight:
@@ -101,11 +121,12 @@ class GlooFlight:
         self._wires = wires
         self._op = op
         self._tag = tag
-        self._changed = threading.Condition()
+        self._changed = transport.changed
         self._work_done = 0
         self._landed = [wire.recv.numel() == 0 for wire in wires]
         self._num_landed = 0
-        self._all_sent = False
+        self._num_posted = 0
+        self._sends: dict[int, dist.Work] = {}
         self._error: TransportError | None = None
         group = transport._group
         # All receives are posted at once, so that gloo's sender never waits for the receiver's word. Both ends know a
@@ -133,8 +154,16 @@ class GlooFlight:
     def finish(self) -> None:
         """See `Flight.finish`."""
         num = len(self._wires)
-        if self._num_landed < num or not self._all_sent:
-            self._sleep(lambda: self._num_landed == num and self._all_sent)
+        if self._num_landed < num or self._num_posted < num:
+            self._sleep(lambda: self._num_landed == num and self._num_posted == num)
+        start = time.perf_counter()
+        while self._sends:
+            index, work = self._sends.popitem()
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._fail(f"send exchange {index} to", self._wires[index].exchange.to, error) from error
+        self._transport.exposed_s += time.perf_counter() - start
 
     def _sleep(self, ready: Callable[[], bool]) -> None:
         start = time.perf_counter()
@@ -162,42 +191,33 @@ class GlooFlight:
                 self._num_landed += 1
                 self._changed.notify_all()
 
-    def send_all(self) -> None:
-        """The sending thread's part: in order, each when it is ready, a few at a time."""
-        leaving: deque[tuple[int, dist.Work]] = deque()
-        for index, wire in enumerate(self._wires):
-            exchange = wire.exchange
-            with self._changed:
-                while self._error is None and not self._may_send(index):
-                    self._changed.wait()
-                if self._error is not None:
-                    return
-            if wire.send.numel():
-                if len(leaving) == _SENDS_IN_FLIGHT and not self._see_off(*leaving.popleft()):
-                    return
-                leaving.append((index, self._transport._group.send([wire.send], exchange.to, self._tag + index)))
-        while leaving:
-            if not self._see_off(*leaving.popleft()):
-                return
-        with self._changed:
-            self._all_sent = True
-            self._changed.notify_all()
+    @property
+    def has_more_to_send(self) -> bool:
+        """Whether messages have not been posted yet; a flight that failed posts no more."""
+        return self._num_posted < len(self._wires) and self._error is None
 
-    def _see_off(self, index: int, work: dist.Work) -> bool:
-        """Waits until a message has left; False where it cannot."""
-        try:
-            work.wait()
-        except RuntimeError as error:
-            self._fail(f"send exchange {index} to", self._wires[index].exchange.to, error)
-            return False
-        return True
-
-    def _may_send(self, index: int) -> bool:
-        exchange = self._wires[index].exchange
+    @property
+    def may_send(self) -> bool:
+        """Whether what the next message carries is there."""
+        exchange = self._wires[self._num_posted].exchange
         forwarded = exchange.after_exchange
         return exchange.after_work <= self._work_done and (forwarded is None or self._landed[forwarded])
 
-    def _fail(self, what: str, peer: int, error: RuntimeError) -> None:
+    def send_next(self) -> None:
+        """The sending thread's part: posts the next message."""
+        index = self._num_posted
+        wire = self._wires[index]
+        try:
+            if wire.send.numel():
+                self._sends[index] = self._transport._group.send([wire.send], wire.exchange.to, self._tag + index)
+        except RuntimeError as error:
+            self._fail(f"send exchange {index} to", wire.exchange.to, error)
+        with self._changed:
+            self._num_posted += 1
+            if self._num_posted == len(self._wires):
+                self._changed.notify_all()
+
+    def _fail(self, what: str, peer: int, error: RuntimeError) -> TransportError:
         transport = self._transport
         cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         with self._changed:
@@ -207,4 +227,4 @@ class GlooFlight:
                 f"rank {transport.ranks[peer]} within {transport.timeout_s:g} s: {cause}"
             )
             self._changed.notify_all()
-
+            return self._error

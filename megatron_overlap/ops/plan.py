@@ -24,13 +24,14 @@ class LinearPlan:
     """The choice for one op: the same on every rank of the group.
 
     Attributes:
-        pattern: `direct` or `ring`; `serial` is the same messages without overlap.
+        pattern: `direct` or `ring`; `serial` is the same messages without overlap. None: a ring on the CPU, where
+            messages of several peers to one taker would share its TCP link (four hosts: 0-20 % slower); else direct.
         chunks_per_rank: messages a rank's slice is cut into; None chooses by the number of rows and their bytes.
         split: `all` computes chunk by chunk, `edge` only where a chunk is exposed; None chooses by the device.
         save_gathered: column-parallel forward keeps the gathered input for wgrad instead of gathering it again.
     """
 
-    pattern: Pattern = "direct"
+    pattern: Pattern | None = None
     chunks_per_rank: int | None = None
     split: Split | None = None
     save_gathered: bool = False
@@ -46,7 +47,8 @@ class LinearPlan:
             chunks = max(1, chunks)
         # On the CPU what has landed is merged into one GEMM; on a GPU that cannot be asked without a synchronisation.
         split = self.split or ("all" if device.type == "cpu" else "edge")
-        return _schedule(collective, transport.size, transport.rank, chunks, self.pattern, split)
+        pattern = self.pattern or ("ring" if device.type == "cpu" else "direct")
+        return _schedule(collective, transport.size, transport.rank, chunks, pattern, split)
 
 
 @lru_cache(maxsize=256)

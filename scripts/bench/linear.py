@@ -191,7 +191,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
     parser.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=list(DIRECTIONS))
-    parser.add_argument("--pattern", choices=("direct", "ring"), default="direct")
+    parser.add_argument("--pattern", choices=("direct", "ring"), help="chosen by the device if not given")
     parser.add_argument("--chunks", type=int, default=None, help="chunks per rank; chosen by the rows if not given")
     parser.add_argument("--slices", type=int, default=4, help="slices of the asynchronous-collective baseline")
     parser.add_argument("--rounds", type=int, default=15)

@@ -104,3 +104,23 @@ def a_late_peer_holds_up_nobody_else(group: dist.ProcessGroup) -> list[int]:
     flight.finish()
     transport.close()
     return landed
+
+
+def a_ready_message_passes_one_that_is_not(group: dist.ProcessGroup) -> bool:
+    """Whether a younger flight's message reaches rank 1 while the older flight's work has not been done."""
+    transport = GlooTransport(group)
+    older = reduce_scatter_plan(2, transport.rank).exchanges[0]
+    younger = all_gather_plan(2, transport.rank).exchanges[0]
+    into = torch.zeros(2, 3)
+    first = transport.begin([Wire(older, torch.ones(3), into[0])], "linear_reduce_scatter")
+    second = transport.begin([Wire(younger, torch.ones(3), into[1])], "all_gather_linear")
+    deadline = time.monotonic() + 10
+    while not into[1].all() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    passed = bool(into[1].all()) and not into[0].any()
+    dist.barrier(group)
+    first.release(1)
+    first.finish()
+    second.finish()
+    transport.close()
+    return passed

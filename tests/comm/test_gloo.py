@@ -33,3 +33,7 @@ def test_messages_of_flights_in_the_air_stay_apart(world: World) -> None:
 
 def test_a_late_peer_holds_up_nobody_else(world: World) -> None:
     assert world.run(3, cases.a_late_peer_holds_up_nobody_else)[2] == [1]
+
+
+def test_a_ready_message_passes_one_that_is_not(world: World) -> None:
+    assert world.run(2, cases.a_ready_message_passes_one_that_is_not) == [True, True]
