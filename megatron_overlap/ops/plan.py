@@ -16,7 +16,8 @@ from megatron_overlap.schedules.plan import Collective, Pattern, Split
 _MIN_CHUNK_ROWS = 128
 # A message costs two threads a wake-up, whatever its size; smaller ones than this hide less than that.
 _MIN_CHUNK_BYTES = 256 * 1024
-_MAX_CHUNKS_PER_RANK = 16
+# What more messages of one op hide is less than what they cost (two and four hosts, 2048 rows).
+_MAX_MESSAGES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +44,8 @@ class LinearPlan:
         chunks = self.chunks_per_rank
         if chunks is None:
             rows = num_rows // transport.size
-            chunks = min(_MAX_CHUNKS_PER_RANK, rows // _MIN_CHUNK_ROWS, rows * row_bytes // _MIN_CHUNK_BYTES)
-            chunks = max(1, chunks)
+            most = _MAX_MESSAGES // max(1, transport.size - 1)
+            chunks = max(1, min(most, rows // _MIN_CHUNK_ROWS, rows * row_bytes // _MIN_CHUNK_BYTES))
         # On the CPU what has landed is merged into one GEMM; on a GPU that cannot be asked without a synchronisation.
         split = self.split or ("all" if device.type == "cpu" else "edge")
         pattern = self.pattern or ("ring" if device.type == "cpu" else "direct")
