@@ -95,7 +95,11 @@ def against_stock(
         return layer.train(not evaluated)
 
     stock = step(fresh(), x, dy, recompute=recompute)
-    exact = step(fresh().double(), x, dy)
+    # Megatron narrows by its config, not by its weights: float64 needs the fp32 one, with the same numbers.
+    double = make_attention(torch.float32, **config).double()
+    double.load_state_dict(fresh().state_dict())
+    double.linear_proj.weight.requires_grad_(not frozen)
+    exact = step(double, x, dy)
     layer = fresh()
     weight = layer.linear_proj.weight
     if fused:
