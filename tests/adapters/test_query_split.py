@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from tests.adapters import attention_cases as cases
 from tests.adapters.layer_cases import start
+from tests.adapters.megatron_runs import SCRIPTS, TP2_SP, assert_equal_training, train
 from tests.helpers.releases import OLDEST, ROOT, release_environment
 from tests.helpers.world import World, assert_same
 
@@ -92,10 +96,25 @@ def test_the_release_is_the_one_asked_for(ranks: World) -> None:
     assert wanted is None or releases == [wanted] * RANKS
 
 
+def test_training_is_equal_to_stock(tmp_path: Path) -> None:
+    """A LLaMA with grouped queries and rotary positions: every loss and grad-norm, and no layer left out."""
+    file = tmp_path / "overlap.yaml"
+    file.write_text(yaml.safe_dump({"overlap": {"tensor": cases.TENSOR, "strict": True}}))
+    layout = ("--group-query-attention", "--num-query-groups", "2", *TP2_SP)
+    llama = SCRIPTS / "pretrain_llama.py"
+    mine = train(tmp_path / "mine", llama, 2, *layout, "--overlap-config", str(file), off=False)
+    assert_equal_training(mine, train(tmp_path / "stock", llama, 2, *layout))
+    for rank in range(2):
+        report = json.loads((tmp_path / "mine" / f"report-rank{rank}.json").read_text())
+        done = {m["direction"]: m["overlapped"] for m in report["modules"] if m["op"] == "query_split"}
+        # Two layers, two micro-batches, four iterations: 16 calls.
+        assert done == {"forward": 16, "dgrad": 16, "wgrad": 16}
+
+
 def test_the_oldest_release() -> None:
-    """All of the above once more, on the oldest release."""
+    """All of the above but the training once more, on the oldest release."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", __file__, "-k", "not oldest_release"],
+        [sys.executable, "-m", "pytest", __file__, "-k", "not oldest_release and not training"],
         cwd=ROOT,
         env={**release_environment(OLDEST), "EXPECTED_MEGATRON": OLDEST},
         capture_output=True,
