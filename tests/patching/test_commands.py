@@ -12,7 +12,8 @@ from megatron_overlap.patching.manifest import load_manifests, patches_folder
 from tests.helpers.releases import NEWEST, OLDEST, megatron_folder, run_python
 
 SYMBOLS = [name for manifest in load_manifests() for name in (manifest.target, *manifest.relies_on)]
-FILES = sorted({f"{name.partition(':')[0].replace('.', '/')}.py" for name in SYMBOLS} | {"megatron/core/package_info.py"})
+MODULES = {"megatron.core.package_info", *(name.partition(":")[0] for name in SYMBOLS)}
+FILES = [f"{module.replace('.', '/')}.py" for module in sorted(MODULES)]
 
 
 def copied(release_folder: Path, folder: Path, old: str, new: str) -> Path:
