@@ -15,14 +15,16 @@ import torch.distributed as dist
 from megatron.core import tensor_parallel as parent
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import Attention
 
 import megatron_overlap
+from megatron_overlap import OverlapConfig
 from megatron_overlap.patching.errors import PatchRefusedError, PatchWarning
 from megatron_overlap.patching.manifest import Manifest, load_manifests
 from tests.patching.conftest import Packages
 
 Future = Callable[[str, str], list[Manifest]]
-CLASSES = (layers.ColumnParallelLinear, layers.RowParallelLinear)
+CLASSES = (layers.ColumnParallelLinear, layers.RowParallelLinear, Attention)
 
 
 @pytest.fixture(autouse=True)
@@ -39,10 +41,12 @@ def test_own_patches_apply_and_leave_nothing_behind(snapshot: Callable[[object],
     same = [snapshot(holder) for holder in (*CLASSES, layers)]
     with warnings.catch_warnings():
         warnings.simplefilter("error", PatchWarning)
-        session = megatron_overlap.enable(strict=True)
+        everything = OverlapConfig(tensor={"attention": "query_split"})
+        session = megatron_overlap.enable(everything, strict=True)
     assert [line.verdict for line in session.report().patches] == ["applies"] * len(load_manifests())
     assert layers.ColumnParallelLinear._forward_impl.__module__ == "megatron_overlap.adapters.linear"
     assert layers.RowParallelLinear.forward.__module__ == "megatron_overlap.adapters.linear"
+    assert Attention.forward.__module__ == "megatron_overlap.adapters.query_split"
     session.disable()
     assert all(check() for check in same)
 
