@@ -112,6 +112,8 @@ def _why_not_layer(layer: Any) -> str | None:
         return f"the core attention is {type(core).__name__}, not Megatron's local one"
     if not isinstance(projection, RowParallelLinear):
         return f"the output projection is {type(projection).__name__}, not Megatron's local one"
+    if not projection.sequence_parallel:
+        return "query split needs --sequence-parallel"
     if "forward" in vars(core) or "forward" in vars(projection):
         return "somebody replaced the forward of this layer's core attention or projection"
     if core._forward_hooks:

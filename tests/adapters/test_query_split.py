@@ -27,7 +27,7 @@ REASONS = {
     "offset": "the softmax has an offset",
     "selective": "the core attention is recomputed (--recompute-granularity selective), which is of no use here",
     "gate": "the attention's output is gated",
-    "plain": "tensor parallel without sequence parallel is not overlapped yet: add --sequence-parallel",
+    "plain": "query split needs --sequence-parallel",
     "padding": "the attention mask is padding, not causal",
     "mask": "an attention mask is given: add --no-create-attention-mask-in-dataloader if it is only causal",
     "hook": "a forward hook reads the core attention's result",
