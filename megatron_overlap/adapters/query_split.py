@@ -34,7 +34,7 @@ def attention_forward(original: Method, session: Session) -> Method:
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        group = getattr(self.linear_proj, "tp_group", None)
+        group = self.pg_collection.tp
         if group is None or group.size() == 1:
             return original(self, *args, **kwargs)
         reason = _why_not_layer(self)
