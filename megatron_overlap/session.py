@@ -94,7 +94,7 @@ class Session:
         self.disable()
 
     def _start(self) -> None:
-        wanted = {feature for feature in _FEATURES if _method(self.config, feature) not in ("none", "megatron")}
+        wanted = {feature for feature in _FEATURES if _method(self.config, feature) not in _NOTHING_REPLACED}
         self._plan = self._engine.plan(wanted)
         refused = [_sentence(finding) for finding in self._plan.refused]
         if refused and self.config.strict:
@@ -215,7 +215,8 @@ def report() -> Report:
     return _PROCESS.current.report()
 
 
-_FEATURES = ("tensor", "data", "ulysses", "varlen")
+_FEATURES = ("tensor", "attention", "data", "ulysses", "varlen")
+_NOTHING_REPLACED = ("none", "megatron", "row")
 
 
 def _read(config: OverlapConfig | str | Path | None) -> OverlapConfig:
@@ -225,6 +226,9 @@ def _read(config: OverlapConfig | str | Path | None) -> OverlapConfig:
 
 
 def _method(config: OverlapConfig, feature: str) -> str:
+    if feature == "attention":
+        # Its projection is a layer of tensor parallelism, so it has a key there and not a section.
+        return "none" if config.tensor.method == "none" else config.tensor.attention
     return str(getattr(config, feature).method)
 
 

@@ -23,6 +23,8 @@ class TensorOverlap(Section):
     """Sub-slices each rank's rows are cut into; more of them leave less communication exposed."""
     recompute_gather: Literal["auto", "always", "never"] = "auto"
     """Whether the backward gathers the input again instead of keeping it."""
+    attention: Literal["row", "query_split"] = "row"
+    """row: attention, then the overlapped projection; query_split: both slice by slice, with flash attention."""
 
 
 class DataOverlap(Section):

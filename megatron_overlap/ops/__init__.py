@@ -2,5 +2,6 @@
 
 from megatron_overlap.ops.linear import all_gather_linear, linear_reduce_scatter
 from megatron_overlap.ops.plan import LinearPlan
+from megatron_overlap.ops.query_split import attention_linear_reduce_scatter
 
-__all__ = ["LinearPlan", "all_gather_linear", "linear_reduce_scatter"]
+__all__ = ["LinearPlan", "all_gather_linear", "attention_linear_reduce_scatter", "linear_reduce_scatter"]

@@ -239,6 +239,29 @@ class WeightGradient:
         return self._own
 
 
+class Spans:
+    """Runs of rows that wait to be used, joined where they touch."""
+
+    def __init__(self) -> None:
+        self._runs: list[tuple[int, int]] = []
+
+    def add(self, rows: tuple[int, int]) -> None:
+        if rows[0] < rows[1]:
+            self._runs.append(rows)
+
+    def into(self, wgrad: WeightGradient, dy: torch.Tensor, x: torch.Tensor) -> None:
+        """Adds the weight gradient of the rows and forgets them."""
+        joined: list[tuple[int, int]] = []
+        for start, stop in sorted(self._runs):
+            if joined and joined[-1][1] == start:
+                joined[-1] = (joined[-1][0], stop)
+            else:
+                joined.append((start, stop))
+        self._runs.clear()
+        for start, stop in joined:
+            wgrad.add(dy[start:stop], x[start:stop])
+
+
 def add_wide(total: torch.Tensor, term: torch.Tensor, workspace: Workspace) -> None:
     """`total += term`, where `term` may be narrower than `total`."""
     if term.dtype != total.dtype and not term.is_cuda:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm import Transport, transport_of
-from megatron_overlap.ops.engine import Arrivals, Departures, WeightGradient
+from megatron_overlap.ops.engine import Arrivals, Departures, Spans, WeightGradient
 from megatron_overlap.ops.plan import LinearPlan
 from megatron_overlap.schedules import ChunkLayout
 
@@ -264,7 +264,7 @@ def _still_gathered(
 
 def _accumulate(arrivals: Arrivals, wgrad: WeightGradient, dy: torch.Tensor) -> None:
     """Adds the weight gradient of all rows of `arrivals`; what has landed together is one GEMM."""
-    backlog = _Spans()
+    backlog = Spans()
     while not arrivals.done:
         backlog.add(arrivals.next_rows()[0])
         while arrivals.ready:
@@ -315,7 +315,7 @@ class _LinearReduceScatter(torch.autograd.Function):
         dx = torch.empty_like(x) if need_x else None
         wgrad = WeightGradient(w, ctx.main_grad, transport.workspace) if need_w else None
         arrivals = Arrivals(transport, schedule, dy_shard, layout, full, "linear_reduce_scatter dgrad", whole=True)
-        backlog = _Spans()
+        backlog = Spans()
         for (start, stop), rows in arrivals:
             if dx is not None:
                 _gemm(rows, w, dx[start:stop])
@@ -335,29 +335,6 @@ class _LinearReduceScatter(torch.autograd.Function):
                 first = direction == "dgrad" or not need_x
                 ctx.observer(direction, (transport.size - 1) * dy_shard.nbytes * first)
         return dx, dw, None, None, None, None, None
-
-
-class _Spans:
-    """Runs of rows that wait to be used, joined where they touch."""
-
-    def __init__(self) -> None:
-        self._runs: list[tuple[int, int]] = []
-
-    def add(self, rows: tuple[int, int]) -> None:
-        if rows[0] < rows[1]:
-            self._runs.append(rows)
-
-    def into(self, wgrad: WeightGradient, dy: torch.Tensor, x: torch.Tensor) -> None:
-        """Adds the weight gradient of the rows and forgets them."""
-        joined: list[tuple[int, int]] = []
-        for start, stop in sorted(self._runs):
-            if joined and joined[-1][1] == start:
-                joined[-1] = (joined[-1][0], stop)
-            else:
-                joined.append((start, stop))
-        self._runs.clear()
-        for start, stop in joined:
-            wgrad.add(dy[start:stop], x[start:stop])
 
 
 def _gemm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:

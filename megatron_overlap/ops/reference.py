@@ -72,3 +72,31 @@ def linear_reduce_scatter(
     """`reduce_scatter(x @ w_shard.T) + bias`."""
     y = _ScatterSum.apply(x @ w_shard.t(), group)
     return y if bias is None else y + bias
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, softmax_scale: float | None = None
+) -> torch.Tensor:
+    """`softmax(softmax_scale * q @ k.T + mask) @ v` per head, `[S, B, H, D]` in, `[S, B, Hq * D]` out."""
+    groups = q.shape[2] // k.shape[2]
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, *(x.repeat_interleave(groups, dim=2) for x in (k, v))))
+    scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+    if causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(future, float("-inf"))
+    return (scores.softmax(-1) @ v).permute(2, 0, 1, 3).flatten(2)
+
+
+def attention_linear_reduce_scatter(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    w_shard: torch.Tensor,
+    *,
+    group: dist.ProcessGroup,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+) -> torch.Tensor:
+    """`reduce_scatter(attention(q, k, v) @ w_shard.T)`."""
+    context = attention(q, k, v, causal=causal, softmax_scale=softmax_scale)
+    return linear_reduce_scatter(context, w_shard, group=group)

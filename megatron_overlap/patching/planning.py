@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 from collections.abc import Callable
@@ -61,6 +62,10 @@ def look(manifest: Manifest) -> Finding:
     """Plans one patch: imports its modules, looks at what is there, and changes nothing."""
     try:
         site, original, own = _resolve(Target.parse(manifest.target))
+        for name in manifest.relies_on:
+            # Only what is imported can be judged; what cannot be imported is then reported as missing.
+            with contextlib.suppress(ImportError):
+                importlib.import_module(Target.parse(name).module)
         judgement = judge(manifest, _shipped(site, original), ImportedTree())
         if judgement.verdict is Verdict.REFUSED:
             raise _RefusedError(judgement.reason)

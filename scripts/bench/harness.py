@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import platform
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from megatron_overlap.launch.netlab import Netlab
+from megatron_overlap.launch.workers import run_workers
 
 
 class Timings:
@@ -57,3 +63,21 @@ def versions() -> dict[str, Any]:
         "kernel": platform.release(),
         "processor": processor,
     }
+
+
+def run_job(script: str, argv: Sequence[str], hosts: int, gbps: float | None, timeout_s: float) -> dict[str, Any]:
+    """Runs `script` with `--worker --json FILE` added on every host, over links of one rate or over loopback.
+
+    Returns:
+        What rank 0 wrote into FILE.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "rows.json"
+        options = [*argv, "--worker", "--json", str(out)]
+        if gbps is None:
+            run_workers(script, options, hosts, timeout_s=timeout_s)
+        else:
+            with Netlab(hosts, gbps) as lab:
+                run_workers(script, options, hosts, lab=lab, timeout_s=timeout_s)
+        result: dict[str, Any] = json.loads(out.read_text())
+    return result

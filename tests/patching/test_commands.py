@@ -11,7 +11,9 @@ import yaml
 from megatron_overlap.patching.manifest import load_manifests, patches_folder
 from tests.helpers.releases import NEWEST, OLDEST, megatron_folder, run_python
 
-FILES = [f"megatron/core/{name}.py" for name in ("package_info", "tensor_parallel/layers", "tensor_parallel/mappings")]
+SYMBOLS = [name for manifest in load_manifests() for name in (manifest.target, *manifest.relies_on)]
+MODULES = {"megatron.core.package_info", *(name.partition(":")[0] for name in SYMBOLS)}
+FILES = [f"{module.replace('.', '/')}.py" for module in sorted(MODULES)]
 
 
 def copied(release_folder: Path, folder: Path, old: str, new: str) -> Path:
@@ -20,7 +22,7 @@ def copied(release_folder: Path, folder: Path, old: str, new: str) -> Path:
         text = (release_folder / name).read_text()
         if name.endswith("package_info.py"):
             text = "MAJOR = 9\nMINOR = 9\nPATCH = 9\n"
-        elif name.endswith("layers.py"):
+        elif name.endswith("tensor_parallel/layers.py"):
             assert old in text
             text = text.replace(old, new)
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

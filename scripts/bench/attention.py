@@ -1,0 +1,257 @@
+"""Times query-split attention against everything it could be compared with, over links with a real rate.
+
+    python scripts/bench/attention.py --hosts 2 --ratios 0.5 --positions 2048 --heads 16 --json attention.json
+    python scripts/bench/attention.py --hosts 4 --paper --json paper.json
+
+Causal attention, its row-parallel projection and the reduce-scatter under tensor with sequence parallelism. One rank a
+host, one thread a rank. Every figure is the median over rounds in which all variants run in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attention_variants import AttentionCase, Shape
+from harness import Timings, run_job, versions
+
+from megatron_overlap.comm import transport_of
+from megatron_overlap.ops import LinearPlan, reference
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DIRECTIONS = ("forward", "forward_backward")
+TIMED = ("serial", "serial_p2p", "sliced", "row_parallel", "query_split")
+
+
+@dataclass(frozen=True)
+class PaperRow:
+    """A row of the paper's attention table (forward, TP = 4, d = 4096), in ms; None where it gives no number."""
+
+    batch: int
+    positions: int
+    serial: float
+    sliced: float
+    row_parallel: float | None
+    query_split: float
+
+    @property
+    def ratio(self) -> float:
+        """Communication : compute, if query split hides all of it."""
+        return (self.serial - self.query_split) / self.query_split
+
+
+PAPER = (PaperRow(16, 4096, 270.1, 246.1, 230.9, 215.8), PaperRow(4, 8192, 195.6, 279.7, None, 145.1))
+SCALE = 8
+"""Sequence and hidden size are both divided by it, which keeps attention : projection; batch and ranks stay."""
+
+
+def main() -> None:
+    args = parse()
+    if args.worker:
+        work(args)
+        return
+    rows: list[dict[str, Any]] = []
+    for shape, ratios, published in cases(args):
+        rates = [None] if args.loopback else rates_for(args, shape, ratios) if ratios else args.gbps
+        for gbps in rates:
+            result = run_job(__file__, options(args, shape), args.hosts, gbps, args.timeout)
+            for row in result["rows"]:
+                row["gbps"] = gbps
+                if published is not None:
+                    row["paper"] = asdict(published)
+                print_row(row)
+            rows += result["rows"]
+    if args.paper:
+        print_paper(rows)
+    link = {"hosts": args.hosts, "kind": "loopback" if args.loopback else "netlab"}
+    text = json.dumps({"rows": rows, "link": link, "versions": versions(), "command": sys.argv}, indent=1)
+    if args.json:
+        Path(args.json).write_text(text + "\n")
+
+
+def cases(args: argparse.Namespace) -> list[tuple[Shape, Sequence[float] | None, PaperRow | None]]:
+    """Shapes with the ratios of communication to compute that they are run at."""
+    if not args.paper:
+        kv_heads = args.kv_heads or args.heads
+        features = args.features or args.heads * args.head_size
+        shape = Shape(args.positions, args.batch, args.heads, kv_heads, args.head_size, features)
+        return [(shape, args.ratios, None)]
+    hidden = 4096 // SCALE
+    heads = hidden // args.head_size
+    return [
+        (Shape(row.positions // SCALE, row.batch, heads, heads, args.head_size, hidden), [row.ratio], row)
+        for row in PAPER
+    ]
+
+
+def options(args: argparse.Namespace, shape: Shape, *extra: str) -> list[str]:
+    """The command line of a worker."""
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in asdict(shape).items()]
+    words += [f"--{name}={getattr(args, name)}" for name in ("dtype", "pattern", "slices", "rounds", "warmup", "hosts")]
+    words += [] if args.chunks is None else [f"--chunks={args.chunks}"]
+    return [*words, "--directions", *args.directions, *extra]
+
+
+def rates_for(args: argparse.Namespace, shape: Shape, ratios: Sequence[float]) -> list[float | None]:
+    """The link rates at which communication takes `ratio` times the compute, which is measured over loopback."""
+    compute_ms = run_job(__file__, options(args, shape, "--probe"), args.hosts, None, args.timeout)["compute_ms"]
+    moved = shape.positions * shape.batch * shape.features * DTYPES[args.dtype].itemsize * (args.hosts - 1) / args.hosts
+    return [round(moved * 8 / (ratio * compute_ms * 1e6), 3) for ratio in ratios]
+
+
+def work(args: argparse.Namespace) -> None:
+    """One rank."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    transport = transport_of(dist.group.WORLD)
+    plan = LinearPlan(pattern=args.pattern, chunks_per_rank=args.chunks)
+    shape = Shape(args.positions, args.batch, args.heads, args.kv_heads, args.head_size, args.features)
+
+    def case(direction: str) -> AttentionCase:
+        return AttentionCase(shape, DTYPES[args.dtype], transport, plan, args.slices, direction == "forward_backward")
+
+    if args.probe:
+        variants = case("forward").variants()
+        result: dict[str, Any] = {"compute_ms": Timings({"compute": variants["compute"]}, args.rounds, 2).ms("compute")}
+    else:
+        result = {"rows": []}
+        for direction in args.directions:
+            gate(case(direction))
+            result["rows"].append(measure(case(direction), direction, args))
+    if transport.rank == 0:
+        Path(args.json).write_text(json.dumps(result))
+    dist.barrier()
+    transport.close()
+    dist.destroy_process_group()
+
+
+def gate(case: AttentionCase) -> None:
+    """No time is taken of something that is wrong: result against the plain program, gradients against row parallel."""
+    group = dist.group.WORLD
+    assert group is not None
+    mine, whole = case.query_split(case.plan), case.row_parallel()
+    # A sequence at a time: the plain program keeps all scores.
+    parts = [
+        reference.attention_linear_reduce_scatter(
+            *(tensor[:, b : b + 1].float() for tensor in case.qkv), case.w.float(), group=group
+        )
+        for b in range(case.shape.batch)
+    ]
+    for name, got, expected in zip(
+        ("y", "dq", "dk", "dv", "dw"), mine, [torch.cat(parts, dim=1), *whole[1:]], strict=False
+    ):
+        error = (got.float() - expected.float()).norm() / expected.float().norm()
+        # Probabilities, context, partial sums and result are each rounded to the type of the data.
+        if not error < 4 * torch.finfo(case.x.dtype).eps:
+            raise SystemExit(f"query split: {name} is off by {error:.2e} of the reference: nothing is timed")
+
+
+def measure(case: AttentionCase, direction: str, args: argparse.Namespace) -> dict[str, Any]:
+    """All figures of one direction."""
+    variants = case.variants()
+    exposed: dict[str, list[float]] = {"row_parallel": [], "query_split": []}
+
+    def watched(name: str) -> Any:
+        run = variants[name]
+
+        def call() -> None:
+            before = case.transport.exposed_s
+            run()
+            exposed[name].append((case.transport.exposed_s - before) * 1e3)
+
+        return call
+
+    timings = Timings({**variants, **{name: watched(name) for name in exposed}}, args.rounds, args.warmup)
+    mine = torch.tensor(
+        [sorted(values[args.warmup :])[args.rounds // 2] for values in exposed.values()], dtype=torch.float64
+    )
+    dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+    comm = timings.ms(min(("comm_collective", "comm_p2p"), key=timings.ms))
+    roof = min(("roof_collective", "roof_p2p"), key=timings.ms)
+    compute = timings.ms("compute")
+    return {
+        "direction": direction,
+        "ranks": case.transport.size,
+        **asdict(case.shape),
+        "dtype": args.dtype,
+        "compute_ms": compute,
+        "comm_ms": comm,
+        "comm_collective_ms": timings.ms("comm_collective"),
+        "comm_p2p_ms": timings.ms("comm_p2p"),
+        **{f"{name}_ms": timings.ms(name) for name in TIMED},
+        "limit_ms": max(compute, comm),
+        "roof_ms": timings.ms(roof),
+        "roof_kind": roof.removeprefix("roof_"),
+        "query_split_over_roof": timings.ratio("query_split", roof),
+        "query_split_over_row_parallel": timings.ratio("query_split", "row_parallel"),
+        "query_split_over_sliced": timings.ratio("query_split", "sliced"),
+        "speedup_over_serial": timings.ratio("serial", "query_split"),
+        "row_parallel_exposed_ms": mine[0].item(),
+        "query_split_exposed_ms": mine[1].item(),
+        "exposed_over_comm": mine[1].item() / comm,
+        "rounds": args.rounds,
+    }
+
+
+def print_row(row: dict[str, Any]) -> None:
+    times = "  ".join(f"{name} {row[f'{name}_ms']:.1f}" for name in ("compute", "comm", *TIMED))
+    print(
+        f"{row['batch']}x{row['positions']} {row['direction']}, {row['ranks']} ranks  "
+        f"{row['gbps'] or 'loopback'} Gbit/s  {times}  "
+        f"roof {row['roof_ms']:.1f} ({row['roof_kind']})  limit {row['limit_ms']:.1f} ms  "
+        f"query split/roof {row['query_split_over_roof']:.3f}  exposed {100 * row['exposed_over_comm']:.1f} %",
+        flush=True,
+    )
+
+
+def print_paper(rows: Sequence[dict[str, Any]]) -> None:
+    """Times over the serial time, beside the paper's."""
+    print(f"\ntime / serial; sequence and hidden size are 1/{SCALE} of the paper's, batch and ranks the same")
+    print(f"{'shape':12}{'direction':18}{'':12}{'sliced':>9}{'row':>9}{'query split':>13}")
+    for row in rows:
+        paper = row["paper"]
+        shape = f"{paper['batch']}x{paper['positions']}"
+        here = [row[f"{name}_ms"] / row["serial_ms"] for name in ("sliced", "row_parallel", "query_split")]
+        print(f"{shape:12}{row['direction']:18}{'here':12}{here[0]:9.3f}{here[1]:9.3f}{here[2]:13.3f}")
+        if row["direction"] == "forward":
+            there = [paper[name] for name in ("sliced", "row_parallel", "query_split")]
+            text = ["-" if value is None else f"{value / paper['serial']:.3f}" for value in there]
+            print(f"{'':30}{'paper':12}{text[0]:>9}{text[1]:>9}{text[2]:>13}")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--hosts", type=int, default=2, help="ranks, one a host")
+    parser.add_argument("--gbps", type=float, nargs="+", default=[1.0], help="rate of each host's link, Gbit/s")
+    parser.add_argument("--ratios", type=float, nargs="+", help="communication : compute; sets the rates")
+    parser.add_argument("--loopback", action="store_true", help="no hosts and no rate: a check, not a measurement")
+    parser.add_argument("--paper", action="store_true", help="the paper's two shapes, scaled, at its ratios")
+    parser.add_argument("--positions", type=int, default=2048)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--heads", type=int, default=16, help="query heads of the layer")
+    parser.add_argument("--kv-heads", type=int, help="key heads of the layer; as many as query heads if not given")
+    parser.add_argument("--head-size", type=int, default=64)
+    parser.add_argument("--features", type=int, help="width of the result; heads x head size if not given")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=list(DIRECTIONS))
+    parser.add_argument("--pattern", choices=("direct", "ring"), default="direct")
+    parser.add_argument("--chunks", type=int, default=None, help="chunks per rank; chosen by the shape if not given")
+    parser.add_argument("--slices", type=int, default=4, help="slices of the asynchronous-collective baseline")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--timeout", type=float, default=900, help="seconds for one rate")
+    parser.add_argument("--json", help="file for the figures")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
