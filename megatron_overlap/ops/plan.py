@@ -8,7 +8,8 @@ from functools import lru_cache
 import torch
 
 from megatron_overlap.comm import Transport
-from megatron_overlap.schedules import Plan, all_gather_plan, reduce_scatter_plan
+from megatron_overlap.schedules import Plan, all_gather_plan, all_reduce_plan, reduce_scatter_plan
+from megatron_overlap.schedules.all_reduce import Gathers
 from megatron_overlap.schedules.plan import Collective, Pattern, Split
 
 # Below this many rows a bf16 GEMM loses more than 5 % per row (measured with oneDNN on AVX-512: 256 rows 0-1 %, 128
@@ -42,6 +43,19 @@ class LinearPlan:
         split = self.split or ("all" if device.type == "cpu" else "edge")
         return _schedule(collective, transport.size, transport.rank, chunks, self.pattern, split)
 
+    def all_reduce_schedule(self, transport: Transport, num_rows: int, device: torch.device, gathers: Gathers) -> Plan:
+        """The schedule of one rank for an all-reduce of `num_rows` rows.
+
+        Raises:
+            ValueError: the pattern is `ring`.
+        """
+        chunks = self.chunks_per_rank
+        if chunks is None:
+            # A part is one GEMM over the rows of all owners.
+            chunks = max(1, min(_MAX_CHUNKS_PER_RANK, num_rows // _MIN_CHUNK_ROWS))
+        split = self.split or "edge"
+        return _all_reduce_schedule(transport.size, transport.rank, chunks, self.pattern, split, gathers)
+
 
 @lru_cache(maxsize=256)
 def _schedule(
@@ -49,3 +63,10 @@ def _schedule(
 ) -> Plan:
     build = all_gather_plan if collective == "all_gather" else reduce_scatter_plan
     return build(size, rank, chunks_per_rank=chunks_per_rank, pattern=pattern, split=split)
+
+
+@lru_cache(maxsize=256)
+def _all_reduce_schedule(
+    size: int, rank: int, chunks_per_rank: int, pattern: Pattern, split: Split, gathers: Gathers
+) -> Plan:
+    return all_reduce_plan(size, rank, chunks_per_rank=chunks_per_rank, pattern=pattern, split=split, gathers=gathers)
