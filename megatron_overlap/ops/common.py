@@ -15,6 +15,26 @@ Observer = Callable[[str, int], None]
 WeightDone = Callable[[], torch.Tensor | None]
 """Called when the weight gradient is in `main_grad`; what it returns is given to autograd as the gradient."""
 
+Keeper = Callable[[torch.Tensor, int], Callable[[], None]]
+"""Told in forward of the own rows of an input, and of the bytes of its gathered rows, one of which is kept for wgrad
+as `LinearPlan.save_gathered` says; what it returns is called when that is let go."""
+
+
+class Hold:
+    """Calls `let_go` once: when told to, or when whoever holds this is gone (a graph that is never run backward)."""
+
+    def __init__(self, let_go: Callable[[], None]) -> None:
+        self._let_go: Callable[[], None] | None = let_go
+
+    def end(self) -> None:
+        """Lets go now."""
+        if self._let_go is not None:
+            let_go, self._let_go = self._let_go, None
+            let_go()
+
+    def __del__(self) -> None:
+        self.end()
+
 
 def transport_for(group: dist.ProcessGroup | Transport) -> Transport:
     """The transport of `group`, or `group` where it is one."""

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm import Transport
-from megatron_overlap.ops.common import Observer, WeightDone, check_operands, gemm_into, transport_for
+from megatron_overlap.ops.common import Hold, Keeper, Observer, WeightDone, check_operands, gemm_into, transport_for
 from megatron_overlap.ops.engine import Arrivals, Departures, WeightGradient
 from megatron_overlap.ops.plan import LinearPlan
 from megatron_overlap.schedules import ChunkLayout
@@ -35,6 +35,7 @@ def all_gather_linear(
     main_grad: torch.Tensor | None = None,
     weight_done: WeightDone | None = None,
     observer: Observer | None = None,
+    keeper: Keeper | None = None,
 ) -> torch.Tensor:
     """Equals `all_gather(x_shard) @ w.T + bias`; see `ops.reference.all_gather_linear`.
 
@@ -54,6 +55,7 @@ def all_gather_linear(
             `weight_done` returns.
         weight_done: called in backward when `main_grad` holds the gradient.
         observer: called in every pass, for counting.
+        keeper: called in forward where something is kept for wgrad.
 
     Returns:
         `[S, ..., F/R]`, dtype of `x_shard`.
@@ -73,9 +75,11 @@ def all_gather_linear(
             f"x_shard: {flat.shape[0]} rows: rank {transport.rank} of {transport.size} owns "
             f"{layout.shard_rows(transport.rank)} of {total}"
         )
+    # Without a graph (inference, the first pass of recomputation) nothing is kept, whatever the plan says.
+    keeps = torch.is_grad_enabled() and w.requires_grad
     source = None if x_shard.is_inference() else _Source(weakref.ref(x_shard), x_shard._version)
     y: torch.Tensor = _AllGatherLinear.apply(
-        flat, w, bias, transport, plan, total, source, main_grad, weight_done, observer
+        flat, w, bias, transport, plan, total, source, main_grad, weight_done, observer, keeps, keeper
     )
     if x_shard.dim() == 2:
         return y
@@ -157,12 +161,14 @@ class _AllGatherLinear(torch.autograd.Function):
         main_grad: torch.Tensor | None,
         weight_done: WeightDone | None,
         observer: Observer | None,
+        keeps: bool,
+        keeper: Keeper | None,
     ) -> torch.Tensor:
         x = x.contiguous()
         schedule = plan.schedule("all_gather", transport, num_rows, x.device)
         layout = ChunkLayout(num_rows, transport.size, schedule.chunks_per_rank)
         shape = (num_rows, x.shape[1])
-        save = plan.save_gathered and w.requires_grad
+        save = plan.save_gathered and keeps
         y = x.new_empty(num_rows, w.shape[0])
         num_bytes = 0
         full = None if save else _still_gathered(transport, x, source, layout)
@@ -177,7 +183,8 @@ class _AllGatherLinear(torch.autograd.Function):
             num_bytes = (transport.size - 1) * x.nbytes
             if source is not None and not save:
                 transport.workspace.remember("gather", full, source)
-        ctx.save_for_backward(full if save else x, w)
+        ctx.save_for_backward((full if save else x) if keeps else None, w)
+        ctx.hold = Hold(keeper(x, full.nbytes)) if keeps and keeper is not None else None
         ctx.gathered, ctx.use_bias, ctx.main_grad = save, bias is not None, main_grad
         ctx.transport, ctx.plan, ctx.weight_done, ctx.observer = transport, plan, weight_done, observer
         if observer is not None:
@@ -221,7 +228,9 @@ class _AllGatherLinear(torch.autograd.Function):
             if need_w:
                 ctx.observer("wgrad", 0 if arrivals is None else (transport.size - 1) * x.nbytes)
         dbias = dy.sum(0) if need_bias and ctx.use_bias else None
-        return dx, dw, dbias, None, None, None, None, None, None, None
+        if ctx.hold is not None:
+            ctx.hold.end()
+        return dx, dw, dbias, *(None,) * 9
 
 
 def _still_gathered(
