@@ -144,7 +144,7 @@ class _LinearAllReduce(torch.autograd.Function):
     ) -> torch.Tensor:
         schedule = plan.all_reduce_schedule(transport, x.shape[0], x.device, "between")
         y = x.new_empty(x.shape[0], w.shape[0])
-        sums = Sums(transport, schedule, y, "linear_all_reduce")
+        sums = Sums(transport, schedule, y, "linear_all_reduce", add_in_place=plan.add_in_place)
         sums.compute(lambda start, stop, out: gemm_into(x[start:stop], w.t(), out))
         sums.finish()
         ctx.save_for_backward(x if w.requires_grad else None, w)
@@ -204,7 +204,7 @@ class _CopyLinear(torch.autograd.Function):
             gathers: Gathers = "after" if pieces else "between"
             schedule = ctx.plan.all_reduce_schedule(transport, dy.shape[0], dy.device, gathers)
             dx = dy.new_empty(dy.shape[0], w.shape[1])
-            sums = Sums(transport, schedule, dx, "copy_linear dgrad")
+            sums = Sums(transport, schedule, dx, "copy_linear dgrad", add_in_place=ctx.plan.add_in_place)
             sums.compute(lambda start, stop, out: gemm_into(dy[start:stop], w, out))
             if schedule.pattern == "serial":
                 sums.finish()

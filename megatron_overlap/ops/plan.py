@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import torch
 
 from megatron_overlap.comm import Transport
 from megatron_overlap.schedules import Plan, all_gather_plan, all_reduce_plan, reduce_scatter_plan
 from megatron_overlap.schedules.all_reduce import Gathers
-from megatron_overlap.schedules.plan import Collective, Pattern, Split
+from megatron_overlap.schedules.plan import Pattern, Split
 
 # Below this many rows a bf16 GEMM loses more than 5 % per row (measured with oneDNN on AVX-512: 256 rows 0-1 %, 128
 # rows 3-7 %, 64 rows 11-20 %), and what one more cut can hide is less.
 _MIN_CHUNK_ROWS = 128
 _MAX_CHUNKS_PER_RANK = 16
+
+RowCollective = Literal["all_gather", "reduce_scatter"]
+"""The collectives of sequence parallelism, where ranks own rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,8 @@ class LinearPlan:
         pattern: `direct` or `ring`; `serial` is the same messages without overlap.
         chunks_per_rank: messages a rank's slice is cut into; None chooses by the number of rows.
         split: `all` computes chunk by chunk, `edge` only where a chunk is exposed; None chooses by the device.
+        add_in_place: an all-reduce adds at the places that its plan names, and waits there; otherwise when messages
+            have landed. None chooses by the device.
         save_gathered: column-parallel forward keeps the gathered input for wgrad instead of gathering it again.
     """
 
@@ -33,8 +39,9 @@ class LinearPlan:
     chunks_per_rank: int | None = None
     split: Split | None = None
     save_gathered: bool = False
+    add_in_place: bool | None = None
 
-    def schedule(self, collective: Collective, transport: Transport, num_rows: int, device: torch.device) -> Plan:
+    def schedule(self, collective: RowCollective, transport: Transport, num_rows: int, device: torch.device) -> Plan:
         """The schedule of one rank for `num_rows` gathered rows."""
         chunks = self.chunks_per_rank
         if chunks is None:
@@ -59,7 +66,7 @@ class LinearPlan:
 
 @lru_cache(maxsize=256)
 def _schedule(
-    collective: Collective, size: int, rank: int, chunks_per_rank: int, pattern: Pattern, split: Split
+    collective: RowCollective, size: int, rank: int, chunks_per_rank: int, pattern: Pattern, split: Split
 ) -> Plan:
     build = all_gather_plan if collective == "all_gather" else reduce_scatter_plan
     return build(size, rank, chunks_per_rank=chunks_per_rank, pattern=pattern, split=split)

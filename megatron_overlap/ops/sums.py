@@ -16,7 +16,7 @@ class Sums:
     """An all-reduce of GEMM results on its way. Every owner adds its chunks once; all ranks end with the same bits.
 
     The computing thread does the additions between its GEMMs. On the CPU it adds what has landed and never stands
-    still for what has not, before `finish`; where that cannot be asked (CUDA) it keeps to the places of the plan.
+    still for what has not, before `finish`; where that cannot be asked (CUDA) it adds at the places of the plan.
 
     Args:
         transport: carries partial sums and sums.
@@ -25,13 +25,16 @@ class Sums:
             until they have left: a sum arrives where its partial was, and its owner cannot send it before it has
             received that partial.
         op: name in error messages.
+        add_in_place: add at the places of the plan; None chooses by the device.
     """
 
-    def __init__(self, transport: Transport, plan: Plan, out: torch.Tensor, op: str) -> None:
+    def __init__(
+        self, transport: Transport, plan: Plan, out: torch.Tensor, op: str, *, add_in_place: bool | None = None
+    ) -> None:
         self._plan, self._out = plan, out
         self._workspace = transport.workspace
         self._layout = PartLayout(out.shape[0], plan.num_ranks, plan.chunks_per_rank)
-        self._asks = out.device.type == "cpu"
+        self._in_place = out.device.type != "cpu" if add_in_place is None else add_in_place
         self._gathers = [k for k, exchange in enumerate(plan.exchanges) if exchange.recv.owner != plan.rank]
         partial = [k for k, exchange in enumerate(plan.exchanges) if exchange.recv.owner == plan.rank]
         sizes = [self._layout.num_chunk_rows(plan.exchanges[k].recv) for k in partial]
@@ -55,14 +58,14 @@ class Sums:
                 start, stop = self._layout.rows(work.chunks[0])[0], self._layout.rows(work.chunks[-1])[1]
                 if start < stop:
                     gemm(start, stop, self._out[start:stop])
-            self._advance(index + 1, wait=not self._asks)
+            self._advance(index + 1, wait=self._in_place)
 
     def beside(self, pieces: Sequence[Callable[[], None]]) -> None:
         """Runs other work after `compute`, piece by piece; between them sums are made and leave."""
         num_work = len(self._plan.work)
         for number, piece in enumerate(pieces):
             piece()
-            if self._asks:
+            if not self._in_place:
                 self._advance(num_work, wait=False)
             else:
                 # Spread evenly, and all of them before the last piece, which hides the last sums' messages.

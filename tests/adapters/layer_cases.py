@@ -314,7 +314,9 @@ def memory_of(group: dist.ProcessGroup, recompute_gather: str) -> dict[str, int]
             with torch.no_grad():
                 layers[0](x)
         after_forward = kept.live_bytes
-        outputs.pop().backward(dy)
+        # Still referenced: backward itself lets go, not the end of the graph.
+        last = outputs.pop()
+        last.backward(dy)
         one_gone = kept.live_bytes
         outputs.clear()
         report = session.report().as_dict()["memory"]

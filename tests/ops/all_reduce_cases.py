@@ -103,6 +103,7 @@ def random_calls(group: dist.ProcessGroup, seed: int, count: int) -> bytes:
                 pattern=draw.choice(["direct", "direct", "serial"]),
                 chunks_per_rank=draw.choice([None, 1, 2, 3, 5]),
                 split=draw.choice([None, "edge", "all"]),
+                add_in_place=draw.choice([None, True]),
             ),
             late=draw.random() < 0.5,
             main_grad=draw.random() < 0.3,

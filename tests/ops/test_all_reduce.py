@@ -31,6 +31,15 @@ def test_however_parts_are_cut(world: World, op: str, split: str) -> None:
     assert_same(world.run(4, cases.against_reference, op, 50, 16, 24, torch.float32, plan, late=True))
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["gloo", "late"])
+@pytest.mark.parametrize("op", OPS)
+def test_additions_at_the_places_of_the_plan(world: World, op: str, late: bool) -> None:
+    """As on CUDA: nobody asks what has landed."""
+    plan = LinearPlan(chunks_per_rank=5, add_in_place=True)
+    f = 700 if op == "copy_linear" else 24
+    assert_same(world.run(4, cases.against_reference, op, 50, 16, f, torch.float32, plan, late=late))
+
+
 @pytest.mark.parametrize("rows", [0, 1, 3])
 @pytest.mark.parametrize("op", OPS)
 def test_fewer_rows_than_ranks_or_parts(world: World, op: str, rows: int) -> None:
