@@ -70,8 +70,8 @@ def check(plans: Sequence[Plan]) -> Proof:
 
     Proved: every chunk is computed once on every rank (all-gather) or summed once from every rank at its owner
     (reduce-scatter), and every rank ends with every sum (all-reduce); no rank sends a chunk that it does not hold, or
-    reads one that has not landed, or receives a sum where its own partial still waits to be sent; nothing deadlocks;
-    every message that is sent is received.
+    a sum that is not whole, or reads a chunk that has not landed; nothing deadlocks; every message that is sent is
+    received.
 
     Args:
         plans: plan of rank 0, 1, ..., in order.
@@ -165,15 +165,16 @@ def _exchange(ranks: list[_Rank], sender: _Rank) -> bool:
 
 
 def _keep(sender: _Rank, receiver: _Rank, exchange: Exchange, where: str) -> None:
-    """A gathered chunk, or the whole sum of one, reaches `receiver`."""
+    """A gathered chunk, or the whole sum of one, reaches `receiver`.
+
+    A sum is whole when every rank's partial has reached its owner: it never lands where a partial waits to be sent.
+    """
     chunk = exchange.send
     if chunk not in sender.held and chunk not in sender.whole:
         raise ScheduleError(f"{where}: sends {chunk}, which it does not hold")
-    to = f"rank {receiver.plan.rank}, exchange {sender.exchanges_done}"
     if chunk in receiver.held:
-        raise ScheduleError(f"{to}: receives {chunk} a second time")
-    if chunk in receiver.partial:
-        raise ScheduleError(f"{to}: receives the sum of {chunk} over its own partial")
+        index = sender.exchanges_done
+        raise ScheduleError(f"rank {receiver.plan.rank}, exchange {index}: receives {chunk} a second time")
     receiver.held.add(chunk)
 
 

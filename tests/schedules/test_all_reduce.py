@@ -99,8 +99,8 @@ def damage(plan: Plan) -> list[Plan]:
     return damaged
 
 
-def test_a_sum_over_an_unsent_partial_is_caught() -> None:
-    """Both ends would agree on it, and the bits would depend on who is faster."""
+def test_a_sum_that_is_not_whole_is_caught() -> None:
+    """Both ends would agree on it, and it would land where a partial waits to be sent."""
     good = plans(2)
     gather, reduce = good[0].exchanges[1], good[0].exchanges[0]
     early = [
@@ -112,6 +112,16 @@ def test_a_sum_over_an_unsent_partial_is_caught() -> None:
     assert (gather.send, reduce.send) == (Chunk(0, 0), Chunk(1, 0))
     with pytest.raises(ScheduleError, match="which it does not hold"):
         check(early)
+
+
+def test_sums_that_nobody_sends_are_missed() -> None:
+    """A reduce-scatter alone: every rank agrees with every other, and none has the others' sums."""
+    halves = []
+    for plan in plans(3):
+        reduces = tuple(exchange for exchange in plan.exchanges if exchange.recv.owner == plan.rank)
+        halves.append(dataclasses.replace(plan, exchanges=reduces))
+    with pytest.raises(ScheduleError, match="rank 0: never gets the sum of"):
+        check(halves)
 
 
 @settings(max_examples=200, deadline=None)
