@@ -10,6 +10,8 @@ from typing import Any, Literal, NamedTuple
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
+from megatron_overlap.kept import KeptCounter, KeptMemory
+
 Direction = Literal["forward", "dgrad", "wgrad"]
 
 _MIB = 1024 * 1024
@@ -46,6 +48,8 @@ class Counters:
 
     def __init__(self, strict: bool = False) -> None:
         self.strict = strict
+        self.kept = KeptCounter()
+        self._left: dict[str, str] = {}
         self._tallies: dict[Site, Tally] = {}
         self._lock = threading.Lock()
 
@@ -75,6 +79,15 @@ class Counters:
                 f"{module}: {op} {direction}: not overlapped: {reason};"
                 " remove the cause, or set overlap.strict to false to run Megatron's own path"
             )
+
+    def leave(self, module: str, reason: str) -> None:
+        """Notes a module that is left to Megatron on purpose: nothing that could be otherwise, so never an error."""
+        self._left[module] = reason
+
+    @property
+    def left(self) -> dict[str, str]:
+        """Modules that are left to Megatron on purpose, and why."""
+        return dict(self._left)
 
     def snapshot(self) -> dict[Site, Tally]:
         """A copy of all counts, in the order of the sites."""
@@ -108,6 +121,8 @@ class Report:
     features: Mapping[str, str]
     patches: tuple[PatchLine, ...]
     sites: Mapping[Site, Tally]
+    kept: KeptMemory = KeptMemory()
+    left: Mapping[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON can hold it."""
@@ -137,6 +152,8 @@ class Report:
                 }
                 for site, tally in self.sites.items()
             ],
+            "left_to_megatron": dict(self.left),
+            "memory": self.kept.as_dict(),
             "totals": {
                 "overlapped": sum(tally.overlapped for tally in self.sites.values()),
                 "fallbacks": sum(sum(tally.fallbacks.values()) for tally in self.sites.values()),
@@ -151,6 +168,9 @@ class Report:
             parts.append(self._patch_table())
         if self.sites:
             parts.append(self._call_table())
+        if self.kept.calls:
+            parts.append(self._memory_table())
+        parts += [f"left to Megatron: {module}: {reason}" for module, reason in self.left.items()]
         return Group(*parts)
 
     def render(self, width: int = 120) -> str:
@@ -192,4 +212,17 @@ class Report:
                 f"{tally.moved_bytes / _MIB:.1f}",
                 reasons or "-",
             )
+        return table
+
+    def _memory_table(self) -> Table:
+        kept = self.kept
+        title = f"inputs kept for weight gradients, recompute_gather: {kept.choice}"
+        table = Table("module", "op", title=title, title_justify="left")
+        table.add_column("MiB a call", justify="right")
+        table.add_column(f"with {kept.otherwise}", justify="right")
+        for site, num_bytes, otherwise in kept.calls:
+            cells = (f"{num_bytes / _MIB:.2f}", f"{otherwise / _MIB:.2f}")
+            table.add_row(f"{site.kind} {site.name}".strip(), site.op, *cells)
+        peaks = (f"{kept.peak_bytes / _MIB:.2f}", f"{kept.otherwise_peak_bytes / _MIB:.2f}")
+        table.add_row("all, most at one time", "", *peaks)
         return table

@@ -70,6 +70,8 @@ class Session:
             features={name: _method(self.config, name) for name in _FEATURES},
             patches=tuple(self._line(finding) for finding in self._plan.findings),
             sites=self.counters.snapshot(),
+            kept=self.counters.kept.snapshot(),
+            left=self.counters.left,
         )
 
     def disable(self) -> None:

@@ -53,17 +53,18 @@ class Layout:
 
     @property
     def overlapped(self) -> bool:
-        return self.sequence_parallel
+        return self.tensor > 1
 
 
 ALONE = Layout("TP1")
 LAYOUTS = (
     Layout("TP2", tensor=2),
+    Layout("TP4", tensor=4),
     Layout("TP2+SP", tensor=2, sequence_parallel=True),
     Layout("TP4+SP", tensor=4, sequence_parallel=True),
     Layout("TP2xDP2+SP", tensor=2, data=2, sequence_parallel=True),
 )
-RESUMED = LAYOUTS[1]
+RESUMED = Layout("TP2+SP", tensor=2, sequence_parallel=True)
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt": {"ffn_hidden_size": 512},
     "llama": {"ffn_hidden_size": 344, "num_query_groups": 4},

@@ -12,7 +12,8 @@ from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.utils import get_tensor_model_parallel_group_if_none
 
 from megatron_overlap.comm import Transport, close_transport, transport_of
-from megatron_overlap.ops import LinearPlan, all_gather_linear, linear_reduce_scatter
+from megatron_overlap.kept import KeptCounter, KeptSite
+from megatron_overlap.ops import LinearPlan, all_gather_linear, copy_linear, linear_all_reduce, linear_reduce_scatter
 from megatron_overlap.schedules.build import MAX_RANKS
 from megatron_overlap.session import Session
 
@@ -30,6 +31,12 @@ _COLUMN_ARGUMENTS = {
     "gtp_remat_size",
 }
 
+_EXPERT = "expert layer: the token dispatcher communicates, not the layer"
+_LEFT = {
+    "VocabParallelEmbedding": "there is no GEMM to hide its all-reduce or reduce-scatter under",
+    "VocabParallelCrossEntropy": "it sums a few numbers a token, not rows",
+}
+
 
 class LinearAdapter:
     """What the patched layers of one session share: the plan of each call, transports, and counting."""
@@ -43,6 +50,9 @@ class LinearAdapter:
             chunks_per_rank=None if tensor.chunks_per_rank == "auto" else tensor.chunks_per_rank,
             save_gathered=tensor.recompute_gather == "never",
         )
+        session.counters.kept = KeptCounter(gathered=self._plan.save_gathered)
+        for module, reason in _LEFT.items():
+            session.counters.leave(module, reason)
 
     @classmethod
     def of(cls, session: Session) -> LinearAdapter:
@@ -73,10 +83,19 @@ class LinearAdapter:
             counters.overlapped(kind, name, op, direction, num_bytes)
 
         options: dict[str, Any] = {"plan": self._plan, "observer": observer}
+        if op == "ag_gemm":
+            site = KeptSite(kind, name, op)
+            options["keeper"] = lambda x, num_bytes: counters.kept.keep(site, x.data_ptr(), x.nbytes, num_bytes)
         if fused_wgrad and weight.requires_grad and hasattr(weight, "main_grad"):
             options["main_grad"] = weight.main_grad
             options["weight_done"] = functools.partial(_weight_done, weight, weight.main_grad)
         return options
+
+    def why_not(self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, op: str) -> str | None:
+        """What keeps any layer's tensors, or this session's schedule, from `op`; None if nothing does."""
+        if op in ("gemm_ar", "copy_gemm") and self._plan.pattern == "ring":
+            return "schedule ring has no all-reduce: use direct, or --sequence-parallel"
+        return _why_not_tensors(x, weight, group)
 
     def fall_back(self, kind: str, op: str, weight: torch.Tensor, reason: str) -> None:
         """Counts a call that Megatron's own path serves."""
@@ -86,7 +105,8 @@ class LinearAdapter:
 def column_forward_impl(original: Method, session: Session) -> Method:
     """Replacement of `ColumnParallelLinear._forward_impl`.
 
-    Equals the original: `all_gather(input) @ weight.T + bias` under sequence parallelism.
+    Equals the original: `all_gather(input) @ weight.T + bias` under sequence parallelism; without it
+    `input @ weight.T + bias`, whose input gradient is summed over ranks.
     """
     adapter = LinearAdapter.of(session)
 
@@ -95,12 +115,14 @@ def column_forward_impl(original: Method, session: Session) -> Method:
         group = get_tensor_model_parallel_group_if_none(kwargs.get("tp_group"))
         if group is None or group.size() == 1:
             return original(self, input, weight, *args, **kwargs)
-        reason = _why_not_column(input, weight, args, kwargs, group)
+        op = "ag_gemm" if kwargs.get("sequence_parallel") else "copy_gemm"
+        reason = _why_not_column(self, args, kwargs) or adapter.why_not(input, weight, group, op)
         if reason is not None:
-            adapter.fall_back("column", "ag_gemm", weight, reason)
+            adapter.fall_back("column", op, weight, reason)
             return original(self, input, weight, *args, **kwargs)
-        options = adapter.options("column", "ag_gemm", weight, bool(kwargs.get("gradient_accumulation_fusion")))
-        return all_gather_linear(input, weight, kwargs.get("bias"), group=adapter.transport(group), **options)
+        options = adapter.options("column", op, weight, bool(kwargs.get("gradient_accumulation_fusion")))
+        linear = all_gather_linear if op == "ag_gemm" else copy_linear
+        return linear(input, weight, kwargs.get("bias"), group=adapter.transport(group), **options)
 
     return _forward_impl
 
@@ -108,8 +130,8 @@ def column_forward_impl(original: Method, session: Session) -> Method:
 def row_forward(original: Method, session: Session) -> Method:
     """Replacement of `RowParallelLinear.forward`.
 
-    Equals the original: `reduce_scatter(input @ weight.T)` under sequence parallelism, then the bias, which is returned
-    instead of added with `skip_bias_add`.
+    Equals the original: `reduce_scatter(input @ weight.T)` under sequence parallelism, without it
+    `all_reduce(input @ weight.T)`; then the bias, which is returned instead of added with `skip_bias_add`.
     """
     adapter = LinearAdapter.of(session)
     own_gemm = RowParallelLinear._forward_impl
@@ -119,12 +141,14 @@ def row_forward(original: Method, session: Session) -> Method:
         group = self.tp_group
         if group is None or group.size() == 1:
             return original(self, input_)
-        reason = _why_not_row(self, input_, group, own_gemm)
+        op = "gemm_rs" if self.sequence_parallel else "gemm_ar"
+        reason = _why_not_row(self, input_, group, own_gemm) or adapter.why_not(input_, self.weight, group, op)
         if reason is not None:
-            adapter.fall_back("row", "gemm_rs", self.weight, reason)
+            adapter.fall_back("row", op, self.weight, reason)
             return original(self, input_)
-        options = adapter.options("row", "gemm_rs", self.weight, self.gradient_accumulation_fusion)
-        output = linear_reduce_scatter(input_, self.weight, group=adapter.transport(group), **options)
+        options = adapter.options("row", op, self.weight, self.gradient_accumulation_fusion)
+        linear = linear_reduce_scatter if op == "gemm_rs" else linear_all_reduce
+        output = linear(input_, self.weight, group=adapter.transport(group), **options)
         if self.skip_bias_add:
             return output, self.bias
         return (output if self.bias is None else output + self.bias), None
@@ -132,32 +156,26 @@ def row_forward(original: Method, session: Session) -> Method:
     return forward
 
 
-def _why_not_column(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    group: dist.ProcessGroup,
-) -> str | None:
+def _why_not_column(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     unknown = sorted(set(kwargs) - _COLUMN_ARGUMENTS)
     if args or unknown:
         return f"arguments that are not known here: {', '.join(unknown) or 'positional'}"
-    if not kwargs.get("sequence_parallel"):
-        return "tensor parallel without sequence parallel is not overlapped yet: add --sequence-parallel"
-    if kwargs.get("allreduce_dgrad"):
+    if layer.explicit_expert_comm:
+        return _EXPERT
+    if kwargs.get("sequence_parallel") and kwargs.get("allreduce_dgrad"):
         return "sequence parallel together with an all-reduce of dgrad"
+    if not kwargs.get("sequence_parallel") and not kwargs.get("allreduce_dgrad"):
+        return "the layer does not communicate (disable_grad_reduce)"
     if kwargs.get("grad_output_buffer") is not None:
         return "deferred weight gradient of the embedding (--defer-embedding-wgrad-compute)"
     if kwargs.get("gtp_remat_size", 1) > 1:
         return "generalized tensor parallel weights"
-    return _why_not_tensors(input, weight, group)
+    return None
 
 
 def _why_not_row(layer: Any, input_: torch.Tensor, group: dist.ProcessGroup, own_gemm: Method) -> str | None:
     if layer.explicit_expert_comm:
-        return "expert layer with communication of its own"
-    if not layer.sequence_parallel:
-        return "tensor parallel without sequence parallel is not overlapped yet: add --sequence-parallel"
+        return _EXPERT
     if not layer.input_is_parallel:
         return "input is not parallel"
     if type(layer)._forward_impl is not own_gemm:
@@ -167,9 +185,9 @@ def _why_not_row(layer: Any, input_: torch.Tensor, group: dist.ProcessGroup, own
     context = layer.config._cpu_offloading_context
     if context is not None and context.inside_context is True:
         return "activations are offloaded to the CPU"
-    if input_.shape[0] % group.size():
+    if layer.sequence_parallel and input_.shape[0] % group.size():
         return f"sequence length is not divisible by the tensor-parallel size {group.size()}"
-    return _why_not_tensors(input_, layer.weight, group)
+    return None
 
 
 def _why_not_tensors(x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup) -> str | None:

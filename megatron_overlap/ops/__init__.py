@@ -1,7 +1,15 @@
 """Linear layers whose communication is hidden: schedule x transport x GEMM, with autograd."""
 
+from megatron_overlap.ops.all_reduce import copy_linear, linear_all_reduce
 from megatron_overlap.ops.linear import all_gather_linear, linear_reduce_scatter
 from megatron_overlap.ops.plan import LinearPlan
 from megatron_overlap.ops.query_split import attention_linear_reduce_scatter
 
-__all__ = ["LinearPlan", "all_gather_linear", "attention_linear_reduce_scatter", "linear_reduce_scatter"]
+__all__ = [
+    "LinearPlan",
+    "all_gather_linear",
+    "attention_linear_reduce_scatter",
+    "copy_linear",
+    "linear_all_reduce",
+    "linear_reduce_scatter",
+]

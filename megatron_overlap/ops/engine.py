@@ -167,7 +167,7 @@ class Departures:
             waiting.setdefault(exchanges[k].recv.part, []).append(k)
         total = out
         if out.element_size() < 4 and any(len(terms) > 1 for terms in waiting.values()):
-            total = self._workspace.take("sum", out.shape, _wide(out))
+            total = self._workspace.take("sum", out.shape, like_fp32(out))
             total.copy_(out)
         while waiting:
             part = next((part for part, terms in waiting.items() if self._flight.landed(terms[0])), next(iter(waiting)))
@@ -201,33 +201,19 @@ class WeightGradient:
     def add(self, dy: torch.Tensor, x: torch.Tensor) -> None:
         """Adds the product of some rows: `dy` is `[rows, F]`, `x` is `[rows, K]`."""
         if self._main_grad is not None:
-            self._accumulate(self._main_grad, dy, x)
+            add_product(self._main_grad, dy, x, self._workspace)
         elif self._own is not None:
             if self._empty:
                 torch.mm(dy.t(), x, out=self._own)
             elif self._own.element_size() < 4:
                 # Rounding the running sum after every piece would cost a bit of precision each time.
                 if self._sum is None:
-                    self._sum = self._workspace.take("wgrad_sum", self._own.shape, _wide(self._own))
+                    self._sum = self._workspace.take("wgrad_sum", self._own.shape, like_fp32(self._own))
                     self._sum.copy_(self._own)
-                self._accumulate(self._sum, dy, x)
+                add_product(self._sum, dy, x, self._workspace)
             else:
                 self._own.addmm_(dy.t(), x)
         self._empty = False
-
-    def _accumulate(self, total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
-        if total.dtype == x.dtype:
-            total.addmm_(dy.t(), x)
-            return
-        if total.is_cuda and _fused_wgrad is not None and total.dtype == torch.float32:
-            _fused_wgrad(x, dy, total)
-            return
-        # In blocks of output rows: the narrow product never needs a buffer of the weight's size.
-        for start in range(0, total.shape[0], _WGRAD_BLOCK):
-            rows = slice(start, start + _WGRAD_BLOCK)
-            product = self._workspace.take("wgrad_block", (total[rows].shape[0], total.shape[1]), x)
-            torch.mm(dy[:, rows].t(), x, out=product)
-            add_wide(total[rows], product, self._workspace)
 
     def result(self) -> torch.Tensor | None:
         """The gradient; None where it went into `main_grad`."""
@@ -237,6 +223,22 @@ class WeightGradient:
             elif self._sum is not None:
                 self._own.copy_(self._sum)
         return self._own
+
+
+def add_product(total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, workspace: Workspace) -> None:
+    """`total += dy.T @ x`, where the product may be narrower than `total`."""
+    if total.dtype == x.dtype:
+        total.addmm_(dy.t(), x)
+        return
+    if total.is_cuda and _fused_wgrad is not None and total.dtype == torch.float32:
+        _fused_wgrad(x, dy.contiguous(), total)
+        return
+    # In blocks of output rows: the narrow product never needs a buffer of the weight's size.
+    for start in range(0, total.shape[0], _WGRAD_BLOCK):
+        rows = slice(start, start + _WGRAD_BLOCK)
+        product = workspace.take("wgrad_block", (total[rows].shape[0], total.shape[1]), x)
+        torch.mm(dy[:, rows].t(), x, out=product)
+        add_wide(total[rows], product, workspace)
 
 
 class Spans:
@@ -272,5 +274,6 @@ def add_wide(total: torch.Tensor, term: torch.Tensor, workspace: Workspace) -> N
     total.add_(term)
 
 
-def _wide(like: torch.Tensor) -> torch.Tensor:
+def like_fp32(like: torch.Tensor) -> torch.Tensor:
+    """Names fp32 on the device of `like` to a workspace."""
     return torch.empty(0, dtype=torch.float32, device=like.device)

@@ -10,22 +10,16 @@ Source: Flash-Overlap / CommFuse (arXiv 2604.24013) for the forward order. The b
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm import Transport, transport_of
+from megatron_overlap.comm import Transport
+from megatron_overlap.ops.common import Hold, Keeper, Observer, WeightDone, check_operands, gemm_into, transport_for
 from megatron_overlap.ops.engine import Arrivals, Departures, Spans, WeightGradient
 from megatron_overlap.ops.plan import LinearPlan
 from megatron_overlap.schedules import ChunkLayout
-
-Observer = Callable[[str, int], None]
-"""Told of each overlapped pass: `forward`, `dgrad` or `wgrad`, and the bytes that this rank sent for it."""
-
-WeightDone = Callable[[], torch.Tensor | None]
-"""Called when the weight gradient is in `main_grad`; what it returns is given to autograd as the gradient."""
 
 _DEFAULT = LinearPlan()
 
@@ -41,6 +35,7 @@ def all_gather_linear(
     main_grad: torch.Tensor | None = None,
     weight_done: WeightDone | None = None,
     observer: Observer | None = None,
+    keeper: Keeper | None = None,
 ) -> torch.Tensor:
     """Equals `all_gather(x_shard) @ w.T + bias`; see `ops.reference.all_gather_linear`.
 
@@ -60,6 +55,7 @@ def all_gather_linear(
             `weight_done` returns.
         weight_done: called in backward when `main_grad` holds the gradient.
         observer: called in every pass, for counting.
+        keeper: called in forward where something is kept for wgrad.
 
     Returns:
         `[S, ..., F/R]`, dtype of `x_shard`.
@@ -68,9 +64,9 @@ def all_gather_linear(
         ValueError: shapes, dtypes or devices do not fit each other.
         TransportError: a peer is gone or late beyond the deadline.
     """
-    transport = _transport(group)
+    transport = transport_for(group)
     plan = plan or _DEFAULT
-    rows_per_index = _check(x_shard, w, bias, main_grad, "x_shard")
+    rows_per_index = check_operands(x_shard, w, bias, main_grad, "x_shard")
     flat = x_shard.reshape(-1, x_shard.shape[-1])
     total = transport.size * flat.shape[0] if num_rows is None else num_rows
     layout = ChunkLayout(total, transport.size)
@@ -79,9 +75,11 @@ def all_gather_linear(
             f"x_shard: {flat.shape[0]} rows: rank {transport.rank} of {transport.size} owns "
             f"{layout.shard_rows(transport.rank)} of {total}"
         )
+    # Without a graph (inference, the first pass of recomputation) nothing is kept, whatever the plan says.
+    keeps = torch.is_grad_enabled() and w.requires_grad
     source = None if x_shard.is_inference() else _Source(weakref.ref(x_shard), x_shard._version)
     y: torch.Tensor = _AllGatherLinear.apply(
-        flat, w, bias, transport, plan, total, source, main_grad, weight_done, observer
+        flat, w, bias, transport, plan, total, source, main_grad, weight_done, observer, keeps, keeper
     )
     if x_shard.dim() == 2:
         return y
@@ -123,8 +121,8 @@ def linear_reduce_scatter(
         ValueError: shapes, dtypes or devices do not fit each other.
         TransportError: a peer is gone or late beyond the deadline.
     """
-    transport = _transport(group)
-    rows_per_index = _check(x, w_shard, bias, main_grad, "x")
+    transport = transport_for(group)
+    rows_per_index = check_operands(x, w_shard, bias, main_grad, "x")
     if x.dim() > 2 and x.shape[0] % transport.size:
         raise ValueError(f"x: {x.shape[0]} positions: not divisible by {transport.size} ranks; pad the sequence")
     flat = x.reshape(-1, x.shape[-1])
@@ -149,25 +147,6 @@ class _Source(NamedTuple):
         return isinstance(earlier, _Source) and earlier.tensor() is self.tensor() and earlier.version == self.version
 
 
-def _transport(group: dist.ProcessGroup | Transport) -> Transport:
-    return transport_of(group) if isinstance(group, dist.ProcessGroup) else group
-
-
-def _check(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, main_grad: torch.Tensor | None, name: str
-) -> int:
-    """Refuses what does not fit; returns the rows at one index of the first dimension."""
-    if x.dim() < 2 or w.dim() != 2 or x.shape[-1] != w.shape[1]:
-        raise ValueError(f"{name}: shape {tuple(x.shape)} does not fit a weight of shape {tuple(w.shape)}")
-    if x.dtype != w.dtype or x.device != w.device:
-        raise ValueError(f"{name}: {x.dtype} on {x.device} does not fit a weight of {w.dtype} on {w.device}")
-    if bias is not None and bias.shape != w.shape[:1]:
-        raise ValueError(f"bias: shape {tuple(bias.shape)}: must be ({w.shape[0]},)")
-    if main_grad is not None and main_grad.shape != w.shape:
-        raise ValueError(f"main_grad: shape {tuple(main_grad.shape)}: must be {tuple(w.shape)}")
-    return int(x.shape[1:-1].numel())
-
-
 class _AllGatherLinear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -182,27 +161,30 @@ class _AllGatherLinear(torch.autograd.Function):
         main_grad: torch.Tensor | None,
         weight_done: WeightDone | None,
         observer: Observer | None,
+        keeps: bool,
+        keeper: Keeper | None,
     ) -> torch.Tensor:
         x = x.contiguous()
         schedule = plan.schedule("all_gather", transport, num_rows, x.shape[1] * x.itemsize, x.device)
         layout = ChunkLayout(num_rows, transport.size, schedule.chunks_per_rank)
         shape = (num_rows, x.shape[1])
-        save = plan.save_gathered and w.requires_grad
+        save = plan.save_gathered and keeps
         y = x.new_empty(num_rows, w.shape[0])
         num_bytes = 0
         full = None if save else _still_gathered(transport, x, source, layout)
         if full is not None:
-            _gemm(full, w.t(), y, bias)
+            gemm_into(full, w.t(), y, bias)
         else:
             full = x.new_empty(shape) if save else transport.workspace.take("gather", shape, x)
             arrivals = Arrivals(transport, schedule, x, layout, full, "all_gather_linear", whole=save)
             for (start, stop), rows in arrivals:
-                _gemm(rows, w.t(), y[start:stop], bias)
+                gemm_into(rows, w.t(), y[start:stop], bias)
             arrivals.finish()
             num_bytes = (transport.size - 1) * x.nbytes
             if source is not None and not save:
                 transport.workspace.remember("gather", full, source)
-        ctx.save_for_backward(full if save else x, w)
+        ctx.save_for_backward((full if save else x) if keeps else None, w)
+        ctx.hold = Hold(keeper(x, full.nbytes)) if keeps and keeper is not None else None
         ctx.gathered, ctx.use_bias, ctx.main_grad = save, bias is not None, main_grad
         ctx.transport, ctx.plan, ctx.weight_done, ctx.observer = transport, plan, weight_done, observer
         if observer is not None:
@@ -229,7 +211,7 @@ class _AllGatherLinear(torch.autograd.Function):
             layout = ChunkLayout(num_rows, transport.size, schedule.chunks_per_rank)
             dx = dy.new_empty(layout.shard_rows(transport.rank), w.shape[1])
             departures = Departures(transport, schedule, layout, dx, "all_gather_linear dgrad")
-            departures.compute(lambda start, stop, out: _gemm(dy[start:stop], w, out))
+            departures.compute(lambda start, stop, out: gemm_into(dy[start:stop], w, out))
         dw = None
         if need_w:
             wgrad = WeightGradient(w, ctx.main_grad, transport.workspace)
@@ -246,7 +228,9 @@ class _AllGatherLinear(torch.autograd.Function):
             if need_w:
                 ctx.observer("wgrad", 0 if arrivals is None else (transport.size - 1) * x.nbytes)
         dbias = dy.sum(0) if need_bias and ctx.use_bias else None
-        return dx, dw, dbias, None, None, None, None, None, None, None
+        if ctx.hold is not None:
+            ctx.hold.end()
+        return dx, dw, dbias, *(None,) * 9
 
 
 def _still_gathered(
@@ -289,7 +273,7 @@ class _LinearReduceScatter(torch.autograd.Function):
         layout = ChunkLayout(x.shape[0], transport.size, schedule.chunks_per_rank)
         y = x.new_empty(layout.shard_rows(transport.rank), w.shape[0])
         departures = Departures(transport, schedule, layout, y, "linear_reduce_scatter")
-        departures.compute(lambda start, stop, out: _gemm(x[start:stop], w.t(), out))
+        departures.compute(lambda start, stop, out: gemm_into(x[start:stop], w.t(), out))
         departures.finish()
         ctx.save_for_backward(x, w)
         ctx.transport, ctx.plan, ctx.main_grad = transport, plan, main_grad
@@ -307,9 +291,7 @@ class _LinearReduceScatter(torch.autograd.Function):
         if not (need_x or need_w):
             return (None,) * 7
         num_rows = x.shape[0]
-        schedule = ctx.plan.schedule(
-            "all_gather", transport, num_rows, w.shape[0] * dy_shard.itemsize, dy_shard.device
-        )
+        schedule = ctx.plan.schedule("all_gather", transport, num_rows, w.shape[0] * dy_shard.itemsize, dy_shard.device)
         layout = ChunkLayout(num_rows, transport.size, schedule.chunks_per_rank)
         full = transport.workspace.take("gather", (num_rows, w.shape[0]), dy_shard)
         dx = torch.empty_like(x) if need_x else None
@@ -318,7 +300,7 @@ class _LinearReduceScatter(torch.autograd.Function):
         backlog = Spans()
         for (start, stop), rows in arrivals:
             if dx is not None:
-                _gemm(rows, w, dx[start:stop])
+                gemm_into(rows, w, dx[start:stop])
             backlog.add((start, stop))
             # While rows are there, dgrad takes them; wgrad fills the time in which none are, with all that wait.
             if wgrad is not None and not arrivals.ready:
@@ -335,10 +317,3 @@ class _LinearReduceScatter(torch.autograd.Function):
                 first = direction == "dgrad" or not need_x
                 ctx.observer(direction, (transport.size - 1) * dy_shard.nbytes * first)
         return dx, dw, None, None, None, None, None
-
-
-def _gemm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-    if bias is None:
-        torch.mm(a, b, out=out)
-    else:
-        torch.addmm(bias, a, b, out=out)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import torch
 
 from megatron_overlap.comm import Transport
-from megatron_overlap.schedules import Plan, all_gather_plan, reduce_scatter_plan
-from megatron_overlap.schedules.plan import Collective, Pattern, Split
+from megatron_overlap.schedules import Plan, all_gather_plan, all_reduce_plan, reduce_scatter_plan
+from megatron_overlap.schedules.all_reduce import Gathers
+from megatron_overlap.schedules.plan import Pattern, Split
 
 # Below this many rows a bf16 GEMM loses more than 5 % per row (measured with oneDNN on AVX-512: 256 rows 0-1 %, 128
 # rows 3-7 %, 64 rows 11-20 %), and what one more cut can hide is less.
@@ -18,6 +20,10 @@ _MIN_CHUNK_ROWS = 128
 _MIN_CHUNK_BYTES = 256 * 1024
 # What more messages of one op hide is less than what they cost (two and four hosts, 2048 rows).
 _MAX_MESSAGES = 8
+_MAX_PARTS = 16
+
+RowCollective = Literal["all_gather", "reduce_scatter"]
+"""The collectives of sequence parallelism, where ranks own rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +35,8 @@ class LinearPlan:
             messages of several peers to one taker would share its TCP link (four hosts: 0-20 % slower); else direct.
         chunks_per_rank: messages a rank's slice is cut into; None chooses by the number of rows and their bytes.
         split: `all` computes chunk by chunk, `edge` only where a chunk is exposed; None chooses by the device.
+        add_in_place: an all-reduce adds at the places that its plan names, and waits there; otherwise when messages
+            have landed. None chooses by the device.
         save_gathered: column-parallel forward keeps the gathered input for wgrad instead of gathering it again.
     """
 
@@ -36,9 +44,10 @@ class LinearPlan:
     chunks_per_rank: int | None = None
     split: Split | None = None
     save_gathered: bool = False
+    add_in_place: bool | None = None
 
     def schedule(
-        self, collective: Collective, transport: Transport, num_rows: int, row_bytes: int, device: torch.device
+        self, collective: RowCollective, transport: Transport, num_rows: int, row_bytes: int, device: torch.device
     ) -> Plan:
         """The schedule of one rank for `num_rows` gathered rows of `row_bytes` each."""
         chunks = self.chunks_per_rank
@@ -51,10 +60,30 @@ class LinearPlan:
         pattern = self.pattern or ("ring" if device.type == "cpu" else "direct")
         return _schedule(collective, transport.size, transport.rank, chunks, pattern, split)
 
+    def all_reduce_schedule(self, transport: Transport, num_rows: int, device: torch.device, gathers: Gathers) -> Plan:
+        """The schedule of one rank for an all-reduce of `num_rows` rows.
+
+        Raises:
+            ValueError: the pattern is `ring`.
+        """
+        chunks = self.chunks_per_rank
+        if chunks is None:
+            # A part is one GEMM over the rows of all owners.
+            chunks = max(1, min(_MAX_PARTS, num_rows // _MIN_CHUNK_ROWS))
+        split = self.split or "edge"
+        return _all_reduce_schedule(transport.size, transport.rank, chunks, self.pattern or "direct", split, gathers)
+
 
 @lru_cache(maxsize=256)
 def _schedule(
-    collective: Collective, size: int, rank: int, chunks_per_rank: int, pattern: Pattern, split: Split
+    collective: RowCollective, size: int, rank: int, chunks_per_rank: int, pattern: Pattern, split: Split
 ) -> Plan:
     build = all_gather_plan if collective == "all_gather" else reduce_scatter_plan
     return build(size, rank, chunks_per_rank=chunks_per_rank, pattern=pattern, split=split)
+
+
+@lru_cache(maxsize=256)
+def _all_reduce_schedule(
+    size: int, rank: int, chunks_per_rank: int, pattern: Pattern, split: Split, gathers: Gathers
+) -> Plan:
+    return all_reduce_plan(size, rank, chunks_per_rank=chunks_per_rank, pattern=pattern, split=split, gathers=gathers)

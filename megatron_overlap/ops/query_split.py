@@ -128,7 +128,7 @@ class _QuerySplit(torch.autograd.Function):
         observer: Observer | None,
     ) -> torch.Tensor:
         positions, batch, features = q.shape[0], q.shape[1], w.shape[0]
-        schedule = plan.schedule("reduce_scatter", transport, positions, q.device)
+        schedule = plan.schedule("reduce_scatter", transport, positions, batch * features * q.itemsize, q.device)
         layout = ChunkLayout(positions, transport.size, schedule.chunks_per_rank)
         # What is cut is the sequence: one row for the engine is one position with its whole batch.
         y = q.new_empty(layout.shard_rows(transport.rank), batch * features)
@@ -159,7 +159,9 @@ class _QuerySplit(torch.autograd.Function):
             return (None,) * 11
         positions, batch, features = q.shape[0], q.shape[1], w.shape[0]
         dy_shard = grads[0].contiguous().flatten(1)
-        schedule = ctx.plan.schedule("all_gather", transport, positions, q.device)
+        schedule = ctx.plan.schedule(
+            "all_gather", transport, positions, batch * features * dy_shard.itemsize, dy_shard.device
+        )
         layout = ChunkLayout(positions, transport.size, schedule.chunks_per_rank)
         full = transport.workspace.take("gather", (positions, batch * features), dy_shard)
         by_row = full.view(-1, features)

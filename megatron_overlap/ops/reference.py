@@ -34,6 +34,38 @@ class _ScatterSum(torch.autograd.Function):
         return gather_rows(grad, ctx.group, ctx.num_rows), None
 
 
+class _SumOverRanks(torch.autograd.Function):
+    """Sums over ranks; backward hands the gradient, which is the same on all ranks, through."""
+
+    @staticmethod
+    def forward(ctx, partial: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        return sum_over_ranks(partial, group)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[no-untyped-def]
+        return grad, None
+
+
+class _SumGradient(torch.autograd.Function):
+    """The same in forward; backward sums the gradient over ranks."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[no-untyped-def]
+        return sum_over_ranks(grad, ctx.group), None
+
+
+def sum_over_ranks(partial: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum, on every rank."""
+    total = partial.clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
 def gather_rows(shard: torch.Tensor, group: dist.ProcessGroup, num_rows: int) -> torch.Tensor:
     """The shards of all ranks one after the other: `[num_rows, ...]`."""
     layout = ChunkLayout(num_rows, dist.get_world_size(group))
@@ -100,3 +132,19 @@ def attention_linear_reduce_scatter(
     """`reduce_scatter(attention(q, k, v) @ w_shard.T)`."""
     context = attention(q, k, v, causal=causal, softmax_scale=softmax_scale)
     return linear_reduce_scatter(context, w_shard, group=group)
+
+
+def linear_all_reduce(
+    x: torch.Tensor, w_shard: torch.Tensor, bias: torch.Tensor | None = None, *, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """`all_reduce(x @ w_shard.T) + bias`; `y` and its gradient are the same on all ranks."""
+    y = _SumOverRanks.apply(x @ w_shard.t(), group)
+    return y if bias is None else y + bias
+
+
+def copy_linear(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, *, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """`x @ w.T + bias`, where `x` is the same on all ranks: its gradient is the sum over them."""
+    y = _SumGradient.apply(x, group) @ w.t()
+    return y if bias is None else y + bias

@@ -13,7 +13,8 @@ from megatron_overlap.schedules.plan import Exchange, Pattern, Plan, Split, Work
 MAX_RANKS = 64
 
 
-def _validate(num_ranks: int, rank: int, chunks_per_rank: int, pattern: str, split: str) -> None:
+def validate(num_ranks: int, rank: int, chunks_per_rank: int, pattern: str, split: str) -> None:
+    """Refuses what no builder can build from."""
     if not 1 <= num_ranks <= MAX_RANKS:
         raise ValueError(f"num_ranks: {num_ranks}: must be 1 to {MAX_RANKS}; use a smaller tensor-parallel group")
     if not 0 <= rank < num_ranks:
@@ -47,7 +48,7 @@ def all_gather_plan(
     Raises:
         ValueError: an argument is out of range.
     """
-    _validate(num_ranks, rank, chunks_per_rank, pattern, split)
+    validate(num_ranks, rank, chunks_per_rank, pattern, split)
     parts = range(chunks_per_rank)
     exchanges: list[Exchange] = []
     work = [Work(tuple(Chunk(rank, part) for part in parts))]
@@ -105,7 +106,7 @@ def reduce_scatter_plan(
     Raises:
         ValueError: an argument is out of range.
     """
-    _validate(num_ranks, rank, chunks_per_rank, pattern, split)
+    validate(num_ranks, rank, chunks_per_rank, pattern, split)
     build = _ring_reduce_scatter if pattern == "ring" else _direct_reduce_scatter
     exchanges, work = build(num_ranks, rank, chunks_per_rank, split)
     if pattern == "serial" and num_ranks > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from megatron_overlap.schedules.chunks import Chunk
 from megatron_overlap.schedules.plan import Exchange, Plan
@@ -21,13 +22,17 @@ class Proof:
     Attributes:
         num_exchanges: exchanges of one rank (the same on every rank).
         tail_free: on every rank a GEMM is there to hide every message: an all-gather starts with a GEMM that needs
-            none, a reduce-scatter has released its last one before its last GEMM starts.
+            none, a reduce-scatter has released its last one before its last GEMM starts, and an all-reduce its last
+            partial sum.
+        num_after_gemms: most messages of any rank that cannot leave before its last GEMM has ended. Not 0 for an
+            all-reduce, whose last sums are made after it.
         peak_chunks_in_flight: most chunks that any rank had landed and not yet used, with communication as fast as
             the plan allows and computation as late: the receive slots that are enough.
     """
 
     num_exchanges: int
     tail_free: bool
+    num_after_gemms: int
     peak_chunks_in_flight: int
 
 
@@ -41,6 +46,7 @@ class _Rank:
     held: set[Chunk] = field(default_factory=set)
     computed: Counter[Chunk] = field(default_factory=Counter)
     partial: dict[Chunk, Counter[int]] = field(default_factory=dict)
+    whole: set[Chunk] = field(default_factory=set)
     landed: dict[int, Counter[int]] = field(default_factory=dict)
     unused: set[int] = field(default_factory=set)
 
@@ -63,8 +69,9 @@ def check(plans: Sequence[Plan]) -> Proof:
     under buffered transports too.
 
     Proved: every chunk is computed once on every rank (all-gather) or summed once from every rank at its owner
-    (reduce-scatter); no rank sends a chunk that it does not hold, or reads one that has not landed; nothing
-    deadlocks; every message that is sent is received.
+    (reduce-scatter), and every rank ends with every sum (all-reduce); no rank sends a chunk that it does not hold, or
+    a sum that is not whole, or reads a chunk that has not landed; nothing deadlocks; every message that is sent is
+    received.
 
     Args:
         plans: plan of rank 0, 1, ..., in order.
@@ -78,6 +85,9 @@ def check(plans: Sequence[Plan]) -> Proof:
             raise ScheduleError(
                 f"plan {index} of {size} is for rank {plan.rank} of {plan.num_ranks}, {plan.collective}"
             )
+        for k, (earlier, later) in enumerate(pairwise(plan.exchanges), start=1):
+            if later.after_work < earlier.after_work:
+                raise ScheduleError(f"rank {index}, exchange {k}: may leave before exchange {k - 1}, which is in front")
     gather = plans[0].collective == "all_gather"
     parts = range(plans[0].chunks_per_rank)
     ranks = [_Rank(plan) for plan in plans]
@@ -98,14 +108,26 @@ def check(plans: Sequence[Plan]) -> Proof:
     for rank in ranks:
         _finished(rank, size)
     tail_free = all(_tail_free(plan) for plan in plans)
-    return Proof(len(plans[0].exchanges), tail_free, peak)
+    after_gemms = max(sum(exchange.after_work > _last_gemm(plan) for exchange in plan.exchanges) for plan in plans)
+    return Proof(len(plans[0].exchanges), tail_free, after_gemms, peak)
+
+
+def _last_gemm(plan: Plan) -> int:
+    return max(index for index, work in enumerate(plan.work) if work.chunks)
 
 
 def _tail_free(plan: Plan) -> bool:
     if plan.collective == "all_gather":
         return not plan.work[0].needs
-    last = max(index for index, work in enumerate(plan.work) if work.chunks)
-    return all(exchange.after_work <= last for exchange in plan.exchanges)
+    last = _last_gemm(plan)
+    return all(exchange.after_work <= last for exchange in plan.exchanges if _reduces(plan, exchange))
+
+
+def _reduces(plan: Plan, exchange: Exchange) -> bool:
+    """Whether partial sums travel; otherwise what travels is kept as it is."""
+    if plan.collective == "all_reduce":
+        return exchange.recv.owner == plan.rank
+    return plan.collective == "reduce_scatter"
 
 
 def _exchange(ranks: list[_Rank], sender: _Rank) -> bool:
@@ -123,18 +145,16 @@ def _exchange(ranks: list[_Rank], sender: _Rank) -> bool:
     index = receiver.exchanges_done
     if index != sender.exchanges_done:
         raise ScheduleError(f"{where}: is exchange {index} of rank {exchange.to}; both ends must number it alike")
-    if sender.plan.collective == "all_gather":
-        if exchange.send not in sender.held:
-            raise ScheduleError(f"{where}: sends {exchange.send}, which it does not hold")
-        if expected.recv in receiver.held:
-            raise ScheduleError(f"rank {exchange.to}, exchange {index}: receives {expected.recv} a second time")
-        receiver.held.add(expected.recv)
-        receiver.landed[index] = Counter()
-    else:
+    if _reduces(receiver.plan, expected):
         if exchange.send not in sender.partial:
             raise ScheduleError(f"{where}: sends a partial of {exchange.send}, which it does not hold")
         receiver.landed[index] = sender.partial.pop(exchange.send)
-    receiver.unused.add(index)
+        receiver.unused.add(index)
+    else:
+        _keep(sender, receiver, exchange, where)
+        receiver.landed[index] = Counter()
+        if sender.plan.collective == "all_gather":
+            receiver.unused.add(index)
     sender.sent = True
     receiver.received = True
     for rank in (sender, receiver):
@@ -142,6 +162,20 @@ def _exchange(ranks: list[_Rank], sender: _Rank) -> bool:
             rank.exchanges_done += 1
             rank.sent = rank.received = False
     return True
+
+
+def _keep(sender: _Rank, receiver: _Rank, exchange: Exchange, where: str) -> None:
+    """A gathered chunk, or the whole sum of one, reaches `receiver`.
+
+    A sum is whole when every rank's partial has reached its owner: it never lands where a partial waits to be sent.
+    """
+    chunk = exchange.send
+    if chunk not in sender.held and chunk not in sender.whole:
+        raise ScheduleError(f"{where}: sends {chunk}, which it does not hold")
+    if chunk in receiver.held:
+        index = sender.exchanges_done
+        raise ScheduleError(f"rank {receiver.plan.rank}, exchange {index}: receives {chunk} a second time")
+    receiver.held.add(chunk)
 
 
 def _work(rank: _Rank) -> bool:
@@ -155,7 +189,7 @@ def _work(rank: _Rank) -> bool:
     where = f"rank {plan.rank}, work {rank.work_done}"
     for chunk in work.chunks:
         rank.computed[chunk] += 1
-        if plan.collective == "reduce_scatter":
+        if plan.collective != "all_gather":
             rank.partial[chunk] = Counter([plan.rank])
         elif chunk.owner != plan.rank and not any(plan.exchanges[k].recv == chunk for k in work.needs):
             raise ScheduleError(f"{where}: reads {chunk} without waiting for it")
@@ -163,7 +197,12 @@ def _work(rank: _Rank) -> bool:
         chunk = plan.exchanges[k].recv
         if chunk not in rank.partial:
             raise ScheduleError(f"{where}: adds to {chunk}, which it does not hold")
-        rank.partial[chunk] += rank.landed[k]
+        rank.partial[chunk].update(rank.landed[k])
+    rank.whole.update(
+        chunk
+        for chunk in {plan.exchanges[k].recv for k in work.adds}
+        if rank.partial[chunk] == Counter(range(plan.num_ranks))
+    )
     rank.unused -= {*work.needs, *work.adds}
     rank.work_done += 1
     return True
@@ -180,8 +219,12 @@ def _finished(rank: _Rank, size: int) -> None:
     for chunk in (Chunk(owner, part) for owner in range(size) for part in parts):
         if rank.computed[chunk] != 1:
             raise ScheduleError(f"rank {plan.rank}: computes {chunk} {rank.computed[chunk]} times")
-    if plan.collective == "reduce_scatter":
+    if plan.collective != "all_gather":
         for part in parts:
             summed = rank.partial.get(Chunk(plan.rank, part), Counter())
             if summed != Counter(range(size)):
                 raise ScheduleError(f"rank {plan.rank}: part {part} sums ranks {sorted(summed.elements())}")
+    if plan.collective == "all_reduce":
+        for chunk in (Chunk(owner, part) for owner in range(size) if owner != plan.rank for part in parts):
+            if chunk not in rank.held:
+                raise ScheduleError(f"rank {plan.rank}: never gets the sum of {chunk}")

@@ -20,6 +20,15 @@ def _cut(length: int, pieces: int, index: int) -> tuple[int, int]:
     return start, start + size + (index < extra)
 
 
+def _check_counts(num_rows: int, num_ranks: int, chunks_per_rank: int) -> None:
+    if num_rows < 0:
+        raise ValueError(f"num_rows: {num_rows}: must not be negative")
+    if num_ranks < 1:
+        raise ValueError(f"num_ranks: {num_ranks}: must be at least 1")
+    if chunks_per_rank < 1:
+        raise ValueError(f"chunks_per_rank: {chunks_per_rank}: must be at least 1")
+
+
 @dataclass(frozen=True, slots=True)
 class ChunkLayout:
     """Row bounds of every shard and chunk of a `[num_rows, ...]` activation.
@@ -37,12 +46,7 @@ class ChunkLayout:
     chunks_per_rank: int = 1
 
     def __post_init__(self) -> None:
-        if self.num_rows < 0:
-            raise ValueError(f"num_rows: {self.num_rows}: must not be negative")
-        if self.num_ranks < 1:
-            raise ValueError(f"num_ranks: {self.num_ranks}: must be at least 1")
-        if self.chunks_per_rank < 1:
-            raise ValueError(f"chunks_per_rank: {self.chunks_per_rank}: must be at least 1")
+        _check_counts(self.num_rows, self.num_ranks, self.chunks_per_rank)
 
     def shard(self, owner: int) -> tuple[int, int]:
         """Start and stop row of the shard of `owner`."""
@@ -67,5 +71,35 @@ class ChunkLayout:
 
     def num_chunk_rows(self, chunk: Chunk) -> int:
         """Number of rows of `chunk`; 0 when the shard has fewer rows than parts."""
+        start, stop = self.rows(chunk)
+        return stop - start
+
+
+@dataclass(frozen=True, slots=True)
+class PartLayout:
+    """Row bounds of every chunk of a `[num_rows, ...]` activation that no rank owns: an all-reduce cuts it as it likes.
+
+    The rows are first cut into `chunks_per_rank` parts, and each part into one chunk per owner, in rank order: a part
+    is one run of rows, so that one GEMM makes all of it. Remainders go to the first pieces, as in `ChunkLayout`.
+
+    Raises:
+        ValueError: a count is below one, or `num_rows` is negative.
+    """
+
+    num_rows: int
+    num_ranks: int
+    chunks_per_rank: int = 1
+
+    def __post_init__(self) -> None:
+        _check_counts(self.num_rows, self.num_ranks, self.chunks_per_rank)
+
+    def rows(self, chunk: Chunk) -> tuple[int, int]:
+        """Start and stop row of `chunk`."""
+        first, last = _cut(self.num_rows, self.chunks_per_rank, chunk.part)
+        start, stop = _cut(last - first, self.num_ranks, chunk.owner)
+        return first + start, first + stop
+
+    def num_chunk_rows(self, chunk: Chunk) -> int:
+        """Number of rows of `chunk`; may be 0."""
         start, stop = self.rows(chunk)
         return stop - start

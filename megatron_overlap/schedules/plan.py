@@ -7,7 +7,7 @@ from typing import Literal
 
 from megatron_overlap.schedules.chunks import Chunk
 
-Collective = Literal["all_gather", "reduce_scatter"]
+Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
 Pattern = Literal["ring", "direct", "serial"]
 Split = Literal["edge", "all"]
 
@@ -18,7 +18,8 @@ class Exchange:
 
     Attributes:
         send: the chunk that leaves, for rank `to` of the group.
-        recv: the chunk that arrives, from rank `source`; for a reduce-scatter it is a partial sum of that chunk.
+        recv: the chunk that arrives, from rank `source`; in a reduce-scatter it is a partial sum of that chunk, and in
+            an all-reduce it is a partial sum of an own chunk, or the whole sum of another owner's.
         after_work: the send may leave when `work[:after_work]` is done; 0 means at once.
         after_exchange: the send forwards what this earlier exchange brought; None where it does not forward.
     """
@@ -36,10 +37,12 @@ class Work:
     """One piece of computation: a GEMM over the rows of `chunks`, and what is added to its result.
 
     Attributes:
-        chunks: chunks of one owner, consecutive parts, so that their rows are one contiguous run; empty where the
-            piece only adds. A serial plan has one piece with the chunks of all owners.
+        chunks: chunks whose rows are one contiguous run, in the order of the rows: consecutive parts of one owner, or
+            in an all-reduce consecutive owners of one part; empty where the piece only adds. A serial plan has one
+            piece with all chunks.
         needs: exchanges that must have landed before the GEMM reads its input (all-gather).
-        adds: exchanges whose received partial sums are added after the GEMM (reduce-scatter).
+        adds: exchanges whose received partial sums are added after the GEMM (reduce-scatter and
+            all-reduce).
     """
 
     chunks: tuple[Chunk, ...]
@@ -49,7 +52,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything one rank does in one overlapped all-gather or reduce-scatter. Immutable; printable by `describe`."""
+    """Everything one rank does in one overlapped collective. Immutable; printable by `describe`."""
 
     collective: Collective
     pattern: Pattern

@@ -18,6 +18,23 @@ import torch.distributed as dist
 from megatron_overlap.launch.netlab import Netlab
 from megatron_overlap.launch.workers import run_workers
 
+Run = Callable[[], object]
+
+
+def in_turn(first: Mapping[str, Run], second: Mapping[str, Run]) -> dict[str, Run]:
+    """Each variant of one pass, then the same of the next, as in training; what only one has runs alone."""
+
+    def both(name: str) -> Run:
+        runs = [passes[name] for passes in (first, second) if name in passes]
+
+        def run() -> None:
+            for each in runs:
+                each()
+
+        return run
+
+    return {name: both(name) for name in {**second, **first}}
+
 
 class Timings:
     """Wall times in ms of several variants, run in turn: each round runs all of them, in an order that rotates.

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from all_reduce_variants import OPS as ALL_REDUCE_OPS
+from all_reduce_variants import AllReduceCase
 from harness import Timings, versions
 from linear_variants import LinearCase
 
@@ -26,8 +28,10 @@ from megatron_overlap.launch.workers import run_workers
 from megatron_overlap.ops import LinearPlan, reference
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-OPS = ("ag_gemm", "gemm_rs")
+OPS = ("ag_gemm", "gemm_rs", *ALL_REDUCE_OPS)
 DIRECTIONS = ("forward", "forward_backward")
+
+Case = LinearCase | AllReduceCase
 
 
 def main() -> None:
@@ -72,7 +76,9 @@ def rates_for(args: argparse.Namespace) -> list[float]:
     saved, sys.argv = sys.argv, [*sys.argv, "--probe"]
     gemm_ms = launch(probe, None)["gemm_ms"]
     sys.argv = saved
-    moved = args.rows * args.in_features * DTYPES[args.dtype].itemsize * (args.hosts - 1) / args.hosts
+    features = args.out_features if args.ops == ["gemm_ar"] else args.in_features
+    passes = 2 if set(args.ops) <= set(ALL_REDUCE_OPS) else 1
+    moved = passes * args.rows * features * DTYPES[args.dtype].itemsize * (args.hosts - 1) / args.hosts
     return [round(moved * 8 / (ratio * gemm_ms * 1e6), 3) for ratio in args.ratios]
 
 
@@ -85,18 +91,21 @@ def work(args: argparse.Namespace) -> None:
     plan = LinearPlan(pattern=args.pattern, chunks_per_rank=args.chunks)
     rows: list[dict[str, Any]] = []
 
-    def case(op: str, direction: str) -> LinearCase:
+    def case(op: str, direction: str) -> Case:
         shape = (args.rows, args.in_features, args.out_features)
         backward = direction == "forward_backward"
-        return LinearCase(op, *shape, DTYPES[args.dtype], transport, plan, args.slices, backward)
+        make = AllReduceCase if op in ALL_REDUCE_OPS else LinearCase
+        return make(op, *shape, DTYPES[args.dtype], transport, plan, args.slices, backward)
 
     if args.probe:
         gemm_ms = Timings({"gemm": case("ag_gemm", "forward").variants()["gemm"]}, args.rounds, 2).ms("gemm")
         rows_out: dict[str, Any] = {"gemm_ms": gemm_ms}
     else:
         for op in args.ops:
-            gate(case(op, "forward"))
-            for direction in args.directions:
+            # Without sequence parallelism a column-parallel layer communicates in backward only.
+            directions = [way for way in args.directions if op != "copy_gemm" or way == "forward_backward"]
+            gate(case(op, "forward_backward" if op == "copy_gemm" else "forward"))
+            for direction in directions:
                 rows.append(measure(case(op, direction), op, direction, args))
         rows_out = {"rows": rows}
     if transport.rank == 0:
@@ -107,21 +116,29 @@ def work(args: argparse.Namespace) -> None:
     assert size == args.hosts
 
 
-def gate(case: LinearCase) -> None:
+def gate(case: Case) -> None:
     """No time is taken of something that is wrong."""
     group = dist.group.WORLD
     assert group is not None
-    if case.op == "ag_gemm":
-        expected = reference.all_gather_linear(case.x.float(), case.w.float(), group=group)
-    else:
-        expected = reference.linear_reduce_scatter(case.x.float(), case.w.float(), group=group)
-    got = case._op(case.plan)
+    x, w = case.x.float().requires_grad_(), case.w.float()
+    ops = {
+        "ag_gemm": reference.all_gather_linear,
+        "gemm_rs": reference.linear_reduce_scatter,
+        "gemm_ar": reference.linear_all_reduce,
+        "copy_gemm": reference.copy_linear,
+    }
+    expected = ops[case.op](x, w, group=group)
+    if case.op == "copy_gemm":
+        expected.backward(case.dy.float())
+        assert x.grad is not None
+        expected = x.grad
+    got = case.run(case.plan)
     error = (got.float() - expected).norm() / expected.norm()
     if not error < 2 * torch.finfo(case.x.dtype).eps:
         raise SystemExit(f"{case.op}: the overlapped result is off by {error:.2e} of the reference: nothing is timed")
 
 
-def measure(case: LinearCase, op: str, direction: str, args: argparse.Namespace) -> dict[str, Any]:
+def measure(case: Case, op: str, direction: str, args: argparse.Namespace) -> dict[str, Any]:
     """All figures of one op in one direction."""
     variants = case.variants()
     exposed: list[float] = []
@@ -170,7 +187,7 @@ def measure(case: LinearCase, op: str, direction: str, args: argparse.Namespace)
 
 def print_row(row: dict[str, Any]) -> None:
     print(
-        f"{row['op']:8}{row['direction']:17}{row['ranks']} ranks  {row['gbps'] or 'loopback'} Gbit/s  "
+        f"{row['op']:10}{row['direction']:17}{row['ranks']} ranks  {row['gbps'] or 'loopback'} Gbit/s  "
         f"gemm {row['gemm_ms']:.1f}  comm {row['comm_ms']:.1f}  serial {row['serial_ms']:.1f}  "
         f"p2p serial {row['serial_p2p_ms']:.1f}  sliced {row['sliced_ms']:.1f}  overlap {row['overlap_ms']:.1f}  "
         f"roof {row['roof_ms']:.1f} ({row['roof_kind']})  limit {row['limit_ms']:.1f} ms  "
@@ -189,7 +206,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--in-features", type=int, default=2048)
     parser.add_argument("--out-features", type=int, default=4096)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
+    parser.add_argument("--ops", nargs="+", choices=OPS, default=["ag_gemm", "gemm_rs"])
     parser.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=list(DIRECTIONS))
     parser.add_argument("--pattern", choices=("direct", "ring"), help="chosen by the device if not given")
     parser.add_argument("--chunks", type=int, default=None, help="chunks per rank; chosen by the rows if not given")

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from harness import Run, in_turn
 
 from megatron_overlap.comm import Transport
 from megatron_overlap.comm.transport import Wire
 from megatron_overlap.ops import LinearPlan, all_gather_linear, linear_reduce_scatter
 from megatron_overlap.schedules import ChunkLayout, all_gather_plan, reduce_scatter_plan
-
-Run = Callable[[], object]
 
 
 class LinearCase:
@@ -62,23 +61,8 @@ class LinearCase:
 
     def variants(self) -> dict[str, Run]:
         """Name to callable."""
-        forward, backward = self._forward(), self._backward()
-        if not self.backward:
-            return forward
-
-        def both(name: str) -> Run:
-            first, second = forward[name], backward.get(name)
-            if second is None:
-                return first
-
-            def run() -> None:
-                first()
-                # Backward starts where all ranks have finished forward, as it does in training.
-                second()
-
-            return run
-
-        return {name: both(name) for name in forward}
+        # The ops run both passes in one call and have no entry in `_backward`.
+        return in_turn(self._forward(), self._backward()) if self.backward else self._forward()
 
     def _forward(self) -> dict[str, Run]:
         column = self.op == "ag_gemm"
@@ -109,9 +93,9 @@ class LinearCase:
             "comm_collective": lambda: self._collective(column, full, shard, async_op=False),
             "comm_p2p": lambda: self._land([self._bare(column, full, shard)]),
             "serial": serial,
-            "serial_p2p": lambda: self._op(LinearPlan(pattern="serial", chunks_per_rank=self.plan.chunks_per_rank)),
+            "serial_p2p": lambda: self.run(LinearPlan(pattern="serial", chunks_per_rank=self.plan.chunks_per_rank)),
             "sliced": self._sliced_gather if column else self._sliced_scatter,
-            "overlap": lambda: self._op(self.plan),
+            "overlap": lambda: self.run(self.plan),
             "roof_collective": roof_collective,
             "roof_p2p": roof_p2p,
         }
@@ -187,7 +171,8 @@ class LinearCase:
             "roof_p2p": roof_p2p,
         }
 
-    def _op(self, plan: LinearPlan) -> torch.Tensor:
+    def run(self, plan: LinearPlan) -> torch.Tensor:
+        """The overlapped op, both passes where `backward`; its output."""
         function = all_gather_linear if self.op == "ag_gemm" else linear_reduce_scatter
         # A tensor of its own each time, as in training: calls with the same one would share the gather.
         x = self.x.detach()

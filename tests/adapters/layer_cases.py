@@ -17,6 +17,12 @@ from tests.helpers.numerics import assert_close_to_exact
 
 TENSOR = {"method": "p2p", "chunks_per_rank": 2}
 BATCH, IN, OUT = 2, 16, 24
+OPS = {
+    ("column", False): reference.all_gather_linear,
+    ("row", False): reference.linear_reduce_scatter,
+    ("column", True): reference.copy_linear,
+    ("row", True): reference.linear_all_reduce,
+}
 
 
 def start(group: dist.ProcessGroup) -> str:
@@ -42,6 +48,7 @@ def make_layer(kind: str, dtype: torch.dtype, *, bias: bool = True, skip_bias_ad
 
     group = parallel_state.get_tensor_model_parallel_group()
     expert = config.pop("is_expert", False)
+    reduced = {"disable_grad_reduce": True} if config.pop("disable_grad_reduce", False) else {}
     settings: dict[str, Any] = {"sequence_parallel": True, **config}
     made = TransformerConfig(
         num_layers=1,
@@ -56,7 +63,7 @@ def make_layer(kind: str, dtype: torch.dtype, *, bias: bool = True, skip_bias_ad
     common |= {"skip_bias_add": skip_bias_add, "is_expert": expert, "tp_group": group}
     torch.manual_seed(11)
     if kind == "column":
-        layer = ColumnParallelLinear(IN, OUT, gather_output=False, **common)
+        layer = ColumnParallelLinear(IN, OUT, gather_output=False, **reduced, **common)
     else:
         layer = RowParallelLinear(IN, OUT, input_is_parallel=True, **common)
     if bias:
@@ -109,13 +116,17 @@ def against_stock(
     frozen: bool = False,
     fused: bool = False,
     recompute: bool = False,
+    plain: bool = False,
     tensor: dict[str, Any] | None = None,
 ) -> list[tuple[str, str, int, int]]:
-    """One layer with and without the plugin: output and gradients. Returns what was overlapped, by direction."""
+    """One layer with and without the plugin: output and gradients. Returns what was overlapped, by direction.
+
+    `plain` is without sequence parallelism, on a sequence that does not divide.
+    """
     start(group)
     ranks, rank = group.size(), group.rank()
-    x, dy = make_data(kind, dtype, 3 * ranks, ranks, rank)
-    made = {"bias": bias, "skip_bias_add": skip_bias_add}
+    x, dy = make_data(kind, dtype, 3 * ranks + plain, ranks, rank, parallel=not plain)
+    made = {"bias": bias, "skip_bias_add": skip_bias_add, "sequence_parallel": not plain}
 
     def fresh() -> Any:
         layer = make_layer(kind, dtype, **made)
@@ -136,14 +147,13 @@ def against_stock(
         assert layer.weight.grad_added_to_main_grad
         assert mine["dw"].dtype == dtype, "what makes Megatron's data parallel hook run"
         mine["dw"] = layer.weight.main_grad - 1
-    _compare(kind, layer, x, dy, stock, mine, added=bias and not skip_bias_add, shift=float(fused))
+    _compare(OPS[kind, plain], layer, x, dy, stock, mine, added=bias and not skip_bias_add, shift=float(fused))
     return [(site.op, site.direction, tally.overlapped, tally.moved_bytes) for site, tally in sites.items()]
 
 
-def _compare(kind: str, layer: Any, x: Any, dy: Any, stock: Any, mine: Any, *, added: bool, shift: float) -> None:
+def _compare(op: Any, layer: Any, x: Any, dy: Any, stock: Any, mine: Any, *, added: bool, shift: float) -> None:
     group = layer.tp_group
-    shape = (dy if kind == "column" else x).shape
-    op = reference.all_gather_linear if kind == "column" else reference.linear_reduce_scatter
+    shape = max(x.shape[:1], dy.shape[:1])
     bias = layer.bias.detach() if added else None
     exact = _double(op, x, layer.weight.detach(), bias, dy, group)
     size = _double(op, x.abs(), layer.weight.detach().abs(), None if bias is None else bias.abs(), dy.abs(), group)
@@ -154,7 +164,7 @@ def _compare(kind: str, layer: Any, x: Any, dy: Any, stock: Any, mine: Any, *, a
         assert (mine[name] is None) == (stock[name] is None), f"{name}: {mine[name]} {stock[name]}"
         if mine[name] is not None:
             expected, magnitude = (part[name].reshape(mine[name].shape) for part in (exact, size))
-            assert_close_to_exact(f"{kind} {name}", mine[name], stock[name], expected, magnitude, count)
+            assert_close_to_exact(f"{op.__name__} {name}", mine[name], stock[name], expected, magnitude, count)
     if stock["left"] is None:
         assert mine["left"] is None
     else:
@@ -175,15 +185,21 @@ def falls_back(group: dist.ProcessGroup, kind: str, what: str, strict: bool) -> 
 
     start(group)
     config: dict[str, Any] = {}
+    tensor = TENSOR
     sequence = 3 * group.size()
     options: dict[str, Any] = {"skip_bias_add": True}
-    if what == "plain":
+    plain = what in ("ring", "no reduction")
+    if plain:
         config["sequence_parallel"] = False
+    if what == "ring":
+        tensor = {**TENSOR, "schedule": "ring"}
+    elif what == "no reduction":
+        options["disable_grad_reduce"] = True
     elif what == "expert":
         config["is_expert"] = True
     elif what == "odd":
         sequence += 1
-    x, dy = make_data(kind, torch.float32, sequence, group.size(), group.rank(), what not in ("plain", "expert"))
+    x, dy = make_data(kind, torch.float32, sequence, group.size(), group.rank(), not plain and what != "expert")
 
     def fresh() -> Any:
         layer = make_layer(kind, torch.float32, **options, **config)
@@ -196,7 +212,7 @@ def falls_back(group: dist.ProcessGroup, kind: str, what: str, strict: bool) -> 
         return layer
 
     error = ""
-    with enable(OverlapConfig(tensor=TENSOR), strict=strict) as session:
+    with enable(OverlapConfig(tensor=tensor), strict=strict) as session:
         layer = fresh()
         try:
             mine = step(layer, x, dy)
@@ -274,3 +290,44 @@ def shared_input(group: dist.ProcessGroup) -> list[int]:
     for name, value in stock.items():
         torch.testing.assert_close(mine[name], value, rtol=1e-5, atol=1e-5, msg=name)
     return [tally.moved_bytes for site, tally in sites.items() if site.direction == "forward"]
+
+
+def memory_of(group: dist.ProcessGroup, recompute_gather: str) -> dict[str, int]:
+    """Two column layers of one input and one of another: the reported memory beside what autograd really holds."""
+    start(group)
+    x, dy = make_data("column", torch.float32, 3 * group.size(), group.size(), group.rank())
+    layers = [make_layer("column", torch.float32, bias=False) for _ in range(3)]
+    weights = {layer.weight.data_ptr() for layer in layers}
+    held: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in weights:
+            held[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    config = OverlapConfig(tensor={**TENSOR, "recompute_gather": recompute_gather})
+    with enable(config, strict=True) as session:
+        kept = session.counters.kept
+        leaf, other = (tensor.clone().requires_grad_() for tensor in (x, x))
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            outputs = [layers[0](leaf)[0], layers[1](leaf)[0], layers[2](other)[0]]
+            with torch.no_grad():
+                layers[0](x)
+        after_forward = kept.live_bytes
+        # Still referenced: backward itself lets go, not the end of the graph.
+        last = outputs.pop()
+        last.backward(dy)
+        one_gone = kept.live_bytes
+        outputs.clear()
+        report = session.report().as_dict()["memory"]
+        assert report["modules"][0]["name"] == f"{IN}->{OUT // group.size()}"
+        return {
+            "held": sum(held.values()),
+            "after_forward": after_forward,
+            "one_gone": one_gone,
+            "at_the_end": kept.live_bytes,
+            "peak": report["peak_bytes"],
+            "otherwise": report["otherwise_peak_bytes"],
+            "a_call": report["modules"][0]["kept_bytes"],
+            "a_call_otherwise": report["modules"][0]["otherwise_bytes"],
+        }

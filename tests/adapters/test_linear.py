@@ -16,7 +16,8 @@ from tests.helpers.releases import OLDEST, ROOT, release_environment
 from tests.helpers.world import World, assert_same
 
 RANKS = 4
-NOT_YET = "tensor parallel without sequence parallel is not overlapped yet: add --sequence-parallel"
+OPS = {("column", False): "ag_gemm", ("row", False): "gemm_rs", ("column", True): "copy_gemm", ("row", True): "gemm_ar"}
+EXPERT = "expert layer: the token dispatcher communicates, not the layer"
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +29,7 @@ def ranks() -> Iterator[World]:
     workers.close()
 
 
+@pytest.mark.parametrize("plain", [False, True], ids=["sp", "no-sp"])
 @pytest.mark.parametrize("kind", ["column", "row"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
@@ -45,10 +47,13 @@ def ranks() -> Iterator[World]:
     ],
     ids=lambda options: "-".join(options) or "plain",
 )
-def test_equal_to_stock(ranks: World, kind: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    counts = ranks.run(RANKS, cases.against_stock, kind, dtype, **options)
-    assert_same(counts)
-    op = "ag_gemm" if kind == "column" else "gemm_rs"
+def test_equal_to_stock(ranks: World, kind: str, dtype: torch.dtype, options: dict[str, Any], plain: bool) -> None:
+    if plain and "tensor" in options:
+        pytest.skip("an all-reduce has no ring, and gathers no input")
+    counts = ranks.run(RANKS, cases.against_stock, kind, dtype, plain=plain, **options)
+    # Bytes are not compared: of rows that do not divide, ranks send one more or less.
+    assert_same([[count[:3] for count in on_rank] for on_rank in counts])
+    op = OPS[kind, plain]
     times = {direction: number for name, direction, number, _ in counts[0] if name == op}
     expected = {"forward": 2 if options.get("recompute") else 1, "dgrad": 1, "wgrad": 1}
     if options.get("frozen"):
@@ -65,15 +70,23 @@ def test_bytes_are_those_of_the_collectives(ranks: World) -> None:
         once = 3 * shard * width * item
         # The row layer's two gradients share one gather, counted with the first.
         assert sent == {"forward": once, "dgrad": once, "wgrad": once if kind == "column" else 0}
+    rows, others = (3 * RANKS + 1) * cases.BATCH, 3
+    for kind, direction, width in (("column", "dgrad", cases.IN), ("row", "forward", cases.OUT)):
+        plain = ranks.run(RANKS, cases.against_stock, kind, torch.float32, plain=True)
+        for rank_sent in plain:
+            assert [d for _, d, _, b in rank_sent if b] == [direction]
+        # All others' rows to their owners, and every own sum to all others: together twice those of three shards.
+        assert sum(b for rank_sent in plain for *_, b in rank_sent) == 2 * others * rows * width * item
 
 
 @pytest.mark.parametrize(
     ("kind", "what", "reason"),
     [
-        ("column", "plain", NOT_YET),
-        ("row", "plain", NOT_YET),
-        ("row", "expert", "expert layer with communication of its own"),
-        ("column", "expert", NOT_YET),
+        ("column", "ring", "schedule ring has no all-reduce: use direct, or --sequence-parallel"),
+        ("row", "ring", "schedule ring has no all-reduce: use direct, or --sequence-parallel"),
+        ("column", "no reduction", "the layer does not communicate (disable_grad_reduce)"),
+        ("row", "expert", EXPERT),
+        ("column", "expert", EXPERT),
         ("column", "deferred", "deferred weight gradient of the embedding (--defer-embedding-wgrad-compute)"),
     ],
 )
@@ -81,7 +94,10 @@ def test_what_does_not_fit_runs_megatrons_path(ranks: World, kind: str, what: st
     for reasons, error in ranks.run(RANKS, cases.falls_back, kind, what, False):
         assert reasons == [reason]
         assert error == ""
-    module = "column 16->6: ag_gemm" if kind == "column" else "row 4->24: gemm_rs"
+    name = "column 16->6" if kind == "column" else "row 4->24"
+    # The expert layers here have their flag from a config with sequence parallelism; column ones are told otherwise.
+    plain = what in ("ring", "no reduction") or (what, kind) == ("expert", "column")
+    module = f"{name}: {OPS[kind, plain]}"
     for reasons, error in ranks.run(RANKS, cases.falls_back, kind, what, True):
         assert reasons == [reason]
         assert error.startswith(f"FallbackError: {module} forward: not overlapped: {reason};")
@@ -98,6 +114,20 @@ def test_column_layers_of_one_input_gather_it_once(ranks: World) -> None:
     once = 3 * 3 * cases.BATCH * cases.IN * 4
     # Four calls, of three contents.
     assert ranks.run(RANKS, cases.shared_input) == [[3 * once]] * RANKS
+
+
+@pytest.mark.parametrize("choice", ["auto", "never"])
+def test_reported_memory_is_what_autograd_holds(ranks: World, choice: str) -> None:
+    shard = 3 * cases.BATCH * cases.IN * 4
+    # Own rows of one input are kept once for both its layers; gathered rows by each.
+    own, gathered = 2 * shard, 3 * RANKS * shard
+    for memory in ranks.run(RANKS, cases.memory_of, choice):
+        kept, otherwise = (own, gathered) if choice == "auto" else (gathered, own)
+        one = shard if choice == "auto" else 2 * RANKS * shard
+        assert memory["held"] == memory["after_forward"] == memory["peak"] == kept
+        assert (memory["one_gone"], memory["at_the_end"]) == (one, 0)
+        assert memory["otherwise"] == otherwise
+        assert {memory["a_call"], memory["a_call_otherwise"]} == {shard, RANKS * shard}
 
 
 def test_disable_leaves_megatron_as_it_was(ranks: World) -> None:

@@ -29,12 +29,12 @@ def plugin(tmp_path: Path) -> tuple[str, str]:
     return "--overlap-config", str(file)
 
 
-def assert_overlapped(run_dir: Path, *, ranks: int) -> None:
+def assert_overlapped(run_dir: Path, *, ranks: int, ops: tuple[str, str] = ("ag_gemm", "gemm_rs")) -> None:
     """Both layers, forward and both gradients, on every rank, and nothing else: equality is not by fallback."""
     for rank in range(ranks):
         report = json.loads((run_dir / f"report-rank{rank}.json").read_text())
         done = {(m["op"], m["direction"]) for m in report["modules"] if m["overlapped"]}
-        assert done == {(op, way) for op in ("ag_gemm", "gemm_rs") for way in ("forward", "dgrad", "wgrad")}
+        assert done == {(op, way) for op in ops for way in ("forward", "dgrad", "wgrad")}
         assert report["totals"]["fallbacks"] == 0
         assert report["totals"]["bytes"] > 0
 
@@ -82,3 +82,15 @@ def test_gradients_added_inside_the_gemm_then_resumed_without_the_plugin(
     resumed = train(tmp_path / "off", GPT, 2, *layout, "--load", str(saved))
     assert sorted(resumed) == [3, 4]
     assert_equal_training(resumed, stock)
+
+
+def test_without_sequence_parallelism(plugin: tuple[str, str], tmp_path: Path) -> None:
+    layout = (*GQA, "--tensor-model-parallel-size", "2", "--untie-embeddings-and-output-weights")
+    mine = train(tmp_path / "mine", LLAMA, 2, *layout, *plugin, off=False)
+    assert_equal_training(mine, train(tmp_path / "stock", LLAMA, 2, *layout))
+    assert_overlapped(tmp_path / "mine", ranks=2, ops=("copy_gemm", "gemm_ar"))
+    report = json.loads((tmp_path / "mine" / "report-rank0.json").read_text())
+    columns = [m["overlapped"] for m in report["modules"] if (m["op"], m["direction"]) == ("copy_gemm", "dgrad")]
+    # In 4 steps of 2 micro-batches: two in each of 2 layers, and the output layer.
+    assert sum(columns) == 4 * 2 * (2 * 2 + 1)
+    assert set(report["left_to_megatron"]) == {"VocabParallelEmbedding", "VocabParallelCrossEntropy"}

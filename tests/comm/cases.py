@@ -60,6 +60,8 @@ def threads_end(group: dist.ProcessGroup) -> tuple[int, int]:
     before = count()
     transport = GlooTransport(group)
     assert count() == before + 2
+    # The other rank may still be connecting to this one.
+    dist.barrier(group)
     transport.close()
     return before, count()
 

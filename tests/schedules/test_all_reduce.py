@@ -1,0 +1,169 @@
+"""The all-reduce schedule is proved by playing all ranks together, and every damage to it is caught."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_overlap.schedules import Chunk, PartLayout, Plan, ScheduleError, all_reduce_plan, check
+
+SOME = (1, 2, 3, 4, 5, 8, 13)
+
+
+def plans(num_ranks: int, **options: Any) -> list[Plan]:
+    return [all_reduce_plan(num_ranks, rank, **options) for rank in range(num_ranks)]
+
+
+def prove(num_ranks: int, num_parts: int, split: str, gathers: str) -> None:
+    proof = check(plans(num_ranks, chunks_per_rank=num_parts, split=split, gathers=gathers))
+    others = num_ranks - 1
+    assert proof.num_exchanges == 2 * others * num_parts
+    assert proof.tail_free
+    # Nothing but the last part's sums waits for the last GEMM, or all sums where something else is computed after it.
+    assert proof.num_after_gemms == others * (1 if gathers == "between" else num_parts)
+
+
+@pytest.mark.parametrize("gathers", ["between", "after"])
+def test_proved_for_every_group_size(gathers: str) -> None:
+    for num_ranks in range(1, 65):
+        prove(num_ranks, 3 if num_ranks in SOME else 1, "edge", gathers)
+
+
+@pytest.mark.parametrize("gathers", ["between", "after"])
+@pytest.mark.parametrize("split", ["all", "edge"])
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 4])
+def test_proved_however_it_is_cut(split: str, gathers: str, num_parts: int) -> None:
+    for num_ranks in SOME:
+        prove(num_ranks, num_parts, split, gathers)
+
+
+def test_serial_is_correct_but_not_tail_free() -> None:
+    proof = check(plans(4, chunks_per_rank=2, pattern="serial"))
+    assert not proof.tail_free
+    assert proof.num_after_gemms == proof.num_exchanges
+
+
+def test_others_rows_first_own_rows_last() -> None:
+    plan = all_reduce_plan(4, 1, chunks_per_rank=3)
+    assert [[chunk.owner for chunk in work.chunks] for work in plan.work] == [
+        *([2], [3], [0], [1]),
+        [0, 1, 2, 3],
+        [],
+        *([2, 3], [0]),
+        [],
+        [1],
+        [],
+    ]
+    assert plan.exchanges[0].after_work == 1
+
+
+@pytest.mark.parametrize("gathers", ["between", "after"])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_every_damaged_plan_is_caught(num_ranks: int, gathers: str) -> None:
+    """Each single change to one rank's plan (a peer, a chunk, a dropped wait or add, an order) is an error."""
+    good = plans(num_ranks, chunks_per_rank=2, gathers=gathers)
+    check(good)
+    damaged = damage(good[1])
+    assert len(damaged) > 20
+    for plan in damaged:
+        with pytest.raises(ScheduleError):
+            check([good[0], plan, *good[2:]])
+
+
+def damage(plan: Plan) -> list[Plan]:
+    damaged = []
+    for index, exchange in enumerate(plan.exchanges):
+        before, after = plan.exchanges[:index], plan.exchanges[index + 1 :]
+        changes: list[dict[str, Any]] = [
+            {"recv": Chunk(exchange.recv.owner, 1 - exchange.recv.part)},
+            {"send": Chunk(exchange.send.owner, 1 - exchange.send.part)},
+            {"to": plan.rank},
+        ]
+        changes.append({"after_work": exchange.after_work - 1})
+        for change in changes:
+            changed = dataclasses.replace(exchange, **change)
+            damaged.append(dataclasses.replace(plan, exchanges=(*before, changed, *after)))
+        damaged.append(dataclasses.replace(plan, exchanges=before + after))
+    for index, piece in enumerate(plan.work):
+        before, after = plan.work[:index], plan.work[index + 1 :]
+        if piece.adds:
+            damaged.append(
+                dataclasses.replace(plan, work=(*before, dataclasses.replace(piece, adds=piece.adds[1:]), *after))
+            )
+        damaged.append(dataclasses.replace(plan, work=before + after))
+        damaged.append(dataclasses.replace(plan, work=(*before, piece, piece, *after)))
+    return damaged
+
+
+def test_a_sum_that_is_not_whole_is_caught() -> None:
+    """Both ends would agree on it, and it would land where a partial waits to be sent."""
+    good = plans(2)
+    gather, reduce = good[0].exchanges[1], good[0].exchanges[0]
+    early = [
+        dataclasses.replace(
+            plan, exchanges=tuple(dataclasses.replace(e, after_work=0) for e in reversed(plan.exchanges))
+        )
+        for plan in good
+    ]
+    assert (gather.send, reduce.send) == (Chunk(0, 0), Chunk(1, 0))
+    with pytest.raises(ScheduleError, match="which it does not hold"):
+        check(early)
+
+
+def test_sums_that_nobody_sends_are_missed() -> None:
+    """A reduce-scatter alone: every rank agrees with every other, and none has the others' sums."""
+    halves = []
+    for plan in plans(3):
+        reduces = tuple(exchange for exchange in plan.exchanges if exchange.recv.owner == plan.rank)
+        halves.append(dataclasses.replace(plan, exchanges=reduces))
+    with pytest.raises(ScheduleError, match="rank 0: never gets the sum of"):
+        check(halves)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 500), st.integers(1, 64), st.integers(1, 9))
+def test_layout_covers_every_row_once_part_by_part(num_rows: int, num_ranks: int, num_parts: int) -> None:
+    layout = PartLayout(num_rows, num_ranks, num_parts)
+    rows = []
+    for part in range(num_parts):
+        sizes = []
+        for owner in range(num_ranks):
+            start, stop = layout.rows(Chunk(owner, part))
+            assert layout.num_chunk_rows(Chunk(owner, part)) == stop - start
+            sizes.append(stop - start)
+            rows += range(start, stop)
+        assert max(sizes) - min(sizes) <= 1
+    assert rows == list(range(num_rows))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 12), st.integers(1, 6), st.sampled_from(["edge", "all"]), st.sampled_from(["between", "after"]))
+def test_any_size_is_proved(num_ranks: int, num_parts: int, split: str, gathers: str) -> None:
+    prove(num_ranks, num_parts, split, gathers)
+
+
+@pytest.mark.parametrize(
+    ("field", "options"),
+    [
+        ("num_ranks", {"num_ranks": 65, "rank": 0}),
+        ("rank", {"num_ranks": 2, "rank": 2}),
+        ("chunks_per_rank", {"chunks_per_rank": 0}),
+        ("pattern", {"pattern": "tree"}),
+        ("pattern", {"pattern": "ring"}),
+        ("split", {"split": "some"}),
+        ("gathers", {"gathers": "never"}),
+    ],
+)
+def test_bad_arguments_are_named(field: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"^{field}: "):
+        all_reduce_plan(**{"num_ranks": 2, "rank": 0, **options})
+
+
+@pytest.mark.parametrize(("num_rows", "num_ranks", "num_parts"), [(-1, 1, 1), (1, 0, 1), (1, 1, 0)])
+def test_bad_layouts_are_refused(num_rows: int, num_ranks: int, num_parts: int) -> None:
+    with pytest.raises(ValueError, match="must"):
+        PartLayout(num_rows, num_ranks, num_parts)
