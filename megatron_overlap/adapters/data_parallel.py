@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_overlap.accounting import Direction
 from megatron_overlap.comm import Transport, close_transport, transport_of
-from megatron_overlap.ops import GradientReduce, begin_gather
+from megatron_overlap.ops import Gathering, GradientReduce
 from megatron_overlap.schedules.build import MAX_RANKS
 from megatron_overlap.session import Session
 
@@ -72,7 +72,7 @@ class DataParallelAdapter:
     def gather(self, bucket: torch.Tensor, group: dist.ProcessGroup) -> Method:
         """Begins the all-gather of a bucket. What waits for it."""
         self._count("all_gather", bucket, group, 1)
-        return begin_gather(self.transport(group), bucket).finish
+        return Gathering(self.transport(group), bucket).wait
 
     def count_step(self, how: str) -> None:
         """Counts the optimizer's step of one bucket, or of all."""

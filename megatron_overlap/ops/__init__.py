@@ -1,14 +1,14 @@
 """Linear layers and data parallel buckets whose communication is hidden: schedule x transport x what consumes it."""
 
-from megatron_overlap.ops.buckets import GradientReduce, Reduction, begin_gather
+from megatron_overlap.ops.buckets import Gathering, GradientReduce, Reduction
 from megatron_overlap.ops.linear import all_gather_linear, linear_reduce_scatter
 from megatron_overlap.ops.plan import LinearPlan
 
 __all__ = [
+    "Gathering",
     "GradientReduce",
     "LinearPlan",
     "Reduction",
     "all_gather_linear",
-    "begin_gather",
     "linear_reduce_scatter",
 ]

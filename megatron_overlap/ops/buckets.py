@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 
 import torch
 
-from megatron_overlap.comm import Flight, Transport
+from megatron_overlap.comm import Transport
 from megatron_overlap.comm.transport import Wire
 from megatron_overlap.ops.engine import add_wide
 from megatron_overlap.schedules import ChunkLayout, all_gather_plan, reduce_scatter_plan
@@ -122,7 +122,7 @@ class Reduction:
         size, rank = transport.size, transport.rank
         self._owner, self._bucket, self._mean = owner, bucket, mean
         self._done: torch.cuda.Event | None = None
-        self._gathering: Flight | None = None
+        self._gathering: Gathering | None = None
         self._pieces = owner.pieces or num_pieces(bucket, size)
         self._layout = ChunkLayout(bucket.numel(), size, self._pieces)
         plan = _scatter_plan(size, rank, chunks_per_rank=self._pieces)
@@ -163,7 +163,7 @@ class Reduction:
         if self._owner.gather is not None:
             # The sums that come back go over what was sent.
             self._flight.finish()
-            self._gathering = begin_gather(self._owner.gather, self._bucket, "gradient all-gather")
+            self._gathering = Gathering(self._owner.gather, self._bucket, "gradient all-gather")
 
     def _sum(self, own: torch.Tensor, terms: list[torch.Tensor]) -> None:
         num_ranks = len(terms) + 1
@@ -203,28 +203,42 @@ class Reduction:
         self._finish()
 
     def _finish(self) -> None:
-        flight = self._flight if self._gathering is None else self._gathering
-        flight.finish()
+        if self._gathering is None:
+            self._flight.finish()
+        else:
+            self._gathering.wait()
 
 
-def begin_gather(transport: Transport, bucket: torch.Tensor, op: str = "parameter all-gather") -> Flight:
-    """Sends the own shard of `bucket` to all ranks; `finish` on what is returned gives the whole bucket.
+class Gathering:
+    """The own shard of a bucket on its way to all ranks, and theirs on the way here.
 
-    Equals `all_gather(shard)` in place: shard r of `bucket` is what rank r had there. Buckets share the link in the
-    order in which they begin.
+    Equals `all_gather(shard)` in place: after `wait`, shard r of `bucket` is what rank r had there. Buckets share the
+    link in the order in which they begin.
 
     Args:
         transport: carries the shards.
-        bucket: `[n]`, contiguous; not to be touched until `finish`.
+        bucket: `[n]`, contiguous; not to be touched until `wait`.
         op: name in error messages.
     """
-    plan = _gather_plan(transport.size, transport.rank)
-    layout = ChunkLayout(bucket.numel(), transport.size)
-    wires = []
-    for exchange in plan.exchanges:
-        send, recv = (slice(*layout.rows(chunk)) for chunk in (exchange.send, exchange.recv))
-        wires.append(Wire(exchange, bucket[send], bucket[recv]))
-    return transport.begin(wires, op)
+
+    def __init__(self, transport: Transport, bucket: torch.Tensor, op: str = "parameter all-gather") -> None:
+        self._exchanges = _gather_plan(transport.size, transport.rank).exchanges
+        layout = ChunkLayout(bucket.numel(), transport.size)
+        wires = []
+        for exchange in self._exchanges:
+            send, recv = (slice(*layout.rows(chunk)) for chunk in (exchange.send, exchange.recv))
+            wires.append(Wire(exchange, bucket[send], bucket[recv]))
+        self._flight = transport.begin(wires, op)
+
+    def wait(self) -> None:
+        """Returns when all shards may be read, and the own one may be written.
+
+        Raises:
+            TransportError: a peer is gone or late beyond the deadline.
+        """
+        for index in range(len(self._exchanges)):
+            self._flight.wait(index)
+        self._flight.finish()
 
 
 def num_pieces(bucket: torch.Tensor, num_ranks: int) -> int:
