@@ -3,8 +3,8 @@
     python scripts/bench/data_parallel.py --hosts 2 --gbps 1.0 --layers 12 --hidden 768 --tokens 512 --dtype bf16 \\
         --json data_parallel.json
 
-One rank a host, one thread a rank. Every figure is the median over rounds in which all variants run in turn. `sliced` is
-what Megatron does with --overlap-grad-reduce and --overlap-param-gather.
+One rank a host, one thread a rank. Every figure is the median over rounds in which all variants run in turn. `sliced`
+is what Megatron does with --overlap-grad-reduce and --overlap-param-gather.
 """
 
 from __future__ import annotations

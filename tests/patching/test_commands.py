@@ -11,7 +11,8 @@ import yaml
 from megatron_overlap.patching.manifest import load_manifests, patches_folder
 from tests.helpers.releases import NEWEST, OLDEST, megatron_folder, run_python
 
-FILES = [f"megatron/core/{name}.py" for name in ("package_info", "tensor_parallel/layers", "tensor_parallel/mappings")]
+SYMBOLS = [name for manifest in load_manifests() for name in (manifest.target, *manifest.relies_on)]
+FILES = sorted({f"{name.partition(':')[0].replace('.', '/')}.py" for name in SYMBOLS} | {"megatron/core/package_info.py"})
 
 
 def copied(release_folder: Path, folder: Path, old: str, new: str) -> Path:
@@ -20,7 +21,7 @@ def copied(release_folder: Path, folder: Path, old: str, new: str) -> Path:
         text = (release_folder / name).read_text()
         if name.endswith("package_info.py"):
             text = "MAJOR = 9\nMINOR = 9\nPATCH = 9\n"
-        elif name.endswith("layers.py"):
+        elif name.endswith("tensor_parallel/layers.py"):
             assert old in text
             text = text.replace(old, new)
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
