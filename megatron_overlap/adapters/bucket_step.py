@@ -42,6 +42,8 @@ def step_with_ready_grads(original: Method, session: Session) -> Method:
         if not isinstance(self, DistributedOptimizer) or not _gathers_in_forward(self):
             return original(self)
         groups = _in_forward_order(self)
+        if not groups:
+            return original(self)
         if type(self.optimizer) not in _STEPS_EACH_ALONE:
             done = original(self)
             adapter.count_step("whole step, then all gathers")
@@ -49,11 +51,12 @@ def step_with_ready_grads(original: Method, session: Session) -> Method:
                 _begin_gather(bucket_group)
             return done
         done = True
-        for bucket_group in groups:
-            with _only(self, bucket_group.buckets):
+        with _restored(self):
+            for bucket_group, part in zip(groups, _parts(self, groups), strict=True):
+                part.show(self)
                 done &= original(self)
-            adapter.count_step("step of a bucket, then its gather")
-            _begin_gather(bucket_group)
+                adapter.count_step("step of a bucket, then its gather")
+                _begin_gather(bucket_group)
         return done
 
     return step
@@ -69,6 +72,8 @@ def _gathers_in_forward(optimizer: Any) -> bool:
         # The pipeline schedule, or Megatron's own step, begins the gathers.
         and not config.align_param_gather
         and not optimizer.config.overlap_param_gather_with_optimizer_step
+        # Copies from the host may still be on their way when its step returns.
+        and not optimizer.config.optimizer_cpu_offload
         # Quantized parameters are written with collectives of their own, or later.
         and not config.fp8_param_gather
         and not getattr(config, "fp4_param_gather", False)
@@ -77,7 +82,7 @@ def _gathers_in_forward(optimizer: Any) -> bool:
 
 
 def _in_forward_order(optimizer: Any) -> list[Any]:
-    """The bucket groups of this optimizer's buffers, those of the first layers first.
+    """The bucket groups of this optimizer's buffers, those of the first layers first; none where others share them.
 
     The model registers parameters in the order in which forward uses them, as Megatron's own chain of gathers assumes.
     """
@@ -92,8 +97,7 @@ def _in_forward_order(optimizer: Any) -> list[Any]:
         ]
         ordered += sorted(groups, key=lambda one: min(position[parameter] for parameter in one.params))
     found = {id(bucket) for bucket_group in ordered for bucket in bucket_group.buckets}
-    assert found == own, "a bucket of the optimizer belongs to no bucket group of its model"
-    return ordered
+    return ordered if found == own else []
 
 
 def _begin_gather(bucket_group: Any) -> None:
@@ -104,28 +108,53 @@ def _begin_gather(bucket_group: Any) -> None:
     bucket_group.start_param_sync()
 
 
-@contextmanager
-def _only(optimizer: Any, buckets: list[Any]) -> Iterator[None]:
-    """Meanwhile the optimizer, and Megatron's copies to the model, know the parameters of these buckets alone."""
-    wanted = {parameter for bucket in buckets for parameter in bucket.params}
-    inner = optimizer.optimizer.param_groups
-    saved_inner = [group["params"] for group in inner]
-    saved = {name: getattr(optimizer, name) for pair in _MODEL_AND_SHARD for name in pair}
-    shards: set[torch.Tensor] = set()
+class _Part:
+    """The optimizer's lists, of one bucket group alone: Megatron's by name, and the inner optimizer's parameters."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.inner: list[list[Any]] = [[] for _ in optimizer.optimizer.param_groups]
+        self.lists: dict[str, list[list[Any]]] = {
+            name: [[] for _ in getattr(optimizer, name)] for pair in _MODEL_AND_SHARD for name in pair
+        }
+
+    def show(self, optimizer: Any) -> None:
+        """Makes the optimizer, and Megatron's copies to the model, know these parameters alone."""
+        for group, parameters in zip(optimizer.optimizer.param_groups, self.inner, strict=True):
+            group["params"] = parameters
+        for name, groups in self.lists.items():
+            setattr(optimizer, name, groups)
+
+
+def _parts(optimizer: Any, groups: list[Any]) -> list[_Part]:
+    """The optimizer's lists cut up by bucket group."""
+    parts = [_Part(optimizer) for _ in groups]
+    part_of = {parameter: part for one, part in zip(groups, parts, strict=True) for parameter in one.params}
+    part_of_shard = {}
     for model_name, shard_name in _MODEL_AND_SHARD:
-        kept = [
-            [(model, shard) for model, shard in zip(models, own, strict=True) if model in wanted]
-            for models, own in zip(saved[model_name], saved[shard_name], strict=True)
-        ]
-        setattr(optimizer, model_name, [[model for model, _ in group] for group in kept])
-        setattr(optimizer, shard_name, [[shard for _, shard in group] for group in kept])
-        shards.update(shard for group in kept for _, shard in group)
-    for group, parameters in zip(inner, saved_inner, strict=True):
-        group["params"] = [parameter for parameter in parameters if parameter in shards]
+        for number, pairs in enumerate(
+            zip(getattr(optimizer, model_name), getattr(optimizer, shard_name), strict=True)
+        ):
+            for model, shard in zip(*pairs, strict=True):
+                part = part_of[model]
+                part.lists[model_name][number].append(model)
+                part.lists[shard_name][number].append(shard)
+                part_of_shard[shard] = part
+    for number, group in enumerate(optimizer.optimizer.param_groups):
+        for shard in group["params"]:
+            part_of_shard[shard].inner[number].append(shard)
+    return parts
+
+
+@contextmanager
+def _restored(optimizer: Any) -> Iterator[None]:
+    """Puts the optimizer's lists back at the end."""
+    groups = optimizer.optimizer.param_groups
+    inner = [group["params"] for group in groups]
+    lists = {name: getattr(optimizer, name) for pair in _MODEL_AND_SHARD for name in pair}
     try:
         yield
     finally:
-        for group, parameters in zip(inner, saved_inner, strict=True):
+        for group, parameters in zip(groups, inner, strict=True):
             group["params"] = parameters
-        for name, groups in saved.items():
-            setattr(optimizer, name, groups)
+        for name, value in lists.items():
+            setattr(optimizer, name, value)

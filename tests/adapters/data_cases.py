@@ -159,7 +159,7 @@ def _train(group: dist.ProcessGroup, run: Run) -> dict[str, Any]:
     if hooks:
         # As Megatron's training loop does until the first step has been made.
         model.disable_forward_pre_hook(param_sync=False)
-    losses, norms, looked = [], [], []
+    losses, norms, looked, under_way = [], [], [], []
     hooked = False
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="The next bucket's parameter all-gather")
@@ -173,6 +173,7 @@ def _train(group: dist.ProcessGroup, run: Run) -> dict[str, Any]:
             done, norm, _ = optimizer.step()
             norms.append(norm)
             assert done == (iteration not in run.overflow)
+            under_way.append([one.param_gather_handle is not None for one in model.bucket_groups])
             if hooks and done and not hooked:
                 model.enable_forward_pre_hook()
                 hooked = True
@@ -190,6 +191,7 @@ def _train(group: dist.ProcessGroup, run: Run) -> dict[str, Any]:
         "losses": losses,
         "norms": norms,
         "looked": looked,
+        "under_way": under_way,
         "parameters": [parameter.detach().clone() for parameter in model.parameters()],
         "state": [{name: value.clone() for name, value in sorted(one.items())} for one in state],
         "scale": float(optimizer.get_loss_scale()),
@@ -216,7 +218,7 @@ def compared(group: dist.ProcessGroup, run: Run, stock: Run) -> dict[str, Any]:
         assert len(mine[key]) == len(theirs[key])
         for index, (one, other) in enumerate(zip(mine[key], theirs[key], strict=True)):
             assert _same(one, other), f"{key} {index}: {one} {other}"
-    return {key: mine[key] for key in ("overlapped", "bytes", "reasons")} | {"scale": mine["scale"]}
+    return {key: mine[key] for key in ("overlapped", "bytes", "reasons", "under_way", "scale")}
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -227,6 +229,19 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
     return bool(one == other or (one != one and other != other))
+
+
+def order_of_steps(group: dist.ProcessGroup) -> list[list[int]]:
+    """The layers whose parameters each bucket holds, in the order in which buckets are stepped."""
+    start(group)
+    from megatron_overlap.adapters.bucket_step import _in_forward_order
+
+    model, optimizer = _wrapped(Run())
+    layer_of = {
+        id(parameter): number for number, layer in enumerate(model.module.layers) for parameter in layer.parameters()
+    }
+    inner = optimizer.chained_optimizers[0] if hasattr(optimizer, "chained_optimizers") else optimizer
+    return [sorted({layer_of[id(parameter)] for parameter in one.params}) for one in _in_forward_order(inner)]
 
 
 def error_of(group: dist.ProcessGroup, run: Run) -> str:

@@ -16,9 +16,7 @@ GPT = SCRIPTS / "pretrain_gpt.py"
 LLAMA = SCRIPTS / "pretrain_llama.py"
 FUSED = Path(__file__).with_name("fused_wgrad.py")
 GQA = ("--group-query-attention", "--num-query-groups", "2")
-SHARDED = shlex.split(
-    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 3000"
-)
+SHARDED = shlex.split("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 3000")
 BF16_FACTOR = 2.0  # see docs/numerics.md
 
 Rows = dict[int, dict[str, Any]]

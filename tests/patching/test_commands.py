@@ -12,7 +12,9 @@ from megatron_overlap.patching.manifest import load_manifests, patches_folder
 from tests.helpers.releases import NEWEST, OLDEST, megatron_folder, run_python
 
 SYMBOLS = [name for manifest in load_manifests() for name in (manifest.target, *manifest.relies_on)]
-FILES = sorted({f"{name.partition(':')[0].replace('.', '/')}.py" for name in SYMBOLS} | {"megatron/core/package_info.py"})
+FILES = sorted(
+    {f"{name.partition(':')[0].replace('.', '/')}.py" for name in SYMBOLS} | {"megatron/core/package_info.py"}
+)
 
 
 def copied(release_folder: Path, folder: Path, old: str, new: str) -> Path:
