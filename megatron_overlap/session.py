@@ -30,12 +30,14 @@ class Session:
         config: what was asked for.
         counters: what the adapters count.
         linear: what adapters/linear.py keeps for this session.
+        data_parallel: what adapters/data_parallel.py keeps for it.
     """
 
     def __init__(self, config: OverlapConfig, manifests: Sequence[Manifest] = ()) -> None:
         self.config = config
         self.counters = Counters(config.strict)
         self.linear: Any = None
+        self.data_parallel: Any = None
         self._engine = Engine(manifests)
         self._plan = Plan(())
         self._applied: tuple[str, ...] = ()

@@ -70,11 +70,11 @@ class Transport(Protocol):
         """Ends the transport's threads and streams and lets its buffers go."""
 
 
-# Keyed by the group, which owns its transport: it goes when the group goes, or by close_transport.
-_TRANSPORTS: weakref.WeakKeyDictionary[dist.ProcessGroup, Transport] = weakref.WeakKeyDictionary()
+# Keyed by the group, which owns its transports, by lane: they go when the group goes, or by close_transport.
+_TRANSPORTS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Transport]] = weakref.WeakKeyDictionary()
 
 
-def transport_of(group: dist.ProcessGroup, *, timeout_s: float | None = None) -> Transport:
+def transport_of(group: dist.ProcessGroup, *, timeout_s: float | None = None, lane: str = "") -> Transport:
     """The transport of `group`; made by the first call, which all ranks of the group must make.
 
     A group of its own carries the messages, so that they are never ordered behind Megatron's collectives.
@@ -82,11 +82,14 @@ def transport_of(group: dist.ProcessGroup, *, timeout_s: float | None = None) ->
     Args:
         group: a gloo or NCCL process group.
         timeout_s: deadline of one wait in seconds, looked at by the first call; None means that of `group`.
+        lane: a name for one of several transports of the same ranks: the order in which flights begin counts within
+            a lane alone.
 
     Raises:
         ValueError: the group's backend carries no point-to-point messages that this package knows.
     """
-    transport = _TRANSPORTS.get(group)
+    transports = _TRANSPORTS.setdefault(group, {})
+    transport = transports.get(lane)
     if transport is None:
         backend = dist.get_backend(group)
         if backend == "gloo":
@@ -99,14 +102,13 @@ def transport_of(group: dist.ProcessGroup, *, timeout_s: float | None = None) ->
             transport = NcclTransport(group, timeout_s=timeout_s)
         else:
             raise ValueError(f"group: backend {backend}: overlap needs gloo or nccl")
-        _TRANSPORTS[group] = transport
+        transports[lane] = transport
     return transport
 
 
 def close_transport(group: dist.ProcessGroup) -> None:
-    """Closes the transport of `group` if it has one."""
-    transport = _TRANSPORTS.pop(group, None)
-    if transport is not None:
+    """Closes the transports of `group`, in all lanes."""
+    for transport in _TRANSPORTS.pop(group, {}).values():
         transport.close()
 
 

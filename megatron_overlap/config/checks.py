@@ -53,7 +53,6 @@ def unknown_preset(name: str) -> Problem:
 
 NOT_AVAILABLE = {
     ("tensor", "fused"): "auto, p2p or none",
-    ("data", "p2p"): "auto, megatron or none",
     ("ulysses", "p2p"): "none",
     ("varlen", "balanced"): "none",
 }

@@ -31,7 +31,10 @@ class DataOverlap(Section):
     """Overlap of data parallel gradient reduction and parameter gathering."""
 
     method: Literal["auto", "p2p", "megatron", "none"] = "auto"
-    """megatron: Megatron's own overlap flags; auto: the best one available; none: no overlap."""
+    """p2p: point-to-point messages; megatron: Megatron's own collectives; auto: p2p, or megatron where that does not
+    apply. All three turn Megatron's overlap flags on; none: no overlap."""
+    accumulate: Literal["auto", "fp32"] = "auto"
+    """fp32: narrow gradients are summed in fp32 and rounded once; auto: in their own type, as collectives do."""
 
 
 class UlyssesOverlap(Section):

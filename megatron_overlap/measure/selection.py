@@ -80,9 +80,10 @@ def select(given: Sequence[tuple[str, LaunchConfig]], *, attribute: bool) -> Sel
 
 def _has_overlap(config: LaunchConfig) -> bool:
     overlap = config.overlap
-    # `auto` of data is Megatron's own overlap, which the reference has as well.
     ours = (overlap.tensor.method, overlap.ulysses.method, overlap.varlen.method)
-    return overlap.data.method == "p2p" or any(method != "none" for method in ours)
+    # Megatron's own overlap of data parallelism, the reference has as well; with one copy there is nothing to overlap.
+    data = overlap.data.method == "p2p" or (overlap.data.method == "auto" and config.data_parallel_size > 1)
+    return data or any(method != "none" for method in ours)
 
 
 def _same_training(given: Sequence[tuple[str, LaunchConfig]]) -> None:

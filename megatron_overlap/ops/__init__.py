@@ -1,12 +1,16 @@
-"""Linear layers whose communication is hidden: schedule x transport x GEMM, with autograd."""
+"""Linear layers and data parallel buckets whose communication is hidden: schedule x transport x what consumes it."""
 
 from megatron_overlap.ops.all_reduce import copy_linear, linear_all_reduce
+from megatron_overlap.ops.buckets import Gathering, GradientReduce, Reduction
 from megatron_overlap.ops.linear import all_gather_linear, linear_reduce_scatter
 from megatron_overlap.ops.plan import LinearPlan
 from megatron_overlap.ops.query_split import attention_linear_reduce_scatter
 
 __all__ = [
+    "Gathering",
+    "GradientReduce",
     "LinearPlan",
+    "Reduction",
     "all_gather_linear",
     "attention_linear_reduce_scatter",
     "copy_linear",

@@ -16,7 +16,7 @@ GPT = SCRIPTS / "pretrain_gpt.py"
 LLAMA = SCRIPTS / "pretrain_llama.py"
 FUSED = Path(__file__).with_name("fused_wgrad.py")
 GQA = ("--group-query-attention", "--num-query-groups", "2")
-TP2_DP2_SP = (*TP2_SP, *shlex.split("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"))
+SHARDED = shlex.split("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 3000")
 BF16_FACTOR = 2.0  # see docs/numerics.md
 
 Rows = dict[int, dict[str, Any]]
@@ -29,12 +29,20 @@ def plugin(tmp_path: Path) -> tuple[str, str]:
     return "--overlap-config", str(file)
 
 
-def assert_overlapped(run_dir: Path, *, ranks: int, ops: tuple[str, str] = ("ag_gemm", "gemm_rs")) -> None:
-    """Both layers, forward and both gradients, on every rank, and nothing else: equality is not by fallback."""
+def tensor_calls(*ops: str) -> set[tuple[str, str]]:
+    return {(op, way) for op in ops for way in ("forward", "dgrad", "wgrad")}
+
+
+TENSOR = tensor_calls("ag_gemm", "gemm_rs")
+DATA = {("reduce_scatter", "wgrad"), ("all_gather", "forward"), ("step of a bucket, then its gather", "forward")}
+
+
+def assert_overlapped(run_dir: Path, *, ranks: int, expected: set[tuple[str, str]] = TENSOR) -> None:
+    """All of it, on every rank, and nothing else: equality is not by fallback."""
     for rank in range(ranks):
         report = json.loads((run_dir / f"report-rank{rank}.json").read_text())
         done = {(m["op"], m["direction"]) for m in report["modules"] if m["overlapped"]}
-        assert done == {(op, way) for op in ops for way in ("forward", "dgrad", "wgrad")}
+        assert done == expected
         assert report["totals"]["fallbacks"] == 0
         assert report["totals"]["bytes"] > 0
 
@@ -60,10 +68,26 @@ def test_llama_fp32_and_bf16(plugin: tuple[str, str], tmp_path: Path) -> None:
 
 
 def test_gpt_with_data_parallel_ranks(plugin: tuple[str, str], tmp_path: Path) -> None:
-    layout = (*TP2_DP2_SP, "--micro-batch-size", "1")
+    layout = (*TP2_SP, *SHARDED, "--micro-batch-size", "1")
     mine = train(tmp_path / "mine", GPT, 4, *layout, *plugin, off=False)
     assert_equal_training(mine, train(tmp_path / "stock", GPT, 4, *layout))
-    assert_overlapped(tmp_path / "mine", ranks=4)
+    assert_overlapped(tmp_path / "mine", ranks=4, expected=TENSOR | DATA)
+
+
+def test_data_parallel_with_evaluation_then_resumed_without_the_plugin(plugin: tuple[str, str], tmp_path: Path) -> None:
+    """Two micro-batches a step. Parameters are on their way when evaluation and the checkpoint ask for them."""
+    evaluate = shlex.split("--split 90,10,0 --eval-interval 2 --eval-iters 1")
+    layout = (*SHARDED, "--micro-batch-size", "1", *evaluate)
+    saved = tmp_path / "saved"
+    stock = train(tmp_path / "stock", GPT, 2, *layout)
+    mine = train(tmp_path / "mine", GPT, 2, *layout, "--save", str(saved), "--save-interval", "2", *plugin, off=False)
+    assert_equal_training(mine, stock)
+    assert_overlapped(tmp_path / "mine", ranks=2, expected=DATA)
+
+    (saved / "latest_checkpointed_iteration.txt").write_text("2")
+    resumed = train(tmp_path / "off", GPT, 2, *layout, "--load", str(saved))
+    assert sorted(resumed) == [3, 4]
+    assert_equal_training(resumed, stock)
 
 
 def test_gradients_added_inside_the_gemm_then_resumed_without_the_plugin(
@@ -88,7 +112,7 @@ def test_without_sequence_parallelism(plugin: tuple[str, str], tmp_path: Path) -
     layout = (*GQA, "--tensor-model-parallel-size", "2", "--untie-embeddings-and-output-weights")
     mine = train(tmp_path / "mine", LLAMA, 2, *layout, *plugin, off=False)
     assert_equal_training(mine, train(tmp_path / "stock", LLAMA, 2, *layout))
-    assert_overlapped(tmp_path / "mine", ranks=2, ops=("copy_gemm", "gemm_ar"))
+    assert_overlapped(tmp_path / "mine", ranks=2, expected=tensor_calls("copy_gemm", "gemm_ar"))
     report = json.loads((tmp_path / "mine" / "report-rank0.json").read_text())
     columns = [m["overlapped"] for m in report["modules"] if (m["op"], m["direction"]) == ("copy_gemm", "dgrad")]
     # In 4 steps of 2 micro-batches: two in each of 2 layers, and the output layer.

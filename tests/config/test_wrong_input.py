@@ -92,7 +92,6 @@ WRONG_VALUES = [
 ]
 NOT_IN_THIS_RELEASE = [
     override("fused", "overlap.tensor.method", "fused", "not available in this release; use auto, p2p or none"),
-    override("data p2p", "overlap.data.method", "p2p", "not available in this release; use auto, megatron or none"),
     override("ulysses", "overlap.ulysses.method", "p2p", "not available in this release; use none"),
     override("varlen", "overlap.varlen.method", "balanced", "not available in this release; use none"),
 ]
