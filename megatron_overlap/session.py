@@ -30,12 +30,14 @@ class Session:
         config: what was asked for.
         counters: what the adapters count.
         linear: what adapters/linear.py keeps for this session.
+        ulysses: what adapters/ulysses.py keeps for this session.
     """
 
     def __init__(self, config: OverlapConfig, manifests: Sequence[Manifest] = ()) -> None:
         self.config = config
         self.counters = Counters(config.strict)
         self.linear: Any = None
+        self.ulysses: Any = None
         self._engine = Engine(manifests)
         self._plan = Plan(())
         self._applied: tuple[str, ...] = ()

@@ -1,6 +1,7 @@
-"""Linear layers whose communication is hidden: schedule x transport x GEMM, with autograd."""
+"""Layers whose communication is hidden: schedule x transport x computation, with autograd."""
 
 from megatron_overlap.ops.linear import all_gather_linear, linear_reduce_scatter
 from megatron_overlap.ops.plan import LinearPlan
+from megatron_overlap.ops.ulysses import UlyssesPlan, ulysses_attention
 
-__all__ = ["LinearPlan", "all_gather_linear", "linear_reduce_scatter"]
+__all__ = ["LinearPlan", "UlyssesPlan", "all_gather_linear", "linear_reduce_scatter", "ulysses_attention"]

@@ -1,7 +1,7 @@
 """The schedule of Ulysses attention: an all-to-all there, attention by head groups, an all-to-all back.
 
-Source: the method is DeepSpeed-Ulysses (arXiv 2309.14509); hiding its all-to-alls behind the attention of other heads is
-named, not described, by Flash-Overlap / CommFuse (arXiv 2604.24013). The order below is our own.
+Source: the method is DeepSpeed-Ulysses (arXiv 2309.14509); hiding its all-to-alls behind the attention of other heads
+is named, not described, by Flash-Overlap / CommFuse (arXiv 2604.24013). The order below is our own.
 
     compute  produce 0 .. G-1 | attend 0 | attend 1 | ... | attend G-1 | consume 0 .. G-1
     link               in 0 | in 1 | ... | in G-1 | out 0 | ... | out G-1

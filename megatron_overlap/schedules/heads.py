@@ -106,9 +106,9 @@ class HeadLayout:
     """Which heads every rank attends to, in which head group.
 
     Where key/value heads can be dealt out evenly to ranks and groups, a group is one run of heads over all ranks, and
-    rank j has its j-th part: the heads of a group are then consecutive rows of the QKV weight and consecutive columns of
-    the output weight. Otherwise a rank has one run of query heads, cut into groups, and a key/value head that several
-    groups of a rank need travels with the first of them.
+    rank j has its j-th part: the heads of a group are then consecutive rows of the QKV weight and consecutive columns
+    of the output weight. Otherwise a rank has one run of query heads, cut into groups, and a key/value head that
+    several groups of a rank need travels with the first of them.
 
     Attributes:
         num_heads: query heads, Hq.
