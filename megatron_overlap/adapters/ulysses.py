@@ -114,9 +114,7 @@ def attention_forward(original: Method, session: Session) -> Method:
         packed_seq_params: Any = None,
     ) -> Any:
         if self.config.context_parallel_size == 1:
-            return original(
-                self, query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params
-            )
+            return original(self, query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
         group = context_group(self)
         _refuse_call(query, key, attn_mask_type or self.attn_mask_type, attention_bias, packed_seq_params)
         rows, _, heads, size = query.shape

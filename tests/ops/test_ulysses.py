@@ -54,6 +54,25 @@ def test_bytes_that_are_sent(world: World) -> None:
     assert sent == [[4 * local * 3 // 4] * 2] * 4
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize(("num_ranks", "heads", "kv_heads"), [(1, 4, 2), (2, 8, 4), (3, 6, 3), (4, 16, 8)])
+def test_a_whole_layer_equals_its_parts(
+    world: World, num_ranks: int, heads: int, kv_heads: int, dtype: torch.dtype
+) -> None:
+    for kind in ("contiguous", "zigzag", "lengths"):
+        world.run(num_ranks, cases.layer, 37, heads, kv_heads, kind, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("num_groups", [1, 2, 4])
+def test_layer_options(world: World, num_groups: int, dtype: torch.dtype) -> None:
+    plan = UlyssesPlan(num_groups)
+    world.run(2, cases.layer, 20, 8, 8, "zigzag", plan=plan, dtype=dtype, bias=False, main_grad=True, late=False)
+    world.run(2, cases.layer, 20, 8, 8, "zigzag", plan=plan, dtype=dtype, rotary=False)
+    serial = UlyssesPlan(num_groups, "serial")
+    world.run(2, cases.layer, 20, 8, 8, "contiguous", plan=serial, dtype=dtype)
+
+
 def test_activation_recomputation(world: World) -> None:
     assert world.run(2, cases.recomputed) == [[True] * 4] * 2
 

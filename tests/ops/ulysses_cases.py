@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from megatron_overlap.comm import transport_of
-from megatron_overlap.ops import UlyssesPlan, reference, ulysses_attention
+from megatron_overlap.ops import Projection, UlyssesPlan, reference, ulysses_attention, ulysses_self_attention
 from megatron_overlap.schedules import SequenceLayout
 from tests.helpers.late import LateTransport
 
@@ -71,7 +71,9 @@ def against_reference(
         for name, mine, true in zip(NAMES, got, expected, strict=True):
             assert mine.shape == true.shape
             assert torch.isfinite(mine).all(), f"{name}: not finite"
-            torch.testing.assert_close(mine, true, rtol=1e-11, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                mine, true, rtol=1e-11, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+            )
     if late:
         transport.close()
     return sent
@@ -171,3 +173,86 @@ def refused(group: dist.ProcessGroup) -> list[str]:
         except ValueError as error:
             messages.append(str(error))
     return messages
+
+
+def layer(
+    group: dist.ProcessGroup,
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    kind: str,
+    *,
+    dtype: torch.dtype = torch.float64,
+    plan: UlyssesPlan | None = None,
+    bias: bool = True,
+    rotary: bool = True,
+    main_grad: bool = False,
+    late: bool = True,
+) -> None:
+    """A whole layer against its parts, one after the other, around the reference: output and every gradient."""
+    transport: Any = LateTransport(group) if late else transport_of(group)
+    rank, hidden = dist.get_rank(group), 24
+    layout = layout_of(kind, rows, dist.get_world_size(group))
+    own = layout.rows_of(rank)
+    features = (heads + 2 * kv_heads) * SIZE
+    shared = torch.Generator().manual_seed(3)
+    mine = torch.Generator().manual_seed(40 + rank)
+
+    def random(*shape: int, generator: torch.Generator) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    x, dy = (random(own, 2, hidden, generator=mine) for _ in range(2))
+    # Scores near one, as in a model: larger ones would blow up every rounding.
+    w_qkv = random(features, hidden, generator=shared) / hidden**0.5
+    w_out = random(hidden, heads * SIZE, generator=shared) / (heads * SIZE) ** 0.5
+    b = random(features, generator=shared) if bias else None
+    angles = torch.cat([torch.arange(*run, dtype=torch.float64) for run in layout.runs[rank]]).to(dtype)
+
+    def rotate(value: torch.Tensor) -> torch.Tensor:
+        angle = angles.to(value.dtype)[:, None, None, None]
+        left, right = value.chunk(2, dim=-1)
+        return torch.cat([left * angle.cos() - right * angle.sin(), right * angle.cos() + left * angle.sin()], dim=-1)
+
+    encode = rotate if rotary else None
+
+    def plain(x: torch.Tensor, w_qkv: torch.Tensor, b: Any, w_out: torch.Tensor) -> torch.Tensor:
+        projected = x @ w_qkv.t() if b is None else x @ w_qkv.t() + b
+        per_key = projected.view(own, 2, kv_heads, heads // kv_heads + 2, SIZE)
+        q, k, v = per_key[:, :, :, :-2].flatten(2, 3), per_key[:, :, :, -2], per_key[:, :, :, -1]
+        if encode is not None:
+            q, k = encode(q), encode(k)
+        return reference.ulysses_attention(q, k, v, group=group, layout=layout).flatten(2) @ w_out.t()
+
+    def step(function: Any, to: torch.dtype) -> list[Any]:
+        leaves = [None if t is None else t.to(to, copy=True).requires_grad_() for t in (x, w_qkv, b, w_out)]
+        y = function(*leaves)
+        y.backward(dy.to(to))
+        return [y.detach(), *(None if leaf is None else leaf.grad for leaf in leaves)]
+
+    into = [torch.ones(w.shape, dtype=torch.float32 if dtype.itemsize < 4 else dtype) for w in (w_qkv, w_out)]
+
+    def fused(x: torch.Tensor, w_qkv: torch.Tensor, b: Any, w_out: torch.Tensor) -> torch.Tensor:
+        weights = [
+            Projection(weight, into[index] if main_grad else None) for index, weight in enumerate((w_qkv, w_out))
+        ]
+        counts = {"num_heads": heads, "num_kv_heads": kv_heads}
+        return ulysses_self_attention(
+            x, weights[0], b, weights[1], group=transport, rotate=encode, layout=layout, plan=plan, **counts
+        )
+
+    exact, unfused, got = step(plain, torch.float64), step(plain, dtype), step(fused, dtype)
+    if main_grad:
+        assert got[2] is got[4] is None
+        got[2], got[4] = (gradient - 1 for gradient in into)
+    for name, mine_, one, true in zip(("y", "dx", "dw_qkv", "db", "dw_out"), got, unfused, exact, strict=True):
+        assert (mine_ is None) == (true is None), name
+        if true is None or true.numel() == 0:
+            continue
+        assert torch.isfinite(mine_).all(), f"{name}: not finite"
+        off, own_error = ((value.double() - true).abs().max() for value in (mine_, one))
+        # In float64 the parts are what is exact, and their own error reads 0.
+        eps = torch.finfo(dtype).eps * (64 if dtype == torch.float64 else 1)
+        allowed = 2 * own_error + 4 * eps * (true.abs().max() + float(main_grad))
+        assert off <= allowed, f"{name}: off by {off:.2e}, allowed {allowed:.2e}"
+    if late:
+        transport.close()
