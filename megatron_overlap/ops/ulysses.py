@@ -1,7 +1,7 @@
 """Ulysses attention: the sequence is split over ranks everywhere but inside attention, where heads are.
 
-Source: DeepSpeed-Ulysses (arXiv 2309.14509). Its all-to-alls are cut by head groups here, and travel while the attention
-of other groups computes; see `schedules.all_to_all`.
+Source: DeepSpeed-Ulysses (arXiv 2309.14509). Its all-to-alls are cut by head groups here, and travel while the
+attention of other groups computes; see `schedules.all_to_all`.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from megatron_overlap.ops.ulysses_passage import Passage
 from megatron_overlap.schedules import AllToAllPlan, HeadLayout, SequenceLayout
 
 Rotate = Callable[[torch.Tensor], torch.Tensor]
-"""Encodes positions: own rows `[S/N, B, heads, D]` of query or key heads, to the same shape. Linear in its argument, the
-same for every head, and without parameters."""
+"""Encodes positions: own rows `[S/N, B, heads, D]` of query or key heads, to the same shape. Linear in its argument,
+the same for every head, and without parameters."""
 
 # Output rows of the weight are projected back in this many blocks, each a filler while a message is awaited.
 _FILLERS = 4

@@ -1,8 +1,8 @@
-"""The moving part of Ulysses attention: buffers and messages of one pass, and the order in which they meet computation."""
+"""The moving part of Ulysses attention: buffers and messages of one pass, and the order of computation around them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -11,7 +11,7 @@ from megatron_overlap.comm.transport import Wire
 from megatron_overlap.schedules import AllToAllPlan, SequenceLayout
 
 Width = Callable[[int, int], int]
-"""Features of one row and batch entry that rank `rank` needs, or gives, for head group `group`: `width(rank, group)`."""
+"""`width(rank, group)`: features of one row and batch entry that a rank needs, or gives, for a head group."""
 
 Produce = Callable[[int, tuple[int, ...], list[torch.Tensor]], None]
 """`produce(group, peers, slots)`: writes the own rows for the heads of each peer, `[own rows, B, width]` each."""
@@ -98,7 +98,7 @@ class Passage:
         consume: Consume,
         *,
         flush: Callable[[], None] | None = None,
-        fillers: Iterator[Callable[[], None]] = iter(()),
+        fillers: Iterable[Callable[[], None]] = (),
     ) -> None:
         """Does the work of the plan.
 
@@ -109,9 +109,10 @@ class Passage:
             fillers: further work of no fixed time; done while nothing has landed, the rest at the end.
         """
         work = self._plan.work
+        waiting = iter(fillers)
         for index, task in enumerate(work):
             if task.needs:
-                self._fill(task.needs, fillers)
+                self._fill(task.needs, waiting)
             if task.step == "produce":
                 self._produce(produce, task.group, task.peers)
             elif task.step == "attend":
@@ -129,7 +130,7 @@ class Passage:
                 ):
                     flush()
             self._flight.release(index + 1)
-        for filler in fillers:
+        for filler in waiting:
             filler()
         self._flight.finish()
 

@@ -65,9 +65,11 @@ def against_reference(
         options: dict[str, Any] = {"causal": causal, "softmax_scale": scale, "layout": layout}
         expected = run(reference.ulysses_attention, data, group=group, **options)
         sent: list[float] = []
-        got = run(
-            ulysses_attention, data, group=transport, plan=plan, observer=lambda _, count: sent.append(count), **options
-        )
+
+        def observer(_: str, num_bytes: int, sent: list[float] = sent) -> None:
+            sent.append(num_bytes)
+
+        got = run(ulysses_attention, data, group=transport, plan=plan, observer=observer, **options)
         for name, mine, true in zip(NAMES, got, expected, strict=True):
             assert mine.shape == true.shape
             assert torch.isfinite(mine).all(), f"{name}: not finite"
