@@ -15,14 +15,16 @@ import torch.distributed as dist
 from megatron.core import tensor_parallel as parent
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 import megatron_overlap
+from megatron_overlap import OverlapConfig
 from megatron_overlap.patching.errors import PatchRefusedError, PatchWarning
 from megatron_overlap.patching.manifest import Manifest, load_manifests
 from tests.patching.conftest import Packages
 
 Future = Callable[[str, str], list[Manifest]]
-CLASSES = (layers.ColumnParallelLinear, layers.RowParallelLinear)
+CLASSES = (layers.ColumnParallelLinear, layers.RowParallelLinear, DotProductAttention)
 
 
 @pytest.fixture(autouse=True)
@@ -39,8 +41,9 @@ def test_own_patches_apply_and_leave_nothing_behind(snapshot: Callable[[object],
     same = [snapshot(holder) for holder in (*CLASSES, layers)]
     with warnings.catch_warnings():
         warnings.simplefilter("error", PatchWarning)
-        session = megatron_overlap.enable(strict=True)
+        session = megatron_overlap.enable(OverlapConfig.model_validate({"ulysses": {"method": "p2p"}}), strict=True)
     assert [line.verdict for line in session.report().patches] == ["applies"] * len(load_manifests())
+    assert DotProductAttention.forward.__module__ == "megatron_overlap.adapters.ulysses"
     assert layers.ColumnParallelLinear._forward_impl.__module__ == "megatron_overlap.adapters.linear"
     assert layers.RowParallelLinear.forward.__module__ == "megatron_overlap.adapters.linear"
     session.disable()
