@@ -85,8 +85,8 @@ def dump_config(config: LaunchConfig | OverlapConfig) -> str:
 def without_overlap(config: LaunchConfig) -> LaunchConfig:
     """The same launch without the plugin: every overlap method none, `_baseline` added to the name.
 
-    Megatron's own data parallel overlap stays as it is: a comparison counts what the plugin adds, no more. Under context
-    parallelism Ulysses stays too, with its all-to-alls exposed: Megatron's local layers have no other.
+    Megatron's own data parallel overlap stays as it is: a comparison counts what the plugin adds, no more. Under
+    context parallelism Ulysses stays too, with its all-to-alls exposed: Megatron's local layers have no other.
     """
     overlap = config.overlap
     ulysses = {**overlap.ulysses.model_dump(), "method": "none"}

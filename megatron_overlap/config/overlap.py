@@ -41,6 +41,8 @@ class UlyssesOverlap(Section):
     """serial: as direct, but nothing is computed while messages travel, to measure against."""
     head_groups: Literal["auto"] | Positive = "auto"
     """Groups each rank's heads are cut into; more of them leave less communication exposed."""
+    fuse_projections: bool = True
+    """Where it can be done, QKV and output projections run by head groups too, and hide the first and the last one."""
 
 
 class VarlenOverlap(Section):
