@@ -9,6 +9,7 @@ import torch
 from megatron_overlap.comm import Transport
 from megatron_overlap.comm.transport import Wire
 from megatron_overlap.schedules import AllToAllPlan, SequenceLayout
+from megatron_overlap.schedules.all_to_all import Task
 
 Width = Callable[[int, int], int]
 """`width(rank, group)`: features of one row and batch entry that a rank needs, or gives, for a head group."""
@@ -104,8 +105,7 @@ class Passage:
 
         Args:
             produce, attend, consume: see their types.
-            flush: called when what was consumed since the last call should be worked on: before a wait, and after
-                each group.
+            flush: called when what was consumed since the last call should be worked on.
             fillers: further work of no fixed time; done while nothing has landed, the rest at the end.
         """
         work = self._plan.work
@@ -122,17 +122,20 @@ class Passage:
                 rows = self._own_result(task.group) if peer == self._rank else self._landing[task.group, peer]
                 consume(task.group, peer, rows)
                 following = work[index + 1] if index + 1 < len(work) else None
-                if flush is not None and (
-                    following is None
-                    or following.group != task.group
-                    # On a device that cannot be asked, a group at a time.
-                    or (not self._like.is_cuda and not self._here(following.needs))
-                ):
+                if flush is not None and (following is None or self._pause(task, following)):
                     flush()
             self._flight.release(index + 1)
         for filler in waiting:
             filler()
         self._flight.finish()
+
+    def _pause(self, task: Task, following: Task) -> bool:
+        """Whether what has been consumed should be worked on before the next piece: that one has not landed, or, on a
+        device that cannot be asked, is of another group.
+        """
+        if self._like.is_cuda:
+            return following.group != task.group
+        return not self._here(following.needs)
 
     def _here(self, needs: tuple[int, ...]) -> bool:
         return all(self._flight.landed(k) for k in needs)

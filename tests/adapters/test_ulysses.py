@@ -1,20 +1,68 @@
-"""Whole trainings under context parallelism, which stock Megatron's local layers refuse, against one context rank."""
+"""Megatron under context parallelism, which its local layers refuse: one layer, and whole trainings."""
 
 from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from tests.adapters.megatron_runs import NO_GPU, SCRIPTS, TINY, TP2_SP, assert_equal_training, start_ranks, train
+from tests.adapters import ulysses_cases as cases
+from tests.adapters.megatron_runs import SCRIPTS, TP2_SP, assert_equal_training, train
+from tests.helpers.world import World, assert_same
 
+RANKS = 4
 GPT = SCRIPTS / "pretrain_gpt.py"
 LLAMA = SCRIPTS / "pretrain_llama.py"
 CP2 = ("--context-parallel-size", "2")
 GQA = ("--group-query-attention", "--num-query-groups", "2")
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[World]:
+    """Workers of their own: Megatron's classes and groups, once made in a process, stay."""
+    workers = World(answer_s=120)
+    workers.run(RANKS, cases.start)
+    yield workers
+    workers.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "op"),
+    [
+        ({}, "ulysses_layer"),
+        ({"main_grad": True}, "ulysses_layer"),
+        ({"fuse": False}, "ulysses"),
+        ({"recompute": True}, "ulysses"),
+        ({"apply_query_key_layer_scaling": True}, "ulysses_layer"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_a_layer_equals_the_textbook(ranks: World, options: dict[str, Any], op: str) -> None:
+    assert ranks.run(RANKS, cases.against_textbook, **options) == [[op]] * RANKS
+
+
+def test_a_layer_is_let_go(ranks: World) -> None:
+    assert ranks.run(RANKS, cases.layers_are_let_go) == [True] * RANKS
+
+
+def test_what_is_not_done_is_refused_by_name(ranks: World) -> None:
+    texts = ranks.run(RANKS, cases.refused)
+    assert_same(texts)
+    stock, *ours = texts[0]
+    assert stock.startswith("Context parallelism is only supported by TEDotProductAttention!")
+    assert [text.split(": ")[1] for text in ours] == [
+        "--attention-dropout 0.1",
+        "--window-size (4, 0)",
+        "--num-attention-heads 3",
+        "packed sequences",
+        "attention bias",
+        "key/value cache",
+    ]
 
 
 @pytest.fixture
@@ -39,37 +87,15 @@ def assert_counted(run_dir: Path, op: str, *, ranks: int, layers: int = 2) -> No
 
 def test_llama_with_tensor_and_context_ranks(plugin: tuple[str, str], tmp_path: Path) -> None:
     stock = train(tmp_path / "stock", LLAMA, 1, *GQA)
-    mine = train(tmp_path / "up2", LLAMA, 2, *GQA, *CP2, *plugin, off=False)
-    assert_equal_training(mine, stock)
-    assert_counted(tmp_path / "up2", "ulysses", ranks=2)
     mine = train(tmp_path / "tp2up2", LLAMA, 4, *GQA, *CP2, *TP2_SP, *plugin, off=False)
     assert_equal_training(mine, stock)
     assert_counted(tmp_path / "tp2up2", "ulysses", ranks=4)
 
 
-def test_gpt_with_data_parallel_ranks(plugin: tuple[str, str], tmp_path: Path) -> None:
-    """The whole layer by head groups; parameters are awaited where its projections would have been called."""
+def test_gpt_whose_parameters_are_gathered_while_it_runs(plugin: tuple[str, str], tmp_path: Path) -> None:
+    """The whole layer by head groups, under the distributed optimizer, several micro-batches."""
     options = shlex.split("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather")
-    options += ["--micro-batch-size", "1"]
     stock = train(tmp_path / "stock", GPT, 1, "--micro-batch-size", "1")
-    mine = train(tmp_path / "dp2up2", GPT, 4, *CP2, *options, *plugin, off=False)
+    mine = train(tmp_path / "up2", GPT, 2, *CP2, *options, "--micro-batch-size", "1", *plugin, off=False)
     assert_equal_training(mine, stock)
-    assert_counted(tmp_path / "dp2up2", "ulysses_layer", ranks=4)
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (["--attention-dropout", "0.1"], "--attention-dropout 0.1: use 0"),
-        (["--window-size", "4,0"], "--window-size (4, 0): sliding windows"),
-        (["--num-attention-heads", "1", "--kv-channels", "8"], "--num-attention-heads 1: must be a multiple"),
-        (["--reset-attention-mask"], "--reset-attention-mask: documents"),
-    ],
-)
-def test_what_is_not_done_is_refused_by_name(
-    plugin: tuple[str, str], tmp_path: Path, flags: list[str], says: str
-) -> None:
-    argv = [str(GPT), *NO_GPU, *TINY, *CP2, *flags, *plugin, "--overlap-device", "cpu"]
-    done = start_ranks(2, argv)
-    assert all(each.returncode != 0 for each in done)
-    assert f"UlyssesError: overlap.ulysses: {says}" in "".join(each.stdout for each in done)
+    assert_counted(tmp_path / "up2", "ulysses_layer", ranks=2)
