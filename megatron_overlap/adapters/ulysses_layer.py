@@ -78,7 +78,7 @@ def _forward(
     adapter: UlyssesAdapter, reference: weakref.ref[Any], hidden_states: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     """`forward` of one layer: equals Megatron's on the whole sequence, of which every context rank gets its rows."""
-    layer = reference()
+    layer: Any = reference()
     cls = type(layer)
     # Bound by name, so that what is given by position is seen too.
     call = inspect.signature(cls.forward).bind(layer, hidden_states, *args, **kwargs)
