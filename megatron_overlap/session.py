@@ -31,6 +31,7 @@ class Session:
         counters: what the adapters count.
         linear: what adapters/linear.py keeps for this session.
         data_parallel: what adapters/data_parallel.py keeps for it.
+        ulysses: what adapters/ulysses.py keeps for this session.
     """
 
     def __init__(self, config: OverlapConfig, manifests: Sequence[Manifest] = ()) -> None:
@@ -38,6 +39,7 @@ class Session:
         self.counters = Counters(config.strict)
         self.linear: Any = None
         self.data_parallel: Any = None
+        self.ulysses: Any = None
         self._engine = Engine(manifests)
         self._plan = Plan(())
         self._applied: tuple[str, ...] = ()

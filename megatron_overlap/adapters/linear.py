@@ -88,7 +88,7 @@ class LinearAdapter:
             options["keeper"] = lambda x, num_bytes: counters.kept.keep(site, x.data_ptr(), x.nbytes, num_bytes)
         if fused_wgrad and weight.requires_grad and hasattr(weight, "main_grad"):
             options["main_grad"] = weight.main_grad
-            options["weight_done"] = functools.partial(_weight_done, weight, weight.main_grad)
+            options["weight_done"] = functools.partial(weight_done_in_main_grad, weight, weight.main_grad)
         return options
 
     def why_not(self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, op: str) -> str | None:
@@ -142,7 +142,7 @@ def row_forward(original: Method, session: Session) -> Method:
         if group is None or group.size() == 1:
             return original(self, input_)
         op = "gemm_rs" if self.sequence_parallel else "gemm_ar"
-        reason = _why_not_row(self, input_, group, own_gemm) or adapter.why_not(input_, self.weight, group, op)
+        reason = why_not_row(self, input_, group, own_gemm) or adapter.why_not(input_, self.weight, group, op)
         if reason is not None:
             adapter.fall_back("row", op, self.weight, reason)
             return original(self, input_)
@@ -173,7 +173,7 @@ def _why_not_column(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return None
 
 
-def _why_not_row(layer: Any, input_: torch.Tensor, group: dist.ProcessGroup, own_gemm: Method) -> str | None:
+def why_not_row(layer: Any, input_: torch.Tensor, group: dist.ProcessGroup, own_gemm: Method) -> str | None:
     if layer.explicit_expert_comm:
         return _EXPERT
     if not layer.input_is_parallel:
@@ -208,7 +208,7 @@ def _why_not_tensors(x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessG
     return None
 
 
-def _weight_done(weight: torch.Tensor, main_grad: torch.Tensor) -> torch.Tensor | None:
+def weight_done_in_main_grad(weight: torch.Tensor, main_grad: torch.Tensor) -> torch.Tensor | None:
     """What autograd gets for a weight whose gradient is in `main_grad`, as Megatron's own fused path returns it.
 
     Megatron's data-parallel hook runs when autograd hands the weight a gradient, and looks at the flag to know that

@@ -80,9 +80,9 @@ def build_model(
         ValueError: the arguments ask for what the provided scripts do not build.
     """
     args = get_args()
-    if args.num_experts or args.context_parallel_size > 1 or args.spec is not None:
+    if args.num_experts or args.spec is not None:
         raise ValueError(
-            "the provided scripts build dense models without context parallelism or --spec: "
+            "the provided scripts build dense models without --spec: "
             "run Megatron-LM's pretrain_gpt.py for these (python -m megatron_overlap pretrain_gpt.py ...)"
         )
     config = core_transformer_config_from_args(args) if config is None else config
@@ -147,7 +147,20 @@ def next_batch(data: Iterator[dict[str, torch.Tensor]] | None) -> dict[str, torc
     batch.update(tensor_parallel.broadcast_data(list(_FLOAT_KEYS), rows, torch.float32))
     if args.reset_attention_mask:
         batch.update(tensor_parallel.broadcast_data(["attention_mask"], rows, torch.bool))
+    group = mpu.get_context_parallel_group()
+    if group.size() > 1:
+        # No mask is cut: attention over context ranks is causal by itself and refuses --reset-attention-mask.
+        for name in (*_INTEGER_KEYS, *_FLOAT_KEYS):
+            batch[name] = own_positions(batch[name], group.rank(), group.size())
     return batch
+
+
+def own_positions(rows: Any, rank: int, size: int) -> torch.Tensor:
+    """The part of `[B, S]` that context rank `rank` of `size` holds: pieces `rank` and `2 size - 1 - rank` of twice
+    `size`, as Megatron's rotary embedding expects.
+    """
+    pieces = rows.chunk(2 * size, dim=1)
+    return torch.cat([pieces[rank], pieces[2 * size - 1 - rank]], dim=1)
 
 
 def forward_step(data: Iterator[dict[str, torch.Tensor]] | None, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:

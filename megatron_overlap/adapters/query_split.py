@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
-from megatron_overlap.adapters.linear import LinearAdapter, Method, _why_not_row
+from megatron_overlap.adapters.linear import LinearAdapter, Method, why_not_row
 from megatron_overlap.ops import attention_linear_reduce_scatter
 from megatron_overlap.session import Session
 
@@ -61,7 +61,10 @@ class _Joint:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
     ) -> torch.Tensor:
         """In place of the core attention's forward."""
-        reason = _why_not_call(self._core, self._projection, query, key, value, attention_mask, kwargs)
+        projection = self._projection
+        reason = _why_not_call(
+            self._core, projection, query, key, value, attention_mask, kwargs
+        ) or self._adapter.why_not(query, projection.weight, projection.tp_group, _OP)
         if reason is not None:
             self._adapter.fall_back(_KIND, _OP, self._projection.weight, reason)
             return self._core_forward(query, key, value, attention_mask, **kwargs)
@@ -155,4 +158,4 @@ def _why_not_call(
         return "values are not as wide as keys"
     if query.is_cuda and (query.dtype == torch.float32 or query.shape[3] % 8 or query.shape[3] > 256):
         return "flash attention on CUDA needs bf16 or fp16, and a head size that 8 divides, at most 256"
-    return _why_not_row(projection, query, projection.tp_group, RowParallelLinear._forward_impl)
+    return why_not_row(projection, query, projection.tp_group, RowParallelLinear._forward_impl)

@@ -53,7 +53,6 @@ def unknown_preset(name: str) -> Problem:
 
 NOT_AVAILABLE = {
     ("tensor", "fused"): "auto, p2p or none",
-    ("ulysses", "p2p"): "none",
     ("varlen", "balanced"): "none",
 }
 
@@ -156,18 +155,46 @@ def _split_problems(cfg: LaunchConfig) -> Iterator[Problem]:
             f"must be a multiple of parallel.tensor x parallel.context = {tensor * parallel.context} "
             "with parallel.sequence_parallel",
         )
-    if parallel.context > 1 and train.transformer_impl == "local":
+    if parallel.context > 1:
+        yield from _context_problems(cfg)
+    elif cfg.overlap.ulysses.method == "p2p":
+        yield Problem("overlap.ulysses.method", "p2p", "needs parallel.context of 2 or more; use auto or none")
+
+
+def _context_problems(cfg: LaunchConfig) -> Iterator[Problem]:
+    parallel, model = cfg.parallel, cfg.model
+    method = cfg.overlap.ulysses.method
+    if cfg.train.transformer_impl != "local":
+        if method == "p2p":
+            yield Problem(
+                "overlap.ulysses.method",
+                method,
+                "TransformerEngine's attention has context parallelism of its own; use "
+                "train.transformer_impl=local, or method none",
+            )
+        if cfg.launch.entry is None:
+            yield Problem(
+                "parallel.context",
+                parallel.context,
+                "the provided scripts have context parallelism in local layers only; use "
+                "train.transformer_impl=local, or set launch.entry to a pretrain_gpt.py",
+            )
+        return
+    if method == "none":
         yield Problem(
             "parallel.context",
             parallel.context,
-            "the local attention has no context parallelism; use 1, or train.transformer_impl=transformer_engine",
+            "Megatron's local attention has no context parallelism; use 1, or overlap.ulysses.method=p2p",
         )
-    if parallel.context > 1 and cfg.launch.entry is None:
+    heads, ranks = model.num_attention_heads, parallel.tensor * parallel.context
+    if heads % ranks:
         yield Problem(
-            "parallel.context",
-            parallel.context,
-            "the provided scripts have no context parallelism; use 1, or set launch.entry to a pretrain_gpt.py",
+            "model.num_attention_heads",
+            heads,
+            f"must be a multiple of parallel.tensor x parallel.context = {ranks} with overlap.ulysses",
         )
+    if model.attention_dropout > 0:
+        yield Problem("model.attention_dropout", model.attention_dropout, "use 0 with overlap.ulysses")
 
 
 def _train_problems(cfg: LaunchConfig) -> Iterator[Problem]:

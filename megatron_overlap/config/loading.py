@@ -85,15 +85,19 @@ def dump_config(config: LaunchConfig | OverlapConfig) -> str:
 def without_overlap(config: LaunchConfig) -> LaunchConfig:
     """The same launch without the plugin: every overlap method none, `_baseline` added to the name.
 
-    Megatron's own data parallel overlap stays as it is: a comparison counts what the plugin adds, no more.
+    Megatron's own data parallel overlap stays as it is: a comparison counts what the plugin adds, no more. Under
+    context parallelism Ulysses stays too, with its all-to-alls exposed: Megatron's local layers have no other.
     """
     overlap = config.overlap
+    ulysses = {**overlap.ulysses.model_dump(), "method": "none"}
+    if config.parallel.context > 1 and config.train.transformer_impl == "local":
+        ulysses = {**overlap.ulysses.model_dump(), "schedule": "serial"}
     data = "none" if overlap.data.method == "none" else "megatron"
     off = {
         **overlap.model_dump(),
         "tensor": {**overlap.tensor.model_dump(), "method": "none"},
         "data": {"method": data},
-        "ulysses": {"method": "none"},
+        "ulysses": ulysses,
         "varlen": {"method": "none"},
     }
     return LaunchConfig.model_validate({**config.model_dump(), "name": f"{config.name}_baseline", "overlap": off})

@@ -38,9 +38,16 @@ class DataOverlap(Section):
 
 
 class UlyssesOverlap(Section):
-    """Overlap of the all-to-alls of Ulysses attention."""
+    """Ulysses attention, which gives the local layers context parallelism, and the overlap of its all-to-alls."""
 
     method: Literal["auto", "p2p", "none"] = "none"
+    """p2p: point-to-point messages between head groups; auto: the best available; none: no Ulysses."""
+    schedule: Literal["auto", "direct", "serial"] = "auto"
+    """serial: as direct, but nothing is computed while messages travel, to measure against."""
+    head_groups: Literal["auto"] | Positive = "auto"
+    """Groups each rank's heads are cut into; more of them leave less communication exposed."""
+    fuse_projections: bool = True
+    """Where it can be done, QKV and output projections run by head groups too, and hide the first and the last one."""
 
 
 class VarlenOverlap(Section):

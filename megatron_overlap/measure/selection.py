@@ -113,6 +113,9 @@ def _at(config: LaunchConfig, key: str) -> object:
 
 def _serial(file: str, config: LaunchConfig) -> LaunchConfig:
     """The same messages, but nothing is computed while they travel."""
+    if config.parallel.context > 1 and config.parallel.tensor == 1:
+        ulysses = {**config.overlap.ulysses.model_dump(), "schedule": "serial"}
+        return _changed(config, name=f"{config.name}_serial", overlap={"ulysses": ulysses})
     method = config.overlap.tensor.method
     if method not in ("auto", "p2p"):
         remedy = "compare --attribute takes apart what p2p does; use auto or p2p"

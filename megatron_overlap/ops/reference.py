@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.schedules import ChunkLayout
+from megatron_overlap.schedules import ChunkLayout, SequenceLayout
 
 
 class _GatherRows(torch.autograd.Function):
@@ -106,17 +106,41 @@ def linear_reduce_scatter(
     return y if bias is None else y + bias
 
 
+class _GatherRuns(torch.autograd.Function):
+    """The rows of all ranks at their places in the whole sequence; backward sums the gradients, keeps the own rows."""
+
+    @staticmethod
+    def forward(ctx, own: torch.Tensor, group: dist.ProcessGroup, layout: SequenceLayout) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        ctx.group, ctx.layout = group, layout
+        whole = own.new_zeros(layout.num_rows, *own.shape[1:])
+        rank = dist.get_rank(group)
+        for place, run in zip(layout.runs[rank], layout.local_runs(rank), strict=True):
+            whole[slice(*place)] = own[slice(*run)]
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[no-untyped-def]
+        total = grad.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return own_rows(total, ctx.layout, dist.get_rank(ctx.group)), None, None
+
+
+def own_rows(whole: torch.Tensor, layout: SequenceLayout, rank: int) -> torch.Tensor:
+    """The rows that `rank` holds."""
+    return torch.cat([whole[slice(*run)] for run in layout.runs[rank]])
+
+
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, softmax_scale: float | None = None
 ) -> torch.Tensor:
-    """`softmax(softmax_scale * q @ k.T + mask) @ v` per head, `[S, B, H, D]` in, `[S, B, Hq * D]` out."""
-    groups = q.shape[2] // k.shape[2]
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, *(x.repeat_interleave(groups, dim=2) for x in (k, v))))
-    scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+    """Attention of `[S, B, heads, D]` in its textbook form: every score in memory."""
+    grouped = [tensor.repeat_interleave(q.shape[2] // k.shape[2], dim=2).permute(1, 2, 0, 3) for tensor in (k, v)]
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    scores = q.permute(1, 2, 0, 3) @ grouped[0].transpose(-1, -2) * scale
     if causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(future, float("-inf"))
-    return (scores.softmax(-1) @ v).permute(2, 0, 1, 3).flatten(2)
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool().to(q.device), float("-inf"))
+    return (scores.softmax(-1) @ grouped[1]).permute(2, 0, 1, 3)
 
 
 def attention_linear_reduce_scatter(
@@ -130,7 +154,7 @@ def attention_linear_reduce_scatter(
     softmax_scale: float | None = None,
 ) -> torch.Tensor:
     """`reduce_scatter(attention(q, k, v) @ w_shard.T)`."""
-    context = attention(q, k, v, causal=causal, softmax_scale=softmax_scale)
+    context = attention(q, k, v, causal=causal, softmax_scale=softmax_scale).flatten(2)
     return linear_reduce_scatter(context, w_shard, group=group)
 
 
@@ -148,3 +172,21 @@ def copy_linear(
     """`x @ w.T + bias`, where `x` is the same on all ranks: its gradient is the sum over them."""
     y = _SumGradient.apply(x, group) @ w.t()
     return y if bias is None else y + bias
+
+
+def ulysses_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    group: dist.ProcessGroup,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    layout: SequenceLayout | None = None,
+) -> torch.Tensor:
+    """`own_rows(attention(all_rows(q), all_rows(k), all_rows(v)))`."""
+    size = dist.get_world_size(group)
+    layout = layout or SequenceLayout.contiguous(q.shape[0] * size, size)
+    whole = (_GatherRuns.apply(tensor, group, layout) for tensor in (q, k, v))
+    y = attention(*whole, causal=causal, softmax_scale=softmax_scale)
+    return own_rows(y, layout, dist.get_rank(group))

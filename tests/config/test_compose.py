@@ -112,6 +112,12 @@ def test_without_overlap_changes_nothing_else(tmp_path: Path) -> None:
     assert without_overlap(silent).overlap.data.method == "none"
 
 
+def test_ulysses_without_overlap_is_ulysses_exposed(tmp_path: Path) -> None:
+    cfg = load_launch_config(write(tmp_path), ["parallel.context=2", "overlap.ulysses.method=p2p"])
+    off = without_overlap(cfg).overlap.ulysses
+    assert (off.method, off.schedule) == ("p2p", "serial")
+
+
 def test_the_overlap_of_a_launch_config(tmp_path: Path) -> None:
     file = write(tmp_path, f"{RIGHT}overlap: {{strict: true}}\n")
     whole = load_overlap_file(file)

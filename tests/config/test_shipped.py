@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_overlap import cli
-from megatron_overlap.config import load_launch_config, to_megatron_args
+from megatron_overlap.config import load_launch_config, to_megatron_args, without_overlap
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SHIPPED = sorted(CONFIGS.glob("*.yaml"))
@@ -34,6 +34,13 @@ def test_a_pair_differs_by_the_plugin_alone(stem: str) -> None:
     assert off.overlap.tensor.method == "none"
     # Megatron's own overlap stays: it is what the plugin is compared with.
     assert off.overlap.data.method == "megatron"
+
+
+def test_ulysses_is_compared_with_itself_exposed() -> None:
+    on, off = (load_launch_config(CONFIGS / f"llama_up2_{kind}.yaml") for kind in ("overlap", "baseline"))
+    assert to_megatron_args(on) == to_megatron_args(off)
+    assert off.overlap.ulysses == without_overlap(on).overlap.ulysses
+    assert off.overlap.ulysses.schedule == "serial"
 
 
 def test_there_are_pairs_and_a_quickstart() -> None:

@@ -92,7 +92,6 @@ WRONG_VALUES = [
 ]
 NOT_IN_THIS_RELEASE = [
     override("fused", "overlap.tensor.method", "fused", "not available in this release; use auto, p2p or none"),
-    override("ulysses", "overlap.ulysses.method", "p2p", "not available in this release; use none"),
     override("varlen", "overlap.varlen.method", "balanced", "not available in this release; use none"),
 ]
 IMPOSSIBLE = [
@@ -115,7 +114,15 @@ IMPOSSIBLE = [
     override("hosts by ranks", "launch.hosts.hosts", "3", "use a multiple of 2", "launch.hosts={hosts: 3, gbps: 1}"),
     override("hosts on cuda", "launch.device", "cuda", "needs cpu",
              "launch.device=cuda", "launch.hosts={hosts: 2, gbps: 1}"),
-    override("context", "parallel.context", "2", "no context parallelism"),
+    override("context", "parallel.context", "2", "no context parallelism; use 1, or overlap.ulysses.method=p2p",
+             "parallel.context=2", "launch.ranks_per_node=4"),
+    override("ulysses alone", "overlap.ulysses.method", "p2p", "needs parallel.context of 2 or more"),
+    override("ulysses heads", "model.num_attention_heads", "8", "parallel.tensor x parallel.context = 16",
+             "parallel.context=8", "overlap.ulysses.method=p2p"),
+    override("ulysses dropout", "model.attention_dropout", "0.1", "use 0 with overlap.ulysses",
+             "parallel.context=2", "overlap.ulysses.method=auto", "model.attention_dropout=0.1"),
+    override("ulysses groups", "overlap.ulysses.head_groups", "0", "use auto or a whole number >= 1"),
+    override("ulysses schedule", "overlap.ulysses.schedule", "ring", "use auto, direct or serial"),
     override("min_lr", "train.min_lr", "1.0", "must not exceed train.lr"),
     override("warm-up", "train.lr_warmup_iterations", "5", "less than the 5 iterations"),
     override("fp16 on cpu", "train.precision", "fp16", "use bf16 or fp32"),

@@ -16,6 +16,7 @@ from megatron.core import tensor_parallel as parent
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 import megatron_overlap
 from megatron_overlap import OverlapConfig
@@ -24,7 +25,7 @@ from megatron_overlap.patching.manifest import Manifest, load_manifests
 from tests.patching.conftest import Packages
 
 Future = Callable[[str, str], list[Manifest]]
-CLASSES = (layers.ColumnParallelLinear, layers.RowParallelLinear, Attention)
+CLASSES = (layers.ColumnParallelLinear, layers.RowParallelLinear, Attention, DotProductAttention)
 
 
 @pytest.fixture(autouse=True)
@@ -41,9 +42,12 @@ def test_own_patches_apply_and_leave_nothing_behind(snapshot: Callable[[object],
     same = [snapshot(holder) for holder in (*CLASSES, layers)]
     with warnings.catch_warnings():
         warnings.simplefilter("error", PatchWarning)
-        everything = OverlapConfig(tensor={"attention": "query_split"})
+        everything = OverlapConfig.model_validate(
+            {"tensor": {"attention": "query_split"}, "ulysses": {"method": "p2p"}}
+        )
         session = megatron_overlap.enable(everything, strict=True)
     assert [line.verdict for line in session.report().patches] == ["applies"] * len(load_manifests())
+    assert DotProductAttention.forward.__module__ == "megatron_overlap.adapters.ulysses"
     assert layers.ColumnParallelLinear._forward_impl.__module__ == "megatron_overlap.adapters.linear"
     assert layers.RowParallelLinear.forward.__module__ == "megatron_overlap.adapters.linear"
     assert Attention.forward.__module__ == "megatron_overlap.adapters.query_split"

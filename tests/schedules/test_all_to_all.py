@@ -1,0 +1,181 @@
+"""Ulysses schedules and layouts: proved by playing all ranks, and by counting every head and row."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_overlap.schedules import ScheduleError
+from megatron_overlap.schedules.all_to_all import AllToAllPlan, ulysses_plan
+from megatron_overlap.schedules.all_to_all_checker import check_all_to_all
+from megatron_overlap.schedules.heads import HeadLayout, SequenceLayout
+
+
+def plans(num_ranks: int, **options: object) -> list[AllToAllPlan]:
+    return [ulysses_plan(num_ranks, rank, **options) for rank in range(num_ranks)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("num_groups", "num_runs", "step"), [(2, 1, 1), (1, 2, 5), (3, 2, 9)])
+def test_proved_for_every_group_size(num_groups: int, num_runs: int, step: int) -> None:
+    for num_ranks in range(1, 65, step):
+        proof = check_all_to_all(plans(num_ranks, num_groups=num_groups, num_runs=num_runs))
+        assert proof.num_messages == 2 * (num_ranks - 1) * num_groups * num_runs
+        assert proof.exposed_in == proof.exposed_out == (num_ranks > 1)
+
+
+def test_serial_is_correct_and_exposes_everything() -> None:
+    proof = check_all_to_all(plans(4, num_groups=3, pattern="serial"))
+    assert proof.exposed_in == proof.exposed_out == 3
+
+
+def test_messages_of_one_rank_go_to_others_in_turn() -> None:
+    plan = ulysses_plan(4, 1, num_groups=2)
+    assert [(m.send.way, m.send.group, m.to) for m in plan.messages] == [
+        (way, group, to) for way in ("in", "out") for group in (0, 1) for to in (2, 3, 0)
+    ]
+    # The first message leaves after the first piece of work; the second group is one piece.
+    assert [m.after_work for m in plan.messages[:6]] == [1, 2, 3, 5, 5, 5]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_runs", [1, 2])
+def test_every_damaged_plan_is_caught(num_ranks: int, num_runs: int) -> None:
+    good = plans(num_ranks, num_groups=2, num_runs=num_runs)
+    check_all_to_all(good)
+    damaged = _damage(good[1])
+    assert len(damaged) > 20
+    for plan in damaged:
+        with pytest.raises(ScheduleError):
+            check_all_to_all([good[0], plan, *good[2:]])
+
+
+def _damage(plan: AllToAllPlan) -> list[AllToAllPlan]:
+    messages, work = list(plan.messages), list(plan.work)
+    damaged = []
+    for index, message in enumerate(messages):
+        changes: list[dict[str, object]] = [
+            {"send": message.send._replace(group=1 - message.send.group)},
+            {"recv": message.recv._replace(group=1 - message.recv.group)},
+            {"recv": message.recv._replace(rows=plan.num_ranks)},
+            {"to": plan.rank},
+            {"after_work": 0},
+        ]
+        if index < len(messages) - 1:
+            # The last one would only be late.
+            changes.append({"after_work": len(work)})
+        if message.send.way == "out":
+            changes.append({"after_work": message.after_work - 1})
+        for change in changes:
+            changed = dataclasses.replace(message, **change)  # type: ignore[arg-type]
+            damaged.append(dataclasses.replace(plan, messages=(*messages[:index], changed, *messages[index + 1 :])))
+        damaged.append(dataclasses.replace(plan, messages=(*messages[:index], *messages[index + 1 :])))
+    for index, task in enumerate(work):
+        if task.needs:
+            unwaited = dataclasses.replace(task, needs=task.needs[1:])
+            damaged.append(dataclasses.replace(plan, work=(*work[:index], unwaited, *work[index + 1 :])))
+        damaged.append(dataclasses.replace(plan, work=(*work[:index], *work[index + 1 :])))
+        damaged.append(dataclasses.replace(plan, work=(*work[: index + 1], *work[index:])))
+    return damaged
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 300), st.integers(1, 64), st.booleans())
+def test_every_row_is_held_once(num_rows: int, num_ranks: int, zigzag: bool) -> None:
+    layout = (SequenceLayout.zigzag if zigzag else SequenceLayout.contiguous)(num_rows, num_ranks)
+    held = [row for rank in range(num_ranks) for run in layout.runs[rank] for row in range(*run)]
+    assert sorted(held) == list(range(num_rows))
+    assert layout.num_rows == num_rows
+    sizes = [layout.rows_of(rank) for rank in range(num_ranks)]
+    assert max(sizes) - min(sizes) <= 1 + zigzag
+    for rank in range(num_ranks):
+        inside = [row for run in layout.local_runs(rank) for row in range(*run)]
+        assert inside == list(range(sizes[rank]))
+
+
+def test_zigzag_is_that_of_megatron() -> None:
+    assert SequenceLayout.zigzag(16, 2).runs == (((0, 4), (12, 16)), ((4, 8), (8, 12)))
+    assert SequenceLayout.of_lengths([3, 0, 2]).runs == (((0, 3),), ((3, 3),), ((3, 5),))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_every_head_is_attended_once_with_its_keys(data: st.DataObject) -> None:
+    num_ranks = data.draw(st.integers(1, 12))
+    per_rank = data.draw(st.integers(1, 8))
+    heads = num_ranks * per_rank
+    kv_heads = data.draw(st.sampled_from([k for k in range(1, heads + 1) if heads % k == 0]))
+    groups = data.draw(st.integers(1, per_rank))
+    layout = HeadLayout(heads, kv_heads, num_ranks, groups)
+    attended: list[int] = []
+    for rank in range(num_ranks):
+        here: set[int] = set()
+        ended: list[int] = []
+        needed = {head for group in range(groups) for head in range(*layout.keys(rank, group))}
+        for group in range(groups):
+            new = set(range(*layout.first_keys(rank, group)))
+            assert not new & here, "sent twice"
+            here |= new
+            inside: list[int] = []
+            for call in layout.calls(rank, group):
+                queries, keys = range(*call.queries), range(*call.keys)
+                each = len(queries) // len(keys)
+                assert each * len(keys) == len(queries)
+                for index, head in enumerate(queries):
+                    assert keys[index // each] == head // layout.queries_per_key
+                assert set(keys) <= set(range(*layout.first_keys(rank, call.home)))
+                assert call.home <= group
+                assert not set(keys) & set(ended), "used after its gradient left"
+                inside += queries
+            assert inside == list(range(*layout.queries(rank, group)))
+            attended += inside
+            ended += range(*layout.last_keys(rank, group))
+        assert here == needed
+        assert sorted(ended) == sorted(needed)
+    assert sorted(attended) == list(range(heads))
+
+
+def test_groups_are_runs_of_heads_where_they_can_be() -> None:
+    layout = HeadLayout(16, 8, 2, 2)
+    assert layout.aligned
+    assert [[layout.queries(rank, group) for rank in (0, 1)] for group in (0, 1)] == [
+        [(0, 4), (4, 8)],
+        [(8, 12), (12, 16)],
+    ]
+    assert not HeadLayout(16, 2, 4).aligned
+    assert HeadLayout(16, 2, 4).shares_keys
+
+
+@pytest.mark.parametrize(
+    ("field", "call"),
+    [
+        ("num_ranks", lambda: ulysses_plan(65, 0)),
+        ("rank", lambda: ulysses_plan(4, 4)),
+        ("num_groups", lambda: ulysses_plan(4, 0, num_groups=0)),
+        ("num_runs", lambda: ulysses_plan(4, 0, num_runs=0)),
+        ("pattern", lambda: ulysses_plan(4, 0, pattern="ring")),  # type: ignore[arg-type]
+        ("num_heads", lambda: HeadLayout(6, 6, 4)),
+        ("num_kv_heads", lambda: HeadLayout(8, 3, 4)),
+        ("num_groups", lambda: HeadLayout(8, 8, 4, 3)),
+        ("runs", lambda: SequenceLayout((((0, 2),), ((3, 4),)))),
+        ("runs", lambda: SequenceLayout((((0, 2),), ()))),
+    ],
+)
+def test_bad_arguments_are_named(field: str, call: object) -> None:
+    with pytest.raises(ValueError, match=f"^{field}: "):
+        call()  # type: ignore[operator]
+
+
+def test_describe_lists_everything() -> None:
+    assert ulysses_plan(2, 0, num_groups=1).describe().splitlines() == [
+        "ulysses direct, rank 0 of 2, 1 head group(s), 2 message(s)",
+        "  produce 0 for heads of 1",
+        "  message 0: in 0 to 1, in 0 from 1",
+        "  produce 0 for heads of 0",
+        "  attend 0 after message 0",
+        "  message 1: out 0 to 1, out 0 from 1",
+        "  consume 0 for heads of 0",
+        "  consume 0 for heads of 1 after message 1",
+    ]
