@@ -42,16 +42,17 @@ def find_loaded(target: Target) -> Binding | None:
     return None if holder is None else Binding(holder, name)
 
 
-def bindings_of(thing: object) -> list[Binding]:
-    """Every attribute of an imported module, or of a class defined in one, that holds exactly `thing`.
+def bindings_of(*things: object) -> list[list[Binding]]:
+    """For each of `things`, every attribute of an imported module, or of a class defined in one, that holds exactly it.
 
     Lists, dictionaries, closures and default arguments are not searched.
     """
-    found = []
+    found: dict[int, list[Binding]] = {id(thing): [] for thing in things}
     for holder in _holders():
-        namespace = _namespace(holder)
-        found += [Binding(holder, name) for name, value in list(namespace.items()) if value is thing]
-    return found
+        for name, value in list(_namespace(holder).items()):
+            if id(value) in found:
+                found[id(value)].append(Binding(holder, name))
+    return [found[id(thing)] for thing in things]
 
 
 def _holders() -> Iterator[Any]:

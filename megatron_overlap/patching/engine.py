@@ -96,11 +96,13 @@ class Engine:
         ]
         if foreign:
             raise RevertRefusedError("; ".join(foreign))
-        late = []
+        undone = []
         while self._applied:
-            applied = self._applied.pop()
-            self._restore(applied)
-            for binding in bindings_of(applied.replacement):
+            undone.append(self._applied.pop())
+            self._restore(undone[-1])
+        late = []
+        for applied, bindings in zip(undone, bindings_of(*(one.replacement for one in undone)), strict=True):
+            for binding in bindings:
                 setattr(binding.holder, binding.name, applied.finding.original)
                 late.append(str(binding))
         return late

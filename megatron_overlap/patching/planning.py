@@ -163,7 +163,7 @@ def _by_value(manifest: Manifest, site: Binding, original: Any) -> tuple[list[Bi
         listed.append(binding)
     package = site.module.partition(".")[0]
     stale = []
-    for binding in bindings_of(original):
+    for binding in bindings_of(original)[0]:
         if binding in listed or binding == site or _is_source(binding, site):
             continue
         if binding.module.partition(".")[0] == package:
