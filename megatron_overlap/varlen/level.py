@@ -80,16 +80,17 @@ def place(level: Level, items: Sequence[Item]) -> Placement | None:
     costs = [level.cost.share_fs(item.tokens, item.length) for item in items]
     best: Placement | None = None
     best_evenness = -1.0
-    for threshold, short in _ATTEMPTS[: level.attempts]:
-        found = _attempt(level, items, costs, threshold, short, spill=False)
-        if found is not None:
-            evenness = found.evenness(level.cost.linear_fs)
-            if evenness > best_evenness:
-                best, best_evenness = found, evenness
-        if best_evenness >= GOOD_ENOUGH or (level.bins == 1 and best is not None):
-            return best
-    if best is None and level.message_fs:
-        best = _attempt(level, items, costs, *_ATTEMPTS[0], spill=True)
+    for spill in (False, True) if level.message_fs else (False,):
+        for threshold, short in _ATTEMPTS[: level.attempts]:
+            found = _attempt(level, items, costs, threshold, short, spill=spill)
+            if found is not None:
+                evenness = found.evenness(level.cost.linear_fs)
+                if evenness > best_evenness:
+                    best, best_evenness = found, evenness
+            if best_evenness >= GOOD_ENOUGH or (level.bins == 1 and best is not None):
+                return best
+        if best is not None:
+            break
     return best
 
 
@@ -115,7 +116,7 @@ def _attempt(
 
     heap = list(range(bins))  # attention << shift | bin: one integer to compare
     index, first_short = 0, _first_short(items, short)
-    while index < first_short:
+    while index < len(items) and (index < first_short or costs[index] > limit):
         item, fs = items[index], costs[index]
         size = item.tokens
         width = _width(level, item, fs, fair, limit) if fs > limit or size > capacity else 1
