@@ -48,17 +48,10 @@ def partition(
         ValueError: a length is negative, or the capacity is below one token.
     """
     cost = cost or CostModel()
-    check_lengths(lengths, capacity)
-    room = topology.ranks * capacity
-    longest = max(lengths, default=0)
-    if longest > room:
-        raise CapacityError(
-            f"lengths: document {lengths.index(longest)} has {longest} tokens: {topology.ranks} ranks hold {room} in one "
-            f"pass; raise capacity to {-(-longest // topology.ranks)} or cut the document"
-        )
+    check_room(lengths, topology, capacity)
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     items = [Item(lengths[document], lengths[document], document) for document in order if lengths[document]]
-    groups = _to_passes(items, room, cost, max_passes)
+    groups = _to_passes(items, topology.ranks * capacity, cost, max_passes)
     attempts = max(_FEWEST_ATTEMPTS, min(_MOST_ATTEMPTS, _BUDGET // (len(items) + 1)))
     passes = tuple(_one_pass(group, index, topology, capacity, cost, attempts) for index, group in enumerate(groups))
     return Plan("balanced", tuple(lengths), topology, cost, capacity, passes)
@@ -75,6 +68,22 @@ def check_lengths(lengths: Sequence[int], capacity: int) -> None:
     shortest = min(lengths, default=0)
     if shortest < 0:
         raise ValueError(f"lengths: {shortest}: document {lengths.index(shortest)} cannot have fewer than 0 tokens")
+
+
+def check_room(lengths: Sequence[int], topology: Topology, capacity: int) -> None:
+    """Refuse what no planner that cuts documents can place.
+
+    Raises:
+        CapacityError: a document is longer than one pass of all ranks.
+        ValueError: see `check_lengths`.
+    """
+    check_lengths(lengths, capacity)
+    longest, room = max(lengths, default=0), topology.ranks * capacity
+    if longest > room:
+        raise CapacityError(
+            f"lengths: document {lengths.index(longest)} has {longest} tokens: {topology.ranks} ranks hold {room} in one "
+            f"pass; raise capacity to {-(-longest // topology.ranks)} or cut the document"
+        )
 
 
 def _to_passes(items: list[Item], room: int, cost: CostModel, max_passes: int | None) -> list[list[Item]]:
