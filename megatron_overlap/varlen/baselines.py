@@ -1,4 +1,4 @@
-"""What others do with the same batch, in the same plan format: measured by the same engine and judged by the same clock."""
+"""What others do with the same batch, in the same plan format: one engine runs them all."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megatron_overlap.varlen.plan import Exchange, Pass, Plan, Ring, make_ring
 class Planner(Protocol):
     """What every method of `METHODS` is."""
 
-    def __call__(self, lengths: Sequence[int], topology: Topology, *, capacity: int, cost: CostModel | None) -> Plan: ...
+    def __call__(
+        self, lengths: Sequence[int], topology: Topology, *, capacity: int, cost: CostModel | None
+    ) -> Plan: ...
 
 
-def ring_over_all(
-    lengths: Sequence[int], topology: Topology, *, capacity: int, cost: CostModel | None = None
-) -> Plan:
+def ring_over_all(lengths: Sequence[int], topology: Topology, *, capacity: int, cost: CostModel | None = None) -> Plan:
     """Every document over every rank, zigzag; keys and values go round one ring (TransformerEngine's p2p).
 
     Documents are packed into passes in the order of the batch. No padding: TransformerEngine pads each document to a
@@ -45,7 +45,7 @@ def all_gather(lengths: Sequence[int], topology: Topology, *, capacity: int, cos
 
 
 def packing(lengths: Sequence[int], topology: Topology, *, capacity: int, cost: CostModel | None = None) -> Plan:
-    """No context parallelism: whole documents, longest first, to the rank with fewest tokens; a pass where ranks are full.
+    """No context parallelism: whole documents, longest first, to the rank with fewest tokens; a new pass once full.
 
     Raises:
         CapacityError: a document is longer than a rank holds.
@@ -55,8 +55,8 @@ def packing(lengths: Sequence[int], topology: Topology, *, capacity: int, cost: 
     longest = max(lengths, default=0)
     if longest > capacity:
         raise CapacityError(
-            f"lengths: document {lengths.index(longest)} has {longest} tokens, one rank holds {capacity}: packing cannot "
-            "cut it; raise capacity or use another method"
+            f"lengths: document {lengths.index(longest)} has {longest} tokens, one rank holds {capacity}: packing "
+            "cannot cut it; raise capacity or use another method"
         )
     left = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     left = [document for document in left if lengths[document]]
@@ -157,4 +157,3 @@ def _even_ring(document: int, length: int, ranks: Sequence[int], first: int, top
     share, extra = divmod(length, size)
     counts = [share + ((place - first) % size < extra) for place in range(size)]
     return make_ring(document, [(rank, n) for rank, n in zip(ranks, counts, strict=True) if n], topology)
-

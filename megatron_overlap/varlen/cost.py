@@ -1,7 +1,7 @@
 """What the planners know of a machine: its links, and how long attention and messages take on it.
 
-Times are whole femtoseconds. Integers have one order on every machine, so that no two ranks can break a tie differently,
-and a sum does not depend on the order of its terms.
+Times are whole femtoseconds. Integers have one order on every machine, so that no two ranks can break a tie
+differently, and a sum does not depend on the order of its terms.
 """
 
 from __future__ import annotations

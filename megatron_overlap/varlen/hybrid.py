@@ -36,7 +36,7 @@ def schedule(lengths: Sequence[int], ranks: int, capacity: int) -> list[list[Gro
     """
     left = [document for document in range(len(lengths)) if lengths[document]]
     left.sort(key=lengths.__getitem__, reverse=True)
-    stages = []
+    stages: list[list[Group]] = []
     while left or not stages:
         groups, left = _stage(lengths, left, ranks, capacity)
         stages.append(groups)

@@ -2,10 +2,10 @@
 
 Sources, all lengths in tokens:
 
-- `prolong`, `wlb`: shares and mean lengths per range, counted over the samples that the authors of DistCA publish for ProLong
-  (arXiv 2410.02660) and WLB-LLM (arXiv 2503.17924): github.com/hao-ai-lab/distca at 039f2e4, `simulator/data`.
-- `prolong64k`: the mixture of ProLong's first stage (arXiv 2410.02660, section 5): code repositories and books packed to
-  65,536 tokens are 60 % of the tokens. The rest is drawn from `prolong` below 64K.
+- `prolong`, `wlb`: shares and mean lengths per range, counted over the samples that the authors of DistCA publish for
+  ProLong (arXiv 2410.02660) and WLB-LLM (arXiv 2503.17924): github.com/hao-ai-lab/distca at 039f2e4, `simulator/data`.
+- `prolong64k`: the mixture of ProLong's first stage (arXiv 2410.02660, section 5): code repositories and books packed
+  to 65,536 tokens are 60 % of the tokens. The rest is drawn from `prolong` below 64K.
 - `arxiv`, `github`: like the parts of the Pile of that name. Published are the mean sizes, 46.61 and 5.25 KiB (arXiv
   2101.00027, table 1). Assumed here: three bytes a token, a log-normal shape, its spread, and a cut at 256K tokens.
 """
@@ -82,8 +82,8 @@ def read_lengths(path: Path, bytes_per_token: int = 1) -> list[int]:
     """Lengths of real documents.
 
     Args:
-        path: a text file of one length a line, or a folder whose files (`*.py`, `*.txt`, `*.rst`, `*.md`, at any depth) are
-            the documents, in the order of their paths.
+        path: a text file of one length a line, or a folder whose files (`*.py`, `*.txt`, `*.rst`, `*.md`, at any depth)
+            are the documents, in the order of their paths.
         bytes_per_token: for a folder, how many bytes count as one token.
 
     Raises:

@@ -1,9 +1,9 @@
 """One level of the partition: documents over bins, a bin being a pass, a node or a device.
 
-Two things are to come out even at once: attention (quadratic) and tokens (capacity, linear layers). Long documents decide
-the first, short ones the second, so they are placed in that order: longest first to the bin with the least attention, and
-the short ones, which hardly add attention, to the bin with the fewest tokens. What is too long for one bin is cut over
-several.
+Two things are to come out even at once: attention (quadratic) and tokens (capacity, linear layers). Long documents
+decide the first, short ones the second, so they are placed in that order: longest first to the bin with the least
+attention, and the short ones, which hardly add attention, to the bin with the fewest tokens. What is too long for one
+bin is cut over several.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from megatron_overlap.varlen.cost import CostModel
 
-GOOD_ENOUGH = 0.985
-# Tried in order: a document is cut where it takes more than 1/x of a bin's fair share; the last 1/y of the tokens are short.
+GOOD_ENOUGH = 0.975
+# Tried in order, (x, y): a document is cut above 1/x of a bin's fair share; the last 1/y of the tokens are short.
 _ATTEMPTS = ((2, 4), (4, 4), (1, 4), (8, 4), (4, 16), (2, 2), (8, 16), (16, 4), (16, 16), (32, 4), (64, 4), (64, 16))
 
 
@@ -44,7 +44,6 @@ class Placement:
         return min(sum(self.attention_fs) / peak, sum(total) / max(1, max(total))) / len(total)
 
 
-
 @dataclass(frozen=True, slots=True)
 class Level:
     """What a level needs to know.
@@ -53,7 +52,7 @@ class Level:
         bins: number of bins.
         capacity: tokens a bin may hold.
         cost: cost model.
-        message_fs: messages of a bin that holds a part of an item, cut at this level or (False) above it. None: no cuts.
+        message_fs: messages of a bin with a part of an item, cut at this level or (False) above it. None: no cuts.
         attempts: placements tried at most.
     """
 
@@ -67,8 +66,8 @@ class Level:
 def place(level: Level, items: Sequence[Item]) -> Placement | None:
     """Put items into bins.
 
-    The threshold above which documents are cut starts high, which costs the fewest messages, and is lowered, and the level
-    started again, while a bin overflows or the result is uneven.
+    The threshold above which documents are cut starts high, which costs the fewest messages, and is lowered, and the
+    level started again, while a bin overflows or the result is uneven.
 
     Args:
         level: the bins.
@@ -92,7 +91,6 @@ def place(level: Level, items: Sequence[Item]) -> Placement | None:
         if best is not None:
             break
     return best
-
 
 
 def _attempt(
@@ -175,7 +173,7 @@ def _first_short(items: Sequence[Item], short: int) -> int:
 
 
 def _width(level: Level, item: Item, fs: int, fair: int, limit: int) -> int:
-    """Over how many bins a document is cut: enough for the limit, but not so many that messages outlast its attention."""
+    """Over how many bins a document is cut: enough for the limit, but messages should not outlast attention."""
     needed = max(-(-fs // fair), -(-item.tokens // level.capacity))
     hidden = fs // max(1, level.message_fs(item, True)) if level.message_fs else 1
     wanted = min(-(-fs // limit), hidden)
@@ -185,7 +183,7 @@ def _width(level: Level, item: Item, fs: int, fair: int, limit: int) -> int:
 def _pop_with_room(
     heap: list[int], mask: int, tokens: Sequence[int], capacity: int, size: int, width: int
 ) -> list[int]:
-    """Take the `width` least loaded bins that have room for an even share; bins without leave the heap. Empty: too few."""
+    """Take the `width` least loaded bins with room for an even share; bins without leave the heap. Empty: too few."""
     share = -(-size // width)
     chosen: list[int] = []
     while heap and len(chosen) < width:
@@ -212,4 +210,3 @@ def _fill(size: int, heap: list[int], mask: int, tokens: Sequence[int], capacity
             shares.append((bin_, share))
             size -= share
     return None if size else shares
-

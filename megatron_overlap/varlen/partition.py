@@ -28,10 +28,10 @@ def partition(
     """Say which rank holds which tokens during attention, in as few passes as hold the batch.
 
     A document stays on one device where it can (local), else it becomes a ring inside a node (intra), else over several
-    nodes (inter). It is cut where its attention exceeds a share of a bin's fair load, over just enough devices; any number
-    of them, not only powers of two. Pure and deterministic: all arithmetic that decides is of integers and ties go to the
-    lower index, so that every rank that knows the lengths computes this plan by itself. Nothing is kept between calls:
-    a data loader calls it for the next batch while the current step computes.
+    nodes (inter). It is cut where its attention exceeds a share of a bin's fair load, over just enough devices; any
+    number of them, not only powers of two. Pure and deterministic: all arithmetic that decides is of integers and ties
+    go to the lower index, so that every rank that knows the lengths computes this plan by itself. Nothing is kept
+    between calls: a data loader calls it for the next batch while the current step computes.
 
     Args:
         lengths: tokens of each document. Empty documents get no place.
@@ -81,8 +81,8 @@ def check_room(lengths: Sequence[int], topology: Topology, capacity: int) -> Non
     longest, room = max(lengths, default=0), topology.ranks * capacity
     if longest > room:
         raise CapacityError(
-            f"lengths: document {lengths.index(longest)} has {longest} tokens: {topology.ranks} ranks hold {room} in one "
-            f"pass; raise capacity to {-(-longest // topology.ranks)} or cut the document"
+            f"lengths: document {lengths.index(longest)} has {longest} tokens: {topology.ranks} ranks hold {room} in "
+            f"one pass; raise capacity to {-(-longest // topology.ranks)} or cut the document"
         )
 
 
@@ -116,9 +116,7 @@ def _first_fit(items: list[Item], room: int) -> list[list[Item]]:
     return groups
 
 
-def _one_pass(
-    items: list[Item], index: int, topology: Topology, capacity: int, cost: CostModel, attempts: int
-) -> Pass:
+def _one_pass(items: list[Item], index: int, topology: Topology, capacity: int, cost: CostModel, attempts: int) -> Pass:
     devices = topology.devices_per_node
 
     def of_node(item: Item, cut: bool) -> int:

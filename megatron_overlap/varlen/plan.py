@@ -28,7 +28,8 @@ class Ring:
     Attributes:
         document: index in the batch.
         ranks: members in the order of the ring; those of a node stand together.
-        bounds: 2G + 1 offsets; chunk c is `bounds[c]` to `bounds[c + 1]`. Chunks c and 2G-1-c differ by one token at most.
+        bounds: 2G + 1 offsets; chunk c is `bounds[c]` to `bounds[c + 1]`. Chunks c and 2G-1-c differ by one token at
+            most.
         zone: whether the ring stays inside a node.
     """
 
@@ -76,8 +77,8 @@ class Pass:
 
     Attributes:
         local: for each rank the documents it holds whole, in the order in which they are packed.
-        rings: documents cut over several ranks. A rank's tokens are those of its rings in this order, each the early chunk
-            and then the late one, and then its local documents.
+        rings: documents cut over several ranks. A rank's tokens are those of its rings in this order, each the early
+            chunk and then the late one, and then its local documents.
         stage: passes of one stage follow each other with no barrier; all ranks meet at the end of a stage.
     """
 
