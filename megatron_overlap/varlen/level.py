@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from megatron_overlap.varlen.cost import CostModel
 
-GOOD_ENOUGH = 0.975
+GOOD_ENOUGH = 0.98
 # Tried in order, (x, y): a document is cut above 1/x of a bin's fair share; the last 1/y of the tokens are short.
 _ATTEMPTS = ((2, 4), (4, 4), (1, 4), (8, 4), (4, 16), (2, 2), (8, 16), (16, 4), (16, 16), (32, 4), (64, 4), (64, 16))
 

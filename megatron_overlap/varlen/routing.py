@@ -150,7 +150,7 @@ def _routed_us(num_bytes: int, cards: int, pieces: int, topology: Topology) -> f
 
 
 def _lanes(source: int, to: int, num_bytes: int, cards: int, topology: Topology) -> tuple[Lane, ...]:
-    """The source's own card first: it needs no dispatch. The same card on both sides, as switches are built in rails."""
+    """The source's own card first: it needs no dispatch. The same card on both sides: switches come in rails."""
     usable = _cards(topology)
     own = usable.index(topology.nic_of(source))
     lanes = []
