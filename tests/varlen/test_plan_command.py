@@ -11,20 +11,8 @@ from megatron_overlap import cli
 
 def test_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "plan.png"
-    options = [
-        "--distribution",
-        "wlb",
-        "--tokens",
-        "300000",
-        "--ranks",
-        "8",
-        "--nodes",
-        "2",
-        "--nics",
-        "4",
-        "--seed",
-        "2",
-    ]
+    batch = ["--distribution", "wlb", "--tokens", "300000", "--seed", "2"]
+    options = [*batch, "--ranks", "8", "--nodes", "2", "--nics", "4"]
     assert cli.main(["plan", *options, "--png", str(picture)]) == 0
     text = capsys.readouterr().out
     assert "300000 tokens on 8 ranks (2 x 4)" in text
