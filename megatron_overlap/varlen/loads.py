@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +32,8 @@ class Balance:
         tokens: of tokens.
         lower_bound_us: all attention over all ranks: no plan takes less.
         attention_us: sum over stages of the largest attention time.
-        step_us: as `attention_us`, of a rank's attention or its messages, whichever takes longer.
+        step_us: as `attention_us`, of a rank's attention or its messages, whichever takes longer; after an all-gather,
+            of both together.
         message_us: sum over stages of the largest message time.
         passes: passes of the rank that has most.
     """
@@ -47,8 +49,7 @@ class Balance:
 
 
 def loads(plan: Plan, index: int) -> list[Load]:
-    """The load of every rank in pass `index`. All members of a ring receive what they do not hold; under an all-gather
-    nobody computes before all of it has come, which the attention engine's clock shows and this sum does not."""
+    """The load of every rank in pass `index`. All members of a ring receive what they do not hold."""
     cost, topology, lengths = plan.cost, plan.topology, plan.lengths
     attention, message = [0] * topology.ranks, [0] * topology.ranks
     part = plan.passes[index]
@@ -78,7 +79,9 @@ def balance(plan: Plan) -> Balance:
                 message[rank] += load.message_fs
                 tokens[rank] += load.tokens
         compute = [a + linear * t for a, t in zip(attention, tokens, strict=True)]
-        step = list(map(max, attention, message))
+        # A ring computes on what it has; after an all-gather nobody computes before all of it has come.
+        both = max if plan.exchange == "ring" else operator.add
+        step = list(map(both, attention, message))
         for place, values in enumerate((attention, compute, tokens, step, message)):
             peaks[place] += max(values)
         for place, values in enumerate((attention, compute, tokens)):

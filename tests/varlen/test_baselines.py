@@ -37,6 +37,10 @@ def test_ring_cuts_everything_evenly() -> None:
     gathered = all_gather([1000, 3, 1, 17], Topology(2, 2), capacity=300)
     assert gathered.exchange == "all_gather"
     assert gathered.passes == plan.passes
+    ring, gather = balance(plan), balance(gathered)
+    assert ring.attention_us == gather.attention_us
+    assert ring.step_us == max(ring.attention_us, ring.message_us)
+    assert gather.step_us > ring.step_us
 
 
 def test_packing_keeps_documents_whole() -> None:
@@ -80,10 +84,10 @@ def test_hybrid_schedules_as_megatron_does() -> None:
     for distribution in DISTRIBUTIONS:
         lengths = sample(distribution, 64 * 8192, 1)
         assert stages_of_ours(lengths, 64, 8192) == stages_of_megatron(lengths, 64, 8192)
-    for seed in range(100):
+    for seed in (*range(60), 362, 1919):  # in the last two it matters where a run of equal work ends
         rng = random.Random(seed)
         ranks, capacity = rng.choice([2, 4, 8, 16]), rng.choice([10, 50])
-        longest = ranks * capacity if seed % 2 else capacity * 2
+        longest = min([ranks * capacity, capacity * 2, capacity * 4][seed % 3], ranks * capacity)
         lengths = [rng.randrange(1, longest + 1) for _ in range(rng.randrange(1, 40))]
         assert stages_of_ours(lengths, ranks, capacity) == stages_of_megatron(lengths, ranks, capacity)
 
