@@ -98,7 +98,7 @@ def hybrid(lengths: Sequence[int], topology: Topology, *, capacity: int, cost: C
                 if turn >= len(group.documents):
                     continue
                 document = group.documents[turn]
-                if len(group.ranks) == 1:
+                if len(group.ranks) == 1 or lengths[document] == 1:
                     local[group.ranks[0]] = (document,)
                 else:
                     rings.append(_even_ring(document, lengths[document], group.ranks, 0, topology))

@@ -52,6 +52,12 @@ def test_packing_keeps_documents_whole() -> None:
         packing([61], Topology(1, 2), capacity=60)
 
 
+def test_hybrid_with_a_document_shorter_than_its_group() -> None:
+    plan = hybrid([1, 3], Topology(1, 8), capacity=10)
+    check_plan(plan)
+    assert [len(ring.ranks) for part in plan.passes for ring in part.rings] == [3]
+
+
 def test_hybrid_refuses_what_megatron_cannot_run() -> None:
     with pytest.raises(ValueError, match="power of two"):
         hybrid([5], Topology(1, 3), capacity=10)
