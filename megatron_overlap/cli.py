@@ -23,6 +23,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "launch": ("megatron_overlap.launch.command:launch", "Run a launch config."),
         "compare": ("megatron_overlap.measure.command:compare", "Run configs interleaved and compare them."),
         "patches": ("megatron_overlap.patching.command:patches", "Show what is replaced in your Megatron."),
+        "plan": (
+            "megatron_overlap.measure.plan_command:plan",
+            "Show and draw how a batch of documents is partitioned.",
+        ),
         "schema": ("megatron_overlap.config.command:schema", "Print the JSON Schema of launch configs."),
     }
 )
