@@ -106,6 +106,8 @@ class LinkProfile(Section):
     """What one rank's point-to-point messages reach."""
     collective_gbps: Figure
     """Bus bandwidth of the library's ring collectives, per rank."""
+    reduce_scatter_gbps: Figure | None = None
+    """The same of reduce-scatters, where they are slower than all-gathers."""
     shared_gbps: Figure | None = None
     """What all ranks of a node together can move; null: each has its own."""
 
@@ -114,6 +116,8 @@ class NodeLink(LinkProfile):
     """What joins nodes; rates are those of one NIC."""
 
     nics_per_node: Positive
+    line_gbit: Figure | None = None
+    """The line rate, in Gbit/s, at which the rates above hold, where `launch.hosts.gbps` can set another one."""
 
 
 class Contention(Section):
@@ -170,7 +174,7 @@ def load_cluster_profile(name_or_path: str) -> ClusterProfile:
     if path.suffix not in (".yaml", ".yml"):
         path = profile_folder() / f"{name_or_path}.yaml"
         if not path.is_file():
-            remedy = did_you_mean(name_or_path, profile_names(), "profile") + "; or give a YAML file"
+            remedy = did_you_mean(name_or_path, profile_names(), "profile").removesuffix("?") + ", or give a YAML file"
             raise ConfigError("command line", "simulate --cluster", name_or_path, remedy)
     composed = compose(path, (), ())
     try:
@@ -179,6 +183,21 @@ def load_cluster_profile(name_or_path: str) -> ClusterProfile:
         errors = error.errors()
         unknown = [item for item in errors if item["type"] == "extra_forbidden"]
         raise explain(ClusterProfile, (unknown or errors)[0], composed, "") from error
+
+
+def with_hosts(profile: ClusterProfile, gbps: float, ranks_per_host: int) -> ClusterProfile:
+    """The profile with the line rate and the ranks of `launch.hosts`; unchanged where it names no line rate."""
+    between = profile.between
+    if between.line_gbit is None:
+        return profile
+    scale = gbps / between.line_gbit.value
+    source = f"launch.hosts.gbps {gbps:g}, in proportion"
+    update = {
+        name: Figure(value=getattr(between, name).value * scale, source=source)
+        for name in ("copy_gbps", "collective_gbps", "reduce_scatter_gbps", "line_gbit")
+        if getattr(between, name) is not None
+    }
+    return profile.model_copy(update={"between": between.model_copy(update=update), "devices_per_node": ranks_per_host})
 
 
 def profile_names() -> list[str]:

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from megatron_overlap.config import ConfigError, load_launch_config
-from megatron_overlap.config.cluster import load_cluster_profile
+from megatron_overlap.config.cluster import load_cluster_profile, with_hosts
 from megatron_overlap.measure.flops import CONVENTION
 from megatron_overlap.simulate.job import Job, job_of, with_choice
 from megatron_overlap.simulate.layer import Layers
@@ -47,6 +48,8 @@ def simulate(
     """Predict a step on a cluster, without running it."""
     cfg = load_launch_config(config, overrides or ())
     profile = load_cluster_profile(cluster)
+    if cfg.launch.hosts is not None:
+        profile = with_hosts(profile, cfg.launch.hosts.gbps, cfg.launch.hosts.ranks_per_host)
     try:
         job = job_of(cfg)
         model = CostModel(profile, job.precision)
@@ -139,7 +142,7 @@ def _memory(memory: Memory) -> dict[str, float]:
 def _show(console: Console, job: Job, model: CostModel, content: dict[str, Any], found: Sweep | None) -> None:
     profile = model.profile
     console.print(f"{job.label()}, {job.world_size} ranks on {profile.name}: {profile.description}", highlight=False)
-    console.print(_table("A step, modelled (times in ms)", "overlap of tensor parallelism", content["methods"]))
+    console.print(_table("A step, modelled (times in ms)", "tensor parallelism", content["methods"]))
     memory = content["memory_gib"]
     console.print(
         f"Memory of a rank, about: {memory['total']:.0f} GiB of {profile.device.memory_gib.value:.0f} "
@@ -165,12 +168,12 @@ _COLUMNS = (
     ("pipeline", "pipeline_ms", 1.0, 1),
     ("GiB", "gib", 1.0, 0),
 )
-"""Heading, key, factor, decimals. From `tensor` to `pipeline`: time in which nothing is computed, by what is waited for."""
+"""Heading, key, factor, decimals. From `tensor` to `pipeline`: time without computation, by what is waited for."""
 
 
 def _table(title: str, first: str, rows: dict[str, dict[str, float]]) -> Table:
     """One row a name; columns that would hold zeros alone are left out."""
-    table = Table(title=title)
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column(first, no_wrap=True)
     columns = [column for column in _COLUMNS if any(row.get(column[1], 0.0) > 0.0 for row in rows.values())]
     for heading, *_ in columns:

@@ -15,8 +15,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -34,7 +33,19 @@ SLICES = 4
 
 _CHUNKS = (1, 2, 4, 8)
 _NOTHING = Chunk(0, 0)
-_Moves = tuple[tuple[Exchange, ...], tuple[float, ...]]
+_Step = tuple[Literal["all_gather", "reduce_scatter", "compute"], float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Moves:
+    """Collectives as exchanges: their bytes, and how much slower than an all-gather's."""
+
+    exchanges: tuple[Exchange, ...] = ()
+    sizes: tuple[float, ...] = ()
+    stretch: tuple[float, ...] = ()
+
+    def __add__(self, other: _Moves) -> _Moves:
+        return _Moves(self.exchanges + other.exchanges, self.sizes + other.sizes, self.stretch + other.stretch)
 
 
 @dataclass(frozen=True)
@@ -90,14 +101,13 @@ class Linear:
         dgrad = self._gemm(self.in_features, self.out_features)
         method = self.choice.method
         # Gathered again for wgrad, or kept: then nothing is moved for it.
-        gather: _Moves = ((), ()) if self.choice.save_gathered else self._collective(1, 0, width)
-        needs = tuple(range(len(gather[0])))
+        gather = _Moves() if self.choice.save_gathered else self._collective("all_gather", [self.rows], width)
+        needs = tuple(range(len(gather.exchanges)))
         if method == "serial" or self.link.size == 1:
-            again: list[tuple[Literal["move", "compute"], float]] = [("move", width)] * len(needs)
-            return self._bulk([*again, ("compute", dgrad.whole), ("move", width), ("compute", self.wgrad_us)])
+            again: list[_Step] = [("all_gather", width)] * len(needs)
+            return self._bulk([*again, ("compute", dgrad.whole), ("reduce_scatter", width), ("compute", self.wgrad_us)])
         if method in ("p2p", "fused", "sliced"):
-            wgrad = Plan("all_gather", "serial", self.link.size, 0, 1, gather[0], (Work((_NOTHING,), needs=needs),))
-            behind = Stream(wgrad, (self.wgrad_us,), gather[1], self._ring_latency)
+            behind = self._beside(gather, (Work((_NOTHING,), needs=needs),), (self.wgrad_us,))
             candidates = []
             for ahead in self._scatter_streams(dgrad, width):
                 last = len(ahead.work_us) - (not ahead.plan.work[-1].chunks)
@@ -105,11 +115,9 @@ class Linear:
                 candidates.append(Program((ahead, behind), tuple(order)))
             return self._best(candidates)
         # Both collectives beside the GEMM that does not wait for them.
-        scatter = self._collective(1, 1, width)
-        exchanges, sizes = gather[0] + scatter[0], gather[1] + scatter[1]
+        moves = gather + self._collective("reduce_scatter", [self.rows], width, after=1)
         work = (Work((_NOTHING,)), Work((_NOTHING,), needs=needs), Work((), adds=(len(needs),)))
-        plan = Plan("reduce_scatter", "serial", self.link.size, 0, 1, exchanges, work)
-        stream = Stream(plan, (dgrad.whole, self.wgrad_us, 0.0), sizes, self._ring_latency)
+        stream = self._beside(moves, work, (dgrad.whole, self.wgrad_us, 0.0))
         return self._play(in_order(stream), "collective")
 
     def row_backward(self) -> Played:
@@ -117,7 +125,7 @@ class Linear:
         width = self.out_features
         dgrad = self._gemm(self.in_features, self.out_features)
         if self.choice.method in ("serial", "megatron") or self.link.size == 1:
-            return self._bulk([("move", width), ("compute", dgrad.whole), ("compute", self.wgrad_us)])
+            return self._bulk([("all_gather", width), ("compute", dgrad.whole), ("compute", self.wgrad_us)])
         return self._gather(dgrad, width, then_us=self.wgrad_us)
 
     @cached_property
@@ -138,15 +146,12 @@ class Linear:
     def _gather(self, gemm: _Gemm, width: int, then_us: float = 0.0) -> Played:
         method = self.choice.method
         if method in ("serial", "megatron") or self.link.size == 1:
-            return self._bulk([("move", width), ("compute", gemm.whole + then_us)])
+            return self._bulk([("all_gather", width), ("compute", gemm.whole + then_us)])
         if method == "sliced":
-            exchanges, sizes = self._collective(SLICES, None, width)
+            moves = self._collective("all_gather", self._slices(), width)
             work = tuple(Work((_NOTHING,), needs=(k,)) for k in range(SLICES))
-            plan = Plan("all_gather", "serial", self.link.size, 0, 1, exchanges, work)
-            times = tuple(gemm.rows_us(rows) for rows in self._slices())
-            return self._play(
-                in_order(*_and_then(Stream(plan, times, sizes, self._ring_latency), then_us)), "collective"
-            )
+            sliced = self._beside(moves, work, [gemm.rows_us(rows) for rows in self._slices()])
+            return self._play(in_order(*_and_then(sliced, then_us)), "collective")
         if method == "userbuffers":
             streams: Iterable[Stream] = [self._stream("all_gather", gemm.rows_us, width, "ring", 1, "all")]
         elif method == "fused":
@@ -163,18 +168,16 @@ class Linear:
     def _scatter(self, gemm: _Gemm, width: int) -> Played:
         method = self.choice.method
         if method in ("serial", "megatron") or self.link.size == 1:
-            return self._bulk([("compute", gemm.whole), ("move", width)])
+            return self._bulk([("compute", gemm.whole), ("reduce_scatter", width)])
         kind: Literal["copy", "collective"] = "collective" if method in ("sliced", "userbuffers") else "copy"
         return self._best([in_order(stream) for stream in self._scatter_streams(gemm, width)], kind)
 
     def _scatter_streams(self, gemm: _Gemm, width: int) -> list[Stream]:
         method = self.choice.method
         if method in ("sliced", "userbuffers"):
-            exchanges, sizes = self._collective(SLICES, 1, width)
+            moves = self._collective("reduce_scatter", self._slices(), width, after=1, each=1)
             work = (*(Work((_NOTHING,)) for _ in range(SLICES)), Work((), adds=tuple(range(SLICES))))
-            plan = Plan("reduce_scatter", "serial", self.link.size, 0, 1, exchanges, work)
-            times = (*(gemm.rows_us(rows) for rows in self._slices()), 0.0)
-            return [Stream(plan, times, sizes, self._ring_latency)]
+            return [self._beside(moves, work, [*(gemm.rows_us(rows) for rows in self._slices()), 0.0])]
         if method == "fused":
             return [
                 self._stream("reduce_scatter", gemm.share_us, width, "direct", c, "all", launch_us=gemm.launch_us)
@@ -193,13 +196,22 @@ class Linear:
         splits: tuple[Split, ...] = ("edge", "all") if self.choice.split is None else (self.choice.split,)
         return [(chunks, split) for chunks in self._chunks() for split in splits[: None if chunks > 1 else 1]]
 
-    def _collective(self, count: int, first_after: int | None, width: int) -> _Moves:
-        """`count` collectives as exchanges; the first starts after `first_after` pieces of work, None: all at once."""
-        rows = [self.rows] if count == 1 else self._slices()
-        hops = self.link.size - 1
-        sizes = tuple(self._bytes(piece, width) * hops / self.link.size for piece in rows)
-        starts = [0 if first_after is None else first_after + k for k in range(count)]
-        return tuple(Exchange(_NOTHING, 0, _NOTHING, 0, after_work=start) for start in starts), sizes
+    def _collective(
+        self, kind: Collective, rows: Sequence[int], width: int, *, after: int = 0, each: int = 0
+    ) -> _Moves:
+        """Collectives over so many rows each; number k may start after `after + each * k` pieces of work."""
+        part = (self.link.size - 1) / self.link.size
+        slower = self.link.collective_rate / self.link.scatter_rate if kind == "reduce_scatter" else 1.0
+        return _Moves(
+            tuple(Exchange(_NOTHING, 0, _NOTHING, 0, after_work=after + each * k) for k in range(len(rows))),
+            tuple(self._bytes(piece, width) * part for piece in rows),
+            (slower,) * len(rows),
+        )
+
+    def _beside(self, moves: _Moves, work: Sequence[Work], times: Sequence[float]) -> Stream:
+        """Collectives beside GEMMs, with nothing to add."""
+        plan = Plan("all_gather", "serial", self.link.size, 0, 1, moves.exchanges, tuple(work))
+        return Stream(plan, tuple(times), (0.0,) * len(times), moves.sizes, self._ring_latency, moves.stretch)
 
     def _stream(
         self,
@@ -217,22 +229,22 @@ class Linear:
         build = all_gather_plan if collective == "all_gather" else reduce_scatter_plan
         plan = build(self.link.size, rank, chunks_per_rank=chunks, pattern=pattern, split=split)
         layout = ChunkLayout(self.rows, self.link.size, chunks)
-        times = []
+        times, additions = [], []
         for index, work in enumerate(plan.work):
             gemm_us = time(sum(layout.num_chunk_rows(chunk) for chunk in work.chunks)) if work.chunks else 0.0
+            times.append(gemm_us + (launch_us if index == 0 else 0.0))
             added = sum(layout.num_chunk_rows(plan.exchanges[k].recv) for k in work.adds)
             # Terms are read once, the sum is read and written.
             touched = added + 2 * min(added, layout.shard_rows(rank)) if added else 0
-            times.append(gemm_us + self.model.memory_us(self._bytes(touched, width)) + (launch_us if index == 0 else 0))
+            additions.append(self.model.memory_us(self._bytes(touched, width)))
         sizes = tuple(self._bytes(layout.num_chunk_rows(e.send), width) for e in plan.exchanges)
-        return Stream(plan, tuple(times), sizes)
+        return Stream(plan, tuple(times), tuple(additions), sizes)
 
-    def _bulk(self, steps: list[tuple[Literal["move", "compute"], float]]) -> Played:
+    def _bulk(self, steps: Sequence[_Step]) -> Played:
         """Collectives and GEMMs strictly in turn."""
+        moves = _Moves()
         work: list[Work] = []
         times: list[float] = []
-        exchanges: list[Exchange] = []
-        sizes: list[float] = []
         needs: tuple[int, ...] = ()
         for what, amount in steps:
             if what == "compute":
@@ -240,11 +252,9 @@ class Linear:
                 times.append(amount)
                 needs = ()
             elif self.link.size > 1:
-                needs = (len(exchanges),)
-                exchanges.append(Exchange(_NOTHING, 0, _NOTHING, 0, after_work=len(work)))
-                sizes.append(self._bytes(self.rows, int(amount)) * (self.link.size - 1) / self.link.size)
-        plan = Plan("all_gather", "serial", self.link.size, 0, 1, tuple(exchanges), tuple(work))
-        return self._play(in_order(Stream(plan, tuple(times), tuple(sizes), self._ring_latency)), "collective")
+                needs = (len(moves.exchanges),)
+                moves += self._collective(what, [self.rows], int(amount), after=len(work))
+        return self._play(in_order(self._beside(moves, work, times)), "collective")
 
     def _best(self, programs: list[Program], kind: Literal["copy", "collective"] = "copy") -> Played:
         return min((self._play(program, kind) for program in programs), key=lambda played: played.time_us)
@@ -299,9 +309,4 @@ def _and_then(stream: Stream, then_us: float) -> list[Stream]:
     if not then_us:
         return [stream]
     plan = Plan("all_gather", "serial", stream.plan.num_ranks, 0, 1, (), (Work((_NOTHING,)),))
-    return [stream, Stream(plan, (then_us,), ())]
-
-
-def exposed_share(played: Played) -> float:
-    """Exposed communication as a part of the time."""
-    return 0.0 if math.isclose(played.time_us, 0.0) else played.exposed_us / played.time_us
+    return [stream, Stream(plan, (then_us,), (0.0,), ())]

@@ -24,15 +24,19 @@ class Stream:
 
     Attributes:
         plan: the schedule of this rank.
-        work_us: time of each of `plan.work`, undisturbed.
+        work_us: time of the GEMM of each of `plan.work`, undisturbed.
+        add_us: time of the additions after it, which begin when what they add has landed.
         send_bytes: size of the message of each of `plan.exchanges`.
         latency_us: fixed cost of each message; None takes the link's.
+        stretch: how many times as long each message takes as its bytes ask for; empty: as long.
     """
 
     plan: Plan
     work_us: tuple[float, ...]
+    add_us: tuple[float, ...]
     send_bytes: tuple[float, ...]
     latency_us: float | None = None
+    stretch: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +111,7 @@ class _Rank:
     program: Program
     next_work: int = 0
     computing: bool = False
+    adding: bool = False  # the GEMM of the next piece is done, its additions are not
     left: float = 0.0
     started: float = 0.0
     compute_us: float = 0.0
@@ -149,7 +154,7 @@ class _World:
                     continue
                 latency = self.link.latency_us if stream.latency_us is None else stream.latency_us
                 receiver = index if self.fold else exchange.to
-                size = stream.send_bytes[at]
+                size = stream.send_bytes[at] * (stream.stretch[at] if stream.stretch else 1.0)
                 start = self.now + (latency if size > 0 else 0.0)
                 self.messages.append(_Message(index, number, at, receiver, size, start, self.now))
                 rank.posted[number] += 1
@@ -165,9 +170,10 @@ class _World:
             number, index = rank.program.order[rank.next_work]
             stream = rank.program.streams[number]
             work = stream.plan.work[index]
-            if any(k not in rank.landed[number] for k in (*work.needs, *work.adds)):
+            if any(k not in rank.landed[number] for k in (work.adds if rank.adding else work.needs)):
                 continue
-            rank.computing, rank.left, rank.started = True, stream.work_us[index], self.now
+            time = stream.add_us[index] if rank.adding else stream.work_us[index]
+            rank.computing, rank.left, rank.started = True, time, self.now
             moved = True
         return moved
 
@@ -225,11 +231,14 @@ class _World:
     def _work_done(self, index: int, rank: _Rank) -> None:
         number, work = rank.program.order[rank.next_work]
         rank.computing = False
-        rank.next_work += 1
-        rank.done[number] = max(rank.done[number], work + 1)
         rank.compute_us += self.now - rank.started
-        name = f"work {number}.{work}"
-        self.spans.append(Span(index, "compute", name, rank.started, self.now))
+        if self.now > rank.started:
+            name = f"{'add' if rank.adding else 'work'} {number}.{work}"
+            self.spans.append(Span(index, "compute", name, rank.started, self.now))
+        rank.adding = not rank.adding and bool(rank.program.streams[number].plan.work[work].adds)
+        if not rank.adding:
+            rank.next_work += 1
+            rank.done[number] = work + 1
 
     def _land(self) -> None:
         staying = []
@@ -282,7 +291,8 @@ def play(
             raise ValueError(f"programs: rank {index} waits for ever at work {rank.next_work}; check its plans")
     compute = min(rank.compute_us for rank in world.ranks)
     undisturbed = min(
-        math.fsum(rank.program.streams[n].work_us[k] for n, k in rank.program.order) for rank in world.ranks
+        math.fsum(rank.program.streams[n].work_us[k] + rank.program.streams[n].add_us[k] for n, k in rank.program.order)
+        for rank in world.ranks
     )
     return Played(
         world.now,

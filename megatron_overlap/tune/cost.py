@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from megatron_overlap.config.cluster import ClusterProfile, Precision
+from megatron_overlap.config.cluster import ClusterProfile, LinkProfile, Precision
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
@@ -32,6 +32,7 @@ class Link:
         latency_us: fixed cost of one message.
         copy_rate: what one rank's point-to-point messages reach.
         collective_rate: bus bandwidth of a ring collective.
+        scatter_rate: the same of a reduce-scatter.
         ring_latency_us: fixed cost of a whole ring collective, all its hops together.
     """
 
@@ -39,6 +40,7 @@ class Link:
     latency_us: float
     copy_rate: float
     collective_rate: float
+    scatter_rate: float
     ring_latency_us: float
 
 
@@ -106,7 +108,7 @@ class CostModel:
         together = min(size, max(1, per_node // stride))
         inside = profile.inside
         share = math.inf if inside.shared_gbps is None else inside.shared_gbps.value / min(per_node, size * stride)
-        copy, collective = min(inside.copy_gbps.value, share), min(inside.collective_gbps.value, share)
+        copy, gather, scatter = (min(rate, share) for rate in _rates(inside))
         latency = inside.latency_us.value
         ring_latency = (size - 1) * latency
         if size > together:
@@ -115,10 +117,12 @@ class CostModel:
             ring_latency += crossings * (between.latency_us.value - latency)
             nics = between.nics_per_node * together / per_node
             latency = between.latency_us.value
-            outside = between.copy_gbps.value * min(1.0, nics)
-            ring = between.collective_gbps.value * nics
-            copy, collective = (outside, ring) if together == 1 else (min(copy, outside), min(collective, ring))
-        return Link(size, latency, copy * 1e3, collective * 1e3, ring_latency)
+            # Alone in its node a rank has no part inside to be slowed down by.
+            limits = (copy, gather, scatter) if together > 1 else (math.inf,) * 3
+            outside = _rates(between)
+            copy = min(limits[0], outside[0] * min(1.0, nics))
+            gather, scatter = (min(limit, rate * nics) for limit, rate in zip(limits[1:], outside[1:], strict=True))
+        return Link(size, latency, copy * 1e3, gather * 1e3, scatter * 1e3, ring_latency)
 
     def message_us(self, num_bytes: float, link: Link) -> float:
         """One message from one rank to another."""
@@ -128,9 +132,11 @@ class CostModel:
         """A ring collective; `num_bytes` is the whole gathered or unreduced buffer of one rank."""
         if link.size == 1 or num_bytes <= 0:
             return 0.0
-        rounds = 2 if kind == "all_reduce" else 1
-        one = link.ring_latency_us + num_bytes * (link.size - 1) / link.size / link.collective_rate
-        return rounds * one + self.launch_us
+        moved = num_bytes * (link.size - 1) / link.size
+        gather = link.ring_latency_us + moved / link.collective_rate
+        scatter = link.ring_latency_us + moved / link.scatter_rate
+        times = {"all_gather": gather, "reduce_scatter": scatter, "all_reduce": scatter + gather}
+        return times[kind] + self.launch_us
 
     def compute_rate(self, kind: Literal["collective", "copy"], bytes_per_us: float) -> float:
         """Speed of computation beside communication, 1 being undisturbed.
@@ -144,6 +150,12 @@ class CostModel:
         host = contention.host_us_per_mb.value * bytes_per_us / _MEGABYTE
         # The kernel gives either side its turn: computation never stops altogether.
         return max(0.05, 1.0 - lost - host)
+
+
+def _rates(link: LinkProfile) -> tuple[float, float, float]:
+    gather = link.collective_gbps.value
+    scatter = gather if link.reduce_scatter_gbps is None else link.reduce_scatter_gbps.value
+    return link.copy_gbps.value, gather, scatter
 
 
 @lru_cache(maxsize=65536)
