@@ -95,6 +95,8 @@ class DeviceProfile(Section):
     """What one more kernel costs on the device's own stream, in microseconds."""
     optimizer_bytes: Figure
     """Bytes that the optimizer moves per parameter of its shard."""
+    step_ms: Cost
+    """What a step costs beside what is modelled: data, logging, Python."""
 
 
 class LinkProfile(Section):

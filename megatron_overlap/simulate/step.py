@@ -39,7 +39,7 @@ class StepTime:
         tensor_us, context_us: waits for tensor and context parallel messages inside the layers.
         pipeline_us: waits for other stages: the bubble, and activations on their way.
         data_us: waits for parameters and gradients, and compute that they slowed down.
-        optimizer_us: the optimizer's own work.
+        optimizer_us: the optimizer's own work, and what the profile says a step costs beside.
         slices: the timeline of the first replica.
     """
 
@@ -298,9 +298,9 @@ def simulate_step(
 
 
 def _optimizer_us(job: Job, model: CostModel, stage: int) -> float:
-    """The update of this rank's shard, and the sum of the gradient's norm over all ranks."""
+    """The update of this rank's shard, the sum of the gradient's norm over all ranks, and what the profile adds."""
     split = job.data * job.context if job.distributed_optimizer else 1
     moved = job.stage_parameters(stage) / split * model.profile.device.optimizer_bytes.value
     world: Link = model.link(job.world_size)
     rounds = 2 * max(0, (job.world_size - 1).bit_length())  # a tree, up and down
-    return model.memory_us(moved) + rounds * world.latency_us
+    return model.memory_us(moved) + rounds * world.latency_us + model.profile.device.step_ms.value * 1e3
