@@ -71,6 +71,9 @@ class Choice:
 class Linear:
     """A linear layer on the ranks of one tensor parallel group, under sequence parallelism.
 
+    One rank is played for all. That is exact where rows divide evenly over ranks and chunks; where they do not, all
+    ranks are taken to have rank 0's pieces, which differ from others' by one row.
+
     Attributes:
         model: costs.
         link: what joins the group.
