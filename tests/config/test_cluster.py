@@ -48,7 +48,7 @@ def refused(tmp_path: Path, text: str) -> str:
 
 def test_a_number_without_a_source_is_refused(tmp_path: Path) -> None:
     message = refused(tmp_path, "inside:\n  copy_gbps: 100\n")
-    assert message.startswith("mine.yaml: inside.copy_gbps: 100: use ")
+    assert message.startswith("mine.yaml: inside.copy_gbps: 100: give a section with keys such as value, source")
     message = refused(tmp_path, "inside:\n  copy_gbps: {value: 100, source: ' '}\n")
     assert message.startswith("mine.yaml: inside.copy_gbps.source: ")
 

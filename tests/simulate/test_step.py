@@ -111,7 +111,7 @@ def test_a_layer_by_hand() -> None:
 
 
 def test_flops_are_those_of_the_layers() -> None:
-    """At the peak rate with nothing else to do, what is counted takes as long as what runs, but for attention's backward."""
+    """At the peak rate what is counted takes as long as what runs, but for scores computed again in the backward."""
     split = job(global_batch_size=1)
     step = simulate_step(split, machine())
     attention_extra = 0.5 * 2.0 * 1024**2 * 1024 / 1e6 * 8
