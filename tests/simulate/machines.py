@@ -18,7 +18,7 @@ def profile(**changes: float) -> ClusterProfile:
     """1 TFLOP/s, 1 GB/s links, memory and launches for nothing, no latency, no contention; some of it changed.
 
     Args:
-        changes: tflops, gbps, latency_us, launch_us, copy (contention), collective, host_us_per_mb, devices, nics,
+        changes: tflops, gbps, latency_us, between_us, launch_us, copy (contention), collective, host_us_per_mb, devices, nics,
             memory_gib, memory_gbps.
     """
     given = {
@@ -33,6 +33,7 @@ def profile(**changes: float) -> ClusterProfile:
         "nics": 8,
         "memory_gib": 80.0,
         "memory_gbps": 1e15,
+        "between_us": changes.get("latency_us", 0.0),
         **changes,
     }
     link = {
@@ -57,7 +58,7 @@ def profile(**changes: float) -> ClusterProfile:
                 "step_ms": number(0.0),
             },
             "inside": link,
-            "between": {**link, "nics_per_node": given["nics"]},
+            "between": {**link, "latency_us": number(given["between_us"]), "nics_per_node": given["nics"]},
             "contention": {
                 "collective": number(given["collective"]),
                 "copy": number(given["copy"]),

@@ -12,6 +12,8 @@ from types import ModuleType
 import pytest
 
 from megatron_overlap import cli
+from megatron_overlap.config import load_launch_config
+from megatron_overlap.simulate.job import Job, job_of
 from tests.config.test_wrong_input import environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,6 +82,19 @@ def test_torch_is_not_imported() -> None:
     argv = [sys.executable, "-c", f"{work}\n{check}"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False, env=environment())
     assert done.returncode == 0, done.stderr
+
+
+def test_megatron_arguments_that_change_the_step() -> None:
+    def job(*args: str) -> Job:
+        listed = ", ".join(f"'{arg}'" for arg in args)
+        overrides = ["parallel.tensor=2", "parallel.pipeline=4", f"megatron_args=[{listed}]"]
+        return job_of(load_launch_config(CONFIG, overrides))
+
+    assert (job().virtual, job().gradient_bytes) == (1, 4)
+    assert job("--grad-reduce-in-bf16").gradient_bytes == 2
+    # Eight layers a stage: two a chunk make four chunks.
+    assert job("--num-layers-per-virtual-pipeline-stage", "2").virtual == 4
+    assert job("--num-virtual-stages-per-pipeline-rank=2").virtual == 2
 
 
 def script(name: str) -> ModuleType:

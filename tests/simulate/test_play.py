@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -122,6 +124,33 @@ def test_max_min_leaves_what_one_cannot_use_to_the_others() -> None:
     played = play(programs, model, model.link(4))
     ends = {span.rank: span.stop_us for span in played.spans}
     assert ends == pytest.approx({0: 2.0, 1: 2.0, 3: 1.0})
+
+
+def test_max_min_counts_what_the_slow_ones_take() -> None:
+    """Rank 0 sends to 1, 2 and 3, a third of its port each; rank 4 gets the other two thirds of the way into rank 2."""
+    model = machine()
+    apart = tuple(Stream(plan(0, (Exchange(CHUNK, to, CHUNK, 0),), (), 5), (), (), (1000.0,)) for to in (1, 2, 3))
+    idle = in_order(*[Stream(plan(1, (), (), 5), (), (), ())] * 3)
+    last = in_order(Stream(plan(4, (Exchange(CHUNK, 2, CHUNK, 4),), (), 5), (), (), (1000.0,)))
+    played = play([in_order(*apart), idle, idle, idle, last], model, model.link(5))
+    assert played.time_us == pytest.approx(3.0)
+    assert [span.stop_us for span in played.spans if span.rank == 4] == pytest.approx([1.5])
+
+
+def test_what_is_forwarded_has_to_be_there() -> None:
+    model = machine()
+    late = Stream(plan(0, (Exchange(CHUNK, 1, CHUNK, 2, after_work=1),), (Work((CHUNK,)),)), (10.0,), (0.0,), (1000.0,))
+    on = Stream(plan(1, (Exchange(CHUNK, 2, CHUNK, 0, after_exchange=0),), ()), (), (), (1000.0,))
+    end = Stream(plan(2, (), ()), (), (), ())
+    assert play([in_order(late), in_order(on), in_order(end)], model, model.link(3)).time_us == pytest.approx(12.0)
+
+
+def test_reduce_scatters_that_are_slower_than_all_gathers() -> None:
+    fast = linear(Choice("serial"), 4, 100.0, 60.0)
+    slow = replace(fast, link=replace(fast.link, scatter_rate=fast.link.collective_rate / 2))
+    assert slow.column_forward().time_us == pytest.approx(160.0)
+    assert slow.row_forward().time_us == pytest.approx(220.0)
+    assert slow.row_forward().sent_bytes == fast.row_forward().sent_bytes
 
 
 def test_communication_slows_computation_down_while_it_lasts() -> None:

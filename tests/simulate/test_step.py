@@ -59,6 +59,14 @@ def test_bubble_of_the_paper(stages: int, chunks: int, microbatches: int) -> Non
     assert step.pipeline_us / ideal == pytest.approx((stages - 1) / (chunks * microbatches), rel=0.05)
 
 
+def test_a_stage_of_the_plain_schedule_waits_until_its_message_has_left() -> None:
+    """Two stages, two micro-batches: three messages on the longest way; two if stages went on at once."""
+    split = job(pipeline=2, global_batch_size=2)
+    message_us = 1024 * 1024 * 2 / 1e5
+    free, costly = (simulate_step(split, machine(gbps=gbps)) for gbps in (1e12, 100.0))
+    assert costly.step_us - free.step_us == pytest.approx(3 * message_us, rel=1e-6)
+
+
 @pytest.mark.parametrize("data_overlap", ["none", "megatron"])
 @pytest.mark.parametrize(
     "layout", [{}, {"tensor": 2}, {"pipeline": 4}, {"pipeline": 2, "virtual": 2}, {"context": 2}, {"data": 4}]
@@ -97,6 +105,16 @@ def test_gradients_leave_while_earlier_layers_are_computed() -> None:
     # Without overlap all of it is exposed: fp32 gradients and bf16 parameters, 3/4 of each.
     split = job(data=4, hidden_size=4096)
     assert exposed.data_us == pytest.approx(split.stage_parameters(0) * 6 * 0.75 / 50.0, rel=1e-3)
+
+
+def test_parameters_arrive_first_layers_first() -> None:
+    """Gathering takes longer than a layer's forward, so all layers but the last are computed meanwhile."""
+    split = job(data=4, hidden_size=4096, gradient_bytes=0)
+    model = machine(gbps=0.05)
+    gathered = split.stage_parameters(0) * 2 * 0.75 / 50.0
+    forward = Layers(split, model).forward.time_us
+    assert gathered / 8 > forward
+    assert simulate_step(split, model).data_us == pytest.approx(gathered - 7 * forward, rel=1e-3)
 
 
 def test_a_layer_by_hand() -> None:

@@ -69,6 +69,27 @@ def test_groups_that_leave_a_node_share_its_nics() -> None:
     assert model.link(4, stride=4).copy_rate == pytest.approx(8e3)
 
 
+def test_a_ring_pays_for_every_node_it_crosses() -> None:
+    model = machine(devices=4, nics=4, latency_us=2.0, between_us=10.0)
+    # Three nodes of four: eleven hops, two of them between nodes.
+    assert model.link(12).ring_latency_us == pytest.approx(9 * 2 + 2 * 10)
+    assert model.link(12).latency_us == 10.0
+    assert model.link(4).ring_latency_us == pytest.approx(3 * 2)
+
+
+def test_a_wave_also_writes_its_tiles() -> None:
+    tree = profile(memory_gbps=1.0).model_dump(by_alias=True)
+    tree["device"]["gemm"].update(processors=10, tiles=[{"rows": 100, "columns": 100}])
+    model = CostModel(ClusterProfile.model_validate(tree))
+    multiplied = 2.0 * 100 * 100 * 50000 * 10 / 1e12 * 1e6
+    # Ten tiles of 100 x 100 elements of 2 bytes at 1000 bytes a microsecond.
+    assert model.gemm_us(1000, 100, 50000) == pytest.approx(max(multiplied + 200.0, (55000000 + 100000) * 2 / 1e3))
+    fast = tree["device"] | {"memory_gbps": number(100.0)}
+    wide = CostModel(ClusterProfile.model_validate({**tree, "device": fast}))
+    deep = 2.0 * 100 * 100 * 500 * 10 / 1e12 * 1e6
+    assert wide.gemm_us(1000, 100, 500) == pytest.approx(deep + 2.0)
+
+
 def test_a_slower_reduce_scatter() -> None:
     tree = profile().model_dump(by_alias=True)
     tree["inside"]["reduce_scatter_gbps"] = number(0.5)
