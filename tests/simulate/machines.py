@@ -18,8 +18,8 @@ def profile(**changes: float) -> ClusterProfile:
     """1 TFLOP/s, 1 GB/s links, memory and launches for nothing, no latency, no contention; some of it changed.
 
     Args:
-        changes: tflops, gbps, latency_us, between_us, launch_us, copy (contention), collective, host_us_per_mb, devices, nics,
-            memory_gib, memory_gbps.
+        changes: tflops, gbps, latency_us, between_us, launch_us, copy (contention), collective, host_us_per_mb,
+            devices, nics, memory_gib, memory_gbps.
     """
     given = {
         "tflops": 1.0,

@@ -78,16 +78,12 @@ def test_a_ring_pays_for_every_node_it_crosses() -> None:
 
 
 def test_a_wave_also_writes_its_tiles() -> None:
-    tree = profile(memory_gbps=1.0).model_dump(by_alias=True)
+    tree = profile(memory_gbps=100.0).model_dump(by_alias=True)
     tree["device"]["gemm"].update(processors=10, tiles=[{"rows": 100, "columns": 100}])
     model = CostModel(ClusterProfile.model_validate(tree))
-    multiplied = 2.0 * 100 * 100 * 50000 * 10 / 1e12 * 1e6
-    # Ten tiles of 100 x 100 elements of 2 bytes at 1000 bytes a microsecond.
-    assert model.gemm_us(1000, 100, 50000) == pytest.approx(max(multiplied + 200.0, (55000000 + 100000) * 2 / 1e3))
-    fast = tree["device"] | {"memory_gbps": number(100.0)}
-    wide = CostModel(ClusterProfile.model_validate({**tree, "device": fast}))
-    deep = 2.0 * 100 * 100 * 500 * 10 / 1e12 * 1e6
-    assert wide.gemm_us(1000, 100, 500) == pytest.approx(deep + 2.0)
+    multiplied = 2.0 * 100 * 100 * 500 * 10 / 1e12 * 1e6
+    # Ten tiles of 100 x 100 elements of 2 bytes at 100 000 bytes a microsecond.
+    assert model.gemm_us(1000, 100, 500) == pytest.approx(multiplied + 2.0)
 
 
 def test_a_slower_reduce_scatter() -> None:
