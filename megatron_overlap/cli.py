@@ -22,6 +22,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "launch": ("megatron_overlap.launch.command:launch", "Run a launch config."),
         "compare": ("megatron_overlap.measure.command:compare", "Run configs interleaved and compare them."),
+        "simulate": ("megatron_overlap.simulate.command:simulate", "Predict a step on a cluster, without running it."),
         "patches": ("megatron_overlap.patching.command:patches", "Show what is replaced in your Megatron."),
         "plan": (
             "megatron_overlap.measure.plan_command:plan",

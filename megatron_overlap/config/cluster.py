@@ -1,0 +1,214 @@
+"""A machine as numbers: what `simulate` and the cost model know of a cluster. Pure: no torch, no megatron.
+
+Every number stands beside its source, and a file without one is refused: a model is only as good as what it was told.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from megatron_overlap.config.base import Name, Positive, Section, Text
+from megatron_overlap.config.checks import Problem, raise_first
+from megatron_overlap.config.compose import compose
+from megatron_overlap.config.errors import ConfigError, did_you_mean
+from megatron_overlap.config.explain import explain
+
+Precision = Literal["fp32", "bf16", "fp16"]
+
+
+class Figure(Section):
+    """A number above zero and where it is from."""
+
+    value: Annotated[float, Field(gt=0)]
+    source: Text
+
+
+class Share(Section):
+    """A part of a whole, 0 to 1, and where it is from."""
+
+    value: Annotated[float, Field(ge=0, le=1)]
+    source: Text
+
+
+class Cost(Section):
+    """A number that may be zero, and where it is from."""
+
+    value: Annotated[float, Field(ge=0)]
+    source: Text
+
+
+class PeakRates(Section):
+    """Dense peak rates by type, in TFLOP/s; null: the device does not have it, or nobody looked."""
+
+    bf16: Figure
+    fp16: Figure | None = None
+    fp32: Figure | None = None
+
+
+class Tile(Section):
+    """A tile of the output that one processor computes at a time."""
+
+    rows: Positive
+    columns: Positive
+    rate: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Speed of a full wave of these tiles, as a part of a full wave of the best ones."""
+
+
+class RowRate(Section):
+    """A measured point: how fast a GEMM of few rows runs."""
+
+    rows: Positive
+    rate: Annotated[float, Field(gt=0, le=1)]
+    """Its rate per row as a part of a large GEMM's."""
+
+
+class GemmProfile(Section):
+    """How near to the peak GEMMs of a shape come: full waves of tiles, or a measured table."""
+
+    efficiency: Share
+    """What full waves of the best tile reach of the peak."""
+    processors: Positive
+    """Streaming multiprocessors (GPU), or cores of one rank (CPU)."""
+    tiles: Annotated[tuple[Tile, ...], Field(strict=False)] = ()
+    """Tiles to choose from; none: no quantisation."""
+    rows: Annotated[tuple[RowRate, ...], Field(strict=False)] = ()
+    """Measured rates by number of rows, interpolated over the logarithm; none: tiles alone decide."""
+    source: Text
+    """Where processors, tiles and table are from."""
+
+
+class DeviceProfile(Section):
+    """One device: one GPU, or the CPU share of one rank."""
+
+    peak_tflops: PeakRates
+    gemm: GemmProfile
+    attention_forward: Share
+    """What a fused attention reaches of the peak, causal half counted."""
+    attention_backward: Share
+    memory_gib: Figure
+    memory_gbps: Figure
+    """Memory bandwidth that kernels reach, in GB/s."""
+    launch_us: Cost
+    """What one more kernel costs on the device's own stream, in microseconds."""
+    optimizer_bytes: Figure
+    """Bytes that the optimizer moves per parameter of its shard."""
+    step_ms: Cost
+    """What a step costs beside what is modelled: data, logging, Python."""
+
+
+class LinkProfile(Section):
+    """What joins ranks. Rates are GB/s (10^9 bytes) in each direction."""
+
+    latency_us: Cost
+    """Fixed cost of one hop or message."""
+    copy_gbps: Figure
+    """What one rank's point-to-point messages reach."""
+    collective_gbps: Figure
+    """Bus bandwidth of the library's ring collectives, per rank."""
+    reduce_scatter_gbps: Figure | None = None
+    """The same of reduce-scatters, where they are slower than all-gathers."""
+    shared_gbps: Figure | None = None
+    """What all ranks of a node together can move; null: each has its own."""
+
+
+class NodeLink(LinkProfile):
+    """What joins nodes; rates are those of one NIC."""
+
+    nics_per_node: Positive
+    line_gbit: Figure | None = None
+    """The line rate, in Gbit/s, at which the rates above hold, where `launch.hosts.gbps` can set another one."""
+
+
+class Contention(Section):
+    """What communication takes from computation that runs beside it."""
+
+    collective: Share
+    """Part of the compute rate that is lost while a collective runs."""
+    copy_: Annotated[Share, Field(alias="copy")]
+    """The same, while point-to-point messages or copy engines run."""
+    host_us_per_mb: Cost
+    """Compute time that moving 10^6 bytes in one direction takes where the processor itself moves them."""
+
+
+class ClusterProfile(Section):
+    """A cluster of equal nodes."""
+
+    name: Name
+    description: Text
+    devices_per_node: Positive
+    device: DeviceProfile
+    inside: LinkProfile
+    """Between ranks of one node."""
+    between: NodeLink
+    """Between nodes."""
+    contention: Contention
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        points = self.device.gemm.rows
+        if any(a.rows >= b.rows for a, b in zip(points, points[1:], strict=False)):
+            remedy = "give the points in the order of their rows, each number of rows once"
+            raise_first(iter([Problem("device.gemm.rows", [point.rows for point in points], remedy)]))
+        return self
+
+    def peak_tflops(self, precision: Precision) -> float:
+        """Dense peak of one device.
+
+        Raises:
+            ValueError: the profile has no figure for this precision.
+        """
+        figure: Figure | None = getattr(self.device.peak_tflops, precision)
+        if figure is None:
+            raise ValueError(f"train.precision: {precision}: the profile {self.name} has no peak for it; use bf16")
+        return figure.value
+
+
+def load_cluster_profile(name_or_path: str) -> ClusterProfile:
+    """Read a profile: a name from configs/clusters, or a YAML file.
+
+    Raises:
+        ConfigError: there is no such profile, or something in it is wrong.
+    """
+    path = Path(name_or_path)
+    if path.suffix not in (".yaml", ".yml"):
+        path = profile_folder() / f"{name_or_path}.yaml"
+        if not path.is_file():
+            remedy = did_you_mean(name_or_path, profile_names(), "profile").removesuffix("?") + ", or give a YAML file"
+            raise ConfigError("command line", "simulate --cluster", name_or_path, remedy)
+    composed = compose(path, (), ())
+    try:
+        return ClusterProfile.model_validate(composed.tree)
+    except ValidationError as error:
+        errors = error.errors()
+        unknown = [item for item in errors if item["type"] == "extra_forbidden"]
+        raise explain(ClusterProfile, (unknown or errors)[0], composed, "") from error
+
+
+def with_hosts(profile: ClusterProfile, gbps: float, ranks_per_host: int) -> ClusterProfile:
+    """The profile with the line rate and the ranks of `launch.hosts`; unchanged where it names no line rate."""
+    between = profile.between
+    if between.line_gbit is None:
+        return profile
+    scale = gbps / between.line_gbit.value
+    source = f"launch.hosts.gbps {gbps:g}, in proportion"
+    update = {
+        name: Figure(value=getattr(between, name).value * scale, source=source)
+        for name in ("copy_gbps", "collective_gbps", "reduce_scatter_gbps", "line_gbit")
+        if getattr(between, name) is not None
+    }
+    return profile.model_copy(update={"between": between.model_copy(update=update), "devices_per_node": ranks_per_host})
+
+
+def profile_names() -> list[str]:
+    """Names of the profiles that come with the package."""
+    return sorted(path.stem for path in profile_folder().glob("*.yaml"))
+
+
+def profile_folder() -> Path:
+    """The folder with the profiles: package data in a wheel, the repository's own in an editable install."""
+    package = Path(__file__).resolve().parent.parent
+    carried = package / "_clusters"
+    return carried if carried.is_dir() else package.parent / "configs" / "clusters"

@@ -1,0 +1,1 @@
+"""What a training step takes on a cluster described by a profile. Modelled, never measured; needs no torch."""

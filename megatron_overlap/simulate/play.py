@@ -1,0 +1,310 @@
+"""Plays schedules of all ranks of a group on a clock: computation, messages, and links that they share.
+
+The plans are the ones that run (`megatron_overlap.schedules`). Messages are fluid: all that are on the way share the
+ports they go through by max-min fairness, and whenever one starts or ends the rates are made anew. Computation is one
+queue per rank, slower while that rank communicates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megatron_overlap.schedules import Plan
+from megatron_overlap.tune.cost import CostModel, Link
+
+_DONE = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """One plan with its times.
+
+    Attributes:
+        plan: the schedule of this rank.
+        work_us: time of the GEMM of each of `plan.work`, undisturbed.
+        add_us: time of the additions after it, which begin when what they add has landed.
+        send_bytes: size of the message of each of `plan.exchanges`.
+        latency_us: fixed cost of each message; None takes the link's.
+        stretch: how many times as long each message takes as its bytes ask for; empty: as long.
+    """
+
+    plan: Plan
+    work_us: tuple[float, ...]
+    add_us: tuple[float, ...]
+    send_bytes: tuple[float, ...]
+    latency_us: float | None = None
+    stretch: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What one rank does: streams that communicate side by side, and one order of all their work.
+
+    Attributes:
+        streams: plans whose messages are on the way at the same time.
+        order: (stream, index of work) in the order in which this rank computes.
+    """
+
+    streams: tuple[Stream, ...]
+    order: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that took time on one rank: `compute` or `message`."""
+
+    rank: int
+    kind: Literal["compute", "message"]
+    name: str
+    start_us: float
+    stop_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What playing showed.
+
+    Attributes:
+        time_us: until the last rank is done and all its messages have left.
+        compute_us: of the rank with the least: time in which it computed.
+        undisturbed_us: what that rank's computation takes without communication beside it.
+        sent_bytes: by rank.
+        received_bytes: by rank.
+        spans: what every rank did, for a timeline.
+    """
+
+    time_us: float
+    compute_us: float
+    undisturbed_us: float
+    sent_bytes: tuple[float, ...]
+    received_bytes: tuple[float, ...]
+    spans: tuple[Span, ...]
+
+    @property
+    def exposed_us(self) -> float:
+        """Time in which a rank waits with nothing to compute."""
+        return self.time_us - self.compute_us
+
+    @property
+    def lost_us(self) -> float:
+        """Time more than the computation alone: exposed communication, and computation that it slows down."""
+        return self.time_us - self.undisturbed_us
+
+
+@dataclass(slots=True)
+class _Message:
+    sender: int
+    stream: int
+    exchange: int
+    receiver: int
+    left: float
+    starts: float
+    posted: float
+    rate: float = 0.0
+
+
+@dataclass(slots=True)
+class _Rank:
+    program: Program
+    next_work: int = 0
+    computing: bool = False
+    adding: bool = False  # the GEMM of the next piece is done, its additions are not
+    left: float = 0.0
+    started: float = 0.0
+    compute_us: float = 0.0
+    sent: list[int] = field(default_factory=list)  # exchanges that have left, by stream
+    posted: list[int] = field(default_factory=list)
+    done: list[int] = field(default_factory=list)  # pieces of work that are done, by stream
+    landed: list[set[int]] = field(default_factory=list)
+    sent_bytes: float = 0.0
+    received_bytes: float = 0.0
+
+
+class _World:
+    def __init__(
+        self, programs: Sequence[Program], model: CostModel, link: Link, kind: Literal["copy", "collective"], fold: bool
+    ) -> None:
+        self.ranks = [_Rank(program) for program in programs]
+        for rank in self.ranks:
+            count = len(rank.program.streams)
+            rank.sent, rank.posted, rank.done = [0] * count, [0] * count, [0] * count
+            rank.landed = [set() for _ in range(count)]
+        self.model, self.link, self.kind, self.fold = model, link, kind, fold
+        self.port_rate = link.copy_rate if kind == "copy" else link.collective_rate
+        self.now = 0.0
+        self.messages: list[_Message] = []
+        self.spans: list[Span] = []
+
+    def post(self) -> bool:
+        """Starts every message that may leave: in each stream one after the other, in the plan's order."""
+        moved = False
+        for index, rank in enumerate(self.ranks):
+            for number, stream in enumerate(rank.program.streams):
+                exchanges = stream.plan.exchanges
+                at = rank.posted[number]
+                if at == len(exchanges) or at > rank.sent[number]:
+                    continue
+                exchange = exchanges[at]
+                if exchange.after_work > rank.done[number]:
+                    continue
+                if exchange.after_exchange is not None and exchange.after_exchange not in rank.landed[number]:
+                    continue
+                latency = self.link.latency_us if stream.latency_us is None else stream.latency_us
+                receiver = index if self.fold else exchange.to
+                size = stream.send_bytes[at] * (stream.stretch[at] if stream.stretch else 1.0)
+                start = self.now + (latency if size > 0 else 0.0)
+                self.messages.append(_Message(index, number, at, receiver, size, start, self.now))
+                rank.posted[number] += 1
+                moved = True
+        return moved
+
+    def compute(self) -> bool:
+        """Starts the next piece of work of every rank that is idle and has what it needs."""
+        moved = False
+        for rank in self.ranks:
+            if rank.computing or rank.next_work == len(rank.program.order):
+                continue
+            number, index = rank.program.order[rank.next_work]
+            stream = rank.program.streams[number]
+            work = stream.plan.work[index]
+            if any(k not in rank.landed[number] for k in (work.adds if rank.adding else work.needs)):
+                continue
+            time = stream.add_us[index] if rank.adding else stream.work_us[index]
+            rank.computing, rank.left, rank.started = True, time, self.now
+            moved = True
+        return moved
+
+    def set_rates(self) -> None:
+        """Max-min fairness over the ports: the fullest port fixes its messages' rate, then the next fullest."""
+        flowing = [message for message in self.messages if message.starts <= self.now + _DONE and message.left > 0]
+        ports: dict[tuple[str, int], list[_Message]] = {}
+        for message in flowing:
+            message.rate = 0.0
+            ports.setdefault(("out", message.sender), []).append(message)
+            ports.setdefault(("in", message.receiver), []).append(message)
+        room = dict.fromkeys(ports, self.port_rate)
+        open_messages = {id(message) for message in flowing}
+        while open_messages:
+            counts = {port: sum(id(m) in open_messages for m in ports[port]) for port in ports}
+            tightest = min((port for port in ports if counts[port]), key=lambda port: room[port] / counts[port])
+            rate = room[tightest] / counts[tightest]
+            for message in [m for m in ports[tightest] if id(m) in open_messages]:
+                message.rate = rate
+                open_messages.discard(id(message))
+                room["out", message.sender] -= rate
+                room["in", message.receiver] -= rate
+
+    def speed(self, index: int) -> float:
+        """Speed of computation of a rank now."""
+        moving = sum(
+            message.rate * ((message.sender == index) + (message.receiver == index)) for message in self.messages
+        )
+        return self.model.compute_rate(self.kind, moving) if moving > 0 else 1.0
+
+    def advance(self) -> None:
+        """Moves the clock to whatever ends first."""
+        self.set_rates()
+        speeds = [self.speed(index) if rank.computing else 1.0 for index, rank in enumerate(self.ranks)]
+        steps = [rank.left / speed for rank, speed in zip(self.ranks, speeds, strict=True) if rank.computing]
+        for message in self.messages:
+            if message.starts > self.now + _DONE:
+                steps.append(message.starts - self.now)
+            elif message.rate > 0:
+                steps.append(message.left / message.rate)
+            else:
+                steps.append(0.0)
+        step = min(steps)
+        self.now += step
+        for message in self.messages:
+            if message.rate > 0:
+                message.left -= step * message.rate
+        for index, (rank, speed) in enumerate(zip(self.ranks, speeds, strict=True)):
+            if rank.computing:
+                rank.left -= step * speed
+                if rank.left <= _DONE * max(1.0, self.now):
+                    self._work_done(index, rank)
+        self._land()
+
+    def _work_done(self, index: int, rank: _Rank) -> None:
+        number, work = rank.program.order[rank.next_work]
+        rank.computing = False
+        rank.compute_us += self.now - rank.started
+        if self.now > rank.started:
+            name = f"{'add' if rank.adding else 'work'} {number}.{work}"
+            self.spans.append(Span(index, "compute", name, rank.started, self.now))
+        rank.adding = not rank.adding and bool(rank.program.streams[number].plan.work[work].adds)
+        if not rank.adding:
+            rank.next_work += 1
+            rank.done[number] = work + 1
+
+    def _land(self) -> None:
+        staying = []
+        for message in self.messages:
+            arrived = message.starts <= self.now + _DONE and message.left <= _DONE * max(1.0, self.port_rate)
+            if not arrived:
+                staying.append(message)
+                continue
+            sender, receiver = self.ranks[message.sender], self.ranks[message.receiver]
+            size = sender.program.streams[message.stream].send_bytes[message.exchange]
+            sender.sent[message.stream] = message.exchange + 1
+            sender.sent_bytes += size
+            receiver.received_bytes += size
+            receiver.landed[message.stream].add(message.exchange)
+            name = f"exchange {message.stream}.{message.exchange}"
+            self.spans.append(Span(message.sender, "message", name, message.posted, self.now))
+        self.messages = staying
+
+
+def play(
+    programs: Sequence[Program],
+    model: CostModel,
+    link: Link,
+    *,
+    kind: Literal["copy", "collective"] = "copy",
+    fold: bool = False,
+) -> Played:
+    """Plays the programs of a group until all is done.
+
+    Args:
+        programs: of rank 0, 1, ...; with `fold` that of rank 0 alone.
+        model: says how communication slows computation down.
+        link: what joins them.
+        kind: who moves the bytes: copies and point-to-point messages, or a collective's kernels.
+        fold: all ranks do the same at the same time, so that rank 0's arrivals come when its sends leave.
+
+    Raises:
+        ValueError: the programs wait for each other for ever; `megatron_overlap.schedules.check` says where.
+    """
+    world = _World(programs, model, link, kind, fold)
+    while True:
+        while world.post() | world.compute():
+            pass
+        if not world.messages and not any(rank.computing for rank in world.ranks):
+            break
+        world.advance()
+    for index, rank in enumerate(world.ranks):
+        waiting = any(rank.posted[n] < len(s.plan.exchanges) for n, s in enumerate(rank.program.streams))
+        if waiting or rank.next_work < len(rank.program.order):
+            raise ValueError(f"programs: rank {index} waits for ever at work {rank.next_work}; check its plans")
+    compute = min(rank.compute_us for rank in world.ranks)
+    undisturbed = min(
+        math.fsum(rank.program.streams[n].work_us[k] + rank.program.streams[n].add_us[k] for n, k in rank.program.order)
+        for rank in world.ranks
+    )
+    return Played(
+        world.now,
+        compute,
+        undisturbed,
+        tuple(rank.sent_bytes for rank in world.ranks),
+        tuple(rank.received_bytes for rank in world.ranks),
+        tuple(world.spans),
+    )
+
+
+def in_order(*streams: Stream) -> Program:
+    """The program that does the work of the streams one after the other."""
+    order = [(n, k) for n, stream in enumerate(streams) for k in range(len(stream.work_us))]
+    return Program(streams, tuple(order))

@@ -1,0 +1,200 @@
+"""The cost model: GEMMs by shape, memory traffic, messages and collectives, on a machine given by a profile. Pure.
+
+A GEMM is `waves x one tile`: its output is cut into tiles, a wave is as many tiles as there are processors, and a
+wave that is not full takes as long as one that is. So many small GEMMs cost more than one large one: the split
+penalty needs no parameter of its own. A message is `latency + bytes / rate` (alpha-beta); a ring collective is N - 1
+of them. All results are modelled, none is measured.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from megatron_overlap.config.cluster import ClusterProfile, LinkProfile, Precision
+
+CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce"]
+
+ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+_US = 1e6
+_MEGABYTE = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What joins the ranks of one group, as each of them sees it. Rates are bytes per microsecond and direction.
+
+    Attributes:
+        size: ranks of the group.
+        latency_us: fixed cost of one message.
+        copy_rate: what one rank's point-to-point messages reach.
+        collective_rate: bus bandwidth of a ring collective.
+        scatter_rate: the same of a reduce-scatter.
+        ring_latency_us: fixed cost of a whole ring collective, all its hops together.
+    """
+
+    size: int
+    latency_us: float
+    copy_rate: float
+    collective_rate: float
+    scatter_rate: float
+    ring_latency_us: float
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Times on one machine.
+
+    Args:
+        profile: the machine.
+        precision: type of weights and activations.
+
+    Raises:
+        ValueError: the profile has no peak for this precision.
+    """
+
+    profile: ClusterProfile
+    precision: Precision = "bf16"
+
+    def __post_init__(self) -> None:
+        self.profile.peak_tflops(self.precision)
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one activation or weight."""
+        return ITEM_BYTES[self.precision]
+
+    @property
+    def launch_us(self) -> float:
+        """What one more kernel costs."""
+        return self.profile.device.launch_us.value
+
+    def gemm_us(self, m: int, n: int, k: int) -> float:
+        """Time of `[m, k] x [k, n]`: the roof of computation by full waves, or of memory, and one launch.
+
+        Nothing where a dimension is 0: an empty piece is not launched.
+        """
+        return _gemm_us(self.profile, self.precision, m, n, k)
+
+    def split_penalty(self, m: int, n: int, k: int, pieces: int) -> float:
+        """Time of the GEMM cut into `pieces` along m, over its time in one piece."""
+        size, longer = divmod(m, pieces)
+        parts = longer * self.gemm_us(size + 1, n, k) + (pieces - longer) * self.gemm_us(size, n, k)
+        return parts / self.gemm_us(m, n, k)
+
+    def memory_us(self, num_bytes: float) -> float:
+        """Time of a kernel that reads and writes `num_bytes` in all."""
+        if num_bytes <= 0:
+            return 0.0
+        return num_bytes / (self.profile.device.memory_gbps.value * 1e9) * _US + self.launch_us
+
+    def attention_us(self, flops: float, *, backward: bool = False) -> float:
+        """Time of fused attention with `flops` operations, of which the causal mask leaves out nothing more."""
+        device = self.profile.device
+        share = device.attention_backward if backward else device.attention_forward
+        return flops / (self.profile.peak_tflops(self.precision) * 1e12 * share.value) * _US + self.launch_us
+
+    def link(self, size: int, stride: int = 1) -> Link:
+        """The link of a group of `size` ranks that are `stride` apart, ranks being dealt to nodes in order.
+
+        Where the group leaves a node, all groups of the node leave it at the same time: each has its part of the
+        NICs, and a rank's messages use one NIC at most, a ring's as many as the group has ranks in the node.
+        """
+        profile = self.profile
+        per_node = profile.devices_per_node
+        together = min(size, max(1, per_node // stride))
+        inside = profile.inside
+        share = math.inf if inside.shared_gbps is None else inside.shared_gbps.value / min(per_node, size * stride)
+        copy, gather, scatter = (min(rate, share) for rate in _rates(inside))
+        latency = inside.latency_us.value
+        ring_latency = (size - 1) * latency
+        if size > together:
+            between = profile.between
+            crossings = -(-size // together) - 1
+            ring_latency += crossings * (between.latency_us.value - latency)
+            nics = between.nics_per_node * together / per_node
+            latency = between.latency_us.value
+            # Alone in its node a rank has no part inside to be slowed down by.
+            limits = (copy, gather, scatter) if together > 1 else (math.inf,) * 3
+            outside = _rates(between)
+            copy = min(limits[0], outside[0] * min(1.0, nics))
+            gather, scatter = (min(limit, rate * nics) for limit, rate in zip(limits[1:], outside[1:], strict=True))
+        return Link(size, latency, copy * 1e3, gather * 1e3, scatter * 1e3, ring_latency)
+
+    def message_us(self, num_bytes: float, link: Link) -> float:
+        """One message from one rank to another."""
+        return link.latency_us + num_bytes / link.copy_rate
+
+    def collective_us(self, kind: CollectiveKind, num_bytes: float, link: Link) -> float:
+        """A ring collective; `num_bytes` is the whole gathered or unreduced buffer of one rank."""
+        if link.size == 1 or num_bytes <= 0:
+            return 0.0
+        moved = num_bytes * (link.size - 1) / link.size
+        gather = link.ring_latency_us + moved / link.collective_rate
+        scatter = link.ring_latency_us + moved / link.scatter_rate
+        times = {"all_gather": gather, "reduce_scatter": scatter, "all_reduce": scatter + gather}
+        return times[kind] + self.launch_us
+
+    def compute_rate(self, kind: Literal["collective", "copy"], bytes_per_us: float) -> float:
+        """Speed of computation beside communication, 1 being undisturbed.
+
+        Args:
+            kind: who moves the bytes.
+            bytes_per_us: what this rank sends and receives meanwhile, both directions together.
+        """
+        contention = self.profile.contention
+        lost = contention.collective.value if kind == "collective" else contention.copy_.value
+        host = contention.host_us_per_mb.value * bytes_per_us / _MEGABYTE
+        # The kernel gives either side its turn: computation never stops altogether.
+        return max(0.05, 1.0 - lost - host)
+
+
+def _rates(link: LinkProfile) -> tuple[float, float, float]:
+    gather = link.collective_gbps.value
+    scatter = gather if link.reduce_scatter_gbps is None else link.reduce_scatter_gbps.value
+    return link.copy_gbps.value, gather, scatter
+
+
+@lru_cache(maxsize=65536)
+def _gemm_us_cached(key: tuple[float, ...], tiles: tuple[tuple[int, int, float], ...], m: int, n: int, k: int) -> float:
+    peak, processors, memory_rate, item_bytes = key
+    compute = 2.0 * m * n * k / peak * _US
+    if tiles:
+        # A wave multiplies, then writes its tiles: a short k has little to hide that behind.
+        compute = min(
+            math.ceil(math.ceil(m / rows) * math.ceil(n / columns) / processors)
+            * (2.0 * rows * columns * k / (peak * rate) + rows * columns * item_bytes / memory_rate)
+            * processors
+            * _US
+            for rows, columns, rate in tiles
+        )
+    traffic = (m * k + n * k + m * n) * item_bytes / memory_rate * _US
+    return max(compute, traffic)
+
+
+def _gemm_us(profile: ClusterProfile, precision: Precision, m: int, n: int, k: int) -> float:
+    if 0 in (m, n, k):
+        return 0.0
+    device = profile.device
+    gemm = device.gemm
+    peak = profile.peak_tflops(precision) * 1e12 * gemm.efficiency.value
+    key = (peak, gemm.processors, device.memory_gbps.value * 1e9, ITEM_BYTES[precision])
+    tiles = tuple((tile.rows, tile.columns, tile.rate) for tile in gemm.tiles)
+    return _gemm_us_cached(key, tiles, m, n, k) / _row_rate(profile, m) + device.launch_us.value
+
+
+def _row_rate(profile: ClusterProfile, m: int) -> float:
+    """The measured rate at `m` rows, between points linear in the logarithm of the rows; 1 without a table."""
+    points = profile.device.gemm.rows
+    if not points:
+        return 1.0
+    if m <= points[0].rows:
+        return points[0].rate
+    for low, high in zip(points, points[1:], strict=False):
+        if m <= high.rows:
+            part = math.log(m / low.rows) / math.log(high.rows / low.rows)
+            return low.rate + part * (high.rate - low.rate)
+    return points[-1].rate
