@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from pydantic import ValidationError
 from rich.console import Console
 
 from megatron_overlap.config import ConfigError, LaunchConfig, load_launch_config, without_overlap
+from megatron_overlap.config.carried import config_file
 from megatron_overlap.launch.artefacts import ArtefactError
 from megatron_overlap.launch.execute import execute
 from megatron_overlap.launch.fold import fold
@@ -26,7 +26,7 @@ from megatron_overlap.launch.slurm import batch_file
 
 
 def launch(
-    config: Annotated[Path, typer.Argument(help="Launch config (YAML).")],
+    config: Annotated[Path, typer.Argument(help="Launch config: a YAML file, or the name of a shipped one.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, over what the file says.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and start nothing.")] = False,
     run_dir: Annotated[
@@ -58,6 +58,7 @@ def launch(
     ] = None,
 ) -> int:
     """Run a launch config."""
+    config = config_file(config)
     if emit_slurm:
         return _emit_slurm(config, overrides or [], baseline)
     if baseline is not None:
@@ -97,12 +98,7 @@ def launch(
 def _rehearse(config: Path, overrides: Sequence[str], run_dir: Path | None, max_ranks: int | None) -> int:
     """Folds, runs with and without the overlap, prints what was folded and the verdict."""
     cfg = load_launch_config(config, overrides)
-    try:
-        folded, changes = fold(cfg, max_ranks or ranks_here())
-    except ValidationError as error:
-        problem = error.errors()[0].get("ctx", {})
-        key, remedy = str(problem.get("key", "launch")), str(problem.get("remedy", error.errors()[0]["msg"]))
-        raise ConfigError(f"{config} (folded)", key, problem.get("value"), f"cannot be rehearsed: {remedy}") from error
+    folded, changes = fold(cfg, max_ranks or ranks_here())
     folder = run_dir if run_dir is not None else new_run_dir(folded)
     # Rich would cut words at 80 columns where the output is not a terminal.
     console = Console(width=None if sys.stdout.isatty() else 150)
@@ -132,7 +128,7 @@ def _emit_slurm(config: Path, arguments: list[str], baseline: str | None) -> int
     if baseline == "self":
         configs.insert(0, without_overlap(configs[0]))
     elif baseline is not None:
-        configs.insert(0, load_launch_config(baseline, overrides))
+        configs.insert(0, load_launch_config(config_file(baseline), overrides))
         if configs[0].name == configs[1].name:
             raise ConfigError(
                 baseline, "name", configs[0].name, f"must differ from that of {config}: it names a folder"

@@ -3,7 +3,7 @@
 The rule, in order:
 
 1. Ranks: every parallel size above 1 becomes 2. While that is more ranks than allowed, one kind goes to 1: data first,
-   then pipeline; tensor last.
+   then pipeline, then context; tensor last. Context is 1 too where only TransformerEngine's attention has it.
 2. Model: one layer a pipeline stage and at least two; heads and key/value heads in their proportion, 32 wide, as few
    as the tensor ranks allow; the MLP as many times wider than the model as it was.
 3. Training: 3 steps of one sequence (128 tokens) a micro-batch, as many micro-batches as before but at most 2 a stage;
@@ -80,9 +80,6 @@ def fold(cfg: LaunchConfig, max_ranks: int) -> tuple[LaunchConfig, list[Change]]
 
     Returns:
         the folded config, named `NAME_rehearsal`, and what differs, one entry each.
-
-    Raises:
-        ValidationError: a Megatron argument, or the overlap, cannot be had in the folded layout.
     """
     sizes = _fold_ranks(cfg, max_ranks)
     args, dropped = _fold_args(cfg, sizes)
@@ -124,6 +121,8 @@ def _fold_ranks(cfg: LaunchConfig, max_ranks: int) -> dict[str, int]:
         "data": cfg.data_parallel_size,
     }
     sizes = {kind: min(size, 2) for kind, size in full.items()}
+    if cfg.overlap.ulysses.method == "none":
+        sizes["context"] = 1  # Megatron's local attention, which TransformerEngine's is replaced by, has none
     for kind in ("data", "pipeline", "context", "tensor"):
         if math.prod(sizes.values()) > max_ranks:
             sizes[kind] = 1
@@ -252,7 +251,9 @@ def _differences(cfg: LaunchConfig, folded: LaunchConfig, sizes: Mapping[str, in
             if was == now or key in _SILENT or name in ("nodes", "ranks_per_node"):
                 continue
             why = _WHY.get(key, _WHY.get(section, "not for a rehearsal"))
-            if section == "parallel" and now == 1:
+            if key == "parallel.context" and now == 1:
+                why = "the local attention has no context parallelism"
+            elif section == "parallel" and now == 1:
                 why = "too many ranks for this machine"
             yield Change(key, _shown(was), _shown(now), why)
 

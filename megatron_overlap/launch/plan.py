@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_overlap.config import ConfigError, LaunchConfig, dump_config, to_megatron_args
+from megatron_overlap.config.carried import carried
 from megatron_overlap.launch.netlab import Link, Netlab
 from megatron_overlap.launch.outcome import RankCommand
 from megatron_overlap.launch.workers import worker_commands
@@ -93,12 +94,12 @@ def entry_script(cfg: LaunchConfig) -> Path:
         ConfigError: it is not there.
     """
     name = cfg.launch.entry
-    provided = Path(__file__).resolve().parents[2] / "scripts" / f"pretrain_{cfg.model.arch}.py"
+    provided = carried("scripts") / f"pretrain_{cfg.model.arch}.py"
     script = Path(name) if name is not None else provided
     if not script.is_file():
         remedy = "no such file; give the path of a training script"
         if name is None:
-            remedy = f"the provided pretrain_{cfg.model.arch}.py comes with a checkout; give a training script"
+            remedy = f"the provided pretrain_{cfg.model.arch}.py is not in this installation; give a training script"
         raise ConfigError(cfg.name, "launch.entry", name, remedy)
     return script
 

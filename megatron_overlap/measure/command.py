@@ -14,6 +14,7 @@ from rich import progress as bars
 from rich.console import Console
 
 from megatron_overlap.config import ConfigError, LaunchConfig, dump_config, load_launch_config
+from megatron_overlap.config.carried import config_file
 from megatron_overlap.launch.outcome import RunError
 from megatron_overlap.measure import report, wording
 from megatron_overlap.measure.compare import WARM_UP_ITERATIONS, Comparison, Side, Workload
@@ -55,7 +56,7 @@ def compare(
             "command line", "compare --peak-tflops", peak_tflops, "needs --logs: a launch finds it itself"
         )
     files, overrides = _split(configs)
-    chosen = select([(file, load_launch_config(file, overrides)) for file in files], attribute=attribute)
+    chosen = select([(file, load_launch_config(config_file(file), overrides)) for file in files], attribute=attribute)
     last = chosen.configs[-1]
     folder = _open_folder(output if output is not None else _new_folder(last.launch.output_dir, last.name))
     console = Console()

@@ -27,7 +27,7 @@ def content(folder: Path, slurm: dict[str, Any] | None = None, **launch: Any) ->
         "name": "tiny",
         "model": {"preset": "llama_tiny", "num_layers": 1},
         "parallel": {"tensor": 2, "sequence_parallel": True},
-        "train": {"seq_length": 64, "global_batch_size": 2, "iterations": 3, "precision": "fp32"},
+        "train": {"seq_length": 64, "global_batch_size": 4, "iterations": 3, "precision": "fp32"},
         "overlap": {"tensor": {"method": "p2p"}},
         "launch": {
             "device": "cpu",
