@@ -207,3 +207,4 @@ class GlooFlight:
                 f"rank {transport.ranks[peer]} within {transport.timeout_s:g} s: {cause}"
             )
             self._changed.notify_all()
+

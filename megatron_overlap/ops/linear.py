@@ -307,7 +307,9 @@ class _LinearReduceScatter(torch.autograd.Function):
         if not (need_x or need_w):
             return (None,) * 7
         num_rows = x.shape[0]
-        schedule = ctx.plan.schedule("all_gather", transport, num_rows, w.shape[0] * dy_shard.itemsize, dy_shard.device)
+        schedule = ctx.plan.schedule(
+            "all_gather", transport, num_rows, w.shape[0] * dy_shard.itemsize, dy_shard.device
+        )
         layout = ChunkLayout(num_rows, transport.size, schedule.chunks_per_rank)
         full = transport.workspace.take("gather", (num_rows, w.shape[0]), dy_shard)
         dx = torch.empty_like(x) if need_x else None
