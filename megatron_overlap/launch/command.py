@@ -101,7 +101,7 @@ def _rehearse(config: Path, overrides: Sequence[str], run_dir: Path | None, max_
     folded, changes = fold(cfg, max_ranks or ranks_here())
     folder = run_dir if run_dir is not None else new_run_dir(folded)
     # Rich would cut words at 80 columns where the output is not a terminal.
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = Console(width=None if sys.stdout.isatty() else 150, markup=False)
     console.print(folding_table(changes))
     try:
         result = run_rehearsal(folded, folder, lambda started: print(f"{started.name}: {folder}", flush=True))

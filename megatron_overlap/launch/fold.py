@@ -1,4 +1,6 @@
-"""A launch config folded to what a machine without a GPU can run in a minute. Pure: a config in, a config out.
+"""A launch config folded to what a machine without a GPU can run in a minute: a config in, a config out.
+
+Nothing of the machine is looked at but whether the data files are here.
 
 The rule, in order:
 
