@@ -79,6 +79,18 @@ def test_runs_are_cut_to_what_they_share(tmp_path: Path) -> None:
     assert first.peak is None
 
 
+def test_neither_warm_up_nor_arguments_of_like_names_count(tmp_path: Path) -> None:
+    lines = OVERLAP.read_text().splitlines()
+    arguments = [re.sub(r"(encoder_seq_length .*) 512", r"\1 64", line) for line in lines]
+    changed = tmp_path / "changed.log"
+    # In another order, the first iteration said to be fast.
+    changed.write_text("\n".join(reversed(arguments[:10])) + "\n" + "\n".join(arguments[10:]))
+    changed.write_text(changed.read_text().replace("(TFLOP/s/GPU): 0.0", "(TFLOP/s/GPU): 9.0", 1))
+    first, second = sides([read_log(OVERLAP), read_log(changed)])
+    assert first.workload == second.workload
+    assert second.workload.tokens == 2 * 512
+
+
 def test_what_a_log_does_not_know_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Lines alone, without throughput, as another tool may have kept them; two ranks' outputs in one file."""
     text = "".join(line for line in STOCK.read_text().splitlines(keepends=True) if "consumed" in line)
