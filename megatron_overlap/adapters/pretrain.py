@@ -17,6 +17,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
@@ -80,13 +81,19 @@ def build_model(
         ValueError: the arguments ask for what the provided scripts do not build.
     """
     args = get_args()
-    if args.num_experts or args.spec is not None:
+    if args.spec is not None:
         raise ValueError(
-            "the provided scripts build dense models without --spec: "
+            "the provided scripts build models without --spec: "
             "run Megatron-LM's pretrain_gpt.py for these (python -m megatron_overlap pretrain_gpt.py ...)"
         )
     config = core_transformer_config_from_args(args) if config is None else config
-    if args.transformer_impl == "transformer_engine":
+    use_te = args.transformer_impl == "transformer_engine"
+    layer: Any
+    if args.num_experts:
+        layer = get_gpt_decoder_block_spec(
+            config, use_transformer_engine=use_te, normalization=args.normalization, vp_stage=vp_stage
+        )
+    elif use_te:
         layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
     else:
         layer = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)

@@ -17,6 +17,7 @@ from megatron_overlap.config.schema import (
     LaunchSection,
     ModelConfig,
     ParallelConfig,
+    SlurmConfig,
     TrainConfig,
 )
 
@@ -30,6 +31,7 @@ __all__ = [
     "OverlapConfig",
     "OverlapFile",
     "ParallelConfig",
+    "SlurmConfig",
     "TrainConfig",
     "dump_config",
     "load_launch_config",

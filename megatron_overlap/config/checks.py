@@ -72,6 +72,7 @@ def launch_problems(cfg: LaunchConfig) -> Iterator[Problem]:
     yield from _train_problems(cfg)
     yield from _data_problems(cfg)
     yield from _device_problems(cfg)
+    yield from _slurm_problems(cfg)
     yield from _argument_problems(cfg)
 
 
@@ -254,6 +255,23 @@ def _device_problems(cfg: LaunchConfig) -> Iterator[Problem]:
         yield Problem("train.precision", "fp16", "needs launch.device cuda; use bf16 or fp32 on cpu")
     if train.gradient_accumulation_fusion:
         yield Problem("train.gradient_accumulation_fusion", True, "needs launch.device cuda; use false or null on cpu")
+
+
+def _slurm_problems(cfg: LaunchConfig) -> Iterator[Problem]:
+    slurm = cfg.launch.slurm
+    for key in ("account", "partition", "time"):
+        value = getattr(slurm, key)
+        if value is not None and any(letter.isspace() for letter in value):
+            yield Problem(f"launch.slurm.{key}", value, "write it without spaces, as sbatch takes it")
+    for index, line in enumerate(slurm.directives):
+        if not line.startswith("-") or "\n" in line:
+            yield Problem(f"launch.slurm.directives.{index}", line, "write one option of sbatch, as --exclusive")
+    for index, mount in enumerate(slurm.container_mounts):
+        if ":" not in mount or "," in mount:
+            yield Problem(f"launch.slurm.container_mounts.{index}", mount, "write SOURCE:TARGET, one for each mount")
+    if slurm.container_mounts and slurm.container_image is None:
+        mounts = ", ".join(slurm.container_mounts)
+        yield Problem("launch.slurm.container_mounts", mounts, "needs launch.slurm.container_image; or remove it")
 
 
 def _argument_problems(cfg: LaunchConfig) -> Iterator[Problem]:

@@ -11,6 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from megatron_overlap.config.base import Name, Positive, Section, Text
+from megatron_overlap.config.carried import carried
 from megatron_overlap.config.checks import Problem, raise_first
 from megatron_overlap.config.compose import compose
 from megatron_overlap.config.errors import ConfigError, did_you_mean
@@ -208,7 +209,5 @@ def profile_names() -> list[str]:
 
 
 def profile_folder() -> Path:
-    """The folder with the profiles: package data in a wheel, the repository's own in an editable install."""
-    package = Path(__file__).resolve().parent.parent
-    carried = package / "_clusters"
-    return carried if carried.is_dir() else package.parent / "configs" / "clusters"
+    """The folder with the profiles."""
+    return carried("configs") / "clusters"

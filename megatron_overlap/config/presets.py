@@ -95,5 +95,19 @@ PRESETS: Mapping[str, Fields] = MappingProxyType(
         "llama2_70b": _llama2(80, 8192, 64, ffn=28672, groups=8),
         "llama3_8b": _llama3(32, 4096, 32, ffn=14336),
         "llama3_70b": _llama3(80, 8192, 64, ffn=28672),
+        # Shapes of the Llama 3 paper (arXiv 2407.21783), table 3.
+        "llama3_405b": _llama3(126, 16384, 128, ffn=53248),
+        # Mixtral of Experts (arXiv 2401.04088), table 1: one expert. How many there are is said in `megatron_args`.
+        "mixtral_8x7b": _shape(
+            "llama",
+            32,
+            4096,
+            32,
+            vocab=32000,
+            positions=32768,
+            ffn_hidden_size=14336,
+            num_query_groups=8,
+            rotary_base=1000000,
+        ),
     }
 )

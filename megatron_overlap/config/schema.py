@@ -174,6 +174,27 @@ class HostsConfig(Section):
     """What to do where this machine cannot make namespaces."""
 
 
+class SlurmConfig(Section):
+    """What `launch --emit-slurm` writes into the batch file, beside what follows from the other keys."""
+
+    tasks: Literal["torchrun", "ranks"] = "torchrun"
+    """torchrun: one task on each node, which starts its ranks; ranks: one task for each rank."""
+    account: Text | None = None
+    partition: Text | None = None
+    time: Text | None = None
+    """Time limit, as Slurm writes it: 04:00:00."""
+    directives: tuple[Text, ...] = Field(default=(), strict=False)
+    """Further options of sbatch, as `--exclusive`; one line each."""
+    setup: tuple[Text, ...] = Field(default=(), strict=False)
+    """Shell lines that every task runs before Python, as `source .venv/bin/activate`."""
+    python: Text = "python"
+    """The Python of the tasks, as it is called on the nodes or in the container."""
+    container_image: Text | None = None
+    """Image for srun's --container-image (enroot with pyxis); null: no container."""
+    container_mounts: tuple[Text, ...] = Field(default=(), strict=False)
+    """SOURCE:TARGET; the folder the batch file is submitted in is mounted by itself."""
+
+
 class LaunchSection(Section):
     """Where the ranks run."""
 
@@ -186,6 +207,7 @@ class LaunchSection(Section):
     entry: Text | None = None
     """Training script; null: the provided one for model.arch."""
     hosts: HostsConfig | None = None
+    slurm: SlurmConfig = SlurmConfig()
     output_dir: Text = "runs"
     """Folder that gets one folder a run."""
     timeout_s: PositiveFloat | None = None

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
-from megatron_overlap.config import ConfigError, LaunchConfig, load_launch_config
+from megatron_overlap.config import ConfigError, LaunchConfig, load_launch_config, without_overlap
+from megatron_overlap.config.carried import config_file
+from megatron_overlap.launch.artefacts import ArtefactError
 from megatron_overlap.launch.execute import execute
+from megatron_overlap.launch.fold import fold
 from megatron_overlap.launch.netlab import NetlabError
 from megatron_overlap.launch.outcome import RunError
 from megatron_overlap.launch.plan import plan
 from megatron_overlap.launch.progress import show
+from megatron_overlap.launch.rehearsal import folding_table, ranks_here, steps_table
+from megatron_overlap.launch.rehearsal import rehearse as run_rehearsal
+from megatron_overlap.launch.slurm import batch_file
 
 
 def launch(
-    config: Annotated[Path, typer.Argument(help="Launch config (YAML).")],
+    config: Annotated[Path, typer.Argument(help="Launch config: a YAML file, or the name of a shipped one.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, over what the file says.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and start nothing.")] = False,
     run_dir: Annotated[
@@ -27,8 +35,39 @@ def launch(
     rendezvous: Annotated[
         str | None, typer.Option("--rendezvous", help="HOST:PORT of the first node, for several nodes.")
     ] = None,
+    rehearse: Annotated[
+        bool,
+        typer.Option(
+            "--rehearse", help="Run it folded on the CPUs of this machine, and compare it with stock Megatron."
+        ),
+    ] = False,
+    rehearse_ranks: Annotated[
+        int | None,
+        typer.Option("--rehearse-ranks", min=1, help="Ranks of the rehearsal, if not what suits the machine."),
+    ] = None,
+    emit_slurm: Annotated[
+        bool,
+        typer.Option("--emit-slurm", help="Write a Slurm batch file to the FILE named after it, or to the terminal."),
+    ] = False,
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            "--baseline",
+            help="With --emit-slurm: make a job array of this config (`self`: the same without overlap) and CONFIG.",
+        ),
+    ] = None,
 ) -> int:
     """Run a launch config."""
+    config = config_file(config)
+    if emit_slurm:
+        return _emit_slurm(config, overrides or [], baseline)
+    if baseline is not None:
+        remedy = "needs --emit-slurm; to run both here: megatron-overlap compare CONFIG"
+        raise ConfigError("command line", "launch --baseline", baseline, remedy)
+    if rehearse:
+        return _rehearse(config, overrides or (), run_dir, rehearse_ranks)
+    if rehearse_ranks is not None:
+        raise ConfigError("command line", "launch --rehearse-ranks", rehearse_ranks, "needs --rehearse")
     cfg = load_launch_config(config, overrides or (), inputs=not dry_run)
     if cfg.launch.nodes > 1 and not dry_run:
         _need_one_place(rendezvous, run_dir, cfg.launch.nodes)
@@ -53,6 +92,57 @@ def launch(
         print(f"{cfg.name}: interrupted; all ranks ended", file=sys.stderr)
         return 130
     print(f"{cfg.name}: done after {result.wall_s:.1f} s; run directory: {folder}")
+    return 0
+
+
+def _rehearse(config: Path, overrides: Sequence[str], run_dir: Path | None, max_ranks: int | None) -> int:
+    """Folds, runs with and without the overlap, prints what was folded and the verdict."""
+    cfg = load_launch_config(config, overrides)
+    folded, changes = fold(cfg, max_ranks or ranks_here())
+    folder = run_dir if run_dir is not None else new_run_dir(folded)
+    # Rich would cut words at 80 columns where the output is not a terminal.
+    console = Console(width=None if sys.stdout.isatty() else 150, markup=False)
+    console.print(folding_table(changes))
+    try:
+        result = run_rehearsal(folded, folder, lambda started: print(f"{started.name}: {folder}", flush=True))
+    except (RunError, ArtefactError) as error:
+        print(f"{cfg.name}: {error}", file=sys.stderr)
+        return 1
+    console.print(steps_table(result))
+    for left in result.report.fallbacks if result.report is not None else ():
+        print(f"Megatron's own path: {left.module}: {left.op} {left.direction}: {left.calls} calls: {left.reason}")
+    for failure in result.failures:
+        print(f"{cfg.name}: {failure}", file=sys.stderr)
+    calls = f"{result.report.overlapped_calls} calls overlapped" if result.report is not None else "the plugin was off"
+    print(f"{cfg.name}: rehearsal {'FAILED' if result.failures else 'passed'}: {calls}")
+    return 1 if result.failures else 0
+
+
+def _emit_slurm(config: Path, arguments: list[str], baseline: str | None) -> int:
+    """Writes the batch file; what is no override among the arguments is its name."""
+    files = [text for text in arguments if "=" not in text]
+    overrides = [text for text in arguments if "=" in text]
+    if len(files) > 1:
+        raise ConfigError("command line", "launch --emit-slurm", " ".join(files), "name one file, or none")
+    configs = [load_launch_config(config, overrides)]
+    if baseline == "self":
+        configs.insert(0, without_overlap(configs[0]))
+    elif baseline is not None:
+        configs.insert(0, load_launch_config(config_file(baseline), overrides))
+        if configs[0].name == configs[1].name:
+            raise ConfigError(
+                baseline, "name", configs[0].name, f"must differ from that of {config}: it names a folder"
+            )
+    text = batch_file(configs, files[0] if files else "FILE")
+    if not files:
+        print(text, end="")
+        return 0
+    try:
+        Path(files[0]).write_text(text, encoding="utf-8")
+    except OSError as error:
+        reason = (error.strerror or "cannot be written").lower()
+        raise ConfigError("command line", "launch --emit-slurm", files[0], f"{reason}; name a file to write") from error
+    print(f"{files[0]}: {len(configs)} run(s) on {configs[0].launch.nodes} node(s); submit it with: sbatch {files[0]}")
     return 0
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_overlap.config import ConfigError, LaunchConfig, dump_config, to_megatron_args
+from megatron_overlap.config.carried import carried
 from megatron_overlap.launch.netlab import Link, Netlab
 from megatron_overlap.launch.outcome import RankCommand
 from megatron_overlap.launch.workers import worker_commands
@@ -68,7 +69,7 @@ def plan(cfg: LaunchConfig, run_dir: Path, *, rendezvous: str | None = None) -> 
     if cfg.launch.device == "cuda":
         return _on_gpus(cfg, run_dir, rendezvous)
     lab = _lab(cfg)
-    argv = [sys.executable, "-m", "megatron_overlap", *_entry_args(cfg, run_dir)]
+    argv = [sys.executable, "-m", "megatron_overlap", *entry_args(cfg, run_dir)]
     commands = worker_commands(
         argv,
         cfg.world_size,
@@ -93,19 +94,29 @@ def entry_script(cfg: LaunchConfig) -> Path:
         ConfigError: it is not there.
     """
     name = cfg.launch.entry
-    provided = Path(__file__).resolve().parents[2] / "scripts" / f"pretrain_{cfg.model.arch}.py"
+    provided = carried("scripts") / f"pretrain_{cfg.model.arch}.py"
     script = Path(name) if name is not None else provided
     if not script.is_file():
         remedy = "no such file; give the path of a training script"
         if name is None:
-            remedy = f"the provided pretrain_{cfg.model.arch}.py comes with a checkout; give a training script"
+            remedy = f"the provided pretrain_{cfg.model.arch}.py is not in this installation; give a training script"
         raise ConfigError(cfg.name, "launch.entry", name, remedy)
     return script
 
 
-def _entry_args(cfg: LaunchConfig, run_dir: Path) -> list[str]:
+def entry_args(cfg: LaunchConfig, run_dir: Path, *, anywhere: bool = False) -> list[str]:
+    """The training script, Megatron's arguments and the plugin's own: what follows `python -m megatron_overlap`.
+
+    Args:
+        cfg: a checked config.
+        run_dir: the folder of this run.
+        anywhere: take `launch.entry` as it is written, also where this machine has no such file.
+
+    Raises:
+        ConfigError: the script is not there.
+    """
     return [
-        str(entry_script(cfg)),
+        str(cfg.launch.entry if anywhere else entry_script(cfg)),
         *to_megatron_args(cfg),
         "--overlap-config",
         str(run_dir / CONFIG_FILE),
@@ -148,14 +159,20 @@ def _describe(lab: Netlab | None) -> str:
 
 
 def _on_gpus(cfg: LaunchConfig, run_dir: Path, rendezvous: str | None) -> LaunchPlan:
-    env = {"OMP_NUM_THREADS": str(cfg.launch.threads_per_rank), "PYTHONUNBUFFERED": "1"}
-    if cfg.parallel.tensor > 1 or cfg.parallel.context > 1:
-        env["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron refuses to start without it before Blackwell
-    argv = [*torchrun(cfg, run_dir, rendezvous), "-m", "megatron_overlap", *_entry_args(cfg, run_dir)]
+    env = gpu_env(cfg)
+    argv = [*torchrun(cfg, run_dir, rendezvous), "-m", "megatron_overlap", *entry_args(cfg, run_dir)]
     link = "NCCL's choice"
     if cfg.launch.nodes > 1:
         link += f"; start the same command on all {cfg.launch.nodes} nodes"
     return LaunchPlan(cfg, run_dir, (RankCommand(0, argv, env, "this node"),), None, link)
+
+
+def gpu_env(cfg: LaunchConfig) -> dict[str, str]:
+    """What Python and Megatron read from the environment of every rank on a GPU, whoever starts it."""
+    env = {"OMP_NUM_THREADS": str(cfg.launch.threads_per_rank), "PYTHONUNBUFFERED": "1"}
+    if cfg.parallel.tensor > 1 or cfg.parallel.context > 1:
+        env["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron refuses to start without it before Blackwell
+    return env
 
 
 def torchrun(cfg: LaunchConfig, run_dir: Path, rendezvous: str | None) -> Sequence[str]:

@@ -14,11 +14,14 @@ from rich import progress as bars
 from rich.console import Console
 
 from megatron_overlap.config import ConfigError, LaunchConfig, dump_config, load_launch_config
+from megatron_overlap.config.carried import config_file
 from megatron_overlap.launch.outcome import RunError
 from megatron_overlap.measure import report, wording
 from megatron_overlap.measure.compare import WARM_UP_ITERATIONS, Comparison, Side, Workload
 from megatron_overlap.measure.compare import compare as compare_sides
 from megatron_overlap.measure.flops import CONVENTION, UnknownFlopsError, step_flops, tokens_per_step
+from megatron_overlap.measure.logs import NOTES, read_log
+from megatron_overlap.measure.logs import sides as read_sides
 from megatron_overlap.measure.peak import Peak, find_peak
 from megatron_overlap.measure.rounds import LaunchFailedError, Progress, run_rounds
 from megatron_overlap.measure.selection import Selection, select
@@ -29,6 +32,9 @@ def compare(
     configs: Annotated[
         list[str], typer.Argument(help="Launch configs (YAML), the reference first, and key=value for all of them.")
     ],
+    logs: Annotated[
+        bool, typer.Option("--logs", help="The files are logs of finished Megatron runs; nothing is launched.")
+    ] = False,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Launches of each config, in turns.")] = 3,
     output: Annotated[
         Path | None, typer.Option("--output", help="Folder of the result; else a new one in launch.output_dir.")
@@ -37,17 +43,22 @@ def compare(
         bool,
         typer.Option("--attribute", help="Also run the plugin's messages without overlap, to take the speedup apart."),
     ] = False,
+    peak_tflops: Annotated[
+        float | None,
+        typer.Option("--peak-tflops", min=0.001, help="With --logs: best TFLOP/s of a device, for the MFU."),
+    ] = None,
 ) -> int:
     """Run configs in turns and compare them; one config with overlap is compared with itself without."""
+    if logs:
+        return _compare_logs([Path(file) for file in configs], output, attribute, peak_tflops)
+    if peak_tflops is not None:
+        raise ConfigError(
+            "command line", "compare --peak-tflops", peak_tflops, "needs --logs: a launch finds it itself"
+        )
     files, overrides = _split(configs)
-    chosen = select([(file, load_launch_config(file, overrides)) for file in files], attribute=attribute)
-    folder = output if output is not None else _new_folder(chosen.configs)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        report.remove(folder)
-    except OSError as error:
-        remedy = f"{error.strerror}; give a folder that can be written"
-        raise ConfigError("command line", "compare --output", str(folder), remedy) from error
+    chosen = select([(file, load_launch_config(config_file(file), overrides)) for file in files], attribute=attribute)
+    last = chosen.configs[-1]
+    folder = _open_folder(output if output is not None else _new_folder(last.launch.output_dir, last.name))
     console = Console()
     try:
         result = _measure(chosen, rounds, folder, console)
@@ -57,6 +68,38 @@ def compare(
         return 1
     _show(result, folder, console)
     return 0
+
+
+def _compare_logs(files: Sequence[Path], output: Path | None, attribute: bool, peak_tflops: float | None) -> int:
+    """The same table and files from finished logs, as far as they know."""
+    if len(files) < 2:
+        remedy = "give at least two logs, the reference first"
+        raise ConfigError("command line", "compare --logs", files[0], remedy)
+    if attribute:
+        raise ConfigError(
+            "command line", "compare --attribute", None, "launches a run of its own; leave it out with --logs"
+        )
+    taken = read_sides([read_log(file) for file in files], peak_tflops)
+    folder = _open_folder(output if output is not None else _new_folder("runs", taken[-1].name.replace("/", "-")))
+    settings = {"source": "logs", "logs": [str(file) for file in files], "notes": list(NOTES)}
+    try:
+        result = compare_sides(taken, settings=settings)
+    except NotComparableError as error:
+        print(f"compare: {error}", file=sys.stderr)
+        return 1
+    report.write(result, folder, {})
+    _show(result, folder, Console())
+    return 0
+
+
+def _open_folder(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        report.remove(folder)
+    except OSError as error:
+        remedy = f"{error.strerror}; give a folder that can be written"
+        raise ConfigError("command line", "compare --output", str(folder), remedy) from error
+    return folder
 
 
 def _measure(chosen: Selection, rounds: int, folder: Path, console: Console) -> Comparison:
@@ -113,8 +156,8 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return files, [text for text in arguments if text not in files]
 
 
-def _new_folder(configs: Sequence[LaunchConfig]) -> Path:
-    stem = Path(configs[-1].launch.output_dir) / f"compare-{configs[-1].name}-{time.strftime('%Y%m%d-%H%M%S')}"
+def _new_folder(output_dir: str, name: str) -> Path:
+    stem = Path(output_dir) / f"compare-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder, number = stem, 2
     while folder.exists():
         folder, number = stem.with_name(f"{stem.name}-{number}"), number + 1

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_overlap.measure.artefacts import PluginReport, RunRecord
+from megatron_overlap.launch.artefacts import PluginReport, RunRecord
 from megatron_overlap.measure.peak import Peak
 from megatron_overlap.measure.spread import Spread, max_deviation, paired_ratios
 
@@ -22,16 +22,16 @@ class Workload:
     """What one iteration of a run does.
 
     Attributes:
-        tokens: tokens of all ranks.
+        tokens: tokens of all ranks; None where they are not known.
         flops: model FLOPs of all ranks; None where they are not known.
         flops_convention: what counts, or why they are not known.
-        devices: ranks.
+        devices: ranks; None where the number is not known, and then `flops` are those of one.
     """
 
-    tokens: int
+    tokens: int | None
     flops: float | None
     flops_convention: str
-    devices: int
+    devices: int | None
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class Side:
     Attributes:
         name: of its config.
         workload: what its iterations do.
-        peak: best rate of its device.
+        peak: best rate of its device; None where it is not known.
         link: what carried its communication.
         records: one for each round.
     """
 
     name: str
     workload: Workload
-    peak: Peak
+    peak: Peak | None
     link: Mapping[str, Any]
     records: tuple[RunRecord, ...]
 
@@ -65,14 +65,14 @@ class RunSummary:
     name: str
     step_time_ms: Spread
     step_times_ms: list[list[float]]
-    tokens_per_s: float
-    tokens_per_s_per_device: float
+    tokens_per_s: float | None
+    tokens_per_s_per_device: float | None
     tflops_per_device: float | None
     mfu: float | None
-    peak_tflops: float
+    peak_tflops: float | None
     peak_source: str
     flops_convention: str
-    peak_memory_bytes: int
+    peak_memory_bytes: int | None
     losses: list[float | None]
     grad_norms: list[float | None]
     own_loss_deviation: float | None
@@ -91,7 +91,7 @@ class AgainstReference:
     speedup_rounds: list[float]
     max_loss_deviation: float | None
     max_grad_norm_deviation: float | None
-    memory_ratio: float
+    memory_ratio: float | None
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,9 @@ def summarize(side: Side) -> RunSummary:
     rounds = side.timed_rounds_ms
     step_time = Spread.of([time for times in rounds for time in times])
     work, seconds = side.workload, step_time.median / 1000
-    tflops = work.flops / seconds / work.devices / 1e12 if work.flops is not None else None
+    tflops = work.flops / seconds / (work.devices or 1) / 1e12 if work.flops is not None else None
+    tokens_per_s = work.tokens / seconds if work.tokens is not None else None
+    peak = side.peak
     first = side.records[0]
     losses = [max_deviation(first.losses, other.losses, "loss") for other in side.records[1:]]
     norms = [max_deviation(first.grad_norms, other.grad_norms, "grad-norm") for other in side.records[1:]]
@@ -187,14 +189,14 @@ def summarize(side: Side) -> RunSummary:
         name=side.name,
         step_time_ms=step_time,
         step_times_ms=rounds,
-        tokens_per_s=work.tokens / seconds,
-        tokens_per_s_per_device=work.tokens / seconds / work.devices,
+        tokens_per_s=tokens_per_s,
+        tokens_per_s_per_device=tokens_per_s / work.devices if tokens_per_s is not None and work.devices else None,
         tflops_per_device=tflops,
-        mfu=tflops / side.peak.tflops if tflops is not None else None,
-        peak_tflops=side.peak.tflops,
-        peak_source=side.peak.source,
+        mfu=tflops / peak.tflops if tflops is not None and peak is not None else None,
+        peak_tflops=peak.tflops if peak is not None else None,
+        peak_source=peak.source if peak is not None else "not known",
         flops_convention=work.flops_convention,
-        peak_memory_bytes=max(record.peak_memory_bytes for record in side.records),
+        peak_memory_bytes=_peak_memory(side),
         losses=list(first.losses),
         grad_norms=list(first.grad_norms),
         own_loss_deviation=_largest(losses),
@@ -209,14 +211,20 @@ def _against(reference: Side, side: Side) -> AgainstReference:
     ratios = paired_ratios(reference.timed_rounds_ms, side.timed_rounds_ms)
     losses = [max_deviation(a.losses, b.losses, f"{side.name}: loss") for a, b in pairs]
     norms = [max_deviation(a.grad_norms, b.grad_norms, f"{side.name}: grad-norm") for a, b in pairs]
-    memory = [max(record.peak_memory_bytes for record in records) for records in (side.records, reference.records)]
+    memory, base = _peak_memory(side), _peak_memory(reference)
     return AgainstReference(
         name=side.name,
         speedup=Spread.of(ratios),
         speedup_rounds=ratios,
         max_loss_deviation=_largest(losses),
         max_grad_norm_deviation=_largest(norms),
-        memory_ratio=memory[0] / memory[1],
+        memory_ratio=memory / base if memory is not None and base is not None else None,
+    )
+
+
+def _peak_memory(side: Side) -> int | None:
+    return max(
+        (record.peak_memory_bytes for record in side.records if record.peak_memory_bytes is not None), default=None
     )
 
 

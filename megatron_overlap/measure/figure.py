@@ -27,8 +27,8 @@ def draw(result: Comparison) -> bytes:
     _training(columns[2].subplots(2, 1, sharex=True, height_ratios=(1.25, 1)), result)
     figure.suptitle(wording.headline(result), fontsize=13, fontweight="bold", color=_INK, x=0.012, ha="left")
     network = str(result.runs[0].link.get("description"))
-    device = f"{result.device['world_size']} ranks on {result.device['name']} ({result.device['kind']})"
-    figure.supxlabel(f"{device}; {network}", fontsize=8, color=COLORS[0], x=0.012, ha="left")
+    where = "read from finished logs" if wording.from_logs(result) else f"{wording.device(result)}; {network}"
+    figure.supxlabel(where, fontsize=8, color=COLORS[0], x=0.012, ha="left")
     out = io.BytesIO()
     figure.savefig(out, format="png", facecolor="white")
     return out.getvalue()

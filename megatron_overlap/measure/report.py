@@ -47,6 +47,7 @@ def html(result: Comparison, picture: bytes, configs: Mapping[str, str]) -> str:
         runs=result.runs,
         rows=wording.rows(result),
         notes=wording.notes(result),
+        from_logs=wording.from_logs(result),
         fallbacks=wording.fallback_lines(result),
         configs=configs,
     )

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_overlap.config import LaunchConfig, load_launch_config
+from megatron_overlap.launch.artefacts import ArtefactError, RunRecord, read_run
 from megatron_overlap.launch.execute import execute
 from megatron_overlap.launch.netlab import NetlabError
 from megatron_overlap.launch.outcome import RunError
 from megatron_overlap.launch.plan import LaunchPlan, plan
-from megatron_overlap.measure.artefacts import ArtefactError, RunRecord, read_run
 
 _ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+\s*\|.*?elapsed time per iteration \(ms\):\s*([\d.]+)")
 

@@ -43,37 +43,49 @@ def rows(result: Comparison) -> list[Row]:
     def against(cells: Iterable[str]) -> tuple[str, ...]:
         return ("reference", *cells)
 
-    return [
+    table = [
         Row("step time, ms: median", tuple(f"{run.step_time_ms.median:.1f}" for run in runs)),
         Row("p20 .. p80", tuple(_range(run.step_time_ms, 1) for run in runs)),
         Row("speedup: median", against(f"{other.speedup.median:.3f}x" for other in others)),
         Row("p20 .. p80", against(_range(other.speedup, 3) for other in others)),
-        Row("tokens/s", tuple(f"{run.tokens_per_s:,.0f}" for run in runs)),
-        Row("tokens/s per device", tuple(f"{run.tokens_per_s_per_device:,.0f}" for run in runs)),
+        Row("tokens/s", tuple(_number(run.tokens_per_s, "{:,.0f}") for run in runs)),
+        Row("tokens/s per device", tuple(_number(run.tokens_per_s_per_device, "{:,.0f}") for run in runs)),
         Row("TFLOP/s per device", tuple(_number(run.tflops_per_device, "{:.4g}") for run in runs)),
-        Row("peak TFLOP/s per device", tuple(f"{run.peak_tflops:.4g}" for run in runs)),
+        Row("peak TFLOP/s per device", tuple(_number(run.peak_tflops, "{:.4g}") for run in runs)),
         Row("MFU", tuple(_number(run.mfu, "{:.1%}") for run in runs)),
-        Row("peak memory, MiB", tuple(f"{run.peak_memory_bytes / _MIB:,.0f}" for run in runs)),
-        Row("against the reference", against(f"{other.memory_ratio:.3f}x" for other in others)),
+        Row("peak memory, MiB", tuple(_mib(run.peak_memory_bytes) for run in runs)),
+        Row("against the reference", against(_number(other.memory_ratio, "{:.3f}x") for other in others)),
         Row("loss deviation", against(_number(other.max_loss_deviation, "{:.1e}") for other in others)),
         Row("grad-norm deviation", against(_number(other.max_grad_norm_deviation, "{:.1e}") for other in others)),
         Row("loss, its own rounds", tuple(_number(run.own_loss_deviation, "{:.1e}") for run in runs)),
         Row("grad-norm, its own rounds", tuple(_number(run.own_grad_norm_deviation, "{:.1e}") for run in runs)),
+    ]
+    if from_logs(result):  # a log says little, and nothing of what the plugin did: no row without a figure
+        return [row for row in table if set(row.cells) - {"not known", "reference"}]
+    return [
+        *table,
         Row("overlapped calls", tuple(_calls(run) for run in runs)),
         Row("sent in them, MiB", tuple(_sent(run) for run in runs)),
         Row("calls left to Megatron", tuple(_fallbacks(run) for run in runs)),
     ]
 
 
+def from_logs(result: Comparison) -> bool:
+    """Whether finished logs were read, and nothing was launched."""
+    return result.settings.get("source") == "logs"
+
+
 def notes(result: Comparison) -> list[str]:
     """What a reader needs to know to believe the figures, one sentence each."""
     first = result.runs[0]
     lines = [
-        f"Device: {result.device['name']} ({result.device['kind']}), {result.device['world_size']} ranks.",
+        f"Device: {device(result)}.",
         f"Peak: {first.peak_source}.",
         f"FLOPs: {first.flops_convention}.",
-        "Versions: " + ", ".join(f"{name} {version}" for name, version in result.versions.items() if version) + ".",
     ]
+    if result.versions:
+        versions = (f"{name} {version}" for name, version in result.versions.items() if version)
+        lines.append("Versions: " + ", ".join(versions) + ".")
     links = list(dict.fromkeys(str(run.link.get("description")) for run in result.runs))
     if len(links) == 1:
         lines.insert(1, f"Network: {links[0]}.")
@@ -85,6 +97,13 @@ def notes(result: Comparison) -> list[str]:
         lines.append("Peak memory is the largest resident set of a rank.")
     lines += [str(note) for note in result.settings.get("notes", ())]
     return lines
+
+
+def device(result: Comparison) -> str:
+    """What it ran on: `2 ranks on x86_64 (cpu)`."""
+    found = result.device
+    kind = f" ({found['kind']})" if found["kind"] else ""
+    return f"{found['world_size']} ranks on {found['name']}{kind}" if not from_logs(result) else str(found["name"])
 
 
 def ratio(spread: Spread) -> str:
@@ -108,6 +127,10 @@ def _range(spread: Spread, digits: int) -> str:
 
 def _number(value: float | None, form: str) -> str:
     return "not known" if value is None else form.format(value)
+
+
+def _mib(value: int | None) -> str:
+    return "not known" if value is None else f"{value / _MIB:,.0f}"
 
 
 def _calls(run: RunSummary) -> str:

@@ -8,6 +8,7 @@ from typing import Annotated
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from megatron_overlap.config.carried import carried
 from megatron_overlap.patching.errors import ManifestError
 from megatron_overlap.patching.locate import Target
 
@@ -70,9 +71,7 @@ class Manifest(BaseModel):
 
 def patches_folder() -> Path:
     """The folder with the manifests: package data in a wheel, the repository's own in an editable install."""
-    package = Path(__file__).resolve().parent.parent
-    carried = package / "_patches"
-    return carried if carried.is_dir() else package.parent / "patches"
+    return carried("patches")
 
 
 def load_manifest(path: Path) -> Manifest:

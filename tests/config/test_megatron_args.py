@@ -14,6 +14,7 @@ import pytest
 from megatron_overlap.config import ConfigError, load_launch_config, to_megatron_args
 from megatron_overlap.config.megatron_args import CPU_SWITCHES, CPU_VALUES, DERIVED, SWITCHES, VALUES, value_at
 from tests.config.samples import write
+from tests.config.test_shipped import SHIPPED
 
 # Each list of overrides in argv[1] is parsed and validated by the Megatron that this interpreter finds.
 ASK = """
@@ -59,12 +60,13 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What Megatron understood, for every case, and the flags it knows."""
     file = write(tmp_path_factory.mktemp("args"))
     configs = {name: load_launch_config(file, overrides) for name, overrides in CASES.items()}
+    configs |= {shipped.stem: load_launch_config(shipped) for shipped in SHIPPED}
     request = [(cfg.world_size, to_megatron_args(cfg)) for cfg in configs.values()]
     argv = [sys.executable, "-c", ASK, json.dumps(request)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False, env={**os.environ})
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
-    return {"known": set(answer["known"]), **dict(zip(CASES, answer["answers"], strict=True))}
+    return {"known": set(answer["known"]), **dict(zip(configs, answer["answers"], strict=True))}
 
 
 EXPECTED: dict[str, dict[str, Any]] = {
@@ -104,6 +106,16 @@ EXPECTED: dict[str, dict[str, Any]] = {
 def test_megatron_understands(answers: dict[str, Any], case: str) -> None:
     found = answers[case]
     assert {key: found[key] for key in EXPECTED[case]} == EXPECTED[case]
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
+def test_megatron_accepts_what_is_shipped(answers: dict[str, Any], file: Path) -> None:
+    """Its parser and its own checks have run on the arguments; the parallel sizes are those of the config."""
+    cfg, found = load_launch_config(file), answers[file.stem]
+    layout = ("world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
+    sizes = (cfg.world_size, cfg.parallel.tensor, cfg.parallel.pipeline, cfg.data_parallel_size)
+    assert tuple(found[key] for key in layout) == sizes
+    assert found["num_experts"] == (8 if "mixtral" in file.stem else None)
 
 
 def test_every_flag_in_the_tables_is_one_of_megatron(answers: dict[str, Any]) -> None:

@@ -43,6 +43,7 @@ PUBLISHED = {
     "llama2_70b": (68_976_648_192, 0),
     "llama3_8b": (8_030_261_248, 0),
     "llama3_70b": (70_553_706_496, 0),
+    "llama3_405b": (405_853_388_800, 0),
 }
 
 
@@ -52,8 +53,15 @@ def test_a_preset_has_the_published_size(name: str) -> None:
     assert num_parameters(ModelConfig.model_validate({"preset": name})) == pytest.approx(total, rel=tolerance, abs=0)
 
 
+def test_mixtral_has_the_published_size() -> None:
+    """The preset is the model with one of its eight experts, and has no router."""
+    model = ModelConfig.model_validate({"preset": "mixtral_8x7b"})
+    expert, router = 3 * model.hidden_size * model.ffn_hidden_size, 8 * model.hidden_size
+    assert num_parameters(model) + model.num_layers * (7 * expert + router) == 46_702_792_704
+
+
 def test_every_preset_is_tested() -> None:
-    assert set(PRESETS) == {*PUBLISHED, "gpt_tiny", "llama_tiny"}
+    assert set(PRESETS) == {*PUBLISHED, "gpt_tiny", "llama_tiny", "mixtral_8x7b"}
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4, 8])

@@ -22,7 +22,11 @@ def test_it_plans(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(argument in shown for argument in to_megatron_args(cfg))
 
 
-PAIRS = {"gpt_tp2": "tensor", "llama_tp2": "tensor", "llama3_8b_tp8": "tensor", "gpt_dp2": "data"}
+PAIRS = {
+    stem: "data" if "_dp2" in stem else "tensor"
+    for stem in (file.stem.removesuffix("_overlap") for file in SHIPPED if file.stem.endswith("_overlap"))
+    if "_up2" not in stem
+}
 
 
 @pytest.mark.parametrize("stem", PAIRS)
@@ -41,6 +45,40 @@ def test_ulysses_is_compared_with_itself_exposed() -> None:
     assert to_megatron_args(on) == to_megatron_args(off)
     assert off.overlap.ulysses == without_overlap(on).overlap.ulysses
     assert off.overlap.ulysses.schedule == "serial"
+
+
+# What the names promise: GPUs, and layers times width as published.
+GPUS = {
+    "gpt3_1.3b_tp8": (8, 24, 2048),
+    "gpt3_13b_tp8": (8, 40, 5120),
+    "gpt3_175b_tp8_pp8": (64, 96, 12288),
+    "gpt3_175b_tp8_pp16": (256, 96, 12288),
+    "llama2_70b_tp8_pp4": (64, 80, 8192),
+    "llama3_8b_tp8": (8, 32, 4096),
+    "llama3_8b_tp8_dp8": (64, 32, 4096),
+    "llama3_70b_tp4_pp8": (64, 80, 8192),
+    "llama3_405b_tp8_pp9": (576, 126, 16384),
+    "mixtral_8x7b_tp4_ep8": (64, 32, 4096),
+}
+
+
+@pytest.mark.parametrize("stem", GPUS)
+def test_a_config_is_what_its_name_says_and_states_its_source(stem: str) -> None:
+    file = CONFIGS / f"{stem}_overlap.yaml"
+    cfg = load_launch_config(file)
+    assert (cfg.world_size, cfg.model.num_layers, cfg.model.hidden_size) == GPUS[stem]
+    assert f"{cfg.world_size} GPUs" in file.read_text() or "one node of eight GPUs" in file.read_text()
+    assert "arXiv" in file.read_text()
+    assert cfg.ranks_per_node == 8
+    for part in stem.split("_"):
+        for short, size in (("tp", cfg.parallel.tensor), ("pp", cfg.parallel.pipeline), ("dp", cfg.data_parallel_size)):
+            if part.startswith(short):
+                assert part == f"{short}{size}"
+
+
+def test_every_config_for_gpus_is_in_the_list() -> None:
+    on_gpus = {file.stem for file in SHIPPED if load_launch_config(file).launch.device == "cuda"}
+    assert on_gpus == {f"{stem}_{kind}" for stem in GPUS for kind in ("overlap", "baseline")}
 
 
 def test_there_are_pairs_and_a_quickstart() -> None:

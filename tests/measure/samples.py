@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_overlap.measure.artefacts import Fallback, PluginReport, RunRecord
+from megatron_overlap.launch.artefacts import Fallback, PluginReport, RunRecord
 from megatron_overlap.measure.compare import Side, Workload
 from megatron_overlap.measure.peak import Peak
 

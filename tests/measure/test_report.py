@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from megatron_overlap.launch.artefacts import Fallback
 from megatron_overlap.measure import report, wording
-from megatron_overlap.measure.artefacts import Fallback
 from megatron_overlap.measure.compare import Comparison, compare
 from tests.measure.samples import record, side
 

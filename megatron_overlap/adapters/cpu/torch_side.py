@@ -134,6 +134,20 @@ def _not_compiled(original: Callable[..., Any]) -> Callable[..., Any]:
     return compile_
 
 
+def _splits_as_lists(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def all_to_all_single(
+        output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, **kwargs: Any
+    ) -> Any:
+        splits = (
+            sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
+            for sizes in (output_split_sizes, input_split_sizes)
+        )
+        return original(output, input, *splits, **kwargs)
+
+    return all_to_all_single
+
+
 TORCH: tuple[Adaptation, ...] = (
     Adaptation("torch.cuda:is_available", _yes_to_megatron, "Megatron asserts it; torch must hear the truth"),
     Adaptation("torch.cuda:device_count", _one_to_megatron, "Megatron builds its groups only where it is above 0"),
@@ -182,6 +196,11 @@ TORCH: tuple[Adaptation, ...] = (
     Adaptation("torch.nn:Module.cuda", _itself, "get_model moves each chunk with it"),
     Adaptation("torch.distributed:init_process_group", _gloo_only, "gloo; no device_id, no NCCL options"),
     Adaptation("torch.distributed:new_group", _gloo_group, "gloo; no NCCL options"),
+    Adaptation(
+        "torch.distributed:all_to_all_single",
+        _splits_as_lists,
+        "the token dispatcher of experts makes lists of its split sizes only where they are on a GPU",
+    ),
     Adaptation(
         "torch.utils.data:DataLoader.__iter__",
         _draws_nothing,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_overlap.measure.artefacts import ArtefactError, Fallback, read_run
+from megatron_overlap.launch.artefacts import ArtefactError, Fallback, read_run
 
 
 def step(iteration: int, time_ms: float, loss: float | None, memory: int = 10) -> dict[str, Any]:

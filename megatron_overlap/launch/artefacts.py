@@ -52,7 +52,7 @@ class RunRecord:
         step_time_ms: of the slowest rank.
         losses: None where no rank knows it.
         grad_norms: None where no rank knows it.
-        peak_memory_bytes: of the rank that needed most, over the whole run.
+        peak_memory_bytes: of the rank that needed most, over the whole run; None where it is not known.
         meta: of rank 0: versions, device, layout, link.
         report: None when the plugin was off.
     """
@@ -61,7 +61,7 @@ class RunRecord:
     step_time_ms: tuple[float, ...]
     losses: tuple[float | None, ...]
     grad_norms: tuple[float | None, ...]
-    peak_memory_bytes: int
+    peak_memory_bytes: int | None
     meta: Mapping[str, Any]
     report: PluginReport | None
 

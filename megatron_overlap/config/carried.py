@@ -1,0 +1,35 @@
+"""Files that lie beside the package in a checkout and inside it in a wheel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_overlap.config.errors import ConfigError, nearest
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def carried(folder: str) -> Path:
+    """`patches`, `configs` or `scripts` of this installation: the checkout's folder, or what a wheel carries of it."""
+    inside = _PACKAGE / f"_{folder}"
+    return inside if inside.is_dir() else _PACKAGE.parent / folder
+
+
+def config_file(given: str | Path) -> Path:
+    """The file itself; where there is none and it is a bare name, the config of that name that comes with the package.
+
+    Raises:
+        ConfigError: a bare name that no config has.
+    """
+    path = Path(given)
+    if path.exists() or path.suffix in (".yaml", ".yml") or path.name != str(given):
+        return path
+    shipped = carried("configs") / f"{path.name}.yaml"
+    if shipped.is_file():
+        return shipped
+    names = sorted(file.stem for file in carried("configs").glob("*.yaml"))
+    close = nearest(path.name, names)
+    remedy = f"did you mean {close}?" if close is not None else f"or one of {', '.join(names)}"
+    raise ConfigError(
+        "command line", "CONFIG", path.name, f"no such file or shipped config; give a YAML file, {remedy}"
+    )
