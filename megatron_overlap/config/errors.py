@@ -42,7 +42,9 @@ def show_value(value: object) -> str:
     else:
         text = _line(str(value))
     if len(text) > MAX_VALUE_CHARS:
-        text = text[: MAX_VALUE_CHARS - 3] + "..."
+        # Both ends say most: of a path, the root and the name.
+        head = (MAX_VALUE_CHARS - 3) // 2
+        text = f"{text[:head]}...{text[head + 3 - MAX_VALUE_CHARS :]}"
     return text
 
 

@@ -176,7 +176,7 @@ def _train(cfg: LaunchConfig) -> Iterator[str]:
         yield from ("--recompute-num-layers", "1")
     if train.gradient_accumulation_fusion is False or cfg.launch.device == "cpu":
         yield "--no-gradient-accumulation-fusion"
-    if cfg.data_parallel_size > 1 and cfg.overlap.data.method != "none":
+    if cfg.num_weight_copies > 1 and cfg.overlap.data.method != "none":
         yield "--overlap-grad-reduce"
         if train.distributed_optimizer:
             yield "--overlap-param-gather"

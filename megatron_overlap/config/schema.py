@@ -266,6 +266,11 @@ class LaunchConfig(Section):
         return self.world_size // self.parallel.model_size
 
     @property
+    def num_weight_copies(self) -> int:
+        """Ranks that hold the same weights and sum their gradients: data parallel and context parallel ones."""
+        return self.data_parallel_size * self.parallel.context
+
+    @property
     def num_microbatches(self) -> int:
         """Micro-batches each copy runs in one iteration."""
         return self.train.global_batch_size // (self.train.micro_batch_size * self.data_parallel_size)

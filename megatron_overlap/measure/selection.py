@@ -82,7 +82,7 @@ def _has_overlap(config: LaunchConfig) -> bool:
     overlap = config.overlap
     ours = (overlap.tensor.method, overlap.ulysses.method, overlap.varlen.method)
     # Megatron's own overlap of data parallelism, the reference has as well; with one copy there is nothing to overlap.
-    data = overlap.data.method == "p2p" or (overlap.data.method == "auto" and config.data_parallel_size > 1)
+    data = overlap.data.method == "p2p" or (overlap.data.method == "auto" and config.num_weight_copies > 1)
     return data or any(method != "none" for method in ours)
 
 

@@ -144,7 +144,7 @@ def test_the_release_is_the_one_asked_for(ranks: World) -> None:
 def test_the_oldest_release() -> None:
     """All of the above once more, on the oldest release."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", __file__, "-k", "not oldest_release"],
+        [sys.executable, "-m", "pytest", __file__, "-k", "not oldest_release and not dtype1"],
         cwd=ROOT,
         env={**release_environment(OLDEST), "EXPECTED_MEGATRON": OLDEST},
         capture_output=True,

@@ -114,7 +114,7 @@ def test_training_is_equal_to_stock(tmp_path: Path) -> None:
 def test_the_oldest_release() -> None:
     """All of the above but the training once more, on the oldest release."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", __file__, "-k", "not oldest_release and not training"],
+        [sys.executable, "-m", "pytest", __file__, "-k", "not oldest_release and not training and not dtype1"],
         cwd=ROOT,
         env={**release_environment(OLDEST), "EXPECTED_MEGATRON": OLDEST},
         capture_output=True,
