@@ -15,7 +15,7 @@ import pytest
 
 from megatron_overlap.launch import netlab
 from megatron_overlap.launch.processes import RankCommand, RankFailed, RunTimeout, run_ranks
-from tests.launch.watch import helpers_of, holders, new_token, wait_for, with_token
+from tests.launch.watch import helpers_of, new_token, still_held, wait_for, with_token
 
 ROOT = Path(__file__).parents[2]
 SLEEP = "import time; print('sleeping', flush=True); time.sleep(600)"
@@ -247,6 +247,7 @@ def test_a_launcher_that_is_ended_leaves_nothing(
     assert launcher.stdout is not None
     _, namespace, forked = launcher.stdout.readline().split()
     assert len(with_token(token)) >= 4
+    keepers = helpers_of(launcher.pid)
     os.kill(launcher.pid, number)
     assert launcher.wait(timeout=15) == code
     launcher.stdout.close()
@@ -256,4 +257,4 @@ def test_a_launcher_that_is_ended_leaves_nothing(
         os.kill(int(forked), signal.SIGKILL)
     assert wait_for(lambda: not helpers_of(launcher.pid), 5)
     if in_lab:
-        assert wait_for(lambda: not holders(namespace), 5)
+        assert wait_for(lambda: not still_held(namespace, keepers), 5)

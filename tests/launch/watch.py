@@ -55,6 +55,12 @@ def holders(namespace: str) -> list[int]:
     return found
 
 
+def still_held(namespace: str, by: list[int]) -> bool:
+    """Whether one of those processes still holds it. The kernel gives a namespace's number away again at once, so
+    that another test's lab may bear it: who holds it has to be looked up before the end, and asked for after it."""
+    return bool(set(holders(namespace)) & set(by))
+
+
 def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
     """Whether the condition came true in time."""
     deadline = time.monotonic() + seconds
