@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Runs all tests. Needs Python 3.12 or newer and no GPU; arguments go to pytest.
+# Runs the tests. Needs Python 3.12 or newer and no GPU; arguments go to pytest, and "-m long" runs the long ones instead.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/setup.sh
 setup_environment
 # Two at a time: most of a test is processes that start and wait. A file stays together, with its workers.
-exec .venv/bin/python -m pytest -n 2 --dist loadfile "$@"
+exec .venv/bin/python -m pytest -n 2 --dist loadfile -m "not long" "$@"
