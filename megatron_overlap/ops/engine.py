@@ -133,27 +133,45 @@ class Departures:
             start, stop = layout.rows(exchange.send)
             wires.append(Wire(exchange, self._partial[start:stop], landing))
         self._flight = transport.begin(wires, op)
+        self._done = 0
 
-    def compute(self, gemm: GemmInto) -> None:
-        """Runs the GEMMs: `gemm(start, stop, out)` writes rows `[start, stop)` of the product. Own rows come last."""
+    def compute(self, gemm: GemmInto, meanwhile: Callable[[], bool] | None = None) -> None:
+        """Runs the GEMMs: `gemm(start, stop, out)` writes rows `[start, stop)` of the product. Own rows come last.
+
+        A ring adds what has come to what it passes on. On the CPU it computes further rows while that is on its way,
+        and calls `meanwhile` when only own rows are left: a piece of other work, which says whether there was any.
+        """
         plan, layout = self._plan, self._layout
         serial = plan.pattern == "serial" and plan.num_ranks > 1
         for index, work in enumerate(plan.work):
-            if work.chunks:
-                start, stop = layout.rows(work.chunks[0])[0], layout.rows(work.chunks[-1])[1]
-                own = work.chunks[0].owner == plan.rank and not serial
-                if start < stop:
-                    gemm(start, stop, self._out if own else self._partial[start:stop])
-                if serial:
-                    self._out.copy_(self._partial[slice(*self._own)])
-                elif not own:
-                    self._add_on_the_way(work.adds)
-            self._flight.release(index + 1)
+            if not work.chunks:
+                break
+            own = work.chunks[0].owner == plan.rank and not serial
+            if own:
+                self._pass_on(index, meanwhile)
+            start, stop = layout.rows(work.chunks[0])[0], layout.rows(work.chunks[-1])[1]
+            if start < stop:
+                gemm(start, stop, self._out if own else self._partial[start:stop])
+            if not own:
+                self._pass_on(index + 1, None, wait=self._out.is_cuda)
+        if serial:
+            self._out.copy_(self._partial[slice(*self._own)])
+        self._flight.release(len(plan.work))
 
-    def _add_on_the_way(self, adds: tuple[int, ...]) -> None:
-        for k in adds:
-            self._flight.wait(k)
-            self._partial[slice(*self._layout.rows(self._plan.exchanges[k].recv))].add_(self._landing[k])
+    def _pass_on(self, stop: int, meanwhile: Callable[[], bool] | None, *, wait: bool = True) -> None:
+        """Adds what has come to the pieces of work before `stop`, in order, and lets go what waited for them."""
+        while self._done < stop:
+            adds = self._plan.work[self._done].adds
+            if not all(map(self._flight.landed, adds)):
+                if meanwhile is not None and meanwhile():
+                    continue
+                if not wait:
+                    return
+            for k in adds:
+                self._flight.wait(k)
+                self._partial[slice(*self._layout.rows(self._plan.exchanges[k].recv))].add_(self._landing[k])
+            self._done += 1
+            self._flight.release(self._done)
 
     def finish(self) -> None:
         """Adds what others computed for the own rows, in the order of the plan, and waits until all has left.

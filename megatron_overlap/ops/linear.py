@@ -166,7 +166,7 @@ class _AllGatherLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         x = x.contiguous()
         schedule = plan.schedule("all_gather", transport, num_rows, x.shape[1] * x.itemsize, x.device)
-        layout = ChunkLayout(num_rows, transport.size, schedule.chunks_per_rank)
+        layout = schedule.layout(num_rows)
         shape = (num_rows, x.shape[1])
         save = plan.save_gathered and keeps
         y = x.new_empty(num_rows, w.shape[0])
@@ -198,27 +198,29 @@ class _AllGatherLinear(torch.autograd.Function):
         transport, plan = ctx.transport, ctx.plan
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
         num_rows = dy.shape[0]
-        arrivals = None
-        if need_w and not ctx.gathered:
+        wgrad = WeightGradient(w, ctx.main_grad, transport.workspace) if need_w else None
+        late: _LateRows | None = None
+        if wgrad is not None and not ctx.gathered:
             schedule = plan.schedule("all_gather", transport, num_rows, x.shape[1] * x.itemsize, x.device)
-            layout = ChunkLayout(num_rows, transport.size, schedule.chunks_per_rank)
+            layout = schedule.layout(num_rows)
             full = transport.workspace.take("gather", (num_rows, x.shape[1]), x)
             # First on the link: wgrad needs it as a GEMM, dgrad's messages only have to be added.
             arrivals = Arrivals(transport, schedule, x, layout, full, "all_gather_linear wgrad", whole=True)
+            late = _LateRows(arrivals, wgrad, dy)
         dx = None
         if need_x:
             schedule = plan.schedule("reduce_scatter", transport, num_rows, w.shape[1] * dy.itemsize, dy.device)
-            layout = ChunkLayout(num_rows, transport.size, schedule.chunks_per_rank)
+            layout = schedule.layout(num_rows)
             dx = dy.new_empty(layout.shard_rows(transport.rank), w.shape[1])
             departures = Departures(transport, schedule, layout, dx, "all_gather_linear dgrad")
-            departures.compute(lambda start, stop, out: gemm_into(dy[start:stop], w, out))
+            meanwhile = None if late is None else late.add_what_is_there
+            departures.compute(lambda start, stop, out: gemm_into(dy[start:stop], w, out), meanwhile)
         dw = None
-        if need_w:
-            wgrad = WeightGradient(w, ctx.main_grad, transport.workspace)
-            if arrivals is None:
+        if wgrad is not None:
+            if late is None:
                 wgrad.add(dy, x)
             else:
-                _accumulate(arrivals, wgrad, dy)
+                late.finish()
             dw = wgrad.result() if ctx.main_grad is None or ctx.weight_done is None else ctx.weight_done()
         if dx is not None:
             departures.finish()
@@ -226,7 +228,7 @@ class _AllGatherLinear(torch.autograd.Function):
             if dx is not None:
                 ctx.observer("dgrad", (num_rows - dx.shape[0]) * dx.shape[1] * dx.element_size())
             if need_w:
-                ctx.observer("wgrad", 0 if arrivals is None else (transport.size - 1) * x.nbytes)
+                ctx.observer("wgrad", 0 if late is None else (transport.size - 1) * x.nbytes)
         dbias = dy.sum(0) if need_bias and ctx.use_bias else None
         if ctx.hold is not None:
             ctx.hold.end()
@@ -246,15 +248,31 @@ def _still_gathered(
     return full
 
 
-def _accumulate(arrivals: Arrivals, wgrad: WeightGradient, dy: torch.Tensor) -> None:
-    """Adds the weight gradient of all rows of `arrivals`; what has landed together is one GEMM."""
-    backlog = Spans()
-    while not arrivals.done:
-        backlog.add(arrivals.next_rows()[0])
-        while arrivals.ready:
-            backlog.add(arrivals.next_rows()[0])
-        backlog.into(wgrad, dy, arrivals.full)
-    arrivals.finish()
+class _LateRows:
+    """The weight gradient of rows that are still arriving; what has landed together is one GEMM."""
+
+    def __init__(self, arrivals: Arrivals, wgrad: WeightGradient, dy: torch.Tensor) -> None:
+        self._arrivals, self._wgrad, self._dy = arrivals, wgrad, dy
+        self._backlog = Spans()
+
+    def add_what_is_there(self) -> bool:
+        """Adds the gradient of the rows that have landed; False if there are none."""
+        if self._arrivals.ready:
+            self._add_next()
+            return True
+        return False
+
+    def finish(self) -> None:
+        """Adds the rest as it lands."""
+        while not self._arrivals.done:
+            self._add_next()
+        self._arrivals.finish()
+
+    def _add_next(self) -> None:
+        self._backlog.add(self._arrivals.next_rows()[0])
+        while self._arrivals.ready:
+            self._backlog.add(self._arrivals.next_rows()[0])
+        self._backlog.into(self._wgrad, self._dy, self._arrivals.full)
 
 
 class _LinearReduceScatter(torch.autograd.Function):
@@ -270,7 +288,7 @@ class _LinearReduceScatter(torch.autograd.Function):
         observer: Observer | None,
     ) -> torch.Tensor:
         schedule = plan.schedule("reduce_scatter", transport, x.shape[0], w.shape[0] * x.itemsize, x.device)
-        layout = ChunkLayout(x.shape[0], transport.size, schedule.chunks_per_rank)
+        layout = schedule.layout(x.shape[0])
         y = x.new_empty(layout.shard_rows(transport.rank), w.shape[0])
         departures = Departures(transport, schedule, layout, y, "linear_reduce_scatter")
         departures.compute(lambda start, stop, out: gemm_into(x[start:stop], w.t(), out))
@@ -292,7 +310,7 @@ class _LinearReduceScatter(torch.autograd.Function):
             return (None,) * 7
         num_rows = x.shape[0]
         schedule = ctx.plan.schedule("all_gather", transport, num_rows, w.shape[0] * dy_shard.itemsize, dy_shard.device)
-        layout = ChunkLayout(num_rows, transport.size, schedule.chunks_per_rank)
+        layout = schedule.layout(num_rows)
         full = transport.workspace.take("gather", (num_rows, w.shape[0]), dy_shard)
         dx = torch.empty_like(x) if need_x else None
         wgrad = WeightGradient(w, ctx.main_grad, transport.workspace) if need_w else None

@@ -11,6 +11,7 @@ import torch
 from megatron_overlap.comm import Transport
 from megatron_overlap.schedules import Plan, all_gather_plan, all_reduce_plan, reduce_scatter_plan
 from megatron_overlap.schedules.all_reduce import Gathers
+from megatron_overlap.schedules.chunks import part_weights
 from megatron_overlap.schedules.plan import Pattern, Split
 
 # Below this many rows a bf16 GEMM loses more than 5 % per row (measured with oneDNN on AVX-512: 256 rows 0-1 %, 128
@@ -53,8 +54,8 @@ class LinearPlan:
         chunks = self.chunks_per_rank
         if chunks is None:
             rows = num_rows // transport.size
-            most = _MAX_MESSAGES // max(1, transport.size - 1)
-            chunks = max(1, min(most, rows // _MIN_CHUNK_ROWS, rows * row_bytes // _MIN_CHUNK_BYTES))
+            smallest = max(_MIN_CHUNK_ROWS, -(-_MIN_CHUNK_BYTES // row_bytes))
+            chunks = _most_parts(_MAX_MESSAGES // max(1, transport.size - 1), rows, smallest)
         # On the CPU what has landed is merged into one GEMM; on a GPU that cannot be asked without a synchronisation.
         split = self.split or ("all" if device.type == "cpu" else "edge")
         pattern = self.pattern or ("ring" if device.type == "cpu" else "direct")
@@ -72,6 +73,12 @@ class LinearPlan:
             chunks = max(1, min(_MAX_PARTS, num_rows // _MIN_CHUNK_ROWS))
         split = self.split or "edge"
         return _all_reduce_schedule(transport.size, transport.rank, chunks, self.pattern or "direct", split, gathers)
+
+
+def _most_parts(most: int, rows: int, smallest: int) -> int:
+    """The largest number of parts, up to `most`, of which the smallest still has so many rows."""
+    fits = (parts for parts in range(most, 1, -1) if rows >= smallest * sum(part_weights(parts, "first")))
+    return next(fits, 1)
 
 
 @lru_cache(maxsize=256)

@@ -23,7 +23,6 @@ from megatron_overlap.ops.attention_rows import AttentionRows
 from megatron_overlap.ops.engine import Arrivals, Departures, Spans, WeightGradient, add_wide
 from megatron_overlap.ops.linear import Observer, WeightDone
 from megatron_overlap.ops.plan import LinearPlan
-from megatron_overlap.schedules import ChunkLayout
 
 # A cut costs two more kernel calls, a merge, and a GEMM of fewer rows; it buys less exposed communication.
 _MIN_CHUNK_POSITIONS = 64
@@ -129,7 +128,7 @@ class _QuerySplit(torch.autograd.Function):
     ) -> torch.Tensor:
         positions, batch, features = q.shape[0], q.shape[1], w.shape[0]
         schedule = plan.schedule("reduce_scatter", transport, positions, batch * features * q.itemsize, q.device)
-        layout = ChunkLayout(positions, transport.size, schedule.chunks_per_rank)
+        layout = schedule.layout(positions)
         # What is cut is the sequence: one row for the engine is one position with its whole batch.
         y = q.new_empty(layout.shard_rows(transport.rank), batch * features)
         rows = AttentionRows(q, k, v, causal, scale)
@@ -162,7 +161,7 @@ class _QuerySplit(torch.autograd.Function):
         schedule = ctx.plan.schedule(
             "all_gather", transport, positions, batch * features * dy_shard.itemsize, dy_shard.device
         )
-        layout = ChunkLayout(positions, transport.size, schedule.chunks_per_rank)
+        layout = schedule.layout(positions)
         full = transport.workspace.take("gather", (positions, batch * features), dy_shard)
         by_row = full.view(-1, features)
         wgrad = WeightGradient(w, ctx.main_grad, transport.workspace) if need_w else None

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Literal, NamedTuple
+
+Small = Literal["first", "last", "both"]
+"""Which of the parts of a slice are small: those whose message or GEMM nothing can hide."""
 
 
 class Chunk(NamedTuple):
@@ -20,6 +24,31 @@ def _cut(length: int, pieces: int, index: int) -> tuple[int, int]:
     return start, start + size + (index < extra)
 
 
+_LARGEST = 4
+"""Rows of a slice's largest part over those of its smallest."""
+
+
+def part_weights(parts: int, small: Small | None) -> tuple[int, ...]:
+    """How a slice is divided over its parts: evenly, or doubling from the small end or ends up to 4 times as much.
+
+    What communication cannot hide is one part: the GEMM after the last message of a gather, the GEMM before the first
+    message of a scatter. A small one there costs no more messages, and the rest stay large enough for a fast GEMM.
+    """
+    if small is None:
+        return (1,) * parts
+    if small == "both":
+        return tuple(min(_LARGEST, 2 ** min(part, parts - 1 - part, 8)) for part in range(parts))
+    weights = tuple(min(_LARGEST, 2 ** min(max(0, part - 1), 8)) for part in range(parts))
+    return weights if small == "first" else weights[::-1]
+
+
+def _cut_parts(length: int, parts: int, index: int, small: Small | None) -> tuple[int, int]:
+    if small is None:
+        return _cut(length, parts, index)
+    bounds = (0, *accumulate(part_weights(parts, small)))
+    return length * bounds[index] // bounds[-1], length * bounds[index + 1] // bounds[-1]
+
+
 def _check_counts(num_rows: int, num_ranks: int, chunks_per_rank: int) -> None:
     if num_rows < 0:
         raise ValueError(f"num_rows: {num_rows}: must not be negative")
@@ -34,8 +63,9 @@ class ChunkLayout:
     """Row bounds of every shard and chunk of a `[num_rows, ...]` activation.
 
     Shard `owner` is a contiguous run of rows, in rank order, as in Megatron's sequence parallelism; a shard is cut
-    into `chunks_per_rank` contiguous parts. Where a division leaves a remainder the first pieces are one row longer,
-    and a piece may be empty: both ends of a message know it, so an empty one is not sent.
+    into `chunks_per_rank` contiguous parts, of equal size or as `part_weights` says of `small`. Where an equal division
+    leaves a remainder the first pieces are one row longer, and a piece may be empty: both ends of a message know it,
+    so an empty one is not sent.
 
     Raises:
         ValueError: a count is below one, or `num_rows` is negative.
@@ -44,6 +74,7 @@ class ChunkLayout:
     num_rows: int
     num_ranks: int
     chunks_per_rank: int = 1
+    small: Small | None = None
 
     def __post_init__(self) -> None:
         _check_counts(self.num_rows, self.num_ranks, self.chunks_per_rank)
@@ -60,7 +91,7 @@ class ChunkLayout:
     def rows(self, chunk: Chunk) -> tuple[int, int]:
         """Start and stop row of `chunk` in the gathered activation."""
         first, last = self.shard(chunk.owner)
-        start, stop = _cut(last - first, self.chunks_per_rank, chunk.part)
+        start, stop = _cut_parts(last - first, self.chunks_per_rank, chunk.part, self.small)
         return first + start, first + stop
 
     def rows_in_shard(self, chunk: Chunk) -> tuple[int, int]:
@@ -79,8 +110,9 @@ class ChunkLayout:
 class PartLayout:
     """Row bounds of every chunk of a `[num_rows, ...]` activation that no rank owns: an all-reduce cuts it as it likes.
 
-    The rows are first cut into `chunks_per_rank` parts, and each part into one chunk per owner, in rank order: a part
-    is one run of rows, so that one GEMM makes all of it. Remainders go to the first pieces, as in `ChunkLayout`.
+    The rows are first cut into `chunks_per_rank` parts, small ones at both ends as `part_weights` says, and each part
+    into one chunk per owner, in rank order: a part is one run of rows, so that one GEMM makes all of it. Remainders of
+    a part go to its first pieces.
 
     Raises:
         ValueError: a count is below one, or `num_rows` is negative.
@@ -95,7 +127,7 @@ class PartLayout:
 
     def rows(self, chunk: Chunk) -> tuple[int, int]:
         """Start and stop row of `chunk`."""
-        first, last = _cut(self.num_rows, self.chunks_per_rank, chunk.part)
+        first, last = _cut_parts(self.num_rows, self.chunks_per_rank, chunk.part, "both")
         start, stop = _cut(last - first, self.num_ranks, chunk.owner)
         return first + start, first + stop
 

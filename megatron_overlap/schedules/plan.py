@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_overlap.schedules.chunks import Chunk
+from megatron_overlap.schedules.chunks import Chunk, ChunkLayout
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
 Pattern = Literal["ring", "direct", "serial"]
@@ -61,6 +61,11 @@ class Plan:
     chunks_per_rank: int
     exchanges: tuple[Exchange, ...]
     work: tuple[Work, ...]
+
+    def layout(self, num_rows: int) -> ChunkLayout:
+        """Rows of every chunk: a gather's last part is its smallest, a scatter's first."""
+        small: Literal["first", "last"] = "last" if self.collective == "all_gather" else "first"
+        return ChunkLayout(num_rows, self.num_ranks, self.chunks_per_rank, small)
 
     def describe(self) -> str:
         """The plan as text: a line per piece of work with the exchanges that may be in flight beside it."""

@@ -231,7 +231,7 @@ class Linear:
         """The plugin's own plan of one rank with the times of its GEMMs, additions and messages."""
         build = all_gather_plan if collective == "all_gather" else reduce_scatter_plan
         plan = build(self.link.size, rank, chunks_per_rank=chunks, pattern=pattern, split=split)
-        layout = ChunkLayout(self.rows, self.link.size, chunks)
+        layout = plan.layout(self.rows)
         times, additions = [], []
         for index, work in enumerate(plan.work):
             gemm_us = time(sum(layout.num_chunk_rows(chunk) for chunk in work.chunks)) if work.chunks else 0.0
