@@ -14,6 +14,7 @@ from megatron.core.utils import get_tensor_model_parallel_group_if_none
 from megatron_overlap.comm import Transport, close_transport, transport_of
 from megatron_overlap.kept import KeptCounter, KeptSite
 from megatron_overlap.ops import LinearPlan, all_gather_linear, copy_linear, linear_all_reduce, linear_reduce_scatter
+from megatron_overlap.ops.backlog import Backlog
 from megatron_overlap.schedules.build import MAX_RANKS
 from megatron_overlap.session import Session
 
@@ -50,6 +51,7 @@ class LinearAdapter:
             chunks_per_rank=None if tensor.chunks_per_rank == "auto" else tensor.chunks_per_rank,
             save_gathered=tensor.recompute_gather == "never",
         )
+        self._backlog = Backlog()
         session.counters.kept = KeptCounter(gathered=self._plan.save_gathered)
         for module, reason in _LEFT.items():
             session.counters.leave(module, reason)
@@ -83,6 +85,8 @@ class LinearAdapter:
             counters.overlapped(kind, name, op, direction, num_bytes)
 
         options: dict[str, Any] = {"plan": self._plan, "observer": observer}
+        if op in ("gemm_ar", "copy_gemm"):
+            options["backlog"] = self._backlog
         if op == "ag_gemm":
             site = KeptSite(kind, name, op)
             options["keeper"] = lambda x, num_bytes: counters.kept.keep(site, x.data_ptr(), x.nbytes, num_bytes)

@@ -9,7 +9,6 @@ backward are our own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm import Transport, Workspace
+from megatron_overlap.ops.backlog import Backlog, Piece
 from megatron_overlap.ops.common import Observer, WeightDone, check_operands, gemm_into, transport_for
 from megatron_overlap.ops.engine import add_product
 from megatron_overlap.ops.plan import LinearPlan
@@ -41,6 +41,7 @@ def linear_all_reduce(
     main_grad: torch.Tensor | None = None,
     weight_done: WeightDone | None = None,
     observer: Observer | None = None,
+    backlog: Backlog | None = None,
 ) -> torch.Tensor:
     """Equals `all_reduce(x @ w_shard.T) + bias`; see `ops.reference.linear_all_reduce`.
 
@@ -58,6 +59,8 @@ def linear_all_reduce(
             or what `weight_done` returns.
         weight_done: called in backward when `main_grad` holds the gradient.
         observer: called in every pass, for counting.
+        backlog: where the weight gradient is put off to, for a `copy_linear` with the same backlog whose backward
+            comes later in the pass. None computes it at once.
 
     Returns:
         `[S, ..., F]`, dtype of `x`.
@@ -67,14 +70,17 @@ def linear_all_reduce(
         TransportError: a peer is gone or late beyond the deadline.
     """
     check_operands(x, w_shard, bias, main_grad, "x")
+    # A weight that autograd knows of would be handed an empty gradient, and its hooks run, before the real one is made.
+    later = backlog is not None and w_shard.is_leaf and w_shard.requires_grad and x.requires_grad
     y: torch.Tensor = _LinearAllReduce.apply(
         x.reshape(-1, x.shape[-1]),
-        w_shard,
+        w_shard.detach() if later else w_shard,
         transport_for(group),
         plan or _DEFAULT,
         main_grad,
         weight_done,
         observer,
+        (backlog, w_shard) if later else None,
     )
     if bias is not None:
         y = y + bias
@@ -91,6 +97,7 @@ def copy_linear(
     main_grad: torch.Tensor | None = None,
     weight_done: WeightDone | None = None,
     observer: Observer | None = None,
+    backlog: Backlog | None = None,
 ) -> torch.Tensor:
     """Equals `copy(x) @ w.T + bias`, where `copy` sums gradients over ranks; see `ops.reference.copy_linear`.
 
@@ -108,6 +115,7 @@ def copy_linear(
             `weight_done` returns.
         weight_done: called in backward when `main_grad` holds the gradient.
         observer: called in every pass, for counting.
+        backlog: weight gradients that others have put off; backward computes them beside its messages.
 
     Returns:
         `[S, ..., F/R]`, dtype of `x`.
@@ -126,6 +134,7 @@ def copy_linear(
         main_grad,
         weight_done,
         observer,
+        backlog,
     )
     return y.view(*x.shape[:-1], w.shape[0])
 
@@ -141,15 +150,16 @@ class _LinearAllReduce(torch.autograd.Function):
         main_grad: torch.Tensor | None,
         weight_done: WeightDone | None,
         observer: Observer | None,
+        later: tuple[Backlog, torch.Tensor] | None,
     ) -> torch.Tensor:
         schedule = plan.all_reduce_schedule(transport, x.shape[0], x.device, "between")
         y = x.new_empty(x.shape[0], w.shape[0])
         sums = Sums(transport, schedule, y, "linear_all_reduce", add_in_place=plan.add_in_place)
         sums.compute(lambda start, stop, out: gemm_into(x[start:stop], w.t(), out))
         sums.finish()
-        ctx.save_for_backward(x if w.requires_grad else None, w)
+        ctx.save_for_backward(x if w.requires_grad or later is not None else None, w)
         ctx.workspace, ctx.main_grad = transport.workspace, main_grad
-        ctx.weight_done, ctx.observer = weight_done, observer
+        ctx.weight_done, ctx.observer, ctx.later = weight_done, observer, later
         if observer is not None:
             observer("forward", _bytes_sent(schedule, y))
         return y
@@ -160,14 +170,19 @@ class _LinearAllReduce(torch.autograd.Function):
         dy = grads[0].contiguous()
         dx = dy @ w if ctx.needs_input_grad[0] else None
         dw = None
-        if ctx.needs_input_grad[1]:
+        need_w = ctx.needs_input_grad[1] or ctx.later is not None
+        if need_w:
             wgrad = _WeightGradient(w, ctx.main_grad, dy, x, ctx.workspace)
-            wgrad.compute(slice(None))
-            dw = wgrad.result(ctx.weight_done)
+            if ctx.later is not None:
+                backlog, weight = ctx.later
+                backlog.put(weight, wgrad.pieces(), partial(wgrad.result, ctx.weight_done))
+            else:
+                wgrad.compute(slice(None))
+                dw = wgrad.result(ctx.weight_done)
         if ctx.observer is not None:
-            for direction in ["dgrad"] * (dx is not None) + ["wgrad"] * ctx.needs_input_grad[1]:
+            for direction in ["dgrad"] * (dx is not None) + ["wgrad"] * need_w:
                 ctx.observer(direction, 0)
-        return dx, dw, None, None, None, None, None
+        return dx, dw, *(None,) * 6
 
 
 class _CopyLinear(torch.autograd.Function):
@@ -182,11 +197,12 @@ class _CopyLinear(torch.autograd.Function):
         main_grad: torch.Tensor | None,
         weight_done: WeightDone | None,
         observer: Observer | None,
+        backlog: Backlog | None,
     ) -> torch.Tensor:
         y = torch.mm(x, w.t()) if bias is None else torch.addmm(bias, x, w.t())
         ctx.save_for_backward(x if w.requires_grad else None, w)
         ctx.transport, ctx.plan, ctx.use_bias = transport, plan, bias is not None
-        ctx.main_grad, ctx.weight_done, ctx.observer = main_grad, weight_done, observer
+        ctx.main_grad, ctx.weight_done, ctx.observer, ctx.backlog = main_grad, weight_done, observer, backlog
         if observer is not None:
             observer("forward", 0)
         return y
@@ -199,6 +215,8 @@ class _CopyLinear(torch.autograd.Function):
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
         wgrad = _WeightGradient(w, ctx.main_grad, dy, x, transport.workspace) if need_w else None
         pieces = [] if wgrad is None else wgrad.pieces()
+        if ctx.backlog is not None:
+            pieces += ctx.backlog.take()
         dx = None
         if need_x:
             gathers: Gathers = "after" if pieces else "between"
@@ -221,7 +239,7 @@ class _CopyLinear(torch.autograd.Function):
                 ctx.observer("dgrad", _bytes_sent(schedule, dx))
             if need_w:
                 ctx.observer("wgrad", 0)
-        return dx, dw, dbias, None, None, None, None, None
+        return dx, dw, dbias, *(None,) * 6
 
 
 class _WeightGradient:
@@ -233,7 +251,7 @@ class _WeightGradient:
         self._main_grad, self._dy, self._x, self._workspace = main_grad, dy, x, workspace
         self._own = torch.empty_like(w, memory_format=torch.contiguous_format) if main_grad is None else None
 
-    def pieces(self) -> list[Callable[[], None]]:
+    def pieces(self) -> list[Piece]:
         """The computation as calls of about equal length, short enough to look for messages between them."""
         features = self._dy.shape[1]
         size = max(_MIN_PIECE_FEATURES, -(-features // _MAX_PIECES))
@@ -251,7 +269,7 @@ class _WeightGradient:
         return weight_done() if self._own is None and weight_done is not None else self._own
 
 
-def _run(pieces: list[Callable[[], None]]) -> None:
+def _run(pieces: list[Piece]) -> None:
     for piece in pieces:
         piece()
 

@@ -11,7 +11,7 @@ import torch
 from megatron_overlap.comm import Transport
 from megatron_overlap.schedules import Plan, all_gather_plan, all_reduce_plan, reduce_scatter_plan
 from megatron_overlap.schedules.all_reduce import Gathers
-from megatron_overlap.schedules.chunks import part_weights
+from megatron_overlap.schedules.chunks import Small, part_weights
 from megatron_overlap.schedules.plan import Pattern, Split
 
 # Below this many rows a bf16 GEMM loses more than 5 % per row (measured with oneDNN on AVX-512: 256 rows 0-1 %, 128
@@ -21,7 +21,6 @@ _MIN_CHUNK_ROWS = 128
 _MIN_CHUNK_BYTES = 256 * 1024
 # What more messages of one op hide is less than what they cost (two and four hosts, 2048 rows).
 _MAX_MESSAGES = 8
-_MAX_PARTS = 16
 
 RowCollective = Literal["all_gather", "reduce_scatter"]
 """The collectives of sequence parallelism, where ranks own rows."""
@@ -55,7 +54,7 @@ class LinearPlan:
         if chunks is None:
             rows = num_rows // transport.size
             smallest = max(_MIN_CHUNK_ROWS, -(-_MIN_CHUNK_BYTES // row_bytes))
-            chunks = _most_parts(_MAX_MESSAGES // max(1, transport.size - 1), rows, smallest)
+            chunks = most_parts(_MAX_MESSAGES // max(1, transport.size - 1), rows, smallest, "last")
         # On the CPU what has landed is merged into one GEMM; on a GPU that cannot be asked without a synchronisation.
         split = self.split or ("all" if device.type == "cpu" else "edge")
         pattern = self.pattern or ("ring" if device.type == "cpu" else "direct")
@@ -70,14 +69,14 @@ class LinearPlan:
         chunks = self.chunks_per_rank
         if chunks is None:
             # A part is one GEMM over the rows of all owners.
-            chunks = max(1, min(_MAX_PARTS, num_rows // _MIN_CHUNK_ROWS))
+            chunks = most_parts(_MAX_MESSAGES, num_rows, _MIN_CHUNK_ROWS, "both")
         split = self.split or "edge"
         return _all_reduce_schedule(transport.size, transport.rank, chunks, self.pattern or "direct", split, gathers)
 
 
-def _most_parts(most: int, rows: int, smallest: int) -> int:
+def most_parts(most: int, rows: int, smallest: int, small: Small) -> int:
     """The largest number of parts, up to `most`, of which the smallest still has so many rows."""
-    fits = (parts for parts in range(most, 1, -1) if rows >= smallest * sum(part_weights(parts, "first")))
+    fits = (parts for parts in range(most, 1, -1) if rows >= smallest * sum(part_weights(parts, small)))
     return next(fits, 1)
 
 

@@ -22,7 +22,7 @@ from megatron_overlap.comm import Transport, Workspace, transport_of
 from megatron_overlap.ops.attention_rows import AttentionRows
 from megatron_overlap.ops.engine import Arrivals, Departures, Spans, WeightGradient, add_wide
 from megatron_overlap.ops.linear import Observer, WeightDone
-from megatron_overlap.ops.plan import LinearPlan
+from megatron_overlap.ops.plan import LinearPlan, most_parts
 
 # A cut costs two more kernel calls, a merge, and a GEMM of fewer rows; it buys less exposed communication.
 _MIN_CHUNK_POSITIONS = 64
@@ -86,8 +86,8 @@ def attention_linear_reduce_scatter(
 
 def _num_chunks(positions: int, batch: int) -> int:
     """Messages a rank's slice of `positions` is cut into."""
-    chunks = min(positions // _MIN_CHUNK_POSITIONS, positions * batch // _MIN_CHUNK_ROWS)
-    return max(1, min(_MAX_CHUNKS_PER_RANK, chunks))
+    smallest = max(_MIN_CHUNK_POSITIONS, -(-_MIN_CHUNK_ROWS // max(1, batch)))
+    return most_parts(_MAX_CHUNKS_PER_RANK, positions, smallest, "first")
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, w: torch.Tensor, main_grad: torch.Tensor | None) -> None:

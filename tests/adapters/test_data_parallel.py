@@ -122,6 +122,7 @@ def test_the_release_is_the_one_asked_for(ranks: World) -> None:
     assert wanted is None or set(releases) == {wanted}
 
 
+@pytest.mark.long
 def test_the_oldest_release() -> None:
     """All of the above once more, on the oldest release."""
     done = subprocess.run(

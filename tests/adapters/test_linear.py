@@ -141,6 +141,7 @@ def test_the_release_is_the_one_asked_for(ranks: World) -> None:
     assert wanted is None or releases[0] == wanted
 
 
+@pytest.mark.long
 def test_the_oldest_release() -> None:
     """All of the above once more, on the oldest release."""
     done = subprocess.run(

@@ -111,6 +111,7 @@ def test_training_is_equal_to_stock(tmp_path: Path) -> None:
         assert done == {"forward": 16, "dgrad": 16, "wgrad": 16}
 
 
+@pytest.mark.long
 def test_the_oldest_release() -> None:
     """All of the above but the training once more, on the oldest release."""
     done = subprocess.run(

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint as recompute
 
 from megatron_overlap.comm import transport_of
 from megatron_overlap.ops import LinearPlan, copy_linear, linear_all_reduce, reference
+from megatron_overlap.ops.backlog import Backlog
 from tests.helpers.late import LateTransport
 from tests.helpers.numerics import assert_close_to_exact
 
@@ -161,8 +163,6 @@ def kept_bytes(group: dist.ProcessGroup, op: str, *, weight: bool) -> int:
 
 def two_layers_recomputed(group: dist.ProcessGroup, *, checkpoint: bool) -> list[float]:
     """A column- and a row-parallel layer, with and without activation recomputation."""
-    from torch.utils.checkpoint import checkpoint as recompute
-
     x, w1, _, _ = _data(group, "copy_linear", 8, 16, 24, torch.float32, 7)
     _, w2, _, _ = _data(group, "linear_all_reduce", 8, 24, 16, torch.float32, 8)
     for tensor in (x, w1, w2):
@@ -207,3 +207,69 @@ def refused(group: dist.ProcessGroup) -> list[str]:
         except ValueError as error:
             messages.append(str(error))
     return messages
+
+
+def with_a_backlog(group: dist.ProcessGroup, *, checkpoint: bool, main_grad: bool, late: bool) -> list[str]:
+    """Two layers, each a column and a row, with and without a backlog: the same bits; the order of what is done."""
+    transport: Any = LateTransport(group) if late else transport_of(group)
+    plain, _ = _two_layers(transport, None, checkpoint=checkpoint, main_grad=main_grad)
+    backlog = Backlog()
+    put_off, did = _two_layers(transport, backlog, checkpoint=checkpoint, main_grad=main_grad)
+    for one, other in zip(plain, put_off, strict=True):
+        assert torch.equal(one, other)
+    assert not backlog.take()
+    if late:
+        transport.close()
+    return did
+
+
+def _two_layers(
+    transport: Any, backlog: Backlog | None, *, checkpoint: bool, main_grad: bool
+) -> tuple[list[torch.Tensor], list[str]]:
+    """Gradients of the input and of four weights; every all-reduce and weight gradient of backward in order."""
+    same, own = torch.Generator().manual_seed(0), torch.Generator().manual_seed(1 + transport.rank)
+    x = torch.randn(6, 8, generator=same).requires_grad_()
+    weights = [torch.randn(*shape, generator=own).requires_grad_() for shape in ((12, 8), (8, 12)) * 2]
+    totals = [torch.ones_like(weight) if main_grad else None for weight in weights]
+    did: list[str] = []
+    for number, weight in enumerate(weights):
+        weight.register_post_accumulate_grad_hook(lambda _, number=number: did.append(f"weight {number}"))
+
+    def linear(number: int, rows: torch.Tensor) -> torch.Tensor:
+        return (linear_all_reduce if number % 2 else copy_linear)(
+            rows,
+            weights[number],
+            group=transport,
+            main_grad=totals[number],
+            weight_done=lambda: torch.zeros_like(weights[number]),
+            observer=lambda direction, _: did.append(f"{direction} {number}"),
+            backlog=backlog,
+        )
+
+    def layer(number: int, rows: torch.Tensor) -> torch.Tensor:
+        return rows + linear(number + 1, torch.nn.functional.gelu(linear(number, rows)))
+
+    y = x
+    for number in (0, 2):
+        y = recompute(layer, number, y, use_reentrant=True) if checkpoint else layer(number, y)
+    did.clear()
+    y.sum().backward()
+    gradients = [
+        x.grad,
+        *(weight.grad if total is None else total for weight, total in zip(weights, totals, strict=True)),
+    ]
+    return [gradient for gradient in gradients if gradient is not None], [
+        each for each in did if each.startswith(("weight", "dgrad"))
+    ]
+
+
+def a_row_without_a_column(group: dist.ProcessGroup) -> list[list[float]]:
+    """Nobody takes what it has put off: the gradient is there when the pass is over, of each of two passes."""
+    backlog = Backlog()
+    w = torch.zeros(1, 1, requires_grad=True)
+    seen = []
+    for _ in range(2):
+        linear_all_reduce(torch.full((3, 1), 2.0), w, group=group, backlog=backlog).sum().backward()
+        assert w.grad is not None
+        seen.append(w.grad.flatten().tolist())
+    return seen

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from megatron_overlap.comm import close_transport, transport_of
 from megatron_overlap.comm.gloo import GlooTransport
 from megatron_overlap.ops import LinearPlan, all_gather_linear, linear_reduce_scatter, reference
-from megatron_overlap.ops.engine import Arrivals
-from megatron_overlap.schedules import ChunkLayout, all_gather_plan
+from megatron_overlap.ops.engine import Arrivals, Departures
+from megatron_overlap.schedules import ChunkLayout, all_gather_plan, reduce_scatter_plan
 from tests.helpers.late import LateTransport
 from tests.helpers.numerics import assert_close_to_exact
 
@@ -275,6 +275,29 @@ def rows_in_order_of_arrival(group: dist.ProcessGroup) -> list[int]:
     arrivals.finish()
     transport.close()
     return owners
+
+
+def a_ring_computes_on_while_it_waits(group: dist.ProcessGroup) -> list[str]:
+    """What the computing thread of a ring reduce-scatter does, in order, when nothing lands before it is waited for."""
+    transport = LateTransport(group)
+    plan = reduce_scatter_plan(transport.size, transport.rank, pattern="ring")
+    out = torch.zeros(2, 4)
+    did: list[str] = []
+
+    def gemm(start: int, stop: int, rows: torch.Tensor) -> None:
+        did.append(f"rows of {start // 2}")
+        rows.fill_(1.0)
+
+    def meanwhile() -> bool:
+        did.append("other work")
+        return did.count("other work") < 3
+
+    departures = Departures(transport, plan, plan.layout(2 * transport.size), out, "linear_reduce_scatter")
+    departures.compute(gemm, meanwhile)
+    departures.finish()
+    assert torch.equal(out, torch.full_like(out, transport.size))
+    transport.close()
+    return did
 
 
 def sums_do_not_depend_on_arrival(group: dist.ProcessGroup) -> bool:

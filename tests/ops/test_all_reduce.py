@@ -87,6 +87,26 @@ def test_activation_recomputation(world: World) -> None:
         assert left == pytest.approx(right, rel=1e-6)
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["gloo", "late"])
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_a_weight_gradient_waits_for_a_message_to_hide(world: World, main_grad: bool, late: bool) -> None:
+    """It has the same bits, and reaches its parameter in the backward of the column-parallel layer before."""
+    for did in world.run(2, cases.with_a_backlog, checkpoint=False, main_grad=main_grad, late=late):
+        assert did == [
+            *("dgrad 3", "weight 3", "dgrad 2", "weight 2"),
+            *("dgrad 1", "weight 1", "dgrad 0", "weight 0"),
+        ]
+
+
+def test_a_weight_gradient_waits_inside_what_is_recomputed(world: World) -> None:
+    whole = world.run(2, cases.with_a_backlog, checkpoint=False, main_grad=False, late=False)
+    assert world.run(2, cases.with_a_backlog, checkpoint=True, main_grad=False, late=False) == whole
+
+
+def test_a_weight_gradient_that_nobody_takes_is_there_after_the_pass(world: World) -> None:
+    assert world.run(2, cases.a_row_without_a_column) == [[[6.0], [12.0]]] * 2
+
+
 def test_bytes_are_those_of_a_direct_all_reduce(world: World) -> None:
     """Of 12 rows each of 4 ranks sends the 9 of others to them, and the sum of its own 3 to three others."""
     forward = [("forward", (9 + 3 * 3) * 6 * 4), ("dgrad", 0), ("wgrad", 0)]

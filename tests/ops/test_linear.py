@@ -108,5 +108,11 @@ def test_rows_are_used_as_they_arrive(world: World) -> None:
     assert [sorted(set(each)) for each in owners] == [[0, 1, 2]] * 3
 
 
+def test_a_ring_computes_on_while_it_waits(world: World) -> None:
+    for rank, did in enumerate(world.run(4, cases.a_ring_computes_on_while_it_waits)):
+        others = [f"rows of {(rank - distance) % 4}" for distance in (1, 2, 3)]
+        assert did == [*others, *["other work"] * 3, f"rows of {rank}"]
+
+
 def test_sums_do_not_depend_on_what_arrives_first(world: World) -> None:
     assert world.run(4, cases.sums_do_not_depend_on_arrival) == [True] * 4

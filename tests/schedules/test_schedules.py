@@ -17,6 +17,7 @@ from megatron_overlap.schedules import (
     check,
     reduce_scatter_plan,
 )
+from megatron_overlap.schedules.chunks import Small, part_weights
 
 BUILDERS = {"all_gather": all_gather_plan, "reduce_scatter": reduce_scatter_plan}
 
@@ -114,9 +115,9 @@ def test_deadlock_is_named() -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(0, 500), st.integers(1, 64), st.integers(1, 9))
-def test_layout_covers_every_row_once(num_rows: int, num_ranks: int, chunks_per_rank: int) -> None:
-    layout = ChunkLayout(num_rows, num_ranks, chunks_per_rank)
+@given(st.integers(0, 500), st.integers(1, 64), st.integers(1, 9), st.sampled_from([None, "first", "last", "both"]))
+def test_layout_covers_every_row_once(num_rows: int, num_ranks: int, chunks_per_rank: int, small: Small | None) -> None:
+    layout = ChunkLayout(num_rows, num_ranks, chunks_per_rank, small)
     rows = []
     for owner in range(num_ranks):
         start, stop = layout.shard(owner)
@@ -133,6 +134,32 @@ def test_layout_covers_every_row_once(num_rows: int, num_ranks: int, chunks_per_
     assert rows == list(range(num_rows))
     sizes = [layout.shard_rows(owner) for owner in range(num_ranks)]
     assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(
+    ("small", "parts", "weights"),
+    [
+        (None, 3, (1, 1, 1)),
+        ("last", 1, (1,)),
+        ("last", 2, (1, 1)),
+        ("last", 4, (4, 2, 1, 1)),
+        ("first", 6, (1, 1, 2, 4, 4, 4)),
+        ("both", 7, (1, 2, 4, 4, 4, 2, 1)),
+    ],
+)
+def test_parts_are_small_where_nothing_hides_them(small: Small | None, parts: int, weights: tuple[int, ...]) -> None:
+    assert part_weights(parts, small) == weights
+    layout = ChunkLayout(2 * sum(weights) * 5, 2, parts, small)
+    assert [layout.num_chunk_rows(Chunk(1, part)) for part in range(parts)] == [5 * weight for weight in weights]
+
+
+def test_a_gather_ends_and_a_scatter_starts_with_a_small_part() -> None:
+    sizes = {}
+    for plan in (all_gather_plan(2, 0, chunks_per_rank=4), reduce_scatter_plan(2, 0, chunks_per_rank=4)):
+        layout = plan.layout(32)
+        first, *_, last = (layout.num_chunk_rows(exchange.recv) for exchange in plan.exchanges)
+        sizes[plan.collective] = (first, last)
+    assert sizes == {"all_gather": (8, 2), "reduce_scatter": (2, 8)}
 
 
 @pytest.mark.parametrize(
