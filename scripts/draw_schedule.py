@@ -34,8 +34,9 @@ class Box:
 
 def play(plan: Plan, gemm: float, communication: float) -> list[Box]:
     """When each piece of `plan` runs on one rank, all ranks being alike: links and GEMMs at a constant rate."""
-    chunk_gemm = gemm / (plan.num_ranks * plan.chunks_per_rank)
-    message = communication / max(1, (plan.num_ranks - 1) * plan.chunks_per_rank)
+    num_rows = plan.num_ranks * 9240  # divisible by any small number of parts
+    layout = plan.layout(num_rows)
+    message = communication / max(1, num_rows - num_rows // plan.num_ranks)
     boxes: list[Box] = []
     landed: list[float] = []
     clock, link = 0.0, 0.0
@@ -45,7 +46,7 @@ def play(plan: Plan, gemm: float, communication: float) -> list[Box]:
         while len(landed) < len(plan.exchanges) and plan.exchanges[len(landed)].after_work <= work_done:
             exchange = plan.exchanges[len(landed)]
             start = max(link, clock)
-            link = start + message
+            link = start + message * layout.num_chunk_rows(exchange.recv)
             landed.append(link)
             boxes.append(Box(start, link, f"{exchange.recv.owner}", True))
 
@@ -53,7 +54,7 @@ def play(plan: Plan, gemm: float, communication: float) -> list[Box]:
     for index, work in enumerate(plan.work):
         clock = max([clock, *(landed[k] for k in work.needs)])
         if work.chunks:
-            stop = clock + chunk_gemm * len(work.chunks)
+            stop = clock + gemm * sum(map(layout.num_chunk_rows, work.chunks)) / num_rows
             boxes.append(Box(clock, stop, f"{work.chunks[0].owner}", False))
             clock = stop
         clock = max([clock, *(landed[k] for k in work.adds)])
