@@ -25,12 +25,11 @@ def wait_for(flag_ptr, epoch, status_ptr, MAX_POLLS: tl.constexpr):
     up, notes the epoch in `status` and goes on: the result is wrong and the host learns of it, but the device lives.
     """
     polls = 0
-    # The difference, so that an epoch may pass 2**31.
-    behind = epoch - tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
-    while (behind > 0) & (polls < MAX_POLLS):
-        behind = epoch - tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+    seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+    while (seen < epoch) & (polls < MAX_POLLS):
+        seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
         polls += 1
-    if behind > 0:
+    if seen < epoch:
         tl.atomic_xchg(status_ptr, epoch, sem="relaxed", scope="sys")
 
 

@@ -1,7 +1,7 @@
 """`out = sum over ranks of (a @ b)`, own rows: GEMM tiles are stored where their owner sums them, then summed once.
 
-Source: Flux (arXiv 2406.06858), GEMM + reduce-scatter: output pointers of all ranks, tile order rotated by rank, a local
-sum; own rows last as in Flash-Overlap (arXiv 2604.24013), so that the last tiles computed cross no link.
+Source: Flux (arXiv 2406.06858), GEMM + reduce-scatter: output pointers of all ranks, tile order rotated by rank, a
+local sum; own rows last as in Flash-Overlap (arXiv 2604.24013), so that the last tiles computed cross no link.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_overlap.kernels.launch import GemmConfig, RowTiles, Waits, check_g
 
 
 def plain(terms: list[tuple[torch.Tensor, torch.Tensor]], start: int, stop: int) -> torch.Tensor:
-    """What `gemm_to_owners` on all ranks and `sum_landed` compute for one owner: `terms` has `a` and `b` of each rank."""
+    """What `gemm_to_owners` on all ranks and `sum_landed` compute for one owner; `a` and `b` of each rank."""
     products = [(a[start:stop] @ b).float() for a, b in terms]
     total = products[0]
     for product in products[1:]:

@@ -15,7 +15,7 @@ def _interpreting(size: int) -> World:
     os.environ["TRITON_INTERPRET"] = "1"
     try:
         # Five processes on two cores, in an interpreter: slow, and not what is tested.
-        return World(size, answer_s=120)
+        return World(size, answer_s=900)
     finally:
         del os.environ["TRITON_INTERPRET"]
 

@@ -1,4 +1,4 @@
-"""A symmetric heap without a GPU: one arena a rank in memory that all processes share, addressed as a peer's memory is."""
+"""A symmetric heap without a GPU: an arena a rank in memory that all processes share, addressed as a peer's is."""
 
 from __future__ import annotations
 

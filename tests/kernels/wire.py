@@ -81,11 +81,13 @@ def _start(problem: Problem, epoch: int) -> None:
     """What a kernel finds: NaN everywhere, and the flags as the op before the last one left them."""
     problem.looks().zero_()
     for rank in range(problem.ranks):
-        half = problem.heap.half(
-            rank, epoch, (problem.heap.layout.half_bytes // problem.dtype.itemsize,), problem.dtype
-        )
-        forget(half)
+        num_elements = problem.heap.layout.half_bytes // problem.dtype.itemsize
+        forget(problem.heap.half(rank, epoch, (num_elements,), problem.dtype))
         forget(problem.out(rank))
+        problem.heap.flags(rank, epoch).fill_(epoch - 2)
+        for owner in range(problem.ranks):
+            forget(problem.on_the_way(rank, owner))
+            problem.flags_on_the_way(rank, owner).fill_(epoch - 2)
 
 
 def _check(findings: Findings, name: str, got: torch.Tensor, exact: torch.Tensor, terms: torch.Tensor) -> None:
@@ -164,9 +166,6 @@ def scattering(
     for epoch in epochs:
         _start(problem, epoch)
         ranks = range(problem.ranks)
-        for source in ranks:
-            for owner in ranks:
-                forget(problem.on_the_way(source, owner))
         messages = [
             _scatter_message(problem, epoch, source, owner, part)
             for owner in ranks

@@ -20,7 +20,7 @@ def _config(launch: Any, problem: Problem) -> Any:
 
 
 def gather(group: dist.ProcessGroup, problem: Problem, epoch: int, what: str, edits: Sequence[Edit]) -> dict[str, Any]:
-    """One rank of `ag_gemm` (`what`: gemm) or of the weight gradient from arriving rows (wgrad, in one or two launches)."""
+    """One rank of `ag_gemm` (`what`: gemm), or of weight gradients from arriving rows, in one or two launches."""
     rank, layout = dist.get_rank(group), problem.layout
     launch = kernels("launch", edits)
     a, b, bias, dy = problem.operands(rank, epoch)
