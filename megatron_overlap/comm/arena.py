@@ -2,9 +2,9 @@
 
     half 0 | half 1 | flags of half 0 | flags of half 1 | acknowledgements
 
-Op number e (1, 2, ...) of a group uses half e % 2, so that two ops may be in flight: a half holds the gathered rows of an
-all-gather, or the landing of a reduce-scatter. Its flags are raised to e. When a rank has read all it needs of op e, it
-writes e to its acknowledgement at every peer; nobody writes into a half for op e + 2 before all have done so.
+Op number e (1, 2, ...) of a group uses half e % 2, so that two ops may be in flight: a half holds the gathered rows of
+an all-gather, or the landing of a reduce-scatter. Its flags are raised to e. When a rank has read all it needs of op e,
+it writes e to its acknowledgement at every peer; nobody writes into a half for op e + 2 before all have done so.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class ArenaLayout:
         """Offset of the flags of op `epoch`, int32 `[num_flags]`."""
         return 2 * _aligned(self.half_bytes) + epoch % 2 * _aligned(self.num_flags * _FLAG_BYTES)
 
-    @property
-    def acknowledgements(self) -> int:
-        """Offset of the epochs that each rank is done with, int32 `[R]`."""
-        return 2 * (_aligned(self.half_bytes) + _aligned(self.num_flags * _FLAG_BYTES))
+    def acknowledgements(self, epoch: int) -> int:
+        """Offset of the epochs of this half that each rank is done with, int32 `[R]`."""
+        flags = 2 * (_aligned(self.half_bytes) + _aligned(self.num_flags * _FLAG_BYTES))
+        return flags + epoch % 2 * _aligned(self.num_ranks * _FLAG_BYTES)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the arena: twice the largest gathered activation, and some kilobytes of flags."""
-        return self.acknowledgements + _aligned(self.num_ranks * _FLAG_BYTES)
+        return self.acknowledgements(1) + _aligned(self.num_ranks * _FLAG_BYTES)

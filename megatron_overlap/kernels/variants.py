@@ -1,7 +1,7 @@
-"""The kernels as they ship: which tile shapes exist, for which operands and architectures. No torch tensor is needed.
+"""The kernels as they ship: which tile shapes exist, for which operands and architectures. Needs no torch tensor.
 
-What is aligned (rows of operands at 16 bytes, columns and depth whole tiles) takes the wide tiles. What is not loads two
-bytes at a time under masks and keeps smaller tiles, so that nothing spills.
+What is aligned (rows of operands at 16 bytes, columns and depth whole tiles) takes the wide tiles. What is not loads
+two bytes at a time under masks and keeps smaller tiles, so that nothing spills.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ _FLAG_POINTERS = {"tiles_ptr": "*i32", "chunks_ptr": "*i32", "flags_ptr": "*i32"
 
 def shipped() -> list[Variant]:
     """Every kernel a user may run, for every architecture."""
-    variants = []
+    variants: list[Variant] = []
     for arch in ARCHITECTURES:
         for dtype in ("bf16", "fp16"):
             for size, table in (("", ALIGNED), (" small", ALIGNED_SMALL), (" odd", ODD)):

@@ -88,7 +88,8 @@ GATHER_MUTANTS = {
     "no depth mask": Edit("device", "b = tl.load(b_ptrs, mask=(depth[:, None] < K - k) &", "b = tl.load(b_ptrs, mask="),
     "rows of others": Edit("device", "tl.minimum(tl.arange(0, BLOCK_M), num_rows - 1)", "tl.arange(0, BLOCK_M) * 2"),
 }
-LATE_STORE = """flag = tl.load(flags_ptr + owner).to(tl.pointer_type(tl.int32)) + first_flag + tl.load(tile + device.PART)
+LATE_STORE = """flag = tl.load(flags_ptr + owner).to(tl.pointer_type(tl.int32))
+        flag += first_flag + tl.load(tile + device.PART)
         num_tiles = tl.load(tile + device.TILES_IN_CHUNK) * num_columns
         device.count_tile(counters_ptr + tl.load(tile + device.FLAG), num_tiles, flag, epoch)
         tl.store(landing + rows[:, None] * N + columns[None, :], total.to(DTYPE), mask=mask)"""
@@ -105,9 +106,6 @@ SCATTER_MUTANTS = {
     "wrong slot": Edit("gemm_rs", "landing += slot_offset +", "landing +="),
     "flag at the wrong owner": Edit("gemm_rs", "tl.load(flags_ptr + owner)", "tl.load(flags_ptr + 1 - owner)"),
     "counter kept": Edit("device", 'tl.atomic_xchg(counter_ptr, 0, sem="relaxed", scope="gpu")', "pass"),
-    "sum in the order of distance": Edit(
-        "gemm_rs", "slot = tl.full((), source,", "slot = tl.full((), NUM_RANKS - 1 - source,"
-    ),
 }
 WGRAD_MUTANTS = {
     "missing wait": Edit(
@@ -128,6 +126,8 @@ def test_a_wrong_gathering_gemm_is_caught(two_ranks: World, shared: Path, name: 
     assert findings != NOTHING
     if name in ("missing wait", "stale epoch"):
         assert findings.early
+    if name == "own rows last":
+        assert findings.idle
 
 
 @pytest.mark.parametrize("name", SCATTER_MUTANTS)

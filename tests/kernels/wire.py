@@ -32,6 +32,7 @@ class Message:
     sent: Callable[[], bool]
     deliver: Callable[[], None]
     too_early: Callable[[], bool]
+    idle: Callable[[], bool] = lambda: False
 
 
 @dataclass
@@ -39,6 +40,7 @@ class Findings:
     """What was wrong in all epochs; `Findings()` where all is right."""
 
     early: list[str] = field(default_factory=list)
+    idle: list[str] = field(default_factory=list)
     not_whole: list[str] = field(default_factory=list)
     gave_up: list[int] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
@@ -53,6 +55,7 @@ class Wire(threading.Thread):
         self._over = threading.Event()
         self._looks = problem.looks()
         self.early: list[str] = []
+        self.idle: list[str] = []
         self.delivered = 0
 
     def run(self) -> None:
@@ -62,6 +65,8 @@ class Wire(threading.Thread):
                 if self._looks[message.receiver, message.flag] >= 2 and message.sent():
                     if message.too_early():
                         self.early.append(f"epoch {self._epoch}: rank {message.receiver}, flag {message.flag}")
+                    if message.idle():
+                        self.idle.append(f"epoch {self._epoch}: rank {message.receiver} waits, own rows are not done")
                     message.deliver()
                     self._problem.heap.flags(message.receiver, self._epoch)[message.flag] = self._epoch
                     self._messages.remove(message)
@@ -113,7 +118,7 @@ def gathering(
         _start(problem, epoch)
         whole = problem.gathered(epoch)
         messages = [
-            _gather_message(problem, epoch, whole, rank, chunk)
+            _gather_message(problem, epoch, whole, rank, chunk, what)
             for rank in range(problem.ranks)
             for chunk in arrival_order(problem.layout, rank)
             if chunk.owner != rank and problem.layout.num_chunk_rows(chunk)
@@ -122,6 +127,7 @@ def gathering(
         with Wire(problem, epoch, messages) as wire:
             answers = world.run(problem.ranks, workers.gather, problem, epoch, what, edits)
         findings.early += wire.early
+        findings.idle += wire.idle
         findings.gave_up += [answer["gave_up"] for answer in answers if answer["gave_up"]]
         if wire.delivered < count:
             findings.early.append(f"epoch {epoch}: {count - wire.delivered} chunks were never waited for")
@@ -141,13 +147,17 @@ def gathering(
     return findings
 
 
-def _gather_message(problem: Problem, epoch: int, whole: torch.Tensor, rank: int, chunk: Chunk) -> Message:
+def _gather_message(problem: Problem, epoch: int, whole: torch.Tensor, rank: int, chunk: Chunk, what: str) -> Message:
     rows = slice(*problem.layout.rows(chunk))
     gathered = problem.heap.half(rank, epoch, (problem.rows, problem.k), problem.dtype)
-    out = problem.out(rank)[rows]
+    out, own = problem.out(rank)[rows], problem.out(rank)[slice(*problem.layout.shard(rank))]
 
     def deliver() -> None:
         gathered[rows] = whole[rows]
+
+    def idle() -> bool:
+        # Several programs run one after the other in the interpreter: the first waits before the others have begun.
+        return what == "gemm" and problem.programs == 1 and bool(unwritten(own).any())
 
     return Message(
         rank,
@@ -155,6 +165,7 @@ def _gather_message(problem: Problem, epoch: int, whole: torch.Tensor, rank: int
         sent=lambda: True,
         deliver=deliver,
         too_early=lambda: not bool(unwritten(out).all()),
+        idle=idle,
     )
 
 
