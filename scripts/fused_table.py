@@ -33,7 +33,7 @@ def problems(variant: Variant, result: compiled.Compiled) -> list[str]:
     if is_gemm and not result.count(compiled.TENSOR_CORE[variant.arch]):
         found.append(f"no {compiled.TENSOR_CORE[variant.arch]}")
     stores = set(compiled.peer_stores(result.ptx))
-    if not odd and stores != {"st.global.v4.b32"}:
+    if stores and not odd and stores != {"st.global.v4.b32"}:
         found.append(f"stores are not of 16 bytes: {', '.join(sorted(stores))}")
     if is_gemm and not odd and not result.count("cp.async.cg"):
         found.append("nothing loads ahead of the main loop (cp.async)")

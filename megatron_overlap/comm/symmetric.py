@@ -117,6 +117,7 @@ class SymmetricTransport:
         self._copies = torch.cuda.Stream(self._device, priority=-1)
         self._layout: ArenaLayout | None = None
         self._epoch = 0
+        self._open = 0
         self.status = torch.zeros(1, dtype=torch.int32, device=self._device)
         # Of the two halves: tiles counted so far of each chunk; a kernel leaves them at 0.
         self._counters = torch.zeros(2, self.size * MAX_PARTS, dtype=torch.int32, device=self._device)
@@ -141,6 +142,7 @@ class SymmetricTransport:
         if self._layout is None or self._layout.half_bytes < half_bytes:
             self._allocate(half_bytes)
         self._epoch += 1
+        self._open += 1
         assert self._layout is not None
         op_ = SymmetricOp(self, self._layout, self._epoch)
         # On the computing stream and before its kernels: a kernel that waits beside a persistent grid might find no SM.
@@ -154,6 +156,7 @@ class SymmetricTransport:
 
     def _allocate(self, half_bytes: int) -> None:
         """A larger arena, on all ranks at the same op; the old one is idle by then."""
+        assert not self._open, "an op in flight would lose its half; begin the larger one first"
         from torch.distributed import _symmetric_memory as symmetric
 
         torch.cuda.synchronize(self._device)
@@ -172,6 +175,10 @@ class SymmetricTransport:
         self._views = [
             self._handle.get_buffer(peer, (self._layout.num_bytes,), torch.uint8) for peer in range(self.size)
         ]
+        bases = [view.data_ptr() for view in self._views]
+        starts = [(self._layout.half(epoch), self._layout.flags(epoch)) for epoch in (0, 1)]
+        table = [[[base + start for base in bases] for start in both] for both in starts]
+        self._addresses = torch.tensor(table, dtype=torch.int64, device=self._device)
         dist.barrier(self._group)
 
     def close(self) -> None:
@@ -212,11 +219,8 @@ class SymmetricOp:
 
     def addresses(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Device tables for kernels: int64 `[R]` addresses of the halves, and of the flags, of all ranks."""
-        bases = [view.data_ptr() for view in self._transport._views]
-        half, flags = self._layout.half(self.epoch), self._layout.flags(self.epoch)
-        table = torch.tensor([[base + half for base in bases], [base + flags for base in bases]], dtype=torch.int64)
-        table = table.to(self._transport._device, non_blocking=True)
-        return table[0], table[1]
+        halves, flags = self._transport._addresses[self.epoch % 2]
+        return halves, flags
 
     def push(self, shard: torch.Tensor, layout: ChunkLayout) -> torch.Tensor:
         """Starts an all-gather of `shard` by copy engines; returns the gathered rows, of which only own ones are there.
@@ -255,4 +259,5 @@ class SymmetricOp:
         for peer in range(transport.size):
             words = self._words(peer, self._layout.acknowledgements(self.epoch), transport.size)
             symmetric._SymmetricMemory.stream_write_value32(words, transport.rank, self.epoch)
+        transport._open -= 1
         transport._status_seen.copy_(transport.status, non_blocking=True)

@@ -117,6 +117,8 @@ def shipped() -> list[Variant]:
                 for total in ("fp32", dtype):
                     name = f"{dtype} to {total}{size}"
                     variants.append(_wgrad(name, arch, dtype, total, table[arch], aligned=table is WGRAD))
+        variants.append(_wait(arch))
+        for dtype in ("bf16", "fp16"):
             variants += [_sum(arch, dtype, num_ranks, even) for num_ranks in (2, 4, 8) for even in (True, False)]
     return variants
 
@@ -184,6 +186,11 @@ def _sum(arch: int, dtype: str, num_ranks: int, even: bool) -> Variant:
         values | {key: _FLAG_POINTERS[key] for key in ("tiles_ptr", "flags_ptr", "status_ptr")},
         ("slot_stride", "N") if even else (),
     )
+
+
+def _wait(arch: int) -> Variant:
+    pointers = {key: _FLAG_POINTERS[key] for key in ("flags_ptr", "status_ptr")}
+    return Variant("wait for all", "wait", "wait_all_kernel", arch, 1, {"MAX_POLLS": MAX_POLLS}, pointers, ())
 
 
 def _wgrad(name: str, arch: int, dtype: str, total: str, config: GemmConfig, *, aligned: bool) -> Variant:

@@ -304,6 +304,8 @@ class _FusedLinearReduceScatter(torch.autograd.Function):
         weight_done: WeightDone | None,
         observer: Observer | None,
     ) -> torch.Tensor:
+        # The weight gradient reads rows of it as they lie.
+        x = x if x.stride(-1) == 1 else x.contiguous()
         y = _Scatter(transport, x, w.t(), "linear_reduce_scatter").sum()
         ctx.save_for_backward(x, w)
         ctx.transport, ctx.main_grad = transport, main_grad

@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-EVERYDAY = ["ag_gemm nt bf16", "gemm_rs nt bf16", "gemm_rs nn bf16 odd", "wgrad bf16 to fp32", "sum of 8 bf16"]
+EVERYDAY = [
+    "ag_gemm nt bf16",
+    "gemm_rs nt bf16",
+    "gemm_rs nn bf16 odd",
+    "wgrad bf16 to fp32",
+    "sum of 8 bf16",
+    "wait for all",
+]
 
 
 def compiled(*arguments: str, cache: Path | None = None) -> list[dict[str, object]]:

@@ -164,3 +164,10 @@ def test_torch_computes_the_same(request: pytest.FixtureRequest, shared: Path, n
     assert scattering(world, problem, epochs=(1,)) == NOTHING
     for rank in range(num_ranks):
         torch.testing.assert_close(problem.out(rank)[:8], torchs[rank][1], rtol=1e-5, atol=1e-5)
+
+
+def test_a_wait_that_is_in_vain_is_given_up_and_noted(two_ranks: World) -> None:
+    assert two_ranks.run(2, workers.wait_for_all, [7, 8, 7], 7, ()) == [0, 0]
+    assert two_ranks.run(2, workers.wait_for_all, [7, 7, 6], 7, ()) == [7, 7]
+    first_only = Edit("wait", "tl.range(0, num_flags)", "tl.range(0, 1)")
+    assert two_ranks.run(2, workers.wait_for_all, [7, 7, 6], 7, (first_only,)) == [0, 0]
