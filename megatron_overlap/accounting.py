@@ -32,11 +32,15 @@ class Site(NamedTuple):
 
 @dataclass
 class Tally:
-    """The counts of one site. `moved_bytes` is what this rank sent in its overlapped calls."""
+    """The counts of one site. `moved_bytes` is what this rank sent in its overlapped calls.
+
+    `not_fused` counts overlapped calls that ran p2p where the config asks for fused kernels, by reason.
+    """
 
     overlapped: int = 0
     moved_bytes: int = 0
     fallbacks: dict[str, int] = field(default_factory=dict)
+    not_fused: dict[str, int] = field(default_factory=dict)
 
 
 class Counters:
@@ -80,6 +84,21 @@ class Counters:
                 " remove the cause, or set overlap.strict to false to run Megatron's own path"
             )
 
+    def not_fused(self, kind: str, name: str, op: str, direction: Direction, reason: str) -> None:
+        """Counts one call that runs p2p where fused kernels were asked for.
+
+        Raises:
+            FallbackError: the counters are strict.
+        """
+        with self._lock:
+            reasons = self._tallies.setdefault(Site(kind, name, op, direction), Tally()).not_fused
+            reasons[reason] = reasons.get(reason, 0) + 1
+        if self.strict:
+            raise FallbackError(
+                f"{kind} {name}".strip() + f": {op} {direction}: not fused: {reason};"
+                " set overlap.tensor.method to p2p, or overlap.strict to false"
+            )
+
     def leave(self, module: str, reason: str) -> None:
         """Notes a module that is left to Megatron on purpose: nothing that could be otherwise, so never an error."""
         self._left[module] = reason
@@ -93,7 +112,7 @@ class Counters:
         """A copy of all counts, in the order of the sites."""
         with self._lock:
             return {
-                site: Tally(tally.overlapped, tally.moved_bytes, dict(tally.fallbacks))
+                site: Tally(tally.overlapped, tally.moved_bytes, dict(tally.fallbacks), dict(tally.not_fused))
                 for site, tally in sorted(self._tallies.items())
             }
 
@@ -149,6 +168,7 @@ class Report:
                     "overlapped": tally.overlapped,
                     "bytes": tally.moved_bytes,
                     "fallbacks": dict(tally.fallbacks),
+                    **({"not_fused": dict(tally.not_fused)} if tally.not_fused else {}),
                 }
                 for site, tally in self.sites.items()
             ],
@@ -203,7 +223,10 @@ class Report:
         table.add_column("sent MiB", justify="right")
         table.add_column("Megatron's own path, because")
         for site, tally in self.sites.items():
-            reasons = "; ".join(f"{count} x {reason}" for reason, count in sorted(tally.fallbacks.items()))
+            reasons = "; ".join(
+                [f"{count} x {reason}" for reason, count in sorted(tally.fallbacks.items())]
+                + [f"{count} x p2p, not fused: {reason}" for reason, count in sorted(tally.not_fused.items())]
+            )
             table.add_row(
                 f"{site.kind} {site.name}".strip(),
                 site.op,

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.utils import get_tensor_model_parallel_group_if_none
 
+from megatron_overlap.adapters.fused import FusedChoice
 from megatron_overlap.comm import Transport, close_transport, transport_of
 from megatron_overlap.kept import KeptCounter, KeptSite
 from megatron_overlap.ops import LinearPlan, all_gather_linear, copy_linear, linear_all_reduce, linear_reduce_scatter
@@ -32,6 +33,12 @@ _COLUMN_ARGUMENTS = {
     "gtp_remat_size",
 }
 
+_P2P_OPS: dict[str, Callable[..., torch.Tensor]] = {
+    "ag_gemm": all_gather_linear,
+    "copy_gemm": copy_linear,
+    "gemm_rs": linear_reduce_scatter,
+    "gemm_ar": linear_all_reduce,
+}
 _EXPERT = "expert layer: the token dispatcher communicates, not the layer"
 _LEFT = {
     "VocabParallelEmbedding": "there is no GEMM to hide its all-reduce or reduce-scatter under",
@@ -52,6 +59,7 @@ class LinearAdapter:
             save_gathered=tensor.recompute_gather == "never",
         )
         self._backlog = Backlog()
+        self.fused = FusedChoice(session)
         session.counters.kept = KeptCounter(gathered=self._plan.save_gathered)
         for module, reason in _LEFT.items():
             session.counters.leave(module, reason)
@@ -75,6 +83,7 @@ class LinearAdapter:
         for group in self._groups:
             close_transport(group)
         self._groups.clear()
+        self.fused.close()
 
     def options(self, kind: str, op: str, weight: torch.Tensor, fused_wgrad: bool) -> dict[str, Any]:
         """Keyword arguments of an op: the plan, where the weight gradient goes, and who counts."""
@@ -101,6 +110,19 @@ class LinearAdapter:
             return "schedule ring has no all-reduce: use direct, or --sequence-parallel"
         return _why_not_tensors(x, weight, group)
 
+    def linear(
+        self, kind: str, op: str, x: torch.Tensor, weight: torch.Tensor, bias: Any, group: dist.ProcessGroup, into: bool
+    ) -> torch.Tensor:
+        """Runs `op`: fused where that is asked for and possible, else p2p. `into`: the gradient goes to main_grad."""
+        options = self.options(kind, op, weight, into)
+        if self.fused.wanted:
+            reason = self.fused.why_not(op, x, group)
+            if reason is None:
+                return self.fused.run(op, x, weight, bias, group, **options)
+            name = f"{weight.shape[1]}->{weight.shape[0]}"
+            self._session.counters.not_fused(kind, name, op, "forward", reason)
+        return _P2P_OPS[op](x, weight, bias, group=self.transport(group), **options)
+
     def fall_back(self, kind: str, op: str, weight: torch.Tensor, reason: str) -> None:
         """Counts a call that Megatron's own path serves."""
         self._session.counters.fallback(kind, f"{weight.shape[1]}->{weight.shape[0]}", op, "forward", reason)
@@ -124,9 +146,8 @@ def column_forward_impl(original: Method, session: Session) -> Method:
         if reason is not None:
             adapter.fall_back("column", op, weight, reason)
             return original(self, input, weight, *args, **kwargs)
-        options = adapter.options("column", op, weight, bool(kwargs.get("gradient_accumulation_fusion")))
-        linear = all_gather_linear if op == "ag_gemm" else copy_linear
-        return linear(input, weight, kwargs.get("bias"), group=adapter.transport(group), **options)
+        into = bool(kwargs.get("gradient_accumulation_fusion"))
+        return adapter.linear("column", op, input, weight, kwargs.get("bias"), group, into)
 
     return _forward_impl
 
@@ -150,9 +171,7 @@ def row_forward(original: Method, session: Session) -> Method:
         if reason is not None:
             adapter.fall_back("row", op, self.weight, reason)
             return original(self, input_)
-        options = adapter.options("row", op, self.weight, self.gradient_accumulation_fusion)
-        linear = linear_reduce_scatter if op == "gemm_rs" else linear_all_reduce
-        output = linear(input_, self.weight, group=adapter.transport(group), **options)
+        output = adapter.linear("row", op, input_, self.weight, None, group, self.gradient_accumulation_fusion)
         if self.skip_bias_add:
             return output, self.bias
         return (output if self.bias is None else output + self.bias), None

@@ -52,7 +52,6 @@ def unknown_preset(name: str) -> Problem:
 
 
 NOT_AVAILABLE = {
-    ("tensor", "fused"): "auto, p2p or none",
     ("varlen", "balanced"): "none",
 }
 

@@ -16,7 +16,8 @@ class TensorOverlap(Section):
     """Overlap of the all-gathers, reduce-scatters and all-reduces of tensor parallelism."""
 
     method: Literal["auto", "p2p", "fused", "none"] = "auto"
-    """p2p: point-to-point messages between partial GEMMs; auto: the best available; none: Megatron's own."""
+    """p2p: point-to-point messages between partial GEMMs; fused: kernels that read and write peers' memory, on one
+    host's NVIDIA GPUs, p2p by name elsewhere; auto: the best available, p2p now; none: Megatron's own."""
     schedule: Literal["auto", "ring", "direct", "serial"] = "auto"
     """Who sends which chunk when; serial: as direct, but nothing is computed meanwhile, to measure against."""
     chunks_per_rank: Literal["auto"] | Positive = "auto"

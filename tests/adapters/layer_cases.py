@@ -232,6 +232,28 @@ def falls_back(group: dist.ProcessGroup, kind: str, what: str, strict: bool) -> 
     return reasons, error
 
 
+def asks_for_fused(group: dist.ProcessGroup, kind: str, plain: bool, strict: bool) -> tuple[dict[str, int], str, str]:
+    """A layer with `method: fused` where there is no GPU: what is counted and shown; it must equal p2p bit by bit."""
+    from megatron_overlap.accounting import FallbackError
+
+    start(group)
+    x, dy = make_data(kind, torch.float32, 3 * group.size(), group.size(), group.rank(), not plain)
+    results = []
+    for method in ("p2p", "fused"):
+        with enable(OverlapConfig(tensor={**TENSOR, "method": method}), strict=strict) as session:
+            try:
+                results.append(step(make_layer(kind, torch.float32, sequence_parallel=not plain), x, dy))
+            except FallbackError as error:
+                return {}, "", str(error)
+            report = session.report()
+    for name, value in results[0].items():
+        assert (value is None and results[1][name] is None) or torch.equal(value, results[1][name]), name
+    (tally,) = [tally for tally in report.sites.values() if tally.not_fused]
+    assert tally.overlapped
+    assert not any(tally.fallbacks for tally in report.sites.values())
+    return tally.not_fused, report.render(width=250), ""
+
+
 def disabled_leaves_nothing(group: dist.ProcessGroup) -> int:
     """Every attribute of every module and class of Megatron before and after; how many were replaced meanwhile."""
     start(group)

@@ -130,6 +130,18 @@ def test_reported_memory_is_what_autograd_holds(ranks: World, choice: str) -> No
         assert {memory["a_call"], memory["a_call_otherwise"]} == {shard, RANKS * shard}
 
 
+@pytest.mark.parametrize("plain", [False, True], ids=["sp", "no-sp"])
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_fused_without_a_gpu_is_p2p_by_name(ranks: World, kind: str, plain: bool) -> None:
+    op = OPS[kind, plain]
+    reason = f"{op} is not fused: use --sequence-parallel" if plain else "fused kernels need CUDA, not cpu"
+    for counted, shown, _ in ranks.run(RANKS, cases.asks_for_fused, kind, plain, strict=False):
+        assert counted == {reason: 1}
+        assert f"1 x p2p, not fused: {reason}" in shown
+    for _, _, error in ranks.run(RANKS, cases.asks_for_fused, kind, plain, strict=True):
+        assert f"not fused: {reason}; set overlap.tensor.method to p2p" in error
+
+
 def test_disable_leaves_megatron_as_it_was(ranks: World) -> None:
     assert all(changed >= 2 for changed in ranks.run(RANKS, cases.disabled_leaves_nothing))
 

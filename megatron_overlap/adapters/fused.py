@@ -1,0 +1,61 @@
+"""`overlap.tensor.method: fused` in Megatron's linears: the fused ops where they can be, p2p by name where not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_overlap.comm.symmetric import SymmetricTransport, objection
+from megatron_overlap.ops.fused import fused_all_gather_linear, fused_linear_reduce_scatter, why_not_fused
+from megatron_overlap.session import Session
+
+_FUSED_OPS: dict[str, Callable[..., torch.Tensor]] = {
+    "ag_gemm": fused_all_gather_linear,
+    "gemm_rs": fused_linear_reduce_scatter,
+}
+
+
+class FusedChoice:
+    """Which calls of one session run fused, and the symmetric memory of each group that has it."""
+
+    def __init__(self, session: Session) -> None:
+        self.wanted = session.config.tensor.method == "fused"
+        self._transports: dict[dist.ProcessGroup, SymmetricTransport | str] = {}
+
+    def why_not(self, op: str, x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
+        """What keeps a call of `op` from running fused; None if nothing does. All ranks of `group` call alike."""
+        if op not in _FUSED_OPS:
+            return f"{op} is not fused: use --sequence-parallel"
+        rows = x[..., 0].numel()
+        reason = why_not_fused(x, rows * group.size() if op == "ag_gemm" else rows, group.size())
+        if reason is not None:
+            return reason
+        transport = self._transports.get(group)
+        if transport is None:
+            transport = self._transports[group] = self._open(group)
+        return transport if isinstance(transport, str) else None
+
+    def _open(self, group: dist.ProcessGroup) -> SymmetricTransport | str:
+        text = objection(group)
+        if text:
+            return text
+        from megatron_overlap.kernels.wait import wait_all
+
+        return SymmetricTransport(group, wait_all)
+
+    def run(
+        self, op: str, x: torch.Tensor, w: torch.Tensor, bias: Any, group: dist.ProcessGroup, **options: Any
+    ) -> Any:
+        """The fused op; `why_not` was None for it. Options that have no meaning here are left out."""
+        known = {key: options[key] for key in ("main_grad", "weight_done", "observer") if key in options}
+        return _FUSED_OPS[op](x, w, bias, transport=self._transports[group], **known)
+
+    def close(self) -> None:
+        """Lets the symmetric memory of all groups go."""
+        for transport in self._transports.values():
+            if isinstance(transport, SymmetricTransport):
+                transport.close()
+        self._transports.clear()

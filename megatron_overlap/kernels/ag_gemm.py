@@ -1,0 +1,146 @@
+"""`out = gathered @ b + bias`, whose tiles wait for the rows they need while peers' rows are still on their way.
+
+Source: Flux (arXiv 2406.06858), all-gather + GEMM: a flag a comm tile, own rows first, tile order by arrival, comm tile
+size independent of the GEMM's tile.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron_overlap.kernels import device
+from megatron_overlap.kernels.launch import GemmConfig, RowTiles, Waits, check_gemm, interpreted
+
+
+def plain(gathered: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """What the kernel computes once all rows of `gathered` are there."""
+    out = gathered @ b
+    return out if bias is None else out + bias
+
+
+@triton.jit
+def ag_gemm_kernel(
+    a_ptr,
+    b_ptr,
+    bias_ptr,
+    out_ptr,
+    tiles_ptr,
+    flags_ptr,
+    status_ptr,
+    epoch,
+    num_row_tiles,
+    N,
+    K,
+    stride_am,
+    stride_ak,
+    stride_bk,
+    stride_bn,
+    stride_om,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    WIDEN: tl.constexpr,
+    MAX_POLLS: tl.constexpr,
+):
+    num_columns = tl.cdiv(N, BLOCK_N)
+    # Not flattened: with a wait between the two loops that would switch the pipelining of the inner one off.
+    for index in tl.range(tl.program_id(0), num_row_tiles * num_columns, tl.num_programs(0), flatten=False):
+        row_tile, column_tile = device.place(index, num_row_tiles, num_columns, GROUP)
+        tile = tiles_ptr + row_tile * device.COLUMNS
+        start = tl.load(tile + device.START)
+        num_rows = tl.load(tile + device.STOP) - start
+        if tl.load(tile + device.REMOTE) != 0:
+            device.wait_for(flags_ptr + tl.load(tile + device.FLAG), epoch, status_ptr, MAX_POLLS)
+        first = column_tile * BLOCK_N
+        total = device.product(
+            a_ptr + start.to(tl.int64) * stride_am,
+            b_ptr + first.to(tl.int64) * stride_bn,
+            num_rows,
+            N - first,
+            K,
+            stride_am,
+            stride_ak,
+            stride_bk,
+            stride_bn,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            NUM_STAGES,
+            EVEN_N,
+            EVEN_K,
+            WIDEN,
+        )
+        rows = tl.arange(0, BLOCK_M)
+        columns = first + tl.arange(0, BLOCK_N)
+        if HAS_BIAS:
+            total += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+        out = out_ptr + start.to(tl.int64) * stride_om + rows[:, None] * stride_om + columns[None, :]
+        mask = rows[:, None] < num_rows
+        if not EVEN_N:
+            mask = mask & (columns[None, :] < N)
+        tl.store(out, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def ag_gemm(
+    gathered: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    tiles: RowTiles,
+    waits: Waits,
+    config: GemmConfig,
+    num_programs: int,
+) -> None:
+    """Enqueues `out = gathered @ b + bias` on the current stream; see `plain`.
+
+    Forward of a column-parallel layer with `b = w.t()`, dgrad of a row-parallel one with `b = w`.
+
+    Args:
+        gathered: `[M, K]`; own rows are there, others land behind `waits`.
+        b: `[K, N]`, any strides.
+        out: `[M, N]`, rows contiguous; every row of `tiles` is written, once.
+        bias: `[N]`, contiguous.
+        tiles: row tiles in arrival order, cut by `config.block_m`.
+        waits: the flags of remote chunks.
+        config: tile shape of the GEMM.
+        num_programs: blocks of the persistent grid. All of them must fit on the device together with what raises the
+            flags; copies and flags are best enqueued before this.
+
+    Raises:
+        ValueError: shapes, dtypes or strides do not fit.
+    """
+    check_gemm(gathered, b, out, bias, tiles, config)
+    num_columns, depth = b.shape[1], b.shape[0]
+    work = tiles.count * triton.cdiv(num_columns, config.block_n)
+    if work == 0:
+        return
+    ag_gemm_kernel[(min(num_programs, work),)](
+        gathered,
+        b,
+        bias if bias is not None else out,
+        out,
+        tiles.table,
+        waits.flags,
+        waits.status,
+        waits.epoch,
+        tiles.count,
+        num_columns,
+        depth,
+        *gathered.stride(),
+        *b.stride(),
+        out.stride(0),
+        EVEN_N=num_columns % config.block_n == 0,
+        EVEN_K=depth % config.block_k == 0,
+        HAS_BIAS=bias is not None,
+        WIDEN=interpreted(),
+        MAX_POLLS=waits.max_polls,
+        **config.constants(),
+    )

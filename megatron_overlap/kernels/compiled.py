@@ -1,0 +1,101 @@
+"""Compiles kernels ahead of time, with no device and no driver, and reads what came out.
+
+Run as a program it prints one JSON line a variant: triton must not have been imported as an interpreter.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from megatron_overlap.kernels.variants import Variant
+
+SHARED_LIMIT_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Shared memory that one block may have."""
+
+TENSOR_CORE = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
+"""The instruction of each architecture's tensor cores."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What a compiled kernel uses and contains.
+
+    Attributes:
+        ptx: its text.
+        registers: of a thread.
+        stack_bytes: local memory of a thread; spilled registers are there.
+        shared_bytes: of a block.
+    """
+
+    ptx: str
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+
+    def count(self, instruction: str) -> int:
+        """How often `instruction` stands in the PTX."""
+        return self.ptx.count(instruction)
+
+
+def compile_variant(variant: Variant, package: str = "megatron_overlap.kernels") -> Compiled:
+    """Compiles `variant` for its architecture, from `package`; about a second."""
+    kernel = getattr(importlib.import_module(f"{package}.{variant.module}"), variant.kernel)
+    constants = dict(variant.constants) | dict.fromkeys(variant.unit, 1)
+    if isinstance(constants.get("DTYPE"), str):
+        constants["DTYPE"] = {"bf16": tl.bfloat16, "fp16": tl.float16}[constants["DTYPE"]]
+    signature = {
+        name: "constexpr" if name in constants else variant.pointers.get(name, "i32") for name in kernel.arg_names
+    }
+    aligned = [*variant.pointers, *variant.aligned]
+    attributes = {
+        (kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned if name not in constants
+    }
+    stages = variant.constants.get("NUM_STAGES", 3)
+    binary = triton.compile(
+        ASTSource(kernel, signature, constants, attributes),
+        target=GPUTarget("cuda", variant.arch, 32),
+        options={"num_warps": variant.num_warps, "num_stages": stages},
+    )
+    registers, stack = _usage(binary.asm["cubin"])
+    return Compiled(binary.asm["ptx"], registers, stack, binary.metadata.shared)
+
+
+def _usage(cubin: bytes) -> tuple[int, int]:
+    """Registers and stack bytes of a thread, as the assembler's own tool says."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
+    if found is None:
+        raise RuntimeError(f"cuobjdump printed no resource usage: {text}")
+    return int(found[1]), int(found[2]) + int(found[3])
+
+
+def peer_stores(ptx: str) -> list[str]:
+    """The store instructions to global memory that are not flags: what fills a peer's landing."""
+    return re.findall(r"\bst\.(?:[a-z_]+\.)*global(?:\.[a-z0-9_]+)*", ptx)
+
+
+def barrier_before_release(ptx: str) -> bool:
+    """Whether, of a kernel that counts tiles, a block barrier stands between the last store and the counting add."""
+    lines = ptx.splitlines()
+    adds = [k for k, line in enumerate(lines) if re.search(r"\batom\.\S*acq_rel\S*\.add", line)]
+    if not adds:
+        return False
+    stores = [k for k, line in enumerate(lines) if k < adds[0] and re.search(r"\bst\.global\.v", line)]
+    first = stores[-1] if stores else 0
+    return any("bar.sync" in line or "barrier.sync" in line for line in lines[first : adds[0]])

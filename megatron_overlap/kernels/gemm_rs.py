@@ -1,0 +1,266 @@
+"""`out = sum over ranks of (a @ b)`, own rows: GEMM tiles are stored where their owner sums them, then summed once.
+
+Source: Flux (arXiv 2406.06858), GEMM + reduce-scatter: output pointers of all ranks, tile order rotated by rank, a
+local sum; own rows last as in Flash-Overlap (arXiv 2604.24013), so that the last tiles computed cross no link.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron_overlap.kernels import device
+from megatron_overlap.kernels.launch import GemmConfig, RowTiles, Waits, check_gemm, interpreted
+
+
+def plain(terms: list[tuple[torch.Tensor, torch.Tensor]], start: int, stop: int) -> torch.Tensor:
+    """What `gemm_to_owners` on all ranks and `sum_landed` compute for one owner; `a` and `b` of each rank."""
+    products = [(a[start:stop] @ b).float() for a, b in terms]
+    total = products[0]
+    for product in products[1:]:
+        total = total + product
+    return total.to(terms[0][0].dtype)
+
+
+@triton.jit
+def gemm_to_owners_kernel(
+    a_ptr,
+    b_ptr,
+    landings_ptr,
+    flags_ptr,
+    counters_ptr,
+    tiles_ptr,
+    epoch,
+    slot_offset,
+    first_flag,
+    num_row_tiles,
+    N,
+    K,
+    stride_am,
+    stride_ak,
+    stride_bk,
+    stride_bn,
+    DTYPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    num_columns = tl.cdiv(N, BLOCK_N)
+    for index in tl.range(tl.program_id(0), num_row_tiles * num_columns, tl.num_programs(0), flatten=False):
+        row_tile, column_tile = device.place(index, num_row_tiles, num_columns, GROUP)
+        tile = tiles_ptr + row_tile * device.COLUMNS
+        start = tl.load(tile + device.START)
+        num_rows = tl.load(tile + device.STOP) - start
+        owner = tl.load(tile + device.OWNER)
+        first = column_tile * BLOCK_N
+        total = device.product(
+            a_ptr + start.to(tl.int64) * stride_am,
+            b_ptr + first.to(tl.int64) * stride_bn,
+            num_rows,
+            N - first,
+            K,
+            stride_am,
+            stride_ak,
+            stride_bk,
+            stride_bn,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            NUM_STAGES,
+            EVEN_N,
+            EVEN_K,
+            WIDEN,
+        )
+        # Alignment is said here and not in a helper: said of a helper's result it is lost, and a peer is then written
+        # to two bytes at a time.
+        landing = tl.multiple_of(tl.load(landings_ptr + owner).to(tl.pointer_type(DTYPE)), 16)
+        rows = tl.arange(0, BLOCK_M)
+        columns = first + tl.arange(0, BLOCK_N)
+        landing += slot_offset + tl.load(tile + device.ROW_IN_SHARD).to(tl.int64) * N
+        mask = rows[:, None] < num_rows
+        if not EVEN_N:
+            mask = mask & (columns[None, :] < N)
+        tl.store(landing + rows[:, None] * N + columns[None, :], total.to(DTYPE), mask=mask)
+        flag = tl.load(flags_ptr + owner).to(tl.pointer_type(tl.int32)) + first_flag + tl.load(tile + device.PART)
+        num_tiles = tl.load(tile + device.TILES_IN_CHUNK) * num_columns
+        device.count_tile(counters_ptr + tl.load(tile + device.FLAG), num_tiles, flag, epoch)
+
+
+@triton.jit
+def sum_landed_kernel(
+    landing_ptr,
+    out_ptr,
+    tiles_ptr,
+    flags_ptr,
+    status_ptr,
+    epoch,
+    num_row_tiles,
+    slot_stride,
+    N,
+    parts,
+    NUM_RANKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    MAX_POLLS: tl.constexpr,
+):
+    num_columns = tl.cdiv(N, BLOCK_N)
+    for index in tl.range(tl.program_id(0), num_row_tiles * num_columns, tl.num_programs(0)):
+        tile = tiles_ptr + index // num_columns * device.COLUMNS
+        start = tl.load(tile + device.ROW_IN_SHARD)
+        num_rows = tl.load(tile + device.STOP) - tl.load(tile + device.START)
+        part = tl.load(tile + device.PART)
+        for source in tl.static_range(NUM_RANKS):
+            device.wait_for(flags_ptr + source * parts + part, epoch, status_ptr, MAX_POLLS)
+        rows = tl.arange(0, BLOCK_M)
+        columns = index % num_columns * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask = rows[:, None] < num_rows
+        if not EVEN_N:
+            mask = mask & (columns[None, :] < N)
+        offsets = start.to(tl.int64) * N + rows[:, None] * N + columns[None, :]
+        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        # In the order of the ranks, whatever landed first: the same bits in every run.
+        for source in tl.static_range(NUM_RANKS):
+            slot = tl.full((), source, dtype=tl.int64) * slot_stride
+            total += tl.load(landing_ptr + slot + offsets, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@dataclass(frozen=True, slots=True)
+class Owners:
+    """Where partial products go: memory of all ranks, as this rank addresses it.
+
+    Attributes:
+        landings: int64 `[R]`, address of each owner's landing `[R sources, slot_rows, N]`; 16-byte aligned.
+        flags: int64 `[R]`, address of each owner's flags, int32 `[R sources, parts]`.
+        counters: int32 `[R * parts]`, own memory, 0: tiles stored so far of each chunk.
+        rank: this rank: its slot in every landing.
+        parts: chunks that a shard is cut into.
+        slot_rows: rows of one slot, at least those of the largest shard.
+        epoch: what the flags are raised to.
+    """
+
+    landings: torch.Tensor
+    flags: torch.Tensor
+    counters: torch.Tensor
+    rank: int
+    parts: int
+    slot_rows: int
+    epoch: int
+
+
+def gemm_to_owners(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    tiles: RowTiles,
+    owners: Owners,
+    config: GemmConfig,
+    num_programs: int,
+) -> None:
+    """Enqueues the product of all rows, each tile stored at the owner of its rows, and a flag raised for each chunk.
+
+    Forward of a row-parallel layer with `b = w.t()`, dgrad of a column-parallel one with `b = w`. With `owners` that
+    names own memory it is the same GEMM into local slots, for a copy engine to fetch chunk by chunk.
+
+    Args:
+        a: `[M, K]`, any strides.
+        b: `[K, N]`, any strides.
+        tiles: row tiles in departure order, own rows last, cut by `config.block_m`.
+        owners: where they go.
+        config: tile shape of the GEMM.
+        num_programs: blocks of the persistent grid.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    check_gemm(a, b, None, None, tiles, config)
+    num_columns, depth = b.shape[1], b.shape[0]
+    work = tiles.count * triton.cdiv(num_columns, config.block_n)
+    if work == 0:
+        return
+    gemm_to_owners_kernel[(min(num_programs, work),)](
+        a,
+        b,
+        owners.landings,
+        owners.flags,
+        owners.counters,
+        tiles.table,
+        owners.epoch,
+        owners.rank * owners.slot_rows * num_columns,
+        owners.rank * owners.parts,
+        tiles.count,
+        num_columns,
+        depth,
+        *a.stride(),
+        *b.stride(),
+        DTYPE=TRITON_TYPES[a.dtype],
+        EVEN_N=num_columns % config.block_n == 0,
+        EVEN_K=depth % config.block_k == 0,
+        WIDEN=interpreted(),
+        **config.constants(),
+    )
+
+
+SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 8, 512, 4
+
+
+def sum_landed(
+    landing: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    tiles: RowTiles,
+    waits: Waits,
+    parts: int,
+    num_programs: int,
+) -> None:
+    """Enqueues `out = sum(landing)`, made in fp32 in the order of the ranks and rounded once.
+
+    Args:
+        landing: `[R, slot_rows, N]`, contiguous: what every rank computed for the own rows.
+        out: own rows of the sum `[rows, N]`, contiguous.
+        tiles: tiles of the own rows, cut by `SUM_ROWS`.
+        waits: flags, int32 `[R * parts]`: chunk `part` from `source` is there.
+        parts: chunks that the shard is cut into.
+        num_programs: blocks of the persistent grid.
+
+    Raises:
+        ValueError: shapes do not fit.
+    """
+    num_ranks, slot_rows, num_columns = landing.shape
+    if out.shape[1:] != (num_columns,) or out.shape[0] > slot_rows or not (out.is_contiguous()):
+        raise ValueError(f"out: shape {tuple(out.shape)} does not fit a landing of {tuple(landing.shape)}")
+    if tiles.block > SUM_ROWS:
+        raise ValueError(f"tiles: {tiles.block} rows; cut them by {SUM_ROWS}")
+    work = tiles.count * triton.cdiv(num_columns, SUM_COLUMNS)
+    if work == 0:
+        return
+    sum_landed_kernel[(min(num_programs, work),)](
+        landing,
+        out,
+        tiles.table,
+        waits.flags,
+        waits.status,
+        waits.epoch,
+        tiles.count,
+        slot_rows * num_columns,
+        num_columns,
+        parts,
+        NUM_RANKS=num_ranks,
+        BLOCK_M=SUM_ROWS,
+        BLOCK_N=SUM_COLUMNS,
+        EVEN_N=num_columns % SUM_COLUMNS == 0,
+        MAX_POLLS=waits.max_polls,
+        num_warps=SUM_WARPS,
+    )
+
+
+TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

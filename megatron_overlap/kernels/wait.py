@@ -1,0 +1,26 @@
+"""A kernel of one block that only waits: the stream behind it goes on when all flags have reached an epoch."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron_overlap.kernels import device
+from megatron_overlap.kernels.launch import MAX_POLLS
+
+
+def plain(flags: list[int], epoch: int) -> bool:
+    """When the kernel has ended."""
+    return all(flag >= epoch for flag in flags)
+
+
+@triton.jit
+def wait_all_kernel(flags_ptr, epoch, status_ptr, num_flags, MAX_POLLS: tl.constexpr):
+    for number in tl.range(0, num_flags):
+        device.wait_for(flags_ptr + number, epoch, status_ptr, MAX_POLLS)
+
+
+def wait_all(flags: torch.Tensor, epoch: int, status: torch.Tensor, max_polls: int = MAX_POLLS) -> None:
+    """Enqueues the wait on the current stream; see `plain`. Whoever raises the flags must not wait for this stream."""
+    wait_all_kernel[(1,)](flags, epoch, status, flags.numel(), MAX_POLLS=max_polls, num_warps=1)

@@ -1,0 +1,130 @@
+"""Compiles every fused kernel that ships, with no GPU, and prints what came out; the table of docs/fused.md.
+
+python scripts/fused_table.py             a Markdown table
+python scripts/fused_table.py --json      a JSON line a kernel
+python scripts/fused_table.py --check     exit code 1 if any kernel is not what it should be
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from megatron_overlap.kernels import compiled
+from megatron_overlap.kernels.variants import ARCHITECTURES, Variant, shipped
+
+PACKAGE = "megatron_overlap.kernels"
+
+
+def problems(variant: Variant, result: compiled.Compiled) -> list[str]:
+    """What is not as it should be; nothing where all is."""
+    found = []
+    is_gemm = "BLOCK_K" in variant.constants
+    odd = variant.name.endswith("odd")
+    if result.stack_bytes:
+        found.append(f"spills: {result.stack_bytes} bytes of stack a thread")
+    if result.shared_bytes > compiled.SHARED_LIMIT_BYTES[variant.arch]:
+        found.append(f"shared memory: {result.shared_bytes} bytes do not fit a block")
+    if is_gemm and not result.count(compiled.TENSOR_CORE[variant.arch]):
+        found.append(f"no {compiled.TENSOR_CORE[variant.arch]}")
+    stores = set(compiled.peer_stores(result.ptx))
+    if stores and not odd and stores != {"st.global.v4.b32"}:
+        found.append(f"stores are not of 16 bytes: {', '.join(sorted(stores))}")
+    if is_gemm and not odd and not result.count("cp.async.cg"):
+        found.append("nothing loads ahead of the main loop (cp.async)")
+    if variant.kernel == "gemm_to_owners_kernel":
+        if not compiled.barrier_before_release(result.ptx):
+            found.append("no block barrier between the stores and the counting add")
+        if not result.count(".release"):
+            found.append("no release where the flag is raised")
+    elif not result.count(".sys.acquire"):
+        found.append("no acquire of system scope where a flag is looked at")
+    return found
+
+
+def row(variant: Variant, package: str) -> dict[str, Any]:
+    """One kernel as the JSON lines have it."""
+    result = compiled.compile_variant(variant, package)
+    return {
+        "name": variant.name,
+        "arch": variant.arch,
+        "tile": [variant.constants.get(key) for key in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "NUM_STAGES")],
+        "warps": variant.num_warps,
+        "registers": result.registers,
+        "stack_bytes": result.stack_bytes,
+        "shared_bytes": result.shared_bytes,
+        "tensor_core": result.count(compiled.TENSOR_CORE[variant.arch]),
+        "cp_async": result.count("cp.async.cg"),
+        "stores": dict(Counter(compiled.peer_stores(result.ptx))),
+        "problems": problems(variant, result),
+    }
+
+
+def edited(edit: str) -> str:
+    """A copy of the kernels with `module|old|new` changed; returns the name of the package."""
+    module, old, new = edit.split("|")
+    source = Path(compiled.__file__).parent
+    folder = Path(tempfile.mkdtemp(prefix="edited-"))
+    (folder / "edited_kernels").mkdir()
+    for file in source.glob("*.py"):
+        text = file.read_text()
+        if file.stem == module:
+            if old not in text:
+                raise SystemExit(f"--edit: {old!r}: not in {module}.py")
+            text = text.replace(old, new)
+        (folder / "edited_kernels" / file.name).write_text(text.replace(PACKAGE, "edited_kernels"))
+    sys.path.insert(0, str(folder))
+    return "edited_kernels"
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """The rows as the table of docs/fused.md."""
+    lines = [
+        "| kernel | arch | tile m, n, k, stages | warps | registers | spilled | shared KiB | tensor core | stores |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for each in rows:
+        tile = ", ".join(str(extent) for extent in each["tile"] if extent is not None)
+        core = f"{each['tensor_core']} x {compiled.TENSOR_CORE[each['arch']]}" if each["tensor_core"] else "-"
+        stores = ", ".join(f"{count} x {name[10:]}" for name, count in each["stores"].items())
+        suffix = "" if each["arch"] == ARCHITECTURES[0] else "a"
+        lines.append(
+            f"| {each['name']} | sm_{each['arch']}{suffix} | {tile} | {each['warps']} | {each['registers']} | "
+            f"{each['stack_bytes']} | {each['shared_bytes'] / 1024:.0f} | {core} | {stores} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", type=int, choices=ARCHITECTURES, help="one architecture only")
+    parser.add_argument("--name", action="append", help="one kernel only; may be given several times, in order")
+    parser.add_argument("--json", action="store_true", help="a JSON line a kernel")
+    parser.add_argument("--check", action="store_true", help="exit 1 if a kernel is not what it should be")
+    parser.add_argument("--edit", help="module|old|new: compile a changed copy, to see that the checks notice")
+    options = parser.parse_args()
+    variants = [each for each in shipped() if options.arch in (None, each.arch)]
+    if options.name:
+        variants = [each for name in options.name for each in variants if each.name == name]
+    package = edited(options.edit) if options.edit else PACKAGE
+    rows = []
+    for variant in variants:
+        rows.append(row(variant, package))
+        if options.json:
+            print(json.dumps(rows[-1]), flush=True)
+    if not options.json:
+        print(markdown(rows))
+    wrong = [f"{each['name']} sm_{each['arch']}: {'; '.join(each['problems'])}" for each in rows if each["problems"]]
+    if options.check and wrong:
+        print("\n".join(wrong), file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,38 @@
+"""Seeing, from inside a worker's interpreter, what a kernel does with flags."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def watched(flags: torch.Tensor, looks: torch.Tensor, raised: Callable[[int], None] | None = None) -> Iterator[None]:
+    """While open, each look at `flags` is counted in `looks`, and each flag raised anywhere is reported at once.
+
+    Args:
+        flags: int32, own memory: flags that kernels wait for.
+        looks: int32, of the same length, in shared memory.
+        raised: called with the address of a flag right after it was raised, before the kernel goes on.
+    """
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    original = InterpreterBuilder.create_atomic_rmw
+    first, last = flags.data_ptr(), flags.data_ptr() + 4 * flags.numel()
+
+    def create_atomic_rmw(self, op, ptr, val, mask, sem, scope):  # type: ignore[no-untyped-def]
+        result = original(self, op, ptr, val, mask, sem, scope)
+        address = int(ptr.data.reshape(-1)[0])
+        if "ADD" in str(op) and int(val.data.reshape(-1)[0]) == 0 and first <= address < last:
+            looks[(address - first) // 4] += 1
+        if "XCHG" in str(op) and "RELEASE" in str(sem) and raised is not None:
+            raised(address)
+        return result
+
+    InterpreterBuilder.create_atomic_rmw = create_atomic_rmw
+    try:
+        yield
+    finally:
+        InterpreterBuilder.create_atomic_rmw = original

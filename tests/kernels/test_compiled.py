@@ -1,0 +1,91 @@
+"""Every kernel a user may run compiles with no GPU for every architecture, and is what it was written to be."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EVERYDAY = [
+    "ag_gemm nt bf16",
+    "gemm_rs nt bf16",
+    "gemm_rs nn bf16 odd",
+    "wgrad bf16 to fp32",
+    "sum of 8 bf16",
+    "wait for all",
+]
+
+
+def compiled(*arguments: str, cache: Path | None = None) -> list[dict[str, object]]:
+    """The rows of scripts/fused_table.py, from a process of its own: this one may be an interpreter."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("TRITON_INTERPRET", None)
+    if cache is not None:
+        environment["TRITON_CACHE_DIR"] = str(cache)
+    run = subprocess.run(
+        [sys.executable, ROOT / "scripts/fused_table.py", "--json", *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+def check(rows: list[dict[str, object]]) -> None:
+    for row in rows:
+        assert row["problems"] == [], row
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_a_variant_of_each_kernel(arch: int) -> None:
+    rows = compiled("--arch", str(arch), *(word for name in EVERYDAY for word in ("--name", name)))
+    assert [row["name"] for row in rows] == EVERYDAY
+    check(rows)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_all_variants(arch: int) -> None:
+    rows = compiled("--arch", str(arch))
+    assert len(rows) > 40
+    check(rows)
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("edit", "name", "problem"),
+    [
+        (
+            "gemm_rs|tl.multiple_of(tl.load(landings_ptr + owner).to(tl.pointer_type(DTYPE)), 16)|"
+            "tl.load(landings_ptr + owner).to(tl.pointer_type(DTYPE))",
+            "gemm_rs nt bf16",
+            "16 bytes",
+        ),
+        ('device|"acquire"|"relaxed"', "ag_gemm nt bf16", "acquire"),
+        ('device|sem="release"|sem="relaxed"', "gemm_rs nt bf16", "release"),
+    ],
+    ids=["alignment not said", "no acquire", "no release"],
+)
+def test_a_wrong_kernel_is_caught(edit: str, name: str, problem: str, tmp_path: Path) -> None:
+    (row,) = compiled("--arch", "90", "--name", name, "--edit", edit, cache=tmp_path)
+    assert any(problem in text for text in row["problems"]), row  # type: ignore[attr-defined]
+
+
+def test_a_count_before_the_barrier_is_caught() -> None:
+    """Triton 3.7 sets a barrier of its own before an atomic: without ours there is one still, so this is about text."""
+    from megatron_overlap.kernels.compiled import barrier_before_release
+
+    store, barrier, add = "st.global.v4.b32 [ %rd1 ], { %r1 };", "bar.sync 0;", "atom.global.sys.acq_rel.add.u32 %r2;"
+    assert barrier_before_release("\n".join([store, barrier, add]))
+    assert not barrier_before_release("\n".join([barrier, store, add]))
+    assert not barrier_before_release("\n".join([store, add, barrier]))
+    assert not barrier_before_release(store)

@@ -1,0 +1,173 @@
+"""The kernels of several ranks over shared memory, in Triton's interpreter, with a link as late as it may be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.world import World
+from tests.kernels import workers
+from tests.kernels.mutants import Edit
+from tests.kernels.problem import Problem
+from tests.kernels.wire import Findings, gathering, scattering
+
+NOTHING = Findings()
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+WGRAD = ["wgrad", "wgrad in two launches"]
+
+
+def odd(shared: Path, ranks: int = 2) -> Problem:
+    """Odd rows, columns and depth: every tile has an edge, shards and chunks differ in length."""
+    return Problem(shared, ranks, rows=37, n=19, k=35, parts=2, dtype=BF16)
+
+
+def test_gathering_gemm(two_ranks: World, shared: Path) -> None:
+    assert gathering(two_ranks, replace(odd(shared), bias=True)) == NOTHING
+
+
+def test_scattering_gemm(two_ranks: World, shared: Path) -> None:
+    assert scattering(two_ranks, odd(shared)) == NOTHING
+
+
+@pytest.mark.parametrize("launches", WGRAD)
+def test_weight_gradient(two_ranks: World, shared: Path, launches: str) -> None:
+    assert gathering(two_ranks, odd(shared), launches) == NOTHING
+
+
+def test_four_ranks(four_ranks: World, shared: Path) -> None:
+    """Shards of ten and nine rows in three chunks; dgrad's form of the weight."""
+    problem = replace(odd(shared, 4), parts=3, transposed=False)
+    assert gathering(four_ranks, problem) == NOTHING
+    assert scattering(four_ranks, problem) == NOTHING
+    assert gathering(four_ranks, problem, "wgrad") == NOTHING
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "parts", "programs", "transposed"),
+    [
+        (64, 32, 32, 1, 1, True),
+        (64, 32, 32, 2, 2, False),
+        (33, 16, 48, 2, 3, True),
+        (5, 1, 1, 2, 1, True),
+        (50, 47, 16, 5, 4, False),
+    ],
+)
+def test_shapes(
+    two_ranks: World,
+    shared: Path,
+    dtype: torch.dtype,
+    rows: int,
+    n: int,
+    k: int,
+    parts: int,
+    programs: int,
+    transposed: bool,
+) -> None:
+    """Whole tiles and parts of tiles, one row a chunk, several programs, both forms of the weight."""
+    problem = Problem(shared, 2, rows, n, k, parts, dtype, transposed, programs=programs)
+    assert scattering(two_ranks, problem, epochs=(4, 5)) == NOTHING
+    for what in ["gemm", *WGRAD] if programs == 1 else ["gemm"]:
+        assert gathering(two_ranks, problem, what, epochs=(4, 5)) == NOTHING
+
+
+STALE = Edit("device", "while (seen < epoch)", "while (seen < 1)")
+GATHER_MUTANTS = {
+    "missing wait": Edit(
+        "ag_gemm", "device.wait_for(flags_ptr + tl.load(tile + device.FLAG), epoch, status_ptr, MAX_POLLS)", "pass"
+    ),
+    "stale epoch": STALE,
+    "wrong chunk": Edit(
+        "ag_gemm", "flags_ptr + tl.load(tile + device.FLAG)", "flags_ptr + tl.load(tile + device.OWNER)"
+    ),
+    "own rows last": Edit("ag_gemm", "device.place(index,", "device.place(num_row_tiles * num_columns - 1 - index,"),
+    "no row mask": Edit("ag_gemm", "mask = rows[:, None] < num_rows", "mask = rows[:, None] < BLOCK_M"),
+    "no depth mask": Edit("device", "b = tl.load(b_ptrs, mask=(depth[:, None] < K - k) &", "b = tl.load(b_ptrs, mask="),
+    "rows of others": Edit("device", "tl.minimum(tl.arange(0, BLOCK_M), num_rows - 1)", "tl.arange(0, BLOCK_M) * 2"),
+}
+LATE_STORE = """flag = tl.load(flags_ptr + owner).to(tl.pointer_type(tl.int32))
+        flag += first_flag + tl.load(tile + device.PART)
+        num_tiles = tl.load(tile + device.TILES_IN_CHUNK) * num_columns
+        device.count_tile(counters_ptr + tl.load(tile + device.FLAG), num_tiles, flag, epoch)
+        tl.store(landing + rows[:, None] * N + columns[None, :], total.to(DTYPE), mask=mask)"""
+SCATTER_MUTANTS = {
+    "missing wait": Edit(
+        "gemm_rs", "device.wait_for(flags_ptr + source * parts + part, epoch, status_ptr, MAX_POLLS)", "pass"
+    ),
+    "flag before the stores": Edit(
+        "gemm_rs", "tl.store(landing + rows[:, None] * N + columns[None, :], total.to(DTYPE), mask=mask)", LATE_STORE
+    ),
+    "flag after the first tile": Edit("device", "before == num_tiles - 1", "before == 0"),
+    "stale epoch": STALE,
+    "wrong owner": Edit("gemm_rs", "tl.load(landings_ptr + owner)", "tl.load(landings_ptr + 1 - owner)"),
+    "wrong slot": Edit("gemm_rs", "landing += slot_offset +", "landing +="),
+    "flag at the wrong owner": Edit("gemm_rs", "tl.load(flags_ptr + owner)", "tl.load(flags_ptr + 1 - owner)"),
+    "counter kept": Edit("device", 'tl.atomic_xchg(counter_ptr, 0, sem="relaxed", scope="gpu")', "pass"),
+}
+WGRAD_MUTANTS = {
+    "missing wait": Edit(
+        "wgrad",
+        "device.wait_for(flags_ptr + tl.load(chunk + device.FLAG), epoch, status_ptr, MAX_POLLS)",
+        "pass",
+    ),
+    "stale epoch": STALE,
+    "no row mask": Edit("wgrad", "x_mask = depth[:, None] < num_rows - row", "x_mask = depth[:, None] < BLOCK_K"),
+    "overwrites": Edit("wgrad", "        if ADD:", "        if False:"),
+}
+
+
+@pytest.mark.parametrize("name", GATHER_MUTANTS)
+def test_a_wrong_gathering_gemm_is_caught(two_ranks: World, shared: Path, name: str) -> None:
+    problem = replace(odd(shared), max_polls=2000)
+    findings = gathering(two_ranks, problem, edits=(GATHER_MUTANTS[name],))
+    assert findings != NOTHING
+    if name in ("missing wait", "stale epoch"):
+        assert findings.early
+    if name == "own rows last":
+        assert findings.idle
+
+
+@pytest.mark.parametrize("name", SCATTER_MUTANTS)
+def test_a_wrong_scattering_gemm_is_caught(two_ranks: World, shared: Path, name: str) -> None:
+    problem = replace(odd(shared), max_polls=2000)
+    findings = scattering(two_ranks, problem, edits=(SCATTER_MUTANTS[name],))
+    assert findings != NOTHING
+    if name.startswith(("flag before", "flag after")):
+        assert findings.not_whole
+
+
+def test_a_sum_in_another_order_is_caught(four_ranks: World, shared: Path) -> None:
+    """Of two terms any order gives the same bits, of four it does not."""
+    edit = Edit("gemm_rs", "slot = tl.full((), source,", "slot = tl.full((), NUM_RANKS - 1 - source,")
+    assert scattering(four_ranks, replace(odd(shared, 4), dtype=FP32), edits=(edit,), epochs=(1,)).wrong
+
+
+@pytest.mark.parametrize("name", WGRAD_MUTANTS)
+def test_a_wrong_weight_gradient_is_caught(two_ranks: World, shared: Path, name: str) -> None:
+    problem = replace(odd(shared), max_polls=2000)
+    assert gathering(two_ranks, problem, "wgrad", edits=(WGRAD_MUTANTS[name],)) != NOTHING
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_torch_computes_the_same(request: pytest.FixtureRequest, shared: Path, num_ranks: int) -> None:
+    """torch's own fused ops, by their fallbacks: what its users get from the same call."""
+    world = request.getfixturevalue("two_ranks" if num_ranks == 2 else "four_ranks")
+    problem = Problem(shared, num_ranks, rows=8 * num_ranks, n=12, k=20, parts=1, dtype=FP32)
+    assert gathering(world, problem, epochs=(1,)) == NOTHING
+    out = [problem.out(rank).clone() for rank in range(num_ranks)]
+    torchs = world.run(num_ranks, workers.torch_fused, problem, 1)
+    for rank in range(num_ranks):
+        torch.testing.assert_close(out[rank], torchs[rank][0], rtol=1e-5, atol=1e-5)
+    assert scattering(world, problem, epochs=(1,)) == NOTHING
+    for rank in range(num_ranks):
+        torch.testing.assert_close(problem.out(rank)[:8], torchs[rank][1], rtol=1e-5, atol=1e-5)
+
+
+def test_a_wait_that_is_in_vain_is_given_up_and_noted(two_ranks: World) -> None:
+    assert two_ranks.run(2, workers.wait_for_all, [7, 8, 7], 7, ()) == [0, 0]
+    assert two_ranks.run(2, workers.wait_for_all, [7, 7, 6], 7, ()) == [7, 7]
+    first_only = Edit("wait", "tl.range(0, num_flags)", "tl.range(0, 1)")
+    assert two_ranks.run(2, workers.wait_for_all, [7, 7, 6], 7, (first_only,)) == [0, 0]

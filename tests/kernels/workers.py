@@ -1,0 +1,142 @@
+"""What the interpreting workers run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_overlap.schedules.tiles import arrival_order, departure_order, row_tiles
+from tests.kernels.heap import unwritten
+from tests.kernels.looks import watched
+from tests.kernels.mutants import Edit, kernels
+from tests.kernels.problem import Problem
+
+
+def _config(launch: Any, problem: Problem) -> Any:
+    return launch.GemmConfig(problem.block, problem.block, problem.block, group=2, num_stages=2, num_warps=4)
+
+
+def gather(group: dist.ProcessGroup, problem: Problem, epoch: int, what: str, edits: Sequence[Edit]) -> dict[str, Any]:
+    """One rank of `ag_gemm` (`what`: gemm), or of weight gradients from arriving rows, in one or two launches."""
+    rank, layout = dist.get_rank(group), problem.layout
+    launch = kernels("launch", edits)
+    a, b, bias, dy = problem.operands(rank, epoch)
+    gathered = problem.heap.half(rank, epoch, (problem.rows, problem.k), problem.dtype)
+    own = slice(*layout.shard(rank))
+    gathered[own] = a[own]
+    status = torch.zeros(1, dtype=torch.int32)
+    flags = problem.heap.flags(rank, epoch)
+    waits = launch.Waits(flags, epoch, status, problem.max_polls)
+    order = arrival_order(layout, rank)
+    config = _config(launch, problem)
+    answer: dict[str, Any] = {}
+    with watched(flags, problem.looks()[rank]):
+        if what == "gemm":
+            kernels("ag_gemm", edits).ag_gemm(
+                gathered,
+                b,
+                problem.out(rank),
+                bias if problem.bias else None,
+                tiles=launch.RowTiles.of(row_tiles(layout, rank, order, config.block_m), "cpu"),
+                waits=waits,
+                config=config,
+                num_programs=problem.programs,
+            )
+        else:
+            chunks = launch.RowTiles.of(row_tiles(layout, rank, order), "cpu")
+            middle = chunks.count // 2
+            total = torch.ones(problem.n, problem.k)
+            for first, last in [(0, chunks.count)] if what == "wgrad" else [(0, middle), (middle, chunks.count)]:
+                kernels("wgrad", edits).wgrad(
+                    dy,
+                    gathered,
+                    total,
+                    chunks=chunks,
+                    waits=waits,
+                    config=config,
+                    num_programs=problem.programs,
+                    add=True,
+                    first=first,
+                    last=last,
+                )
+            # The other way: the output gradient arrives, and the gradient has the type of the data.
+            narrow = torch.empty(problem.k, problem.n, dtype=problem.dtype)
+            kernels("wgrad", edits).wgrad(
+                gathered, dy, narrow, chunks=chunks, waits=waits, config=config, num_programs=3, add=False
+            )
+            answer |= {"total": total, "narrow": narrow}
+    return answer | {"gave_up": int(status)}
+
+
+def scatter(group: dist.ProcessGroup, problem: Problem, epoch: int, edits: Sequence[Edit]) -> dict[str, Any]:
+    """One rank of `gemm_to_owners` and `sum_landed`; also the chunks whose flag was raised before they were whole."""
+    rank, layout = dist.get_rank(group), problem.layout
+    launch, gemm_rs = kernels("launch", edits), kernels("gemm_rs", edits)
+    a, b, _, _ = problem.operands(rank, epoch)
+    on_the_way = [problem.on_the_way(rank, owner) for owner in range(problem.ranks)]
+    flags_there = [problem.flags_on_the_way(rank, owner) for owner in range(problem.ranks)]
+    not_whole = []
+
+    def raised(address: int) -> None:
+        for owner, there in enumerate(flags_there):
+            index = (address - there.data_ptr()) // 4
+            if 0 <= index < there.numel():
+                source, part = divmod(index, problem.parts)
+                if unwritten(on_the_way[owner][source, problem.in_slot(owner, part)].contiguous()).any():
+                    not_whole.append((owner, part))
+
+    config = _config(launch, problem)
+    counters = torch.zeros(problem.ranks * problem.parts, dtype=torch.int32)
+    status = torch.zeros(1, dtype=torch.int32)
+    flags = problem.heap.flags(rank, epoch)
+    with watched(flags, problem.looks()[rank], raised):
+        gemm_rs.gemm_to_owners(
+            a,
+            b,
+            tiles=launch.RowTiles.of(row_tiles(layout, rank, departure_order(layout, rank), config.block_m), "cpu"),
+            owners=gemm_rs.Owners(
+                landings=torch.tensor([landing.data_ptr() for landing in on_the_way]),
+                flags=torch.tensor([there.data_ptr() for there in flags_there]),
+                counters=counters,
+                rank=rank,
+                parts=problem.parts,
+                slot_rows=problem.slot_rows,
+                epoch=epoch,
+            ),
+            config=config,
+            num_programs=problem.programs,
+        )
+        own = [chunk for chunk in arrival_order(layout, rank) if chunk.owner == rank]
+        shape = (problem.ranks, problem.slot_rows, problem.n)
+        gemm_rs.sum_landed(
+            problem.heap.half(rank, epoch, shape, problem.dtype),
+            problem.out(rank)[: layout.shard_rows(rank)],
+            tiles=launch.RowTiles.of(row_tiles(layout, rank, own, gemm_rs.SUM_ROWS), "cpu"),
+            waits=launch.Waits(flags, epoch, status, problem.max_polls),
+            parts=problem.parts,
+            num_programs=problem.programs,
+        )
+    return {"gave_up": int(status), "not_whole": not_whole, "counters": int(counters.abs().sum())}
+
+
+def torch_fused(group: dist.ProcessGroup, problem: Problem, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """torch's all-gather + matmul of the shards and its matmul + reduce-scatter of the same operands."""
+    from torch.distributed._symmetric_memory import (
+        _fused_all_gather_matmul_fallback,
+        _fused_matmul_reduce_scatter_fallback,
+    )
+
+    a, b, _, _ = problem.operands(dist.get_rank(group), epoch)
+    own = a[slice(*problem.layout.shard(dist.get_rank(group)))]
+    _, (gathered,) = _fused_all_gather_matmul_fallback(own, [b], 0, group.group_name)
+    return gathered, _fused_matmul_reduce_scatter_fallback(a, b, "sum", 0, group.group_name)
+
+
+def wait_for_all(group: dist.ProcessGroup, flags: list[int], epoch: int, edits: Sequence[Edit]) -> int:
+    """What `wait_all` leaves in the status word when it has looked fifty times at each flag."""
+    status = torch.zeros(1, dtype=torch.int32)
+    kernels("wait", edits).wait_all(torch.tensor(flags, dtype=torch.int32), epoch, status, 50)
+    return int(status)
