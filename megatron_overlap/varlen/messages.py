@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_overlap.varlen.circles import Load
+from megatron_overlap.varlen.remap import Remap
 from megatron_overlap.varlen.routing import Route
 
 Router = Callable[[int, int, int], Route]
@@ -141,6 +142,14 @@ def back_trip(loads: Sequence[Load], ranks: Sequence[int], router: Router) -> Tr
                     if not home:
                         arrival = rounds.messages[sent].round + 1
                         ready[index, step + 1] = max(ready.get((index, step + 1), 0), arrival)
+    return Trip(tuple(rounds.messages))
+
+
+def remap_trip(moves: Remap) -> Trip:
+    """The way of the rows of a remap: one load a move, each from its source straight to its goal."""
+    rounds = _Rounds()
+    for index, move in enumerate(moves.moves):
+        rounds.send((move.source, move.to), index, 0, (0, move.rows), None)
     return Trip(tuple(rounds.messages))
 
 
