@@ -19,6 +19,7 @@ class TripFlight:
 
     Attributes:
         num_bytes: that this rank sends, for others too.
+        arrivals: rounds in which something arrives.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class TripFlight:
         """
         rank, messages = transport.rank, trip.messages
         pairs = trip.exchanges(rank)
+        self.arrivals = tuple(number for number, (_, recv) in enumerate(pairs) if recv is not None)
         through = [
             index for _, index in pairs if index is not None and not messages[index].ends
         ]  # for others: this rank is their proxy

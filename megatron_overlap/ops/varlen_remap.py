@@ -91,6 +91,7 @@ def _move(
     flight = TripFlight(transport, _trip(moves), sources, sinks, {}, x, 0, f"remap {direction}")
     kept = min(moves.before[rank], moves.after[rank])
     y[:kept] = x[:kept]
+    flight.wait(flight.arrivals)
     flight.finish()
     if observer is not None:
         observer(direction, flight.num_bytes)
