@@ -22,11 +22,13 @@ class World:
     """Four processes joined by gloo over loopback, with a group of the first n for every n.
 
     Args:
+        size: processes.
         answer_s: how long a call may take; what imports much needs more.
+        sizes: the sizes of groups.
     """
 
-    def __init__(self, size: int = max(SIZES), *, answer_s: float = 30) -> None:
-        self._answer_s = answer_s
+    def __init__(self, size: int = max(SIZES), *, answer_s: float = 30, sizes: Sequence[int] = SIZES) -> None:
+        self._answer_s, self._sizes = answer_s, tuple(sizes)
         context = mp.get_context("spawn")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -35,7 +37,7 @@ class World:
         self._processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(rank, size, port, theirs), daemon=True)
+            process = context.Process(target=_work, args=(rank, size, port, theirs, self._sizes), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -57,7 +59,7 @@ class World:
         if failures:
             # The other ranks may be left in the middle of a collective: the next test gets fresh ones.
             self.close()
-            self.__init__(len(self._pipes), answer_s=self._answer_s)  # type: ignore[misc]
+            self.__init__(len(self._pipes), answer_s=self._answer_s, sizes=self._sizes)  # type: ignore[misc]
             raise AssertionError("\n".join(failures))
         return [result for _, result in answers]
 
@@ -67,11 +69,11 @@ class World:
             process.join()
 
 
-def _work(rank: int, size: int, port: int, pipe: Connection) -> None:
+def _work(rank: int, size: int, port: int, pipe: Connection, sizes: Sequence[int]) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=60))
-    groups = {n: dist.new_group(list(range(n))) for n in SIZES if n <= size}
+    groups = {n: dist.new_group(list(range(n))) for n in sizes if n <= size}
     while True:
         try:
             num_ranks, (module, name), args, kwargs = pipe.recv()
