@@ -51,9 +51,23 @@ class UlyssesOverlap(Section):
 
 
 class VarlenOverlap(Section):
-    """Attention over sequences of different lengths."""
+    """Documents of different lengths as they are, and attention that is balanced over the context ranks."""
 
-    method: Literal["balanced", "none"] = "none"
+    method: Literal["balanced", "ring", "masked", "none"] = "none"
+    """balanced: documents on as few ranks as keep the load even; ring: every document over all ranks, and masked: all
+    documents of a row on one rank by Megatron's own attention, both to measure and check against."""
+    capacity: Literal["auto"] | Positive = "auto"
+    """Most tokens of a rank in attention; auto: 1/16 above its share of train.seq_length."""
+    nodes: Literal["auto"] | Positive = "auto"
+    """Nodes that the ranks of a context group are on; auto: as their host names say."""
+    nics_per_node: Positive = 1
+    """Network cards of a node."""
+    intra_gbps: PositiveFloat = 360.0
+    """What one rank sends to another of its node, in gigabytes a second."""
+    inter_gbps: PositiveFloat = 48.0
+    """What one network card sends, in gigabytes a second."""
+    routing: bool = True
+    """Whether a transfer between nodes may use all their cards."""
 
 
 class OverlapConfig(Section):
