@@ -7,6 +7,8 @@ from megatron_overlap.ops.plan import LinearPlan
 from megatron_overlap.ops.query_split import attention_linear_reduce_scatter
 from megatron_overlap.ops.ulysses import UlyssesPlan, ulysses_attention
 from megatron_overlap.ops.ulysses_layer import Projection, ulysses_self_attention
+from megatron_overlap.ops.varlen import balanced_attention
+from megatron_overlap.ops.varlen_remap import remap
 
 __all__ = [
     "Gathering",
@@ -17,9 +19,11 @@ __all__ = [
     "UlyssesPlan",
     "all_gather_linear",
     "attention_linear_reduce_scatter",
+    "balanced_attention",
     "copy_linear",
     "linear_all_reduce",
     "linear_reduce_scatter",
+    "remap",
     "ulysses_attention",
     "ulysses_self_attention",
 ]

@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.schedules import ChunkLayout, SequenceLayout
+from megatron_overlap.varlen import Plan as BatchPlan
+from megatron_overlap.varlen.remap import Remap
 
 
 class _GatherRows(torch.autograd.Function):
@@ -190,3 +192,64 @@ def ulysses_attention(
     whole = (_GatherRuns.apply(tensor, group, layout) for tensor in (q, k, v))
     y = attention(*whole, causal=causal, softmax_scale=softmax_scale)
     return own_rows(y, layout, dist.get_rank(group))
+
+
+def windowed_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float, window: int | None = None
+) -> torch.Tensor:
+    """Causal attention of one document, `[L, heads, D]`; a query sees its own key and `window` before it, None all."""
+    k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * softmax_scale
+    place = torch.arange(q.shape[0], device=q.device)
+    before = place[:, None] - place
+    hidden = (before < 0) if window is None else (before < 0) | (before > window)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
+
+
+def places_of(plan: BatchPlan, index: int) -> tuple[SequenceLayout, dict[int, torch.Tensor]]:
+    """The rows of pass `index` laid one rank after the other, and for each document where its tokens are in them."""
+    counts = plan.tokens(index)
+    parts: dict[int, list[tuple[int, torch.Tensor]]] = {}
+    row = 0
+    for rank in range(len(counts)):
+        for document, start, stop in plan.pieces(index, rank):
+            parts.setdefault(document, []).append((start, torch.arange(row, row + stop - start)))
+            row += stop - start
+    places = {document: torch.cat([rows for _, rows in sorted(found)]) for document, found in parts.items()}
+    return SequenceLayout.of_lengths(counts), places
+
+
+def balanced_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: BatchPlan,
+    *,
+    index: int = 0,
+    group: dist.ProcessGroup,
+    softmax_scale: float | None = None,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Every rank gathers the rows of all, and attends to each document of pass `index` alone; the own rows of that."""
+    layout, places = places_of(plan, index)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    whole = [_GatherRuns.apply(tensor, group, layout) for tensor in (q, k, v)]
+    y = torch.zeros_like(whole[0])
+    for rows in places.values():
+        document = windowed_attention(*(tensor[rows] for tensor in whole), softmax_scale=scale, window=window)
+        y = y.index_copy(0, rows, document)
+    return own_rows(y, layout, dist.get_rank(group))
+
+
+def move_rows(x: torch.Tensor, moves: Remap, *, group: dist.ProcessGroup) -> torch.Tensor:
+    """Every rank gathers the rows of all, and picks those that `moves` gives it."""
+    rank = dist.get_rank(group)
+    layout, after = SequenceLayout.of_lengths(moves.before), moves.after[rank]
+    starts = [start for ((start, _),) in layout.runs]
+    picked = torch.zeros(after, dtype=torch.int64)
+    kept = min(moves.before[rank], after)
+    picked[:kept] = torch.arange(starts[rank], starts[rank] + kept)
+    for move in moves.receives(rank):
+        first = starts[move.source]
+        picked[move.at : move.at + move.rows] = torch.arange(first + move.start, first + move.stop)
+    return _GatherRuns.apply(x, group, layout)[picked.to(x.device)]
