@@ -1,6 +1,6 @@
 """Balanced attention in Megatron: a core attention that the layer spec names, and rotary embedding by token position.
 
-No patch: the spec, a subclass of `PackedSeqParams` and the module `rotary_pos_emb` of the model are seams of Megatron's own.
+No patch: the spec, a subclass of `PackedSeqParams` and the model's module `rotary_pos_emb` are seams of Megatron's own.
 Outside attention the order of a rank's rows means nothing to Megatron, so that they may be anybody's.
 """
 
@@ -132,7 +132,7 @@ class VarlenAdapter:
 
 
 def nodes_of(hosts: Sequence[int]) -> int:
-    """Nodes that the ranks of a group, given by their hosts, are on; 1 where they are not spread evenly and in order."""
+    """Nodes that the ranks of a group are on, given their hosts; 1 where they are not spread evenly and in order."""
     runs = [(host, len(list(run))) for host, run in groupby(hosts)]
     even = len({host for host, _ in runs}) == len(runs) and len({size for _, size in runs}) == 1
     return len(runs) if even else 1
@@ -188,7 +188,7 @@ class BalancedCoreAttention(torch.nn.Module):
 
 
 class MaskedCoreAttention(DotProductAttention):  # type: ignore[misc]
-    """Megatron's own attention with a mask that keeps the documents of a row apart: what the others are checked against.
+    """Megatron's own attention with a mask that keeps the documents of a row apart: what ours is checked against.
 
     One context rank, memory quadratic in a row's tokens.
     """
@@ -213,8 +213,8 @@ class MaskedCoreAttention(DotProductAttention):  # type: ignore[misc]
 class TokenRotary(torch.nn.Module):
     """Rotary embedding by the position of each token in its document, in the place of Megatron's by row.
 
-    Megatron asks for a length and then for the angles of so many rows. Here the length it is given, and hands back, are the
-    rows' positions.
+    Megatron asks for a length and then for the angles of so many rows. Here the length it is given, and hands back, are
+    the rows' positions.
 
     Args:
         embedding: Megatron's.

@@ -17,8 +17,8 @@ _PARTS = ("training", "validation", "test")
 class IndexedDocuments:
     """A range of the documents of a pair; see `varlen.loader.Documents`.
 
-    A document of n ids has n - 1 rows, each an id and the next one. One with more rows than a micro-batch holds is cut in
-    parts that are documents of their own. One of fewer than two ids has no row, and is left out.
+    A document of n ids has n - 1 rows, each an id and the next one. One with more rows than a micro-batch holds is cut
+    in parts that are documents of their own. One of fewer than two ids has no row, and is left out.
 
     Args:
         data: the pair.

@@ -27,7 +27,7 @@ _FS_PER_PARAMETER = 2 / 600e12 * 1e15
 
 
 def engine(args: Any) -> VarlenAdapter | None:
-    """Who runs attention over documents; None where `overlap.varlen` is off. All ranks make the first call, which makes it.
+    """Who runs attention over documents; None where `overlap.varlen` is off. The first call, by all ranks, makes it.
 
     Raises:
         VarlenError: the arguments ask for what cannot be done, or for documents with nobody to read them.

@@ -14,8 +14,8 @@ from megatron_overlap.comm.transport import store_beside
 class HostGroup:
     """The ranks of a group, talking over gloo whatever the group's own backend is.
 
-    Nothing here is ordered behind the training's messages. All ranks of the group make the same calls in the same order,
-    from one thread at a time.
+    Nothing here is ordered behind the training's messages. All ranks of the group make the same calls in the same
+    order, from one thread at a time.
 
     Args:
         group: whose ranks talk. All of them make their `HostGroup` before the first call.
@@ -25,7 +25,9 @@ class HostGroup:
     def __init__(self, group: dist.ProcessGroup, *, timeout_s: float = 600.0) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self._group = dist.ProcessGroupGloo(store_beside(group), self.rank, self.size, timedelta(seconds=timeout_s))
+        self._group: dist.ProcessGroupGloo | None = dist.ProcessGroupGloo(
+            store_beside(group), self.rank, self.size, timedelta(seconds=timeout_s)
+        )
 
     def all_gather(self, values: Sequence[int]) -> list[list[int]]:
         """Everybody's numbers, by rank; as many from each.
@@ -35,7 +37,7 @@ class HostGroup:
         """
         mine = torch.tensor(values, dtype=torch.int64)
         found = [torch.empty_like(mine) for _ in range(self.size)]
-        self._group.allgather([found], [mine]).wait()
+        self._open().allgather([found], [mine]).wait()
         return [tensor.tolist() for tensor in found]
 
     def all_to_all(self, send: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
@@ -50,5 +52,13 @@ class HostGroup:
             RuntimeError: a peer is gone, or the deadline has passed.
         """
         result = send.new_empty((sum(received), *send.shape[1:]))
-        self._group.alltoall_base(result, send.contiguous(), list(received), list(sent)).wait()
+        self._open().alltoall_base(result, send.contiguous(), list(received), list(sent)).wait()
         return result
+
+    def close(self) -> None:
+        """Closes the connections: peers that wait for this rank get an error."""
+        self._group = None
+
+    def _open(self) -> dist.ProcessGroupGloo:
+        assert self._group is not None, "closed"
+        return self._group

@@ -1,7 +1,7 @@
 """Micro-batches of whole documents: read by all ranks of a group, planned, and handed to where their rows belong.
 
-Everything of the next micro-batch happens on a thread while the current one is computed with: reading, gathering lengths,
-planning, exchanging.
+Everything of the next micro-batch happens on a thread while the current one is computed with: reading, gathering
+lengths, planning, exchanging.
 """
 
 from __future__ import annotations
@@ -77,16 +77,17 @@ class Channel:
     def close(self) -> None:
         """Waits for what was asked for: peers need this rank for it."""
         self.thread.shutdown(wait=True)
+        self.group.close()
 
 
 class DocumentLoader:
     """An endless iterator of micro-batches.
 
-    Equal, on a group of one rank, to packing documents in order until the next would exceed `tokens`. With more ranks the
-    same micro-batches, each row on one of them.
+    Equal, on a group of one rank, to packing documents in order until the next would exceed `tokens`. With more ranks
+    the same micro-batches, each row on one of them.
 
-    Document number n of the stream is read by rank `n % size`, which alone needs to know its length; everybody plans from
-    the gathered lengths, so that all ranks have the same plan even where their files differ.
+    Document number n of the stream is read by rank `n % size`, which alone needs to know its length; everybody plans
+    from the gathered lengths, so that all ranks have the same plan even where their files differ.
 
     Args:
         documents: what is read, in an order drawn anew in every epoch.
