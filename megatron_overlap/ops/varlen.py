@@ -1,22 +1,39 @@
 """Balanced attention: documents of very different lengths, as `varlen.partition` lays them on the ranks.
 
-Source: Zeppelin (arXiv 2509.21841, section 4.2), whose code is not public.
+Source: Zeppelin (arXiv 2509.21841, section 4.2), whose code is not public. Documents that are cut over several ranks
+are rings: their members show each other keys and values, or queries, over messages that are posted before anything is
+computed, those between nodes first. While they travel a rank attends to its own rows, to what has landed, and to its
+whole documents where nothing has. `varlen.program` has the messages, `varlen_queues` the order of computation.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm import Transport
-from megatron_overlap.ops import reference
+from megatron_overlap.comm import Transport, transport_of
 from megatron_overlap.ops.common import Observer
+from megatron_overlap.ops.varlen_kernel import documents_backward, documents_forward, wide
+from megatron_overlap.ops.varlen_queues import Queues, Task
+from megatron_overlap.ops.varlen_rings import Call
+from megatron_overlap.ops.varlen_rows import OwnRows
+from megatron_overlap.ops.varlen_sides import (
+    BackwardKeys,
+    BackwardQueries,
+    Flow,
+    ForwardKeys,
+    ForwardQueries,
+    Rows,
+    Shape,
+)
 from megatron_overlap.varlen import Plan
+from megatron_overlap.varlen.circles import Side
 
-Side = Literal["keys", "queries"]
-"""What travels round a ring: keys and values to the queries, or queries to the keys and values."""
+# Whole documents are computed in so many runs: messages are looked for between them.
+_LOCAL_RUNS = 16
 
 
 def balanced_attention(
@@ -57,6 +74,136 @@ def balanced_attention(
         ValueError: shapes or dtypes do not fit each other or the plan, or dropout is on.
         TransportError: a peer is gone or late beyond the deadline.
     """
-    assert isinstance(group, dist.ProcessGroup)
-    options = {"softmax_scale": softmax_scale, "window": window}
-    return reference.balanced_attention(q, k, v, plan, index=index, group=group, **options)  # type: ignore[arg-type]
+    transports = _transports(group)
+    _check(q, k, v, plan, index, transports[0], window, dropout)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    options = _Options(transports, plan, index, scale, window, moves, observer)
+    out: torch.Tensor = _Balanced.apply(q, k, v, options)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    transports: tuple[Transport, Transport]
+    plan: Plan
+    index: int
+    scale: float
+    window: int | None
+    moves: Side | None
+    observer: Observer | None
+
+    def run(self, flow: Flow, own: OwnRows, local: list[Task], like: torch.Tensor, name: str) -> None:
+        """Posts, computes, and waits until all is done."""
+        queues = Queues(asks=not like.is_cuda)
+        queues.local.extend(local)
+        call = Call(self.transports, self.plan, self.index, flow, own, self.window, queues, like, name)
+        turns = call.begin()
+        queues.run(gather_first=self.plan.exchange == "all_gather")
+        for turn in turns:
+            turn.finish()
+        if self.observer is not None:
+            self.observer("forward" if name.endswith("forward") else "dgrad", sum(turn.num_bytes for turn in turns))
+
+
+class _Balanced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: _Options) -> torch.Tensor:
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        own = OwnRows.of(options.plan, options.index, options.transports[0].rank)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lse = torch.empty(q.shape[:2], dtype=wide(q.dtype), device=q.device)
+        rings = slice(0, own.rings)
+        # The results of rings are merged wide, and rounded once.
+        merged = out[rings] if out.dtype == lse.dtype else torch.empty_like(out[rings], dtype=lse.dtype)
+        side = options.moves or Shape.of(q, k).cheaper(backward=False)
+        flow = (ForwardKeys if side == "keys" else ForwardQueries)(q, k, v, merged, lse[rings], options.scale)
+
+        def whole(rows: slice, lengths: tuple[int, ...]) -> None:
+            documents_forward(q[rows], k[rows], v[rows], lengths, options.scale, options.window, out[rows], lse[rows])
+
+        options.run(flow, own, _local(own, options.plan, whole), q, "balanced_attention forward")
+        if merged.dtype != out.dtype:
+            out[rings] = merged
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.own, ctx.options = own, options
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        dout = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()
+        own, options = ctx.own, ctx.options
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        sums = [torch.zeros_like(x[: own.rings], dtype=lse.dtype) for x in (dq, dk, dv)]
+        side = options.moves or Shape.of(q, k).cheaper(backward=True)
+        kind = BackwardKeys if side == "keys" else BackwardQueries
+        flow = kind(Rows(*(x[: own.rings] for x in (dout, q, k, v, out, lse, *sums))), options.scale)
+
+        def whole(rows: slice, lengths: tuple[int, ...]) -> None:
+            documents_backward(
+                dout[rows], q[rows], k[rows], v[rows], out[rows], lse[rows],
+                lengths, options.scale, options.window, (dq[rows], dk[rows], dv[rows]),
+            )  # fmt: skip
+
+        options.run(flow, own, _local(own, options.plan, whole), q, "balanced_attention backward")
+        for grad, total in zip((dq, dk, dv), sums, strict=True):
+            grad[: own.rings] = total
+        return dq, dk, dv, None
+
+
+def _local(own: OwnRows, plan: Plan, compute: Any) -> list[Task]:
+    """Whole documents as tasks of about equal numbers of tokens."""
+    tasks: list[Task] = []
+    most = -(-sum(own.lengths) // _LOCAL_RUNS)
+    row, lengths, tokens, takes_fs = own.rings, list[int](), 0, 0
+    for number, length in enumerate(own.lengths, start=1):
+        lengths.append(length)
+        tokens += length
+        takes_fs += plan.cost.attention_fs(length * (length + 1) // 2, length)
+        if tokens >= most or number == len(own.lengths):
+
+            def run(rows: slice = slice(row, row + tokens), lengths: tuple[int, ...] = tuple(lengths)) -> None:
+                compute(rows, lengths)
+
+            tasks.append(Task(run, takes_fs=takes_fs))
+            row, lengths, tokens, takes_fs = row + tokens, [], 0, 0
+    return tasks
+
+
+def _transports(group: dist.ProcessGroup | Transport) -> tuple[Transport, Transport]:
+    """For rings between nodes, and inside: on NCCL a stream each, so that slow ones do not hold up fast ones."""
+    if not isinstance(group, dist.ProcessGroup):
+        return group, group
+    inter = transport_of(group)
+    return inter, transport_of(group, lane="intra") if dist.get_backend(group) == "nccl" else inter
+
+
+def _check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: Plan,
+    index: int,
+    transport: Transport,
+    window: int | None,
+    dropout: float,
+) -> None:
+    if dropout:
+        raise ValueError(f"dropout: {dropout}: balanced attention has none; set attention dropout to 0")
+    if window is not None and window < 0:
+        raise ValueError(f"window: {window}: give 0 or more keys, or None for all")
+    if transport.size != plan.topology.ranks:
+        raise ValueError(f"plan: for {plan.topology.ranks} ranks: the group has {transport.size}")
+    if not 0 <= index < len(plan.passes):
+        raise ValueError(f"index: {index}: the plan has {len(plan.passes)} pass(es)")
+    rows = plan.tokens(index)[transport.rank]
+    if q.dim() != 3 or k.shape != v.shape or k.dim() != 3 or (q.shape[0], q.shape[2]) != (k.shape[0], k.shape[2]):
+        raise ValueError(f"q: shape {tuple(q.shape)} does not fit k {tuple(k.shape)} and v {tuple(v.shape)}")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"k: {k.shape[1]} heads: must divide the {q.shape[1]} of q")
+    if {q.dtype, k.dtype, v.dtype} != {q.dtype} or {q.device, k.device, v.device} != {q.device}:
+        raise ValueError(f"q: {q.dtype} on {q.device}: k and v must be of the same dtype and on the same device")
+    if q.is_cuda and q.element_size() != 2:
+        raise ValueError(f"q: {q.dtype}: FlashAttention takes bf16 and fp16; cast the query, key and value")
+    if q.shape[0] != rows:
+        raise ValueError(f"q: {q.shape[0]} rows: the plan has {rows} for rank {transport.rank} in pass {index}")

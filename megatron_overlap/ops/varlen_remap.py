@@ -5,16 +5,19 @@ Source: Zeppelin (arXiv 2509.21841, section 4.3).
 
 from __future__ import annotations
 
-from typing import Literal
+from functools import lru_cache
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm import Transport
-from megatron_overlap.ops import reference
-from megatron_overlap.ops.common import Observer
+from megatron_overlap.ops.common import Observer, transport_for
+from megatron_overlap.ops.varlen_flight import TripFlight
 from megatron_overlap.varlen import Plan
 from megatron_overlap.varlen import remap as planner
+from megatron_overlap.varlen.messages import Trip, remap_trip
+from megatron_overlap.varlen.remap import Remap
 
 Layout = Literal["linear", "attention"]
 
@@ -46,9 +49,54 @@ def remap(
         `[rows of the other layout, ...]`; bytes are moved, nothing is summed.
 
     Raises:
-        ValueError: rows do not fit the plan.
+        ValueError: rows do not fit the plan, or the plan does not fit the group.
         TransportError: a peer is gone or late beyond the deadline.
     """
-    assert isinstance(group, dist.ProcessGroup)
+    transport = transport_for(group)
+    if transport.size != plan.topology.ranks:
+        raise ValueError(f"plan: for {plan.topology.ranks} ranks: the group has {transport.size}")
     moves = planner.remap(plan.tokens(index), plan.topology)
-    return reference.move_rows(x, moves if to == "linear" else moves.back(), group=group)
+    if to == "attention":
+        moves = moves.back()
+    if x.shape[0] != moves.before[transport.rank]:
+        raise ValueError(
+            f"x: {x.shape[0]} rows: on the way to {to} rank {transport.rank} has {moves.before[transport.rank]} in "
+            f"pass {index} of the plan"
+        )
+    y: torch.Tensor = _Remapped.apply(x, moves, transport, observer)
+    return y
+
+
+class _Remapped(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, moves: Remap, transport: Transport, observer: Observer | None
+    ) -> torch.Tensor:
+        ctx.moves, ctx.transport, ctx.observer = moves, transport, observer
+        return _move(x, moves, transport, observer, "forward")
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _move(grads[0], ctx.moves.back(), ctx.transport, ctx.observer, "dgrad"), None, None, None
+
+
+def _move(
+    x: torch.Tensor, moves: Remap, transport: Transport, observer: Observer | None, direction: str
+) -> torch.Tensor:
+    rank = transport.rank
+    x = x.contiguous()
+    y = x.new_empty(moves.after[rank], *x.shape[1:])
+    sources = {(i, 0): x[m.start : m.stop] for i, m in enumerate(moves.moves) if m.source == rank}
+    sinks = {(i, 0): y[m.at : m.at + m.rows] for i, m in enumerate(moves.moves) if m.to == rank}
+    flight = TripFlight(transport, _trip(moves), sources, sinks, {}, x, 0, f"remap {direction}")
+    kept = min(moves.before[rank], moves.after[rank])
+    y[:kept] = x[:kept]
+    flight.finish()
+    if observer is not None:
+        observer(direction, flight.num_bytes)
+    return y
+
+
+@lru_cache(maxsize=64)
+def _trip(moves: Remap) -> Trip:
+    return remap_trip(moves)

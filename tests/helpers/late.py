@@ -42,14 +42,19 @@ class LateFlight:
         for wire in wires:
             wire.recv.fill_(float("nan"))
         # A forwarded chunk leaves from where it really landed: the transport may pass on what the op has not looked at.
-        sends = [
-            self._hidden[wire.exchange.after_exchange] if wire.exchange.after_exchange is not None else wire.send
-            for wire in wires
-        ]
+        sends = [self._forwarded(wire) if wire.exchange.after_exchange is not None else wire.send for wire in wires]
         self._flight: Flight = inner.begin(
             [replace(wire, send=send, recv=recv) for wire, send, recv in zip(wires, sends, self._hidden, strict=True)],
             op,
         )
+
+    def _forwarded(self, wire: Wire) -> torch.Tensor:
+        """What is sent of a chunk, where it has really landed: all of it or a run of its numbers."""
+        assert wire.exchange.after_exchange is not None
+        shown, hidden = self._wires[wire.exchange.after_exchange].recv, self._hidden[wire.exchange.after_exchange]
+        first = (wire.send.data_ptr() - shown.data_ptr()) // shown.element_size()
+        assert 0 <= first <= hidden.numel() - wire.send.numel()
+        return hidden.view(-1)[first : first + wire.send.numel()].view(wire.send.shape)
 
     def release(self, work_done: int) -> None:
         self._flight.release(work_done)
