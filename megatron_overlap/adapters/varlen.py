@@ -84,7 +84,7 @@ class VarlenAdapter:
 
     def plan(self, lengths: Sequence[int]) -> Plan:
         """Where the tokens of a micro-batch are in attention; the same on every rank."""
-        method = "ring" if self._wanted.method == "ring" else "balanced"
+        method = "balanced" if self.masked else self._wanted.method
         return METHODS[method](lengths, self.topology, capacity=self.capacity, cost=self._cost)
 
     def attend(

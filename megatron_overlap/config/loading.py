@@ -92,7 +92,7 @@ def without_overlap(config: LaunchConfig) -> LaunchConfig:
     overlap = config.overlap
     ulysses = {**overlap.ulysses.model_dump(), "method": "none"}
     varlen = overlap.varlen.model_dump()
-    if varlen["method"] == "balanced":
+    if varlen["method"] in ("balanced", "all_gather"):
         varlen["method"] = "ring"
     if config.parallel.context > 1 and varlen["method"] == "none" and config.train.transformer_impl == "local":
         ulysses = {**overlap.ulysses.model_dump(), "schedule": "serial"}

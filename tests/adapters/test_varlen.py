@@ -68,6 +68,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "3 ranks": {"context": 3},
     "4 ranks": {"context": 4, "distributed_optimizer": True},
     "2 ranks, every document cut": {"context": 2, "method": "ring"},
+    "3 ranks, all keys gathered": {"context": 3, "method": "all_gather"},
     "2 x 2 tensor ranks": {"context": 2, "tensor": 2},
     "2 x 2 tensor ranks, sharded": {"context": 2, "tensor": 2, "distributed_optimizer": True},
     "2 x 2 copies, sharded": {"context": 2, "copies": 2, "distributed_optimizer": True},

@@ -32,12 +32,16 @@ REFUSED = {
         "train.transformer_impl",
         "use local",
     ),
-    "mock data": (("data={kind: mock}",), "data.kind", "use text or indexed"),
+    "mock data": (("data.kind=mock", "data.path="), "data.kind", "use text or indexed"),
     "script": (("launch.entry=x.py",), "launch.entry", "use null"),
     "mask": (("overlap.varlen.method=masked",), "parallel.context", "use 1"),
     "capacity": (("overlap.varlen.capacity=63",), "overlap.varlen.capacity", "= 64, or auto"),
     "nodes": (("overlap.varlen.nodes=3",), "overlap.varlen.nodes", "must divide parallel.context 2"),
-    "method": (("overlap.varlen.method=zigzag",), "overlap.varlen.method", "use balanced, ring, masked or none"),
+    "method": (
+        ("overlap.varlen.method=zigzag",),
+        "overlap.varlen.method",
+        "use balanced, ring, all_gather, masked or none",
+    ),
     **{
         flag: ((f"megatron_args=[--foo, {flag}=1]",), "megatron_args.1", f"not with overlap.varlen: {reason}")
         for flag, reason in REFUSED_FLAGS.items()
