@@ -54,8 +54,8 @@ class VarlenOverlap(Section):
     """Documents of different lengths as they are, and attention that is balanced over the context ranks."""
 
     method: Literal["balanced", "ring", "all_gather", "masked", "none"] = "none"
-    """balanced: documents on as few ranks as keep the load even. To measure and check against: ring and all_gather, every
-    document over all ranks, and masked, all documents of a row on one rank by Megatron's own attention."""
+    """balanced: documents on as few ranks as keep the load even. To measure and check against: ring and all_gather,
+    every document over all ranks, and masked, all documents of a row on one rank by Megatron's own attention."""
     capacity: Literal["auto"] | Positive = "auto"
     """Most tokens of a rank in attention; auto: 1/16 above its share of train.seq_length."""
     nodes: Literal["auto"] | Positive = "auto"
