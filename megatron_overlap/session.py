@@ -32,6 +32,8 @@ class Session:
         linear: what adapters/linear.py keeps for this session.
         data_parallel: what adapters/data_parallel.py keeps for it.
         ulysses: what adapters/ulysses.py keeps for this session.
+        varlen: what adapters/varlen.py keeps for this session.
+        switched_off: `MEGATRON_OVERLAP=0` is set: the config asks for nothing.
     """
 
     def __init__(self, config: OverlapConfig, manifests: Sequence[Manifest] = ()) -> None:
@@ -40,6 +42,8 @@ class Session:
         self.linear: Any = None
         self.data_parallel: Any = None
         self.ulysses: Any = None
+        self.varlen: Any = None
+        self.switched_off = False
         self._engine = Engine(manifests)
         self._plan = Plan(())
         self._applied: tuple[str, ...] = ()
@@ -130,9 +134,12 @@ class Session:
             return f"{len(self._applied)} of Megatron's functions are replaced{held_back}"
         if refused:
             return f"Megatron's own path runs everywhere: {'; '.join(refused)}"
+        if self.config.varlen.method != "none":
+            return "nothing is replaced in Megatron: the provided scripts put the attention into the layer spec"
         return "the config asks for nothing that is replaced in Megatron"
 
     def _stay_off(self, reason: str) -> None:
+        self.switched_off = True
         self._reason = reason
 
     def _line(self, finding: Finding) -> PatchLine:
@@ -208,6 +215,11 @@ def disable() -> None:
     if _PROCESS.current is not None:
         _PROCESS.current.disable()
         _PROCESS.current = None
+
+
+def current() -> Session | None:
+    """The session of this process, if there is one."""
+    return _PROCESS.current
 
 
 def report() -> Report:

@@ -25,7 +25,8 @@ from megatron.training import arguments, get_args, get_tokenizer, pretrain
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
-from megatron_overlap.adapters import wheel
+from megatron_overlap.adapters import varlen_training, wheel
+from megatron_overlap.adapters.varlen_data import document_loaders
 
 _INTEGER_KEYS = ("tokens", "labels", "position_ids")
 _FLOAT_KEYS = ("loss_mask",)
@@ -97,7 +98,10 @@ def build_model(
         layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
     else:
         layer = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
-    return GPTModel(
+    documents = varlen_training.engine(args)
+    if documents is not None:
+        varlen_training.set_core_attention(layer, documents)
+    model = GPTModel(
         config=config,
         transformer_layer_spec=layer,
         vocab_size=args.padded_vocab_size,
@@ -114,11 +118,18 @@ def build_model(
         vp_stage=vp_stage,
         **{name: group for name, group in groups.items() if group is not None},
     )
+    if documents is not None:
+        varlen_training.rotate_by_position(model, args)
+    return model
 
 
 def build_datasets(num_samples: Sequence[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
     """Train, validation and test sets, on the ranks that read data (tensor rank 0 of the outer stages)."""
     args = get_args()
+    documents = varlen_training.engine(args)
+    if documents is not None:
+        train, valid, test = document_loaders(documents, args)
+        return train, valid, test
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     config = GPTDatasetConfig(
         random_seed=args.seed,
@@ -172,6 +183,11 @@ def own_positions(rows: Any, rank: int, size: int) -> torch.Tensor:
 
 def forward_step(data: Iterator[dict[str, torch.Tensor]] | None, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
     """Loss of every token of the next micro-batch, and the function that sums them up."""
+    documents = varlen_training.engine(get_args())
+    if documents is not None:
+        assert data is not None
+        losses, loss_mask = varlen_training.forward(next(data), model, documents)
+        return losses, functools.partial(sum_loss, loss_mask)
     vp_stage = getattr(model, "vp_stage", None)
     if is_first_or_last_pipeline_stage(vp_stage):
         batch = next_batch(data)

@@ -1,4 +1,4 @@
-"""What one key cannot know alone: combinations that are impossible, and methods this release does not have.
+"""What one key cannot know alone: combinations that are impossible.
 
 Each check yields the first key to change, its value and the remedy; nothing here knows files.
 """
@@ -6,61 +6,23 @@ Each check yields the first key to change, its value and the remedy; nothing her
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-from pydantic_core import PydanticCustomError
 
 from megatron_overlap.config.errors import did_you_mean, show_value
 from megatron_overlap.config.megatron_args import flags_in, key_of, value_at
 from megatron_overlap.config.presets import PRESETS
+from megatron_overlap.config.problem import Problem, raise_first
+from megatron_overlap.config.varlen_checks import varlen_problems
 
 if TYPE_CHECKING:
-    from megatron_overlap.config.overlap import OverlapConfig
     from megatron_overlap.config.schema import LaunchConfig
 
-
-@dataclass(frozen=True)
-class Problem:
-    """A value that cannot be used.
-
-    Attributes:
-        key: dotted path below the section that was checked.
-        value: what stands there.
-        remedy: what to write instead.
-    """
-
-    key: str
-    value: object
-    remedy: str
-
-
-def raise_first(problems: Iterator[Problem]) -> None:
-    """Raise the first problem as a validation error that `loading` turns into a ConfigError.
-
-    Raises:
-        PydanticCustomError: there is a problem.
-    """
-    for problem in problems:
-        context = {"key": problem.key, "value": problem.value, "remedy": problem.remedy}
-        raise PydanticCustomError("problem", "{key}: {value}: {remedy}", context)
+__all__ = ["Problem", "launch_problems", "raise_first", "unknown_preset"]
 
 
 def unknown_preset(name: str) -> Problem:
     """The problem of a preset that is not there."""
     return Problem("preset", name, did_you_mean(name, PRESETS, "preset"))
-
-
-NOT_AVAILABLE = {
-    ("varlen", "balanced"): "none",
-}
-
-
-def overlap_problems(overlap: OverlapConfig) -> Iterator[Problem]:
-    """Methods that are named but not in this release."""
-    for (section, method), instead in NOT_AVAILABLE.items():
-        if getattr(overlap, section).method == method:
-            yield Problem(f"{section}.method", method, f"not available in this release; use {instead}")
 
 
 def launch_problems(cfg: LaunchConfig) -> Iterator[Problem]:
@@ -72,6 +34,7 @@ def launch_problems(cfg: LaunchConfig) -> Iterator[Problem]:
     yield from _data_problems(cfg)
     yield from _device_problems(cfg)
     yield from _slurm_problems(cfg)
+    yield from varlen_problems(cfg)
     yield from _argument_problems(cfg)
 
 
@@ -155,9 +118,9 @@ def _split_problems(cfg: LaunchConfig) -> Iterator[Problem]:
             f"must be a multiple of parallel.tensor x parallel.context = {tensor * parallel.context} "
             "with parallel.sequence_parallel",
         )
-    if parallel.context > 1:
+    if parallel.context > 1 and cfg.overlap.varlen.method == "none":
         yield from _context_problems(cfg)
-    elif cfg.overlap.ulysses.method == "p2p":
+    elif parallel.context == 1 and cfg.overlap.ulysses.method == "p2p":
         yield Problem("overlap.ulysses.method", "p2p", "needs parallel.context of 2 or more; use auto or none")
 
 
@@ -184,7 +147,8 @@ def _context_problems(cfg: LaunchConfig) -> Iterator[Problem]:
         yield Problem(
             "parallel.context",
             parallel.context,
-            "Megatron's local attention has no context parallelism; use 1, or overlap.ulysses.method=p2p",
+            "Megatron's local attention has no context parallelism; use 1, overlap.ulysses.method=p2p or "
+            "overlap.varlen.method=balanced",
         )
     heads, ranks = model.num_attention_heads, parallel.tensor * parallel.context
     if heads % ranks:

@@ -86,11 +86,15 @@ def without_overlap(config: LaunchConfig) -> LaunchConfig:
     """The same launch without the plugin: every overlap method none, `_baseline` added to the name.
 
     Megatron's own data parallel overlap stays as it is: a comparison counts what the plugin adds, no more. Under
-    context parallelism Ulysses stays too, with its all-to-alls exposed: Megatron's local layers have no other.
+    context parallelism Ulysses stays too, with its all-to-alls exposed: Megatron's local layers have no other. Where
+    documents are read as they are, they still are, every one cut over all ranks.
     """
     overlap = config.overlap
     ulysses = {**overlap.ulysses.model_dump(), "method": "none"}
-    if config.parallel.context > 1 and config.train.transformer_impl == "local":
+    varlen = overlap.varlen.model_dump()
+    if varlen["method"] in ("balanced", "all_gather"):
+        varlen["method"] = "ring"
+    if config.parallel.context > 1 and varlen["method"] == "none" and config.train.transformer_impl == "local":
         ulysses = {**overlap.ulysses.model_dump(), "schedule": "serial"}
     data = "none" if overlap.data.method == "none" else "megatron"
     off = {
@@ -98,7 +102,7 @@ def without_overlap(config: LaunchConfig) -> LaunchConfig:
         "tensor": {**overlap.tensor.model_dump(), "method": "none"},
         "data": {"method": data},
         "ulysses": ulysses,
-        "varlen": {"method": "none"},
+        "varlen": varlen,
     }
     return LaunchConfig.model_validate({**config.model_dump(), "name": f"{config.name}_baseline", "overlap": off})
 

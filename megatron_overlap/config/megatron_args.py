@@ -107,6 +107,9 @@ CPU_SWITCHES = (
 )
 CPU_VALUES: Mapping[str, str] = MappingProxyType({"--distributed-backend": "gloo", "--attention-backend": "unfused"})
 
+# Documents come from the plugin's own loader; ranks hold different numbers of tokens, and each token counts the same.
+VARLEN = ("--dataloader-type=external", "--calculate-per-token-loss")
+
 
 def to_megatron_args(cfg: LaunchConfig) -> list[str]:
     """All arguments of Megatron's training script, without the script and without the plugin's own.
@@ -125,6 +128,8 @@ def to_megatron_args(cfg: LaunchConfig) -> list[str]:
             args += [flag, str(value)]
     args += [flag for flag, (key, setting) in SWITCHES.items() if value_at(cfg, key) == setting]
     args += [*_model(cfg), *_train(cfg), *_data(cfg), *_device(cfg)]
+    if cfg.overlap.varlen.method != "none":
+        args += [argument for argument in VARLEN if argument not in cfg.megatron_args]
     return [*args, *cfg.megatron_args]
 
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import model_validator
-
-from megatron_overlap.config import checks
 from megatron_overlap.config.base import Positive, PositiveFloat, Section
 
 
@@ -52,9 +49,23 @@ class UlyssesOverlap(Section):
 
 
 class VarlenOverlap(Section):
-    """Attention over sequences of different lengths."""
+    """Documents of different lengths as they are, and attention that is balanced over the context ranks."""
 
-    method: Literal["balanced", "none"] = "none"
+    method: Literal["balanced", "ring", "all_gather", "masked", "none"] = "none"
+    """balanced: documents on as few ranks as keep the load even. To measure and check against: ring and all_gather,
+    every document over all ranks, and masked, all documents of a row on one rank by Megatron's own attention."""
+    capacity: Literal["auto"] | Positive = "auto"
+    """Most tokens of a rank in attention; auto: 1/16 above its share of train.seq_length."""
+    nodes: Literal["auto"] | Positive = "auto"
+    """Nodes that the ranks of a context group are on; auto: as their host names say."""
+    nics_per_node: Positive = 1
+    """Network cards of a node."""
+    intra_gbps: PositiveFloat = 360.0
+    """What one rank sends to another of its node, in gigabytes a second."""
+    inter_gbps: PositiveFloat = 48.0
+    """What one network card sends, in gigabytes a second."""
+    routing: bool = True
+    """Whether a transfer between nodes may use all their cards."""
 
 
 class OverlapConfig(Section):
@@ -68,11 +79,6 @@ class OverlapConfig(Section):
     """Turn every fallback to Megatron's own path into an error."""
     timeout_s: PositiveFloat | None = None
     """Deadline of one wait for a peer, in seconds; null is the process group's own."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        checks.raise_first(checks.overlap_problems(self))
-        return self
 
     @classmethod
     def from_yaml(cls, path: str | Path, overrides: Sequence[str] = ()) -> OverlapConfig:

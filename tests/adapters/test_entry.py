@@ -17,7 +17,6 @@ from tests.adapters.megatron_runs import start_ranks
         (["SCRIPT", "--overlap-config"], "--overlap-config: expected one argument"),
         (["SCRIPT", "--overlap-device", "tpu"], "invalid choice: 'tpu'"),
         (["SCRIPT", "--overlap-config", "TYPO"], "tensr"),
-        (["SCRIPT", "--overlap-config", "FUSED"], "not available in this release"),
         (["SCRIPT", "--overlap-device", "cpu", "--overlap-run-dir", "SCRIPT"], "--overlap-run-dir"),
     ],
 )
@@ -25,7 +24,6 @@ def test_a_wrong_request_is_one_line(argv: list[str], told: str, tmp_path: Path)
     files = {
         "SCRIPT": ("script.py", "raise SystemExit('must not run')\n"),
         "TYPO": ("typo.yaml", "overlap: {tensr: {method: p2p}}\n"),
-        "FUSED": ("fused.yaml", "overlap: {tensor: {method: fused}}\n"),
     }
     for name, text in files.values():
         (tmp_path / name).write_text(text)

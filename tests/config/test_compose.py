@@ -148,7 +148,6 @@ def test_some_sections_of_a_launch_config(tmp_path: Path) -> None:
         ("overlap: {tensr: {}}", "overlap.tensr: {}: unknown key; did you mean tensor?"),
         ("overlap: {tensor: {method: p2}}", "overlap.tensor.method: p2: use auto, p2p, fused or none"),
         ("strict: 3", "strict: 3: use true or false"),
-        ("tensor: {method: fused}", "tensor.method: fused: not available in this release"),
         ("overlap: {}\nlaunch: {devise: cpu}", "launch.devise: cpu: unknown key; did you mean device?"),
     ],
 )

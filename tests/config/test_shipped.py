@@ -25,7 +25,7 @@ def test_it_plans(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
 PAIRS = {
     stem: "data" if "_dp2" in stem else "tensor"
     for stem in (file.stem.removesuffix("_overlap") for file in SHIPPED if file.stem.endswith("_overlap"))
-    if "_up2" not in stem
+    if "_up2" not in stem and "_varlen" not in stem
 }
 
 
@@ -45,6 +45,15 @@ def test_ulysses_is_compared_with_itself_exposed() -> None:
     assert to_megatron_args(on) == to_megatron_args(off)
     assert off.overlap.ulysses == without_overlap(on).overlap.ulysses
     assert off.overlap.ulysses.schedule == "serial"
+
+
+def test_documents_are_compared_with_every_one_of_them_cut() -> None:
+    on, off = (load_launch_config(CONFIGS / f"llama_cp2_varlen_{kind}.yaml") for kind in ("overlap", "baseline"))
+    assert to_megatron_args(on) == to_megatron_args(off)
+    assert off.overlap == without_overlap(on).overlap.model_copy(update={"data": on.overlap.data})
+    alone = load_launch_config(CONFIGS / "llama_varlen_one_rank.yaml")
+    assert (alone.world_size, alone.overlap.varlen.method) == (1, "masked")
+    assert (alone.model, alone.train, alone.data) == (on.model, on.train, on.data)
 
 
 # What the names promise: GPUs, and layers times width as published.

@@ -90,10 +90,6 @@ WRONG_VALUES = [
     override("split", "data.split", "90,nine", "give up to three weights"),
     override("arguments", "megatron_args", "--foo", "use a list of texts"),
 ]
-NOT_IN_THIS_RELEASE = [
-    override("fused", "overlap.tensor.method", "fused", "not available in this release; use auto, p2p or none"),
-    override("varlen", "overlap.varlen.method", "balanced", "not available in this release; use none"),
-]
 IMPOSSIBLE = [
     override("sp alone", "parallel.sequence_parallel", "true", "use false with tensor 1", "parallel.tensor=1"),
     override("heads", "model.num_attention_heads", "9", "multiple of parallel.tensor 2",
@@ -114,7 +110,7 @@ IMPOSSIBLE = [
     override("hosts by ranks", "launch.hosts.hosts", "3", "use a multiple of 2", "launch.hosts={hosts: 3, gbps: 1}"),
     override("hosts on cuda", "launch.device", "cuda", "needs cpu",
              "launch.device=cuda", "launch.hosts={hosts: 2, gbps: 1}"),
-    override("context", "parallel.context", "2", "no context parallelism; use 1, or overlap.ulysses.method=p2p",
+    override("context", "parallel.context", "2", "no context parallelism; use 1, overlap.ulysses.method=p2p or",
              "parallel.context=2", "launch.ranks_per_node=4"),
     override("ulysses alone", "overlap.ulysses.method", "p2p", "needs parallel.context of 2 or more"),
     override("ulysses heads", "model.num_attention_heads", "8", "parallel.tensor x parallel.context = 16",
@@ -158,7 +154,7 @@ WRONG_OVERRIDES = [
     override("base", "base", "other.yaml", "only files name a base"),
 ]
 
-COMPOSED = [*UNREADABLE, *WRONG_KEYS, *WRONG_VALUES, *NOT_IN_THIS_RELEASE, *IMPOSSIBLE, *NOT_THERE, *WRONG_OVERRIDES]
+COMPOSED = [*UNREADABLE, *WRONG_KEYS, *WRONG_VALUES, *IMPOSSIBLE, *NOT_THERE, *WRONG_OVERRIDES]
 
 COMMAND = "command line"
 COMMAND_LINES = {

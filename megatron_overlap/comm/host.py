@@ -1,0 +1,64 @@
+"""Messages of a data loader: small, in host memory, on a thread of their own beside the training's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_overlap.comm.transport import store_beside
+
+
+class HostGroup:
+    """The ranks of a group, talking over gloo whatever the group's own backend is.
+
+    Nothing here is ordered behind the training's messages. All ranks of the group make the same calls in the same
+    order, from one thread at a time.
+
+    Args:
+        group: whose ranks talk. All of them make their `HostGroup` before the first call.
+        timeout_s: deadline of one call in seconds.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, timeout_s: float = 600.0) -> None:
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self._group: dist.ProcessGroupGloo | None = dist.ProcessGroupGloo(
+            store_beside(group), self.rank, self.size, timedelta(seconds=timeout_s)
+        )
+
+    def all_gather(self, values: Sequence[int]) -> list[list[int]]:
+        """Everybody's numbers, by rank; as many from each.
+
+        Raises:
+            RuntimeError: a peer is gone, or the deadline has passed.
+        """
+        mine = torch.tensor(values, dtype=torch.int64)
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        self._open().allgather([found], [mine]).wait()
+        return [tensor.tolist() for tensor in found]
+
+    def all_to_all(self, send: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+        """Rows for every rank in turn against rows from every rank in turn.
+
+        Args:
+            send: rows on the CPU, those for rank 0 first.
+            sent: rows for each rank.
+            received: rows from each rank.
+
+        Raises:
+            RuntimeError: a peer is gone, or the deadline has passed.
+        """
+        result = send.new_empty((sum(received), *send.shape[1:]))
+        self._open().alltoall_base(result, send.contiguous(), list(received), list(sent)).wait()
+        return result
+
+    def close(self) -> None:
+        """Closes the connections: peers that wait for this rank get an error."""
+        self._group = None
+
+    def _open(self) -> dist.ProcessGroupGloo:
+        assert self._group is not None, "closed"
+        return self._group
