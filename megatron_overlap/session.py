@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from megatron_overlap.accounting import Counters, PatchLine, Report
 from megatron_overlap.config import ConfigError, OverlapConfig
+from megatron_overlap.events import Trace
 from megatron_overlap.patching.engine import Engine
 from megatron_overlap.patching.errors import PatchError, PatchRefusedError, PatchWarning
 from megatron_overlap.patching.judge import Verdict
@@ -32,6 +33,7 @@ class Session:
         linear: what adapters/linear.py keeps for this session.
         data_parallel: what adapters/data_parallel.py keeps for it.
         ulysses: what adapters/ulysses.py keeps for this session.
+        trace: gets the events of the transports that are made from now on; None records none.
     """
 
     def __init__(self, config: OverlapConfig, manifests: Sequence[Manifest] = ()) -> None:
@@ -40,6 +42,7 @@ class Session:
         self.linear: Any = None
         self.data_parallel: Any = None
         self.ulysses: Any = None
+        self.trace: Trace | None = None
         self._engine = Engine(manifests)
         self._plan = Plan(())
         self._applied: tuple[str, ...] = ()
