@@ -58,7 +58,7 @@ def chosen(ranks: Sequence[RankEvents], first: int | None, last: int | None) -> 
             continue
         events = found.events
         begin, end = min(start for _, start, _ in steps), max(stop for _, _, stop in steps)
-        events = events[(events["stop_ns"] >= begin) & (events["start_ns"] <= end)].copy()
+        events = events[(events["stop_ns"] > begin) & (events["start_ns"] < end)].copy()
         clock = Clock.of(found)
         for name in ("start_ns", "stop_ns"):
             events[name] = clock.shift(events[name])
