@@ -22,6 +22,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "launch": ("megatron_overlap.launch.command:launch", "Run a launch config."),
         "compare": ("megatron_overlap.measure.command:compare", "Run configs interleaved and compare them."),
+        "doctor": ("megatron_overlap.measure.doctor_command:command", "Say what works on this machine, and why not."),
         "trace": (
             "megatron_overlap.measure.trace_command:trace",
             "Show when each rank computed, waited and sent.",
