@@ -20,6 +20,7 @@ from megatron_overlap.config import ConfigError
 from megatron_overlap.launch.outcome import RunError
 from megatron_overlap.launch.workers import run_workers
 from megatron_overlap.measure import calibration, doctor, machine
+from megatron_overlap.measure.calibrate import DTYPES
 
 TEST_DEADLINE_S, CALIBRATE_DEADLINE_S = 10.0, 60.0
 # Sums of a handful of terms in another order, fp32.
@@ -38,7 +39,7 @@ def command(
     precision: Annotated[str, typer.Option("--precision", help="With --calibrate: fp32, bf16 or fp16.")] = "bf16",
 ) -> int:
     """Say what works here, what works slower, and what does not, and why."""
-    if precision not in machine.DTYPES:
+    if precision not in DTYPES:
         raise ConfigError("command line", "doctor --precision", precision, "use fp32, bf16 or fp16")
     console = Console()
     cuda = torch.cuda.is_available()
