@@ -12,7 +12,9 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-USAGE = "usage: python -m megatron_overlap SCRIPT ARGS... [--overlap-config FILE] [--overlap-run-dir DIR]"
+USAGE = (
+    "usage: python -m megatron_overlap SCRIPT ARGS... [--overlap-config FILE] [--overlap-run-dir DIR [--overlap-trace]]"
+)
 
 
 class UsageError(ValueError):
@@ -61,6 +63,10 @@ class _Run:
         own, _ = _own_parser().parse_known_args(argv[1:])
         self._read_config(own)
         self._run_dir = _folder(own.overlap_run_dir) if own.overlap_run_dir else None
+        self._trace = own.overlap_trace or self._overlap.trace
+        if self._trace and self._run_dir is None:
+            raise UsageError("command line: --overlap-trace: needs --overlap-run-dir, the folder to write events to")
+        self._tracer: Any = None
         self._session: Any = None
         self._recorder: Any = None
 
@@ -108,6 +114,8 @@ class _Run:
         import megatron_overlap
 
         self._session = megatron_overlap.enable(self._overlap)
+        if self._tracer is not None:
+            self._session.trace = self._tracer.trace
         if self._rank == 0:
             self._show()
 
@@ -119,8 +127,11 @@ class _Run:
         if self._run_dir is None:
             return
         from megatron_overlap.adapters.recorder import Recorder
+        from megatron_overlap.adapters.step_tracer import StepTracer
 
-        self._recorder = Recorder(self._run_dir, self._rank, self._device, self._link)
+        if self._trace:
+            self._tracer = StepTracer(self._run_dir, self._rank, self._device)
+        self._recorder = Recorder(self._run_dir, self._rank, self._device, self._link, self._tracer)
         self._recorder.install()
 
     def _show(self) -> None:
@@ -135,6 +146,8 @@ class _Run:
                 if self._recorder is not None:
                     self._recorder.write_report(self._session.report().as_dict())
             if self._recorder is not None:
+                if code == 0:
+                    self._recorder.finish_trace()
                 self._recorder.close()
             if code == 0:
                 if self._session is not None:

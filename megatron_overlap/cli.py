@@ -22,6 +22,11 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "launch": ("megatron_overlap.launch.command:launch", "Run a launch config."),
         "compare": ("megatron_overlap.measure.command:compare", "Run configs interleaved and compare them."),
+        "doctor": ("megatron_overlap.measure.doctor_command:command", "Say what works on this machine, and why not."),
+        "trace": (
+            "megatron_overlap.measure.trace_command:trace",
+            "Show when each rank computed, waited and sent.",
+        ),
         "simulate": ("megatron_overlap.simulate.command:simulate", "Predict a step on a cluster, without running it."),
         "patches": ("megatron_overlap.patching.command:patches", "Show what is replaced in your Megatron."),
         "plan": (

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from megatron_overlap.accounting import Counters, PatchLine, Report
 from megatron_overlap.config import ConfigError, OverlapConfig
+from megatron_overlap.events import Trace
 from megatron_overlap.patching.engine import Engine
 from megatron_overlap.patching.errors import PatchError, PatchRefusedError, PatchWarning
 from megatron_overlap.patching.judge import Verdict
@@ -34,6 +35,7 @@ class Session:
         ulysses: what adapters/ulysses.py keeps for this session.
         varlen: what adapters/varlen.py keeps for this session.
         switched_off: `MEGATRON_OVERLAP=0` is set: the config asks for nothing.
+        trace: gets the events of the transports that are made from now on; None records none.
     """
 
     def __init__(self, config: OverlapConfig, manifests: Sequence[Manifest] = ()) -> None:
@@ -44,6 +46,7 @@ class Session:
         self.ulysses: Any = None
         self.varlen: Any = None
         self.switched_off = False
+        self.trace: Trace | None = None
         self._engine = Engine(manifests)
         self._plan = Plan(())
         self._applied: tuple[str, ...] = ()

@@ -20,6 +20,11 @@ def add_overlap_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
         help="write steps, versions and the report of each rank here",
     )
     group.add_argument(
+        "--overlap-trace",
+        action="store_true",
+        help="also write when each rank computed, waited and sent; see megatron-overlap trace",
+    )
+    group.add_argument(
         "--overlap-device",
         choices=("cpu", "cuda"),
         default=None,

@@ -56,7 +56,8 @@ class DataParallelAdapter:
     def transport(self, group: dist.ProcessGroup, lane: str = "data") -> Transport:
         """The transport of a data parallel group; closed with the session."""
         self._groups.add(group)
-        return transport_of(group, timeout_s=self._session.config.timeout_s, lane=lane)
+        session = self._session
+        return transport_of(group, timeout_s=session.config.timeout_s, lane=lane, trace=session.trace)
 
     def reduce(self, bucket: torch.Tensor, group: dist.ProcessGroup, op: Any, *, whole: bool, wide: bool) -> Method:
         """Begins the sum of a bucket: of all of it with `whole`, else of the own shard. What waits for it."""

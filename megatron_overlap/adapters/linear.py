@@ -76,7 +76,7 @@ class LinearAdapter:
     def transport(self, group: dist.ProcessGroup) -> Transport:
         """The transport of a tensor-parallel group; closed with the session."""
         self._groups.add(group)
-        return transport_of(group, timeout_s=self._session.config.timeout_s)
+        return transport_of(group, timeout_s=self._session.config.timeout_s, trace=self._session.trace)
 
     def close(self) -> None:
         """Closes every transport that the session used."""

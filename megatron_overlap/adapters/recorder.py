@@ -16,6 +16,7 @@ from typing import IO, Any
 
 import torch
 
+from megatron_overlap.adapters.step_tracer import EVENTS, StepTracer
 from megatron_overlap.version import __version__
 
 # train_step returns (losses, skipped, save now, exit now, exit code, grad norm, ...) in every release read
@@ -27,25 +28,37 @@ class Recorder:
     """Records the steps of this rank into ``run_dir``.
 
     Files: ``steps-rank{r}.jsonl`` (one line an iteration), ``meta-rank{r}.json`` (versions, device, layout) at the
-    first step, ``report-rank{r}.json`` at the end. A file of an earlier run in the same folder is replaced.
+    first step, ``report-rank{r}.json`` at the end; with a tracer ``events-rank{r}.bin``. A file of an earlier run in
+    the same folder is replaced.
 
     Args:
         run_dir: folder to write to; made if missing.
         rank: global rank, in the file names.
         device: "cpu" or "cuda".
         link: what the config says of the network between hosts, if anything; copied into the meta file.
+        tracer: records events of every step too; None records none.
 
     Raises:
         OSError: the folder cannot be made or written to.
     """
 
-    def __init__(self, run_dir: Path, rank: int, device: str, link: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        rank: int,
+        device: str,
+        link: dict[str, Any] | None = None,
+        tracer: StepTracer | None = None,
+    ) -> None:
         self._run_dir = run_dir
         self._rank = rank
         self._device = device
         self._link = link
+        self._tracer = tracer
         self._iteration = 0
         run_dir.mkdir(parents=True, exist_ok=True)
+        if tracer is None:
+            (run_dir / EVENTS.format(rank=rank)).unlink(missing_ok=True)
         self._steps: IO[str] = (run_dir / f"steps-rank{rank}.jsonl").open("w", encoding="utf-8", buffering=1)
 
     def install(self) -> None:
@@ -58,40 +71,52 @@ class Recorder:
         def train_step(*args: Any, **kwargs: Any) -> Any:
             if self._iteration == 0:
                 self._write_meta()
+                if self._tracer is not None:
+                    self._tracer.compare_clocks()
             self._synchronize()
-            start_s = time.perf_counter()
+            start_ns = time.perf_counter_ns()
             result = original(*args, **kwargs)
             self._synchronize()
-            step_time_ms = (time.perf_counter() - start_s) * 1000.0
-            self._write_step(kwargs.get("iteration"), step_time_ms, result)
+            self._write_step(kwargs.get("iteration"), start_ns, time.perf_counter_ns(), result)
             return result
 
         training.train_step = train_step
+        if self._tracer is not None:
+            self._tracer.install()
 
     def write_report(self, report: dict[str, Any]) -> None:
         """Writes the session's report of this rank."""
         self._write_json(f"report-rank{self._rank}.json", report)
 
+    def finish_trace(self) -> None:
+        """Compares the clocks once more; all ranks call it, after a run that went well."""
+        if self._tracer is not None and self._iteration:
+            self._tracer.compare_clocks()
+
     def close(self) -> None:
-        """Ends the step file."""
+        """Ends the files."""
         self._steps.close()
+        if self._tracer is not None:
+            self._tracer.close()
 
     def _synchronize(self) -> None:
         if self._device == "cuda":
             torch.cuda.synchronize()
 
-    def _write_step(self, previous_iteration: int | None, step_time_ms: float, result: Any) -> None:
+    def _write_step(self, previous_iteration: int | None, start_ns: int, stop_ns: int, result: Any) -> None:
         # Megatron passes the number of iterations done so far; a resumed run does not start at 0.
         self._iteration = previous_iteration + 1 if previous_iteration is not None else self._iteration + 1
-        row = {
+        row: dict[str, Any] = {
             "iteration": self._iteration,
-            "step_time_ms": step_time_ms,
+            "step_time_ms": (stop_ns - start_ns) / 1e6,
             "loss": _loss(result[_LOSSES]),
             "grad_norm": _number(result[_GRAD_NORM]),
             "skipped": bool(result[_SKIPPED]),
             "peak_memory_bytes": self._peak_memory_bytes(),
             "time": time.time(),
         }
+        if self._tracer is not None:
+            row["exposed"] = self._tracer.step(self._iteration, start_ns, stop_ns)
         self._steps.write(json.dumps(row) + "\n")
 
     def _peak_memory_bytes(self) -> int:

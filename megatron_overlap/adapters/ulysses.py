@@ -54,7 +54,7 @@ class UlyssesAdapter:
     def transport(self, group: dist.ProcessGroup) -> Transport:
         """The transport of a context-parallel group; closed with the session."""
         self._groups.add(group)
-        return transport_of(group, timeout_s=self.session.config.timeout_s)
+        return transport_of(group, timeout_s=self.session.config.timeout_s, trace=self.session.trace)
 
     def close(self) -> None:
         """Closes every transport that the session used."""

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from megatron_overlap.comm.transport import TransportError, Wire, store_beside
 from megatron_overlap.comm.workspace import Workspace
+from megatron_overlap.events import Trace
 
 # A tag is 31 bits: this many exchanges in one op, and this many ops before tags repeat, long after they have landed.
 _TAGS_PER_OP = 1 << 13
@@ -32,15 +33,24 @@ class GlooTransport:
         group: the group whose ranks talk; a gloo group with the same ranks is made for the messages.
         timeout_s: deadline of one wait in seconds; None means that of `group`.
         workspace: where ops take their buffers.
+        trace: gets the events of every flight; None records none.
+        lane: which of several transports of these ranks this is.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, *, timeout_s: float | None = None, workspace: Workspace | None = None
+        self,
+        group: dist.ProcessGroup,
+        *,
+        timeout_s: float | None = None,
+        workspace: Workspace | None = None,
+        trace: Trace | None = None,
+        lane: str = "",
     ) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.workspace = workspace if workspace is not None else Workspace()
         self.exposed_s = 0.0
+        self.trace, self.lane = trace, lane
         self.ranks = dist.get_process_group_ranks(group)
         timeout = (
             timedelta(seconds=timeout_s) if timeout_s else group._get_backend(torch.device("cpu")).options._timeout
@@ -128,6 +138,8 @@ class GlooFlight:
         self._num_posted = 0
         self._sends: dict[int, dist.Work] = {}
         self._error: TransportError | None = None
+        trace, number = transport.trace, tag // _TAGS_PER_OP
+        self._events = trace.flight(transport.ranks, transport.lane, number, op) if trace is not None else None
         group = transport._group
         # All receives are posted at once, so that gloo's sender never waits for the receiver's word. Both ends know a
         # message by the same number: the checker proves that it is the same exchange of both plans.
@@ -149,7 +161,7 @@ class GlooFlight:
     def wait(self, exchange: int) -> None:
         """See `Flight.wait`."""
         if not self._landed[exchange]:
-            self._sleep(lambda: self._landed[exchange])
+            self._sleep(lambda: self._landed[exchange], exchange)
 
     def finish(self) -> None:
         """See `Flight.finish`."""
@@ -163,16 +175,25 @@ class GlooFlight:
                 work.wait()
             except RuntimeError as error:
                 raise self._fail(f"send exchange {index} to", self._wires[index].exchange.to, error) from error
-        self._transport.exposed_s += time.perf_counter() - start
+        self._stood_still(start)
+        if self._events is not None:
+            self._events.finished()
 
-    def _sleep(self, ready: Callable[[], bool]) -> None:
+    def _sleep(self, ready: Callable[[], bool], exchange: int = 0) -> None:
         start = time.perf_counter()
         with self._changed:
             while not ready() and self._error is None:
                 self._changed.wait()
-        self._transport.exposed_s += time.perf_counter() - start
+        self._stood_still(start, exchange)
         if self._error is not None:
             raise self._error
+
+    def _stood_still(self, start_s: float, exchange: int = 0) -> None:
+        """Counts the time from `start_s` until now as exposed."""
+        took_s = time.perf_counter() - start_s
+        self._transport.exposed_s += took_s
+        if self._events is not None:
+            self._events.waited(self._events.now() - round(took_s * 1e9), exchange)
 
     def receive_from(self, peer: int) -> None:
         """A receiving thread's part: the messages of one peer."""
@@ -186,6 +207,8 @@ class GlooFlight:
                 except RuntimeError as error:
                     self._fail(f"receive exchange {index} from", peer, error)
                     return
+                if self._events is not None:
+                    self._events.landed(index, peer, wire.recv.nbytes)
             with self._changed:
                 self._landed[index] = True
                 self._num_landed += 1
@@ -209,6 +232,8 @@ class GlooFlight:
         wire = self._wires[index]
         try:
             if wire.send.numel():
+                if self._events is not None:
+                    self._events.sent(index, wire.exchange.to, wire.send.nbytes)
                 self._sends[index] = self._transport._group.send([wire.send], wire.exchange.to, self._tag + index)
         except RuntimeError as error:
             self._fail(f"send exchange {index} to", wire.exchange.to, error)

@@ -12,8 +12,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megatron_overlap.comm.cuda_events import CudaEvents, CudaFlightEvents
 from megatron_overlap.comm.transport import TransportError, Wire, store_beside
 from megatron_overlap.comm.workspace import Workspace
+from megatron_overlap.events import Trace
 
 
 class NcclTransport:
@@ -23,15 +25,26 @@ class NcclTransport:
         group: the group whose ranks talk; an NCCL group with the same ranks is made for the messages.
         timeout_s: deadline of NCCL's watchdog in seconds; None means that of `group`.
         workspace: where ops take their buffers.
+        trace: gets the events of every flight; None records none.
+        lane: which of several transports of these ranks this is.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, *, timeout_s: float | None = None, workspace: Workspace | None = None
+        self,
+        group: dist.ProcessGroup,
+        *,
+        timeout_s: float | None = None,
+        workspace: Workspace | None = None,
+        trace: Trace | None = None,
+        lane: str = "",
     ) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.workspace = workspace if workspace is not None else Workspace()
         self.exposed_s = 0.0
+        self._lane = lane
+        self._timing = CudaEvents(trace) if trace is not None else None
+        self._num_flights = 0
         self.ranks = dist.get_process_group_ranks(group)
         device = torch.device("cuda", torch.cuda.current_device())
         timeout = timedelta(seconds=timeout_s) if timeout_s else group._get_backend(device).options._timeout
@@ -50,7 +63,10 @@ class NcclTransport:
 
     def begin(self, wires: Sequence[Wire], op: str) -> NcclFlight:
         """See `Transport.begin`."""
-        return NcclFlight(self, wires, op)
+        self._num_flights += 1
+        timing = self._timing
+        events = timing.flight(self.ranks, self._lane, self._num_flights, op) if timing is not None else None
+        return NcclFlight(self, wires, op, events)
 
     def event(self) -> torch.cuda.Event:
         """An event that nobody uses; given back by `recycle`."""
@@ -70,10 +86,13 @@ class NcclTransport:
 class NcclFlight:
     """See `Flight`. Exchanges are enqueued in order, each as soon as its send is ready."""
 
-    def __init__(self, transport: NcclTransport, wires: Sequence[Wire], op: str) -> None:
+    def __init__(
+        self, transport: NcclTransport, wires: Sequence[Wire], op: str, timing: CudaFlightEvents | None
+    ) -> None:
         self._transport = transport
         self._wires = wires
         self._op = op
+        self._timing = timing
         self._landed: list[torch.cuda.Event] = []
         # Receive buffers may still be read by what the computing stream has enqueued before.
         self._order_after_compute()
@@ -100,6 +119,8 @@ class NcclFlight:
     def _enqueue(self, wire: Wire) -> None:
         group, exchange = self._transport._group, wire.exchange
         device = self._transport._device
+        index = len(self._landed)
+        start = self._timing.mark() if self._timing is not None else None
         try:
             if wire.send.numel() or wire.recv.numel():
                 # One NCCL group call for both directions: neither waits for the other.
@@ -112,9 +133,11 @@ class NcclFlight:
         except RuntimeError as error:
             ranks = self._transport.ranks
             raise TransportError(
-                f"{self._op}: rank {ranks[self._transport.rank]} could not post exchange {len(self._landed)} to rank "
+                f"{self._op}: rank {ranks[self._transport.rank]} could not post exchange {index} to rank "
                 f"{ranks[exchange.to]} and from rank {ranks[exchange.source]}: {error}"
             ) from error
+        if self._timing is not None and start is not None:
+            self._timing.moved(start, index, wire)
         landed = self._transport.event()
         landed.record()
         self._landed.append(landed)
@@ -125,7 +148,10 @@ class NcclFlight:
 
     def wait(self, exchange: int) -> None:
         """See `Flight.wait`."""
+        start = self._timing.mark() if self._timing is not None else None
         torch.cuda.current_stream().wait_event(self._landed[exchange])
+        if self._timing is not None and start is not None:
+            self._timing.waited(start, exchange)
 
     def finish(self) -> None:
         """See `Flight.finish`."""
@@ -133,3 +159,5 @@ class NcclFlight:
         if self._landed:
             self.wait(len(self._landed) - 1)
             self._transport.recycle(self._landed)
+        if self._timing is not None:
+            self._timing.finished()

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm.workspace import Workspace
+from megatron_overlap.events import Trace
 from megatron_overlap.schedules.plan import Exchange
 
 
@@ -74,7 +75,9 @@ class Transport(Protocol):
 _TRANSPORTS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Transport]] = weakref.WeakKeyDictionary()
 
 
-def transport_of(group: dist.ProcessGroup, *, timeout_s: float | None = None, lane: str = "") -> Transport:
+def transport_of(
+    group: dist.ProcessGroup, *, timeout_s: float | None = None, lane: str = "", trace: Trace | None = None
+) -> Transport:
     """The transport of `group`; made by the first call, which all ranks of the group must make.
 
     A group of its own carries the messages, so that they are never ordered behind Megatron's collectives.
@@ -84,6 +87,7 @@ def transport_of(group: dist.ProcessGroup, *, timeout_s: float | None = None, la
         timeout_s: deadline of one wait in seconds, looked at by the first call; None means that of `group`.
         lane: a name for one of several transports of the same ranks: the order in which flights begin counts within
             a lane alone.
+        trace: gets events of all messages and waits, looked at by the first call.
 
     Raises:
         ValueError: the group's backend carries no point-to-point messages that this package knows.
@@ -95,11 +99,11 @@ def transport_of(group: dist.ProcessGroup, *, timeout_s: float | None = None, la
         if backend == "gloo":
             from megatron_overlap.comm.gloo import GlooTransport
 
-            transport = GlooTransport(group, timeout_s=timeout_s)
+            transport = GlooTransport(group, timeout_s=timeout_s, trace=trace, lane=lane)
         elif backend == "nccl":
             from megatron_overlap.comm.nccl import NcclTransport
 
-            transport = NcclTransport(group, timeout_s=timeout_s)
+            transport = NcclTransport(group, timeout_s=timeout_s, trace=trace, lane=lane)
         else:
             raise ValueError(f"group: backend {backend}: overlap needs gloo or nccl")
         transports[lane] = transport

@@ -79,6 +79,8 @@ class OverlapConfig(Section):
     """Turn every fallback to Megatron's own path into an error."""
     timeout_s: PositiveFloat | None = None
     """Deadline of one wait for a peer, in seconds; null is the process group's own."""
+    trace: bool = False
+    """Record when each rank computed, waited and sent, into the run directory; see `megatron-overlap trace`."""
 
     @classmethod
     def from_yaml(cls, path: str | Path, overrides: Sequence[str] = ()) -> OverlapConfig:

@@ -44,6 +44,19 @@ class PluginReport:
 
 
 @dataclass(frozen=True)
+class StepExposed:
+    """Time of one step in which a rank waited for messages and computed nothing, the mean over all ranks.
+
+    Attributes:
+        total_ms: for any message.
+        by_op: by op and direction.
+    """
+
+    total_ms: float
+    by_op: Mapping[tuple[str, str], float]
+
+
+@dataclass(frozen=True)
 class RunRecord:
     """One run, all ranks together; the sequences have one value for each iteration.
 
@@ -55,6 +68,7 @@ class RunRecord:
         peak_memory_bytes: of the rank that needed most, over the whole run; None where it is not known.
         meta: of rank 0: versions, device, layout, link.
         report: None when the plugin was off.
+        exposed: of each iteration, where events were recorded (`overlap.trace`); else None.
     """
 
     iterations: tuple[int, ...]
@@ -64,6 +78,7 @@ class RunRecord:
     peak_memory_bytes: int | None
     meta: Mapping[str, Any]
     report: PluginReport | None
+    exposed: tuple[StepExposed, ...] | None = None
 
 
 def read_run(run_dir: Path, world_size: int, iterations: int) -> RunRecord:
@@ -91,6 +106,7 @@ def read_run(run_dir: Path, world_size: int, iterations: int) -> RunRecord:
         peak_memory_bytes=max(int(row["peak_memory_bytes"]) for rows in steps for row in rows),
         meta=_read_object(run_dir / "meta-rank0.json"),
         report=_read_reports(run_dir, world_size),
+        exposed=_exposed(steps),
     )
 
 
@@ -124,6 +140,19 @@ def _read_object(path: Path) -> dict[str, Any]:
 def _first_known(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
     """The value of the first rank that has one; all that have one have the same."""
     return next((float(row[key]) for row in rows if row.get(key) is not None), None)
+
+
+def _exposed(steps: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[StepExposed, ...] | None:
+    if any("exposed" not in row for rows in steps for row in rows):
+        return None
+    means = []
+    for rows in steps:
+        by_op: dict[tuple[str, str], float] = {}
+        for row in rows:
+            for op, direction, time_ms in row["exposed"]["ops"]:
+                by_op[op, direction] = by_op.get((op, direction), 0.0) + time_ms / len(rows)
+        means.append(StepExposed(sum(row["exposed"]["total_ms"] for row in rows) / len(rows), by_op))
+    return tuple(means)
 
 
 def _read_reports(run_dir: Path, world_size: int) -> PluginReport | None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_overlap.launch.artefacts import PluginReport, RunRecord
+from megatron_overlap.launch.artefacts import PluginReport, RunRecord, StepExposed
 from megatron_overlap.measure.peak import Peak
 from megatron_overlap.measure.spread import Spread, max_deviation, paired_ratios
 
@@ -80,6 +80,22 @@ class RunSummary:
     own_grad_norm_deviation: float | None
     link: Mapping[str, Any]
     plugin: PluginReport | None
+    exposed: ExposedSummary | None = None
+
+
+@dataclass(frozen=True)
+class ExposedSummary:
+    """Exposed communication of one side over its timed steps, each the mean over ranks; `overlap.trace` records it.
+
+    Attributes:
+        step_ms: of a step.
+        share: of the step time.
+        by_op: milliseconds a step by op and direction, the mean over steps; longest first.
+    """
+
+    step_ms: Spread
+    share: float
+    by_op: Mapping[tuple[str, str], float]
 
 
 @dataclass(frozen=True)
@@ -203,6 +219,23 @@ def summarize(side: Side) -> RunSummary:
         own_grad_norm_deviation=_largest(norms),
         link=side.link,
         plugin=first.report,
+        exposed=_exposed(side),
+    )
+
+
+def _exposed(side: Side) -> ExposedSummary | None:
+    steps: list[StepExposed] = []
+    for record in side.records:
+        if record.exposed is None:
+            return None
+        steps += record.exposed[WARM_UP_ITERATIONS:]
+    total_ms = sum(time for times in side.timed_rounds_ms for time in times)
+    keys = {key for step in steps for key in step.by_op}
+    by_op = {key: sum(step.by_op.get(key, 0.0) for step in steps) / len(steps) for key in keys}
+    return ExposedSummary(
+        step_ms=Spread.of([step.total_ms for step in steps]),
+        share=sum(step.total_ms for step in steps) / total_ms,
+        by_op=dict(sorted(by_op.items(), key=lambda item: (-item[1], item[0]))),
     )
 
 
@@ -251,6 +284,16 @@ def _run_dict(run: RunSummary) -> dict[str, Any]:
         "own_loss_deviation": run.own_loss_deviation,
         "own_grad_norm_deviation": run.own_grad_norm_deviation,
         "link": dict(run.link),
+        "exposed": None
+        if run.exposed is None
+        else {
+            "step_ms": run.exposed.step_ms.as_dict(),
+            "share_of_step": run.exposed.share,
+            "by_op": [
+                {"op": op, "direction": direction, "ms": time_ms}
+                for (op, direction), time_ms in run.exposed.by_op.items()
+            ],
+        },
         "plugin": None
         if plugin is None
         else {

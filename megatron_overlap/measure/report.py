@@ -48,6 +48,7 @@ def html(result: Comparison, picture: bytes, configs: Mapping[str, str]) -> str:
         rows=wording.rows(result),
         notes=wording.notes(result),
         from_logs=wording.from_logs(result),
+        exposed=wording.exposed_bars(result),
         fallbacks=wording.fallback_lines(result),
         configs=configs,
     )

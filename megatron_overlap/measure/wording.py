@@ -60,6 +60,16 @@ def rows(result: Comparison) -> list[Row]:
         Row("loss, its own rounds", tuple(_number(run.own_loss_deviation, "{:.1e}") for run in runs)),
         Row("grad-norm, its own rounds", tuple(_number(run.own_grad_norm_deviation, "{:.1e}") for run in runs)),
     ]
+    if any(run.exposed is not None for run in runs):
+        exposed = [run.exposed for run in runs]
+        table += [
+            Row(
+                "exposed communication, ms",
+                tuple(_number(None if one is None else one.step_ms.median, "{:.1f}") for one in exposed),
+            ),
+            Row("p20 .. p80", tuple("-" if one is None else _range(one.step_ms, 1) for one in exposed)),
+            Row("of the step", tuple(_number(None if one is None else one.share, "{:.1%}") for one in exposed)),
+        ]
     if from_logs(result):  # a log says little, and nothing of what the plugin did: no row without a figure
         return [row for row in table if set(row.cells) - {"not known", "reference"}]
     return [
@@ -68,6 +78,30 @@ def rows(result: Comparison) -> list[Row]:
         Row("sent in them, MiB", tuple(_sent(run) for run in runs)),
         Row("calls left to Megatron", tuple(_fallbacks(run) for run in runs)),
     ]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One op in the picture of what is exposed: its name, and of each run the text and the length, 0 to 100."""
+
+    label: str
+    cells: tuple[tuple[str, float], ...]
+
+
+def exposed_bars(result: Comparison) -> list[Bar]:
+    """Exposed time a step by op and direction, one column a run; empty where no run recorded events."""
+    recorded = [run.exposed.by_op if run.exposed is not None else None for run in result.runs]
+    keys: dict[tuple[str, str], float] = {}
+    for by_op in recorded:
+        for key, time_ms in (by_op or {}).items():
+            keys[key] = max(keys.get(key, 0.0), time_ms)
+    longest = max(keys.values(), default=0.0) or 1.0
+    bars = []
+    for key in sorted(keys, key=lambda key: (-keys[key], key)):
+        times = [None if by_op is None else by_op.get(key, 0.0) for by_op in recorded]
+        cells = tuple((_number(time, "{:.2f} ms"), 100 * (time or 0.0) / longest) for time in times)
+        bars.append(Bar(" ".join(key).removesuffix(" -"), cells))
+    return bars
 
 
 def from_logs(result: Comparison) -> bool:
@@ -95,6 +129,11 @@ def notes(result: Comparison) -> list[str]:
     if result.device["kind"] == "cpu":
         lines.append("These are CPU figures: the ratios carry over in kind, the absolute values do not.")
         lines.append("Peak memory is the largest resident set of a rank.")
+    if any(run.exposed is not None for run in result.runs):
+        lines.append(
+            "Exposed communication: time in which a rank computed nothing because it waited for a message, the mean "
+            "over ranks; by our own events, Megatron's collectives included on CPU."
+        )
     lines += [str(note) for note in result.settings.get("notes", ())]
     return lines
 

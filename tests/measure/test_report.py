@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from megatron_overlap.launch.artefacts import Fallback
+from megatron_overlap.launch.artefacts import Fallback, StepExposed
 from megatron_overlap.measure import report, wording
 from megatron_overlap.measure.compare import Comparison, compare
 from tests.measure.samples import record, side
@@ -100,3 +101,33 @@ def test_nothing_is_put_in_place_when_one_file_cannot_be_made(tmp_path: Path) ->
         report.write(comparison(), tmp_path, None)  # type: ignore[arg-type]
     assert not (tmp_path / "compare.json").exists()
     assert not (tmp_path / "compare.png").exists()
+
+
+def test_exposed_communication_where_it_was_recorded(tmp_path: Path) -> None:
+    """Means over the timed steps: the first two of a launch do not count."""
+    steps = [StepExposed(900.0, {("gather", "forward"): 900.0})] * 2
+    for total in (10.0, 20.0, 60.0):
+        steps.append(StepExposed(total, {("gather", "forward"): total / 2, ("scatter", "dgrad"): total / 2}))
+    traced = replace(record([9, 9, 100, 100, 100]), exposed=tuple(steps))
+    result = compare([side("plain", [record([9, 9, 120, 121, 119])]), side("hidden", [traced])])
+    cells = {row.label: row.cells for row in wording.rows(result)}
+    assert cells["exposed communication, ms"] == ("not known", "20.0")
+    assert cells["of the step"] == ("not known", "30.0%")
+    report.write(result, tmp_path, {})
+    plain, hidden = json.loads((tmp_path / "compare.json").read_text())["runs"]
+    assert plain["exposed"] is None
+    assert hidden["exposed"]["by_op"] == [
+        {"op": "gather", "direction": "forward", "ms": 15.0},
+        {"op": "scatter", "direction": "dgrad", "ms": 15.0},
+    ]
+    page = (tmp_path / "compare.html").read_text()
+    assert "Exposed communication, a step" in page
+    assert "scatter dgrad" in page
+    assert "15.00 ms" in page
+
+
+def test_no_word_of_exposed_communication_where_it_was_not_recorded(tmp_path: Path) -> None:
+    result = comparison()
+    assert "exposed" not in " ".join(row.label for row in wording.rows(result))
+    report.write(result, tmp_path, {})
+    assert "Exposed" not in (tmp_path / "compare.html").read_text()

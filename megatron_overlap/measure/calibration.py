@@ -1,0 +1,115 @@
+"""From what `machine` measured to a cluster profile for the cost model, and the model's error against it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_overlap.config.cluster import Precision, load_cluster_profile, profile_folder
+from megatron_overlap.measure.machine import CHECK_GEMM, CHECK_MESSAGE, CHECK_PIECES, WIDTH
+from megatron_overlap.tune.cost import CostModel
+
+BASE = "netlab"
+
+
+@dataclass(frozen=True)
+class Check:
+    """Something that was measured and was not used to make the profile."""
+
+    what: str
+    measured_us: float
+    modelled_us: float
+
+    @property
+    def error(self) -> float:
+        """Relative, above zero where the model is too slow."""
+        return self.modelled_us / self.measured_us - 1
+
+
+def profile_tree(found: Mapping[str, Any], precision: Precision, source: str) -> dict[str, Any]:
+    """A profile's content: what was measured, over the profile `netlab` for what was not.
+
+    Args:
+        found: of rank 0; times are of the slowest rank.
+        precision: type of the GEMMs.
+        source: when and where it was measured.
+    """
+
+    def figure(value: float) -> dict[str, Any]:
+        return {"value": value, "source": source}
+
+    rates = {int(rows): 2.0 * int(rows) * WIDTH * WIDTH / us for rows, us in found["gemm_us"].items()}
+    best = max(rates.values())
+    peak = max(found["peak_tflops"], best / 1e6)
+    latency, copy = line({int(count): us for count, us in found["message_us"].items()})
+    moved = found["collective_bytes"] * (found["ranks"] - 1) / found["ranks"]
+    lost_us = max(0.0, found["gemm_beside_us"] - found["gemm_alone_us"])
+    # Both directions count, as in CostModel.compute_rate, but only what was moved while the GEMM ran.
+    moved_meanwhile = 2 * min(found["beside_bytes"], copy * found["gemm_beside_us"])
+    return {
+        "base": str(profile_folder() / f"{BASE}.yaml"),
+        "name": "calibrated",
+        "description": f"this machine, {found['ranks']} ranks over loopback: {source}; the rest as {BASE}",
+        "devices_per_node": found["ranks"],
+        "device": {
+            "peak_tflops": {key: figure(peak) for key in {"bf16", precision}},
+            "gemm": {
+                "efficiency": figure(min(1.0, best / 1e6 / peak)),
+                "rows": [{"rows": rows, "rate": rate / best} for rows, rate in sorted(rates.items())],
+                "source": source,
+            },
+            "memory_gbps": figure(found["memory_gbps"]),
+            "launch_us": figure(found["launch_us"]),
+        },
+        "inside": {
+            "latency_us": figure(latency),
+            "copy_gbps": figure(copy / 1e3),
+            "collective_gbps": figure(moved / found["all_gather_us"] / 1e3),
+            "reduce_scatter_gbps": figure(moved / found["reduce_scatter_us"] / 1e3),
+        },
+        "contention": {"host_us_per_mb": figure(lost_us / moved_meanwhile * 1e6)},
+    }
+
+
+def line(times_us: Mapping[int, float]) -> tuple[float, float]:
+    """Latency in microseconds and bytes per microsecond: the line of least relative error through the times."""
+    weights = {count: 1 / us**2 for count, us in times_us.items()}
+    total = sum(weights.values())
+    mean_x = sum(weights[count] * count for count in times_us) / total
+    mean_y = sum(weights[count] * us for count, us in times_us.items()) / total
+    above = sum(weights[count] * (count - mean_x) * (us - mean_y) for count, us in times_us.items())
+    slope = above / sum(weights[count] * (count - mean_x) ** 2 for count in times_us)
+    slope = max(slope, 1e-9)
+    return max(0.0, mean_y - slope * mean_x), 1 / slope
+
+
+def write_profile(path: Path, tree: Mapping[str, Any]) -> None:
+    """Write the profile: all or nothing.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(yaml.safe_dump(dict(tree), sort_keys=False), encoding="utf-8")
+    new.replace(path)
+
+
+def checks(path: Path, found: Mapping[str, Any], precision: Precision) -> list[Check]:
+    """What the written profile says of shapes and sizes that were measured beside."""
+    model = CostModel(load_cluster_profile(str(path)), precision)
+    gemm = model.gemm_us(*CHECK_GEMM)
+    modelled = {
+        "gemm": gemm,
+        "split gemm": gemm * model.split_penalty(*CHECK_GEMM, CHECK_PIECES),
+        "message": model.message_us(CHECK_MESSAGE, model.link(found["ranks"])),
+    }
+    names = {
+        "gemm": "GEMM {} x {} x {}".format(*CHECK_GEMM),
+        "split gemm": f"the same in {CHECK_PIECES} pieces",
+        "message": f"message of {CHECK_MESSAGE >> 20} MiB",
+    }
+    return [Check(names[what], found["check"][what], modelled[what]) for what in names]

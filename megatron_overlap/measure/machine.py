@@ -1,0 +1,154 @@
+"""`python -m megatron_overlap.measure.machine FOLDER TASK PRECISION`: what `doctor` runs on every rank.
+
+`test` runs overlapped layers forward and backward and holds them against plain collectives; `calibrate` measures what
+the cost model needs, and a few things that it has to predict. Rank r writes `rank{r}.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_overlap.comm import Transport, close_transport, transport_of
+from megatron_overlap.comm.transport import Wire
+from megatron_overlap.measure.calibrate import DTYPES, gemm_tflops
+from megatron_overlap.ops import all_gather_linear, linear_reduce_scatter, reference
+from megatron_overlap.schedules import all_gather_plan
+
+ROWS = (32, 64, 128, 256, 512, 1024)
+WIDTH = 1024
+MESSAGES = (1 << 10, 1 << 18, 1 << 20, 1 << 22)
+CHECK_GEMM, CHECK_MESSAGE, CHECK_PIECES = (384, 1536, 768), 3 << 20, 4
+_COLLECTIVE = 8 << 20
+_REPEATS = 9
+
+
+def self_test(group: dist.ProcessGroup) -> dict[str, Any]:
+    """Largest relative difference to plain collectives, over outputs and gradients of both layers."""
+    torch.manual_seed(dist.get_rank(group))
+    size, worst = dist.get_world_size(group), 0.0
+    for overlapped, plain, rows in (
+        (all_gather_linear, reference.all_gather_linear, 48),
+        (linear_reduce_scatter, reference.linear_reduce_scatter, 48 * size),
+    ):
+        x, w = torch.randn(rows, 40), torch.randn(24, 40)
+        results = []
+        for function in (overlapped, plain):
+            leaves = [tensor.clone().requires_grad_() for tensor in (x, w)]
+            y = function(leaves[0], leaves[1], group=group)
+            torch.autograd.backward(y.square().sum())
+            results.append([y.detach(), *(leaf.grad for leaf in leaves)])
+        for ours, theirs in zip(*results, strict=True):
+            worst = max(worst, float((ours - theirs).abs().max() / theirs.abs().max()))
+    return {"difference": worst}
+
+
+def measure(group: dist.ProcessGroup, dtype: torch.dtype) -> dict[str, Any]:
+    """Times of GEMMs, messages, collectives, and of GEMMs beside messages, all ranks at once, in microseconds."""
+    peak = max(gemm_tflops(size, "cpu", dtype) for size in (512, 1024))
+    transport = transport_of(group)
+    size = transport.size
+    whole = torch.empty(_COLLECTIVE, dtype=torch.uint8)
+    shard = torch.empty(_COLLECTIVE // size, dtype=torch.uint8)
+    sums, part = torch.zeros(_COLLECTIVE // 4), torch.zeros(_COLLECTIVE // 4 // size)
+    copied = torch.empty_like(whole)
+    pieces = _gemm(CHECK_GEMM, dtype, group, CHECK_PIECES)
+    alone, beside = _contention(transport, dtype, group)
+    return {
+        "ranks": size,
+        "peak_tflops": peak,
+        "gemm_us": {rows: _gemm((rows, WIDTH, WIDTH), dtype, group) for rows in ROWS},
+        "message_us": {count: _message(transport, count, group) for count in MESSAGES},
+        "all_gather_us": _time(lambda: dist.all_gather_into_tensor(whole, shard, group=group), group),
+        "reduce_scatter_us": _time(lambda: dist.reduce_scatter_tensor(part, sums, group=group), group),
+        "collective_bytes": _COLLECTIVE,
+        "memory_gbps": 2 * _COLLECTIVE / _time(lambda: copied.copy_(whole), group) / 1e3,
+        "launch_us": _time(lambda: part[:1].add_(1), group),
+        "gemm_alone_us": alone,
+        "gemm_beside_us": beside,
+        "beside_bytes": 2 * MESSAGES[-1],
+        "check": {
+            "gemm": _gemm(CHECK_GEMM, dtype, group),
+            "split gemm": pieces,
+            "message": _message(transport, CHECK_MESSAGE, group),
+        },
+    }
+
+
+def _time(run: Callable[[], object], group: dist.ProcessGroup) -> float:
+    """Median time of the slowest rank, in microseconds."""
+    times = []
+    for number in range(_REPEATS + 2):
+        dist.barrier(group)
+        start = time.perf_counter()
+        run()
+        took = torch.tensor((time.perf_counter() - start) * 1e6, dtype=torch.float64)
+        dist.all_reduce(took, op=dist.ReduceOp.MAX, group=group)
+        if number >= 2:
+            times.append(took.item())
+    return statistics.median(times)
+
+
+def _gemm(shape: tuple[int, int, int], dtype: torch.dtype, group: dist.ProcessGroup, pieces: int = 1) -> float:
+    m, n, k = shape
+    a, b, out = torch.randn(m, k).to(dtype), torch.randn(k, n).to(dtype), torch.empty(m, n, dtype=dtype)
+    parts = list(zip(a.chunk(pieces), out.chunk(pieces), strict=True))
+
+    def run() -> None:
+        for rows, into in parts:
+            torch.mm(rows, b, out=into)
+
+    return _time(run, group)
+
+
+def _begin(transport: Transport, count: int) -> Any:
+    exchanges = all_gather_plan(transport.size, transport.rank).exchanges[:1]
+    send, recv = torch.empty(count, dtype=torch.uint8), torch.empty(count, dtype=torch.uint8)
+    return transport.begin([Wire(exchange, send, recv) for exchange in exchanges], "doctor")
+
+
+def _message(transport: Transport, count: int, group: dist.ProcessGroup) -> float:
+    return _time(lambda: _begin(transport, count).finish(), group)
+
+
+def _contention(transport: Transport, dtype: torch.dtype, group: dist.ProcessGroup) -> tuple[float, float]:
+    """A long GEMM alone, and while messages of 2 x the largest size go both ways."""
+    a = torch.randn(2048, WIDTH).to(dtype)
+    b, out = torch.randn(WIDTH, WIDTH).to(dtype), torch.empty(2048, WIDTH, dtype=dtype)
+
+    def beside() -> None:
+        flights = [_begin(transport, MESSAGES[-1]) for _ in range(2)]
+        start = time.perf_counter()
+        torch.mm(a, b, out=out)
+        times.append((time.perf_counter() - start) * 1e6)
+        for flight in flights:
+            flight.finish()
+
+    alone = _time(lambda: torch.mm(a, b, out=out), group)
+    times: list[float] = []
+    _time(beside, group)
+    return alone, statistics.median(times)
+
+
+def main(folder: str, task: str, precision: str) -> None:
+    """Runs one task on this rank."""
+    dist.init_process_group("gloo")
+    world = dist.group.WORLD
+    assert world is not None
+    result = self_test(world) if task == "test" else measure(world, DTYPES[precision])
+    Path(folder, f"rank{dist.get_rank()}.json").write_text(json.dumps(result))
+    dist.barrier()
+    close_transport(world)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,104 @@
+"""doctor: real ranks talk, what hurts is named, and a calibrated profile is one that the cost model reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_overlap import cli
+from megatron_overlap.config.cluster import load_cluster_profile
+from megatron_overlap.measure import doctor
+from megatron_overlap.measure.calibration import checks, line, profile_tree, write_profile
+from megatron_overlap.measure.machine import MESSAGES, ROWS, WIDTH
+from megatron_overlap.tune.cost import CostModel
+
+# A machine of 0.1 TFLOP/s, 50 us and 1 GB/s a message.
+FOUND: dict[str, Any] = {
+    "ranks": 2,
+    "peak_tflops": 0.1,
+    "gemm_us": {str(rows): 2.0 * rows * WIDTH * WIDTH / 0.1e6 for rows in ROWS},
+    "message_us": {str(count): 50 + count / 1000 for count in MESSAGES},
+    "all_gather_us": 8192.0,
+    "reduce_scatter_us": 16384.0,
+    "collective_bytes": 8 << 20,
+    "memory_gbps": 5.0,
+    "launch_us": 3.0,
+    "gemm_alone_us": 40_000.0,
+    "gemm_beside_us": 44_000.0,
+    "beside_bytes": 8 << 20,
+    "check": {"gemm": 9060.0, "split gemm": 9060.0, "message": 3195.0},
+}
+
+
+def test_ranks_talk_and_every_feature_has_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--deadline", "120"]) == 0
+    said = capsys.readouterr().out
+    assert "agree with plain collectives" in said
+    for feature in ("tensor: p2p", "data: p2p", "ulysses: p2p", "in Megatron", "symmetric memory"):
+        assert feature in said
+    assert "needs at least 2 GPUs" in said
+
+
+def test_ranks_that_do_not_answer_in_time_are_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--deadline", "0.1"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("not available") >= 3
+    assert "the self-test failed" in said
+
+
+def test_variables_that_hurt_are_named_with_what_to_do() -> None:
+    env = {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_IB_DISABLE": "0",
+        "OMP_NUM_THREADS": "100000",
+        "MEGATRON_OVERLAP": "0",
+        "HOME": "/",
+    }
+    on_gpu = [name for name, _, _ in doctor.environment(env, cuda=True)]
+    assert on_gpu == ["CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_P2P_DISABLE", "MEGATRON_OVERLAP", "OMP_NUM_THREADS"]
+    assert [name for name, _, _ in doctor.environment(env, cuda=False)] == ["MEGATRON_OVERLAP", "OMP_NUM_THREADS"]
+    assert doctor.environment({}, cuda=True) == []
+
+
+def test_a_calibrated_profile_says_what_was_measured(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    write_profile(path, profile_tree(FOUND, "bf16", "made up"))
+    assert [file.name for file in tmp_path.iterdir()] == ["mine.yaml"]
+    profile = load_cluster_profile(str(path))
+    model = CostModel(profile)
+    link = model.link(2)
+    assert model.message_us(3 << 20, link) == pytest.approx(50 + (3 << 20) / 1000)
+    assert model.gemm_us(256, WIDTH, WIDTH) == pytest.approx(FOUND["gemm_us"]["256"], rel=0.01)
+    assert model.collective_us("all_gather", 8 << 20, link) == pytest.approx(8192 + 50 + 3)
+    assert model.collective_us("reduce_scatter", 8 << 20, link) == pytest.approx(16384 + 50 + 3)
+    # Bytes went both ways at full rate for as long as the GEMM ran, and took 10 % longer for it.
+    moved = 2 * min(8 << 20, 44_000 * 1000) / 1e6
+    assert profile.contention.host_us_per_mb.value == pytest.approx(4000 / moved)
+    for check in checks(path, FOUND, "bf16"):
+        assert abs(check.error) < 0.02, check
+
+
+def test_the_line_through_messages() -> None:
+    assert line({0: 7.0, 1000: 17.0, 5000: 57.0}) == (pytest.approx(7), pytest.approx(100))
+
+
+@pytest.mark.long
+def test_calibration_of_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.yaml"
+    assert cli.main(["doctor", "--deadline", "120", "--calibrate", "--output", str(path), "--precision", "fp32"]) == 0
+    assert "modelled us" in capsys.readouterr().out
+    assert CostModel(load_cluster_profile(str(path)), "fp32").gemm_us(64, 64, 64) > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [(["--precision", "fp8"], "--precision: fp8: use fp32, bf16 or fp16"), (["--ranks", "1"], "doctor --ranks: 1")],
+)
+def test_a_wrong_request_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], told: str) -> None:
+    assert cli.main(["doctor", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1
+    assert told in said
