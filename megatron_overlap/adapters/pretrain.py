@@ -181,7 +181,7 @@ def own_positions(rows: Any, rank: int, size: int) -> torch.Tensor:
     return torch.cat([pieces[rank], pieces[2 * size - 1 - rank]], dim=1)
 
 
-def forward_step(data: Iterator[dict[str, torch.Tensor]] | None, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+def forward_step(data: Iterator[Any] | None, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
     """Loss of every token of the next micro-batch, and the function that sums them up."""
     documents = varlen_training.engine(get_args())
     if documents is not None:

@@ -35,7 +35,7 @@ class VarlenError(ValueError):
 
 
 @dataclass
-class PackedRows(PackedSeqParams):
+class PackedRows(PackedSeqParams):  # type: ignore[misc]
     """What the attention of every layer needs to know of a micro-batch; Megatron passes it through.
 
     `qkv_format` is `sbhd`, so that Megatron keeps off its own way with packed sequences.
@@ -100,8 +100,11 @@ class VarlenAdapter:
             group=self.group,
             observer=self._observer("remap", name),
         )
+        query, key, value = together.split([heads, kv_heads, kv_heads], dim=1)
         context = balanced_attention(
-            *together.split([heads, kv_heads, kv_heads], dim=1),
+            query,
+            key,
+            value,
             plan,
             group=self.group,
             softmax_scale=softmax_scale,

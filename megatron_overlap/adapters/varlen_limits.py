@@ -12,7 +12,7 @@ from megatron_overlap.adapters.varlen import VarlenError
 from megatron_overlap.config.varlen_checks import REFUSED_FLAGS
 
 # Values that mean "not asked for", whatever the argument.
-_OFF = (None, False, 0, (), [], "none", "")
+_OFF: tuple[Any, ...] = (None, False, 0, (), [], "none", "")
 
 
 def refuse(args: Any, method: str) -> None:

@@ -155,7 +155,7 @@ class DocumentLoader:
 
     def _choose(self) -> tuple[int, list[int]]:
         """The next micro-batch: number of its first document, and the lengths of all."""
-        first, lengths, room = self._next, [], self._tokens
+        first, lengths, room = self._next, list[int](), self._tokens
         while True:
             if not self._ahead:
                 self._look_ahead()
@@ -189,7 +189,7 @@ class DocumentLoader:
         send = torch.from_numpy(np.concatenate([np.empty((0, _COLUMNS), np.int32), *sends]))
         received = [count(mine, reader) for reader in range(group.size)]
         landed = group.all_to_all(send, [count(pieces, group.rank) for pieces in rows], received)
-        by_reader = landed.split(received)
+        by_reader = torch.split(landed, received)
         taken = [0] * group.size
         columns = []
         for piece in mine:
