@@ -236,7 +236,7 @@ def report() -> Report:
     return _PROCESS.current.report()
 
 
-_FEATURES = ("tensor", "attention", "data", "ulysses", "varlen")
+_FEATURES = ("tensor", "attention", "mlp", "data", "ulysses", "varlen")
 _NOTHING_REPLACED = ("none", "megatron", "row")
 
 
@@ -247,9 +247,9 @@ def _read(config: OverlapConfig | str | Path | None) -> OverlapConfig:
 
 
 def _method(config: OverlapConfig, feature: str) -> str:
-    if feature == "attention":
-        # Its projection is a layer of tensor parallelism, so it has a key there and not a section.
-        return "none" if config.tensor.method == "none" else config.tensor.attention
+    if feature in ("attention", "mlp"):
+        # Their layers are those of tensor parallelism, so they have a key there and not a section.
+        return "none" if config.tensor.method == "none" else str(getattr(config.tensor, feature))
     return str(getattr(config, feature).method)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -229,6 +230,16 @@ def _why_not_tensors(x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessG
     if dist.get_backend(group) not in ("gloo", "nccl"):
         return f"backend {dist.get_backend(group)} has no point-to-point transport here"
     return None
+
+
+@contextmanager
+def own_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """Gives one module a `forward` of its own for a while; hooks on the module go on running."""
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
 
 
 def weight_done_in_main_grad(weight: torch.Tensor, main_grad: torch.Tensor) -> torch.Tensor | None:

@@ -9,8 +9,6 @@ fit, the core attention's own forward runs, and so does the projection's after i
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
-from megatron_overlap.adapters.linear import LinearAdapter, Method, why_not_row
+from megatron_overlap.adapters.linear import LinearAdapter, Method, own_forward, why_not_row
 from megatron_overlap.ops import attention_linear_reduce_scatter
 from megatron_overlap.session import Session
 
@@ -42,7 +40,7 @@ def attention_forward(original: Method, session: Session) -> Method:
             adapter.fall_back(_KIND, _OP, self.linear_proj.weight, reason)
             return original(self, *args, **kwargs)
         joint = _Joint(self.core_attention, self.linear_proj, adapter)
-        with _own_forward(self.core_attention, joint.core), _own_forward(self.linear_proj, joint.projection):
+        with own_forward(self.core_attention, joint.core), own_forward(self.linear_proj, joint.projection):
             return original(self, *args, **kwargs)
 
     return forward
@@ -96,15 +94,6 @@ class _Joint:
         if layer.skip_bias_add:
             return output, layer.bias
         return (output if layer.bias is None else output + layer.bias), None
-
-
-@contextmanager
-def _own_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward
 
 
 def _why_not_layer(layer: Any) -> str | None:

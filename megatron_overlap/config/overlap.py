@@ -23,6 +23,9 @@ class TensorOverlap(Section):
     """Whether the backward gathers the input again instead of keeping it."""
     attention: Literal["row", "query_split"] = "row"
     """row: attention, then the overlapped projection; query_split: both slice by slice, with flash attention."""
+    mlp: Literal["auto", "row"] = "auto"
+    """auto: without sequence parallelism, both layers by parts of the rows, so that both hide the all-reduce; row:
+    the second layer alone."""
 
 
 class DataOverlap(Section):

@@ -3,6 +3,7 @@
 from megatron_overlap.ops.all_reduce import copy_linear, linear_all_reduce
 from megatron_overlap.ops.buckets import Gathering, GradientReduce, Reduction
 from megatron_overlap.ops.linear import all_gather_linear, linear_reduce_scatter
+from megatron_overlap.ops.mlp import LayerOptions, mlp_all_reduce
 from megatron_overlap.ops.plan import LinearPlan
 from megatron_overlap.ops.query_split import attention_linear_reduce_scatter
 from megatron_overlap.ops.ulysses import UlyssesPlan, ulysses_attention
@@ -13,6 +14,7 @@ from megatron_overlap.ops.varlen_remap import remap
 __all__ = [
     "Gathering",
     "GradientReduce",
+    "LayerOptions",
     "LinearPlan",
     "Projection",
     "Reduction",
@@ -23,6 +25,7 @@ __all__ = [
     "copy_linear",
     "linear_all_reduce",
     "linear_reduce_scatter",
+    "mlp_all_reduce",
     "remap",
     "ulysses_attention",
     "ulysses_self_attention",

@@ -161,27 +161,12 @@ class _LinearAllReduce(torch.autograd.Function):
         ctx.workspace, ctx.main_grad = transport.workspace, main_grad
         ctx.weight_done, ctx.observer, ctx.later = weight_done, observer, later
         if observer is not None:
-            observer("forward", _bytes_sent(schedule, y))
+            observer("forward", bytes_sent(schedule, y))
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, w = ctx.saved_tensors
-        dy = grads[0].contiguous()
-        dx = dy @ w if ctx.needs_input_grad[0] else None
-        dw = None
-        need_w = ctx.needs_input_grad[1] or ctx.later is not None
-        if need_w:
-            wgrad = _WeightGradient(w, ctx.main_grad, dy, x, ctx.workspace)
-            if ctx.later is not None:
-                backlog, weight = ctx.later
-                backlog.put(weight, wgrad.pieces(), partial(wgrad.result, ctx.weight_done))
-            else:
-                wgrad.compute(slice(None))
-                dw = wgrad.result(ctx.weight_done)
-        if ctx.observer is not None:
-            for direction in ["dgrad"] * (dx is not None) + ["wgrad"] * need_w:
-                ctx.observer(direction, 0)
+        dx, dw = row_backward(ctx, grads[0].contiguous(), *ctx.needs_input_grad[:2])
         return dx, dw, *(None,) * 6
 
 
@@ -209,37 +194,67 @@ class _CopyLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, w = ctx.saved_tensors
         dy = grads[0].contiguous()
-        transport = ctx.transport
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
-        wgrad = _WeightGradient(w, ctx.main_grad, dy, x, transport.workspace) if need_w else None
-        pieces = [] if wgrad is None else wgrad.pieces()
-        if ctx.backlog is not None:
-            pieces += ctx.backlog.take()
-        dx = None
-        if need_x:
-            gathers: Gathers = "after" if pieces else "between"
-            schedule = ctx.plan.all_reduce_schedule(transport, dy.shape[0], dy.device, gathers)
-            dx = dy.new_empty(dy.shape[0], w.shape[1])
-            sums = Sums(transport, schedule, dx, "copy_linear dgrad", add_in_place=ctx.plan.add_in_place)
-            sums.compute(lambda start, stop, out: gemm_into(dy[start:stop], w, out))
-            if schedule.pattern == "serial":
-                sums.finish()
-                _run(pieces)
-            else:
-                sums.beside(pieces)
-                sums.finish()
-        else:
-            _run(pieces)
-        dw = None if wgrad is None else wgrad.result(ctx.weight_done)
+        dx, dw = column_backward(ctx, dy, need_x, need_w)
         dbias = dy.sum(0) if need_bias and ctx.use_bias else None
-        if ctx.observer is not None:
-            if dx is not None:
-                ctx.observer("dgrad", _bytes_sent(schedule, dx))
-            if need_w:
-                ctx.observer("wgrad", 0)
         return dx, dw, dbias, *(None,) * 6
+
+
+def row_backward(
+    ctx: Any, dy: torch.Tensor, need_x: bool, need_w: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """`dy @ w` and `dy.T @ x`, the second put off where `ctx.later` has a backlog. No communication."""
+    x, w = ctx.saved_tensors
+    dx = dy @ w if need_x else None
+    dw = None
+    need_w = need_w or ctx.later is not None
+    if need_w:
+        wgrad = _WeightGradient(w, ctx.main_grad, dy, x, ctx.workspace)
+        if ctx.later is not None:
+            backlog, weight = ctx.later
+            backlog.put(weight, wgrad.pieces(), partial(wgrad.result, ctx.weight_done))
+        else:
+            wgrad.compute(slice(None))
+            dw = wgrad.result(ctx.weight_done)
+    if ctx.observer is not None:
+        for direction in ["dgrad"] * need_x + ["wgrad"] * need_w:
+            ctx.observer(direction, 0)
+    return dx, dw
+
+
+def column_backward(
+    ctx: Any, dy: torch.Tensor, need_x: bool, need_w: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """`all_reduce(dy @ w)` and `dy.T @ x`; the messages travel beside both, and beside what waits in the backlog."""
+    x, w = ctx.saved_tensors
+    transport = ctx.transport
+    wgrad = _WeightGradient(w, ctx.main_grad, dy, x, transport.workspace) if need_w else None
+    pieces = [] if wgrad is None else wgrad.pieces()
+    if ctx.backlog is not None:
+        pieces += ctx.backlog.take()
+    dx = None
+    if need_x:
+        gathers: Gathers = "after" if pieces else "between"
+        schedule = ctx.plan.all_reduce_schedule(transport, dy.shape[0], dy.device, gathers)
+        dx = dy.new_empty(dy.shape[0], w.shape[1])
+        sums = Sums(transport, schedule, dx, "copy_linear dgrad", add_in_place=ctx.plan.add_in_place)
+        sums.compute(lambda start, stop, out: gemm_into(dy[start:stop], w, out))
+        if schedule.pattern == "serial":
+            sums.finish()
+            _run(pieces)
+        else:
+            sums.beside(pieces)
+            sums.finish()
+    else:
+        _run(pieces)
+    dw = None if wgrad is None else wgrad.result(ctx.weight_done)
+    if ctx.observer is not None:
+        if dx is not None:
+            ctx.observer("dgrad", bytes_sent(schedule, dx))
+        if need_w:
+            ctx.observer("wgrad", 0)
+    return dx, dw
 
 
 class _WeightGradient:
@@ -274,7 +289,8 @@ def _run(pieces: list[Piece]) -> None:
         piece()
 
 
-def _bytes_sent(schedule: Plan, rows: torch.Tensor) -> int:
+def bytes_sent(schedule: Plan, rows: torch.Tensor) -> int:
+    """Bytes that this rank sends in an all-reduce of `rows`."""
     layout = PartLayout(rows.shape[0], schedule.num_ranks, schedule.chunks_per_rank)
     num_rows = sum(layout.num_chunk_rows(exchange.send) for exchange in schedule.exchanges)
     return num_rows * rows.shape[1] * rows.element_size()
