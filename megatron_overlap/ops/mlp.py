@@ -20,7 +20,7 @@ from megatron_overlap.comm import Transport
 from megatron_overlap.ops.all_reduce import bytes_sent, column_backward, row_backward
 from megatron_overlap.ops.backlog import Backlog
 from megatron_overlap.ops.common import Observer, WeightDone, check_operands, gemm_into, transport_for
-from megatron_overlap.ops.plan import LinearPlan
+from megatron_overlap.ops.plan import MIN_MLP_ROWS, LinearPlan
 from megatron_overlap.ops.sums import Sums
 
 Between = Callable[[torch.Tensor], torch.Tensor]
@@ -75,7 +75,7 @@ def mlp_all_reduce(
     rows = x.reshape(-1, x.shape[-1])
     if not rows.shape[0]:
         raise ValueError(f"x: shape {tuple(x.shape)}: has no rows")
-    schedule = plan.all_reduce_schedule(transport, rows.shape[0], rows.device, "between")
+    schedule = plan.all_reduce_schedule(transport, rows.shape[0], rows.device, "between", MIN_MLP_ROWS)
     call = _Call(transport, plan, first, second, backlog)
     entered = _Enter.apply(rows, w1, call)
     y = x.new_empty(rows.shape[0], w2_shard.shape[0])

@@ -17,6 +17,9 @@ from megatron_overlap.schedules.plan import Pattern, Split
 # Below this many rows a bf16 GEMM loses more than 5 % per row (measured with oneDNN on AVX-512: 256 rows 0-1 %, 128
 # rows 3-7 %, 64 rows 11-20 %), and what one more cut can hide is less.
 _MIN_CHUNK_ROWS = 128
+# Through an MLP a part's rows pass two GEMMs and an activation, where small ones lose more (1024 rows: 4 parts 8 %, 2
+# parts 2 %), and larger ones hide as much: there is more to compute beside each message.
+MIN_MLP_ROWS = 256
 # A message costs two threads a wake-up, whatever its size; smaller ones than this hide less than that.
 _MIN_CHUNK_BYTES = 256 * 1024
 # What more messages of one op hide is less than what they cost (two and four hosts, 2048 rows).
@@ -60,8 +63,15 @@ class LinearPlan:
         pattern = self.pattern or ("ring" if device.type == "cpu" else "direct")
         return _schedule(collective, transport.size, transport.rank, chunks, pattern, split)
 
-    def all_reduce_schedule(self, transport: Transport, num_rows: int, device: torch.device, gathers: Gathers) -> Plan:
-        """The schedule of one rank for an all-reduce of `num_rows` rows.
+    def all_reduce_schedule(
+        self,
+        transport: Transport,
+        num_rows: int,
+        device: torch.device,
+        gathers: Gathers,
+        smallest: int = _MIN_CHUNK_ROWS,
+    ) -> Plan:
+        """The schedule of one rank for an all-reduce of `num_rows` rows, in parts of `smallest` rows or more.
 
         Raises:
             ValueError: the pattern is `ring`.
@@ -69,7 +79,7 @@ class LinearPlan:
         chunks = self.chunks_per_rank
         if chunks is None:
             # A part is one GEMM over the rows of all owners.
-            chunks = most_parts(_MAX_MESSAGES, num_rows, _MIN_CHUNK_ROWS, "both")
+            chunks = most_parts(_MAX_MESSAGES, num_rows, smallest, "both")
         split = self.split or "edge"
         return _all_reduce_schedule(transport.size, transport.rank, chunks, self.pattern or "direct", split, gathers)
 
