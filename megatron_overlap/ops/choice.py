@@ -24,7 +24,7 @@ from megatron_overlap.ops.probe import probe
 from megatron_overlap.ops.stopwatch import Samples, time_call
 from megatron_overlap.tune.cache import ChoiceCache, Entry
 from megatron_overlap.tune.candidate import OWN, Call, Candidate
-from megatron_overlap.tune.decide import Decider, Settled, Stage
+from megatron_overlap.tune.decide import Decider, Settled, Stage, Turn
 from megatron_overlap.tune.predict import Costs, predict_us, shortlist
 
 _FEWEST = 2
@@ -226,7 +226,7 @@ class _Kind:
 
     def __init__(self, call: Call, candidates: Sequence[Candidate], decider: Decider, link_rate: float) -> None:
         self.call, self.candidates, self.decider, self.link_rate = call, list(candidates), decider, link_rate
-        self.turn = None if decider.due else None
+        self.turn = Turn(decider.choice.candidate)
         self.epoch = decider.epoch
         self.samples: dict[Call, dict[int, Samples]] = {}
 

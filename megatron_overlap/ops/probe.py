@@ -1,4 +1,4 @@
-"""Measures what the prediction of a linear layer needs, on the real ranks at once: GEMMs by rows, messages, collectives.
+"""Measures what predicting a linear layer needs, on the real ranks at once: GEMMs by rows, messages, collectives.
 
 Some tens of milliseconds, once a group and type of numbers. On CUDA it waits for the device, which nothing else here
 does.

@@ -115,7 +115,8 @@ def _backward_span(
 def _nodes(last: Any, leaves: Sequence[torch.Tensor]) -> list[Any]:
     """The nodes from `last` down to those that the leaves come from, which are not among them."""
     ends = [torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves if leaf.requires_grad]
-    found, waiting = [], [last]
+    found: list[Any] = []
+    waiting = [last]
     while waiting and len(found) < _MOST_NODES:
         node = waiting.pop(0)
         # A node without a next one accumulates into a parameter.

@@ -90,9 +90,6 @@ class Call:
     @property
     def key(self) -> str:
         """Its name in the cache."""
-        marks = "".join(
-            f" {name}"
-            for name, on in (("backward", self.backward), ("frozen", not self.weight), ("main_grad", self.into_main_grad))
-            if on
-        )
-        return f"{self.op} {self.rows}x{self.in_features}x{self.out_features} {self.dtype}{marks}"
+        marks = {"backward": self.backward, "frozen": not self.weight, "main_grad": self.into_main_grad}
+        told = "".join(f" {mark}" for mark, on in marks.items() if on)
+        return f"{self.op} {self.rows}x{self.in_features}x{self.out_features} {self.dtype}{told}"

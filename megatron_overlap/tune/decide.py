@@ -153,6 +153,7 @@ class Decider:
             self._begin("second", SECOND_ROUNDS, alive, fresh=False)
             return
         self._settle(self._judge(times))
+        self._reference = self.choice.us
 
     def _judge(self, times: dict[int, float]) -> Settled:
         own = self._times[0]
@@ -190,7 +191,7 @@ class Decider:
 
     def _recheck(self, times: dict[int, float]) -> None:
         now, challenger = self.choice.candidate, self._challenger
-        own = times[0] if 0 in times else math.nan
+        own = times[0]
         if times[challenger] < (1 - MARGIN) * times[now]:
             if challenger == 0:
                 self.withdrawals += 1
