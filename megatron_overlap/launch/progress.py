@@ -36,5 +36,11 @@ def show(line: str) -> str | None:
     return None
 
 
+def iteration_of(line: str) -> int | None:
+    """The number of the iteration that a line of a rank logs; None where it logs none."""
+    found = _ITERATION.search(line)
+    return None if found is None else int(found[1])
+
+
 def _plain(number: str) -> str:
     return f"{float(number):.6g}" if "E" in number.upper() else number

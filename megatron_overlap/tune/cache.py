@@ -23,7 +23,8 @@ from megatron_overlap.tune.candidate import Candidate
 
 FORMAT = "megatron_overlap choices 1"
 
-_OTHER_LINK = 1.5
+# Loopback under load differs by more than a half from run to run; what is still wrong is found by looking again.
+_OTHER_LINK = 2.0
 
 
 class ChoiceCacheWarning(UserWarning):
