@@ -91,7 +91,7 @@ def short_run(name: str, cfg: LaunchConfig) -> LaunchConfig:
     iterations = _FIRST_STEPS + math.ceil(_CALLS / cfg.num_microbatches)
     dump = cfg.model_dump()
     train = {
-        "iterations": max(iterations, (cfg.train.lr_warmup_iterations or 0) + 1),
+        "iterations": max(iterations, cfg.train.lr_warmup_iterations + 1),
         "eval_iterations": 0,
         "save": None,
         "save_interval": None,
