@@ -162,7 +162,7 @@ class Chooser:
             own_us = predict_us(costs, call, OWN, x.itemsize)
             likely = own_us > predict_us(costs, call, tried[0], x.itemsize)
             word |= {"tried": [each.as_dict() for each in tried], "seed": int(likely), "known": None}
-            entry = self._known(call.key, costs.message_rate, possible)
+            entry = self._known(call.key, costs.felt_rate, possible)
             if entry is not None:
                 word["known"] = entry.as_dict()
         words = [json.loads(text) for text in self._council.words(json.dumps(word))]
@@ -180,7 +180,7 @@ class Chooser:
             if entry.candidate not in candidates:
                 candidates.append(entry.candidate)
             known = Settled(candidates.index(entry.candidate), entry.us, entry.own_us, "cached")
-        return _Kind(call, candidates, Decider(len(candidates), seed=first["seed"], known=known), costs.message_rate)
+        return _Kind(call, candidates, Decider(len(candidates), seed=first["seed"], known=known), costs.felt_rate)
 
     def _known(self, key: str, link_rate: float, possible: Sequence[Candidate]) -> Entry | None:
         cache = next(iter(self._caches.values()))

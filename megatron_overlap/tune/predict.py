@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_overlap.schedules.chunks import part_weights
 from megatron_overlap.schedules.plan import Pattern
@@ -74,10 +73,10 @@ class Costs:
         """A gather or scatter that moves `num_bytes` to and from each rank."""
         return self.collective_us + num_bytes / self.collective_rate
 
-    def as_dict(self) -> dict[str, Any]:
-        """As JSON can hold it."""
-        fields = ("message_us", "message_rate", "collective_us", "collective_rate")
-        return {"rates": {str(rows): rate for rows, rate in self.rates.items()}} | {f: getattr(self, f) for f in fields}
+    @property
+    def felt_rate(self) -> float:
+        """Bytes per microsecond of a message of 512 KiB, latency included: by this a link is known again."""
+        return 2.0**19 / self.messages_us(1, 2.0**19)
 
 
 def candidates(call: Call, pattern: Pattern | None, chunks: int | None, fused: bool) -> list[Candidate]:
