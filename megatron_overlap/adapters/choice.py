@@ -15,6 +15,7 @@ from megatron_overlap.comm import Transport
 from megatron_overlap.ops.choice import Chooser, Verdict
 from megatron_overlap.ops.common import gathered_rows
 from megatron_overlap.session import Session, installed_versions
+from megatron_overlap.tune.cache import Entry, kept
 from megatron_overlap.tune.candidate import OWN, Call, Candidate
 from megatron_overlap.tune.predict import candidates
 
@@ -44,6 +45,8 @@ class TensorChoice:
         self.wanted = tensor.method == "auto"
         self._pattern = None if tensor.schedule == "auto" else tensor.schedule
         self._chunks = None if tensor.chunks_per_rank == "auto" else tensor.chunks_per_rank
+        self._folder = None if tensor.choices is None else Path(tensor.choices).expanduser()
+        self._versions = {name: release for name, release in installed_versions().items() if release}
         self._choosers: dict[dist.ProcessGroup, Chooser] = {}
         self._last: _Served | None = None
         if self.wanted:
@@ -83,7 +86,10 @@ class TensorChoice:
         return None
 
     def lines(self) -> tuple[ChoiceLine, ...]:
-        """What stands now, for the report."""
+        """What stands now, for the report; before the first call what earlier runs of these releases have kept."""
+        if not self._choosers and self._folder is not None:
+            found = kept(self._folder)
+            return tuple(_kept_line(*each) for each in found if self._versions.items() <= each[0].items())
         return tuple(_line(verdict) for chooser in self._choosers.values() for verdict in chooser.verdicts())
 
     def _call(self, op: str, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, into: bool) -> Call:
@@ -103,12 +109,11 @@ class TensorChoice:
     def _chooser(self, group: dist.ProcessGroup) -> Chooser:
         chooser = self._choosers.get(group)
         if chooser is None:
-            folder = self._session.config.tensor.choices
             chooser = self._choosers[group] = Chooser(
                 group,
                 self._transport(group),
-                folder=None if folder is None else Path(folder).expanduser(),
-                versions={name: release for name, release in installed_versions().items() if release},
+                folder=self._folder,
+                versions=self._versions,
                 timeout_s=self._session.config.timeout_s or _TIMEOUT_S,
             )
         return chooser
@@ -132,6 +137,23 @@ def _line(verdict: Verdict) -> ChoiceLine:
         ms=_ms(verdict.us),
         own_ms=_ms(verdict.own_us),
         why=_why(verdict, verdict.candidate),
+    )
+
+
+def _kept_line(environment: dict[str, str], key: str, entry: Entry) -> ChoiceLine:
+    op, shape, dtype, *marks = key.split()
+    rows, in_features, out_features = shape.split("x")
+    where = f"kept from an earlier run: {environment.get('device')}, {environment.get('ranks')} ranks"
+    return ChoiceLine(
+        module=f"{'column' if op in _COLUMN else 'row'} {in_features}->{out_features}",
+        op=op,
+        rows=int(rows),
+        dtype=dtype,
+        passes="forward, backward" if "backward" in marks else "forward",
+        method=str(entry.candidate),
+        ms=_ms(entry.us),
+        own_ms=_ms(entry.own_us),
+        why=where,
     )
 
 
