@@ -1,4 +1,4 @@
-"""`megatron-overlap tune`: what it runs, what it refuses, and that the next run starts with its choices."""
+"""`megatron-overlap tune`: what it runs, what it refuses, and what it leaves."""
 
 from __future__ import annotations
 
@@ -54,9 +54,7 @@ def test_what_cannot_be_tuned_is_one_line(
     assert message in line
 
 
-def test_tune_fills_the_cache_and_the_next_run_starts_with_it(
-    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tune_fills_the_cache(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["tune", str(config), "--run-dir", str(tmp_path / "first")]) == 0
     said = capsys.readouterr().out
     assert "8/8" in said
