@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from rich.console import Console, Group, RenderableType
@@ -34,13 +34,43 @@ class Site(NamedTuple):
 class Tally:
     """The counts of one site. `moved_bytes` is what this rank sent in its overlapped calls.
 
-    `not_fused` counts overlapped calls that ran p2p where the config asks for fused kernels, by reason.
+    `not_fused` counts overlapped calls that ran p2p where the config asks for fused kernels, by reason. `chosen_own`
+    counts calls that ran Megatron's own path because it was chosen, or to be measured: no fallback.
     """
 
     overlapped: int = 0
     moved_bytes: int = 0
     fallbacks: dict[str, int] = field(default_factory=dict)
     not_fused: dict[str, int] = field(default_factory=dict)
+    chosen_own: int = 0
+
+
+@dataclass(frozen=True)
+class ChoiceLine:
+    """What `method: auto` has chosen for the calls of one shape, in a report.
+
+    Attributes:
+        module: `column 1024->2816`.
+        passes: what was measured together.
+        method: what serves these calls now.
+        ms: its time, and `own_ms` that of Megatron's own path; None where it was not measured.
+        why: what the choice rests on, and why not otherwise.
+    """
+
+    module: str
+    op: str
+    rows: int
+    dtype: str
+    passes: str
+    method: str
+    ms: float | None
+    own_ms: float | None
+    why: str
+
+    @property
+    def gain(self) -> float | None:
+        """How much faster than Megatron's own path: 0.25 is a quarter."""
+        return None if self.ms is None or self.own_ms is None else self.own_ms / self.ms - 1
 
 
 class Counters:
@@ -53,6 +83,7 @@ class Counters:
     def __init__(self, strict: bool = False) -> None:
         self.strict = strict
         self.kept = KeptCounter()
+        self.choices: Callable[[], tuple[ChoiceLine, ...]] = tuple
         self._left: dict[str, str] = {}
         self._tallies: dict[Site, Tally] = {}
         self._lock = threading.Lock()
@@ -99,6 +130,11 @@ class Counters:
                 " set overlap.tensor.method to p2p, or overlap.strict to false"
             )
 
+    def chose_own(self, kind: str, name: str, op: str, direction: Direction) -> None:
+        """Counts one call that runs Megatron's own path by choice."""
+        with self._lock:
+            self._tallies.setdefault(Site(kind, name, op, direction), Tally()).chosen_own += 1
+
     def leave(self, module: str, reason: str) -> None:
         """Notes a module that is left to Megatron on purpose: nothing that could be otherwise, so never an error."""
         self._left[module] = reason
@@ -112,7 +148,7 @@ class Counters:
         """A copy of all counts, in the order of the sites."""
         with self._lock:
             return {
-                site: Tally(tally.overlapped, tally.moved_bytes, dict(tally.fallbacks), dict(tally.not_fused))
+                site: replace(tally, fallbacks=dict(tally.fallbacks), not_fused=dict(tally.not_fused))
                 for site, tally in sorted(self._tallies.items())
             }
 
@@ -142,6 +178,7 @@ class Report:
     sites: Mapping[Site, Tally]
     kept: KeptMemory = KeptMemory()
     left: Mapping[str, str] = field(default_factory=dict)
+    choices: tuple[ChoiceLine, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON can hold it."""
@@ -169,10 +206,12 @@ class Report:
                     "bytes": tally.moved_bytes,
                     "fallbacks": dict(tally.fallbacks),
                     **({"not_fused": dict(tally.not_fused)} if tally.not_fused else {}),
+                    **({"chosen_own": tally.chosen_own} if tally.chosen_own else {}),
                 }
                 for site, tally in self.sites.items()
             ],
             "left_to_megatron": dict(self.left),
+            "choices": [{**asdict(line), "gain": line.gain} for line in self.choices],
             "memory": self.kept.as_dict(),
             "totals": {
                 "overlapped": sum(tally.overlapped for tally in self.sites.values()),
@@ -188,6 +227,8 @@ class Report:
             parts.append(self._patch_table())
         if self.sites:
             parts.append(self._call_table())
+        if self.choices:
+            parts.append(self._choice_table())
         if self.kept.calls:
             parts.append(self._memory_table())
         parts += [f"left to Megatron: {module}: {reason}" for module, reason in self.left.items()]
@@ -224,7 +265,8 @@ class Report:
         table.add_column("Megatron's own path, because")
         for site, tally in self.sites.items():
             reasons = "; ".join(
-                [f"{count} x {reason}" for reason, count in sorted(tally.fallbacks.items())]
+                [f"{tally.chosen_own} x chosen"] * (tally.chosen_own > 0)
+                + [f"{count} x {reason}" for reason, count in sorted(tally.fallbacks.items())]
                 + [f"{count} x p2p, not fused: {reason}" for reason, count in sorted(tally.not_fused.items())]
             )
             table.add_row(
@@ -235,6 +277,20 @@ class Report:
                 f"{tally.moved_bytes / _MIB:.1f}",
                 reasons or "-",
             )
+        return table
+
+    def _choice_table(self) -> Table:
+        table = Table("module", "op", title="choices of method auto", title_justify="left")
+        table.add_column("rows", justify="right")
+        table.add_column("passes")
+        table.add_column("serves")
+        for heading in ("ms", "own ms", "gain"):
+            table.add_column(heading, justify="right")
+        table.add_column("why not otherwise")
+        for line in self.choices:
+            times = ("-" if ms is None else f"{ms:.2f}" for ms in (line.ms, line.own_ms))
+            gain = "-" if line.gain is None else f"{line.gain:+.0%}"
+            table.add_row(line.module, line.op, str(line.rows), line.passes, line.method, *times, gain, line.why)
         return table
 
     def _memory_table(self) -> Table:

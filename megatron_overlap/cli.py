@@ -23,6 +23,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "launch": ("megatron_overlap.launch.command:launch", "Run a launch config."),
         "compare": ("megatron_overlap.measure.command:compare", "Run configs interleaved and compare them."),
         "doctor": ("megatron_overlap.measure.doctor_command:command", "Say what works on this machine, and why not."),
+        "tune": ("megatron_overlap.launch.tune_command:tune", "Choose how each layer runs fastest, before a run."),
         "trace": (
             "megatron_overlap.measure.trace_command:trace",
             "Show when each rank computed, waited and sent.",

@@ -73,16 +73,13 @@ class Session:
             active=self.active,
             reason=self._reason,
             strict=self.config.strict,
-            versions={
-                "megatron_overlap": __version__,
-                "megatron-core": megatron_release(ImportedTree()) or _installed("megatron-core"),
-                "torch": _installed("torch"),
-            },
+            versions=installed_versions(),
             features={name: _method(self.config, name) for name in _FEATURES},
             patches=tuple(self._line(finding) for finding in self._plan.findings),
             sites=self.counters.snapshot(),
             kept=self.counters.kept.snapshot(),
             left=self.counters.left,
+            choices=self.counters.choices(),
         )
 
     def disable(self) -> None:
@@ -234,6 +231,15 @@ def report() -> Report:
     if _PROCESS.current is None:
         raise PatchError("megatron_overlap is not enabled; call enable(config) first")
     return _PROCESS.current.report()
+
+
+def installed_versions() -> dict[str, str | None]:
+    """Releases that a run depends on; None where one is not installed."""
+    return {
+        "megatron_overlap": __version__,
+        "megatron-core": megatron_release(ImportedTree()) or _installed("megatron-core"),
+        "torch": _installed("torch"),
+    }
 
 
 _FEATURES = ("tensor", "attention", "mlp", "data", "ulysses", "varlen")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.utils import get_tensor_model_parallel_group_if_none
 
+from megatron_overlap.adapters.choice import TensorChoice
 from megatron_overlap.adapters.fused import FusedChoice
 from megatron_overlap.comm import Transport, close_transport, transport_of
 from megatron_overlap.kept import KeptCounter, KeptSite
@@ -19,6 +21,7 @@ from megatron_overlap.ops import LinearPlan, all_gather_linear, copy_linear, lin
 from megatron_overlap.ops.backlog import Backlog
 from megatron_overlap.schedules.build import MAX_RANKS
 from megatron_overlap.session import Session
+from megatron_overlap.tune.candidate import Candidate
 
 Method = Callable[..., Any]
 
@@ -61,6 +64,7 @@ class LinearAdapter:
         )
         self._backlog = Backlog()
         self.fused = FusedChoice(session)
+        self.choice = TensorChoice(session, self.transport)
         session.counters.kept = KeptCounter(gathered=self._plan.save_gathered)
         for module, reason in _LEFT.items():
             session.counters.leave(module, reason)
@@ -111,11 +115,53 @@ class LinearAdapter:
             return "schedule ring has no all-reduce: use direct, or --sequence-parallel"
         return _why_not_tensors(x, weight, group)
 
+    def serve(
+        self,
+        kind: str,
+        op: str,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: Any,
+        group: dist.ProcessGroup,
+        into: bool,
+        own: Callable[[], Any],
+        finish: Callable[[torch.Tensor], Any] = lambda output: output,
+    ) -> Any:
+        """Runs `op` as the config says, or as it is chosen where it says `auto`.
+
+        Args:
+            into: the weight gradient goes to main_grad.
+            own: Megatron's own path.
+            finish: makes what the layer returns of the op's output.
+        """
+        if not self.choice.wanted or self.choice.why_not(x, into) is not None:
+            return finish(self.linear(kind, op, x, weight, bias, group, into))
+
+        def run(candidate: Candidate) -> Any:
+            if candidate.method == "megatron":
+                self._session.counters.chose_own(kind, f"{weight.shape[1]}->{weight.shape[0]}", op, "forward")
+                return own()
+            return finish(self.linear(kind, op, x, weight, bias, group, into, candidate))
+
+        return self.choice.serve(op, x, weight, group, into, run, lambda: self.fused.why_not(op, x, group))
+
     def linear(
-        self, kind: str, op: str, x: torch.Tensor, weight: torch.Tensor, bias: Any, group: dist.ProcessGroup, into: bool
+        self,
+        kind: str,
+        op: str,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: Any,
+        group: dist.ProcessGroup,
+        into: bool,
+        candidate: Candidate | None = None,
     ) -> torch.Tensor:
-        """Runs `op`: fused where that is asked for and possible, else p2p. `into`: the gradient goes to main_grad."""
+        """Runs `op`: as `candidate` says; without one fused where that is asked for and possible, else p2p."""
         options = self.options(kind, op, weight, into)
+        if candidate is not None:
+            if candidate.method == "fused":
+                return self.fused.run(op, x, weight, bias, group, **options)
+            options["plan"] = self._planned(candidate)
         if self.fused.wanted:
             reason = self.fused.why_not(op, x, group)
             if reason is None:
@@ -123,6 +169,9 @@ class LinearAdapter:
             name = f"{weight.shape[1]}->{weight.shape[0]}"
             self._session.counters.not_fused(kind, name, op, "forward", reason)
         return _P2P_OPS[op](x, weight, bias, group=self.transport(group), **options)
+
+    def _planned(self, candidate: Candidate) -> LinearPlan:
+        return replace(self._plan, pattern=candidate.pattern, chunks_per_rank=candidate.chunks_per_rank)
 
     def fall_back(self, kind: str, op: str, weight: torch.Tensor, reason: str) -> None:
         """Counts a call that Megatron's own path serves."""
@@ -148,7 +197,8 @@ def column_forward_impl(original: Method, session: Session) -> Method:
             adapter.fall_back("column", op, weight, reason)
             return original(self, input, weight, *args, **kwargs)
         into = bool(kwargs.get("gradient_accumulation_fusion"))
-        return adapter.linear("column", op, input, weight, kwargs.get("bias"), group, into)
+        own = functools.partial(original, self, input, weight, *args, **kwargs)
+        return adapter.serve("column", op, input, weight, kwargs.get("bias"), group, into, own)
 
     return _forward_impl
 
@@ -172,10 +222,14 @@ def row_forward(original: Method, session: Session) -> Method:
         if reason is not None:
             adapter.fall_back("row", op, self.weight, reason)
             return original(self, input_)
-        output = adapter.linear("row", op, input_, self.weight, None, group, self.gradient_accumulation_fusion)
-        if self.skip_bias_add:
-            return output, self.bias
-        return (output if self.bias is None else output + self.bias), None
+
+        def finish(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+            if self.skip_bias_add:
+                return output, self.bias
+            return (output if self.bias is None else output + self.bias), None
+
+        into, own = self.gradient_accumulation_fusion, functools.partial(original, self, input_)
+        return adapter.serve("row", op, input_, self.weight, None, group, into, own, finish)
 
     return forward
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from megatron_overlap.config.base import Positive, PositiveFloat, Section
+from megatron_overlap.config.base import Positive, PositiveFloat, Section, Text
 
 
 class TensorOverlap(Section):
@@ -14,7 +14,9 @@ class TensorOverlap(Section):
 
     method: Literal["auto", "p2p", "fused", "none"] = "auto"
     """p2p: point-to-point messages between partial GEMMs; fused: kernels that read and write peers' memory, on one
-    host's NVIDIA GPUs, p2p by name elsewhere; auto: the best available, p2p now; none: Megatron's own."""
+    host's NVIDIA GPUs, p2p by name elsewhere; none: Megatron's own; auto: the fastest of all, measured in the run."""
+    choices: Text | None = "~/.cache/megatron_overlap/choices"
+    """Folder where what auto has chosen is kept for the next run; null keeps nothing and reads nothing."""
     schedule: Literal["auto", "ring", "direct", "serial"] = "auto"
     """Who sends which chunk when; serial: as direct, but nothing is computed meanwhile, to measure against."""
     chunks_per_rank: Literal["auto"] | Positive = "auto"
@@ -24,7 +26,7 @@ class TensorOverlap(Section):
     attention: Literal["row", "query_split"] = "row"
     """row: attention, then the overlapped projection; query_split: both slice by slice, with flash attention."""
     mlp: Literal["auto", "row"] = "auto"
-    """auto: without sequence parallelism, both layers by parts of the rows, so that both hide the all-reduce; row:
+    """auto: with p2p and without sequence parallelism, both layers by parts of the rows, so that both hide the all-reduce; row:
     the second layer alone."""
 
 

@@ -70,7 +70,7 @@ def launch(
         raise ConfigError("command line", "launch --rehearse-ranks", rehearse_ranks, "needs --rehearse")
     cfg = load_launch_config(config, overrides or (), inputs=not dry_run)
     if cfg.launch.nodes > 1 and not dry_run:
-        _need_one_place(rendezvous, run_dir, cfg.launch.nodes)
+        need_one_place("launch", rendezvous, run_dir, cfg.launch.nodes)
     folder = run_dir if run_dir is not None else new_run_dir(cfg)
     try:
         launch_plan = plan(cfg, folder, rendezvous=rendezvous)
@@ -155,7 +155,7 @@ def new_run_dir(cfg: LaunchConfig) -> Path:
     return folder
 
 
-def _need_one_place(rendezvous: str | None, run_dir: Path | None, nodes: int) -> None:
+def need_one_place(command: str, rendezvous: str | None, run_dir: Path | None, nodes: int) -> None:
     """Several nodes must agree on where they meet and what the run is called."""
     for option, value, what in (
         ("--rendezvous", rendezvous, "HOST:PORT of the first node"),
@@ -163,7 +163,7 @@ def _need_one_place(rendezvous: str | None, run_dir: Path | None, nodes: int) ->
     ):
         if value is None:
             remedy = f"launch.nodes is {nodes}: give {what}, the same on every node"
-            raise ConfigError("command line", f"launch {option}", None, remedy)
+            raise ConfigError("command line", f"{command} {option}", None, remedy)
 
 
 class _Progress:

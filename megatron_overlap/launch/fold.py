@@ -108,10 +108,22 @@ def fold(cfg: LaunchConfig, max_ranks: int) -> tuple[LaunchConfig, list[Change]]
             "hosts": None,
             "threads_per_rank": 1,
         },
+        "overlap": {**dump["overlap"], "tensor": {**dump["overlap"]["tensor"], "method": _rehearsed(cfg)}},
         "megatron_args": args,
     }
     result = LaunchConfig.model_validate(folded)
-    return result, [*_differences(cfg, result, sizes), *dropped, *_kernels(cfg)]
+    return result, [*_differences(cfg, result, sizes), *_choice(cfg), *dropped, *_kernels(cfg)]
+
+
+def _rehearsed(cfg: LaunchConfig) -> str:
+    """On so small a model Megatron's own path is the fastest, and a choice would rehearse nothing."""
+    return "p2p" if cfg.overlap.tensor.method == "auto" else cfg.overlap.tensor.method
+
+
+def _choice(cfg: LaunchConfig) -> list[Change]:
+    if cfg.overlap.tensor.method != "auto":
+        return []
+    return [Change("overlap.tensor.method", "auto", "p2p", "so small a model would choose Megatron's own path")]
 
 
 def _fold_ranks(cfg: LaunchConfig, max_ranks: int) -> dict[str, int]:

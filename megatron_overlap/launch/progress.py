@@ -16,7 +16,9 @@ _FIELDS = (
 _EVENTS = re.compile(r"validation loss at|successfully (?:saved|loaded) checkpoint|exiting program at", re.IGNORECASE)
 _TORCHRUN = re.compile(r"^\[\w+?\d+\]:")  # put before every line of a rank
 # The plugin's report: two lines of text, then titled tables.
-_REPORT = re.compile(r"^(?:megatron_overlap is |tensor: |patches\s*$|calls on this rank\s*$|[\u2500-\u257f])")
+_REPORT = re.compile(
+    r"^(?:megatron_overlap is |tensor: |patches\s*$|calls on this rank\s*$|choices of method auto|[\u2500-\u257f])"
+)
 
 
 def show(line: str) -> str | None:
@@ -32,6 +34,12 @@ def show(line: str) -> str | None:
     if _EVENTS.search(line) or _REPORT.search(line):
         return line.rstrip()
     return None
+
+
+def iteration_of(line: str) -> int | None:
+    """The number of the iteration that a line of a rank logs; None where it logs none."""
+    found = _ITERATION.search(line)
+    return None if found is None else int(found[1])
 
 
 def _plain(number: str) -> str:

@@ -56,6 +56,11 @@ def check_operands(
     return int(x.shape[1:-1].numel())
 
 
+def gathered_rows(x: torch.Tensor, ranks: int) -> int:
+    """Rows of all ranks together, where each has as many as `x`."""
+    return int(x.shape[:-1].numel()) * ranks
+
+
 def gemm_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
     """`out = a @ b + bias`."""
     if bias is None:

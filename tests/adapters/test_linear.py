@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,15 +17,6 @@ from tests.helpers.world import World, assert_same
 RANKS = 4
 OPS = {("column", False): "ag_gemm", ("row", False): "gemm_rs", ("column", True): "copy_gemm", ("row", True): "gemm_ar"}
 EXPERT = "expert layer: the token dispatcher communicates, not the layer"
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[World]:
-    """Workers of their own: Megatron's classes and groups, once made in a process, stay."""
-    workers = World(answer_s=120)
-    workers.run(RANKS, cases.start)
-    yield workers
-    workers.close()
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["sp", "no-sp"])

@@ -15,6 +15,7 @@ from tests.adapters.megatron_runs import SCRIPTS, TP2_SP, assert_equal_training,
 GPT = SCRIPTS / "pretrain_gpt.py"
 LLAMA = SCRIPTS / "pretrain_llama.py"
 FUSED = Path(__file__).with_name("fused_wgrad.py")
+SLOW = Path(__file__).with_name("slow_messages.py")
 GQA = ("--group-query-attention", "--num-query-groups", "2")
 SHARDED = shlex.split("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 3000")
 BF16_FACTOR = 2.0  # see docs/numerics.md
@@ -118,3 +119,27 @@ def test_without_sequence_parallelism(plugin: tuple[str, str], tmp_path: Path) -
     # In 4 steps of 2 micro-batches: two in each of 2 layers, and the output layer.
     assert sum(columns) == 4 * 2 * (2 * 2 + 1)
     assert set(report["left_to_megatron"]) == {"VocabParallelEmbedding", "VocabParallelCrossEntropy"}
+
+
+def test_a_choice_made_in_the_run_changes_no_loss_and_leaves_slow_messages_alone(tmp_path: Path) -> None:
+    """Every way is tried in the first steps, so that layers switch from call to call; at the end all is Megatron's."""
+    file = tmp_path / "auto.yaml"
+    tensor = {"method": "auto", "choices": str(tmp_path / "choices")}
+    file.write_text(yaml.safe_dump({"overlap": {"tensor": tensor, "strict": True}}))
+    layout = (*TP2_SP, "--micro-batch-size", "1", "--train-iters", "12")
+    mine = train(tmp_path / "mine", SLOW, 2, *layout, "--overlap-config", str(file), off=False)
+    assert len(mine) == 12
+    assert_equal_training(mine, train(tmp_path / "stock", GPT, 2, *layout))
+    reports = [json.loads((tmp_path / "mine" / f"report-rank{rank}.json").read_text()) for rank in range(2)]
+    assert reports[0]["choices"] == reports[1]["choices"]
+    choices = reports[0]["choices"]
+    assert {choice["op"] for choice in choices} == {"ag_gemm", "gemm_rs"}
+    for choice in choices:
+        assert choice["method"] == "Megatron's own"
+        assert choice["why"].startswith("none is faster: p2p")
+        assert choice["ms"] == choice["own_ms"] > 0
+    assert reports[0]["totals"]["overlapped"] > 0, "p2p was tried"
+    assert reports[0]["totals"]["fallbacks"] == 0, "what is chosen is no fallback, strict or not"
+    assert sum(module.get("chosen_own", 0) for module in reports[0]["modules"]) > 0
+    (kept,) = (tmp_path / "choices").glob("*.json")
+    assert len(json.loads(kept.read_text())["choices"]) == len(choices)

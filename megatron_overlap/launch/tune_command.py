@@ -1,0 +1,131 @@
+"""`megatron-overlap tune`: fills the cache of choices before a run, by a short run of the same job."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from megatron_overlap.config import ConfigError, LaunchConfig, load_launch_config
+from megatron_overlap.config.carried import config_file
+from megatron_overlap.launch.command import need_one_place, new_run_dir
+from megatron_overlap.launch.execute import execute
+from megatron_overlap.launch.netlab import NetlabError
+from megatron_overlap.launch.outcome import RunError
+from megatron_overlap.launch.plan import plan
+from megatron_overlap.launch.progress import iteration_of
+
+# Of one kind of call: five candidates once, three times, and five times again those that are left; and what comes late.
+_CALLS = 48
+_FIRST_STEPS = 2
+
+
+def tune(
+    config: Annotated[Path, typer.Argument(help="Launch config: a YAML file, or the name of a shipped one.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, over what the file says.")] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option("--run-dir", help="Folder of this run; else a new one in launch.output_dir.")
+    ] = None,
+    rendezvous: Annotated[
+        str | None, typer.Option("--rendezvous", help="HOST:PORT of the first node, for several nodes.")
+    ] = None,
+) -> int:
+    """Measure how each layer is run fastest, and keep it for the runs that follow."""
+    config = config_file(config)
+    cfg = short_run(str(config), load_launch_config(config, overrides or ()))
+    if cfg.launch.nodes > 1:
+        need_one_place("tune", rendezvous, run_dir, cfg.launch.nodes)
+    folder = run_dir if run_dir is not None else new_run_dir(cfg)
+    # Rich would cut words at 80 columns where the output is not a terminal.
+    console = Console(width=None if sys.stdout.isatty() else 150, markup=False)
+    try:
+        with _bar(console) as progress:
+            task = progress.add_task(cfg.name, total=cfg.train.iterations)
+
+            def on_line(rank: int, line: str) -> None:
+                done = iteration_of(line)
+                if done is not None:
+                    progress.update(task, completed=done)
+
+            execute(plan(cfg, folder, rendezvous=rendezvous), on_line=on_line, on_note=console.print)
+    except (RunError, NetlabError) as error:
+        print(f"{cfg.name}: {error}", file=sys.stderr)
+        return 1
+    choices = read_choices(folder)
+    console.print(choice_table(choices))
+    undone = sum(choice["ms"] is None for choice in choices)
+    if undone or not choices:
+        print(f"{cfg.name}: {undone} of {len(choices)} kinds of calls were not measured; see {folder}", file=sys.stderr)
+        return 1
+    console.print(f"{cfg.name}: {len(choices)} choices are kept in {cfg.overlap.tensor.choices}")
+    return 0
+
+
+def short_run(name: str, cfg: LaunchConfig) -> LaunchConfig:
+    """The same job, as long as it takes to choose, with nothing saved and nothing evaluated.
+
+    Args:
+        name: of the config, for errors.
+        cfg: any launch config.
+
+    Raises:
+        ConfigError: there is nothing to choose, or nowhere to keep it.
+    """
+    tensor = cfg.overlap.tensor
+    if cfg.parallel.tensor == 1:
+        raise ConfigError(name, "parallel.tensor", 1, "there is nothing to choose without tensor parallel ranks")
+    if tensor.method != "auto":
+        raise ConfigError(
+            name, "overlap.tensor.method", tensor.method, "tune needs auto: add overlap.tensor.method=auto"
+        )
+    if tensor.choices is None:
+        raise ConfigError(name, "overlap.tensor.choices", None, "name a folder to keep choices in")
+    # The output layer is called once a micro-batch, all others once a layer and micro-batch.
+    iterations = _FIRST_STEPS + math.ceil(_CALLS / cfg.num_microbatches)
+    dump = cfg.model_dump()
+    train = {
+        "iterations": max(iterations, cfg.train.lr_warmup_iterations + 1),
+        "eval_iterations": 0,
+        "save": None,
+        "save_interval": None,
+    }
+    return LaunchConfig.model_validate({**dump, "name": f"{cfg.name}_tune", "train": {**dump["train"], **train}})
+
+
+def read_choices(run_dir: Path) -> list[dict[str, Any]]:
+    """What the ranks of a run have chosen: each kind of call once, by the first rank that had it."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for path in sorted(run_dir.glob("report-rank*.json")):
+        for choice in json.loads(path.read_text(encoding="utf-8")).get("choices", ()):
+            key = tuple(choice[name] for name in ("module", "op", "rows", "dtype", "passes"))
+            found.setdefault(key, choice)
+    return list(found.values())
+
+
+def choice_table(choices: list[dict[str, Any]]) -> Table:
+    """The choices for a terminal."""
+    table = Table("module", "op", title="choices", title_justify="left")
+    table.add_column("rows", justify="right")
+    table.add_column("passes")
+    table.add_column("serves")
+    for heading in ("ms", "own ms", "gain"):
+        table.add_column(heading, justify="right")
+    table.add_column("why not otherwise")
+    for choice in choices:
+        times = ("-" if choice[key] is None else f"{choice[key]:.2f}" for key in ("ms", "own_ms"))
+        gain = "-" if choice["gain"] is None else f"{choice['gain']:+.0%}"
+        names = (choice["module"], choice["op"], str(choice["rows"]), choice["passes"], choice["method"])
+        table.add_row(*names, *times, gain, choice["why"])
+    return table
+
+
+def _bar(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"))
+    return Progress(*columns, TimeElapsedColumn(), console=console)

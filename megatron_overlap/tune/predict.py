@@ -1,0 +1,175 @@
+"""Predicts how long each candidate takes for a linear layer, to try the likely ones alone. Pure.
+
+The formulas are those of `docs/choice.md`: alpha-beta messages, GEMMs by a table of rows, and for p2p the larger of
+computation and communication plus the one piece that nothing hides. They need not be right, only in the right order:
+what is chosen is measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_overlap.schedules.chunks import part_weights
+from megatron_overlap.schedules.plan import Pattern
+from megatron_overlap.tune.candidate import OWN, Call, Candidate
+from megatron_overlap.tune.cost import CostModel, Link
+
+MAX_TRIED = 4
+"""Candidates that are measured besides Megatron's own path."""
+
+_CHUNKS = (1, 2, 4, 8)
+# Fewer rows in a message hide less than it costs, whatever the link.
+_MIN_ROWS = 4
+# Candidates predicted to take so much longer than the best are not tried; the model is off by 30 % for some.
+_HOPELESS = 1.6
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What one machine's parts cost, in microseconds and bytes per microsecond.
+
+    Attributes:
+        rates: floating-point operations per microsecond of a GEMM, by its rows.
+        message_us: fixed cost of a point-to-point message, and `message_rate` what it reaches.
+        collective_us: fixed cost of a collective, and `collective_rate` what it reaches.
+    """
+
+    rates: Mapping[int, float]
+    message_us: float
+    message_rate: float
+    collective_us: float
+    collective_rate: float
+
+    @classmethod
+    def of_model(cls, model: CostModel, link: Link, shape: tuple[int, int]) -> Costs:
+        """The same from a cluster profile, for GEMMs of `shape` (columns, depth)."""
+        n, k = shape
+        rows = (16, 64, 256, 1024, 4096)
+        rates = {m: 2.0 * m * n * k / model.gemm_us(m, n, k) for m in rows}
+        return cls(rates, link.latency_us, link.copy_rate, link.ring_latency_us + model.launch_us, link.collective_rate)
+
+    def gemm_us(self, rows: float, n: int, k: int) -> float:
+        """A GEMM of `rows`: the rate is linear in the logarithm of the rows between points of the table."""
+        if rows <= 0:
+            return 0.0
+        points = sorted(self.rates.items())
+        if rows <= points[0][0]:
+            # Below the table a GEMM waits for its weight, whatever the rows: as long as with the least of them.
+            return 2.0 * points[0][0] * n * k / points[0][1]
+        rate = points[-1][1]
+        for (low, first), (high, last) in zip(points, points[1:], strict=False):
+            if rows <= high:
+                rate = first + (last - first) * math.log(rows / low) / math.log(high / low)
+                break
+        return 2.0 * rows * n * k / rate
+
+    def messages_us(self, count: int, num_bytes: float) -> float:
+        """`count` messages one after another, `num_bytes` in all."""
+        return count * self.message_us + num_bytes / self.message_rate
+
+    def collective(self, num_bytes: float) -> float:
+        """A gather or scatter that moves `num_bytes` to and from each rank."""
+        return self.collective_us + num_bytes / self.collective_rate
+
+    @property
+    def felt_rate(self) -> float:
+        """Bytes per microsecond of a message of 512 KiB, latency included: by this a link is known again."""
+        return 2.0**19 / self.messages_us(1, 2.0**19)
+
+
+def candidates(call: Call, pattern: Pattern | None, chunks: int | None, fused: bool) -> list[Candidate]:
+    """All that could serve `call` but Megatron's own path, the default one first.
+
+    Args:
+        call: what is asked for.
+        pattern: the only pattern allowed; None allows all.
+        chunks: the only number of chunks allowed; None allows all.
+        fused: whether the fused kernels can.
+    """
+    patterns: Sequence[Pattern | None] = (pattern,) if pattern is not None else (None, "direct", "ring")
+    if pattern is None and call.sums:
+        patterns = (None,)  # an all-reduce has no ring
+    elif pattern is None and call.ranks == 2:
+        patterns = ("direct",)  # between two ranks a ring is the same messages
+    counts: Sequence[int | None] = (chunks,) if chunks is not None else (None, *_CHUNKS)
+    most = max(1, call.rows // call.ranks // _MIN_ROWS)
+    found = [
+        Candidate("p2p", each, count)
+        for each in patterns
+        for count in counts
+        if count is None or chunks is not None or count <= most
+    ]
+    if pattern is None and not call.sums and call.ranks > 2:
+        # The device's own pattern is one of the two named ones: it is only there to be tried first.
+        found = [each for each in found if each.pattern is not None or each.chunks_per_rank is None]
+    return [Candidate("fused"), *found] if fused else found
+
+
+def predict_us(costs: Costs, call: Call, candidate: Candidate, item_bytes: int, default_chunks: int = 2) -> float:
+    """Microseconds of one call, forward and, where it follows, backward.
+
+    Args:
+        costs: of this machine.
+        call: what is asked for.
+        candidate: how it is served.
+        item_bytes: bytes of one number.
+        default_chunks: what `chunks_per_rank` None stands for.
+    """
+    others, size = call.ranks - 1, call.ranks
+    width = call.in_features if call.op in ("ag_gemm", "copy_gemm") else call.out_features
+    moved = call.rows * width * item_bytes * others / size
+    forward = costs.gemm_us(call.rows, call.out_features, call.in_features)
+    dgrad = costs.gemm_us(call.rows, call.in_features, call.out_features) if call.backward else 0.0
+    wgrad = dgrad if call.weight else 0.0
+    column = call.op in ("ag_gemm", "copy_gemm")
+    if candidate == OWN:
+        one = costs.collective(moved)
+        if call.sums:
+            backward = dgrad + max(wgrad, 2 * one) if call.backward else 0.0
+            return forward + backward if column else forward + 2 * one + dgrad + wgrad
+        if not call.backward:
+            return forward + one
+        backward = max(dgrad, one) + max(wgrad, one) if column else one + dgrad + wgrad
+        return forward + one + backward
+    chunks = default_chunks if candidate.chunks_per_rank is None else candidate.chunks_per_rank
+    fused = candidate.method == "fused"
+    pieces = 1 if fused else size
+    parts = part_weights(chunks, "last")
+    smallest = call.rows / size * parts[-1] / sum(parts)
+
+    def overlapped(compute: float, passes: int, n: int, k: int) -> float:
+        messages = costs.messages_us(passes * others * chunks, passes * moved)
+        if candidate.pattern == "serial":
+            return compute + messages
+        return max(compute, messages + costs.gemm_us(smallest, n, k))
+
+    def split(n: int, k: int) -> float:
+        return pieces * costs.gemm_us(call.rows / pieces, n, k)
+
+    ahead = split(call.out_features, call.in_features)
+    shape = call.out_features, call.in_features
+    behind = (split(call.in_features, call.out_features) + wgrad) if call.backward else 0.0
+    if call.sums:
+        if column:
+            return forward + (overlapped(behind, 2, *shape) if call.backward else 0.0)
+        return overlapped(ahead, 2, *shape) + dgrad + wgrad
+    total = overlapped(ahead, 1, *shape)
+    if call.backward:
+        total += overlapped(behind, 2 if column and call.weight else 1, *shape)
+    return total
+
+
+def shortlist(
+    costs: Costs, call: Call, possible: Sequence[Candidate], item_bytes: int, default_chunks: int = 2
+) -> list[Candidate]:
+    """The few of `possible` worth measuring, likeliest first; at least one."""
+    predicted = {each: predict_us(costs, call, each, item_bytes, default_chunks) for each in possible}
+    # The first wins ties: the default before what equals it.
+    order = sorted(possible, key=lambda each: predicted[each])
+    best = predicted[order[0]]
+    chosen = [each for each in order if predicted[each] <= _HOPELESS * best][:MAX_TRIED]
+    default = possible[0]
+    # The rules that LinearPlan chooses by were measured too: what they say is always tried.
+    return chosen if default in chosen else [*chosen[: MAX_TRIED - 1], default]

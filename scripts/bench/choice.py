@@ -1,0 +1,260 @@
+"""Times `method: auto` against everything it chooses from, over shapes and link rates: does it choose well?
+
+    python scripts/bench/choice.py --json choice.json
+
+Two hosts, one rank a host, one thread a rank. Megatron's own layers run forward and backward: by its own path, by p2p
+with each number of chunks, and as chosen, after the choice has been made. All take their turn in each round; a ratio is
+the median over rounds of the ratio in a round. Figures that the file has already are not taken again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import run_job, versions
+
+HOSTS = 2
+SCRIPT = str(Path(__file__).resolve())
+BEST, OWN = 0.97, 0.98
+"""What the choice has to reach of the best fixed method, and of Megatron's own path."""
+
+CHUNKS = (1, 2, 4, 8)
+OPS = ("ag_gemm", "gemm_rs")
+# Rate of the links in Gbit/s, depth of the GEMM and its width over all ranks: GEMM : communication from 1:16 to 16:1.
+LINKS = ((0.25, 512, 1024), (1.0, 512, 1024), (1.0, 512, 4096), (4.0, 512, 4096), (8.0, 512, 8192))
+ROWS = (8, 32, 128, 256, 512, 1024, 2048)
+
+
+def main() -> None:
+    args = parse()
+    if args.worker:
+        work(args)
+        return
+    file = Path(args.json)
+    points: list[dict[str, Any]] = json.loads(file.read_text())["points"] if file.exists() else []
+    for gbps, k, f in [tuple(map(float, link.split(","))) for link in args.links] if args.links else LINKS:
+        have = {
+            (point["op"], point["rows"]) for point in points if (point["gbps"], point["k"], point["f"]) == (gbps, k, f)
+        }
+        wanted = [f"{op},{rows}" for rows, op in itertools.product(args.rows, OPS) if (op, rows) not in have]
+        if not wanted:
+            continue
+        options = ["--shape", str(int(k)), str(int(f)), "--points", *wanted, "--seconds", str(args.seconds)]
+        for point in run_job(SCRIPT, options, HOSTS, gbps, timeout_s=900)["points"]:
+            points.append({"gbps": gbps, "k": int(k), "f": int(f), **point})
+            show(points[-1])
+        text = {"summary": summary(points), "points": points, "versions": versions(), "command": sys.argv}
+        file.write_text(json.dumps(text, indent=1) + "\n")
+    found = summary(points)
+    print(json.dumps(found, indent=1))
+    sys.exit(0 if found["below_best"] == found["below_own"] == 0 else 1)
+
+
+def summary(points: list[dict[str, Any]]) -> dict[str, Any]:
+    """What is asked of the choice, over all points."""
+    wrong = [p for p in points if p["times_ms"][p["chosen"]] > p["times_ms"][p["best"]] / BEST]
+    shares = sorted(p["gemm_ms"] / p["comm_ms"] for p in points)
+    return {
+        "points": len(points),
+        "gemm_over_comm": [shares[0], shares[-1]],
+        "worst_of_best": min(p["of_best"] for p in points),
+        "worst_of_own": min(p["of_own"] for p in points),
+        "median_of_best": median(p["of_best"] for p in points),
+        "median_of_own": median(p["of_own"] for p in points),
+        "best_of_own": max(p["of_own"] for p in points),
+        "below_best": sum(p["of_best"] < BEST for p in points),
+        "below_own": sum(p["of_own"] < OWN for p in points),
+        "wrong_choices": len(wrong),
+        "wrong_choice_rate": len(wrong) / len(points),
+    }
+
+
+def show(p: dict[str, Any]) -> None:
+    times = "  ".join(f"{name} {ms:.2f}" for name, ms in p["times_ms"].items())
+    print(
+        f"{p['op']:8} {p['rows']:5} rows  {p['gbps']:g} Gbit/s {p['k']}x{p['f']}  gemm:comm "
+        f"{p['gemm_ms'] / p['comm_ms']:.2f}  {times} ms  chose {p['chosen']}  "
+        f"of best {p['of_best']:.3f}  of Megatron {p['of_own']:.3f}",
+        flush=True,
+    )
+
+
+def work(args: argparse.Namespace) -> None:
+    """One rank: every shape at one rate."""
+    from megatron_overlap.adapters import cpu
+
+    cpu.install()
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
+    model_parallel_cuda_manual_seed(1)
+    found = []
+    for text in args.points:
+        op, rows = text.split(",")
+        found.append(Point(op, int(rows), *args.shape).measure(args.seconds))
+    if dist.get_rank() == 0:
+        Path(args.json).write_text(json.dumps({"points": found}))
+    dist.barrier()
+    # The threads of the transports are daemons: the process must not wait for them.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+class Point:
+    """One layer on one rank, with every way to run it."""
+
+    def __init__(self, op: str, rows: int, k: int, f: int) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        self.op, self.rows = op, rows
+        self.group = parallel_state.get_tensor_model_parallel_group()
+        size = self.group.size()
+        config = TransformerConfig(
+            num_layers=1,
+            hidden_size=512,
+            num_attention_heads=4,
+            tensor_model_parallel_size=size,
+            sequence_parallel=True,
+            use_cpu_initialization=True,
+            params_dtype=torch.bfloat16,
+        )
+        common: dict[str, Any] = {"config": config, "init_method": torch.nn.init.normal_, "bias": False}
+        common |= {"skip_bias_add": False, "tp_group": self.group}
+        self.column = op == "ag_gemm"
+        if self.column:
+            self.layer = ColumnParallelLinear(k, f, gather_output=False, **common)
+            shapes = (rows // size, k), (rows, f // size)
+        else:
+            # Both gather and scatter rows of width k: the communication is that of the column-parallel layer.
+            self.layer = RowParallelLinear(f, k, input_is_parallel=True, **common)
+            shapes = (rows, f // size), (rows // size, k)
+        self.x, self.dy = (torch.randn(n, 1, width).to(torch.bfloat16) for n, width in shapes)
+        self.full = torch.randn(rows, k).to(torch.bfloat16)
+
+    def _forwards(self) -> dict[str, Any]:
+        """The patched method of the layer's class for each way; Megatron's own is the original."""
+        from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+        from megatron_overlap import OverlapConfig
+        from megatron_overlap.adapters.linear import LinearAdapter, column_forward_impl, row_forward
+        from megatron_overlap.session import Session
+
+        original = ColumnParallelLinear._forward_impl if self.column else RowParallelLinear.forward
+        patch = column_forward_impl if self.column else row_forward
+        forwards = {"megatron": original}
+        most = max(1, self.rows // self.group.size() // 4)
+        ways: dict[str, dict[str, Any]] = {"p2p": {"method": "p2p"}}
+        ways |= {f"p2p x {c}": {"method": "p2p", "chunks_per_rank": c} for c in CHUNKS if c <= most}
+        ways["auto"] = {"method": "auto", "choices": None}
+        for name, tensor in ways.items():
+            session = Session(OverlapConfig(tensor=tensor))
+            forwards[name] = patch(original, session)
+            self.chooser = LinearAdapter.of(session).choice
+        return forwards
+
+    def _run(self, forward: Any) -> None:
+        cls = type(self.layer)
+        name = "_forward_impl" if self.column else "forward"
+        original = getattr(cls, name)
+        setattr(cls, name, forward)
+        try:
+            y, _ = self.layer(self.x.detach().requires_grad_())
+            y.backward(self.dy)
+        finally:
+            setattr(cls, name, original)
+        self.layer.weight.grad = None
+
+    def measure(self, seconds: float) -> dict[str, Any]:
+        """The figures of this point."""
+        forwards = self._forwards()
+        calls = 0
+        while not calls or (self.chooser.lines()[0].ms is None and calls < 300):
+            self._run(forwards["auto"])
+            calls += 1
+        (line,) = self.chooser.lines()
+        runs = {name: lambda forward=forward: self._run(forward) for name, forward in forwards.items()}
+        rounds = self._rounds(runs, seconds)
+        times = {name: median(values) for name, values in rounds.items()}
+        fixed = {name: ms for name, ms in times.items() if name != "auto"}
+        best = min(fixed, key=lambda name: fixed[name])
+
+        def ratio(other: str) -> float:
+            return median(a / b for a, b in zip(rounds[other], rounds["auto"], strict=True))
+
+        method = line.method.replace("Megatron's own", "megatron").replace("p2p direct", "p2p")
+        alone = self._rounds({"gemm": self._gemm, "comm": self._comm}, seconds / 8)
+        return {
+            "op": self.op,
+            "rows": self.rows,
+            "gemm_ms": median(alone["gemm"]),
+            "comm_ms": median(alone["comm"]),
+            "times_ms": times,
+            "chosen": method,
+            "best": best,
+            "of_best": ratio(best),
+            "of_own": ratio("megatron"),
+            "calls_until_chosen": calls,
+            "rounds": len(rounds["auto"]),
+        }
+
+    def _gemm(self) -> None:
+        a, w = (self.full, self.layer.weight.t()) if self.column else (self.x.flatten(0, 1), self.layer.weight.t())
+        torch.mm(a, w.detach())
+
+    def _comm(self) -> None:
+        shard = self.rows // self.group.size()
+        dist.all_gather_into_tensor(self.full, self.full[:shard].clone(), group=self.group)
+
+    def _rounds(self, runs: dict[str, Any], seconds: float) -> dict[str, list[float]]:
+        """Times in ms of the slowest rank, all in turn in each round, an odd number of rounds, at least 7."""
+        names = list(runs)
+        rounds: dict[str, list[float]] = {name: [] for name in names}
+        start, number, more = time.perf_counter(), -2, True
+        while more or number % 2 == 0:
+            # What ran before leaves the caches as it likes: no way may always follow the same one.
+            for name in random.Random(number).sample(names, len(names)):
+                dist.barrier()
+                begin = time.perf_counter()
+                runs[name]()
+                took = torch.tensor((time.perf_counter() - begin) * 1e3, dtype=torch.float64)
+                dist.all_reduce(took, op=dist.ReduceOp.MAX)
+                if number >= 0:
+                    rounds[name].append(took.item())
+            number += 1
+            # Rank 0's clock ends it for all.
+            ends = torch.tensor(float(number >= 7 and time.perf_counter() - start > seconds))
+            dist.broadcast(ends, 0)
+            more = not ends.item()
+        return rounds
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--json", default="choice.json", help="file for the figures, and of those that are there")
+    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
+    parser.add_argument("--links", nargs="+", help="GBPS,K,F of the links and layers, if not the usual ones")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of timing for a point")
+    parser.add_argument("--shape", type=int, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--points", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""What the workers run for test_choice.py: Megatron's own layers under `method: auto`."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_overlap import OverlapConfig, enable
+from megatron_overlap.adapters.choice import TensorChoice
+from megatron_overlap.ops.choice import ChoiceError
+from megatron_overlap.session import Session
+from megatron_overlap.tune import cache
+from megatron_overlap.tune.candidate import Candidate
+from tests.adapters.layer_cases import make_data, make_layer, start, step
+
+
+def follow(session: Session) -> list[str]:
+    """Notes what serves each call of the session from now on."""
+    served: list[str] = []
+    choice: TensorChoice = session.linear.choice
+    serve = choice.serve
+
+    def noting(op: str, x: Any, weight: Any, group: Any, into: bool, run: Any, why_not_fused: Any) -> Any:
+        def noted(candidate: Candidate) -> Any:
+            served.append(f"{op} {candidate}")
+            return run(candidate)
+
+        return serve(op, x, weight, group, into, noted, why_not_fused)
+
+    choice.serve = noting  # type: ignore[method-assign]
+    return served
+
+
+def config(folder: str | None, **tensor: Any) -> OverlapConfig:
+    return OverlapConfig(tensor={"method": "auto", "choices": folder, **tensor})
+
+
+def trained(
+    group: dist.ProcessGroup, kinds: list[str], plain: bool, calls: int, folder: str | None, *, uneven: bool = False
+) -> tuple[list[str], list[dict[str, Any]], str]:
+    """Layers again and again, each call held against stock; what served each call, and the choices at the end.
+
+    `uneven` lets every rank be slow at random, a different one each time: what ranks measure differs.
+    """
+    start(group)
+    ranks, rank = group.size(), group.rank()
+    data = {kind: make_data(kind, torch.float32, 8 * ranks, ranks, rank, parallel=not plain) for kind in kinds}
+
+    def fresh(kind: str) -> Any:
+        return make_layer(kind, torch.float32, sequence_parallel=not plain)
+
+    stock = {kind: step(fresh(kind), *data[kind]) for kind in kinds}
+    generator = torch.Generator().manual_seed(rank)
+    with enable(config(folder), strict=True) as session:
+        served = follow(session)
+        for _ in range(calls):
+            for kind in kinds:
+                if uneven:
+                    time.sleep(0.003 * torch.rand((), generator=generator).item())
+                mine = step(fresh(kind), *data[kind])
+                for name, value in stock[kind].items():
+                    what = f"{kind} {name} {served[-1]}"
+                    torch.testing.assert_close(mine[name], value, rtol=2e-5, atol=2e-5, msg=what)
+        report = session.report()
+    return served, report.as_dict()["choices"], report.render(width=200)
+
+
+def evaluated(group: dist.ProcessGroup) -> list[dict[str, Any]]:
+    """Calls with no gradient, and calls whose backward never comes, beside those that are trained."""
+    start(group)
+    x, dy = make_data("column", torch.float32, 8 * group.size(), group.size(), group.rank())
+    with enable(config(None), strict=True) as session:
+        layer = make_layer("column", torch.float32)
+        for _ in range(40):
+            with torch.no_grad():
+                layer(x.clone())
+        for _ in range(40):
+            step(layer, x, dy, recompute=True)
+        choices: list[dict[str, Any]] = session.report().as_dict()["choices"]
+        return choices
+
+
+def shared_input(group: dist.ProcessGroup) -> tuple[list[str], int]:
+    """Two layers of one input in every step: what served, and the bytes that the second one's forward sent."""
+    start(group)
+    x, dy = make_data("column", torch.float32, 8 * group.size(), group.size(), group.rank())
+    layers = [make_layer("column", torch.float32) for _ in range(2)]
+    with enable(config(None), strict=True) as session:
+        served = follow(session)
+        for _ in range(40):
+            leaf = x.clone().requires_grad_()
+            (layers[0](leaf)[0] + layers[1](leaf)[0]).backward(dy)
+        tallies = session.report().sites
+    forward = next(tally for site, tally in tallies.items() if site.direction == "forward")
+    return served, forward.moved_bytes
+
+
+def with_another_disk_on_each_rank(group: dist.ProcessGroup, folder: str) -> list[str]:
+    """The first rank finds a choice on its disk, the others another one: what serves every call."""
+    # The rate of loopback depends on what else this machine does.
+    cache._OTHER_LINK = 1e9
+    own = Path(folder, f"rank{group.rank()}")
+    trained(group, ["column"], False, 40, str(own))
+    (file,) = own.glob("*.json") if group.rank() == 0 else (None,)
+    if file is not None:
+        tree = json.loads(file.read_text())
+        for entry in tree["choices"].values():
+            entry.update(method="p2p", pattern=None, chunks_per_rank=2)
+        file.write_text(json.dumps(tree))
+    dist.barrier(group)
+    served, _, _ = trained(group, ["column"], False, 5, str(own))
+    return served
+
+
+def different_layers(group: dist.ProcessGroup) -> str:
+    """One rank calls a layer of another shape: the error that every rank gets."""
+    start(group)
+    with enable(config(None)):
+        sequence = 8 * group.size() + group.size() * (group.rank() == 1)
+        layer = make_layer("column", torch.float32)
+        x, _ = make_data("column", torch.float32, sequence, group.size(), group.rank())
+        try:
+            layer(x)
+        except ChoiceError as error:
+            return str(error)
+    return ""

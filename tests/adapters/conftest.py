@@ -1,0 +1,21 @@
+"""Workers for the tests of Megatron's layers: its import takes longer than those tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.adapters import layer_cases
+from tests.helpers.world import World
+
+RANKS = 4
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[World]:
+    """Workers of their own: Megatron's classes and groups, once made in a process, stay."""
+    workers = World(answer_s=120)
+    workers.run(RANKS, layer_cases.start)
+    yield workers
+    workers.close()

@@ -1,0 +1,174 @@
+"""Decisions from what all ranks have exchanged: alike on every rank, steady against noise, and taken back."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable
+from statistics import fmean
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_overlap.tune.decide import FIRST_CHECK, WINDOW, Decider, Settled, Turn
+
+Clock = Callable[[int, int, int], float]
+"""Microseconds of a candidate in call number n on a rank."""
+
+
+def drive(decider: Decider, calls: int, clock: Clock, ranks: int = 2, missing: float = 0.0) -> list[Turn]:
+    """Serves calls as a group of ranks would; the mean of what each rank measured is exchanged."""
+    turns: list[Turn] = []
+    times: dict[int, list[list[float]]] = {}
+    epoch = decider.epoch
+    noise = random.Random(5)
+    for _ in range(calls):
+        while decider.due:
+            known = [c if c in times and noise.random() >= missing else None for c in decider.wanted]
+            means = [[math.nan if c is None else fmean(times[c][rank]) for c in known] for rank in range(ranks)]
+            decider.take(means)
+            if decider.epoch != epoch:
+                epoch, times = decider.epoch, {}
+        turn = decider.next()
+        if turn.timed:
+            for rank in range(ranks):
+                seen = times.setdefault(turn.candidate, [[] for _ in range(ranks)])
+                seen[rank].append(clock(turn.candidate, decider.calls, rank))
+        turns.append(turn)
+    return turns
+
+
+def steady(*times: float) -> Clock:
+    return lambda candidate, call, rank: times[candidate]
+
+
+def test_the_fastest_serves_and_the_figures_are_kept() -> None:
+    decider = Decider(4, seed=1)
+    turns = drive(decider, 100, steady(100, 90, 60, 200))
+    assert decider.choice == Settled(2, 60, 100, "measured")
+    served = Counter(turn.candidate for turn in turns)
+    # Its first call is not measured, and after the first three it is out: it never catches up.
+    assert served[3] == 4
+    assert served[2] > 60
+    assert turns[0] == Turn(1), "before anything is measured the model's word counts"
+
+
+def test_the_slowest_rank_counts() -> None:
+    decider = Decider(3, seed=1)
+    drive(decider, 60, lambda candidate, call, rank: (100, 50 if rank == 0 else 150, 80)[candidate])
+    assert decider.choice.candidate == 2
+
+
+@pytest.mark.parametrize(("own", "chosen"), [(100.0, 0), (101.9, 0), (102.1, 1)])
+def test_megatrons_own_path_stays_unless_more_than_noise_is_won(own: float, chosen: int) -> None:
+    decider = Decider(2, seed=1)
+    drive(decider, 60, steady(own, 100))
+    assert decider.choice.candidate == chosen
+
+
+def test_of_equals_the_likeliest_is_taken() -> None:
+    decider = Decider(4, seed=1)
+    drive(decider, 80, steady(200, 100, 99.2, 99.1))
+    assert decider.choice.candidate == 1
+
+
+def test_all_far_slower_than_megatron_end_after_one_phase() -> None:
+    decider = Decider(3, seed=1)
+    turns = drive(decider, 40, steady(50, 100, 100))
+    assert decider.choice.candidate == 0
+    assert [turn.candidate for turn in turns[12:]] == [0] * 28
+
+
+def test_one_candidate_is_never_measured_nor_exchanged() -> None:
+    decider = Decider(1, seed=0)
+    turns = drive(decider, 3 * FIRST_CHECK, steady(1))
+    assert set(turns) == {Turn(0)}
+
+
+def test_what_is_known_serves_at_once() -> None:
+    decider = Decider(3, seed=1, known=Settled(2, 60, 100, "cached"))
+    turns = drive(decider, WINDOW, steady(100, 90, 60))
+    assert {turn.candidate for turn in turns} == {2}
+    assert decider.choice.why == "cached"
+
+
+def test_a_choice_that_turns_slower_is_withdrawn_soon() -> None:
+    decider = Decider(3, seed=1)
+    drive(decider, 100, steady(100, 90, 60))
+    assert decider.choice.candidate == 2
+    turns = drive(decider, 3 * WINDOW, steady(100, 90, 160))
+    assert decider.choice == Settled(0, 100, 100, "withdrawn")
+    assert decider.withdrawals == 1
+    assert [turn.candidate for turn in turns[-20:]] == [0] * 20
+
+
+def test_a_machine_that_turns_slower_as_a_whole_withdraws_nothing() -> None:
+    decider = Decider(3, seed=1)
+    drive(decider, 100, steady(100, 90, 60))
+    drive(decider, 3 * WINDOW, steady(200, 180, 120))
+    assert decider.choice == Settled(2, 120, 200, "measured")
+    assert decider.withdrawals == 0
+
+
+def test_slow_drift_is_found_by_looking_again_and_what_was_withdrawn_may_return() -> None:
+    decider = Decider(2, seed=1)
+    drive(decider, 50, steady(100, 60))
+    # Never a quarter slower than at the last look, but slower than Megatron in the end.
+    drive(decider, 1500, lambda candidate, call, rank: 100 if candidate == 0 else 60 + call / 20)
+    assert (decider.choice.candidate, decider.withdrawals) == (0, 1)
+    drive(decider, 9000, steady(100, 60))
+    assert decider.choice.candidate == 1
+
+
+def test_megatrons_own_choice_is_looked_at_again_against_the_best_other() -> None:
+    decider = Decider(3, seed=1)
+    drive(decider, 60, steady(50, 100, 70))
+    turns = drive(decider, 2 * FIRST_CHECK, steady(50, 100, 20))
+    assert decider.choice.candidate == 2
+    assert 1 not in {turn.candidate for turn in turns}
+
+
+def test_a_backward_pass_that_comes_late_is_waited_for_and_one_that_never_comes_is_not() -> None:
+    decider = Decider(3, seed=1)
+    turns = drive(decider, 200, steady(100, 60, 80), missing=0.3)
+    assert decider.choice == Settled(1, 60, 100, "measured")
+    never = Decider(3, seed=1)
+    turns = drive(never, 500, steady(100, 60, 80), missing=1.0)
+    assert math.isnan(never.choice.us)
+    assert never.choice.why == "model"
+    assert {turn.candidate for turn in turns[100:]} == {1}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    candidates=st.integers(1, 5),
+    ranks=st.integers(1, 4),
+    seed=st.randoms(use_true_random=False),
+    known=st.booleans(),
+    missing=st.sampled_from([0.0, 0.4]),
+)
+def test_ranks_never_part(candidates: int, ranks: int, seed: random.Random, known: bool, missing: float) -> None:
+    """Whatever each rank measures, at whatever time: all serve every call alike, and exchange before the same calls."""
+    start = Settled(candidates - 1, 50.0, 60.0, "cached") if known else None
+    deciders = [Decider(candidates, seed=candidates - 1, known=start) for _ in range(ranks)]
+    for _ in range(900):
+        while any(decider.due for decider in deciders):
+            assert all(decider.due for decider in deciders)
+            assert len({decider.wanted for decider in deciders}) == 1
+            wide = seed.choice([1.02, 4.0])
+            words = [
+                [math.nan if seed.random() < missing else 100 * seed.uniform(1, wide) for _ in decider.wanted]
+                for decider in deciders
+            ]
+            for decider in deciders:
+                decider.take([list(word) for word in words])
+        turns = {decider.next() for decider in deciders}
+        assert len(turns) == 1
+        assert 0 <= turns.pop().candidate < candidates
+
+
+def test_a_seed_that_is_no_candidate_is_refused() -> None:
+    with pytest.raises(ValueError, match="seed: 3: there are 3 candidates"):
+        Decider(3, seed=3)

@@ -1,0 +1,73 @@
+"""The prediction orders candidates: what it says by hand, and that it agrees with what is plainly better."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_overlap.tune.candidate import OWN, Call, Candidate
+from megatron_overlap.tune.predict import MAX_TRIED, Costs, candidates, predict_us, shortlist
+from tests.simulate.machines import machine
+
+# A million operations a microsecond, whatever the rows; messages of 100 us and 100 bytes a microsecond.
+COSTS = Costs({64: 1e6, 1024: 1e6}, 100.0, 100.0, 200.0, 50.0)
+COLUMN = Call("ag_gemm", 1024, 512, 1024, "bfloat16", 2)
+
+
+def test_by_hand() -> None:
+    gemm = 2 * 1024 * 512 * 1024 / 1e6  # 1074 us
+    moved = 1024 * 512 * 2 / 2  # bytes
+    collective = 200 + moved / 50
+    messages = 100 + moved / 100
+    one_slice = gemm / 2
+    own = collective + gemm + max(gemm, collective) * 2
+    assert predict_us(COSTS, COLUMN, OWN, 2) == pytest.approx(own)
+    forward = max(gemm, messages + one_slice)
+    backward = max(2 * gemm, 2 * messages + one_slice)
+    assert predict_us(COSTS, COLUMN, Candidate("p2p", "direct", 1), 2) == pytest.approx(forward + backward)
+    alone = replace(COLUMN, backward=False)
+    assert predict_us(COSTS, alone, OWN, 2) == pytest.approx(collective + gemm)
+    assert predict_us(COSTS, alone, Candidate("p2p", "serial", 1), 2) == pytest.approx(gemm + messages)
+
+
+def test_more_chunks_pay_where_messages_are_long_and_cost_where_they_are_short() -> None:
+    one, four = Candidate("p2p", "direct", 1), Candidate("p2p", "direct", 4)
+    assert predict_us(COSTS, COLUMN, four, 2) < predict_us(COSTS, COLUMN, one, 2)
+    few = replace(COLUMN, rows=64)
+    assert predict_us(COSTS, few, four, 2) > predict_us(COSTS, few, one, 2)
+    assert shortlist(COSTS, few, [one, four], 2)[0] == one
+
+
+@pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs", "copy_gemm", "gemm_ar"])
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_the_shortlist_is_short_and_holds_the_default(op: str, ranks: int) -> None:
+    call = replace(COLUMN, op=op, ranks=ranks)
+    possible = candidates(call, None, None, fused=False)
+    assert len(possible) == len(set(possible))
+    assert ("ring" in {each.pattern for each in possible}) == (ranks > 2 and not call.sums)
+    tried = shortlist(COSTS, call, possible, 2)
+    assert 1 <= len(tried) <= MAX_TRIED
+    assert possible[0] in tried
+
+
+def test_what_the_config_fixes_is_the_only_candidate() -> None:
+    assert candidates(COLUMN, "ring", 3, fused=False) == [Candidate("p2p", "ring", 3)]
+    few = candidates(replace(COLUMN, rows=16), None, None, fused=True)
+    assert few[0] == Candidate("fused")
+    assert {each.chunks_per_rank for each in few} == {None, 1, 2}
+
+
+def test_costs_of_a_profile_are_those_of_its_model() -> None:
+    model = machine(latency_us=3.0, launch_us=2.0)
+    costs = Costs.of_model(model, model.link(4), (512, 1024))
+    assert costs.gemm_us(1024, 512, 1024) == pytest.approx(model.gemm_us(1024, 512, 1024))
+    assert costs.messages_us(1, 4000) == pytest.approx(model.message_us(4000, model.link(4)))
+
+
+def test_candidates_survive_json() -> None:
+    for each in (OWN, Candidate("fused"), Candidate("p2p", "ring", 4), Candidate("p2p")):
+        assert Candidate.of(each.as_dict()) == each
+    for wrong in ({}, {"method": "p2p", "chunks_per_rank": 0}, {"method": "p2p", "pattern": "star"}):
+        with pytest.raises(ValueError, match="not a way to run"):
+            Candidate.of(wrong)
