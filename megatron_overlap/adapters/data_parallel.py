@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.accounting import Direction
-from megatron_overlap.comm import Transport, close_transport, transport_of
+from megatron_overlap.adapters.trust import open_transport
+from megatron_overlap.comm import Transport, close_transport
 from megatron_overlap.ops import Gathering, GradientReduce
 from megatron_overlap.schedules.build import MAX_RANKS
 from megatron_overlap.session import Session
@@ -56,8 +57,7 @@ class DataParallelAdapter:
     def transport(self, group: dist.ProcessGroup, lane: str = "data") -> Transport:
         """The transport of a data parallel group; closed with the session."""
         self._groups.add(group)
-        session = self._session
-        return transport_of(group, timeout_s=session.config.timeout_s, lane=lane, trace=session.trace)
+        return open_transport(self._session, group, lane)
 
     def reduce(self, bucket: torch.Tensor, group: dist.ProcessGroup, op: Any, *, whole: bool, wide: bool) -> Method:
         """Begins the sum of a bucket: of all of it with `whole`, else of the own shard. What waits for it."""

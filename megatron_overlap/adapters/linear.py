@@ -12,11 +12,13 @@ from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.utils import get_tensor_model_parallel_group_if_none
 
 from megatron_overlap.adapters.fused import FusedChoice
-from megatron_overlap.comm import Transport, close_transport, transport_of
+from megatron_overlap.adapters.trust import open_transport
+from megatron_overlap.comm import Transport, close_transport
 from megatron_overlap.kept import KeptCounter, KeptSite
 from megatron_overlap.ops import LinearPlan, all_gather_linear, copy_linear, linear_all_reduce, linear_reduce_scatter
 from megatron_overlap.ops.backlog import Backlog
 from megatron_overlap.schedules.build import MAX_RANKS
+from megatron_overlap.schedules.plan import Pattern
 from megatron_overlap.session import Session
 
 Method = Callable[..., Any]
@@ -52,11 +54,15 @@ class LinearAdapter:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._groups: set[dist.ProcessGroup] = set()
-        tensor = session.config.tensor
+        tensor, deterministic = session.config.tensor, session.config.deterministic
+        # A ring on the CPU overlaps by asking what has landed, which is what a deterministic run never does.
+        auto: Pattern | None = "direct" if deterministic else None
+        pattern: Pattern | None = auto if tensor.schedule == "auto" else tensor.schedule
         self._plan = LinearPlan(
-            pattern=None if tensor.schedule == "auto" else tensor.schedule,
+            pattern=pattern,
             chunks_per_rank=None if tensor.chunks_per_rank == "auto" else tensor.chunks_per_rank,
             save_gathered=tensor.recompute_gather == "never",
+            add_in_place=True if deterministic else None,
         )
         self._backlog = Backlog()
         self.fused = FusedChoice(session)
@@ -76,7 +82,7 @@ class LinearAdapter:
     def transport(self, group: dist.ProcessGroup) -> Transport:
         """The transport of a tensor-parallel group; closed with the session."""
         self._groups.add(group)
-        return transport_of(group, timeout_s=self._session.config.timeout_s, trace=self._session.trace)
+        return open_transport(self._session, group)
 
     def close(self) -> None:
         """Closes every transport that the session used."""
