@@ -141,6 +141,7 @@ class Report:
     patches: tuple[PatchLine, ...]
     sites: Mapping[Site, Tally]
     kept: KeptMemory = KeptMemory()
+    checked: Mapping[str, float] = field(default_factory=dict)
     left: Mapping[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
@@ -173,6 +174,7 @@ class Report:
                 for site, tally in self.sites.items()
             ],
             "left_to_megatron": dict(self.left),
+            "checked": dict(self.checked),
             "memory": self.kept.as_dict(),
             "totals": {
                 "overlapped": sum(tally.overlapped for tally in self.sites.values()),
@@ -190,6 +192,9 @@ class Report:
             parts.append(self._call_table())
         if self.kept.calls:
             parts.append(self._memory_table())
+        if self.checked:
+            name, share = max(self.checked.items(), key=lambda item: item[1])
+            parts.append(f"checked: {len(self.checked)} results, worst {name}: {share:.3g} of what is allowed")
         parts += [f"left to Megatron: {module}: {reason}" for module, reason in self.left.items()]
         return Group(*parts)
 

@@ -81,6 +81,8 @@ class Session:
 
     def next_step(self, number: int | None = None) -> None:
         """Says that a training step begins: the one after the last, or `number`."""
+        if self.check is not None:
+            self.check.stepped()
         self.step = self.step + 1 if number is None else number
         if self.trust is not None:
             self.trust.stepped()
@@ -112,6 +114,7 @@ class Session:
             sites=self.counters.snapshot(),
             kept=self.counters.kept.snapshot(),
             left=self.counters.left,
+            checked={} if self.check is None else dict(self.check.worst),
         )
 
     def disable(self) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.utils import get_tensor_model_parallel_group_if_none
 
+from megatron_overlap.adapters.check import Check
 from megatron_overlap.adapters.fused import FusedChoice
 from megatron_overlap.adapters.trust import open_transport
 from megatron_overlap.comm import Transport, close_transport
@@ -65,6 +66,7 @@ class LinearAdapter:
             add_in_place=True if deterministic else None,
         )
         self._backlog = Backlog()
+        self._check = Check.of(session)
         self.fused = FusedChoice(session)
         session.counters.kept = KeptCounter(gathered=self._plan.save_gathered)
         for module, reason in _LEFT.items():
@@ -114,13 +116,16 @@ class LinearAdapter:
         """What keeps any layer's tensors, or this session's schedule, from `op`; None if nothing does."""
         if op in ("gemm_ar", "copy_gemm") and self._plan.pattern == "ring":
             return "schedule ring has no all-reduce: use direct, or --sequence-parallel"
-        return _why_not_tensors(x, weight, group)
+        return self._check.why_not(_call(op, weight)) or _why_not_tensors(x, weight, group)
 
     def linear(
         self, kind: str, op: str, x: torch.Tensor, weight: torch.Tensor, bias: Any, group: dist.ProcessGroup, into: bool
     ) -> torch.Tensor:
         """Runs `op`: fused where that is asked for and possible, else p2p. `into`: the gradient goes to main_grad."""
         options = self.options(kind, op, weight, into)
+        if self._check.due:
+            run = self._runner(op, x, group)
+            return self._check.linear(_call(op, weight), op, x, weight, bias, group, run, options)
         if self.fused.wanted:
             reason = self.fused.why_not(op, x, group)
             if reason is None:
@@ -128,6 +133,12 @@ class LinearAdapter:
             name = f"{weight.shape[1]}->{weight.shape[0]}"
             self._session.counters.not_fused(kind, name, op, "forward", reason)
         return _P2P_OPS[op](x, weight, bias, group=self.transport(group), **options)
+
+    def _runner(self, op: str, x: torch.Tensor, group: dist.ProcessGroup) -> Callable[..., torch.Tensor]:
+        """The op as `linear` runs it, for the check, which gives it tensors of its own."""
+        if self.fused.wanted and self.fused.why_not(op, x, group) is None:
+            return lambda x, w, bias, **options: self.fused.run(op, x, w, bias, group, **options)
+        return functools.partial(_P2P_OPS[op], group=self.transport(group))
 
     def fall_back(self, kind: str, op: str, weight: torch.Tensor, reason: str) -> None:
         """Counts a call that Megatron's own path serves."""
@@ -200,6 +211,10 @@ def _why_not_column(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if kwargs.get("gtp_remat_size", 1) > 1:
         return "generalized tensor parallel weights"
     return None
+
+
+def _call(op: str, weight: torch.Tensor) -> str:
+    return f"{op} {weight.shape[1]}->{weight.shape[0]}"
 
 
 def why_not_row(layer: Any, input_: torch.Tensor, group: dist.ProcessGroup, own_gemm: Method) -> str | None:

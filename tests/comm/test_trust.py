@@ -1,4 +1,4 @@
-"""Ranks that differ are told so, waits that fail say everything that is known, and what is ordered has the same bits."""
+"""Ranks that differ are told so, failed waits say everything that is known, what is ordered has the same bits."""
 
 from __future__ import annotations
 
