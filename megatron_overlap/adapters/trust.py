@@ -166,10 +166,6 @@ def unfit(session: Session) -> Iterator[Problem]:
         yield Problem(
             "tensor.method", "p2p", f"is for {MAX_RANKS} tensor-parallel ranks at most, not {tensor}; use none"
         )
-    heads = args.num_attention_heads // (tensor * context)
-    groups = overlap.ulysses.head_groups
-    if overlap.ulysses.method != "none" and context > 1 and isinstance(groups, int) and groups > heads:
-        yield Problem("ulysses.head_groups", groups, f"a rank has {heads} heads; use {heads} at most, or auto")
 
 
 def deadline_of(session: Session, group: dist.ProcessGroup) -> float:
