@@ -146,7 +146,7 @@ def _name(weight: torch.Tensor | None, module: torch.nn.Module | None) -> str:
     """Looks through all models in memory: slow, and done once, by a process that is about to end."""
     best = ""
     address = None if weight is None else weight.data_ptr()
-    for root in [each for each in gc.get_objects() if isinstance(each, torch.nn.Module)]:
+    for root in [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)]:
         for name, each in root.named_modules():
             own = each._parameters.get("weight") if address is not None else None
             matches = own is not None and own.data_ptr() == address if address is not None else each is module

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import json
 import os
 import random
@@ -28,6 +29,8 @@ from scripts.trust.work import CorruptionError, Work
 from tests.helpers.faulty import CorruptTransport
 
 DONE, WAIT_FAILED, DIFFERS, WRONG, FOUND, OTHER = 0, 1, 2, 3, 4, 5
+STUCK_S = 22.0
+"""A rank that is still there then shows where."""
 CALM_STEPS = 12
 """Steps after a fault that a run has to survive."""
 
@@ -62,6 +65,7 @@ def main(case: Case, rank: int, port: int, address: str, told: int, folder: Path
         os.close(enter)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if net is None else "eth0"
     code, text = OTHER, ""
+    faulthandler.dump_traceback_later(STUCK_S)
     try:
         code, text = _run(case, rank, port, address, told, folder)
     except TransportError as error:

@@ -17,7 +17,7 @@ OPS = {("column", False): "ag_gemm", ("row", False): "gemm_rs", ("column", True)
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[World]:
-    workers = World(answer_s=120)
+    workers = World(answer_s=250)
     workers.run(RANKS, layer_cases.start)
     yield workers
     workers.close()
