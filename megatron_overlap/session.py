@@ -244,8 +244,8 @@ def enable(
         session = Session(config, load_manifests() if manifests is None else manifests)
         session._start()
     _PROCESS.current = session
-    if session.active:
-        # Here, and not above: it imports torch and Megatron, which are there when something in Megatron is replaced.
+    if session.active or (not session.switched_off and session.config.varlen.method != "none"):
+        # Here, and not above: it imports torch and Megatron, which are there when something of theirs is used.
         importlib.import_module("megatron_overlap.adapters.trust").install(session)
     return session
 
