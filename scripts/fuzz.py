@@ -204,9 +204,8 @@ def fuzz_configs(count: int, seed: int, only: int | None) -> int:
         finally:
             os.chdir(here)
         left = sorted(path.name for path in Path(folder).iterdir())
-    print(
-        f"configs: {dict(tally)}, seed {seed}; files that dry-runs left: {[name for name in left if name != 'config.yaml']}"
-    )
+    more = [name for name in left if name != "config.yaml"]
+    print(f"configs: {dict(tally)}, seed {seed}; files that dry-runs left: {more}")
     return tally["failed"]
 
 

@@ -65,9 +65,9 @@ class HostGroup:
             work.wait()
         except RuntimeError as error:
             cause = str(error).strip().splitlines() or [type(error).__name__]
+            mine, all_ranks = self._ranks[self.rank], ", ".join(map(str, self._ranks))
             raise TransportError(
-                f"data loader: rank {self._ranks[self.rank]} waited in vain for ranks {', '.join(map(str, self._ranks))} "
-                f"for {self._timeout_s:g} s: {cause[0]}"
+                f"data loader: rank {mine} waited in vain for ranks {all_ranks} for {self._timeout_s:g} s: {cause[0]}"
             ) from error
 
     def _open(self) -> dist.ProcessGroupGloo:

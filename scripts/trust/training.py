@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shlex
 import signal
 import socket
 import subprocess
@@ -20,7 +21,7 @@ import yaml
 from scripts.trust.rank import Case
 
 ROOT = Path(__file__).resolve().parents[2]
-MODEL = (
+MODEL = shlex.split(
     "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --seq-length 32 "
     "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4 --lr 1e-3 --min-lr 1e-4 --mock-data "
     "--tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 32 --eval-iters 0 "
@@ -29,7 +30,7 @@ MODEL = (
     "--no-bias-gelu-fusion --no-bias-dropout-fusion --no-bias-swiglu-fusion --no-persist-layer-norm --no-rope-fusion "
     "--attention-backend unfused --use-cpu-initialization --tensor-model-parallel-size 2 --sequence-parallel "
     "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 3000"
-).split()
+)
 KINDS = ("training: SIGKILL", "training: SIGSTOP", "training: other config", "training: restart")
 RANKS, DEADLINE_S, START_S, BEYOND_S = 4, 10.0, 240.0, 60.0
 
