@@ -43,9 +43,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
         code = _exit_code(request)
     except KeyboardInterrupt:
         code = 130
-    except BaseException:
-        traceback.print_exc()
-        code = 1
+    except BaseException as error:
+        code = run.failed(error)
     _leave(run.finish(code))
 
 
@@ -114,6 +113,8 @@ class _Run:
         import megatron_overlap
 
         self._session = megatron_overlap.enable(self._overlap)
+        if self._run_dir is not None:
+            self._session.folder = self._run_dir
         if self._tracer is not None:
             self._session.trace = self._tracer.trace
         if self._rank == 0:
@@ -122,6 +123,18 @@ class _Run:
     def execute(self) -> None:
         """Runs the script as ``__main__``."""
         runpy.run_path(str(self._script), run_name="__main__")
+
+    def failed(self, error: BaseException) -> int:
+        """Tells what ended the script; the exit code for it."""
+        trust = None if self._session is None else self._session.trust
+        if type(error).__name__ in ("DisagreementError", "UnfitError"):
+            print(error, file=sys.stderr)
+            return 2
+        traceback.print_exception(error)
+        written = None if trust is None else trust.post_mortem(error)
+        if written is not None:
+            print(f"rank {self._rank}: what it did last is in {written}", file=sys.stderr)
+        return 1
 
     def _record(self) -> None:
         if self._run_dir is None:

@@ -177,6 +177,7 @@ class Report:
     patches: tuple[PatchLine, ...]
     sites: Mapping[Site, Tally]
     kept: KeptMemory = KeptMemory()
+    checked: Mapping[str, float] = field(default_factory=dict)
     left: Mapping[str, str] = field(default_factory=dict)
     choices: tuple[ChoiceLine, ...] = ()
 
@@ -212,6 +213,7 @@ class Report:
             ],
             "left_to_megatron": dict(self.left),
             "choices": [{**asdict(line), "gain": line.gain} for line in self.choices],
+            "checked": dict(self.checked),
             "memory": self.kept.as_dict(),
             "totals": {
                 "overlapped": sum(tally.overlapped for tally in self.sites.values()),
@@ -231,6 +233,9 @@ class Report:
             parts.append(self._choice_table())
         if self.kept.calls:
             parts.append(self._memory_table())
+        if self.checked:
+            name, share = max(self.checked.items(), key=lambda item: item[1])
+            parts.append(f"checked: {len(self.checked)} results, worst {name}: {share:.3g} of what is allowed")
         parts += [f"left to Megatron: {module}: {reason}" for module, reason in self.left.items()]
         return Group(*parts)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -36,6 +37,12 @@ class Session:
         varlen: what adapters/varlen.py keeps for this session.
         switched_off: `MEGATRON_OVERLAP=0` is set: the config asks for nothing.
         trace: gets the events of the transports that are made from now on; None records none.
+        step: the training step that runs, from 1; 0 before the first. Megatron's training loop is followed; any other
+            says it by `next_step`.
+        folder: where a failure is written to.
+        facts: what must be the same on every rank besides the config, versions and patches.
+        trust: what adapters/trust.py keeps for this session.
+        check: what adapters/check.py keeps for this session.
     """
 
     def __init__(self, config: OverlapConfig, manifests: Sequence[Manifest] = ()) -> None:
@@ -47,6 +54,11 @@ class Session:
         self.varlen: Any = None
         self.switched_off = False
         self.trace: Trace | None = None
+        self.step = 0
+        self.folder = Path()
+        self.facts: dict[str, str] = {}
+        self.trust: Any = None
+        self.check: Any = None
         self._engine = Engine(manifests)
         self._plan = Plan(())
         self._applied: tuple[str, ...] = ()
@@ -67,6 +79,25 @@ class Session:
         """Registers a clean-up for `disable`; the last one registered runs first."""
         self._closers.append(close)
 
+    def next_step(self, number: int | None = None) -> None:
+        """Says that a training step begins: the one after the last, or `number`."""
+        if self.check is not None:
+            self.check.stepped()
+        self.step = self.step + 1 if number is None else number
+        if self.trust is not None:
+            self.trust.stepped()
+
+    def everything_said(self) -> dict[str, str]:
+        """What has to be the same on every rank: config, versions, patches, and what adapters add."""
+        report = self.report()
+        said = {f"overlap.{key}": value for key, value in _flat(self.config.model_dump(mode="json"))}
+        said |= {f"version of {name}": str(version) for name, version in report.versions.items()}
+        said |= {
+            f"patch {line.target}": f"{line.verdict}{'' if line.applied else ', not applied'}"
+            for line in report.patches
+        }
+        return said | self.facts
+
     def report(self) -> Report:
         """What is replaced, overlapped and not overlapped so far, on this rank."""
         return Report(
@@ -80,6 +111,7 @@ class Session:
             kept=self.counters.kept.snapshot(),
             left=self.counters.left,
             choices=self.counters.choices(),
+            checked={} if self.check is None else dict(self.check.worst),
         )
 
     def disable(self) -> None:
@@ -193,6 +225,8 @@ def enable(
     Raises:
         ConfigError: the file is wrong.
         PatchError: the plugin is on already; with `strict`, also that a patch is refused.
+        DisagreementError: Megatron's groups are there, and the ranks run different configs, versions or patches. Where
+            they are not, this is looked at when Megatron makes them.
     """
     current = _PROCESS.current
     if current is not None and current.active:
@@ -207,6 +241,9 @@ def enable(
         session = Session(config, load_manifests() if manifests is None else manifests)
         session._start()
     _PROCESS.current = session
+    if session.active or (not session.switched_off and session.config.varlen.method != "none"):
+        # Here, and not above: it imports torch and Megatron, which are there when something of theirs is used.
+        importlib.import_module("megatron_overlap.adapters.trust").install(session)
     return session
 
 
@@ -257,6 +294,14 @@ def _method(config: OverlapConfig, feature: str) -> str:
         # Their layers are those of tensor parallelism, so they have a key there and not a section.
         return "none" if config.tensor.method == "none" else str(getattr(config.tensor, feature))
     return str(getattr(config, feature).method)
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", str(value)
 
 
 def _switched_off() -> bool:

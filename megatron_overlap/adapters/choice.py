@@ -42,7 +42,8 @@ class TensorChoice:
     def __init__(self, session: Session, transport: Callable[[dist.ProcessGroup], Transport]) -> None:
         self._session, self._transport = session, transport
         tensor = session.config.tensor
-        self.wanted = tensor.method == "auto"
+        # What is fastest differs from run to run, and another path sums in another order.
+        self.wanted = tensor.method == "auto" and not session.config.deterministic
         self._pattern = None if tensor.schedule == "auto" else tensor.schedule
         self._chunks = None if tensor.chunks_per_rank == "auto" else tensor.chunks_per_rank
         self._folder = None if tensor.choices is None else Path(tensor.choices).expanduser()
@@ -61,8 +62,10 @@ class TensorChoice:
         into: bool,
         run: Callable[[Candidate], Any],
         why_not_fused: Callable[[], str | None],
+        *,
+        measured: bool,
     ) -> Any:
-        """Runs a call as it is chosen; see `Chooser.serve`.
+        """Runs a call as it is chosen; see `Chooser.serve`. Not `measured`: as it is chosen now.
 
         A column-parallel call with the input of the one before it is served like that one and not measured: it shares
         the other's gather, or would have nobody to share with.
@@ -74,7 +77,7 @@ class TensorChoice:
         def possible() -> list[Candidate]:
             return candidates(call, self._pattern, self._chunks, why_not_fused() is None)
 
-        result, candidate = self._chooser(group).serve(call, run, (x, weight), possible)
+        result, candidate = self._chooser(group).serve(call, run, (x, weight), possible, measured=measured)
         if op == "ag_gemm":
             self._last = _Served(group, weakref.ref(x), _version(x), candidate)
         return result

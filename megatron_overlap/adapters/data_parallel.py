@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.accounting import Direction
-from megatron_overlap.comm import Transport, close_transport, transport_of
+from megatron_overlap.adapters.check import Check
+from megatron_overlap.adapters.trust import open_transport
+from megatron_overlap.comm import Transport, close_transport
 from megatron_overlap.ops import Gathering, GradientReduce
 from megatron_overlap.schedules.build import MAX_RANKS
 from megatron_overlap.session import Session
@@ -34,6 +36,7 @@ class DataParallelAdapter:
         self._session = session
         self._reducers: dict[tuple[dist.ProcessGroup, bool, bool], GradientReduce] = {}
         self._groups: set[dist.ProcessGroup] = set()
+        self._check = Check.of(session)
 
     @classmethod
     def of(cls, session: Session) -> DataParallelAdapter:
@@ -56,8 +59,7 @@ class DataParallelAdapter:
     def transport(self, group: dist.ProcessGroup, lane: str = "data") -> Transport:
         """The transport of a data parallel group; closed with the session."""
         self._groups.add(group)
-        session = self._session
-        return transport_of(group, timeout_s=session.config.timeout_s, lane=lane, trace=session.trace)
+        return open_transport(self._session, group, lane)
 
     def reduce(self, bucket: torch.Tensor, group: dist.ProcessGroup, op: Any, *, whole: bool, wide: bool) -> Method:
         """Begins the sum of a bucket: of all of it with `whole`, else of the own shard. What waits for it."""
@@ -68,12 +70,15 @@ class DataParallelAdapter:
             gather = self.transport(group, "data sums") if whole else None
             self._reducers[key] = GradientReduce(self.transport(group), gather=gather, wide=wide)
         self._count("all_reduce" if whole else "reduce_scatter", bucket, group, 2 if whole else 1)
-        return self._reducers[key].begin(bucket, mean=op == dist.ReduceOp.AVG).wait
+        name = "all_reduce" if whole else "reduce_scatter"
+        compare = self._check.sums(name, bucket, group, op, whole) if self._check.due else None
+        return _then(self._reducers[key].begin(bucket, mean=op == dist.ReduceOp.AVG).wait, compare)
 
     def gather(self, bucket: torch.Tensor, group: dist.ProcessGroup) -> Method:
         """Begins the all-gather of a bucket. What waits for it."""
         self._count("all_gather", bucket, group, 1)
-        return Gathering(self.transport(group), bucket).wait
+        compare = self._check.gathered("all_gather", bucket, group) if self._check.due else None
+        return _then(Gathering(self.transport(group), bucket).wait, compare)
 
     def count_step(self, how: str) -> None:
         """Counts the optimizer's step of one bucket, or of all."""
@@ -96,6 +101,7 @@ class DataParallelAdapter:
                     f"overlap.data.method: p2p: needs Megatron's {flag}: add it to the launch, or use method auto"
                 )
             reason = f"Megatron's {flag} is off"
+        reason = reason or self._check.why_not(op)
         if reason is None:
             return False
         for bucket in bucket_group.buckets:
@@ -233,6 +239,18 @@ def _seeing(function: Any, names: dict[str, Any]) -> Method:
     """`function`, finding `names` where it would find those of its module. The module is not changed."""
     seen = {**function.__globals__, **names}
     return types.FunctionType(function.__code__, seen, function.__name__, function.__defaults__, function.__closure__)
+
+
+def _then(wait: Method, compare: Method | None) -> Method:
+    """`wait`, and then `compare` where there is one."""
+    if compare is None:
+        return wait
+
+    def both() -> None:
+        wait()
+        compare()
+
+    return both
 
 
 def _direction(op: str) -> Direction:

@@ -13,13 +13,16 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.utils import get_tensor_model_parallel_group_if_none
 
+from megatron_overlap.adapters.check import Check
 from megatron_overlap.adapters.choice import TensorChoice
 from megatron_overlap.adapters.fused import FusedChoice
-from megatron_overlap.comm import Transport, close_transport, transport_of
+from megatron_overlap.adapters.trust import open_transport
+from megatron_overlap.comm import Transport, close_transport
 from megatron_overlap.kept import KeptCounter, KeptSite
 from megatron_overlap.ops import LinearPlan, all_gather_linear, copy_linear, linear_all_reduce, linear_reduce_scatter
 from megatron_overlap.ops.backlog import Backlog
 from megatron_overlap.schedules.build import MAX_RANKS
+from megatron_overlap.schedules.plan import Pattern
 from megatron_overlap.session import Session
 from megatron_overlap.tune.candidate import Candidate
 
@@ -56,13 +59,18 @@ class LinearAdapter:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._groups: set[dist.ProcessGroup] = set()
-        tensor = session.config.tensor
+        tensor, deterministic = session.config.tensor, session.config.deterministic
+        # A ring on the CPU overlaps by asking what has landed, which is what a deterministic run never does.
+        auto: Pattern | None = "direct" if deterministic else None
+        pattern: Pattern | None = auto if tensor.schedule == "auto" else tensor.schedule
         self._plan = LinearPlan(
-            pattern=None if tensor.schedule == "auto" else tensor.schedule,
+            pattern=pattern,
             chunks_per_rank=None if tensor.chunks_per_rank == "auto" else tensor.chunks_per_rank,
             save_gathered=tensor.recompute_gather == "never",
+            add_in_place=True if deterministic else None,
         )
         self._backlog = Backlog()
+        self.check = Check.of(session)
         self.fused = FusedChoice(session)
         self.choice = TensorChoice(session, self.transport)
         session.counters.kept = KeptCounter(gathered=self._plan.save_gathered)
@@ -81,7 +89,7 @@ class LinearAdapter:
     def transport(self, group: dist.ProcessGroup) -> Transport:
         """The transport of a tensor-parallel group; closed with the session."""
         self._groups.add(group)
-        return transport_of(group, timeout_s=self._session.config.timeout_s, trace=self._session.trace)
+        return open_transport(self._session, group)
 
     def close(self) -> None:
         """Closes every transport that the session used."""
@@ -113,7 +121,7 @@ class LinearAdapter:
         """What keeps any layer's tensors, or this session's schedule, from `op`; None if nothing does."""
         if op in ("gemm_ar", "copy_gemm") and self._plan.pattern == "ring":
             return "schedule ring has no all-reduce: use direct, or --sequence-parallel"
-        return _why_not_tensors(x, weight, group)
+        return self.check.why_not(_call(op, weight)) or _why_not_tensors(x, weight, group)
 
     def serve(
         self,
@@ -143,7 +151,9 @@ class LinearAdapter:
                 return own()
             return finish(self.linear(kind, op, x, weight, bias, group, into, candidate))
 
-        return self.choice.serve(op, x, weight, group, into, run, lambda: self.fused.why_not(op, x, group))
+        return self.choice.serve(
+            op, x, weight, group, into, run, lambda: self.fused.why_not(op, x, group), measured=not self.check.due
+        )
 
     def linear(
         self,
@@ -159,19 +169,29 @@ class LinearAdapter:
         """Runs `op`: as `candidate` says; without one fused where that is asked for and possible, else p2p."""
         options = self.options(kind, op, weight, into)
         if candidate is not None:
-            if candidate.method == "fused":
-                return self.fused.run(op, x, weight, bias, group, **options)
-            options["plan"] = self._planned(candidate)
-        if self.fused.wanted:
+            options["plan"] = replace(self._plan, pattern=candidate.pattern, chunks_per_rank=candidate.chunks_per_rank)
+        run = self._runner(kind, op, x, weight, group, candidate)
+        if self.check.due:
+            return self.check.linear(_call(op, weight), op, x, weight, bias, group, run, options)
+        return run(x, weight, bias, **options)
+
+    def _runner(
+        self,
+        kind: str,
+        op: str,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        group: dist.ProcessGroup,
+        candidate: Candidate | None,
+    ) -> Callable[..., torch.Tensor]:
+        """The op, to be given input, weight, bias and options."""
+        wanted = self.fused.wanted if candidate is None else candidate.method == "fused"
+        if wanted:
             reason = self.fused.why_not(op, x, group)
             if reason is None:
-                return self.fused.run(op, x, weight, bias, group, **options)
-            name = f"{weight.shape[1]}->{weight.shape[0]}"
-            self._session.counters.not_fused(kind, name, op, "forward", reason)
-        return _P2P_OPS[op](x, weight, bias, group=self.transport(group), **options)
-
-    def _planned(self, candidate: Candidate) -> LinearPlan:
-        return replace(self._plan, pattern=candidate.pattern, chunks_per_rank=candidate.chunks_per_rank)
+                return lambda x, w, bias, **options: self.fused.run(op, x, w, bias, group, **options)
+            self._session.counters.not_fused(kind, f"{weight.shape[1]}->{weight.shape[0]}", op, "forward", reason)
+        return functools.partial(_P2P_OPS[op], group=self.transport(group))
 
     def fall_back(self, kind: str, op: str, weight: torch.Tensor, reason: str) -> None:
         """Counts a call that Megatron's own path serves."""
@@ -249,6 +269,10 @@ def _why_not_column(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if kwargs.get("gtp_remat_size", 1) > 1:
         return "generalized tensor parallel weights"
     return None
+
+
+def _call(op: str, weight: torch.Tensor) -> str:
+    return f"{op} {weight.shape[1]}->{weight.shape[0]}"
 
 
 def why_not_row(layer: Any, input_: torch.Tensor, group: dist.ProcessGroup, own_gemm: Method) -> str | None:

@@ -17,7 +17,8 @@ from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import is_layer_window_attention
 
-from megatron_overlap.comm import Transport, close_transport, transport_of
+from megatron_overlap.adapters.trust import open_transport
+from megatron_overlap.comm import Transport, close_transport
 from megatron_overlap.ops import UlyssesPlan, ulysses_attention
 from megatron_overlap.schedules import SequenceLayout
 from megatron_overlap.schedules.build import MAX_RANKS
@@ -54,7 +55,7 @@ class UlyssesAdapter:
     def transport(self, group: dist.ProcessGroup) -> Transport:
         """The transport of a context-parallel group; closed with the session."""
         self._groups.add(group)
-        return transport_of(group, timeout_s=self.session.config.timeout_s, trace=self.session.trace)
+        return open_transport(self.session, group)
 
     def close(self) -> None:
         """Closes every transport that the session used."""

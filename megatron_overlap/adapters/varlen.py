@@ -21,7 +21,8 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from torch.nn import functional
 
-from megatron_overlap.comm import close_transport, transport_of
+from megatron_overlap.adapters.trust import open_transport
+from megatron_overlap.comm import close_transport
 from megatron_overlap.comm.host import HostGroup
 from megatron_overlap.ops import balanced_attention, remap
 from megatron_overlap.session import Session
@@ -72,7 +73,7 @@ class VarlenAdapter:
         self.channel = Channel(HostGroup(group))
         session.add_close(lambda: close_transport(group))
         session.add_close(self.channel.close)
-        transport_of(group, timeout_s=session.config.timeout_s)
+        open_transport(session, group)
         share = -(-tokens // group.size())
         self.capacity = share + -(-share // 16) if self._wanted.capacity == "auto" else self._wanted.capacity
         self.topology = self._topology()

@@ -18,12 +18,15 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm.transport import TransportError, Wire, store_beside
+from megatron_overlap.comm.watch import Watch
 from megatron_overlap.comm.workspace import Workspace
 from megatron_overlap.events import Trace
 
 # A tag is 31 bits: this many exchanges in one op, and this many ops before tags repeat, long after they have landed.
 _TAGS_PER_OP = 1 << 13
 _NUM_OPS = 1 << 17
+_GRACE_S = 5.0
+"""What the threads are given, beyond the deadline, to say which message did not come."""
 
 
 class GlooTransport:
@@ -35,6 +38,10 @@ class GlooTransport:
         workspace: where ops take their buffers.
         trace: gets the events of every flight; None records none.
         lane: which of several transports of these ranks this is.
+        watch: notes what is on its way; None notes nothing.
+
+    Raises:
+        TransportError: not all ranks of the group came within the deadline.
     """
 
     def __init__(
@@ -45,18 +52,22 @@ class GlooTransport:
         workspace: Workspace | None = None,
         trace: Trace | None = None,
         lane: str = "",
+        watch: Watch | None = None,
     ) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.workspace = workspace if workspace is not None else Workspace()
         self.exposed_s = 0.0
-        self.trace, self.lane = trace, lane
+        self.trace, self.lane, self.watch = trace, lane, watch
         self.ranks = dist.get_process_group_ranks(group)
         timeout = (
             timedelta(seconds=timeout_s) if timeout_s else group._get_backend(torch.device("cpu")).options._timeout
         )
         self.timeout_s = timeout.total_seconds()
-        self._group = dist.ProcessGroupGloo(store_beside(group), self.rank, self.size, timeout)
+        self._group = self._connect(group, timeout)
+        # The first failure; nothing is said on a broken connection, so all that follow end with it at once.
+        self.broken: TransportError | None = None
+        self.progress = 0
         self._op = 0
         # Guards every flight; told of whatever one of them may wait for.
         self.changed = threading.Condition()
@@ -72,6 +83,15 @@ class GlooTransport:
         self._threads.append(threading.Thread(target=self._send, name="megatron_overlap_send", daemon=True))
         for thread in self._threads:
             thread.start()
+
+    def _connect(self, group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroupGloo:
+        try:
+            return dist.ProcessGroupGloo(store_beside(group), self.rank, self.size, timeout)
+        except RuntimeError as error:
+            raise TransportError(
+                f"rank {self.ranks[self.rank]} could not connect to all of ranks "
+                f"{', '.join(map(str, self.ranks))} within {self.timeout_s:g} s: {_cause(error)}"
+            ) from error
 
     def begin(self, wires: Sequence[Wire], op: str) -> GlooFlight:
         """See `Transport.begin`."""
@@ -137,16 +157,23 @@ class GlooFlight:
         self._num_landed = 0
         self._num_posted = 0
         self._sends: dict[int, dist.Work] = {}
-        self._error: TransportError | None = None
         trace, number = transport.trace, tag // _TAGS_PER_OP
         self._events = trace.flight(transport.ranks, transport.lane, number, op) if trace is not None else None
+        self._record = None
+        if transport.watch is not None:
+            peers = sorted({transport.ranks[wire.exchange.source] for wire in wires})
+            self._record = transport.watch.began(op, number, transport.lane, peers)
         group = transport._group
         # All receives are posted at once, so that gloo's sender never waits for the receiver's word. Both ends know a
         # message by the same number: the checker proves that it is the same exchange of both plans.
-        self._receives = [
-            None if landed else group.recv([wire.recv], wire.exchange.source, tag + index)
-            for index, (wire, landed) in enumerate(zip(wires, self._landed, strict=True))
-        ]
+        self._receives: list[dist.Work | None] = []
+        for index, (wire, landed) in enumerate(zip(wires, self._landed, strict=True)):
+            try:
+                work = None if landed else group.recv([wire.recv], wire.exchange.source, tag + index)
+            except RuntimeError as error:
+                self._fail(self._receiving(index), wire.exchange.source, error)
+                raise self._told() from error
+            self._receives.append(work)
 
     def release(self, work_done: int) -> None:
         """See `Flight.release`."""
@@ -165,7 +192,7 @@ class GlooFlight:
 
     def finish(self) -> None:
         """See `Flight.finish`."""
-        num = len(self._wires)
+        transport, num = self._transport, len(self._wires)
         if self._num_landed < num or self._num_posted < num:
             self._sleep(lambda: self._num_landed == num and self._num_posted == num)
         start = time.perf_counter()
@@ -174,19 +201,49 @@ class GlooFlight:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise self._fail(f"send exchange {index} to", self._wires[index].exchange.to, error) from error
+                self._fail(self._sending(index), self._wires[index].exchange.to, error)
+                raise self._told() from error
         self._stood_still(start)
+        if self._record is not None and transport.watch is not None:
+            transport.watch.ended(self._record)
         if self._events is not None:
             self._events.finished()
 
     def _sleep(self, ready: Callable[[], bool], exchange: int = 0) -> None:
-        start = time.perf_counter()
+        start, transport = time.perf_counter(), self._transport
         with self._changed:
-            while not ready() and self._error is None:
-                self._changed.wait()
+            seen = transport.progress
+            while not ready() and transport.broken is None:
+                # Threads give up a message in time: this ends waits that no message would, such as one for a thread
+                # that died. A link that is slow, and moves, is waited for.
+                stuck = not self._changed.wait(transport.timeout_s + _GRACE_S) and transport.progress == seen
+                if stuck and not ready() and transport.broken is None:
+                    self._give_up(exchange)
+                seen = transport.progress
         self._stood_still(start, exchange)
-        if self._error is not None:
-            raise self._error
+        if not ready():
+            raise self._told()
+
+    def _give_up(self, exchange: int) -> None:
+        source = self._wires[exchange].exchange.source
+        self._fail(self._receiving(exchange), source, RuntimeError("nothing has moved in all this time"))
+
+    def _told(self) -> TransportError:
+        """The failure with everything that is known, said once: by the computing thread."""
+        error, watch = self._transport.broken, self._transport.watch
+        assert error is not None
+        if watch is not None and not error.explained:
+            error.args = (watch.explain(str(error), error.peer),)
+            error.explained = True
+        return error
+
+    def _receiving(self, index: int) -> str:
+        owner, part = self._wires[index].exchange.recv
+        return f"receive exchange {index} (chunk {part} of rank {self._transport.ranks[owner]}) from"
+
+    def _sending(self, index: int) -> str:
+        owner, part = self._wires[index].exchange.send
+        return f"send exchange {index} (chunk {part} of rank {self._transport.ranks[owner]}) to"
 
     def _stood_still(self, start_s: float, exchange: int = 0) -> None:
         """Counts the time from `start_s` until now as exposed."""
@@ -205,19 +262,20 @@ class GlooFlight:
                 try:
                     work.wait()
                 except RuntimeError as error:
-                    self._fail(f"receive exchange {index} from", peer, error)
+                    self._fail(self._receiving(index), peer, error)
                     return
                 if self._events is not None:
                     self._events.landed(index, peer, wire.recv.nbytes)
             with self._changed:
                 self._landed[index] = True
                 self._num_landed += 1
+                self._transport.progress += 1
                 self._changed.notify_all()
 
     @property
     def has_more_to_send(self) -> bool:
         """Whether messages have not been posted yet; a flight that failed posts no more."""
-        return self._num_posted < len(self._wires) and self._error is None
+        return self._num_posted < len(self._wires) and self._transport.broken is None
 
     @property
     def may_send(self) -> bool:
@@ -236,20 +294,26 @@ class GlooFlight:
                     self._events.sent(index, wire.exchange.to, wire.send.nbytes)
                 self._sends[index] = self._transport._group.send([wire.send], wire.exchange.to, self._tag + index)
         except RuntimeError as error:
-            self._fail(f"send exchange {index} to", wire.exchange.to, error)
+            self._fail(self._sending(index), wire.exchange.to, error)
         with self._changed:
             self._num_posted += 1
+            self._transport.progress += 1
             if self._num_posted == len(self._wires):
                 self._changed.notify_all()
 
-    def _fail(self, what: str, peer: int, error: RuntimeError) -> TransportError:
+    def _fail(self, what: str, peer: int, error: RuntimeError) -> None:
         transport = self._transport
-        cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         with self._changed:
-            # The first failure is the cause; gloo closes the pair, and the other thread fails after it.
-            self._error = self._error or TransportError(
-                f"{self._op}: rank {transport.ranks[transport.rank]} could not {what} "
-                f"rank {transport.ranks[peer]} within {transport.timeout_s:g} s: {cause}"
-            )
+            if transport.broken is None:
+                # The first failure is the cause; gloo closes the pair, and what else is on its way fails after it.
+                transport.broken = TransportError(
+                    f"{self._op}: rank {transport.ranks[transport.rank]} could not {what} "
+                    f"rank {transport.ranks[peer]} within {transport.timeout_s:g} s: {_cause(error)}",
+                    peer=transport.ranks[peer],
+                )
             self._changed.notify_all()
-            return self._error
+
+
+def _cause(error: RuntimeError) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm.transport import store_beside
+from megatron_overlap.comm.transport import TransportError, store_beside
 
 
 class HostGroup:
@@ -25,6 +25,7 @@ class HostGroup:
     def __init__(self, group: dist.ProcessGroup, *, timeout_s: float = 600.0) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        self._ranks, self._timeout_s = dist.get_process_group_ranks(group), timeout_s
         self._group: dist.ProcessGroupGloo | None = dist.ProcessGroupGloo(
             store_beside(group), self.rank, self.size, timedelta(seconds=timeout_s)
         )
@@ -33,11 +34,11 @@ class HostGroup:
         """Everybody's numbers, by rank; as many from each.
 
         Raises:
-            RuntimeError: a peer is gone, or the deadline has passed.
+            TransportError: a peer is gone, or the deadline has passed.
         """
         mine = torch.tensor(values, dtype=torch.int64)
         found = [torch.empty_like(mine) for _ in range(self.size)]
-        self._open().allgather([found], [mine]).wait()
+        self._wait(self._open().allgather([found], [mine]))
         return [tensor.tolist() for tensor in found]
 
     def all_to_all(self, send: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
@@ -49,15 +50,25 @@ class HostGroup:
             received: rows from each rank.
 
         Raises:
-            RuntimeError: a peer is gone, or the deadline has passed.
+            TransportError: a peer is gone, or the deadline has passed.
         """
         result = send.new_empty((sum(received), *send.shape[1:]))
-        self._open().alltoall_base(result, send.contiguous(), list(received), list(sent)).wait()
+        self._wait(self._open().alltoall_base(result, send.contiguous(), list(received), list(sent)))
         return result
 
     def close(self) -> None:
         """Closes the connections: peers that wait for this rank get an error."""
         self._group = None
+
+    def _wait(self, work: dist.Work) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            cause = str(error).strip().splitlines() or [type(error).__name__]
+            mine, all_ranks = self._ranks[self.rank], ", ".join(map(str, self._ranks))
+            raise TransportError(
+                f"data loader: rank {mine} waited in vain for ranks {all_ranks} for {self._timeout_s:g} s: {cause[0]}"
+            ) from error
 
     def _open(self) -> dist.ProcessGroupGloo:
         assert self._group is not None, "closed"

@@ -10,13 +10,24 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from megatron_overlap.comm.watch import Watch
 from megatron_overlap.comm.workspace import Workspace
 from megatron_overlap.events import Trace
 from megatron_overlap.schedules.plan import Exchange
 
 
 class TransportError(RuntimeError):
-    """A message did not arrive: names the peer, the op and the exchange."""
+    """A message did not arrive: names the peer, the op and the chunk; under a `Watch` also layer, step and more.
+
+    Args:
+        text: for people.
+        peer: global rank that was waited for; -1 where it is not one.
+    """
+
+    def __init__(self, text: str, *, peer: int = -1) -> None:
+        super().__init__(text)
+        self.peer = peer
+        self.explained = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +72,10 @@ class Transport(Protocol):
     rank: int
     size: int
     workspace: Workspace
-    exposed_s: float
-    """Seconds that computation has stood still for messages so far; 0 where it is not measured."""
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds that computation has stood still for messages so far; 0 where it is not measured."""
 
     def begin(self, wires: Sequence[Wire], op: str) -> Flight:
         """Posts the exchanges of one op. `op` is its name in messages to people."""
@@ -71,12 +84,50 @@ class Transport(Protocol):
         """Ends the transport's threads and streams and lets its buffers go."""
 
 
+class Ordered:
+    """A transport that tells nobody what has landed: what is done when then depends on the plan alone.
+
+    The answer that ops get is the one that a device gives that cannot be asked (see `Flight.landed`).
+    """
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner = inner
+        self.rank, self.size, self.workspace = inner.rank, inner.size, inner.workspace
+
+    @property
+    def exposed_s(self) -> float:
+        """See `Transport.exposed_s`."""
+        return self._inner.exposed_s
+
+    def begin(self, wires: Sequence[Wire], op: str) -> Flight:
+        """See `Transport.begin`."""
+        return _OrderedFlight(self._inner.begin(wires, op))
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        self._inner.close()
+
+
+class _OrderedFlight:
+    def __init__(self, inner: Flight) -> None:
+        self.release, self.wait, self.finish = inner.release, inner.wait, inner.finish
+
+    def landed(self, exchange: int) -> bool:
+        return False
+
+
 # Keyed by the group, which owns its transports, by lane: they go when the group goes, or by close_transport.
 _TRANSPORTS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Transport]] = weakref.WeakKeyDictionary()
 
 
 def transport_of(
-    group: dist.ProcessGroup, *, timeout_s: float | None = None, lane: str = "", trace: Trace | None = None
+    group: dist.ProcessGroup,
+    *,
+    timeout_s: float | None = None,
+    lane: str = "",
+    trace: Trace | None = None,
+    watch: Watch | None = None,
+    ordered: bool = False,
 ) -> Transport:
     """The transport of `group`; made by the first call, which all ranks of the group must make.
 
@@ -88,8 +139,11 @@ def transport_of(
         lane: a name for one of several transports of the same ranks: the order in which flights begin counts within
             a lane alone.
         trace: gets events of all messages and waits, looked at by the first call.
+        watch: notes what is on its way, to tell it when a wait fails; looked at by the first call.
+        ordered: nobody is told what has landed, so that nothing depends on it; looked at by the first call.
 
     Raises:
+        TransportError: not all ranks of the group came within the deadline.
         ValueError: the group's backend carries no point-to-point messages that this package knows.
     """
     transports = _TRANSPORTS.setdefault(group, {})
@@ -99,13 +153,15 @@ def transport_of(
         if backend == "gloo":
             from megatron_overlap.comm.gloo import GlooTransport
 
-            transport = GlooTransport(group, timeout_s=timeout_s, trace=trace, lane=lane)
+            transport = GlooTransport(group, timeout_s=timeout_s, trace=trace, lane=lane, watch=watch)
         elif backend == "nccl":
             from megatron_overlap.comm.nccl import NcclTransport
 
             transport = NcclTransport(group, timeout_s=timeout_s, trace=trace, lane=lane)
         else:
             raise ValueError(f"group: backend {backend}: overlap needs gloo or nccl")
+        if ordered:
+            transport = Ordered(transport)
         transports[lane] = transport
     return transport
 

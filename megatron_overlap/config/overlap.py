@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from megatron_overlap.config.base import Positive, PositiveFloat, Section, Text
+from megatron_overlap.config.base import NonNegative, Positive, PositiveFloat, Section, Text
 
 
 class TensorOverlap(Section):
@@ -26,8 +26,8 @@ class TensorOverlap(Section):
     attention: Literal["row", "query_split"] = "row"
     """row: attention, then the overlapped projection; query_split: both slice by slice, with flash attention."""
     mlp: Literal["auto", "row"] = "auto"
-    """auto: with p2p and without sequence parallelism, both layers by parts of the rows, so that both hide the all-reduce; row:
-    the second layer alone."""
+    """auto: with p2p and without sequence parallelism, both layers by parts of the rows, so that both hide the
+    all-reduce; row: the second layer alone."""
 
 
 class DataOverlap(Section):
@@ -73,6 +73,19 @@ class VarlenOverlap(Section):
     """Whether a transfer between nodes may use all their cards."""
 
 
+class CheckOverlap(Section):
+    """Running both paths on the real tensors, the plugin's and the plain one, and comparing them."""
+
+    every: NonNegative = 0
+    """Steps from one checked step to the next; 0 checks none."""
+    rtol: Literal["derived"] | PositiveFloat = "derived"
+    """derived: the bound of docs/numerics.md, from the error of the plain path itself; a number: largest difference
+    from the plain path, as a share of its largest element."""
+    on_breach: Literal["stop", "fall_back"] = "stop"
+    """stop: an error on every rank of the group; fall_back: the plain result is used, and from then on Megatron's own
+    path for that op."""
+
+
 class OverlapConfig(Section):
     """What is overlapped and how. Given to `megatron_overlap.enable`."""
 
@@ -84,6 +97,10 @@ class OverlapConfig(Section):
     """Turn every fallback to Megatron's own path into an error."""
     timeout_s: PositiveFloat | None = None
     """Deadline of one wait for a peer, in seconds; null is the process group's own."""
+    deterministic: bool = False
+    """The same bits from run to run and across restarts: what is summed in which order depends on the plan alone, never
+    on what arrives first."""
+    check: CheckOverlap = CheckOverlap()
     trace: bool = False
     """Record when each rank computed, waited and sent, into the run directory; see `megatron-overlap trace`."""
 

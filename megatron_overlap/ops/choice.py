@@ -91,6 +91,8 @@ class Chooser:
         run: Callable[[Candidate], Any],
         leaves: Sequence[torch.Tensor],
         possible: Callable[[], Sequence[Candidate]],
+        *,
+        measured: bool = True,
     ) -> tuple[Any, Candidate]:
         """Runs one call as it is its turn.
 
@@ -99,6 +101,7 @@ class Chooser:
             run: runs it as a candidate says; returns the output, or a tuple that begins with it.
             leaves: input, weight and bias: where its part of the graph begins.
             possible: candidates besides Megatron's own path, the default first; asked once a kind of call.
+            measured: False for a call that takes longer than others do, on all ranks: what is chosen now serves it.
 
         Returns:
             What `run` returned, and the candidate that served.
@@ -112,6 +115,9 @@ class Chooser:
         kind = self._kinds.get(name)
         if kind is None:
             kind = self._kinds[name] = self._open(call, leaves[0], possible())
+        if not measured:
+            candidate = kind.candidates[kind.decider.choice.candidate]
+            return run(candidate), candidate
         if call == kind.call:
             while kind.decider.due:
                 self._agree(kind)

@@ -1,0 +1,248 @@
+"""Generated configs, command lines and op calls: whatever is asked for works, or is refused in one line.
+
+    python scripts/fuzz.py --configs 10000 --calls 2000 --seed 0
+
+Configs and command lines run in this process, as the command `megatron-overlap launch --dry-run` runs them: 0 done, or
+exit code 2 with one line; anything else is a failure and is printed with its number, which with the seed makes it again
+(`--only N`). Op calls run on 2 to 4 ranks, with shapes, types, cuts, patterns and lateness drawn, against their
+references within the bound of docs/numerics.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import random
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron_overlap.cli import main as command  # noqa: E402
+from megatron_overlap.config import LaunchConfig, OverlapConfig  # noqa: E402
+from megatron_overlap.config.presets import PRESETS  # noqa: E402
+
+WORDS = [
+    "auto",
+    "none",
+    "p2p",
+    "fused",
+    "ring",
+    "direct",
+    "balanced",
+    "yes",
+    "",
+    "~",
+    "0",
+    "-1",
+    "1e400",
+    "nan",
+    ".inf",
+]
+WORDS += ["2", "3", "4", "8", "64", "1024", "true", "false", "null", "cpu", "cuda", "bf16", "fp16", "fp32", "[]", "{}"]
+WORDS += [
+    "[1, 2]",
+    "{a: 1}",
+    "!!python/object/apply:os.system [ls]",
+    "${oc.env:HOME}",
+    "'",
+    '"',
+    "a: b: c",
+    "\t",
+    "é",
+    "\x00",
+]
+WORDS += [
+    "&a [*a]",
+    "*b",
+    "9" * 400,
+    "x" * 5000,
+    "../../etc/passwd",
+    "; rm -rf /",
+    "$(id)",
+    "`id`",
+    "%s%n",
+    "1_000",
+    "0x10",
+]
+
+
+def section(draw: random.Random, model: Any, depth: int = 0) -> dict[str, Any]:
+    """Some keys of a section, mostly with values that may be right."""
+    found: dict[str, Any] = {}
+    for name, info in model.model_fields.items():
+        if draw.random() < 0.6:
+            continue
+        inner = info.annotation
+        if hasattr(inner, "model_fields"):
+            found[name] = section(draw, inner, depth + 1) if draw.random() < 0.95 else value(draw)
+        else:
+            default = info.get_default(call_default_factory=True) if not info.is_required() else None
+            found[name] = default if draw.random() < 0.3 else value(draw)
+    if draw.random() < 0.05:
+        found[draw.choice(["trian", "metod", "", "x" * 300, "name ", "__class__", "a.b"])] = value(draw)
+    return found
+
+
+def value(draw: random.Random) -> Any:
+    """Anything that YAML can hold."""
+    kind = draw.random()
+    if kind < 0.35:
+        return draw.choice([1, 2, 4, 8, 16, 32, 64, 128])
+    if kind < 0.5:
+        return draw.choice([0, -1, 3, 7, 1.5, 1e-9, 1e300, True, False, None, 10**30])
+    if kind < 0.9:
+        return draw.choice(WORDS)
+    return draw.choice([[], {}, [1, "a"], {"a": 1}, {1: 2}, [[]], {"method": "none"}])
+
+
+def plausible(draw: random.Random) -> dict[str, Any]:
+    """A config that is mostly right, so that the checks behind the schema are reached too."""
+    tensor, context = draw.choice([1, 2, 4, 8]), draw.choice([1, 1, 1, 2])
+    tree = {
+        "name": draw.choice(["run", "a.b-c", "7"]),
+        "model": {"preset": draw.choice(sorted(PRESETS))},
+        "parallel": {"tensor": tensor, "context": context, "sequence_parallel": draw.random() < 0.5 and tensor > 1},
+        "train": {
+            "seq_length": draw.choice([64, 128, 100, 2048]),
+            "micro_batch_size": draw.choice([1, 2]),
+            "global_batch_size": draw.choice([4, 8, 16]),
+            "iterations": draw.choice([1, 5]),
+        },
+        "launch": {"device": draw.choice(["cpu", "cuda"])},
+        "overlap": section(draw, OverlapConfig),
+    }
+    for _ in range(draw.choice([0, 0, 1, 2])):
+        place = tree[draw.choice(["model", "parallel", "train", "launch"])]
+        assert isinstance(place, dict)
+        name = draw.choice(
+            sorted({key for info in LaunchConfig.model_fields.values() for key in _keys(info.annotation)})
+        )
+        place[name] = value(draw)
+    return tree
+
+
+def _keys(model: Any) -> list[str]:
+    return list(getattr(model, "model_fields", {}))
+
+
+def text_of(draw: random.Random) -> bytes:
+    """A config file."""
+    kind = draw.random()
+    tree = plausible(draw) if kind < 0.6 else section(draw, LaunchConfig)
+    text = yaml.safe_dump(tree, allow_unicode=True)
+    if kind > 0.9:
+        # Somebody's editor, disk or network.
+        data = bytearray(text.encode())
+        for _ in range(draw.randint(1, 4)):
+            at = draw.randrange(len(data) + 1)
+            data[at : at + draw.randint(0, 3)] = draw.choice(
+                [b"", b"\t", b":", b"- ", b"\xff", b"\n", b"{", b"#", b"\x00"]
+            )
+        return bytes(data)
+    return text.encode()
+
+
+def arguments(draw: random.Random, path: str) -> list[str]:
+    """A command line of `launch`."""
+    words = ["launch", path, "--dry-run"]
+    for _ in range(draw.choice([0, 0, 1, 2])):
+        key = draw.choice(
+            ["train.seq_length", "parallel.tensor", "overlap.*.method", "overlap.check.every", "a.b", "", "name"]
+        )
+        words.append(f"{key}={draw.choice(WORDS)}".replace("\x00", "\\0"))
+    if draw.random() < 0.1:
+        words.insert(
+            draw.randrange(len(words) + 1), draw.choice(["--help-me", "--", "-x", "--dry", "=", "launch", "tune"])
+        )
+    return words
+
+
+def one_config(seed: int, number: int, folder: Path) -> tuple[str, str]:
+    """What came of it: `runs`, `refused` or `failed`, and for the last why."""
+    draw = random.Random(f"{seed} {number}")
+    path = folder / "config.yaml"
+    path.write_bytes(text_of(draw))
+    argv = arguments(draw, str(path))
+    out, error = io.StringIO(), io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+            code = command(argv)
+    except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else 1
+    except BaseException:
+        return "failed", f"{argv}\n{path.read_bytes()!r}\n{traceback.format_exc()}"
+    said = error.getvalue()
+    if code == 0:
+        return "runs", ""
+    if code == 2 and said.endswith("\n") and said.count("\n") == 1:
+        return "refused", ""
+    return "failed", f"{argv}\n{path.read_bytes()!r}\nexit code {code}: {said}"
+
+
+def fuzz_configs(count: int, seed: int, only: int | None) -> int:
+    """The number of failures."""
+    tally: Counter[str] = Counter()
+    here = os.getcwd()
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+        os.chdir(folder)
+        try:
+            for number in range(count) if only is None else [only]:
+                what, why = one_config(seed, number, Path(folder))
+                tally[what] += 1
+                if why:
+                    print(f"config {number}: {why}", flush=True)
+        finally:
+            os.chdir(here)
+        left = sorted(path.name for path in Path(folder).iterdir())
+    more = [name for name in left if name != "config.yaml"]
+    print(f"configs: {dict(tally)}, seed {seed}; files that dry-runs left: {more}")
+    return tally["failed"]
+
+
+def fuzz_calls(count: int, seed: int) -> int:
+    """The number of runs of 20 calls that failed."""
+    from tests.helpers.world import World
+    from tests.ops import cases
+
+    world, failed, done = World(answer_s=300), 0, 0
+    try:
+        while done < count:
+            ranks, part = random.Random(f"{seed} {done}").choice([2, 3, 4]), min(20, count - done)
+            try:
+                world.run(ranks, cases.random_calls, seed * 1_000_003 + done, part)
+            except AssertionError as error:
+                failed += 1
+                print(f"calls {done} to {done + part}: {error}", flush=True)
+            done += part
+    finally:
+        world.close()
+    print(f"op calls: {done}, runs of 20 that failed: {failed}, seed {seed}")
+    return failed
+
+
+def main() -> int:
+    """0: no failure; 1: some."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--configs", type=int, default=10_000)
+    parser.add_argument("--calls", type=int, default=2_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", type=int, help="one config, by its number")
+    options = parser.parse_args()
+    failures = fuzz_configs(options.configs, options.seed, options.only) if options.configs else 0
+    if options.calls and options.only is None:
+        failures += fuzz_calls(options.calls, options.seed)
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""Changes one line of the program at a time, and looks whether the tests notice.
+
+    python scripts/mutants.py --json docs/results/mutants.json [--kind schedules] [--first 10]
+
+`scripts/trust/mutants.yaml` lists the changes and the tests that have to fail. Every mutant is made in a copy of the
+tree; the tests must pass there without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+LIST = ROOT / "scripts" / "trust" / "mutants.yaml"
+COPIED = ("megatron_overlap", "tests", "patches", "configs", "scripts", "pyproject.toml", "docs")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change, and the tests that must fail with it."""
+
+    number: int
+    kind: str
+    file: str
+    before: str
+    after: str
+    tests: tuple[str, ...]
+
+    def apply(self, root: Path) -> None:
+        """Makes the change in a tree.
+
+        Raises:
+            ValueError: the line is not there once: the list has to follow the program.
+        """
+        path = root / self.file
+        text = path.read_text(encoding="utf-8")
+        if text.count(self.before) != 1:
+            raise ValueError(f"mutants.yaml: {self.file}: occurs {text.count(self.before)} times: {self.before!r}")
+        path.write_text(text.replace(self.before, self.after), encoding="utf-8")
+
+
+def load(path: Path = LIST) -> Iterator[Mutant]:
+    """All mutants of the list."""
+    number = 0
+    for entry in yaml.safe_load(path.read_text(encoding="utf-8")):
+        for before, after in entry["lines"]:
+            number += 1
+            yield Mutant(number, entry["kind"], entry["file"], before, after, tuple(entry["tests"].split()))
+
+
+def passes(root: Path, tests: tuple[str, ...], limit_s: float) -> bool:
+    """Whether the tests pass in a tree; a test run that does not end counts as failed."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not long", *tests]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    process = subprocess.Popen(
+        command, cwd=root, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        return process.wait(timeout=limit_s) == 0
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, 9)
+            process.wait()
+
+
+def main() -> int:
+    """0: all were caught; 1: not all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kind", default="", help="only these, separated by commas")
+    parser.add_argument("--file", default="", help="only of files whose name contains this")
+    parser.add_argument("--first", type=int, default=1, help="begin with this number")
+    parser.add_argument("--limit", type=float, default=300.0, help="of one test run, seconds")
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin none after this time")
+    parser.add_argument("--json", type=Path, help="results are added to it")
+    options = parser.parse_args()
+    kinds = options.kind.split(",") if options.kind else None
+    chosen = [m for m in load() if (kinds is None or m.kind in kinds) and options.file in m.file]
+    rows: list[dict[str, Any]] = []
+    healthy: dict[tuple[str, ...], bool] = {}
+    until = time.monotonic() + 60 * options.minutes
+    for mutant in [each for each in chosen if each.number >= options.first]:
+        if time.monotonic() > until:
+            break
+        with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+            tree = Path(folder)
+            for name in COPIED:
+                source = ROOT / name
+                if source.is_dir():
+                    shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+                else:
+                    shutil.copy(source, tree / name)
+            if mutant.tests not in healthy:
+                healthy[mutant.tests] = passes(tree, mutant.tests, options.limit)
+            if not healthy[mutant.tests]:
+                verdict = "not judged: the tests fail without it"
+            else:
+                mutant.apply(tree)
+                verdict = "survived" if passes(tree, mutant.tests, options.limit) else "caught"
+        print(f"{mutant.number} {mutant.kind} {mutant.file}: {verdict}: {mutant.after.splitlines()[0]}", flush=True)
+        rows.append({"number": mutant.number, "kind": mutant.kind, "file": mutant.file, "verdict": verdict})
+        if options.json:
+            _add(options.json, rows)
+    print(dict(Counter((row["kind"], row["verdict"]) for row in rows)))
+    return int(any(row["verdict"] != "caught" for row in rows))
+
+
+def _add(path: Path, rows: list[dict[str, Any]]) -> None:
+    """To the file's own rows, of which those of the same numbers are replaced."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    old = json.loads(path.read_text()) if path.is_file() else []
+    merged = {row["number"]: row for row in [*old, *rows]}
+    path.write_text(json.dumps([merged[number] for number in sorted(merged)], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""One rank of a fault case: a process forked from one that has torch, so that a case costs no imports."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from megatron_overlap.comm import TransportError
+from megatron_overlap.comm.agreement import compare
+from megatron_overlap.comm.gloo import GlooTransport
+from megatron_overlap.comm.pulse import Pulse
+from megatron_overlap.comm.transport import store_beside
+from megatron_overlap.comm.watch import Watch
+from scripts.trust.work import CorruptionError, Work
+from tests.helpers.faulty import CorruptTransport
+
+DONE, WAIT_FAILED, DIFFERS, WRONG, FOUND, OTHER = 0, 1, 2, 3, 4, 5
+STUCK_S = 22.0
+"""A rank that is still there then shows where."""
+CALM_STEPS = 12
+"""Steps after a fault that a run has to survive."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fault.
+
+    Attributes:
+        kind: of the fault.
+        load: what is computed.
+        victim: the rank it happens to.
+        seed: of when, and of other choices.
+        deadline_s: of a wait.
+        size: ranks.
+    """
+
+    kind: str
+    load: str
+    victim: int
+    seed: int
+    deadline_s: float
+    size: int = 4
+
+
+def main(case: Case, rank: int, port: int, address: str, told: int, folder: Path, net: str | None) -> NoReturn:
+    """Ends the process; what happened goes to `told`, a pipe, as lines of JSON."""
+    os.setpgid(0, 0)
+    if net is not None:
+        enter = os.open(net, os.O_RDONLY)
+        os.setns(enter, os.CLONE_NEWNET)
+        os.close(enter)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if net is None else "eth0"
+    code, text = OTHER, ""
+    faulthandler.dump_traceback_later(STUCK_S)
+    try:
+        code, text = _run(case, rank, port, address, told, folder)
+    except TransportError as error:
+        code, text = WAIT_FAILED, str(error)
+    except CorruptionError as error:
+        code, text = FOUND, str(error)
+    except RuntimeError as error:
+        # A collective of torch, beside the ops: it has the same deadline, and words of its own.
+        code, text = WAIT_FAILED, f"torch: {str(error).splitlines()[0]}"
+    except BaseException as error:
+        text = f"{type(error).__name__}: {error}"
+    _tell(told, {"end": code, "text": text, "at": time.monotonic()})
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _run(case: Case, rank: int, port: int, address: str, told: int, folder: Path) -> tuple[int, str]:
+    torch.set_num_threads(1)
+    draw = random.Random(case.seed)
+    # As torchrun does, for half of the cases the store is held by a process that is no rank.
+    own_store = case.seed % 2 == 0
+    store = dist.TCPStore(address, port, case.size, is_master=own_store and rank == 0, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=case.size, timeout=timedelta(seconds=60))
+    group = dist.group.WORLD
+    assert group is not None
+    facts = {**{key: str(value) for key, value in asdict(case).items()}, "overlap.tensor.chunks_per_rank": "2"}
+    if case.kind == "other config" and rank == case.victim:
+        facts["overlap.tensor.chunks_per_rank"] = "3"
+    _tell(told, {"fault": rank, "at": time.monotonic()} if case.kind == "other config" else {"ready": rank})
+    found = compare(store_beside(group), rank, list(range(case.size)), "said", facts, 60)
+    if found:
+        return DIFFERS, found
+    watch = Watch(rank, folder, facts)
+    watch.pulse = Pulse(store_beside(group), rank, case.deadline_s, watch.doing)
+    corrupts = case.kind == "corruption"
+    every = draw.randint(1, 7) if corrupts and rank == case.victim else 0
+    transport: Any = (
+        CorruptTransport(group, every=0, timeout_s=case.deadline_s)
+        if corrupts
+        else GlooTransport(group, timeout_s=case.deadline_s, watch=watch)
+    )
+    work = Work(case.load, transport, group, check=corrupts)
+    after, until = draw.randint(2, 6), None
+    step = 0
+    while until is None or step < until:
+        step += 1
+        watch.step = step
+        if step == after:
+            until = step + CALM_STEPS if case.kind in CALM else 1 << 40
+            if rank == case.victim:
+                if corrupts:
+                    transport._every = every
+                _inject(case, draw, told)
+        if not work.step(step):
+            return WRONG, f"step {step}"
+        if os.getppid() == 1:
+            return OTHER, "nobody waits for this case any more"
+    dist.barrier(group)
+    watch.close()
+    transport.close()
+    return DONE, ""
+
+
+CALM = ("stopped for a while", "late within the deadline", "clock jump")
+"""Faults that a run survives."""
+
+
+def _inject(case: Case, draw: random.Random, told: int) -> None:
+    moment = draw.random() * 0.05
+    _tell(told, {"fault": case.victim, "at": time.monotonic()})
+    numbers = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP, "full disk": signal.SIGKILL}
+    numbers["stopped for a while"] = signal.SIGSTOP
+    if case.kind in numbers:
+        number = numbers[case.kind]
+        threading.Timer(moment, lambda: os.kill(os.getpid(), number)).start()
+    elif case.kind == "late within the deadline":
+        time.sleep(0.4 * case.deadline_s)
+    elif case.kind == "late beyond the deadline":
+        time.sleep(3 * case.deadline_s)
+    elif case.kind == "clock jump":
+        ctypes.CDLL(None).set_clock_offset(draw.choice([-86400, -3600, 3600, 86400]))
+
+
+def _tell(pipe: int, message: dict[str, Any]) -> None:
+    os.write(pipe, json.dumps(message).encode() + b"\n")

@@ -1,0 +1,160 @@
+"""What the ranks of a fault case compute: every feature's ops on three batches in turn, against their references."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_overlap.comm import Transport
+from megatron_overlap.ops import (
+    GradientReduce,
+    LinearPlan,
+    all_gather_linear,
+    balanced_attention,
+    copy_linear,
+    linear_all_reduce,
+    linear_reduce_scatter,
+    reference,
+    ulysses_attention,
+)
+from megatron_overlap.ops.check import Subject, checked_linear
+from megatron_overlap.schedules import SequenceLayout
+from megatron_overlap.varlen import Topology, partition
+
+NUM_BATCHES = 3
+LOADS = ("tp", "up", "dp", "varlen")
+Results = list[torch.Tensor]
+
+
+class CorruptionError(Exception):
+    """The comparison with the plain path found a wrong result."""
+
+
+class Work:
+    """One feature's step. What is right is computed once, before any fault, on collectives of torch.
+
+    Args:
+        load: one of `LOADS`.
+        transport: carries the messages.
+        group: the ranks.
+        check: compare with the plain path in every step, as check mode does.
+    """
+
+    def __init__(self, load: str, transport: Transport, group: dist.ProcessGroup, *, check: bool) -> None:
+        self._group, self._transport = group, transport
+        plain, mine = getattr(self, f"_{load}")(check)
+        self._mine = mine
+        self._batches = [self._data(load, number) for number in range(NUM_BATCHES)]
+        self._right = [plain(batch) for batch in self._batches]
+
+    def step(self, number: int) -> bool:
+        """Computes a batch; whether everything is right.
+
+        Raises:
+            TransportError: a wait failed.
+            CorruptionError: `check` found something.
+        """
+        results = self._mine(self._batches[number % NUM_BATCHES])
+        right = self._right[number % NUM_BATCHES]
+        return all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(results, right, strict=True))
+
+    def _data(self, load: str, number: int) -> Results:
+        size, rank = self._group.size(), self._group.rank()
+        generator = torch.Generator().manual_seed(100 * number + rank)
+        common = torch.Generator().manual_seed(number)
+        draw = partial(torch.randn, generator=generator)
+        if load == "tp":
+            # Own rows, the same rows everywhere, and the weights of a column- and a row-parallel layer.
+            same = torch.randn(37, 16, generator=common)
+            return [draw(24, 16), same, draw(12, 16), draw(16, 12), draw(24 * size, 12)]
+        if load == "dp":
+            return [draw(50 * size)]
+        heads = 4 * (size if load == "up" else 1)
+        rows = 12 if load == "up" else self._plan().tokens(0)[rank]
+        shape = (rows, 1, heads, 8) if load == "up" else (rows, heads, 8)
+        return [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(4)]
+
+    def _plan(self) -> Any:
+        ranks = self._group.size()
+        lengths = [45, 19, 8, 3, 1, 1, 0, 30, 2]
+        return partition(lengths, Topology(1, ranks), capacity=-(-sum(lengths) // ranks) + 2)
+
+    def _tp(self, check: bool) -> tuple[Callable[[Results], Results], Callable[[Results], Results]]:
+        names = ("ag_gemm", "gemm_rs", "copy_gemm", "gemm_ar")
+        ops = (all_gather_linear, linear_reduce_scatter, copy_linear, linear_all_reduce)
+        plain = (
+            reference.all_gather_linear,
+            reference.linear_reduce_scatter,
+            reference.copy_linear,
+            reference.linear_all_reduce,
+        )
+
+        def run(functions: Sequence[Any], batch: Results) -> Results:
+            rows, same, column, row, wide = (tensor.clone().requires_grad_() for tensor in batch)
+            ag, rs, copy, ar = functions
+            y = ag(rows, column, None)
+            z = rs(wide, row, None)
+            u = ar(torch.relu(copy(same, column, None)), row, None)
+            (y.sum() + z.square().sum() + u.sum() / self._group.size()).backward()
+            return [y.detach(), z.detach(), u.detach(), *(t.grad for t in (rows, column, row, wide))]  # type: ignore[misc]
+
+        plan = LinearPlan(pattern="direct", chunks_per_rank=2)
+        mine: list[Any] = [partial(op, group=self._transport, plan=plan) for op in ops]
+        if check:
+            subjects = [Subject(name, self._group, None, self._judge) for name in names]
+            mine = [
+                lambda x, w, bias, op=op, subject=subject: checked_linear(op, x, w, bias, subject)
+                for op, subject in zip(mine, subjects, strict=True)
+            ]
+        return partial(run, [partial(op, group=self._group) for op in plain]), partial(run, mine)
+
+    def _dp(self, check: bool) -> tuple[Callable[[Results], Results], Callable[[Results], Results]]:
+        size, rank = self._group.size(), self._group.rank()
+        reducer = GradientReduce(self._transport, pieces=2)
+        own = slice(50 * rank, 50 * rank + 50)
+        assert size * 50 >= own.stop
+
+        def plain(batch: Results) -> Results:
+            total = batch[0].clone()
+            dist.all_reduce(total, group=self._group)
+            return [total[own]]
+
+        def mine(batch: Results) -> Results:
+            bucket = batch[0].clone()
+            reducer.begin(bucket).wait()
+            if check:
+                off = float((bucket[own] - plain(batch)[0]).abs().max())
+                self._judge({"sum": off / 1e-4})
+            return [bucket[own]]
+
+        return plain, mine
+
+    def _up(self, check: bool) -> tuple[Callable[[Results], Results], Callable[[Results], Results]]:
+        layout = SequenceLayout.zigzag(12 * self._group.size(), self._group.size())
+        plain = partial(reference.ulysses_attention, group=self._group, layout=layout)
+        mine = partial(ulysses_attention, group=self._transport, layout=layout)
+        return partial(_attend, plain), partial(_attend, mine)
+
+    def _varlen(self, check: bool) -> tuple[Callable[[Results], Results], Callable[[Results], Results]]:
+        plan = self._plan()
+        plain = partial(reference.balanced_attention, plan=plan, group=self._group)
+        mine = partial(balanced_attention, plan=plan, group=self._transport)
+        return partial(_attend, plain), partial(_attend, mine)
+
+    def _judge(self, shares: Any) -> bool:
+        worst = torch.tensor(max(shares.values(), default=0.0), dtype=torch.float64)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=self._group)
+        if not worst <= 1:
+            raise CorruptionError(f"off by {float(worst):.3g} times what is allowed")
+        return False
+
+
+def _attend(function: Any, batch: Results) -> Results:
+    leaves = [tensor.clone().requires_grad_() for tensor in batch[:3]]
+    y = function(*leaves)
+    y.backward(batch[3])
+    return [y.detach(), *(leaf.grad for leaf in leaves)]  # type: ignore[misc]

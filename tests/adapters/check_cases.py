@@ -1,0 +1,122 @@
+"""What the workers run in tests of check mode: Megatron's own layers, checked while they train."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_overlap import OverlapConfig, enable
+from megatron_overlap.comm import transport as transports
+from tests.adapters import layer_cases
+from tests.helpers.faulty import CorruptTransport
+
+RESULTS = ("y", "dx", "dw", "dbias")
+
+
+def checked(
+    group: dist.ProcessGroup,
+    kind: str,
+    dtype: torch.dtype,
+    *,
+    plain: bool = False,
+    fused: bool = False,
+    recompute: bool = False,
+    corrupt: str | None = None,
+    check: dict[str, Any] | None = None,
+    steps: int = 1,
+) -> dict[str, Any]:
+    """Steps of one layer in check mode: what was compared, what was said, and whether the results are stock's.
+
+    Args:
+        corrupt: op whose messages are corrupted.
+        check: the config's section.
+        steps: of which every second is checked, the second first.
+    """
+    from megatron.core import parallel_state
+
+    layer_cases.start(group)
+    ranks, rank = group.size(), group.rank()
+    x, dy = layer_cases.make_data(kind, dtype, 3 * ranks, ranks, rank, parallel=not plain)
+    made = {"sequence_parallel": not plain}
+
+    def fresh() -> Any:
+        layer = layer_cases.make_layer(kind, dtype, **made)
+        if fused:
+            layer.gradient_accumulation_fusion = True
+            layer.weight.main_grad = torch.zeros(layer.weight.shape, dtype=torch.float32)
+            layer.weight.grad_added_to_main_grad = False
+        return layer
+
+    stock = layer_cases.step(layer_cases.make_layer(kind, dtype, **made), x, dy)
+    bad: CorruptTransport | None = None
+    tensor_group = parallel_state.get_tensor_model_parallel_group()
+    if corrupt is not None:
+        bad = CorruptTransport(tensor_group, op=corrupt)
+        transports._TRANSPORTS.setdefault(tensor_group, {})[""] = bad
+    config = {"tensor": layer_cases.TENSOR, "check": {"every": 2, **(check or {})}}
+    said, error, got = io.StringIO(), "", {}
+    with enable(OverlapConfig.model_validate(config)) as session:
+        with contextlib.redirect_stdout(said):
+            for _ in range(2 * steps):
+                session.next_step()
+                layer = fresh()
+                try:
+                    got = layer_cases.step(layer, x, dy, recompute=recompute)
+                except ValueError as raised:
+                    error = f"{type(raised).__name__}: {raised}"
+                    break
+            session.next_step()
+        if fused:
+            got["dw"] = layer.weight.main_grad.to(dtype)
+        report = session.report()
+    reasons = {reason: n for tally in report.sites.values() for reason, n in tally.fallbacks.items()}
+    close = not error and all(
+        torch.allclose(got[name].float(), stock[name].float(), rtol=1e-2, atol=1e-2)
+        for name in RESULTS
+        if stock[name] is not None
+    )
+    return {
+        "checked": dict(report.checked),
+        "said": said.getvalue(),
+        "error": error,
+        "reasons": reasons,
+        "close": close,
+        "overlapped": sum(tally.overlapped for tally in report.sites.values()),
+        "corrupted": bad is not None and bad.corrupted > 0,
+    }
+
+
+def unchecked_costs_nothing(group: dist.ProcessGroup) -> list[int]:
+    """Collectives of the process group in a step that is not checked, and in one that is."""
+    from unittest import mock
+
+    layer_cases.start(group)
+    x, dy = layer_cases.make_data("column", torch.float32, 3 * group.size(), group.size(), group.rank())
+    counts = []
+    with enable(OverlapConfig.model_validate({"tensor": layer_cases.TENSOR, "check": {"every": 2}})) as session:
+        for _ in range(2):
+            session.next_step()
+            with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as counted:
+                layer_cases.step(layer_cases.make_layer("column", torch.float32), x, dy)
+            counts.append(counted.call_count)
+    return counts
+
+
+def disagreeing(group: dist.ProcessGroup, other: dict[str, Any]) -> str:
+    """The last rank enables another config; what each is told, and Megatron is as it was."""
+    from megatron.core.tensor_parallel.layers import RowParallelLinear
+
+    layer_cases.start(group)
+    before = RowParallelLinear.forward
+    config = other if group.rank() == group.size() - 1 else {"tensor": layer_cases.TENSOR}
+    text = ""
+    try:
+        enable(OverlapConfig.model_validate(config))
+    except ValueError as error:
+        text = f"{type(error).__name__}: {error}"
+    assert RowParallelLinear.forward is before
+    return text

@@ -1,0 +1,105 @@
+"""Check mode finds what is wrong, and nothing else; ranks that differ stop before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.adapters import check_cases as cases
+from tests.adapters import layer_cases
+from tests.helpers.world import World, assert_same
+
+RANKS = 4
+OPS = {("column", False): "ag_gemm", ("row", False): "gemm_rs", ("column", True): "copy_gemm", ("row", True): "gemm_ar"}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[World]:
+    workers = World(answer_s=250)
+    workers.run(RANKS, layer_cases.start)
+    yield workers
+    workers.close()
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["sp", "no-sp"])
+@pytest.mark.parametrize("kind", ["column", "row"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_what_is_right_passes(ranks: World, kind: str, dtype: torch.dtype, plain: bool) -> None:
+    found = ranks.run(RANKS, cases.checked, kind, dtype, plain=plain)
+    assert_same([each["checked"] for each in found])
+    op = OPS[kind, plain]
+    assert {name.rpartition(" ")[2] for name in found[0]["checked"]} >= {"y", "dx", "dw"}
+    for each in found:
+        assert all(name.startswith(op) and 0 <= share <= 1 for name, share in each["checked"].items())
+        assert each["close"]
+        assert (each["error"], each["reasons"]) == ("", {})
+        assert each["overlapped"] > 0
+    assert found[0]["said"].startswith("overlap check: step 2: 2 comparisons, worst ")
+    assert found[1]["said"] == ""
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_gradient_buffers_and_recomputation(ranks: World, kind: str) -> None:
+    for each in ranks.run(RANKS, cases.checked, kind, torch.bfloat16, fused=True, recompute=True):
+        assert each["close"], each
+        assert each["error"] == ""
+        assert any(name.endswith(" dw") for name in each["checked"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "tensor"),
+    [
+        ("column", "all_gather_linear", "y"),
+        ("column", "all_gather_linear dgrad", "dx"),
+        ("column", "all_gather_linear wgrad", "dw"),
+        ("row", "linear_reduce_scatter", "y"),
+        ("row", "linear_reduce_scatter dgrad", "dx"),
+    ],
+)
+def test_a_corrupted_message_stops_every_rank(ranks: World, kind: str, message: str, tensor: str) -> None:
+    found = ranks.run(RANKS, cases.checked, kind, torch.float32, corrupt=message)
+    op = OPS[kind, False]
+    assert any(each["corrupted"] for each in found)
+    for each in found:
+        assert each["error"].startswith(f"CheckError: overlap.check: {op} "), each["error"]
+        assert f"check at step 2: {tensor} was off by" in each["error"] or tensor == "y"
+        assert "on ranks 0-3: do not trust this run" in each["error"]
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_a_breach_can_fall_back_for_that_op(ranks: World, kind: str) -> None:
+    message = "all_gather_linear" if kind == "column" else "linear_reduce_scatter"
+    wanted = {"on_breach": "fall_back", "rtol": 1e-4}
+    found = ranks.run(RANKS, cases.checked, kind, torch.float32, corrupt=message, check=wanted, steps=2)
+    assert_same([each["reasons"] for each in found])
+    ((reason, times),) = found[0]["reasons"].items()
+    assert reason.startswith("check at step 2: y was off by ")
+    assert times == 2
+    assert all(each["close"] for each in found)
+
+
+def test_steps_that_are_not_checked_cost_nothing(ranks: World) -> None:
+    for unchecked, checked in ranks.run(RANKS, cases.unchecked_costs_nothing):
+        assert unchecked == 0
+        assert checked > 0
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (
+            {"tensor": {"method": "p2p", "chunks_per_rank": 3}},
+            "overlap.tensor.chunks_per_rank: 2 on rank 0-2, 3 on rank 3",
+        ),
+        (
+            {"tensor": {"method": "p2p", "chunks_per_rank": 2}, "strict": True},
+            "overlap.strict: False on rank 0-2, True on",
+        ),
+    ],
+)
+def test_a_rank_with_another_config_is_named_everywhere(ranks: World, other: dict[str, object], told: str) -> None:
+    for text in ranks.run(RANKS, cases.disagreeing, other):
+        assert text.startswith("DisagreementError: the ranks do not run the same: ")
+        assert told in text

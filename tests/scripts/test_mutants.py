@@ -1,0 +1,28 @@
+"""The list of mutants follows the program: every line that it changes is there, once, and the result is a program."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from scripts.mutants import ROOT, Mutant, load
+
+MUTANTS = list(load())
+
+
+def test_there_are_enough() -> None:
+    assert len(MUTANTS) >= 60
+    assert {mutant.kind for mutant in MUTANTS} >= {"schedules", "ops", "partition", "engine"}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: str(mutant.number))
+def test_a_mutant_can_be_made(mutant: Mutant, tmp_path: Path) -> None:
+    copy = tmp_path / mutant.file
+    copy.parent.mkdir(parents=True)
+    original = (ROOT / mutant.file).read_text(encoding="utf-8")
+    copy.write_text(original, encoding="utf-8")
+    mutant.apply(tmp_path)
+    assert ast.dump(ast.parse(copy.read_text(encoding="utf-8"))) != ast.dump(ast.parse(original))
+    assert all((ROOT / path).exists() for path in mutant.tests)
