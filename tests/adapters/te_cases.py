@@ -53,7 +53,7 @@ def against_reference(group: dist.ProcessGroup, kind: str, parallel: bool, skip_
     got = [y.detach(), leaf.grad, layer.weight.grad, layer.bias.grad]
     other = Fields(group, kind, parallel, skip_bias_add)
     leaf = x.clone().requires_grad_()
-    y = OPS[kind, not parallel](leaf, other.weight, group)
+    y = OPS[kind, not parallel](leaf, other.weight, group=group)
     y = y if skip_bias_add else y + other.bias
     y.backward(dy)
     expected = [y.detach(), leaf.grad, other.weight.grad, other.bias.grad]
