@@ -1,10 +1,10 @@
-"""Unmodified Megatron-LM checkouts, without a GPU: `pretrain_gpt.py` with the plugin on and off, TP2 + sequence parallel.
+"""Unmodified Megatron-LM checkouts, without a GPU: `pretrain_gpt.py` with the plugin on and off, TP2 with SP.
 
     python scripts/check_checkouts.py ~/Megatron-LM-core_v0.16.1 ~/Megatron-LM-core_v0.19.0
     MEGATRON_LM_PATH=~/a:~/b python scripts/check_checkouts.py
 
-Each is run twice, 5 steps in fp32 on two CPU ranks: with `--overlap-config` asking for nothing and for the overlap. Loss
-and grad-norm of every step must be within 1e-5. Prints a table in Markdown; exit code 1 where one differs or fails.
+Each is run twice, 5 steps in fp32 on two CPU ranks: with `--overlap-config` asking for nothing and for the overlap.
+Loss and grad-norm of every step must be within 1e-5. Prints a table in Markdown; exit code 1 where one differs or fails.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def release_of(checkout: Path) -> str:
     if not package.is_file():
         return str(checkout)
     parts = re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", package.read_text(), flags=re.MULTILINE)
-    return f"core_v{'.'.join(parts)}"
+    return f"{checkout.name} ({'.'.join(parts)})"
 
 
 if __name__ == "__main__":
