@@ -4,7 +4,7 @@
     MEGATRON_LM_PATH=~/a:~/b python scripts/check_checkouts.py
 
 Each is run twice, 5 steps in fp32 on two CPU ranks: with `--overlap-config` asking for nothing and for the overlap.
-Loss and grad-norm of every step must be within 1e-5. Prints a table in Markdown; exit code 1 where one differs or fails.
+Loss and grad-norm of every step must be within 1e-5. Prints a table; exit code 1 where one differs or fails.
 """
 
 from __future__ import annotations
