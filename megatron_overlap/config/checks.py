@@ -239,6 +239,8 @@ def _argument_problems(cfg: LaunchConfig) -> Iterator[Problem]:
             yield Problem(where, flag, "it replaces Megatron's whole argument parser; remove it")
         if flag == TE_OVERLAP and cfg.overlap.tensor.method != "none":
             yield Problem(where, flag, TE_OVERLAP_ADVICE)
+        if flag == TE_OVERLAP:
+            continue  # with method none it is what the overlap is compared with
         key = key_of(flag, cfg.launch.device)
         if key is None:
             continue

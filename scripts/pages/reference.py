@@ -1,4 +1,4 @@
-"""The page of every configuration key, from the schema: `python scripts/site/reference.py` prints it."""
+"""The page of every configuration key, from the schema: `python scripts/pages/reference.py` prints it."""
 
 from __future__ import annotations
 
