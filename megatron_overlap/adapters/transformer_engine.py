@@ -89,16 +89,16 @@ def overlapped(base: type, kind: str, session: Session, adapter: LinearAdapter) 
         session: while it is not active, and where something does not fit, the base's own forward runs.
         adapter: the plan, transports and counting of the session's linears.
     """
-    own_forward = base.forward  # type: ignore[attr-defined]
+    own_forward = base.forward
 
     def forward(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         if not session.active or communicates_not(self):
-            return own_forward(self, x)  # type: ignore[no-any-return]
+            return own_forward(self, x)
         op = _OPS[kind, self.sequence_parallel]
         reason = why_not(self, kind, x) or adapter.why_not(x, self.weight, self.tp_group, op)
         if reason is not None:
             adapter.fall_back(kind, op, self.weight, reason)
-            return own_forward(self, x)  # type: ignore[no-any-return]
+            return own_forward(self, x)
         return _run(self, kind, op, x, adapter)
 
     # The name stays: Megatron-FSDP looks layers up by it.
@@ -160,4 +160,4 @@ def norm_of(layer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     norm._parameters["weight"] = layer.layer_norm_weight
     if layer.layer_norm_bias is not None:
         norm._parameters["bias"] = layer.layer_norm_bias
-    return norm  # type: ignore[no-any-return]
+    return norm
