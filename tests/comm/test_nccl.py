@@ -86,6 +86,23 @@ def test_nothing_waits_on_the_host(monkeypatch: pytest.MonkeyPatch, collective: 
     assert kinds.index(("compute", "record")) < kinds.index(("stream 1", "wait")) < first
 
 
+def test_work_that_needs_a_message_waits_for_it_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers that never send: everything before the first message is done, and nothing after it."""
+    plan = all_gather_plan(SIZE, 1)
+    device = record(monkeypatch, 1, [plan])
+    left = play([device])
+    assert [op.label for op in device.ops if op.kind == "work" and op.done] == [(0, 0)]
+    assert len([line for line in left if line.startswith("rank 0: nccl: messages")]) == len(plan.exchanges)
+
+
+def test_the_end_of_an_op_waits_for_its_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a gather sends is the caller's again after `finish`: the last thing recorded is a wait."""
+    device = record(monkeypatch, 0, [reduce_scatter_plan(SIZE, 0)])
+    device.put("work", "what the caller does next")
+    play([device])
+    assert not device.ops[-1].done
+
+
 def test_a_send_leaves_after_the_work_that_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = reduce_scatter_plan(SIZE, 0)
     device = record(monkeypatch, 0, [plan])
