@@ -61,6 +61,7 @@ class _Run:
         self._rank = int(os.environ.get("RANK", "0"))
         own, _ = _own_parser().parse_known_args(argv[1:])
         self._read_config(own)
+        self._refuse_two_overlaps(argv)
         self._run_dir = _folder(own.overlap_run_dir) if own.overlap_run_dir else None
         self._trace = own.overlap_trace or self._overlap.trace
         if self._trace and self._run_dir is None:
@@ -79,6 +80,12 @@ class _Run:
         self._device = own.overlap_device or (launch.device if launch is not None else "cuda")
         hosts = launch.hosts if launch is not None else None
         self._link = hosts.model_dump(mode="json") if hosts is not None else None
+
+    def _refuse_two_overlaps(self, argv: list[str]) -> None:
+        from megatron_overlap.config.megatron_args import TE_OVERLAP, TE_OVERLAP_ADVICE
+
+        if TE_OVERLAP in argv and self._overlap.tensor.method != "none":
+            raise UsageError(f"command line: {TE_OVERLAP}: {TE_OVERLAP_ADVICE}")
 
     def prepare(self) -> None:
         """Adapts what must be adapted and switches the plugin on, before the script imports Megatron.

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron_overlap.config.errors import did_you_mean, show_value
-from megatron_overlap.config.megatron_args import flags_in, key_of, value_at
+from megatron_overlap.config.megatron_args import TE_OVERLAP, TE_OVERLAP_ADVICE, flags_in, key_of, value_at
 from megatron_overlap.config.presets import PRESETS
 from megatron_overlap.config.problem import Problem, raise_first
 from megatron_overlap.config.varlen_checks import varlen_problems
@@ -182,12 +182,6 @@ def _train_problems(cfg: LaunchConfig) -> Iterator[Problem]:
         )
     if train.save_interval is not None and train.save is None:
         yield Problem("train.save_interval", train.save_interval, "needs train.save, a folder for checkpoints")
-    if train.transformer_impl != "local" and cfg.overlap.tensor.method == "p2p":
-        yield Problem(
-            "overlap.tensor.method",
-            "p2p",
-            "TransformerEngine's layers do their own communication; use train.transformer_impl=local, or method none",
-        )
 
 
 def _data_problems(cfg: LaunchConfig) -> Iterator[Problem]:
@@ -243,6 +237,10 @@ def _argument_problems(cfg: LaunchConfig) -> Iterator[Problem]:
         where = f"megatron_args.{index}"
         if flag == "--yaml-cfg":
             yield Problem(where, flag, "it replaces Megatron's whole argument parser; remove it")
+        if flag == TE_OVERLAP and cfg.overlap.tensor.method != "none":
+            yield Problem(where, flag, TE_OVERLAP_ADVICE)
+        if flag == TE_OVERLAP:
+            continue  # with method none it is what the overlap is compared with
         key = key_of(flag, cfg.launch.device)
         if key is None:
             continue

@@ -13,6 +13,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megatron_overlap.config.schema import LaunchConfig
 
+# TransformerEngine overlaps the same communication by itself with this flag: two ways at once cannot be.
+TE_OVERLAP = "--tp-comm-overlap"
+TE_OVERLAP_ADVICE = "TransformerEngine then overlaps by itself; remove the flag, or use overlap.tensor.method=none"
+
 # Flag with a value: the key that gives it. A null value leaves the flag out.
 VALUES: Mapping[str, str] = MappingProxyType(
     {

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from megatron_overlap.config import LaunchConfig
+from megatron_overlap.config import ConfigError, LaunchConfig
 from megatron_overlap.config.inputs import missing_inputs
 from megatron_overlap.config.megatron_args import CPU_SWITCHES, flags_in
 
@@ -83,9 +83,12 @@ def fold(cfg: LaunchConfig, max_ranks: int) -> tuple[LaunchConfig, list[Change]]
     Returns:
         the folded config, named `NAME_rehearsal`, and what differs, one entry each.
     """
+    data_is_here = cfg.data.kind != "mock" and not any(p.key == "data.path" for p in missing_inputs(cfg))
+    if cfg.overlap.varlen.method != "none" and not data_is_here:
+        remedy = "overlap.varlen reads documents, which cannot be made up; python scripts/prepare_data.py makes some"
+        raise ConfigError(cfg.name, "data.path", cfg.data.path, remedy)
     sizes = _fold_ranks(cfg, max_ranks)
     args, dropped = _fold_args(cfg, sizes)
-    data_is_here = cfg.data.kind != "mock" and not any(p.key == "data.path" for p in missing_inputs(cfg))
     dump = cfg.model_dump()
     micro = min(cfg.num_microbatches, 2 * sizes["pipeline"])
     model = _fold_model(cfg, sizes, keep_vocabulary=data_is_here or _has_tokenizer(cfg), stages=_stages(args))
@@ -135,7 +138,7 @@ def _fold_ranks(cfg: LaunchConfig, max_ranks: int) -> dict[str, int]:
         "data": cfg.data_parallel_size,
     }
     sizes = {kind: min(size, 2) for kind, size in full.items()}
-    if cfg.overlap.ulysses.method == "none":
+    if cfg.overlap.ulysses.method == "none" and cfg.overlap.varlen.method == "none":
         sizes["context"] = 1  # Megatron's local attention, which TransformerEngine's is replaced by, has none
     for kind in ("data", "pipeline", "context", "tensor"):
         if math.prod(sizes.values()) > max_ranks:

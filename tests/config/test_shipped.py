@@ -25,7 +25,7 @@ def test_it_plans(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
 PAIRS = {
     stem: "data" if "_dp2" in stem else "tensor"
     for stem in (file.stem.removesuffix("_overlap") for file in SHIPPED if file.stem.endswith("_overlap"))
-    if "_up2" not in stem and "_varlen" not in stem
+    if "_up" not in stem and "_varlen" not in stem
 }
 
 
@@ -40,8 +40,9 @@ def test_a_pair_differs_by_the_plugin_alone(stem: str) -> None:
     assert off.overlap.data.method == "megatron"
 
 
-def test_ulysses_is_compared_with_itself_exposed() -> None:
-    on, off = (load_launch_config(CONFIGS / f"llama_up2_{kind}.yaml") for kind in ("overlap", "baseline"))
+@pytest.mark.parametrize("stem", ["llama_up2", "llama3_8b_up8"])
+def test_ulysses_is_compared_with_itself_exposed(stem: str) -> None:
+    on, off = (load_launch_config(CONFIGS / f"{stem}_{kind}.yaml") for kind in ("overlap", "baseline"))
     assert to_megatron_args(on) == to_megatron_args(off)
     assert off.overlap.ulysses == without_overlap(on).overlap.ulysses
     assert off.overlap.ulysses.schedule == "serial"
@@ -51,6 +52,10 @@ def test_documents_are_compared_with_every_one_of_them_cut() -> None:
     on, off = (load_launch_config(CONFIGS / f"llama_cp2_varlen_{kind}.yaml") for kind in ("overlap", "baseline"))
     assert to_megatron_args(on) == to_megatron_args(off)
     assert off.overlap == without_overlap(on).overlap.model_copy(update={"data": on.overlap.data})
+    on, off = (load_launch_config(CONFIGS / f"llama3_8b_cp8_varlen_{kind}.yaml") for kind in ("overlap", "baseline"))
+    assert to_megatron_args(on) == to_megatron_args(off)
+    assert off.overlap == without_overlap(on).overlap
+    on = load_launch_config(CONFIGS / "llama_cp2_varlen_overlap.yaml")
     alone = load_launch_config(CONFIGS / "llama_varlen_one_rank.yaml")
     assert (alone.world_size, alone.overlap.varlen.method) == (1, "masked")
     assert (alone.model, alone.train, alone.data) == (on.model, on.train, on.data)
@@ -65,6 +70,8 @@ GPUS = {
     "llama2_70b_tp8_pp4": (64, 80, 8192),
     "llama3_8b_tp8": (8, 32, 4096),
     "llama3_8b_tp8_dp8": (64, 32, 4096),
+    "llama3_8b_up8": (8, 32, 4096),
+    "llama3_8b_cp8_varlen": (8, 32, 4096),
     "llama3_70b_tp4_pp8": (64, 80, 8192),
     "llama3_405b_tp8_pp9": (576, 126, 16384),
     "mixtral_8x7b_tp4_ep8": (64, 32, 4096),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_overlap import cli
-from megatron_overlap.config import LaunchConfig, load_launch_config, to_megatron_args
+from megatron_overlap.config import ConfigError, LaunchConfig, load_launch_config, to_megatron_args
 from megatron_overlap.config.megatron_args import CPU_SWITCHES, CPU_VALUES, flags_in
 from megatron_overlap.launch.artefacts import PluginReport, RunRecord
 from megatron_overlap.launch.fold import fold
@@ -26,13 +26,19 @@ def flags(cfg: LaunchConfig) -> set[str]:
 
 @pytest.mark.parametrize("max_ranks", [2, 4, 8])
 @pytest.mark.parametrize("file", ON_GPUS, ids=lambda file: file.stem)
-def test_a_shipped_config_folds(file: Path, max_ranks: int) -> None:
+def test_a_shipped_config_folds(file: Path, max_ranks: int, tmp_path: Path) -> None:
     """It fits, keeps its kinds of parallelism as far as it can, tensor first, and asks Megatron for the same things."""
-    cfg = load_launch_config(file)
+    overrides = []
+    if "_varlen" in file.stem:
+        for suffix in (".bin", ".idx"):
+            (tmp_path / f"documents{suffix}").touch()
+        overrides = ["data.kind=indexed", f"data.path={tmp_path}/documents"]
+    cfg = load_launch_config(file, overrides)
     folded, changes = fold(cfg, max_ranks)
     assert folded.world_size <= max_ranks
-    assert folded.parallel.tensor == 2
-    assert folded.parallel.sequence_parallel
+    kept = "tensor" if cfg.parallel.tensor > 1 else "context"
+    assert getattr(folded.parallel, kept) == 2
+    assert folded.parallel.sequence_parallel == cfg.parallel.sequence_parallel
     if max_ranks == 8:
         assert folded.parallel.pipeline == min(cfg.parallel.pipeline, 2)
         assert folded.data_parallel_size == min(cfg.data_parallel_size, 2)
@@ -44,7 +50,14 @@ def test_a_shipped_config_folds(file: Path, max_ranks: int) -> None:
     only_with_copies = {"--overlap-grad-reduce", "--overlap-param-gather"} if folded.data_parallel_size == 1 else set()
     assert flags(cfg) - flags(folded) <= only_with_copies - gone
     assert flags(folded) - flags(cfg) <= {*CPU_SWITCHES, *CPU_VALUES, "--no-gradient-accumulation-fusion"}
-    assert {change.key for change in changes} >= {"ranks", "parallel.tensor", "model.hidden_size", "launch.device"}
+    assert {change.key for change in changes} >= {"ranks", f"parallel.{kept}", "model.hidden_size", "launch.device"}
+
+
+def test_documents_are_not_made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    cfg = load_launch_config(CONFIGS / "llama3_8b_cp8_varlen_overlap.yaml")
+    with pytest.raises(ConfigError, match="data.path: data/stdlib: .*prepare_data.py makes some"):
+        fold(cfg, 4)
 
 
 def test_every_difference_is_named() -> None:

@@ -106,6 +106,32 @@ def test_what_a_log_does_not_know_is_left_out(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (r" \[\S+ \S+\] ", " [2025-09-30 11:02:03] "),  # 0.14 and before: no microseconds
+        (r" \[\S+ \S+\] ", " "),  # before 0.8: no time
+        (r"\| elapsed", "| skipped samples:            3 | elapsed"),
+        (r"\| learning", "| energy per GPU (J/iter/GPU): 7.5 | power per GPU (W/GPU): 300.2 | learning"),
+        (r"\| global", "| decoupled learning rate: 1.000000E-04 | global"),
+        (r"\| lm loss", "| load_balancing_loss: 1.005160E+00 | mtp_1 loss: 9.1E+00 | lm loss"),
+        (r"\| number of skipped", "| num zeros: 0 | params norm: 105.125 | number of skipped"),
+        (r"(?m)^ ", "[rank7]:  "),
+        (r"(?m)^ ", "15: node3:  "),
+        (r"(elapsed time per iteration \(ms\): )(\S+)", r"\1\2/999.9"),  # a mean beside it, as Primus prints
+    ],
+)
+def test_other_releases_and_launchers_write_lines_like_these(old: str, new: str, tmp_path: Path) -> None:
+    """Fields that stand between, before and after, as `training_log` of other releases has them."""
+    changed = tmp_path / "changed.log"
+    text, number = re.subn(old, new, STOCK.read_text())
+    timers = "    forward-backward ...............................: (1690.10, 1690.22)\n"
+    seen = " validation loss at iteration 3 | lm loss value: 7.9E+00 | lm loss PPL: 2.9E+03 |\n"
+    changed.write_text(timers + text + seen)
+    assert number >= 6
+    assert read_log(changed).lines == read_log(STOCK).lines
+
+
+@pytest.mark.parametrize(
     ("argv", "says"),
     [
         (["{stock}"], "give at least two logs"),

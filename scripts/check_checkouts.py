@@ -1,0 +1,85 @@
+"""Unmodified Megatron-LM checkouts, without a GPU: `pretrain_gpt.py` with the plugin on and off, TP2 with SP.
+
+    python scripts/check_checkouts.py ~/Megatron-LM-core_v0.16.1 ~/Megatron-LM-core_v0.19.0
+    MEGATRON_LM_PATH=~/a:~/b python scripts/check_checkouts.py
+
+Each is run twice, 5 steps in fp32 on two CPU ranks: with `--overlap-config` asking for nothing and for the overlap.
+Loss and grad-norm of every step must be within 1e-5. Prints a table; exit code 1 where one differs or fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_overlap.config import load_launch_config
+from megatron_overlap.config.carried import carried
+from megatron_overlap.launch.artefacts import ArtefactError
+from megatron_overlap.launch.outcome import RunError
+from megatron_overlap.launch.rehearsal import Rehearsal, deviation, rehearse
+
+OVERRIDES = (
+    "train.iterations=5",
+    "train.precision=fp32",
+    "data.kind=mock",
+    "data.path=null",
+    "train.lr_warmup_iterations=0",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    named = [Path(text) for text in os.environ.get("MEGATRON_LM_PATH", "").split(os.pathsep) if text]
+    parser.add_argument("checkouts", nargs="*", type=Path, default=named, help="folders that hold pretrain_gpt.py")
+    checkouts = parser.parse_args(argv).checkouts
+    if not checkouts:
+        parser.error("name a Megatron-LM checkout, or set MEGATRON_LM_PATH")
+    print("| Megatron-LM | loss, step 5: off | on | loss apart | grad-norm apart | calls overlapped | s |")
+    print("|---|---|---|---|---|---|---|", flush=True)
+    return max(check(checkout) for checkout in checkouts)
+
+
+def check(checkout: Path) -> int:
+    """Runs one checkout and prints its row; 1 where it failed or differs."""
+    script = checkout / "pretrain_gpt.py"
+    config = carried("configs") / "gpt_tp2_overlap.yaml"
+    started = time.monotonic()
+    try:
+        cfg = load_launch_config(config, (*OVERRIDES, f"launch.entry={script}"))
+        with tempfile.TemporaryDirectory() as folder:
+            result = rehearse(cfg, Path(folder))
+    except (ValueError, RunError, ArtefactError) as error:
+        print(f"| {release_of(checkout)} | failed | | | | | {time.monotonic() - started:.0f} |")
+        print(error, file=sys.stderr)
+        return 1
+    print(row(checkout, result, time.monotonic() - started), flush=True)
+    for failure in result.failures:
+        print(f"{checkout}: {failure}", file=sys.stderr)
+    return 1 if result.failures else 0
+
+
+def row(checkout: Path, result: Rehearsal, seconds: float) -> str:
+    off, on = result.steps[-1].loss
+    loss = max(deviation(*step.loss) for step in result.steps)
+    norm = max(deviation(*step.grad_norm) for step in result.steps)
+    calls = result.report.overlapped_calls if result.report is not None else 0
+    return f"| {release_of(checkout)} | {off:.7g} | {on:.7g} | {loss:.1e} | {norm:.1e} | {calls} | {seconds:.0f} |"
+
+
+def release_of(checkout: Path) -> str:
+    """What the checkout calls itself."""
+    package = checkout / "megatron" / "core" / "package_info.py"
+    if not package.is_file():
+        return str(checkout)
+    parts = re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", package.read_text(), flags=re.MULTILINE)
+    return f"{checkout.name} ({'.'.join(parts)})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""What the simulator expects of every config for GPUs: MFU on H100, by Megatron's order and as configured.
+
+    python scripts/expected_mfu.py            # prints the table of docs/launch.md
+    python scripts/expected_mfu.py --write    # also writes the line `# Expected, modelled: ...` into the configs
+
+The range is that of two profiles of H100 nodes, `grand_teton` (500 W) and `h100_dgx`. Modelled, not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_overlap.config import LaunchConfig, load_launch_config
+from megatron_overlap.config.carried import carried
+from megatron_overlap.config.cluster import load_cluster_profile
+from megatron_overlap.measure.flops import UnknownFlopsError, known_model
+from megatron_overlap.simulate.command import figures
+from megatron_overlap.simulate.job import job_of, with_choice
+from megatron_overlap.simulate.linear import Choice
+from megatron_overlap.simulate.step import simulate_step
+from megatron_overlap.tune.cost import CostModel
+
+PROFILES = ("grand_teton", "h100_dgx")
+LINE = re.compile(r"^# Expected, modelled: .*\n(?:#   .*\n)*", flags=re.MULTILINE)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write the line into the configs")
+    write = parser.parse_args(argv).write
+    for file in sorted(carried("configs").glob("*_overlap.yaml")):
+        cfg = load_launch_config(file)
+        if cfg.launch.device != "cuda":
+            continue
+        text = sentence(cfg)
+        print(f"{cfg.name.removesuffix('_overlap')}: {text}")
+        if write:
+            put(file, text)
+    return 0
+
+
+def sentence(cfg: LaunchConfig) -> str:
+    """What is expected, or why nothing is."""
+    try:
+        stock, ours = expected(cfg)
+    except ValueError as error:
+        return f"nothing: {error}"
+    span = " to ".join(f"{100 * value:.0f} %" for value in ours)
+    return f"MFU {span} on H100; by Megatron's order {' to '.join(f'{100 * value:.0f} %' for value in stock)}"
+
+
+def expected(cfg: LaunchConfig) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Lowest and highest MFU over the profiles: by Megatron's own order, and as configured.
+
+    Raises:
+        ValueError: the model's FLOPs, or its layout's costs, are not known to the simulator.
+    """
+    if cfg.overlap.varlen.method != "none":
+        raise ValueError("the simulator knows sequences of one length only")
+    try:
+        known_model(cfg.megatron_args)
+    except UnknownFlopsError:
+        raise ValueError("experts are not counted by this package") from None
+    stock, ours = [], []
+    for name in PROFILES:
+        job = job_of(cfg)
+        model = CostModel(load_cluster_profile(name), job.precision)
+        ours.append(figures(job, model, simulate_step(job, model))["mfu"])
+        other = with_choice(job, Choice("megatron"))
+        stock.append(figures(other, model, simulate_step(other, model))["mfu"])
+    return (min(stock), max(stock)), (min(ours), max(ours))
+
+
+def put(file: Path, text: str) -> None:
+    """Writes the line before the first key of a config, over the one that is there."""
+    content = LINE.sub("", file.read_text(encoding="utf-8"))
+    first = re.search(r"^(?!#)", content, flags=re.MULTILINE)
+    assert first is not None
+    line = f"# Expected, modelled: {text}.\n"
+    file.write_text(content[: first.start()] + line + content[first.start() :], encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

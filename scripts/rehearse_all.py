@@ -1,0 +1,85 @@
+"""Dry-run and rehearsal of every config for GPUs, without a GPU: one command before a cluster is booked.
+
+    python scripts/rehearse_all.py                       # all of them, about 2 minutes each on two cores
+    python scripts/rehearse_all.py llama3_8b_tp8 gpt3_13b_tp8 --precision fp32
+
+Prints a table in Markdown; exit code 1 where one is not proven. Configs that train on documents need the data that
+`python scripts/prepare_data.py --output data/stdlib` makes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_overlap import cli
+from megatron_overlap.config import ConfigError, LaunchConfig, load_launch_config
+from megatron_overlap.config.carried import carried
+from megatron_overlap.launch.artefacts import ArtefactError
+from megatron_overlap.launch.fold import fold
+from megatron_overlap.launch.outcome import RunError
+from megatron_overlap.launch.rehearsal import Rehearsal, deviation, ranks_here, rehearse
+
+HEAD = "| config | dry-run | folded to | loss apart | grad-norm apart | calls overlapped | verdict | s |"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("configs", nargs="*", help="names without _overlap; none: every config for GPUs")
+    parser.add_argument("--precision", default=None, choices=("fp32", "bf16"), help="fp32 is the sharper rehearsal")
+    parser.add_argument("--ranks", type=int, default=None, help="ranks of a rehearsal, if not what suits the machine")
+    arguments = parser.parse_args(argv)
+    names = arguments.configs or on_gpus()
+    overrides = [] if arguments.precision is None else [f"train.precision={arguments.precision}"]
+    print(f"{HEAD}\n{'|---' * (HEAD.count('|') - 1)}|", flush=True)
+    verdicts = [check(name, overrides, arguments.ranks or ranks_here()) for name in names]
+    return 0 if all(verdicts) else 1
+
+
+def on_gpus() -> list[str]:
+    """Names of the shipped configs for GPUs that have a baseline."""
+    files = sorted(carried("configs").glob("*_overlap.yaml"))
+    return [f.stem.removesuffix("_overlap") for f in files if load_launch_config(f).launch.device == "cuda"]
+
+
+def check(name: str, overrides: Sequence[str], max_ranks: int) -> bool:
+    """Plans both configs of a pair, rehearses the overlapped one, and prints the row."""
+    started = time.monotonic()
+    files = [carried("configs") / f"{name}_{kind}.yaml" for kind in ("baseline", "overlap")]
+    with contextlib.redirect_stdout(io.StringIO()):
+        planned = all(cli.main(["launch", str(file), "--dry-run", *overrides]) == 0 for file in files)
+    cells = ["failed", "", "", "", ""]
+    proven = False
+    try:
+        folded, _ = fold(load_launch_config(files[1], overrides), max_ranks)
+        with tempfile.TemporaryDirectory() as folder:
+            result = rehearse(folded, Path(folder))
+        proven = planned and not result.failures
+        cells = [*figures(folded, result), "passed" if proven else "FAILED"]
+        for failure in result.failures:
+            print(f"{name}: {failure}", file=sys.stderr)
+    except (ConfigError, RunError, ArtefactError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+    row = [f"`{name}`", "yes" if planned else "no", *cells, f"{time.monotonic() - started:.0f}"]
+    print(f"| {' | '.join(row)} |", flush=True)
+    return proven
+
+
+def figures(folded: LaunchConfig, result: Rehearsal) -> list[str]:
+    parallel = folded.parallel
+    sizes = {"TP": parallel.tensor, "CP": parallel.context, "PP": parallel.pipeline, "DP": folded.data_parallel_size}
+    layout = " ".join(f"{kind}{size}" for kind, size in sizes.items() if size > 1)
+    loss = max(deviation(*step.loss) for step in result.steps)
+    norm = max(deviation(*step.grad_norm) for step in result.steps)
+    calls = result.report.overlapped_calls if result.report is not None else 0
+    return [layout, f"{loss:.1e}", f"{norm:.1e}", str(calls)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

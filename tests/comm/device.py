@@ -1,0 +1,184 @@
+"""A recording stand-in of CUDA streams, events and an NCCL group, and a machine that plays what ranks recorded.
+
+Recording: every call puts an operation into the queue of a stream, and returns at once. What makes the host wait is
+not there, so that code which calls it fails. Playing: queues of all ranks run as a device runs them; a message needs
+both ends. `connections=1` starts operations of all streams of a rank in the order in which the host enqueued them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+
+@dataclass
+class Op:
+    """One operation of a stream: `record` or `wait` of an event, `work`, `collective`, `messages` of one NCCL call."""
+
+    kind: str
+    stream: str
+    label: Any = None
+    sends: tuple[tuple[int, int, int], ...] = ()
+    recvs: tuple[tuple[int, int, int], ...] = ()
+    done: bool = False
+    started: bool = False
+
+
+class Recorder:
+    """The device of one rank, for code that thinks it is `torch` and `torch.distributed`."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.ops: list[Op] = []
+        self.current = "compute"
+        self._num_events = 0
+        self._messages: dict[tuple[int, int], int] = defaultdict(int)
+
+    def put(self, kind: str, label: Any = None, **fields: Any) -> None:
+        self.ops.append(Op(kind, self.current, label, **fields))
+
+    def event(self) -> Any:
+        """An event: records and waits name the record that counts, as on a device."""
+        state = SimpleNamespace(last=None)
+
+        def record() -> None:
+            self._num_events += 1
+            state.last = self._num_events
+            self.put("record", state.last)
+
+        return SimpleNamespace(record=record, state=state)
+
+    def wait(self, event: Any) -> None:
+        if event.state.last is not None:
+            self.put("wait", event.state.last)
+
+    @contextlib.contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        before, self.current = self.current, stream.name
+        yield
+        self.current = before
+
+    def stream(self, name: str) -> Any:
+        def wait_event(event: Any) -> None:
+            with self.on(SimpleNamespace(name=name)):
+                self.wait(event)
+
+        return SimpleNamespace(name=name, wait_event=wait_event)
+
+    @property
+    def torch(self) -> Any:
+        made: list[dict[str, Any]] = []
+
+        def new_stream(device: Any, **options: Any) -> Any:
+            made.append(options)
+            return self.stream(f"stream {len(made)}")
+
+        self.made_streams = made
+        cuda = SimpleNamespace(
+            Stream=new_stream,
+            Event=self.event,
+            current_device=lambda: 0,
+            current_stream=lambda: self.stream(self.current),
+            stream=self.on,
+        )
+        return SimpleNamespace(cuda=cuda, device=torch.device)
+
+    @property
+    def dist(self) -> Any:
+        def backend(store: Any, rank: int, size: int, options: Any) -> Any:
+            self.options = options
+            return SimpleNamespace()
+
+        backend.Options = lambda **options: SimpleNamespace(**options)  # type: ignore[attr-defined]
+
+        def group(store: Any, rank: int, size: int) -> Any:
+            return NcclGroup(self)
+
+        group.BackendType = SimpleNamespace(NCCL="nccl")  # type: ignore[attr-defined]
+        return SimpleNamespace(
+            ProcessGroupNCCL=backend,
+            ProcessGroup=group,
+            get_rank=lambda _: self.rank,
+            get_world_size=lambda _: self.size,
+            get_process_group_ranks=lambda _: list(range(self.size)),
+        )
+
+    def message(self, source: int, target: int) -> tuple[int, int, int]:
+        """The next message between two ranks: NCCL matches them in order."""
+        number = self._messages[source, target]
+        self._messages[source, target] += 1
+        return source, target, number
+
+
+@dataclass
+class NcclGroup:
+    """A communicator: calls between start and end are one kernel on its own stream, ordered after the current one."""
+
+    recorder: Recorder
+    sends: list[Any] = field(default_factory=list)
+    recvs: list[Any] = field(default_factory=list)
+
+    def _set_default_backend(self, kind: str) -> None: ...
+
+    def _register_backend(self, device: Any, kind: str, backend: Any) -> None: ...
+
+    def _start_coalescing(self, device: Any) -> None:
+        self.sends, self.recvs = [], []
+
+    def send(self, tensors: Sequence[torch.Tensor], to: int, tag: int) -> None:
+        self.sends.append(self.recorder.message(self.recorder.rank, to))
+
+    def recv(self, tensors: Sequence[torch.Tensor], source: int, tag: int) -> None:
+        self.recvs.append(self.recorder.message(source, self.recorder.rank))
+
+    def _end_coalescing(self, device: Any) -> Any:
+        recorder, nccl = self.recorder, SimpleNamespace(name="nccl")
+        before, after = recorder.event(), recorder.event()
+        before.record()
+        with recorder.on(nccl):
+            recorder.wait(before)
+            recorder.put("messages", sends=tuple(self.sends), recvs=tuple(self.recvs))
+            after.record()
+        return SimpleNamespace(wait=lambda: recorder.wait(after))
+
+
+def play(ranks: Sequence[Recorder], *, connections: int | None = None) -> list[str]:
+    """Runs everything that was recorded; what is left when nothing can go on (empty: no deadlock)."""
+    recorded: list[set[Any]] = [set() for _ in ranks]
+    progress = True
+    while progress:
+        progress = False
+        for rank, device in enumerate(ranks):
+            blocked: set[str] = set()
+            for op in device.ops:
+                if op.done:
+                    continue
+                if op.stream not in blocked and not op.started and (op.kind != "wait" or op.label in recorded[rank]):
+                    op.started = progress = True
+                if op.started and op.stream not in blocked and _finished(op, ranks):
+                    op.done = progress = True
+                    if op.kind == "record":
+                        recorded[rank].add(op.label)
+                else:
+                    blocked.add(op.stream)
+                if connections == 1 and not op.started:
+                    break
+    return [
+        f"rank {r}: {op.stream}: {op.kind} {op.label or ''}" for r, d in enumerate(ranks) for op in d.ops if not op.done
+    ]
+
+
+def _finished(op: Op, ranks: Sequence[Recorder]) -> bool:
+    if op.kind == "messages":
+        there = {message for device in ranks for other in device.ops if other.started for message in other.recvs}
+        sent = {message for device in ranks for other in device.ops if other.started for message in other.sends}
+        return set(op.sends) <= there and set(op.recvs) <= sent
+    if op.kind == "collective":
+        return all(any(o.started for o in d.ops if o.kind == op.kind and o.label == op.label) for d in ranks)
+    return True

@@ -1,0 +1,125 @@
+"""The NCCL transport's calls, recorded by a stand-in of streams and events: there is no GPU. NCCL itself is not run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_overlap.comm import nccl
+from megatron_overlap.comm.transport import Wire
+from megatron_overlap.schedules import Plan, all_gather_plan, reduce_scatter_plan
+from tests.comm.device import Recorder, play
+
+PLANS: dict[str, Callable[..., Plan]] = {"all_gather": all_gather_plan, "reduce_scatter": reduce_scatter_plan}
+SIZE = 4
+
+
+def record(monkeypatch: pytest.MonkeyPatch, rank: int, plans: list[Plan], *, between: bool = False) -> Recorder:
+    """One rank's device after it ran `plans`, each as an op does; `between`: collectives of Megatron's meanwhile."""
+    device = Recorder(rank, plans[0].num_ranks)
+    monkeypatch.setattr(nccl, "torch", device.torch)
+    monkeypatch.setattr(nccl, "dist", device.dist)
+    monkeypatch.setattr(nccl, "store_beside", lambda group: None)
+    group: Any = SimpleNamespace()
+    transport = nccl.NcclTransport(group, timeout_s=5)
+    for number, plan in enumerate(plans):
+        run(transport, device, plan, number, between)
+    return device
+
+
+def run(transport: Any, device: Recorder, plan: Plan, number: int, between: bool) -> None:
+    wires = [Wire(exchange, torch.zeros(1), torch.zeros(1)) for exchange in plan.exchanges]
+    flight = transport.begin(wires, "op")
+    waited: set[int] = set()
+    for index, work in enumerate(plan.work):
+        for exchange in (*work.needs, *work.adds):
+            flight.wait(exchange)
+            waited.add(exchange)
+        device.put("work", (number, index))
+        flight.release(index + 1)
+        if between and index == 1:  # as a bucket of gradients that is full in the middle of a layer
+            full = device.event()
+            full.record()
+            with device.on(SimpleNamespace(name="megatron")):
+                device.wait(full)
+                device.put("collective", ("gradients", number))
+    flight.finish()
+
+
+@pytest.mark.parametrize("connections", [None, 1])
+@pytest.mark.parametrize("between", [False, True], ids=["alone", "with-collectives"])
+@pytest.mark.parametrize("pattern", ["direct", "ring"])
+def test_no_order_of_the_device_is_a_deadlock(
+    monkeypatch: pytest.MonkeyPatch, pattern: str, between: bool, connections: int | None
+) -> None:
+    def plans(rank: int) -> list[Plan]:
+        return [make(SIZE, rank, chunks_per_rank=2, pattern=pattern) for make in PLANS.values() for _ in range(2)]
+
+    ranks = [record(monkeypatch, rank, plans(rank), between=between) for rank in range(SIZE)]
+    assert play(ranks, connections=connections) == []
+
+
+def test_ranks_that_begin_flights_in_another_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine that plays is no judge that finds everything right: a forgotten flight leaves its peers waiting."""
+    plans = [all_gather_plan(SIZE, rank) for rank in range(SIZE)]
+    ranks = [record(monkeypatch, rank, [plans[rank]] * (1 if rank == 0 else 2)) for rank in range(SIZE)]
+    left = play(ranks)
+    assert any(line.startswith("rank 1: nccl: messages") for line in left)
+
+
+@pytest.mark.parametrize("collective", PLANS)
+def test_nothing_waits_on_the_host(monkeypatch: pytest.MonkeyPatch, collective: str) -> None:
+    """The stand-in has no synchronize, query or elapsed_time: a call of one is an error. Events order messages."""
+    plan = PLANS[collective](SIZE, 1)
+    device = record(monkeypatch, 1, [plan])
+    kinds = [(op.stream, op.kind) for op in device.ops]
+    # What the op waits for is a wait of the computing stream, one for each exchange that work reads, and the last.
+    read = sum(len(work.needs) + len(work.adds) for work in plan.work)
+    assert kinds.count(("compute", "wait")) == read + 1
+    assert kinds.count(("nccl", "messages")) == len(plan.exchanges)
+    # Each message is ordered after the computing stream, whose buffers it reads and writes.
+    first = kinds.index(("nccl", "messages"))
+    assert kinds.index(("compute", "record")) < kinds.index(("stream 1", "wait")) < first
+
+
+def test_work_that_needs_a_message_waits_for_it_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers that never send: everything before the first message is done, and nothing after it."""
+    plan = all_gather_plan(SIZE, 1)
+    device = record(monkeypatch, 1, [plan])
+    left = play([device])
+    assert [op.label for op in device.ops if op.kind == "work" and op.done] == [(0, 0)]
+    assert len([line for line in left if line.startswith("rank 0: nccl: messages")]) == len(plan.exchanges)
+
+
+def test_the_end_of_an_op_waits_for_its_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a gather sends is the caller's again after `finish`: the last thing recorded is a wait."""
+    device = record(monkeypatch, 0, [reduce_scatter_plan(SIZE, 0)])
+    device.put("work", "what the caller does next")
+    play([device])
+    assert not device.ops[-1].done
+
+
+def test_a_send_leaves_after_the_work_that_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = reduce_scatter_plan(SIZE, 0)
+    device = record(monkeypatch, 0, [plan])
+    order = [op for op in device.ops if op.kind in ("work", "messages")]
+    messages = [index for index, op in enumerate(order) if op.kind == "messages"]
+    for exchange, place in zip(plan.exchanges, messages, strict=True):
+        assert sum(op.kind == "work" for op in order[:place]) >= exchange.after_work
+    # And the device knows: between that work and the message there is an event.
+    for index, op in enumerate(device.ops):
+        if op.kind == "messages":
+            before = device.ops[:index]
+            last = max((i for i, o in enumerate(before) if o.kind == "work"), default=-1)
+            assert any(o.kind == "record" and o.stream == "compute" for o in before[last + 1 :])
+
+
+def test_streams_have_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = record(monkeypatch, 0, [all_gather_plan(2, 0)])
+    assert device.options.is_high_priority_stream
+    assert device.options._timeout.total_seconds() == 5
+    assert device.made_streams == [{"priority": -1}]

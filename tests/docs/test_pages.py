@@ -1,0 +1,71 @@
+"""Pages that are made from objects, or show code, say what these say."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+import megatron_overlap
+from megatron_overlap.config import load_launch_config
+from megatron_overlap.config.command import json_schema
+from megatron_overlap.schedules import all_gather_plan, reduce_scatter_plan
+from tests.helpers.releases import ROOT
+
+EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "recipes.md").read_text(), flags=re.DOTALL)
+CONFIGS = sorted((ROOT / "configs").glob("*_overlap.yaml"))
+ON_GPUS = [file for file in CONFIGS if load_launch_config(file).launch.device == "cuda"]
+
+
+def test_the_schedules_on_the_page_are_those_that_run() -> None:
+    page = (ROOT / "docs" / "how_it_works.md").read_text()
+    assert f"{all_gather_plan(4, 1).describe()}\n\n{reduce_scatter_plan(4, 1).describe()}\n```" in page
+
+
+def test_every_key_is_on_the_generated_page() -> None:
+    page = runpy.run_path(str(ROOT / "scripts" / "pages" / "reference.py"))["page"]()
+    sections = [section for section in json_schema()["$defs"].values() if "properties" in section]
+    keys = {key for section in [json_schema(), *sections] for key in section["properties"]}
+    # Sections have a heading, keys a row.
+    missing = {key for key in keys if f"| `{key}` |" not in page and not re.search(rf"## `(\w+\.)*{key}`", page)}
+    assert not missing
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    named = set(re.findall(r": (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE))
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} <= named
+
+
+@pytest.mark.parametrize("file", ON_GPUS, ids=lambda file: file.stem)
+def test_a_config_states_what_the_simulator_expects(file: Path) -> None:
+    """Within two points of MFU, so that a better cost model does not need every file written at once."""
+    sentence = runpy.run_path(str(ROOT / "scripts" / "expected_mfu.py"))["sentence"](load_launch_config(file))
+    stated = re.search(r"^# Expected, modelled: (.*)\.$", file.read_text(), flags=re.MULTILINE)
+    assert stated is not None
+    numbers = [[int(n) for n in re.findall(r"(\d+) %", text)] for text in (stated[1], sentence)]
+    assert len(numbers[0]) == len(numbers[1])
+    assert all(abs(a - b) <= 2 for a, b in zip(*numbers, strict=True)), sentence
+    assert re.sub(r"\d+", "", stated[1]) == re.sub(r"\d+", "", sentence)
+
+
+@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+def test_recipes_use_what_there_is(number: int) -> None:
+    """They compile; what they use of this package is there; other packages are imported where they are installed."""
+    tree = ast.parse(EXAMPLES[number])
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "megatron_overlap":
+            assert hasattr(megatron_overlap, node.attr)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            try:
+                there = importlib.util.find_spec(node.module) is not None
+            except ModuleNotFoundError:
+                there = False
+            if not there:
+                pytest.skip(f"{node.module} is not installed")
+            module = importlib.import_module(node.module)
+            assert all(hasattr(module, name.name) for name in node.names)
