@@ -45,7 +45,7 @@ class SymmetricTransport:
         self._epoch = 0
         self._open = 0
         self.status = torch.zeros(1, dtype=torch.int32, device=fabric.device)
-        # Of the two halves: tiles counted so far of each chunk (a kernel leaves them at 0), and chunks whole in staging.
+        # Of each half: tiles counted so far of each chunk (a kernel leaves them at 0), and chunks whole in staging.
         self._counters = torch.zeros(2, self.size * MAX_PARTS, dtype=torch.int32, device=fabric.device)
         self._departed = torch.zeros(2, self.size * MAX_PARTS, dtype=torch.int32, device=fabric.device)
         self._staging = torch.empty(0, dtype=torch.uint8, device=fabric.device)
