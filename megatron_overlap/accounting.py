@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -43,6 +43,14 @@ class Tally:
     not_fused: dict[str, int] = field(default_factory=dict)
 
 
+class SymmetricMemory(NamedTuple):
+    """What one group holds for fused kernels on this rank: its bytes, and twice its largest gathered activation."""
+
+    num_ranks: int
+    num_bytes: int
+    bound_bytes: int
+
+
 class Counters:
     """Counts calls; safe to use from autograd's threads.
 
@@ -53,6 +61,8 @@ class Counters:
     def __init__(self, strict: bool = False) -> None:
         self.strict = strict
         self.kept = KeptCounter()
+        self.symmetric: Callable[[], list[SymmetricMemory]] | None = None
+        """Where fused kernels are asked for: what they hold."""
         self._left: dict[str, str] = {}
         self._tallies: dict[Site, Tally] = {}
         self._lock = threading.Lock()
@@ -142,6 +152,7 @@ class Report:
     sites: Mapping[Site, Tally]
     kept: KeptMemory = KeptMemory()
     left: Mapping[str, str] = field(default_factory=dict)
+    symmetric: tuple[SymmetricMemory, ...] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON can hold it."""
@@ -174,6 +185,7 @@ class Report:
             ],
             "left_to_megatron": dict(self.left),
             "memory": self.kept.as_dict(),
+            **({} if self.symmetric is None else {"symmetric_memory": [each._asdict() for each in self.symmetric]}),
             "totals": {
                 "overlapped": sum(tally.overlapped for tally in self.sites.values()),
                 "fallbacks": sum(sum(tally.fallbacks.values()) for tally in self.sites.values()),
@@ -190,6 +202,7 @@ class Report:
             parts.append(self._call_table())
         if self.kept.calls:
             parts.append(self._memory_table())
+        parts += self._symmetric_lines()
         parts += [f"left to Megatron: {module}: {reason}" for module, reason in self.left.items()]
         return Group(*parts)
 
@@ -236,6 +249,17 @@ class Report:
                 reasons or "-",
             )
         return table
+
+    def _symmetric_lines(self) -> list[str]:
+        if self.symmetric is None:
+            return []
+        if not self.symmetric:
+            return ["symmetric memory of fused kernels: none allocated"]
+        return [
+            f"symmetric memory of fused kernels: {each.num_bytes} bytes in a group of {each.num_ranks} ranks, "
+            f"twice its largest gathered activation ({each.bound_bytes} bytes) and flags"
+            for each in self.symmetric
+        ]
 
     def _memory_table(self) -> Table:
         kept = self.kept

@@ -83,6 +83,7 @@ class Session:
             sites=self.counters.snapshot(),
             kept=self.counters.kept.snapshot(),
             left=self.counters.left,
+            symmetric=None if self.counters.symmetric is None else tuple(self.counters.symmetric()),
         )
 
     def disable(self) -> None:

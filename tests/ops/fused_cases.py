@@ -19,8 +19,8 @@ from tests.kernels.looks import watched
 ROWS, K, N = 18, 8, 12
 ROUNDS = 3
 LATE_S = 0.1
-MAX_POLLS = 30_000
-GIVE_UP_S = 8
+MAX_POLLS, LATE_POLLS = 10_000, 40_000
+GIVE_UP_S = 5
 
 
 class _LateCopies:
@@ -85,7 +85,7 @@ def protocol(
     """
     edits = tuple(edits)
     symmetric, parts = load("comm.symmetric", edits), load("ops.fused_parts", edits)
-    fabric = PoisonedFabric(group, max_polls=MAX_POLLS)
+    fabric = PoisonedFabric(group, max_polls=LATE_POLLS if late_copies or late_start else MAX_POLLS)
     rank, size = fabric.rank, fabric.size
     if late_copies and rank == 0:
         fabric.copying = _LateCopies(fabric.copying)  # type: ignore[assignment]
