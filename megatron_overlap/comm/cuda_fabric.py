@@ -8,12 +8,13 @@ from __future__ import annotations
 import ctypes
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm.agreement import first_objection
+from megatron_overlap.comm.fabric import Queue
 from megatron_overlap.comm.transport import TransportError, store_beside
 
 _OLDEST_CAPABILITY = (8, 0)
@@ -145,14 +146,15 @@ class CudaFabric:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.ranks = dist.get_process_group_ranks(group)
+        self.ranks: Sequence[int] = dist.get_process_group_ranks(group)
         self.device = torch.device("cuda", torch.cuda.current_device())
         properties = torch.cuda.get_device_properties(self.device)
         self.capability, self.num_sms = properties.major * 10 + properties.minor, properties.multi_processor_count
         self.max_polls = _MAX_POLLS
         self._group, driver = group, _Driver()
         self._copies = torch.cuda.Stream(self.device, priority=-1)
-        self.computing, self.copying = _StreamQueue(None, driver), _StreamQueue(self._copies, driver)
+        self.computing: Queue = _StreamQueue(None, driver)
+        self.copying: Queue = _StreamQueue(self._copies, driver)
         self._arena: torch.Tensor | None = None
         self._handle: object | None = None
 

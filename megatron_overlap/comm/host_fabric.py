@@ -6,16 +6,17 @@ never to be trained with. `method: fused` on a machine without a GPU runs p2p.
 
 from __future__ import annotations
 
-import queue
+import queue as queues
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from megatron_overlap.comm.fabric import Queue
 from megatron_overlap.comm.transport import TransportError, store_beside
 
 _SHARED_FOLDER = Path("/dev/shm")
@@ -45,7 +46,7 @@ class _Thread:
     """The copying queue."""
 
     def __init__(self) -> None:
-        self._work: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._work: queues.Queue[Callable[[], None] | None] = queues.Queue()
         self._now = _Now()
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -94,11 +95,13 @@ class HostFabric:
 
     def __init__(self, group: dist.ProcessGroup, *, max_polls: int = _MAX_POLLS) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.ranks = dist.get_process_group_ranks(group)
+        self.ranks: Sequence[int] = dist.get_process_group_ranks(group)
         self.device = torch.device("cpu")
         # Tile shapes as on Hopper; two blocks a kernel, so that a grid has more tiles than blocks.
         self.capability, self.num_sms, self.max_polls = 90, 2, max_polls
-        self.computing, self.copying = _Now(), _Thread()
+        self._thread = _Thread()
+        self.computing: Queue = _Now()
+        self.copying: Queue = self._thread
         self._group = group
         self._store = store_beside(group)
         self._maps = 0
@@ -125,17 +128,17 @@ class HostFabric:
         return arenas
 
     def barrier(self) -> None:
-        self.copying.join()
+        self._thread.join()
         dist.barrier(self._group)
 
     def fork(self) -> None:
         """Nothing to do: what the computing queue holds is done."""
 
     def join(self) -> None:
-        self.copying.join()
+        self._thread.join()
 
     def objection(self) -> str:
         return ""
 
     def close(self) -> None:
-        self.copying.close()
+        self._thread.close()

@@ -184,7 +184,8 @@ def main() -> int:
             found = figures[name]
             if found["how"] == INTERRUPTED:
                 break
-            told = f"{name}: {len(found['rows'])} rows, {found['wrong_rows']} wrong, {found['seconds']:.0f} s, {found['how']}"
+            counts = f"{len(found['rows'])} rows, {found['wrong_rows']} wrong, {found['seconds']:.0f} s"
+            told = f"{name}: {counts}, {found['how']}"
             print("\n".join([told, *(json.dumps(row) for row in found["rows"]), found.get("stderr", "")]), flush=True)
     finally:
         figures["seconds"] = options.budget - (end - time.perf_counter())
