@@ -108,7 +108,7 @@ def _compare(op: str, transport: Any, plan: Any, group: Any, dry: bool, seed: in
     plain = [tensor.detach().cpu().double().requires_grad_() for tensor in mine]
     exact = getattr(reference, op)(*plain, group=group)
     exact.backward(dy.to(dtype).double())
-    results = {"y": (y, exact), "dx": (mine[0].grad, plain[0].grad), "dw": (mine[1].grad, plain[1].grad)}
+    results = {"y": (y, exact.detach()), "dx": (mine[0].grad, plain[0].grad), "dw": (mine[1].grad, plain[1].grad)}
     eps = torch.finfo(dtype).eps
     return {
         name: float((got.detach().cpu().double() - true).abs().max() / (8 * eps * true.abs().max()))
