@@ -73,6 +73,14 @@ class ChoiceLine:
         return None if self.ms is None or self.own_ms is None else self.own_ms / self.ms - 1
 
 
+class SymmetricMemory(NamedTuple):
+    """What one group holds for fused kernels on this rank: its bytes, and twice its largest gathered activation."""
+
+    num_ranks: int
+    num_bytes: int
+    bound_bytes: int
+
+
 class Counters:
     """Counts calls; safe to use from autograd's threads.
 
@@ -84,6 +92,8 @@ class Counters:
         self.strict = strict
         self.kept = KeptCounter()
         self.choices: Callable[[], tuple[ChoiceLine, ...]] = tuple
+        self.symmetric: Callable[[], list[SymmetricMemory]] | None = None
+        """Where fused kernels are asked for: what they hold."""
         self._left: dict[str, str] = {}
         self._tallies: dict[Site, Tally] = {}
         self._lock = threading.Lock()
@@ -180,6 +190,7 @@ class Report:
     checked: Mapping[str, float] = field(default_factory=dict)
     left: Mapping[str, str] = field(default_factory=dict)
     choices: tuple[ChoiceLine, ...] = ()
+    symmetric: tuple[SymmetricMemory, ...] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON can hold it."""
@@ -215,6 +226,7 @@ class Report:
             "choices": [{**asdict(line), "gain": line.gain} for line in self.choices],
             "checked": dict(self.checked),
             "memory": self.kept.as_dict(),
+            **({} if self.symmetric is None else {"symmetric_memory": [each._asdict() for each in self.symmetric]}),
             "totals": {
                 "overlapped": sum(tally.overlapped for tally in self.sites.values()),
                 "fallbacks": sum(sum(tally.fallbacks.values()) for tally in self.sites.values()),
@@ -236,6 +248,7 @@ class Report:
         if self.checked:
             name, share = max(self.checked.items(), key=lambda item: item[1])
             parts.append(f"checked: {len(self.checked)} results, worst {name}: {share:.3g} of what is allowed")
+        parts += self._symmetric_lines()
         parts += [f"left to Megatron: {module}: {reason}" for module, reason in self.left.items()]
         return Group(*parts)
 
@@ -297,6 +310,17 @@ class Report:
             gain = "-" if line.gain is None else f"{line.gain:+.0%}"
             table.add_row(line.module, line.op, str(line.rows), line.passes, line.method, *times, gain, line.why)
         return table
+
+    def _symmetric_lines(self) -> list[str]:
+        if self.symmetric is None:
+            return []
+        if not self.symmetric:
+            return ["symmetric memory of fused kernels: none allocated"]
+        return [
+            f"symmetric memory of fused kernels: {each.num_bytes} bytes in a group of {each.num_ranks} ranks, "
+            f"twice its largest gathered activation ({each.bound_bytes} bytes) and flags"
+            for each in self.symmetric
+        ]
 
     def _memory_table(self) -> Table:
         kept = self.kept

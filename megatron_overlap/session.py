@@ -112,6 +112,7 @@ class Session:
             left=self.counters.left,
             choices=self.counters.choices(),
             checked={} if self.check is None else dict(self.check.worst),
+            symmetric=None if self.counters.symmetric is None else tuple(self.counters.symmetric()),
         )
 
     def disable(self) -> None:

@@ -8,13 +8,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm.symmetric import SymmetricTransport, objection
+from megatron_overlap.accounting import SymmetricMemory
+from megatron_overlap.comm.cuda_fabric import CudaFabric, objection
+from megatron_overlap.comm.symmetric import SymmetricTransport
 from megatron_overlap.ops.fused import fused_all_gather_linear, fused_linear_reduce_scatter, why_not_fused
+from megatron_overlap.ops.fused_all_reduce import fused_copy_linear, fused_linear_all_reduce
 from megatron_overlap.session import Session
 
 _FUSED_OPS: dict[str, Callable[..., torch.Tensor]] = {
     "ag_gemm": fused_all_gather_linear,
+    "copy_gemm": fused_copy_linear,
     "gemm_rs": fused_linear_reduce_scatter,
+    "gemm_ar": fused_linear_all_reduce,
 }
 
 
@@ -24,11 +29,11 @@ class FusedChoice:
     def __init__(self, session: Session) -> None:
         self.wanted = session.config.tensor.method == "fused"
         self._transports: dict[dist.ProcessGroup, SymmetricTransport | str] = {}
+        if self.wanted:
+            session.counters.symmetric = self.memory
 
     def why_not(self, op: str, x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
         """What keeps a call of `op` from running fused; None if nothing does. All ranks of `group` call alike."""
-        if op not in _FUSED_OPS:
-            return f"{op} is not fused: use --sequence-parallel"
         rows = x[..., 0].numel()
         reason = why_not_fused(x, rows * group.size() if op == "ag_gemm" else rows, group.size())
         if reason is not None:
@@ -44,7 +49,7 @@ class FusedChoice:
             return text
         from megatron_overlap.kernels.wait import wait_all
 
-        return SymmetricTransport(group, wait_all)
+        return SymmetricTransport(CudaFabric(group), wait_all)
 
     def run(
         self, op: str, x: torch.Tensor, w: torch.Tensor, bias: Any, group: dist.ProcessGroup, **options: Any
@@ -52,6 +57,11 @@ class FusedChoice:
         """The fused op; `why_not` was None for it. Options that have no meaning here are left out."""
         known = {key: options[key] for key in ("main_grad", "weight_done", "observer") if key in options}
         return _FUSED_OPS[op](x, w, bias, transport=self._transports[group], **known)
+
+    def memory(self) -> list[SymmetricMemory]:
+        """What the groups hold now; nothing where no call ran fused."""
+        open_ = [each for each in self._transports.values() if isinstance(each, SymmetricTransport)]
+        return [SymmetricMemory(each.size, each.num_bytes, each.bound_bytes) for each in open_ if each.num_bytes]
 
     def close(self) -> None:
         """Lets the symmetric memory of all groups go."""

@@ -1,10 +1,11 @@
 """How one rank's symmetric memory is divided. Pure arithmetic: the same on every rank, so that offsets are addresses.
 
-    half 0 | half 1 | flags of half 0 | flags of half 1 | acknowledgements
+    half 0 | half 1 | flags of half 0 | flags of half 1 | acknowledgements | ready words
 
 Op number e (1, 2, ...) of a group uses half e % 2, so that two ops may be in flight: a half holds the gathered rows of
 an all-gather, or the landing of a reduce-scatter. Its flags are raised to e. When a rank has read all it needs of op e,
-it writes e to its acknowledgement at every peer; nobody writes into a half for op e + 2 before all have done so.
+it writes e to its acknowledgement at every peer; nobody writes into a half for op e + 2 before all have done so. A rank
+whose rows are to be pulled writes e to its ready word at every peer when they are there.
 """
 
 from __future__ import annotations
@@ -61,7 +62,11 @@ class ArenaLayout:
         flags = 2 * (_aligned(self.half_bytes) + _aligned(self.num_flags * _FLAG_BYTES))
         return flags + epoch % 2 * _aligned(self.num_ranks * _FLAG_BYTES)
 
+    def ready(self, epoch: int) -> int:
+        """Offset of the epochs of this half that each rank's rows may be pulled for, int32 `[R]`."""
+        return self.acknowledgements(0) + (2 + epoch % 2) * _aligned(self.num_ranks * _FLAG_BYTES)
+
     @property
     def num_bytes(self) -> int:
         """Bytes of the arena: twice the largest gathered activation, and some kilobytes of flags."""
-        return self.acknowledgements(1) + _aligned(self.num_ranks * _FLAG_BYTES)
+        return self.ready(1) + _aligned(self.num_ranks * _FLAG_BYTES)

@@ -52,6 +52,18 @@ class Operands:
     aligned: bool
 
 
+def newest(capability: int) -> int:
+    """The newest architecture known that a device of `capability` runs code for.
+
+    Raises:
+        ValueError: the device is older than sm_80.
+    """
+    known = [arch for arch in ARCHITECTURES if arch <= capability]
+    if not known:
+        raise ValueError(f"capability: sm_{capability}: fused kernels need sm_80 or newer; use method p2p")
+    return known[-1]
+
+
 def config_for(capability: int, *, aligned: bool, num_tiles: int, num_programs: int) -> GemmConfig:
     """The tile shape for a GEMM; `num_tiles` is counted in tiles of `ALIGNED`.
 
@@ -64,12 +76,10 @@ def config_for(capability: int, *, aligned: bool, num_tiles: int, num_programs: 
     Raises:
         ValueError: the device is older than sm_80.
     """
-    known = [arch for arch in ARCHITECTURES if arch <= capability]
-    if not known:
-        raise ValueError(f"capability: sm_{capability}: fused kernels need sm_80 or newer; use method p2p")
+    arch = newest(capability)
     if not aligned:
-        return ODD[known[-1]]
-    return (ALIGNED if num_tiles >= 2 * num_programs else ALIGNED_SMALL)[known[-1]]
+        return ODD[arch]
+    return (ALIGNED if num_tiles >= 2 * num_programs else ALIGNED_SMALL)[arch]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 import torch
 
+from megatron_overlap.comm.cuda_fabric import local_objection
+
 VERSIONS = ("megatron-overlap", "megatron-core", "torch", "triton", "transformer-engine", "apex")
 Verdict = Literal["works", "works slower", "not available"]
 
@@ -110,17 +112,18 @@ def findings(self_test: str | None, ranks: int) -> list[Finding]:
         if core
         else Finding("in Megatron", "not available", "megatron-core is not installed")
     )
-    result.append(Finding("symmetric memory", *_symmetric(gpus)))
+    result.append(Finding("tensor: fused", *_fused(gpus)))
     return result
 
 
-def _symmetric(gpus: int) -> tuple[Verdict, str]:
-    """Memory that all GPUs of a node can write: fused kernels need it."""
+def _fused(gpus: int) -> tuple[Verdict, str]:
+    """Whether this process's GPUs can write each other's memory, as fused kernels do. A run tries it for real."""
+    because = local_objection()
+    if because:
+        return "not available", f"{because}: `method: fused` runs p2p"
     if gpus < 2:
-        return "not available", f"needs at least 2 GPUs in a node, there are {gpus}"
-    if importlib.util.find_spec("torch.distributed._symmetric_memory") is None:
-        return "not available", "this torch has none: 2.6 or later does"
+        return "not available", f"needs at least 2 GPUs in a node, there are {gpus}: `method: fused` runs p2p"
     pairs = [(a, b) for a in range(gpus) for b in range(gpus) if a != b]
     if not all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs):
-        return "not available", "not every GPU can access every other one"
-    return "works", "every GPU can access every other one"
+        return "not available", "not every GPU can access every other one: `method: fused` runs p2p"
+    return "works", "every GPU can access every other one; not run on GPUs yet, auto does not choose it"

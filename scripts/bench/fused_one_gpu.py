@@ -1,458 +1,206 @@
 """Fused kernels on one GPU: are they right, how fast is the GEMM, and how much of a link's time is hidden.
 
-    python scripts/bench/fused_one_gpu.py --json fused_one_gpu.json          less than 8 minutes, needs only torch
-    python scripts/bench/fused_one_gpu.py --only correct --json out.json     one part: correct, gemm or overlap
+    python scripts/bench/fused_one_gpu.py --json fused_one_gpu.json     less than 8 minutes, needs only torch
+    python scripts/bench/fused_one_gpu.py --only gemm --json out.json   one part
+    python scripts/bench/fused_one_gpu.py --dry-run                     every line of it in the interpreter, no GPU
+
+Each part is a process of its own with a deadline. What it has measured is in the JSON file after every part, whatever
+happens to it: an error of the compiler, of memory or of an address, a deadlock, or the end of the run.
 
 Ranks are virtual: R streams of one process, each with a part of the SMs, so that all blocks that wait are resident.
-Links: `P`, peers' shards in pinned host memory over PCIe, a real link off the SMs; `D`, device copies that a host
-thread paces by a pinned word the copy stream waits for, at 200 and 450 GB/s. One GPU stands for one rank here: no
-figure of this script is one of several GPUs. The scattering GEMM is checked here and not timed over a link yet.
-Never run on a GPU so far.
+Links: `P`, peers' shards in pinned host memory over PCIe, a real link off the SMs; `D`, device copies that the host
+paces by a word that the copy stream waits for, at 200 and 450 GB/s. Of a reduce-scatter, the inbound half and the sum
+are timed. One GPU stands for one rank here: no figure of this script is one of several GPUs.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
+import contextlib
 import json
 import os
+import signal
+import subprocess
 import sys
-import threading
+import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-# A module that is loaded while a kernel waits would wait for that kernel.
-os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
-
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 BUDGET_S = 460.0
-REPEATS = 30
+SECONDS = {"correct": 75.0, "gemm": 100.0, "overlap": 130.0, "split": 25.0, "processes": 60.0, "stress": 70.0}
+"""Of each part, in the order of the run; what one leaves over goes to those behind it."""
+GRACE_S = 10.0
+INTERRUPTED = "interrupted"
 
 
-@dataclass(frozen=True)
-class Shape:
-    """One layer on one rank of `ranks`: `m` gathered rows; `n` and `k` of the local GEMM."""
+def run_part(name: str, dry: bool, seconds: float) -> int:
+    """This process is one part: a JSON line for each row, at once."""
+    from one_gpu.parts import PARTS
+    from one_gpu.processes import processes
 
-    name: str
-    op: str
-    m: int
-    n: int
-    k: int
-    ranks: int = 8
-
-    @property
-    def flops(self) -> int:
-        return 2 * self.m * self.n * self.k
-
-    @property
-    def link_bytes(self) -> int:
-        """Bytes in bf16 that this rank receives: others' rows of the input, or others' sums of its rows."""
-        width = self.k if self.op == "ag" else self.n
-        return (self.ranks - 1) * (self.m // self.ranks) * width * 2
+    part = {**PARTS, "processes": processes}[name]
+    wrong = False
+    for row in part(dry, time.perf_counter() + seconds):
+        print(json.dumps(row), flush=True)
+        wrong |= is_bad(row)
+    return int(wrong)
 
 
-def shapes() -> list[Shape]:
-    """Flux's shapes (global n, k of 49152 x 12288 over 8) and LLaMA-3 70B's with tensor parallelism of 8."""
-    found = []
-    for m in (1024, 2048, 4096, 8192):
-        found.append(Shape(f"flux m{m}", "ag", m, 49152 // 8, 12288))
-        found.append(Shape(f"flux m{m}", "rs", m, 12288, 49152 // 8))
-    for m in (4096, 8192):
-        found.append(Shape(f"llama70b qkv m{m}", "ag", m, 10240 // 8, 8192))
-        found.append(Shape(f"llama70b fc1 m{m}", "ag", m, 57344 // 8, 8192))
-        found.append(Shape(f"llama70b proj m{m}", "rs", m, 8192, 8192 // 8))
-        found.append(Shape(f"llama70b fc2 m{m}", "rs", m, 8192, 28672 // 8))
+def is_bad(row: dict[str, Any]) -> bool:
+    """Whether a row says that a result was wrong."""
+    return bool(
+        row.get("wrong") or row.get("gave_up") or row.get("failed") or not row.get("right", True)
+    ) or not row.get("mutant_noticed", True)
+
+
+def measure(name: str, dry: bool, seconds: float) -> dict[str, Any]:
+    """Runs a part in a process of its own; its rows and how it ended."""
+    environment = {**os.environ, "CUDA_MODULE_LOADING": "EAGER", "PYTHONUNBUFFERED": "1"}
+    if dry:
+        environment["TRITON_INTERPRET"] = "1"
+    command = [sys.executable, __file__, "--part", name, "--seconds", str(seconds), *(["--dry-run"] if dry else [])]
+    start = time.perf_counter()
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        child = subprocess.Popen(command, stdout=out, stderr=err, env=environment, start_new_session=True)
+        ended, code = "ended", 0
+        try:
+            code = child.wait(seconds + GRACE_S)
+            if code not in (0, 1):
+                ended = f"exit code {code}"
+        except subprocess.TimeoutExpired:
+            ended = f"killed after {seconds + GRACE_S:.0f} s: a deadlock, or too much to do"
+        except (KeyboardInterrupt, SystemExit):
+            ended = INTERRUPTED
+        finally:
+            # The whole session: ranks that are processes, too.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        out.seek(0)
+        err.seek(0)
+        rows = [parsed for line in out if (parsed := _parsed(line)) is not None]
+        error = err.read()[-3000:]
+    found: dict[str, Any] = {"rows": rows, "how": ended, "seconds": time.perf_counter() - start}
+    found["wrong_rows"] = sum(is_bad(row) for row in rows)
+    if ended == "ended" and (not rows or (code == 1 and not found["wrong_rows"])):
+        found["how"] = "failed"
+    if found["how"] != "ended":
+        found["stderr"] = error
     return found
 
 
-def overlap_figures(gemm_ms: float, comm_ms: float, fused_ms: float) -> dict[str, float]:
-    """Flux's effective communication time and overlap efficiency, and eta; see docs/fused.md.
-
-    `gemm_ms` is cuBLAS on resident data, `comm_ms` the same copies alone, `fused_ms` both in one.
-    """
-    ect = fused_ms - gemm_ms
-    return {
-        "ect_ms": ect,
-        "overlap_efficiency": 1 - ect / comm_ms,
-        "eta": (comm_ms + gemm_ms - fused_ms) / min(comm_ms, gemm_ms),
-        "over_serial": fused_ms / (gemm_ms + comm_ms),
-    }
+def _parsed(line: str) -> dict[str, Any] | None:
+    """A row, unless it was cut off when its process ended, or is something that a library printed."""
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return row if isinstance(row, dict) else None
 
 
-def pace_s(num_bytes: int, gbps: float) -> float:
-    """Seconds that `num_bytes` need on a link of `gbps` gigabytes a second."""
-    return num_bytes / (gbps * 1e9)
+def machine(dry: bool) -> dict[str, Any]:
+    """What was measured. torch is imported here, and no context made on the device: that is the parts' own."""
+    import torch
+    import triton
+
+    found = {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda, "dry_run": dry}
+    if not dry:
+        asked = ["nvidia-smi", "--query-gpu=name,driver_version,clocks.max.sm,power.limit", "--format=csv,noheader"]
+        try:
+            found["device"] = subprocess.run(
+                asked, capture_output=True, text=True, timeout=20, check=True
+            ).stdout.strip()
+        except (OSError, subprocess.SubprocessError) as error:
+            found["device"] = f"unknown: {error}"
+    return found
 
 
-def timed_ms(torch: Any, run: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Median milliseconds on the device from start to end of everything `run` enqueues on the current stream."""
-    for _ in range(3):
-        run()
-    times = []
-    for _ in range(repeats):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        start.record()
-        run()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop))
-    return median(times)
+def save(path: Path | None, figures: dict[str, Any]) -> None:
+    """Writes all or nothing, so that an end in the middle of it leaves the file before."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_suffix(".part")
+    beside.write_text(json.dumps(figures, indent=1) + "\n")
+    beside.replace(path)
 
 
-class StreamWords:
-    """Words that streams write and wait for, through the driver: no kernel, so no SM."""
+def plot(figures: dict[str, Any], path: Path) -> None:
+    """Eta over communication / GEMM, a point a shape and link."""
+    import matplotlib
 
-    def __init__(self) -> None:
-        self._driver = ctypes.CDLL("libcuda.so.1")
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
 
-    def _call(self, name: str, stream: Any, address: int, value: int, flags: int) -> None:
-        function = getattr(self._driver, name)
-        arguments = (ctypes.c_void_p(stream.cuda_stream), ctypes.c_uint64(address), ctypes.c_uint32(value))
-        status = function(*arguments, ctypes.c_uint(flags))
-        if status:
-            raise RuntimeError(f"{name}: CUDA driver error {status}")
-
-    def write(self, stream: Any, address: int, value: int) -> None:
-        """The stream writes after a fence of the whole system."""
-        self._call("cuStreamWriteValue32_v2", stream, address, value, 0)
-
-    def wait(self, stream: Any, address: int, value: int) -> None:
-        """The stream goes on when the word is at least `value`."""
-        self._call("cuStreamWaitValue32_v2", stream, address, value, 0)
-
-
-class Link:
-    """Copies of chunks into the gathered rows on a stream of their own; a flag is raised after each.
-
-    Args:
-        gbps: None for pinned host memory over PCIe (link P); else device copies paced to this rate (link D).
-    """
-
-    def __init__(self, torch: Any, gbps: float | None) -> None:
-        self._torch, self._gbps = torch, gbps
-        self._stream = torch.cuda.Stream(priority=-1)
-        self._words = StreamWords()
-        self._gate = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        self._pacer: threading.Thread | None = None
-
-    def source(self, tensor: Any) -> Any:
-        """Where peers' rows come from: pinned on the host, or the device."""
-        return tensor.cpu().pin_memory() if self._gbps is None else tensor.clone()
-
-    def start(self, copies: list[tuple[Any, Any, int | None]], epoch: int) -> None:
-        """Enqueues `(to, from, address of a flag)`, all before what waits for them."""
-        if self._pacer is not None:
-            self._pacer.join()
-        self._stream.wait_stream(self._torch.cuda.current_stream())
-        paced = self._gbps is not None
-        self._gate[0] = 0
-        for number, (to, source, flag) in enumerate(copies, start=1):
-            if paced:
-                self._words.wait(self._stream, self._gate.data_ptr(), number)
-            with self._torch.cuda.stream(self._stream):
-                to.copy_(source, non_blocking=True)
-            if flag is not None:
-                self._words.write(self._stream, flag, epoch)
-        if paced:
-            sizes = [to.numel() * to.element_size() for to, _, _ in copies]
-            self._pacer = threading.Thread(target=self._pace, args=(sizes,), daemon=True)
-            self._pacer.start()
-
-    def _pace(self, sizes: list[int]) -> None:
-        due = time.perf_counter()
-        for number, num_bytes in enumerate(sizes, start=1):
-            due += pace_s(num_bytes, self._gbps or 1.0)
-            while time.perf_counter() < due:
-                pass
-            self._gate[0] = number
-
-    def join(self) -> None:
-        """Orders the current stream after all copies."""
-        self._torch.cuda.current_stream().wait_stream(self._stream)
-
-
-class Kernels:
-    """The package's kernels with their tables, for the virtual or the only rank of this process."""
-
-    def __init__(self, torch: Any) -> None:
-        from megatron_overlap.kernels import ag_gemm, gemm_rs, launch, variants
-        from megatron_overlap.schedules import ChunkLayout, tiles
-
-        self.torch, self.ag, self.rs, self.launch, self.variants = torch, ag_gemm, gemm_rs, launch, variants
-        self.layout_of, self.tiles = ChunkLayout, tiles
-        properties = torch.cuda.get_device_properties(0)
-        self.sms = properties.multi_processor_count
-        self.capability = properties.major * 10 + properties.minor
-        self.status = torch.zeros(1, dtype=torch.int32, device="cuda")
-
-    def config(self, m: int, n: int, k: int) -> Any:
-        """What the package would choose."""
-        wide = self.variants.ALIGNED[max(a for a in self.variants.ARCHITECTURES if a <= self.capability)]
-        aligned = n % wide.block_n == 0 and k % wide.block_k == 0
-        num_tiles = -(-m // wide.block_m) * -(-n // wide.block_n)
-        return self.variants.config_for(self.capability, aligned=aligned, num_tiles=num_tiles, num_programs=self.sms)
-
-    def table(self, layout: Any, rank: int, order: str, block: int | None) -> Any:
-        """Row tiles in `arrival` or `departure` order, or of the `own` rows."""
-        chunks = (self.tiles.departure_order if order == "departure" else self.tiles.arrival_order)(layout, rank)
-        chunks = [chunk for chunk in chunks if order != "own" or chunk.owner == rank]
-        return self.launch.RowTiles.of(self.tiles.row_tiles(layout, rank, chunks, block), "cuda")
-
-    def waits(self, flags: Any, epoch: int) -> Any:
-        return self.launch.Waits(flags, epoch, self.status)
-
-
-def correct(torch: Any, deadline: float) -> dict[str, Any]:
-    """Virtual ranks, two epochs and more of everything, late and in random pace, from NaN; stops at the deadline."""
-    import random
-
-    kernels, draw = Kernels(torch), random.Random(1)
-    launches = wrong = 0
-    while time.perf_counter() < deadline and launches < 10_000:
-        ranks = draw.choice([2, 4])
-        m, n, k = draw.choice([(1000, 515, 331), (2048, 1024, 512), (777, 256, 256), (4096, 2048, 1024)])
-        dtype = draw.choice([torch.bfloat16, torch.float16])
-        layout = kernels.layout_of(m, ranks, draw.choice([1, 2, 4]))
-        wrong += _gather_once(torch, kernels, layout, n, k, dtype, draw)
-        wrong += _scatter_once(torch, kernels, layout, n, k, dtype)
-        launches += 2 * ranks
-    return {"launches": launches, "wrong": wrong, "gave_up": int(kernels.status)}
-
-
-def _is_wrong(torch: Any, got: Any, exact: Any, terms: Any) -> int:
-    bound = 4 * torch.finfo(got.dtype).eps * terms
-    return int(not bool(((got.double() - exact).abs() <= bound).all()))
-
-
-def _gather_once(torch: Any, kernels: Kernels, layout: Any, n: int, k: int, dtype: Any, draw: Any) -> int:
-    ranks, parts = layout.num_ranks, layout.chunks_per_rank
-    whole = torch.randn(layout.num_rows, k, device="cuda").to(dtype)
-    w = torch.randn(n, k, device="cuda").to(dtype)
-    config = kernels.config(layout.num_rows, n, k)
-    streams = [torch.cuda.Stream() for _ in range(ranks)]
-    links = [Link(torch, draw.choice([20.0, 200.0, 2000.0])) for _ in range(ranks)]
-    gathered = [torch.full_like(whole, torch.nan) for _ in range(ranks)]
-    outs = [torch.full((layout.num_rows, n), torch.nan, device="cuda", dtype=dtype) for _ in range(ranks)]
-    flags = [torch.zeros(ranks * parts, dtype=torch.int32, device="cuda") for _ in range(ranks)]
-    tables = [kernels.table(layout, rank, "arrival", config.block_m) for rank in range(ranks)]
-    torch.cuda.synchronize()
-    for rank in range(ranks):
-        own = slice(*layout.shard(rank))
-        with torch.cuda.stream(streams[rank]):
-            gathered[rank][own] = whole[own]
-            copies = []
-            for chunk in kernels.tiles.arrival_order(layout, rank):
-                rows = slice(*layout.rows(chunk))
-                flag = flags[rank].data_ptr() + 4 * (chunk.owner * parts + chunk.part)
-                if chunk.owner != rank and rows.start < rows.stop:
-                    copies.append((gathered[rank][rows], whole[rows], flag))
-            links[rank].start(copies, 1)
-    for rank in range(ranks):
-        with torch.cuda.stream(streams[rank]):
-            kernels.ag.ag_gemm(
-                gathered[rank],
-                w.t(),
-                outs[rank],
-                tiles=tables[rank],
-                waits=kernels.waits(flags[rank], 1),
-                config=config,
-                num_programs=max(1, kernels.sms // ranks),
-            )
-    torch.cuda.synchronize()
-    exact, terms = whole.double() @ w.double().t(), whole.double().abs() @ w.double().abs().t()
-    return sum(_is_wrong(torch, out, exact, terms) for out in outs)
-
-
-def _scatter_once(torch: Any, kernels: Kernels, layout: Any, n: int, k: int, dtype: Any) -> int:
-    ranks, parts, m = layout.num_ranks, layout.chunks_per_rank, layout.num_rows
-    slot_rows = -(-m // ranks)
-    config = kernels.config(m, n, k)
-    operands = [
-        (torch.randn(m, k, device="cuda").to(dtype), torch.randn(k, n, device="cuda").to(dtype)) for _ in range(ranks)
-    ]
-    landings = [torch.full((ranks, slot_rows, n), torch.nan, device="cuda", dtype=dtype) for _ in range(ranks)]
-    flags = [torch.zeros(ranks * parts, dtype=torch.int32, device="cuda") for _ in range(ranks)]
-    counters = [torch.zeros(ranks * parts, dtype=torch.int32, device="cuda") for _ in range(ranks)]
-    outs = [torch.full((layout.shard_rows(r), n), torch.nan, device="cuda", dtype=dtype) for r in range(ranks)]
-    to_landing = torch.tensor([tensor.data_ptr() for tensor in landings], device="cuda")
-    to_flags = torch.tensor([tensor.data_ptr() for tensor in flags], device="cuda")
-    tables = [kernels.table(layout, rank, "departure", config.block_m) for rank in range(ranks)]
-    own = [kernels.table(layout, rank, "own", kernels.rs.SUM_ROWS) for rank in range(ranks)]
-    programs = max(1, kernels.sms // ranks)
-    torch.cuda.synchronize()
-    for rank in range(ranks):
-        with torch.cuda.stream(torch.cuda.Stream()):
-            owners = kernels.rs.Owners(to_landing, to_flags, counters[rank], rank, parts, slot_rows, 1)
-            kernels.rs.gemm_to_owners(
-                *operands[rank], tiles=tables[rank], owners=owners, config=config, num_programs=programs
-            )
-            kernels.rs.sum_landed(
-                landings[rank],
-                outs[rank],
-                tiles=own[rank],
-                waits=kernels.waits(flags[rank], 1),
-                parts=parts,
-                num_programs=programs,
-            )
-    torch.cuda.synchronize()
-    exact = sum(a.double() @ b.double() for a, b in operands)
-    terms = sum(a.double().abs() @ b.double().abs() for a, b in operands)
-    wrong = 0
-    for rank in range(ranks):
-        rows = slice(*layout.shard(rank))
-        wrong += _is_wrong(torch, outs[rank], exact[rows], terms[rows])
-    return wrong
-
-
-def gemm(torch: Any, deadline: float) -> list[dict[str, Any]]:
-    """The package's GEMM with nothing to wait for against cuBLAS, same operands."""
-    kernels, rows = Kernels(torch), []
-    for shape in shapes():
-        if time.perf_counter() > deadline:
-            break
-        a = torch.randn(shape.m, shape.k, device="cuda", dtype=torch.bfloat16)
-        w = torch.randn(shape.n, shape.k, device="cuda", dtype=torch.bfloat16)
-        out = torch.empty(shape.m, shape.n, device="cuda", dtype=torch.bfloat16)
-        layout = kernels.layout_of(shape.m, 1, 1)
-        config = kernels.config(shape.m, shape.n, shape.k)
-        table = kernels.table(layout, 0, "arrival", config.block_m)
-        waits = kernels.waits(torch.zeros(1, dtype=torch.int32, device="cuda"), 1)
-
-        def own(
-            a: Any = a, w: Any = w, out: Any = out, table: Any = table, waits: Any = waits, c: Any = config
-        ) -> None:
-            kernels.ag.ag_gemm(a, w.t(), out, tiles=table, waits=waits, config=c, num_programs=kernels.sms)
-
-        def cublas(a: Any = a, w: Any = w, out: Any = out) -> None:
-            torch.mm(a, w.t(), out=out)
-
-        mine, theirs = timed_ms(torch, own), timed_ms(torch, cublas)
-        rows.append(
-            {
-                "shape": shape.name,
-                "op": shape.op,
-                "mnk": [shape.m, shape.n, shape.k],
-                "own_ms": mine,
-                "cublas_ms": theirs,
-                "of_cublas": theirs / mine,
-                "own_tflops": shape.flops / mine / 1e9,
-            }
+    rows = figures.get("overlap", {}).get("rows", [])
+    figure, axes = plt.subplots(figsize=(7, 4))
+    for link in sorted({row["link"] for row in rows}):
+        mine = [row for row in rows if row["link"] == link]
+        axes.scatter(
+            [row["comm_ms"] / row["cublas_ms"] for row in mine], [row["eta"] for row in mine], label=link, s=18
         )
-    return rows
-
-
-def overlap(torch: Any, deadline: float) -> list[dict[str, Any]]:
-    """All-gather + GEMM over links P and D: alone, cuBLAS, fused."""
-    kernels, rows = Kernels(torch), []
-    epoch = 0
-    for gbps in (None, 450.0, 200.0):
-        for shape in shapes():
-            if shape.op != "ag" or time.perf_counter() > deadline:
-                continue
-            link = Link(torch, gbps)
-            layout = kernels.layout_of(shape.m, shape.ranks, max(1, shape.m // shape.ranks // 512))
-            a = torch.randn(shape.m, shape.k, device="cuda", dtype=torch.bfloat16)
-            w = torch.randn(shape.n, shape.k, device="cuda", dtype=torch.bfloat16)
-            out = torch.empty(shape.m, shape.n, device="cuda", dtype=torch.bfloat16)
-            far = link.source(a)
-            flags = torch.zeros(shape.ranks * layout.chunks_per_rank, dtype=torch.int32, device="cuda")
-            config = kernels.config(shape.m, shape.n, shape.k)
-            table = kernels.table(layout, 0, "arrival", config.block_m)
-            copies = []
-            for chunk in kernels.tiles.arrival_order(layout, 0):
-                if chunk.owner:
-                    span = slice(*layout.rows(chunk))
-                    flag = flags.data_ptr() + 4 * (chunk.owner * layout.chunks_per_rank + chunk.part)
-                    copies.append((a[span], far[span], flag))
-
-            def communicate(link: Any = link, copies: Any = copies) -> None:
-                nonlocal epoch
-                epoch += 1
-                link.start(copies, epoch)
-                link.join()
-
-            def fused(
-                link: Any = link,
-                copies: Any = copies,
-                a: Any = a,
-                w: Any = w,
-                out: Any = out,
-                table: Any = table,
-                flags: Any = flags,
-                config: Any = config,
-            ) -> None:
-                nonlocal epoch
-                epoch += 1
-                link.start(copies, epoch)
-                kernels.ag.ag_gemm(
-                    a,
-                    w.t(),
-                    out,
-                    tiles=table,
-                    waits=kernels.waits(flags, epoch),
-                    config=config,
-                    num_programs=kernels.sms,
-                )
-                link.join()
-
-            def resident(a: Any = a, w: Any = w, out: Any = out) -> None:
-                torch.mm(a, w.t(), out=out)
-
-            comm_ms, gemm_ms, fused_ms = (timed_ms(torch, run) for run in (communicate, resident, fused))
-            rows.append(
-                {
-                    "link": "P" if gbps is None else f"D {gbps:g} GB/s",
-                    "shape": shape.name,
-                    "op": shape.op,
-                    "comm_ms": comm_ms,
-                    "cublas_ms": gemm_ms,
-                    "fused_ms": fused_ms,
-                    "link_gbps": shape.link_bytes / comm_ms / 1e6,
-                    **overlap_figures(gemm_ms, comm_ms, fused_ms),
-                }
-            )
-    return rows
+    axes.axhline(1.0, linewidth=0.5)
+    axes.set(xscale="log", xlabel="communication alone / cuBLAS alone", ylabel="eta", title="one GPU, one rank")
+    axes.legend()
+    figure.savefig(path, dpi=150, bbox_inches="tight")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="where the figures go")
-    parser.add_argument("--only", choices=("correct", "gemm", "overlap"), help="one part")
+    parser.add_argument("--json", type=Path, help="where the figures go, after every part")
+    parser.add_argument("--plot", type=Path, help="where a plot goes")
+    parser.add_argument("--only", choices=SECONDS, action="append", help="this part; may be given several times")
+    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds for everything")
+    parser.add_argument("--dry-run", action="store_true", help="the interpreter instead of a GPU; figures mean nothing")
+    parser.add_argument("--part", choices=SECONDS, help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.part:
+        return run_part(options.part, options.dry_run, options.seconds)
     import torch
 
-    if not torch.cuda.is_available():
-        print("no CUDA device: this script measures one; tests/kernels checks the kernels without", file=sys.stderr)
+    if not torch.cuda.is_available() and not options.dry_run:
+        print("no CUDA device: this measures one; try --dry-run, and tests/kernels checks without", file=sys.stderr)
         return 2
-    import triton
-
-    start = time.perf_counter()
-    figures: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "cuda": torch.version.cuda,
-        "what": "one GPU standing for one rank; not a figure of several GPUs",
-    }
-    # Right before fast, and the deadlines of all parts add up to the budget.
-    for share, (name, part) in zip(
-        (0.3, 0.6, 1.0), {"correct": correct, "gemm": gemm, "overlap": overlap}.items(), strict=True
-    ):
-        if options.only in (None, name):
-            figures[name] = part(torch, start + BUDGET_S * (1.0 if options.only else share))
-            print(json.dumps({name: figures[name]}, indent=1), flush=True)
-            if name == "correct" and (figures[name]["wrong"] or figures[name]["gave_up"]):
-                print("results are wrong: nothing is timed", file=sys.stderr)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    end = time.perf_counter() + options.budget
+    figures: dict[str, Any] = {"what": "one GPU standing for one rank; not a figure of several GPUs"}
+    figures |= {"arguments": sys.argv[1:], "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+    figures |= machine(options.dry_run)
+    names = [name for name in SECONDS if not options.only or name in options.only]
+    try:
+        for name in names:
+            # The time that is left, divided as the parts that are left would have it; grace is for what hangs.
+            left = end - time.perf_counter() - GRACE_S
+            share = SECONDS[name] / sum(SECONDS[each] for each in names[names.index(name) :])
+            if left < 5:
+                figures[name] = {"rows": [], "how": "no time left"}
+                continue
+            figures[name] = measure(name, options.dry_run, left * share)
+            save(options.json, figures)
+            found = figures[name]
+            if found["how"] == INTERRUPTED:
                 break
-    figures["seconds"] = time.perf_counter() - start
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
-    return int("correct" in figures and bool(figures["correct"]["wrong"] or figures["correct"]["gave_up"]))
+            counts = f"{len(found['rows'])} rows, {found['wrong_rows']} wrong, {found['seconds']:.0f} s"
+            told = f"{name}: {counts}, {found['how']}"
+            print("\n".join([told, *(json.dumps(row) for row in found["rows"]), found.get("stderr", "")]), flush=True)
+    finally:
+        figures["seconds"] = options.budget - (end - time.perf_counter())
+        save(options.json, figures)
+    if options.plot:
+        try:
+            plot(figures, options.plot)
+        except (ImportError, KeyError, ValueError) as error:
+            print(f"no plot: {error}", file=sys.stderr)
+    # A part that an interrupt left out has no entry.
+    ends = {name: figures.get(name, {"how": "left out"}) for name in names}
+    bad = [name for name, found in ends.items() if found.get("wrong_rows") or found["how"] != "ended"]
+    if bad:
+        print(f"not as it should be: {', '.join(bad)}", file=sys.stderr)
+    return int(bool(bad))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron_overlap.comm.agreement import first_objection
 from megatron_overlap.comm.arena import ALIGNMENT, MAX_PARTS, ArenaLayout, gathered_bytes
-from megatron_overlap.comm.symmetric import _with_deadline, local_objection, objection
+from megatron_overlap.comm.cuda_fabric import _with_deadline, local_objection, objection
 from megatron_overlap.comm.transport import store_beside
 from tests.helpers.world import World
 
@@ -23,6 +23,7 @@ def test_nothing_in_an_arena_overlaps(num_ranks: int, half_bytes: int) -> None:
             (layout.half(epoch), layout.half(epoch) + half_bytes),
             (layout.flags(epoch), layout.flags(epoch) + 4 * num_ranks * MAX_PARTS),
             (layout.acknowledgements(epoch), layout.acknowledgements(epoch) + 4 * num_ranks),
+            (layout.ready(epoch), layout.ready(epoch) + 4 * num_ranks),
         ]
     spans.sort()
     for (start, stop), (following, _) in zip(spans, spans[1:], strict=False):

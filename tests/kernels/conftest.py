@@ -1,4 +1,4 @@
-"""Workers whose Triton is the interpreter: the switch is read when triton is imported, so not in this process."""
+"""Workers that interpret kernels, and memory that they share."""
 
 from __future__ import annotations
 
@@ -8,22 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.interpreting import interpreting_world
 from tests.helpers.world import World
-
-
-def _interpreting(size: int) -> World:
-    os.environ["TRITON_INTERPRET"] = "1"
-    try:
-        # Five processes on two cores, in an interpreter: slow, and not what is tested.
-        return World(size, answer_s=900)
-    finally:
-        del os.environ["TRITON_INTERPRET"]
 
 
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[World]:
     """Two interpreting workers."""
-    workers = _interpreting(2)
+    workers = interpreting_world(2)
     yield workers
     workers.close()
 
@@ -31,7 +23,7 @@ def two_ranks() -> Iterator[World]:
 @pytest.fixture(scope="session")
 def four_ranks() -> Iterator[World]:
     """Four interpreting workers."""
-    workers = _interpreting(4)
+    workers = interpreting_world(4)
     yield workers
     workers.close()
 

@@ -36,9 +36,9 @@ def test_ranks_talk_and_every_feature_has_a_verdict(capsys: pytest.CaptureFixtur
     assert cli.main(["doctor", "--deadline", "120"]) == 0
     said = capsys.readouterr().out
     assert "agree with plain collectives" in said
-    for feature in ("tensor: p2p", "data: p2p", "ulysses: p2p", "in Megatron", "symmetric memory"):
+    for feature in ("tensor: p2p", "data: p2p", "ulysses: p2p", "in Megatron", "tensor: fused"):
         assert feature in said
-    assert "needs at least 2 GPUs" in said
+    assert "no CUDA device: `method: fused` runs p2p" in " ".join(said.split())
 
 
 def test_ranks_that_do_not_answer_in_time_are_a_failure(capsys: pytest.CaptureFixture[str]) -> None:

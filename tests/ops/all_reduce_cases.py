@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint as recompute
 from megatron_overlap.comm import transport_of
 from megatron_overlap.ops import LinearPlan, copy_linear, linear_all_reduce, reference
 from megatron_overlap.ops.backlog import Backlog
+from megatron_overlap.ops.fused_plan import FusedPlan
+from tests.helpers.fused import fused_op, fused_transport
 from tests.helpers.late import LateTransport
 from tests.helpers.numerics import assert_close_to_exact
 
@@ -47,7 +49,7 @@ def against_reference(
     k: int,
     f: int,
     dtype: torch.dtype,
-    plan: LinearPlan,
+    plan: LinearPlan | FusedPlan,
     *,
     late: bool,
     main_grad: bool = False,
@@ -55,7 +57,8 @@ def against_reference(
     repeats: int = 2,
 ) -> bytes:
     """Output and every gradient against the reference; the bits of what every rank must have alike."""
-    transport: Any = LateTransport(group) if late else transport_of(group)
+    fused = isinstance(plan, FusedPlan)
+    transport: Any = fused_transport(group) if fused else LateTransport(group) if late else transport_of(group)
     size = dist.get_world_size(group)
     bits = b""
     for repeat in range(repeats):
@@ -67,7 +70,10 @@ def against_reference(
         # Not contiguous, as what a transpose or a narrow leaves behind.
         leaves[0] = torch.stack([x, x], dim=-1)[..., 0].requires_grad_()
         into = torch.ones(f, k, dtype=torch.float32) if main_grad else None
-        y = OPS[op][0](*leaves, group=transport, plan=plan, main_grad=into)
+        if fused:
+            y = fused_op(op)(*leaves, transport=transport, plan=plan, main_grad=into)
+        else:
+            y = OPS[op][0](*leaves, group=transport, plan=plan, main_grad=into)
         y.backward(torch.stack([dy, dy], dim=-1)[..., 0])
         wgrad = leaves[1].grad
         if into is not None:
@@ -84,7 +90,7 @@ def against_reference(
         alike = got[0] if summed else got[1]
         assert alike is not None
         bits += alike.float().numpy().tobytes()
-    if late:
+    if late or fused:
         transport.close()
     return bits
 

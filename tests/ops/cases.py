@@ -11,7 +11,9 @@ from megatron_overlap.comm import close_transport, transport_of
 from megatron_overlap.comm.gloo import GlooTransport
 from megatron_overlap.ops import LinearPlan, all_gather_linear, linear_reduce_scatter, reference
 from megatron_overlap.ops.engine import Arrivals, Departures
+from megatron_overlap.ops.fused_plan import FusedPlan
 from megatron_overlap.schedules import ChunkLayout, all_gather_plan, reduce_scatter_plan
+from tests.helpers.fused import fused_op, fused_transport
 from tests.helpers.late import LateTransport
 from tests.helpers.numerics import assert_close_to_exact
 
@@ -48,15 +50,16 @@ def against_reference(
     k: int,
     f: int,
     dtype: torch.dtype,
-    plan: LinearPlan,
+    plan: LinearPlan | FusedPlan,
     *,
     late: bool,
     main_grad: bool = False,
     seed: int = 1,
     repeats: int = 2,
 ) -> None:
-    """Output and every gradient against the reference, twice over the same buffers."""
-    transport: Any = LateTransport(group) if late else transport_of(group)
+    """Output and every gradient against the reference, twice over the same buffers; p2p or fused, as the plan says."""
+    fused = isinstance(plan, FusedPlan)
+    transport: Any = fused_transport(group) if fused else LateTransport(group) if late else transport_of(group)
     size = dist.get_world_size(group)
     for repeat in range(repeats):
         x, w, bias, dy = _data(group, op, rows, k, f, dtype, seed + repeat)
@@ -69,8 +72,11 @@ def against_reference(
         # Not contiguous, as what a transpose or a narrow leaves behind.
         leaves[0] = torch.stack([x, x], dim=-1)[..., 0].requires_grad_()
         into = torch.ones(f, k, dtype=torch.float32) if main_grad else None
-        if op == "all_gather_linear":
-            y = all_gather_linear(*leaves, group=transport, plan=plan, num_rows=rows, main_grad=into)
+        options = {"num_rows": rows} if op == "all_gather_linear" else {}
+        if fused:
+            y = fused_op(op)(*leaves, transport=transport, plan=plan, main_grad=into, **options)
+        elif op == "all_gather_linear":
+            y = all_gather_linear(*leaves, group=transport, plan=plan, main_grad=into, **options)
         else:
             y = linear_reduce_scatter(*leaves, group=transport, plan=plan, main_grad=into)
         y.backward(dy)
@@ -85,7 +91,7 @@ def against_reference(
         for name, mine, plain, true, magnitude in zip(terms, got, unfused, exact, size_of, strict=True):
             assert mine is not None
             assert_close_to_exact(f"{op} {name}", mine, plain, true, magnitude, terms[name])
-    if late:
+    if late or fused:
         transport.close()
 
 

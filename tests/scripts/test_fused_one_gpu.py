@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -27,25 +29,71 @@ def script() -> Any:
 
 def test_figures(script: Any) -> None:
     """Hidden wholly, not at all, and worse than in series."""
-    hidden = script.overlap_figures(2.0, 1.0, 2.0)
+    overlap_figures = importlib.import_module("one_gpu.shapes").overlap_figures
+    hidden = overlap_figures(2.0, 1.0, 2.0)
     assert (hidden["eta"], hidden["overlap_efficiency"], hidden["ect_ms"]) == (1, 1, 0)
-    serial = script.overlap_figures(2.0, 1.0, 3.0)
+    serial = overlap_figures(2.0, 1.0, 3.0)
     assert (serial["eta"], serial["overlap_efficiency"], serial["over_serial"]) == (0, 0, 1)
-    assert script.overlap_figures(2.0, 1.0, 4.0)["eta"] == -1
+    assert overlap_figures(2.0, 1.0, 4.0)["eta"] == -1
 
 
 def test_bytes_of_a_link(script: Any) -> None:
-    gather = script.Shape("x", "ag", m=1024, n=16, k=32)
+    shapes = importlib.import_module("one_gpu.shapes")
+    gather = shapes.Shape("x", "ag", m=1024, n=16, k=32)
     assert gather.link_bytes == 7 * 128 * 32 * 2
-    assert script.Shape("x", "rs", m=1024, n=16, k=32).link_bytes == 7 * 128 * 16 * 2
+    assert shapes.Shape("x", "rs", m=1024, n=16, k=32).link_bytes == 7 * 128 * 16 * 2
     assert gather.flops == 2 * 1024 * 16 * 32
-    assert script.pace_s(450_000_000, 450.0) == pytest.approx(1e-3)
+    assert importlib.import_module("one_gpu.device").pace_s(450_000_000, 450.0) == pytest.approx(1e-3)
 
 
 def test_shapes_are_whole_on_eight_ranks(script: Any) -> None:
-    assert {shape.op for shape in script.shapes()} == {"ag", "rs"}
-    assert all(shape.m % shape.ranks == 0 for shape in script.shapes())
-    assert ("flux m4096", 6144, 12288) in [(shape.name, shape.n, shape.k) for shape in script.shapes()]
+    found = importlib.import_module("one_gpu.shapes").shapes()
+    assert {shape.op for shape in found} == {"ag", "rs"}
+    assert all(shape.m % shape.ranks == 0 for shape in found)
+    assert ("flux m4096", 6144, 12288) in [(shape.name, shape.n, shape.k) for shape in found]
+
+
+def dry(tmp_path: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    file = tmp_path / "figures.json"
+    command = [sys.executable, SCRIPT, "--dry-run", "--json", file, *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    return run, json.loads(file.read_text())
+
+
+@pytest.mark.timeout(600)
+def test_every_part_runs_in_the_interpreter(tmp_path: Path) -> None:
+    """The same lines as on a GPU, but for streams and events; a mutant is noticed, nothing is wrong."""
+    run, figures = dry(tmp_path, "--budget", "400")
+    assert run.returncode == 0, run.stderr
+    for name in ("correct", "gemm", "overlap", "split", "processes", "stress"):
+        assert figures[name]["how"] == "ended"
+        assert figures[name]["rows"]
+        assert figures[name]["wrong_rows"] == 0
+    assert all(row["mutant_noticed"] for row in figures["correct"]["rows"])
+    assert len(figures["processes"]["rows"]) == 24
+    assert figures["stress"]["rows"][-1]["launches"] >= 16
+
+
+def test_what_ends_a_part_leaves_what_was_measured(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part that fails or hangs is told and the others are measured; what a process printed half is left out."""
+    monkeypatch.setattr(script, "GRACE_S", 0.1)
+    found = script.measure("split", True, 0.1)
+    assert found["how"].startswith("killed after 0 s: a deadlock")
+    run, figures = dry(tmp_path, "--only", "split", "--only", "gemm", "--budget", "12")
+    assert run.returncode == 1
+    assert figures["gemm"]["how"] == "no time left"
+    assert "not as it should be: gemm" in run.stderr
+    assert script._parsed('{"a": 1') is None
+    assert script._parsed("3") is None
+    assert script._parsed('{"a": 1}') == {"a": 1}
+
+
+def test_a_row_that_is_wrong_is_seen(script: Any) -> None:
+    for row in ({"wrong": 1}, {"gave_up": 3}, {"right": False}, {"failed": "x"}, {"mutant_noticed": False}):
+        assert script.is_bad(row)
+    assert not script.is_bad({"wrong": 0, "gave_up": 0, "right": True, "mutant_noticed": True})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -1,0 +1,53 @@
+"""How a fused op moves and computes: what a tuner may choose, and a benchmark measures. The result is the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, get_args
+
+from megatron_overlap.comm.arena import MAX_PARTS
+from megatron_overlap.comm.symmetric import Mover
+from megatron_overlap.schedules import ChunkLayout
+
+if TYPE_CHECKING:
+    from megatron_overlap.kernels.launch import GemmConfig
+
+Stores = Literal["remote", "staged"]
+"""Where a scattering GEMM stores: at the owners, or into own memory, from where copies go to the owners."""
+
+
+@dataclass(frozen=True, slots=True)
+class FusedPlan:
+    """The same on every rank of a group.
+
+    Attributes:
+        mover: who copies an all-gather: `push` and `pull` go straight, for switches; `ring` to neighbours, for PCIe.
+        stores: of a scattering GEMM. `staged` needs own memory for one more gathered activation.
+        chunk_rows: rows of a comm tile, from one GEMM tile to a whole shard; there are at most 32 of them in a shard.
+        spare_sms: SMs that a fused GEMM leaves to others.
+        config: tile shape of GEMMs; None takes the rule of `kernels.variants`.
+
+    Raises:
+        ValueError: a value is not known or out of range.
+    """
+
+    mover: Mover = "push"
+    stores: Stores = "remote"
+    # A message that a link needs some microseconds for, and whole GEMM tiles.
+    chunk_rows: int = 512
+    spare_sms: int = 0
+    config: GemmConfig | None = field(default=None)
+
+    def __post_init__(self) -> None:
+        for name, known in (("mover", get_args(Mover)), ("stores", get_args(Stores))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}: {getattr(self, name)}: must be one of {', '.join(known)}")
+        if self.chunk_rows < 1:
+            raise ValueError(f"chunk_rows: {self.chunk_rows}: must be at least 1")
+        if self.spare_sms < 0:
+            raise ValueError(f"spare_sms: {self.spare_sms}: must be at least 0")
+
+    def layout(self, num_rows: int, num_ranks: int) -> ChunkLayout:
+        """Rows of each rank and comm tile."""
+        parts = num_rows // num_ranks // self.chunk_rows
+        return ChunkLayout(num_rows, num_ranks, max(1, min(MAX_PARTS, parts)))

@@ -1,0 +1,167 @@
+"""The package's kernels on one device, with ranks that are virtual: operands, tables, memory, launches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_overlap.kernels import ag_gemm, gemm_rs, launch, variants, wgrad
+from megatron_overlap.schedules import ChunkLayout
+from megatron_overlap.schedules.tiles import arrival_order, departure_order, row_tiles
+
+
+class Kernels:
+    """Launchers with tables for the device."""
+
+    def __init__(self, device: Any) -> None:
+        self.device = device
+        self.status = torch.zeros(1, dtype=torch.int32, device=device.name)
+        self.arch = variants.newest(device.capability)
+
+    def config(self, m: int, n: int, k: int) -> Any:
+        """What the package would choose."""
+        wide = variants.ALIGNED[self.arch]
+        aligned = n % wide.block_n == 0 and k % wide.block_k == 0
+        num_tiles = -(-m // wide.block_m) * -(-n // wide.block_n)
+        programs = self.device.num_sms
+        return variants.config_for(self.device.capability, aligned=aligned, num_tiles=num_tiles, num_programs=programs)
+
+    def table(self, layout: ChunkLayout, rank: int, order: str, block: int | None) -> Any:
+        """Row tiles in `arrival` or `departure` order, or of the `own` rows."""
+        chunks = (departure_order if order == "departure" else arrival_order)(layout, rank)
+        chunks = [chunk for chunk in chunks if order != "own" or chunk.owner == rank]
+        return launch.RowTiles.of(row_tiles(layout, rank, chunks, block), self.device.name)
+
+    def waits(self, flags: torch.Tensor, epoch: int) -> Any:
+        # Seconds, not minutes: a wait in vain is to be told while there is time left.
+        return launch.Waits(flags, epoch, self.status, 3000 if self.device.interpreted else 1 << 24)
+
+    def flags(self, count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=torch.int32, device=self.device.name)
+
+    def random(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(*shape, device=self.device.name).to(dtype)
+
+    def nan(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.full(shape, torch.nan, device=self.device.name, dtype=dtype)
+
+
+def copies_to(layout: ChunkLayout, rank: int, rows: torch.Tensor, far: torch.Tensor, flags: torch.Tensor) -> Any:
+    """The copies of others' chunks of `far` into `rows`, in the order of arrival, with their flags."""
+    copies = []
+    for chunk in arrival_order(layout, rank):
+        span = slice(*layout.rows(chunk))
+        if chunk.owner != rank and span.start < span.stop:
+            flag = flags.data_ptr() + 4 * (chunk.owner * layout.chunks_per_rank + chunk.part)
+            copies.append((rows[span], far[span], flag))
+    return copies
+
+
+def is_wrong(got: torch.Tensor, exact: torch.Tensor, terms: torch.Tensor, eps: float | None = None) -> int:
+    """1 where `got` is not `exact` up to two roundings to its own type (four where bits are cut off)."""
+    bound = 4 * (eps or torch.finfo(got.dtype).eps) * terms + 1e-30
+    return int(not bool(((got.double() - exact).abs() <= bound).all()))
+
+
+def gather(
+    kernels: Kernels,
+    layout: ChunkLayout,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    rates: list[float],
+    *,
+    mutant: bool = False,
+    programs: int | None = None,
+) -> int:
+    """All-gather + GEMM and the weight gradient on all virtual ranks, from NaN; how many results are wrong.
+
+    `mutant` waits for flags of an op that has been: what has not arrived is used, and the result must be wrong.
+    """
+    ranks, parts, m = layout.num_ranks, layout.chunks_per_rank, layout.num_rows
+    device = kernels.device
+    whole, w, dy = (
+        kernels.random(m, k, dtype=dtype),
+        kernels.random(n, k, dtype=dtype),
+        kernels.random(m, n, dtype=dtype),
+    )
+    config = kernels.config(m, n, k)
+    programs = programs or max(1, device.num_sms // ranks)
+    gathered = [kernels.nan(m, k, dtype=dtype) for _ in range(ranks)]
+    outs = [kernels.nan(m, n, dtype=dtype) for _ in range(ranks)]
+    gradients = [torch.zeros(n, k, device=device.name) for _ in range(ranks)]
+    flags = [kernels.flags(ranks * parts) for _ in range(ranks)]
+    tables = [kernels.table(layout, rank, "arrival", config.block_m) for rank in range(ranks)]
+    chunks = [kernels.table(layout, rank, "arrival", None) for rank in range(ranks)]
+    links = [device.link(rate) for rate in rates]
+    wide = variants.WGRAD[kernels.arch]
+    aligned = n % wide.block_m == 0 and k % wide.block_n == 0
+    wgrad_config = wide if aligned else variants.WGRAD_ODD[kernels.arch]
+    device.synchronize()
+    streams = [device.stream() for _ in range(ranks)]
+    for rank in range(ranks):
+        own = slice(*layout.shard(rank))
+        gathered[rank][own] = whole[own]
+    device.synchronize()
+    # All copies before any kernel that waits. A mutant's kernels run before its copies.
+    steps = [False, True] if mutant else [True, False]
+    for copying in steps:
+        for rank in range(ranks):
+            with streams[rank]:
+                if copying:
+                    links[rank].start(copies_to(layout, rank, gathered[rank], whole, flags[rank]), 1)
+                    continue
+                waits = kernels.waits(flags[rank], 0 if mutant else 1)
+                common = {"waits": waits, "num_programs": programs}
+                ag_gemm.ag_gemm(gathered[rank], w.t(), outs[rank], tiles=tables[rank], config=config, **common)
+                wgrad.wgrad(
+                    dy, gathered[rank], gradients[rank], chunks=chunks[rank], config=wgrad_config, add=True, **common
+                )
+    for link in links:
+        link.pace()
+    device.synchronize()
+    x, weight, gradient = whole.double(), w.double(), dy.double()
+    exact, terms = x @ weight.t(), x.abs() @ weight.abs().t()
+    exact_dw, terms_dw = gradient.t() @ x, gradient.abs().t() @ x.abs()
+    return sum(is_wrong(out, exact, terms) for out in outs) + sum(
+        is_wrong(total, exact_dw, terms_dw, 1e-4) for total in gradients
+    )
+
+
+def scatter(kernels: Kernels, layout: ChunkLayout, n: int, k: int, dtype: torch.dtype) -> int:
+    """GEMM + reduce-scatter on all virtual ranks, from NaN; how many results are wrong."""
+    ranks, parts, m = layout.num_ranks, layout.chunks_per_rank, layout.num_rows
+    device, slot_rows = kernels.device, -(-layout.num_rows // layout.num_ranks)
+    config, programs = kernels.config(m, n, k), max(1, kernels.device.num_sms // ranks)
+    operands = [(kernels.random(m, k, dtype=dtype), kernels.random(k, n, dtype=dtype)) for _ in range(ranks)]
+    landings = [kernels.nan(ranks, slot_rows, n, dtype=dtype) for _ in range(ranks)]
+    flags, counters = ([kernels.flags(ranks * parts) for _ in range(ranks)] for _ in range(2))
+    outs = [kernels.nan(layout.shard_rows(rank), n, dtype=dtype) for rank in range(ranks)]
+    to_landing, to_flags = (
+        torch.tensor([tensor.data_ptr() for tensor in tensors], device=device.name) for tensors in (landings, flags)
+    )
+    tables = [kernels.table(layout, rank, "departure", config.block_m) for rank in range(ranks)]
+    own = [kernels.table(layout, rank, "own", gemm_rs.SUM_ROWS) for rank in range(ranks)]
+    device.synchronize()
+    streams = [device.stream() for _ in range(ranks)]
+    for rank in range(ranks):
+        with streams[rank]:
+            owners = gemm_rs.Owners(to_landing, to_flags, counters[rank], rank, parts, slot_rows, 1)
+            gemm_rs.gemm_to_owners(
+                *operands[rank], tiles=tables[rank], owners=owners, config=config, num_programs=programs
+            )
+    for rank in range(ranks):
+        with streams[rank]:
+            waits = kernels.waits(flags[rank], 1)
+            gemm_rs.sum_landed(
+                landings[rank], outs[rank], tiles=own[rank], waits=waits, parts=parts, num_programs=programs
+            )
+    device.synchronize()
+    wrong = 0
+    for rank in range(ranks):
+        rows = slice(*layout.shard(rank))
+        exact = torch.stack([a[rows].double() @ b.double() for a, b in operands]).sum(0)
+        terms = torch.stack([a[rows].double().abs() @ b.double().abs() for a, b in operands]).sum(0)
+        wrong += is_wrong(outs[rank], exact, terms)
+    return wrong

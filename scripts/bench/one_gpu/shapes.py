@@ -1,0 +1,60 @@
+"""Shapes that are measured, and the figures that are made of times. No device needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One layer on one rank of `ranks`: `m` gathered rows; `n` and `k` of the local GEMM."""
+
+    name: str
+    op: str
+    m: int
+    n: int
+    k: int
+    ranks: int = 8
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.m * self.n * self.k
+
+    @property
+    def link_bytes(self) -> int:
+        """Bytes in bf16 that this rank receives: others' rows of the input, or others' sums of its rows."""
+        width = self.k if self.op == "ag" else self.n
+        return (self.ranks - 1) * (self.m // self.ranks) * width * 2
+
+
+def shapes(dry: bool = False) -> list[Shape]:
+    """Flux's shapes (global n, k of 49152 x 12288 over 8) and LLaMA-3 70B's with tensor parallelism of 8.
+
+    Largest first of what is promised, so that a run that is cut short has them.
+    """
+    if dry:
+        return [Shape("dry", "ag", 64, 48, 40, 4), Shape("dry", "rs", 64, 40, 48, 4)]
+    found = []
+    for m in (4096, 8192, 1024, 2048):
+        found.append(Shape(f"flux m{m}", "ag", m, 49152 // 8, 12288))
+        found.append(Shape(f"flux m{m}", "rs", m, 12288, 49152 // 8))
+    for m in (4096, 8192):
+        found.append(Shape(f"llama70b fc1 m{m}", "ag", m, 57344 // 8, 8192))
+        found.append(Shape(f"llama70b fc2 m{m}", "rs", m, 8192, 28672 // 8))
+        found.append(Shape(f"llama70b qkv m{m}", "ag", m, 10240 // 8, 8192))
+        found.append(Shape(f"llama70b proj m{m}", "rs", m, 8192, 8192 // 8))
+    return found
+
+
+def overlap_figures(gemm_ms: float, comm_ms: float, fused_ms: float) -> dict[str, float]:
+    """Flux's effective communication time and overlap efficiency, and eta; see docs/fused.md.
+
+    `gemm_ms` is cuBLAS on resident data, `comm_ms` the same copies alone, `fused_ms` both in one.
+    """
+    ect = fused_ms - gemm_ms
+    return {
+        "ect_ms": ect,
+        "overlap_efficiency": 1 - ect / comm_ms,
+        "eta": (comm_ms + gemm_ms - fused_ms) / min(comm_ms, gemm_ms),
+        "over_serial": fused_ms / (gemm_ms + comm_ms),
+    }
