@@ -134,7 +134,7 @@ class _Gathered(torch.autograd.Function):
                 continue
             part, part_lse = forward(q[rows], keys[start:], values[start:], scale, Mask(0, None))
             total = part.to(lse.dtype)
-            merge(total, part_lse, [slice(None)], *forward(q[rows], keys[:start], values[:start], scale, None))
+            merge(total, part_lse, [slice(0, len(total))], *forward(q[rows], keys[:start], values[:start], scale, None))
             out[rows], lse[rows] = total, part_lse
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.way = way
