@@ -3,9 +3,11 @@
     python scripts/bench/varlen.py --json varlen.json --png varlen.png
 
 Four ranks, two nodes: every rank is a host of a netlab with a card of its own (`--gbps`) and a faster link inside its
-node (`--inside-gbps`). All ways run in turn, on one kernel and one transport; ratios are made within a round. Lengths
-are drawn from published distributions and divided by `--scale`, so that at the default rate a ring is hidden from about
-as many (real) tokens a rank on as on GPUs with a card of 200 to 400 Gbit/s each: the script says how many.
+node (`--inside-gbps`). All ways run in turn, on one kernel and one transport; ratios are made within a round.
+
+The defaults stand for 64K tokens on 16 GPUs of 4K tokens each: documents are drawn from published distributions, as many
+as 64K tokens hold, and divided by `--scale`; and a rank has about a fifth of the tokens from which on a ring through one
+card is hidden behind attention, as 4K tokens are on an H200 with a 400 Gbit/s card. The script prints that share.
 
 `attention` is attention alone; `layer` has the projections and a feed-forward block around it, which is where remapping
 shows. Nothing is timed whose output or gradients are off.
@@ -18,6 +20,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import geometric_mean, median
 from time import perf_counter
@@ -42,6 +45,7 @@ BATCHES = ("long", "short", *MIXES)
 BASELINES = ("ring", "all_gather", "ulysses", "hybrid", "packing")
 PARTS = ("partition", "engine", "routing", "remap")
 NODES, DEVICES = 2, 2
+_REPEATS = 10
 ASKED = {("long", "ring round"): 1.7, ("short", "ring"): 4.0}
 ASKED_MIXED = {"ring": 2.8, "all_gather": 1.3, "hybrid": 1.2}
 
@@ -63,6 +67,7 @@ def main() -> None:
         result: dict[str, Any] = json.loads(out.read_text())
     for row in result["rows"]:
         print_row(row)
+    print(f"a rank has {result['cost']['share_of_it']:.2f} of the tokens from which on a ring through one card is hidden")
     result["summary"] = summary(result["rows"])
     for line in result["summary"]:
         print(f"{line['batch']}, {line['direction']}: {line['ratio']:.2f} x {line['over']}, asked {line['asked']}")
@@ -108,13 +113,14 @@ def work(args: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     transport = transport_of(dist.group.WORLD)
     shape = Shape(args.heads, args.kv_heads, args.size, DTYPES[args.dtype])
-    cost = calibrate(shape, args.scale)
+    cost = calibrate(shape)
     inside, between = args.inside_gbps / 8, args.gbps / 8
     latencies = {"intra_latency_us": args.inside_latency_us, "inter_latency_us": args.latency_us}
     topology = Topology(NODES, DEVICES, DEVICES, intra_gbps=inside, inter_gbps=between, **latencies)
     rows = []
-    for name in args.batches:
-        lengths = lengths_of(name, args.tokens, args.scale, args.seed)
+    seeded = [(name, seed) for name in args.batches for seed in (args.seeds if name in MIXES else args.seeds[:1])]
+    for name, seed in seeded:
+        lengths = lengths_of(name, args.tokens, args.scale, seed)
         batch = Batch.random(lengths, shape)
         found = ways(lengths, topology, cost, shape, transport)
         gate(found, batch, args.direction)
@@ -122,10 +128,11 @@ def work(args: argparse.Namespace) -> None:
             for direction in args.direction:
                 backward = direction == "forward_backward"
                 row = measure(found, batch, shape, topology, backward=backward, linear=scope == "layer", args=args)
-                rows.append({"batch": name, "documents": len(lengths), "direction": direction, "scope": scope, **row})
+                rows.append({"batch": name, "seed": seed, "documents": len(lengths), "direction": direction, "scope": scope, **row})
     # Tokens a rank from which on a ring's messages through one card take as long as its attention.
     hidden = round(2 * shape.kv_heads / shape.heads * flops_per_s(cost, shape) / (args.gbps * 1e9 / 8))
-    known = {"hidden_from_tokens": hidden, "hidden_from_tokens_scaled": hidden * args.scale, "pair_fs": cost.pair_fs}
+    share = args.tokens / (NODES * DEVICES) / hidden
+    known = {"hidden_from_tokens": hidden, "share_of_it": share, **asdict(cost)}
     if transport.rank == 0:
         Path(args.json).write_text(json.dumps({"rows": rows, "cost": known, "options": vars(args)}))
     dist.barrier()
@@ -151,7 +158,7 @@ def lengths_of(name: str, tokens: int, scale: int, seed: int) -> list[int]:
     raise ValueError(f"tokens: {tokens}: {name} drew too few")
 
 
-def calibrate(shape: Shape, scale: int) -> CostModel:
+def calibrate(shape: Shape) -> CostModel:
     """The planner's cost model of this machine with all ranks busy: the same on every rank."""
 
     def took_fs(lengths: list[int]) -> float:
@@ -159,12 +166,13 @@ def calibrate(shape: Shape, scale: int) -> CostModel:
         k = torch.randn(sum(lengths), shape.kv_heads, shape.size).to(shape.dtype)
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
         times = []
-        for _ in range(5):
+        for _ in range(3):
             dist.barrier()
             start = perf_counter()
-            documents_forward(q, k, k, lengths, 1.0, None, out, lse)
+            for _ in range(_REPEATS):  # longer than one turn of ranks that share a core
+                documents_forward(q, k, k, lengths, 1.0, None, out, lse)
             times.append(perf_counter() - start)
-        return median(times) * 1e15
+        return median(times) * 1e15 / _REPEATS
 
     times = torch.tensor([took_fs([1024]), took_fs([64] * 16), took_fs([1] * 64) / 64], dtype=torch.float64)
     dist.all_reduce(times)
@@ -237,8 +245,8 @@ def measure(
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--gbps", type=float, default=0.3, help="rate of each rank's card, Gbit/s")
-    parser.add_argument("--inside-gbps", type=float, default=2.25, help="rate of each rank's link inside its node")
+    parser.add_argument("--gbps", type=float, default=0.15, help="rate of each rank's card, Gbit/s")
+    parser.add_argument("--inside-gbps", type=float, default=1.125, help="rate of each rank's link inside its node")
     parser.add_argument("--latency-us", type=float, default=400.0, help="of a message between nodes, for the planner")
     parser.add_argument("--inside-latency-us", type=float, default=250.0, help="the same, inside a node")
     parser.add_argument("--loopback", action="store_true", help="no limited links: a check, not a measurement")
@@ -246,14 +254,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--scopes", nargs="+", choices=("attention", "layer"), default=["attention", "layer"])
     directions = ("forward", "forward_backward")
     parser.add_argument("--direction", nargs="+", choices=directions, default=list(directions))
-    parser.add_argument("--tokens", type=int, default=4096, help="of a batch")
-    parser.add_argument("--scale", type=int, default=16, help="published lengths are divided by it")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tokens", type=int, default=2048, help="of a batch")
+    parser.add_argument("--scale", type=int, default=32, help="published lengths are divided by it")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="of the mixed batches, one each")
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--kv-heads", type=int, default=4)
     parser.add_argument("--size", type=int, default=64)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=3600, help="seconds in all")
     parser.add_argument("--json", help="file for the figures")
