@@ -228,8 +228,8 @@ class Messages:
         (self._part,) = plan.passes
         self._plan, self._shape, self._transport = plan, shape, transport
 
-    def begin(self, *, backward: bool) -> list[TripFlight]:
-        """Posts those of one direction."""
+    def begin(self, *, backward: bool, trips: Sequence[str] = ("out", "back")) -> list[TripFlight]:
+        """Posts those of one direction: to the visits, and what they make back."""
         shape, like = self._shape, torch.empty(0, dtype=self._shape.dtype)
         side = shape.cheaper(backward=backward)
         widths = shape.widths(side, backward)
@@ -240,7 +240,7 @@ class Messages:
                 (turn.out, widths[0], like, "out"),
                 (turn.back, widths[1], like.float(), "back"),
             ):
-                if trip is not None:
+                if trip is not None and name in trips:
                     label = f"messages {name} {number}"
                     rows = self._transport.workspace.take(label, (most, width), wide)
                     flights.append(
@@ -249,9 +249,9 @@ class Messages:
         return flights
 
     def run(self, *, backward: bool) -> None:
-        """Posts and waits: forward, and then backward."""
-        for direction in (False, True) if backward else (False,):
-            for flight in self.begin(backward=direction):
+        """Posts and waits, one trip after the other: forward, and then backward to the visits and back."""
+        for direction, trip in ((False, "out"), (True, "out"), (True, "back")) if backward else ((False, "out"),):
+            for flight in self.begin(backward=direction, trips=(trip,)):
                 flight.finish()
 
 
