@@ -67,7 +67,9 @@ def main() -> None:
         result: dict[str, Any] = json.loads(out.read_text())
     for row in result["rows"]:
         print_row(row)
-    print(f"a rank has {result['cost']['share_of_it']:.2f} of the tokens from which on a ring through one card is hidden")
+    print(
+        f"a rank has {result['cost']['share_of_it']:.2f} of the tokens from which on a ring through one card is hidden"
+    )
     result["summary"] = summary(result["rows"])
     for line in result["summary"]:
         print(f"{line['batch']}, {line['direction']}: {line['ratio']:.2f} x {line['over']}, asked {line['asked']}")
@@ -128,7 +130,16 @@ def work(args: argparse.Namespace) -> None:
             for direction in args.direction:
                 backward = direction == "forward_backward"
                 row = measure(found, batch, shape, topology, backward=backward, linear=scope == "layer", args=args)
-                rows.append({"batch": name, "seed": seed, "documents": len(lengths), "direction": direction, "scope": scope, **row})
+                rows.append(
+                    {
+                        "batch": name,
+                        "seed": seed,
+                        "documents": len(lengths),
+                        "direction": direction,
+                        "scope": scope,
+                        **row,
+                    }
+                )
     # Tokens a rank from which on a ring's messages through one card take as long as its attention.
     hidden = round(2 * shape.kv_heads / shape.heads * flops_per_s(cost, shape) / (args.gbps * 1e9 / 8))
     share = args.tokens / (NODES * DEVICES) / hidden

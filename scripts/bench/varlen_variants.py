@@ -98,7 +98,9 @@ class Engine:
         return remap(out, self.plan, index=index, to="linear", group=self._transport)
 
 
-def ways(lengths: Sequence[int], topology: Topology, cost: CostModel, shape: Shape, transport: Transport) -> dict[str, Way]:
+def ways(
+    lengths: Sequence[int], topology: Topology, cost: CostModel, shape: Shape, transport: Transport
+) -> dict[str, Way]:
     """Every way by its name, the baselines first; then the parts of ours, each added to the one before."""
     share = -(-sum(lengths) // topology.ranks)
     room = share + -(-share // 16)

@@ -35,7 +35,9 @@ def goodput_gbps(lab: Netlab, gbps: float, both: bool = False, seconds: float = 
     assert server.stdout is not None
     try:
         assert server.stdout.readline() == "listening\n"
-        subprocess.run(lab.wrap(source, [*TRAFFIC, "send", lab.address(0), str(num_bytes), *mode]), check=True, timeout=60)
+        subprocess.run(
+            lab.wrap(source, [*TRAFFIC, "send", lab.address(0), str(num_bytes), *mode]), check=True, timeout=60
+        )
         return num_bytes * 8 / 1e9 / float(server.stdout.readline())
     finally:
         server.kill()

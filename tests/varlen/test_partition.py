@@ -6,6 +6,7 @@ import pickle
 import random
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -137,6 +138,21 @@ def test_zones() -> None:
     assert {ring.document: ring.zone for ring in part.rings} == {0: "inter", 1: "intra", 2: "intra"}
     short = partition([1000] * 160, Topology(2, 4), capacity=60_000)
     assert not short.passes[0].rings
+
+
+def test_a_document_stays_in_its_node_where_messages_between_nodes_would_outlast_what_they_save() -> None:
+    """More than a node's fair share: over links a hundred times slower an uneven node is the faster one."""
+    lengths = [30_000, *[2_000] * 12]
+    slow = {"inter_gbps": 0.02, "routing": False}
+    fast, limited = (partition(lengths, Topology(2, 2, **links), capacity=16_000) for links in ({}, slow))  # type: ignore[arg-type]
+    check_plan(limited)
+    assert [ring.zone for ring in fast.passes[0].rings if ring.document == 0] == ["inter"]
+    assert [ring.zone for ring in limited.passes[0].rings if ring.document == 0] == ["intra"]
+    forced = (
+        balance(fast).attention_us,
+        max(load.message_fs for load in loads(replace(fast, topology=limited.topology), 0)) / 1e9,
+    )
+    assert balance(limited).step_us < 0.5 * max(forced)
 
 
 def test_rings_of_any_size() -> None:
