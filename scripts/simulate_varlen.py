@@ -1,12 +1,12 @@
-"""Models a layer on documents of published lengths on clusters described by profiles, in the order of Zeppelin's ablation.
+"""Models a layer on documents of published lengths on clusters of GPUs, in the order of Zeppelin's ablation.
 
     python scripts/simulate_varlen.py [--ranks 16 32 64 128] [--json FILE]
 
-Everything printed is modelled, forward and backward of one layer: attention in tiles of 128 by 128 and with the merge of
-every partial result, messages over the cards and links that the plan's rings use, linear layers on the tokens that a rank
-has, remapping with nothing hidden; and its part of logits, gradient reduction (all exposed, one micro-batch a step) and
-optimizer. The plans are the real planners'. Speeds are over a ring of all ranks that cuts every document
-(TransformerEngine's p2p), in the same model.
+Everything printed is modelled, forward and backward of one layer: attention in tiles of 128 by 128 and with the merge
+of every partial result, messages over the cards and links that the plan's rings use, linear layers on the tokens that a
+rank has, remapping with nothing hidden; and the layer's part of logits, gradient reduction (exposed, one micro-batch a
+step) and optimizer. The plans are the real planners'. Speeds are over a ring of all ranks that cuts every document
+(TransformerEngine's p2p), in the same model. Clusters are `configs/clusters`, one profile a machine.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def attention_us(layer: Layer, plan: Plan, *, engine: bool, routing: bool, gathe
 def _pass_us(
     layer: Layer, plan: Plan, part: Pass, engine: bool, routing: bool, gathered: bool, backward: bool
 ) -> list[float]:
-    """Every rank's time. With the engine all messages are posted first, and hidden behind anything; else ring by ring."""
+    """Every rank's time. The engine posts all messages first and hides them behind anything; else ring by ring."""
     # Backward: keys, values, and their gradients in fp32.
     row_bytes = layer.kv_bytes * 3 if backward else layer.kv_bytes
     found = circles(part)

@@ -5,9 +5,9 @@
 Four ranks, two nodes: every rank is a host of a netlab with a card of its own (`--gbps`) and a faster link inside its
 node (`--inside-gbps`). All ways run in turn, on one kernel and one transport; ratios are made within a round.
 
-The defaults stand for 64K tokens on 16 GPUs of 4K tokens each: documents are drawn from published distributions, as many
-as 64K tokens hold, and divided by `--scale`; and a rank has about a fifth of the tokens from which on a ring through one
-card is hidden behind attention, as 4K tokens are on an H200 with a 400 Gbit/s card. The script prints that share.
+The defaults stand for 64K tokens on 16 GPUs of 4K tokens each: documents are drawn from published distributions, as
+many as 64K tokens hold, and divided by `--scale`; and a rank has about a fifth of the tokens from which on a ring
+through one card is hidden behind attention, as 4K tokens are on an H200 with a 400 Gbit/s card. The script prints it.
 
 `attention` is attention alone; `layer` has the projections and a feed-forward block around it, which is where remapping
 shows. Nothing is timed whose output or gradients are off.
