@@ -41,8 +41,6 @@ PUBLISHED = {"routing": 1.6, "partition+engine": 3.2, "partition+engine+routing"
 PUBLISHED_AVERAGE = 2.80
 _TILE = 128
 _FS = 1e9  # in a microsecond
-# A ring sends three quarters of what a full one does: keys that no later query sees stay (docs/varlen.md).
-_SENT = 0.75
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,41 +153,42 @@ class Links:
         self._bytes: dict[tuple[object, ...], float] = defaultdict(float)
 
     def add(self, circle: Circle) -> None:
-        """Its messages: in a ring of G, G - 1 shares go over each link."""
+        """Its messages: G - 1 early chunks go from each place to the one before, and late ones of places behind it."""
         size = len(circle.ranks)
-        moved = sum(ring.length for ring in circle.rings) * (size - 1) / size * _SENT * self._row_bytes
-        for key, part in self._links(circle):
-            self._bytes[key] += moved * part
+        chunk = sum(ring.length for ring in circle.rings) / size / 2 * self._row_bytes
+        for place, key, part in self._links(circle):
+            late = size - place if place else 0
+            self._bytes[key] += chunk * (size - 1 + late) * part
 
     def us(self, circle: Circle) -> float:
         """The circle's slowest link, with all that goes over it; and the latencies of its steps."""
         topology = self._topology
         rates = {"card": topology.inter_gbps * 1e3, "inside": topology.intra_gbps * 1e3}
-        slowest = max(self._bytes[key] / rates[str(key[0])] for key, _ in self._links(circle))
+        slowest = max(self._bytes[key] / rates[str(key[0])] for _, key, _ in self._links(circle))
         latency = topology.inter_latency_us if circle.zone == "inter" else topology.intra_latency_us
         if self._routing and circle.zone == "inter":
             latency += 2 * topology.intra_latency_us
         return slowest + (len(circle.ranks) - 1) * latency
 
-    def _links(self, circle: Circle) -> Iterator[tuple[tuple[object, ...], float]]:
-        """Cards and inside links that the circle's messages go over, and what part of a message."""
+    def _links(self, circle: Circle) -> Iterator[tuple[int, tuple[object, ...], float]]:
+        """Places, the cards and inside links that their messages go over, and what part of a message."""
         topology = self._topology
-        for number, source in enumerate(circle.ranks):
-            to = circle.ranks[number - 1]
+        for place, source in enumerate(circle.ranks):
+            to = circle.ranks[place - 1]
             node, far = topology.node_of(source), topology.node_of(to)
             if node == far:
-                yield ("inside", source, "out"), 1.0
+                yield place, ("inside", source, "out"), 1.0
                 continue
             if not self._routing:
-                yield ("card", node, topology.nic_of(source), "out"), 1.0
-                yield ("card", far, topology.nic_of(to), "in"), 1.0
+                yield place, ("card", node, topology.nic_of(source), "out"), 1.0
+                yield place, ("card", far, topology.nic_of(to), "in"), 1.0
                 continue
             cards = topology.nics_per_node
             for card in range(cards):
-                yield ("card", node, card, "out"), 1 / cards
-                yield ("card", far, card, "in"), 1 / cards
-            yield ("inside", source, "out"), (cards - 1) / cards
-            yield ("inside", to, "in"), (cards - 1) / cards
+                yield place, ("card", node, card, "out"), 1 / cards
+                yield place, ("card", far, card, "in"), 1 / cards
+            yield place, ("inside", source, "out"), (cards - 1) / cards
+            yield place, ("inside", to, "in"), (cards - 1) / cards
 
 
 def attention_us(layer: Layer, plan: Plan, *, engine: bool, routing: bool, gathered: bool = False) -> float:
