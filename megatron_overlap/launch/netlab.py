@@ -25,6 +25,7 @@ from megatron_overlap.launch import leftovers
 CHILD = str(Path(__file__).with_name("child.py"))
 HELPER = (sys.executable, "-I", "-S", CHILD)
 INTERFACE = "eth0"
+INSIDE_INTERFACE = "eth1"
 MAX_HOSTS = 250
 # Large frames, as such clusters use: headers take 0.7 % of the rate, against 4.4 % with frames of 1500 bytes.
 MTU_BYTES = 9000
@@ -92,6 +93,9 @@ class Netlab:
         latency_ms: one way, on every link.
         burst_bytes: see `Link`.
         links: one `Link` per host, instead of the three above: hosts may differ.
+        hosts_per_node: so many hosts in a row are one node. Each is then a device with a network card of its own, its
+            link, which carries what leaves the node; hosts of a node reach each other by a switch of their own.
+        inside_gbps: rate of each host's link to that switch in Gbit/s; None: as fast as the machine copies.
 
     Raises:
         ValueError: hosts, ranks or a link out of range.
@@ -110,6 +114,8 @@ class Netlab:
         latency_ms: float = 0.0,
         burst_bytes: int | None = None,
         links: Sequence[Link] | None = None,
+        hosts_per_node: int = 1,
+        inside_gbps: float | None = None,
     ) -> None:
         if not 1 <= hosts <= MAX_HOSTS:
             raise ValueError(f"hosts: {hosts}: must be between 1 and {MAX_HOSTS}")
@@ -117,6 +123,12 @@ class Netlab:
             raise ValueError(f"ranks_per_host: {ranks_per_host}: must be at least 1")
         if links is not None and len(links) != hosts:
             raise ValueError(f"links: {len(links)} of them for {hosts} hosts: give one per host")
+        if hosts_per_node < 1 or hosts % hosts_per_node:
+            raise ValueError(f"hosts_per_node: {hosts_per_node}: must divide the {hosts} hosts")
+        if inside_gbps is not None and hosts_per_node == 1:
+            raise ValueError(f"inside_gbps: {inside_gbps}: nodes of one host have nothing inside; set hosts_per_node")
+        self.hosts_per_node = hosts_per_node
+        self.inside = Link(inside_gbps) if inside_gbps is not None else None
         self.links = tuple(links) if links is not None else (Link(gbps, latency_ms, burst_bytes),) * hosts
         self.hosts = hosts
         self.ranks_per_host = ranks_per_host
@@ -217,6 +229,11 @@ class Netlab:
             if stream is not None:
                 stream.close()
 
+    def _mates(self, host: int) -> list[int]:
+        """The other hosts of a host's node."""
+        first = host // self.hosts_per_node * self.hosts_per_node
+        return [mate for mate in range(first, first + self.hosts_per_node) if mate != host]
+
     def _checked(self, host: int) -> int:
         if not 0 <= host < self.hosts:
             raise ValueError(f"host: {host}: this lab has {self.hosts}")
@@ -233,8 +250,12 @@ class Netlab:
             "name": self.name,
             "interface": INTERFACE,
             "mtu_bytes": MTU_BYTES,
+            "inside_interface": INSIDE_INTERFACE,
+            "inside_qdiscs": self.inside.in_qdiscs() if self.inside else [],
             "hosts": [
                 {
+                    "node": host // self.hosts_per_node,
+                    "mates": [self.address(mate) for mate in self._mates(host)],
                     "address": f"{self.address(host)}/{_NETWORK.prefixlen}",
                     "out_qdiscs": link.out_qdiscs(),
                     "in_qdiscs": link.in_qdiscs(),

@@ -41,7 +41,7 @@ def draw(plan: Plan) -> bytes:
     figure.legend(
         handles=[
             Patch(color=_WHOLE, label="whole documents"),
-            Patch(color=_INTRA[0], label="part of a document, ring inside a node"),
+            Patch(color=_INTRA[0], label="part of a document, ring inside a node (blue, green: a ring each)"),
             Patch(color=_INTER[0], label="part of a document, ring over nodes"),
         ],
         loc="outside lower left",

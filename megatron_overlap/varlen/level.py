@@ -77,26 +77,52 @@ def place(level: Level, items: Sequence[Item]) -> Placement | None:
         The placement; None where items cannot be cut and do not fit.
     """
     costs = [level.cost.share_fs(item.tokens, item.length) for item in items]
+    if level.message_fs is None:
+        return _most_even(level, items, costs, spill=False, hidden_only=False)
+    spill = False
+    best = _most_even(level, items, costs, spill=False, hidden_only=False)
+    if best is None:
+        spill = True
+        best = _most_even(level, items, costs, spill=True, hidden_only=False)
+    if best is not None and max(best.message_fs) > max(best.attention_fs):
+        other = _most_even(level, items, costs, spill=spill, hidden_only=True)
+        if other is not None and other.evenness(level.cost.linear_fs) > best.evenness(level.cost.linear_fs):
+            return other
+    return best
+
+
+def _most_even(
+    level: Level, items: Sequence[Item], costs: Sequence[int], *, spill: bool, hidden_only: bool
+) -> Placement | None:
+    """The best of all thresholds, or the first that is good enough."""
     best: Placement | None = None
     best_evenness = -1.0
-    for spill in (False, True) if level.message_fs else (False,):
-        for threshold, short in _ATTEMPTS[: level.attempts]:
-            found = _attempt(level, items, costs, threshold, short, spill=spill)
-            if found is not None:
-                evenness = found.evenness(level.cost.linear_fs)
-                if evenness > best_evenness:
-                    best, best_evenness = found, evenness
-            if best_evenness >= GOOD_ENOUGH or (level.bins == 1 and best is not None):
-                return best
-        if best is not None:
+    for threshold, short in _ATTEMPTS[: level.attempts]:
+        found = _attempt(level, items, costs, threshold, short, spill=spill, hidden_only=hidden_only)
+        if found is not None:
+            evenness = found.evenness(level.cost.linear_fs)
+            if evenness > best_evenness:
+                best, best_evenness = found, evenness
+        if best_evenness >= GOOD_ENOUGH or (level.bins == 1 and best is not None):
             break
     return best
 
 
 def _attempt(
-    level: Level, items: Sequence[Item], costs: Sequence[int], threshold: int, short: int, *, spill: bool
+    level: Level,
+    items: Sequence[Item],
+    costs: Sequence[int],
+    threshold: int,
+    short: int,
+    *,
+    spill: bool,
+    hidden_only: bool,
 ) -> Placement | None:
-    """Place all items at one threshold; `spill` cuts what finds no room whole, so that only the sum can be too much."""
+    """Place all items at one threshold.
+
+    `spill` cuts what finds no room whole, so that only the sum can be too much. `hidden_only` cuts nothing for the sake
+    of load whose messages would outlast what it saves: over links that slow an uneven bin is the faster one.
+    """
     bins, capacity, message_fs = level.bins, level.capacity, level.message_fs
     result = Placement([[] for _ in range(bins)], [0] * bins, [0] * bins, [0] * bins)
     placed, attention, tokens = result.items, result.attention_fs, result.tokens
@@ -117,7 +143,7 @@ def _attempt(
     while index < len(items) and (index < first_short or costs[index] > limit):
         item, fs = items[index], costs[index]
         size = item.tokens
-        width = _width(level, item, fs, fair, limit) if fs > limit or size > capacity else 1
+        width = _width(level, item, fs, None if hidden_only else fair, limit) if fs > limit or size > capacity else 1
         if message_fs is not None and width > 1:
             chosen = _pop_with_room(heap, mask, tokens, capacity, size, width)
             if not chosen:
@@ -172,9 +198,14 @@ def _first_short(items: Sequence[Item], short: int) -> int:
     return index
 
 
-def _width(level: Level, item: Item, fs: int, fair: int, limit: int) -> int:
-    """Over how many bins a document is cut: enough for the limit, but messages should not outlast attention."""
-    needed = max(-(-fs // fair), -(-item.tokens // level.capacity))
+def _width(level: Level, item: Item, fs: int, fair: int | None, limit: int) -> int:
+    """Over how many bins a document is cut: enough for the limit, but messages should not outlast attention.
+
+    They may where it has no room in fewer bins, or is more than the fair share of fewer.
+    """
+    needed = -(-item.tokens // level.capacity)
+    if fair is not None:
+        needed = max(needed, -(-fs // fair))
     hidden = fs // max(1, level.message_fs(item, True)) if level.message_fs else 1
     wanted = min(-(-fs // limit), hidden)
     return min(max(needed, wanted), level.bins, item.tokens)

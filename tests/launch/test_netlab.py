@@ -25,8 +25,8 @@ ROOT = HERE.parents[1]
 TRAFFIC = [sys.executable, str(HERE / "traffic.py")]
 
 
-def goodput_gbps(lab: Netlab, gbps: float, both: bool = False, seconds: float = 1.0) -> float:
-    """Payload rate from host 1 to host 0; with `both`, of each of the two directions at once."""
+def goodput_gbps(lab: Netlab, gbps: float, both: bool = False, seconds: float = 1.0, source: int = 1) -> float:
+    """Payload rate from a host to host 0; with `both`, of each of the two directions at once."""
     num_bytes = int(gbps * 1e9 / 8 * seconds)
     mode = ["both"] if both else ["one"]
     server = subprocess.Popen(
@@ -35,7 +35,9 @@ def goodput_gbps(lab: Netlab, gbps: float, both: bool = False, seconds: float = 
     assert server.stdout is not None
     try:
         assert server.stdout.readline() == "listening\n"
-        subprocess.run(lab.wrap(1, [*TRAFFIC, "send", lab.address(0), str(num_bytes), *mode]), check=True, timeout=60)
+        subprocess.run(
+            lab.wrap(source, [*TRAFFIC, "send", lab.address(0), str(num_bytes), *mode]), check=True, timeout=60
+        )
         return num_bytes * 8 / 1e9 / float(server.stdout.readline())
     finally:
         server.kill()
@@ -78,6 +80,18 @@ def test_a_short_message_after_a_pause_takes_its_time() -> None:
     """The burst must be small against what training sends, or short messages would travel for nothing."""
     with Netlab(hosts=2, gbps=0.4) as lab:
         assert goodput_gbps(lab, 0.4, seconds=0.0105) < 0.4 * 1.2  # 512 KiB
+
+
+def test_hosts_of_a_node_have_a_link_of_their_own_besides_their_cards() -> None:
+    """What stays in a node goes at the inside rate; what leaves it at the card's, each host by its own card."""
+    with Netlab(hosts=4, gbps=0.1, hosts_per_node=2, inside_gbps=0.8) as lab:
+        inside = max(goodput_gbps(lab, 0.8, seconds=0.3, source=1) for _ in range(3))
+        between = goodput_gbps(lab, 0.1, source=2)
+        assert 0.3 < inside < 0.84
+        assert 0.05 < between < 0.104
+        for host, mate in enumerate((1, 0, 3, 2)):
+            routes = subprocess.run(lab.wrap(host, ["ip", "route"]), capture_output=True, text=True, check=True).stdout
+            assert [line.split()[0] for line in routes.splitlines() if "dev eth1" in line] == [lab.address(mate)]
 
 
 def test_gloo_goes_over_the_links(tmp_path: Path) -> None:

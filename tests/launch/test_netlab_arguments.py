@@ -18,6 +18,8 @@ from megatron_overlap.launch.netlab import Link, Netlab
         ({"hosts": 1, "latency_ms": -1.0}, "latency_ms: -1.0: "),
         ({"hosts": 1, "burst_bytes": 1000}, "burst_bytes: 1000: "),
         ({"hosts": 2, "links": [Link(1.0)]}, "links: 1 of them for 2 hosts"),
+        ({"hosts": 4, "hosts_per_node": 3}, "hosts_per_node: 3: must divide the 4 hosts"),
+        ({"hosts": 2, "inside_gbps": 1.0}, "inside_gbps: 1.0: nodes of one host"),
     ],
 )
 def test_what_is_out_of_range_is_refused(arguments: dict[str, object], message: str) -> None:

@@ -67,12 +67,20 @@ def test_any_batch(world: World, data: st.DataObject) -> None:
     world.run(num_ranks, cases.against_reference, plan, heads, kv_heads, **options)
 
 
+HEADS = {"mha": (4, 4), "gqa": (4, 1)}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+MIXED = [90, 40, 25, 7, 7, 3, 1]
+
+
 @pytest.mark.parametrize("moves", ["keys", "queries"])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 1)], ids=["mha", "gqa"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_rounding_is_that_of_one_rank(world: World, dtype: torch.dtype, heads: int, kv_heads: int, moves: str) -> None:
-    plan = fitting([90, 40, 25, 7, 7, 3, 1], MACHINES[4][1])
-    world.run(4, cases.rounding, plan, dtype, heads, kv_heads, moves)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_rounding_is_that_of_one_rank(world: World, num_ranks: int, dtype: str, heads: str, moves: str) -> None:
+    if num_ranks == 1 and moves == "queries":
+        pytest.skip("nothing travels")
+    for topology in MACHINES[num_ranks][-2:]:
+        world.run(num_ranks, cases.rounding, fitting(MIXED, topology), DTYPES[dtype], *HEADS[heads], moves)
 
 
 @pytest.mark.parametrize("moves", ["keys", "queries"])
@@ -129,5 +137,8 @@ def test_eight_ranks(moves: str) -> None:
             for lengths in ADVERSARIAL.values():
                 eight.run(8, cases.against_reference, fitting(lengths, topology), 4, 2, moves=moves)
             eight.run(8, cases.against_reference, fitting([90, 33, 20, 9, 5, 2, 1, 1], topology), 4, 4, moves=moves)
+            for dtype in DTYPES.values():
+                for heads in HEADS.values():
+                    eight.run(8, cases.rounding, fitting([150, *MIXED], topology), dtype, *heads, moves)
     finally:
         eight.close()

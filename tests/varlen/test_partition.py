@@ -6,6 +6,7 @@ import pickle
 import random
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -83,15 +84,16 @@ def test_every_process_computes_the_same_plan() -> None:
 
 @pytest.mark.parametrize("capacity", [72 << 10, 8704], ids=["one pass", "many passes"])
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_near_the_lower_bound_on_published_distributions(distribution: str, capacity: int) -> None:
+@settings(max_examples=4, deadline=None)
+@given(seed=st.integers(0, 1 << 30))
+def test_near_the_lower_bound_on_published_distributions(distribution: str, capacity: int, seed: int) -> None:
     """64 ranks, 4M tokens. Attention is counted by the cost model and by query-key pairs alone, which is harsher."""
-    for seed in range(3):
-        plan = partition(sample(distribution, 4 * MILLION, seed), BIG, capacity=capacity)
-        result = balance(plan)
-        assert result.attention >= 0.95
-        assert result.compute >= 0.93
-        assert result.attention_us <= 1.15 * result.lower_bound_us
-        assert pair_balance(plan) >= 0.945
+    plan = partition(sample(distribution, 4 * MILLION, seed), BIG, capacity=capacity)
+    result = balance(plan)
+    assert result.attention >= 0.95
+    assert result.compute >= 0.93
+    assert result.attention_us <= 1.15 * result.lower_bound_us
+    assert pair_balance(plan) >= 0.94
 
 
 def pair_balance(plan: Plan) -> float:
@@ -136,6 +138,21 @@ def test_zones() -> None:
     assert {ring.document: ring.zone for ring in part.rings} == {0: "inter", 1: "intra", 2: "intra"}
     short = partition([1000] * 160, Topology(2, 4), capacity=60_000)
     assert not short.passes[0].rings
+
+
+def test_a_document_stays_in_its_node_where_messages_between_nodes_would_outlast_what_they_save() -> None:
+    """More than a node's fair share: over links a hundred times slower an uneven node is the faster one."""
+    lengths = [30_000, *[2_000] * 12]
+    slow = {"inter_gbps": 0.02, "routing": False}
+    fast, limited = (partition(lengths, Topology(2, 2, **links), capacity=16_000) for links in ({}, slow))  # type: ignore[arg-type]
+    check_plan(limited)
+    assert [ring.zone for ring in fast.passes[0].rings if ring.document == 0] == ["inter"]
+    assert [ring.zone for ring in limited.passes[0].rings if ring.document == 0] == ["intra"]
+    forced = (
+        balance(fast).attention_us,
+        max(load.message_fs for load in loads(replace(fast, topology=limited.topology), 0)) / 1e9,
+    )
+    assert balance(limited).step_us < 0.5 * max(forced)
 
 
 def test_rings_of_any_size() -> None:

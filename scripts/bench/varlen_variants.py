@@ -1,0 +1,294 @@
+"""The ways to attend to a batch of documents that bench/varlen.py compares: one kernel, one transport, the same data.
+
+A way says which rows of the batch a rank holds, pass by pass, and attends to them, forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from varlen_baselines import AllGather, Ulysses
+
+from megatron_overlap.comm import Transport, Workspace
+from megatron_overlap.comm.transport import Wire
+from megatron_overlap.ops import balanced_attention, remap
+from megatron_overlap.ops.varlen_flight import TripFlight
+from megatron_overlap.ops.varlen_kernel import documents_backward, documents_forward
+from megatron_overlap.ops.varlen_sides import Shape
+from megatron_overlap.varlen import CostModel, Plan, Topology, partition
+from megatron_overlap.varlen.baselines import hybrid, packing, ring_over_all
+from megatron_overlap.varlen.circles import circles
+from megatron_overlap.varlen.plan import Pass
+from megatron_overlap.varlen.program import program, without_routes
+
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """All of it, on every rank; documents one after the other."""
+
+    lengths: tuple[int, ...]
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+
+    @classmethod
+    def random(cls, lengths: Sequence[int], shape: Shape) -> Batch:
+        generator = torch.Generator().manual_seed(11)
+        heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
+        tensors = (torch.randn(sum(lengths), n, shape.size, generator=generator).to(shape.dtype) for n in heads)
+        return cls(tuple(lengths), *tensors)
+
+    def exact(self) -> tuple[torch.Tensor, ...]:
+        """Output and gradients in fp32, one document after the other, on one rank."""
+        q, k, v, dout = (x.float() for x in (self.q, self.k, self.v, self.dout))
+        out, lse, scale = torch.empty_like(q), q.new_empty(q.shape[:2]), q.shape[-1] ** -0.5
+        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        lengths = [length for length in self.lengths if length]
+        documents_forward(q, k, v, lengths, scale, None, out, lse)
+        documents_backward(dout, q, k, v, out, lse, lengths, scale, None, grads)
+        return out, *grads
+
+
+class Way(Protocol):
+    """One way to lay out and attend to a batch."""
+
+    def passes(self) -> Sequence[tuple[torch.Tensor, bool]]:
+        """Rows of the batch that this rank holds in linear layers, and whether all ranks meet before."""
+
+    def attend(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Causal attention of each document alone of the rows of a pass."""
+
+
+class Engine:
+    """The engine with a plan; `remapped`: linear layers have as many rows on every rank."""
+
+    def __init__(self, plan: Plan, transport: Transport, *, remapped: bool = False) -> None:
+        self.plan, self._transport, self._remapped = plan, transport, remapped
+
+    def passes(self) -> list[tuple[torch.Tensor, bool]]:
+        """See `Way.passes`."""
+        starts = list(accumulate(self.plan.lengths, initial=0))
+        found, stage = [], 0
+        for index, part in enumerate(self.plan.passes):
+            pieces = self.plan.pieces(index, self._transport.rank)
+            runs = [torch.arange(starts[p.document] + p.start, starts[p.document] + p.stop) for p in pieces]
+            rows = torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64)
+            if self._remapped:
+                rows = remap(rows, self.plan, index=index, to="linear", group=self._transport)
+            found.append((rows, part.stage != stage))
+            stage = part.stage
+        return found
+
+    def attend(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """See `Way.attend`."""
+        if not self._remapped:
+            return balanced_attention(q, k, v, self.plan, index=index, group=self._transport)
+        heads = [q.shape[1], k.shape[1], v.shape[1]]
+        there = remap(torch.cat([q, k, v], dim=1), self.plan, index=index, to="attention", group=self._transport)
+        q, k, v = there.split(heads, dim=1)
+        out = balanced_attention(q, k, v, self.plan, index=index, group=self._transport)
+        return remap(out, self.plan, index=index, to="linear", group=self._transport)
+
+
+def ways(
+    lengths: Sequence[int], topology: Topology, cost: CostModel, shape: Shape, transport: Transport
+) -> dict[str, Way]:
+    """Every way by its name, the baselines first; then the parts of ours, each added to the one before."""
+    share = -(-sum(lengths) // topology.ranks)
+    room = share + -(-share // 16)
+    direct = replace(topology, routing=False)
+    ring = ring_over_all(lengths, direct, capacity=room, cost=cost)
+    ours = partition(lengths, topology, capacity=room, cost=cost)
+    plain = without_routes(ours)
+    found: dict[str, Way] = {
+        "ring": Engine(ring, transport),
+        "all_gather": AllGather(ring, topology, shape, transport),
+        "hybrid": Engine(hybrid(lengths, direct, capacity=room, cost=cost), transport),
+        "packing": Engine(packing(lengths, direct, capacity=sum(lengths), cost=cost), transport),
+        "ring_routed": Engine(replace(ring, topology=topology), transport),
+        "partition": Engine(one_after_the_other(plain), transport),
+        "engine": Engine(plain, transport),
+        "routing": Engine(ours, transport),
+        "remap": Engine(ours, transport, remapped=True),
+    }
+    if not shape.kv_heads % topology.ranks:
+        found["ulysses"] = Ulysses(lengths, shape, transport)
+    return found
+
+
+def one_after_the_other(plan: Plan) -> Plan:
+    """The same placement with no order across rings: whole documents, then the rings of each set of ranks by itself.
+
+    Each of these is a pass: its messages are posted when it begins and hidden behind its own computation alone.
+    """
+    passes: list[Pass] = []
+    for part in plan.passes:
+        nothing: tuple[tuple[int, ...], ...] = ((),) * plan.topology.ranks
+        passes.append(Pass(part.local, (), part.stage))
+        passes += [Pass(nothing, circle.rings, part.stage) for circle in circles(part)]
+    return replace(plan, passes=tuple(passes))
+
+
+class Layer:
+    """A way run on a batch: attention alone, or between the linear layers of a transformer layer."""
+
+    def __init__(self, way: Way, batch: Batch, *, backward: bool, linear: bool = False) -> None:
+        self._way, self._backward, self._linear = way, backward, linear
+        self._heads = [batch.q.shape[1], batch.k.shape[1], batch.v.shape[1]]
+        width, size = batch.q.shape[1] * batch.q.shape[2], batch.q.shape[2]
+        generator = torch.Generator().manual_seed(5)
+
+        def weight(features_in: int, features_out: int) -> torch.Tensor:
+            drawn = torch.randn(features_out, features_in, generator=generator) / features_in**0.5
+            return drawn.to(batch.q.dtype).requires_grad_()
+
+        if linear:
+            self._weights = [weight(width, sum(self._heads) * size), weight(width, width)]
+            self._weights += [weight(width, 4 * width), weight(4 * width, width)]
+        self.rows: list[torch.Tensor] = []
+        self._data = []
+        for rows, meet in way.passes():
+            self.rows.append(rows)
+            self._data.append(([x[rows] for x in (batch.q, batch.k, batch.v, batch.dout)], meet))
+
+    def run(self) -> list[tuple[torch.Tensor, ...]]:
+        """All passes: output, and gradients of q, k and v (of the rows alone, in a whole layer)."""
+        results = []
+        for index, ((q, k, v, dout), meet) in enumerate(self._data):
+            if meet:
+                dist.barrier()
+            if self._linear:
+                results.append(self._layer(index, q, dout))
+                continue
+            leaves = [x.detach().requires_grad_(self._backward) for x in (q, k, v)]
+            out = self._way.attend(index, *leaves)
+            if self._backward:
+                out.backward(dout)
+            results.append((out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)))
+        return results
+
+    def _layer(self, index: int, x: torch.Tensor, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        w_qkv, w_out, w_up, w_down = self._weights
+        x = x.flatten(1).detach().requires_grad_(self._backward)
+        with torch.set_grad_enabled(self._backward):
+            q, k, v = (x @ w_qkv.t()).unflatten(1, (-1, dout.shape[2])).split(self._heads, dim=1)
+            x = x + self._way.attend(index, q, k, v).flatten(1) @ w_out.t()
+            x = x + torch.relu(x @ w_up.t()) @ w_down.t()
+        if self._backward:
+            x.backward(dout.flatten(1))
+            for weight in self._weights:
+                weight.grad = None
+        return (x.detach(),)
+
+
+class Silent:
+    """A transport that sends nothing and has everything at once: for the time of computation alone."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.rank, self.size = transport.rank, transport.size
+        self.workspace, self.exposed_s = Workspace(), 0.0
+        self._filled: set[tuple[int, int]] = set()
+
+    def begin(self, wires: Sequence[Wire], op: str) -> Silent:
+        """What would arrive is made once, as ordinary numbers: a kernel may be slow with others."""
+        for wire in wires:
+            key = wire.recv.data_ptr(), wire.recv.numel()
+            if key not in self._filled:
+                wire.recv.fill_(0.5)
+                self._filled.add(key)
+        return self
+
+    def release(self, work_done: int) -> None:
+        """Nothing waits."""
+
+    def wait(self, exchange: int) -> None:
+        """Nothing to wait for."""
+
+    def landed(self, exchange: int) -> bool:
+        """Everything has."""
+        return True
+
+    def finish(self) -> None:
+        """Nothing is on its way."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Messages:
+    """The messages of a plan's only pass with nothing computed, and in no order but that of the links."""
+
+    def __init__(self, plan: Plan, shape: Shape, transport: Transport) -> None:
+        (self._part,) = plan.passes
+        self._plan, self._shape, self._transport = plan, shape, transport
+
+    def begin(self, *, backward: bool, trips: Sequence[str] = ("out", "back")) -> list[TripFlight]:
+        """Posts those of one direction: to the visits, and what they make back."""
+        shape, like = self._shape, torch.empty(0, dtype=self._shape.dtype)
+        side = shape.cheaper(backward=backward)
+        widths = shape.widths(side, backward)
+        flights = []
+        for number, turn in enumerate(program(self._plan, 0, shape.traffic(side, backward), None)):
+            most = max((rows for load in turn.loads for rows in load.rows), default=0)
+            for trip, width, wide, name in (
+                (turn.out, widths[0], like, "out"),
+                (turn.back, widths[1], like.float(), "back"),
+            ):
+                if trip is not None and name in trips:
+                    label = f"messages {name} {number}"
+                    rows = self._transport.workspace.take(label, (most, width), wide)
+                    flights.append(
+                        TripFlight(self._transport, trip, _Always(rows), _Always(rows), {}, wide, width, label)
+                    )
+        return flights
+
+    def run(self, *, backward: bool) -> None:
+        """Posts and waits, one trip after the other: forward, and then backward to the visits and back."""
+        for direction, trip in ((False, "out"), (True, "out"), (True, "back")) if backward else ((False, "out"),):
+            for flight in self.begin(backward=direction, trips=(trip,)):
+                flight.finish()
+
+
+class _Always(dict[Any, torch.Tensor]):
+    """The same rows under every key."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        super().__init__()
+        self._rows = rows
+
+    def __missing__(self, key: Any) -> torch.Tensor:
+        return self._rows
+
+
+def limits(ours: Engine, batch: Batch, shape: Shape, transport: Transport, *, backward: bool) -> dict[str, Run]:
+    """What bounds a plan of one pass: its computation alone, its messages alone, and both at once with no order."""
+    plan, silent = ours.plan, Silent(transport)
+    data = Layer(Engine(plan, transport), batch, backward=backward)
+    messages = Messages(plan, shape, transport)
+    ((q, k, v, dout), _) = data._data[0]
+
+    def both(*, sending: bool) -> None:
+        flights = messages.begin(backward=False) if sending else []
+        leaves = [x.detach().requires_grad_(backward) for x in (q, k, v)]
+        out = balanced_attention(*leaves, plan, group=silent)
+        for flight in flights:
+            flight.finish()
+        if backward:
+            flights = messages.begin(backward=True) if sending else []
+            out.backward(dout)
+            for flight in flights:
+                flight.finish()
+
+    return {
+        "compute": lambda: both(sending=False),
+        "messages": lambda: messages.run(backward=backward),
+        "roof": lambda: both(sending=True),
+    }
