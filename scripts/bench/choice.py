@@ -32,7 +32,7 @@ BEST, OWN = 0.97, 0.98
 CHUNKS = (1, 2, 4, 8)
 OPS = ("ag_gemm", "gemm_rs")
 # Rate of the links in Gbit/s, depth of the GEMM and its width over all ranks: GEMM : communication from 1:16 to 16:1.
-LINKS = ((0.25, 512, 1024), (1.0, 512, 1024), (1.0, 512, 4096), (4.0, 512, 4096), (8.0, 512, 8192))
+LINKS = ((0.25, 512, 1024), (1.0, 512, 1024), (1.0, 512, 4096), (4.0, 512, 4096), (8.0, 512, 16384))
 ROWS = (8, 32, 128, 256, 512, 1024, 2048)
 
 

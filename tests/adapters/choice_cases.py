@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +12,6 @@ from megatron_overlap import OverlapConfig, enable
 from megatron_overlap.adapters.choice import TensorChoice
 from megatron_overlap.ops.choice import ChoiceError
 from megatron_overlap.session import Session
-from megatron_overlap.tune import cache
 from megatron_overlap.tune.candidate import Candidate
 from tests.adapters.layer_cases import make_data, make_layer, start, step
 
@@ -98,23 +95,6 @@ def shared_input(group: dist.ProcessGroup) -> tuple[list[str], int]:
         tallies = session.report().sites
     forward = next(tally for site, tally in tallies.items() if site.direction == "forward")
     return served, forward.moved_bytes
-
-
-def with_another_disk_on_each_rank(group: dist.ProcessGroup, folder: str) -> list[str]:
-    """The first rank finds a choice on its disk, the others another one: what serves every call."""
-    # The rate of loopback depends on what else this machine does.
-    cache._OTHER_LINK = 1e9
-    own = Path(folder, f"rank{group.rank()}")
-    trained(group, ["column"], False, 40, str(own))
-    (file,) = own.glob("*.json") if group.rank() == 0 else (None,)
-    if file is not None:
-        tree = json.loads(file.read_text())
-        for entry in tree["choices"].values():
-            entry.update(method="p2p", pattern=None, chunks_per_rank=2)
-        file.write_text(json.dumps(tree))
-    dist.barrier(group)
-    served, _, _ = trained(group, ["column"], False, 5, str(own))
-    return served
 
 
 def different_layers(group: dist.ProcessGroup) -> str:

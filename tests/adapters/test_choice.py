@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.adapters import choice_cases as cases
@@ -44,11 +42,6 @@ def test_layers_of_one_input_are_served_alike_and_share_its_gather(ranks: World)
     p2p = sum("p2p" in each for each in served[::2])
     shard = 8 * 2 * 16 * 4
     assert sent == p2p * (RANKS - 1) * shard
-
-
-def test_what_is_kept_serves_the_next_run_and_the_first_ranks_disk_counts(ranks: World, tmp_path: Path) -> None:
-    answers = ranks.run(RANKS, cases.with_another_disk_on_each_rank, str(tmp_path))
-    assert answers == [["ag_gemm p2p x 2"] * 5] * RANKS
 
 
 def test_ranks_that_run_different_layers_are_told(ranks: World) -> None:

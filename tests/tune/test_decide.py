@@ -128,6 +128,22 @@ def test_megatrons_own_choice_is_looked_at_again_against_the_best_other() -> Non
     turns = drive(decider, 2 * FIRST_CHECK, steady(50, 100, 20))
     assert decider.choice.candidate == 2
     assert 1 not in {turn.candidate for turn in turns}
+    again = [turn for turn in turns if turn.candidate == 2]
+    assert [turn.timed for turn in again[:2]] == [False, True], "it has not run for long: its first call tells nothing"
+
+
+@pytest.mark.parametrize("lacking", [0, 1, 2])
+def test_what_one_rank_lacks_is_waited_for_by_all(lacking: int) -> None:
+    decider = Decider(2, seed=1)
+    while not decider.due:
+        decider.next()
+    decider.take([[math.nan if rank == lacking else 100.0, 50.0] for rank in range(3)])
+    assert not decider.due
+    assert decider.stage == "first"
+    while not decider.due:
+        assert decider.next() == Turn(1)
+    decider.take([[100.0, 50.0]] * 3)
+    assert decider.stage == "second"
 
 
 def test_a_backward_pass_that_comes_late_is_waited_for_and_one_that_never_comes_is_not() -> None:
@@ -137,7 +153,7 @@ def test_a_backward_pass_that_comes_late_is_waited_for_and_one_that_never_comes_
     never = Decider(3, seed=1)
     turns = drive(never, 500, steady(100, 60, 80), missing=1.0)
     assert math.isnan(never.choice.us)
-    assert never.choice.why == "model"
+    assert (never.stage, never.choice.why) == ("settled", "model")
     assert {turn.candidate for turn in turns[100:]} == {1}
 
 
