@@ -54,7 +54,7 @@ class Trust:
     def stepped(self) -> None:
         """The session's step has changed."""
         if self._watch is not None:
-            self._watch.step = self._session.step
+            self._watch.step, self._watch.folder = self._session.step, self._session.folder
 
     def post_mortem(self, error: BaseException) -> str | None:
         """Writes what this rank was doing when `error` ended it; where it is."""

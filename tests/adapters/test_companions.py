@@ -1,0 +1,49 @@
+"""The plugin beside other features of Megatron: each trains as stock does, overlapped, or left to Megatron by name."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.adapters.megatron_runs import SCRIPTS, TP2_SP, assert_equal_training, train
+
+GPT = SCRIPTS / "pretrain_gpt.py"
+UNFUSED_LOSS = "--untie-embeddings-and-output-weights"
+
+FEATURES = {
+    "full recomputation": (2, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+    "selective recomputation": (2, "--recompute-granularity selective"),
+    "pipeline": (4, f"--pipeline-model-parallel-size 2 {UNFUSED_LOSS} --micro-batch-size 1"),
+    "virtual pipeline": (
+        4,
+        "--pipeline-model-parallel-size 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1 "
+        f"{UNFUSED_LOSS} --micro-batch-size 1",
+    ),
+}
+
+
+def rows(run_dir: Path, rank: int) -> dict[int, dict[str, Any]]:
+    lines = (run_dir / f"steps-rank{rank}.jsonl").read_text().splitlines()
+    return {row["iteration"]: row for row in map(json.loads, lines)}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("feature", FEATURES)
+def test_trains_as_stock_does(feature: str, tmp_path: Path) -> None:
+    ranks, flags = FEATURES[feature]
+    layout = (*TP2_SP, *shlex.split(flags))
+    config = tmp_path / "overlap.yaml"
+    config.write_text(yaml.safe_dump({"overlap": {"tensor": {"method": "p2p", "chunks_per_rank": 2}, "strict": True}}))
+    train(tmp_path / "stock", GPT, ranks, *layout)
+    train(tmp_path / "mine", GPT, ranks, *layout, "--overlap-config", str(config), off=False)
+    # With a pipeline the last rank alone has the loss.
+    assert_equal_training(rows(tmp_path / "mine", ranks - 1), rows(tmp_path / "stock", ranks - 1))
+    for rank in range(ranks):
+        totals = json.loads((tmp_path / "mine" / f"report-rank{rank}.json").read_text())["totals"]
+        assert totals["overlapped"] > 0
+        assert totals["fallbacks"] == 0
