@@ -1,18 +1,22 @@
 """The kernels as they ship: which tile shapes exist, for which operands and architectures. Needs no torch tensor.
 
-What is aligned (rows of operands at 16 bytes, columns and depth whole tiles) takes the wide tiles. What is not loads
-two bytes at a time under masks and keeps smaller tiles, so that nothing spills.
+What is aligned (columns and depth are multiples of 16, so that rows start at multiples of 16 bytes) takes the wide
+tiles, also where the last tile is not whole (`ragged`). What is not loads two bytes at a time under masks and keeps
+smaller tiles, so that nothing spills.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from megatron_overlap.kernels.launch import MAX_POLLS, GemmConfig
 
 Form = Literal["nt", "nn"]
 """`nt`: B is a transposed weight (forward), `nn`: a weight (dgrad)."""
+
+ALIGNMENT = 16
+"""Triton compiles code of its own for integers that are multiples of this."""
 
 SM80, SM90, SM100 = 80, 90, 100
 ARCHITECTURES = (SM80, SM90, SM100)
@@ -37,21 +41,6 @@ WGRAD = {
 WGRAD_ODD = dict.fromkeys(ARCHITECTURES, GemmConfig(64, 32, 32, 8, 3, 4))
 
 
-@dataclass(frozen=True, slots=True)
-class Operands:
-    """What a launch knows of its operands before it chooses a tile shape.
-
-    Attributes:
-        form: strides of B.
-        dtype: Triton's name: bf16 or fp16.
-        aligned: rows of all operands start at multiples of 16 bytes, columns and depth are whole tiles.
-    """
-
-    form: Form
-    dtype: str
-    aligned: bool
-
-
 def newest(capability: int) -> int:
     """The newest architecture known that a device of `capability` runs code for.
 
@@ -69,7 +58,7 @@ def config_for(capability: int, *, aligned: bool, num_tiles: int, num_programs: 
 
     Args:
         capability: 10 times the compute capability; a newer one than is known takes the newest known.
-        aligned: as in `Operands`.
+        aligned: columns and depth are multiples of `ALIGNMENT`.
         num_tiles: tiles of the whole GEMM.
         num_programs: blocks of the persistent grid.
 
@@ -120,17 +109,28 @@ def shipped() -> list[Variant]:
             for size, table in (("", ALIGNED), (" small", ALIGNED_SMALL), (" odd", ODD)):
                 config = table[arch]
                 for form in ("nt", "nn"):
-                    name = f"{form} {dtype}{size}"
-                    variants.append(_gather(name, arch, form, dtype, config, aligned=table is not ODD))
-                    variants.append(_scatter(name, arch, form, dtype, config, aligned=table is not ODD))
+                    for ragged in ("",) if table is ODD else ("", " ragged"):
+                        name = f"{form} {dtype}{size}{ragged}"
+                        for make in (_gather, _scatter):
+                            variant = make(name, arch, form, dtype, config, aligned=table is not ODD)
+                            variants.append(_ragged(variant) if ragged else variant)
             for size, table in (("", WGRAD), (" odd", WGRAD_ODD)):
                 for total in ("fp32", dtype):
                     name = f"{dtype} to {total}{size}"
-                    variants.append(_wgrad(name, arch, dtype, total, table[arch], aligned=table is WGRAD))
+                    variant = _wgrad(name, arch, dtype, total, table[arch], aligned=table is WGRAD)
+                    variants.append(variant)
+                    if table is WGRAD:
+                        variants.append(_ragged(replace(variant, name=f"{variant.name} ragged")))
         variants.append(_wait(arch))
         for dtype in ("bf16", "fp16"):
             variants += [_sum(arch, dtype, num_ranks, even) for num_ranks in (2, 4, 8) for even in (True, False)]
     return variants
+
+
+def _ragged(variant: Variant) -> Variant:
+    """The same where the last tiles are not whole."""
+    parts = {name: False for name in ("EVEN_N", "EVEN_K", "EVEN_F") if name in variant.constants}
+    return replace(variant, constants=variant.constants | parts)
 
 
 def _gemm_constants(config: GemmConfig, aligned: bool) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class PluginReport:
         overlapped_calls: calls whose communication was overlapped.
         sent_bytes: bytes sent in them.
         fallbacks: the other calls, with their reasons.
+        not_fused: calls that ran p2p where the config asks for fused kernels, by reason.
     """
 
     active: bool
@@ -41,6 +42,7 @@ class PluginReport:
     overlapped_calls: int
     sent_bytes: int
     fallbacks: tuple[Fallback, ...]
+    not_fused: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -161,16 +163,20 @@ def _read_reports(run_dir: Path, world_size: int) -> PluginReport | None:
     if not reports:
         return None
     fallbacks: dict[tuple[str, str, str, str], int] = {}
+    not_fused: dict[str, int] = {}
     for report in reports:
         for module in report.get("modules", ()):
             name = f"{module['kind']} {module['name']}".strip()
             for reason, calls in module["fallbacks"].items():
                 key = (name, module["op"], module["direction"], reason)
                 fallbacks[key] = fallbacks.get(key, 0) + calls
+            for reason, calls in module.get("not_fused", {}).items():
+                not_fused[reason] = not_fused.get(reason, 0) + calls
     return PluginReport(
         active=all(bool(report["active"]) for report in reports),
         reason=str(reports[0]["reason"]),
         overlapped_calls=sum(report["totals"]["overlapped"] for report in reports),
         sent_bytes=sum(report["totals"]["bytes"] for report in reports),
         fallbacks=tuple(Fallback(*key, calls) for key, calls in sorted(fallbacks.items())),
+        not_fused=not_fused,
     )

@@ -302,6 +302,7 @@ def _run_dict(run: RunSummary) -> dict[str, Any]:
             "overlapped_calls": plugin.overlapped_calls,
             "sent_bytes": plugin.sent_bytes,
             "fallbacks": [vars(fallback) for fallback in plugin.fallbacks],
+            "not_fused": dict(plugin.not_fused),
         },
     }
 

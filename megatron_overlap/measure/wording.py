@@ -134,6 +134,12 @@ def notes(result: Comparison) -> list[str]:
             "Exposed communication: time in which a rank computed nothing because it waited for a message, the mean "
             "over ranks; by our own events, Megatron's collectives included on CPU."
         )
+    lines += [
+        f"{run.name}: {calls:,} calls were to run fused and ran p2p: {reason}."
+        for run in result.runs
+        if run.plugin is not None
+        for reason, calls in run.plugin.not_fused.items()
+    ]
     lines += [str(note) for note in result.settings.get("notes", ())]
     return lines
 

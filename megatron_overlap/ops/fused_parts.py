@@ -39,25 +39,23 @@ class _Kernels:
 
     def config(self, rows: int, b: torch.Tensor) -> Any:
         """Tile shape for a GEMM of `rows` rows with `b`."""
-        from megatron_overlap.kernels.variants import ALIGNED, config_for, newest
+        from megatron_overlap.kernels.variants import ALIGNED, ALIGNMENT, config_for, newest
 
         if self._plan.config is not None:
             return self._plan.config
         capability = self._transport.fabric.capability
         wide = ALIGNED[newest(capability)]
         depth, columns = b.shape
-        aligned = columns % wide.block_n == 0 and depth % wide.block_k == 0
+        aligned = columns % ALIGNMENT == 0 and depth % ALIGNMENT == 0
         tiles = -(-rows // wide.block_m) * -(-columns // wide.block_n)
         return config_for(capability, aligned=aligned, num_tiles=tiles, num_programs=self.programs)
 
     def wgrad_config(self, w: torch.Tensor) -> Any:
         """Tile shape for a weight gradient."""
-        from megatron_overlap.kernels.variants import WGRAD, WGRAD_ODD, newest
+        from megatron_overlap.kernels.variants import ALIGNMENT, WGRAD, WGRAD_ODD, newest
 
-        arch = newest(self._transport.fabric.capability)
-        wide = WGRAD[arch]
-        aligned = w.shape[0] % wide.block_m == 0 and w.shape[1] % wide.block_n == 0
-        return wide if aligned else WGRAD_ODD[arch]
+        aligned = all(extent % ALIGNMENT == 0 for extent in w.shape)
+        return (WGRAD if aligned else WGRAD_ODD)[newest(self._transport.fabric.capability)]
 
 
 class Gather:

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 EVERYDAY = [
     "ag_gemm nt bf16",
     "gemm_rs nt bf16",
+    "gemm_rs nn bf16 ragged",
     "gemm_rs nn bf16 odd",
     "wgrad bf16 to fp32",
     "sum of 8 bf16",

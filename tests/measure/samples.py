@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from megatron_overlap.launch.artefacts import Fallback, PluginReport, RunRecord
 from megatron_overlap.measure.compare import Side, Workload
@@ -18,6 +19,7 @@ def record(
     grad_norms: Sequence[float | None] | None = None,
     memory: int = 1000,
     fallbacks: tuple[Fallback, ...] = (),
+    not_fused: Mapping[str, int] = MappingProxyType({}),
 ) -> RunRecord:
     size = len(step_time_ms)
     return RunRecord(
@@ -27,7 +29,7 @@ def record(
         grad_norms=tuple(grad_norms if grad_norms is not None else [2.0] * size),
         peak_memory_bytes=memory,
         meta=META,
-        report=PluginReport(True, "2 of Megatron's functions are replaced", 12, 3 << 20, fallbacks),
+        report=PluginReport(True, "2 of Megatron's functions are replaced", 12, 3 << 20, fallbacks, not_fused),
     )
 
 

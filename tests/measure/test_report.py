@@ -131,3 +131,13 @@ def test_no_word_of_exposed_communication_where_it_was_not_recorded(tmp_path: Pa
     assert "exposed" not in " ".join(row.label for row in wording.rows(result))
     report.write(result, tmp_path, {})
     assert "Exposed" not in (tmp_path / "compare.html").read_text()
+
+
+def test_calls_that_could_not_run_fused_are_told(tmp_path: Path) -> None:
+    why = {"fused kernels need CUDA, not cpu": 24}
+    result = compare([side("plain", [record([9, 9, 120])]), side("fused", [record([9, 9, 60], not_fused=why)])])
+    line = "fused: 24 calls were to run fused and ran p2p: fused kernels need CUDA, not cpu."
+    assert line in wording.notes(result)
+    report.write(result, tmp_path, {"plain": "", "fused": ""})
+    assert line in (tmp_path / "compare.html").read_text()
+    assert json.loads((tmp_path / "compare.json").read_text())["runs"][1]["plugin"]["not_fused"] == why

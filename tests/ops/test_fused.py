@@ -50,7 +50,7 @@ def test_all_reduce_equals_reference(ranks: World, op: str, plan: FusedPlan) -> 
 @pytest.mark.parametrize("op", SEQUENCE + PLAIN)
 def test_weight_gradient_goes_into_main_grad(ranks: World, op: str, dtype: torch.dtype) -> None:
     case = (cases if op in SEQUENCE else all_reduce_cases).against_reference
-    ranks.run(2, case, op, 40, 32, 24, dtype, FusedPlan(), late=False, main_grad=True)
+    ranks.run(2, case, op, 40, 32, 48, dtype, FusedPlan(), late=False, main_grad=True)
 
 
 def test_activation_recomputation(ranks: World) -> None:

@@ -22,7 +22,7 @@ class Kernels:
     def config(self, m: int, n: int, k: int) -> Any:
         """What the package would choose."""
         wide = variants.ALIGNED[self.arch]
-        aligned = n % wide.block_n == 0 and k % wide.block_k == 0
+        aligned = n % variants.ALIGNMENT == 0 and k % variants.ALIGNMENT == 0
         num_tiles = -(-m // wide.block_m) * -(-n // wide.block_n)
         programs = self.device.num_sms
         return variants.config_for(self.device.capability, aligned=aligned, num_tiles=num_tiles, num_programs=programs)
@@ -95,9 +95,8 @@ def gather(
     tables = [kernels.table(layout, rank, "arrival", config.block_m) for rank in range(ranks)]
     chunks = [kernels.table(layout, rank, "arrival", None) for rank in range(ranks)]
     links = [device.link(rate) for rate in rates]
-    wide = variants.WGRAD[kernels.arch]
-    aligned = n % wide.block_m == 0 and k % wide.block_n == 0
-    wgrad_config = wide if aligned else variants.WGRAD_ODD[kernels.arch]
+    aligned = n % variants.ALIGNMENT == 0 and k % variants.ALIGNMENT == 0
+    wgrad_config = (variants.WGRAD if aligned else variants.WGRAD_ODD)[kernels.arch]
     device.synchronize()
     streams = [device.stream() for _ in range(ranks)]
     for rank in range(ranks):
