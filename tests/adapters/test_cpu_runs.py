@@ -27,6 +27,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Rows:
     return train(tmp_path_factory.mktemp("one"), GPT, 1)
 
 
+@pytest.mark.long
 def test_tensor_and_sequence_parallel_resume_from_a_checkpoint(one_rank: Rows, tmp_path: Path) -> None:
     layout = (*TP2_SP, "--use-distributed-optimizer", "--save-interval", "2")
     rows = train(tmp_path / "first", GPT, 2, *layout, "--save", str(tmp_path / "saved"))

@@ -96,6 +96,7 @@ def test_the_release_is_the_one_asked_for(ranks: World) -> None:
     assert wanted is None or releases == [wanted] * RANKS
 
 
+@pytest.mark.long
 def test_training_is_equal_to_stock(tmp_path: Path) -> None:
     """A LLaMA with grouped queries and rotary positions: every loss and grad-norm, and no layer left out."""
     file = tmp_path / "overlap.yaml"

@@ -68,6 +68,7 @@ def test_llama_fp32_and_bf16(plugin: tuple[str, str], tmp_path: Path) -> None:
         assert largest_deviation(mine, exact, name) <= BF16_FACTOR * own
 
 
+@pytest.mark.long
 def test_gpt_with_data_parallel_ranks(plugin: tuple[str, str], tmp_path: Path) -> None:
     layout = (*TP2_SP, *SHARDED, "--micro-batch-size", "1")
     mine = train(tmp_path / "mine", GPT, 4, *layout, *plugin, off=False)
@@ -75,6 +76,7 @@ def test_gpt_with_data_parallel_ranks(plugin: tuple[str, str], tmp_path: Path) -
     assert_overlapped(tmp_path / "mine", ranks=4, expected=TENSOR | DATA)
 
 
+@pytest.mark.long
 def test_data_parallel_with_evaluation_then_resumed_without_the_plugin(plugin: tuple[str, str], tmp_path: Path) -> None:
     """Two micro-batches a step. Parameters are on their way when evaluation and the checkpoint ask for them."""
     evaluate = shlex.split("--split 90,10,0 --eval-interval 2 --eval-iters 1")
@@ -91,6 +93,7 @@ def test_data_parallel_with_evaluation_then_resumed_without_the_plugin(plugin: t
     assert_equal_training(resumed, stock)
 
 
+@pytest.mark.long
 def test_gradients_added_inside_the_gemm_then_resumed_without_the_plugin(
     plugin: tuple[str, str], tmp_path: Path
 ) -> None:

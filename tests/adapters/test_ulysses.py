@@ -85,6 +85,7 @@ def assert_counted(run_dir: Path, op: str, *, ranks: int, layers: int = 2) -> No
         assert report["totals"]["fallbacks"] == 0
 
 
+@pytest.mark.long
 def test_llama_with_tensor_and_context_ranks(plugin: tuple[str, str], tmp_path: Path) -> None:
     stock = train(tmp_path / "stock", LLAMA, 1, *GQA)
     mine = train(tmp_path / "tp2up2", LLAMA, 4, *GQA, *CP2, *TP2_SP, "--overlap-grad-reduce", *plugin, off=False)
@@ -92,6 +93,7 @@ def test_llama_with_tensor_and_context_ranks(plugin: tuple[str, str], tmp_path: 
     assert_counted(tmp_path / "tp2up2", "ulysses", ranks=4)
 
 
+@pytest.mark.long
 def test_gpt_whose_parameters_are_gathered_while_it_runs(plugin: tuple[str, str], tmp_path: Path) -> None:
     """The whole layer by head groups, under the distributed optimizer, several micro-batches."""
     options = shlex.split("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather")

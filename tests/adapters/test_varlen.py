@@ -56,6 +56,7 @@ def test_two_context_ranks(data: Path, alone: Reference, tmp_path: Path) -> None
     assert_attended(reports, 2 * SHORT)
 
 
+@pytest.mark.long
 def test_two_context_and_two_tensor_ranks(data: Path, alone: Reference, tmp_path: Path) -> None:
     rows, reports = train(tmp_path, config("cp2tp2", data, context=2, tensor=2, distributed_optimizer=True))
     assert_equal_training(rows, alone(SHORT))

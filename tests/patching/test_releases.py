@@ -8,6 +8,7 @@ import sys
 from tests.helpers.releases import OLDEST, ROOT, release_environment
 
 
+@pytest.mark.long
 def test_engine_on_the_oldest_release() -> None:
     environment = {**release_environment(OLDEST), "EXPECTED_MEGATRON": OLDEST}
     command = [sys.executable, "-m", "pytest", "tests/patching/test_megatron.py"]
