@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -242,7 +242,7 @@ class Report:
         if self.sites:
             parts.append(self._call_table())
         if self.choices:
-            parts.append(self._choice_table())
+            parts.append(choice_table(self.choices))
         if self.kept.calls:
             parts.append(self._memory_table())
         if self.checked:
@@ -297,20 +297,6 @@ class Report:
             )
         return table
 
-    def _choice_table(self) -> Table:
-        table = Table("module", "op", title="choices of method auto", title_justify="left")
-        table.add_column("rows", justify="right")
-        table.add_column("passes")
-        table.add_column("serves")
-        for heading in ("ms", "own ms", "gain"):
-            table.add_column(heading, justify="right")
-        table.add_column("why not otherwise")
-        for line in self.choices:
-            times = ("-" if ms is None else f"{ms:.2f}" for ms in (line.ms, line.own_ms))
-            gain = "-" if line.gain is None else f"{line.gain:+.0%}"
-            table.add_row(line.module, line.op, str(line.rows), line.passes, line.method, *times, gain, line.why)
-        return table
-
     def _symmetric_lines(self) -> list[str]:
         if self.symmetric is None:
             return []
@@ -334,3 +320,19 @@ class Report:
         peaks = (f"{kept.peak_bytes / _MIB:.2f}", f"{kept.otherwise_peak_bytes / _MIB:.2f}")
         table.add_row("all, most at one time", "", *peaks)
         return table
+
+
+def choice_table(lines: Iterable[ChoiceLine]) -> Table:
+    """Choices for a rich console."""
+    table = Table("module", "op", title="choices of method auto", title_justify="left")
+    table.add_column("rows", justify="right")
+    table.add_column("passes")
+    table.add_column("serves")
+    for heading in ("ms", "own ms", "gain"):
+        table.add_column(heading, justify="right")
+    table.add_column("why not otherwise")
+    for line in lines:
+        times = ("-" if ms is None else f"{ms:.2f}" for ms in (line.ms, line.own_ms))
+        gain = "-" if line.gain is None else f"{line.gain:+.0%}"
+        table.add_row(line.module, line.op, str(line.rows), line.passes, line.method, *times, gain, line.why)
+    return table

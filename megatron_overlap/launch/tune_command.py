@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
+from megatron_overlap.accounting import ChoiceLine, choice_table
 from megatron_overlap.config import ConfigError, LaunchConfig, load_launch_config
 from megatron_overlap.config.carried import config_file
 from megatron_overlap.launch.command import need_one_place, new_run_dir
@@ -60,7 +60,7 @@ def tune(
         return 1
     choices = read_choices(folder)
     console.print(choice_table(choices))
-    undone = sum(choice["ms"] is None for choice in choices)
+    undone = sum(choice.ms is None for choice in choices)
     if undone or not choices:
         print(f"{cfg.name}: {undone} of {len(choices)} kinds of calls were not measured; see {folder}", file=sys.stderr)
         return 1
@@ -99,31 +99,14 @@ def short_run(name: str, cfg: LaunchConfig) -> LaunchConfig:
     return LaunchConfig.model_validate({**dump, "name": f"{cfg.name}_tune", "train": {**dump["train"], **train}})
 
 
-def read_choices(run_dir: Path) -> list[dict[str, Any]]:
+def read_choices(run_dir: Path) -> list[ChoiceLine]:
     """What the ranks of a run have chosen: each kind of call once, by the first rank that had it."""
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    found: dict[tuple[Any, ...], ChoiceLine] = {}
     for path in sorted(run_dir.glob("report-rank*.json")):
-        for choice in json.loads(path.read_text(encoding="utf-8")).get("choices", ()):
-            key = tuple(choice[name] for name in ("module", "op", "rows", "dtype", "passes"))
-            found.setdefault(key, choice)
+        for tree in json.loads(path.read_text(encoding="utf-8")).get("choices", ()):
+            line = ChoiceLine(**{name: value for name, value in tree.items() if name != "gain"})
+            found.setdefault((line.module, line.op, line.rows, line.dtype, line.passes), line)
     return list(found.values())
-
-
-def choice_table(choices: list[dict[str, Any]]) -> Table:
-    """The choices for a terminal."""
-    table = Table("module", "op", title="choices", title_justify="left")
-    table.add_column("rows", justify="right")
-    table.add_column("passes")
-    table.add_column("serves")
-    for heading in ("ms", "own ms", "gain"):
-        table.add_column(heading, justify="right")
-    table.add_column("why not otherwise")
-    for choice in choices:
-        times = ("-" if choice[key] is None else f"{choice[key]:.2f}" for key in ("ms", "own_ms"))
-        gain = "-" if choice["gain"] is None else f"{choice['gain']:+.0%}"
-        names = (choice["module"], choice["op"], str(choice["rows"]), choice["passes"], choice["method"])
-        table.add_row(*names, *times, gain, choice["why"])
-    return table
 
 
 def _bar(console: Console) -> Progress:
