@@ -19,8 +19,9 @@ from tests.kernels.looks import watched
 ROWS, K, N = 18, 8, 12
 ROUNDS = 3
 LATE_S = 0.1
-MAX_POLLS, LATE_POLLS = 10_000, 40_000
-GIVE_UP_S = 5
+# What is right waits long on a busy machine; what is wrong may wait for ever, and is cut short.
+MAX_POLLS, MUTANTS_POLLS = 300_000, 20_000
+GIVE_UP_S, MUTANTS_GIVE_UP_S = 120, 8
 
 
 class _LateCopies:
@@ -85,7 +86,7 @@ def protocol(
     """
     edits = tuple(edits)
     symmetric, parts = load("comm.symmetric", edits), load("ops.fused_parts", edits)
-    fabric = PoisonedFabric(group, max_polls=LATE_POLLS if late_copies or late_start else MAX_POLLS)
+    fabric = PoisonedFabric(group, max_polls=MUTANTS_POLLS if edits else MAX_POLLS)
     rank, size = fabric.rank, fabric.size
     if late_copies and rank == 0:
         fabric.copying = _LateCopies(fabric.copying)  # type: ignore[assignment]
@@ -103,6 +104,7 @@ def protocol(
         looks.zero_()
     fabric.barrier()
     wrong = []
+    give_up_s = MUTANTS_GIVE_UP_S if edits else GIVE_UP_S
     with watched(acknowledgements, looks[rank]):
         for number in range(1, ROUNDS + 1):
             a, b = _operands(rank, number)
@@ -112,10 +114,10 @@ def protocol(
             try:
                 gather = parts.Gather(transport, a[own].contiguous(), ROWS, "test", fused_plan)
                 scatter = parts.Scatter(transport, a, b, "test", fused_plan)
-                _as_late_as_it_may(transport, 2 * number - 1, looks)
+                _as_late_as_it_may(transport, 2 * number - 1, looks, give_up_s)
                 got = [gather.gemm(b)]
                 gather.done()
-                _as_late_as_it_may(transport, 2 * number, looks)
+                _as_late_as_it_may(transport, 2 * number, looks, give_up_s)
                 got.append(scatter.sum())
             except (TransportError, symmetric.TransportError, TimeoutError) as error:
                 wrong.append(f"round {number}: {type(error).__name__}: {error}")
@@ -132,7 +134,7 @@ def protocol(
     return wrong
 
 
-def _as_late_as_it_may(transport: Any, op: int, looks: torch.Tensor) -> None:
+def _as_late_as_it_may(transport: Any, op: int, looks: torch.Tensor, give_up_s: float) -> None:
     """Rank 1 goes on with `op` when rank 0 waits for that, or has written for op + 2 where it must not yet."""
     if transport.rank != 1 or op + 2 > 2 * ROUNDS:
         return
@@ -140,7 +142,7 @@ def _as_late_as_it_may(transport: Any, op: int, looks: torch.Tensor) -> None:
     flags = transport._words(1, layout.flags(op), layout.num_flags)
     word = (layout.acknowledgements(op) - layout.acknowledgements(0)) // 4 + 1
     before = int(looks[0, word])
-    deadline = time.monotonic() + GIVE_UP_S
+    deadline = time.monotonic() + give_up_s
     while int(looks[0, word]) < before + 2 and not bool((flags == op + 2).any()):
         if time.monotonic() > deadline:
             raise TimeoutError(f"op {op}: rank 0 neither waits nor writes")
@@ -153,7 +155,7 @@ def layers(group: dist.ProcessGroup, edits: Sequence[Edit] = ()) -> list[str]:
     """Forward and backward of both layers over memory that is forgotten on acknowledgement; what was wrong."""
     edits = tuple(edits)
     fused = load("ops.fused", edits)
-    fabric = PoisonedFabric(group, max_polls=MAX_POLLS)
+    fabric = PoisonedFabric(group, max_polls=MUTANTS_POLLS if edits else MAX_POLLS)
     transport = load("comm.symmetric", edits).SymmetricTransport(fabric, load("kernels.wait", edits).wait_all)
     transport._allocate(4 * 32 * 16)
     fabric.computing = _Forgetting(fabric.computing, transport)  # type: ignore[assignment]
