@@ -187,9 +187,9 @@ class Report:
     patches: tuple[PatchLine, ...]
     sites: Mapping[Site, Tally]
     kept: KeptMemory = KeptMemory()
-    checked: Mapping[str, float] = field(default_factory=dict)
     left: Mapping[str, str] = field(default_factory=dict)
     choices: tuple[ChoiceLine, ...] = ()
+    checked: Mapping[str, float] = field(default_factory=dict)
     symmetric: tuple[SymmetricMemory, ...] | None = None
 
     def as_dict(self) -> dict[str, Any]:

@@ -76,6 +76,8 @@ def test_an_override_is_never_a_shells(tmp_path: Path) -> None:
     from megatron_overlap.config.megatron_args import to_megatron_args
 
     canary = tmp_path / "canary"
-    config = load_launch_config("quickstart", ["name=x", f'megatron_args=["--wandb-exp-name=$(touch {canary}); `id`"]'])
+    config = load_launch_config(
+        ROOT / "configs" / "quickstart.yaml", ["name=x", f'megatron_args=["--wandb-exp-name=$(touch {canary}); `id`"]']
+    )
     assert any(word == f"--wandb-exp-name=$(touch {canary}); `id`" for word in to_megatron_args(config))
     assert not canary.exists()

@@ -22,12 +22,12 @@ def follow(session: Session) -> list[str]:
     choice: TensorChoice = session.linear.choice
     serve = choice.serve
 
-    def noting(op: str, x: Any, weight: Any, group: Any, into: bool, run: Any, why_not_fused: Any) -> Any:
+    def noting(op: str, x: Any, weight: Any, group: Any, into: bool, run: Any, why_not_fused: Any, **how: Any) -> Any:
         def noted(candidate: Candidate) -> Any:
             served.append(f"{op} {candidate}")
             return run(candidate)
 
-        return serve(op, x, weight, group, into, noted, why_not_fused)
+        return serve(op, x, weight, group, into, noted, why_not_fused, **how)
 
     choice.serve = noting  # type: ignore[method-assign]
     return served

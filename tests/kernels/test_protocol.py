@@ -38,8 +38,11 @@ def test_weight_gradient(two_ranks: World, shared: Path, launches: str) -> None:
 
 
 def test_four_ranks(four_ranks: World, shared: Path) -> None:
-    """Shards of ten and nine rows in three chunks; dgrad's form of the weight."""
-    problem = replace(odd(shared, 4), parts=3, transposed=False)
+    """Shards of ten and nine rows in four chunks; dgrad's form of the weight.
+
+    Row tiles are taken in groups of two here: with an odd number of own ones the last waits with the first remote one.
+    """
+    problem = replace(odd(shared, 4), parts=4, transposed=False)
     assert gathering(four_ranks, problem) == NOTHING
     assert scattering(four_ranks, problem) == NOTHING
     assert gathering(four_ranks, problem, "wgrad") == NOTHING

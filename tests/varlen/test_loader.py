@@ -72,7 +72,7 @@ def test_rows_are_padded_to_a_multiple(world: World) -> None:
 
 
 def test_a_rank_that_cannot_read_holds_up_nobody(world: World) -> None:
-    assert world.run(2, cases.what_a_failing_read_does) == ["OSError", "RuntimeError"]
+    assert world.run(2, cases.what_a_failing_read_does) == ["OSError", "TransportError"]
 
 
 @pytest.mark.parametrize(("lengths", "tokens"), [([], 4), ([0, 0], 4), ([3, 5], 4)])
