@@ -25,7 +25,9 @@ def ranks() -> Iterator[World]:
 
 @pytest.mark.parametrize("plain", [False, True], ids=["sp", "no-sp"])
 @pytest.mark.parametrize("kind", ["column", "row"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, id="fp32"), pytest.param(torch.bfloat16, id="bf16", marks=pytest.mark.long)]
+)
 def test_what_is_right_passes(ranks: World, kind: str, dtype: torch.dtype, plain: bool) -> None:
     found = ranks.run(RANKS, cases.checked, kind, dtype, plain=plain)
     assert_same([each["checked"] for each in found])

@@ -47,6 +47,7 @@ def test_tensor_and_sequence_parallel_resume_from_a_checkpoint(one_rank: Rows, t
     assert (tmp_path / "first" / "report-rank1.json").is_file()
 
 
+@pytest.mark.long
 def test_llama_is_the_same_in_both_layouts(tmp_path: Path) -> None:
     assert_equal_training(train(tmp_path / "two", LLAMA, 2, *GQA, *TP2_SP), train(tmp_path / "one", LLAMA, 1, *GQA))
 

@@ -124,6 +124,7 @@ def test_without_sequence_parallelism(plugin: tuple[str, str], tmp_path: Path) -
     assert set(report["left_to_megatron"]) == {"VocabParallelEmbedding", "VocabParallelCrossEntropy"}
 
 
+@pytest.mark.long
 def test_a_choice_made_in_the_run_changes_no_loss_and_leaves_slow_messages_alone(tmp_path: Path) -> None:
     """Every way is tried in the first steps, so that layers switch from call to call; at the end all is Megatron's."""
     file = tmp_path / "auto.yaml"

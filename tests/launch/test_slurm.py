@@ -109,6 +109,7 @@ print(json.dumps([numbers, sys.argv[1:]]), flush=True)
 """
 
 
+@pytest.mark.long
 def test_torchrun_on_two_nodes_numbers_ranks_by_node(tmp_path: Path) -> None:
     """The line for GPUs is started for real; the script uses none."""
     entry = tmp_path / "show.py"

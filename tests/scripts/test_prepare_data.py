@@ -161,6 +161,7 @@ def in_writing(partial: Path) -> bool:
     return (partial / "tokens.bin").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("reached", "number", "code"),
     [
