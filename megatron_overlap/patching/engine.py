@@ -41,7 +41,7 @@ class Engine:
         Args:
             features: plan only the patches of these; default all.
         """
-        findings = [look(manifest) for manifest in self.manifests if features is None or manifest.feature in features]
+        findings = look(each for each in self.manifests if features is None or each.feature in features)
         refused = {
             finding.manifest.feature: finding.manifest.target
             for finding in findings

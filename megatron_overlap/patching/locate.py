@@ -148,8 +148,13 @@ def definitions(tree: SourceTree, target: Target) -> list[Definition]:
     found = tree.read(target.module)
     if found is None:
         return []
-    file, text = found
-    return [_describe(node, file, text) for node in _find(_parse(text).body, target.qualname.split("."))]
+    return list(_definitions(*found, target.qualname))
+
+
+# A definition that many patches rely on is read and digested once.
+@functools.lru_cache(maxsize=256)
+def _definitions(file: str, text: str, qualname: str) -> tuple[Definition, ...]:
+    return tuple(_describe(node, file, text) for node in _find(_parse(text).body, qualname.split(".")))
 
 
 @functools.lru_cache(maxsize=16)

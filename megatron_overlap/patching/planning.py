@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 from megatron_overlap.patching.bindings import Binding, bindings_of, find_loaded
-from megatron_overlap.patching.judge import Verdict, judge
+from megatron_overlap.patching.judge import Judgement, Verdict, judge
 from megatron_overlap.patching.locate import Definition, ImportedTree, Target, definitions
 from megatron_overlap.patching.manifest import Manifest
 
@@ -58,30 +58,58 @@ class Plan:
         return [finding for finding in self.findings if finding.verdict is not Verdict.REFUSED]
 
 
-def look(manifest: Manifest) -> Finding:
-    """Plans one patch: imports its modules, looks at what is there, and changes nothing."""
+@dataclass(frozen=True)
+class _Seen:
+    site: Binding
+    original: Any
+    own: bool
+    judgement: Judgement
+
+
+def look(manifests: Iterable[Manifest]) -> list[Finding]:
+    """Plans patches: imports their modules, looks at what is there, and changes nothing."""
+    seen = [(manifest, _attempt(_examine, manifest)) for manifest in manifests]
+    # One search for all of them, when all is imported: it goes through everything in sys.modules.
+    fits = [each.original for _, each in seen if isinstance(each, _Seen)]
+    holders = iter(bindings_of(*fits))
+    findings = []
+    for manifest, each in seen:
+        found = _attempt(_finish, manifest, each, next(holders)) if isinstance(each, _Seen) else each
+        findings.append(found if isinstance(found, Finding) else Finding(manifest, Verdict.REFUSED, found))
+    return findings
+
+
+def _attempt[**P, T](step: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | str:
+    """What a step of the planning returns, or why the patch is refused."""
     try:
-        site, original, own = _resolve(Target.parse(manifest.target))
-        for name in manifest.relies_on:
-            # Only what is imported can be judged; what cannot be imported is then reported as missing.
-            with contextlib.suppress(ImportError):
-                importlib.import_module(Target.parse(name).module)
-        judgement = judge(manifest, _shipped(site, original), ImportedTree())
-        if judgement.verdict is Verdict.REFUSED:
-            raise _RefusedError(judgement.reason)
-        rebind, stale = _by_value(manifest, site, original)
-        factory = _import_factory(Target.parse(manifest.replacement))
+        return step(*args, **kwargs)
     except _RefusedError as refusal:
-        return Finding(manifest, Verdict.REFUSED, str(refusal))
+        return str(refusal)
+
+
+def _examine(manifest: Manifest) -> _Seen:
+    site, original, own = _resolve(Target.parse(manifest.target))
+    for name in manifest.relies_on:
+        # Only what is imported can be judged; what cannot be imported is then reported as missing.
+        with contextlib.suppress(ImportError):
+            importlib.import_module(Target.parse(name).module)
+    judgement = judge(manifest, _shipped(site, original), ImportedTree())
+    if judgement.verdict is Verdict.REFUSED:
+        raise _RefusedError(judgement.reason)
+    return _Seen(site, original, own, judgement)
+
+
+def _finish(manifest: Manifest, seen: _Seen, holders: Iterable[Binding]) -> Finding:
+    rebind, stale = _by_value(manifest, seen.site, seen.original, holders)
     return Finding(
         manifest,
-        judgement.verdict,
-        judgement.reason,
+        seen.judgement.verdict,
+        seen.judgement.reason,
         stale=tuple(map(str, stale)),
-        site=site,
-        original=original,
-        own=own,
-        factory=factory,
+        site=seen.site,
+        original=seen.original,
+        own=seen.own,
+        factory=_import_factory(Target.parse(manifest.replacement)),
         rebind=tuple(rebind),
     )
 
@@ -150,8 +178,10 @@ def _made_by(function: Any, definition: Definition) -> bool:
     )
 
 
-def _by_value(manifest: Manifest, site: Binding, original: Any) -> tuple[list[Binding], list[Binding]]:
-    """Splits the holders of `original` by value into listed and harmless ones; refuses the rest."""
+def _by_value(
+    manifest: Manifest, site: Binding, original: Any, holders: Iterable[Binding]
+) -> tuple[list[Binding], list[Binding]]:
+    """Splits those who hold `original` by value into listed and harmless ones; refuses the rest."""
     function = plain_function(original)
     listed: list[Binding] = []
     for name in manifest.also_bound:
@@ -163,7 +193,7 @@ def _by_value(manifest: Manifest, site: Binding, original: Any) -> tuple[list[Bi
         listed.append(binding)
     package = site.module.partition(".")[0]
     stale = []
-    for binding in bindings_of(original)[0]:
+    for binding in holders:
         if binding in listed or binding == site or _is_source(binding, site):
             continue
         if binding.module.partition(".")[0] == package:

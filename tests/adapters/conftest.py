@@ -15,7 +15,7 @@ RANKS = 4
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[World]:
     """Workers of their own: Megatron's classes and groups, once made in a process, stay."""
-    workers = World(answer_s=120)
+    workers = World(answer_s=120, adapted=True)
     workers.run(RANKS, layer_cases.start)
     yield workers
     workers.close()

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from tests.adapters import check_cases as cases
-from tests.adapters import layer_cases
 from tests.helpers.world import World, assert_same
 
 RANKS = 4
 OPS = {("column", False): "ag_gemm", ("row", False): "gemm_rs", ("column", True): "copy_gemm", ("row", True): "gemm_ar"}
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[World]:
-    workers = World(answer_s=250)
-    workers.run(RANKS, layer_cases.start)
-    yield workers
-    workers.close()
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["sp", "no-sp"])

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from tests.adapters import mlp_cases as cases
-from tests.adapters.layer_cases import start
 from tests.helpers.world import World
 
 RANKS = 4
 JOINED = {("mlp", "copy_gemm"), ("mlp", "gemm_ar")}
 BY_LAYER = {("column", "copy_gemm"), ("row", "gemm_ar")}
 SWIGLU = {"gated_linear_unit": True, "activation_func": "silu", "add_bias_linear": False}
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[World]:
-    """Workers of their own: Megatron's classes and groups, once made in a process, stay."""
-    workers = World(answer_s=120)
-    workers.run(RANKS, start)
-    yield workers
-    workers.close()
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ REASONS = {
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[World]:
     """Workers of their own: Megatron's classes and groups, once made in a process, stay."""
-    workers = World(answer_s=120)
+    workers = World(answer_s=120, adapted=True)
     workers.run(RANKS, start)
     yield workers
     workers.close()

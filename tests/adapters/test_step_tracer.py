@@ -30,9 +30,11 @@ def test_every_step_has_what_was_exposed(run: tuple[Path, str]) -> None:
     assert record.exposed is not None
     for step, time_ms in zip(record.exposed, record.step_time_ms, strict=True):
         assert 0 < step.total_ms < time_ms
-        assert ("linear_reduce_scatter", "dgrad") in step.by_op
         assert any(op == "all_reduce" for op, _ in step.by_op)  # Megatron's own
         assert sum(step.by_op.values()) == pytest.approx(step.total_ms)
+    # Now and then one op of a step has nothing exposed, and is not listed then.
+    listed = {key for step in record.exposed for key in step.by_op}
+    assert {"all_gather_linear", "linear_reduce_scatter"} <= {op for op, _ in listed}
     for rank in (0, 1):
         found = read_events(run[0] / "run" / f"events-rank{rank}.bin")
         assert [number for number, _, _ in steps_of(found)] == [1, 2, 3, 4]
@@ -55,7 +57,9 @@ def test_tensorboard_has_the_series(run: tuple[Path, str]) -> None:
     rows = [json.loads(line) for line in (run[0] / "run" / "steps-rank1.jsonl").read_text().splitlines()]
     values = [(point.step, point.value) for point in board.Scalars("exposed communication/total ms")]
     assert values == [(row["iteration"], pytest.approx(row["exposed"]["total_ms"], rel=1e-5)) for row in rows]
-    assert "exposed communication/linear_reduce_scatter dgrad ms" in board.Tags()["scalars"]
+    shown = {f"exposed communication/{op} {way} ms" for row in rows for op, way, _ in row["exposed"]["ops"]}
+    assert shown
+    assert shown < set(board.Tags()["scalars"])
 
 
 def test_the_run_makes_a_trace(run: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:

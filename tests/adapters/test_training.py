@@ -53,12 +53,17 @@ def largest_deviation(rows: Rows, exact: Rows, name: str) -> float:
     return max(abs(rows[i][name] - exact[i][name]) / abs(exact[i][name]) for i in rows)
 
 
-def test_llama_fp32_and_bf16(plugin: tuple[str, str], tmp_path: Path) -> None:
+def test_llama(plugin: tuple[str, str], tmp_path: Path) -> None:
     layout = (*GQA, *TP2_SP)
     exact = train(tmp_path / "stock", LLAMA, 2, *layout)
     assert_equal_training(train(tmp_path / "mine", LLAMA, 2, *layout, *plugin, off=False), exact)
     assert_overlapped(tmp_path / "mine", ranks=2)
 
+
+@pytest.mark.long
+def test_llama_in_bf16(plugin: tuple[str, str], tmp_path: Path) -> None:
+    layout = (*GQA, *TP2_SP)
+    exact = train(tmp_path / "stock", LLAMA, 2, *layout)
     stock = train(tmp_path / "stock16", LLAMA, 2, *layout, "--bf16")
     mine = train(tmp_path / "mine16", LLAMA, 2, *layout, "--bf16", *plugin, off=False)
     assert_overlapped(tmp_path / "mine16", ranks=2)
@@ -112,6 +117,7 @@ def test_gradients_added_inside_the_gemm_then_resumed_without_the_plugin(
     assert_equal_training(resumed, stock)
 
 
+@pytest.mark.long
 def test_without_sequence_parallelism(plugin: tuple[str, str], tmp_path: Path) -> None:
     layout = (*GQA, "--tensor-model-parallel-size", "2", "--untie-embeddings-and-output-weights")
     mine = train(tmp_path / "mine", LLAMA, 2, *layout, *plugin, off=False)

@@ -126,7 +126,7 @@ def test_the_norm_is_built_of_known_arguments(engine: dict[str, ast.Module]) -> 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[World]:
     """Workers of their own: Megatron's groups, once made in a process, stay."""
-    workers = World(2, answer_s=240, sizes=(2,))
+    workers = World(2, answer_s=240, sizes=(2,), adapted=True)
     yield workers
     workers.close()
 

@@ -25,7 +25,7 @@ GQA = ("--group-query-attention", "--num-query-groups", "2")
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[World]:
     """Workers of their own: Megatron's classes and groups, once made in a process, stay."""
-    workers = World(answer_s=120)
+    workers = World(answer_s=120, adapted=True)
     workers.run(RANKS, cases.start)
     yield workers
     workers.close()

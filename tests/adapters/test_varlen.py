@@ -117,7 +117,7 @@ REFUSED = {
 @pytest.fixture(scope="module")
 def worker() -> Iterator[World]:
     """Workers of their own: Megatron, once imported and adapted, stays."""
-    workers = World(answer_s=120)
+    workers = World(answer_s=120, adapted=True)
     yield workers
     workers.close()
 

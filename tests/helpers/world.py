@@ -25,11 +25,17 @@ class World:
         size: processes.
         answer_s: how long a call may take; what imports much needs more.
         sizes: the sizes of groups.
+        adapted: they are born with Megatron adapted and imported (`tests.helpers.adapted`): a server does that once
+            and every worker is a fork of it.
     """
 
-    def __init__(self, size: int = max(SIZES), *, answer_s: float = 30, sizes: Sequence[int] = SIZES) -> None:
-        self._answer_s, self._sizes = answer_s, tuple(sizes)
-        context = mp.get_context("spawn")
+    def __init__(
+        self, size: int = max(SIZES), *, answer_s: float = 30, sizes: Sequence[int] = SIZES, adapted: bool = False
+    ) -> None:
+        self._answer_s, self._sizes, self._adapted = answer_s, tuple(sizes), adapted
+        context: Any = mp.get_context("forkserver" if adapted else "spawn")
+        if adapted:
+            context.set_forkserver_preload(["tests.helpers.adapted"])
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -59,7 +65,9 @@ class World:
         if failures:
             # The other ranks may be left in the middle of a collective: the next test gets fresh ones.
             self.close()
-            self.__init__(len(self._pipes), answer_s=self._answer_s, sizes=self._sizes)  # type: ignore[misc]
+            self.__init__(  # type: ignore[misc]
+                len(self._pipes), answer_s=self._answer_s, sizes=self._sizes, adapted=self._adapted
+            )
             raise AssertionError("\n".join(failures))
         return [result for _, result in answers]
 

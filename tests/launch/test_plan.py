@@ -137,12 +137,16 @@ def test_what_is_rendered_can_be_read() -> None:
     assert "run directory: /runs/first" in text
 
 
+@pytest.mark.long
 def test_torchrun_is_executed_and_its_ranks_do_not_outlive_a_failure(tmp_path: Path) -> None:
     """The line for GPUs is started for real; the script uses none."""
     entry = tmp_path / "mine.py"
     entry.write_text(
-        "import os, sys, time\nprint('here', os.environ['RANK'], os.environ['WORLD_SIZE'], flush=True)\n"
-        "time.sleep(1 if os.environ['RANK'] == '1' else 600)\nsys.exit(7)\n"
+        "import os, pathlib, sys, time\nprint('here', os.environ['RANK'], os.environ['WORLD_SIZE'], flush=True)\n"
+        f"other = pathlib.Path({str(tmp_path / 'here0')!r})\n"
+        "if os.environ['RANK'] == '0':\n    other.touch()\n    time.sleep(600)\n"
+        "while not other.exists():\n    time.sleep(0.05)\n"
+        "time.sleep(1)\nsys.exit(7)\n"
     )
     lines: list[str] = []
     planned = plan(config(device="cuda", entry=str(entry), timeout_s=120.0), tmp_path / "run")

@@ -84,6 +84,7 @@ def run(job: Path, task: int | None, said: Path) -> subprocess.CompletedProcess[
             os.killpg(started.pid, signal.SIGKILL)  # a job that hangs takes its tasks with it
 
 
+@pytest.mark.long
 def test_a_task_of_an_array_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A task for each rank; the run is the config's, overlap on."""
     job = tmp_path / "job.sh"

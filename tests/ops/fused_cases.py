@@ -19,6 +19,7 @@ from tests.kernels.looks import watched
 ROWS, K, N = 18, 8, 12
 ROUNDS = 3
 LATE_S = 0.1
+MUTANTS_LATE_S = 0.4  # what reads too early must do so even when two cores serve many
 # What is right waits long on a busy machine; what is wrong may wait for ever, and is cut short.
 MAX_POLLS, MUTANTS_POLLS = 300_000, 20_000
 GIVE_UP_S, MUTANTS_GIVE_UP_S = 120, 8
@@ -27,15 +28,15 @@ GIVE_UP_S, MUTANTS_GIVE_UP_S = 120, 8
 class _LateCopies:
     """A copying queue in which every copy takes long."""
 
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
+    def __init__(self, inner: Any, late_s: float) -> None:
+        self._inner, self._late_s = inner, late_s
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         def late() -> None:
-            time.sleep(LATE_S)
+            time.sleep(self._late_s)
             to.copy_(source)
 
         self._inner._work.put(late)
@@ -89,7 +90,7 @@ def protocol(
     fabric = PoisonedFabric(group, max_polls=MUTANTS_POLLS if edits else MAX_POLLS)
     rank, size = fabric.rank, fabric.size
     if late_copies and rank == 0:
-        fabric.copying = _LateCopies(fabric.copying)  # type: ignore[assignment]
+        fabric.copying = _LateCopies(fabric.copying, MUTANTS_LATE_S if edits else LATE_S)  # type: ignore[assignment]
     transport = symmetric.SymmetricTransport(fabric, load("kernels.wait", edits).wait_all)
     fused_plan = load("ops.fused_plan", edits).FusedPlan(chunk_rows=ROWS // size // 2, **plan)
     layout = fused_plan.layout(ROWS, size)

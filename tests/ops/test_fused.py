@@ -136,7 +136,10 @@ def test_protocol(ranks: World, tmp_path: Path, situation: str) -> None:
     assert ranks.run(3, fused_cases.protocol, plan, (), tmp_path, **late) == [[]] * 3
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+# One of them in the everyday run: each takes half a minute in the interpreter.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if number else []) for number, name in enumerate(MUTANTS)]
+)
 def test_a_wrong_protocol_is_caught(ranks: World, tmp_path: Path, name: str) -> None:
     situation, edit = MUTANTS[name]
     plan, late = SITUATIONS[situation]

@@ -18,7 +18,10 @@ def plans(num_ranks: int, **options: object) -> list[AllToAllPlan]:
     return [ulysses_plan(num_ranks, rank, **options) for rank in range(num_ranks)]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("num_groups", "num_runs", "step"), [(2, 1, 1), (1, 2, 5), (3, 2, 9)])
+@pytest.mark.parametrize(
+    ("num_groups", "num_runs", "step"),
+    [pytest.param(2, 1, 1, marks=pytest.mark.long), (2, 1, 7), (1, 2, 9), (3, 2, 21)],
+)
 def test_proved_for_every_group_size(num_groups: int, num_runs: int, step: int) -> None:
     for num_ranks in range(1, 65, step):
         proof = check_all_to_all(plans(num_ranks, num_groups=num_groups, num_runs=num_runs))
