@@ -13,6 +13,13 @@ from megatron_overlap.schedules import Chunk, ChunkLayout
 from tests.kernels.heap import Heap, shared_tensor
 
 
+def _fenced(matrix: torch.Tensor) -> torch.Tensor:
+    """The same values with NaN behind the last: a kernel that reads on past the end shows it."""
+    buffer = torch.full((matrix.numel() + 4096,), torch.nan, dtype=matrix.dtype)
+    fenced = buffer[: matrix.numel()].view(matrix.shape)
+    return fenced.copy_(matrix)
+
+
 @dataclass(frozen=True)
 class Problem:
     """`rows` gathered rows over `ranks`, a GEMM of depth `k` to `n` columns.
@@ -61,7 +68,7 @@ class Problem:
             torch.randn(shape, generator=generator).to(self.dtype)
             for shape in ((self.rows, self.k), (self.n, self.k), (self.n,), (self.rows, self.n))
         )
-        return a, w.t() if self.transposed else w.t().contiguous(), bias, dy
+        return a, _fenced(w).t() if self.transposed else _fenced(w.t()), bias, dy
 
     def gathered(self, epoch: int) -> torch.Tensor:
         """The gathered rows: the shard of each rank is cut from its own A."""
