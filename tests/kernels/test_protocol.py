@@ -38,12 +38,13 @@ def test_weight_gradient(two_ranks: World, shared: Path, launches: str) -> None:
     assert gathering(two_ranks, odd(shared), launches) == NOTHING
 
 
-def test_four_ranks(four_ranks: World, shared: Path) -> None:
-    """Shards of ten and nine rows in four chunks; dgrad's form of the weight.
+@pytest.mark.parametrize("parts", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_four_ranks(four_ranks: World, shared: Path, parts: int) -> None:
+    """Shards of ten and nine rows in several chunks; dgrad's form of the weight.
 
     Row tiles are taken in groups of two here: with an odd number of own ones the last waits with the first remote one.
     """
-    problem = replace(odd(shared, 4), parts=4, transposed=False)
+    problem = replace(odd(shared, 4), parts=parts, transposed=False)
     assert gathering(four_ranks, problem) == NOTHING
     assert scattering(four_ranks, problem) == NOTHING
     assert gathering(four_ranks, problem, "wgrad") == NOTHING

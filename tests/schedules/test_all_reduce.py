@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -28,8 +29,11 @@ def prove(num_ranks: int, num_parts: int, split: str, gathers: str) -> None:
 
 
 @pytest.mark.parametrize("gathers", ["between", "after"])
-def test_proved_for_every_group_size(gathers: str) -> None:
-    for num_ranks in range(1, 65):
+@pytest.mark.parametrize(
+    "sizes", [(16, 31, 64), pytest.param(range(1, 65), marks=pytest.mark.long)], ids=["some", "all"]
+)
+def test_proved_for_every_group_size(gathers: str, sizes: Sequence[int]) -> None:
+    for num_ranks in sizes:
         prove(num_ranks, 3 if num_ranks in SOME else 1, "edge", gathers)
 
 
