@@ -71,8 +71,8 @@ def test_all_variants(arch: int) -> None:
             "gemm_rs nt bf16",
             "16 bytes",
         ),
-        ('device|"acquire"|"relaxed"', "ag_gemm nt bf16", "acquire"),
-        ('device|sem="release"|sem="relaxed"', "gemm_rs nt bf16", "release"),
+        pytest.param('device|"acquire"|"relaxed"', "ag_gemm nt bf16", "acquire", marks=pytest.mark.long),
+        pytest.param('device|sem="release"|sem="relaxed"', "gemm_rs nt bf16", "release", marks=pytest.mark.long),
     ],
     ids=["alignment not said", "no acquire", "no release"],
 )

@@ -54,6 +54,7 @@ def test_what_cannot_be_tuned_is_one_line(
     assert message in line
 
 
+@pytest.mark.long
 def test_tune_fills_the_cache(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["tune", str(config), "--run-dir", str(tmp_path / "first")]) == 0
     said = capsys.readouterr().out

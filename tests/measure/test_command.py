@@ -82,6 +82,7 @@ def test_the_plugin_was_on_in_the_runs_that_say_so(done: tuple[Path, str]) -> No
     assert seeds == {7}
 
 
+@pytest.mark.long
 def test_a_rank_that_dies_is_named_and_there_is_no_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "dies.py"
     script.write_text("import os, sys\nsys.exit('no luck' if os.environ['RANK'] == '1' else 0)\n")

@@ -19,6 +19,7 @@ def launched(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.long
 def test_all_methods_agree(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     run = launched("--check-only", "--interpret", "--json", str(file))

@@ -60,6 +60,7 @@ def dry(tmp_path: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[st
     return run, json.loads(file.read_text())
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_parts_run_in_the_interpreter(tmp_path: Path) -> None:
     """The same lines as on a GPU, but for streams and events; a mutant is noticed, nothing is wrong."""
