@@ -115,6 +115,21 @@ def _merge(merged: Any, layer: Layer) -> Any:
     except OmegaConfBaseException as error:
         key = str(error.full_key or next(iter(layer.tree), "?"))
         raise ConfigError(layer.source, key, str(error), "write the value in the form its key has") from error
+    except TypeError as error:  # OmegaConf's word for a list over keys, or keys over a list
+        key, value = next(_clashes(OmegaConf.to_container(merged, resolve=False), layer.tree, ""))
+        was = "keys" if isinstance(value, list) else "a list"
+        raise ConfigError(
+            layer.source, key, value, f"what this is merged into has {was} there; write both alike"
+        ) from error
+
+
+def _clashes(below: object, above: object, key: str) -> Iterator[tuple[str, object]]:
+    """Where one has a list and the other keys."""
+    if isinstance(below, Mapping) and isinstance(above, Mapping):
+        for name in above.keys() & below.keys():
+            yield from _clashes(below[name], above[name], f"{key}.{name}" if key else str(name))
+    elif isinstance(below, list | Mapping) and isinstance(above, list | Mapping) and type(below) is not type(above):
+        yield key, above
 
 
 def _leaves(node: object, key: str) -> Iterator[tuple[str, object]]:

@@ -114,7 +114,7 @@ def _run(case: Case, rank: int, port: int, address: str, told: int, folder: Path
         step += 1
         watch.step = step
         if step == after:
-            until = step + CALM_STEPS if case.kind in CALM else 1 << 40
+            until = step + (CALM_STEPS if case.kind in CALM else SLOW_STEPS if case.kind == SLOW else 1 << 40)
             if rank == case.victim:
                 if corrupts:
                     transport._every = every
@@ -131,6 +131,9 @@ def _run(case: Case, rank: int, port: int, address: str, told: int, folder: Path
 
 CALM = ("stopped for a while", "late within the deadline", "clock jump")
 """Faults that a run survives."""
+SLOW, SLOW_STEPS = "link at 1 %", 2
+"""A link on which every single wait may come to its end in time; then the run goes on, for many seconds a step."""
+_SLOWED_S = 1.0
 
 
 def _inject(case: Case, draw: random.Random, told: int) -> None:
@@ -143,6 +146,8 @@ def _inject(case: Case, draw: random.Random, told: int) -> None:
         threading.Timer(moment, lambda: os.kill(os.getpid(), number)).start()
     elif case.kind == "late within the deadline":
         time.sleep(0.4 * case.deadline_s)
+    elif case.kind == SLOW:
+        time.sleep(_SLOWED_S)  # the link is slow before the step goes on
     elif case.kind == "late beyond the deadline":
         time.sleep(3 * case.deadline_s)
     elif case.kind == "clock jump":

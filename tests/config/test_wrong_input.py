@@ -70,6 +70,15 @@ WRONG_KEYS = [
     edited("missing section", "model", "null", "missing; give a section", "model: {preset: llama_tiny}\n", ""),
     edited("bare model", "model.arch", "null", "or name a model.preset", "preset: llama_tiny", "num_layers: 2"),
     override("nested", "overlap.tensor.methd", "p2p", "did you mean method?"),
+    override(
+        "keys over a list",
+        "train.seq_length",
+        "{'a': 1}",
+        "is merged into has a list there",
+        "train.seq_length=[1, 2]",
+        "train.seq_length={a: 1}",
+    ),
+    override("list over keys", "train", "[1]", "is merged into has keys there", "train=[1]"),
     override("every method", "overlap.tensor.methd", "none", "did you mean method?", "overlap.*.methd=none"),
     override("hosts", "launch.hosts.gbsp", "1", "did you mean gbps?", "launch.hosts.gbsp=1", "launch.hosts.hosts=2"),
 ]
