@@ -1,9 +1,10 @@
 """Holds the simulator against what was measured on this project's own hosts (docs/results), and prints every row.
 
     python scripts/validate_simulator.py
+    python scripts/validate_simulator.py --measure     # measures the training steps first, about 8 minutes
 
-Step times of `compare_*.json` and single layers of `linear_*.json`, serial and overlapped; profile: netlab. Errors are
-of the model; rows whose figures went into the profile are among the linear ones.
+Training steps of `step_times.json` and layers of `linear_*.json`, without and with overlap; profile: netlab. Errors
+are of the model; rows whose figures went into the profile are among the linear ones.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_overlap import cli
 from megatron_overlap.config import load_launch_config, without_overlap
 from megatron_overlap.config.cluster import load_cluster_profile, with_hosts
 from megatron_overlap.simulate.job import job_of
@@ -25,12 +29,19 @@ from megatron_overlap.simulate.step import simulate_step
 from megatron_overlap.tune.cost import CostModel
 
 ROOT = Path(__file__).resolve().parents[1]
-# The config of each result, and what was different when it was taken.
-SMALLER = ("model.hidden_size=512", "model.ffn_hidden_size=1408")
-STEPS = {
-    "compare_llama_netlab.json": ("llama_tp2_netlab.yaml", SMALLER),
-    "compare_llama_20gbps.json": ("llama_tp2_netlab.yaml", SMALLER),
-}
+STEPS = ROOT / "docs" / "results" / "step_times.json"
+CONFIG = "llama_tp2_netlab.yaml"
+# Shapes, lengths and link rates: each is launched with the overlap and without.
+MEASURED = (
+    ("launch.hosts.gbps=0.3",),
+    ("launch.hosts.gbps=0.8",),
+    ("launch.hosts.gbps=2",),
+    ("launch.hosts.gbps=8",),
+    ("launch.hosts.gbps=0.5", "model.hidden_size=512", "model.ffn_hidden_size=1408"),
+    ("launch.hosts.gbps=0.5", "train.seq_length=512"),
+    ("launch.hosts.gbps=1", "train.global_batch_size=4"),
+    ("launch.hosts.gbps=0.5", "model.num_layers=1"),
+)
 
 
 @dataclass(frozen=True)
@@ -47,22 +58,39 @@ class Row:
         return 100 * (self.model / self.measured - 1)
 
 
+def measure() -> None:
+    """Launches every shape with and without the overlap, two rounds each: minutes, on a quiet machine."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number, overrides in enumerate(MEASURED):
+            out = Path(folder) / str(number)
+            argv = ["compare", str(ROOT / "configs" / CONFIG), "--rounds", "2", "--output", str(out), *overrides]
+            if cli.main(argv) != 0:
+                sys.exit(f"not measured: {' '.join(overrides)}")
+            result = json.loads((out / "compare.json").read_text(encoding="utf-8"))
+            times = {run["name"]: run["step_time_ms"]["median"] for run in result["runs"]}
+            found.append({"overrides": overrides, "step_time_ms": times, "versions": result["versions"]})
+    STEPS.write_text(json.dumps({"config": CONFIG, "runs": found}, indent=1) + "\n", encoding="utf-8")
+
+
 def steps() -> Iterator[Row]:
     """Whole training steps, overlap off and on."""
-    for name, (config, overrides) in STEPS.items():
-        runs = json.loads((ROOT / "docs" / "results" / name).read_text(encoding="utf-8"))["runs"]
-        gbps = runs[0]["link"]["gbps"]
-        loaded = load_launch_config(ROOT / "configs" / config, [*overrides, f"launch.hosts.gbps={gbps}"])
-        model = CostModel(with_hosts(load_cluster_profile("netlab"), gbps, 1))
-        for run in runs:
-            if run["name"].endswith("_baseline"):
-                used = without_overlap(loaded)
-            elif "serial" in run["name"]:
-                continue
-            else:
-                used = loaded
+    measured = json.loads(STEPS.read_text(encoding="utf-8"))
+    for run in measured["runs"]:
+        loaded = load_launch_config(ROOT / "configs" / measured["config"], run["overrides"])
+        assert loaded.launch.hosts is not None
+        model = CostModel(with_hosts(load_cluster_profile("netlab"), loaded.launch.hosts.gbps, 1))
+        for name, time_ms in run["step_time_ms"].items():
+            used = without_overlap(loaded) if name.endswith("_baseline") else loaded
             step = simulate_step(job_of(used), model)
-            yield Row(f"{name}: {run['name']}, {gbps:g} Gbit/s", run["step_time_ms"]["median"], step.step_us / 1e3)
+            what = "without" if used is not loaded else "with"
+            yield Row(f"{what} overlap, {', '.join(run['overrides'])}", time_ms, step.step_us / 1e3)
+
+
+def ordered(rows: list[Row]) -> int:
+    """In how many pairs, without and with overlap, the model says rightly which one is faster."""
+    pairs = zip(rows[::2], rows[1::2], strict=True)
+    return sum((off.measured > on.measured) == (off.model > on.model) for off, on in pairs)
 
 
 def linears() -> Iterator[Row]:
@@ -101,8 +129,13 @@ def show(title: str, rows: list[Row]) -> None:
 
 def main() -> None:
     """Print both tables."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    show("training step", list(steps()))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measure", action="store_true", help=f"first measure the step times of {STEPS.name} anew")
+    if parser.parse_args().measure:
+        measure()
+    rows = list(steps())
+    show("training step", rows)
+    print(f"Which of a pair is faster: right in {ordered(rows)} of {len(rows) // 2}.\n")
     show("one linear layer", list(linears()))
 
 
