@@ -96,6 +96,7 @@ def test_a_rank_that_dies_is_named_and_there_is_no_result(tmp_path: Path, capsys
     assert not list(out.glob("compare.*"))
 
 
+@pytest.mark.long
 def test_a_run_without_steps_is_no_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "nothing.py"
     script.write_text("")
