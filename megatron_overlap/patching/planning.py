@@ -64,12 +64,13 @@ class _Seen:
     original: Any
     own: bool
     judgement: Judgement
+    factory: Factory
 
 
 def look(manifests: Iterable[Manifest]) -> list[Finding]:
     """Plans patches: imports their modules, looks at what is there, and changes nothing."""
     seen = [(manifest, _attempt(_examine, manifest)) for manifest in manifests]
-    # One search for all of them, when all is imported: it goes through everything in sys.modules.
+    # One search for all of them, after the last import of any: it goes through everything in sys.modules.
     fits = [each.original for _, each in seen if isinstance(each, _Seen)]
     holders = iter(bindings_of(*fits))
     findings = []
@@ -96,7 +97,7 @@ def _examine(manifest: Manifest) -> _Seen:
     judgement = judge(manifest, _shipped(site, original), ImportedTree())
     if judgement.verdict is Verdict.REFUSED:
         raise _RefusedError(judgement.reason)
-    return _Seen(site, original, own, judgement)
+    return _Seen(site, original, own, judgement, _import_factory(Target.parse(manifest.replacement)))
 
 
 def _finish(manifest: Manifest, seen: _Seen, holders: Iterable[Binding]) -> Finding:
@@ -109,7 +110,7 @@ def _finish(manifest: Manifest, seen: _Seen, holders: Iterable[Binding]) -> Find
         site=seen.site,
         original=seen.original,
         own=seen.own,
-        factory=_import_factory(Target.parse(manifest.replacement)),
+        factory=seen.factory,
         rebind=tuple(rebind),
     )
 

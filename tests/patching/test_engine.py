@@ -93,6 +93,20 @@ def test_unlisted_binding_in_the_same_package_is_refused(packages: Packages) -> 
     assert f"{user.__name__}:scale holds it by value" in finding.reason
 
 
+def test_binding_in_what_a_replacement_imports_is_found(packages: Packages) -> None:
+    """Whatever planning itself imports is searched as well, also for patches that are planned before."""
+    user = packages.write(f"{packages.vendor_name}.user", f"from {packages.vendor.__name__} import scale")
+    other = packages.write(
+        "other_factories", f"import {user.__name__}\nplain = outer = lambda original, session: original"
+    )
+    first = packages.manifest("scale")
+    second = packages.manifest("Base.plain").model_copy(update={"replacement": f"{other.__name__}:plain"})
+    for name in (user.__name__, other.__name__):
+        del sys.modules[name]
+    refused, _ = Engine([first, second]).plan().findings
+    assert f"{user.__name__}:scale holds it by value" in refused.reason
+
+
 def test_binding_in_a_class_is_found(packages: Packages) -> None:
     source = f"from {packages.vendor.__name__} import Base\nclass Thief:\n    taken = Base.plain\n"
     packages.write(f"{packages.vendor_name}.thief", source)
