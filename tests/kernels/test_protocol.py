@@ -38,7 +38,8 @@ def test_weight_gradient(two_ranks: World, shared: Path, launches: str) -> None:
     assert gathering(two_ranks, odd(shared), launches) == NOTHING
 
 
-@pytest.mark.parametrize("parts", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("parts", [2, 4])
 def test_four_ranks(four_ranks: World, shared: Path, parts: int) -> None:
     """Shards of ten and nine rows in several chunks; dgrad's form of the weight.
 
