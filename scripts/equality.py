@@ -20,7 +20,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ LAYOUTS = (
     Layout("DP4", data=4),
     Layout("DP2+DO", data=2, sharded=True),
     Layout("DP4+DO", data=4, sharded=True),
-    # Stock has no context parallelism in these layers: it is compared with on one rank.
+    # Stock has no context parallelism in these layers: it is compared with in the same layout without.
     Layout("UP2", context=2),
     Layout("UP4", context=4),
     Layout("UP2xTP2+SP", tensor=2, context=2, sequence_parallel=True),
@@ -235,7 +235,9 @@ def compare_layouts(runs: Runs, arch: str, layouts: Sequence[Layout], iterations
     for layout in layouts:
         exact: Curves = {}
         for precision in ("fp32", "bf16"):
-            stock = alone[precision] if layout.context > 1 else runs.train(arch, layout, precision, False)[0]
+            plain = replace(layout, name=f"{layout.name}-without-UP", context=1) if layout.context > 1 else layout
+            one_rank = plain.tensor == plain.data == 1
+            stock = alone[precision] if one_rank else runs.train(arch, plain, precision, False)[0]
             mine, report = runs.train(arch, layout, precision, True)
             beside = {
                 "stock from TP1 stock": deviation(stock, alone[precision], iterations),
