@@ -1,7 +1,7 @@
 """Holds the simulator against what was measured on this project's own hosts (docs/results), and prints every row.
 
     python scripts/validate_simulator.py
-    python scripts/validate_simulator.py --measure     # measures the training steps first, about 8 minutes
+    python scripts/validate_simulator.py --measure     # measures the training steps first, about 10 minutes
 
 Training steps of `step_times.json` and layers of `linear_*.json`, without and with overlap; profile: netlab. Errors
 are of the model; rows whose figures went into the profile are among the linear ones.

@@ -197,7 +197,6 @@ class Point:
         def ratio(other: str) -> float:
             return median(a / b for a, b in zip(rounds[other], rounds["auto"], strict=True))
 
-        (after,) = self.chooser.lines()
         method = line.method.replace("Megatron's own", "megatron").replace("p2p direct", "p2p")
         alone = self._rounds({"gemm": self._gemm, "comm": self._comm}, seconds / 8)
         return {
@@ -207,7 +206,6 @@ class Point:
             "comm_ms": median(alone["comm"]),
             "times_ms": times,
             "chosen": method,
-            "changed_later": after.method != line.method,
             "best": best,
             "of_best": ratio(best),
             "of_own": ratio("megatron"),
