@@ -128,7 +128,9 @@ def notes(result: Comparison) -> list[str]:
         lines.insert(1, f"Networks differ: {each}.")
     if result.device["kind"] == "cpu":
         lines.append("These are CPU figures: the ratios carry over in kind, the absolute values do not.")
-        lines.append("Peak memory is the largest resident set of a rank.")
+        lines.append(
+            "Peak memory is the largest resident set of a rank in any round; against the reference: median of the rounds."
+        )
     if any(run.exposed is not None for run in result.runs):
         lines.append(
             "Exposed communication: time in which a rank computed nothing because it waited for a message, the mean "
