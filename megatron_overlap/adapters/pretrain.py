@@ -95,9 +95,15 @@ def build_model(
             config, use_transformer_engine=use_te, normalization=args.normalization, vp_stage=vp_stage
         )
     elif use_te:
-        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
+        layer = get_gpt_layer_with_transformer_engine_spec(
+            qk_layernorm=args.qk_layernorm, multi_latent_attention=args.multi_latent_attention
+        )
     else:
-        layer = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
+        layer = get_gpt_layer_local_spec(
+            qk_layernorm=args.qk_layernorm,
+            multi_latent_attention=args.multi_latent_attention,
+            normalization=args.normalization,
+        )
     documents = varlen_training.engine(args)
     if documents is not None:
         varlen_training.set_core_attention(layer, documents)

@@ -129,7 +129,7 @@ def notes(result: Comparison) -> list[str]:
     if result.device["kind"] == "cpu":
         lines.append("These are CPU figures: the ratios carry over in kind, the absolute values do not.")
         lines.append(
-            "Peak memory is the largest resident set of a rank in any round; against the reference: median of the rounds."
+            "Peak memory is the largest resident set of a rank in any round; against the reference: median of rounds."
         )
     if any(run.exposed is not None for run in result.runs):
         lines.append(

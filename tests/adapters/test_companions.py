@@ -15,6 +15,7 @@ from tests.adapters.megatron_runs import SCRIPTS, TP2_SP, assert_equal_training,
 GPT = SCRIPTS / "pretrain_gpt.py"
 UNFUSED_LOSS = "--untie-embeddings-and-output-weights"
 
+EXPERTS = "expert layer: the token dispatcher communicates, not the layer"
 FEATURES = {
     "full recomputation": (2, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
     "selective recomputation": (2, "--recompute-granularity selective"),
@@ -24,7 +25,15 @@ FEATURES = {
         "--pipeline-model-parallel-size 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1 "
         f"{UNFUSED_LOSS} --micro-batch-size 1",
     ),
+    "experts": (
+        2,
+        "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 "
+        "--moe-token-dispatcher-type alltoall --disable-bias-linear",
+    ),
+    "rerun state machine": (2, "--rerun-mode report_stats"),
 }
+LEFT = {"experts": {EXPERTS}}
+"""What is left to Megatron, and by what name; of other features nothing."""
 
 
 def rows(run_dir: Path, rank: int) -> dict[int, dict[str, Any]]:
@@ -38,12 +47,13 @@ def test_trains_as_stock_does(feature: str, tmp_path: Path) -> None:
     ranks, flags = FEATURES[feature]
     layout = (*TP2_SP, *shlex.split(flags))
     config = tmp_path / "overlap.yaml"
-    config.write_text(yaml.safe_dump({"overlap": {"tensor": {"method": "p2p", "chunks_per_rank": 2}, "strict": True}}))
+    overlap = {"tensor": {"method": "p2p", "chunks_per_rank": 2}, "strict": feature not in LEFT}
+    config.write_text(yaml.safe_dump({"overlap": overlap}))
     train(tmp_path / "stock", GPT, ranks, *layout)
     train(tmp_path / "mine", GPT, ranks, *layout, "--overlap-config", str(config), off=False)
     # With a pipeline the last rank alone has the loss.
     assert_equal_training(rows(tmp_path / "mine", ranks - 1), rows(tmp_path / "stock", ranks - 1))
     for rank in range(ranks):
-        totals = json.loads((tmp_path / "mine" / f"report-rank{rank}.json").read_text())["totals"]
-        assert totals["overlapped"] > 0
-        assert totals["fallbacks"] == 0
+        report = json.loads((tmp_path / "mine" / f"report-rank{rank}.json").read_text())
+        assert report["totals"]["overlapped"] > 0
+        assert {reason for module in report["modules"] for reason in module["fallbacks"]} == LEFT.get(feature, set())

@@ -1,0 +1,101 @@
+"""Runs that end before their time and are started again: by Megatron's signal handler, and by torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.adapters.megatron_runs import NO_GPU, ROOT, SCRIPTS, TINY, TP2_SP, assert_equal_training, start_ranks, train
+
+GPT = SCRIPTS / "pretrain_gpt.py"
+AT_STEP = """
+import os, runpy, signal, threading, time
+def watch():
+    while {wanted}:
+        try:
+            lines = open({steps!r}).read().count("\\n")
+        except OSError:
+            lines = 0
+        if lines >= {at}:
+            os.kill(os.getpid(), signal.{number})
+            return
+        time.sleep(0.005)
+threading.Thread(target=watch, daemon=True).start()
+runpy.run_path({script!r}, run_name="__main__")
+"""
+MORE = ("--train-iters", "30")
+
+
+def config(folder: Path) -> str:
+    path = folder / "overlap.yaml"
+    overlap = {"tensor": {"method": "p2p", "chunks_per_rank": 2}, "timeout_s": 20.0, "strict": True}
+    path.write_text(yaml.safe_dump({"overlap": overlap}))
+    return str(path)
+
+
+def rows(path: Path) -> dict[int, dict[str, Any]]:
+    return {row["iteration"]: row for row in map(json.loads, path.read_text().splitlines())}
+
+
+@pytest.mark.long
+def test_a_signal_saves_and_the_next_run_goes_on(tmp_path: Path) -> None:
+    """`--exit-signal-handler`: SIGTERM on one rank ends all after the step they are in, with a checkpoint."""
+    stock = train(tmp_path / "stock", GPT, 2, *TP2_SP, *MORE)
+    run, saved = tmp_path / "run", tmp_path / "saved"
+    wrapper = tmp_path / "pretrain.py"
+    steps = str(run / "steps-rank0.jsonl")
+    wanted = "os.environ['RANK'] == '1'"
+    wrapper.write_text(AT_STEP.format(wanted=wanted, steps=steps, at=5, number="SIGTERM", script=str(GPT)))
+    flags = (
+        *TP2_SP,
+        *MORE,
+        "--save",
+        str(saved),
+        "--save-interval",
+        "1000",
+        "--exit-signal-handler",
+        "--overlap-config",
+        config(tmp_path),
+    )
+    argv = [str(wrapper), *NO_GPU, *TINY, *flags, "--overlap-device", "cpu", "--overlap-run-dir", str(run)]
+    for done in start_ranks(2, argv):
+        assert done.returncode == 0, done.stdout[-3000:]
+    last = int((saved / "latest_checkpointed_iteration.txt").read_text())
+    assert max(rows(run / "steps-rank0.jsonl")) == last
+    assert 5 <= last < 30
+    resumed = train(tmp_path / "again", GPT, 2, *flags, "--load", str(saved), off=False)
+    assert sorted(resumed) == list(range(last + 1, 31))
+    assert_equal_training(resumed, stock)
+
+
+@pytest.mark.long
+def test_torchrun_starts_all_ranks_again(tmp_path: Path) -> None:
+    """A rank is killed at its first start; the second start of all goes on from the checkpoint."""
+    stock = train(tmp_path / "stock", GPT, 2, *TP2_SP, *MORE)
+    run, saved = tmp_path / "run", tmp_path / "saved"
+    wrapper = tmp_path / "pretrain.py"
+    wanted = "(os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT']) == ('1', '0')"
+    steps = str(run / "steps-rank0.jsonl")
+    wrapper.write_text(AT_STEP.format(wanted=wanted, steps=steps, at=7, number="SIGKILL", script=str(GPT)))
+    places = ("--save", str(saved), "--load", str(saved), "--save-interval", "3", "--overlap-config", config(tmp_path))
+    command = [sys.executable, *shlex.split("-m torch.distributed.run --nproc-per-node 2 --max-restarts 1")]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    command += ["-m", "megatron_overlap", str(wrapper), *NO_GPU, *TINY, *TP2_SP, *MORE, *places]
+    command += ["--overlap-device", "cpu", "--overlap-run-dir", str(run)]
+    # Else the second start finds addresses of the first in torchrun's store, which gloo then connects to (torch 2.13).
+    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment = {**os.environ, **own_store, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    made = rows(run / "steps-rank0.jsonl")
+    assert max(made) == 30
+    assert_equal_training(made, stock)
+    assert int((saved / "latest_checkpointed_iteration.txt").read_text()) == 30
