@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -110,8 +111,9 @@ def kill_at(run_dir: Path, step: int, victim: int, stop: threading.Event) -> Non
     while not stop.wait(0.02):
         if max(steps(run_dir), default=0) >= step:
             for process in psutil.Process().children(recursive=True):
-                if process.environ().get("RANK") == str(victim):
-                    process.kill()
+                with suppress(psutil.Error):
+                    if process.environ().get("RANK") == str(victim):
+                        process.kill()
             return
 
 

@@ -30,7 +30,6 @@ FEATURES = {
         "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 "
         "--moe-token-dispatcher-type alltoall --disable-bias-linear",
     ),
-    "rerun state machine": (2, "--rerun-mode report_stats"),
 }
 LEFT = {"experts": {EXPERTS}}
 """What is left to Megatron, and by what name; of other features nothing."""
