@@ -224,6 +224,8 @@ def fuzz_calls(count: int, seed: int) -> int:
                 failed += 1
                 print(f"calls {done} to {done + part}: {error}", flush=True)
             done += part
+            if done % 200 == 0:
+                print(f"{done} of {count} op calls", file=sys.stderr, flush=True)
     finally:
         world.close()
     print(f"op calls: {done}, runs of 20 that failed: {failed}, seed {seed}")

@@ -21,7 +21,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -110,10 +109,12 @@ def kill_at(run_dir: Path, step: int, victim: int, stop: threading.Event) -> Non
     """SIGKILL to a rank as soon as the step is recorded."""
     while not stop.wait(0.02):
         if max(steps(run_dir), default=0) >= step:
-            for process in psutil.Process().children(recursive=True):
-                with suppress(psutil.Error):
-                    if process.environ().get("RANK") == str(victim):
-                        process.kill()
+            # A rank has three kinds: the launcher's, which looks after it, its own, and what that has started.
+            every = psutil.Process().children(recursive=True)
+            own = {process.pid: process for process in every if process.environ().get("RANK") == str(victim)}
+            for process in own.values():
+                if process.ppid() in own and own[process.ppid()].ppid() not in own:
+                    process.kill()
             return
 
 

@@ -59,8 +59,11 @@ class World:
         for pipe in self._pipes[:num_ranks]:
             pipe.send((num_ranks, name, args, kwargs))
         answers = []
+        patience_s = self._answer_s
         for pipe in self._pipes[:num_ranks]:
-            answers.append(pipe.recv() if pipe.poll(self._answer_s) else (f"no answer within {self._answer_s} s", None))
+            answers.append(pipe.recv() if pipe.poll(patience_s) else (f"no answer within {patience_s} s", None))
+            if answers[-1][0]:
+                patience_s = min(patience_s, 5.0)  # one has failed: the others may wait for it
         failures = [f"rank {rank}:\n{text}" for rank, (text, _) in enumerate(answers) if text]
         if failures:
             # The other ranks may be left in the middle of a collective: the next test gets fresh ones.
