@@ -21,7 +21,7 @@ def assert_close_to_exact(
     if got.numel() == 0:
         return
     # Partial results travel, and narrow products are added, rounded to the dtype of the data: half an eps of each term.
-    # Their sum is rounded once more; where all elements are few, the reference may have been lucky with its own rounding.
+    # Their sum is rounded once more; of few elements the reference may have rounded every one the lucky way.
     own_rounding = torch.finfo(reference.dtype).eps / 2 * (magnitude + exact.abs())
     order = terms**0.5 * torch.finfo(torch.float32).eps * magnitude
     allowed = (reference.double() - exact).abs().max() + order + own_rounding
