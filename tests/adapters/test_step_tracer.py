@@ -13,6 +13,9 @@ from megatron_overlap.launch.artefacts import read_run
 from tests.adapters.megatron_runs import NO_GPU, SCRIPTS, TINY, TP2_SP, start_ranks
 
 
+pytestmark = pytest.mark.long
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder of a run with TensorBoard and Weights & Biases, and what its last rank printed."""

@@ -151,6 +151,7 @@ def test_a_wrong_scattering_gemm_is_caught(two_ranks: World, shared: Path, name:
         assert findings.not_whole
 
 
+@pytest.mark.long
 def test_a_sum_in_another_order_is_caught(four_ranks: World, shared: Path) -> None:
     """Of two terms any order gives the same bits, of four it does not."""
     edit = Edit("gemm_rs", "slot = tl.full((), source,", "slot = tl.full((), NUM_RANKS - 1 - source,")

@@ -51,6 +51,7 @@ def test_a_dry_run_prints_the_plan_and_makes_nothing(config: Path, tmp_path: Pat
 
 
 @HAS_LABS
+@pytest.mark.long
 def test_a_launch_trains_shows_progress_and_says_where_it_is(config: Path, tmp_path: Path) -> None:
     done = start(config)
     assert done.returncode == 0, done.stderr

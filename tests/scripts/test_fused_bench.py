@@ -34,6 +34,7 @@ def test_all_methods_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.long
 def test_without_gpus_it_says_so() -> None:
     run = launched()
     assert run.returncode != 0
