@@ -12,7 +12,6 @@ from megatron_overlap.events import read_events, steps_of
 from megatron_overlap.launch.artefacts import read_run
 from tests.adapters.megatron_runs import NO_GPU, SCRIPTS, TINY, TP2_SP, start_ranks
 
-
 pytestmark = pytest.mark.long
 
 

@@ -50,6 +50,7 @@ def assert_attended(reports: list[dict[str, Any]], micro_batches: int) -> None:
         assert report["totals"]["fallbacks"] == 0
 
 
+@pytest.mark.long
 def test_two_context_ranks(data: Path, alone: Reference, tmp_path: Path) -> None:
     rows, reports = train(tmp_path, config("cp2", data, context=2))
     assert_equal_training(rows, alone(SHORT))

@@ -164,7 +164,7 @@ def test_a_wrong_weight_gradient_is_caught(two_ranks: World, shared: Path, name:
     assert gathering(two_ranks, problem, "wgrad", edits=(WGRAD_MUTANTS[name],)) != NOTHING
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_torch_computes_the_same(request: pytest.FixtureRequest, shared: Path, num_ranks: int) -> None:
     """torch's own fused ops, by their fallbacks: what its users get from the same call."""
     world = request.getfixturevalue("two_ranks" if num_ranks == 2 else "four_ranks")

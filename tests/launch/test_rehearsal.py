@@ -156,6 +156,7 @@ def test_runs_that_are_both_no_number_have_not_passed() -> None:
     assert len(judge(broken, broken, folded_tiny()).failures) == 2
 
 
+@pytest.mark.long
 def test_a_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The config for eight GPUs, on two CPU processes of this machine, twice."""
     config = CONFIGS / "llama3_8b_tp8_overlap.yaml"
