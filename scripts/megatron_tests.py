@@ -134,18 +134,21 @@ class Ranks:
 
     def _read(self, folder: Path, outcomes: dict[str, str], calls: Counter[str]) -> list[str]:
         ranks: dict[str, dict[int, str]] = {}
-        begun: set[str] = set()
+        stuck: set[str] = set()
         for rank in range(self._options.ranks):
-            path = folder / f"rank{rank}.jsonl"
+            path, current = folder / f"rank{rank}.jsonl", ""
             for line in path.read_text().splitlines() if path.is_file() else ():
                 row = json.loads(line)
-                begun |= {row["begun"]} if "begun" in row else set()
+                current = row.get("begun", current)
                 if "test" in row:
                     ranks.setdefault(row["test"], {})[rank] = row["outcome"]
+                    current = ""
                 calls.update(row.get("calls", {}))
+            stuck |= {current} if current else set()
         complete = {test: found for test, found in ranks.items() if len(found) == self._options.ranks}
         outcomes |= {test: min(found.values(), key=WORST.index) for test, found in complete.items()}
-        return sorted(begun - set(outcomes))
+        # A rank that was not stuck may have gone on: what it did alone is run again with all.
+        return sorted(stuck)
 
 
 def summary(name: str, off: dict[str, str], on: dict[str, str], calls: Counter[str]) -> dict[str, Any]:
