@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -110,12 +111,21 @@ def kill_at(run_dir: Path, step: int, victim: int, stop: threading.Event) -> Non
     while not stop.wait(0.02):
         if max(steps(run_dir), default=0) >= step:
             # A rank has three kinds: the launcher's, which looks after it, its own, and what that has started.
-            every = psutil.Process().children(recursive=True)
-            own = {process.pid: process for process in every if process.environ().get("RANK") == str(victim)}
+            own = {
+                process.pid: process for process in psutil.Process().children(recursive=True) if _is(process, victim)
+            }
             for process in own.values():
-                if process.ppid() in own and own[process.ppid()].ppid() not in own:
-                    process.kill()
+                with suppress(psutil.Error):
+                    if process.ppid() in own and own[process.ppid()].ppid() not in own:
+                        process.kill()
             return
+
+
+def _is(process: psutil.Process, rank: int) -> bool:
+    try:
+        return bool(process.environ().get("RANK") == str(rank))
+    except psutil.Error:  # it has ended meanwhile
+        return False
 
 
 def undisturbed(options: argparse.Namespace, name: str, *, layout: bool) -> Curves:

@@ -207,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _write(options: argparse.Namespace, release: str, rows: Sequence[dict[str, Any]]) -> None:
     versions = {"megatron_core": release, "torch": torch.__version__, "python": platform.python_version()}
-    content = {"command": sys.argv, "ranks": options.ranks, "versions": versions, "files": rows}
+    content = {"checkout": options.checkout.name, "ranks": options.ranks, "versions": versions, "files": rows}
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(content, indent=1) + "\n")
 

@@ -72,7 +72,12 @@ def train(run_dir: Path, script: Path, world_size: int, *flags: str, off: bool =
     argv = [str(script), *NO_GPU, *TINY, *flags, "--overlap-device", "cpu", "--overlap-run-dir", str(run_dir)]
     for rank, done in enumerate(start_ranks(world_size, argv, env=PLUGIN_OFF if off else None)):
         assert done.returncode == 0, f"rank {rank}:\n{done.stdout[-4000:]}"
-    lines = (run_dir / "steps-rank0.jsonl").read_text().splitlines()
+    return rows(run_dir)
+
+
+def rows(run_dir: Path, rank: int = 0) -> dict[int, dict[str, Any]]:
+    """What the recorder wrote of a run, by iteration."""
+    lines = (run_dir / f"steps-rank{rank}.jsonl").read_text().splitlines()
     return {row["iteration"]: row for row in map(json.loads, lines)}
 
 

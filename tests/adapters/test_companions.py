@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from tests.adapters.megatron_runs import SCRIPTS, TP2_SP, assert_equal_training, train
+from tests.adapters.megatron_runs import SCRIPTS, TP2_SP, assert_equal_training, rows, train
 
 GPT = SCRIPTS / "pretrain_gpt.py"
 UNFUSED_LOSS = "--untie-embeddings-and-output-weights"
@@ -33,11 +32,6 @@ FEATURES = {
 }
 LEFT = {"experts": {EXPERTS}}
 """What is left to Megatron, and by what name; of other features nothing."""
-
-
-def rows(run_dir: Path, rank: int) -> dict[int, dict[str, Any]]:
-    lines = (run_dir / f"steps-rank{rank}.jsonl").read_text().splitlines()
-    return {row["iteration"]: row for row in map(json.loads, lines)}
 
 
 @pytest.mark.long
