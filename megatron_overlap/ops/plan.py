@@ -22,9 +22,9 @@ _MIN_CHUNK_ROWS = 128
 MIN_MLP_ROWS = 256
 # A message costs two threads a wake-up, whatever its size; smaller ones than this hide less than that.
 _MIN_CHUNK_BYTES = 256 * 1024
-# What more messages of one op hide is less than what they cost (two and four hosts). Between four ranks a slice is cut
-# into three all the same: a ring passes a message on while the next comes in, and with two its link stands still for
-# every wake-up that is late (4096 rows, 0.29 Gbit/s: 0-5 % slower).
+# What more messages of one op hide is less than what they cost (two and four hosts). Where 8 is no multiple of the
+# peers, a gather has a few more, whose last one is exposed (four hosts, three parts against two: 0-5 % faster), and a
+# scatter a few less (its parts are as many GEMMs and sums: 0-2 %).
 _MAX_MESSAGES = 8
 
 RowCollective = Literal["all_gather", "reduce_scatter"]
@@ -59,7 +59,9 @@ class LinearPlan:
         if chunks is None:
             rows = num_rows // transport.size
             smallest = max(_MIN_CHUNK_ROWS, -(-_MIN_CHUNK_BYTES // row_bytes))
-            chunks = most_parts(-(-_MAX_MESSAGES // max(1, transport.size - 1)), rows, smallest, "last")
+            peers = max(1, transport.size - 1)
+            most = -(-_MAX_MESSAGES // peers) if collective == "all_gather" else _MAX_MESSAGES // peers
+            chunks = most_parts(most, rows, smallest, "last")
         # On the CPU what has landed is merged into one GEMM; on a GPU that cannot be asked without a synchronisation.
         split = self.split or ("all" if device.type == "cpu" else "edge")
         pattern = self.pattern or ("ring" if device.type == "cpu" else "direct")
