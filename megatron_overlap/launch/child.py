@@ -98,10 +98,20 @@ def _batch(tool: str, lines: list[str]) -> None:
         raise _RefusedError(f"{tool} failed: {message}")
 
 
+# The host's choice may be BBR, which sends next to nothing for 200 ms every 10 s to measure the round trip. Buffers
+# start large, as hosts of a cluster have them: with the usual ones a link stands still whenever a thread that fills or
+# empties them waits for a core (four computing ranks on two cores: up to a tenth of the time of a gather).
+_TCP = {
+    "tcp_congestion_control": "cubic",
+    "tcp_slow_start_after_idle": "0",
+    "tcp_rmem": "4096 8388608 33554432",
+    "tcp_wmem": "4096 4194304 33554432",
+}
+
+
 def _set_tcp() -> None:
-    # The host's choice may be BBR, which sends next to nothing for 200 ms every 10 s to measure the round
-    # trip; a container may have /proc/sys read-only, and then its choice stays.
-    for key, value in (("tcp_congestion_control", "cubic"), ("tcp_slow_start_after_idle", "0")):
+    # A container may have /proc/sys read-only, and then its choice stays.
+    for key, value in _TCP.items():
         try:
             Path("/proc/sys/net/ipv4", key).write_text(value)
         except OSError:
