@@ -23,8 +23,9 @@ MIN_MLP_ROWS = 256
 # A message costs two threads a wake-up, whatever its size; smaller ones than this hide less than that.
 _MIN_CHUNK_BYTES = 256 * 1024
 # What more messages of one op hide is less than what they cost (two and four hosts). Where 8 is no multiple of the
-# peers, a gather has a few more, whose last one is exposed (four hosts, three parts against two: 0-5 % faster), and a
-# scatter a few less (its parts are as many GEMMs and sums: 0-2 %).
+# peers, a gather has a few more, as its last one is exposed (four hosts, three parts against two: 0-5 % faster), and a
+# scatter a few less (its parts are as many GEMMs and sums: 0-2 %). Both differences are near what those runs scattered
+# by, and more than four ranks were not measured.
 _MAX_MESSAGES = 8
 
 RowCollective = Literal["all_gather", "reduce_scatter"]
