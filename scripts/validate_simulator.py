@@ -33,13 +33,13 @@ STEPS = ROOT / "docs" / "results" / "step_times.json"
 CONFIG = "llama_tp2_netlab.yaml"
 # Shapes, lengths and link rates: each is launched with the overlap and without.
 MEASURED = (
-    ("launch.hosts.gbps=0.3",),
-    ("launch.hosts.gbps=0.8",),
-    ("launch.hosts.gbps=2",),
-    ("launch.hosts.gbps=8",),
-    ("launch.hosts.gbps=0.5", "model.hidden_size=512", "model.ffn_hidden_size=1408"),
-    ("launch.hosts.gbps=0.5", "train.seq_length=512"),
-    ("launch.hosts.gbps=1", "train.global_batch_size=4"),
+    ("model.num_layers=2", "launch.hosts.gbps=0.3"),
+    ("model.num_layers=2", "launch.hosts.gbps=0.8"),
+    ("model.num_layers=2", "launch.hosts.gbps=2"),
+    ("model.num_layers=2", "launch.hosts.gbps=8"),
+    ("model.num_layers=2", "launch.hosts.gbps=0.5", "model.hidden_size=512", "model.ffn_hidden_size=1408"),
+    ("model.num_layers=2", "launch.hosts.gbps=0.5", "train.seq_length=512"),
+    ("model.num_layers=2", "launch.hosts.gbps=1", "train.global_batch_size=4"),
     ("launch.hosts.gbps=0.5", "model.num_layers=1"),
 )
 

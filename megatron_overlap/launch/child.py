@@ -110,13 +110,18 @@ _TCP = {
 }
 
 
-def _set_tcp() -> None:
-    # A container may have /proc/sys read-only, and then its choice stays.
+def _set_tcp() -> dict[str, str]:
+    """Sets TCP up in this network namespace; returns what stayed as it was, as /proc/sys may be read-only."""
+    kept = {}
     for key, value in _TCP.items():
+        path = Path("/proc/sys/net/ipv4", key)
         try:
-            Path("/proc/sys/net/ipv4", key).write_text(value)
+            path.write_text(value)
         except OSError:
-            continue
+            stays = " ".join(path.read_text().split())
+            if stays != value:
+                kept[key] = stays
+    return kept
 
 
 def _make_lab(spec: dict[str, Any]) -> dict[str, Any]:
@@ -129,6 +134,7 @@ def _make_lab(spec: dict[str, Any]) -> dict[str, Any]:
         [f"link add {bridge} type bridge stp_state 0 forward_delay 0", f"link set {bridge} mtu {mtu} up"],
     )
     hosts: list[int] = []
+    tcp_kept: dict[str, str] = {}
     for index, host in enumerate(spec["hosts"]):
         os.unshare(os.CLONE_NEWNET)
         hosts.append(os.open("/proc/self/ns/net", os.O_RDONLY))
@@ -144,7 +150,7 @@ def _make_lab(spec: dict[str, Any]) -> dict[str, Any]:
         )
         _batch("tc", [f"qdisc add dev {port} {line}" for line in host["in_qdiscs"]])
         os.setns(hosts[-1], os.CLONE_NEWNET)
-        _set_tcp()
+        tcp_kept = _set_tcp()
         _batch(
             "ip",
             [
@@ -159,7 +165,13 @@ def _make_lab(spec: dict[str, Any]) -> dict[str, Any]:
     for index, host in enumerate(spec["hosts"]):
         if host["mates"]:
             _join_node(spec, index, switch, hosts[index])
-    return {"pid": os.getpid(), "switch": switch, "hosts": hosts, "user_namespace": in_user_namespace}
+    return {
+        "pid": os.getpid(),
+        "switch": switch,
+        "hosts": hosts,
+        "user_namespace": in_user_namespace,
+        "tcp_kept": tcp_kept,
+    }
 
 
 def _join_node(spec: dict[str, Any], index: int, switch: int, net: int) -> None:

@@ -14,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,6 +146,11 @@ class Netlab:
         """Whether it was made without the rights of root; programs then see themselves as user 0."""
         return bool(self._made.get("user_namespace"))
 
+    @property
+    def tcp_kept(self) -> dict[str, str]:
+        """Settings of TCP inside that could not be made, each with the value that stays."""
+        return dict(self._made.get("tcp_kept", {}))
+
     def host_of(self, rank: int) -> int:
         """Host of a rank: ranks fill one host after the other."""
         if not 0 <= rank < self.world_size:
@@ -212,6 +218,13 @@ class Netlab:
             self.close()
             raise
         self._made = made
+        if self.tcp_kept and self.hosts > 1:
+            kept = ", ".join(f"{key} {value}" for key, value in self.tcp_kept.items())
+            warnings.warn(
+                f"netlab: TCP stays as this machine has it ({kept}): "
+                "its links may stand still now and then, and times over them scatter more; see docs/netlab.md",
+                stacklevel=2,
+            )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

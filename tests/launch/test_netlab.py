@@ -324,6 +324,25 @@ def test_a_kernel_that_forbids_namespaces_is_named() -> None:
     assert "/proc/sys/user/max_net_namespaces is 0" in reason
 
 
+SHOW_TCP = "import pathlib; print(*pathlib.Path('/proc/sys/net/ipv4/tcp_congestion_control').read_text().split())"
+
+
+def test_links_use_a_tcp_that_keeps_them_full() -> None:
+    """With CUBIC or BBR a link stands still now and then, and every ratio measured over it scatters."""
+    with Netlab(hosts=2, gbps=0.5) as lab:
+        inside = lab.wrap(1, [sys.executable, "-c", SHOW_TCP])
+        assert subprocess.run(inside, capture_output=True, text=True, check=True).stdout == "reno\n"
+        assert lab.tcp_kept == {}
+
+
+def test_settings_of_tcp_that_cannot_be_made_are_named() -> None:
+    code = "from megatron_overlap.launch.netlab import Netlab\nwith Netlab(2, 0.5) as lab: print(sorted(lab.tcp_kept))"
+    read_only = "mount --bind /proc/sys /proc/sys && mount -o remount,bind,ro /proc/sys"
+    done = under_limits(read_only, [sys.executable, "-B", "-c", code])
+    assert "tcp_wmem" in done.stdout, done.stderr
+    assert "netlab: TCP stays as this machine has it" in done.stderr
+
+
 @pytest.mark.parametrize("tool", ["ip", "tc"])
 def test_missing_iproute2_is_named(tool: str, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
