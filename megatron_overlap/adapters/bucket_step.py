@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,9 +11,8 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_overlap.adapters.data_parallel import DataParallelAdapter
+from megatron_overlap.adapters.methods import Method
 from megatron_overlap.session import Session
-
-Method = Callable[..., Any]
 
 # Each parameter's state is its own there, the number of its steps too: steps over disjoint parts are the whole step.
 _STEPS_EACH_ALONE = (torch.optim.Adam, torch.optim.AdamW)

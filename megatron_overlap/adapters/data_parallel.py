@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -16,13 +15,12 @@ import torch.distributed as dist
 
 from megatron_overlap.accounting import Direction
 from megatron_overlap.adapters.check import Check
+from megatron_overlap.adapters.methods import Method
 from megatron_overlap.adapters.trust import open_transport
 from megatron_overlap.comm import Transport, close_transport
 from megatron_overlap.ops import Gathering, GradientReduce
 from megatron_overlap.schedules.build import MAX_RANKS
 from megatron_overlap.session import Session
-
-Method = Callable[..., Any]
 
 
 class MissingFlagError(ValueError):

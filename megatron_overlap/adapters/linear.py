@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +15,7 @@ from megatron.core.utils import get_tensor_model_parallel_group_if_none
 from megatron_overlap.adapters.check import Check
 from megatron_overlap.adapters.choice import TensorChoice
 from megatron_overlap.adapters.fused import FusedChoice
+from megatron_overlap.adapters.methods import Method, untraced
 from megatron_overlap.adapters.trust import open_transport
 from megatron_overlap.comm import Transport, close_transport
 from megatron_overlap.kept import KeptCounter, KeptSite
@@ -25,8 +25,6 @@ from megatron_overlap.schedules.build import MAX_RANKS
 from megatron_overlap.schedules.plan import Pattern
 from megatron_overlap.session import Session
 from megatron_overlap.tune.candidate import Candidate
-
-Method = Callable[..., Any]
 
 # What ColumnParallelLinear.forward hands over besides input and weight, in the releases read.
 _COLUMN_ARGUMENTS = {
@@ -206,6 +204,7 @@ def column_forward_impl(original: Method, session: Session) -> Method:
     """
     adapter = LinearAdapter.of(session)
 
+    @untraced
     @functools.wraps(original)
     def _forward_impl(self: Any, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         group = get_tensor_model_parallel_group_if_none(kwargs.get("tp_group"))
@@ -232,6 +231,7 @@ def row_forward(original: Method, session: Session) -> Method:
     adapter = LinearAdapter.of(session)
     own_gemm = RowParallelLinear._forward_impl
 
+    @untraced
     @functools.wraps(original)
     def forward(self: Any, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         group = self.tp_group
@@ -301,23 +301,11 @@ def _why_not_tensors(x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessG
         return f"input is {x.dtype}, weight is {weight.dtype}"
     if torch.is_autocast_enabled(x.device.type):
         return "autocast is on"
-    if torch.compiler.is_compiling():
-        return "torch.compile traces the layer"
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is being captured"
     if dist.get_backend(group) not in ("gloo", "nccl"):
         return f"backend {dist.get_backend(group)} has no point-to-point transport here"
     return None
-
-
-@contextmanager
-def own_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """Gives one module a `forward` of its own for a while; hooks on the module go on running."""
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward
 
 
 def weight_done_in_main_grad(weight: torch.Tensor, main_grad: torch.Tensor) -> torch.Tensor | None:

@@ -13,7 +13,8 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP
 
-from megatron_overlap.adapters.linear import LinearAdapter, Method, own_forward, why_not_row
+from megatron_overlap.adapters.linear import LinearAdapter, why_not_row
+from megatron_overlap.adapters.methods import Method, own_forward
 from megatron_overlap.ops import LayerOptions, mlp_all_reduce
 from megatron_overlap.session import Session
 
@@ -71,6 +72,8 @@ def mlp_forward(original: Method, session: Session) -> Method:
 
 def _joinable(mlp: Any, x: torch.Tensor, adapter: LinearAdapter, own_gemm: Method) -> bool:
     """Whether the layers are Megatron's own, with an all-reduce, and nobody looks at what goes through them."""
+    if torch.compiler.is_compiling():  # What is between the layers is worth more compiled.
+        return False
     first, second = mlp.linear_fc1, mlp.linear_fc2
     if type(mlp) is not MLP or x.dim() != 3 or not x.numel() or adapter.fused.wanted:
         return False

@@ -16,7 +16,8 @@ from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
-from megatron_overlap.adapters.linear import LinearAdapter, Method, own_forward, why_not_row
+from megatron_overlap.adapters.linear import LinearAdapter, why_not_row
+from megatron_overlap.adapters.methods import Method, own_forward, untraced
 from megatron_overlap.ops import attention_linear_reduce_scatter
 from megatron_overlap.session import Session
 
@@ -30,6 +31,7 @@ def attention_forward(original: Method, session: Session) -> Method:
     """
     adapter = LinearAdapter.of(session)
 
+    @untraced
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         group = self.pg_collection.tp

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from megatron_overlap.adapters.linear import LinearAdapter
+from megatron_overlap.adapters.methods import Method, untraced
 from megatron_overlap.session import Session
 
-Method = Callable[..., Any]
 _OPS = {
     ("column", True): "ag_gemm",
     ("column", False): "copy_gemm",
@@ -91,6 +91,7 @@ def overlapped(base: type, kind: str, session: Session, adapter: LinearAdapter) 
     """
     own_forward = base.forward
 
+    @untraced
     def forward(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         if not session.active or communicates_not(self):
             return own_forward(self, x)

@@ -17,14 +17,13 @@ from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import is_layer_window_attention
 
+from megatron_overlap.adapters.methods import Method, untraced
 from megatron_overlap.adapters.trust import open_transport
 from megatron_overlap.comm import Transport, close_transport
 from megatron_overlap.ops import UlyssesPlan, ulysses_attention
 from megatron_overlap.schedules import SequenceLayout
 from megatron_overlap.schedules.build import MAX_RANKS
 from megatron_overlap.session import Session
-
-Method = Callable[..., Any]
 
 
 class UlyssesError(ValueError):
@@ -103,6 +102,7 @@ def attention_forward(original: Method, session: Session) -> Method:
     """
     adapter = UlyssesAdapter.of(session)
 
+    @untraced
     @functools.wraps(original)
     def forward(
         self: Any,

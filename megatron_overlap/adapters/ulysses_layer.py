@@ -21,7 +21,8 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
 
 from megatron_overlap.adapters.linear import weight_done_in_main_grad
-from megatron_overlap.adapters.ulysses import Method, UlyssesAdapter, context_group, scale_of
+from megatron_overlap.adapters.methods import Method, untraced
+from megatron_overlap.adapters.ulysses import UlyssesAdapter, context_group, scale_of
 from megatron_overlap.ops import Projection, ulysses_self_attention
 from megatron_overlap.schedules import SequenceLayout
 from megatron_overlap.session import Session
@@ -74,6 +75,7 @@ def _fits(layer: Any) -> bool:
     )
 
 
+@untraced
 def _forward(
     adapter: UlyssesAdapter, reference: weakref.ref[Any], hidden_states: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:

@@ -21,6 +21,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from torch.nn import functional
 
+from megatron_overlap.adapters.methods import untraced
 from megatron_overlap.adapters.trust import open_transport
 from megatron_overlap.comm import close_transport
 from megatron_overlap.comm.host import HostGroup
@@ -88,6 +89,7 @@ class VarlenAdapter:
         method = "balanced" if self.masked else self._wanted.method
         return METHODS[method](lengths, self.topology, capacity=self.capacity, cost=self._cost)
 
+    @untraced
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: Plan, softmax_scale: float
     ) -> torch.Tensor:

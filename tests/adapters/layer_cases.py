@@ -6,6 +6,7 @@ Megatron is imported inside the functions: in a worker, after the CPU adapter, a
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -209,6 +210,9 @@ def falls_back(group: dist.ProcessGroup, kind: str, what: str, strict: bool) -> 
             layer.embedding_activation_buffer, layer.grad_output_buffer = [], []
             # Without it stock computes the gradient that it has just deferred.
             layer.gradient_accumulation_fusion = True
+        if what == "offloaded":
+            layer.config._cpu_offloading_context = SimpleNamespace(inside_context=True)
+            layer.config.cpu_offloading = True
         return layer
 
     error = ""
@@ -230,6 +234,23 @@ def falls_back(group: dist.ProcessGroup, kind: str, what: str, strict: bool) -> 
             assert mine["dw"] is None
             assert len(layer.grad_output_buffer) == 1
     return reasons, error
+
+
+def in_a_capture(group: dist.ProcessGroup, kind: str) -> str | None:
+    """What keeps a call from its op while its stream is captured; of tensors that say they are on a GPU."""
+    from unittest import mock
+
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    from megatron_overlap.adapters.linear import LinearAdapter
+
+    start(group)
+    with enable(OverlapConfig(tensor=TENSOR)) as session, FakeTensorMode() as mode:
+        metas = (torch.empty(shape, device="meta") for shape in ((12, BATCH, IN), (OUT, IN)))
+        x, w = (FakeTensor(mode, meta, torch.device("cuda:0")) for meta in metas)
+        assert x.is_cuda
+        with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
+            return LinearAdapter.of(session).why_not(x, w, group, {"column": "ag_gemm", "row": "gemm_rs"}[kind])
 
 
 def asks_for_fused(group: dist.ProcessGroup, kind: str, plain: bool, strict: bool) -> tuple[dict[str, int], str, str]:

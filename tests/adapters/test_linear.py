@@ -93,6 +93,21 @@ def test_what_does_not_fit_runs_megatrons_path(ranks: World, kind: str, what: st
         assert error.startswith(f"FallbackError: {module} forward: not overlapped: {reason};")
 
 
+def test_layers_whose_activations_are_offloaded_are_left_to_megatron(ranks: World) -> None:
+    """Which refuses them: its offloading needs TransformerEngine's layers."""
+    for reasons, error in ranks.run(RANKS, cases.falls_back, "row", "offloaded", False):
+        assert reasons == ["activations are offloaded to the CPU"]
+        assert "CPU Offloading" in error
+    for reasons, error in ranks.run(RANKS, cases.falls_back, "column", "offloaded", False):
+        assert reasons == []
+        assert "CPU Offloading" in error
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_a_cuda_graph_gets_megatrons_path(ranks: World, kind: str) -> None:
+    assert ranks.run(RANKS, cases.in_a_capture, kind) == ["a CUDA graph is being captured"] * RANKS
+
+
 def test_a_sequence_that_does_not_divide_is_left_to_megatron(ranks: World) -> None:
     """Which refuses it in words of its own."""
     for reasons, error in ranks.run(RANKS, cases.falls_back, "row", "odd", False):
