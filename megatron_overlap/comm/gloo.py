@@ -4,6 +4,9 @@ gloo gives no way to ask whether a message has landed, and a forwarded or ordere
 while the computing thread is inside a GEMM. Threads do both. They sleep in gloo, which lets go of the interpreter
 lock, as torch's GEMMs do. Messages of one peer land in order; those of several share the link, so each peer needs a
 thread of its own to see them land.
+
+The computing thread posts nothing itself: gloo's own thread spins while somebody else is inside a send, and the
+scheduler prefers it to one that computes all the time (a reduce-scatter of 60 ms took 9 ms more of CPU time).
 """
 
 from __future__ import annotations

@@ -27,6 +27,9 @@ _MIN_CHUNK_BYTES = 256 * 1024
 # scatter a few less (its parts are as many GEMMs and sums: 0-2 %). Both differences are near what those runs scattered
 # by, and more than four ranks were not measured.
 _MAX_MESSAGES = 8
+# Between two ranks, where 8 would be 6 at the usual numbers of rows: 4 parts took 2-7 % less time where communication
+# takes as long as the GEMM or less, and as long where it takes twice that (61 and 41 rounds beside each other).
+_MAX_PARTS = 4
 
 RowCollective = Literal["all_gather", "reduce_scatter"]
 """The collectives of sequence parallelism, where ranks own rows."""
@@ -62,7 +65,7 @@ class LinearPlan:
             smallest = max(_MIN_CHUNK_ROWS, -(-_MIN_CHUNK_BYTES // row_bytes))
             peers = max(1, transport.size - 1)
             most = -(-_MAX_MESSAGES // peers) if collective == "all_gather" else _MAX_MESSAGES // peers
-            chunks = most_parts(most, rows, smallest, "last")
+            chunks = most_parts(min(most, _MAX_PARTS), rows, smallest, "last")
         # On the CPU what has landed is merged into one GEMM; on a GPU that cannot be asked without a synchronisation.
         split = self.split or ("all" if device.type == "cpu" else "edge")
         pattern = self.pattern or ("ring" if device.type == "cpu" else "direct")

@@ -16,8 +16,8 @@ KIB = 1024
 @pytest.mark.parametrize(
     ("num_ranks", "num_rows", "row_bytes", "gather", "scatter"),
     [
-        (1, 4096, 4 * KIB, 8, 8),
-        (2, 8192, 4 * KIB, 8, 8),
+        (1, 4096, 4 * KIB, 4, 4),
+        (2, 8192, 4 * KIB, 4, 4),
         (4, 4096, 4 * KIB, 3, 2),
         (8, 16384, 4 * KIB, 2, 1),
         (16, 32768, 4 * KIB, 1, 1),
