@@ -118,7 +118,7 @@ class Engine:
         if isinstance(replacement, FunctionType):
             # Looks like the original to tracebacks and inspect, except for the module: others can see who is here.
             replacement.__name__, replacement.__qualname__ = function.__name__, function.__qualname__
-            replacement.__module__ = str(replacement.__globals__["__name__"])
+            replacement.__module__ = finding.factory.__module__
             replacement.__doc__ = function.__doc__
             replacement.__dict__.setdefault("__wrapped__", function)
         if isinstance(finding.original, staticmethod | classmethod):

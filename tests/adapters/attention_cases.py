@@ -172,6 +172,61 @@ def falls_back(group: dist.ProcessGroup, what: str, strict: bool) -> tuple[list[
     return [reason for tally in mine_only for reason in tally.fallbacks], error
 
 
+class Causal(torch.nn.Module):
+    """The core attention of multi-latent attention, which Megatron has for TransformerEngine alone."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """`[S, B, heads, size]` to `[S, B, heads x size]`."""
+        heads_first = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        context = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True)
+        return context.permute(2, 0, 1, 3).flatten(2)
+
+
+def latent(group: dist.ProcessGroup) -> dict[tuple[str, str], int]:
+    """Megatron's multi-latent attention, equal with and without the plugin; returns how often which op ran."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import build_module
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    start(group)
+    x, dy = make_data(group)
+    config = MLATransformerConfig(
+        num_layers=LAYER,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        tensor_model_parallel_size=group.size(),
+        sequence_parallel=True,
+        use_cpu_initialization=True,
+        add_bias_linear=False,
+        q_lora_rank=32,
+        kv_lora_rank=32,
+        qk_head_dim=8,
+        qk_pos_emb_head_dim=8,
+        v_head_dim=8,
+        rope_type="rope",
+    )
+    spec = get_gpt_layer_local_spec(multi_latent_attention=True).submodules.self_attention
+    spec.submodules.core_attention = Causal
+
+    def run() -> dict[str, torch.Tensor | None]:
+        torch.manual_seed(11)
+        return step(build_module(spec, config=config, layer_number=LAYER), x, dy)
+
+    stock = run()
+    with enable(OverlapConfig(tensor={"method": "p2p", "chunks_per_rank": 2}), strict=True) as session:
+        mine = run()
+        sites = session.report().sites
+    for name, value in stock.items():
+        torch.testing.assert_close(mine[name], value, rtol=1e-4, atol=1e-4, msg=lambda text, n=name: f"{n}: {text}")
+    counts: dict[tuple[str, str], int] = {}
+    for site, tally in sites.items():
+        counts[site.op, site.direction] = counts.get((site.op, site.direction), 0) + tally.overlapped
+    return counts
+
+
 def something_in_between(group: dist.ProcessGroup) -> str:
     """A projection that is handed something else than what core attention returned: the error."""
     start(group)
