@@ -5,6 +5,7 @@ without it, plus the plugin's own flags, which Megatron's parser then knows.
 """
 
 import argparse
+import multiprocessing
 import os
 import runpy
 import sys
@@ -221,11 +222,14 @@ def _leave(code: int) -> NoReturn:
     """Ends the process at once.
 
     A failed rank must not wait for peers that wait for it: exit handlers and communication threads do. Its sockets
-    close with it, and that ends the peers.
+    close with it, and that ends the peers. Processes that it started, such as Megatron's writers of checkpoints, would
+    be ended by an exit handler, or live on.
     """
     sys.stdout.flush()
     sys.stderr.flush()
     if code != 0:
+        for child in multiprocessing.active_children():
+            child.kill()
         os._exit(code)
     sys.exit(0)
 

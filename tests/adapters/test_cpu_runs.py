@@ -1,9 +1,11 @@
 """Megatron trains without a GPU, and what it computes does not depend on the layout."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.adapters.megatron_runs import (
@@ -73,3 +75,22 @@ def test_a_script_that_exits_passes_its_code_on(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("CODE = 7\n")
     (done,) = start_ranks(1, [str(script), "--overlap-device", "cpu"], env=PLUGIN_OFF, timeout_s=60)
     assert done.returncode == 7, done.stdout
+
+
+def test_a_script_that_fails_leaves_no_process_behind(tmp_path: Path) -> None:
+    """As Megatron's writers of checkpoints, which wait for work for ever."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import multiprocessing, sys, time\n"
+        "child = multiprocessing.Process(target=time.sleep, args=(600,))\n"
+        "child.start()\n"
+        "print('child', child.pid, flush=True)\n"
+        "sys.exit(3)\n"
+    )
+    (done,) = start_ranks(1, [str(script), "--overlap-device", "cpu"], env=PLUGIN_OFF, timeout_s=60)
+    assert done.returncode == 3, done.stdout
+    pid = int(done.stdout.split("child ")[1].split()[0])
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not psutil.pid_exists(pid)

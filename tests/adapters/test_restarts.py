@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
@@ -15,6 +16,7 @@ import yaml
 
 from tests.adapters.megatron_runs import (
     NO_GPU,
+    PLUGIN_OFF,
     ROOT,
     SCRIPTS,
     TINY,
@@ -39,6 +41,13 @@ def watch():
             return
         time.sleep(0.005)
 threading.Thread(target=watch, daemon=True).start()
+runpy.run_path({script!r}, run_name="__main__")
+"""
+TWICE = """
+import runpy
+from megatron.core.rerun_state_machine import RerunMode
+# Megatron 0.19.2 does not know by this name what its command line calls so.
+RerunMode._value2member_map_["report_stats"] = RerunMode.REPORT_DETERMINISM_STATS
 runpy.run_path({script!r}, run_name="__main__")
 """
 MORE = ("--train-iters", "30")
@@ -88,6 +97,55 @@ def test_a_signal_saves_and_the_next_run_goes_on(tmp_path: Path) -> None:
     resumed = train(tmp_path / "again", GPT, 2, *flags, "--load", str(saved), off=False)
     assert sorted(resumed) == list(range(last + 1, 31))
     assert_equal_training(resumed, stock)
+
+
+def reruns(tmp_path: Path, name: str, *flags: str, off: bool) -> list[int]:
+    """Exit codes of a run that Megatron's rerun state machine ends."""
+    argv = [str(GPT), *NO_GPU, *TINY, *TP2_SP, *flags, "--save", str(tmp_path / f"{name}-saved")]
+    argv += ["--save-interval", "1000", "--overlap-config", config(tmp_path), "--overlap-device", "cpu"]
+    argv += ["--overlap-run-dir", str(tmp_path / name)]
+    return [done.returncode for done in start_ranks(2, argv, env=PLUGIN_OFF if off else None)]
+
+
+@pytest.mark.long
+def test_every_step_run_twice(tmp_path: Path) -> None:
+    """Megatron's mode for measuring determinism: each step's forward and backward is taken back, and made again."""
+    buckets = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+    flags = (*TP2_SP, *shlex.split(buckets))
+    again = ("--rerun-mode", "report_stats")
+    path = tmp_path / "overlap.yaml"
+    overlap = {"tensor": {"method": "p2p"}, "data": {"method": "p2p"}, "deterministic": True, "strict": True}
+    path.write_text(yaml.safe_dump({"overlap": overlap}))
+    plugin = ("--overlap-config", str(path))
+    stock = train(tmp_path / "stock", GPT, 4, *flags)
+    once = train(tmp_path / "once", GPT, 4, *flags, *plugin, off=False)
+    wrapper = tmp_path / "pretrain.py"
+    wrapper.write_text(TWICE.format(script=str(GPT)))
+    twice = train(tmp_path / "twice", wrapper, 4, *flags, *again, *plugin, off=False)
+    assert_equal_training(twice, stock)
+    for iteration, row in once.items():
+        for key in ("loss", "grad_norm"):
+            assert twice[iteration][key] == row[key], f"iteration {iteration}, {key}"
+    calls = {}
+    for run in ("once", "twice"):
+        report = json.loads((tmp_path / run / "report-rank0.json").read_text())
+        columns = [module for module in report["modules"] if module["kind"] == "column"]
+        calls[run] = {(m["name"], m["op"], m["direction"]): m["overlapped"] for m in columns}
+    assert calls["once"]
+    assert calls["twice"] == {site: 2 * number for site, number in calls["once"].items()}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "code"), [("correct_result", 16), ("transient_error", 17)])
+def test_a_result_in_doubt_ends_as_in_stock(tmp_path: Path, kind: str, code: int) -> None:
+    """An injected error: Megatron makes the step again, and ends with a code that says what it found."""
+    flags = ("--error-injection-rate", "1", "--error-injection-type", kind)
+    assert reruns(tmp_path, "stock", *flags, off=True) == [code] * 2
+    assert reruns(tmp_path, "mine", *flags, off=False) == [code] * 2
+    saved = [(tmp_path / f"{run}-saved" / "latest_checkpointed_iteration.txt") for run in ("stock", "mine")]
+    texts = [path.read_text() if path.is_file() else None for path in saved]
+    assert texts[0] == texts[1]
+    assert (texts[0] is not None) == (kind == "correct_result")
 
 
 @pytest.mark.long
