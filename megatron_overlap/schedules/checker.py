@@ -44,6 +44,7 @@ class _Rank:
     received: bool = False
     work_done: int = 0
     held: set[Chunk] = field(default_factory=set)
+    brought: dict[Chunk, int] = field(default_factory=dict)
     computed: Counter[Chunk] = field(default_factory=Counter)
     partial: dict[Chunk, Counter[int]] = field(default_factory=dict)
     whole: set[Chunk] = field(default_factory=set)
@@ -172,10 +173,14 @@ def _keep(sender: _Rank, receiver: _Rank, exchange: Exchange, where: str) -> Non
     chunk = exchange.send
     if chunk not in sender.held and chunk not in sender.whole:
         raise ScheduleError(f"{where}: sends {chunk}, which it does not hold")
+    # Exchanges are played one after the other; a transport sends as soon as the plan lets it.
+    if exchange.after_exchange != sender.brought.get(chunk):
+        raise ScheduleError(f"{where}: sends {chunk} after exchange {exchange.after_exchange}, which does not bring it")
+    index = sender.exchanges_done
     if chunk in receiver.held:
-        index = sender.exchanges_done
         raise ScheduleError(f"rank {receiver.plan.rank}, exchange {index}: receives {chunk} a second time")
     receiver.held.add(chunk)
+    receiver.brought[chunk] = index
 
 
 def _work(rank: _Rank) -> bool:

@@ -100,6 +100,9 @@ def _damage(plan: Plan) -> list[Plan]:
         with_exchange(index, to=plan.rank)
         if plan.collective == "reduce_scatter":
             with_exchange(index, after_work=exchange.after_work - 1)
+        if exchange.after_exchange is not None:
+            with_exchange(index, after_exchange=None)
+            with_exchange(index, after_exchange=exchange.after_exchange + 1)
         shorter = exchanges[:index] + exchanges[index + 1 :]
         damaged.append(dataclasses.replace(plan, exchanges=tuple(shorter)))
     for index, piece in enumerate(work):
