@@ -87,6 +87,8 @@ class Ranks:
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self._options, self._folder, self._number = options, folder, 0
+        self.reasons: dict[str, str] = {}
+        """The first line of what a test that failed last said, on the first rank that it failed on."""
 
     def run(self, name: str, plugin: bool) -> tuple[dict[str, str], Counter[str]]:
         """Outcome of every test of the file, the worst of all ranks, and how many calls took which path."""
@@ -135,6 +137,7 @@ class Ranks:
     def _read(self, folder: Path, outcomes: dict[str, str], calls: Counter[str]) -> list[str]:
         ranks: dict[str, dict[int, str]] = {}
         stuck: set[str] = set()
+        found: dict[str, str] = {}
         for rank in range(self._options.ranks):
             path, current = folder / f"rank{rank}.jsonl", ""
             for line in path.read_text().splitlines() if path.is_file() else ():
@@ -143,22 +146,29 @@ class Ranks:
                 if "test" in row:
                     ranks.setdefault(row["test"], {})[rank] = row["outcome"]
                     current = ""
+                    if row["reason"]:
+                        found.setdefault(row["test"], row["reason"])
                 calls.update(row.get("calls", {}))
             stuck |= {current} if current else set()
-        complete = {test: found for test, found in ranks.items() if len(found) == self._options.ranks}
-        outcomes |= {test: min(found.values(), key=WORST.index) for test, found in complete.items()}
+        complete = {test: row for test, row in ranks.items() if len(row) == self._options.ranks}
+        outcomes |= {test: min(row.values(), key=WORST.index) for test, row in complete.items()}
+        self.reasons |= found
         # A rank that was not stuck may have gone on: what it did alone is run again with all.
         return sorted(stuck)
 
 
-def summary(name: str, off: dict[str, str], on: dict[str, str], calls: Counter[str]) -> dict[str, Any]:
-    """One file: counts of both runs, and every test that came out otherwise."""
+def summary(
+    name: str, off: dict[str, str], on: dict[str, str], calls: Counter[str], reasons: dict[str, str]
+) -> dict[str, Any]:
+    """One file: counts of both runs, why tests fail in both, and every test that came out otherwise."""
+    failed = [test for test, outcome in on.items() if outcome == off.get(test) == "failed"]
     changed = {test: [off.get(test, "absent"), on.get(test, "absent")] for test in sorted({*off, *on})}
     return {
         "file": name,
         "off": dict(Counter(off.values())),
         "on": dict(Counter(on.values())),
         "calls": dict(calls),
+        "failed_in_both": dict(Counter(reasons.get(test, "not told") for test in failed)),
         "changed": {test: pair for test, pair in changed.items() if pair[0] != pair[1]},
     }
 
@@ -189,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             start = time.monotonic()
             off, _ = ranks.run(name, False)
             on, calls = ranks.run(name, True)
-            row = summary(name, off, on, calls)
+            row = summary(name, off, on, calls, ranks.reasons)
             rows.append(row)
             short = name.removeprefix("tests/unit_tests/")
             seconds = time.monotonic() - start

@@ -73,9 +73,10 @@ class Trust:
         for problem in unfit(self._session):
             value = "null" if problem.value is None else problem.value
             raise UnfitError(f"overlap config: {problem.key}: {value}: {problem.remedy}")
-        self._everybody = True
-        self._begin_pulse(world)
-        self._follow_steps()
+        if not self._everybody:
+            self._everybody = True
+            self._begin_pulse(world)
+            self._follow_steps()
 
     def agree(self, group: dist.ProcessGroup) -> None:
         """The same among the ranks of a group, unless all have agreed: for programs that make groups of their own."""
@@ -154,10 +155,11 @@ def open_transport(session: Session, group: dist.ProcessGroup, lane: str = "") -
 def unfit(session: Session) -> Iterator[Problem]:
     """What no rank of this job could do as the config says, as far as Megatron's arguments tell."""
     args = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
-    if args is None:
+    if args is None or args.seq_length is None or args.micro_batch_size is None:
         return
     overlap = session.config
-    tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
+    tensor = parallel_state.get_tensor_model_parallel_world_size()
+    context = parallel_state.get_context_parallel_world_size()
     rows = args.seq_length * args.micro_batch_size // (tensor * context)
     chunks = overlap.tensor.chunks_per_rank
     if overlap.tensor.method != "none" and tensor > 1 and isinstance(chunks, int) and chunks > rows:

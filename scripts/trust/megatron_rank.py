@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 CONFIG = {"tensor": {"method": "p2p", "chunks_per_rank": 2}, "data": {"method": "p2p"}, "timeout_s": 60.0}
 
@@ -31,7 +35,63 @@ def prepare() -> str:
     import megatron.core
     import megatron.training.training
 
+    _local_layers()
+    _end_groups()
     return str(megatron.core.__version__)
+
+
+def _local_layers() -> None:
+    """Where tests ask for TransformerEngine's layers, which no CPU runs, they get Megatron's own."""
+    from megatron.core.models.gpt import gpt_layer_specs as specs
+
+    def instead(local: Callable[..., Any], asked: Callable[..., Any]) -> Callable[..., Any]:
+        known = inspect.signature(specs.get_gpt_layer_local_submodules).parameters
+        order = list(inspect.signature(specs.get_gpt_layer_with_transformer_engine_submodules).parameters)
+
+        @functools.wraps(asked)
+        def layer(*args: Any, **kwargs: Any) -> Any:
+            named = dict(zip(order, args, strict=False)) | kwargs
+            if unknown := [name for name, value in named.items() if value and name not in known]:
+                raise RuntimeError(f"needs TransformerEngine: {', '.join(unknown)}")
+            return local(**{name: value for name, value in named.items() if name in known})
+
+        return layer
+
+    pairs = {
+        "get_gpt_layer_with_transformer_engine_spec": "get_gpt_layer_local_spec",
+        "get_gpt_layer_with_transformer_engine_submodules": "get_gpt_layer_local_submodules",
+    }
+    changed = {te: instead(getattr(specs, local), getattr(specs, te)) for te, local in pairs.items()}
+    for te, layer in changed.items():
+        setattr(specs, te, layer)
+    specs.TENorm = specs.LNImpl
+
+
+def _end_groups() -> None:
+    """Megatron forgets its groups between tests and does not end them: on gloo each keeps threads and sockets."""
+    from megatron.core import parallel_state
+    from torch.distributed import distributed_c10d as c10d
+
+    forget = parallel_state.destroy_model_parallel
+
+    def forget_and_end() -> None:
+        forget()
+        for group in list(c10d._world.pg_map):
+            if group is not c10d.GroupMember.WORLD:
+                torch.distributed.destroy_process_group(group)
+
+    parallel_state.destroy_model_parallel = forget_and_end
+
+
+def _no_fp8(test_file: Path) -> None:
+    """Some files ask TransformerEngine for fp8 when they are imported: they hear that there is none."""
+    if "\nfrom transformer_engine.pytorch.fp8 import" not in test_file.read_text():
+        return
+    names = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.fp8")
+    engine, side, fp8 = (sys.modules.setdefault(name, ModuleType(name)) for name in names)
+    engine.pytorch, side.fp8 = side, fp8  # type: ignore[attr-defined]
+    fp8.check_fp8_support = lambda: (False, "no GPU")  # type: ignore[attr-defined]
+    fp8.fp8_autocast = None  # type: ignore[attr-defined]
 
 
 class Recorder:
@@ -48,10 +108,15 @@ class Recorder:
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when == "setup":
+            self._reason = ""
         if report.when == "setup" or report.when == "call" or report.failed:
             self._outcome = report.outcome
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            self._reason = str(crash.message if crash else report.longrepr).strip().splitlines()[0][:160]
         if report.when == "teardown":
-            self.write({"test": report.nodeid, "outcome": self._outcome})
+            self.write({"test": report.nodeid, "outcome": self._outcome, "reason": self._reason})
 
 
 def run(
@@ -65,6 +130,7 @@ def run(
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     os.chdir(checkout)
     _no_download()
+    _no_fp8(checkout / name)
     recorder = Recorder(folder / f"rank{rank}.jsonl")
     session = None
     if plugin:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 from typing import Any
@@ -121,3 +122,36 @@ def disagreeing(group: dist.ProcessGroup, other: dict[str, Any]) -> str:
         text = f"{type(error).__name__}: {error}"
     assert RowParallelLinear.forward is before
     return text
+
+
+def under_arguments(group: dist.ProcessGroup, seq_length: int | None, micro_batch_size: int | None) -> str:
+    """What `enable` says under Megatron's arguments of these sizes; four chunks a rank are asked for."""
+    from megatron.training import global_vars
+
+    layer_cases.start(group)
+    global_vars._GLOBAL_ARGS = argparse.Namespace(seq_length=seq_length, micro_batch_size=micro_batch_size)
+    try:
+        enable(OverlapConfig.model_validate({"tensor": {"method": "p2p", "chunks_per_rank": 4}})).disable()
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        global_vars._GLOBAL_ARGS = None
+    return ""
+
+
+def made_again(group: dist.ProcessGroup) -> tuple[int, bool]:
+    """Megatron's groups are made twice in a session: wrappers around its step, and whether it is its own after."""
+    from megatron.core import parallel_state
+    from megatron.training import training
+
+    layer_cases.start(group)
+    before = training.train_step
+    parallel_state.destroy_model_parallel()
+    with enable(OverlapConfig.model_validate({"tensor": layer_cases.TENSOR})):
+        for _ in range(2):
+            parallel_state.destroy_model_parallel()
+            parallel_state.initialize_model_parallel(tensor_model_parallel_size=group.size())
+        step, wrappers = training.train_step, 0
+        while step is not before:
+            step, wrappers = step.__wrapped__, wrappers + 1
+    return wrappers, training.train_step is before

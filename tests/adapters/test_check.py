@@ -96,3 +96,21 @@ def test_a_rank_with_another_config_is_named_everywhere(ranks: World, other: dic
     for text in ranks.run(RANKS, cases.disagreeing, other):
         assert text.startswith("DisagreementError: the ranks do not run the same: ")
         assert told in text
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        # 8 x 2 rows over four ranks: as many as chunks.
+        ((8, 2), ""),
+        ((6, 2), "UnfitError: overlap config: tensor.chunks_per_rank: 4: a rank has 3 rows; use 3 at most, or auto"),
+        # As after parsing alone: Megatron sets the lengths when it validates.
+        ((None, None), ""),
+    ],
+)
+def test_a_config_that_fits_no_rank_is_refused(ranks: World, sizes: tuple[int | None, int | None], told: str) -> None:
+    assert ranks.run(RANKS, cases.under_arguments, *sizes) == [told] * RANKS
+
+
+def test_groups_that_are_made_again_wrap_the_step_once(ranks: World) -> None:
+    assert ranks.run(RANKS, cases.made_again) == [(1, True)] * RANKS

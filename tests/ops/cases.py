@@ -309,13 +309,22 @@ def a_ring_computes_on_while_it_waits(group: dist.ProcessGroup) -> list[str]:
 
 
 def sums_do_not_depend_on_arrival(group: dist.ProcessGroup) -> bool:
-    """Whether a reduce-scatter gives the same bits whatever lands first."""
-    generator = torch.Generator().manual_seed(dist.get_rank(group))
+    """Whether a reduce-scatter gives the same bits whatever lands first, and fp32 terms are added as the plan lists them.
+
+    That is: the own one, then those of the ranks before this one, nearest first. Every other order has another sum.
+    """
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    generator = torch.Generator().manual_seed(rank)
     x = torch.randn(24, 16, generator=generator).to(torch.bfloat16)
     w = torch.randn(8, 16, generator=generator).to(torch.bfloat16)
-    plan = LinearPlan(chunks_per_rank=2)
-    results = []
+    terms = torch.tensor([1.0, 3e7, -3e7, 0.25])
+    wanted = terms[rank].clone()
+    for distance in range(1, ranks):
+        wanted += terms[(rank - distance) % ranks]
+    plan = LinearPlan(pattern="direct", chunks_per_rank=2)
+    results, sums = [], []
     for transport in (GlooTransport(group), LateTransport(group)):
         results.append(linear_reduce_scatter(x, w, group=transport, plan=plan))
+        sums.append(linear_reduce_scatter(terms[rank].repeat(24, 1), torch.ones(1, 1), group=transport, plan=plan))
         transport.close()
-    return torch.equal(*results)
+    return torch.equal(*results) and all(bool((each == wanted).all()) for each in sums)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_overlap.varlen import CapacityError, CostModel, Plan, Topology, balance, partition
+from megatron_overlap.varlen import CapacityError, CostModel, Plan, Topology, balance, level, partition
 from megatron_overlap.varlen.lengths import DISTRIBUTIONS, sample
 from megatron_overlap.varlen.loads import loads
 from tests.config.test_wrong_input import environment
@@ -263,3 +263,13 @@ def test_wrong_cost(field: str) -> None:
 def test_plans_travel() -> None:
     plan = partition([900, 20, 3], Topology(1, 2), capacity=500)
     assert pickle.loads(pickle.dumps(plan)) == plan
+
+
+def test_what_is_longer_than_a_bin_is_cut_evenly_though_it_costs_little() -> None:
+    """A cheap document beside a dear one, which every threshold cuts: its length alone decides over how many bins."""
+    dear, cheap = level.Item(150, 10_000, 0), level.Item(150, 150, 1)
+    cost = CostModel(pair_fs=1, token_fs=0, floor_fs=0)
+    bins = level.Level(bins=4, capacity=120, cost=cost, message_fs=lambda item, here: 10**9, attempts=1)
+    placed = level.place(bins, [dear, cheap, level.Item(50, 50, 2), level.Item(50, 50, 3)])
+    assert placed is not None
+    assert [item.tokens for each in placed.items for item in each if item.document == 1] == [75, 75]
