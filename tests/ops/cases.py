@@ -309,7 +309,7 @@ def a_ring_computes_on_while_it_waits(group: dist.ProcessGroup) -> list[str]:
 
 
 def sums_do_not_depend_on_arrival(group: dist.ProcessGroup) -> bool:
-    """Whether a reduce-scatter gives the same bits whatever lands first, and fp32 terms are added as the plan lists them.
+    """Whether a reduce-scatter gives the same bits whatever lands first, fp32 terms being added as the plan lists them.
 
     That is: the own one, then those of the ranks before this one, nearest first. Every other order has another sum.
     """
