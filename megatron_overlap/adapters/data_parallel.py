@@ -54,6 +54,11 @@ class DataParallelAdapter:
             close_transport(group)
         self._groups.clear()
 
+    def drop(self) -> None:
+        """Closes them without waiting for anything."""
+        self._reducers.clear()
+        self.close()
+
     def transport(self, group: dist.ProcessGroup, lane: str = "data") -> Transport:
         """The transport of a data parallel group; closed with the session."""
         self._groups.add(group)

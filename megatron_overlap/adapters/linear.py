@@ -96,6 +96,11 @@ class LinearAdapter:
         self._groups.clear()
         self.fused.close()
 
+    def drop(self) -> None:
+        """Closes them, and forgets the weight gradients of a backward pass that will not end."""
+        self._backlog = Backlog()
+        self.close()
+
     def options(self, kind: str, op: str, weight: torch.Tensor, fused_wgrad: bool) -> dict[str, Any]:
         """Keyword arguments of an op: the plan, where the weight gradient goes, and who counts."""
         name = f"{weight.shape[1]}->{weight.shape[0]}"

@@ -17,6 +17,7 @@ from typing import IO, Any
 import torch
 
 from megatron_overlap.adapters.step_tracer import EVENTS, StepTracer
+from megatron_overlap.patching.locate import ImportedTree, megatron_release
 from megatron_overlap.version import __version__
 
 # train_step returns (losses, skipped, save now, exit now, exit code, grad norm, ...) in every release read
@@ -125,7 +126,6 @@ class Recorder:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def _write_meta(self) -> None:
-        from megatron.core.package_info import __version__ as megatron_version
         from megatron.training import get_args
 
         args = get_args()
@@ -135,7 +135,7 @@ class Recorder:
             {
                 "versions": {
                     "megatron_overlap": __version__,
-                    "megatron_core": megatron_version,
+                    "megatron_core": megatron_release(ImportedTree()),
                     "torch": torch.__version__,
                     "transformer_engine": _version_of("transformer-engine"),
                     "python": platform.python_version(),

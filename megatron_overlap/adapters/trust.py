@@ -38,7 +38,9 @@ class Trust:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._everybody = False
+        self._world: dist.ProcessGroup | None = None
+        """Whose ranks have all agreed."""
+        self._following = False
         self._groups: set[dist.ProcessGroup] = set()
         self._watch: Watch | None = None
 
@@ -69,18 +71,19 @@ class Trust:
         """
         world = dist.group.WORLD
         assert world is not None
+        if self._world not in (None, world):
+            self._forget()
         self._agree(world)
         for problem in unfit(self._session):
             value = "null" if problem.value is None else problem.value
             raise UnfitError(f"overlap config: {problem.key}: {value}: {problem.remedy}")
-        if not self._everybody:
-            self._everybody = True
-            self._begin_pulse(world)
-            self._follow_steps()
+        self._world = world
+        self._begin_pulse(world)
+        self._follow_steps()
 
     def agree(self, group: dist.ProcessGroup) -> None:
         """The same among the ranks of a group, unless all have agreed: for programs that make groups of their own."""
-        if self._everybody or group in self._groups:
+        if self._world is not None or group in self._groups:
             return
         self._agree(group)
         self._groups.add(group)
@@ -94,6 +97,21 @@ class Trust:
         if found:
             raise DisagreementError(f"the ranks do not run the same: {found}: start all of them alike")
 
+    def _forget(self) -> None:
+        """The job's groups were destroyed and made anew, as by an in-process restart: lets all of the old ones go.
+
+        What was on its way in them is not waited for: the ranks that it came from may be gone.
+        """
+        session = self._session
+        for adapter in (session.linear, session.data_parallel, session.ulysses, session.varlen):
+            if adapter is not None:
+                adapter.drop()
+        session.varlen = None
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+        self._groups.clear()
+
     def _begin_pulse(self, world: dist.ProcessGroup) -> None:
         watch = self.watch()
         if watch.pulse is None and dist.get_world_size() > 1:
@@ -102,8 +120,9 @@ class Trust:
     def _follow_steps(self) -> None:
         """Counts the steps of Megatron's training loop, if this process runs it."""
         training = sys.modules.get("megatron.training.training")
-        if training is None:
+        if training is None or self._following:
             return
+        self._following = True
         original, session = training.train_step, self._session
 
         @functools.wraps(original)
@@ -124,7 +143,6 @@ def install(session: Session) -> None:
     session.trust = Trust(session)
     if dist.is_initialized() and parallel_state.model_parallel_is_initialized():
         _or_disable(session)
-        return
     original = parallel_state.initialize_model_parallel
 
     @functools.wraps(original)

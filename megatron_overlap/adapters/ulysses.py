@@ -62,6 +62,8 @@ class UlyssesAdapter:
             close_transport(group)
         self._groups.clear()
 
+    drop = close
+
     def observer(self, op: str, heads: str) -> Callable[[Any, int], None]:
         """Who counts the passes of an op."""
 

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-CONFIG = {"tensor": {"method": "p2p", "chunks_per_rank": 2}, "data": {"method": "p2p"}, "timeout_s": 60.0}
+CONFIG = {"tensor": {"method": "p2p", "chunks_per_rank": 2}, "data": {"method": "auto"}, "timeout_s": 60.0}
+
+KEPT_BY = ("backend", "group_desc", "timeout")
 
 
 def prepare() -> str:
@@ -36,7 +38,7 @@ def prepare() -> str:
     import megatron.training.training
 
     _local_layers()
-    _end_groups()
+    _keep_groups()
     return str(megatron.core.__version__)
 
 
@@ -67,20 +69,27 @@ def _local_layers() -> None:
     specs.TENorm = specs.LNImpl
 
 
-def _end_groups() -> None:
-    """Megatron forgets its groups between tests and does not end them: on gloo each keeps threads and sockets."""
-    from megatron.core import parallel_state
+def _keep_groups() -> None:
+    """Megatron makes its groups anew for every test and never ends them: on gloo each costs threads, sockets and time.
+
+    Those of the same ranks and the same purpose are made once.
+    """
     from torch.distributed import distributed_c10d as c10d
 
-    forget = parallel_state.destroy_model_parallel
+    make = torch.distributed.new_group
+    kept: dict[tuple[Any, ...], Any] = {}
 
-    def forget_and_end() -> None:
-        forget()
-        for group in list(c10d._world.pg_map):
-            if group is not c10d.GroupMember.WORLD:
-                torch.distributed.destroy_process_group(group)
+    @functools.wraps(make)
+    def new_group(ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> Any:
+        named = inspect.signature(make).bind(ranks, *args, **kwargs).arguments
+        key = (id(c10d.GroupMember.WORLD), None if ranks is None else tuple(ranks), *map(named.get, KEPT_BY))
+        if named.get("group_desc") is None or named.get("use_local_synchronization"):
+            return make(ranks, *args, **kwargs)
+        if key not in kept:
+            kept[key] = make(ranks, *args, **kwargs)
+        return kept[key]
 
-    parallel_state.destroy_model_parallel = forget_and_end
+    torch.distributed.new_group = new_group
 
 
 def _no_fp8(test_file: Path) -> None:
@@ -127,6 +136,7 @@ def run(
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     os.chdir(checkout)
     _no_download()
@@ -138,7 +148,7 @@ def run(
 
         session = mo.enable(mo.OverlapConfig.model_validate(CONFIG))
     skipped = [argument for test in done for argument in ("--deselect", test)]
-    options = ["-q", "-o", "addopts=", "-p", "no:cacheprovider", "-p", "no:randomly", "--tb=short"]
+    options = ["-q", "-o", "addopts=", "-p", "no:cacheprovider", "-p", "no:randomly", "--tb=native"]
     pytest.main([*options, *skipped, name], plugins=[recorder])
     if session is not None:
         totals = session.report().as_dict()["totals"]

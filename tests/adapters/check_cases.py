@@ -5,6 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import shutil
+import tempfile
+import threading
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -155,3 +160,38 @@ def made_again(group: dist.ProcessGroup) -> tuple[int, bool]:
         while step is not before:
             step, wrappers = step.__wrapped__, wrappers + 1
     return wrappers, training.train_step is before
+
+
+def restarted_in_process(group: dist.ProcessGroup, port: int) -> dict[str, Any]:
+    """A step, one that rank 1 does not take part in, then groups made anew in the same processes, and a step.
+
+    Returns:
+        What the second step ended with on rank 0, whether the last equals stock's, and the threads that are left.
+    """
+    from megatron.core import parallel_state
+
+    layer_cases.start(group)
+    rank, ranks = group.rank(), group.size()
+    x, dy = layer_cases.make_data("column", torch.float32, 4 * ranks, ranks, rank)
+    found: dict[str, Any] = {"failed": ""}
+    with enable(OverlapConfig.model_validate({"tensor": layer_cases.TENSOR, "timeout_s": 2.0})) as session:
+        session.folder = Path(tempfile.mkdtemp())
+        layer_cases.step(layer_cases.make_layer("column", torch.float32), x, dy)
+        if rank == 0:
+            try:
+                layer_cases.step(layer_cases.make_layer("column", torch.float32), x, dy)
+            except RuntimeError as error:
+                found["failed"] = f"{type(error).__name__}: {error}"
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+        dist.init_process_group(
+            "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks, timeout=timedelta(seconds=20)
+        )
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
+        second = layer_cases.step(layer_cases.make_layer("column", torch.float32), x, dy)
+        found["overlapped"] = session.report().as_dict()["totals"]["overlapped"]
+        found["threads"] = sorted(each.name for each in threading.enumerate() if "megatron_overlap" in each.name)
+        shutil.rmtree(session.folder)
+    stock = layer_cases.step(layer_cases.make_layer("column", torch.float32), x, dy)
+    found["equal"] = all(torch.allclose(second[name], stock[name], rtol=1e-5, atol=1e-5) for name in RESULTS)
+    return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 import torch
 
@@ -114,3 +116,21 @@ def test_a_config_that_fits_no_rank_is_refused(ranks: World, sizes: tuple[int | 
 
 def test_groups_that_are_made_again_wrap_the_step_once(ranks: World) -> None:
     assert ranks.run(RANKS, cases.made_again) == [(1, True)] * RANKS
+
+
+def test_groups_of_an_in_process_restart_are_new_ones() -> None:
+    """Torch's groups are destroyed and made again in processes that go on, after a step that one rank left."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    world = World(2, answer_s=60, sizes=(2,), adapted=True)
+    try:
+        first, second = world.run(2, cases.restarted_in_process, port)
+    finally:
+        world.close()
+    assert first.pop("failed").startswith("TransportError: all_gather_linear: ")
+    assert second.pop("failed") == ""
+    assert first["overlapped"] == second["overlapped"] > 0
+    for peer, each in ((1, first), (0, second)):
+        assert each["equal"]
+        assert each["threads"] == [f"megatron_overlap_{name}" for name in ("pulse", f"receive_{peer}", "send")]
