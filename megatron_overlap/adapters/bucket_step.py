@@ -40,6 +40,9 @@ def step_with_ready_grads(original: Method, session: Session) -> Method:
     def step(self: Any) -> bool:
         if not isinstance(self, DistributedOptimizer) or not _gathers_in_forward(self):
             return original(self)
+        if reason := _why_not_cut(self):
+            session.counters.leave("step of the distributed optimizer", reason)
+            return original(self)
         groups = _in_forward_order(self)
         if not groups:
             return original(self)
@@ -62,22 +65,27 @@ def step_with_ready_grads(original: Method, session: Session) -> Method:
 
 
 def _gathers_in_forward(optimizer: Any) -> bool:
-    """Whether Megatron would gather in the next forward what is stepped now, and nothing else is in the way."""
+    """Whether Megatron would gather in the next forward what is stepped now."""
     config = optimizer.ddp_config
-    return (
-        not optimizer.is_stub_optimizer
-        and config.overlap_param_gather
-        and not config.use_megatron_fsdp
-        # The pipeline schedule, or Megatron's own step, begins the gathers.
-        and not config.align_param_gather
-        and not optimizer.config.overlap_param_gather_with_optimizer_step
-        # Copies from the host may still be on their way when its step returns.
-        and not optimizer.config.optimizer_cpu_offload
-        # Quantized parameters are written with collectives of their own, or later.
-        and not config.fp8_param_gather
-        and not getattr(config, "fp4_param_gather", False)
-        and not getattr(config, "reuse_grad_buf_for_mxfp8_param_ag", False)
-    )
+    return not optimizer.is_stub_optimizer and config.overlap_param_gather and not config.use_megatron_fsdp
+
+
+def _why_not_cut(optimizer: Any) -> str | None:
+    """What keeps the step of such an optimizer whole; None if nothing does."""
+    config = optimizer.ddp_config
+    reasons = {
+        "the pipeline schedule begins the gathers (align_param_gather)": config.align_param_gather,
+        "Megatron's own step begins the gathers": optimizer.config.overlap_param_gather_with_optimizer_step,
+        "copies from the host may be on their way after it (optimizer_cpu_offload)": (
+            optimizer.config.optimizer_cpu_offload
+        ),
+        "quantized parameters are written with collectives of their own, or later": (
+            config.fp8_param_gather
+            or getattr(config, "fp4_param_gather", False)
+            or getattr(config, "reuse_grad_buf_for_mxfp8_param_ag", False)
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def _in_forward_order(optimizer: Any) -> list[Any]:

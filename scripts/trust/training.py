@@ -29,10 +29,12 @@ MODEL = shlex.split(
     "--transformer-impl local --distributed-backend gloo --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
     "--no-bias-gelu-fusion --no-bias-dropout-fusion --no-bias-swiglu-fusion --no-persist-layer-norm --no-rope-fusion "
     "--attention-backend unfused --use-cpu-initialization --tensor-model-parallel-size 2 --sequence-parallel "
-    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 3000"
+    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 3000 "
+    # Of Megatron's own collectives, in which a rank may wait for the stopped one as well.
+    "--distributed-timeout-minutes 1"
 )
 KINDS = ("training: SIGKILL", "training: SIGSTOP", "training: other config", "training: restart")
-RANKS, DEADLINE_S, START_S, BEYOND_S = 4, 10.0, 240.0, 60.0
+RANKS, DEADLINE_S, START_S, BEYOND_S = 4, 10.0, 240.0, 90.0
 
 
 class Training:
@@ -148,8 +150,10 @@ def _fault(outcome: Any, folder: Path, draw: random.Random) -> None:
 def _restart(outcome: Any, folder: Path, draw: random.Random) -> None:
     """Killed at some step, resumed from its checkpoint: the losses of a run that nobody disturbed."""
     steps, saved = 6, folder / "saved"
-    save = ["--save", str(saved), "--load", str(saved), "--save-interval", "2"]
-    whole, broken = Training(folder / "whole", steps), None
+    # The one that is killed is told of more steps: the rate goes down as in the others all the same.
+    rate = ["--lr-decay-iters", str(steps), "--override-opt_param-scheduler"]
+    save = [*rate, "--save", str(saved), "--load", str(saved), "--save-interval", "2"]
+    whole, broken = Training(folder / "whole", steps, rate), None
     try:
         codes = whole.wait(None, START_S)
         wanted = whole.steps()

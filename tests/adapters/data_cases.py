@@ -50,6 +50,7 @@ class Run:
         overflow: iterations in which a gradient of the last rank is infinite.
         evaluate: iterations after which all parameters are looked at.
         foreign_adam: an optimizer of a class that the plugin does not know.
+        offloaded: the optimizer says that its state is on the host.
     """
 
     precision: str = "fp32"
@@ -62,6 +63,7 @@ class Run:
     overflow: tuple[int, ...] = ()
     evaluate: tuple[int, ...] = ()
     foreign_adam: bool = False
+    offloaded: bool = False
     iterations: int = 4
 
 
@@ -124,6 +126,8 @@ def _wrapped(run: Run) -> tuple[Any, Any]:
     optimizer = get_megatron_optimizer(OptimizerConfig(**settings), [model])
     if run.foreign_adam:
         optimizer.optimizer.__class__ = ForeignAdam
+    # Only said: what moves the state runs on CUDA streams.
+    optimizer.config.optimizer_cpu_offload |= run.offloaded
     return model, optimizer
 
 
@@ -144,8 +148,8 @@ def train(group: dist.ProcessGroup, run: Run) -> dict[str, Any]:
     config = OverlapConfig.model_validate({"tensor": {"method": "none"}, "data": dict(run.data)})
     with enable(config, strict=run.strict) as session:
         made = _train(group, run)
-        sites = session.report().sites
-    made["overlapped"] = {}
+        sites, left = session.report().sites, session.report().left
+    made["overlapped"], made["left"] = {}, dict(left)
     for site, tally in sites.items():
         made["overlapped"][site.op] = made["overlapped"].get(site.op, 0) + tally.overlapped
     made["bytes"] = sum(tally.moved_bytes for tally in sites.values())
@@ -218,7 +222,7 @@ def compared(group: dist.ProcessGroup, run: Run, stock: Run) -> dict[str, Any]:
         assert len(mine[key]) == len(theirs[key])
         for index, (one, other) in enumerate(zip(mine[key], theirs[key], strict=True)):
             assert _same(one, other), f"{key} {index}: {one} {other}"
-    return {key: mine[key] for key in ("overlapped", "bytes", "reasons", "under_way", "scale")}
+    return {key: mine[key] for key in ("overlapped", "left", "bytes", "reasons", "under_way", "scale")}
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -264,7 +268,7 @@ def saved_gradients(group: dist.ProcessGroup) -> list[str]:
         _backward(model, optimizer, group.rank(), 0, 0, False)
         model.finish_grad_sync(force_all_reduce=True)
         sums = torch.cat([buffer.grad_data for buffer in model.buffers])
-        sites = session.report().sites
+        sites, left = session.report().sites, session.report().left
     everyone = [torch.empty_like(sums) for _ in range(group.size())]
     dist.all_gather(everyone, sums, group=group)
     assert all(torch.equal(one, sums) for one in everyone)

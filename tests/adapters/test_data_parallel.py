@@ -75,6 +75,15 @@ def test_an_optimizer_of_another_class_steps_as_a_whole(ranks: World) -> None:
     assert done == {"reduce_scatter": 16, "all_gather": 16, "whole step, then all gathers": 4}
 
 
+def test_an_optimizer_whose_step_may_not_be_cut_steps_as_a_whole(ranks: World) -> None:
+    stock = Run(offloaded=True)
+    counts = ranks.run(RANKS, cases.compared, replace(stock, data=P2P, late=True), stock)
+    assert counts[0]["overlapped"] == {"reduce_scatter": 16, "all_gather": 16}
+    (left,) = counts[0]["left"].items()
+    assert left[0] == "step of the distributed optimizer"
+    assert "optimizer_cpu_offload" in left[1]
+
+
 @pytest.mark.parametrize("how", ["megatron", "plugin"])
 def test_narrow_gradients_summed_in_fp32(ranks: World, how: str) -> None:
     narrow = (("grad_reduce_in_fp32", False),)
