@@ -8,6 +8,9 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+# Of a file system's 255 bytes: a date, a rank and an ending come behind.
+_LONGEST_NAME, _LONGEST_PATH = 200, 1000
+
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -24,11 +27,18 @@ def _not_blank(text: str) -> str:
 def _is_name(text: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", text):
         raise PydanticCustomError("remedy", "use letters, digits, dots, dashes and underscores: it names a folder")
-    return text
+    return _is_folder(text)
+
+
+def _is_folder(text: str) -> str:
+    if "\0" in text or len(text.encode()) > _LONGEST_PATH or max(map(len, text.encode().split(b"/"))) > _LONGEST_NAME:
+        raise PydanticCustomError("remedy", f"use {_LONGEST_NAME} bytes at most, and no NUL: it names a folder")
+    return _not_blank(text)
 
 
 Text = Annotated[str, AfterValidator(_not_blank)]
 Name = Annotated[str, AfterValidator(_is_name)]
+Folder = Annotated[str, AfterValidator(_is_folder)]
 
 
 class Section(BaseModel):

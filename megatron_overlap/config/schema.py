@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from megatron_overlap.config import checks
 from megatron_overlap.config.base import (
+    Folder,
     Fraction,
     Name,
     NonNegative,
@@ -208,7 +209,7 @@ class LaunchSection(Section):
     """Training script; null: the provided one for model.arch."""
     hosts: HostsConfig | None = None
     slurm: SlurmConfig = SlurmConfig()
-    output_dir: Text = "runs"
+    output_dir: Folder = "runs"
     """Folder that gets one folder a run."""
     timeout_s: PositiveFloat | None = None
     """Longest time of the whole run, in seconds."""

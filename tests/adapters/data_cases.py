@@ -268,7 +268,7 @@ def saved_gradients(group: dist.ProcessGroup) -> list[str]:
         _backward(model, optimizer, group.rank(), 0, 0, False)
         model.finish_grad_sync(force_all_reduce=True)
         sums = torch.cat([buffer.grad_data for buffer in model.buffers])
-        sites, left = session.report().sites, session.report().left
+        sites = session.report().sites
     everyone = [torch.empty_like(sums) for _ in range(group.size())]
     dist.all_gather(everyone, sums, group=group)
     assert all(torch.equal(one, sums) for one in everyone)

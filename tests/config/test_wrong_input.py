@@ -95,6 +95,8 @@ WRONG_VALUES = [
     override("zero chunks", "overlap.tensor.chunks_per_rank", "0", "use auto or a whole number >= 1"),
     override("preset", "model.preset", "lama_tiny", "did you mean llama_tiny?"),
     override("name", "name", "a/b", "it names a folder"),
+    override("long name", "name", "x...x", "200 bytes at most", f"name={'x' * 201}"),
+    override("long folder", "launch.output_dir", "runs/x", "200 bytes at most", f"launch.output_dir=runs/{'x' * 201}"),
     override("rate", "launch.hosts.gbps", "0", "use a number >= 0.001", "launch.hosts={hosts: 2, gbps: 0}"),
     override("split", "data.split", "90,nine", "give up to three weights"),
     override("arguments", "megatron_args", "--foo", "use a list of texts"),
