@@ -13,9 +13,11 @@ and the rest is run without it. Exit code 1 where a test passes without the plug
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
+import signal
 import sys
 import tempfile
 import time
@@ -122,6 +124,8 @@ class Ranks:
             self._wait(processes, folder)
         finally:
             for process in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.kill()
                 process.join()
         return self._read(folder, outcomes, calls)

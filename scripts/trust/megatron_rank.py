@@ -132,6 +132,7 @@ def run(
     rank: int, checkout: Path, name: str, done: Sequence[str], plugin: bool, size: int, port: int, folder: Path
 ) -> None:
     """The tests of one file that are not `done`, in this process."""
+    os.setsid()  # what Megatron starts ends with this process
     log = (folder / f"rank{rank}.log").open("w")
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -63,7 +64,11 @@ class Training:
             environment.pop("LD_PRELOAD", None)
             log = (folder / f"rank{rank}.log").open("wb")
             with log:
-                self.processes.append(subprocess.Popen(argv, env=environment, stdout=log, stderr=subprocess.STDOUT))
+                self.processes.append(
+                    subprocess.Popen(
+                        argv, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                    )
+                )
 
     def steps(self) -> dict[int, tuple[float, float]]:
         """Loss and grad-norm of every step that rank 0 has done."""
@@ -95,9 +100,10 @@ class Training:
         return "\n".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("rank*.log")))
 
     def end(self) -> None:
-        """Leaves no process."""
+        """Leaves no process, not those either that Megatron started in a rank that was killed."""
         for process in self.processes:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
