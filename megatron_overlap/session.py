@@ -39,7 +39,6 @@ class Session:
         trace: gets the events of the transports that are made from now on; None records none.
         step: the training step that runs, from 1; 0 before the first. Megatron's training loop is followed; any other
             says it by `next_step`.
-        folder: where a failure is written to.
         facts: what must be the same on every rank besides the config, versions and patches.
         trust: what adapters/trust.py keeps for this session.
         check: what adapters/check.py keeps for this session.
@@ -55,15 +54,26 @@ class Session:
         self.switched_off = False
         self.trace: Trace | None = None
         self.step = 0
-        self.folder = Path()
         self.facts: dict[str, str] = {}
         self.trust: Any = None
+        self._folder = Path()
         self.check: Any = None
         self._engine = Engine(manifests)
         self._plan = Plan(())
         self._applied: tuple[str, ...] = ()
         self._reason = "not enabled yet"
         self._closers: list[Callable[[], object]] = []
+
+    @property
+    def folder(self) -> Path:
+        """Where a failure is written to."""
+        return self._folder
+
+    @folder.setter
+    def folder(self, folder: Path) -> None:
+        self._folder = folder
+        if self.trust is not None:
+            self.trust.changed()
 
     @property
     def active(self) -> bool:
@@ -85,7 +95,7 @@ class Session:
             self.check.stepped()
         self.step = self.step + 1 if number is None else number
         if self.trust is not None:
-            self.trust.stepped()
+            self.trust.changed()
 
     def everything_said(self) -> dict[str, str]:
         """What has to be the same on every rank: config, versions, patches, and what adapters add."""

@@ -17,7 +17,7 @@ from typing import IO, Any
 import torch
 
 from megatron_overlap.adapters.step_tracer import EVENTS, StepTracer
-from megatron_overlap.patching.locate import ImportedTree, megatron_release
+from megatron_overlap.session import installed_versions
 from megatron_overlap.version import __version__
 
 # train_step returns (losses, skipped, save now, exit now, exit code, grad norm, ...) in every release read
@@ -135,7 +135,7 @@ class Recorder:
             {
                 "versions": {
                     "megatron_overlap": __version__,
-                    "megatron_core": megatron_release(ImportedTree()),
+                    "megatron_core": installed_versions()["megatron-core"],
                     "torch": torch.__version__,
                     "transformer_engine": _version_of("transformer-engine"),
                     "python": platform.python_version(),

@@ -53,8 +53,8 @@ class Trust:
             session.add_close(self._watch.close)
         return self._watch
 
-    def stepped(self) -> None:
-        """The session's step has changed."""
+    def changed(self) -> None:
+        """The session's step or folder has."""
         if self._watch is not None:
             self._watch.step, self._watch.folder = self._session.step, self._session.folder
 

@@ -191,6 +191,7 @@ def restarted_in_process(group: dist.ProcessGroup, port: int) -> dict[str, Any]:
         second = layer_cases.step(layer_cases.make_layer("column", torch.float32), x, dy)
         found["overlapped"] = session.report().as_dict()["totals"]["overlapped"]
         found["threads"] = sorted(each.name for each in threading.enumerate() if "megatron_overlap" in each.name)
+        found["written"] = [path.name for path in session.folder.iterdir()]
         shutil.rmtree(session.folder)
     stock = layer_cases.step(layer_cases.make_layer("column", torch.float32), x, dy)
     found["equal"] = all(torch.allclose(second[name], stock[name], rtol=1e-5, atol=1e-5) for name in RESULTS)

@@ -130,6 +130,7 @@ def test_groups_of_an_in_process_restart_are_new_ones() -> None:
         world.close()
     assert first.pop("failed").startswith("TransportError: all_gather_linear: ")
     assert second.pop("failed") == ""
+    assert (first["written"], second["written"]) == (["overlap-failure-rank0.json"], [])
     assert first["overlapped"] == second["overlapped"] > 0
     for peer, each in ((1, first), (0, second)):
         assert each["equal"]
