@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from megatron_overlap.config import ConfigError, load_launch_config
+from megatron_overlap.config.carried import config_file
 from megatron_overlap.config.errors import did_you_mean
 from megatron_overlap.varlen.baselines import METHODS
 from megatron_overlap.varlen.cost import Topology
@@ -20,7 +21,7 @@ def plan(
     config: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Launch config (YAML) and key=value: ranks, nodes and tokens of a batch are taken from it."
+            help="Launch config, a file or a shipped one's name, and key=value: its ranks, nodes and tokens of a batch."
         ),
     ] = None,
     lengths: Annotated[
@@ -42,7 +43,7 @@ def plan(
 ) -> int:
     """Print, and draw, who holds what of a batch of documents: rings, load of every rank, balance."""
     if config:
-        launch = load_launch_config(config[0], config[1:])
+        launch = load_launch_config(config_file(config[0]), config[1:])
         ranks = ranks or launch.data_parallel_size * launch.parallel.context
         nodes = nodes or min(launch.launch.nodes, ranks)
         tokens = launch.train.global_batch_size * launch.train.seq_length if tokens is None else tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich import box
@@ -12,11 +12,12 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_overlap.config import ConfigError, load_launch_config
+from megatron_overlap.config.carried import config_file
 from megatron_overlap.config.cluster import load_cluster_profile, with_hosts
 from megatron_overlap.measure.flops import CONVENTION
 from megatron_overlap.simulate.job import Job, job_of, with_choice
 from megatron_overlap.simulate.layer import Layers
-from megatron_overlap.simulate.linear import METHODS, Choice
+from megatron_overlap.simulate.linear import Choice, Method
 from megatron_overlap.simulate.memory import Memory, memory_of
 from megatron_overlap.simulate.step import StepTime, simulate_step
 from megatron_overlap.simulate.sweep import Sweep, sweep
@@ -25,18 +26,19 @@ from megatron_overlap.tune.cost import CostModel
 
 MODELLED = "Modelled, not measured: see docs/simulate.md for how far from reality it was where that is known."
 
-_WORDS = {
+_WORDS: dict[Method | Literal["auto"], str] = {
     "serial": "no overlap",
     "megatron": "Megatron's own order",
     "sliced": "sliced collectives",
     "userbuffers": "userbuffers-like pipeline",
     "fused": "Flux-like fused kernels",
     "p2p": "this plugin, p2p",
+    "auto": "this plugin, auto",
 }
 
 
 def simulate(
-    config: Annotated[Path, typer.Argument(help="Launch config (YAML).")],
+    config: Annotated[Path, typer.Argument(help="Launch config: a YAML file, or the name of a shipped one.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, over what the file says.")] = None,
     cluster: Annotated[
         str, typer.Option("--cluster", help="Profile: a name in configs/clusters, or a YAML file.")
@@ -46,7 +48,7 @@ def simulate(
     output: Annotated[Path | None, typer.Option("--json", help="Write all figures.")] = None,
 ) -> int:
     """Predict a step on a cluster, without running it."""
-    cfg = load_launch_config(config, overrides or ())
+    cfg = load_launch_config(config_file(config), overrides or ())
     profile = load_cluster_profile(cluster)
     if cfg.launch.hosts is not None:
         profile = with_hosts(profile, cfg.launch.hosts.gbps, cfg.launch.hosts.ranks_per_host)
@@ -59,7 +61,7 @@ def simulate(
         raise ConfigError(str(config), key, value, remedy or rest) from error
     step = simulate_step(job, model, timeline=trace is not None)
     memory = memory_of(job)
-    choices = {"as configured": job} | {_WORDS[name]: with_choice(job, Choice(name)) for name in METHODS}
+    choices = {"as configured": job} | {_WORDS[name]: with_choice(job, Choice(name)) for name in _WORDS}
     methods = {name: simulate_step(other, model) for name, other in choices.items()}
     found = sweep(job, model) if find else None
     content = _content(job, model, step, memory, methods, found)

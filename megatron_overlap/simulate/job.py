@@ -140,7 +140,7 @@ def problems(job: Job) -> Sequence[str]:
 
 
 def job_of(config: LaunchConfig) -> Job:
-    """The job of a launch config. `method: auto` and `p2p` are the plugin's schedules, `none` is Megatron's own order.
+    """The job of a launch config. `method: p2p` is the plugin's schedules, `none` Megatron's own order, `auto` either.
 
     Raises:
         ValueError: the config's arguments make a model or a layout that is not modelled.
@@ -151,7 +151,7 @@ def job_of(config: LaunchConfig) -> Job:
     choice = Choice("megatron")
     if tensor.method in ("auto", "p2p") and parallel.sequence_parallel:
         chunks = None if tensor.chunks_per_rank == "auto" else tensor.chunks_per_rank
-        choice = Choice("p2p", "direct" if tensor.schedule == "auto" else tensor.schedule, chunks)
+        choice = Choice(tensor.method, "direct" if tensor.schedule == "auto" else tensor.schedule, chunks)
     elif tensor.method == "fused" and parallel.sequence_parallel:
         choice = Choice("fused")
     return Job(

@@ -219,6 +219,13 @@ class Layers:
 @lru_cache(maxsize=8192)
 def _played(linear: Linear, column: bool, backward: bool) -> Played:
     """Layers of one shape are played once."""
+    if linear.choice.method == "auto":
+        return _played(_fastest(linear, column), column, backward)
     if column:
         return linear.column_backward() if backward else linear.column_forward()
     return linear.row_backward() if backward else linear.row_forward()
+
+
+@lru_cache(maxsize=8192)
+def _fastest(linear: Linear, column: bool) -> Linear:
+    return linear.fastest(column)

@@ -16,7 +16,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -24,6 +24,7 @@ from megatron_overlap.schedules import Chunk, ChunkLayout, Exchange, Plan, Work,
 from megatron_overlap.schedules.plan import Collective, Pattern, Split
 from megatron_overlap.simulate.play import Played, Program, Stream, in_order, play
 from megatron_overlap.tune.cost import CostModel, Link
+from megatron_overlap.tune.decide import MARGIN
 
 Method = Literal["serial", "megatron", "sliced", "userbuffers", "fused", "p2p"]
 METHODS: tuple[Method, ...] = ("serial", "megatron", "sliced", "userbuffers", "fused", "p2p")
@@ -53,14 +54,14 @@ class Choice:
     """How a linear layer is overlapped.
 
     Attributes:
-        method: see the table above.
+        method: see the table above; `auto` is what `fastest` takes of `megatron` and `p2p`.
         pattern: of `p2p`.
         chunks_per_rank: of `p2p` and `fused`; None takes the fastest of 1, 2, 4 and 8, as a tuner would.
         split: of `p2p`; None takes the faster one.
         save_gathered: a column-parallel layer keeps its gathered input for the weight gradient.
     """
 
-    method: Method = "p2p"
+    method: Method | Literal["auto"] = "p2p"
     pattern: Pattern = "direct"
     chunks_per_rank: int | None = None
     split: Split | None = None
@@ -130,6 +131,20 @@ class Linear:
         if self.choice.method in ("serial", "megatron") or self.link.size == 1:
             return self._bulk([("all_gather", width), ("compute", dgrad.whole), ("compute", self.wgrad_us)])
         return self._gather(dgrad, width, then_us=self.wgrad_us)
+
+    def fastest(self, column: bool) -> Linear:
+        """What `method: auto` settles on: `p2p` where forward and backward together win more than its margin of 2 %.
+
+        Args:
+            column: a column-parallel layer, else a row-parallel one.
+        """
+        candidates: tuple[Choice, ...] = (replace(self.choice, method="p2p"), Choice("megatron"))
+        ours, stock = (replace(self, choice=choice) for choice in candidates)
+        return ours if ours._both_us(column) < (1 - MARGIN) * stock._both_us(column) else stock
+
+    def _both_us(self, column: bool) -> float:
+        passes = (self.column_forward, self.column_backward) if column else (self.row_forward, self.row_backward)
+        return sum(one().time_us for one in passes)
 
     @cached_property
     def wgrad_us(self) -> float:

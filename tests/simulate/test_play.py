@@ -49,6 +49,16 @@ def test_what_is_left_over_communication_is_one_sub_slice(parts: int) -> None:
     assert layer.row_forward().time_us == pytest.approx(400.0 + smallest)
 
 
+@pytest.mark.parametrize("column", [True, False])
+@pytest.mark.parametrize(
+    ("comm_us", "launch_us", "expected"), [(60, 0.1, "p2p"), (0.5, 0.1, "megatron"), (60, 50, "megatron")]
+)
+def test_auto_is_the_faster_of_both(comm_us: float, launch_us: float, expected: str, column: bool) -> None:
+    """p2p where there is something to hide; not where it is within the margin, or cut GEMMs cost more than that."""
+    layer = linear(Choice("auto"), 4, 100.0, comm_us, launch_us=launch_us)
+    assert layer.fastest(column).choice.method == expected
+
+
 def test_baselines_by_hand() -> None:
     def times(method: str) -> list[float]:
         layer = linear(Choice(method), 4, 100.0, 60.0)  # type: ignore[arg-type]
