@@ -338,8 +338,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--schedule", choices=("auto", "ring", "direct"), default="auto")
     parser.add_argument("--chunks-per-rank", type=int, default=2, help="messages a rank's rows are cut into")
     options = parser.parse_args(argv)
-    if options.iterations < 2 or options.iterations % 2:
-        parser.error(f"--iterations: {options.iterations}: must be even, and at least 2")
+    if options.iterations < 4 or options.iterations % 2:
+        parser.error(f"--iterations: {options.iterations}: must be even, and at least 4")
     if not (options.data / "data.json").is_file():
         parser.error(f"--data: {options.data}: no data; run: python scripts/prepare_data.py --output {options.data}")
     return options

@@ -82,6 +82,8 @@ def files(options: argparse.Namespace) -> list[str]:
             found.append(name)
         elif options.tests:
             sys.exit(f"{path}: no such file")
+    if not found:
+        sys.exit(f"{options.checkout}: none of the tests is there; give a checkout of Megatron-LM, or --tests")
     return found
 
 

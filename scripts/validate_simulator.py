@@ -58,11 +58,11 @@ class Row:
         return 100 * (self.model / self.measured - 1)
 
 
-def measure() -> None:
-    """Launches every shape with and without the overlap, two rounds each: minutes, on a quiet machine."""
+def measure(shapes: int | None) -> None:
+    """Launches the first so many shapes, or all, with and without the overlap, two rounds each: on a quiet machine."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        for number, overrides in enumerate(MEASURED):
+        for number, overrides in enumerate(MEASURED[:shapes]):
             out = Path(folder) / str(number)
             argv = ["compare", str(ROOT / "configs" / CONFIG), "--rounds", "2", "--output", str(out), *overrides]
             if cli.main(argv) != 0:
@@ -131,8 +131,10 @@ def main() -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", action="store_true", help=f"first measure the step times of {STEPS.name} anew")
-    if parser.parse_args().measure:
-        measure()
+    parser.add_argument("--shapes", type=int, help="with --measure: only the first so many of them")
+    options = parser.parse_args()
+    if options.measure:
+        measure(options.shapes)
     rows = list(steps())
     show("training step", rows)
     print(f"Which of a pair is faster: right in {ordered(rows)} of {len(rows) // 2}.\n")

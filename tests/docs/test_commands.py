@@ -1,10 +1,12 @@
-"""Every command that the README and the pages show: run here, run by a test or script that is named here, or for GPUs.
+"""Every command that the README and the pages show is run by a test, or by CI, or is said to need GPUs.
 
-A command with placeholders (CONFIG, `[key=value ...]`) is a synopsis: its subcommand and its options must exist.
+Here: what is over in seconds, as it is shown. `test_small.py`: what takes minutes, with fewer and smaller inputs. A
+command with placeholders (CONFIG, `[key=value ...]`) is a synopsis: its subcommand and its options must exist.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from pathlib import Path
@@ -13,63 +15,34 @@ import pytest
 import typer
 
 from megatron_overlap import cli
+from tests.docs.shown import COMMANDS, PLACEHOLDER
+from tests.docs.test_small import small
 from tests.helpers.releases import ROOT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-PROGRAMS = ("megatron-overlap", "python", "bash", "torchrun", "pip", "sbatch", "mkdocs")
-
-# What takes longer: the beginning of a command, and what runs it: a file that mentions the words after `:`.
+# The beginning of a command, and what runs it: a test, or a script and how the command is written there.
 ELSEWHERE = {
-    "bash scripts/quickstart.sh": "scripts/new_user.sh:quickstart.sh",
-    "bash scripts/test.sh": ".ci/run:scripts/test.sh",
-    "bash .ci/run": ".ci/run:mypy",
-    "mkdocs build": ".ci/run:mkdocs build",
-    "pip install -e .": "scripts/setup.sh:--editable",
-    "pip download --no-deps megatron-core": "tests/helpers/releases.py:megatron-core==",
-    "python scripts/survey_seams.py": "tests/patching/test_commands.py:survey",
-    "python scripts/prepare_data.py": "scripts/quickstart.sh:prepare_data.py",
-    "megatron-overlap compare --logs": "tests/measure/test_logs.py:--logs",
-    "megatron-overlap compare": "tests/measure/test_command.py:compare",
-    "megatron-overlap doctor": "tests/measure/test_doctor.py:doctor",
-    "megatron-overlap launch llama3_70b_tp4_pp8_overlap --rehearse": "tests/launch/test_rehearsal.py:--rehearse",
-    "megatron-overlap launch llama3_8b_tp8_overlap --rehearse": "tests/launch/test_rehearsal.py:--rehearse",
-    "megatron-overlap launch configs/llama_cp2_varlen_overlap.yaml": "tests/adapters/test_varlen.py:varlen",
-    "megatron-overlap launch": "tests/launch/test_rehearsal.py:launch",
-    "megatron-overlap tune": "tests/tune:tune",
-    "megatron-overlap trace": "tests/measure/test_trace.py:trace",
+    "bash scripts/quickstart.sh": "scripts/new_user.sh: bash scripts/quickstart.sh",
+    "bash scripts/test.sh": ".ci/run: bash scripts/test.sh",
+    "bash .ci/run": ".ci/run: mypy",
+    "mkdocs build": ".ci/run: mkdocs build",
+    "pip install -e .": "scripts/setup.sh: --editable",
+    "python scripts/survey_seams.py": (
+        "tests/patching/test_commands.py::test_survey_prints_the_entries_of_the_manifests"
+    ),
+    "python scripts/rehearse_all.py": ".ci/run: scripts/rehearse_all.py",
+    "python scripts/bench/fused_one_gpu.py --dry-run": (
+        "tests/scripts/test_fused_one_gpu.py::test_every_part_runs_in_the_interpreter"
+    ),
+    "torchrun --nproc-per-node 2 scripts/bench/fused.py --check-only --interpret": (
+        "tests/scripts/test_fused_bench.py::test_all_methods_agree"
+    ),
 }
-# Run by hand, as they take minutes or links between hosts: that the script and its options are there is tested.
-BY_HAND = re.compile(r"(?:python|bash) (scripts/\S+)")
-NEEDS_GPUS = ("torchrun", "sbatch", "python scripts/bench/fused_one_gpu.py")
-# Options that the benchmarks have from scripts/bench/harness.py.
-INHERITED = set(re.findall(r"--[\w-]+", (ROOT / "scripts" / "bench" / "harness.py").read_text(encoding="utf-8")))
-PLACEHOLDER = re.compile(
-    r"\b(?:CONFIG|FILE|RUN_DIR|PROFILE|HOST|PORT|PATH|NAME|SHARED_FOLDER|WHEEL_OR_FOLDER|[AB]\.yaml|NEW)\b|\[|<|\.\.\.|X\.Y"
-)
-
-
-def commands() -> list[tuple[str, str]]:
-    """Page and command, each once; comments and output redirections left out."""
-    found: dict[tuple[str, str], None] = {}
-    for page in PAGES:
-        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-        shown = [line.strip() for line in text.splitlines() if line.startswith("    ") or line.startswith(PROGRAMS)]
-        shown += re.findall(r"`((?:megatron-overlap|python|bash) [^`]+)`", text)
-        for line in shown:
-            command = re.sub(r"\s+", " ", re.split(r"\s+#|\s+>|\s+<<<", line)[0]).strip()
-            if command.startswith(tuple(f"{program} " for program in PROGRAMS)) and not command.startswith("python -"):
-                found[page.name, command] = None
-    return list(found)
-
-
-COMMANDS = commands()
+NEEDS_GPUS = re.compile(r"torchrun --nproc-per-node 8 |sbatch |python scripts/bench/fused_one_gpu\.py --json")
 CHEAP = [
     pytest.param(command, id=f"{page}: {command}")
     for page, command in COMMANDS
     if not PLACEHOLDER.search(command)
     and re.match(r"megatron-overlap (schema|plan|simulate|patches|launch .*(--dry-run|--emit-slurm))", command)
-    and "my.yaml" not in command
-    and "calibrated" not in command
 ]
 SYNOPSES = [
     pytest.param(command, id=f"{page}: {command}")
@@ -80,8 +53,8 @@ CHEAP_TEXTS = {str(param.values[0]) for param in CHEAP}
 
 
 def test_commands_are_found() -> None:
-    assert len(COMMANDS) > 30
-    assert len(CHEAP) >= 5
+    assert len(COMMANDS) > 90
+    assert len(CHEAP) >= 10
     assert ("README.md", "bash scripts/test.sh") in COMMANDS
 
 
@@ -90,6 +63,7 @@ def test_it_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for name in ("configs", "docs", "data"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "lengths.txt").write_text("100\n2000\n30\n")
+    (tmp_path / "my.yaml").write_text("base: configs/gpt_tp2_overlap.yaml\n")
     monkeypatch.chdir(tmp_path)
     assert cli.main(shlex.split(command)[1:]) == 0
 
@@ -110,16 +84,23 @@ def test_a_synopsis_names_what_there_is(command: str) -> None:
 
 @pytest.mark.parametrize(("page", "command"), COMMANDS)
 def test_no_command_is_shown_that_nobody_runs(page: str, command: str) -> None:
-    if command in CHEAP_TEXTS or PLACEHOLDER.search(command) or command.startswith(NEEDS_GPUS):
+    if command in CHEAP_TEXTS or PLACEHOLDER.search(command) or small(command) is not None:
+        return
+    if NEEDS_GPUS.match(command):
+        assert "GPU" in section(page, command), f"{page}: say that `{command}` needs GPUs"
         return
     place = next((where for start, where in ELSEWHERE.items() if command.startswith(start)), None)
-    script = BY_HAND.match(command)
-    if place is None and script is not None:
-        source = (ROOT / script[1]).read_text(encoding="utf-8")
-        assert {option for option in re.findall(r"--[\w-]+", command) if option not in source} <= INHERITED
-        return
-    assert place is not None, f"{page} shows `{command}`: say in ELSEWHERE what runs it"
-    name, _, words = place.partition(":")
-    file = ROOT / name
-    files = sorted(file.rglob("*.py")) if file.is_dir() else [file]
-    assert any(words in one.read_text(encoding="utf-8") for one in files), place
+    assert place is not None, f"{page} shows `{command}`: say in ELSEWHERE what runs it, or in test_small.py how to"
+    file, test, name = place.partition("::")
+    if test:
+        functions = [node for node in ast.parse((ROOT / file).read_text()).body if isinstance(node, ast.FunctionDef)]
+        assert name in {function.name for function in functions}, place
+    else:
+        file, _, words = place.partition(": ")
+        assert words in (ROOT / file).read_text(encoding="utf-8"), place
+
+
+def section(page: str, command: str) -> str:
+    """The text from the heading above a command to the one below it."""
+    file = ROOT / page if page == "README.md" else ROOT / "docs" / page
+    return next(part for part in re.split(r"^#", file.read_text(), flags=re.MULTILINE) if command[:40] in part)

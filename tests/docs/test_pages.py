@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import re
 import runpy
 from pathlib import Path
 
 import pytest
 
-import megatron_overlap
 from megatron_overlap.config import load_launch_config
 from megatron_overlap.config.command import json_schema
 from megatron_overlap.schedules import all_gather_plan, reduce_scatter_plan
 from tests.helpers.releases import ROOT
 
-EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "recipes.md").read_text(), flags=re.DOTALL)
 CONFIGS = sorted((ROOT / "configs").glob("*_overlap.yaml"))
 ON_GPUS = [file for file in CONFIGS if load_launch_config(file).launch.device == "cuda"]
 
@@ -50,22 +46,3 @@ def test_a_config_states_what_the_simulator_expects(file: Path) -> None:
     assert len(numbers[0]) == len(numbers[1])
     assert all(abs(a - b) <= 2 for a, b in zip(*numbers, strict=True)), sentence
     assert re.sub(r"\d+", "", stated[1]) == re.sub(r"\d+", "", sentence)
-
-
-@pytest.mark.parametrize("number", range(len(EXAMPLES)))
-def test_recipes_use_what_there_is(number: int) -> None:
-    """They compile; what they use of this package is there; other packages are imported where they are installed."""
-    tree = ast.parse(EXAMPLES[number])
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "megatron_overlap":
-            assert hasattr(megatron_overlap, node.attr)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module is not None:
-            try:
-                there = importlib.util.find_spec(node.module) is not None
-            except ModuleNotFoundError:
-                there = False
-            if not there:
-                pytest.skip(f"{node.module} is not installed")
-            module = importlib.import_module(node.module)
-            assert all(hasattr(module, name.name) for name in node.names)
