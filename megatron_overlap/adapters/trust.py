@@ -167,6 +167,7 @@ def open_transport(session: Session, group: dist.ProcessGroup, lane: str = "") -
         trace=session.trace,
         watch=trust.watch(),
         ordered=session.config.deterministic,
+        register=session.config.register_buffers,
     )
 
 

@@ -7,7 +7,10 @@ Nothing here waits on the host, and nothing relies on the order in which the dev
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +30,11 @@ class NcclTransport:
         workspace: where ops take their buffers.
         trace: gets the events of every flight; None records none.
         lane: which of several transports of these ranks this is.
+        register: the workspace's memory is NCCL's own, registered with the communicator: it need not be copied
+            through NCCL's buffers.
+
+    Raises:
+        TransportError: `register`, and this torch cannot.
     """
 
     def __init__(
@@ -37,10 +45,10 @@ class NcclTransport:
         workspace: Workspace | None = None,
         trace: Trace | None = None,
         lane: str = "",
+        register: bool = False,
     ) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self.workspace = workspace if workspace is not None else Workspace()
         self.exposed_s = 0.0
         self._lane = lane
         self._timing = CudaEvents(trace) if trace is not None else None
@@ -57,6 +65,9 @@ class NcclTransport:
         self._group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
         self._group._register_backend(device, dist.ProcessGroup.BackendType.NCCL, backend)
         self._device = device
+        self._pool: Any = _registered_pool(backend, device) if register else None
+        within = partial(torch.cuda.use_mem_pool, self._pool) if register else nullcontext
+        self.workspace = workspace if workspace is not None else Workspace(within=within)
         # Messages are short and others wait for them: let the device take them first.
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._free_events: list[torch.cuda.Event] = []
@@ -80,7 +91,22 @@ class NcclTransport:
         """See `Transport.close`."""
         self._free_events.clear()
         self.workspace.clear()
-        self._group._get_backend(self._device).shutdown()
+        backend = self._group._get_backend(self._device)
+        if self._pool is not None:
+            backend.deregister_mem_pool(self._pool)
+            self._pool = None
+        backend.shutdown()
+
+
+def _registered_pool(backend: Any, device: torch.device) -> Any:
+    """A memory pool whose segments, those of later too, are registered with the backend's communicator."""
+    if not (hasattr(torch.cuda, "MemPool") and hasattr(backend, "register_mem_pool")):
+        raise TransportError(f"overlap.register_buffers: torch {torch.__version__} cannot; set it to false")
+    # torch registers with a communicator that is there, and makes them at the first message otherwise.
+    backend.eager_connect_single_device(device)
+    pool = torch.cuda.MemPool(backend.mem_allocator)
+    backend.register_mem_pool(pool)
+    return pool
 
 
 class NcclFlight:

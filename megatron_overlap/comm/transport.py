@@ -128,6 +128,7 @@ def transport_of(
     trace: Trace | None = None,
     watch: Watch | None = None,
     ordered: bool = False,
+    register: bool = False,
 ) -> Transport:
     """The transport of `group`; made by the first call, which all ranks of the group must make.
 
@@ -141,9 +142,10 @@ def transport_of(
         trace: gets events of all messages and waits, looked at by the first call.
         watch: notes what is on its way, to tell it when a wait fails; looked at by the first call.
         ordered: nobody is told what has landed, so that nothing depends on it; looked at by the first call.
+        register: NCCL's buffers are its own and registered with the communicator; looked at by the first call.
 
     Raises:
-        TransportError: not all ranks of the group came within the deadline.
+        TransportError: not all ranks of the group came within the deadline; this torch registers no buffers.
         ValueError: the group's backend carries no point-to-point messages that this package knows.
     """
     transports = _TRANSPORTS.setdefault(group, {})
@@ -157,7 +159,7 @@ def transport_of(
         elif backend == "nccl":
             from megatron_overlap.comm.nccl import NcclTransport
 
-            transport = NcclTransport(group, timeout_s=timeout_s, trace=trace, lane=lane)
+            transport = NcclTransport(group, timeout_s=timeout_s, trace=trace, lane=lane, register=register)
         else:
             raise ValueError(f"group: backend {backend}: overlap needs gloo or nccl")
         if ordered:

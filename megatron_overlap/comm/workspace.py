@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
 
 import torch
@@ -15,10 +16,14 @@ class Workspace:
 
     Args:
         poison: fill every buffer with NaN (integers: their largest value) each time it is handed out. For tests.
+        within: makes the context in which memory is allocated, to have it from elsewhere than usual.
     """
 
-    def __init__(self, *, poison: bool = False) -> None:
+    def __init__(
+        self, *, poison: bool = False, within: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> None:
         self._poison = poison
+        self._within = within
         self._storage: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
         self._content: dict[tuple[str, torch.dtype, torch.device], tuple[torch.Tensor, object]] = {}
 
@@ -31,7 +36,8 @@ class Workspace:
         if storage is None or storage.numel() < size:
             # Free the old one first: both at once would be the peak.
             self._storage.pop(key, None)
-            storage = torch.empty(size, dtype=like.dtype, device=like.device)
+            with self._within():
+                storage = torch.empty(size, dtype=like.dtype, device=like.device)
             self._storage[key] = storage
         buffer = storage[:size].view(*shape)
         if self._poison:

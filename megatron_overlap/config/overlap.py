@@ -101,6 +101,8 @@ class OverlapConfig(Section):
     """The same bits from run to run and across restarts: what is summed in which order depends on the plan alone, never
     on what arrives first."""
     check: CheckOverlap = CheckOverlap()
+    register_buffers: bool = False
+    """NCCL: take buffers of messages from NCCL's own allocator and register them with the messages' communicator."""
     trace: bool = False
     """Record when each rank computed, waited and sent, into the run directory; see `megatron-overlap trace`."""
 

@@ -38,6 +38,7 @@ class Recorder:
         self.ops: list[Op] = []
         self.current = "compute"
         self._num_events = 0
+        self.buffers: list[str] = []
         self._messages: dict[tuple[int, int], int] = defaultdict(int)
 
     def put(self, kind: str, label: Any = None, **fields: Any) -> None:
@@ -86,14 +87,23 @@ class Recorder:
             current_device=lambda: 0,
             current_stream=lambda: self.stream(self.current),
             stream=self.on,
+            MemPool=lambda allocator: f"pool of {allocator}",
+            use_mem_pool=self.use_mem_pool,
         )
-        return SimpleNamespace(cuda=cuda, device=torch.device)
+        return SimpleNamespace(cuda=cuda, device=torch.device, __version__=torch.__version__)
 
     @property
     def dist(self) -> Any:
         def backend(store: Any, rank: int, size: int, options: Any) -> Any:
             self.options = options
-            return SimpleNamespace()
+            # The names and arguments of torch's own, which test_nccl.py looks at.
+            return SimpleNamespace(
+                mem_allocator="nccl's",
+                eager_connect_single_device=lambda device: self.buffers.append("connect"),
+                register_mem_pool=lambda pool: self.buffers.append(f"register {pool}"),
+                deregister_mem_pool=lambda pool: self.buffers.append(f"deregister {pool}"),
+                shutdown=lambda: self.buffers.append("shutdown"),
+            )
 
         backend.Options = lambda **options: SimpleNamespace(**options)  # type: ignore[attr-defined]
 
@@ -108,6 +118,11 @@ class Recorder:
             get_world_size=lambda _: self.size,
             get_process_group_ranks=lambda _: list(range(self.size)),
         )
+
+    @contextlib.contextmanager
+    def use_mem_pool(self, pool: str) -> Iterator[None]:
+        self.buffers.append(f"from {pool}")
+        yield
 
     def message(self, source: int, target: int) -> tuple[int, int, int]:
         """The next message between two ranks: NCCL matches them in order."""
@@ -124,9 +139,15 @@ class NcclGroup:
     sends: list[Any] = field(default_factory=list)
     recvs: list[Any] = field(default_factory=list)
 
+    backend: Any = None
+
     def _set_default_backend(self, kind: str) -> None: ...
 
-    def _register_backend(self, device: Any, kind: str, backend: Any) -> None: ...
+    def _register_backend(self, device: Any, kind: str, backend: Any) -> None:
+        self.backend = backend
+
+    def _get_backend(self, device: Any) -> Any:
+        return self.backend
 
     def _start_coalescing(self, device: Any) -> None:
         self.sends, self.recvs = [], []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from megatron_overlap.comm import nccl
-from megatron_overlap.comm.transport import Wire
+from megatron_overlap.comm.transport import TransportError, Wire
 from megatron_overlap.schedules import Plan, all_gather_plan, reduce_scatter_plan
 from tests.comm.device import Recorder, play
 
@@ -123,3 +124,46 @@ def test_streams_have_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device.options.is_high_priority_stream
     assert device.options._timeout.total_seconds() == 5
     assert device.made_streams == [{"priority": -1}]
+
+
+def opened(monkeypatch: pytest.MonkeyPatch, **options: bool) -> tuple[Recorder, Any]:
+    device = Recorder(0, 2)
+    monkeypatch.setattr(nccl, "torch", device.torch)
+    monkeypatch.setattr(nccl, "dist", device.dist)
+    monkeypatch.setattr(nccl, "store_beside", lambda group: None)
+    return device, nccl.NcclTransport(SimpleNamespace(), timeout_s=5, **options)  # type: ignore[arg-type]
+
+
+def test_buffers_are_registered_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, transport = opened(monkeypatch, register=True)
+    transport.workspace.take("landing", (3,), torch.zeros(1))
+    transport.workspace.take("landing", (2,), torch.zeros(1))
+    pool = "pool of nccl's"
+    assert device.buffers == ["connect", f"register {pool}", f"from {pool}"]
+    transport.close()
+    assert device.buffers[3:] == [f"deregister {pool}", "shutdown"]
+    device, transport = opened(monkeypatch)
+    transport.workspace.take("landing", (3,), torch.zeros(1))
+    transport.close()
+    assert device.buffers == ["shutdown"]
+
+
+def test_a_torch_that_registers_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Recorder.torch.fget  # type: ignore[attr-defined]
+
+    def without(device: Recorder) -> Any:
+        module = made(device)
+        del module.cuda.MemPool
+        return module
+
+    monkeypatch.setattr(Recorder, "torch", property(without))
+    with pytest.raises(TransportError, match=r"overlap\.register_buffers: torch .* cannot; set it to false"):
+        opened(monkeypatch, register=True)
+
+
+def test_the_stand_in_has_names_of_torch() -> None:
+    names = ("eager_connect_single_device", "mem_allocator", "register_mem_pool", "deregister_mem_pool", "shutdown")
+    real = pytest.importorskip("torch._C._distributed_c10d").ProcessGroupNCCL
+    assert all(hasattr(real, name) for name in names)
+    assert "pool" in inspect.signature(torch.cuda.use_mem_pool).parameters
+    assert "allocator" in inspect.signature(torch.cuda.MemPool.__init__).parameters
