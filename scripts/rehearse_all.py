@@ -1,6 +1,6 @@
 """Dry-run and rehearsal of every config for GPUs, without a GPU: one command before a cluster is booked.
 
-    python scripts/rehearse_all.py                       # all of them, about 2 minutes each on two cores
+    python scripts/rehearse_all.py                       # all of them, about half a minute each on two cores
     python scripts/rehearse_all.py llama3_8b_tp8 gpt3_13b_tp8 --precision fp32
 
 Prints a table in Markdown; exit code 1 where one is not proven. Configs that train on documents need the data that

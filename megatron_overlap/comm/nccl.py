@@ -65,8 +65,8 @@ class NcclTransport:
         self._group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
         self._group._register_backend(device, dist.ProcessGroup.BackendType.NCCL, backend)
         self._device = device
-        self._pool: Any = _registered_pool(backend, device) if register else None
-        within = partial(torch.cuda.use_mem_pool, self._pool) if register else nullcontext
+        self._pool = _registered_pool(backend, device) if register else None
+        within = nullcontext if self._pool is None else partial(torch.cuda.use_mem_pool, self._pool)
         self.workspace = workspace if workspace is not None else Workspace(within=within)
         # Messages are short and others wait for them: let the device take them first.
         self._stream = torch.cuda.Stream(device, priority=-1)
