@@ -290,8 +290,8 @@ def installed_versions() -> dict[str, str | None]:
     }
 
 
-_FEATURES = ("tensor", "attention", "mlp", "data", "ulysses", "varlen")
-_NOTHING_REPLACED = ("none", "megatron", "row")
+_FEATURES = ("tensor", "attention", "mlp", "micro_batch", "data", "ulysses", "varlen")
+_NOTHING_REPLACED = ("none", "megatron", "row", "whole")
 
 
 def _read(config: OverlapConfig | str | Path | None) -> OverlapConfig:
@@ -301,7 +301,7 @@ def _read(config: OverlapConfig | str | Path | None) -> OverlapConfig:
 
 
 def _method(config: OverlapConfig, feature: str) -> str:
-    if feature in ("attention", "mlp"):
+    if feature in ("attention", "mlp", "micro_batch"):
         # Their layers are those of tensor parallelism, so they have a key there and not a section.
         return "none" if config.tensor.method == "none" else str(getattr(config.tensor, feature))
     return str(getattr(config, feature).method)

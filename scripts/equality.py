@@ -44,7 +44,12 @@ Curves = dict[int, dict[str, float]]
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks share the model. `sharded`: with the distributed optimizer."""
+    """How ranks share the model.
+
+    Attributes:
+        sharded: with the distributed optimizer.
+        halves: the plugin takes a micro-batch in two halves.
+    """
 
     name: str
     tensor: int = 1
@@ -52,6 +57,7 @@ class Layout:
     sequence_parallel: bool = False
     sharded: bool = False
     context: int = 1
+    halves: bool = False
 
     @property
     def calls(self) -> frozenset[str]:
@@ -73,6 +79,8 @@ LAYOUTS = (
     Layout("TP2+SP", tensor=2, sequence_parallel=True),
     Layout("TP4+SP", tensor=4, sequence_parallel=True),
     Layout("TP2xDP2+SP", tensor=2, data=2, sequence_parallel=True, sharded=True),
+    Layout("TP2-halves", tensor=2, halves=True),
+    Layout("TP2xDP2-halves", tensor=2, data=2, sharded=True, halves=True),
     Layout("DP2", data=2),
     Layout("DP4", data=4),
     Layout("DP2+DO", data=2, sharded=True),
@@ -170,6 +178,7 @@ class Runs:
                         "method": "p2p" if plugin else "none",
                         "schedule": options.schedule,
                         "chunks_per_rank": options.chunks_per_rank,
+                        "micro_batch": "halves" if layout.halves else "whole",
                     },
                     "data": {"method": "p2p" if plugin and layout.data > 1 else "megatron"},
                     "ulysses": {"method": "p2p" if layout.context > 1 else "none"},

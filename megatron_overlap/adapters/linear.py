@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,9 @@ from megatron_overlap.schedules.build import MAX_RANKS
 from megatron_overlap.schedules.plan import Pattern
 from megatron_overlap.session import Session
 from megatron_overlap.tune.candidate import Candidate
+
+if TYPE_CHECKING:
+    from megatron_overlap.adapters.halves import Half
 
 # What ColumnParallelLinear.forward hands over besides input and weight, in the releases read.
 _COLUMN_ARGUMENTS = {
@@ -68,6 +71,7 @@ class LinearAdapter:
             add_in_place=True if deterministic else None,
         )
         self._backlog = Backlog()
+        self.half: Half | None = None
         self.check = Check.of(session)
         self.fused = FusedChoice(session)
         self.choice = TensorChoice(session, self.transport)
@@ -100,6 +104,11 @@ class LinearAdapter:
         """Closes them, and forgets the weight gradients of a backward pass that will not end."""
         self._backlog = Backlog()
         self.close()
+
+    @property
+    def serial(self) -> bool:
+        """Whether nothing is to be hidden, to measure against."""
+        return self._plan.pattern == "serial"
 
     def options(self, kind: str, op: str, weight: torch.Tensor, fused_wgrad: bool) -> dict[str, Any]:
         """Keyword arguments of an op: the plan, where the weight gradient goes, and who counts."""
@@ -145,6 +154,9 @@ class LinearAdapter:
             own: Megatron's own path.
             finish: makes what the layer returns of the op's output.
         """
+        if self.half is not None:
+            options, workspace = self.options(kind, op, weight, into), self.transport(group).workspace
+            return finish(self.half.linear(op, x, weight, bias, options, workspace))
         if not self.choice.wanted or self.choice.why_not(x, into) is not None:
             return finish(self.linear(kind, op, x, weight, bias, group, into))
 

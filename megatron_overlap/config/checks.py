@@ -32,6 +32,7 @@ def launch_problems(cfg: LaunchConfig) -> Iterator[Problem]:
     yield from _split_problems(cfg)
     yield from _train_problems(cfg)
     yield from _data_problems(cfg)
+    yield from _halves_problems(cfg)
     yield from _device_problems(cfg)
     yield from _slurm_problems(cfg)
     yield from varlen_problems(cfg)
@@ -196,6 +197,18 @@ def _data_problems(cfg: LaunchConfig) -> Iterator[Problem]:
         numbers = [part.strip().replace(".", "", 1).isdigit() for part in parts]
         if len(parts) > 3 or not all(numbers) or sum(float(part) for part in parts) <= 0:
             yield Problem("data.split", data.split, "give up to three weights, as 969,30,1")
+
+
+def _halves_problems(cfg: LaunchConfig) -> Iterator[Problem]:
+    tensor, key = cfg.overlap.tensor, "overlap.tensor.micro_batch"
+    if tensor.micro_batch == "whole" or tensor.method == "none":
+        return
+    if tensor.method != "p2p":
+        yield Problem(key, "halves", f"overlap.tensor.method {tensor.method} takes each layer whole; use p2p, or whole")
+    if cfg.parallel.sequence_parallel:
+        yield Problem(key, "halves", "is for parallel.sequence_parallel false; use whole")
+    if cfg.train.micro_batch_size % 2:
+        yield Problem("train.micro_batch_size", cfg.train.micro_batch_size, f"must be even with {key} halves")
 
 
 def _device_problems(cfg: LaunchConfig) -> Iterator[Problem]:

@@ -25,6 +25,9 @@ class TensorOverlap(Section):
     """Whether the backward gathers the input again instead of keeping it."""
     attention: Literal["row", "query_split"] = "row"
     """row: attention, then the overlapped projection; query_split: both slice by slice, with flash attention."""
+    micro_batch: Literal["whole", "halves"] = "whole"
+    """halves: without sequence parallelism and with p2p, a layer computes one half of a micro-batch while the other
+    half's all-reduce travels; for micro-batches of an even size."""
     mlp: Literal["auto", "row"] = "auto"
     """auto: with p2p and without sequence parallelism, both layers by parts of the rows, so that both hide the
     all-reduce; row: the second layer alone."""

@@ -91,6 +91,7 @@ def fold(cfg: LaunchConfig, max_ranks: int) -> tuple[LaunchConfig, list[Change]]
     args, dropped = _fold_args(cfg, sizes)
     dump = cfg.model_dump()
     micro = min(cfg.num_microbatches, 2 * sizes["pipeline"])
+    train = _fold_train(cfg)
     model = _fold_model(cfg, sizes, keep_vocabulary=data_is_here or _has_tokenizer(cfg), stages=_stages(args))
     folded: dict[str, Any] = {
         **dump,
@@ -101,7 +102,7 @@ def fold(cfg: LaunchConfig, max_ranks: int) -> tuple[LaunchConfig, list[Change]]
             **{kind: sizes[kind] for kind in ("tensor", "context", "pipeline")},
             "sequence_parallel": cfg.parallel.sequence_parallel and sizes["tensor"] > 1,
         },
-        "train": {**dump["train"], **_fold_train(cfg), "global_batch_size": micro * sizes["data"]},
+        "train": {**dump["train"], **train, "global_batch_size": train["micro_batch_size"] * micro * sizes["data"]},
         "data": {**dump["data"], "workers": 0} if data_is_here else {"kind": "mock", "workers": 0},
         "launch": {
             **dump["launch"],
@@ -171,7 +172,7 @@ def _fold_train(cfg: LaunchConfig) -> dict[str, Any]:
     train = cfg.train
     return {
         "seq_length": min(train.seq_length, SEQ_LENGTH),
-        "micro_batch_size": 1,
+        "micro_batch_size": 2 if cfg.overlap.tensor.micro_batch == "halves" else 1,
         "iterations": ITERATIONS,
         "lr_decay_iterations": None,
         "lr_warmup_iterations": min(train.lr_warmup_iterations, 1),

@@ -131,6 +131,19 @@ def test_without_sequence_parallelism(plugin: tuple[str, str], tmp_path: Path) -
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("accumulate", [GPT, FUSED], ids=["autograd", "main_grad"])
+def test_halves_of_micro_batches_with_data_parallel_ranks(accumulate: Path, tmp_path: Path) -> None:
+    """Each weight is handed to Megatron's data parallel hooks once, by both halves together."""
+    file = tmp_path / "overlap.yaml"
+    file.write_text(yaml.safe_dump({"overlap": {"tensor": {"method": "p2p", "micro_batch": "halves"}, "strict": True}}))
+    layout = ("--tensor-model-parallel-size", "2", *SHARDED, "--micro-batch-size", "2", "--global-batch-size", "8")
+    stock = train(tmp_path / "stock", GPT, 4, *layout)
+    mine = train(tmp_path / "mine", accumulate, 4, *layout, "--overlap-config", str(file), off=False)
+    assert_equal_training(mine, stock)
+    assert_overlapped(tmp_path / "mine", ranks=4, expected=tensor_calls("copy_gemm", "gemm_ar") | DATA)
+
+
+@pytest.mark.long
 def test_a_choice_made_in_the_run_changes_no_loss_and_leaves_slow_messages_alone(tmp_path: Path) -> None:
     """Every way is tried in the first steps, so that layers switch from call to call; at the end all is Megatron's."""
     file = tmp_path / "auto.yaml"

@@ -1,0 +1,62 @@
+"""Transformer layers in two halves of a micro-batch, on four ranks: equal to stock, in the order that hides sums."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.adapters import halves_cases as cases
+from tests.helpers.world import World
+
+RANKS = 4
+SWIGLU = {"gated_linear_unit": True, "activation_func": "silu", "add_bias_linear": False}
+# Two layers of two pairs of linears each; both halves go through each, and their weight gradients come together.
+CALLS = {(op, direction): 8 for op in ("copy_gemm", "gemm_ar") for direction in ("forward", "dgrad", "wgrad")}
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    [
+        ({}, torch.float32),
+        ({"masks": 4}, torch.float32),
+        ({"batch": 2, **SWIGLU, "normalization": "RMSNorm"}, torch.float32),
+        (SWIGLU, torch.bfloat16),
+        ({"late": True}, torch.float32),
+    ],
+    ids=["gelu", "a-mask-each", "swiglu", "bf16", "gathered-late"],
+)
+def test_equal_to_stock(ranks: World, given: dict[str, Any], dtype: torch.dtype) -> None:
+    for calls, reasons in ranks.run(RANKS, cases.against_stock, dtype=dtype, **given):
+        assert reasons == []
+        assert calls == CALLS
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"batch": 3}, "a micro-batch of 3 has no two equal halves"),
+        ({"sequence_parallel": True}, "sequence parallelism"),
+        ({"recompute_granularity": "selective"}, "activation recomputation"),
+        ({"fp32_residual_connection": True}, "--fp32-residual-connection"),
+    ],
+    ids=["odd", "sp", "recompute", "fp32-residual"],
+)
+def test_what_stays_whole_is_named(ranks: World, given: dict[str, Any], reason: str) -> None:
+    for calls, reasons in ranks.run(RANKS, cases.against_stock, **given):
+        assert [why for why in reasons if reason in why], reasons
+        # By each layer's own overlap.
+        assert sum(calls.values()) > 0
+
+
+def test_sums_travel_under_the_other_half(ranks: World) -> None:
+    for forward, backward in ranks.run(RANKS, cases.order):
+        assert forward == [
+            *("start a1", "start b1", "wait a1", "start a2"),
+            *("wait b1", "start b2", "wait a2", "wait b2"),
+        ]
+        assert backward == [
+            *("start b2", "start a2", "wait b2", "start b1"),
+            *("wait a2", "start a1", "wait b1", "wait a1"),
+        ]
