@@ -19,6 +19,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.utils import make_viewless_tensor
 
+from megatron_overlap.adapters.handing_on import Carried
 from megatron_overlap.adapters.linear import LinearAdapter
 from megatron_overlap.adapters.methods import Method, untraced
 from megatron_overlap.comm import Workspace
@@ -41,24 +42,49 @@ _RECOMPUTED = ("recompute_input_layernorm", "recompute_pre_mlp_layernorm", "reco
 _OFFLOADED = ("offload_attn_norm", "offload_mlp_norm")
 
 
+def block_forward(original: Method, session: Session) -> Method:
+    """Replacement of `TransformerBlock.forward`. Equals the original, which runs: it tells its layers who follows."""
+    handing_on = LinearAdapter.of(session).handing_on
+
+    @untraced
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # More than input and mask by position: what they are is not looked at.
+        alone = len(args) > 2 or self.config.cpu_offloading or kwargs.get("extract_layer_indices")
+        with handing_on.block(() if alone else self.layers):
+            return original(self, *args, **kwargs)
+
+    return forward
+
+
 def layer_forward(original: Method, session: Session) -> Method:
     """Replacement of `TransformerLayer.forward`.
 
     Equals the original: every row of a micro-batch goes through a layer without the others.
     """
     adapter = LinearAdapter.of(session)
+    handing_on = adapter.handing_on
 
     @untraced
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         names = ("hidden_states", "attention_mask")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        reason = "positional arguments" if len(args) > len(names) else _why_not(self, given, adapter)
-        if reason is not None:
-            if reason:
-                session.counters.fallback("layer", "halves", "micro_batch", "forward", reason)
-            return original(self, *args, **kwargs)
-        return _Layer(self, adapter).forward(given), None
+        x = given["hidden_states"]
+        carried = handing_on.take(x)
+        if carried is None:
+            reason = "positional arguments" if len(args) > len(names) else _why_not(self, given, adapter)
+            if reason is not None:
+                if reason:
+                    session.counters.fallback("layer", "halves", "micro_batch", "forward", reason)
+                return original(self, *args, **kwargs)
+            carried = Carried(x, [half.contiguous for half in x.chunk(2, dim=1)], Slots.reserve())
+        result = _Layer(self, adapter).forward(carried, given)
+        follower = handing_on.after(self)
+        if follower is not None and _why_not(follower, given, adapter) is None:
+            return handing_on.hand_on(result), None
+        whole = torch.cat([half() for half in result.halves], dim=1)
+        return make_viewless_tensor(inp=whole, requires_grad=whole.requires_grad, keep_graph=True), None
 
     return forward
 
@@ -137,33 +163,31 @@ class _Layer:
         self._gradients = PairedGradients()
         self._group = layer.self_attention.linear_proj.tp_group
 
-    def forward(self, given: dict[str, Any]) -> torch.Tensor:
+    def forward(self, carried: Carried, given: dict[str, Any]) -> Carried:
         layer = self._layer
-        halves = [half.contiguous() for half in given["hidden_states"].chunk(2, dim=1)]
-        contexts = [_half_of(given, number) for number in (0, 1)]
-        # Backward goes the other way: b's MLP, a's MLP, b's attention, a's attention. A half's sum is waited for after
-        # the next of these. The first has little beside it and the last nothing: weight gradients are computed there.
-        slots = [Slots.reserve()]
+        # Backward goes the other way: b's MLP, a's MLP, b's attention, a's attention, b's MLP of the layer before. A
+        # half's sum is waited for after the next of these. The first has the other half's MLP beside it and no
+        # attention; weight gradients are computed there, and what is left of them at the last.
+        slots = [carried.slot]
         on_way: list[tuple[Any, Reduction, torch.Tensor]] = []
-        for x, context in zip(halves, contexts, strict=True):
-            before = functools.partial(self._gradients.run, None) if not on_way else None
+        for number, ready in enumerate(carried.halves):
+            x = ready()
+            before = functools.partial(self._gradients.run, None) if number == 0 else None
             with self._half(before, slots[-1]) as half:
                 normed = layer.input_layernorm(x)
                 slots.append(Slots.reserve())
-                output = layer.self_attention(normed, **context)
+                output = layer.self_attention(normed, **_half_of(given, number))
             on_way.append((output, half.forward, x))
-        middle: list[tuple[Any, Reduction, torch.Tensor]] = []
-        for output, reduction, residual in on_way:
-            x = self._added(layer.self_attn_bda, output, reduction, residual)
-            before = functools.partial(self._gradients.run, 1) if middle else None
+        results: list[Callable[[], torch.Tensor]] = []
+        for number, each in enumerate(on_way):
+            x = self._added(layer.self_attn_bda, *each)
+            before = functools.partial(self._gradients.run, 1) if number == 1 else None
             with self._half(before, slots[-1]) as half:
                 normed = layer.pre_mlp_layernorm(x)
                 slots.append(Slots.reserve())
-                result = layer.mlp(normed)
-            middle.append((result, half.forward, x))
-        done = [self._added(layer.mlp_bda, *each) for each in middle]
-        whole = torch.cat(done, dim=1)
-        return make_viewless_tensor(inp=whole, requires_grad=whole.requires_grad, keep_graph=True)
+                output = layer.mlp(normed)
+            results.append(functools.partial(self._added, layer.mlp_bda, output, half.forward, x))
+        return Carried(given["hidden_states"], results, slots[-1])
 
     @contextmanager
     def _half(self, before: Any, slot: int | None) -> Iterator[Half]:

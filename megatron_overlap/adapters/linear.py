@@ -15,6 +15,7 @@ from megatron.core.utils import get_tensor_model_parallel_group_if_none
 from megatron_overlap.adapters.check import Check
 from megatron_overlap.adapters.choice import TensorChoice
 from megatron_overlap.adapters.fused import FusedChoice
+from megatron_overlap.adapters.handing_on import HandingOn
 from megatron_overlap.adapters.methods import Method, untraced
 from megatron_overlap.adapters.trust import open_transport
 from megatron_overlap.comm import Transport, close_transport
@@ -72,6 +73,7 @@ class LinearAdapter:
         )
         self._backlog = Backlog()
         self.half: Half | None = None
+        self.handing_on = HandingOn()
         self.check = Check.of(session)
         self.fused = FusedChoice(session)
         self.choice = TensorChoice(session, self.transport)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_overlap.comm.transport import TransportError
 from megatron_overlap.ops.common import Observer, check_operands
 from megatron_overlap.ops.paired import Into, PairedGradients
 
@@ -80,10 +81,19 @@ class Reduction:
         return 2 * (ranks - 1) * tensor.nbytes // ranks
 
     def wait(self) -> None:
-        """Returns when the tensor that was started last may be read; at once if there is none."""
-        if self._work is not None:
-            work, self._work = self._work, None
+        """Returns when the tensor that was started last may be read; at once if there is none.
+
+        Raises:
+            TransportError: the collective failed, by the group's own deadline too.
+        """
+        if self._work is None:
+            return
+        work, self._work = self._work, None
+        try:
             work.wait()
+        except RuntimeError as error:
+            ranks = ", ".join(map(str, dist.get_process_group_ranks(self._group)))
+            raise TransportError(f"all-reduce of half a micro-batch among ranks {ranks}: {error}") from error
 
 
 def entered(

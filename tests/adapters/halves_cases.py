@@ -16,11 +16,11 @@ HIDDEN, SEQUENCE = 16, 9
 HALVES = {"tensor": {"method": "p2p", "micro_batch": "halves"}}
 
 
-def make_layers(group: dist.ProcessGroup, dtype: torch.dtype, **settings: Any) -> torch.nn.ModuleList:
-    """Two layers of the local spec; the same weights whenever they are made."""
+def make_block(group: dist.ProcessGroup, dtype: torch.dtype, **settings: Any) -> Any:
+    """A block of two layers of the local spec and a norm; the same weights whenever it is made."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_block import TransformerBlock
     from megatron.core.transformer.transformer_config import TransformerConfig
-    from megatron.core.transformer.transformer_layer import TransformerLayer
 
     settings = {"hidden_dropout": 0.0, "attention_dropout": 0.0, **settings}
     config = TransformerConfig(
@@ -38,28 +38,28 @@ def make_layers(group: dist.ProcessGroup, dtype: torch.dtype, **settings: Any) -
         **settings,
     )
     torch.manual_seed(11)
-    submodules = get_gpt_layer_local_spec().submodules
-    layers = torch.nn.ModuleList(TransformerLayer(config, submodules, layer_number=n) for n in (1, 2))
+    block = TransformerBlock(config, get_gpt_layer_local_spec())
     generator = torch.Generator().manual_seed(23)
     with torch.no_grad():
-        for name, parameter in layers.named_parameters():
+        for name, parameter in block.named_parameters():
             if name.endswith("bias"):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    return layers.to(dtype)
+    return block.to(dtype)
 
 
-def _step(
-    layers: torch.nn.ModuleList, x: torch.Tensor, dy: torch.Tensor, rows: int, masks: int
-) -> dict[str, torch.Tensor]:
+def _step(block: Any, x: torch.Tensor, dy: torch.Tensor, rows: int, masks: int, alone: bool) -> dict[str, torch.Tensor]:
     x = x.clone().requires_grad_()
     mask = torch.ones(rows, rows, dtype=torch.bool).triu(1).expand(masks, 1, rows, rows).clone()
     if masks > 1:
         mask[-1, :, 1:, 0] = True  # the last one's own
-    y = x
-    for layer in layers:
-        y = layer(hidden_states=y, attention_mask=mask)[0]
+    if alone:
+        y = x
+        for layer in block.layers:
+            y = layer(hidden_states=y, attention_mask=mask)[0]
+    else:
+        y = block(hidden_states=x, attention_mask=mask)
     y.backward(dy)
-    grads = {name: parameter.grad for name, parameter in layers.named_parameters() if parameter.grad is not None}
+    grads = {name: parameter.grad for name, parameter in block.named_parameters() if parameter.grad is not None}
     return {"y": y.detach(), "dx": x.grad, **grads}  # type: ignore[dict-item]
 
 
@@ -69,10 +69,14 @@ def against_stock(
     dtype: torch.dtype = torch.float32,
     batch: int = 4,
     masks: int = 1,
-    late: bool = False,
+    alone: bool = False,
+    prepare: str = "nothing",
     **settings: Any,
 ) -> tuple[dict[tuple[str, str], int], list[str]]:
-    """Output and all gradients, equal to stock. Returns calls by op and direction, and reasons of what was left."""
+    """Output and all gradients, equal to stock. Returns calls by op and direction, and reasons of what was left.
+
+    `alone`: the layers are called without a block.
+    """
     start(group)
     if "activation_func" in settings:
         settings["activation_func"] = getattr(torch.nn.functional, settings["activation_func"])
@@ -82,10 +86,9 @@ def against_stock(
     x, dy = (torch.randn(own, batch, HIDDEN, generator=generator).to(dtype) for _ in range(2))
 
     def run() -> dict[str, torch.Tensor]:
-        layers = make_layers(group, dtype, **settings)
-        for layer in layers if late else []:
-            _gathered_late(layer.mlp)
-        return _step(layers, x, dy, rows, masks)
+        block = make_block(group, dtype, **settings)
+        PREPARE[prepare](block)
+        return _step(block, x, dy, rows, masks, alone)
 
     stock = run()
     with enable(OverlapConfig.model_validate(HALVES)) as session:
@@ -103,22 +106,48 @@ def against_stock(
 
 
 def order(group: dist.ProcessGroup) -> tuple[list[str], list[str]]:
-    """When sums of one layer are begun and waited for, in forward and in backward."""
+    """When sums of a block's two layers are begun and waited for, in forward and in backward."""
     start(group)
     from megatron_overlap.adapters import halves
 
     log: list[str] = []
-    names = iter([f"{half}{block} {way}" for block in "12" for half in "ab" for way in ("forward", "backward")])
-    original, halves.Reduction = halves.Reduction, lambda group: Logged(group, next(names), log)  # type: ignore[assignment,misc]
+    names = iter([f"{half}{part} {way}" for part in "1234" for half in "ab" for way in ("forward", "backward")])
+
+    def logged(group: dist.ProcessGroup, *, serial: bool) -> Logged:
+        return Logged(group, next(names), log)
+
+    original, halves.Reduction = halves.Reduction, logged  # type: ignore[assignment,misc]
     try:
-        layer = make_layers(group, torch.float32)[0]
+        block = make_block(group, torch.float32)
         with enable(OverlapConfig.model_validate(HALVES)):
             x = torch.randn(SEQUENCE, 2, HIDDEN, requires_grad=True)
             mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
-            y = layer(hidden_states=x, attention_mask=mask)[0]
+            y = block(hidden_states=x, attention_mask=mask)
             forward = [line.replace(" forward", "") for line in log]
             log.clear()
             y.sum().backward()
     finally:
         halves.Reduction = original  # type: ignore[misc]
     return forward, [line.replace(" backward", "") for line in log]
+
+
+def _late(block: Any) -> None:
+    for layer in block.layers:
+        _gathered_late(layer.mlp)
+
+
+def _watched(block: Any) -> None:
+    """Somebody reads what the first layer returns."""
+
+    def look(_: Any, __: Any, output: tuple[torch.Tensor, Any]) -> None:
+        assert output[0].isfinite().all()
+
+    block.layers[0].register_forward_hook(look)
+
+
+def _second_whole(block: Any) -> None:
+    """The second layer is not one that runs in halves."""
+    block.layers[1].recompute_mlp = True
+
+
+PREPARE = {"nothing": lambda block: None, "late": _late, "watched": _watched, "second whole": _second_whole}

@@ -23,9 +23,11 @@ CALLS = {(op, direction): 8 for op in ("copy_gemm", "gemm_ar") for direction in 
         ({"masks": 4}, torch.float32),
         ({"batch": 2, **SWIGLU, "normalization": "RMSNorm"}, torch.float32),
         (SWIGLU, torch.bfloat16),
-        ({"late": True}, torch.float32),
+        ({"prepare": "late"}, torch.float32),
+        ({"prepare": "watched"}, torch.float32),
+        ({"alone": True}, torch.float32),
     ],
-    ids=["gelu", "a-mask-each", "swiglu", "bf16", "gathered-late"],
+    ids=["gelu", "a-mask-each", "swiglu", "bf16", "gathered-late", "watched", "without-a-block"],
 )
 def test_equal_to_stock(ranks: World, given: dict[str, Any], dtype: torch.dtype) -> None:
     for calls, reasons in ranks.run(RANKS, cases.against_stock, dtype=dtype, **given):
@@ -50,13 +52,23 @@ def test_what_stays_whole_is_named(ranks: World, given: dict[str, Any], reason: 
         assert sum(calls.values()) > 0
 
 
+def test_a_layer_that_stays_whole_is_given_all_of_it(ranks: World) -> None:
+    for calls, reasons in ranks.run(RANKS, cases.against_stock, prepare="second whole", **SWIGLU):
+        assert reasons == ["activation recomputation"]
+        # Recomputation runs the second MLP's forward twice, whole.
+        assert calls["gemm_ar", "forward"] == 4 + 3
+
+
 def test_sums_travel_under_the_other_half(ranks: World) -> None:
+    """Parts 1 to 4: attention, MLP, attention, MLP. What is begun is waited for when the next but one begins."""
     for forward, backward in ranks.run(RANKS, cases.order):
         assert forward == [
-            *("start a1", "start b1", "wait a1", "start a2"),
-            *("wait b1", "start b2", "wait a2", "wait b2"),
+            *("start a1", "start b1", "wait a1", "start a2", "wait b1", "start b2"),
+            *("wait a2", "start a3", "wait b2", "start b3", "wait a3", "start a4", "wait b3", "start b4"),
+            *("wait a4", "wait b4"),
         ]
         assert backward == [
-            *("start b2", "start a2", "wait b2", "start b1"),
-            *("wait a2", "start a1", "wait b1", "wait a1"),
+            *("start b4", "start a4", "wait b4", "start b3", "wait a4", "start a3", "wait b3", "start b2"),
+            *("wait a3", "start a2", "wait b2", "start b1", "wait a2", "start a1"),
+            *("wait b1", "wait a1"),
         ]
