@@ -17,6 +17,8 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 import megatron_overlap
 from megatron_overlap import OverlapConfig
@@ -25,7 +27,8 @@ from megatron_overlap.patching.manifest import Manifest, load_manifests
 from tests.patching.conftest import Packages
 
 Future = Callable[[str, str], list[Manifest]]
-CLASSES = (layers.ColumnParallelLinear, layers.RowParallelLinear, Attention, DotProductAttention)
+LINEARS = (layers.ColumnParallelLinear, layers.RowParallelLinear)
+CLASSES = (*LINEARS, Attention, DotProductAttention, TransformerBlock, TransformerLayer)
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +46,7 @@ def test_own_patches_apply_and_leave_nothing_behind(snapshot: Callable[[object],
     with warnings.catch_warnings():
         warnings.simplefilter("error", PatchWarning)
         everything = OverlapConfig.model_validate(
-            {"tensor": {"attention": "query_split"}, "ulysses": {"method": "p2p"}}
+            {"tensor": {"attention": "query_split", "micro_batch": "halves"}, "ulysses": {"method": "p2p"}}
         )
         session = megatron_overlap.enable(everything, strict=True)
     assert [line.verdict for line in session.report().patches] == ["applies"] * len(load_manifests())
@@ -51,6 +54,7 @@ def test_own_patches_apply_and_leave_nothing_behind(snapshot: Callable[[object],
     assert layers.ColumnParallelLinear._forward_impl.__module__ == "megatron_overlap.adapters.linear"
     assert layers.RowParallelLinear.forward.__module__ == "megatron_overlap.adapters.linear"
     assert Attention.forward.__module__ == "megatron_overlap.adapters.query_split"
+    assert TransformerLayer.forward.__module__ == "megatron_overlap.adapters.halves"
     session.disable()
     assert all(check() for check in same)
 
