@@ -91,11 +91,10 @@ def layer_forward(original: Method, session: Session) -> Method:
 
 def _why_not(layer: Any, given: dict[str, Any], adapter: LinearAdapter) -> str | None:
     """Why a call is not cut in halves: a reason, the empty word where nothing would be gained, None if it is."""
-    x = given["hidden_states"]
-    group = layer.self_attention.linear_proj.tp_group if isinstance(layer.self_attention, SelfAttention) else None
-    if group is None or group.size() == 1 or adapter.check.due:
+    x, config = given["hidden_states"], layer.config
+    if config.tensor_model_parallel_size == 1 or adapter.check.due:
         return ""
-    if layer.config.sequence_parallel:
+    if config.sequence_parallel:
         return "sequence parallelism: all-gathers and reduce-scatters are hidden by themselves"
     if adapter.choice.wanted or adapter.fused.wanted:
         return "method auto or fused: each layer is served whole"
@@ -106,9 +105,10 @@ def _why_not(layer: Any, given: dict[str, Any], adapter: LinearAdapter) -> str |
     others = [name for name, value in given.items() if value is not None and name not in {"hidden_states", *_BATCH_AT}]
     if others:
         return f"arguments that are not known here: {', '.join(others)}"
-    if type(layer.mlp) is not MLP or not isinstance(layer.cross_attention, IdentityOp):
+    if type(layer.mlp) is not MLP or not isinstance(layer.self_attention, SelfAttention):
         return "its MLP or its attention is of another kind"
-    config = layer.config
+    if not isinstance(layer.cross_attention, IdentityOp):
+        return "cross-attention"
     if not layer.self_attention.linear_proj.skip_bias_add or not layer.mlp.linear_fc2.skip_bias_add:
         return "a row-parallel layer adds its bias itself"
     if getattr(config, "fused_residual_rmsnorm", False) or getattr(config, "inference_fuse_tp_communication", False):

@@ -105,7 +105,7 @@ def against_stock(
     return calls, [reason for site, tally in sites.items() if site.op == "micro_batch" for reason in tally.fallbacks]
 
 
-def order(group: dist.ProcessGroup) -> tuple[list[str], list[str]]:
+def order(group: dist.ProcessGroup, prepare: str = "nothing") -> tuple[list[str], list[str]]:
     """When sums of a block's two layers are begun and waited for, in forward and in backward."""
     start(group)
     from megatron_overlap.adapters import halves
@@ -119,6 +119,7 @@ def order(group: dist.ProcessGroup) -> tuple[list[str], list[str]]:
     original, halves.Reduction = halves.Reduction, logged  # type: ignore[assignment,misc]
     try:
         block = make_block(group, torch.float32)
+        PREPARE[prepare](block)
         with enable(OverlapConfig.model_validate(HALVES)):
             x = torch.randn(SEQUENCE, 2, HIDDEN, requires_grad=True)
             mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
@@ -134,6 +135,8 @@ def order(group: dist.ProcessGroup) -> tuple[list[str], list[str]]:
 def _late(block: Any) -> None:
     for layer in block.layers:
         _gathered_late(layer.mlp)
+        # As Megatron puts one on every module: it sees no input that is given by name.
+        layer.register_forward_pre_hook(lambda _, __: None)
 
 
 def _watched(block: Any) -> None:
@@ -145,9 +148,30 @@ def _watched(block: Any) -> None:
     block.layers[0].register_forward_hook(look)
 
 
+def _watched_in_backward(block: Any) -> None:
+    """Somebody reads the gradient of what the second layer was given."""
+    block.layers[1].register_full_backward_hook(lambda *_: None)
+
+
+def _watched_before(block: Any) -> None:
+    """Somebody reads what the second layer is given, by name."""
+
+    def look(_: Any, __: Any, given: dict[str, Any]) -> None:
+        assert given["hidden_states"].isfinite().all()
+
+    block.layers[1].register_forward_pre_hook(look, with_kwargs=True)
+
+
 def _second_whole(block: Any) -> None:
     """The second layer is not one that runs in halves."""
     block.layers[1].recompute_mlp = True
 
 
-PREPARE = {"nothing": lambda block: None, "late": _late, "watched": _watched, "second whole": _second_whole}
+PREPARE = {
+    "nothing": lambda block: None,
+    "late": _late,
+    "watched": _watched,
+    "watched before": _watched_before,
+    "watched in backward": _watched_in_backward,
+    "second whole": _second_whole,
+}

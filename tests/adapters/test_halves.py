@@ -25,9 +25,21 @@ CALLS = {(op, direction): 8 for op in ("copy_gemm", "gemm_ar") for direction in 
         (SWIGLU, torch.bfloat16),
         ({"prepare": "late"}, torch.float32),
         ({"prepare": "watched"}, torch.float32),
+        ({"prepare": "watched before"}, torch.float32),
+        ({"prepare": "watched in backward"}, torch.float32),
         ({"alone": True}, torch.float32),
     ],
-    ids=["gelu", "a-mask-each", "swiglu", "bf16", "gathered-late", "watched", "without-a-block"],
+    ids=[
+        "gelu",
+        "a-mask-each",
+        "swiglu",
+        "bf16",
+        "gathered-late",
+        "watched",
+        "watched-before",
+        "watched-in-backward",
+        "without-a-block",
+    ],
 )
 def test_equal_to_stock(ranks: World, given: dict[str, Any], dtype: torch.dtype) -> None:
     for calls, reasons in ranks.run(RANKS, cases.against_stock, dtype=dtype, **given):
@@ -59,9 +71,10 @@ def test_a_layer_that_stays_whole_is_given_all_of_it(ranks: World) -> None:
         assert calls["gemm_ar", "forward"] == 4 + 3
 
 
-def test_sums_travel_under_the_other_half(ranks: World) -> None:
+@pytest.mark.parametrize("prepare", ["nothing", "late"])
+def test_sums_travel_under_the_other_half(ranks: World, prepare: str) -> None:
     """Parts 1 to 4: attention, MLP, attention, MLP. What is begun is waited for when the next but one begins."""
-    for forward, backward in ranks.run(RANKS, cases.order):
+    for forward, backward in ranks.run(RANKS, cases.order, prepare=prepare):
         assert forward == [
             *("start a1", "start b1", "wait a1", "start a2", "wait b1", "start b2"),
             *("wait a2", "start a3", "wait b2", "start b3", "wait a3", "start a4", "wait b3", "start b4"),
