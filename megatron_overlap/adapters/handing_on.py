@@ -41,7 +41,10 @@ class HandingOn:
     def after(self, layer: Any) -> Any:
         """The layer that reads this one's result, if nobody else does."""
         follower = self._next.get(id(layer))
-        return None if follower is None or layer._forward_hooks or _looks_at_inputs(follower) else follower
+        # Hooks that see the result. Those that Megatron puts before every module, for its parameter gathers, do not
+        # see what is given by name.
+        watched = layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks
+        return None if follower is None or watched or follower._forward_pre_hooks_with_kwargs else follower
 
     def hand_on(self, carried: Carried) -> torch.Tensor:
         """Keeps what a layer hands on; returns what Megatron is given."""
@@ -52,8 +55,3 @@ class HandingOn:
         """What was handed on as `x`, to a layer that `after` named and that was found fit."""
         carried, self._carried = self._carried, None
         return carried if carried is not None and carried.placeholder is x else None
-
-
-def _looks_at_inputs(layer: Any) -> bool:
-    """Whether hooks see what a layer is given by name; those of Megatron's parameter gathers do not."""
-    return bool(layer._backward_hooks or layer._backward_pre_hooks or layer._forward_pre_hooks_with_kwargs)
