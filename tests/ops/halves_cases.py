@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from megatron_overlap.comm import transport_of
+from megatron_overlap.comm import Workspace
 from megatron_overlap.ops import reference
 from megatron_overlap.ops.halves import Reduction, Slots, arrived, column_half, entered, row_half
 from megatron_overlap.ops.paired import Into, PairedGradients
@@ -67,7 +67,7 @@ def pipelined(
     """`y + row(relu(column(y)))` once or twice, both halves in turn, as a caller of these ops does it."""
     w1, w2, bias = weights
     gradients = PairedGradients()
-    workspace = transport_of(group).workspace
+    workspace = Workspace()
     values = list(x.chunk(2, dim=1))
     slots = [Slots.reserve()]
     for block in range(1, blocks + 1):
@@ -107,7 +107,6 @@ def against_reference(group: dist.ProcessGroup, dtype: torch.dtype, *, main_grad
             assert mine is not None
             assert_close_to_exact(f"halves {name}", mine, unfused, true, true.abs().max() * torch.ones_like(true), 64)
         bits += y.detach().float().numpy().tobytes() + x.grad.float().numpy().tobytes()  # type: ignore[union-attr]
-    transport_of(group).close()
     return bits
 
 
