@@ -190,6 +190,7 @@ class Report:
     left: Mapping[str, str] = field(default_factory=dict)
     choices: tuple[ChoiceLine, ...] = ()
     checked: Mapping[str, float] = field(default_factory=dict)
+    buffers: tuple[tuple[str, Mapping[str, int]], ...] = ()
     symmetric: tuple[SymmetricMemory, ...] | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -226,6 +227,7 @@ class Report:
             "choices": [{**asdict(line), "gain": line.gain} for line in self.choices],
             "checked": dict(self.checked),
             "memory": self.kept.as_dict(),
+            "buffers": [{"ranks": ranks, "bytes": dict(sizes)} for ranks, sizes in self.buffers],
             **({} if self.symmetric is None else {"symmetric_memory": [each._asdict() for each in self.symmetric]}),
             "totals": {
                 "overlapped": sum(tally.overlapped for tally in self.sites.values()),
@@ -245,6 +247,7 @@ class Report:
             parts.append(choice_table(self.choices))
         if self.kept.calls:
             parts.append(self._memory_table())
+        parts += [_buffer_line(ranks, sizes) for ranks, sizes in self.buffers if sizes]
         if self.checked:
             name, share = max(self.checked.items(), key=lambda item: item[1])
             parts.append(f"checked: {len(self.checked)} results, worst {name}: {share:.3g} of what is allowed")
@@ -320,6 +323,12 @@ class Report:
         peaks = (f"{kept.peak_bytes / _MIB:.2f}", f"{kept.otherwise_peak_bytes / _MIB:.2f}")
         table.add_row("all, most at one time", "", *peaks)
         return table
+
+
+def _buffer_line(ranks: str, sizes: Mapping[str, int]) -> str:
+    each = sorted(sizes.items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{name} {num_bytes / _MIB:.1f}" for name, num_bytes in each)
+    return f"buffers for {ranks}, kept for the run: {sum(sizes.values()) / _MIB:.1f} MiB ({parts})"
 
 
 def choice_table(lines: Iterable[ChoiceLine]) -> Table:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 from megatron_overlap.accounting import Counters, PatchLine, Report
 from megatron_overlap.config import ConfigError, OverlapConfig
@@ -42,6 +43,7 @@ class Session:
         facts: what must be the same on every rank besides the config, versions and patches.
         trust: what adapters/trust.py keeps for this session.
         check: what adapters/check.py keeps for this session.
+        buffers: what the plugin's messages and sums are kept in, with the ranks that share them.
     """
 
     def __init__(self, config: OverlapConfig, manifests: Sequence[Manifest] = ()) -> None:
@@ -58,6 +60,7 @@ class Session:
         self.trust: Any = None
         self._folder = Path()
         self.check: Any = None
+        self.buffers: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
         self._engine = Engine(manifests)
         self._plan = Plan(())
         self._applied: tuple[str, ...] = ()
@@ -122,6 +125,7 @@ class Session:
             left=self.counters.left,
             choices=self.counters.choices(),
             checked={} if self.check is None else dict(self.check.worst),
+            buffers=tuple((ranks, workspace.sizes()) for workspace, ranks in self.buffers.items()),
             symmetric=None if self.counters.symmetric is None else tuple(self.counters.symmetric()),
         )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megatron_overlap.accounting import Counters, Report
@@ -57,3 +59,11 @@ def test_the_report_shows_both_choices_and_what_is_left() -> None:
 @pytest.mark.parametrize("left", [{}, {"x": "y"}])
 def test_nothing_kept_is_not_shown(left: dict[str, str]) -> None:
     assert "recompute_gather" not in report(KeptMemory(), left).render()
+
+
+def test_buffers_are_shown_by_ranks_and_use() -> None:
+    sizes = {"partial": 3 * MIB, "landing": 12 * MIB}
+    made = replace(report(KeptMemory(), {}), buffers=(("ranks 0, 1", sizes), ("lane of ranks 0, 2", {})))
+    lines = [line for line in made.render().splitlines() if "buffers" in line]
+    assert lines == ["buffers for ranks 0, 1, kept for the run: 15.0 MiB (landing 12.0, partial 3.0)"]
+    assert made.as_dict()["buffers"][0] == {"ranks": "ranks 0, 1", "bytes": sizes}

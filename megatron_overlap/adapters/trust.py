@@ -158,17 +158,22 @@ def open_transport(session: Session, group: dist.ProcessGroup, lane: str = "") -
     """The transport of a group for a session: agreed on, watched, and as deterministic as the config says."""
     trust: Trust | None = session.trust
     if trust is None:
-        return transport_of(group, timeout_s=session.config.timeout_s, lane=lane, trace=session.trace)
-    trust.agree(group)
-    return transport_of(
-        group,
-        timeout_s=session.config.timeout_s,
-        lane=lane,
-        trace=session.trace,
-        watch=trust.watch(),
-        ordered=session.config.deterministic,
-        register=session.config.register_buffers,
-    )
+        transport = transport_of(group, timeout_s=session.config.timeout_s, lane=lane, trace=session.trace)
+    else:
+        trust.agree(group)
+        transport = transport_of(
+            group,
+            timeout_s=session.config.timeout_s,
+            lane=lane,
+            trace=session.trace,
+            watch=trust.watch(),
+            ordered=session.config.deterministic,
+            register=session.config.register_buffers,
+        )
+    if transport.workspace not in session.buffers:
+        ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
+        session.buffers[transport.workspace] = f"{lane} of ranks {ranks}" if lane else f"ranks {ranks}"
+    return transport
 
 
 def unfit(session: Session) -> Iterator[Problem]:

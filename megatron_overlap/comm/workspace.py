@@ -55,7 +55,14 @@ class Workspace:
     @property
     def num_bytes(self) -> int:
         """Bytes that all buffers hold now."""
-        return sum(storage.numel() * storage.element_size() for storage in self._storage.values())
+        return sum(self.sizes().values())
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes that each buffer holds now, by its name."""
+        sizes: dict[str, int] = {}
+        for (name, _, _), storage in self._storage.items():
+            sizes[name] = sizes.get(name, 0) + storage.nbytes
+        return sizes
 
     def clear(self) -> None:
         """Lets all buffers go."""

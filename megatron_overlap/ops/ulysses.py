@@ -24,7 +24,10 @@ from megatron_overlap.schedules.all_to_all import AllToAllPattern
 Observer = Callable[[str, int], None]
 """Told of each pass: `forward` or `dgrad`, and the bytes that this rank sent for it."""
 
-_MAX_GROUPS = 4
+# Of head groups that are chosen here: what is exposed is one group of them, as long as its messages are not so small
+# that they cost more than they hide.
+_MAX_GROUPS = 8
+_MESSAGE_BYTES = 1 << 19
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +43,24 @@ class UlyssesPlan:
     num_groups: int | None = None
     pattern: AllToAllPattern = "direct"
 
-    def heads(self, num_heads: int, num_kv_heads: int, num_ranks: int) -> HeadLayout:
-        """The heads of every rank and group."""
-        most = max(1, num_heads // num_ranks)
+    def heads(self, num_heads: int, num_kv_heads: int, num_ranks: int, head_bytes: int) -> HeadLayout:
+        """The heads of every rank and group; `head_bytes` as in `most_groups`."""
+        most = self.most_groups(num_heads, num_kv_heads, num_ranks, head_bytes)
         if self.num_groups is not None:
-            return HeadLayout(num_heads, num_kv_heads, num_ranks, min(self.num_groups, most))
-        counts = range(min(_MAX_GROUPS, most), 0, -1)
-        layouts = [HeadLayout(num_heads, num_kv_heads, num_ranks, count) for count in counts]
+            return HeadLayout(num_heads, num_kv_heads, num_ranks, most)
+        layouts = [HeadLayout(num_heads, num_kv_heads, num_ranks, count) for count in range(most, 0, -1)]
         # Groups with key/value heads of their own, if that leaves more than one; otherwise queries are cut.
         return next((layout for layout in layouts if layout.aligned and layout.num_groups > 1), layouts[0])
+
+    def most_groups(self, num_heads: int, num_kv_heads: int, num_ranks: int, head_bytes: int) -> int:
+        """Head groups, if heads can be dealt out to so many; `head_bytes` is what one head of a rank's rows takes, the
+        same number on every rank.
+        """
+        wanted = self.num_groups
+        if wanted is None:
+            heads = num_heads // num_ranks + 2 * -(-num_kv_heads // num_ranks)
+            wanted = min(_MAX_GROUPS, max(2, heads * head_bytes // _MESSAGE_BYTES))
+        return max(1, min(wanted, num_heads // num_ranks))
 
 
 DEFAULT_PLAN = UlyssesPlan()
@@ -96,7 +108,7 @@ def ulysses_attention(
         raise ValueError(f"q: {q.dtype} on {q.device}: k and v must be of the same dtype and on the same device")
     layout = layout or SequenceLayout.contiguous(q.shape[0] * transport.size, transport.size)
     check_layout(layout, q.shape[0], transport)
-    heads = (plan or DEFAULT_PLAN).heads(q.shape[2], k.shape[2], transport.size)
+    heads = (plan or DEFAULT_PLAN).heads(q.shape[2], k.shape[2], transport.size, head_bytes(q, layout, q.shape[3]))
     scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     attention = OwnHeads(heads, transport.rank, q.shape[3], causal, scale)
     schedule = schedule_of(plan or DEFAULT_PLAN, transport, heads, layout)
@@ -112,6 +124,11 @@ def check_layout(layout: SequenceLayout, num_rows: int, transport: Transport) ->
         raise ValueError(
             f"layout: {layout.rows_of(transport.rank)} rows for rank {transport.rank}: the tensors have {num_rows}"
         )
+
+
+def head_bytes(x: torch.Tensor, layout: SequenceLayout, size: int) -> int:
+    """What one head of a rank's rows takes: of the mean rank, so that ranks with other numbers of rows agree."""
+    return layout.num_rows * x.shape[1] * size * x.element_size() // layout.num_ranks
 
 
 def schedule_of(plan: UlyssesPlan, transport: Transport, heads: HeadLayout, layout: SequenceLayout) -> AllToAllPlan:

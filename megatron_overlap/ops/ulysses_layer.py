@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_overlap.comm import Transport, Workspace, transport_of
 from megatron_overlap.ops.common import WeightDone
 from megatron_overlap.ops.engine import WeightGradient, add_wide
-from megatron_overlap.ops.ulysses import DEFAULT_PLAN, Observer, UlyssesPlan, check_layout, schedule_of
+from megatron_overlap.ops.ulysses import DEFAULT_PLAN, Observer, UlyssesPlan, check_layout, head_bytes, schedule_of
 from megatron_overlap.ops.ulysses_heads import OwnHeads
 from megatron_overlap.ops.ulysses_passage import Passage
 from megatron_overlap.schedules import AllToAllPlan, HeadLayout, SequenceLayout
@@ -84,11 +84,6 @@ def ulysses_self_attention(
     plan = plan or DEFAULT_PLAN
     if num_kv_heads % transport.size:
         raise ValueError(f"num_kv_heads: {num_kv_heads}: must be a multiple of the {transport.size} ranks")
-    wanted = plan.num_groups
-    most = num_kv_heads // transport.size
-    counts = range(min(most, 4 if wanted is None else wanted), 0, -1)
-    # Groups of whole key/value heads: they are runs of rows of one weight, and of columns of the other.
-    heads = HeadLayout(num_heads, num_kv_heads, transport.size, next(count for count in counts if most % count == 0))
     size, left = divmod(qkv.weight.shape[0], num_heads + 2 * num_kv_heads)
     if x.dim() != 3 or left or qkv.weight.shape[1] != x.shape[2] or out.weight.shape[1] != num_heads * size:
         raise ValueError(
@@ -99,6 +94,11 @@ def ulysses_self_attention(
         raise ValueError(f"x: {x.dtype}: the weights are {qkv.weight.dtype} and {out.weight.dtype}")
     layout = layout or SequenceLayout.contiguous(x.shape[0] * transport.size, transport.size)
     check_layout(layout, x.shape[0], transport)
+    # Groups of whole key/value heads: they are runs of rows of one weight, and of columns of the other.
+    most = plan.most_groups(num_heads, num_kv_heads, transport.size, head_bytes(x, layout, size))
+    counts = range(min(num_kv_heads // transport.size, most), 0, -1)
+    groups = next(count for count in counts if num_kv_heads // transport.size % count == 0)
+    heads = HeadLayout(num_heads, num_kv_heads, transport.size, groups)
     attention = OwnHeads(heads, transport.rank, size, causal, size**-0.5 if softmax_scale is None else softmax_scale)
     call = _Call(transport, schedule_of(plan, transport, heads, layout), layout, attention, qkv, out, rotate, observer)
     y: torch.Tensor = _Layer.apply(x, qkv.weight, qkv_bias, out.weight, call)

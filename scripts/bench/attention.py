@@ -48,7 +48,7 @@ class PaperRow:
 
 
 PAPER = (PaperRow(16, 4096, 270.1, 246.1, 230.9, 215.8), PaperRow(4, 8192, 195.6, 279.7, None, 145.1))
-SCALE = 8
+SCALE = 4
 """Sequence and hidden size are both divided by it, which keeps attention : projection; batch and ranks stay."""
 
 

@@ -362,6 +362,10 @@ def memory_of(group: dist.ProcessGroup, recompute_gather: str) -> dict[str, int]
         last.backward(dy)
         one_gone = kept.live_bytes
         outputs.clear()
+        (buffers,) = session.report().as_dict()["buffers"]
+        assert buffers["ranks"] == f"ranks {', '.join(map(str, range(group.size())))}"
+        # Gathered rows that are kept are none of the buffers.
+        assert ("gather" in buffers["bytes"]) == (recompute_gather != "never")
         report = session.report().as_dict()["memory"]
         assert report["modules"][0]["name"] == f"{IN}->{OUT // group.size()}"
         return {

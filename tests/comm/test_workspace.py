@@ -37,6 +37,15 @@ def test_names_and_dtypes_have_their_own() -> None:
         assert one.data_ptr() != other.data_ptr()
 
 
+def test_bytes_by_name() -> None:
+    workspace = Workspace()
+    workspace.take("landing", (4,), torch.zeros(1))
+    workspace.take("landing", (4,), torch.zeros(1, dtype=torch.float64))
+    workspace.take("partial", (3,), torch.zeros(1))
+    assert workspace.sizes() == {"landing": 16 + 32, "partial": 12}
+    assert workspace.num_bytes == 60
+
+
 def test_poison() -> None:
     workspace = Workspace(poison=True)
     assert workspace.take("a", (3,), torch.zeros(1)).isnan().all()

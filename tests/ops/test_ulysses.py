@@ -28,6 +28,23 @@ def test_every_number_of_groups(world: World, kv_heads: int, num_groups: int, pa
     world.run(2, cases.against_reference, 10, 8, kv_heads, "zigzag", plan=plan)
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "num_ranks", "head_bytes", "groups"),
+    [
+        (32, 32, 2, 1 << 20, 8),  # as many as there may be
+        (8, 8, 2, 1 << 20, 4),  # as many as there are heads
+        (16, 16, 2, 3 << 16, 8),  # 24 heads a message of all groups: 4.5 MiB
+        (16, 16, 2, 3 << 15, 4),  # 2.25 MiB
+        (16, 16, 2, 64, 2),  # never one for small messages
+        (4, 4, 4, 1 << 20, 1),  # one head a rank
+        (16, 4, 2, 1 << 20, 2),  # key/value heads of their own
+        (16, 2, 4, 1 << 20, 4),  # fewer of them than ranks
+    ],
+)
+def test_groups_that_are_chosen(heads: int, kv_heads: int, num_ranks: int, head_bytes: int, groups: int) -> None:
+    assert UlyssesPlan().heads(heads, kv_heads, num_ranks, head_bytes).num_groups == groups
+
+
 def test_over_sockets_as_they_are(world: World) -> None:
     for kind in ("contiguous", "zigzag"):
         world.run(4, cases.against_reference, 61, 8, 4, kind, late=False)
