@@ -25,7 +25,7 @@ from megatron_overlap.adapters.methods import untraced
 from megatron_overlap.adapters.trust import open_transport
 from megatron_overlap.comm import close_transport
 from megatron_overlap.comm.host import HostGroup
-from megatron_overlap.ops import balanced_attention, remap
+from megatron_overlap.ops import balanced_attention
 from megatron_overlap.session import Session
 from megatron_overlap.varlen import CostModel, Plan, Topology
 from megatron_overlap.varlen.baselines import METHODS
@@ -100,26 +100,16 @@ class VarlenAdapter:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: Plan, softmax_scale: float
     ) -> torch.Tensor:
         """Causal attention of each document alone: `[rows, heads, size]` in and out, in the layout of linear layers."""
-        heads, kv_heads = query.shape[1], key.shape[1]
-        name = f"{heads}x{query.shape[2]}"
-        together = remap(
-            torch.cat([query, key, value], dim=1),
-            plan,
-            to="attention",
-            group=self.group,
-            observer=self._observer("remap", name),
-        )
-        query, key, value = together.split([heads, kv_heads, kv_heads], dim=1)
-        context = balanced_attention(
+        return balanced_attention(
             query,
             key,
             value,
             plan,
             group=self.group,
             softmax_scale=softmax_scale,
-            observer=self._observer("balanced_attention", name),
+            layout="linear",
+            observer=self._observer("balanced_attention", f"{query.shape[1]}x{query.shape[2]}"),
         )
-        return remap(context, plan, to="linear", group=self.group, observer=self._observer("remap", name))
 
     def _observer(self, op: str, heads: str) -> Callable[[Any, int], None]:
         def observe(direction: Any, num_bytes: int) -> None:

@@ -8,7 +8,6 @@ whole documents where nothing has. `varlen.program` has the messages, `varlen_qu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,23 +16,12 @@ import torch.distributed as dist
 from megatron_overlap.comm import Transport, transport_of
 from megatron_overlap.ops.common import Observer
 from megatron_overlap.ops.varlen_kernel import documents_backward, documents_forward, wide
-from megatron_overlap.ops.varlen_queues import Queues, Task
-from megatron_overlap.ops.varlen_rings import Call
-from megatron_overlap.ops.varlen_rows import OwnRows
-from megatron_overlap.ops.varlen_sides import (
-    BackwardKeys,
-    BackwardQueries,
-    Flow,
-    ForwardKeys,
-    ForwardQueries,
-    Rows,
-    Shape,
-)
+from megatron_overlap.ops.varlen_pass import Options, Pass
+from megatron_overlap.ops.varlen_remap import Layout
+from megatron_overlap.ops.varlen_sides import BackwardKeys, BackwardQueries, ForwardKeys, ForwardQueries, Rows, Shape
 from megatron_overlap.varlen import Plan
+from megatron_overlap.varlen import remap as planner
 from megatron_overlap.varlen.circles import Side
-
-# Whole documents are computed in so many runs: messages are looked for between them.
-_LOCAL_RUNS = 16
 
 
 def balanced_attention(
@@ -48,14 +36,18 @@ def balanced_attention(
     window: int | None = None,
     dropout: float = 0.0,
     moves: Side | None = None,
+    layout: Layout = "attention",
     observer: Observer | None = None,
 ) -> torch.Tensor:
     """Equals causal attention of each document of a pass alone; see `ops.reference.balanced_attention`.
 
+    With `layout="linear"` it equals `remap(attention(remap(q), remap(k), remap(v)))`, to the layout of attention and
+    back: what one rank has too many of travels, there and back, while it and others compute the rest.
+
     Args:
         q: `[T, Hq, D]`, the T = `plan.tokens(index)[rank]` rows of this rank in the order of
-            `plan.pieces(index, rank)`: for each ring the early chunk and then the late one, then whole documents.
-            Positions are already encoded. T may be 0; every rank of the group must call.
+            `plan.pieces(index, rank)`: for each ring the early chunk and then the late one, then whole documents; or
+            those of the linear layout. Positions are already encoded. T may be 0; every rank of the group must call.
         k: `[T, Hkv, D]`, the same rows; every Hq / Hkv query heads in a row share a key head.
         v: `[T, Hkv, D]`, the same rows.
         plan: of the batch; the same on every rank.
@@ -65,6 +57,7 @@ def balanced_attention(
         window: keys that a query sees before its own; None is all of its document.
         dropout: must be 0.
         moves: what travels in a ring; None chooses what is fewer bytes, in forward and in backward.
+        layout: of the rows that come and that are returned: as `plan.pieces`, or as `remap(to="linear")` gives them.
         observer: told `forward` and `dgrad` with the bytes that this rank sent.
 
     Returns:
@@ -75,44 +68,25 @@ def balanced_attention(
         TransportError: a peer is gone or late beyond the deadline.
     """
     transports = _transports(group)
-    _check(q, k, v, plan, index, transports[0], window, dropout)
+    _check(q, k, v, plan, index, transports[0], window, dropout, layout)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    options = _Options(transports, plan, index, scale, window, moves, observer)
+    there = planner.remap(plan.tokens(index), plan.topology).back() if layout == "linear" else None
+    if there is not None and not there.moves:
+        there = None
+    options = Options(transports, plan, index, scale, window, moves, there, observer)
     out: torch.Tensor = _Balanced.apply(q, k, v, options)
     return out
 
 
-@dataclass(frozen=True, slots=True)
-class _Options:
-    transports: tuple[Transport, Transport]
-    plan: Plan
-    index: int
-    scale: float
-    window: int | None
-    moves: Side | None
-    observer: Observer | None
-
-    def run(self, flow: Flow, own: OwnRows, local: list[Task], like: torch.Tensor, name: str) -> None:
-        """Posts, computes, and waits until all is done."""
-        queues = Queues(asks=not like.is_cuda)
-        queues.local.extend(local)
-        call = Call(self.transports, self.plan, self.index, flow, own, self.window, queues, like, name)
-        turns = call.begin()
-        queues.run(gather_first=self.plan.exchange == "all_gather")
-        for turn in turns:
-            turn.finish()
-        if self.observer is not None:
-            self.observer("forward" if name.endswith("forward") else "dgrad", sum(turn.num_bytes for turn in turns))
-
-
 class _Balanced(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: _Options) -> torch.Tensor:
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        own = OwnRows.of(options.plan, options.index, options.transports[0].rank)
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        lse = torch.empty(q.shape[:2], dtype=wide(q.dtype), device=q.device)
-        rings = slice(0, own.rings)
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> torch.Tensor:
+        came = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)]
+        work = Pass(options, came, [q.shape[1]], "forward")
+        q, k, v = work.rows
+        (out,) = work.made
+        lse = torch.empty(out.shape[:2], dtype=wide(q.dtype), device=q.device)
+        rings = slice(0, work.own.rings)
         # The results of rings are merged wide, and rounded once.
         merged = out[rings] if out.dtype == lse.dtype else torch.empty_like(out[rings], dtype=lse.dtype)
         side = options.moves or Shape.of(q, k).cheaper(backward=False)
@@ -121,23 +95,27 @@ class _Balanced(torch.autograd.Function):
         def whole(rows: slice, lengths: tuple[int, ...]) -> None:
             documents_forward(q[rows], k[rows], v[rows], lengths, options.scale, options.window, out[rows], lse[rows])
 
-        options.run(flow, own, _local(own, options.plan, whole), q, "balanced_attention forward")
+        work.run(flow, whole)
         if merged.dtype != out.dtype:
             out[rings] = merged
+        (y,) = work.finish()
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.own, ctx.options = own, options
-        return out
+        ctx.options = options
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        dout = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()
-        own, options = ctx.own, ctx.options
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        sums = [torch.zeros_like(x[: own.rings], dtype=lse.dtype) for x in (dq, dk, dv)]
+        options: Options = ctx.options
+        came = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()
+        work = Pass(options, [came], [x.shape[1] for x in (q, k, v)], "backward")
+        (dout,) = work.rows
+        dq, dk, dv = work.made
+        rings = slice(0, work.own.rings)
+        sums = [torch.zeros_like(x[rings], dtype=lse.dtype) for x in (q, k, v)]
         side = options.moves or Shape.of(q, k).cheaper(backward=True)
         kind = BackwardKeys if side == "keys" else BackwardQueries
-        flow = kind(Rows(*(x[: own.rings] for x in (dout, q, k, v, out, lse, *sums))), options.scale)
+        flow = kind(Rows(*(x[rings] for x in (dout, q, k, v, out, lse)), *sums), options.scale)
 
         def whole(rows: slice, lengths: tuple[int, ...]) -> None:
             documents_backward(
@@ -145,29 +123,10 @@ class _Balanced(torch.autograd.Function):
                 lengths, options.scale, options.window, (dq[rows], dk[rows], dv[rows]),
             )  # fmt: skip
 
-        options.run(flow, own, _local(own, options.plan, whole), q, "balanced_attention backward")
+        work.run(flow, whole)
         for grad, total in zip((dq, dk, dv), sums, strict=True):
-            grad[: own.rings] = total
-        return dq, dk, dv, None
-
-
-def _local(own: OwnRows, plan: Plan, compute: Any) -> list[Task]:
-    """Whole documents as tasks of about equal numbers of tokens."""
-    tasks: list[Task] = []
-    most = -(-sum(own.lengths) // _LOCAL_RUNS)
-    row, lengths, tokens, takes_fs = own.rings, list[int](), 0, 0
-    for number, length in enumerate(own.lengths, start=1):
-        lengths.append(length)
-        tokens += length
-        takes_fs += plan.cost.attention_fs(length * (length + 1) // 2, length)
-        if tokens >= most or number == len(own.lengths):
-
-            def run(rows: slice = slice(row, row + tokens), lengths: tuple[int, ...] = tuple(lengths)) -> None:
-                compute(rows, lengths)
-
-            tasks.append(Task(run, takes_fs=takes_fs))
-            row, lengths, tokens, takes_fs = row + tokens, [], 0, 0
-    return tasks
+            grad[rings] = total
+        return *work.finish(), None
 
 
 def _transports(group: dist.ProcessGroup | Transport) -> tuple[Transport, Transport]:
@@ -187,6 +146,7 @@ def _check(
     transport: Transport,
     window: int | None,
     dropout: float,
+    layout: Layout,
 ) -> None:
     if dropout:
         raise ValueError(f"dropout: {dropout}: balanced attention has none; set attention dropout to 0")
@@ -196,7 +156,10 @@ def _check(
         raise ValueError(f"plan: for {plan.topology.ranks} ranks: the group has {transport.size}")
     if not 0 <= index < len(plan.passes):
         raise ValueError(f"index: {index}: the plan has {len(plan.passes)} pass(es)")
-    rows = plan.tokens(index)[transport.rank]
+    if layout not in ("attention", "linear"):
+        raise ValueError(f"layout: {layout}: use attention or linear")
+    tokens = plan.tokens(index)
+    rows = (tokens if layout == "attention" else planner.remap(tokens, plan.topology).after)[transport.rank]
     if q.dim() != 3 or k.shape != v.shape or k.dim() != 3 or (q.shape[0], q.shape[2]) != (k.shape[0], k.shape[2]):
         raise ValueError(f"q: shape {tuple(q.shape)} does not fit k {tuple(k.shape)} and v {tuple(v.shape)}")
     if q.shape[1] % k.shape[1]:
@@ -206,4 +169,6 @@ def _check(
     if q.is_cuda and q.element_size() != 2:
         raise ValueError(f"q: {q.dtype}: FlashAttention takes bf16 and fp16; cast the query, key and value")
     if q.shape[0] != rows:
-        raise ValueError(f"q: {q.shape[0]} rows: the plan has {rows} for rank {transport.rank} in pass {index}")
+        raise ValueError(
+            f"q: {q.shape[0]} rows: the plan has {rows} for rank {transport.rank} in pass {index}, {layout} layout"
+        )

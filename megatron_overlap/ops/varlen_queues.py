@@ -49,6 +49,7 @@ class Queues:
         first: done at once, in order: what rings compute on their own rows.
         visits: by zone, what needs a message.
         returns: by zone, what adds a message to the result of a visit, or to own rows.
+        moved: whole documents with rows of other ranks' linear layers.
         local: what needs no message.
         asks: the transport can say what has landed; otherwise the model decides which message is likely to have.
     """
@@ -57,6 +58,7 @@ class Queues:
     first: list[Task] = field(default_factory=list)
     visits: dict[Zone, deque[Task]] = field(default_factory=lambda: {"inter": deque(), "intra": deque()})
     returns: dict[Zone, deque[Task]] = field(default_factory=lambda: {"inter": deque(), "intra": deque()})
+    moved: deque[Task] = field(default_factory=deque)
     local: deque[Task] = field(default_factory=deque)
     _now_fs: int = 0
 
@@ -64,7 +66,8 @@ class Queues:
         """Does everything.
 
         A rank that has nothing else to do stands still for its visits first, those between nodes before those inside,
-        and for results only after all visits: the order in which `varlen.checker` proves that nothing deadlocks.
+        and for results only after all visits: the order in which `varlen.checker` proves that nothing deadlocks. Moved
+        rows come before results: they leave at the start, whatever their rank computes.
 
         Args:
             gather_first: wait for all visits before computing anything: what an all-gather does.
@@ -76,14 +79,16 @@ class Queues:
                     task.wait()
         for task in self.first:
             self._do(task)
-        while any(visits) or any(returns) or self.local:
-            ready = next((queue for queue in (*returns, *visits) if queue and self._ready(queue[0])), None)
+        while any(visits) or any(returns) or self.moved or self.local:
+            # What others wait for goes before what nobody does.
+            awaited = (*returns, *visits, self.moved)
+            ready = next((queue for queue in awaited if queue and self._ready(queue[0])), None)
             if ready is not None:
                 self._do(ready.popleft())
             elif self.local:
                 self._do(self.local.popleft())
             else:
-                self._do(next(queue for queue in (*visits, *returns) if queue).popleft())
+                self._do(next(queue for queue in (*visits, self.moved, *returns) if queue).popleft())
 
     def _ready(self, task: Task) -> bool:
         return task.may() and (task.landed() if self.asks else task.due_fs <= self._now_fs)

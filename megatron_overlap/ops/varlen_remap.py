@@ -5,6 +5,7 @@ Source: Zeppelin (arXiv 2509.21841, section 4.3).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -35,6 +36,7 @@ def remap(
 
     Equal to gathering all rows and picking those of `varlen.remap.remap(plan.tokens(index), plan.topology)`, or of its
     way back; see `ops.reference.move_rows`. Only surpluses move, inside nodes first. The gradient takes the way back.
+    It waits for its messages; `balanced_attention(layout="linear")` hides them.
 
     Args:
         x: `[rows, ...]`; to linear, `plan.tokens(index)[rank]` rows in the order of `plan.pieces`; to attention, the
@@ -58,13 +60,15 @@ def remap(
     moves = planner.remap(plan.tokens(index), plan.topology)
     if to == "attention":
         moves = moves.back()
-    if x.shape[0] != moves.before[transport.rank]:
-        raise ValueError(
-            f"x: {x.shape[0]} rows: on the way to {to} rank {transport.rank} has {moves.before[transport.rank]} in "
-            f"pass {index} of the plan"
-        )
+    check_rows(x.shape[0], moves, transport.rank, f"on the way to {to}", index)
     y: torch.Tensor = _Remapped.apply(x, moves, transport, observer)
     return y
+
+
+def check_rows(rows: int, moves: Remap, rank: int, where: str, index: int) -> None:
+    """Refuses a number of rows that is not the layout's that is left."""
+    if rows != moves.before[rank]:
+        raise ValueError(f"x: {rows} rows: {where} rank {rank} has {moves.before[rank]} in pass {index} of the plan")
 
 
 class _Remapped(torch.autograd.Function):
@@ -83,19 +87,139 @@ class _Remapped(torch.autograd.Function):
 def _move(
     x: torch.Tensor, moves: Remap, transport: Transport, observer: Observer | None, direction: str
 ) -> torch.Tensor:
-    rank = transport.rank
     x = x.contiguous()
-    y = x.new_empty(moves.after[rank], *x.shape[1:])
-    sources = {(i, 0): x[m.start : m.stop] for i, m in enumerate(moves.moves) if m.source == rank}
-    sinks = {(i, 0): y[m.at : m.at + m.rows] for i, m in enumerate(moves.moves) if m.to == rank}
-    flight = TripFlight(transport, _trip(moves), sources, sinks, {}, x, 0, f"remap {direction}")
-    kept = min(moves.before[rank], moves.after[rank])
-    y[:kept] = x[:kept]
-    flight.wait(flight.arrivals)
-    flight.finish()
+    y = x.new_empty(moves.after[transport.rank], *x.shape[1:])
+    way = _Way(transport, moves, x, y, {}, f"remap {direction}")
+    y[: way.kept] = x[: way.kept]
+    way.wait()
+    way.flight.finish()
     if observer is not None:
-        observer(direction, flight.num_bytes)
+        observer(direction, way.flight.num_bytes)
     return y
+
+
+class _Way:
+    """The messages of a remap, posted; of `x` and `y` only what leaves and what lands is touched.
+
+    Args:
+        first: the rows that `x[0]` and `y[0]` are in their layouts.
+        works: see `TripFlight`.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        moves: Remap,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        works: dict[tuple[int, int], int],
+        name: str,
+        first: int = 0,
+    ) -> None:
+        rank = transport.rank
+        self.kept = min(moves.before[rank], moves.after[rank])
+        numbered = [(move, (index, 0)) for index, move in enumerate(moves.moves)]
+        sources = {key: x[m.start - first : m.stop - first] for m, key in numbered if m.source == rank}
+        sinks = {key: y[m.at - first : m.at - first + m.rows] for m, key in numbered if m.to == rank}
+        self.flight = TripFlight(transport, _trip(moves), sources, sinks, works, x, 0, name)
+
+    def landed(self) -> bool:
+        return self.flight.landed(self.flight.arrivals)
+
+    def wait(self) -> None:
+        self.flight.wait(self.flight.arrivals)
+
+
+class Inbound:
+    """Tensors of linear layers as attention has them; rows of other ranks land while own ones are computed.
+
+    Args:
+        transport: of the group.
+        moves: from the layout of linear layers to that of attention.
+        tensors: `[rows, heads, D]` each, in the layout of linear layers.
+        name: of the op.
+
+    Attributes:
+        rows: the same tensors, with the rows that attention has; from `kept` on only after `wait`.
+        kept: rows that were here before.
+    """
+
+    def __init__(self, transport: Transport, moves: Remap, tensors: Sequence[torch.Tensor], name: str) -> None:
+        held, wanted = moves.before[transport.rank], moves.after[transport.rank]
+        like, self._heads = tensors[0], [x.shape[1] for x in tensors]
+        self.kept = kept = min(held, wanted)
+        shape = (sum(self._heads), like.shape[2])
+        # Only what moves is packed: one message for all tensors.
+        leaving = transport.workspace.take(f"{name} leaving", (held - kept, *shape), like)
+        torch.cat([x[kept:] for x in tensors], dim=1, out=leaving)
+        self._landing = transport.workspace.take(f"{name} landing", (wanted - kept, *shape), like)
+        self.rows = [x[:wanted] for x in tensors]
+        if wanted > held:
+            self.rows = [x.new_empty(wanted, *x.shape[1:]) for x in tensors]
+            for whole, own in zip(self.rows, tensors, strict=True):
+                whole[:held] = own
+        self._way = _Way(transport, moves, leaving, self._landing, {}, f"{name} there", kept)
+        self._waits = wanted > held
+        self.landed = self._way.landed
+
+    def wait(self) -> None:
+        """Returns when all rows are here."""
+        self._way.wait()
+        if self._waits:
+            self._waits = False
+            for whole, part in zip(self.rows, self._landing.split(self._heads, dim=1), strict=True):
+                whole[self.kept :] = part
+
+    def finish(self) -> int:
+        """Waits until what leaves has left; the bytes of it."""
+        self.wait()
+        self._way.flight.finish()
+        return self._way.flight.num_bytes
+
+
+class Outbound:
+    """Results of attention on their way to the layout of linear layers, each from when it is made.
+
+    Args:
+        transport: of the group.
+        moves: from the layout of attention to that of linear layers.
+        heads: of each result.
+        like: dtype, device and D.
+        name: of the op.
+
+    Attributes:
+        made: the results, to be written, `[rows in attention, heads, D]` each.
+    """
+
+    def __init__(self, transport: Transport, moves: Remap, heads: Sequence[int], like: torch.Tensor, name: str) -> None:
+        self._transport, self._moves, self._name = transport, moves, name
+        held, self._wanted = moves.before[transport.rank], moves.after[transport.rank]
+        # What is made here, and what lands: the kept rows are both.
+        self._packed = like.new_empty(max(held, self._wanted), sum(heads), like.shape[2])
+        self._parts = self._packed.split(list(heads), dim=1)
+        self.made = [part[:held] for part in self._parts]
+        self._done = 0
+
+    def begin(self, works: Callable[[int, int], int]) -> None:
+        """Posts the messages. `works(start, stop)`: how many `step`s make these rows."""
+        rank = self._transport.rank
+        after = {(i, 0): works(m.start, m.stop) for i, m in enumerate(self._moves.moves) if m.source == rank}
+        self._way = _Way(self._transport, self._moves, self._packed, self._packed, after, f"{self._name} back")
+
+    def step(self) -> None:
+        """One more piece is made."""
+        self._done += 1
+        self._way.flight.release(self._done)
+
+    def finish(self) -> int:
+        """Waits until what comes is here and what leaves has left; the bytes of it."""
+        self._way.wait()
+        self._way.flight.finish()
+        return self._way.flight.num_bytes
+
+    def results(self) -> list[torch.Tensor]:
+        """The results in the layout of linear layers."""
+        return [part[: self._wanted] for part in self._parts]
 
 
 @lru_cache(maxsize=64)

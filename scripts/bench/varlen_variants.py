@@ -19,6 +19,7 @@ from megatron_overlap.comm.transport import Wire
 from megatron_overlap.ops import balanced_attention, remap
 from megatron_overlap.ops.varlen_flight import TripFlight
 from megatron_overlap.ops.varlen_kernel import documents_backward, documents_forward
+from megatron_overlap.ops.varlen_remap import Layout
 from megatron_overlap.ops.varlen_sides import Shape
 from megatron_overlap.varlen import CostModel, Plan, Topology, partition
 from megatron_overlap.varlen.baselines import hybrid, packing, ring_over_all
@@ -89,13 +90,8 @@ class Engine:
 
     def attend(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """See `Way.attend`."""
-        if not self._remapped:
-            return balanced_attention(q, k, v, self.plan, index=index, group=self._transport)
-        heads = [q.shape[1], k.shape[1], v.shape[1]]
-        there = remap(torch.cat([q, k, v], dim=1), self.plan, index=index, to="attention", group=self._transport)
-        q, k, v = there.split(heads, dim=1)
-        out = balanced_attention(q, k, v, self.plan, index=index, group=self._transport)
-        return remap(out, self.plan, index=index, to="linear", group=self._transport)
+        layout: Layout = "linear" if self._remapped else "attention"
+        return balanced_attention(q, k, v, self.plan, index=index, group=self._transport, layout=layout)
 
 
 def ways(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -47,7 +48,9 @@ def make_block(group: dist.ProcessGroup, dtype: torch.dtype, **settings: Any) ->
     return block.to(dtype)
 
 
-def _step(block: Any, x: torch.Tensor, dy: torch.Tensor, rows: int, masks: int, alone: bool) -> dict[str, torch.Tensor]:
+def _step(
+    block: Any, x: torch.Tensor, dy: torch.Tensor, rows: int, masks: int, alone: bool, beside: dict[str, Any]
+) -> dict[str, torch.Tensor]:
     x = x.clone().requires_grad_()
     mask = torch.ones(rows, rows, dtype=torch.bool).triu(1).expand(masks, 1, rows, rows).clone()
     if masks > 1:
@@ -55,7 +58,7 @@ def _step(block: Any, x: torch.Tensor, dy: torch.Tensor, rows: int, masks: int, 
     if alone:
         y = x
         for layer in block.layers:
-            y = layer(hidden_states=y, attention_mask=mask)[0]
+            y = layer(hidden_states=y, attention_mask=mask, **beside)[0]
     else:
         y = block(hidden_states=x, attention_mask=mask)
     y.backward(dy)
@@ -71,14 +74,17 @@ def against_stock(
     batch: int = 4,
     masks: int = 1,
     alone: bool = False,
+    beside: dict[str, Any] | None = None,
     prepare: str = "nothing",
     **settings: Any,
 ) -> tuple[dict[tuple[str, str], int], list[str]]:
     """Output and all gradients, equal to stock. Returns calls by op and direction, and reasons of what was left.
 
-    `alone`: the layers are called without a block.
+    `alone`: the layers are called without a block, and with `beside`.
     """
     start(group)
+    from megatron_overlap.adapters import halves
+
     if "activation_func" in settings:
         settings["activation_func"] = getattr(torch.nn.functional, settings["activation_func"])
     generator = torch.Generator().manual_seed(31)
@@ -89,10 +95,14 @@ def against_stock(
     def run() -> dict[str, torch.Tensor]:
         block = make_block(group, dtype, **settings)
         PREPARE[prepare](block)
-        return _step(block, x, dy, rows, masks, alone)
+        return _step(block, x, dy, rows, masks, alone, beside or {})
 
     stock = run()
-    with enable(OverlapConfig.model_validate(HALVES)) as session:
+    ordered = halves.can_be_ordered() and prepare != "no order"
+    with (
+        patch.object(halves, "can_be_ordered", return_value=ordered),
+        enable(OverlapConfig.model_validate(HALVES)) as session,
+    ):
         mine = run()
         sites = session.report().sites
     tolerance = 1e-5 if dtype == torch.float32 else 6e-2
@@ -169,7 +179,34 @@ def _second_whole(block: Any) -> None:
     block.layers[1].recompute_mlp = True
 
 
+def _another_mlp(block: Any) -> None:
+    """As an MLP of somebody's own."""
+    for layer in block.layers:
+        layer.mlp.__class__ = type("Other", (type(layer.mlp),), {})
+
+
+def _cross_attention(block: Any) -> None:
+    """One that gives back what it is given; the layer drops it."""
+
+    class Other(torch.nn.Module):
+        def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
+            return x
+
+    for layer in block.layers:
+        layer.cross_attention = Other()
+
+
+def _setting(name: str, value: Any) -> Any:
+    """A setting that needs TransformerEngine to make layers, and that layers of the local spec do not look at."""
+    return lambda block: setattr(block.config, name, value)
+
+
 PREPARE = {
+    "another MLP": _another_mlp,
+    "cross-attention": _cross_attention,
+    "offloading": _setting("cpu_offloading", True),
+    "fp8": _setting("fp8", "e4m3"),
+    "no order": lambda block: None,
     "nothing": lambda block: None,
     "late": _late,
     "watched": _watched,

@@ -54,8 +54,27 @@ def test_equal_to_stock(ranks: World, given: dict[str, Any], dtype: torch.dtype)
         ({"sequence_parallel": True}, "sequence parallelism"),
         ({"recompute_granularity": "selective"}, "activation recomputation"),
         ({"fp32_residual_connection": True}, "--fp32-residual-connection"),
+        ({"hidden_dropout": 0.1}, "dropout: halves would draw other masks"),
+        ({"prepare": "another MLP"}, "its MLP or its attention is of another kind"),
+        ({"prepare": "cross-attention"}, "cross-attention"),
+        ({"alone": True, "beside": {"sequence_len_offset": 0}}, "arguments that are not known here: sequence_len_"),
+        ({"alone": True, "prepare": "offloading"}, "activations are offloaded to the CPU"),
+        ({"alone": True, "prepare": "fp8"}, "fp8"),
+        ({"prepare": "no order"}, "does not let a node say when it runs"),
     ],
-    ids=["odd", "sp", "recompute", "fp32-residual"],
+    ids=[
+        "odd",
+        "sp",
+        "recompute",
+        "fp32-residual",
+        "dropout",
+        "another-mlp",
+        "cross-attention",
+        "unknown-argument",
+        "offloading",
+        "fp8",
+        "no-order",
+    ],
 )
 def test_what_stays_whole_is_named(ranks: World, given: dict[str, Any], reason: str) -> None:
     for calls, reasons in ranks.run(RANKS, cases.against_stock, **given):

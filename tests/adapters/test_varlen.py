@@ -46,7 +46,6 @@ def assert_attended(reports: list[dict[str, Any]], micro_batches: int) -> None:
         calls = {(m["op"], m["direction"]): m["overlapped"] for m in report["modules"] if m["kind"] == "attention"}
         for direction in ("forward", "dgrad"):
             assert calls["balanced_attention", direction] == LAYERS * micro_batches
-            assert calls["remap", direction] == 2 * LAYERS * micro_batches
         assert report["totals"]["fallbacks"] == 0
 
 

@@ -45,8 +45,34 @@ def fitting(lengths: list[int], topology: Topology, spare: int = 0, method: str 
 def test_adversarial_batches(world: World, num_ranks: int, batch: str) -> None:
     for topology in MACHINES[num_ranks]:
         plan = fitting(ADVERSARIAL[batch], topology)
-        for moves in ("keys", "queries"):
-            world.run(num_ranks, cases.against_reference, plan, 4, 2, moves=moves)
+        for moves, layout in (("keys", "linear"), ("queries", "attention")):
+            world.run(num_ranks, cases.against_reference, plan, 4, 2, moves=moves, layout=layout)
+
+
+# Ranks hold very different numbers of tokens in attention: whole documents, rings, or both have to move.
+UNEVEN: dict[str, Plan] = {
+    "whole_documents": METHODS["packing"]([30, 4, 3, 1, 9, 1], Topology(2, 2), capacity=48, cost=None),
+    "one_of_many_ranks": METHODS["packing"]([40], Topology(1, 4), capacity=40, cost=None),
+    "rings": METHODS["hybrid"]([60, 9, 1, 4, 2], Topology(2, 2, 2, **SLOW), capacity=30, cost=None),
+    "queries": METHODS["hybrid"]([33, 20, 7, 3, 2, 0, 1], Topology(1, 4), capacity=12, cost=None),
+}
+
+
+@pytest.mark.parametrize("batch", UNEVEN)
+def test_rows_of_linear_layers(world: World, batch: str) -> None:
+    plan = UNEVEN[batch]
+    for late in (True, False):
+        for window in (None, 5):
+            world.run(4, cases.against_reference, plan, 4, 2, late=late, layout="linear", window=window)
+    world.run(4, cases.between_linear_layers, plan)
+
+
+def test_bytes_of_rows_that_move(world: World) -> None:
+    """Three of four ranks get ten of forty rows each of one rank's document, and the way back: q, k, v and result."""
+    sent = world.run(4, cases.against_reference, UNEVEN["one_of_many_ranks"], 4, 2, layout="linear")
+    row = cases.SIZE * 8
+    there, back = [0, 10 * 8 * row, 10 * 8 * row, 10 * 8 * row], [30 * 4 * row, 0, 0, 0]
+    assert sent == [[("forward", a + b), ("dgrad", a // 2 + 2 * b)] for a, b in zip(there, back, strict=True)]
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -63,6 +89,7 @@ def test_any_batch(world: World, data: st.DataObject) -> None:
         "window": data.draw(st.sampled_from([None, None, 0, 3, 20])),
         "softmax_scale": data.draw(st.sampled_from([None, 0.7])),
         "late": data.draw(st.booleans()),
+        "layout": data.draw(st.sampled_from(["attention", "linear"])),
     }
     world.run(num_ranks, cases.against_reference, plan, heads, kv_heads, **options)
 
@@ -125,7 +152,18 @@ def test_remap_moves_rows_there_and_gradients_back(world: World, num_ranks: int)
 
 def test_what_does_not_fit_is_refused(world: World) -> None:
     for texts in world.run(2, cases.refused, fitting([30, 20], Topology(1, 2))):
-        assert [text.split(":")[0] for text in texts] == ["dropout", "window", "index", "q", "k", "q", "q", "x"]
+        assert [text.split(":")[0] for text in texts] == [
+            "dropout",
+            "window",
+            "index",
+            "q",
+            "k",
+            "q",
+            "q",
+            "q",
+            "layout",
+            "x",
+        ]
 
 
 @pytest.mark.long

@@ -20,11 +20,20 @@ NAMES = ("y", "dq", "dk", "dv")
 Batch = list[torch.Tensor]
 
 
-def make(group: dist.ProcessGroup, plan: Plan, index: int, heads: int, kv_heads: int, seed: int) -> Batch:
+def make(
+    group: dist.ProcessGroup,
+    plan: Plan,
+    index: int,
+    heads: int,
+    kv_heads: int,
+    seed: int,
+    layout: str = "attention",
+) -> Batch:
     """Own rows of query, key, value and output gradient, in float64."""
     rank = dist.get_rank(group)
     generator = torch.Generator().manual_seed(seed * 64 + rank)
-    rows = plan.tokens(index)[rank]
+    moves = remap_planner.remap(plan.tokens(index), plan.topology)
+    rows = (moves.before if layout == "attention" else moves.after)[rank]
     counts = (heads, kv_heads, kv_heads, heads)
     return [torch.randn(rows, count, SIZE, generator=generator, dtype=torch.float64) for count in counts]
 
@@ -38,21 +47,49 @@ def run(function: Callable[..., torch.Tensor], data: Batch, *args: Any, **option
     return [y.detach(), *(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)]
 
 
+def definition(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: Plan,
+    *,
+    index: int,
+    group: dist.ProcessGroup,
+    layout: str,
+    **options: Any,
+) -> torch.Tensor:
+    """What `balanced_attention` equals, in both layouts."""
+    if layout == "attention":
+        return reference.balanced_attention(q, k, v, plan, index=index, group=group, **options)
+    back = remap_planner.remap(plan.tokens(index), plan.topology)
+    q, k, v = (reference.move_rows(x, back.back(), group=group) for x in (q, k, v))
+    y = reference.balanced_attention(q, k, v, plan, index=index, group=group, **options)
+    return reference.move_rows(y, back, group=group)
+
+
 def against_reference(
-    group: dist.ProcessGroup, plan: Plan, heads: int, kv_heads: int, *, late: bool = True, **options: Any
+    group: dist.ProcessGroup,
+    plan: Plan,
+    heads: int,
+    kv_heads: int,
+    *,
+    late: bool = True,
+    layout: str = "attention",
+    **options: Any,
 ) -> list[tuple[str, int]]:
     """In float64, equal to textbook attention of each document but for the last bits; then what was sent."""
     transport: Any = LateTransport(group) if late else transport_of(group)
     sent: list[tuple[str, int]] = []
     for index in range(len(plan.passes)):
-        data = make(group, plan, index, heads, kv_heads, index)
-        definition = {key: value for key, value in options.items() if key in ("softmax_scale", "window")}
-        expected = run(reference.balanced_attention, data, plan, index=index, group=group, **definition)
+        data = make(group, plan, index, heads, kv_heads, index, layout)
+        said = {key: value for key, value in options.items() if key in ("softmax_scale", "window")}
+        expected = run(definition, data, plan, index=index, group=group, layout=layout, **said)
 
         def observe(what: str, num_bytes: int) -> None:
             sent.append((what, num_bytes))
 
-        got = run(balanced_attention, data, plan, index=index, group=transport, observer=observe, **options)
+        options |= {"layout": layout, "observer": observe}
+        got = run(balanced_attention, data, plan, index=index, group=transport, **options)
         for name, mine, true in zip(NAMES, got, expected, strict=True):
             assert torch.isfinite(mine).all(), f"{name}: not finite"
             torch.testing.assert_close(
@@ -123,6 +160,22 @@ def repeated(group: dist.ProcessGroup, plan: Plan, moves: Any) -> bool:
     return all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
 
+def between_linear_layers(group: dist.ProcessGroup, plan: Plan) -> None:
+    """Bit for bit what remaps before and after give."""
+    data = make(group, plan, 0, 4, 2, 3, "linear")
+
+    def apart(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        there = remap(torch.cat([q, k, v], dim=1), plan, to="attention", group=group)
+        y = balanced_attention(*there.split([4, 2, 2], dim=1), plan, group=group)
+        return remap(y, plan, to="linear", group=group)
+
+    transport: Any = LateTransport(group)
+    got = run(balanced_attention, data, plan, group=transport, layout="linear")
+    transport.close()
+    for mine, other in zip(got, run(apart, data), strict=True):
+        assert torch.equal(mine, other)
+
+
 def remapped(group: dist.ProcessGroup, plan: Plan) -> None:
     """There, and its gradient; and back again."""
     rank = dist.get_rank(group)
@@ -156,6 +209,8 @@ def refused(group: dist.ProcessGroup, plan: Plan) -> list[str]:
         {"k": q[:, :3], "v": q[:, :3]},
         {"v": k.float()},
         {"q": q[1:], "k": k[1:], "v": k[1:]},
+        {"layout": "linear", "q": q[1:], "k": k[1:], "v": k[1:]},
+        {"layout": "other"},
     ]
     messages = []
     for call in calls:
