@@ -109,10 +109,11 @@ ASSUMED: dict[str, dict[str, int]] = {
     "as above": {},
     "16 ranks share documents, the rest are data parallel": {"group": 16},
     "documents of 16,384 tokens at most": {"longest": 16384},
-    "documents of 8,192 tokens at most": {"longest": 8192},
-    "documents of 4,096 tokens at most": {"longest": 4096},
+    "16 ranks share, 32,768 at most": {"group": 16, "longest": 32768},
     "16 ranks share, 16,384 at most": {"group": 16, "longest": 16384},
     "16 ranks share, 8,192 at most": {"group": 16, "longest": 8192},
+    "16 ranks share 8,192 tokens each, 32,768 at most": {"group": 16, "longest": 32768, "tokens": 8192},
+    "16 ranks share 16,384 tokens each, 65,536 at most": {"group": 16, "longest": 65536, "tokens": 16384},
 }
 
 
@@ -127,7 +128,7 @@ def assume(options: argparse.Namespace) -> None:
         found: dict[str, list[dict[str, float]]] = defaultdict(list)
         for profile in options.profiles:
             for ranks in options.ranks:
-                setting = Setting(ranks, options.tokens, **given)
+                setting = Setting(ranks, **{"tokens": options.tokens, **given})
                 for name in options.distributions:
                     means = speeds(profile, name, setting, options.preset, options.seeds, whole_step=not options.layer)
                     found[name].append(means)
