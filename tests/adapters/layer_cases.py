@@ -364,8 +364,7 @@ def memory_of(group: dist.ProcessGroup, recompute_gather: str) -> dict[str, int]
         outputs.clear()
         (buffers,) = session.report().as_dict()["buffers"]
         assert buffers["ranks"] == f"ranks {', '.join(map(str, range(group.size())))}"
-        # Gathered rows that are kept are none of the buffers.
-        assert ("gather" in buffers["bytes"]) == (recompute_gather != "never")
+        assert buffers["bytes"]["gather"] == group.size() * x.nbytes
         report = session.report().as_dict()["memory"]
         assert report["modules"][0]["name"] == f"{IN}->{OUT // group.size()}"
         return {
