@@ -73,7 +73,8 @@ def balanced_attention(
     there = planner.remap(plan.tokens(index), plan.topology).back() if layout == "linear" else None
     if there is not None and not there.moves:
         there = None
-    options = Options(transports, plan, index, scale, window, moves, there, observer)
+    mover = transports[0] if there is None else _mover(group, transports[0])
+    options = Options(transports, mover, plan, index, scale, window, moves, there, observer)
     out: torch.Tensor = _Balanced.apply(q, k, v, options)
     return out
 
@@ -135,6 +136,15 @@ def _transports(group: dist.ProcessGroup | Transport) -> tuple[Transport, Transp
         return group, group
     inter = transport_of(group)
     return inter, transport_of(group, lane="intra") if dist.get_backend(group) == "nccl" else inter
+
+
+def _mover(group: dist.ProcessGroup | Transport, rings: Transport) -> Transport:
+    """For moved rows. On NCCL a stream of their own: a receive holds up what is posted after it there, and what it
+    waits for may need a ring's result from behind it.
+    """
+    if not isinstance(group, dist.ProcessGroup) or dist.get_backend(group) != "nccl":
+        return rings
+    return transport_of(group, lane="moved")
 
 
 def _check(

@@ -30,9 +30,16 @@ _LOCAL_RUNS = 16
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Of a call; `there`: the way from the rows that come to those of attention, if they are others."""
+    """Of a call.
+
+    Attributes:
+        transports: for rings between nodes, and inside.
+        mover: for rows that go to another rank's attention, and back.
+        there: the way from the rows that come to those of attention, if they are others.
+    """
 
     transports: tuple[Transport, Transport]
+    mover: Transport
     plan: Plan
     index: int
     scale: float
@@ -51,7 +58,7 @@ class Pass:
     """
 
     def __init__(self, options: Options, tensors: Sequence[torch.Tensor], heads: Sequence[int], direction: str) -> None:
-        self._options, self._direction, transport = options, direction, options.transports[0]
+        self._options, self._direction, transport = options, direction, options.mover
         self._name = f"balanced_attention {direction}"
         self.own = OwnRows.of(options.plan, options.index, transport.rank)
         self._like, self.rows = tensors[0], list(tensors)
