@@ -22,6 +22,7 @@ from megatron_overlap.ops.varlen_sides import BackwardKeys, BackwardQueries, For
 from megatron_overlap.varlen import Plan
 from megatron_overlap.varlen import remap as planner
 from megatron_overlap.varlen.circles import Side
+from megatron_overlap.varlen.remap import Remap
 
 
 def balanced_attention(
@@ -68,11 +69,8 @@ def balanced_attention(
         TransportError: a peer is gone or late beyond the deadline.
     """
     transports = _transports(group)
-    _check(q, k, v, plan, index, transports[0], window, dropout, layout)
+    there = _check(q, k, v, plan, index, transports[0], window, dropout, layout)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    there = planner.remap(plan.tokens(index), plan.topology).back() if layout == "linear" else None
-    if there is not None and not there.moves:
-        there = None
     mover = transports[0] if there is None else _mover(group, transports[0])
     options = Options(transports, mover, plan, index, scale, window, moves, there, observer)
     out: torch.Tensor = _Balanced.apply(q, k, v, options)
@@ -157,7 +155,8 @@ def _check(
     window: int | None,
     dropout: float,
     layout: Layout,
-) -> None:
+) -> Remap | None:
+    """The way from the rows that come to those of attention; None where they are the same."""
     if dropout:
         raise ValueError(f"dropout: {dropout}: balanced attention has none; set attention dropout to 0")
     if window is not None and window < 0:
@@ -168,8 +167,8 @@ def _check(
         raise ValueError(f"index: {index}: the plan has {len(plan.passes)} pass(es)")
     if layout not in ("attention", "linear"):
         raise ValueError(f"layout: {layout}: use attention or linear")
-    tokens = plan.tokens(index)
-    rows = (tokens if layout == "attention" else planner.remap(tokens, plan.topology).after)[transport.rank]
+    there = planner.remap(plan.tokens(index), plan.topology).back() if layout == "linear" else None
+    rows = (plan.tokens(index) if there is None else there.before)[transport.rank]
     if q.dim() != 3 or k.shape != v.shape or k.dim() != 3 or (q.shape[0], q.shape[2]) != (k.shape[0], k.shape[2]):
         raise ValueError(f"q: shape {tuple(q.shape)} does not fit k {tuple(k.shape)} and v {tuple(v.shape)}")
     if q.shape[1] % k.shape[1]:
@@ -182,3 +181,4 @@ def _check(
         raise ValueError(
             f"q: {q.shape[0]} rows: the plan has {rows} for rank {transport.rank} in pass {index}, {layout} layout"
         )
+    return there if there is not None and there.moves else None

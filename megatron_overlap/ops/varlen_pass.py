@@ -64,7 +64,7 @@ class Pass:
         self._like, self.rows = tensors[0], list(tensors)
         self._inbound: Inbound | None = None
         self._outbound: Outbound | None = None
-        self._pieces: list[tuple[int, int]] = []
+        self._ends: list[int] = []
         if options.there is None:
             shapes = [(self._like.shape[0], count, self._like.shape[2]) for count in heads]
             self.made = [self._like.new_empty(shape) for shape in shapes]
@@ -116,7 +116,7 @@ class Pass:
                 continue
             inbound, outbound = self._inbound, self._outbound
             due_fs = plan.cost.ring_fs(rows.stop - kept, 1, plan.topology, inter=plan.topology.nodes > 1)
-            self._pieces.append((rows.start, rows.stop))
+            self._ends.append(rows.stop)
 
             def moved(run: Callable[[], None] = run, step: Callable[[], None] = outbound.step) -> None:
                 run()
@@ -127,8 +127,8 @@ class Pass:
     def _works(self, start: int, stop: int) -> int:
         """Steps after which these rows are made: of rings only when all is done."""
         if start < self.own.rings:
-            return len(self._pieces) + 1
-        return next(number for number, (_, end) in enumerate(self._pieces, start=1) if stop <= end)
+            return len(self._ends) + 1
+        return next(number for number, end in enumerate(self._ends, start=1) if stop <= end)
 
 
 def _runs(own: OwnRows, kept: int) -> Iterator[tuple[slice, tuple[int, ...]]]:

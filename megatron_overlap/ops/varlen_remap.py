@@ -60,15 +60,13 @@ def remap(
     moves = planner.remap(plan.tokens(index), plan.topology)
     if to == "attention":
         moves = moves.back()
-    check_rows(x.shape[0], moves, transport.rank, f"on the way to {to}", index)
+    if x.shape[0] != moves.before[transport.rank]:
+        raise ValueError(
+            f"x: {x.shape[0]} rows: on the way to {to} rank {transport.rank} has {moves.before[transport.rank]} in "
+            f"pass {index} of the plan"
+        )
     y: torch.Tensor = _Remapped.apply(x, moves, transport, observer)
     return y
-
-
-def check_rows(rows: int, moves: Remap, rank: int, where: str, index: int) -> None:
-    """Refuses a number of rows that is not the layout's that is left."""
-    if rows != moves.before[rank]:
-        raise ValueError(f"x: {rows} rows: {where} rank {rank} has {moves.before[rank]} in pass {index} of the plan")
 
 
 class _Remapped(torch.autograd.Function):

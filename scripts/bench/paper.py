@@ -6,7 +6,7 @@ The paper (arXiv 2604.24013): forward, TP = 4, d = 4096, an accelerator that it 
 network namespaces, link rates set so that communication : compute is its. Absolute times have nothing to do with
 each other; the columns that can be compared are ratios. Linear layers: 1/64 of the paper's rows, its d = 4096, and both
 halves of the MLP (all-gather + GEMM, GEMM + reduce-scatter). Attention: see attention.py. In fp32, whose GEMMs take a
-core four times as long as those in bf16: sending costs this machine's cores time, which the paper's do not spend on it.
+core four times as long as those in bf16: sending costs this machine's cores time, and less of it beside longer GEMMs.
 """
 
 from __future__ import annotations
