@@ -10,8 +10,9 @@ from megatron_overlap.comm import Flight, Transport
 from megatron_overlap.comm.transport import Wire
 from megatron_overlap.schedules.chunks import Chunk
 from megatron_overlap.schedules.plan import Exchange
-from megatron_overlap.varlen.messages import Trip, Visit
+from megatron_overlap.varlen.messages import Visit
 from megatron_overlap.varlen.program import Turn
+from megatron_overlap.varlen.rounds import Trip
 
 
 class TripFlight:

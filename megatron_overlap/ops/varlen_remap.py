@@ -17,8 +17,9 @@ from megatron_overlap.ops.common import Observer, transport_for
 from megatron_overlap.ops.varlen_flight import TripFlight
 from megatron_overlap.varlen import Plan
 from megatron_overlap.varlen import remap as planner
-from megatron_overlap.varlen.messages import Trip, remap_trip
+from megatron_overlap.varlen.messages import remap_trip
 from megatron_overlap.varlen.remap import Remap
+from megatron_overlap.varlen.rounds import Trip
 
 Layout = Literal["linear", "attention"]
 

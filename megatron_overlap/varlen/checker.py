@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from megatron_overlap.schedules.checker import ScheduleError
 from megatron_overlap.varlen.circles import chunks_at
-from megatron_overlap.varlen.messages import Trip, visits_of, works_of
+from megatron_overlap.varlen.messages import visits_of, works_of
 from megatron_overlap.varlen.program import Turn
+from megatron_overlap.varlen.rounds import Trip
 
 Rows = Counter[int]
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_overlap.varlen.circles import Circle, Load, Side, circles, loads
-from megatron_overlap.varlen.messages import Router, Trip, back_trip, out_trip
+from megatron_overlap.varlen.messages import back_trip, out_trip
 from megatron_overlap.varlen.plan import Plan
-from megatron_overlap.varlen.routing import Route, plan_route
+from megatron_overlap.varlen.rounds import Links, Trip
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +74,10 @@ def _program(same: _Same, index: int, traffic: Traffic, window: int | None) -> t
         out = loads(circle, traffic.side, window)
         back = None
         if traffic.back_bytes:
-            back = back_trip(out, circle.ranks, _router(plan, traffic.back_bytes, sharing))
-        turns.append(Turn(circle, out, out_trip(out, circle.ranks, _router(plan, traffic.out_bytes, sharing)), back))
+            back = back_trip(out, circle.ranks, Links(plan.topology, traffic.back_bytes, sharing))
+        way = out_trip(out, circle.ranks, Links(plan.topology, traffic.out_bytes, sharing))
+        turns.append(Turn(circle, out, way, back))
     return tuple(turns)
-
-
-def _router(plan: Plan, row_bytes: int, sharing: int) -> Router:
-    def route(source: int, to: int, rows: int) -> Route:
-        return plan_route(source, to, rows * row_bytes, plan.topology, sharing=sharing)
-
-    return route
 
 
 def _sharing(circle: Circle, others: tuple[Circle, ...], plan: Plan) -> int:

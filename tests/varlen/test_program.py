@@ -13,9 +13,9 @@ from megatron_overlap.varlen import Plan, Topology, partition
 from megatron_overlap.varlen.baselines import METHODS
 from megatron_overlap.varlen.checker import check
 from megatron_overlap.varlen.circles import Side, blocks, chunks_at
-from megatron_overlap.varlen.messages import Trip
 from megatron_overlap.varlen.plan import Ring, make_ring
 from megatron_overlap.varlen.program import Traffic, Turn, program
+from megatron_overlap.varlen.rounds import Trip
 
 SLOW = {"intra_gbps": 360.0, "inter_gbps": 1e-6, "intra_latency_us": 0.001, "inter_latency_us": 0.002}
 
