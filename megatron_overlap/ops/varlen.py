@@ -8,6 +8,7 @@ whole documents where nothing has. `varlen.program` has the messages, `varlen_qu
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from megatron_overlap.ops.varlen_kernel import documents_backward, documents_for
 from megatron_overlap.ops.varlen_pass import Options, Pass
 from megatron_overlap.ops.varlen_remap import Layout
 from megatron_overlap.ops.varlen_sides import BackwardKeys, BackwardQueries, ForwardKeys, ForwardQueries, Rows, Shape
-from megatron_overlap.varlen import Plan
+from megatron_overlap.varlen import Plan, Topology
 from megatron_overlap.varlen import remap as planner
 from megatron_overlap.varlen.circles import Side
 from megatron_overlap.varlen.remap import Remap
@@ -69,10 +70,10 @@ def balanced_attention(
         TransportError: a peer is gone or late beyond the deadline.
     """
     transports = _transports(group)
-    there = _check(q, k, v, plan, index, transports[0], window, dropout, layout)
+    ways = _check(q, k, v, plan, index, transports[0], window, dropout, layout)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    mover = transports[0] if there is None else _mover(group, transports[0])
-    options = Options(transports, mover, plan, index, scale, window, moves, there, observer)
+    mover = transports[0] if ways is None else _mover(group, transports[0])
+    options = Options(transports, mover, plan, index, scale, window, moves, ways, observer)
     out: torch.Tensor = _Balanced.apply(q, k, v, options)
     return out
 
@@ -155,8 +156,8 @@ def _check(
     window: int | None,
     dropout: float,
     layout: Layout,
-) -> Remap | None:
-    """The way from the rows that come to those of attention; None where they are the same."""
+) -> tuple[Remap, Remap] | None:
+    """The way from the rows that come to those of attention, and back; None where they are the same."""
     if dropout:
         raise ValueError(f"dropout: {dropout}: balanced attention has none; set attention dropout to 0")
     if window is not None and window < 0:
@@ -167,8 +168,8 @@ def _check(
         raise ValueError(f"index: {index}: the plan has {len(plan.passes)} pass(es)")
     if layout not in ("attention", "linear"):
         raise ValueError(f"layout: {layout}: use attention or linear")
-    there = planner.remap(plan.tokens(index), plan.topology).back() if layout == "linear" else None
-    rows = (plan.tokens(index) if there is None else there.before)[transport.rank]
+    ways = _ways(tuple(plan.tokens(index)), plan.topology) if layout == "linear" else None
+    rows = (plan.tokens(index) if ways is None else ways[0].before)[transport.rank]
     if q.dim() != 3 or k.shape != v.shape or k.dim() != 3 or (q.shape[0], q.shape[2]) != (k.shape[0], k.shape[2]):
         raise ValueError(f"q: shape {tuple(q.shape)} does not fit k {tuple(k.shape)} and v {tuple(v.shape)}")
     if q.shape[1] % k.shape[1]:
@@ -181,4 +182,11 @@ def _check(
         raise ValueError(
             f"q: {q.shape[0]} rows: the plan has {rows} for rank {transport.rank} in pass {index}, {layout} layout"
         )
-    return there if there is not None and there.moves else None
+    return ways if ways is not None and ways[0].moves else None
+
+
+@lru_cache(maxsize=16)
+def _ways(tokens: tuple[int, ...], topology: Topology) -> tuple[Remap, Remap]:
+    """From the layout of linear layers to that of attention, and back. Every layer of a model asks again."""
+    back = planner.remap(tokens, topology)
+    return back.back(), back

@@ -35,7 +35,7 @@ class Options:
     Attributes:
         transports: for rings between nodes, and inside.
         mover: for rows that go to another rank's attention, and back.
-        there: the way from the rows that come to those of attention, if they are others.
+        ways: from the rows that come to those of attention and back, if they are others.
     """
 
     transports: tuple[Transport, Transport]
@@ -45,7 +45,7 @@ class Options:
     scale: float
     window: int | None
     moves: Side | None
-    there: Remap | None
+    ways: tuple[Remap, Remap] | None
     observer: Observer | None
 
 
@@ -65,12 +65,12 @@ class Pass:
         self._inbound: Inbound | None = None
         self._outbound: Outbound | None = None
         self._ends: list[int] = []
-        if options.there is None:
+        if options.ways is None:
             shapes = [(self._like.shape[0], count, self._like.shape[2]) for count in heads]
             self.made = [self._like.new_empty(shape) for shape in shapes]
             return
-        self._inbound = Inbound(transport, options.there, tensors, self._name)
-        self._outbound = Outbound(transport, options.there.back(), heads, self._like, self._name)
+        self._inbound = Inbound(transport, options.ways[0], tensors, self._name)
+        self._outbound = Outbound(transport, options.ways[1], heads, self._like, self._name)
         self.rows, self.made = self._inbound.rows, self._outbound.made
         if self.own.rings > self._inbound.kept:
             # Rings send their rows at once.

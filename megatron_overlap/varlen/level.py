@@ -11,9 +11,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from megatron_overlap.varlen.cost import CostModel
+
+Spill = Literal["cut", "shift"]
+"""What is done for a document that finds no room: it is cut, or ones that are cut anyway give way where they can."""
 
 GOOD_ENOUGH = 0.98
 # Tried in order, (x, y): a document is cut above 1/x of a bin's fair share; the last 1/y of the tokens are short.
@@ -30,12 +33,13 @@ class Item(NamedTuple):
 
 @dataclass(slots=True)
 class Placement:
-    """Items of every bin, and what they add up to."""
+    """Items of every bin, and what they add up to; whether some had to find room as the level's `spill` says."""
 
     items: list[list[Item]]
     attention_fs: list[int]
     message_fs: list[int]
     tokens: list[int]
+    spilled: bool = False
 
     def evenness(self, linear_fs: int) -> float:
         """The lesser of two balances: of attention, which messages may outlast, and of attention with linear layers."""
@@ -54,6 +58,7 @@ class Level:
         cost: cost model.
         message_fs: messages of a bin with a part of an item, cut at this level or (False) above it. None: no cuts.
         attempts: placements tried at most.
+        spill: what is done if not all find room whole.
     """
 
     bins: int
@@ -61,6 +66,7 @@ class Level:
     cost: CostModel
     message_fs: Callable[[Item, bool], int] | None
     attempts: int
+    spill: Spill = "cut"
 
 
 def place(level: Level, items: Sequence[Item]) -> Placement | None:
@@ -78,27 +84,29 @@ def place(level: Level, items: Sequence[Item]) -> Placement | None:
     """
     costs = [level.cost.share_fs(item.tokens, item.length) for item in items]
     if level.message_fs is None:
-        return _most_even(level, items, costs, spill=False, hidden_only=False)
-    spill = False
-    best = _most_even(level, items, costs, spill=False, hidden_only=False)
+        return _most_even(level, items, costs, None, hidden_only=False)
+    spill: Spill | None = None
+    best = _most_even(level, items, costs, None, hidden_only=False)
     if best is None:
-        spill = True
-        best = _most_even(level, items, costs, spill=True, hidden_only=False)
+        spill = level.spill
+        best = _most_even(level, items, costs, spill, hidden_only=False)
     if best is not None and max(best.message_fs) > max(best.attention_fs):
-        other = _most_even(level, items, costs, spill=spill, hidden_only=True)
+        other = _most_even(level, items, costs, spill, hidden_only=True)
         if other is not None and other.evenness(level.cost.linear_fs) > best.evenness(level.cost.linear_fs):
-            return other
+            best = other
+    if best is not None:
+        best.spilled = spill is not None
     return best
 
 
 def _most_even(
-    level: Level, items: Sequence[Item], costs: Sequence[int], *, spill: bool, hidden_only: bool
+    level: Level, items: Sequence[Item], costs: Sequence[int], spill: Spill | None, *, hidden_only: bool
 ) -> Placement | None:
     """The best of all thresholds, or the first that is good enough."""
     best: Placement | None = None
     best_evenness = -1.0
     for threshold, short in _ATTEMPTS[: level.attempts]:
-        found = _attempt(level, items, costs, threshold, short, spill=spill, hidden_only=hidden_only)
+        found = _attempt(level, items, costs, threshold, short, spill, hidden_only=hidden_only)
         if found is not None:
             evenness = found.evenness(level.cost.linear_fs)
             if evenness > best_evenness:
@@ -114,14 +122,14 @@ def _attempt(
     costs: Sequence[int],
     threshold: int,
     short: int,
+    spill: Spill | None,
     *,
-    spill: bool,
     hidden_only: bool,
 ) -> Placement | None:
     """Place all items at one threshold.
 
-    `spill` cuts what finds no room whole, so that only the sum can be too much. `hidden_only` cuts nothing for the sake
-    of load whose messages would outlast what it saves: over links that slow an uneven bin is the faster one.
+    `spill` finds room for what finds none whole, so that only the sum can be too much. `hidden_only` cuts nothing for
+    the sake of load whose messages would outlast what it saves: over links that slow an uneven bin is the faster one.
     """
     bins, capacity, message_fs = level.bins, level.capacity, level.message_fs
     result = Placement([[] for _ in range(bins)], [0] * bins, [0] * bins, [0] * bins)
@@ -171,6 +179,11 @@ def _attempt(
     for item, fs in zip(items[index:], costs[index:], strict=True):
         bin_ = heap[0] & mask
         count = tokens[bin_] + item.tokens
+        if count > capacity and spill == "shift" and _make_room(level, result, bin_, count - capacity):
+            heap = [count << shift | other for other, count in enumerate(tokens)]
+            heapq.heapify(heap)
+            bin_ = heap[0] & mask
+            count = tokens[bin_] + item.tokens
         if count <= capacity:
             placed[bin_].append(item)
             tokens[bin_] = count
@@ -229,6 +242,40 @@ def _even(size: int, bins: Sequence[int], tokens: Sequence[int]) -> list[tuple[i
     share, extra = divmod(size, len(bins))
     order = sorted(bins, key=lambda bin_: (tokens[bin_], bin_))
     return [(bin_, share + (place < extra)) for place, bin_ in enumerate(order)]
+
+
+def _make_room(level: Level, placed: Placement, bin_: int, missing: int) -> bool:
+    """Move tokens of a document that is cut anyway from a bin to the others that hold it; whether that was enough.
+
+    Its shares become less even, which costs less than a document more that is cut.
+    """
+    for place, item in enumerate(placed.items[bin_]):
+        if item.tokens == item.length or item.tokens <= missing:
+            continue
+        others = [
+            (other, number)
+            for other, items in enumerate(placed.items)
+            if other != bin_
+            for number, part in enumerate(items)
+            if part.document == item.document
+        ]
+        if sum(level.capacity - placed.tokens[other] for other, _ in others) < missing:
+            continue
+        _resize(level, placed, bin_, place, -missing)
+        for other, number in sorted(others, key=lambda found: (placed.tokens[found[0]], found[0])):
+            more = min(missing, level.capacity - placed.tokens[other])
+            _resize(level, placed, other, number, more)
+            missing -= more
+        return True
+    return False
+
+
+def _resize(level: Level, placed: Placement, bin_: int, place: int, more: int) -> None:
+    item = placed.items[bin_][place]
+    placed.items[bin_][place] = item._replace(tokens=item.tokens + more)
+    placed.tokens[bin_] += more
+    fs = [level.cost.share_fs(count, item.length) for count in (item.tokens, item.tokens + more)]
+    placed.attention_fs[bin_] += fs[1] - fs[0]
 
 
 def _fill(size: int, heap: list[int], mask: int, tokens: Sequence[int], capacity: int) -> list[tuple[int, int]] | None:

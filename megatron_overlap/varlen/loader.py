@@ -1,7 +1,7 @@
 """Micro-batches of whole documents: read by all ranks of a group, planned, and handed to where their rows belong.
 
 Everything of the next micro-batch happens on a thread while the current one is computed with: reading, gathering
-lengths, planning, exchanging.
+lengths, planning, exchanging; and what attention will ask of the plan.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from megatron_overlap.comm.host import HostGroup
 from megatron_overlap.varlen.partition import CapacityError
 from megatron_overlap.varlen.plan import Piece, Plan
+from megatron_overlap.varlen.program import foresee
 from megatron_overlap.varlen.rows import linear_layout
 
 Planner = Callable[[Sequence[int]], Plan]
@@ -150,6 +151,7 @@ class DocumentLoader:
         plan = self._planner(lengths)
         if len(plan.passes) != 1:
             raise CapacityError(f"lengths: {sum(lengths)} tokens need {len(plan.passes)} passes: raise the capacity")
+        foresee(plan)
         _, rows = linear_layout(plan)
         return self._collect(first, plan, rows)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megatron_overlap.varlen.cost import CostModel, Topology
-from megatron_overlap.varlen.level import Item, Level, place
+from megatron_overlap.varlen.level import Item, Level, Spill, place
+from megatron_overlap.varlen.loads import loads
 from megatron_overlap.varlen.plan import Pass, Plan, Ring, make_ring
 
 _MORE_PASSES = 8  # tried beyond the fewest that hold all tokens, before documents are put where they fit first
@@ -53,8 +55,8 @@ def partition(
     items = [Item(lengths[document], lengths[document], document) for document in order if lengths[document]]
     groups = _to_passes(items, topology.ranks * capacity, cost, max_passes)
     attempts = max(_FEWEST_ATTEMPTS, min(_MOST_ATTEMPTS, _BUDGET // (len(items) + 1)))
-    passes = tuple(_one_pass(group, index, topology, capacity, cost, attempts) for index, group in enumerate(groups))
-    return Plan("balanced", tuple(lengths), topology, cost, capacity, passes)
+    plan = Plan("balanced", tuple(lengths), topology, cost, capacity, ())
+    return replace(plan, passes=tuple(_one_pass(group, index, plan, attempts) for index, group in enumerate(groups)))
 
 
 def check_lengths(lengths: Sequence[int], capacity: int) -> None:
@@ -116,7 +118,22 @@ def _first_fit(items: list[Item], room: int) -> list[list[Item]]:
     return groups
 
 
-def _one_pass(items: list[Item], index: int, topology: Topology, capacity: int, cost: CostModel, attempts: int) -> Pass:
+def _one_pass(items: list[Item], index: int, plan: Plan, attempts: int) -> Pass:
+    """Both ways to find room where that is tight, and the faster one."""
+    part, tight = _laid(items, index, plan, attempts, "cut")
+    if not tight:
+        return part
+    other, _ = _laid(items, index, plan, attempts, "shift")
+
+    def step_fs(laid: Pass) -> int:
+        return max(max(load.attention_fs, load.message_fs) for load in loads(replace(plan, passes=(laid,)), 0))
+
+    return min(part, other, key=step_fs)
+
+
+def _laid(items: list[Item], index: int, plan: Plan, attempts: int, spill: Spill) -> tuple[Pass, bool]:
+    """A pass, and whether some document found no room whole."""
+    topology, capacity, cost = plan.topology, plan.capacity, plan.cost
     devices = topology.devices_per_node
 
     def of_node(item: Item, cut: bool) -> int:
@@ -126,14 +143,16 @@ def _one_pass(items: list[Item], index: int, topology: Topology, capacity: int, 
         inter = item.tokens < item.length
         return cost.ring_fs(item.length, 1, topology, inter=inter) if inter or cut else 0
 
-    nodes = place(Level(topology.nodes, devices * capacity, cost, of_node, attempts), items)
+    nodes = place(Level(topology.nodes, devices * capacity, cost, of_node, attempts, spill), items)
     assert nodes is not None, "cutting fits whatever the sum allows"
+    tight = nodes.spilled
     local: list[tuple[int, ...]] = []
     shares: dict[int, list[tuple[int, int]]] = {}
     for node, held in enumerate(nodes.items):
         held.sort(key=lambda item: -item.tokens * (item.length + 1))
-        found = place(Level(devices, capacity, cost, of_device, attempts), held)
+        found = place(Level(devices, capacity, cost, of_device, attempts, spill), held)
         assert found is not None, "cutting fits whatever the sum allows"
+        tight |= found.spilled
         for device, mine in enumerate(found.items):
             rank = node * devices + device
             local.append(tuple(item.document for item in mine if item.tokens == item.length))
@@ -143,4 +162,4 @@ def _one_pass(items: list[Item], index: int, topology: Topology, capacity: int, 
     rings: list[Ring] = [make_ring(document, sorted(parts), topology) for document, parts in shares.items()]
     # The slow ones first, so that their messages are posted first; then by length and index, the same on every rank.
     rings.sort(key=lambda ring: (ring.zone != "inter", -ring.length, ring.document))
-    return Pass(tuple(local), tuple(rings), index)
+    return Pass(tuple(local), tuple(rings), index), tight

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_overlap.varlen.circles import Circle, Load, Side, circles, loads
+from megatron_overlap.varlen.cost import Topology
 from megatron_overlap.varlen.messages import back_trip, out_trip
 from megatron_overlap.varlen.plan import Plan
 from megatron_overlap.varlen.rounds import Links, Trip
@@ -48,7 +50,19 @@ def program(plan: Plan, index: int, traffic: Traffic, window: int | None) -> tup
 
     The last few are kept, since every layer of a model asks for them again.
     """
+    _asked[traffic, window] = None
     return _program(_Same(plan), index, traffic, window)
+
+
+def foresee(plan: Plan) -> None:
+    """Makes what layers that have run will ask of this plan as well: rings of many ranks take a while."""
+    for traffic, window in list(_asked):
+        for index in range(len(plan.passes)):
+            _program(_Same(plan), index, traffic, window)
+
+
+_asked: dict[tuple[Traffic, int | None], None] = {}
+"""All that has been asked for: a model has as many as it has kinds of attention layers, twice."""
 
 
 class _Same:
@@ -70,26 +84,30 @@ def _program(same: _Same, index: int, traffic: Traffic, window: int | None) -> t
     found = circles(plan.passes[index])
     turns = []
     for circle in found:
-        sharing = _sharing(circle, found, plan)
+        cards = _cards(circle, found, plan.topology)
         out = loads(circle, traffic.side, window)
         back = None
         if traffic.back_bytes:
-            back = back_trip(out, circle.ranks, Links(plan.topology, traffic.back_bytes, sharing))
-        way = out_trip(out, circle.ranks, Links(plan.topology, traffic.out_bytes, sharing))
+            back = back_trip(out, circle.ranks, Links(plan.topology, traffic.back_bytes, cards))
+        way = out_trip(out, circle.ranks, Links(plan.topology, traffic.out_bytes, cards))
         turns.append(Turn(circle, out, way, back))
     return tuple(turns)
 
 
-def _sharing(circle: Circle, others: tuple[Circle, ...], plan: Plan) -> int:
-    """Circles between nodes that use the cards of some node of this one: each has one message there at a time."""
+def _cards(circle: Circle, others: Sequence[Circle], topology: Topology) -> int | None:
+    """How many of a node's cards a circle may use: of those between nodes each as much as of their tokens, or one."""
     if circle.zone != "inter":
-        return 1
+        return None
 
-    def nodes(of: Circle) -> set[int]:
-        return set(map(plan.topology.node_of, of.ranks))
+    def tokens(of: Circle) -> int:
+        return sum(ring.length for ring in of.rings)
 
-    between = [nodes(other) for other in others if other.zone == "inter"]
-    return max(sum(node in other for other in between) for node in nodes(circle))
+    def on_node(node: int) -> int:
+        there = [each for each in others if each.zone == "inter" and node in map(topology.node_of, each.ranks)]
+        return sum(map(tokens, there))
+
+    busiest = max(map(on_node, set(map(topology.node_of, circle.ranks))))
+    return max(1, (2 * topology.nics_per_node * tokens(circle) + busiest) // (2 * busiest)) if busiest else None
 
 
 def without_routes(plan: Plan) -> Plan:

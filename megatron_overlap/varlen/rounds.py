@@ -75,16 +75,16 @@ class Links:
     Attributes:
         topology: nodes and cards.
         row_bytes: of one row.
-        sharing: see `plan_route`.
+        cards: see `plan_route`.
     """
 
     topology: Topology
     row_bytes: int
-    sharing: int = 1
+    cards: int | None = None
 
     def route(self, source: int, to: int, rows: int) -> Route:
         """How rows travel."""
-        return plan_route(source, to, rows * self.row_bytes, self.topology, sharing=self.sharing)
+        return plan_route(source, to, rows * self.row_bytes, self.topology, cards=self.cards)
 
     def takes_fs(self, source: int, to: int, rows: int) -> tuple[int, int]:
         """Modelled time for which a message keeps its link busy, and for which it is on its way after that."""

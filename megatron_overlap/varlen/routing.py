@@ -103,7 +103,7 @@ class Route:
         return f"{what}: {len(self.lanes)} lanes of {self.pieces} piece(s), {times}: {lanes}"
 
 
-def plan_route(source: int, to: int, num_bytes: int, topology: Topology, *, sharing: int = 1) -> Route:
+def plan_route(source: int, to: int, num_bytes: int, topology: Topology, *, cards: int | None = None) -> Route:
     """Plan one transfer.
 
     Equal to `to.buffer[:num_bytes] = source.buffer[:num_bytes]`, whatever the route.
@@ -113,7 +113,7 @@ def plan_route(source: int, to: int, num_bytes: int, topology: Topology, *, shar
         to: rank that wants them.
         num_bytes: how many.
         topology: nodes, cards, bandwidths; `topology.routing` False forbids routes.
-        sharing: transfers that leave or reach the same node at the same time; each has its share of the cards.
+        cards: of a node that it may use at most, where others use the rest; None: all of them.
 
     Returns:
         The route; direct inside a node, and where routing does not win.
@@ -124,15 +124,16 @@ def plan_route(source: int, to: int, num_bytes: int, topology: Topology, *, shar
     for name, rank in (("source", source), ("to", to)):
         if not 0 <= rank < topology.ranks:
             raise ValueError(f"{name}: {rank}: give a rank below {topology.ranks}")
-    if num_bytes < 0 or sharing < 1:
-        raise ValueError(f"num_bytes: {num_bytes}, sharing: {sharing}: give at least 0 and 1")
+    if num_bytes < 0 or (cards is not None and cards < 1):
+        raise ValueError(f"num_bytes: {num_bytes}, cards: {cards}: give at least 0 and 1")
     inside = topology.node_of(source) == topology.node_of(to)
     gbps = topology.intra_gbps if inside else topology.inter_gbps
     direct_us = (topology.intra_latency_us if inside else topology.inter_latency_us) + num_bytes / gbps / 1e3
     if source == to:
         direct_us = 0.0
     direct = (Lane(topology.nic_of(source), source, to, 0, num_bytes),)
-    cards = len(_cards(topology)) // sharing
+    usable = len(_cards(topology))
+    cards = usable if cards is None else min(cards, usable)
     if inside or not topology.routing or cards < 2:
         return Route(source, to, num_bytes, direct, 1, direct_us, direct_us)
     routed_us, pieces = min((_routed_us(num_bytes, cards, pieces, topology), pieces) for pieces in _PIECES)

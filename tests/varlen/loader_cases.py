@@ -12,6 +12,7 @@ from megatron_overlap.comm.host import HostGroup
 from megatron_overlap.varlen import Topology, partition
 from megatron_overlap.varlen.baselines import ring_over_all
 from megatron_overlap.varlen.loader import Batch, Channel, DocumentLoader
+from megatron_overlap.varlen.program import Traffic, _program, program
 from megatron_overlap.varlen.rows import linear_layout
 
 Row = tuple[int, int, int, int, float]
@@ -87,3 +88,17 @@ def what_a_failing_read_does(group: dist.ProcessGroup) -> str:
         channel.group.close()
         return type(error).__name__
     return "none"
+
+
+def programs_made_late(group: dist.ProcessGroup, lengths: Sequence[int], tokens: int, count: int) -> list[int]:
+    """Programs that a layer had to wait for, of each micro-batch."""
+    loader, channel = make(group, Numbered(lengths), tokens, "ring")
+    found = []
+    for _ in range(count):
+        batch = next(loader)
+        channel.thread.submit(int).result()  # the loader is done with the micro-batch after
+        made = _program.cache_info().misses
+        program(batch.plan, 0, Traffic("keys", 12, 34), None)
+        found.append(_program.cache_info().misses - made)
+    channel.close()
+    return found

@@ -65,6 +65,12 @@ def test_copies_take_turns_and_a_run_goes_on_where_it_stopped(world: World) -> N
         assert [sorted(rows) for _, rows in mine] == [whole[2 + copy], whole[4 + copy]]
 
 
+def test_messages_are_worked_out_by_the_loader(world: World) -> None:
+    """Of the first two micro-batches, before anybody has said what layers ask for, by the layer."""
+    for late in world.run(2, cases.programs_made_late, HEAVY_TAILED, 100, 4):
+        assert late == [1, 1, 0, 0]
+
+
 def test_rows_are_padded_to_a_multiple(world: World) -> None:
     for ranks in world.run(3, cases.batches, [1, 2, 5, 1], 5, 4, row_multiple=4):
         assert all(padded % 4 == 0 and padded >= max(4, len(rows)) for padded, rows in ranks)

@@ -167,6 +167,18 @@ def test_a_document_stays_in_its_node_where_messages_between_nodes_would_outlast
     assert balance(limited).step_us < 0.5 * max(forced)
 
 
+def test_a_document_that_is_cut_anyway_gives_way_before_one_more_is_cut() -> None:
+    """No node has room for the last document: over slow links one ring between nodes is faster than two."""
+    slow = Topology(2, 2, 2, intra_gbps=0.14, inter_gbps=0.019, intra_latency_us=250, inter_latency_us=400)
+    cost = CostModel(pair_fs=36_000_000, token_fs=2_400_000_000, kv_bytes=1024)
+    plan = partition([1312, 295, 283, 158], slow, capacity=544, cost=cost)
+    check_plan(plan)
+    assert [ring.document for ring in plan.passes[0].rings] == [0]
+    # Where links cost nothing the most even plan is the fastest: nobody gives way.
+    fast = partition([1312, 295, 283, 158], Topology(2, 2, 2), capacity=544, cost=cost)
+    assert balance(fast).attention > balance(plan).attention
+
+
 def test_rings_of_any_size() -> None:
     rng = random.Random(0)
     sizes = set()

@@ -14,7 +14,7 @@ from megatron_overlap.varlen.baselines import METHODS
 from megatron_overlap.varlen.checker import check
 from megatron_overlap.varlen.circles import Side, blocks, chunks_at
 from megatron_overlap.varlen.plan import Ring, make_ring
-from megatron_overlap.varlen.program import Traffic, Turn, program
+from megatron_overlap.varlen.program import Traffic, Turn, _program, foresee, program
 from megatron_overlap.varlen.rounds import Trip
 
 SLOW = {"intra_gbps": 360.0, "inter_gbps": 1e-6, "intra_latency_us": 0.001, "inter_latency_us": 0.002}
@@ -95,6 +95,28 @@ def test_routes_go_through_proxies_and_cards_of_both_nodes() -> None:
     # 2 to 1 and 0 to 3, over both cards of their nodes: cards of one number are on one switch.
     assert set(between) == {(2, 0), (3, 1), (0, 2), (1, 3)}
     assert proof.routed > 0
+
+
+@pytest.mark.parametrize(("other", "routed"), [(64, [False, False]), (8, [True, False])])
+def test_circles_share_cards_by_their_tokens(other: int, routed: list[bool]) -> None:
+    topology = Topology(2, 2, 2, **SLOW)
+    shares = [(rank, 16) for rank in range(4)], [(1, other // 2), (3, other // 2)]
+    rings = tuple(make_ring(document, parts, topology) for document, parts in enumerate(shares))
+    plan = partition([64, other], topology, capacity=64)
+    plan = replace(plan, passes=(replace(plan.passes[0], local=((),) * 4, rings=rings),))
+    turns = program(plan, 0, Traffic("keys", 1000, 2000), None)
+    check(turns, 4)
+    assert [any(not message.ends for message in turn.out.messages) for turn in turns] == routed
+
+
+def test_what_was_asked_for_is_foreseen_of_other_plans() -> None:
+    traffic = Traffic("keys", 12, 34)
+    first, second = (partition([length], Topology(1, 2), capacity=64) for length in (64, 66))
+    program(first, 0, traffic, 3)
+    foresee(second)
+    made = _program.cache_info().misses
+    program(second, 0, traffic, 3)
+    assert _program.cache_info().misses == made
 
 
 def test_a_quarter_of_a_full_circle_is_not_sent() -> None:

@@ -45,16 +45,17 @@ def play(route: Route, topology: Topology) -> None:
     nics=st.integers(1, 8),
     num_bytes=st.integers(0, 700),
     inter_gbps=st.floats(1e-6, 1e-3),
-    sharing=st.integers(1, 3),
+    cards=st.none() | st.integers(1, 9),
     data=st.data(),
 )
 def test_every_byte_arrives_once(
-    nodes: int, devices: int, nics: int, num_bytes: int, inter_gbps: float, sharing: int, data: st.DataObject
+    nodes: int, devices: int, nics: int, num_bytes: int, inter_gbps: float, cards: int | None, data: st.DataObject
 ) -> None:
     topology = Topology(nodes, devices, nics, inter_gbps=inter_gbps)
     ranks = st.integers(0, topology.ranks - 1)
-    route = plan_route(data.draw(ranks), data.draw(ranks), num_bytes, topology, sharing=sharing)
+    route = plan_route(data.draw(ranks), data.draw(ranks), num_bytes, topology, cards=cards)
     play(route, topology)
+    assert len(route.lanes) <= (cards or nics)
     assert len({lane.nic for lane in route.lanes}) == len(route.lanes)
     assert route.routed_us <= route.direct_us
 
@@ -90,9 +91,9 @@ def test_one_card_one_node_or_forbidden() -> None:
         assert not plan_route(1, to, 100_000_000, topology).routed
 
 
-def test_sharing_divides_the_cards() -> None:
-    assert len(plan_route(0, 8, 100_000_000, FAST_INSIDE, sharing=2).lanes) == 4
-    assert not plan_route(0, 8, 100_000_000, FAST_INSIDE, sharing=8).routed
+def test_uses_no_more_cards_than_it_may() -> None:
+    assert len(plan_route(0, 8, 100_000_000, FAST_INSIDE, cards=4).lanes) == 4
+    assert not plan_route(0, 8, 100_000_000, FAST_INSIDE, cards=1).routed
 
 
 def test_refused() -> None:
