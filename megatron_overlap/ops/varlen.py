@@ -20,10 +20,11 @@ from megatron_overlap.ops.varlen_kernel import documents_backward, documents_for
 from megatron_overlap.ops.varlen_pass import Options, Pass
 from megatron_overlap.ops.varlen_remap import Layout
 from megatron_overlap.ops.varlen_sides import BackwardKeys, BackwardQueries, ForwardKeys, ForwardQueries, Rows, Shape
-from megatron_overlap.varlen import Plan, Topology
-from megatron_overlap.varlen import remap as planner
+from megatron_overlap.varlen import Plan
 from megatron_overlap.varlen.circles import Side
+from megatron_overlap.varlen.program import Same
 from megatron_overlap.varlen.remap import Remap
+from megatron_overlap.varlen.rows import to_linear
 
 
 def balanced_attention(
@@ -168,7 +169,7 @@ def _check(
         raise ValueError(f"index: {index}: the plan has {len(plan.passes)} pass(es)")
     if layout not in ("attention", "linear"):
         raise ValueError(f"layout: {layout}: use attention or linear")
-    ways = _ways(tuple(plan.tokens(index)), plan.topology) if layout == "linear" else None
+    ways = _ways(Same(plan), index) if layout == "linear" else None
     rows = (plan.tokens(index) if ways is None else ways[0].before)[transport.rank]
     if q.dim() != 3 or k.shape != v.shape or k.dim() != 3 or (q.shape[0], q.shape[2]) != (k.shape[0], k.shape[2]):
         raise ValueError(f"q: shape {tuple(q.shape)} does not fit k {tuple(k.shape)} and v {tuple(v.shape)}")
@@ -186,7 +187,7 @@ def _check(
 
 
 @lru_cache(maxsize=16)
-def _ways(tokens: tuple[int, ...], topology: Topology) -> tuple[Remap, Remap]:
+def _ways(same: Same, index: int) -> tuple[Remap, Remap]:
     """From the layout of linear layers to that of attention, and back. Every layer of a model asks again."""
-    back = planner.remap(tokens, topology)
+    back = to_linear(same.plan, index)
     return back.back(), back

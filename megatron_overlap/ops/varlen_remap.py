@@ -16,10 +16,10 @@ from megatron_overlap.comm import Transport
 from megatron_overlap.ops.common import Observer, transport_for
 from megatron_overlap.ops.varlen_flight import TripFlight
 from megatron_overlap.varlen import Plan
-from megatron_overlap.varlen import remap as planner
 from megatron_overlap.varlen.messages import remap_trip
 from megatron_overlap.varlen.remap import Remap
 from megatron_overlap.varlen.rounds import Trip
+from megatron_overlap.varlen.rows import to_linear
 
 Layout = Literal["linear", "attention"]
 
@@ -33,15 +33,15 @@ def remap(
     group: dist.ProcessGroup | Transport,
     observer: Observer | None = None,
 ) -> torch.Tensor:
-    """Moves rows between the attention layout of a pass and the token-balanced layout of linear layers.
+    """Moves rows between the attention layout of a pass and that of linear layers, which is even where that pays.
 
-    Equal to gathering all rows and picking those of `varlen.remap.remap(plan.tokens(index), plan.topology)`, or of its
-    way back; see `ops.reference.move_rows`. Only surpluses move, inside nodes first. The gradient takes the way back.
+    Equal to gathering all rows and picking those of `varlen.rows.to_linear(plan, index)`, or of its way back; see
+    `ops.reference.move_rows`. Only surpluses move, inside nodes first. The gradient takes the way back.
     It waits for its messages; `balanced_attention(layout="linear")` hides them.
 
     Args:
         x: `[rows, ...]`; to linear, `plan.tokens(index)[rank]` rows in the order of `plan.pieces`; to attention, the
-            rows that the linear layout gives this rank: `varlen.remap.remap(...).after[rank]`.
+            rows that the linear layout gives this rank: `to_linear(...).after[rank]`.
         plan: of the batch; the same on every rank.
         index: which pass of the plan.
         to: the layout to reach.
@@ -58,7 +58,7 @@ def remap(
     transport = transport_for(group)
     if transport.size != plan.topology.ranks:
         raise ValueError(f"plan: for {plan.topology.ranks} ranks: the group has {transport.size}")
-    moves = planner.remap(plan.tokens(index), plan.topology)
+    moves = to_linear(plan, index)
     if to == "attention":
         moves = moves.back()
     if x.shape[0] != moves.before[transport.rank]:

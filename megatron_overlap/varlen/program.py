@@ -51,35 +51,35 @@ def program(plan: Plan, index: int, traffic: Traffic, window: int | None) -> tup
     The last few are kept, since every layer of a model asks for them again.
     """
     _asked[traffic, window] = None
-    return _program(_Same(plan), index, traffic, window)
+    return _program(Same(plan), index, traffic, window)
 
 
 def foresee(plan: Plan) -> None:
     """Makes what layers that have run will ask of this plan as well: rings of many ranks take a while."""
     for traffic, window in list(_asked):
         for index in range(len(plan.passes)):
-            _program(_Same(plan), index, traffic, window)
+            _program(Same(plan), index, traffic, window)
 
 
 _asked: dict[tuple[Traffic, int | None], None] = {}
 """All that has been asked for: a model has as many as it has kinds of attention layers, twice."""
 
 
-class _Same:
+class Same:
     """A plan as a key: the object, not its value, whose hash takes as long as a plan has documents."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.plan is self.plan
+        return isinstance(other, Same) and other.plan is self.plan
 
     def __hash__(self) -> int:
         return id(self.plan)
 
 
 @lru_cache(maxsize=16)
-def _program(same: _Same, index: int, traffic: Traffic, window: int | None) -> tuple[Turn, ...]:
+def _program(same: Same, index: int, traffic: Traffic, window: int | None) -> tuple[Turn, ...]:
     plan = same.plan
     found = circles(plan.passes[index])
     turns = []

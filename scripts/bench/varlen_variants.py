@@ -69,7 +69,7 @@ class Way(Protocol):
 
 
 class Engine:
-    """The engine with a plan; `remapped`: linear layers have as many rows on every rank."""
+    """The engine with a plan; `remapped`: linear layers have as many rows on every rank, where that pays."""
 
     def __init__(self, plan: Plan, transport: Transport, *, remapped: bool = False) -> None:
         self.plan, self._transport, self._remapped = plan, transport, remapped

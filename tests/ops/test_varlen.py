@@ -10,13 +10,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_overlap.ops.varlen_sides import Shape
-from megatron_overlap.varlen import Plan, Topology, partition
+from megatron_overlap.varlen import CostModel, Plan, Topology, partition
 from megatron_overlap.varlen.baselines import METHODS
 from tests.helpers.world import World
 from tests.ops import varlen_cases as cases
 
 # Links so slow that routes win for a few bytes, and latencies that do not count.
 SLOW: dict[str, Any] = {"intra_gbps": 360.0, "inter_gbps": 1e-6, "intra_latency_us": 0.001, "inter_latency_us": 0.002}
+# Linear layers so slow that rows always move to where they are even.
+EAGER = CostModel(linear_fs=10**15)
 MACHINES = {
     1: [Topology(1, 1)],
     2: [Topology(1, 2), Topology(2, 1)],
@@ -37,7 +39,7 @@ ADVERSARIAL = {
 def fitting(lengths: list[int], topology: Topology, spare: int = 0, method: str = "balanced") -> Plan:
     """A plan of one pass, which `spare` 0 fills to the last token."""
     capacity = max(1, -(-sum(lengths) // topology.ranks)) + spare
-    return METHODS[method](lengths, topology, capacity=capacity, cost=None)
+    return METHODS[method](lengths, topology, capacity=capacity, cost=EAGER)
 
 
 @pytest.mark.parametrize("batch", ADVERSARIAL)
@@ -51,10 +53,10 @@ def test_adversarial_batches(world: World, num_ranks: int, batch: str) -> None:
 
 # Ranks hold very different numbers of tokens in attention: whole documents, rings, or both have to move.
 UNEVEN: dict[str, Plan] = {
-    "whole_documents": METHODS["packing"]([30, 4, 3, 1, 9, 1], Topology(2, 2), capacity=48, cost=None),
-    "one_of_many_ranks": METHODS["packing"]([40], Topology(1, 4), capacity=40, cost=None),
-    "rings": METHODS["hybrid"]([60, 9, 1, 4, 2], Topology(2, 2, 2, **SLOW), capacity=30, cost=None),
-    "queries": METHODS["hybrid"]([33, 20, 7, 3, 2, 0, 1], Topology(1, 4), capacity=12, cost=None),
+    "whole_documents": METHODS["packing"]([30, 4, 3, 1, 9, 1], Topology(2, 2), capacity=48, cost=EAGER),
+    "one_of_many_ranks": METHODS["packing"]([40], Topology(1, 4), capacity=40, cost=EAGER),
+    "rings": METHODS["hybrid"]([60, 9, 1, 4, 2], Topology(2, 2, 2, **SLOW), capacity=30, cost=EAGER),
+    "queries": METHODS["hybrid"]([33, 20, 7, 3, 2, 0, 1], Topology(1, 4), capacity=12, cost=EAGER),
 }
 
 
@@ -117,7 +119,7 @@ def test_same_bits_whatever_lands_first(world: World, moves: str) -> None:
 
 
 def test_several_passes(world: World) -> None:
-    plan = partition([50, 30, 20, 10, 40, 9], Topology(1, 2), capacity=30)
+    plan = partition([50, 30, 20, 10, 40, 9], Topology(1, 2), capacity=30, cost=EAGER)
     assert len(plan.passes) > 1
     world.run(2, cases.against_reference, plan, 4, 2)
 
@@ -147,7 +149,7 @@ def test_remap_moves_rows_there_and_gradients_back(world: World, num_ranks: int)
             world.run(num_ranks, cases.remapped, fitting(lengths, topology, spare=5))
         if num_ranks & (num_ranks - 1) == 0:
             # One document a pass: ranks hold very different numbers of tokens.
-            world.run(num_ranks, cases.remapped, METHODS["hybrid"]([9, 1, 4, 2], topology, capacity=9, cost=None))
+            world.run(num_ranks, cases.remapped, METHODS["hybrid"]([9, 1, 4, 2], topology, capacity=9, cost=EAGER))
 
 
 def test_what_does_not_fit_is_refused(world: World) -> None:

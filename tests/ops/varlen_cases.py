@@ -12,7 +12,7 @@ from megatron_overlap.comm import transport_of
 from megatron_overlap.ops import balanced_attention, reference, remap
 from megatron_overlap.ops import varlen_kernel as kernel
 from megatron_overlap.varlen import Plan
-from megatron_overlap.varlen import remap as remap_planner
+from megatron_overlap.varlen.rows import to_linear
 from tests.helpers.late import LateTransport
 
 SIZE = 8
@@ -32,7 +32,7 @@ def make(
     """Own rows of query, key, value and output gradient, in float64."""
     rank = dist.get_rank(group)
     generator = torch.Generator().manual_seed(seed * 64 + rank)
-    moves = remap_planner.remap(plan.tokens(index), plan.topology)
+    moves = to_linear(plan, index)
     rows = (moves.before if layout == "attention" else moves.after)[rank]
     counts = (heads, kv_heads, kv_heads, heads)
     return [torch.randn(rows, count, SIZE, generator=generator, dtype=torch.float64) for count in counts]
@@ -61,7 +61,7 @@ def definition(
     """What `balanced_attention` equals, in both layouts."""
     if layout == "attention":
         return reference.balanced_attention(q, k, v, plan, index=index, group=group, **options)
-    back = remap_planner.remap(plan.tokens(index), plan.topology)
+    back = to_linear(plan, index)
     q, k, v = (reference.move_rows(x, back.back(), group=group) for x in (q, k, v))
     y = reference.balanced_attention(q, k, v, plan, index=index, group=group, **options)
     return reference.move_rows(y, back, group=group)
@@ -181,7 +181,7 @@ def remapped(group: dist.ProcessGroup, plan: Plan) -> None:
     rank = dist.get_rank(group)
     transport: Any = LateTransport(group)
     for index in range(len(plan.passes)):
-        moves = remap_planner.remap(plan.tokens(index), plan.topology)
+        moves = to_linear(plan, index)
         generator = torch.Generator().manual_seed(rank)
         x = torch.randn(moves.before[rank], 3, 5, generator=generator)
         mine, plain = x.clone().requires_grad_(), x.clone().requires_grad_()

@@ -9,7 +9,7 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_overlap.comm.host import HostGroup
-from megatron_overlap.varlen import Topology, partition
+from megatron_overlap.varlen import CostModel, Topology, partition
 from megatron_overlap.varlen.baselines import ring_over_all
 from megatron_overlap.varlen.loader import Batch, Channel, DocumentLoader
 from megatron_overlap.varlen.program import Traffic, _program, program
@@ -45,7 +45,9 @@ def make(
     channel = Channel(HostGroup(group, timeout_s=20))
     share = -(-tokens // size)
     planner = {"balanced": partition, "ring": ring_over_all}[method]
-    plan = partial(planner, topology=Topology(1, size), capacity=share + share // 16)
+    # Linear layers so slow that rows always move to where they are even.
+    slow = CostModel(linear_fs=10**15)
+    plan = partial(planner, topology=Topology(1, size), capacity=share + share // 16, cost=slow)
     options.setdefault("seed", 1)
     return DocumentLoader(documents, channel, plan, tokens=tokens, **options), channel
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from megatron_overlap.varlen import Topology, partition
 from megatron_overlap.varlen.lengths import sample
 from megatron_overlap.varlen.remap import Remap, remap, remap_to
+from megatron_overlap.varlen.rows import to_linear
 
 INSIDE, BETWEEN = 1, 8
 
@@ -120,3 +122,17 @@ def test_refused() -> None:
         remap([1, -1], topology)
     with pytest.raises(ValueError, match="same sum"):
         remap_to([1, 2], [2, 2], topology)
+
+
+def test_rows_move_only_where_that_pays() -> None:
+    """One rank has 40 tokens more than its share: 114 us of linear layers, by the default cost model."""
+    plan = partition([140, 60], Topology(1, 2), capacity=140)
+    plan = replace(plan, passes=(replace(plan.passes[0], local=((0,), (1,)), rings=()),))
+    assert to_linear(plan).after == (100, 100)
+    # There and back, 80 tokens of keys and values each way on a link of 1.6 GB/s: 102 us and latencies.
+    for latency_us, moves in ((5, True), (7, False)):
+        topology = replace(plan.topology, intra_gbps=1.6, intra_latency_us=latency_us)
+        found = to_linear(replace(plan, topology=topology))
+        assert found.after == ((100, 100) if moves else found.before)
+        assert bool(found.moves) == moves
+    assert to_linear(replace(plan, cost=replace(plan.cost, linear_fs=0))).moves == ()
