@@ -145,6 +145,11 @@ class Counters:
         with self._lock:
             self._tallies.setdefault(Site(kind, name, op, direction), Tally()).chosen_own += 1
 
+    def own_by_choice(self, kind: str, name: str, op: str, direction: Direction) -> Tally:
+        """What `chose_own` counts in, for callers on the training thread that have no time."""
+        with self._lock:
+            return self._tallies.setdefault(Site(kind, name, op, direction), Tally())
+
     def leave(self, module: str, reason: str) -> None:
         """Notes a module that is left to Megatron on purpose: nothing that could be otherwise, so never an error."""
         self._left[module] = reason

@@ -137,8 +137,13 @@ class LinearAdapter:
             return "schedule ring has no all-reduce: use direct, or --sequence-parallel"
         return self.check.why_not(_call(op, weight)) or _why_not_tensors(x, weight, group)
 
+    def runs_own(self, layer: Any, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        """See `TensorChoice.runs_own`."""
+        return self.half is None and self.choice.runs_own(layer, x, weight)
+
     def serve(
         self,
+        layer: Any,
         kind: str,
         op: str,
         x: torch.Tensor,
@@ -169,7 +174,16 @@ class LinearAdapter:
             return finish(self.linear(kind, op, x, weight, bias, group, into, candidate))
 
         return self.choice.serve(
-            op, x, weight, group, into, run, lambda: self.fused.why_not(op, x, group), measured=not self.check.due
+            layer,
+            kind,
+            op,
+            x,
+            weight,
+            group,
+            into,
+            run,
+            lambda: self.fused.why_not(op, x, group),
+            measured=not self.check.due,
         )
 
     def linear(
@@ -226,6 +240,8 @@ def column_forward_impl(original: Method, session: Session) -> Method:
     @untraced
     @functools.wraps(original)
     def _forward_impl(self: Any, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if adapter.runs_own(self, input, weight):
+            return original(self, input, weight, *args, **kwargs)
         group = get_tensor_model_parallel_group_if_none(kwargs.get("tp_group"))
         if group is None or group.size() == 1:
             return original(self, input, weight, *args, **kwargs)
@@ -236,7 +252,7 @@ def column_forward_impl(original: Method, session: Session) -> Method:
             return original(self, input, weight, *args, **kwargs)
         into = bool(kwargs.get("gradient_accumulation_fusion"))
         own = functools.partial(original, self, input, weight, *args, **kwargs)
-        return adapter.serve("column", op, input, weight, kwargs.get("bias"), group, into, own)
+        return adapter.serve(self, "column", op, input, weight, kwargs.get("bias"), group, into, own)
 
     return _forward_impl
 
@@ -253,6 +269,8 @@ def row_forward(original: Method, session: Session) -> Method:
     @untraced
     @functools.wraps(original)
     def forward(self: Any, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if adapter.runs_own(self, input_, self.weight):
+            return original(self, input_)
         group = self.tp_group
         if group is None or group.size() == 1:
             return original(self, input_)
@@ -268,7 +286,7 @@ def row_forward(original: Method, session: Session) -> Method:
             return (output if self.bias is None else output + self.bias), None
 
         into, own = self.gradient_accumulation_fusion, functools.partial(original, self, input_)
-        return adapter.serve("row", op, input_, self.weight, None, group, into, own, finish)
+        return adapter.serve(self, "row", op, input_, self.weight, None, group, into, own, finish)
 
     return forward
 

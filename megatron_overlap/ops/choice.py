@@ -131,6 +131,11 @@ class Chooser:
         samples = kind.samples_of(call, kind.turn.candidate)
         return time_call(samples, lambda: run(candidate), leaves, device=device, align=align), candidate
 
+    def decider(self, call: Call) -> Decider | None:
+        """What decides about a kind of call alone; None before its first call, and where it is chosen with others."""
+        kind = self._kinds.get(call)
+        return None if kind is None else kind.decider
+
     def verdicts(self) -> list[Verdict]:
         """What stands now for every kind of call that was seen, in the order of the first calls."""
         found = []

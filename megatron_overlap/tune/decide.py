@@ -123,6 +123,20 @@ class Decider:
             self._begin("first", FIRST_ROUNDS, tuple(range(self._num)))
         return self._turns.pop(0)
 
+    def serves_own(self) -> bool:
+        """Counts the next call and says True, if it runs Megatron's own path, untimed, with nothing to ask or exchange.
+
+        The same as `due` and `next`, for callers that have no time.
+        """
+        if self.stage != "settled" or self.choice.candidate != 0:
+            return False
+        if self._num > 1:
+            if self._since >= WINDOW or (self._since + 1) % SAMPLE_EVERY == 0:
+                return False
+            self._since += 1
+        self.calls += 1
+        return True
+
     def take(self, by_rank: Sequence[Sequence[float]]) -> None:
         """Goes on from what all ranks measured; every rank passes the same.
 

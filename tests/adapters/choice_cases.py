@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,17 +18,28 @@ from tests.adapters.layer_cases import make_data, make_layer, start, step
 
 
 def follow(session: Session) -> list[str]:
-    """Notes what serves each call of the session from now on."""
+    """Notes what serves each call of the session from now on, those left out that take the short way."""
     served: list[str] = []
     choice: TensorChoice = session.linear.choice
     serve = choice.serve
 
-    def noting(op: str, x: Any, weight: Any, group: Any, into: bool, run: Any, why_not_fused: Any, **how: Any) -> Any:
+    def noting(
+        layer: Any,
+        kind: str,
+        op: str,
+        x: Any,
+        weight: Any,
+        group: Any,
+        into: bool,
+        run: Any,
+        why_not_fused: Any,
+        **how: Any,
+    ) -> Any:
         def noted(candidate: Candidate) -> Any:
             served.append(f"{op} {candidate}")
             return run(candidate)
 
-        return serve(op, x, weight, group, into, noted, why_not_fused, **how)
+        return serve(layer, kind, op, x, weight, group, into, noted, why_not_fused, **how)
 
     choice.serve = noting  # type: ignore[method-assign]
     return served
@@ -95,6 +107,53 @@ def shared_input(group: dist.ProcessGroup) -> tuple[list[str], int]:
         tallies = session.report().sites
     forward = next(tally for site, tally in tallies.items() if site.direction == "forward")
     return served, forward.moved_bytes
+
+
+def short_way(group: dist.ProcessGroup, kind: str) -> tuple[int, int, int, list[int]]:
+    """A layer that Megatron's own path serves by choice: calls that were decided, counted, and took the long way.
+
+    Last what each of these adds to the calls decided: another shape, no gradient, a second layer of the same input.
+    """
+    start(group)
+    x, dy = make_data(kind, torch.float32, 8 * group.size(), group.size(), group.rank())
+    layer, other = make_layer(kind, torch.float32), make_layer(kind, torch.float32)
+    stock = step(make_layer(kind, torch.float32), x, dy)
+    with enable(config(None), strict=True) as session:
+        choice: TensorChoice = session.linear.choice
+
+        def run(times: int) -> None:
+            for _ in range(times):
+                layer.zero_grad(set_to_none=True)
+                for name, value in step(layer, x, dy).items():
+                    torch.testing.assert_close(value, stock[name], rtol=2e-5, atol=2e-5)
+
+        run(1)
+        (chooser,) = choice._choosers.values()
+        (only,) = chooser._kinds.values()
+        while only.decider.stage != "settled":
+            run(1)
+        only.decider.choice = replace(only.decider.choice, candidate=0)
+        run(8 - only.decider._since % 8)
+        served, calls, counted = follow(session), only.decider.calls, _own(session)
+        run(20)
+        decided, counted, long = only.decider.calls - calls, _own(session) - counted, len(served)
+        others = []
+        for what in ("shape", "no gradient", "same input"):
+            calls = only.decider.calls
+            leaf = x.clone().requires_grad_()
+            if what == "shape":
+                layer(torch.cat([x, x]))
+            elif what == "no gradient":
+                with torch.no_grad():
+                    layer(x)
+            else:
+                layer(leaf), other(leaf)
+            others.append(only.decider.calls - calls)
+    return decided, counted, long, others
+
+
+def _own(session: Session) -> int:
+    return sum(tally.chosen_own for tally in session.report().sites.values())
 
 
 def different_layers(group: dist.ProcessGroup) -> str:

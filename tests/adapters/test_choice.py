@@ -44,6 +44,15 @@ def test_layers_of_one_input_are_served_alike_and_share_its_gather(ranks: World)
     assert sent == p2p * (RANKS - 1) * shard
 
 
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_what_megatron_serves_by_choice_takes_a_short_way_and_is_counted_alike(ranks: World, kind: str) -> None:
+    for decided, counted, long, others in ranks.run(RANKS, cases.short_way, kind):
+        assert decided == counted == 20
+        assert long == 2, "every eighth call is timed"
+        # A second column-parallel layer of the same input is served like the first and not decided about.
+        assert others == [0, 0, 1 if kind == "column" else 2]
+
+
 def test_ranks_that_run_different_layers_are_told(ranks: World) -> None:
     for text in ranks.run(RANKS, cases.different_layers):
         assert "run different layers: ag_gemm 64x16x6 float32 backward | ag_gemm 72x16x6" in text
