@@ -17,8 +17,8 @@ Stage = Literal["warm", "first", "second", "settled", "recheck"]
 MARGIN = 0.02
 """What is won must be more than this for a candidate to replace the one that serves now: hysteresis."""
 
-FIRST_ROUNDS, SECOND_ROUNDS, CHECK_ROUNDS = 3, 5, 5
-_DROPPED = 1.12
+FIRST_ROUNDS, SECOND_ROUNDS, CHECK_ROUNDS = 5, 11, 11
+_DROPPED = 1.2
 # Of those nearly as fast as the fastest the likeliest by the model is taken: the difference is noise.
 _ALIKE = 0.01
 SAMPLE_EVERY, WINDOW = 8, 128

@@ -50,7 +50,10 @@ def program(plan: Plan, index: int, traffic: Traffic, window: int | None) -> tup
 
     The last few are kept, since every layer of a model asks for them again.
     """
+    _asked.pop((traffic, window), None)
     _asked[traffic, window] = None
+    if len(_asked) > _MOST_KINDS:
+        del _asked[next(iter(_asked))]
     return _program(Same(plan), index, traffic, window)
 
 
@@ -61,8 +64,12 @@ def foresee(plan: Plan) -> None:
             _program(Same(plan), index, traffic, window)
 
 
+_MOST_KINDS = 4
+"""A model asks for forward and backward of full attention, and of attention with a window; of so many all programs of
+this micro-batch and the next ones are kept."""
+
 _asked: dict[tuple[Traffic, int | None], None] = {}
-"""All that has been asked for: a model has as many as it has kinds of attention layers, twice."""
+"""What was asked for, the last one last."""
 
 
 class Same:

@@ -85,10 +85,10 @@ def evaluated(group: dist.ProcessGroup) -> list[dict[str, Any]]:
     x, dy = make_data("column", torch.float32, 8 * group.size(), group.size(), group.rank())
     with enable(config(None), strict=True) as session:
         layer = make_layer("column", torch.float32)
-        for _ in range(40):
+        for _ in range(100):
             with torch.no_grad():
                 layer(x.clone())
-        for _ in range(40):
+        for _ in range(100):
             step(layer, x, dy, recompute=True)
         choices: list[dict[str, Any]] = session.report().as_dict()["choices"]
         return choices

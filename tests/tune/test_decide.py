@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_overlap.tune.decide import FIRST_CHECK, WINDOW, Decider, Settled, Turn
+from megatron_overlap.tune.decide import FIRST_CHECK, FIRST_ROUNDS, WINDOW, Decider, Settled, Turn
 
 Clock = Callable[[int, int, int], float]
 """Microseconds of a candidate in call number n on a rank."""
@@ -55,8 +55,8 @@ def test_the_fastest_serves_and_the_figures_are_kept() -> None:
     turns = drive(decider, 100, steady(100, 90, 60, 200))
     assert decider.choice == Settled(2, 60, 100, "measured")
     served = Counter(turn.candidate for turn in turns)
-    # Its first call is not measured, and after the first three it is out: it never catches up.
-    assert served[3] == 4
+    # Its first call is not measured, and after the first rounds it is out: it never catches up.
+    assert served[3] == 1 + FIRST_ROUNDS
     assert served[2] > 60
     assert turns[0] == Turn(1), "before anything is measured the model's word counts"
 
@@ -84,7 +84,8 @@ def test_all_far_slower_than_megatron_end_after_one_phase() -> None:
     decider = Decider(3, seed=1)
     turns = drive(decider, 40, steady(50, 100, 100))
     assert decider.choice.candidate == 0
-    assert [turn.candidate for turn in turns[12:]] == [0] * 28
+    tried = 3 * (1 + FIRST_ROUNDS)
+    assert [turn.candidate for turn in turns[tried:]] == [0] * (40 - tried)
 
 
 def test_one_candidate_is_never_measured_nor_exchanged() -> None:
