@@ -142,8 +142,9 @@ class Counters:
 
     def chose_own(self, kind: str, name: str, op: str, direction: Direction) -> None:
         """Counts one call that runs Megatron's own path by choice."""
+        tally = self.own_by_choice(kind, name, op, direction)
         with self._lock:
-            self._tallies.setdefault(Site(kind, name, op, direction), Tally()).chosen_own += 1
+            tally.chosen_own += 1
 
     def own_by_choice(self, kind: str, name: str, op: str, direction: Direction) -> Tally:
         """What `chose_own` counts in, for callers on the training thread that have no time."""

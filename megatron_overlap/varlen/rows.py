@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from megatron_overlap.varlen.plan import Piece, Plan
 from megatron_overlap.varlen.remap import Remap, remap, remap_to
@@ -17,12 +18,13 @@ def to_linear(plan: Plan, index: int = 0) -> Remap:
     """
     tokens, cost, topology = plan.tokens(index), plan.cost, plan.topology
     even = remap(tokens, topology)
+    direct = replace(topology, routing=False)  # moved rows take one card
     saved_fs = (max(tokens) - max(even.after)) * cost.linear_fs
     takes_fs = [0] * topology.ranks
     for move in even.moves:
         inter = topology.node_of(move.source) != topology.node_of(move.to)
         # Queries, keys, values and results: with as many key heads as query heads twice keys and values.
-        both_fs = cost.ring_fs(2 * move.rows, 2, topology, inter=inter)
+        both_fs = cost.ring_fs(2 * move.rows, 2, direct, inter=inter)
         takes_fs[move.source] += both_fs
         takes_fs[move.to] += both_fs
     return even if saved_fs > max(takes_fs) else remap_to(tokens, tokens, topology)
