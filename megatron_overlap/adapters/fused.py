@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.accounting import SymmetricMemory
-from megatron_overlap.comm.cuda_fabric import CudaFabric, objection
-from megatron_overlap.comm.symmetric import SymmetricTransport
+from megatron_overlap.comm import Transport
 from megatron_overlap.ops.fused import fused_all_gather_linear, fused_linear_reduce_scatter, why_not_fused
 from megatron_overlap.ops.fused_all_reduce import fused_copy_linear, fused_linear_all_reduce
+from megatron_overlap.ops.fused_nodes import FusedTransport, open_fused
 from megatron_overlap.session import Session
 
 _FUSED_OPS: dict[str, Callable[..., torch.Tensor]] = {
@@ -24,11 +24,17 @@ _FUSED_OPS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 class FusedChoice:
-    """Which calls of one session run fused, and the symmetric memory of each group that has it."""
+    """Which calls of one session run fused, and the symmetric memory of each group that has it.
 
-    def __init__(self, session: Session) -> None:
+    Args:
+        session: whose config counts.
+        messages: the transport of messages between the ranks of a group, for groups on several hosts.
+    """
+
+    def __init__(self, session: Session, messages: Callable[[dist.ProcessGroup], Transport]) -> None:
         self.wanted = session.config.tensor.method == "fused"
-        self._transports: dict[dist.ProcessGroup, SymmetricTransport | str] = {}
+        self._messages = messages
+        self._transports: dict[dist.ProcessGroup, FusedTransport | str] = {}
         if self.wanted:
             session.counters.symmetric = self.memory
 
@@ -40,32 +46,25 @@ class FusedChoice:
             return reason
         transport = self._transports.get(group)
         if transport is None:
-            transport = self._transports[group] = self._open(group)
+            transport = self._transports[group] = open_fused(group, self._messages)
         return transport if isinstance(transport, str) else None
-
-    def _open(self, group: dist.ProcessGroup) -> SymmetricTransport | str:
-        text = objection(group)
-        if text:
-            return text
-        from megatron_overlap.kernels.wait import wait_all
-
-        return SymmetricTransport(CudaFabric(group), wait_all)
 
     def run(
         self, op: str, x: torch.Tensor, w: torch.Tensor, bias: Any, group: dist.ProcessGroup, **options: Any
     ) -> Any:
         """The fused op; `why_not` was None for it. Options that have no meaning here are left out."""
+        transport = self._transports[group]
         known = {key: options[key] for key in ("main_grad", "weight_done", "observer") if key in options}
-        return _FUSED_OPS[op](x, w, bias, transport=self._transports[group], **known)
+        return _FUSED_OPS[op](x, w, bias, transport=transport, **known)
 
     def memory(self) -> list[SymmetricMemory]:
         """What the groups hold now; nothing where no call ran fused."""
-        open_ = [each for each in self._transports.values() if isinstance(each, SymmetricTransport)]
+        open_ = [each for each in self._transports.values() if not isinstance(each, str)]
         return [SymmetricMemory(each.size, each.num_bytes, each.bound_bytes) for each in open_ if each.num_bytes]
 
     def close(self) -> None:
         """Lets the symmetric memory of all groups go."""
         for transport in self._transports.values():
-            if isinstance(transport, SymmetricTransport):
+            if not isinstance(transport, str):
                 transport.close()
         self._transports.clear()

@@ -75,7 +75,7 @@ class LinearAdapter:
         self.half: Half | None = None
         self.handing_on = HandingOn()
         self.check = Check.of(session)
-        self.fused = FusedChoice(session)
+        self.fused = FusedChoice(session, self.transport)
         self.choice = TensorChoice(session, self.transport)
         session.counters.kept = KeptCounter(gathered=self._plan.save_gathered)
         for module, reason in _LEFT.items():

@@ -8,23 +8,23 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm.transport import store_beside
-
 
 class Council:
-    """The ranks of one group, over a gloo group of their own: no device queue and no other collective is in the way.
+    """Some ranks, over a gloo group of their own: no device queue and no other collective is in the way.
 
     Every method is a collective: all ranks call the same one in the same order. Over gloo because what is exchanged is
     on the host, whatever the device.
 
     Args:
-        group: the ranks.
+        store: shared by exactly these ranks.
+        rank: this one.
+        size: how many there are.
         timeout_s: deadline of an exchange.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._lines = dist.ProcessGroupGloo(store_beside(group), self.rank, self.size, timedelta(seconds=timeout_s))
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
+        self.rank, self.size = rank, size
+        self._lines = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
 
     def numbers(self, own: Sequence[float]) -> list[list[float]]:
         """The numbers of every rank, by rank: as many from each, and the same list on all, bit by bit.

@@ -8,14 +8,18 @@ from __future__ import annotations
 import ctypes
 import socket
 import threading
+import uuid
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm.agreement import first_objection
 from megatron_overlap.comm.fabric import Queue
+from megatron_overlap.comm.members import Members
 from megatron_overlap.comm.transport import TransportError, store_beside
+from megatron_overlap.schedules.nodes import Nodes
 
 _OLDEST_CAPABILITY = (8, 0)
 _TRIAL_WORDS = 256
@@ -41,10 +45,11 @@ def local_objection() -> str:
     return ""
 
 
-def objection(group: dist.ProcessGroup, *, deadline_s: float = 60.0) -> str:
-    """What speaks against symmetric memory between the ranks of `group`: the same text on all of them.
+def survey(group: dist.ProcessGroup, *, deadline_s: float = 60.0) -> Nodes | str:
+    """How the ranks of `group` lie on hosts, or what speaks against symmetric memory: the same on all of them.
 
-    All ranks must call it. Tries it for real, with a deadline: peers are mapped, each writes to each, and reads.
+    All ranks must call it. Tries it for real, with a deadline: the ranks of each host are mapped, each writes to each,
+    and reads.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     store = store_beside(group)
@@ -52,14 +57,17 @@ def objection(group: dist.ProcessGroup, *, deadline_s: float = 60.0) -> str:
     if found:
         return found
     store.set(f"host/{rank}", socket.gethostname())
-    hosts = {store.get(f"host/{other}").decode() for other in range(size)}
-    if len(hosts) > 1:
-        return f"the group is on {len(hosts)} hosts; peers' memory is addressed inside one"
+    try:
+        nodes = Nodes.of([store.get(f"host/{other}").decode() for other in range(size)])
+    except ValueError as error:
+        return str(error)
+    if nodes.per_node == 1 and nodes.num_nodes > 1:
+        return f"the group has one rank on each of {size} hosts; peers' memory is addressed inside one"
     # A new thread starts on device 0, whatever this one has chosen.
     device = torch.cuda.current_device()
-    return first_objection(
-        store, rank, size, "trial", _with_deadline(lambda: _trial(group, device), deadline_s), deadline_s
-    )
+    members = Members(group, nodes.members(nodes.node(rank)))
+    text = _with_deadline(lambda: _trial(members, device), deadline_s)
+    return first_objection(store, rank, size, "trial", text, deadline_s) or nodes
 
 
 def _with_deadline(attempt: Callable[[], str], deadline_s: float) -> str:
@@ -78,10 +86,10 @@ def _with_deadline(attempt: Callable[[], str], deadline_s: float) -> str:
     return answer[0] if answer else f"mapping peers' memory hangs for more than {deadline_s:g} s"
 
 
-def _trial(group: dist.ProcessGroup, device: int) -> str:
+def _trial(members: Members, device: int) -> str:
     """Writes this rank's number to each peer and reads what the peers wrote; waits for it as copies do."""
     torch.cuda.set_device(device)
-    fabric = CudaFabric(group)
+    fabric = CudaFabric(members)
     words = [arena.view(torch.int32) for arena in fabric.map(4 * _TRIAL_WORDS)]
     words[fabric.rank].zero_()
     fabric.barrier()
@@ -137,21 +145,35 @@ class _StreamQueue:
         self._driver.wait(self.stream, words.data_ptr() + 4 * index, value)
 
 
+def _named(members: Members) -> str:
+    """A name under which torch's SymmetricMemory finds the members, who are no process group of their own."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    # torch keeps names as long as the process lives, so that none may come twice.
+    if members.rank == 0:
+        members.store.set("name", f"megatron_overlap/{uuid.uuid4().hex}")
+    name = members.store.get("name").decode()
+    symmetric._SymmetricMemory.set_group_info(name, members.rank, members.size, members.store)
+    return name
+
+
 class CudaFabric:
     """`Fabric` over torch's SymmetricMemory, on the current device.
 
     Args:
-        group: ranks whose memory each other can address: `objection(group)` was empty.
+        members: ranks whose memory each other can address: `survey` found nothing against them.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.ranks: Sequence[int] = dist.get_process_group_ranks(group)
+    def __init__(self, members: Members) -> None:
+        self.rank, self.size = members.rank, members.size
+        self.ranks: Sequence[int] = members.ranks
         self.device = torch.device("cuda", torch.cuda.current_device())
         properties = torch.cuda.get_device_properties(self.device)
         self.capability, self.num_sms = properties.major * 10 + properties.minor, properties.multi_processor_count
         self.max_polls = _MAX_POLLS
-        self._group, driver = group, _Driver()
+        self._members, driver = members, _Driver()
+        # A group, or its name: older releases of torch have no type for it.
+        self._name: Any = members.group or _named(members)
         self._copies = torch.cuda.Stream(self.device, priority=-1)
         self.computing: Queue = _StreamQueue(None, driver)
         self.copying: Queue = _StreamQueue(self._copies, driver)
@@ -163,12 +185,12 @@ class CudaFabric:
 
         self.close()
         self._arena = symmetric.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        handle = self._handle = symmetric.rendezvous(self._arena, self._group)
+        handle = self._handle = symmetric.rendezvous(self._arena, self._name)
         return [handle.get_buffer(peer, (num_bytes,), torch.uint8) for peer in range(self.size)]
 
     def barrier(self) -> None:
         torch.cuda.synchronize(self.device)
-        dist.barrier(self._group)
+        self._members.barrier()
         torch.cuda.synchronize(self.device)
 
     def fork(self) -> None:

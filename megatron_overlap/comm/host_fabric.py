@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from megatron_overlap.comm.fabric import Queue
-from megatron_overlap.comm.transport import TransportError, store_beside
+from megatron_overlap.comm.members import Members
+from megatron_overlap.comm.transport import TransportError
 
 _SHARED_FOLDER = Path("/dev/shm")
 _MAX_POLLS = 300_000
@@ -89,29 +89,28 @@ class HostFabric:
     """`Fabric` over files in the host's shared memory.
 
     Args:
-        group: ranks on one host, with a backend that has a barrier on the CPU.
+        members: ranks on one host.
         max_polls: looks at a flag before a kernel gives up.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, max_polls: int = _MAX_POLLS) -> None:
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.ranks: Sequence[int] = dist.get_process_group_ranks(group)
+    def __init__(self, members: Members, *, max_polls: int = _MAX_POLLS) -> None:
+        self.rank, self.size = members.rank, members.size
+        self.ranks: Sequence[int] = members.ranks
         self.device = torch.device("cpu")
         # Tile shapes as on Hopper; two blocks a kernel, so that a grid has more tiles than blocks.
         self.capability, self.num_sms, self.max_polls = 90, 2, max_polls
         self._thread = _Thread()
         self.computing: Queue = _Now()
         self.copying: Queue = self._thread
-        self._group = group
-        self._store = store_beside(group)
+        self._members = members
         self._maps = 0
 
     def map(self, num_bytes: int) -> list[torch.Tensor]:
         self._maps += 1
         key = f"host fabric/{self._maps}"
         if self.rank == 0:
-            self._store.set(key, tempfile.mkdtemp(prefix="overlap-", dir=_SHARED_FOLDER))
-        folder = Path(self._store.get(key).decode())
+            self._members.store.set(key, tempfile.mkdtemp(prefix="overlap-", dir=_SHARED_FOLDER))
+        folder = Path(self._members.store.get(key).decode())
         own = folder / str(self.rank)
         torch.from_file(str(own), shared=True, size=num_bytes, dtype=torch.uint8)
         self.barrier()
@@ -129,7 +128,7 @@ class HostFabric:
 
     def barrier(self) -> None:
         self._thread.join()
-        dist.barrier(self._group)
+        self._members.barrier()
 
     def fork(self) -> None:
         """Nothing to do: what the computing queue holds is done."""

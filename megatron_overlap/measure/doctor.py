@@ -126,4 +126,4 @@ def _fused(gpus: int) -> tuple[Verdict, str]:
     pairs = [(a, b) for a in range(gpus) for b in range(gpus) if a != b]
     if not all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs):
         return "not available", "not every GPU can access every other one: `method: fused` runs p2p"
-    return "works", "every GPU can access every other one; not run on GPUs yet, auto does not choose it"
+    return "works", "every GPU can access every other one; not run on GPUs yet: `auto` measures it first"

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from megatron_overlap.comm import Transport
 from megatron_overlap.comm.council import Council
+from megatron_overlap.comm.transport import store_beside
 from megatron_overlap.ops.probe import probe
 from megatron_overlap.ops.stopwatch import Samples, time_call
 from megatron_overlap.tune.cache import ChoiceCache, Entry
@@ -80,7 +81,7 @@ class Chooser:
     ) -> None:
         self._group, self._transport = group, transport
         self._folder, self._versions = folder, dict(versions)
-        self._council = Council(group, timeout_s)
+        self._council = Council(store_beside(group), dist.get_rank(group), dist.get_world_size(group), timeout_s)
         self._costs: dict[tuple[torch.dtype, torch.device], Costs] = {}
         self._caches: dict[torch.device, ChoiceCache | None] = {}
         self._kinds: dict[object, _Kind] = {}

@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from megatron_overlap.comm.symmetric import SymmetricTransport
 from megatron_overlap.ops.common import Observer, WeightDone, check_operands
-from megatron_overlap.ops.fused_parts import Gather, Scatter
+from megatron_overlap.ops.fused_nodes import FusedTransport, open_gather, open_scatter
 from megatron_overlap.ops.fused_plan import FusedPlan
 from megatron_overlap.schedules import ChunkLayout
 
@@ -42,7 +41,7 @@ def fused_all_gather_linear(
     w: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    transport: SymmetricTransport,
+    transport: FusedTransport,
     plan: FusedPlan | None = None,
     num_rows: int | None = None,
     main_grad: torch.Tensor | None = None,
@@ -74,7 +73,7 @@ def fused_linear_reduce_scatter(
     w_shard: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    transport: SymmetricTransport,
+    transport: FusedTransport,
     plan: FusedPlan | None = None,
     main_grad: torch.Tensor | None = None,
     weight_done: WeightDone | None = None,
@@ -113,7 +112,7 @@ class _FusedAllGatherLinear(torch.autograd.Function):
         x: torch.Tensor,
         w: torch.Tensor,
         bias: torch.Tensor | None,
-        transport: SymmetricTransport,
+        transport: FusedTransport,
         plan: FusedPlan,
         num_rows: int,
         main_grad: torch.Tensor | None,
@@ -121,7 +120,7 @@ class _FusedAllGatherLinear(torch.autograd.Function):
         observer: Observer | None,
     ) -> torch.Tensor:
         x = x.contiguous()
-        gather = Gather(transport, x, num_rows, "all_gather_linear", plan)
+        gather = open_gather(transport, x, num_rows, "all_gather_linear", plan)
         y = gather.gemm(w.t(), bias)
         gather.done()
         ctx.save_for_backward(x, w)
@@ -140,9 +139,9 @@ class _FusedAllGatherLinear(torch.autograd.Function):
         gather = scatter = None
         dx = dw = None
         if need_w:
-            gather = Gather(transport, x, dy.shape[0], "all_gather_linear wgrad", ctx.plan)
+            gather = open_gather(transport, x, dy.shape[0], "all_gather_linear wgrad", ctx.plan)
         if need_x:
-            scatter = Scatter(transport, dy, w, "all_gather_linear dgrad", ctx.plan)
+            scatter = open_scatter(transport, dy, w, "all_gather_linear dgrad", ctx.plan)
         if gather is not None:
             dw = gather.weight_gradient(dy, None, w, ctx.main_grad)
             gather.done()
@@ -163,7 +162,7 @@ class _FusedLinearReduceScatter(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         w: torch.Tensor,
-        transport: SymmetricTransport,
+        transport: FusedTransport,
         plan: FusedPlan,
         main_grad: torch.Tensor | None,
         weight_done: WeightDone | None,
@@ -171,7 +170,7 @@ class _FusedLinearReduceScatter(torch.autograd.Function):
     ) -> torch.Tensor:
         # The weight gradient reads rows of it as they lie.
         x = x if x.stride(-1) == 1 else x.contiguous()
-        y = Scatter(transport, x, w.t(), "linear_reduce_scatter", plan).sum()
+        y = open_scatter(transport, x, w.t(), "linear_reduce_scatter", plan).sum()
         ctx.save_for_backward(x, w)
         ctx.transport, ctx.main_grad = transport, main_grad
         ctx.plan, ctx.weight_done, ctx.observer = plan, weight_done, observer
@@ -186,13 +185,14 @@ class _FusedLinearReduceScatter(torch.autograd.Function):
         dx = dw = None
         if need_x or need_w:
             shard = grads[0].contiguous()
-            gather = Gather(ctx.transport, shard, x.shape[0], "linear_reduce_scatter dgrad", ctx.plan)
+            gather = open_gather(ctx.transport, shard, x.shape[0], "linear_reduce_scatter dgrad", ctx.plan)
             if need_x:
                 dx = gather.gemm(w)
             if need_w:
                 dw = gather.weight_gradient(None, x, w, ctx.main_grad)
-                dw = _weight_result(dw, ctx.main_grad, ctx.weight_done)
             gather.done()
+            if need_w:
+                dw = _weight_result(dw, ctx.main_grad, ctx.weight_done)
             if ctx.observer is not None:
                 # One gather serves both; it is counted with the first.
                 for direction in ["dgrad"] * need_x + ["wgrad"] * need_w:

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from megatron_overlap.comm.symmetric import SymmetricTransport
 from megatron_overlap.ops.common import Observer, WeightDone, check_operands
 from megatron_overlap.ops.engine import add_product
-from megatron_overlap.ops.fused_parts import Gather, Scatter
+from megatron_overlap.ops.fused_nodes import FusedTransport, open_gather, open_scatter
 from megatron_overlap.ops.fused_plan import FusedPlan
 
 _DEFAULT = FusedPlan()
@@ -25,7 +24,7 @@ def fused_linear_all_reduce(
     w_shard: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    transport: SymmetricTransport,
+    transport: FusedTransport,
     plan: FusedPlan | None = None,
     main_grad: torch.Tensor | None = None,
     weight_done: WeightDone | None = None,
@@ -52,7 +51,7 @@ def fused_copy_linear(
     w: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    transport: SymmetricTransport,
+    transport: FusedTransport,
     plan: FusedPlan | None = None,
     main_grad: torch.Tensor | None = None,
     weight_done: WeightDone | None = None,
@@ -81,7 +80,7 @@ def _weight_gradient(ctx: Any, dy: torch.Tensor, x: torch.Tensor) -> torch.Tenso
     return None if ctx.weight_done is None else ctx.weight_done()
 
 
-def _sent_bytes(transport: SymmetricTransport, y: torch.Tensor) -> int:
+def _sent_bytes(transport: FusedTransport, y: torch.Tensor) -> int:
     """Others' rows of the partial sums, and own sums to all others."""
     own = -(-y.shape[0] // transport.size)
     return int((y.shape[0] - own + (transport.size - 1) * own) * y.shape[1] * y.itemsize)
@@ -93,14 +92,14 @@ class _FusedLinearAllReduce(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         w: torch.Tensor,
-        transport: SymmetricTransport,
+        transport: FusedTransport,
         plan: FusedPlan,
         main_grad: torch.Tensor | None,
         weight_done: WeightDone | None,
         observer: Observer | None,
     ) -> torch.Tensor:
-        own = Scatter(transport, x, w.t(), "linear_all_reduce", plan).sum()
-        gather = Gather(transport, own, x.shape[0], "linear_all_reduce", plan)
+        own = open_scatter(transport, x, w.t(), "linear_all_reduce", plan).sum()
+        gather = open_gather(transport, own, x.shape[0], "linear_all_reduce", plan)
         y = gather.rows()
         gather.done()
         ctx.save_for_backward(x, w)
@@ -131,7 +130,7 @@ class _FusedCopyLinear(torch.autograd.Function):
         x: torch.Tensor,
         w: torch.Tensor,
         bias: torch.Tensor | None,
-        transport: SymmetricTransport,
+        transport: FusedTransport,
         plan: FusedPlan,
         main_grad: torch.Tensor | None,
         weight_done: WeightDone | None,
@@ -152,8 +151,8 @@ class _FusedCopyLinear(torch.autograd.Function):
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
         dx = dw = gather = None
         if need_x:
-            own = Scatter(ctx.transport, dy, w, "copy_linear dgrad", ctx.plan).sum()
-            gather = Gather(ctx.transport, own, dy.shape[0], "copy_linear dgrad", ctx.plan)
+            own = open_scatter(ctx.transport, dy, w, "copy_linear dgrad", ctx.plan).sum()
+            gather = open_gather(ctx.transport, own, dy.shape[0], "copy_linear dgrad", ctx.plan)
         if need_w:
             # Under the all-gather of the sums.
             dw = _weight_gradient(ctx, dy, x)

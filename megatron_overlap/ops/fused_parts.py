@@ -84,12 +84,14 @@ class Gather:
         transport = self._transport
         return Waits(self._op.flags, self._op.epoch, transport.status, transport.fabric.max_polls)
 
-    def gemm(self, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """`gathered @ b + bias`, in the order of arrival."""
+    def gemm(
+        self, b: torch.Tensor, bias: torch.Tensor | None = None, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`gathered @ b + bias`, in the order of arrival, in `out` where that is given."""
         from megatron_overlap.kernels.ag_gemm import ag_gemm
 
         config = self._kernels.config(self.full.shape[0], b)
-        out = self.full.new_empty(self.full.shape[0], b.shape[1])
+        out = self.full.new_empty(self.full.shape[0], b.shape[1]) if out is None else out
         tiles = self._kernels.table(self._layout, "arrival", config.block_m)
         programs = self._kernels.programs
         ag_gemm(self.full, b, out, bias, tiles=tiles, waits=self._waits(), config=config, num_programs=programs)
@@ -114,11 +116,11 @@ class Gather:
         )
         return out if main_grad is None else None
 
-    def rows(self) -> torch.Tensor:
-        """All rows, once they are there, in memory of their own."""
+    def rows(self, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """All rows, once they are there, in memory of their own, or in `out`."""
         num_flags = self._transport.size * self._layout.chunks_per_rank
         self._transport.wait_all(self._op.flags[:num_flags], self._op.epoch)
-        return self.full.clone()
+        return self.full.clone() if out is None else out.copy_(self.full)
 
     def done(self) -> None:
         """What has been enqueued is all that reads the gathered rows."""

@@ -37,10 +37,11 @@ class Bench:
         import torch
 
         from megatron_overlap.comm import transport_of
-        from megatron_overlap.comm.cuda_fabric import CudaFabric, objection
         from megatron_overlap.comm.host_fabric import HostFabric
+        from megatron_overlap.comm.members import Members
         from megatron_overlap.comm.symmetric import SymmetricTransport
         from megatron_overlap.kernels.wait import wait_all
+        from megatron_overlap.ops.fused_nodes import FusedTransport, open_fused
 
         self.torch, self.group, self.interpret = torch, group, interpret
         self.rank, self.size = group.rank(), group.size()
@@ -49,10 +50,14 @@ class Bench:
         self.dtype = torch.float16 if interpret else torch.bfloat16
         self.p2p = transport_of(group)
         self.missing = {}
-        text = "" if interpret else objection(group)
-        if text:
-            self.missing["fused"] = text
-        self.fused = None if text else SymmetricTransport((HostFabric if interpret else CudaFabric)(group), wait_all)
+        opened: FusedTransport | str
+        if interpret:
+            opened = SymmetricTransport(HostFabric(Members(group)), wait_all)
+        else:
+            opened = open_fused(group, transport_of)
+        if isinstance(opened, str):
+            self.missing["fused"] = opened
+        self.fused = None if isinstance(opened, str) else opened
 
     def operands(self, op: str, m: int, n: int, k: int) -> tuple[Any, Any]:
         """Own rows (or all rows) of the input, and the weight; everybody's from its own seed."""

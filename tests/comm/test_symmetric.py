@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from megatron_overlap.comm.agreement import first_objection
 from megatron_overlap.comm.arena import ALIGNMENT, MAX_PARTS, ArenaLayout, gathered_bytes
-from megatron_overlap.comm.cuda_fabric import _with_deadline, local_objection, objection
+from megatron_overlap.comm.cuda_fabric import _named, _with_deadline, local_objection, survey
+from megatron_overlap.comm.members import Members
 from megatron_overlap.comm.transport import store_beside
 from tests.helpers.world import World
 
@@ -59,8 +60,8 @@ def silent(group: dist.ProcessGroup) -> str:
     return answer
 
 
-def here(group: dist.ProcessGroup) -> str:
-    return objection(group, deadline_s=30)
+def here(group: dist.ProcessGroup) -> object:
+    return survey(group, deadline_s=30)
 
 
 def test_all_ranks_give_the_same_answer(world: World) -> None:
@@ -77,6 +78,23 @@ def test_a_silent_rank_does_not_hold_the_others_for_ever(world: World) -> None:
 def test_a_machine_without_a_gpu_says_so(world: World) -> None:
     assert local_objection() == "no CUDA device"
     assert world.run(2, here) == ["rank 0 of the group: no CUDA device"] * 2
+
+
+def named(group: dist.ProcessGroup) -> tuple[str, list[int]]:
+    rank = dist.get_rank(group)
+    members = Members(group, range(rank // 2 * 2, rank // 2 * 2 + 2))
+    members.barrier()
+    assert members.group is None
+    assert (members.rank, members.size) == (rank % 2, 2)
+    return _named(members), members.ranks
+
+
+def test_ranks_of_one_host_agree_on_a_name_for_torch(world: World) -> None:
+    found = world.run(4, named)
+    assert found[0] == found[1]
+    assert found[2] == found[3]
+    assert found[0][0] != found[2][0]
+    assert [ranks for _, ranks in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
 def test_an_attempt_that_hangs_or_fails_has_a_name() -> None:

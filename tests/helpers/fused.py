@@ -9,7 +9,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm.host_fabric import HostFabric
+from megatron_overlap.comm.members import Members
 from megatron_overlap.comm.symmetric import SymmetricTransport
+from megatron_overlap.ops.fused_nodes import NodesTransport
+from megatron_overlap.schedules.nodes import Nodes
+from tests.helpers.late import LateTransport
 
 
 class PoisonedFabric(HostFabric):
@@ -21,11 +25,26 @@ class PoisonedFabric(HostFabric):
         return arenas
 
 
-def fused_transport(group: dist.ProcessGroup) -> SymmetricTransport:
-    """A transport of this process's group; its ops interpret their kernels."""
+def fused_transport(group: dist.ProcessGroup, hosts: int = 1) -> Any:
+    """A transport of this process's group, as if it were on `hosts` hosts; its ops interpret their kernels.
+
+    Messages between hosts are as late as they may be.
+    """
     from megatron_overlap.kernels.wait import wait_all
 
-    return SymmetricTransport(PoisonedFabric(group), wait_all)
+    if hosts == 1:
+        return SymmetricTransport(PoisonedFabric(Members(group)), wait_all)
+    nodes = Nodes(hosts, dist.get_world_size(group) // hosts)
+    members = Members(group, nodes.members(nodes.node(dist.get_rank(group))))
+    return _WholeNodes(SymmetricTransport(PoisonedFabric(members), wait_all), LateTransport(group), nodes)
+
+
+class _WholeNodes(NodesTransport):
+    """Owns the messages' transport too."""
+
+    def close(self) -> None:
+        super().close()
+        self.between.close()
 
 
 def fused_op(name: str) -> Callable[..., Any]:

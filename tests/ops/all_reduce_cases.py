@@ -55,10 +55,11 @@ def against_reference(
     main_grad: bool = False,
     seed: int = 1,
     repeats: int = 2,
+    hosts: int = 1,
 ) -> bytes:
     """Output and every gradient against the reference; the bits of what every rank must have alike."""
     fused = isinstance(plan, FusedPlan)
-    transport: Any = fused_transport(group) if fused else LateTransport(group) if late else transport_of(group)
+    transport: Any = fused_transport(group, hosts) if fused else LateTransport(group) if late else transport_of(group)
     size = dist.get_world_size(group)
     bits = b""
     for repeat in range(repeats):

@@ -56,10 +56,11 @@ def against_reference(
     main_grad: bool = False,
     seed: int = 1,
     repeats: int = 2,
+    hosts: int = 1,
 ) -> None:
     """Output and every gradient against the reference, twice over the same buffers; p2p or fused, as the plan says."""
     fused = isinstance(plan, FusedPlan)
-    transport: Any = fused_transport(group) if fused else LateTransport(group) if late else transport_of(group)
+    transport: Any = fused_transport(group, hosts) if fused else LateTransport(group) if late else transport_of(group)
     size = dist.get_world_size(group)
     for repeat in range(repeats):
         x, w, bias, dy = _data(group, op, rows, k, f, dtype, seed + repeat)

@@ -10,8 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_overlap.comm.members import Members
 from megatron_overlap.comm.transport import TransportError
+from megatron_overlap.schedules.nodes import Nodes
 from tests.helpers.fused import PoisonedFabric, fused_transport
+from tests.helpers.late import LateTransport
 from tests.helpers.mutants import Edit, load
 from tests.kernels.heap import shared_tensor
 from tests.kernels.looks import watched
@@ -87,7 +90,7 @@ def protocol(
     """
     edits = tuple(edits)
     symmetric, parts = load("comm.symmetric", edits), load("ops.fused_parts", edits)
-    fabric = PoisonedFabric(group, max_polls=MUTANTS_POLLS if edits else MAX_POLLS)
+    fabric = PoisonedFabric(Members(group), max_polls=MUTANTS_POLLS if edits else MAX_POLLS)
     rank, size = fabric.rank, fabric.size
     if late_copies and rank == 0:
         fabric.copying = _LateCopies(fabric.copying, MUTANTS_LATE_S if edits else LATE_S)  # type: ignore[assignment]
@@ -152,15 +155,19 @@ def _as_late_as_it_may(transport: Any, op: int, looks: torch.Tensor, give_up_s: 
     time.sleep(0.02)
 
 
-def layers(group: dist.ProcessGroup, edits: Sequence[Edit] = ()) -> list[str]:
+def layers(group: dist.ProcessGroup, edits: Sequence[Edit] = (), hosts: int = 1) -> list[str]:
     """Forward and backward of both layers over memory that is forgotten on acknowledgement; what was wrong."""
     edits = tuple(edits)
     fused = load("ops.fused", edits)
-    fabric = PoisonedFabric(group, max_polls=MUTANTS_POLLS if edits else MAX_POLLS)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    nodes = Nodes(hosts, size // hosts)
+    members = Members(group, nodes.members(nodes.node(rank)))
+    fabric = PoisonedFabric(members, max_polls=MUTANTS_POLLS if edits else MAX_POLLS)
     transport = load("comm.symmetric", edits).SymmetricTransport(fabric, load("kernels.wait", edits).wait_all)
     transport._allocate(4 * 32 * 16)
     fabric.computing = _Forgetting(fabric.computing, transport)  # type: ignore[assignment]
-    size, rank = fabric.size, fabric.rank
+    if hosts > 1:
+        transport = load("ops.fused_nodes", edits).NodesTransport(transport, LateTransport(group), nodes)
     generator = torch.Generator().manual_seed(5)
     whole, first, second = (torch.randn(shape, generator=generator) for shape in ((8 * size, 16), (12, 16), (16, 12)))
     x, w1, w2 = (t.clone().requires_grad_() for t in (whole[8 * rank : 8 * rank + 8], first + rank, second - rank))
@@ -242,7 +249,7 @@ def refused(group: dist.ProcessGroup) -> list[str]:
     from megatron_overlap.ops.fused import fused_all_gather_linear, fused_linear_reduce_scatter
 
     transport = fused_transport(group)
-    capturing = SymmetricTransport(_Capturing(group), wait_all)
+    capturing = SymmetricTransport(_Capturing(Members(group)), wait_all)
     x, w = torch.zeros(4, 8), torch.zeros(6, 8)
     calls = [
         lambda: fused_all_gather_linear(torch.zeros(4, 9), w, transport=transport),

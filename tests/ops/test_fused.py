@@ -46,6 +46,15 @@ def test_all_reduce_equals_reference(ranks: World, op: str, plan: FusedPlan) -> 
     assert_same(bits)
 
 
+@pytest.mark.parametrize("main_grad", [False, True], ids=["own gradient", "main_grad"])
+@pytest.mark.parametrize("op", SEQUENCE + PLAIN)
+def test_over_two_hosts(ranks: World, op: str, main_grad: bool) -> None:
+    """Fused inside a host of two ranks, late messages between hosts; 61 rows: hosts own different numbers."""
+    case = (cases if op in SEQUENCE else all_reduce_cases).against_reference
+    plan = FusedPlan(chunk_rows=7)
+    ranks.run(4, case, op, 61, 48, 33, torch.float32, plan, late=True, main_grad=main_grad, hosts=2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
 @pytest.mark.parametrize("op", SEQUENCE + PLAIN)
 def test_weight_gradient_goes_into_main_grad(ranks: World, op: str, dtype: torch.dtype) -> None:
@@ -164,3 +173,28 @@ def test_two_ops_in_flight(ranks: World) -> None:
 @pytest.mark.parametrize("name", LAYER_MUTANTS)
 def test_a_wrong_layer_is_caught(ranks: World, name: str) -> None:
     assert any(ranks.run(2, fused_cases.layers, (LAYER_MUTANTS[name],)))
+
+
+def test_layers_over_two_hosts(ranks: World) -> None:
+    assert ranks.run(4, fused_cases.layers, hosts=2) == [[]] * 4
+
+
+HOST_MUTANTS = {
+    "rows before they are there": Edit(
+        "ops.fused_nodes", "            for exchange in work.needs:\n                self._flight.wait(exchange)\n", ""
+    ),
+    "sums before they are there": Edit(
+        "ops.fused_nodes",
+        "        for exchange in range(len(self._parts) - 1):\n            self._flight.wait(exchange)\n",
+        "",
+    ),
+    "rows of another host": Edit("ops.fused_nodes", "nodes.rows(a.shape[0], node))", "nodes.rows(a.shape[0], 0))"),
+    "gathered in the order of ranks": Edit(
+        "ops.fused_nodes", "nodes.rows(self._num_rows, node)", "nodes.rows(self._num_rows, nodes.num_nodes - 1 - node)"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOST_MUTANTS)
+def test_wrong_layers_over_two_hosts_are_caught(ranks: World, name: str) -> None:
+    assert any(ranks.run(4, fused_cases.layers, (HOST_MUTANTS[name],), hosts=2))

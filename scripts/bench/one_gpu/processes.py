@@ -54,8 +54,9 @@ def _rows(rank: int, dry: bool, deadline: float) -> Iterator[dict[str, Any]]:
     import torch
     import torch.distributed as dist
 
-    from megatron_overlap.comm.cuda_fabric import CudaFabric, objection
+    from megatron_overlap.comm.cuda_fabric import CudaFabric, survey
     from megatron_overlap.comm.host_fabric import HostFabric
+    from megatron_overlap.comm.members import Members
     from megatron_overlap.comm.symmetric import SymmetricTransport
     from megatron_overlap.kernels.wait import wait_all
     from megatron_overlap.ops.fused_plan import FusedPlan
@@ -66,12 +67,12 @@ def _rows(rank: int, dry: bool, deadline: float) -> Iterator[dict[str, Any]]:
     assert group is not None
     if not dry:
         torch.cuda.set_device(0)
-        text = objection(group, deadline_s=60)
-        yield {"rank": rank, "objection": text}
-        if text:
+        found = survey(group, deadline_s=60)
+        yield {"rank": rank, "objection": found if isinstance(found, str) else ""}
+        if isinstance(found, str):
             return
     for mover, stores in (("push", "remote"), ("pull", "staged"), ("ring", "remote")):
-        transport = SymmetricTransport(HostFabric(group) if dry else CudaFabric(group), wait_all)
+        transport = SymmetricTransport((HostFabric if dry else CudaFabric)(Members(group)), wait_all)
         plan = FusedPlan(mover=mover, stores=stores, chunk_rows=8 if dry else 128)  # type: ignore[arg-type]
         for op in CASES:
             if time.perf_counter() > deadline:
