@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,9 @@ from megatron_overlap.comm import Transport
 from megatron_overlap.ops.fused import fused_all_gather_linear, fused_linear_reduce_scatter, why_not_fused
 from megatron_overlap.ops.fused_all_reduce import fused_copy_linear, fused_linear_all_reduce
 from megatron_overlap.ops.fused_nodes import FusedTransport, open_fused
+from megatron_overlap.ops.fused_plan import FusedPlan
 from megatron_overlap.session import Session
+from megatron_overlap.tune.candidate import Knob
 
 _FUSED_OPS: dict[str, Callable[..., torch.Tensor]] = {
     "ag_gemm": fused_all_gather_linear,
@@ -50,12 +52,19 @@ class FusedChoice:
         return transport if isinstance(transport, str) else None
 
     def run(
-        self, op: str, x: torch.Tensor, w: torch.Tensor, bias: Any, group: dist.ProcessGroup, **options: Any
+        self,
+        op: str,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: Any,
+        group: dist.ProcessGroup,
+        knobs: Sequence[Knob] = (),
+        **options: Any,
     ) -> Any:
         """The fused op; `why_not` was None for it. Options that have no meaning here are left out."""
         transport = self._transports[group]
         known = {key: options[key] for key in ("main_grad", "weight_done", "observer") if key in options}
-        return _FUSED_OPS[op](x, w, bias, transport=transport, **known)
+        return _FUSED_OPS[op](x, w, bias, transport=transport, plan=FusedPlan(**dict(knobs)), **known)  # type: ignore[arg-type]
 
     def memory(self) -> list[SymmetricMemory]:
         """What the groups hold now; nothing where no call ran fused."""

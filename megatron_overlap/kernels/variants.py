@@ -53,7 +53,7 @@ def newest(capability: int) -> int:
     return known[-1]
 
 
-def config_for(capability: int, *, aligned: bool, num_tiles: int, num_programs: int) -> GemmConfig:
+def config_for(capability: int, *, aligned: bool, num_tiles: int, num_programs: int, other: bool = False) -> GemmConfig:
     """The tile shape for a GEMM; `num_tiles` is counted in tiles of `ALIGNED`.
 
     Args:
@@ -61,6 +61,7 @@ def config_for(capability: int, *, aligned: bool, num_tiles: int, num_programs: 
         aligned: columns and depth are multiples of `ALIGNMENT`.
         num_tiles: tiles of the whole GEMM.
         num_programs: blocks of the persistent grid.
+        other: take the other one of the two aligned shapes than by this rule.
 
     Raises:
         ValueError: the device is older than sm_80.
@@ -68,7 +69,8 @@ def config_for(capability: int, *, aligned: bool, num_tiles: int, num_programs: 
     arch = newest(capability)
     if not aligned:
         return ODD[arch]
-    return (ALIGNED if num_tiles >= 2 * num_programs else ALIGNED_SMALL)[arch]
+    wide = num_tiles >= 2 * num_programs
+    return (ALIGNED if wide != other else ALIGNED_SMALL)[arch]
 
 
 @dataclass(frozen=True, slots=True)

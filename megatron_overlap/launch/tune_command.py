@@ -21,10 +21,14 @@ from megatron_overlap.launch.netlab import NetlabError
 from megatron_overlap.launch.outcome import RunError
 from megatron_overlap.launch.plan import plan
 from megatron_overlap.launch.progress import iteration_of
+from megatron_overlap.tune.candidate import KNOBS
+from megatron_overlap.tune.decide import calls_to_settle
+from megatron_overlap.tune.predict import MAX_TRIED
 
-# Of one kind of call: five candidates once, three times, and five times again those that are left; and what comes late.
-_CALLS = 48
 _FIRST_STEPS = 2
+_KNOBS = sum(len(values) - 1 for values in KNOBS.values())
+# Some passes come late: what was to be measured is waited for.
+_LATE = 1.1
 
 
 def tune(
@@ -87,8 +91,12 @@ def short_run(name: str, cfg: LaunchConfig) -> LaunchConfig:
         )
     if tensor.choices is None:
         raise ConfigError(name, "overlap.tensor.choices", None, "name a folder to keep choices in")
-    # The output layer is called once a micro-batch, all others once a layer and micro-batch.
-    iterations = _FIRST_STEPS + math.ceil(_CALLS / cfg.num_microbatches)
+    # The output layer is called once a micro-batch, all others once a layer and micro-batch. Where there are fused
+    # kernels their variants are tried in the layers; the output layer may end with fewer of them tried.
+    near = _KNOBS if cfg.launch.device == "cuda" else 0
+    layers = cfg.model.num_layers // cfg.parallel.pipeline
+    calls = max(calls_to_settle(1 + MAX_TRIED), calls_to_settle(1 + MAX_TRIED, near) / layers)
+    iterations = _FIRST_STEPS + math.ceil(_LATE * calls / cfg.num_microbatches)
     dump = cfg.model_dump()
     train = {
         "iterations": max(iterations, cfg.train.lr_warmup_iterations + 1),

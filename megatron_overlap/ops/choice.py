@@ -24,7 +24,7 @@ from megatron_overlap.comm.transport import store_beside
 from megatron_overlap.ops.probe import probe
 from megatron_overlap.ops.stopwatch import Samples, time_call
 from megatron_overlap.tune.cache import ChoiceCache, Entry
-from megatron_overlap.tune.candidate import OWN, Call, Candidate
+from megatron_overlap.tune.candidate import HOPPER, OWN, Call, Candidate, fused_variants, one_knob_apart
 from megatron_overlap.tune.decide import Decider, Settled, Stage, Turn
 from megatron_overlap.tune.predict import Costs, predict_us, shortlist
 
@@ -150,7 +150,7 @@ class Chooser:
                     choice.own_us,
                     decider.stage,
                     choice.why,
-                    tuple(kind.candidates),
+                    tuple(kind.candidates[each] for each in decider.tried),
                     decider.withdrawals,
                 )
             )
@@ -174,7 +174,9 @@ class Chooser:
             own_us = predict_us(costs, call, OWN, x.itemsize)
             likely = own_us > predict_us(costs, call, tried[0], x.itemsize)
             word |= {"tried": [each.as_dict() for each in tried], "seed": int(likely), "known": None}
-            entry = self._known(call.key, costs.felt_rate, possible)
+            variants = _variants(call, possible)
+            word["variants"] = [each.as_dict() for each in variants]
+            entry = self._known(call.key, costs.felt_rate, [*possible, *variants])
             if entry is not None:
                 word["known"] = entry.as_dict()
         words = [json.loads(text) for text in self._council.words(json.dumps(word))]
@@ -186,13 +188,21 @@ class Chooser:
             )
         first = words[0]
         candidates = [OWN, *(Candidate.of(tree) for tree in first["tried"])]
+        num_first = len(candidates)
+        candidates += [each for each in map(Candidate.of, first["variants"]) if each not in candidates]
         known = None
         if first["known"] is not None:
             entry = Entry.of(first["known"])
             if entry.candidate not in candidates:
                 candidates.append(entry.candidate)
             known = Settled(candidates.index(entry.candidate), entry.us, entry.own_us, "cached")
-        return _Kind(call, candidates, Decider(len(candidates), seed=first["seed"], known=known), costs.felt_rate)
+        near = {
+            index: [other for other, apart in enumerate(candidates) if one_knob_apart(each, apart)]
+            for index, each in enumerate(candidates)
+            if each.method == "fused"
+        }
+        decider = Decider(num_first, seed=first["seed"], known=known, near=near)
+        return _Kind(call, candidates, decider, costs.felt_rate)
 
     def _known(self, key: str, link_rate: float, possible: Sequence[Candidate]) -> Entry | None:
         cache = next(iter(self._caches.values()))
@@ -259,6 +269,12 @@ class _Kind:
             elif call == self.call:
                 return math.nan
         return total
+
+
+def _variants(call: Call, possible: Sequence[Candidate]) -> list[Candidate]:
+    """Ways to run fused kernels, where they can: those like the best so far are tried when it is one of them."""
+    fused = [each for each in possible if each.method == "fused"]
+    return fused_variants(call, HOPPER in fused) if fused else []
 
 
 def _processor() -> str:

@@ -48,7 +48,13 @@ class _Kernels:
         depth, columns = b.shape
         aligned = columns % ALIGNMENT == 0 and depth % ALIGNMENT == 0
         tiles = -(-rows // wide.block_m) * -(-columns // wide.block_n)
-        return config_for(capability, aligned=aligned, num_tiles=tiles, num_programs=self.programs)
+        return config_for(
+            capability,
+            aligned=aligned,
+            num_tiles=tiles,
+            num_programs=self.programs,
+            other=self._plan.tiles == "other",
+        )
 
     def wgrad_config(self, w: torch.Tensor) -> Any:
         """Tile shape for a weight gradient."""

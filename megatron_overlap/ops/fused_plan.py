@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 Stores = Literal["remote", "staged"]
 """Where a scattering GEMM stores: at the owners, or into own memory, from where copies go to the owners."""
 
+Tiles = Literal["rule", "other"]
+"""Which of an architecture's two tile shapes: as `kernels.variants.config_for` says by the number of tiles, or not."""
+
 
 @dataclass(frozen=True, slots=True)
 class FusedPlan:
@@ -25,7 +28,8 @@ class FusedPlan:
         stores: of a scattering GEMM. `staged` needs own memory for one more gathered activation.
         chunk_rows: rows of a comm tile, from one GEMM tile to a whole shard; there are at most 32 of them in a shard.
         spare_sms: SMs that a fused GEMM leaves to others.
-        config: tile shape of GEMMs; None takes the rule of `kernels.variants`.
+        tiles: shape of GEMM tiles.
+        config: another shape than these, for experiments; None takes `tiles`.
 
     Raises:
         ValueError: a value is not known or out of range.
@@ -36,10 +40,11 @@ class FusedPlan:
     # A message that a link needs some microseconds for, and whole GEMM tiles.
     chunk_rows: int = 512
     spare_sms: int = 0
+    tiles: Tiles = "rule"
     config: GemmConfig | None = field(default=None)
 
     def __post_init__(self) -> None:
-        for name, known in (("mover", get_args(Mover)), ("stores", get_args(Stores))):
+        for name, known in (("mover", get_args(Mover)), ("stores", get_args(Stores)), ("tiles", get_args(Tiles))):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}: {getattr(self, name)}: must be one of {', '.join(known)}")
         if self.chunk_rows < 1:

@@ -8,7 +8,7 @@ its peers in the same call. See `docs/choice.md`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -25,6 +25,19 @@ SAMPLE_EVERY, WINDOW = 8, 128
 FIRST_CHECK, LAST_CHECK = 512, 4096
 _TURNED_SLOWER = 1.25
 _MOST_ATTEMPTS = 6
+_MOST_REFINEMENTS = 4
+
+
+def calls_to_settle(num_candidates: int, num_near: int = 0) -> int:
+    """Most calls of a kind until a choice settles, if every pass is measured in time.
+
+    Args:
+        num_candidates: measured at first.
+        num_near: measured beside the best so far, each time one of them has won.
+    """
+    rounds = 1 + FIRST_ROUNDS + SECOND_ROUNDS
+    refinements = _MOST_REFINEMENTS * (num_near + 1) if num_near else 0
+    return rounds * (num_candidates + refinements)
 
 
 class Turn(NamedTuple):
@@ -64,21 +77,34 @@ class Decider:
     Candidate 0 is Megatron's own path; the others follow in the order of the model, likeliest first.
 
     Args:
-        num_candidates: how many there are, at least one.
+        num_candidates: how many are measured at first, at least one.
         seed: the one that serves where nothing is known yet.
         known: an earlier choice to start from; None measures first.
+        near: of some candidates others like them, which are measured when it wins, and so on from the best of them;
+            they may have numbers from `num_candidates` on.
 
     Raises:
         ValueError: there is no candidate `seed`.
     """
 
-    def __init__(self, num_candidates: int, *, seed: int, known: Settled | None = None) -> None:
+    def __init__(
+        self,
+        num_candidates: int,
+        *,
+        seed: int,
+        known: Settled | None = None,
+        near: Mapping[int, Sequence[int]] | None = None,
+    ) -> None:
         if not 0 <= seed < num_candidates:
             raise ValueError(f"seed: {seed}: there are {num_candidates} candidates")
         self._num = num_candidates
         self._seed = seed
+        self._near = dict(near or {})
+        self._refinements = 0
+        # What others have to beat: Megatron's own path, later the best so far, whose like are measured.
+        self._base = 0
         self._turns: list[Turn] = []
-        self._times = [math.nan] * num_candidates
+        self._times: dict[int, float] = {}
         self._attempts = 0
         self.calls = 0
         self.withdrawals = 0
@@ -97,6 +123,11 @@ class Decider:
             # The first call of a path allocates and connects: not measured.
             others = [each for each in range(num_candidates) if each != seed]
             self._turns = [Turn(each) for each in (seed, *others)]
+
+    @property
+    def tried(self) -> tuple[int, ...]:
+        """Candidates that are or were measured."""
+        return tuple(sorted({*range(self._num), *self._times, *self._alive}))
 
     @property
     def due(self) -> bool:
@@ -120,7 +151,7 @@ class Decider:
             self._since += 1
             return Turn(self.choice.candidate, timed=self._num > 1 and self._since % SAMPLE_EVERY == 0)
         if self.stage == "warm" and not self._turns:
-            self._begin("first", FIRST_ROUNDS, tuple(range(self._num)))
+            self._begin("first", FIRST_ROUNDS, self._alive)
         return self._turns.pop(0)
 
     def serves_own(self) -> bool:
@@ -158,28 +189,41 @@ class Decider:
         if self.stage == "recheck":
             self._recheck(times)
             return
-        for each, us in times.items():
-            self._times[each] = us
+        self._times |= times
         best = min(worst)
-        alive = [each for each, us in times.items() if each == 0 or us <= _DROPPED * best]
+        alive = [each for each, us in times.items() if each == self._base or us <= _DROPPED * best]
         if self.stage == "first" and len(alive) > 1:
             # What was measured so far still counts: the epoch stays.
             self._begin("second", SECOND_ROUNDS, alive, fresh=False)
             return
-        self._settle(self._judge(times))
+        choice = self._judge(times)
+        like = [each for each in self._near.get(choice.candidate, ()) if each not in self._times]
+        if like and self._refinements < _MOST_REFINEMENTS:
+            self._refine(choice, like)
+            return
+        self._settle(choice)
         self._reference = self.choice.us
 
     def _judge(self, times: dict[int, float]) -> Settled:
-        own = self._times[0]
-        others = {each: us for each, us in times.items() if each != 0}
+        base, own = self._base, self._times[0]
+        others = {each: us for each, us in times.items() if each != base}
         if not others:
-            return Settled(0, own, own, "measured")
+            return Settled(base, times[base], own, "measured")
         fastest = min(others.values())
         pick = min(each for each, us in others.items() if us <= (1 + _ALIKE) * fastest)
-        self._challenger = pick
-        if others[pick] < (1 - MARGIN) * own:
+        if base == 0:
+            self._challenger = pick
+        if others[pick] < (1 - MARGIN) * times[base]:
             return Settled(pick, others[pick], own, "measured")
-        return Settled(0, own, own, "measured")
+        return Settled(base, times[base], own, "measured")
+
+    def _refine(self, choice: Settled, like: Sequence[int]) -> None:
+        """Measures what is like the best so far, beside it."""
+        self._refinements += 1
+        self.choice, self._base = choice, choice.candidate
+        self.stage, self._alive = "warm", (choice.candidate, *like)
+        self._turns = [Turn(each) for each in like]
+        self.epoch += 1
 
     def _settle(self, choice: Settled) -> None:
         self.choice = choice
@@ -228,7 +272,7 @@ class Decider:
         """Some rank has no time of something yet, a backward pass that has not come: a little later again."""
         self._attempts += 1
         if self._attempts > _MOST_ATTEMPTS:
-            # It never comes (an output that nobody uses): the model's word stands.
-            self._settle(self.choice if self.stage == "recheck" else Settled(self._seed))
+            # It never comes (an output that nobody uses): what was known, or the model's word, stands.
+            self._settle(self.choice if self.stage == "recheck" or self._refinements else Settled(self._seed))
             return
         self._turns = [Turn(self.choice.candidate)] * (len(self.wanted) * 2**self._attempts)

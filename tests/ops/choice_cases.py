@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from megatron_overlap.comm import close_transport, transport_of
 from megatron_overlap.ops.choice import Chooser
 from megatron_overlap.tune import cache, decide
 from megatron_overlap.tune.candidate import OWN, Call, Candidate
+from megatron_overlap.tune.decide import calls_to_settle
 
 P2P = Candidate("p2p", "direct", 1)
 OTHER = Candidate("p2p", "direct", 2)
@@ -43,8 +44,10 @@ class _Sleep(torch.autograd.Function):
 class Layers:
     """Calls of one layer of one group, through one chooser."""
 
-    def __init__(self, group: dist.ProcessGroup, folder: str | None) -> None:
-        self.group = group
+    def __init__(
+        self, group: dist.ProcessGroup, folder: str | None, possible: Sequence[Candidate] = (P2P, OTHER)
+    ) -> None:
+        self.group, self.possible = group, possible
         # The rate of loopback depends on what else this machine does: here it is the same link, whatever it does.
         cache._OTHER_LINK = 1e9
         path = None if folder is None else Path(folder, f"rank{group.rank()}")
@@ -66,7 +69,7 @@ class Layers:
                     # More nodes than one: a view and a sum, as layers with a bias have.
                     return y.view(2, 2) + w
 
-                outputs.append((x, self.chooser.serve(call, once, (x, w), lambda: [P2P, OTHER])[0]))
+                outputs.append((x, self.chooser.serve(call, once, (x, w), lambda: self.possible)[0]))
             for x, y in reversed(outputs):
                 y.sum().backward()
                 assert x.grad is not None
@@ -89,6 +92,25 @@ def chosen(
     (verdict,) = layers.chooser.verdicts()
     close_transport(group)
     return layers.served, str(verdict.candidate), verdict.us, verdict.own_us
+
+
+def refined(group: dist.ProcessGroup, folder: str) -> tuple[list[str], list[str], list[str]]:
+    """Fused kernels win, and two of their knobs win more; what served, what a new run starts with, what was tried."""
+
+    def takes(candidate: Candidate) -> Seconds:
+        if candidate.method != "fused":
+            return Seconds(0.004, 0.0)
+        helps = {("stores", "staged"), ("tiles", "other")}
+        return Seconds(0.002 - 0.0007 * len(helps & {*candidate.knobs}) + 0.001 * len({*candidate.knobs} - helps), 0.0)
+
+    possible = [Candidate("fused"), P2P]
+    layers = Layers(group, folder, possible)
+    layers.run(calls_to_settle(3, 4), takes)
+    (verdict,) = layers.chooser.verdicts()
+    again = Layers(group, folder, possible)
+    again.run(5, takes)
+    close_transport(group)
+    return layers.served, again.served, [str(each) for each in verdict.tried]
 
 
 def withdrawn(group: dist.ProcessGroup, folder: str) -> dict[str, Any]:

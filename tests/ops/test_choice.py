@@ -29,6 +29,17 @@ def test_a_candidate_that_is_slow_on_one_rank_is_not_chosen_on_any(world: World)
         assert [method for _, method, _, _ in answers] == ["Megatron's own"] * 3
 
 
+def test_variants_of_the_fused_kernels_are_tried_where_these_win(world: World, tmp_path: Path) -> None:
+    answers = world.run(2, cases.refined, str(tmp_path))
+    assert_same(answers)
+    served, again, tried = answers[0]
+    best = "fused stores=staged tiles=other"
+    assert served[-20:] == [best] * 20
+    assert again == [best] * 5, "it is kept"
+    assert {"fused", "p2p direct x 1", "fused spare_sms=8", "fused mover=pull", best} <= {*tried}
+    assert not any("ring" in each or "chunk_rows" in each for each in tried), "they change nothing here"
+
+
 def test_a_choice_that_turns_slower_is_withdrawn_everywhere_and_in_the_next_run(world: World, tmp_path: Path) -> None:
     answers = world.run(2, cases.withdrawn, str(tmp_path))
     assert_same([answer["served"] for answer in answers])

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_overlap.tune.decide import FIRST_CHECK, FIRST_ROUNDS, WINDOW, Decider, Settled, Turn
+from megatron_overlap.tune.decide import FIRST_CHECK, FIRST_ROUNDS, WINDOW, Decider, Settled, Turn, calls_to_settle
 
 Clock = Callable[[int, int, int], float]
 """Microseconds of a candidate in call number n on a rank."""
@@ -137,6 +137,49 @@ def test_megatrons_own_choice_is_looked_at_again_against_the_best_other() -> Non
     assert 1 not in {turn.candidate for turn in turns}
     again = [turn for turn in turns if turn.candidate == 2]
     assert [turn.timed for turn in again[:2]] == [False, True], "it has not run for long: its first call tells nothing"
+
+
+NEAR = {2: (3, 4), 3: (2, 5), 4: (2, 5), 5: (3, 4)}
+
+
+def test_what_is_like_the_winner_is_tried_beside_it_and_so_on() -> None:
+    """2 wins at first; 3 is like it and faster; 5 is like 3 and faster still; 4 never helps."""
+    decider = Decider(3, seed=1, near=NEAR)
+    turns = drive(decider, calls_to_settle(3, 2), steady(100, 90, 80, 70, 85, 60))
+    assert decider.choice == Settled(5, 60, 100, "measured")
+    assert decider.tried == (0, 1, 2, 3, 4, 5)
+    first = [next(turn for turn in turns if turn.candidate == each) for each in range(6)]
+    assert not any(turn.timed for turn in first), "the first call of each is not measured"
+    assert turns.index(first[3]) > max(number for number, turn in enumerate(turns) if turn.candidate == 1)
+    assert {turn.candidate for turn in turns[-20:]} == {5}
+
+
+def test_what_is_like_a_winner_stays_untried_where_others_win() -> None:
+    decider = Decider(3, seed=1, near=NEAR)
+    turns = drive(decider, 300, steady(100, 60, 80, 10, 10, 10))
+    assert decider.choice.candidate == 1
+    assert {turn.candidate for turn in turns} == {0, 1, 2}
+    assert decider.tried == (0, 1, 2)
+
+
+def test_a_variant_must_win_more_than_noise() -> None:
+    decider = Decider(3, seed=1, near=NEAR)
+    drive(decider, calls_to_settle(3, 2), steady(100, 90, 80, 79, 79, 10))
+    assert decider.choice == Settled(2, 80, 100, "measured")
+    assert 5 not in decider.tried
+
+
+def test_what_is_never_measured_beside_the_winner_leaves_the_winner() -> None:
+    decider = Decider(3, seed=1, near=NEAR)
+    drive(decider, 3 * calls_to_settle(3, 2), lambda each, call, rank: math.nan if each > 2 else (100, 90, 80)[each])
+    assert (decider.choice.candidate, decider.stage) == (2, "settled")
+
+
+@pytest.mark.parametrize("num_near", [0, 2])
+def test_it_settles_in_the_calls_that_it_says(num_near: int) -> None:
+    decider = Decider(3, seed=1, near=NEAR if num_near else None)
+    drive(decider, calls_to_settle(3, num_near) + 1, steady(100, 90, 80, 70, 75, 60))
+    assert decider.stage in ("settled", "recheck")
 
 
 @pytest.mark.parametrize("lacking", [0, 1, 2])

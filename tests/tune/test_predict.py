@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 
-from megatron_overlap.tune.candidate import OWN, Call, Candidate
+from megatron_overlap.ops.fused_plan import FusedPlan
+from megatron_overlap.tune.candidate import HOPPER, KNOBS, OWN, Call, Candidate, fused_variants, one_knob_apart
 from megatron_overlap.tune.predict import MAX_TRIED, Costs, candidates, predict_us, shortlist
 from tests.simulate.machines import machine
 
@@ -66,8 +68,45 @@ def test_costs_of_a_profile_are_those_of_its_model() -> None:
 
 
 def test_candidates_survive_json() -> None:
-    for each in (OWN, Candidate("fused"), Candidate("p2p", "ring", 4), Candidate("p2p")):
-        assert Candidate.of(each.as_dict()) == each
-    for wrong in ({}, {"method": "p2p", "chunks_per_rank": 0}, {"method": "p2p", "pattern": "star"}):
+    for each in (OWN, HOPPER, *fused_variants(COLUMN, True), Candidate("p2p", "ring", 4), Candidate("p2p")):
+        assert Candidate.of(json.loads(json.dumps(each.as_dict()))) == each
+    for wrong in (
+        {},
+        {"method": "p2p", "chunks_per_rank": 0},
+        {"method": "p2p", "pattern": "star"},
+        {"method": "fused", "knobs": {"mover": "throw"}},
+        {"method": "fused", "knobs": {"colour": "red"}},
+        {"method": "fused", "knobs": "push"},
+    ):
         with pytest.raises(ValueError, match="not a way to run"):
             Candidate.of(wrong)
+
+
+@pytest.mark.parametrize("hopper", [False, True])
+@pytest.mark.parametrize(("ranks", "rows"), [(2, 4096), (8, 4096), (8, 64)])
+def test_every_fused_variant_is_reached_from_the_default_knob_by_knob(ranks: int, rows: int, hopper: bool) -> None:
+    call = replace(COLUMN, ranks=ranks, rows=rows)
+    variants = fused_variants(call, hopper)
+    assert variants[0] == Candidate("fused")
+    assert len(variants) == len(set(variants))
+    assert (HOPPER in variants) == hopper
+    assert any(("mover", "ring") in each.knobs for each in variants) == (ranks > 2)
+    sizes = {value for each in variants for name, value in each.knobs if name == "chunk_rows"}
+    assert sizes == {(2, 4096): {128, 2048}, (8, 4096): {128}, (8, 64): set()}[ranks, rows]
+    seen, new = {variants[0]}, [variants[0]]
+    while new:
+        one = new.pop()
+        fresh = [each for each in variants if each not in seen and one_knob_apart(one, each)]
+        seen |= set(fresh)
+        new += fresh
+    assert seen == set(variants)
+    assert not one_knob_apart(variants[0], variants[0])
+    assert not one_knob_apart(OWN, Candidate("p2p"))
+
+
+def test_every_knob_is_a_field_of_a_fused_plan_with_its_default_first() -> None:
+    defaults = FusedPlan()
+    for name, values in KNOBS.items():
+        assert getattr(defaults, name) == values[0]
+        for value in values:
+            FusedPlan(**{name: value})  # type: ignore[arg-type]
