@@ -131,7 +131,7 @@ def everyday(mutants: dict[str, Edit], *names: str) -> list[Any]:
     return [pytest.param(name, marks=[] if name in names else [pytest.mark.long]) for name in mutants]
 
 
-@pytest.mark.parametrize("name", everyday(GATHER_MUTANTS, "missing wait", "own rows last"))
+@pytest.mark.parametrize("name", everyday(GATHER_MUTANTS, "missing wait", "stale epoch", "own rows last"))
 def test_a_wrong_gathering_gemm_is_caught(two_ranks: World, shared: Path, name: str) -> None:
     problem = replace(odd(shared), max_polls=2000)
     findings = gathering(two_ranks, problem, edits=(GATHER_MUTANTS[name],))
@@ -142,7 +142,7 @@ def test_a_wrong_gathering_gemm_is_caught(two_ranks: World, shared: Path, name: 
         assert findings.idle
 
 
-@pytest.mark.parametrize("name", everyday(SCATTER_MUTANTS, "missing wait", "flag before the stores"))
+@pytest.mark.parametrize("name", everyday(SCATTER_MUTANTS, "missing wait", "wrong owner", "flag before the stores"))
 def test_a_wrong_scattering_gemm_is_caught(two_ranks: World, shared: Path, name: str) -> None:
     problem = replace(odd(shared), max_polls=2000)
     findings = scattering(two_ranks, problem, edits=(SCATTER_MUTANTS[name],))
