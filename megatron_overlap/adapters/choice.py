@@ -208,7 +208,7 @@ def _ms(us: float) -> float | None:
 
 def _why(verdict: Verdict, candidate: Candidate) -> str:
     tried = _listed([each for each in verdict.tried if each not in (OWN, candidate)])
-    if verdict.stage in ("warm", "first", "second"):
+    if verdict.stage in ("warm", "first", "second", "third"):
         return f"being measured: {_listed(verdict.tried)}"
     if verdict.withdrawals and candidate == OWN:
         return f"withdrawn, as Megatron's own became faster: {tried}"

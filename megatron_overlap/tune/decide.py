@@ -12,13 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Stage = Literal["warm", "first", "second", "settled", "recheck"]
+Stage = Literal["warm", "first", "second", "third", "settled", "recheck"]
 
 MARGIN = 0.02
 """What is won must be more than this for a candidate to replace the one that serves now: hysteresis."""
 
-FIRST_ROUNDS, SECOND_ROUNDS, CHECK_ROUNDS = 5, 11, 11
-_DROPPED = 1.2
+FIRST_ROUNDS, SECOND_ROUNDS, THIRD_ROUNDS, CHECK_ROUNDS = 5, 11, 25, 11
+_DROPPED, _CLOSE = 1.2, 1.06
+"""What takes so much longer than the best is out after the first rounds, and after the second: long rounds of what is
+close cost little, as any of it serves nearly as well."""
 # Of those nearly as fast as the fastest the likeliest by the model is taken: the difference is noise.
 _ALIKE = 0.01
 SAMPLE_EVERY, WINDOW = 8, 128
@@ -35,7 +37,7 @@ def calls_to_settle(num_candidates: int, num_near: int = 0) -> int:
         num_candidates: measured at first.
         num_near: measured beside the best so far, each time one of them has won.
     """
-    rounds = 1 + FIRST_ROUNDS + SECOND_ROUNDS
+    rounds = 1 + FIRST_ROUNDS + SECOND_ROUNDS + THIRD_ROUNDS
     refinements = _MOST_REFINEMENTS * (num_near + 1) if num_near else 0
     return rounds * (num_candidates + refinements)
 
@@ -103,6 +105,7 @@ class Decider:
         self._refinements = 0
         # What others have to beat: Megatron's own path, later the best so far, whose like are measured.
         self._base = 0
+        self._again = False
         self._turns: list[Turn] = []
         self._times: dict[int, float] = {}
         self._attempts = 0
@@ -191,12 +194,18 @@ class Decider:
             return
         self._times |= times
         best = min(worst)
-        alive = [each for each, us in times.items() if each == self._base or us <= _DROPPED * best]
-        if self.stage == "first" and len(alive) > 1:
-            # What was measured so far still counts: the epoch stays.
-            self._begin("second", SECOND_ROUNDS, alive, fresh=False)
-            return
-        choice = self._judge(times)
+        # What was measured so far still counts: the epoch stays.
+        if self.stage == "first":
+            alive = [each for each, us in times.items() if each == self._base or us <= _DROPPED * best]
+            if len(alive) > 1:
+                self._begin("second", SECOND_ROUNDS, alive, fresh=False)
+                return
+        if self.stage == "second":
+            alive = [each for each, us in times.items() if us <= _CLOSE * best]
+            if len(alive) > 1:
+                self._begin("third", THIRD_ROUNDS, alive, fresh=False)
+                return
+        choice = self._judge(times | {self._base: self._times[self._base]})
         like = [each for each in self._near.get(choice.candidate, ()) if each not in self._times]
         if like and self._refinements < _MOST_REFINEMENTS:
             self._refine(choice, like)
@@ -243,6 +252,7 @@ class Decider:
             self._reference = math.nan
             self._next_check = self.calls + min(LAST_CHECK, max(FIRST_CHECK, self.calls))
             pair = [self.choice.candidate, self._challenger]
+            self._again = False
             self._begin("recheck", CHECK_ROUNDS, pair)
             # The challenger has not run for long: its first call is not measured.
             self._turns.insert(0, Turn(self._challenger))
@@ -250,6 +260,10 @@ class Decider:
     def _recheck(self, times: dict[int, float]) -> None:
         now, challenger = self.choice.candidate, self._challenger
         own = times[0]
+        if max(times.values()) <= _CLOSE * min(times.values()) and not self._again:
+            self._again = True
+            self._begin("recheck", THIRD_ROUNDS, self._alive, fresh=False)
+            return
         if times[challenger] < (1 - MARGIN) * times[now]:
             if challenger == 0:
                 self.withdrawals += 1
