@@ -30,6 +30,7 @@ def ag_gemm_kernel(
     flags_ptr,
     status_ptr,
     epoch,
+    num_first_tiles,
     num_row_tiles,
     N,
     K,
@@ -52,7 +53,7 @@ def ag_gemm_kernel(
     num_columns = tl.cdiv(N, BLOCK_N)
     # Not flattened: with a wait between the two loops that would switch the pipelining of the inner one off.
     for index in tl.range(tl.program_id(0), num_row_tiles * num_columns, tl.num_programs(0), flatten=False):
-        row_tile, column_tile = device.place(index, num_row_tiles, num_columns, GROUP)
+        row_tile, column_tile = device.place_by_owner(index, num_first_tiles, num_row_tiles, num_columns, GROUP)
         tile = tiles_ptr + row_tile * device.COLUMNS
         start = tl.load(tile + device.START)
         num_rows = tl.load(tile + device.STOP) - start
@@ -131,6 +132,7 @@ def ag_gemm(
         waits.flags,
         waits.status,
         waits.epoch,
+        tiles.first,
         tiles.count,
         num_columns,
         depth,

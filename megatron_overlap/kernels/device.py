@@ -43,6 +43,20 @@ def place(index, num_rows, num_columns, GROUP: tl.constexpr):
 
 
 @triton.jit
+def place_by_owner(index, num_first, num_rows, num_columns, GROUP: tl.constexpr):
+    """The same, but that all tiles of the `num_first` first rows come before any other: groups end there.
+
+    Else the last own rows would share a group with the first that others send, and blocks would wait for these while
+    own rows are still to be computed.
+    """
+    rest = index >= num_first * num_columns
+    start = tl.where(rest, num_first, 0)
+    height = tl.where(rest, num_rows - num_first, num_first)
+    row, column = place(index - start * num_columns, height, num_columns, GROUP)
+    return start + row, column
+
+
+@triton.jit
 def product(
     a_ptr,
     b_ptr,

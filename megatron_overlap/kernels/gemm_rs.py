@@ -36,6 +36,7 @@ def gemm_to_owners_kernel(
     epoch,
     slot_offset,
     first_flag,
+    num_first_tiles,
     num_row_tiles,
     N,
     K,
@@ -55,7 +56,7 @@ def gemm_to_owners_kernel(
 ):
     num_columns = tl.cdiv(N, BLOCK_N)
     for index in tl.range(tl.program_id(0), num_row_tiles * num_columns, tl.num_programs(0), flatten=False):
-        row_tile, column_tile = device.place(index, num_row_tiles, num_columns, GROUP)
+        row_tile, column_tile = device.place_by_owner(index, num_first_tiles, num_row_tiles, num_columns, GROUP)
         tile = tiles_ptr + row_tile * device.COLUMNS
         start = tl.load(tile + device.START)
         num_rows = tl.load(tile + device.STOP) - start
@@ -197,6 +198,7 @@ def gemm_to_owners(
         owners.epoch,
         owners.rank * owners.slot_rows * num_columns,
         owners.rank * owners.parts,
+        tiles.first,
         tiles.count,
         num_columns,
         depth,

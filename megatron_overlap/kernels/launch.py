@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 import triton
@@ -53,12 +54,14 @@ class RowTiles:
     Attributes:
         table: int32 `[count, 8]`, the fields of `RowTile`.
         count: number of tiles.
+        first: how many of them, from the first one on, are own, or are others'.
         rows: row after the last one of any tile.
         block: most rows of one tile.
     """
 
     table: torch.Tensor
     count: int
+    first: int
     rows: int
     block: int
 
@@ -66,8 +69,9 @@ class RowTiles:
     def of(cls, tiles: Sequence[RowTile], device: torch.device | str) -> RowTiles:
         """Puts `tiles` on `device`. Costs a copy: make a table once for each shape."""
         table = torch.tensor(tiles, dtype=torch.int32).reshape(len(tiles), len(RowTile._fields)).to(device)
-        stops = [tile.stop for tile in tiles]
-        return cls(table, len(tiles), max(stops, default=0), max((t.stop - t.start for t in tiles), default=0))
+        first = sum(1 for _ in takewhile(lambda tile: tile.remote == tiles[0].remote, tiles))
+        rows = max((tile.stop for tile in tiles), default=0)
+        return cls(table, len(tiles), first, rows, max((tile.stop - tile.start for tile in tiles), default=0))
 
 
 @dataclass(frozen=True, slots=True)

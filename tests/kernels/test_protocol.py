@@ -26,7 +26,7 @@ def odd(shared: Path, ranks: int = 2) -> Problem:
 
 
 def test_gathering_gemm(two_ranks: World, shared: Path) -> None:
-    assert gathering(two_ranks, replace(odd(shared), bias=True)) == NOTHING
+    assert gathering(two_ranks, replace(odd(shared), bias=True, parts=3)) == NOTHING
 
 
 def test_scattering_gemm(two_ranks: World, shared: Path) -> None:
@@ -89,7 +89,8 @@ GATHER_MUTANTS = {
     "wrong chunk": Edit(
         "ag_gemm", "flags_ptr + tl.load(tile + device.FLAG)", "flags_ptr + tl.load(tile + device.OWNER)"
     ),
-    "own rows last": Edit("ag_gemm", "device.place(index,", "device.place(num_row_tiles * num_columns - 1 - index,"),
+    "own rows last": Edit("ag_gemm", "by_owner(index,", "by_owner(num_row_tiles * num_columns - 1 - index,"),
+    "groups of several owners": Edit("ag_gemm", "by_owner(index, num_first_tiles,", "by_owner(index, 0,"),
     "no row mask": Edit("ag_gemm", "mask = rows[:, None] < num_rows", "mask = rows[:, None] < BLOCK_M"),
     "no depth mask": Edit("device", "b = tl.load(b_ptrs, mask=(depth[:, None] < K - k) &", "b = tl.load(b_ptrs, mask="),
     "rows of others": Edit("device", "tl.minimum(tl.arange(0, BLOCK_M), num_rows - 1)", "tl.arange(0, BLOCK_M) * 2"),
@@ -131,14 +132,17 @@ def everyday(mutants: dict[str, Edit], *names: str) -> list[Any]:
     return [pytest.param(name, marks=[] if name in names else [pytest.mark.long]) for name in mutants]
 
 
-@pytest.mark.parametrize("name", everyday(GATHER_MUTANTS, "missing wait", "stale epoch", "own rows last"))
+@pytest.mark.parametrize(
+    "name", everyday(GATHER_MUTANTS, "missing wait", "stale epoch", "own rows last", "groups of several owners")
+)
 def test_a_wrong_gathering_gemm_is_caught(two_ranks: World, shared: Path, name: str) -> None:
-    problem = replace(odd(shared), max_polls=2000)
+    # Three own row tiles, in groups of two.
+    problem = replace(odd(shared), max_polls=2000, parts=3)
     findings = gathering(two_ranks, problem, edits=(GATHER_MUTANTS[name],))
     assert findings != NOTHING
     if name in ("missing wait", "stale epoch"):
         assert findings.early
-    if name == "own rows last":
+    if name in ("own rows last", "groups of several owners"):
         assert findings.idle
 
 
