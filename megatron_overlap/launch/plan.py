@@ -152,8 +152,9 @@ def _describe(lab: Netlab | None) -> str:
         return "loopback, its rate is not limited"
     link = lab.links[0]
     delay = f", {link.latency_ms:g} ms each way" if link.latency_ms else ""
+    ranks = f"{lab.ranks_per_host} rank{'s' if lab.ranks_per_host > 1 else ''}"
     return (
-        f"{lab.hosts} hosts on this machine (network namespaces), {lab.ranks_per_host} ranks each, "
+        f"{lab.hosts} hosts on this machine (network namespaces), {ranks} each, "
         f"{link.gbps:g} Gbit/s each way{delay}, bursts of {link.burst // 1024} KiB"
     )
 
