@@ -250,6 +250,9 @@ def read_events(path: Path) -> RankEvents:
             found.marks.append(Mark(*content["clock"]))
         blocks.append(np.frombuffer(block, EVENT))
     found.events = np.concatenate(blocks) if blocks else found.events
+    named = found.events[found.events["kind"] != Kind.STEP]
+    if len(named) and max(named["op"].max(), named["group"].max()) >= len(found.names):
+        raise EventFileError(f"{path}: has an event whose op or group has no name: the file is damaged")
     return found
 
 

@@ -110,7 +110,9 @@ def _measure(chosen: Selection, rounds: int, folder: Path, console: Console) -> 
         console.print(f"note: {text}", highlight=False, soft_wrap=True)
 
     with _live(console, chosen.configs, rounds) as on_progress:
-        recorded = run_rounds(chosen.configs, rounds, folder / "runs", on_progress=on_progress, on_note=note)
+        recorded = run_rounds(
+            chosen.configs, rounds, folder / report.RUNS_FOLDER, on_progress=on_progress, on_note=note
+        )
     console.print("peak rate of the device ...", highlight=False)
     name = str(recorded[0].records[0].meta.get("device_name"))
     peaks: dict[tuple[object, ...], Peak] = {}

@@ -81,7 +81,28 @@ class RunSummary:
     own_grad_norm_deviation: float | None
     link: Mapping[str, Any]
     plugin: PluginReport | None
+    typical: TypicalStep
     exposed: ExposedSummary | None = None
+
+    @property
+    def floor_ms(self) -> float | None:
+        """Compute-only floor: the median step less the median of its exposed communication; None without events."""
+        return None if self.exposed is None else self.step_time_ms.median - self.exposed.step_ms.median
+
+
+@dataclass(frozen=True)
+class TypicalStep:
+    """The timed step whose time is nearest the median of all; the earlier one of two.
+
+    Attributes:
+        round: from 1.
+        iteration: its number in the run.
+        time_ms: of the slowest rank.
+    """
+
+    round: int
+    iteration: int
+    time_ms: float
 
 
 @dataclass(frozen=True)
@@ -92,11 +113,13 @@ class ExposedSummary:
         step_ms: of a step.
         share: of the step time.
         by_op: milliseconds a step by op and direction, the mean over steps; longest first.
+        median_by_op: the same, the median over steps.
     """
 
     step_ms: Spread
     share: float
     by_op: Mapping[tuple[str, str], float]
+    median_by_op: Mapping[tuple[str, str], float]
 
 
 @dataclass(frozen=True)
@@ -220,8 +243,18 @@ def summarize(side: Side) -> RunSummary:
         own_grad_norm_deviation=_largest(norms),
         link=side.link,
         plugin=first.report,
+        typical=_typical(side, step_time.median),
         exposed=_exposed(side),
     )
+
+
+def _typical(side: Side, median_ms: float) -> TypicalStep:
+    steps = [
+        TypicalStep(number, iteration, time)
+        for number, record in enumerate(side.records, start=1)
+        for iteration, time in list(zip(record.iterations, record.step_time_ms, strict=True))[WARM_UP_ITERATIONS:]
+    ]
+    return min(steps, key=lambda step: abs(step.time_ms - median_ms))
 
 
 def _exposed(side: Side) -> ExposedSummary | None:
@@ -237,6 +270,7 @@ def _exposed(side: Side) -> ExposedSummary | None:
         step_ms=Spread.of([step.total_ms for step in steps]),
         share=sum(step.total_ms for step in steps) / total_ms,
         by_op=dict(sorted(by_op.items(), key=lambda item: (-item[1], item[0]))),
+        median_by_op={key: median(step.by_op.get(key, 0.0) for step in steps) for key in keys},
     )
 
 
@@ -290,13 +324,19 @@ def _run_dict(run: RunSummary) -> dict[str, Any]:
         "own_loss_deviation": run.own_loss_deviation,
         "own_grad_norm_deviation": run.own_grad_norm_deviation,
         "link": dict(run.link),
+        "typical_step": {
+            "round": run.typical.round,
+            "iteration": run.typical.iteration,
+            "step_time_ms": run.typical.time_ms,
+        },
         "exposed": None
         if run.exposed is None
         else {
             "step_ms": run.exposed.step_ms.as_dict(),
             "share_of_step": run.exposed.share,
+            "floor_ms": run.floor_ms,
             "by_op": [
-                {"op": op, "direction": direction, "ms": time_ms}
+                {"op": op, "direction": direction, "ms": time_ms, "median_ms": run.exposed.median_by_op[op, direction]}
                 for (op, direction), time_ms in run.exposed.by_op.items()
             ],
         },

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from typing import Any
+from typing import Any, Literal
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -17,20 +17,21 @@ _SMALLEST_DEVIATION = 1e-9  # exact agreement has no place on a logarithmic axis
 _INK, _GRID = "#24292f", "#d0d7de"
 
 
-def draw(result: Comparison) -> bytes:
-    """The picture as a PNG."""
-    figure: Any = Figure(figsize=(13, 4.9), dpi=150, layout="constrained")
+def draw(result: Comparison, form: Literal["png", "svg"] = "png") -> bytes:
+    """The picture as a file; an SVG, which is for the report, has no headline of its own."""
+    figure: Any = Figure(figsize=(13, 4.9 if form == "png" else 4.5), dpi=150, layout="constrained")
     figure.get_layout_engine().set(w_pad=0.14, h_pad=0.08)
     columns = figure.subfigures(1, 3, width_ratios=(1.15, 0.85, 1.0))
     _step_times(columns[0].subplots(), result)
     _speedups(columns[1].subplots(), result)
     _training(columns[2].subplots(2, 1, sharex=True, height_ratios=(1.25, 1)), result)
-    figure.suptitle(wording.headline(result), fontsize=13, fontweight="bold", color=_INK, x=0.012, ha="left")
+    if form == "png":
+        figure.suptitle(wording.headline(result), fontsize=13, fontweight="bold", color=_INK, x=0.012, ha="left")
     network = str(result.runs[0].link.get("description"))
     where = "read from finished logs" if wording.from_logs(result) else f"{wording.device(result)}; {network}"
     figure.supxlabel(where, fontsize=8, color=COLORS[0], x=0.012, ha="left")
     out = io.BytesIO()
-    figure.savefig(out, format="png", facecolor="white")
+    figure.savefig(out, format=form, facecolor="white")
     return out.getvalue()
 
 
@@ -45,6 +46,8 @@ def _step_times(axes: Any, result: Comparison) -> None:
             axes.plot(times, [place + offset] * len(times), ".", color=color, alpha=0.45, markersize=6, mew=0)
         axes.plot([spread.p20, spread.p80], [place, place], color=color, lw=5, alpha=0.6, solid_capstyle="butt")
         axes.plot([spread.median] * 2, [place - 0.25, place + 0.25], color=color, lw=2.5)
+        if run.floor_ms is not None:
+            axes.plot([run.floor_ms] * 2, [place - 0.25, place + 0.25], color=_INK, lw=1.2, ls="--")
         label = f"{run.name}:  {spread.median:.1f} ms"
         if run.mfu is not None:
             label += f",  MFU {run.mfu:.1%}"
@@ -52,7 +55,10 @@ def _step_times(axes: Any, result: Comparison) -> None:
     axes.set_xlim(0, shown * 1.04)
     axes.set_ylim(len(result.runs) - 0.55, -0.65)
     axes.set_yticks([])
-    axes.set_xlabel("bar and line: median; thick line: p20 to p80; dots: iterations", fontsize=8, color=COLORS[0])
+    keys = "bar and line: median; thick line: p20 to p80; dots: iterations"
+    if any(run.floor_ms is not None for run in result.runs):
+        keys += "\ndashed: compute-only floor, the step less its waits"
+    axes.set_xlabel(keys, fontsize=8, color=COLORS[0])
 
 
 def _speedups(axes: Any, result: Comparison) -> None:

@@ -5,19 +5,25 @@ from __future__ import annotations
 import base64
 import json
 import math
+import re
 from collections.abc import Mapping
-from importlib import resources
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 from rich import box
 from rich.table import Table
 
 from megatron_overlap.measure import wording
 from megatron_overlap.measure.compare import Comparison
+from megatron_overlap.measure.drawing import BAR, FILLS, LEFT, MESSAGES, WIDTH, Drawing, draw_timelines
+from megatron_overlap.measure.timeline import timelines
+from megatron_overlap.measure.waterfall import waterfalls
 
 JSON_FILE, PNG_FILE, HTML_FILE = "compare.json", "compare.png", "compare.html"
+RUNS_FOLDER = "runs"
 
 
 def table(result: Comparison) -> Table:
@@ -30,38 +36,79 @@ def table(result: Comparison) -> Table:
     return shown
 
 
-def html(result: Comparison, picture: bytes, configs: Mapping[str, str]) -> str:
-    """The report as one page that needs nothing else, neither files nor a network.
+def html(result: Comparison, plot: bytes, configs: Mapping[str, str], runs_folder: Path) -> str:
+    """The report as one page that needs nothing else, neither files nor a network nor scripts.
 
     Args:
         result: the comparison.
-        picture: a PNG.
+        plot: an SVG.
         configs: the resolved config of each run, by its name.
+        runs_folder: where the launches wrote, and the events of the timelines are.
     """
-    template = resources.files("megatron_overlap.measure").joinpath("templates/compare.html.j2")
-    environment = Environment(autoescape=True, undefined=StrictUndefined)
-    return environment.from_string(template.read_text(encoding="utf-8")).render(
+    folder = PackageLoader("megatron_overlap.measure")
+    environment = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
+    environment.filters["breakable"] = _breakable
+    falls = waterfalls(result)
+    drawing, timeline_notes = _timelines(result, runs_folder)
+    return environment.get_template("compare.html.j2").render(
         headline=wording.headline(result),
         attribution=wording.attribution(result),
-        picture=base64.b64encode(picture).decode("ascii"),
+        key_figures=wording.key_figures(result),
+        plot=base64.b64encode(plot).decode("ascii"),
+        drawing=drawing,
+        timeline_notes=timeline_notes,
+        fills=FILLS,
+        width=WIDTH,
+        left=LEFT,
+        bar=BAR,
+        message_height=MESSAGES,
+        falls=falls,
+        roof=wording.roof,
+        ms=partial(_ms, form=",.1f"),
+        signed=partial(_ms, form="+,.1f"),
         runs=result.runs,
         rows=wording.rows(result),
         notes=wording.notes(result),
         from_logs=wording.from_logs(result),
-        exposed=wording.exposed_bars(result),
+        # The waterfalls have these figures too.
+        exposed=() if falls else wording.exposed_bars(result),
         fallbacks=wording.fallback_lines(result),
         configs=configs,
     )
 
 
+def _ms(value: float, form: str) -> str:
+    return f"{round(value, 1) + 0.0:{form}}".replace("-", "\u2212")  # + 0.0: no minus zero
+
+
+def _breakable(text: str) -> Markup:
+    """A name that may go over lines, where its words end."""
+    return Markup("<wbr>").join(re.split(r"(?<=[_.\-])(?=\w)|(?<=[a-z])(?=[A-Z])", text))
+
+
+def _timelines(result: Comparison, runs_folder: Path) -> tuple[Drawing | None, list[str]]:
+    """The drawing of a step of each run, None where no run has events, and what is to be said of it."""
+    if all(run.exposed is None for run in result.runs):
+        return None, [wording.NO_EVENTS]
+    found, missing = timelines(result, runs_folder)
+    if not found:
+        return None, missing
+    return draw_timelines(found), [*wording.timeline_notes(found), *missing]
+
+
 def write(result: Comparison, folder: Path, configs: Mapping[str, str]) -> None:
-    """Write the three files: all made before the first is put in place, the JSON last."""
+    """Write the three files: all made before the first is put in place, the JSON last.
+
+    Args:
+        result: the comparison.
+        folder: where to; events of the launches are looked for in its `RUNS_FOLDER`.
+        configs: the resolved config of each run, by its name.
+    """
     from megatron_overlap.measure.figure import draw
 
-    picture = draw(result)
     content = {
-        PNG_FILE: picture,
-        HTML_FILE: html(result, picture, configs).encode(),
+        PNG_FILE: draw(result),
+        HTML_FILE: html(result, draw(result, form="svg"), configs, folder / RUNS_FOLDER).encode(),
         JSON_FILE: (json.dumps(_finite(result.as_dict()), indent=1, allow_nan=False) + "\n").encode(),
     }
     for name, data in content.items():

@@ -72,7 +72,7 @@ def run_rounds(
         LaunchFailedError: a launch failed; no process of it is left.
     """
     plans = [
-        [plan(config, folder / f"round{number}-{config.name}") for config in configs] for number in range(1, rounds + 1)
+        [plan(config, run_folder(folder, number, config.name)) for config in configs] for number in range(1, rounds + 1)
     ]
     records: list[list[RunRecord]] = [[] for _ in configs]
     links: list[Mapping[str, Any]] = [{} for _ in configs]
@@ -90,6 +90,11 @@ def run_rounds(
             records[index].append(_launch(planned[index], progress, on_progress, note_once))
             links[index] = link_of(planned[index])
     return [Recorded(tuple(taken), link) for taken, link in zip(records, links, strict=True)]
+
+
+def run_folder(folder: Path, number: int, name: str) -> Path:
+    """Where the launch of one config in one round, from 1, writes."""
+    return folder / f"round{number}-{name}"
 
 
 def turn(number: int, count: int) -> list[int]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ _STEPS, _COMPUTE, _WAITS, _OPS, _MESSAGES = 0, 1, 2, 10, 100
 """Lanes of a rank, and the first of those that are several."""
 
 _OTHER = "outside of overlapped ops"
+_FILE = re.compile(r"events-rank(\d+)\.bin")
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,12 @@ class Clock:
         offsets = np.interp((times - first).astype(float), [at - first for at in self.at_ns], self.offset_ns)
         shifted: npt.NDArray[np.int64] = times + np.rint(offsets).astype(np.int64)
         return shifted
+
+
+def event_files(run_dir: Path) -> dict[int, Path]:
+    """The files of events in a run's folder by rank, in order; empty where there are none."""
+    files = {int(named[1]): path for path in run_dir.glob("events-rank*.bin") if (named := _FILE.fullmatch(path.name))}
+    return dict(sorted(files.items()))
 
 
 def chosen(ranks: Sequence[RankEvents], first: int | None, last: int | None) -> list[RankEvents]:
@@ -76,11 +85,11 @@ def trace_events(ranks: Sequence[RankEvents]) -> Iterator[dict[str, Any]]:
         ranks: on one clock.
     """
     zero = min(int(found.events["start_ns"].min()) for found in ranks)
-    posted = _posted(ranks)
+    sent = posted(ranks)
     for found in ranks:
         yield _name("process_name", found.rank, 0, f"rank {found.rank}")
         yield {"ph": "M", "name": "process_sort_index", "pid": found.rank, "args": {"sort_index": found.rank}}
-        for lane in (_steps(found), _compute(found), _waits(found), _ops(found), _messages(found, posted)):
+        for lane in (_steps(found), _compute(found), _waits(found), _ops(found), messages(found, sent)):
             for event in lane:
                 if "ts" in event:
                     start, stop = event["ts"] - zero, event["dur"]
@@ -159,7 +168,7 @@ Message = tuple[str, int, int, int, int]
 """What names a message on all ranks: group, flight, exchange, from, to."""
 
 
-def _posted(ranks: Sequence[RankEvents]) -> dict[Message, int]:
+def posted(ranks: Sequence[RankEvents]) -> dict[Message, int]:
     """When each message was handed to the network, of all ranks."""
     return {
         (found.names[row["group"]], int(row["flight"]), int(row["exchange"]), found.rank, int(row["peer"])): int(
@@ -170,15 +179,15 @@ def _posted(ranks: Sequence[RankEvents]) -> dict[Message, int]:
     }
 
 
-def _messages(found: RankEvents, posted: dict[Message, int]) -> Iterator[dict[str, Any]]:
-    """From when a message could be under way, sent and with none before it, until it had landed."""
+def messages(found: RankEvents, sent_at: dict[Message, int]) -> Iterator[dict[str, Any]]:
+    """A rank's lanes of messages: from when one could be under way, sent and none before it, until it had landed."""
     busy: dict[tuple[int, int], int] = {}
     for row in np.sort(_of(found, Kind.LANDED), order="stop_ns"):
         peer, group, stop = int(row["peer"]), int(row["group"]), int(row["stop_ns"])
         lane = _MESSAGES + 100 * peer + group % 100
         if (peer, group) not in busy:
             yield _name("thread_name", found.rank, lane, f"from rank {peer} ({found.names[group]})")
-        sent = posted.get((found.names[group], int(row["flight"]), int(row["exchange"]), peer, found.rank))
+        sent = sent_at.get((found.names[group], int(row["flight"]), int(row["exchange"]), peer, found.rank))
         start = max(int(row["start_ns"]) if sent is None else sent, busy.get((peer, group), 0))
         busy[peer, group] = stop
         more = {"bytes": int(row["num_bytes"]), "exchange": int(row["exchange"]), "from": peer}

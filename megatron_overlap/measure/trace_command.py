@@ -18,9 +18,7 @@ from rich.table import Table
 from megatron_overlap.config import ConfigError
 from megatron_overlap.events import EventFileError, RankEvents, read_events, steps_of
 from megatron_overlap.exposed import Exposed, exposed_in
-from megatron_overlap.measure.trace import Clock, chosen, encode, trace_events
-
-_FILE = re.compile(r"events-rank(\d+)\.bin")
+from megatron_overlap.measure.trace import Clock, chosen, encode, event_files, trace_events
 
 
 def trace(
@@ -104,16 +102,14 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _read(run_dir: Path) -> list[RankEvents]:
-    files = {int(named[1]): path for path in run_dir.glob("events-rank*.bin") if (named := _FILE.fullmatch(path.name))}
+    files = event_files(run_dir)
     if not files:
         what = "no events in it" if run_dir.is_dir() else "no such folder"
         raise _wrong("RUN_DIR", run_dir, f"{what}; run with overlap.trace=true, and give the folder of that run")
     console = Console(stderr=True)
-    listed = track(
-        sorted(files.items()), "reading ranks", console=console, transient=True, disable=not console.is_terminal
-    )
+    listed = track(files.values(), "reading ranks", console=console, transient=True, disable=not console.is_terminal)
     try:
-        return [read_events(path) for _, path in listed]
+        return [read_events(path) for path in listed]
     except EventFileError as error:
         raise _wrong("RUN_DIR", run_dir, str(error)) from error
 

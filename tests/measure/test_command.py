@@ -31,9 +31,9 @@ def write_config(folder: Path, **launch: object) -> Path:
     return path
 
 
-def compared(folder: Path, *flags: str) -> tuple[Path, str]:
+def compared(folder: Path, *more: str) -> tuple[Path, str]:
     """Where one round of the tiny config against its baseline wrote its results, and what it printed."""
-    argv = [str(write_config(folder)), "--rounds", "1", *flags, "--output", str(folder / "out"), "train.seed=7"]
+    argv = [str(write_config(folder)), "--rounds", "1", *more, "--output", str(folder / "out"), "train.seed=7"]
     process = subprocess.run(
         [sys.executable, "-m", "megatron_overlap.cli", "compare", *argv], capture_output=True, text=True, timeout=280
     )
@@ -43,7 +43,7 @@ def compared(folder: Path, *flags: str) -> tuple[Path, str]:
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    return compared(tmp_path_factory.mktemp("compare"))
+    return compared(tmp_path_factory.mktemp("compare"), "overlap.trace=true")
 
 
 @pytest.mark.long
@@ -141,6 +141,19 @@ def test_wrong_requests_are_one_line(
     said = capsys.readouterr().err
     assert says in said
     assert said.count("\n") == 1
+
+
+def test_a_step_of_each_run_is_drawn_from_its_events(done: tuple[Path, str]) -> None:
+    out, _ = done
+    page = (out / "compare.html").read_text()
+    for run in json.loads((out / "compare.json").read_text())["runs"]:
+        step = run["typical_step"]
+        assert step["step_time_ms"] in run["step_times_ms"][0]
+        assert f"round 1, iteration {step['iteration']}: {step['step_time_ms']:,.1f} ms" in page
+    assert page.count(">rank 0</text>") == page.count(">rank 1</text>") == 2
+    assert "<title>waits for all_gather_linear" in page
+    assert "<title>messages of all_gather_linear" in page
+    assert "All ranks of a run are on one clock" in page
 
 
 def test_every_second_round_is_reversed() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -59,8 +60,8 @@ def test_three_files_that_agree(tmp_path: Path) -> None:
     page = Page()
     page.feed(source)
     assert len(page.fetched) == 1
-    assert page.fetched[0].startswith("data:image/png;base64,")
-    assert "url(" not in source
+    assert page.fetched[0].startswith("data:image/svg+xml;base64,")
+    assert not re.search(r"url\((?!#)", source)
     assert "@import" not in source
     assert "script" not in page.tags
     for row in wording.rows(result):
@@ -68,6 +69,15 @@ def test_three_files_that_agree(tmp_path: Path) -> None:
     assert "row <b>8->4" in page.text
     assert "a bias & more" in page.text
     assert "name: hidden # <script>" in page.text
+
+
+def test_the_key_figures_are_of_the_headline_pair() -> None:
+    assert [(one.label, one.value) for one in wording.key_figures(comparison(serial=True))] == [
+        ("speedup", "1.984x"),
+        ("step time, ms", "120.0 \N{RIGHTWARDS ARROW} 60.5"),
+        ("MFU", "16.7% \N{RIGHTWARDS ARROW} 33.1%"),
+        ("loss deviation", "0"),
+    ]
 
 
 def test_the_parts_of_a_speedup_are_told(tmp_path: Path) -> None:
@@ -117,8 +127,8 @@ def test_exposed_communication_where_it_was_recorded(tmp_path: Path) -> None:
     plain, hidden = json.loads((tmp_path / "compare.json").read_text())["runs"]
     assert plain["exposed"] is None
     assert hidden["exposed"]["by_op"] == [
-        {"op": "gather", "direction": "forward", "ms": 15.0},
-        {"op": "scatter", "direction": "dgrad", "ms": 15.0},
+        {"op": "gather", "direction": "forward", "ms": 15.0, "median_ms": 10.0},
+        {"op": "scatter", "direction": "dgrad", "ms": 15.0, "median_ms": 10.0},
     ]
     page = (tmp_path / "compare.html").read_text()
     assert "Exposed communication, a step" in page
