@@ -31,14 +31,14 @@ ALIGNED_SMALL = {
     SM90: GemmConfig(128, 128, 64, 8, 4, 8),
     SM100: GemmConfig(128, 128, 64, 8, 4, 8),
 }
-ODD = dict.fromkeys(ARCHITECTURES, GemmConfig(64, 64, 32, 8, 3, 4))
+ODD = dict.fromkeys(ARCHITECTURES, GemmConfig(64, 64, 32, 8, 3, 4)) | {SM100: GemmConfig(64, 64, 32, 8, 3, 8)}
 # Twice the accumulator is live where it is added to what was there: wider tiles spill.
 WGRAD = {
     SM80: GemmConfig(128, 128, 32, 8, 3, 8),
     SM90: GemmConfig(128, 128, 64, 8, 4, 8),
     SM100: GemmConfig(128, 128, 64, 8, 4, 8),
 }
-WGRAD_ODD = dict.fromkeys(ARCHITECTURES, GemmConfig(64, 32, 32, 8, 3, 4))
+WGRAD_ODD = dict.fromkeys(ARCHITECTURES, GemmConfig(64, 32, 32, 8, 3, 4)) | {SM100: GemmConfig(64, 32, 16, 8, 3, 4)}
 
 
 def newest(capability: int) -> int:

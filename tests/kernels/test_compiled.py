@@ -17,6 +17,7 @@ EVERYDAY = [
     "gemm_rs nn bf16 ragged",
     "gemm_rs nn bf16 odd",
     "wgrad bf16 to fp32",
+    "wgrad bf16 to bf16 odd",
     "sum of 8 bf16",
     "wait for all",
 ]
