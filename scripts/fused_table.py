@@ -15,7 +15,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from megatron_overlap.kernels import compiled
+from megatron_overlap.kernels import compiled, gluon
+from megatron_overlap.kernels.hopper_variants import shipped_for_hopper
 from megatron_overlap.kernels.variants import ARCHITECTURES, Variant, shipped
 
 PACKAGE = "megatron_overlap.kernels"
@@ -35,15 +36,32 @@ def problems(variant: Variant, result: compiled.Compiled) -> list[str]:
     stores = set(compiled.peer_stores(result.ptx))
     if stores and not odd and stores != {"st.global.v4.b32"}:
         found.append(f"stores are not of 16 bytes: {', '.join(sorted(stores))}")
-    if is_gemm and not odd and not result.count("cp.async.cg"):
+    hopper = bool(variant.descriptors)
+    if is_gemm and not odd and not hopper and not result.count("cp.async.cg"):
         found.append("nothing loads ahead of the main loop (cp.async)")
-    if variant.kernel == "gemm_to_owners_kernel":
+    if hopper:
+        found += hopper_problems(variant, result)
+    if variant.kernel.startswith("gemm_to_owners"):
         if not compiled.barrier_before_release(result.ptx):
             found.append("no block barrier between the stores and the counting add")
         if not result.count(".release"):
             found.append("no release where the flag is raised")
     elif not result.count(".sys.acquire"):
         found.append("no acquire of system scope where a flag is looked at")
+    return found
+
+
+def hopper_problems(variant: Variant, result: compiled.Compiled) -> list[str]:
+    """What is not as it should be in a kernel with a producer warp and a ring."""
+    found = []
+    if not result.count("cp.async.bulk.tensor"):
+        found.append("nothing is loaded by TMA")
+    if not result.count("setmaxnreg.dec") or not result.count("setmaxnreg.inc"):
+        found.append("no registers move from the producer to the consumers")
+    if not compiled.slots_are_given_back_together(result.ptx):
+        found.append("a slot is given back before all consumers have read it")
+    if variant.kernel.startswith("ag_gemm") and not compiled.fence_before_loads(result.ptx):
+        found.append("no fence between the flag and what TMA reads")
     return found
 
 
@@ -60,6 +78,7 @@ def row(variant: Variant, package: str) -> dict[str, Any]:
         "shared_bytes": result.shared_bytes,
         "tensor_core": result.count(compiled.TENSOR_CORE[variant.arch]),
         "cp_async": result.count("cp.async.cg"),
+        "tma": result.count("cp.async.bulk.tensor"),
         "stores": dict(Counter(compiled.peer_stores(result.ptx))),
         "problems": problems(variant, result),
     }
@@ -108,7 +127,8 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="exit 1 if a kernel is not what it should be")
     parser.add_argument("--edit", help="module|old|new: compile a changed copy, to see that the checks notice")
     options = parser.parse_args()
-    variants = [each for each in shipped() if options.arch in (None, each.arch)]
+    hopper = shipped_for_hopper() if gluon.available() else []
+    variants = [each for each in [*shipped(), *hopper] if options.arch in (None, each.arch)]
     if options.name:
         variants = [each for name in options.name for each in variants if each.name == name]
     package = edited(options.edit) if options.edit else PACKAGE

@@ -57,12 +57,20 @@ def compile_variant(variant: Variant, package: str = "megatron_overlap.kernels")
         name: "constexpr" if name in constants else variant.pointers.get(name, "i32") for name in kernel.arg_names
     }
     aligned = [*variant.pointers, *variant.aligned]
+    source = ASTSource
+    if variant.descriptors:
+        from megatron_overlap.kernels.gluon import GluonASTSource
+        from megatron_overlap.kernels.sm90_operands import shared_layout
+
+        source = GluonASTSource
+        for name, (dtype, block) in variant.descriptors.items():
+            signature[name] = f"tensordesc<{dtype}{list(block)},{shared_layout(block, dtype)!r}>"
     attributes = {
         (kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned if name not in constants
     }
     stages = variant.constants.get("NUM_STAGES", 3)
     binary = triton.compile(
-        ASTSource(kernel, signature, constants, attributes),
+        source(kernel, signature, constants, attributes),
         target=GPUTarget("cuda", variant.arch, 32),
         options={"num_warps": variant.num_warps, "num_stages": stages},
     )
@@ -99,3 +107,21 @@ def barrier_before_release(ptx: str) -> bool:
     stores = [k for k, line in enumerate(lines) if k < adds[0] and re.search(r"\bst\.global\.v", line)]
     first = stores[-1] if stores else 0
     return any("bar.sync" in line or "barrier.sync" in line for line in lines[first : adds[0]])
+
+
+def slots_are_given_back_together(ptx: str) -> bool:
+    """Whether, of a kernel with a ring, a barrier of the consumers stands before each thread that gives a slot back."""
+    lines = ptx.splitlines()
+    arrivals = [k for k, line in enumerate(lines) if "mbarrier.arrive.shared" in line]
+    reads = [k for k, line in enumerate(lines) if "wgmma.wait_group" in line]
+    for arrival in arrivals:
+        since = max((k for k in reads if k < arrival), default=-1)
+        if since < 0 or not any("bar.sync" in line or "barrier.sync" in line for line in lines[since:arrival]):
+            return False
+    return bool(arrivals)
+
+
+def fence_before_loads(ptx: str) -> bool:
+    """Whether, of a kernel that waits and loads by TMA, a fence to the async proxy stands between the two."""
+    places = [ptx.rfind(".sys.acquire"), ptx.find("fence.proxy.async.global"), ptx.find("cp.async.bulk.tensor")]
+    return -1 not in places and places == sorted(places)

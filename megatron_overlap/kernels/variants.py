@@ -7,7 +7,7 @@ smaller tiles, so that nothing spills.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from megatron_overlap.kernels.launch import MAX_POLLS, GemmConfig
@@ -31,6 +31,10 @@ ALIGNED_SMALL = {
     SM90: GemmConfig(128, 128, 64, 8, 4, 8),
     SM100: GemmConfig(128, 128, 64, 8, 4, 8),
 }
+# The kernels in Gluon: rings of four and six slots fill the shared memory that a block may have.
+HOPPER = GemmConfig(128, 256, 64, 8, 4, 8)
+HOPPER_SMALL = GemmConfig(128, 128, 64, 8, 6, 8)
+HOPPER_TILES = tuple((config.block_m, config.block_n, config.block_k) for config in (HOPPER, HOPPER_SMALL))
 ODD = dict.fromkeys(ARCHITECTURES, GemmConfig(64, 64, 32, 8, 3, 4)) | {SM100: GemmConfig(64, 64, 32, 8, 3, 8)}
 # Twice the accumulator is live where it is added to what was there: wider tiles spill.
 WGRAD = {
@@ -87,6 +91,7 @@ class Variant:
         pointers: Triton type of each pointer argument.
         aligned: arguments that are multiples of 16.
         unit: strides that are 1.
+        descriptors: of a kernel in Gluon: type of element and shape of the tiles that TMA loads by each descriptor.
     """
 
     name: str
@@ -98,6 +103,7 @@ class Variant:
     pointers: dict[str, str]
     aligned: tuple[str, ...]
     unit: tuple[str, ...] = ()
+    descriptors: dict[str, tuple[str, tuple[int, int]]] = field(default_factory=dict)
 
 
 _FLAG_POINTERS = {"tiles_ptr": "*i32", "chunks_ptr": "*i32", "flags_ptr": "*i32", "status_ptr": "*i32"}

@@ -12,6 +12,7 @@ import torch
 from megatron_overlap.comm.arena import gathered_bytes
 from megatron_overlap.comm.symmetric import SymmetricTransport
 from megatron_overlap.ops.fused_plan import FusedPlan
+from megatron_overlap.ops.hopper import Hopper
 from megatron_overlap.schedules import ChunkLayout
 
 
@@ -21,6 +22,8 @@ class _Kernels:
     def __init__(self, transport: SymmetricTransport, plan: FusedPlan) -> None:
         self._transport, self._plan = transport, plan
         self.programs = max(1, transport.fabric.num_sms - plan.spare_sms)
+        # Before the op begins: the first time, the kernels are tried on the device.
+        self.hopper = Hopper.of(transport) if plan.kernel == "hopper" else None
 
     def table(self, layout: ChunkLayout, order: str, block: int | None) -> Any:
         """A table of row tiles on the device, made once: `arrival`, `departure`, or `own` rows."""
@@ -55,6 +58,22 @@ class _Kernels:
             num_programs=self.programs,
             other=self._plan.tiles == "other",
         )
+
+    def gathering(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> tuple[Any, Any]:
+        """Launcher and tile shape of a GEMM whose tiles wait."""
+        from megatron_overlap.kernels.ag_gemm import ag_gemm
+
+        config = self.config(a.shape[0], b)
+        found = None if self.hopper is None else self.hopper.gathering(a, b, config, out)
+        return found or (ag_gemm, config)
+
+    def scattering(self, a: torch.Tensor, b: torch.Tensor) -> tuple[Any, Any]:
+        """Launcher and tile shape of a GEMM that stores at the owners."""
+        from megatron_overlap.kernels.gemm_rs import gemm_to_owners
+
+        config = self.config(a.shape[0], b)
+        found = None if self.hopper is None else self.hopper.scattering(a, b, config)
+        return found or (gemm_to_owners, config)
 
     def wgrad_config(self, w: torch.Tensor) -> Any:
         """Tile shape for a weight gradient."""
@@ -94,10 +113,8 @@ class Gather:
         self, b: torch.Tensor, bias: torch.Tensor | None = None, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """`gathered @ b + bias`, in the order of arrival, in `out` where that is given."""
-        from megatron_overlap.kernels.ag_gemm import ag_gemm
-
-        config = self._kernels.config(self.full.shape[0], b)
         out = self.full.new_empty(self.full.shape[0], b.shape[1]) if out is None else out
+        ag_gemm, config = self._kernels.gathering(self.full, b, out)
         tiles = self._kernels.table(self._layout, "arrival", config.block_m)
         programs = self._kernels.programs
         ag_gemm(self.full, b, out, bias, tiles=tiles, waits=self._waits(), config=config, num_programs=programs)
@@ -147,7 +164,7 @@ class Scatter:
     def __init__(
         self, transport: SymmetricTransport, a: torch.Tensor, b: torch.Tensor, op: str, plan: FusedPlan
     ) -> None:
-        from megatron_overlap.kernels.gemm_rs import Owners, gemm_to_owners
+        from megatron_overlap.kernels.gemm_rs import Owners
 
         self._transport, self._kernels = transport, _Kernels(transport, plan)
         self._layout = plan.layout(a.shape[0], transport.size)
@@ -157,7 +174,7 @@ class Scatter:
         half = gathered_bytes(a.shape[0], transport.size, b.shape[1], a.itemsize)
         self._op = transport.begin(half, op)
         landings, flags = self._staged() if plan.stores == "staged" else self._op.addresses()
-        config = self._kernels.config(a.shape[0], b)
+        gemm_to_owners, config = self._kernels.scattering(a, b)
         owners = Owners(
             landings=landings,
             flags=flags,

@@ -18,6 +18,9 @@ Stores = Literal["remote", "staged"]
 Tiles = Literal["rule", "other"]
 """Which of an architecture's two tile shapes: as `kernels.variants.config_for` says by the number of tiles, or not."""
 
+Kernel = Literal["portable", "hopper"]
+"""Whose GEMMs: Triton's for every device, or those with TMA and warps of their own for loads, which have never run."""
+
 
 @dataclass(frozen=True, slots=True)
 class FusedPlan:
@@ -30,6 +33,7 @@ class FusedPlan:
         spare_sms: SMs that a fused GEMM leaves to others.
         tiles: shape of GEMM tiles.
         config: another shape than these, for experiments; None takes `tiles`.
+        kernel: `hopper` runs where `kernels.sm90_check` finds no objection and operands suit it, else `portable`.
 
     Raises:
         ValueError: a value is not known or out of range.
@@ -42,9 +46,15 @@ class FusedPlan:
     spare_sms: int = 0
     tiles: Tiles = "rule"
     config: GemmConfig | None = field(default=None)
+    kernel: Kernel = "portable"
 
     def __post_init__(self) -> None:
-        for name, known in (("mover", get_args(Mover)), ("stores", get_args(Stores)), ("tiles", get_args(Tiles))):
+        for name, known in (
+            ("mover", get_args(Mover)),
+            ("stores", get_args(Stores)),
+            ("tiles", get_args(Tiles)),
+            ("kernel", get_args(Kernel)),
+        ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}: {getattr(self, name)}: must be one of {', '.join(known)}")
         if self.chunk_rows < 1:

@@ -140,3 +140,14 @@ def wait_for_all(group: dist.ProcessGroup, flags: list[int], epoch: int, edits: 
     status = torch.zeros(1, dtype=torch.int32)
     kernels("wait", edits).wait_all(torch.tensor(flags, dtype=torch.int32), epoch, status, 50)
     return int(status)
+
+
+def self_check(group: dist.ProcessGroup, kind: str, transposed: bool, edits: Sequence[Edit]) -> list[str]:
+    """What the Hopper kernels' trial finds wrong with the portable `ag_gemm` or `gemm_to_owners`."""
+    from megatron_overlap.kernels import sm90_check
+    from megatron_overlap.kernels.variants import HOPPER_SMALL
+
+    problem = ("cpu", torch.bfloat16, HOPPER_SMALL, transposed)
+    if kind == "ag_gemm":
+        return list(sm90_check.gathering(kernels("ag_gemm", edits).ag_gemm, *problem, max_polls=20))
+    return list(sm90_check.scattering(kernels("gemm_rs", edits).gemm_to_owners, *problem))

@@ -19,7 +19,7 @@ PLAIN = ["linear_all_reduce", "copy_linear"]
 PLANS = {
     "push, remote stores": FusedPlan(chunk_rows=7),
     "pull, staged stores": FusedPlan(mover="pull", stores="staged", chunk_rows=7),
-    "ring, one tile a shard, one SM": FusedPlan(mover="ring", chunk_rows=64, spare_sms=1),
+    "ring, one tile a shard, one SM": FusedPlan(mover="ring", chunk_rows=64, spare_sms=1, kernel="hopper"),
 }
 
 
@@ -84,7 +84,8 @@ def test_what_does_not_fit_is_refused_and_a_wait_in_vain_is_told(ranks: World) -
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("mover", "throw"), ("stores", "none"), ("chunk_rows", 0), ("spare_sms", -1)]
+    ("name", "value"),
+    [("mover", "throw"), ("stores", "none"), ("kernel", "fast"), ("chunk_rows", 0), ("spare_sms", -1)],
 )
 def test_a_plan_that_is_not_known_is_refused(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"{name}: {value}: must be"):
