@@ -344,5 +344,6 @@ tl = SimpleNamespace(
     atomic_xchg=_atomic_xchg,
     debug_barrier=_meet,
     minimum=min,
+    where=lambda condition, chosen, other: chosen if condition else other,
 )
 triton = SimpleNamespace(jit=jit, cdiv=gl.cdiv)
