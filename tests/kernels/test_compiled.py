@@ -22,6 +22,13 @@ EVERYDAY = [
     "wait for all",
 ]
 
+HOPPER = [
+    "ag_gemm_sm90 nt bf16",
+    "ag_gemm_sm90 nn fp16 small bias",
+    "gemm_rs_sm90 nn bf16",
+    "gemm_rs_sm90 nt fp16 small",
+]
+
 
 def compiled(*arguments: str, cache: Path | None = None) -> list[dict[str, object]]:
     """The rows of scripts/fused_table.py, from a process of its own: this one may be an interpreter."""
@@ -53,6 +60,14 @@ def test_a_variant_of_each_kernel(arch: int) -> None:
     check(rows)
 
 
+@pytest.mark.timeout(1200)
+def test_hopper_variants() -> None:
+    rows = compiled("--arch", "90", *(word for name in HOPPER for word in ("--name", name)))
+    assert [row["name"] for row in rows] == HOPPER
+    assert all(row["tma"] for row in rows)
+    check(rows)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("arch", [80, 90, 100])
@@ -72,10 +87,18 @@ def test_all_variants(arch: int) -> None:
             "gemm_rs nt bf16",
             "16 bytes",
         ),
+        ("sm90|                fence_reads(start)|                pass", "ag_gemm_sm90 nt bf16", "fence"),
+        pytest.param(
+            "gemm_rs_sm90|gl.multiple_of(gl.load(landings_ptr + owner).to(gl.pointer_type(DTYPE)), 16)|"
+            "gl.load(landings_ptr + owner).to(gl.pointer_type(DTYPE))",
+            "gemm_rs_sm90 nt bf16",
+            "16 bytes",
+            marks=pytest.mark.long,
+        ),
         pytest.param('device|"acquire"|"relaxed"', "ag_gemm nt bf16", "acquire", marks=pytest.mark.long),
         pytest.param('device|sem="release"|sem="relaxed"', "gemm_rs nt bf16", "release", marks=pytest.mark.long),
     ],
-    ids=["alignment not said", "no acquire", "no release"],
+    ids=["alignment not said", "no fence", "alignment not said on Hopper", "no acquire", "no release"],
 )
 def test_a_wrong_kernel_is_caught(edit: str, name: str, problem: str, tmp_path: Path) -> None:
     (row,) = compiled("--arch", "90", "--name", name, "--edit", edit, cache=tmp_path)
@@ -91,3 +114,23 @@ def test_a_count_before_the_barrier_is_caught() -> None:
     assert not barrier_before_release("\n".join([barrier, store, add]))
     assert not barrier_before_release("\n".join([store, add, barrier]))
     assert not barrier_before_release(store)
+
+
+def test_a_slot_given_back_early_is_caught() -> None:
+    """Triton sets a barrier of its own before an arrival, too."""
+    from megatron_overlap.kernels.compiled import slots_are_given_back_together
+
+    read, barrier, arrival = "wgmma.wait_group 1;", "bar.sync 0, 256;", "mbarrier.arrive.shared::cta.b64 _, [%r1];"
+    assert slots_are_given_back_together("\n".join([read, barrier, arrival]))
+    assert not slots_are_given_back_together("\n".join([barrier, read, arrival]))
+    assert not slots_are_given_back_together("\n".join([read, barrier, arrival, read, arrival, barrier]))
+    assert not slots_are_given_back_together(read)
+
+
+def test_a_fence_in_the_wrong_place_is_caught() -> None:
+    from megatron_overlap.kernels.compiled import fence_before_loads
+
+    look, fence, load = "ld.global.sys.acquire.b32", "fence.proxy.async.global;", "cp.async.bulk.tensor.2d"
+    assert fence_before_loads("\n".join([look, fence, load]))
+    assert not fence_before_loads("\n".join([fence, look, load]))
+    assert not fence_before_loads("\n".join([look, load]))

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,6 +34,21 @@ def test_the_hopper_kernel_passes_on_the_model() -> None:
     ag_gemm = modelled("ag_gemm_sm90").ag_gemm
     with on(Machine(seed=0)):
         assert list(sm90_check.gathering(ag_gemm, "cpu", torch.bfloat16, HOPPER, True)) == []
+
+
+@pytest.mark.timeout(300)
+def test_launchers_bind_as_a_device_would_have_it() -> None:
+    """Eight warps that multiply and four of which one loads; TMA takes at once what is swizzled together."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    script = Path(__file__).with_name("bind.py")
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, check=False)
+    assert run.returncode == 0, run.stderr
+    rows = [json.loads(line) for line in run.stdout.splitlines()]
+    names = ["ag_gemm_sm90_kernel", "ag_gemm_sm90_kernel", "gemm_to_owners_sm90_kernel"]
+    assert [row["name"] for row in rows] == names * 2
+    assert [row["blocks"][1] for row in rows] == [[256, 64]] * 3 + [[64, 64]] * 3
+    for row in rows:
+        assert (row["warps"], row["stores"], row["blocks"][0]) == (12, ["st.global.v4.b32"], [128, 64])
 
 
 WRONG = {

@@ -76,12 +76,19 @@ def test_parts_run_in_the_interpreter(tmp_path: Path) -> None:
 def test_every_part_runs_in_the_interpreter(tmp_path: Path) -> None:
     run, figures = dry(tmp_path, "--budget", "600")
     assert run.returncode == 0, run.stderr
-    for name in ("correct", "gemm", "overlap", "split", "processes", "stress"):
+    for name in ("correct", "gemm", "overlap", "split", "processes", "stress", "hopper"):
         assert figures[name]["how"] == "ended"
         assert figures[name]["rows"]
         assert figures[name]["wrong_rows"] == 0
     assert len(figures["processes"]["rows"]) == 24
     assert figures["stress"]["rows"][-1]["launches"] >= 16
+
+
+def test_hopper_kernels_are_left_out_by_name(tmp_path: Path) -> None:
+    run, figures = dry(tmp_path, "--only", "hopper", "--budget", "60")
+    assert run.returncode == 0, run.stderr
+    assert figures["hopper"]["how"] == "ended"
+    assert figures["hopper"]["rows"] == [{"what": "trial", "left_out": "nothing interprets Gluon"}]
 
 
 def test_what_ends_a_part_leaves_what_was_measured(

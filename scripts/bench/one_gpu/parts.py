@@ -5,13 +5,15 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from megatron_overlap.kernels import ag_gemm, gemm_rs
+from megatron_overlap.kernels import gemm_rs
 from megatron_overlap.kernels.launch import GemmConfig
+from megatron_overlap.kernels.variants import HOPPER, HOPPER_SMALL
 from megatron_overlap.schedules import ChunkLayout
 from one_gpu.device import device
 from one_gpu.problem import Kernels, copies_to, gather, is_wrong, scatter
@@ -23,9 +25,16 @@ REPEATS = 30
 
 def correct(dry: bool, deadline: float) -> Rows:
     """Each kernel once, both types, whole and odd shapes, two and four ranks; a mutant must be noticed."""
-    kernels = Kernels(device(dry))
     problems = [(64, 48, 40), (37, 19, 35)] if dry else [(2048, 1024, 512), (1000, 515, 331), (777, 256, 256)]
-    for dtype in (torch.float16,) if dry else (torch.bfloat16, torch.float16):
+    dtypes = [torch.float16] if dry else [torch.bfloat16, torch.float16]
+    yield from correct_rows(Kernels(device(dry)), dtypes, problems, deadline)
+
+
+def correct_rows(
+    kernels: Kernels, dtypes: list[torch.dtype], problems: list[tuple[int, int, int]], deadline: float
+) -> Rows:
+    """A row for each type, problem (rows, columns, depth) and number of ranks."""
+    for dtype in dtypes:
         for m, n, k in problems:
             for ranks in (2, 4):
                 if time.perf_counter() > deadline:
@@ -75,9 +84,11 @@ def stress(dry: bool, deadline: float) -> Rows:
     yield dict(total)
 
 
-def _candidates(dry: bool, arch: int) -> list[GemmConfig]:
+def _candidates(dry: bool, arch: int, hopper: bool) -> list[GemmConfig]:
     if dry:
         return [GemmConfig(32, 32, 32, 2, 2, 4)]
+    if hopper:
+        return [HOPPER, HOPPER_SMALL, replace(HOPPER, num_stages=3), replace(HOPPER, group=16)]
     if arch == 80:
         shapes_ = [(128, 128, 32, 4, 4), (128, 256, 32, 3, 8), (256, 128, 32, 3, 8), (64, 128, 32, 4, 4)]
     else:
@@ -92,7 +103,7 @@ def gemm(dry: bool, deadline: float) -> Rows:
     for shape in shapes(dry):
         if time.perf_counter() > deadline:
             return
-        yield _gemm_row(kernels, shape, dry)
+        yield gemm_row(kernels, shape, dry)
 
 
 def _operands(kernels: Kernels, shape: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -103,18 +114,19 @@ def _operands(kernels: Kernels, shape: Shape) -> tuple[torch.Tensor, torch.Tenso
     return a, w, kernels.nan(shape.m, shape.n, dtype=dtype)
 
 
-def _gemm_row(kernels: Kernels, shape: Shape, dry: bool) -> dict[str, Any]:
+def gemm_row(kernels: Kernels, shape: Shape, dry: bool) -> dict[str, Any]:
+    """One shape against cuBLAS."""
     a, w, out = _operands(kernels, shape)
     waits, layout = kernels.waits(kernels.flags(1), 0), ChunkLayout(shape.m, 1, 1)
     theirs = kernels.device.timed_ms(lambda: torch.mm(a, w.t(), out=out), None, REPEATS)
     exact = out.clone()
     rule = kernels.config(shape.m, shape.n, shape.k)
     own: list[dict[str, Any]] = []
-    for config in [rule, *(each for each in _candidates(dry, kernels.arch) if each != rule)]:
+    for config in [rule, *(each for each in _candidates(dry, kernels.arch, kernels.hopper) if each != rule)]:
         if shape.n % config.block_n and not dry:
             continue
         launch = partial(
-            ag_gemm.ag_gemm,
+            kernels.ag_gemm,
             a,
             w.t(),
             out,
@@ -157,9 +169,14 @@ def overlap(dry: bool, deadline: float) -> Rows:
             if time.perf_counter() > deadline:
                 return
             for rows in (512,) if shape.m < 8192 else (512, 128):
-                yield (_gather_row if shape.op == "ag" else _scatter_row)(kernels, shape, gbps, rows)
+                yield overlap_row(kernels, shape, gbps, rows)
             if not dry:
                 torch.cuda.empty_cache()
+
+
+def overlap_row(kernels: Kernels, shape: Shape, gbps: float | None, chunk_rows: int) -> dict[str, Any]:
+    """One shape over one link, in chunks of `chunk_rows`."""
+    return (_gather_row if shape.op == "ag" else _scatter_row)(kernels, shape, gbps, chunk_rows)
 
 
 def _row(kernels: Kernels, shape: Shape, gbps: float | None, link: Any, parts: int, runs: Any, right: bool) -> Any:
@@ -200,7 +217,7 @@ def _gather_row(kernels: Kernels, shape: Shape, gbps: float | None, chunk_rows: 
 
     def multiply(number: int) -> None:
         waits = kernels.waits(flags, number)
-        ag_gemm.ag_gemm(a, w.t(), out, tiles=table, waits=waits, config=config, num_programs=kernels.device.num_sms)
+        kernels.ag_gemm(a, w.t(), out, tiles=table, waits=waits, config=config, num_programs=kernels.device.num_sms)
 
     def communicate() -> None:
         nonlocal epoch
@@ -260,7 +277,7 @@ def _scatter_row(kernels: Kernels, shape: Shape, gbps: float | None, chunk_rows:
 
     def multiply(number: int) -> None:
         owners = gemm_rs.Owners(to_landing, to_flags, counters, 0, parts, slot_rows, number)
-        gemm_rs.gemm_to_owners(
+        kernels.gemm_to_owners(
             a, w.t(), tiles=departures, owners=owners, config=config, num_programs=kernels.device.num_sms
         )
 

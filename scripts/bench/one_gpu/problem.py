@@ -12,10 +12,19 @@ from megatron_overlap.schedules.tiles import arrival_order, departure_order, row
 
 
 class Kernels:
-    """Launchers with tables for the device."""
+    """Launchers with tables for the device.
 
-    def __init__(self, device: Any) -> None:
-        self.device = device
+    Args:
+        hopper: the GEMMs are those of the Hopper kernels, for columns and depth that are multiples of 16.
+    """
+
+    def __init__(self, device: Any, hopper: bool = False) -> None:
+        self.device, self.hopper = device, hopper
+        self.ag_gemm, self.gemm_to_owners = ag_gemm.ag_gemm, gemm_rs.gemm_to_owners
+        if hopper:
+            from megatron_overlap.kernels import ag_gemm_sm90, gemm_rs_sm90
+
+            self.ag_gemm, self.gemm_to_owners = ag_gemm_sm90.ag_gemm, gemm_rs_sm90.gemm_to_owners
         self.status = torch.zeros(1, dtype=torch.int32, device=device.name)
         self.arch = variants.newest(device.capability)
 
@@ -25,7 +34,10 @@ class Kernels:
         aligned = n % variants.ALIGNMENT == 0 and k % variants.ALIGNMENT == 0
         num_tiles = -(-m // wide.block_m) * -(-n // wide.block_n)
         programs = self.device.num_sms
-        return variants.config_for(self.device.capability, aligned=aligned, num_tiles=num_tiles, num_programs=programs)
+        found = variants.config_for(self.device.capability, aligned=aligned, num_tiles=num_tiles, num_programs=programs)
+        if not self.hopper:
+            return found
+        return variants.HOPPER_SMALL if found.block_n <= variants.HOPPER_SMALL.block_n else variants.HOPPER
 
     def table(self, layout: ChunkLayout, rank: int, order: str, block: int | None) -> Any:
         """Row tiles in `arrival` or `departure` order, or of the `own` rows."""
@@ -113,7 +125,7 @@ def gather(
                     continue
                 waits = kernels.waits(flags[rank], 0 if mutant else 1)
                 common = {"waits": waits, "num_programs": programs}
-                ag_gemm.ag_gemm(gathered[rank], w.t(), outs[rank], tiles=tables[rank], config=config, **common)
+                kernels.ag_gemm(gathered[rank], w.t(), outs[rank], tiles=tables[rank], config=config, **common)
                 wgrad.wgrad(
                     dy, gathered[rank], gradients[rank], chunks=chunks[rank], config=wgrad_config, add=True, **common
                 )
@@ -147,7 +159,7 @@ def scatter(kernels: Kernels, layout: ChunkLayout, n: int, k: int, dtype: torch.
     for rank in range(ranks):
         with streams[rank]:
             owners = gemm_rs.Owners(to_landing, to_flags, counters[rank], rank, parts, slot_rows, 1)
-            gemm_rs.gemm_to_owners(
+            kernels.gemm_to_owners(
                 *operands[rank], tiles=tables[rank], owners=owners, config=config, num_programs=programs
             )
     for rank in range(ranks):
