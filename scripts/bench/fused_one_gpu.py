@@ -37,7 +37,7 @@ SECONDS = {
     "split": 25.0,
     "processes": 60.0,
     "stress": 70.0,
-    "hopper": 90.0,
+    "hopper": 120.0,
 }
 """Of each part, in the order of the run; what one leaves over goes to those behind it."""
 GRACE_S = 10.0

@@ -9,10 +9,14 @@ import pytest
 import torch
 
 from megatron_overlap.kernels import sm90_check
+from megatron_overlap.kernels.ag_gemm import ag_gemm as portable_ag_gemm
 from megatron_overlap.kernels.ag_gemm_sm90 import ag_gemm
+from megatron_overlap.kernels.gemm_rs import gemm_to_owners as portable_gemm_to_owners
 from megatron_overlap.kernels.gemm_rs_sm90 import gemm_to_owners
 from megatron_overlap.kernels.launch import GemmConfig
-from megatron_overlap.kernels.variants import HOPPER, HOPPER_SMALL
+from megatron_overlap.kernels.variants import ALIGNED_SMALL, HOPPER, HOPPER_SMALL
+from megatron_overlap.ops import fused_parts
+from megatron_overlap.ops.fused_plan import FusedPlan
 from megatron_overlap.ops.hopper import Hopper
 
 A, B, OUT = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((64, 32), (32, 48), (64, 48)))
@@ -39,7 +43,18 @@ def test_what_is_not_used_has_a_reason_and_a_count() -> None:
 
 
 def transport(device: str) -> Any:
-    return SimpleNamespace(tables={}, fabric=SimpleNamespace(device=torch.device(device)))
+    fabric = SimpleNamespace(device=torch.device(device), num_sms=4, capability=90)
+    return SimpleNamespace(tables={}, fabric=fabric)
+
+
+def test_a_plan_must_ask_for_them() -> None:
+    group = transport("cpu")
+    group.tables["hopper"] = Hopper("")
+    asked, default = (fused_parts._Kernels(group, plan) for plan in (FusedPlan(kernel="hopper"), FusedPlan()))
+    assert asked.gathering(A, B, OUT) == (ag_gemm, HOPPER_SMALL)
+    assert asked.scattering(A, B) == (gemm_to_owners, HOPPER_SMALL)
+    assert default.gathering(A, B, OUT) == (portable_ag_gemm, ALIGNED_SMALL[90])
+    assert default.scattering(A, B) == (portable_gemm_to_owners, ALIGNED_SMALL[90])
 
 
 def test_a_transport_asks_once(monkeypatch: pytest.MonkeyPatch) -> None:
