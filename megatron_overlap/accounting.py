@@ -74,11 +74,15 @@ class ChoiceLine:
 
 
 class SymmetricMemory(NamedTuple):
-    """What one group holds for fused kernels on this rank: its bytes, and twice its largest gathered activation."""
+    """What one group holds for fused kernels on this rank: its bytes, and twice its largest gathered activation.
+
+    `portable` counts GEMMs that were to run a kernel for Hopper and ran the portable one, by reason.
+    """
 
     num_ranks: int
     num_bytes: int
     bound_bytes: int
+    portable: Mapping[str, int]
 
 
 class Counters:
@@ -311,11 +315,14 @@ class Report:
             return []
         if not self.symmetric:
             return ["symmetric memory of fused kernels: none allocated"]
-        return [
-            f"symmetric memory of fused kernels: {each.num_bytes} bytes in a group of {each.num_ranks} ranks, "
-            f"twice its largest gathered activation ({each.bound_bytes} bytes) and flags"
-            for each in self.symmetric
-        ]
+        lines = []
+        for each in self.symmetric:
+            lines.append(
+                f"symmetric memory of fused kernels: {each.num_bytes} bytes in a group of {each.num_ranks} ranks, "
+                f"twice its largest gathered activation ({each.bound_bytes} bytes) and flags"
+            )
+            lines += [f"  {count} GEMMs ran portable kernels: {reason}" for reason, count in each.portable.items()]
+        return lines
 
     def _memory_table(self) -> Table:
         kept = self.kept

@@ -94,7 +94,7 @@ class TensorChoice:
         group: dist.ProcessGroup,
         into: bool,
         run: Callable[[Candidate], Any],
-        why_not_fused: Callable[[], str | None],
+        fused: Callable[[], Sequence[Candidate]],
         *,
         measured: bool,
     ) -> Any:
@@ -108,7 +108,7 @@ class TensorChoice:
         call = self._call(op, x, weight, group, into)
 
         def possible() -> list[Candidate]:
-            return candidates(call, self._pattern, self._chunks, why_not_fused() is None)
+            return [*fused(), *candidates(call, self._pattern, self._chunks)]
 
         result, candidate = self._chooser(group).serve(call, run, (x, weight), possible, measured=measured)
         if op == "ag_gemm":

@@ -12,10 +12,11 @@ from megatron_overlap.accounting import SymmetricMemory
 from megatron_overlap.comm import Transport
 from megatron_overlap.ops.fused import fused_all_gather_linear, fused_linear_reduce_scatter, why_not_fused
 from megatron_overlap.ops.fused_all_reduce import fused_copy_linear, fused_linear_all_reduce
-from megatron_overlap.ops.fused_nodes import FusedTransport, open_fused
+from megatron_overlap.ops.fused_nodes import FusedTransport, inside_host, open_fused
 from megatron_overlap.ops.fused_plan import FusedPlan
+from megatron_overlap.ops.hopper import Hopper
 from megatron_overlap.session import Session
-from megatron_overlap.tune.candidate import Knob
+from megatron_overlap.tune.candidate import HOPPER, Candidate, Knob
 
 _FUSED_OPS: dict[str, Callable[..., torch.Tensor]] = {
     "ag_gemm": fused_all_gather_linear,
@@ -35,6 +36,7 @@ class FusedChoice:
 
     def __init__(self, session: Session, messages: Callable[[dist.ProcessGroup], Transport]) -> None:
         self.wanted = session.config.tensor.method == "fused"
+        self._hopper = session.config.tensor.kernels == "hopper"
         self._messages = messages
         self._transports: dict[dist.ProcessGroup, FusedTransport | str] = {}
         if self.wanted:
@@ -51,6 +53,15 @@ class FusedChoice:
             transport = self._transports[group] = open_fused(group, self._messages)
         return transport if isinstance(transport, str) else None
 
+    def ways(self, op: str, x: torch.Tensor, group: dist.ProcessGroup) -> list[Candidate]:
+        """How a call of `op` may run fused. Where kernels for Hopper are asked for the first call tries them."""
+        if self.why_not(op, x, group) is not None:
+            return []
+        transport = self._transports[group]
+        assert not isinstance(transport, str)
+        hopper = self._hopper and not Hopper.of(inside_host(transport)).objection
+        return [Candidate("fused"), *([HOPPER] if hopper else [])]
+
     def run(
         self,
         op: str,
@@ -58,10 +69,16 @@ class FusedChoice:
         w: torch.Tensor,
         bias: Any,
         group: dist.ProcessGroup,
-        knobs: Sequence[Knob] = (),
+        knobs: Sequence[Knob] | None = None,
         **options: Any,
     ) -> Any:
-        """The fused op; `why_not` was None for it. Options that have no meaning here are left out."""
+        """The fused op; `why_not` was None for it. Options that have no meaning here are left out.
+
+        Args:
+            knobs: how it is to run; None takes the defaults of the config.
+        """
+        if knobs is None:
+            knobs = HOPPER.knobs if self._hopper else ()
         transport = self._transports[group]
         known = {key: options[key] for key in ("main_grad", "weight_done", "observer") if key in options}
         return _FUSED_OPS[op](x, w, bias, transport=transport, plan=FusedPlan(**dict(knobs)), **known)  # type: ignore[arg-type]
@@ -69,7 +86,11 @@ class FusedChoice:
     def memory(self) -> list[SymmetricMemory]:
         """What the groups hold now; nothing where no call ran fused."""
         open_ = [each for each in self._transports.values() if not isinstance(each, str)]
-        return [SymmetricMemory(each.size, each.num_bytes, each.bound_bytes) for each in open_ if each.num_bytes]
+        return [
+            SymmetricMemory(each.size, each.num_bytes, each.bound_bytes, Hopper.reasons(inside_host(each)))
+            for each in open_
+            if each.num_bytes
+        ]
 
     def close(self) -> None:
         """Lets the symmetric memory of all groups go."""

@@ -182,7 +182,7 @@ class LinearAdapter:
             group,
             into,
             run,
-            lambda: self.fused.why_not(op, x, group),
+            lambda: self.fused.ways(op, x, group),
             measured=not self.check.due,
         )
 
@@ -220,7 +220,7 @@ class LinearAdapter:
         if wanted:
             reason = self.fused.why_not(op, x, group)
             if reason is None:
-                knobs = () if candidate is None else candidate.knobs
+                knobs = None if candidate is None else candidate.knobs
                 return lambda x, w, bias, **options: self.fused.run(op, x, w, bias, group, knobs, **options)
             self._session.counters.not_fused(kind, f"{weight.shape[1]}->{weight.shape[0]}", op, "forward", reason)
         return functools.partial(_P2P_OPS[op], group=self.transport(group))

@@ -15,6 +15,9 @@ class TensorOverlap(Section):
     method: Literal["auto", "p2p", "fused", "none"] = "auto"
     """p2p: point-to-point messages between partial GEMMs; fused: kernels that read and write peers' memory, on one
     host's NVIDIA GPUs, p2p by name elsewhere; none: Megatron's own; auto: the fastest of all, measured in the run."""
+    kernels: Literal["portable", "hopper"] = "portable"
+    """Whose GEMMs fused runs: those for every GPU from sm_80 on, or, on sm_90 and after a trial on the device, those
+    with TMA and a warp of its own for loads, which nobody has run yet; auto then measures both."""
     choices: Text | None = "~/.cache/megatron_overlap/choices"
     """Folder where what auto has chosen is kept for the next run; null keeps nothing and reads nothing."""
     schedule: Literal["auto", "ring", "direct", "serial"] = "auto"

@@ -63,6 +63,11 @@ class NodesTransport:
 FusedTransport = SymmetricTransport | NodesTransport
 
 
+def inside_host(transport: FusedTransport) -> SymmetricTransport:
+    """What fused ops of `transport` run over inside a host."""
+    return transport.inside if isinstance(transport, NodesTransport) else transport
+
+
 def open_fused(group: dist.ProcessGroup, messages: Callable[[dist.ProcessGroup], Transport]) -> FusedTransport | str:
     """What fused ops of `group` run over, or what speaks against it, the same on all ranks, which all call this.
 

@@ -38,6 +38,12 @@ class Hopper:
         assert isinstance(found, cls)
         return found
 
+    @staticmethod
+    def reasons(transport: SymmetricTransport) -> dict[str, int]:
+        """`not_used` of the transport's own; empty where the kernels were never asked for."""
+        found = transport.tables.get("hopper")
+        return {} if found is None else dict(found.not_used)
+
     def gathering(self, a: torch.Tensor, b: torch.Tensor, config: Any, out: torch.Tensor) -> tuple[Any, Any] | None:
         """`ag_gemm` and its tile shape; None where the portable one is to run. `config` is what that would have."""
         return self._chosen(a, b, config, out, _ag_gemm)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from megatron_overlap.schedules.chunks import part_weights
 from megatron_overlap.schedules.plan import Pattern
-from megatron_overlap.tune.candidate import HOPPER, OWN, Call, Candidate
+from megatron_overlap.tune.candidate import OWN, Call, Candidate
 from megatron_overlap.tune.cost import CostModel, Link
 
 MAX_TRIED = 4
@@ -79,16 +79,13 @@ class Costs:
         return 2.0**19 / self.messages_us(1, 2.0**19)
 
 
-def candidates(
-    call: Call, pattern: Pattern | None, chunks: int | None, fused: bool, hopper: bool = False
-) -> list[Candidate]:
-    """All that could serve `call` but Megatron's own path, the default one first.
+def candidates(call: Call, pattern: Pattern | None, chunks: int | None) -> list[Candidate]:
+    """All ways to serve `call` by p2p, the default one first.
 
     Args:
         call: what is asked for.
         pattern: the only pattern allowed; None allows all.
         chunks: the only number of chunks allowed; None allows all.
-        fused: whether the fused kernels can, and `hopper` those that are written for sm_90.
     """
     patterns: Sequence[Pattern | None] = (pattern,) if pattern is not None else (None, "direct", "ring")
     if pattern is None and call.sums:
@@ -106,7 +103,7 @@ def candidates(
     if pattern is None and not call.sums and call.ranks > 2:
         # The device's own pattern is one of the two named ones: it is only there to be tried first.
         found = [each for each in found if each.pattern is not None or each.chunks_per_rank is None]
-    return [Candidate("fused"), *([HOPPER] if hopper else []), *found] if fused else found
+    return found
 
 
 def predict_us(costs: Costs, call: Call, candidate: Candidate, item_bytes: int, default_chunks: int = 2) -> float:

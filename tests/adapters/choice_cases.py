@@ -14,7 +14,12 @@ from megatron_overlap.adapters.choice import TensorChoice
 from megatron_overlap.ops.choice import ChoiceError
 from megatron_overlap.session import Session
 from megatron_overlap.tune.candidate import Candidate
+from megatron_overlap.tune.decide import calls_to_settle
+from megatron_overlap.tune.predict import MAX_TRIED
 from tests.adapters.layer_cases import make_data, make_layer, start, step
+
+# Enough for every choice to settle, and some for passes that come late.
+CALLS = calls_to_settle(1 + MAX_TRIED) + 20
 
 
 def follow(session: Session) -> list[str]:
@@ -32,14 +37,14 @@ def follow(session: Session) -> list[str]:
         group: Any,
         into: bool,
         run: Any,
-        why_not_fused: Any,
+        fused: Any,
         **how: Any,
     ) -> Any:
         def noted(candidate: Candidate) -> Any:
             served.append(f"{op} {candidate}")
             return run(candidate)
 
-        return serve(layer, kind, op, x, weight, group, into, noted, why_not_fused, **how)
+        return serve(layer, kind, op, x, weight, group, into, noted, fused, **how)
 
     choice.serve = noting  # type: ignore[method-assign]
     return served
@@ -85,10 +90,10 @@ def evaluated(group: dist.ProcessGroup) -> list[dict[str, Any]]:
     x, dy = make_data("column", torch.float32, 8 * group.size(), group.size(), group.rank())
     with enable(config(None), strict=True) as session:
         layer = make_layer("column", torch.float32)
-        for _ in range(100):
+        for _ in range(CALLS):
             with torch.no_grad():
                 layer(x.clone())
-        for _ in range(100):
+        for _ in range(CALLS):
             step(layer, x, dy, recompute=True)
         choices: list[dict[str, Any]] = session.report().as_dict()["choices"]
         return choices

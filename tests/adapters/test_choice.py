@@ -12,7 +12,7 @@ RANKS = 4
 
 @pytest.mark.parametrize("plain", [False, True], ids=["sp", "no-sp"])
 def test_ranks_serve_alike_and_results_hold_while_choices_switch(ranks: World, plain: bool) -> None:
-    answers = ranks.run(RANKS, cases.trained, ["column", "row"], plain, 100, None, uneven=True)
+    answers = ranks.run(RANKS, cases.trained, ["column", "row"], plain, cases.CALLS, None, uneven=True)
     assert_same([served for served, _, _ in answers])
     served, choices, table = answers[0]
     assert len(set(served)) > 4, "only one way was ever tried"

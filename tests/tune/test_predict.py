@@ -45,7 +45,7 @@ def test_more_chunks_pay_where_messages_are_long_and_cost_where_they_are_short()
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_the_shortlist_is_short_and_holds_the_default(op: str, ranks: int) -> None:
     call = replace(COLUMN, op=op, ranks=ranks)
-    possible = candidates(call, None, None, fused=False)
+    possible = candidates(call, None, None)
     assert len(possible) == len(set(possible))
     assert ("ring" in {each.pattern for each in possible}) == (ranks > 2 and not call.sums)
     tried = shortlist(COSTS, call, possible, 2)
@@ -54,9 +54,8 @@ def test_the_shortlist_is_short_and_holds_the_default(op: str, ranks: int) -> No
 
 
 def test_what_the_config_fixes_is_the_only_candidate() -> None:
-    assert candidates(COLUMN, "ring", 3, fused=False) == [Candidate("p2p", "ring", 3)]
-    few = candidates(replace(COLUMN, rows=16), None, None, fused=True)
-    assert few[0] == Candidate("fused")
+    assert candidates(COLUMN, "ring", 3) == [Candidate("p2p", "ring", 3)]
+    few = candidates(replace(COLUMN, rows=16), None, None)
     assert {each.chunks_per_rank for each in few} == {None, 1, 2}
 
 
