@@ -19,6 +19,22 @@ from megatron_overlap.config.explain import explain
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
+Elementwise = Literal[
+    "rms_norm",
+    "layer_norm",
+    "add",
+    "rotary",
+    "repeat",
+    "scores",
+    "swiglu",
+    "gelu",
+    "loss",
+    "accumulate",
+    "clip",
+    "update",
+]
+"""Operations between GEMMs: fields of `ElementwiseRates`."""
+
 
 class Figure(Section):
     """A number above zero and where it is from."""
@@ -81,19 +97,55 @@ class GemmProfile(Section):
     """Where processors, tiles and table are from."""
 
 
+class PassRates(Section):
+    """GB/s that a kind of operation between GEMMs reaches, of the bytes that `simulate` counts for it."""
+
+    forward: Annotated[float, Field(gt=0)]
+    backward: Annotated[float, Field(gt=0)] | None = None
+    """None: as forward."""
+    source: Text
+
+
+class ElementwiseRates(Section):
+    """Kinds of operations that are slower than their bytes ask for, as unfused ones on a CPU; null: `memory_gbps`."""
+
+    rms_norm: PassRates | None = None
+    layer_norm: PassRates | None = None
+    add: PassRates | None = None
+    rotary: PassRates | None = None
+    repeat: PassRates | None = None
+    """Grouped keys and values, written out for every query head."""
+    scores: PassRates | None = None
+    """Mask and softmax of attention that keeps its scores."""
+    swiglu: PassRates | None = None
+    gelu: PassRates | None = None
+    loss: PassRates | None = None
+    accumulate: PassRates | None = None
+    """Gradients added to Megatron's main ones."""
+    clip: PassRates | None = None
+    """Main gradients zeroed, summed up and scaled."""
+    update: PassRates | None = None
+    """The optimizer."""
+
+
 class DeviceProfile(Section):
     """One device: one GPU, or the CPU share of one rank."""
 
     peak_tflops: PeakRates
     gemm: GemmProfile
     attention_forward: Share
-    """What a fused attention reaches of the peak, causal half counted."""
+    """What a fused attention reaches of the peak, causal half counted; what the two products of one that keeps its
+    scores reach, where `elementwise` has a rate for scores: all of them counted."""
     attention_backward: Share
     memory_gib: Figure
     memory_gbps: Figure
     """Memory bandwidth that kernels reach, in GB/s."""
+    elementwise: ElementwiseRates = ElementwiseRates()
     launch_us: Cost
     """What one more kernel costs on the device's own stream, in microseconds."""
+    call_us: Cost | None = None
+    """What a call of the tensor library costs in the program around it, in microseconds, where a device has no queue to
+    hide it behind; null: hidden."""
     optimizer_bytes: Figure
     """Bytes that the optimizer moves per parameter of its shard."""
     step_ms: Cost
@@ -111,8 +163,20 @@ class LinkProfile(Section):
     """Bus bandwidth of the library's ring collectives, per rank."""
     reduce_scatter_gbps: Figure | None = None
     """The same of reduce-scatters, where they are slower than all-gathers."""
+    all_reduce_gbps: Figure | None = None
+    """The same of all-reduces, counted as if they moved as much as an all-gather; null: they are a reduce-scatter and
+    an all-gather."""
     shared_gbps: Figure | None = None
     """What all ranks of a node together can move; null: each has its own."""
+
+
+class HostRates(Section):
+    """GB/s of the hosts' own work in messages (copies, sums, the kernel's protocol), which adds to the line's time."""
+
+    copy_gbps: Figure
+    collective_gbps: Figure
+    reduce_scatter_gbps: Figure
+    all_reduce_gbps: Figure
 
 
 class NodeLink(LinkProfile):
@@ -121,6 +185,8 @@ class NodeLink(LinkProfile):
     nics_per_node: Positive
     line_gbit: Figure | None = None
     """The line rate, in Gbit/s, at which the rates above hold, where `launch.hosts.gbps` can set another one."""
+    host: HostRates | None = None
+    """What of the times above is the hosts' own and stays as it is on another line; null: nothing."""
 
 
 class Contention(Section):
@@ -189,17 +255,22 @@ def load_cluster_profile(name_or_path: str) -> ClusterProfile:
 
 
 def with_hosts(profile: ClusterProfile, gbps: float, ranks_per_host: int) -> ClusterProfile:
-    """The profile with the line rate and the ranks of `launch.hosts`; unchanged where it names no line rate."""
+    """The profile with the line rate and the ranks of `launch.hosts`; unchanged where it names no line rate.
+
+    The line's part of a byte's time goes in proportion to the rate, the hosts' own part stays.
+    """
     between = profile.between
     if between.line_gbit is None:
         return profile
     scale = gbps / between.line_gbit.value
-    source = f"launch.hosts.gbps {gbps:g}, in proportion"
-    update = {
-        name: Figure(value=getattr(between, name).value * scale, source=source)
-        for name in ("copy_gbps", "collective_gbps", "reduce_scatter_gbps", "line_gbit")
-        if getattr(between, name) is not None
-    }
+    source = f"launch.hosts.gbps {gbps:g}, the line's part in proportion"
+    update = {"line_gbit": Figure(value=gbps, source=source)}
+    for name in HostRates.model_fields:
+        figure: Figure | None = getattr(between, name)
+        if figure is not None:
+            host = 0.0 if between.host is None else 1 / getattr(between.host, name).value
+            line = max(0.0, 1 / figure.value - host)
+            update[name] = Figure(value=1 / (line / scale + host), source=source)
     return profile.model_copy(update={"between": between.model_copy(update=update), "devices_per_node": ranks_per_host})
 
 

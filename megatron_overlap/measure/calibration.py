@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import yaml
@@ -63,6 +64,15 @@ def profile_tree(found: Mapping[str, Any], precision: Precision, source: str) ->
                 "source": source,
             },
             "memory_gbps": figure(found["memory_gbps"]),
+            "elementwise": {
+                kind: dict(zip(("forward", "backward"), gbps, strict=False)) | {"source": source}
+                for kind, gbps in found["elementwise"].items()
+            },
+            # Those of attention that keeps its scores: nothing is said of a fused one.
+            **{
+                f"attention_{way}": figure(min(1.0, tflops / peak))
+                for way, tflops in zip(("forward", "backward"), found["products"], strict=True)
+            },
             "launch_us": figure(found["launch_us"]),
         },
         "inside": {
@@ -70,8 +80,77 @@ def profile_tree(found: Mapping[str, Any], precision: Precision, source: str) ->
             "copy_gbps": figure(copy / 1e3),
             "collective_gbps": figure(moved / found["all_gather_us"] / 1e3),
             "reduce_scatter_gbps": figure(moved / found["reduce_scatter_us"] / 1e3),
+            "all_reduce_gbps": figure(moved / found["all_reduce_us"] / 1e3),
         },
         "contention": {"host_us_per_mb": figure(lost_us / moved_meanwhile * 1e6)},
+    }
+
+
+def middle(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The median of every figure of several measurements."""
+
+    def of(values: Sequence[Any]) -> Any:
+        if isinstance(values[0], Mapping):
+            return {key: of([value[key] for value in values]) for key in values[0]}
+        if isinstance(values[0], list | tuple):
+            return [of(part) for part in zip(*values, strict=True)]
+        return median(values)
+
+    return {key: of([one[key] for one in found]) for key in found[0]}
+
+
+def lab_tree(
+    slow: Mapping[str, Any], fast: Mapping[str, Any], gbps: tuple[float, float], precision: Precision, source: str
+) -> dict[str, Any]:
+    """As `profile_tree`, of hosts joined by a line: what a line of one rate and one of another have shown.
+
+    A byte's time is the line's, which goes in proportion to its rate, and the hosts' own, which stays; two rates tell
+    them apart.
+
+    Args:
+        slow, fast: measured over the slower line and over the faster one; ranks of one host each.
+        gbps: their rates.
+        precision: type of the GEMMs.
+        source: when and where it was measured.
+    """
+
+    def figure(value: float) -> dict[str, Any]:
+        return {"value": value, "source": source}
+
+    tree = profile_tree(fast, precision, source)
+    del tree["inside"]
+    latencies, rates = zip(*(_link_rates(found) for found in (slow, fast)), strict=True)
+    ratio = gbps[1] / gbps[0]
+    hosts = {}
+    for name, low in rates[0].items():
+        own = (ratio / rates[1][name] - 1 / low) / (ratio - 1)
+        hosts[name] = figure(1 / min(max(own, 1e-6), 1 / low))
+    return tree | {
+        "name": BASE,
+        "description": f"{fast['ranks']} hosts on one machine, lines of {gbps[0]:g} and {gbps[1]:g} Gbit/s: {source}",
+        "devices_per_node": 1,
+        "between": {
+            "latency_us": figure(latencies[1]),
+            **{name: figure(rate) for name, rate in rates[0].items()},
+            "line_gbit": figure(gbps[0]),
+            "host": hosts,
+        },
+    }
+
+
+def _link_rates(found: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
+    """Latency in microseconds, and GB/s of messages and collectives beside it."""
+    latency, copy = line({int(count): us for count, us in found["message_us"].items()})
+    moved = found["collective_bytes"] * (found["ranks"] - 1) / found["ranks"]
+
+    def rate(us: float) -> float:
+        return float(moved / max(us - latency, 0.1 * us) / 1e3)
+
+    return latency, {
+        "copy_gbps": copy / 1e3,
+        "collective_gbps": rate(found["all_gather_us"]),
+        "reduce_scatter_gbps": rate(found["reduce_scatter_us"]),
+        "all_reduce_gbps": rate(found["all_reduce_us"]),
     }
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from megatron_overlap.comm import Transport, close_transport, transport_of
 from megatron_overlap.comm.transport import Wire
+from megatron_overlap.measure.between_gemms import rates
 from megatron_overlap.measure.calibrate import DTYPES, gemm_tflops
 from megatron_overlap.ops import all_gather_linear, linear_reduce_scatter, reference
 from megatron_overlap.schedules import all_gather_plan
@@ -27,6 +28,9 @@ ROWS = (32, 64, 128, 256, 512, 1024)
 WIDTH = 1024
 MESSAGES = (1 << 10, 1 << 18, 1 << 20, 1 << 22)
 CHECK_GEMM, CHECK_MESSAGE, CHECK_PIECES = (384, 1536, 768), 3 << 20, 4
+UPDATE_BYTES = 34
+"""Of one parameter, as in the profile `netlab`: fp32 gradient read, parameter and two moments and the narrow parameter
+read and written, and 2 spare."""
 _COLLECTIVE = 8 << 20
 _REPEATS = 9
 
@@ -69,12 +73,14 @@ def measure(group: dist.ProcessGroup, dtype: torch.dtype) -> dict[str, Any]:
         "message_us": {count: _message(transport, count, group) for count in MESSAGES},
         "all_gather_us": _time(lambda: dist.all_gather_into_tensor(whole, shard, group=group), group),
         "reduce_scatter_us": _time(lambda: dist.reduce_scatter_tensor(part, sums, group=group), group),
+        "all_reduce_us": _time(lambda: dist.all_reduce(sums, group=group), group),
         "collective_bytes": _COLLECTIVE,
         "memory_gbps": 2 * _COLLECTIVE / _time(lambda: copied.copy_(whole), group) / 1e3,
         "launch_us": _time(lambda: part[:1].add_(1), group),
         "gemm_alone_us": alone,
         "gemm_beside_us": beside,
         "beside_bytes": 2 * MESSAGES[-1],
+        **rates(lambda run, before: _time(run, group, before), dtype, UPDATE_BYTES),
         "check": {
             "gemm": _gemm(CHECK_GEMM, dtype, group),
             "split gemm": pieces,
@@ -83,10 +89,11 @@ def measure(group: dist.ProcessGroup, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _time(run: Callable[[], object], group: dist.ProcessGroup) -> float:
-    """Median time of the slowest rank, in microseconds."""
+def _time(run: Callable[[], object], group: dist.ProcessGroup, before: Callable[[], object] = lambda: None) -> float:
+    """Median time of the slowest rank, in microseconds; `before` is run each time and not counted."""
     times = []
     for number in range(_REPEATS + 2):
+        before()
         dist.barrier(group)
         start = time.perf_counter()
         run()

@@ -12,10 +12,12 @@ from megatron_overlap.measure.flops import Attention, known_model, padded_vocab_
 from megatron_overlap.simulate.linear import Choice
 
 DataOverlap = Literal["none", "megatron"]
+Recompute = Literal["none", "selective", "full", "needed", "half"]
 
 _LAYERS_FLAG = "--num-layers-per-virtual-pipeline-stage"
 _STAGES_FLAG = "--num-virtual-stages-per-pipeline-rank"
 _NARROW_GRADIENTS = "--grad-reduce-in-bf16"
+_BUCKET_FLAG = "--ddp-bucket-size"
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,16 @@ class Job:
         virtual: model chunks of each pipeline stage; 1 is plain 1F1B.
         sequence_parallel: activations outside the linear layers are split over the tensor ranks.
         distributed_optimizer: optimizer state is split over the replicas.
-        recompute: what the backward computes again.
+        recompute: what the backward computes again. Megatron's are none, selective (attention) and full; a compiler's
+            `needed` is full without what the backward has no use for (FC2 and the sum after it), and `half` is
+            torchtitan's selective "op": of the linear layers keys and the gate's second half, and all that is cheap.
         precision: type of weights and activations.
         tensor_choice: how tensor parallel communication is overlapped.
         data_overlap: Megatron's flags for gradients and parameters, or none.
         gradient_bytes: of one gradient while it is reduced; Megatron sums in fp32 unless told otherwise.
+        bucket_parameters: of which gradients are reduced together, at least; None: Megatron's own choice.
+        keeps_scores: attention is made of two products and a softmax, with all scores in memory.
+        fused_accumulation: the weight gradient's GEMM adds to the main gradient itself.
     """
 
     model: ModelConfig
@@ -50,11 +57,14 @@ class Job:
     virtual: int = 1
     sequence_parallel: bool = True
     distributed_optimizer: bool = True
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Recompute = "none"
     precision: Precision = "bf16"
     tensor_choice: Choice = Choice()
     data_overlap: DataOverlap = "megatron"
     gradient_bytes: int = 4
+    bucket_parameters: int | None = None
+    keeps_scores: bool = False
+    fused_accumulation: bool = True
 
     def __post_init__(self) -> None:
         for problem in problems(self):
@@ -109,6 +119,14 @@ class Job:
         first, last = stage == 0, stage == self.pipeline - 1
         tables = first + last if self.model.untie_embeddings or self.pipeline > 1 else 1
         return (layers + ends * tables * (first or last)) / self.tensor
+
+    def stage_tensors(self, stage: int) -> int:
+        """Parameter tensors of a pipeline stage: what the optimizer takes one by one."""
+        model = self.model
+        norms = 2 if model.normalization == "LayerNorm" else 1
+        linears = 4 * (1 + model.add_bias) + (model.add_qkv_bias and not model.add_bias)
+        ends = (stage == 0) * (2 - model.rotary) + (stage == self.pipeline - 1) * (norms + model.untie_embeddings)
+        return (2 * norms + linears) * model.num_layers // self.pipeline + ends
 
     def label(self) -> str:
         """The layout in a few letters."""
@@ -171,6 +189,9 @@ def job_of(config: LaunchConfig) -> Job:
         tensor_choice=choice,
         data_overlap="none" if config.overlap.data.method == "none" else "megatron",
         gradient_bytes=2 if _NARROW_GRADIENTS in config.megatron_args else 4,
+        bucket_parameters=_number(config, _BUCKET_FLAG),
+        keeps_scores=config.launch.device == "cpu",
+        fused_accumulation=config.launch.device != "cpu" and train.gradient_accumulation_fusion is not False,
     )
 
 
@@ -181,18 +202,27 @@ def with_choice(job: Job, choice: Choice) -> Job:
 
 def _virtual(config: LaunchConfig) -> int:
     """Model chunks of a stage, from Megatron's own arguments: no key of a launch config says it."""
+    stages, layers_each = _number(config, _STAGES_FLAG), _number(config, _LAYERS_FLAG)
+    if stages is not None:
+        return stages
+    if layers_each is None:
+        return 1
+    layers = config.model.num_layers // config.parallel.pipeline
+    if layers % layers_each:
+        index = next(i for i, arg in enumerate(config.megatron_args) if arg.partition("=")[0] == _LAYERS_FLAG)
+        raise ValueError(f"megatron_args.{index}: {layers_each}: must divide the {layers} layers of a stage")
+    return layers // layers_each
+
+
+def _number(config: LaunchConfig, flag: str) -> int | None:
+    """The whole number after one of Megatron's own flags, None where it is not given."""
     args = config.megatron_args
     for index, arg in enumerate(args):
-        flag, equals, value = arg.partition("=")
-        if flag not in (_LAYERS_FLAG, _STAGES_FLAG):
+        name, equals, value = arg.partition("=")
+        if name != flag:
             continue
         text = value if equals else (args[index + 1] if index + 1 < len(args) else "")
         if not text.isdigit() or int(text) < 1:
             raise ValueError(f"megatron_args.{index}: {arg} {text}: give a whole number of 1 or more")
-        if flag == _STAGES_FLAG:
-            return int(text)
-        layers = config.model.num_layers // config.parallel.pipeline
-        if layers % int(text):
-            raise ValueError(f"megatron_args.{index}: {text}: must divide the {layers} layers of a stage")
-        return layers // int(text)
-    return 1
+        return int(text)
+    return None

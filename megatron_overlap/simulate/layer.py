@@ -5,14 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Literal
 
+from megatron_overlap.config.cluster import Elementwise
 from megatron_overlap.simulate.job import Job
 from megatron_overlap.simulate.linear import Linear
 from megatron_overlap.simulate.play import Played
-from megatron_overlap.tune.cost import CostModel, Link
+from megatron_overlap.tune.cost import LOSS_BYTES, MAIN_GRADIENT_BYTES, TOUCHED, CollectiveKind, CostModel, Link
 
-_LOSS_BYTES = 38
-_LOSS_GRAD_BYTES = 22
+_LOSS_SUMS = 3  # over the tensor ranks: largest logit, the label's, sum of exponentials
+_BATCH_MESSAGES = 4  # from the first tensor rank: two headers, integers, the loss mask
+
+# Calls of torch in one micro-batch, forward and backward, counted on Megatron-Core 0.19.2's local layers by a
+# TorchDispatchMode: two layers against three, GPT and LLaMA, tp2 with sequence parallelism.
+_LAYER_CALLS = (65, 131)
+_ROTARY_CALLS = (54, 44)
+_FIRST_CALLS = (130, 10)
+_LAST_CALLS = (66, 50)
+
+
+_ATTENTION = ("scores", "repeat", "attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +87,18 @@ class Layers:
         """One layer."""
         return Pass(
             (
-                self._memory("norm", 4 * self._hidden),
+                self._norm(),
                 self._column("qkv", self._qkv_width),
                 *self._rotary(),
-                self._attention("attention", backward=False),
-                self._row("proj", self.job.model.head_size * self.job.model.num_attention_heads // self.job.tensor),
-                self._memory("add", 3 * self._hidden),
-                self._memory("norm", 4 * self._hidden),
+                *self._attention(),
+                self._row("proj", self._queries),
+                self._elementwise("add", "add", self._hidden),
+                self._norm(),
                 self._column("fc1", self._ffn * (2 if self.job.model.swiglu else 1)),
-                self._memory("activation", (3 if self.job.model.swiglu else 2) * self.job.rows * self._ffn),
+                self._activation(),
                 self._row("fc2", self._ffn),
-                self._memory("add", 3 * self._hidden),
+                self._elementwise("add", "add", self._hidden),
+                *self._calls(self._layer_calls[0]),
             )
         )
 
@@ -93,46 +106,70 @@ class Layers:
     def backward(self) -> Pass:
         """One layer, with what it computes again."""
         job = self.job
-        queries = job.model.head_size * job.model.num_attention_heads // job.tensor
         ops = (
             self._row("fc2", self._ffn, backward=True),
-            self._memory("activation grad", (5 if job.model.swiglu else 3) * job.rows * self._ffn),
+            self._activation(backward=True),
             self._column("fc1", self._ffn * (2 if job.model.swiglu else 1), backward=True),
-            self._memory("norm grad", 7 * self._hidden),
-            self._row("proj", queries, backward=True),
-            self._attention("attention grad", backward=True),
-            *self._rotary(),
+            self._norm(backward=True),
+            self._row("proj", self._queries, backward=True),
+            *self._attention(backward=True),
+            *self._rotary(backward=True),
             self._column("qkv", self._qkv_width, backward=True),
-            self._memory("norm grad", 7 * self._hidden),
+            self._norm(backward=True),
+            *self._accumulated(job.layer_parameters() / job.tensor),
+            *self._calls(self._layer_calls[1]),
         )
-        again: tuple[Op, ...] = ()
-        if job.recompute == "full":
-            again = self.forward.ops
-        elif job.recompute == "selective":
-            again = tuple(op for op in self.forward.ops if op.name == "attention")
-        return Pass(tuple(Op(f"{op.name} again", op.time_us, op.tensor_us, op.context_us) for op in again) + ops)
+        again = tuple(Op(f"{op.name} again", op.time_us, op.tensor_us, op.context_us) for op in self._again())
+        return Pass(again + ops)
+
+    def _again(self) -> tuple[Op, ...]:
+        """What the backward computes a second time."""
+        ops = self.forward.ops
+        match self.job.recompute:
+            case "full":
+                return ops
+            case "needed":
+                return ops[: [op.name for op in ops].index("fc2")]
+            case "selective":
+                return tuple(op for op in ops if op.name in _ATTENTION)
+            case "half":
+                cheap = tuple(op for op in ops if op.name in ("norm", "rotary", "activation"))
+                return (*cheap, self._column("keys", self._keys), self._column("gate", self._ffn))
+            case "none":
+                return ()
 
     @cached_property
     def first(self) -> tuple[Pass, Pass]:
         """The embedding, forward and backward: rows that are looked up, and scattered over the tensor ranks."""
-        moved = self.job.rows * self.job.model.hidden_size
+        job = self.job
+        moved = job.rows * job.model.hidden_size
         forward = [self._memory("embedding", 3 * moved)]
-        if self.job.tensor > 1:
-            forward.append(self._moved("embedding sum", "reduce_scatter", moved))
-        return Pass(tuple(forward)), Pass((self._memory("embedding grad", 3 * moved),))
+        if job.tensor > 1:
+            kind: CollectiveKind = "reduce_scatter" if job.sequence_parallel else "all_reduce"
+            forward += [self._small("batch", "message", _BATCH_MESSAGES), self._moved("embedding sum", kind, moved)]
+        backward = (self._memory("embedding grad", 3 * moved), *self._accumulated(self._table))
+        return (
+            Pass((*forward, *self._calls(_FIRST_CALLS[0]))),
+            Pass((*backward, *self._calls(_FIRST_CALLS[1]))),
+        )
 
     @cached_property
     def last(self) -> tuple[Pass, Pass]:
         """The logits and the loss, forward and backward."""
         columns = self.job.vocabulary // self.job.tensor
-        # Megatron's cross entropy is made of elementwise steps in fp32: widen, largest, subtract, exponential, sum,
-        # divide move 38 bytes a logit; the gradient's copy, product and narrowing 22.
-        logits = self.job.rows * columns / self.model.item_bytes
-        loss = self._memory("loss", _LOSS_BYTES * logits)
-        forward = (self._memory("norm", 4 * self._hidden), self._column("logits", columns), loss)
-        loss_grad = self._memory("loss grad", _LOSS_GRAD_BYTES * logits)
-        backward = (loss_grad, self._column("logits", columns, backward=True))
-        return Pass(forward), Pass(backward)
+        forward = [self._norm(), self._column("logits", columns), self._loss(columns)]
+        if self.job.tensor > 1:
+            forward.append(self._small("loss sums", "all_reduce", _LOSS_SUMS))
+        backward = [
+            self._loss(columns, backward=True),
+            self._column("logits", columns, backward=True),
+            self._norm(backward=True),
+            *self._accumulated(self._table),
+        ]
+        return (
+            Pass((*forward, *self._calls(_LAST_CALLS[0]))),
+            Pass((*backward, *self._calls(_LAST_CALLS[1]))),
+        )
 
     @property
     def boundary_bytes(self) -> float:
@@ -151,23 +188,72 @@ class Layers:
 
     @property
     def _qkv_width(self) -> int:
-        model = self.job.model
-        return model.head_size * (model.num_attention_heads + 2 * model.num_query_groups) // self.job.tensor
+        return self._queries + 2 * self._keys
+
+    @property
+    def _queries(self) -> int:
+        return self.job.model.head_size * self.job.model.num_attention_heads // self.job.tensor
+
+    @property
+    def _keys(self) -> int:
+        return self.job.model.head_size * self.job.model.num_query_groups // self.job.tensor
+
+    @property
+    def _table(self) -> float:
+        """Parameters of a rank's part of the embedding, or of the output layer."""
+        return self.job.vocabulary * self.job.model.hidden_size / self.job.tensor
+
+    @property
+    def _layer_calls(self) -> tuple[int, int]:
+        forward, backward = _LAYER_CALLS
+        more = _ROTARY_CALLS if self.job.model.rotary else (0, 0)
+        return forward + more[0], backward + more[1]
 
     def _memory(self, name: str, elements: float) -> Op:
         return Op(name, self.model.memory_us(elements * self.model.item_bytes))
 
-    def _rotary(self) -> Iterable[Op]:
-        if self.job.model.rotary:
-            yield self._memory("rotary", 2 * self.job.rows * self._qkv_width)
+    def _elementwise(self, name: str, kind: Elementwise, outputs: float, *, backward: bool = False) -> Op:
+        moved = TOUCHED[kind][backward] * outputs * self.model.item_bytes
+        return Op(f"{name} grad" if backward else name, self.model.memory_us(moved, kind, backward=backward))
 
-    def _moved(self, name: str, kind: str, elements: float) -> Op:
-        assert kind in ("all_reduce", "reduce_scatter")
-        time = self.model.collective_us(
-            "all_reduce" if kind == "all_reduce" else "reduce_scatter",
-            elements * self.model.item_bytes,
-            self.tensor_link,
-        )
+    def _norm(self, *, backward: bool = False) -> Op:
+        kind: Elementwise = "rms_norm" if self.job.model.normalization == "RMSNorm" else "layer_norm"
+        return self._elementwise("norm", kind, self._hidden, backward=backward)
+
+    def _activation(self, *, backward: bool = False) -> Op:
+        kind: Elementwise = "swiglu" if self.job.model.swiglu else "gelu"
+        return self._elementwise("activation", kind, self.job.rows * self._ffn, backward=backward)
+
+    def _rotary(self, *, backward: bool = False) -> Iterable[Op]:
+        if self.job.model.rotary:
+            turned = self.job.rows * (self._queries + self._keys)
+            yield self._elementwise("rotary", "rotary", turned, backward=backward)
+
+    def _loss(self, columns: int, *, backward: bool = False) -> Op:
+        moved = LOSS_BYTES[backward] * self.job.rows * columns
+        return Op("loss grad" if backward else "loss", self.model.memory_us(moved, "loss", backward=backward))
+
+    def _accumulated(self, parameters: float) -> Iterable[Op]:
+        """Gradients of a part's parameters, added to the main ones where the GEMM does not do it."""
+        if not self.job.fused_accumulation:
+            moved = parameters * (MAIN_GRADIENT_BYTES + self.model.item_bytes)
+            yield Op("accumulate", self.model.memory_us(moved, "accumulate"))
+
+    def _calls(self, calls: int) -> Iterable[Op]:
+        """The program around the operations, where it is not hidden."""
+        if self.model.calls_us(1):
+            yield Op("calls", self.model.calls_us(calls))
+
+    def _small(self, name: str, kind: Literal["message", "all_reduce"], times: int) -> Op:
+        """Messages of a number a row, or fewer."""
+        if kind == "message":
+            time = times * self.model.message_us(0, self.tensor_link)
+        else:
+            time = times * self.model.collective_us("all_reduce", 4.0 * self.job.rows, self.tensor_link)
+        return Op(name, time, tensor_us=time)
+
+    def _moved(self, name: str, kind: CollectiveKind, elements: float) -> Op:
+        time = self.model.collective_us(kind, elements * self.model.item_bytes, self.tensor_link)
         return Op(name, time, tensor_us=time)
 
     def _column(self, name: str, columns: int, *, backward: bool = False) -> Op:
@@ -199,21 +285,37 @@ class Layers:
         beside = max(move, wgrad + min(move, wgrad / speed) * (1 - speed)) if moved else wgrad
         return Op(name, gemm + beside, tensor_us=max(0.0, move - wgrad / speed))
 
-    def _attention(self, name: str, *, backward: bool) -> Op:
+    def _attention(self, *, backward: bool = False) -> Iterable[Op]:
         """Causal attention; over context ranks as a ring, each step beside the next keys and values on their way."""
         job, model = self.job, self.job.model
+        name = "attention grad" if backward else "attention"
         heads = model.num_attention_heads // job.tensor
         flops = 2.0 * job.micro_batch_size * heads * model.head_size * job.seq_length**2 / job.context
-        # Two products forward and five backward, each 2 s^2 d, half of it behind the mask.
-        whole = self.model.attention_us(flops * (2.5 if backward else 1.0), backward=backward)
+        if job.keeps_scores:
+            # All scores, also those behind the mask: two products forward, four backward.
+            whole = self.model.products_us(flops * (4.0 if backward else 2.0), backward=backward)
+            yield from self._scores(heads, backward)
+        else:
+            # Two products forward and five backward, each 2 s^2 d, half of it behind the mask.
+            whole = self.model.attention_us(flops * (2.5 if backward else 1.0), backward=backward)
         if job.context == 1:
-            return Op(name, whole)
+            yield Op(name, whole)
+            return
         keys = 2 * job.rows * model.head_size * model.num_query_groups / job.tensor * self.model.item_bytes
         link = self.model.link(job.context, job.tensor)
         move = self.model.message_us(keys * (2 if backward else 1), link)
         step = whole / job.context
         time = step + (job.context - 1) * max(step, move)
-        return Op(name, time, context_us=time - whole)
+        yield Op(name, time, context_us=time - whole)
+
+    def _scores(self, heads: int, backward: bool) -> Iterable[Op]:
+        """What passes over the scores, and over keys and values that are repeated for every query head."""
+        job, model = self.job, self.job.model
+        scores = job.micro_batch_size * heads * job.seq_length**2 / job.context
+        yield self._elementwise("scores", "scores", scores, backward=backward)
+        if model.num_query_groups < model.num_attention_heads:
+            moved = 2 * job.rows * (self._keys + self._queries)
+            yield self._elementwise("repeat", "repeat", moved, backward=backward)
 
 
 @lru_cache(maxsize=8192)

@@ -11,6 +11,12 @@
 | `userbuffers` | AG: ring of slices; RS: `SLICES` slices, the last one exposed | row: ring; column as megatron |
 | `fused` | one GEMM whose tiles wait for messages, or send them (Flux) | as forward |
 | `p2p` | tail-free point-to-point schedules | as forward; dgrad's last messages beside wgrad |
+| `compiled` | as p2p | row: as p2p; column: serial |
+
+`compiled` is PyTorch's asynchronous tensor parallelism for models that keep the weights of QKV and of the gate apart:
+the compiler joins a reduce-scatter to the one GEMM that makes its input (`_find_producer_matmul` in
+`torch/_inductor/fx_passes/micro_pipeline_tp.py`), and what a column-parallel layer's backward scatters is a sum of two
+or three.
 """
 
 from __future__ import annotations
@@ -26,8 +32,8 @@ from megatron_overlap.simulate.play import Played, Program, Stream, in_order, pl
 from megatron_overlap.tune.cost import CostModel, Link
 from megatron_overlap.tune.decide import MARGIN
 
-Method = Literal["serial", "megatron", "sliced", "userbuffers", "fused", "p2p"]
-METHODS: tuple[Method, ...] = ("serial", "megatron", "sliced", "userbuffers", "fused", "p2p")
+Method = Literal["serial", "megatron", "sliced", "userbuffers", "fused", "p2p", "compiled"]
+METHODS: tuple[Method, ...] = ("serial", "megatron", "sliced", "userbuffers", "fused", "p2p", "compiled")
 
 SLICES = 4
 """Slices of the usual overlap, and of TransformerEngine's pipelined reduce-scatter (its default number of splits)."""
@@ -107,7 +113,7 @@ class Linear:
         # Gathered again for wgrad, or kept: then nothing is moved for it.
         gather = _Moves() if self.choice.save_gathered else self._collective("all_gather", [self.rows], width)
         needs = tuple(range(len(gather.exchanges)))
-        if method == "serial" or self.link.size == 1:
+        if method in ("serial", "compiled") or self.link.size == 1:
             again: list[_Step] = [("all_gather", width)] * len(needs)
             return self._bulk([*again, ("compute", dgrad.whole), ("reduce_scatter", width), ("compute", self.wgrad_us)])
         if method in ("p2p", "fused", "sliced"):

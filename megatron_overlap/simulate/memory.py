@@ -41,7 +41,7 @@ def _stage(job: Job, stage: int) -> Memory:
     parameters = job.stage_parameters(stage)
     held = in_flight(job.pipeline, stage, job.virtual, job.num_microbatches)
     activations = held * job.layers_per_chunk * layer_activation_bytes(job)
-    if job.recompute == "full":
+    if job.recompute in ("full", "needed"):
         # The layer that is being computed again needs all of its own.
         activations = held * job.layers_per_chunk * _hidden_bytes(job) + layer_activation_bytes(job)
     if stage == job.pipeline - 1:

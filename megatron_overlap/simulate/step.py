@@ -12,10 +12,14 @@ from dataclasses import dataclass, field
 from megatron_overlap.simulate.job import Job
 from megatron_overlap.simulate.layer import Layers, Pass
 from megatron_overlap.simulate.pipeline import Unit, order
-from megatron_overlap.tune.cost import CollectiveKind, CostModel, Link
+from megatron_overlap.tune.cost import CLIP_BYTES, CollectiveKind, CostModel, Link
 
 _MIN_BUCKET_PARAMETERS = 40e6
 _BUCKET_PARAMETERS_PER_RANK = 1e6
+_STEP_SUMS = 5  # small all-reduces of a step: tokens twice, overflow, norm, loss
+# Calls of torch in a step beside the micro-batches, counted as those of a layer: by parameter tensor, and the rest.
+_TENSOR_CALLS = 19
+_STEP_CALLS = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +110,8 @@ class _Simulation:
     def buckets(self, stage: int) -> list[list[int]]:
         """Parts of a stage, numbered over its chunks, as gradients leave: last first, joined to Megatron's size."""
         sizes = [part.parameters for chunk in self.parts[stage] for part in chunk]
-        least = max(_MIN_BUCKET_PARAMETERS, _BUCKET_PARAMETERS_PER_RANK * self.data_link.size)
+        own = max(_MIN_BUCKET_PARAMETERS, _BUCKET_PARAMETERS_PER_RANK * self.data_link.size)
+        least = own if self.job.bucket_parameters is None else self.job.bucket_parameters
         made: list[list[int]] = [[]]
         for part in reversed(range(len(sizes))):
             made[-1].append(part)
@@ -298,9 +303,22 @@ def simulate_step(
 
 
 def _optimizer_us(job: Job, model: CostModel, stage: int) -> float:
-    """The update of this rank's shard, the sum of the gradient's norm over all ranks, and what the profile adds."""
-    split = job.data * job.context if job.distributed_optimizer else 1
-    moved = job.stage_parameters(stage) / split * model.profile.device.optimizer_bytes.value
+    """Norm and clipping of the gradients, the update of this rank's shard, and what the profile adds."""
+    parameters = job.stage_parameters(stage)
+    shard = parameters / (job.data * job.context if job.distributed_optimizer else 1)
+    passed = model.memory_us(CLIP_BYTES[0] * parameters + CLIP_BYTES[1] * shard, "clip")
+    update = model.memory_us(shard * model.profile.device.optimizer_bytes.value, "update")
     world: Link = model.link(job.world_size)
     rounds = 2 * max(0, (job.world_size - 1).bit_length())  # a tree, up and down
-    return model.memory_us(moved) + rounds * world.latency_us + model.profile.device.step_ms.value * 1e3
+    calls = model.calls_us(_TENSOR_CALLS * job.stage_tensors(stage) + _STEP_CALLS)
+    sums = _STEP_SUMS * rounds * world.latency_us + _norm_gradients_us(job, model)
+    return passed + update + calls + sums + model.profile.device.step_ms.value * 1e3
+
+
+def _norm_gradients_us(job: Job, model: CostModel) -> float:
+    """Sequence parallelism: gradients of the norms, fp32, are summed over the tensor ranks once a step."""
+    if job.tensor == 1 or not job.sequence_parallel:
+        return 0.0
+    norms = job.model.hidden_size * (2 if job.model.normalization == "LayerNorm" else 1)
+    count = norms * (2 * job.model.num_layers / job.pipeline + 1)
+    return model.collective_us("all_reduce", 4.0 * count, model.link(job.tensor))

@@ -9,15 +9,47 @@ of them. All results are modelled, none is measured.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Literal
 
-from megatron_overlap.config.cluster import ClusterProfile, LinkProfile, Precision
+from megatron_overlap.config.cluster import ClusterProfile, Elementwise, LinkProfile, Precision
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+TOUCHED: Mapping[Elementwise, tuple[float, float]] = MappingProxyType(
+    {
+        "rms_norm": (4, 7),
+        "layer_norm": (4, 7),
+        "add": (3, 0),
+        "rotary": (2, 2),
+        "repeat": (1, 1),  # of what is read and written together
+        "scores": (4, 12),
+        "swiglu": (3, 5),
+        "gelu": (2, 3),
+    }
+)
+"""Elements that an operation between GEMMs reads and writes, forward and backward, for each element of its output.
+
+Counted for operations that are fused as far as they can be, but `scores` as torch runs it: forward masks in place and
+makes the softmax; backward reads two and writes one for the softmax, and moves them through three more operations and
+a zeroed copy. `PassRates` are rates of these bytes, whatever a library really moves.
+"""
+
+LOSS_BYTES = (38, 22)
+"""The same in bytes for each logit: Megatron's cross entropy is made of elementwise steps in fp32. Widen, largest,
+subtract, exponential, sum and divide; the gradient's copy, product and narrowing."""
+
+MAIN_GRADIENT_BYTES = 8
+"""A main gradient in fp32 that is added to: read and written. Beside it the gradient itself is read."""
+
+CLIP_BYTES = (8, 12)
+"""For each parameter: its main gradient zeroed, and summed up to see that it is a number; for each that this rank
+updates: summed up for the norm, and scaled by what clips it, read and written."""
 
 _US = 1e6
 _MEGABYTE = 1e6
@@ -34,6 +66,7 @@ class Link:
         collective_rate: bus bandwidth of a ring collective.
         scatter_rate: the same of a reduce-scatter.
         ring_latency_us: fixed cost of a whole ring collective, all its hops together.
+        all_reduce_rate: bus bandwidth of an all-reduce, counted as an all-gather's; None: it is both of the others.
     """
 
     size: int
@@ -42,6 +75,7 @@ class Link:
     collective_rate: float
     scatter_rate: float
     ring_latency_us: float
+    all_reduce_rate: float | None = None
 
 
 @dataclass(frozen=True)
@@ -85,17 +119,36 @@ class CostModel:
         parts = longer * self.gemm_us(size + 1, n, k) + (pieces - longer) * self.gemm_us(size, n, k)
         return parts / self.gemm_us(m, n, k)
 
-    def memory_us(self, num_bytes: float) -> float:
-        """Time of a kernel that reads and writes `num_bytes` in all."""
+    def memory_us(self, num_bytes: float, kind: Elementwise | None = None, *, backward: bool = False) -> float:
+        """Time of an operation that reads and writes `num_bytes` in all, at the rate of its kind where there is one."""
         if num_bytes <= 0:
             return 0.0
-        return num_bytes / (self.profile.device.memory_gbps.value * 1e9) * _US + self.launch_us
+        device = self.profile.device
+        rates = None if kind is None else getattr(device.elementwise, kind)
+        rate = device.memory_gbps.value
+        if rates is not None:
+            rate = rates.backward if backward and rates.backward is not None else rates.forward
+        return num_bytes / (rate * 1e9) * _US + self.launch_us
+
+    def calls_us(self, calls: float) -> float:
+        """Time of a program that calls the tensor library so many times, the operations themselves left out."""
+        call = self.profile.device.call_us
+        return 0.0 if call is None else calls * call.value
 
     def attention_us(self, flops: float, *, backward: bool = False) -> float:
         """Time of fused attention with `flops` operations, of which the causal mask leaves out nothing more."""
         device = self.profile.device
-        share = device.attention_backward if backward else device.attention_forward
-        return flops / (self.profile.peak_tflops(self.precision) * 1e12 * share.value) * _US + self.launch_us
+        return self._at_share(flops, (device.attention_backward if backward else device.attention_forward).value)
+
+    def products_us(self, flops: float, *, backward: bool = False) -> float:
+        """Time of the products of attention that keeps its scores: at a GEMM's rate where the profile has no other."""
+        device = self.profile.device
+        if device.elementwise.scores is not None:
+            return self.attention_us(flops, backward=backward)
+        return self._at_share(flops, device.gemm.efficiency.value)
+
+    def _at_share(self, flops: float, share: float) -> float:
+        return flops / (self.profile.peak_tflops(self.precision) * 1e12 * share) * _US + self.launch_us
 
     def link(self, size: int, stride: int = 1) -> Link:
         """The link of a group of `size` ranks that are `stride` apart, ranks being dealt to nodes in order.
@@ -108,7 +161,7 @@ class CostModel:
         together = min(size, max(1, per_node // stride))
         inside = profile.inside
         share = math.inf if inside.shared_gbps is None else inside.shared_gbps.value / min(per_node, size * stride)
-        copy, gather, scatter = (min(rate, share) for rate in _rates(inside))
+        copy, gather, scatter, reduce = (min(rate, share) for rate in _rates(inside))
         latency = inside.latency_us.value
         ring_latency = (size - 1) * latency
         if size > together:
@@ -118,11 +171,14 @@ class CostModel:
             nics = between.nics_per_node * together / per_node
             latency = between.latency_us.value
             # Alone in its node a rank has no part inside to be slowed down by.
-            limits = (copy, gather, scatter) if together > 1 else (math.inf,) * 3
+            limits = (copy, gather, scatter, reduce) if together > 1 else (math.inf,) * 4
             outside = _rates(between)
             copy = min(limits[0], outside[0] * min(1.0, nics))
-            gather, scatter = (min(limit, rate * nics) for limit, rate in zip(limits[1:], outside[1:], strict=True))
-        return Link(size, latency, copy * 1e3, gather * 1e3, scatter * 1e3, ring_latency)
+            gather, scatter, reduce = (
+                min(limit, rate * nics) for limit, rate in zip(limits[1:], outside[1:], strict=True)
+            )
+        all_reduce = None if math.isinf(reduce) else reduce * 1e3
+        return Link(size, latency, copy * 1e3, gather * 1e3, scatter * 1e3, ring_latency, all_reduce)
 
     def message_us(self, num_bytes: float, link: Link) -> float:
         """One message from one rank to another."""
@@ -135,7 +191,10 @@ class CostModel:
         moved = num_bytes * (link.size - 1) / link.size
         gather = link.ring_latency_us + moved / link.collective_rate
         scatter = link.ring_latency_us + moved / link.scatter_rate
-        times = {"all_gather": gather, "reduce_scatter": scatter, "all_reduce": scatter + gather}
+        both = scatter + gather
+        if link.all_reduce_rate is not None:
+            both = 2 * link.ring_latency_us + moved / link.all_reduce_rate
+        times = {"all_gather": gather, "reduce_scatter": scatter, "all_reduce": both}
         return times[kind] + self.launch_us
 
     def compute_rate(self, kind: Literal["collective", "copy"], bytes_per_us: float) -> float:
@@ -152,10 +211,11 @@ class CostModel:
         return max(0.05, 1.0 - lost - host)
 
 
-def _rates(link: LinkProfile) -> tuple[float, float, float]:
+def _rates(link: LinkProfile) -> tuple[float, float, float, float]:
     gather = link.collective_gbps.value
     scatter = gather if link.reduce_scatter_gbps is None else link.reduce_scatter_gbps.value
-    return link.copy_gbps.value, gather, scatter
+    reduce = math.inf if link.all_reduce_gbps is None else link.all_reduce_gbps.value
+    return link.copy_gbps.value, gather, scatter, reduce
 
 
 @lru_cache(maxsize=65536)

@@ -75,3 +75,20 @@ def test_hosts_set_the_rate_of_netlab_alone() -> None:
     assert fast.devices_per_node == 2
     other = load_cluster_profile("h800")
     assert with_hosts(other, 4.0, 2) is other
+
+
+def test_what_the_hosts_do_themselves_is_not_faster_on_a_faster_line(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    rates = "\n".join(
+        f"      {name}: {{value: 0.2, source: x}}"
+        for name in ("copy_gbps", "collective_gbps", "reduce_scatter_gbps", "all_reduce_gbps")
+    )
+    netlab = Path("configs/clusters/netlab.yaml").resolve()
+    path.write_text(
+        f"base: {netlab}\nbetween:\n  copy_gbps: {{value: 0.1, source: x}}\n"
+        f"  collective_gbps: {{value: 0.1, source: x}}\n  host:\n{rates}\n"
+    )
+    lab = load_cluster_profile(str(path))
+    # At 1 Gbit/s 10 ns a byte, 5 of them the hosts'; at 4 Gbit/s 5 / 4 + 5.
+    assert with_hosts(lab, 1.0, 1).between.copy_gbps.value == pytest.approx(0.1)
+    assert with_hosts(lab, 4.0, 1).between.copy_gbps.value == pytest.approx(1 / (5 / 4 + 5))

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from megatron_overlap import cli
-from megatron_overlap.config.cluster import load_cluster_profile
+from megatron_overlap.config.cluster import load_cluster_profile, with_hosts
 from megatron_overlap.measure import doctor
-from megatron_overlap.measure.calibration import checks, line, profile_tree, write_profile
+from megatron_overlap.measure.calibration import checks, lab_tree, line, middle, profile_tree, write_profile
 from megatron_overlap.measure.machine import MESSAGES, ROWS, WIDTH
 from megatron_overlap.tune.cost import CostModel
 
@@ -22,12 +22,15 @@ FOUND: dict[str, Any] = {
     "message_us": {str(count): 50 + count / 1000 for count in MESSAGES},
     "all_gather_us": 8192.0,
     "reduce_scatter_us": 16384.0,
+    "all_reduce_us": 12288.0,
     "collective_bytes": 8 << 20,
     "memory_gbps": 5.0,
     "launch_us": 3.0,
     "gemm_alone_us": 40_000.0,
     "gemm_beside_us": 44_000.0,
     "beside_bytes": 8 << 20,
+    "elementwise": {"rms_norm": [4.0, 2.0], "update": [5.0]},
+    "products": [0.05, 0.04],
     "check": {"gemm": 9060.0, "split gemm": 9060.0, "message": 3195.0},
 }
 
@@ -74,11 +77,44 @@ def test_a_calibrated_profile_says_what_was_measured(tmp_path: Path) -> None:
     assert model.gemm_us(256, WIDTH, WIDTH) == pytest.approx(FOUND["gemm_us"]["256"], rel=0.01)
     assert model.collective_us("all_gather", 8 << 20, link) == pytest.approx(8192 + 50 + 3)
     assert model.collective_us("reduce_scatter", 8 << 20, link) == pytest.approx(16384 + 50 + 3)
+    assert model.collective_us("all_reduce", 8 << 20, link) == pytest.approx(12288 + 2 * 50 + 3)
+    assert model.memory_us(1e6, "rms_norm") == pytest.approx(1e3 / 4 + 3)
+    assert model.memory_us(1e6, "rms_norm", backward=True) == pytest.approx(1e3 / 2 + 3)
+    assert model.memory_us(1e6, "update", backward=True) == pytest.approx(1e3 / 5 + 3)
+    assert model.memory_us(1e6) == pytest.approx(1e3 / 5 + 3)
+    assert model.attention_us(1e6) == pytest.approx(1e6 / 0.05e6 + 3)
     # Bytes went both ways at full rate for as long as the GEMM ran, and took 10 % longer for it.
     moved = 2 * min(8 << 20, 44_000 * 1000) / 1e6
     assert profile.contention.host_us_per_mb.value == pytest.approx(4000 / moved)
     for check in checks(path, FOUND, "bf16"):
         assert abs(check.error) < 0.02, check
+
+
+def test_two_lines_tell_the_hosts_part_from_the_line(tmp_path: Path) -> None:
+    """Hosts of 2, 4, 8 and 16 ns a byte beside lines of 1 and 8 Gbit/s, 8 ns and 1 ns a byte."""
+    half = FOUND["collective_bytes"] / 2
+    own = {"copy": 2.0, "all_gather": 4.0, "reduce_scatter": 8.0, "all_reduce": 16.0}
+
+    def found(line_ns: float) -> dict[str, Any]:
+        messages = {str(count): 50 + count * (line_ns + own["copy"]) / 1e3 for count in MESSAGES}
+        collectives = {f"{name}_us": 50 + half * (line_ns + ns) / 1e3 for name, ns in own.items() if name != "copy"}
+        return {**FOUND, "message_us": messages, **collectives}
+
+    path = tmp_path / "lab.yaml"
+    write_profile(path, lab_tree(found(8.0), found(1.0), (1.0, 8.0), "bf16", "made up"))
+    profile = load_cluster_profile(str(path))
+    for gbps in (0.5, 1.0, 4.0, 8.0):
+        link = CostModel(with_hosts(profile, gbps, 1)).link(2)
+        assert link.latency_us == pytest.approx(50)
+        assert link.copy_rate == pytest.approx(1e3 / (8 / gbps + 2))
+        assert link.collective_rate == pytest.approx(1e3 / (8 / gbps + 4))
+        assert link.scatter_rate == pytest.approx(1e3 / (8 / gbps + 8))
+        assert link.all_reduce_rate == pytest.approx(1e3 / (8 / gbps + 16))
+
+
+def test_the_middle_of_several_measurements() -> None:
+    several = [{"a": {"b": value}, "c": [value, 1.0], "d": value} for value in (3.0, 1.0, 2.0)]
+    assert middle(several) == {"a": {"b": 2.0}, "c": [2.0, 1.0], "d": 2.0}
 
 
 def test_the_line_through_messages() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_overlap.config import ModelConfig
@@ -14,18 +15,20 @@ def number(value: float) -> dict[str, Any]:
     return {"value": value, "source": "made up for a test"}
 
 
-def profile(**changes: float) -> ClusterProfile:
+def profile(elementwise: Mapping[str, tuple[float, float]] | None = None, **changes: float) -> ClusterProfile:
     """1 TFLOP/s, 1 GB/s links, memory and launches for nothing, no latency, no contention; some of it changed.
 
     Args:
-        changes: tflops, gbps, latency_us, between_us, launch_us, copy (contention), collective, host_us_per_mb,
-            devices, nics, memory_gib, memory_gbps.
+        elementwise: GB/s of kinds of operations, forward and backward.
+        changes: tflops, gbps, latency_us, between_us, launch_us, call_us, copy (contention), collective,
+            host_us_per_mb, devices, nics, memory_gib, memory_gbps.
     """
     given = {
         "tflops": 1.0,
         "gbps": 1.0,
         "latency_us": 0.0,
         "launch_us": 0.0,
+        "call_us": 0.0,
         "copy": 0.0,
         "collective": 0.0,
         "host_us_per_mb": 0.0,
@@ -54,6 +57,11 @@ def profile(**changes: float) -> ClusterProfile:
                 "memory_gib": number(given["memory_gib"]),
                 "memory_gbps": number(given["memory_gbps"]),
                 "launch_us": number(given["launch_us"]),
+                "call_us": number(given["call_us"]),
+                "elementwise": {
+                    kind: {"forward": rates[0], "backward": rates[1], "source": "made up for a test"}
+                    for kind, rates in (elementwise or {}).items()
+                },
                 "optimizer_bytes": number(30.0),
                 "step_ms": number(0.0),
             },
@@ -68,8 +76,8 @@ def profile(**changes: float) -> ClusterProfile:
     )
 
 
-def machine(**changes: float) -> CostModel:
-    return CostModel(profile(**changes))
+def machine(elementwise: Mapping[str, tuple[float, float]] | None = None, **changes: float) -> CostModel:
+    return CostModel(profile(elementwise, **changes))
 
 
 def job(**changes: Any) -> Job:

@@ -1,0 +1,179 @@
+"""What a step has between and around its GEMMs: bytes and calls counted by hand, each once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_overlap.config import load_launch_config
+from megatron_overlap.simulate.job import Job, job_of
+from megatron_overlap.simulate.layer import Layers, Op
+from megatron_overlap.simulate.linear import Choice, Linear
+from megatron_overlap.simulate.step import simulate_step
+from tests.simulate.machines import job, machine
+
+# Of the job below: 1024 rows, eight heads, hidden 1024, MLP 4096, bf16. Bytes a microsecond at 1 GB/s: 1000.
+ROWS = HIDDEN = 1024
+KINDS = ("layer_norm", "add", "scores", "gelu", "loss", "accumulate", "clip", "update")
+
+
+def times(ops: tuple[Op, ...]) -> dict[str, float]:
+    """Microseconds by name, operations of one name together."""
+    names = {op.name for op in ops}
+    return {name: sum(op.time_us for op in ops if op.name == name) for name in names}
+
+
+def slow(*kinds: str) -> dict[str, tuple[float, float]]:
+    return dict.fromkeys(kinds, (1.0, 2.0))
+
+
+def test_operations_between_gemms_by_hand() -> None:
+    whole = job(keeps_scores=True, fused_accumulation=False)
+    layers = Layers(whole, machine(slow(*KINDS)))
+    forward, backward = times(layers.forward.ops), times(layers.backward.ops)
+    kib = ROWS * HIDDEN * 2 / 1e3  # one activation, at 1 GB/s
+    assert forward["norm"] == pytest.approx(2 * 4 * kib)
+    assert forward["add"] == pytest.approx(2 * 3 * kib)
+    assert forward["activation"] == pytest.approx(2 * 4 * kib)
+    assert forward["scores"] == pytest.approx(4 * 8 * kib)
+    # Backward runs at twice the rate.
+    assert backward["norm grad"] == pytest.approx(2 * 7 * kib / 2)
+    assert backward["activation grad"] == pytest.approx(3 * 4 * kib / 2)
+    assert backward["scores grad"] == pytest.approx(12 * 8 * kib / 2)
+    # Main gradients have one rate: read and written in fp32, and a gradient in bf16 read.
+    assert backward["accumulate"] == pytest.approx(whole.layer_parameters() * 10 / 1e3)
+    logits = ROWS * 128
+    assert times(layers.last[0].ops)["loss"] == pytest.approx(38 * logits / 1e3)
+    assert times(layers.last[1].ops)["loss grad"] == pytest.approx(22 * logits / 2e3)
+    assert times(layers.last[1].ops)["norm grad"] == pytest.approx(7 * kib / 2)
+    for end in (layers.first, layers.last):
+        assert times(end[1].ops)["accumulate"] == pytest.approx(128 * HIDDEN * 10 / 1e3)
+
+
+def test_products_of_attention_that_keeps_its_scores() -> None:
+    """Two forward and four backward over all scores, 2 s^2 d each; with fused attention half of 2 and of 5."""
+    product = 2.0 * ROWS**2 * HIDDEN / 1e6
+    layers = Layers(job(keeps_scores=True), machine())
+    assert times(layers.forward.ops)["attention"] == pytest.approx(2 * product)
+    assert times(layers.backward.ops)["attention grad"] == pytest.approx(4 * product)
+    fused = Layers(job(), machine())
+    assert times(fused.forward.ops)["attention"] == pytest.approx(product)
+    assert "scores" not in times(fused.forward.ops)
+    again = Layers(job(keeps_scores=True, recompute="selective"), machine(slow("scores")))
+    made_again = times(again.backward.ops)
+    assert made_again["attention again"] == pytest.approx(2 * product)
+    assert made_again["scores again"] == pytest.approx(times(again.forward.ops)["scores"])
+
+
+def test_keys_and_values_are_repeated_for_every_query_head() -> None:
+    def layers(groups: int, rates: dict[str, tuple[float, float]]) -> Layers:
+        whole = job(keeps_scores=True)
+        return Layers(replace(whole, model=whole.model.model_copy(update={"num_query_groups": groups})), machine(rates))
+
+    grouped = layers(2, slow("repeat"))
+    # Keys and values: two of the eight heads are read, eight are written, 128 columns each.
+    assert times(grouped.forward.ops)["repeat"] == pytest.approx(2 * ROWS * 128 * (2 + 8) * 2 / 1e3)
+    assert times(grouped.backward.ops)["repeat grad"] == pytest.approx(2 * ROWS * 128 * (2 + 8) * 2 / 2e3)
+    assert "repeat" not in times(layers(8, slow("repeat")).forward.ops)
+
+
+def test_only_queries_and_keys_are_turned() -> None:
+    whole = job()
+    turning = replace(whole, model=whole.model.model_copy(update={"rotary": True, "num_query_groups": 2}))
+    layers = Layers(turning, machine(slow("rotary")))
+    assert times(layers.forward.ops)["rotary"] == pytest.approx(2 * ROWS * 128 * (8 + 2) * 2 / 1e3)
+
+
+def test_a_fused_accumulation_moves_nothing_more() -> None:
+    assert "accumulate" not in times(Layers(job(), machine(slow("accumulate"))).backward.ops)
+
+
+def test_the_end_of_a_step_by_hand() -> None:
+    """Main gradients zeroed and checked (8 bytes), summed and scaled (12), the update (30 in this profile)."""
+    whole = job(fused_accumulation=False)
+    parameters = whole.stage_parameters(0)
+    step = simulate_step(whole, machine(slow("clip", "update")))
+    assert step.optimizer_us == pytest.approx(parameters * (8 + 12 + 30) / 1e3)
+    # Of four replicas each updates a quarter, but zeroes and checks all; five sums go up and down a tree of two.
+    split = simulate_step(job(data=4), machine(slow("clip", "update"), latency_us=1.0))
+    assert split.optimizer_us == pytest.approx(parameters * (8 + 12 / 4 + 30 / 4) / 1e3 + 5 * 4)
+
+
+def test_gradients_of_norms_are_summed_over_tensor_ranks() -> None:
+    split = job(tensor=2)
+    step = simulate_step(split, machine())
+    # Two norms a layer and the last one, weight and bias, fp32: half of it there and half of it back.
+    assert step.optimizer_us == pytest.approx(4 * 2 * HIDDEN * (2 * 8 + 1) / 1e3)
+    assert simulate_step(replace(split, sequence_parallel=False), machine()).optimizer_us == pytest.approx(0.0, abs=1e-6)
+
+
+def test_what_costs_a_micro_batch_is_paid_for_every_one() -> None:
+    """Calls of a GPT layer 65 + 131, of the ends 130 + 10 + 66 + 50; of a step 60 and 19 a tensor."""
+    calls = 8 * (65 + 131) + 130 + 10 + 66 + 50
+    # Twelve tensors a layer; words, positions, and weight and bias of the last norm.
+    step = 60 + 19 * (12 * 8 + 4)
+    for batches in (1, 4):
+        whole = job(global_batch_size=batches)
+        free, paid = (simulate_step(whole, machine(call_us=us)) for us in (0.0, 2.0))
+        assert paid.step_us - free.step_us == pytest.approx(2.0 * (batches * calls + step))
+    assert job().stage_tensors(0) == 12 * 8 + 4
+    model = job().model.model_copy(
+        update={"rotary": True, "add_bias": False, "normalization": "RMSNorm", "untie_embeddings": True}
+    )
+    assert replace(job(), model=model).stage_tensors(0) == 6 * 8 + 3
+    turned = simulate_step(replace(job(global_batch_size=1), model=model), machine(call_us=1.0))
+    plain = simulate_step(replace(job(global_batch_size=1), model=model), machine())
+    assert turned.step_us - plain.step_us == pytest.approx(calls + 8 * (54 + 44) + 60 + 19 * (6 * 8 + 3))
+
+
+def test_the_loss_is_summed_over_tensor_ranks() -> None:
+    layers = Layers(job(tensor=2), machine(latency_us=1.0))
+    # Three all-reduces of a number a row, in fp32; a ring of two there and back.
+    assert times(layers.last[0].ops)["loss sums"] == pytest.approx(3 * (2 * 1.0 + 4 * ROWS / 1e3))
+    assert times(layers.first[0].ops)["batch"] == pytest.approx(4 * 1.0)
+    alone = Layers(job(), machine(latency_us=1.0))
+    assert not {"loss sums"} & set(times(alone.last[0].ops))
+    assert not {"batch"} & set(times(alone.first[0].ops))
+
+
+def test_compiled_hides_all_but_the_backward_of_column_layers() -> None:
+    model = machine(latency_us=1.0, launch_us=1.0, gbps=20.0)
+    link = model.link(4)
+
+    def linear(choice: Choice) -> Linear:
+        return Linear(model, link, choice, 4096, 1024, 1024)
+
+    compiled, ours, serial = (linear(Choice(method, save_gathered=True)) for method in ("compiled", "p2p", "serial"))
+    assert compiled.column_forward() == ours.column_forward()
+    assert compiled.row_forward() == ours.row_forward()
+    assert compiled.row_backward() == ours.row_backward()
+    assert compiled.column_backward() == serial.column_backward()
+    assert ours.column_backward().time_us < serial.column_backward().time_us
+
+
+def test_what_a_compiler_computes_again() -> None:
+    def again(recompute: str, **changes: bool) -> list[str]:
+        model = job().model.model_copy(update=changes)
+        layers = Layers(replace(job(), model=model, recompute=recompute), machine())  # type: ignore[arg-type]
+        return [op.name.removesuffix(" again") for op in layers.backward.ops if op.name.endswith(" again")]
+
+    assert again("needed") == ["norm", "qkv", "attention", "proj", "add", "norm", "fc1", "activation"]
+    assert again("half", rotary=True) == ["norm", "rotary", "norm", "activation", "keys", "gate"]
+    assert again("none") == []
+
+
+def test_jobs_of_launch_configs() -> None:
+    cpu = job_of(load_launch_config("configs/gpt_dp2_netlab.yaml"))
+    assert (cpu.keeps_scores, cpu.fused_accumulation, cpu.bucket_parameters) == (True, False, 800_000)
+    cuda: Job = job_of(load_launch_config("configs/llama3_8b_tp8_overlap.yaml"))
+    assert (cuda.keeps_scores, cuda.fused_accumulation, cuda.bucket_parameters) == (False, True, None)
+    apart = load_launch_config("configs/llama3_8b_tp8_overlap.yaml", ["train.gradient_accumulation_fusion=false"])
+    assert not job_of(apart).fused_accumulation
+
+
+def test_small_buckets_leave_earlier() -> None:
+    """All but the first layers' gradients hide behind the backward, where one bucket would leave at its end."""
+    whole = job(data=4, data_overlap="megatron")
+    one, many = (simulate_step(replace(whole, bucket_parameters=size), machine()) for size in (None, 1))
+    assert many.data_us < 0.5 * one.data_us
