@@ -67,6 +67,7 @@ def test_an_unknown_profile_is_answered_with_the_nearest() -> None:
 
 def test_hosts_set_the_rate_of_netlab_alone() -> None:
     lab = load_cluster_profile("netlab")
+    lab = lab.model_copy(update={"between": lab.between.model_copy(update={"host": None})})
     fast = with_hosts(lab, 4.0, 2)
     assert fast.between.copy_gbps.value == pytest.approx(4 * lab.between.copy_gbps.value)
     assert fast.between.reduce_scatter_gbps is not None

@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 
 from megatron_overlap.config import load_launch_config
+from megatron_overlap.config.cluster import load_cluster_profile
 from megatron_overlap.simulate.job import Job, job_of
 from megatron_overlap.simulate.layer import Layers, Op
 from megatron_overlap.simulate.linear import Choice, Linear
 from megatron_overlap.simulate.step import simulate_step
+from megatron_overlap.tune.cost import CostModel
 from tests.simulate.machines import job, machine
 
 # Of the job below: 1024 rows, eight heads, hidden 1024, MLP 4096, bf16. Bytes a microsecond at 1 GB/s: 1000.
@@ -66,6 +68,14 @@ def test_products_of_attention_that_keeps_its_scores() -> None:
     assert made_again["scores again"] == pytest.approx(times(again.forward.ops)["scores"])
 
 
+def test_products_run_as_gemms_where_nothing_else_is_known() -> None:
+    """A fused kernel's share of the peak says nothing of products that are made apart."""
+    model = CostModel(load_cluster_profile("h800"))
+    peak = 989.4e6
+    assert model.products_us(1e9) == pytest.approx(1e9 / (peak * 0.762) + 3)
+    assert model.attention_us(1e9) == pytest.approx(1e9 / (peak * 0.6) + 3)
+
+
 def test_keys_and_values_are_repeated_for_every_query_head() -> None:
     def layers(groups: int, rates: dict[str, tuple[float, float]]) -> Layers:
         whole = job(keeps_scores=True)
@@ -105,7 +115,9 @@ def test_gradients_of_norms_are_summed_over_tensor_ranks() -> None:
     step = simulate_step(split, machine())
     # Two norms a layer and the last one, weight and bias, fp32: half of it there and half of it back.
     assert step.optimizer_us == pytest.approx(4 * 2 * HIDDEN * (2 * 8 + 1) / 1e3)
-    assert simulate_step(replace(split, sequence_parallel=False), machine()).optimizer_us == pytest.approx(0.0, abs=1e-6)
+    assert simulate_step(replace(split, sequence_parallel=False), machine()).optimizer_us == pytest.approx(
+        0.0, abs=1e-6
+    )
 
 
 def test_what_costs_a_micro_batch_is_paid_for_every_one() -> None:
