@@ -37,10 +37,10 @@ class FusedChoice:
     def __init__(self, session: Session, messages: Callable[[dist.ProcessGroup], Transport]) -> None:
         self.wanted = session.config.tensor.method == "fused"
         self._hopper = session.config.tensor.kernels == "hopper"
-        self._messages = messages
+        self._counters, self._messages = session.counters, messages
         self._transports: dict[dist.ProcessGroup, FusedTransport | str] = {}
         if self.wanted:
-            session.counters.symmetric = self.memory
+            self._counters.symmetric = self.memory
 
     def why_not(self, op: str, x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
         """What keeps a call of `op` from running fused; None if nothing does. All ranks of `group` call alike."""
@@ -51,6 +51,8 @@ class FusedChoice:
         transport = self._transports.get(group)
         if transport is None:
             transport = self._transports[group] = open_fused(group, self._messages)
+            # Method auto gets here too.
+            self._counters.symmetric = self.memory
         return transport if isinstance(transport, str) else None
 
     def ways(self, op: str, x: torch.Tensor, group: dist.ProcessGroup) -> list[Candidate]:
