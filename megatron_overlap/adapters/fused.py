@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -24,6 +25,11 @@ _FUSED_OPS: dict[str, Callable[..., torch.Tensor]] = {
     "gemm_rs": fused_linear_reduce_scatter,
     "gemm_ar": fused_linear_all_reduce,
 }
+
+
+@lru_cache(maxsize=256)
+def _plan(knobs: tuple[Knob, ...]) -> FusedPlan:
+    return FusedPlan(**dict(knobs))  # type: ignore[arg-type]
 
 
 class FusedChoice:
@@ -83,7 +89,7 @@ class FusedChoice:
             knobs = HOPPER.knobs if self._hopper else ()
         transport = self._transports[group]
         known = {key: options[key] for key in ("main_grad", "weight_done", "observer") if key in options}
-        return _FUSED_OPS[op](x, w, bias, transport=transport, plan=FusedPlan(**dict(knobs)), **known)  # type: ignore[arg-type]
+        return _FUSED_OPS[op](x, w, bias, transport=transport, plan=_plan(tuple(knobs)), **known)
 
     def memory(self) -> list[SymmetricMemory]:
         """What the groups hold now; nothing where no call ran fused."""

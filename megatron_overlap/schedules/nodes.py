@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from megatron_overlap.schedules.build import all_gather_plan, reduce_scatter_plan
 from megatron_overlap.schedules.chunks import Chunk, ChunkLayout
@@ -80,23 +81,35 @@ class Nodes:
 
         A direct plan over hosts. Owners in its chunks are hosts in `work`, and ranks in `exchanges`.
         """
-        return self._along_rail(all_gather_plan(self.num_nodes, self.node(rank)), rank)
+        return _gather(self, rank)
 
     def scatter(self, rank: int) -> Plan:
         """In which order hosts' rows are computed, own ones last, and what is sent then; as `gather`."""
-        return self._along_rail(reduce_scatter_plan(self.num_nodes, self.node(rank)), rank)
+        return _scatter(self, rank)
 
-    def _along_rail(self, plan: Plan, rank: int) -> Plan:
-        def on_rail(node: int) -> int:
-            return node * self.per_node + self.place(rank)
 
-        def of_rank(exchange: Exchange) -> Exchange:
-            return replace(
-                exchange,
-                send=Chunk(on_rail(exchange.send.owner), 0),
-                to=on_rail(exchange.to),
-                recv=Chunk(on_rail(exchange.recv.owner), 0),
-                source=on_rail(exchange.source),
-            )
+# Every call of an op asks for its plan.
+@lru_cache(maxsize=64)
+def _gather(nodes: Nodes, rank: int) -> Plan:
+    return _along_rail(all_gather_plan(nodes.num_nodes, nodes.node(rank)), nodes, rank)
 
-        return replace(plan, exchanges=tuple(map(of_rank, plan.exchanges)))
+
+@lru_cache(maxsize=64)
+def _scatter(nodes: Nodes, rank: int) -> Plan:
+    return _along_rail(reduce_scatter_plan(nodes.num_nodes, nodes.node(rank)), nodes, rank)
+
+
+def _along_rail(plan: Plan, nodes: Nodes, rank: int) -> Plan:
+    def on_rail(node: int) -> int:
+        return node * nodes.per_node + nodes.place(rank)
+
+    def of_rank(exchange: Exchange) -> Exchange:
+        return replace(
+            exchange,
+            send=Chunk(on_rail(exchange.send.owner), 0),
+            to=on_rail(exchange.to),
+            recv=Chunk(on_rail(exchange.recv.owner), 0),
+            source=on_rail(exchange.source),
+        )
+
+    return replace(plan, exchanges=tuple(map(of_rank, plan.exchanges)))

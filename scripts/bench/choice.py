@@ -288,7 +288,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", default="choice.json", help="file for the figures, and of those that are there")
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     parser.add_argument("--links", nargs="+", help="GBPS,K,F of the links and layers, if not the usual ones")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of timing for a point")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of timing for a point")
     parser.add_argument("--shape", type=int, nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--points", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
