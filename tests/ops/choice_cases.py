@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -115,7 +116,12 @@ def refined(group: dist.ProcessGroup, folder: str) -> tuple[list[str], list[str]
 
 def withdrawn(group: dist.ProcessGroup, folder: str) -> dict[str, Any]:
     """p2p is faster until it is not, on one rank alone; then a new run of the same."""
-    decide.WINDOW, decide.FIRST_CHECK = 32, 64
+    # These processes run other cases too, and with more ranks.
+    with patch.multiple(decide, WINDOW=32, FIRST_CHECK=64):
+        return _withdrawn(group, folder)
+
+
+def _withdrawn(group: dist.ProcessGroup, folder: str) -> dict[str, Any]:
     layers = Layers(group, folder)
 
     def before(candidate: Candidate) -> Seconds:
@@ -125,7 +131,7 @@ def withdrawn(group: dist.ProcessGroup, folder: str) -> dict[str, Any]:
         hit = candidate != OWN and group.rank() == group.size() - 1
         return Seconds(0.002, 0.008) if hit else before(candidate)
 
-    layers.run(60, before)
+    layers.run(calls_to_settle(3), before)
     first = str(layers.chooser.verdicts()[0].candidate)
     layers.run(120, after)
     (verdict,) = layers.chooser.verdicts()
@@ -147,7 +153,7 @@ def withdrawn(group: dist.ProcessGroup, folder: str) -> dict[str, Any]:
 def told_by_others(group: dist.ProcessGroup, folder: str) -> tuple[list[str], list[str]]:
     """Rank 0 has kept one choice, every other rank another one: what serves, and who wrote."""
     first = Layers(group, folder)
-    first.run(40, lambda candidate: Seconds(0.004, 0.0) if candidate == OWN else Seconds(0.0, 0.0))
+    first.run(calls_to_settle(3), lambda candidate: Seconds(0.004, 0.0) if candidate == OWN else Seconds(0.0, 0.0))
     own = Path(folder, f"rank{group.rank()}")
     if group.rank():
         own.mkdir()
