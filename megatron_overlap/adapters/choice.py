@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,11 +23,13 @@ from megatron_overlap.tune.predict import candidates
 
 _TIMEOUT_S = 600.0
 _COLUMN = ("ag_gemm", "copy_gemm")
+_learns = torch.is_grad_enabled
 
 
 class _Served(NamedTuple):
-    """The last column-parallel call: its input, and what served it."""
+    """The last column-parallel call: its layer and input, and what served it."""
 
+    layer: weakref.ref[torch.nn.Module]
     group: dist.ProcessGroup
     tensor: weakref.ref[torch.Tensor]
     version: int
@@ -37,14 +40,20 @@ class _Served(NamedTuple):
         return self.group is group and self.tensor() is x and self.version == _version(x)
 
 
-class _Shortcut(NamedTuple):
-    """A layer's calls of one shape, once their choice is Megatron's own path: all that has to be looked at."""
+@dataclass(slots=True)
+class _Shortcut:
+    """A layer's calls of one size, once their choice is Megatron's own path: all that has to be looked at.
 
-    shape: torch.Size
-    gradients: tuple[bool, bool, bool]
+    `shares` is the group of a layer whose input other layers take too.
+    """
+
+    numel: int
+    learns: bool
+    input_learns: bool
+    weight_learns: bool
     decider: Decider
     tally: Tally
-    gathers: dist.ProcessGroup | None
+    shares: dist.ProcessGroup | None
 
 
 class TensorChoice:
@@ -61,7 +70,8 @@ class TensorChoice:
         self._versions = {name: release for name, release in installed_versions().items() if release}
         self._choosers: dict[dist.ProcessGroup, Chooser] = {}
         self._last: _Served | None = None
-        self._shortcuts: weakref.WeakKeyDictionary[torch.nn.Module, _Shortcut] = weakref.WeakKeyDictionary()
+        self._shortcuts: dict[int, _Shortcut] = {}
+        self._sharing: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         if self.wanted:
             session.counters.choices = self.lines
 
@@ -69,19 +79,25 @@ class TensorChoice:
         """Whether a call runs Megatron's own path with nothing else to do; it is counted then.
 
         On short layers the way through `serve` is 5 % of the pass. Nothing but the choice has to be looked at: whatever
-        else keeps a call from the plugin ends on Megatron's own path too.
+        else keeps a call from the plugin ends on Megatron's own path too. Between two layers the caches are lost: what
+        is touched here counts, not what is computed.
         """
-        shortcut = self._shortcuts.get(layer)
-        if shortcut is None or shortcut.shape != x.shape or shortcut.gradients != _gradients(x, weight):
+        shortcut = self._shortcuts.get(id(layer))
+        if (
+            shortcut is None
+            or not shortcut.decider.free
+            or shortcut.numel != x.numel()
+            or shortcut.learns != _learns()
+            or shortcut.input_learns != x.requires_grad
+            or shortcut.weight_learns != weight.requires_grad
+        ):
             return False
-        gathers = shortcut.gathers
-        if gathers is not None and self._last is not None and self._last.fed_by(gathers, x):
-            return False
-        if not shortcut.decider.serves_own():
-            return False
+        if shortcut.shares is not None:
+            if self._last is not None and self._last.fed_by(shortcut.shares, x):
+                return False
+            self._last = _Served(weakref.ref(layer), shortcut.shares, weakref.ref(x), _version(x), OWN)
+        shortcut.decider.free -= 1
         shortcut.tally.chosen_own += 1
-        if gathers is not None:
-            self._last = _Served(gathers, weakref.ref(x), _version(x), OWN)
         return True
 
     def serve(
@@ -104,6 +120,9 @@ class TensorChoice:
         the other's gather, or would have nobody to share with.
         """
         if op == "ag_gemm" and self._last is not None and self._last.fed_by(group, x):
+            first = self._last.layer()
+            if first is not None:
+                self._sharing.add(first)
             return run(self._last.candidate)
         call = self._call(op, x, weight, group, into)
 
@@ -112,13 +131,26 @@ class TensorChoice:
 
         result, candidate = self._chooser(group).serve(call, run, (x, weight), possible, measured=measured)
         if op == "ag_gemm":
-            self._last = _Served(group, weakref.ref(x), _version(x), candidate)
+            self._last = _Served(weakref.ref(layer), group, weakref.ref(x), _version(x), candidate)
         decider = self._chooser(group).decider(call)
-        if candidate == OWN and decider is not None and decider.stage == "settled":
-            tally = self._session.counters.own_by_choice(kind, f"{weight.shape[1]}->{weight.shape[0]}", op, "forward")
-            gathers = group if op == "ag_gemm" else None
-            self._shortcuts[layer] = _Shortcut(x.shape, _gradients(x, weight), decider, tally, gathers)
+        if candidate == OWN and decider is not None and decider.free:
+            self._shortcuts[self._number(layer)] = _Shortcut(
+                x.numel(),
+                _learns(),
+                x.requires_grad,
+                weight.requires_grad,
+                decider,
+                self._session.counters.own_by_choice(kind, f"{weight.shape[1]}->{weight.shape[0]}", op, "forward"),
+                group if layer in self._sharing else None,
+            )
         return result
+
+    def _number(self, layer: torch.nn.Module) -> int:
+        """What a layer's shortcut is found by; another layer may get the number when this one is gone."""
+        number = id(layer)
+        if number not in self._shortcuts:
+            weakref.finalize(layer, self._shortcuts.pop, number, None).atexit = False
+        return number
 
     def why_not(self, x: torch.Tensor, into: bool) -> str | None:
         """What keeps a call from being chosen for; None if nothing does."""
@@ -158,10 +190,6 @@ class TensorChoice:
                 timeout_s=self._session.config.timeout_s or _TIMEOUT_S,
             )
         return chooser
-
-
-def _gradients(x: torch.Tensor, weight: torch.Tensor) -> tuple[bool, bool, bool]:
-    return torch.is_grad_enabled(), x.requires_grad, weight.requires_grad
 
 
 def _version(x: torch.Tensor) -> int:
@@ -208,7 +236,7 @@ def _ms(us: float) -> float | None:
 
 def _why(verdict: Verdict, candidate: Candidate) -> str:
     tried = _listed([each for each in verdict.tried if each not in (OWN, candidate)])
-    if verdict.stage in ("warm", "first", "second", "third"):
+    if verdict.stage in ("first", "second", "third"):
         return f"being measured: {_listed(verdict.tried)}"
     if verdict.withdrawals and candidate == OWN:
         return f"withdrawn, as Megatron's own became faster: {tried}"

@@ -137,10 +137,6 @@ class LinearAdapter:
             return "schedule ring has no all-reduce: use direct, or --sequence-parallel"
         return self.check.why_not(_call(op, weight)) or _why_not_tensors(x, weight, group)
 
-    def runs_own(self, layer: Any, x: torch.Tensor, weight: torch.Tensor) -> bool:
-        """See `TensorChoice.runs_own`."""
-        return self.half is None and self.choice.runs_own(layer, x, weight)
-
     def serve(
         self,
         layer: Any,
@@ -237,11 +233,12 @@ def column_forward_impl(original: Method, session: Session) -> Method:
     `input @ weight.T + bias`, whose input gradient is summed over ranks.
     """
     adapter = LinearAdapter.of(session)
+    runs_own = adapter.choice.runs_own
 
     @untraced
     @functools.wraps(original)
     def _forward_impl(self: Any, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if adapter.runs_own(self, input, weight):
+        if adapter.half is None and runs_own(self, input, weight):
             return original(self, input, weight, *args, **kwargs)
         group = get_tensor_model_parallel_group_if_none(kwargs.get("tp_group"))
         if group is None or group.size() == 1:
@@ -265,12 +262,13 @@ def row_forward(original: Method, session: Session) -> Method:
     `all_reduce(input @ weight.T)`; then the bias, which is returned instead of added with `skip_bias_add`.
     """
     adapter = LinearAdapter.of(session)
+    runs_own = adapter.choice.runs_own
     own_gemm = RowParallelLinear._forward_impl
 
     @untraced
     @functools.wraps(original)
     def forward(self: Any, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if adapter.runs_own(self, input_, self.weight):
+        if adapter.half is None and runs_own(self, input_, self.weight):
             return original(self, input_)
         group = self.tp_group
         if group is None or group.size() == 1:

@@ -15,11 +15,13 @@ type Method = Callable[..., Any]
 def untraced(method: Method) -> Method:
     """`method`, which `torch.compile` does not enter: it runs as it is, between the graphs of what is around it."""
     eager: Method = torch.compiler.disable(method)
+    # Of all ways to ask it touches least.
+    tracing = torch.compiler.is_dynamo_compiling
 
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
         # A call of what `disable` returns costs microseconds more, so it is made only where somebody traces.
-        return (eager if torch.compiler.is_compiling() else method)(*args, **kwargs)
+        return (eager if tracing() else method)(*args, **kwargs)
 
     return run
 

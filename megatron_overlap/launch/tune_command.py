@@ -22,7 +22,7 @@ from megatron_overlap.launch.outcome import RunError
 from megatron_overlap.launch.plan import plan
 from megatron_overlap.launch.progress import iteration_of
 from megatron_overlap.tune.candidate import KNOBS
-from megatron_overlap.tune.decide import calls_to_settle
+from megatron_overlap.tune.decide import calls_to_choose
 from megatron_overlap.tune.predict import MAX_TRIED
 
 _FIRST_STEPS = 2
@@ -95,7 +95,7 @@ def short_run(name: str, cfg: LaunchConfig) -> LaunchConfig:
     # kernels their variants are tried in the layers; the output layer may end with fewer of them tried.
     near = _KNOBS if cfg.launch.device == "cuda" else 0
     layers = cfg.model.num_layers // cfg.parallel.pipeline
-    calls = max(calls_to_settle(1 + MAX_TRIED), calls_to_settle(1 + MAX_TRIED, near) / layers)
+    calls = max(calls_to_choose(1 + MAX_TRIED), calls_to_choose(1 + MAX_TRIED, near) / layers)
     iterations = _FIRST_STEPS + math.ceil(_LATE * calls / cfg.num_microbatches)
     dump = cfg.model_dump()
     train = {

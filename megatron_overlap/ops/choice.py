@@ -27,6 +27,7 @@ from megatron_overlap.tune.cache import ChoiceCache, Entry
 from megatron_overlap.tune.candidate import HOPPER, OWN, Call, Candidate, fused_variants, one_knob_apart
 from megatron_overlap.tune.decide import Decider, Settled, Stage, Turn
 from megatron_overlap.tune.predict import Costs, predict_us, shortlist
+from megatron_overlap.tune.timing import Timing
 
 _FEWEST = 2
 
@@ -231,7 +232,9 @@ class Chooser:
 
     def _agree(self, kind: _Kind) -> None:
         decider, before = kind.decider, kind.decider.choice
-        decider.take(self._council.numbers([kind.us(candidate) for candidate in decider.wanted]))
+        mine = [kind.timing(candidate) for candidate in decider.wanted]
+        flat = self._council.numbers([number for each in mine for number in each])
+        decider.take([[Timing(*pair) for pair in zip(row[::2], row[1::2], strict=True)] for row in flat])
         if decider.epoch != kind.epoch:
             kind.epoch, kind.samples = decider.epoch, {}
         choice = decider.choice
@@ -255,20 +258,20 @@ class _Kind:
     def samples_of(self, call: Call, candidate: int) -> Samples:
         return self.samples.setdefault(call, {}).setdefault(candidate, Samples())
 
-    def us(self, candidate: int) -> float:
+    def timing(self, candidate: int) -> Timing:
         """What a call takes, or one of each together; NaN where some candidate that is wanted has too few samples."""
-        total = math.nan
+        parts: list[Timing] = []
         for call, by_candidate in self.samples.items():
             times = {
-                each: by_candidate[each].us(_FEWEST, call.backward) if each in by_candidate else math.nan
+                each: by_candidate[each].timing(_FEWEST, call.backward) if each in by_candidate else Timing(math.nan)
                 for each in self.decider.wanted
             }
             # A layer that comes once a pass may lack some: it is left out for all.
-            if not any(map(math.isnan, times.values())):
-                total = times[candidate] if math.isnan(total) else total + times[candidate]
+            if not any(math.isnan(each.us) for each in times.values()):
+                parts.append(times[candidate])
             elif call == self.call:
-                return math.nan
-        return total
+                return Timing(math.nan)
+        return Timing.total(parts) if parts else Timing(math.nan)
 
 
 def _variants(call: Call, possible: Sequence[Candidate]) -> list[Candidate]:

@@ -12,10 +12,11 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 import torch
+
+from megatron_overlap.tune.timing import Timing
 
 _MOST_NODES = 32
 
@@ -43,15 +44,15 @@ class Samples:
     forward: list[Span] = field(default_factory=list)
     backward: list[Span] = field(default_factory=list)
 
-    def us(self, fewest: int, with_backward: bool) -> float:
+    def timing(self, fewest: int, with_backward: bool) -> Timing:
         """Median of the forwards plus that of the backwards; NaN where there are fewer than `fewest` of one."""
-        total = 0.0
+        parts = []
         for spans in [self.forward] + [self.backward] * with_backward:
             times = [us for us in (span.us() for span in spans) if not math.isnan(us)]
             if len(times) < fewest:
-                return math.nan
-            total += median(times)
-        return total
+                return Timing(math.nan)
+            parts.append(Timing.median(times))
+        return Timing.total(parts)
 
 
 def mark(device: torch.device) -> Any:

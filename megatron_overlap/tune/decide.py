@@ -12,34 +12,44 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Stage = Literal["warm", "first", "second", "third", "settled", "recheck"]
+from megatron_overlap.tune.timing import Timing
+
+Stage = Literal["first", "second", "third", "settled", "recheck"]
 
 MARGIN = 0.02
 """What is won must be more than this for a candidate to replace the one that serves now: hysteresis."""
 
-FIRST_ROUNDS, SECOND_ROUNDS, THIRD_ROUNDS, CHECK_ROUNDS = 5, 11, 25, 11
+RUN = 4
+"""Calls of one candidate in a row. The first is not timed: what ran before it has left threads, connections and caches
+as it likes, and a path that always serves finds them as it left them itself."""
+
+FIRST_RUNS, SECOND_RUNS, THIRD_RUNS, CHECK_RUNS = 2, 4, 6, 4
+MOST_THIRDS = 4
 _DROPPED, _CLOSE = 1.2, 1.06
-"""What takes so much longer than the best is out after the first rounds, and after the second: long rounds of what is
-close cost little, as any of it serves nearly as well."""
+"""What takes so much longer than the best, and that for sure, is out after the first runs, and after the second: long
+measurements of what is close cost little, as any of it serves nearly as well."""
 # Of those nearly as fast as the fastest the likeliest by the model is taken: the difference is noise.
 _ALIKE = 0.01
-SAMPLE_EVERY, WINDOW = 8, 128
-FIRST_CHECK, LAST_CHECK = 512, 4096
+SAMPLE_EVERY, WINDOW = 16, 256
+FIRST_CHECK, LAST_CHECK = 2048, 16384
 _TURNED_SLOWER = 1.25
 _MOST_ATTEMPTS = 6
 _MOST_REFINEMENTS = 4
+_ALL = 2**60
 
 
-def calls_to_settle(num_candidates: int, num_near: int = 0) -> int:
-    """Most calls of a kind until a choice settles, if every pass is measured in time.
+def calls_to_choose(num_candidates: int, num_near: int = 0) -> int:
+    """Most calls of a kind until a choice is made, if every pass is measured in time.
+
+    What is too close to be told apart then goes on being measured, for at most `MOST_THIRDS` times its last runs.
 
     Args:
         num_candidates: measured at first.
         num_near: measured beside the best so far, each time one of them has won.
     """
-    rounds = 1 + FIRST_ROUNDS + SECOND_ROUNDS + THIRD_ROUNDS
+    runs = FIRST_RUNS + SECOND_RUNS + THIRD_RUNS
     refinements = _MOST_REFINEMENTS * (num_near + 1) if num_near else 0
-    return rounds * (num_candidates + refinements)
+    return RUN * runs * (num_candidates + refinements)
 
 
 class Turn(NamedTuple):
@@ -54,6 +64,11 @@ class Turn(NamedTuple):
     candidate: int
     timed: bool = False
     aligned: bool = False
+
+    @staticmethod
+    def run(candidate: int) -> list[Turn]:
+        """Calls in a row to measure a candidate."""
+        return [Turn(candidate), *[Turn(candidate, timed=True, aligned=True)] * (RUN - 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,25 +122,33 @@ class Decider:
         self._base = 0
         self._again = False
         self._turns: list[Turn] = []
-        self._times: dict[int, float] = {}
+        self._times: dict[int, Timing] = {}
+        self._thirds = 0
+        self._slower = False
         self._attempts = 0
-        self.calls = 0
+        self._calls = self._lent = 0
+        self.free = 0
+        """Coming calls of which is known that they run Megatron's own path, untimed, with nothing to exchange. A caller
+        that has no time serves one so and takes one off here, instead of asking `due` and `next`."""
         self.withdrawals = 0
         self.epoch = 0
         """Counts what is measured apart: samples of another epoch do not belong to the next `take`."""
         self.choice = known if known is not None else Settled(seed)
         self._challenger = max(1, seed) if known is None or known.candidate == 0 else 0
-        self._reference = math.nan if known is None else known.us
+        self._reference = Timing(math.nan if known is None else known.us)
         self._next_check = FIRST_CHECK
         self._since = 0
-        self.stage: Stage = "warm"
-        self._alive = tuple(range(num_candidates))
+        self.stage: Stage = "first"
+        self._alive: tuple[int, ...] = ()
         if known is not None or num_candidates == 1:
             self._settle(self.choice)
         else:
-            # The first call of a path allocates and connects: not measured.
-            others = [each for each in range(num_candidates) if each != seed]
-            self._turns = [Turn(each) for each in (seed, *others)]
+            self._begin("first", FIRST_RUNS, [seed, *(each for each in range(num_candidates) if each != seed)])
+
+    @property
+    def calls(self) -> int:
+        """How many calls were served."""
+        return self._calls + self._lent - self.free
 
     @property
     def tried(self) -> tuple[int, ...]:
@@ -137,7 +160,7 @@ class Decider:
         """Whether the ranks exchange what they measured before the next call."""
         if self.stage == "settled":
             return self._num > 1 and self._since >= WINDOW
-        return not self._turns and self.stage != "warm"
+        return not self._turns
 
     @property
     def wanted(self) -> tuple[int, ...]:
@@ -149,43 +172,32 @@ class Decider:
     def next(self) -> Turn:
         """How the next call is served; `due` must be False."""
         assert not self.due, "measurements have to be exchanged first"
-        self.calls += 1
-        if self.stage == "settled":
-            self._since += 1
-            return Turn(self.choice.candidate, timed=self._num > 1 and self._since % SAMPLE_EVERY == 0)
-        if self.stage == "warm" and not self._turns:
-            self._begin("first", FIRST_ROUNDS, self._alive)
-        return self._turns.pop(0)
+        served = self._lent - self.free
+        self._calls += served + 1
+        self._since += served + 1
+        self._lent = self.free = 0
+        if self.stage != "settled":
+            return self._turns.pop(0)
+        if self.choice.candidate == 0:
+            to_next = SAMPLE_EVERY - 1 - self._since % SAMPLE_EVERY
+            self._lent = self.free = min(to_next, WINDOW - self._since) if self._num > 1 else _ALL
+        return Turn(self.choice.candidate, timed=self._num > 1 and self._since % SAMPLE_EVERY == 0)
 
-    def serves_own(self) -> bool:
-        """Counts the next call and says True, if it runs Megatron's own path, untimed, with nothing to ask or exchange.
-
-        The same as `due` and `next`, for callers that have no time.
-        """
-        if self.stage != "settled" or self.choice.candidate != 0:
-            return False
-        if self._num > 1:
-            if self._since >= WINDOW or (self._since + 1) % SAMPLE_EVERY == 0:
-                return False
-            self._since += 1
-        self.calls += 1
-        return True
-
-    def take(self, by_rank: Sequence[Sequence[float]]) -> None:
+    def take(self, by_rank: Sequence[Sequence[Timing]]) -> None:
         """Goes on from what all ranks measured; every rank passes the same.
 
         Args:
             by_rank: of each rank the time of each of `wanted`, in its order; NaN where it has none.
         """
-        # The slowest rank counts; max() would drop a NaN that is not first.
+        # The slowest rank counts; one that has no time counts most.
         worst = [
-            math.nan if any(math.isnan(rank[index]) for rank in by_rank) else max(rank[index] for rank in by_rank)
+            max((rank[index] for rank in by_rank), key=lambda each: (math.isnan(each.us), each.us))
             for index in range(len(self.wanted))
         ]
         if self.stage == "settled":
             self._watch(worst[0])
             return
-        if any(map(math.isnan, worst)):
+        if any(math.isnan(each.us) for each in worst):
             self._wait()
             return
         times = dict(zip(self.wanted, worst, strict=True))
@@ -196,43 +208,47 @@ class Decider:
         best = min(worst)
         # What was measured so far still counts: the epoch stays.
         if self.stage == "first":
-            alive = [each for each, us in times.items() if each == self._base or us <= _DROPPED * best]
+            alive = [c for c, each in times.items() if c == self._base or not each.out(_DROPPED, best)]
             if len(alive) > 1:
-                self._begin("second", SECOND_ROUNDS, alive, fresh=False)
+                self._begin("second", SECOND_RUNS, alive, fresh=False)
                 return
-        if self.stage == "second":
-            alive = [each for each, us in times.items() if us <= _CLOSE * best]
-            if len(alive) > 1:
-                self._begin("third", THIRD_ROUNDS, alive, fresh=False)
-                return
+        alive = [c for c, each in times.items() if not each.out(_CLOSE, best)]
+        if self.stage == "second" and len(alive) > 1:
+            self._begin("third", THIRD_RUNS, alive, fresh=False)
+            return
         choice = self._judge(times | {self._base: self._times[self._base]})
+        self._thirds += self.stage == "third"
+        chosen = self._times[choice.candidate]
+        alive = [c for c in alive if c == choice.candidate or times[c].alike(chosen)]
+        if 0 < self._thirds < MOST_THIRDS and len(alive) > 1:
+            self.choice = choice
+            self._begin("third", THIRD_RUNS, alive, fresh=False)
+            return
         like = [each for each in self._near.get(choice.candidate, ()) if each not in self._times]
         if like and self._refinements < _MOST_REFINEMENTS:
             self._refine(choice, like)
             return
         self._settle(choice)
-        self._reference = self.choice.us
+        self._reference = chosen
 
-    def _judge(self, times: dict[int, float]) -> Settled:
-        base, own = self._base, self._times[0]
-        others = {each: us for each, us in times.items() if each != base}
+    def _judge(self, times: dict[int, Timing]) -> Settled:
+        base, own = self._base, self._times[0].us
+        others = {each: time for each, time in times.items() if each != base}
         if not others:
-            return Settled(base, times[base], own, "measured")
-        fastest = min(others.values())
-        pick = min(each for each, us in others.items() if us <= (1 + _ALIKE) * fastest)
+            return Settled(base, times[base].us, own, "measured")
+        fastest = min(others.values()).us
+        pick = min(each for each, time in others.items() if time.us <= (1 + _ALIKE) * fastest)
         if base == 0:
             self._challenger = pick
-        if others[pick] < (1 - MARGIN) * times[base]:
-            return Settled(pick, others[pick], own, "measured")
-        return Settled(base, times[base], own, "measured")
+        if others[pick].wins(MARGIN, times[base]):
+            return Settled(pick, others[pick].us, own, "measured")
+        return Settled(base, times[base].us, own, "measured")
 
     def _refine(self, choice: Settled, like: Sequence[int]) -> None:
         """Measures what is like the best so far, beside it."""
         self._refinements += 1
-        self.choice, self._base = choice, choice.candidate
-        self.stage, self._alive = "warm", (choice.candidate, *like)
-        self._turns = [Turn(each) for each in like]
-        self.epoch += 1
+        self.choice, self._base, self._thirds = choice, choice.candidate, 0
+        self._begin("first", FIRST_RUNS, [choice.candidate, *like])
 
     def _settle(self, choice: Settled) -> None:
         self.choice = choice
@@ -241,45 +257,44 @@ class Decider:
         self.stage, self._turns, self._since, self._attempts = "settled", [], 0, 0
         self.epoch += 1
 
-    def _watch(self, us: float) -> None:
+    def _watch(self, now: Timing) -> None:
         """What the serving candidate takes now, against what it took when it was settled."""
         self._since = 0
         self.epoch += 1
-        turned = not math.isnan(us) and us > _TURNED_SLOWER * self._reference
-        if math.isnan(self._reference):
-            self._reference = us
+        slower = now.out(_TURNED_SLOWER, self._reference)
+        # One window may be late by chance.
+        turned, self._slower = slower and self._slower, slower
+        if math.isnan(self._reference.us):
+            self._reference = now
         if turned or self.calls >= self._next_check:
-            self._reference = math.nan
+            self._reference, self._slower = Timing(math.nan), False
             self._next_check = self.calls + min(LAST_CHECK, max(FIRST_CHECK, self.calls))
-            pair = [self.choice.candidate, self._challenger]
             self._again = False
-            self._begin("recheck", CHECK_ROUNDS, pair)
-            # The challenger has not run for long: its first call is not measured.
-            self._turns.insert(0, Turn(self._challenger))
+            self._begin("recheck", CHECK_RUNS, [self.choice.candidate, self._challenger])
 
-    def _recheck(self, times: dict[int, float]) -> None:
+    def _recheck(self, times: dict[int, Timing]) -> None:
         now, challenger = self.choice.candidate, self._challenger
-        own = times[0]
-        if max(times.values()) <= _CLOSE * min(times.values()) and not self._again:
+        own, least = times[0].us, min(times.values())
+        if not self._again and not any(each.out(_CLOSE, least) for each in times.values()):
             self._again = True
-            self._begin("recheck", THIRD_ROUNDS, self._alive, fresh=False)
+            self._begin("recheck", THIRD_RUNS, self._alive, fresh=False)
             return
-        if times[challenger] < (1 - MARGIN) * times[now]:
+        if times[challenger].wins(MARGIN, times[now]):
             if challenger == 0:
                 self.withdrawals += 1
                 self._challenger = now
-            self._settle(Settled(challenger, times[challenger], own, "withdrawn" if challenger == 0 else "measured"))
+            self._settle(Settled(challenger, times[challenger].us, own, "withdrawn" if challenger == 0 else "measured"))
         else:
-            self._settle(Settled(now, times[now], own, self.choice.why if now == 0 else "measured"))
+            self._settle(Settled(now, times[now].us, own, self.choice.why if now == 0 else "measured"))
 
-    def _begin(self, stage: Stage, rounds: int, alive: Sequence[int], *, fresh: bool = True) -> None:
+    def _begin(self, stage: Stage, runs: int, alive: Sequence[int], *, fresh: bool = True) -> None:
         self.stage = stage
         self._alive = tuple(alive)
         self._turns = []
-        for number in range(rounds):
+        for number in range(runs):
             shift = number % len(self._alive)
-            order = self._alive[shift:] + self._alive[:shift]
-            self._turns += [Turn(each, timed=True, aligned=True) for each in order]
+            for each in self._alive[shift:] + self._alive[:shift]:
+                self._turns += Turn.run(each)
         self.epoch += fresh
 
     def _wait(self) -> None:
@@ -287,6 +302,8 @@ class Decider:
         self._attempts += 1
         if self._attempts > _MOST_ATTEMPTS:
             # It never comes (an output that nobody uses): what was known, or the model's word, stands.
-            self._settle(self.choice if self.stage == "recheck" or self._refinements else Settled(self._seed))
+            self._settle(
+                self.choice if self.stage == "recheck" or self._refinements or self._thirds else Settled(self._seed)
+            )
             return
         self._turns = [Turn(self.choice.candidate)] * (len(self.wanted) * 2**self._attempts)

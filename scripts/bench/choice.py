@@ -3,11 +3,12 @@
     python scripts/bench/choice.py --json choice.json
 
 Two hosts, one rank a host, one thread a rank. Megatron's own layers run forward and backward: by its own path, by p2p
-with each number of chunks, and as chosen, after the choice has been made. All take their turn in each round; a ratio is
-the median over rounds of the ratio in a round, with the interval that holds it with 95 % probability. The best of many
-figures is always too good: the best fixed method is told by the odd rounds and compared in the even ones, and the other
-way round. A point that is not clearly above or below what is asked is timed for longer, up to four times; all its
-rounds count. Figures that the file has already are not taken again.
+with each number of chunks, and as chosen, after the choice has been made. All take their turn in each round, some calls in a row,
+as layers of a model have; a ratio is what the rounds' ratios scatter about, with the interval that holds it with 95 %
+probability. The best of many figures is always too good: the best fixed method is told by the odd rounds and compared
+in the even ones, and the other way round. A point that is not clearly above or below what is asked is timed for longer,
+up to six times, without what is far from the best; all its rounds count. Figures that the file has already are not
+taken again.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import random
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 from types import FunctionType
@@ -34,7 +38,11 @@ BEST, OWN = 0.97, 0.98
 """What the choice has to reach of the best fixed method, and of Megatron's own path."""
 
 CHUNKS = (1, 2, 4, 8)
-_LONGEST = 4
+_LONGEST = 6
+_FAR = 1.15
+# Calls in a row that are timed together: as many as take so long.
+_LEAST_MS, _MOST_IN_A_ROW = 20.0, 8
+_MOST_CALLS = 1000
 OPS = ("ag_gemm", "gemm_rs")
 # Rate of the links in Gbit/s, depth of the GEMM and its width over all ranks: GEMM : communication from 1:16 to 16:1.
 LINKS = ((0.25, 512, 1024), (1.0, 512, 1024), (1.0, 512, 4096), (4.0, 512, 4096), (8.0, 512, 16384))
@@ -84,6 +92,7 @@ def summary(points: list[dict[str, Any]]) -> dict[str, Any]:
         "below_own_for_sure": sum(p["of_own_high"] < OWN for p in points),
         "same_code": [sum(p["chosen"] == "megatron" for p in points), *_spread(points)],
         "wrong_choices": len(wrong),
+        "wrong_for_sure": sum(p["chosen_of_best_high"] < BEST for p in points),
         "wrong_choice_rate": len(wrong) / len(points),
     }
 
@@ -95,19 +104,25 @@ def _spread(points: list[dict[str, Any]]) -> list[float]:
 
 
 def interval(ratios: list[float]) -> tuple[float, float, float]:
-    """The median, and the order statistics that hold the true one with at least 95 % probability."""
-    ordered, n = sorted(ratios), len(ratios)
-    skip = max(0, int((n - 1.96 * n**0.5) / 2))
-    return median(ordered), ordered[skip], ordered[n - 1 - skip]
+    """What the ratios scatter about (Hodges and Lehmann's estimate on their logarithms), and what holds it with 95 %."""
+    logs = torch.tensor(ratios, dtype=torch.float64).log()
+    n = len(ratios)
+    pairs = torch.triu_indices(n, n)
+    means = ((logs[pairs[0]] + logs[pairs[1]]) / 2).sort().values
+    # Of Wilcoxon's signed ranks.
+    skip = max(0, int(n * (n + 1) / 4 - 1.96 * math.sqrt(n * (n + 1) * (2 * n + 1) / 24)))
+    middle, low, high = means.median(), means[skip], means[-1 - skip]
+    return math.exp(middle), math.exp(low), math.exp(high)
 
 
-def against_best(rounds: dict[str, list[float]]) -> list[float]:
-    """Ratios to the best fixed method, which is told in each half of the rounds by the other half."""
+def against_best(rounds: dict[str, list[float]], served: str = "auto") -> list[float]:
+    """Ratios of `served` to the best fixed method, which is told in each half of the rounds by the other half."""
     ratios: list[float] = []
+    whole = len(rounds["auto"])
     for told in (0, 1):
-        fixed = {name: median(values[told::2]) for name, values in rounds.items() if name != "auto"}
+        fixed = {n: median(values[told::2]) for n, values in rounds.items() if n != "auto" and len(values) == whole}
         best = min(fixed, key=lambda name: fixed[name])
-        ratios += [a / b for a, b in zip(rounds[best][1 - told :: 2], rounds["auto"][1 - told :: 2], strict=True)]
+        ratios += [a / b for a, b in zip(rounds[best][1 - told :: 2], rounds[served][1 - told :: 2], strict=True)]
     return ratios
 
 
@@ -201,27 +216,33 @@ class Point:
             self.chooser = LinearAdapter.of(session).choice
         return forwards
 
-    def _run(self, forward: Any) -> None:
+    @contextmanager
+    def _patched(self, forward: Any) -> Iterator[None]:
         cls = type(self.layer)
         name = "_forward_impl" if self.column else "forward"
         original = getattr(cls, name)
         setattr(cls, name, forward)
         try:
-            y, _ = self.layer(self.x.detach().requires_grad_())
-            y.backward(self.dy)
+            yield
         finally:
             setattr(cls, name, original)
+
+    def _run(self) -> None:
+        y, _ = self.layer(self.x.detach().requires_grad_())
+        y.backward(self.dy)
         self.layer.weight.grad = None
 
     def measure(self, seconds: float) -> dict[str, Any]:
         """The figures of this point."""
         forwards = self._forwards()
         calls = 0
-        while not calls or (self.chooser.lines()[0].ms is None and calls < 600):
-            self._run(forwards["auto"])
-            calls += 1
+        with self._patched(forwards["auto"]):
+            while not calls or (self.chooser.lines()[0].why.startswith("being measured") and calls < _MOST_CALLS):
+                self._run()
+                calls += 1
         (line,) = self.chooser.lines()
-        runs = {name: lambda forward=forward: self._run(forward) for name, forward in forwards.items()}
+        method = line.method.replace("Megatron's own", "megatron").replace("p2p direct", "p2p")
+        runs = {name: (self._run, lambda forward=forward: self._patched(forward)) for name, forward in forwards.items()}
         rounds: dict[str, list[float]] = {name: [] for name in runs}
         for _ in range(_LONGEST):
             for name, values in self._rounds(runs, seconds).items():
@@ -233,11 +254,14 @@ class Point:
             dist.broadcast(told, 0)
             if told.item():
                 break
+            # What is far from the best is not timed any longer.
+            least = min(median(values) for values in rounds.values())
+            stay = [n for n, values in rounds.items() if median(values) < _FAR * least or n in ("auto", "megatron")]
+            runs = {name: run for name, run in runs.items() if name in {*stay, method}}
         times = {name: median(values) for name, values in rounds.items()}
         fixed = {name: ms for name, ms in times.items() if name != "auto"}
         best = min(fixed, key=lambda name: fixed[name])
-        method = line.method.replace("Megatron's own", "megatron").replace("p2p direct", "p2p")
-        alone = self._rounds({"gemm": self._gemm, "comm": self._comm}, seconds / 8)
+        alone = self._rounds({"gemm": (self._gemm, nullcontext), "comm": (self._comm, nullcontext)}, seconds / 8)
         return {
             "op": self.op,
             "rows": self.rows,
@@ -248,6 +272,7 @@ class Point:
             "best": best,
             **dict(zip(("of_best", "of_best_low", "of_best_high"), of_best, strict=True)),
             **dict(zip(("of_own", "of_own_low", "of_own_high"), of_own, strict=True)),
+            "chosen_of_best_high": interval(against_best(rounds, method))[2],
             "calls_until_chosen": calls,
             "rounds": len(rounds["auto"]),
         }
@@ -261,21 +286,33 @@ class Point:
         dist.all_gather_into_tensor(self.full, self.full[:shard].clone(), group=self.group)
 
     def _rounds(self, runs: dict[str, Any], seconds: float) -> dict[str, list[float]]:
-        """Times in ms of the slowest rank, all in turn in each round, an odd number of rounds, at least 7."""
+        """Times in ms of the slowest rank, all in turn in each round, an odd number of rounds, at least 7.
+
+        Every way has some calls in a row, as layers of a model have; a time is their mean. One before them is not
+        timed: it finds threads and caches as another way has left them.
+        """
         names = list(runs)
         rounds: dict[str, list[float]] = {name: [] for name in names}
-        start, number, more = time.perf_counter(), -2, True
+        start, number, more, in_a_row = time.perf_counter(), -2, True, 2
         while more or number % 2 == 0:
             # What ran before leaves the caches as it likes: no way may always follow the same one.
             for name in random.Random(number).sample(names, len(names)):
+                run, prepared = runs[name]
                 dist.barrier()
-                begin = time.perf_counter()
-                runs[name]()
-                took = torch.tensor((time.perf_counter() - begin) * 1e3, dtype=torch.float64)
+                with prepared():
+                    run()
+                    begin = time.perf_counter()
+                    for _ in range(in_a_row):
+                        run()
+                    took = torch.tensor((time.perf_counter() - begin) * 1e3 / in_a_row, dtype=torch.float64)
                 dist.all_reduce(took, op=dist.ReduceOp.MAX)
-                if number >= 0:
-                    rounds[name].append(took.item())
+                rounds[name].append(took.item())
             number += 1
+            if number == 0:
+                # The same on all ranks, as the figures are.
+                least = min(min(values) for values in rounds.values())
+                in_a_row = min(_MOST_IN_A_ROW, max(2, math.ceil(_LEAST_MS / least)))
+                rounds = {name: [] for name in names}
             # Rank 0's clock ends it for all.
             ends = torch.tensor(float(number >= 7 and time.perf_counter() - start > seconds))
             dist.broadcast(ends, 0)

@@ -14,12 +14,12 @@ from megatron_overlap.adapters.choice import TensorChoice
 from megatron_overlap.ops.choice import ChoiceError
 from megatron_overlap.session import Session
 from megatron_overlap.tune.candidate import Candidate
-from megatron_overlap.tune.decide import calls_to_settle
+from megatron_overlap.tune.decide import SAMPLE_EVERY, calls_to_choose
 from megatron_overlap.tune.predict import MAX_TRIED
 from tests.adapters.layer_cases import make_data, make_layer, start, step
 
 # Enough for every choice to settle, and some for passes that come late.
-CALLS = calls_to_settle(1 + MAX_TRIED) + 20
+CALLS = calls_to_choose(1 + MAX_TRIED) + 20
 
 
 def follow(session: Session) -> list[str]:
@@ -117,7 +117,8 @@ def shared_input(group: dist.ProcessGroup) -> tuple[list[str], int]:
 def short_way(group: dist.ProcessGroup, kind: str) -> tuple[int, int, int, list[int]]:
     """A layer that Megatron's own path serves by choice: calls that were decided, counted, and took the long way.
 
-    Last what each of these adds to the calls decided: another shape, no gradient, a second layer of the same input.
+    Last what each of these adds to the calls decided: another shape, no gradient, a second layer of the same input,
+    which was seen beside the first while this was measured.
     """
     start(group)
     x, dy = make_data(kind, torch.float32, 8 * group.size(), group.size(), group.rank())
@@ -133,14 +134,17 @@ def short_way(group: dist.ProcessGroup, kind: str) -> tuple[int, int, int, list[
                     torch.testing.assert_close(value, stock[name], rtol=2e-5, atol=2e-5)
 
         run(1)
+        leaf = x.clone().requires_grad_()
+        (layer(leaf)[0] + other(leaf)[0]).backward(dy)
         (chooser,) = choice._choosers.values()
         (only,) = chooser._kinds.values()
         while only.decider.stage != "settled":
             run(1)
         only.decider.choice = replace(only.decider.choice, candidate=0)
-        run(8 - only.decider._since % 8)
+        run(1)
+        run(only.decider.free + 1)
         served, calls, counted = follow(session), only.decider.calls, _own(session)
-        run(20)
+        run(2 * SAMPLE_EVERY + 2)
         decided, counted, long = only.decider.calls - calls, _own(session) - counted, len(served)
         others = []
         for what in ("shape", "no gradient", "same input"):

@@ -15,7 +15,7 @@ from megatron_overlap.comm import close_transport, transport_of
 from megatron_overlap.ops.choice import Chooser
 from megatron_overlap.tune import cache, decide
 from megatron_overlap.tune.candidate import OWN, Call, Candidate
-from megatron_overlap.tune.decide import calls_to_settle
+from megatron_overlap.tune.decide import calls_to_choose
 
 P2P = Candidate("p2p", "direct", 1)
 OTHER = Candidate("p2p", "direct", 2)
@@ -106,7 +106,7 @@ def refined(group: dist.ProcessGroup, folder: str) -> tuple[list[str], list[str]
 
     possible = [Candidate("fused"), P2P]
     layers = Layers(group, folder, possible)
-    layers.run(calls_to_settle(3, 4), takes)
+    layers.run(calls_to_choose(3, 4), takes)
     (verdict,) = layers.chooser.verdicts()
     again = Layers(group, folder, possible)
     again.run(5, takes)
@@ -131,7 +131,7 @@ def _withdrawn(group: dist.ProcessGroup, folder: str) -> dict[str, Any]:
         hit = candidate != OWN and group.rank() == group.size() - 1
         return Seconds(0.002, 0.008) if hit else before(candidate)
 
-    layers.run(calls_to_settle(3), before)
+    layers.run(calls_to_choose(3), before)
     first = str(layers.chooser.verdicts()[0].candidate)
     layers.run(120, after)
     (verdict,) = layers.chooser.verdicts()
@@ -153,7 +153,7 @@ def _withdrawn(group: dist.ProcessGroup, folder: str) -> dict[str, Any]:
 def told_by_others(group: dist.ProcessGroup, folder: str) -> tuple[list[str], list[str]]:
     """Rank 0 has kept one choice, every other rank another one: what serves, and who wrote."""
     first = Layers(group, folder)
-    first.run(calls_to_settle(3), lambda candidate: Seconds(0.004, 0.0) if candidate == OWN else Seconds(0.0, 0.0))
+    first.run(calls_to_choose(3), lambda candidate: Seconds(0.004, 0.0) if candidate == OWN else Seconds(0.0, 0.0))
     own = Path(folder, f"rank{group.rank()}")
     if group.rank():
         own.mkdir()

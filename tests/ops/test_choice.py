@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_overlap.tune.decide import calls_to_settle
+from megatron_overlap.tune.decide import calls_to_choose
 from tests.helpers.world import World, assert_same
 from tests.ops import choice_cases as cases
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_forward_and_backward_count_together(world: World, micro_batches: int) -> None:
-    answers = world.run(2, cases.chosen, micro_batches, None, calls_to_settle(3))
+    answers = world.run(2, cases.chosen, micro_batches, None, calls_to_choose(3))
     assert_same([served for served, *_ in answers])
     for _, method, us, own_us in answers:
         assert method == "p2p direct x 1", "the faster backward outweighs the slower forward"
@@ -25,7 +25,7 @@ def test_forward_and_backward_count_together(world: World, micro_batches: int) -
 
 def test_a_candidate_that_is_slow_on_one_rank_is_not_chosen_on_any(world: World) -> None:
     for slow in (0, 2):
-        answers = world.run(3, cases.chosen, 1, slow, calls_to_settle(3))
+        answers = world.run(3, cases.chosen, 1, slow, calls_to_choose(3))
         assert_same([served for served, *_ in answers])
         assert [method for _, method, _, _ in answers] == ["Megatron's own"] * 3
 

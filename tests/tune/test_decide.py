@@ -6,46 +6,63 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable
-from statistics import fmean
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_overlap.tune.decide import (
-    CHECK_ROUNDS,
+    CHECK_RUNS,
     FIRST_CHECK,
-    FIRST_ROUNDS,
-    SECOND_ROUNDS,
-    THIRD_ROUNDS,
+    FIRST_RUNS,
+    MOST_THIRDS,
+    RUN,
+    SECOND_RUNS,
+    THIRD_RUNS,
     WINDOW,
     Decider,
     Settled,
     Turn,
-    calls_to_settle,
+    calls_to_choose,
 )
+from megatron_overlap.tune.timing import Timing
 
 Clock = Callable[[int, int, int], float]
 """Microseconds of a candidate in call number n on a rank."""
 
+NOT_YET = Timing(math.nan)
+TIMED = RUN - 1
+
 
 def drive(
-    decider: Decider, calls: int, clock: Clock, ranks: int = 2, missing: float = 0.0, *, short: bool = False
+    decider: Decider,
+    calls: int,
+    clock: Clock,
+    ranks: int = 2,
+    missing: float = 0.0,
+    *,
+    never: int | None = None,
+    short: bool = False,
 ) -> list[Turn]:
-    """Serves calls as a group of ranks would; the mean of what each rank measured is exchanged. `short`: by the short
-    way where that is open."""
+    """Serves calls as a group of ranks would, which exchange medians of what each measured. `short`: by the short way
+    where that is open. From candidate `never` on none has a time."""
     turns: list[Turn] = []
     times: dict[int, list[list[float]]] = {}
     epoch = decider.epoch
     noise = random.Random(5)
     for _ in range(calls):
-        if short and decider.serves_own():
+        if short and decider.free:
+            decider.free -= 1
             turns.append(Turn(0))
             continue
         while decider.due:
-            known = [c if c in times and noise.random() >= missing else None for c in decider.wanted]
-            means = [[math.nan if c is None else fmean(times[c][rank]) for c in known] for rank in range(ranks)]
-            decider.take(means)
+            known = [
+                c if c in times and noise.random() >= missing and (never is None or c < never) else None
+                for c in decider.wanted
+            ]
+            decider.take(
+                [[NOT_YET if c is None else Timing.median(times[c][rank]) for c in known] for rank in range(ranks)]
+            )
             if decider.epoch != epoch:
                 epoch, times = decider.epoch, {}
         turn = decider.next()
@@ -66,54 +83,109 @@ def test_the_fastest_serves_and_the_figures_are_kept() -> None:
     turns = drive(decider, 100, steady(100, 90, 60, 200))
     assert decider.choice == Settled(2, 60, 100, "measured")
     served = Counter(turn.candidate for turn in turns)
-    # Its first call is not measured, and after the first rounds it is out: it never catches up.
-    assert served[3] == 1 + FIRST_ROUNDS
-    assert served[2] > 60
+    # After the first runs it is out: it never catches up.
+    assert served[3] == RUN * FIRST_RUNS
+    assert served[2] > 40
     assert turns[0] == Turn(1), "before anything is measured the model's word counts"
 
 
 def test_the_slowest_rank_counts() -> None:
     decider = Decider(3, seed=1)
-    drive(decider, 60, lambda candidate, call, rank: (100, 50 if rank == 0 else 150, 80)[candidate])
+    drive(decider, 80, lambda candidate, call, rank: (100, 50 if rank == 0 else 150, 80)[candidate])
     assert decider.choice.candidate == 2
 
 
 @pytest.mark.parametrize(("own", "chosen"), [(100.0, 0), (101.9, 0), (102.1, 1)])
 def test_megatrons_own_path_stays_unless_more_than_noise_is_won(own: float, chosen: int) -> None:
     decider = Decider(2, seed=1)
-    drive(decider, calls_to_settle(2) + 1, steady(own, 100))
+    drive(decider, calls_to_choose(2) + 1, steady(own, 100))
     assert decider.choice.candidate == chosen
 
 
 def test_of_equals_the_likeliest_is_taken() -> None:
     decider = Decider(4, seed=1)
-    drive(decider, 80, steady(200, 100, 99.2, 99.1))
+    drive(decider, 120, steady(200, 100, 99.2, 99.1))
     assert decider.choice.candidate == 1
 
 
-def test_long_rounds_are_for_what_is_close() -> None:
+def test_long_measurements_are_for_what_is_close() -> None:
     """1 and 3 are within 6 % of each other, 2 within 20 %, Megatron's own is far slower and yet measured."""
     decider = Decider(4, seed=1)
-    turns = drive(decider, 250, steady(200, 100, 110, 99.5))
-    timed = Counter(turn.candidate for turn in turns[: calls_to_settle(4)] if turn.aligned)
-    short = FIRST_ROUNDS + SECOND_ROUNDS
-    assert timed == {0: short, 2: short, 1: short + THIRD_ROUNDS, 3: short + THIRD_ROUNDS}
+    turns = drive(decider, calls_to_choose(4), steady(200, 100, 110, 99.5))
+    timed = Counter(turn.candidate for turn in turns if turn.aligned)
+    short, long = TIMED * (FIRST_RUNS + SECOND_RUNS), TIMED * (FIRST_RUNS + SECOND_RUNS + THIRD_RUNS)
+    assert timed == {0: short, 2: short, 1: long, 3: long}
     assert decider.choice == Settled(1, 100, 200, "measured")
 
 
+def test_the_first_call_of_a_run_is_not_timed() -> None:
+    decider = Decider(3, seed=1)
+    turns = drive(decider, RUN * FIRST_RUNS * 3, steady(100, 90, 80))
+    for start in range(0, len(turns), RUN):
+        assert turns[start : start + RUN] == Turn.run(turns[start].candidate)
+    assert [turn.timed for turn in turns[:RUN]] == [False] + [True] * TIMED
+    # None always follows the same one.
+    assert {turn.candidate for turn in turns[:: RUN * 3]} == {1, 0}
+
+
+def noisy(*times: float, seed: int, spread: float) -> Clock:
+    """Times from each rank's own noise: many a little late, some very."""
+    noise = random.Random(seed)
+    return lambda candidate, call, rank: times[candidate] * (1 + spread * noise.gammavariate(1.5, 0.5))
+
+
+def test_noise_never_replaces_megatrons_own_path_by_what_is_clearly_slower() -> None:
+    """Single calls differ by half, and 1 is a tenth slower: with medians alone it would be chosen by chance."""
+    for seed in range(150):
+        decider = Decider(3, seed=seed % 3)
+        drive(decider, 700, noisy(100, 110, 115, seed=seed, spread=0.7))
+        assert decider.choice.candidate == 0, seed
+
+
+def test_noise_does_not_hide_what_is_clearly_faster() -> None:
+    chosen: Counter[int] = Counter()
+    for seed in range(100):
+        decider = Decider(3, seed=0)
+        drive(decider, 700, noisy(100, 80, 95, seed=seed, spread=0.7))
+        chosen[decider.choice.candidate] += 1
+    assert chosen[1] >= 97
+
+
+def test_what_is_not_told_apart_is_chosen_from_and_measured_on() -> None:
+    decider = Decider(3, seed=1)
+    turns = drive(decider, 1500, noisy(200, 100, 100.5, seed=1, spread=0.4))
+    timed = Counter(turn.candidate for turn in turns if turn.aligned)
+    assert timed[1] == timed[2] == TIMED * (FIRST_RUNS + SECOND_RUNS + MOST_THIRDS * THIRD_RUNS)
+    early = Decider(3, seed=1)
+    drive(
+        early, RUN * ((FIRST_RUNS + SECOND_RUNS) * 3 + THIRD_RUNS * 2) + 1, noisy(200, 100, 100.5, seed=1, spread=0.4)
+    )
+    assert early.stage == "third"
+    assert early.choice.why == "measured", "a run that ends here keeps what it knows"
+
+
 def test_a_recheck_that_is_nearly_a_draw_takes_longer() -> None:
-    for other, rounds in ((60.0, CHECK_ROUNDS), (97.0, CHECK_ROUNDS + THIRD_ROUNDS)):
+    for other, runs in ((60.0, CHECK_RUNS), (97.0, CHECK_RUNS + THIRD_RUNS)):
         decider = Decider(2, seed=1, known=Settled(1, other, 100, "cached"))
-        turns = drive(decider, FIRST_CHECK + 300, steady(100, other))
-        assert sum(turn.aligned for turn in turns) == 2 * rounds
+        turns = drive(decider, FIRST_CHECK + 600, steady(100, other))
+        assert sum(turn.aligned for turn in turns) == 2 * TIMED * runs
+
+
+def test_noise_in_a_window_is_no_reason_to_look_again() -> None:
+    again = 0
+    for seed in range(100):
+        decider = Decider(2, seed=0, known=Settled(0, 120, 120, "cached"))
+        turns = drive(decider, FIRST_CHECK, noisy(80, 200, seed=seed, spread=0.9))
+        again += any(turn.aligned for turn in turns)
+    assert again <= 3
 
 
 def test_all_far_slower_than_megatron_end_after_one_phase() -> None:
     decider = Decider(3, seed=1)
-    turns = drive(decider, 40, steady(50, 100, 100))
+    turns = drive(decider, 60, steady(50, 100, 100))
     assert decider.choice.candidate == 0
-    tried = 3 * (1 + FIRST_ROUNDS)
-    assert [turn.candidate for turn in turns[tried:]] == [0] * (40 - tried)
+    tried = 3 * RUN * FIRST_RUNS
+    assert [turn.candidate for turn in turns[tried:]] == [0] * (60 - tried)
 
 
 def test_one_candidate_is_never_measured_nor_exchanged() -> None:
@@ -131,7 +203,7 @@ def test_what_is_known_serves_at_once() -> None:
 
 def test_a_choice_that_turns_slower_is_withdrawn_soon() -> None:
     decider = Decider(3, seed=1)
-    drive(decider, 100, steady(100, 90, 60))
+    drive(decider, 120, steady(100, 90, 60))
     assert decider.choice.candidate == 2
     turns = drive(decider, 3 * WINDOW, steady(100, 90, 160))
     assert decider.choice == Settled(0, 100, 100, "withdrawn")
@@ -141,7 +213,7 @@ def test_a_choice_that_turns_slower_is_withdrawn_soon() -> None:
 
 def test_a_machine_that_turns_slower_as_a_whole_withdraws_nothing() -> None:
     decider = Decider(3, seed=1)
-    drive(decider, 100, steady(100, 90, 60))
+    drive(decider, 120, steady(100, 90, 60))
     drive(decider, 3 * WINDOW, steady(200, 180, 120))
     assert decider.choice == Settled(2, 120, 200, "measured")
     assert decider.withdrawals == 0
@@ -149,22 +221,22 @@ def test_a_machine_that_turns_slower_as_a_whole_withdraws_nothing() -> None:
 
 def test_slow_drift_is_found_by_looking_again_and_what_was_withdrawn_may_return() -> None:
     decider = Decider(2, seed=1)
-    drive(decider, 50, steady(100, 60))
+    drive(decider, 80, steady(100, 60))
     # Never a quarter slower than at the last look, but slower than Megatron in the end.
-    drive(decider, 1500, lambda candidate, call, rank: 100 if candidate == 0 else 60 + call / 20)
+    drive(decider, 3 * FIRST_CHECK, lambda candidate, call, rank: 100 if candidate == 0 else 60 + call / 80)
     assert (decider.choice.candidate, decider.withdrawals) == (0, 1)
-    drive(decider, 9000, steady(100, 60))
+    drive(decider, 18 * FIRST_CHECK, steady(100, 60))
     assert decider.choice.candidate == 1
 
 
 def test_megatrons_own_choice_is_looked_at_again_against_the_best_other() -> None:
     decider = Decider(3, seed=1)
-    drive(decider, 60, steady(50, 100, 70))
+    drive(decider, 80, steady(50, 100, 70))
     turns = drive(decider, 2 * FIRST_CHECK, steady(50, 100, 20))
     assert decider.choice.candidate == 2
     assert 1 not in {turn.candidate for turn in turns}
     again = [turn for turn in turns if turn.candidate == 2]
-    assert [turn.timed for turn in again[:2]] == [False, True], "it has not run for long: its first call tells nothing"
+    assert [turn.timed for turn in again[:RUN]] == [False] + [True] * TIMED
 
 
 NEAR = {2: (3, 4), 3: (2, 5), 4: (2, 5), 5: (3, 4)}
@@ -173,7 +245,7 @@ NEAR = {2: (3, 4), 3: (2, 5), 4: (2, 5), 5: (3, 4)}
 def test_what_is_like_the_winner_is_tried_beside_it_and_so_on() -> None:
     """2 wins at first; 3 is like it and faster; 5 is like 3 and faster still; 4 never helps."""
     decider = Decider(3, seed=1, near=NEAR)
-    turns = drive(decider, calls_to_settle(3, 2), steady(100, 90, 80, 70, 85, 60))
+    turns = drive(decider, calls_to_choose(3, 2), steady(100, 90, 80, 70, 85, 60))
     assert decider.choice == Settled(5, 60, 100, "measured")
     assert decider.tried == (0, 1, 2, 3, 4, 5)
     first = [next(turn for turn in turns if turn.candidate == each) for each in range(6)]
@@ -192,21 +264,21 @@ def test_what_is_like_a_winner_stays_untried_where_others_win() -> None:
 
 def test_a_variant_must_win_more_than_noise() -> None:
     decider = Decider(3, seed=1, near=NEAR)
-    drive(decider, calls_to_settle(3, 2), steady(100, 90, 80, 79, 79, 10))
+    drive(decider, calls_to_choose(3, 2), steady(100, 90, 80, 79, 79, 10))
     assert decider.choice == Settled(2, 80, 100, "measured")
     assert 5 not in decider.tried
 
 
 def test_what_is_never_measured_beside_the_winner_leaves_the_winner() -> None:
     decider = Decider(3, seed=1, near=NEAR)
-    drive(decider, 3 * calls_to_settle(3, 2), lambda each, call, rank: math.nan if each > 2 else (100, 90, 80)[each])
+    drive(decider, 3 * calls_to_choose(3, 2), lambda each, call, rank: (100, 90, 80, 70, 70)[each], never=3)
     assert (decider.choice.candidate, decider.stage) == (2, "settled")
 
 
 @pytest.mark.parametrize("num_near", [0, 2])
 def test_it_settles_in_the_calls_that_it_says(num_near: int) -> None:
     decider = Decider(3, seed=1, near=NEAR if num_near else None)
-    drive(decider, calls_to_settle(3, num_near) + 1, steady(100, 90, 80, 70, 75, 60))
+    drive(decider, calls_to_choose(3, num_near) + 1, steady(100, 90, 80, 70, 75, 60))
     assert decider.stage in ("settled", "recheck")
 
 
@@ -215,12 +287,13 @@ def test_what_one_rank_lacks_is_waited_for_by_all(lacking: int) -> None:
     decider = Decider(2, seed=1)
     while not decider.due:
         decider.next()
-    decider.take([[math.nan if rank == lacking else 100.0, 50.0] for rank in range(3)])
+    assert decider.wanted == (1, 0)
+    decider.take([[Timing(50.0), NOT_YET if rank == lacking else Timing(100.0)] for rank in range(3)])
     assert not decider.due
     assert decider.stage == "first"
     while not decider.due:
         assert decider.next() == Turn(1)
-    decider.take([[100.0, 50.0]] * 3)
+    decider.take([[Timing(50.0), Timing(100.0)]] * 3)
     assert decider.stage == "second"
 
 
@@ -233,6 +306,10 @@ def test_a_backward_pass_that_comes_late_is_waited_for_and_one_that_never_comes_
     assert math.isnan(never.choice.us)
     assert (never.stage, never.choice.why) == ("settled", "model")
     assert {turn.candidate for turn in turns[100:]} == {1}
+
+
+def timing(seed: random.Random, wide: float) -> Timing:
+    return Timing(100 * seed.uniform(1, wide), seed.choice([0.0, 5.0, 50.0]))
 
 
 @settings(max_examples=60, deadline=None)
@@ -253,7 +330,7 @@ def test_ranks_never_part(candidates: int, ranks: int, seed: random.Random, know
             assert len({decider.wanted for decider in deciders}) == 1
             wide = seed.choice([1.02, 4.0])
             words = [
-                [math.nan if seed.random() < missing else 100 * seed.uniform(1, wide) for _ in decider.wanted]
+                [NOT_YET if seed.random() < missing else timing(seed, wide) for _ in decider.wanted]
                 for decider in deciders
             ]
             for decider in deciders:
@@ -263,25 +340,22 @@ def test_ranks_never_part(candidates: int, ranks: int, seed: random.Random, know
         assert 0 <= turns.pop().candidate < candidates
 
 
-class Counting(Decider):
-    """Counts the calls of the short way."""
-
-    hits = 0
-
-    def serves_own(self) -> bool:
-        served = super().serves_own()
-        self.hits += served
-        return served
-
-
 @pytest.mark.parametrize("candidates", [1, 3])
 def test_the_short_way_counts_as_the_long_one(candidates: int) -> None:
-    """Both decide about 3000 calls of which Megatron's own path is the fastest, one asking `serves_own` first."""
-    clock = steady(*(50.0 + each for each in range(candidates)))
-    long, short = Decider(candidates, seed=0), Counting(candidates, seed=0)
-    assert drive(short, 3000, clock, short=True) == drive(long, 3000, clock)
-    assert (short.calls, short.choice) == (long.calls, long.choice)
-    assert short.hits > 2300
+    """Both decide about 5000 calls of which Megatron's own path is the fastest, one taking what is free first."""
+    clock = steady(*(50.0 + 9 * each for each in range(candidates)))
+    long, short = Decider(candidates, seed=0), Decider(candidates, seed=0)
+    turns = drive(short, 5000, clock, short=True)
+    assert turns == drive(long, 5000, clock)
+    assert (short.calls, short.choice) == (long.calls, long.choice) == (5000, long.choice)
+    taken = 0
+    while short.free:
+        short.free -= 1
+        taken += 1
+        assert taken < 2 * WINDOW or candidates == 1
+        if taken == 10_000:
+            break
+    assert short.calls == 5000 + taken
 
 
 def test_a_seed_that_is_no_candidate_is_refused() -> None:
