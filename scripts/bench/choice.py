@@ -3,12 +3,12 @@
     python scripts/bench/choice.py --json choice.json
 
 Two hosts, one rank a host, one thread a rank. Megatron's own layers run forward and backward: by its own path, by p2p
-with each number of chunks, and as chosen, after the choice has been made. All take their turn in each round, some calls in a row,
-as layers of a model have; a ratio is what the rounds' ratios scatter about, with the interval that holds it with 95 %
-probability. The best of many figures is always too good: the best fixed method is told by the odd rounds and compared
-in the even ones, and the other way round. A point that is not clearly above or below what is asked is timed for longer,
-up to six times, without what is far from the best; all its rounds count. Figures that the file has already are not
-taken again.
+with each number of chunks, and as chosen, after the choice has been made. All take their turn in each round, some calls
+in a row, as layers of a model have; a ratio is what the rounds' ratios scatter about, with the interval that holds it
+with 95 % probability. The best of many figures is always too good: the best fixed method is told by the odd rounds and
+compared in the even ones, and the other way round. A point that is not clearly above or below what is asked is timed
+for longer, up to six times, without what is far from the best; all its rounds count. Figures that the file has already
+are not taken again.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _spread(points: list[dict[str, Any]]) -> list[float]:
 
 
 def interval(ratios: list[float]) -> tuple[float, float, float]:
-    """What the ratios scatter about (Hodges and Lehmann's estimate on their logarithms), and what holds it with 95 %."""
+    """What the ratios scatter about (Hodges and Lehmann's estimate on logarithms), and what holds it with 95 %."""
     logs = torch.tensor(ratios, dtype=torch.float64).log()
     n = len(ratios)
     pairs = torch.triu_indices(n, n)

@@ -1,0 +1,53 @@
+"""A measured time that knows how sure it is. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median
+from typing import NamedTuple
+
+# Standard deviation of a normal distribution by its median distance; error of its median by that of its mean.
+_NORMAL, _OF_MEDIAN = 1.4826, 1.2533
+_SURE = 2.0
+"""Standard errors of a difference from which on it is believed."""
+
+
+class Timing(NamedTuple):
+    """What a call takes, by a median.
+
+    Attributes:
+        us: microseconds; NaN where not measured.
+        error: their standard error.
+    """
+
+    us: float
+    error: float = 0.0
+
+    @classmethod
+    def median(cls, times: Sequence[float]) -> Timing:
+        """The median, its error by the median distance from it: a few late calls change neither."""
+        middle = median(times)
+        deviation = _NORMAL * median(abs(each - middle) for each in times)
+        return cls(middle, _OF_MEDIAN * deviation / math.sqrt(len(times)))
+
+    @classmethod
+    def total(cls, parts: Sequence[Timing]) -> Timing:
+        """Of parts that were measured apart."""
+        return cls(sum(each.us for each in parts), math.hypot(*(each.error for each in parts)))
+
+    def above(self, other: Timing) -> bool:
+        """Whether this takes longer for sure."""
+        return self.us - other.us > _SURE * math.hypot(self.error, other.error)
+
+    def alike(self, other: Timing) -> bool:
+        """Whether neither takes longer for sure."""
+        return not self.above(other) and not other.above(self)
+
+    def out(self, times: float, best: Timing) -> bool:
+        """Whether this takes more than so many times as long as `best`, and longer for sure."""
+        return self.us > times * best.us and self.above(best)
+
+    def wins(self, margin: float, base: Timing) -> bool:
+        """Whether this is faster than `base` by more than a share of `margin`, and faster for sure."""
+        return self.us < (1 - margin) * base.us and base.above(self)
