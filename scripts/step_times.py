@@ -8,6 +8,7 @@ those that are compared. Nothing else of a step goes into the profile.
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import tempfile
@@ -147,19 +148,26 @@ def _calibrate(say: Any) -> list[dict[str, Any]]:
 
 
 def _train(shape: Shape, folder: Path, what: str, say: Any) -> dict[str, Any]:
-    used = variants(shape)
-    recorded = run_rounds([used["without"]], 1, folder)
-    rate = measure_peak(used["with"]).tflops  # between the two
-    recorded += run_rounds([used["with"]], 1, folder)
-    times = {
-        name: statistics.median(one.records[0].step_time_ms[WARM_UP_ITERATIONS:])
-        for name, one in zip(used, recorded, strict=True)
+    """Each variant twice, in turn; the median of all steps counts."""
+    used = list(variants(shape).values())
+    recorded = run_rounds(used, 1, folder / "1")
+    rate = measure_peak(used[1]).tflops  # in the middle
+    again = run_rounds(used[::-1], 1, folder / "2")[::-1]
+    launches = {
+        name: [one.records[0].step_time_ms[WARM_UP_ITERATIONS:] for one in pair]
+        for name, *pair in zip(variants(shape), recorded, again, strict=True)
     }
+    times = {name: statistics.median(itertools.chain(*steps)) for name, steps in launches.items()}
     shown = ", ".join(f"{time_ms:.0f} ms {name}" for name, time_ms in times.items())
     say(f"{what}: {shown}, GEMM {rate:.3f} TFLOP/s ({shape.config} {' '.join(shape.overrides)})")
-    versions = recorded[0].records[0].meta.get("versions", {})
-    listed = {"config": shape.config, "overrides": list(shape.overrides)}
-    return {**listed, "step_time_ms": times, "gemm_tflops": rate, "versions": versions}
+    return {
+        "config": shape.config,
+        "overrides": list(shape.overrides),
+        "step_time_ms": times,
+        "launches_ms": {name: [statistics.median(steps) for steps in each] for name, each in launches.items()},
+        "gemm_tflops": rate,
+        "versions": recorded[0].records[0].meta.get("versions", {}),
+    }
 
 
 def _times(config: LaunchConfig, folder: Path) -> float:

@@ -48,9 +48,7 @@ def profile_tree(found: Mapping[str, Any], precision: Precision, source: str) ->
     peak = max(found["peak_tflops"], best / 1e6)
     latency, copy = line({int(count): us for count, us in found["message_us"].items()})
     moved = found["collective_bytes"] * (found["ranks"] - 1) / found["ranks"]
-    lost_us = max(0.0, found["gemm_beside_us"] - found["gemm_alone_us"])
-    # Both directions count, as in CostModel.compute_rate, but only what was moved while the GEMM ran.
-    moved_meanwhile = 2 * min(found["beside_bytes"], copy * found["gemm_beside_us"])
+    share, rate = _lost(found, copy)
     return {
         "base": str(profile_folder() / f"{BASE}.yaml"),
         "name": "calibrated",
@@ -82,7 +80,7 @@ def profile_tree(found: Mapping[str, Any], precision: Precision, source: str) ->
             "reduce_scatter_gbps": figure(moved / found["reduce_scatter_us"] / 1e3),
             "all_reduce_gbps": figure(moved / found["all_reduce_us"] / 1e3),
         },
-        "contention": {"host_us_per_mb": figure(lost_us / moved_meanwhile * 1e6)},
+        "contention": {"host_us_per_mb": figure(share / rate * 1e6)},
     }
 
 
@@ -125,6 +123,17 @@ def lab_tree(
     for name, low in rates[0].items():
         own = (ratio / rates[1][name] - 1 / low) / (ratio - 1)
         hosts[name] = figure(1 / min(max(own, 1e-6), 1 / low))
+    # What messages take: a share of the time in which they are under way, and so much for each byte.
+    (low_share, low), (high_share, high) = (
+        _lost(found, each["copy_gbps"] * 1e3) for found, each in zip((slow, fast), rates, strict=True)
+    )
+    by_byte = min(max(0.0, (high_share - low_share) / (high - low)), high_share / high)
+    always = max(0.0, low_share - by_byte * low)
+    tree["contention"] = {
+        "collective": figure(always),
+        "copy": figure(always),
+        "host_us_per_mb": figure(by_byte * 1e6),
+    }
     return tree | {
         "name": BASE,
         "description": f"{fast['ranks']} hosts on one machine, lines of {gbps[0]:g} and {gbps[1]:g} Gbit/s: {source}",
@@ -136,6 +145,12 @@ def lab_tree(
             "host": hosts,
         },
     }
+
+
+def _lost(found: Mapping[str, Any], copy: float) -> tuple[float, float]:
+    """Share of computation that is lost while messages go both ways, and bytes per microsecond, both together."""
+    lost_us = max(0.0, found["gemm_beside_us"] - found["gemm_alone_us"])
+    return lost_us * copy / found["beside_bytes"], 2 * copy
 
 
 def _link_rates(found: Mapping[str, Any]) -> tuple[float, dict[str, float]]:

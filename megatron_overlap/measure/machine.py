@@ -33,6 +33,7 @@ UPDATE_BYTES = 34
 read and written, and 2 spare."""
 _COLLECTIVE = 8 << 20
 _REPEATS = 9
+_GEMMS, _BESIDE = 20, 1 << 20
 
 
 def self_test(group: dist.ProcessGroup) -> dict[str, Any]:
@@ -62,24 +63,23 @@ def measure(group: dist.ProcessGroup, dtype: torch.dtype) -> dict[str, Any]:
     size = transport.size
     whole = torch.empty(_COLLECTIVE, dtype=torch.uint8)
     shard = torch.empty(_COLLECTIVE // size, dtype=torch.uint8)
-    sums, part = torch.zeros(_COLLECTIVE // 4), torch.zeros(_COLLECTIVE // 4 // size)
+    # What layers scatter are sums of their own type; what is reduced over copies of the model are fp32 gradients.
+    rows = torch.zeros(_COLLECTIVE // dtype.itemsize, dtype=dtype)
+    sums, part = torch.zeros(_COLLECTIVE // 4), rows[: len(rows) // size].clone()
     copied = torch.empty_like(whole)
     pieces = _gemm(CHECK_GEMM, dtype, group, CHECK_PIECES)
-    alone, beside = _contention(transport, dtype, group)
     return {
         "ranks": size,
         "peak_tflops": peak,
         "gemm_us": {rows: _gemm((rows, WIDTH, WIDTH), dtype, group) for rows in ROWS},
         "message_us": {count: _message(transport, count, group) for count in MESSAGES},
         "all_gather_us": _time(lambda: dist.all_gather_into_tensor(whole, shard, group=group), group),
-        "reduce_scatter_us": _time(lambda: dist.reduce_scatter_tensor(part, sums, group=group), group),
+        "reduce_scatter_us": _time(lambda: dist.reduce_scatter_tensor(part, rows, group=group), group),
         "all_reduce_us": _time(lambda: dist.all_reduce(sums, group=group), group),
         "collective_bytes": _COLLECTIVE,
         "memory_gbps": 2 * _COLLECTIVE / _time(lambda: copied.copy_(whole), group) / 1e3,
         "launch_us": _time(lambda: part[:1].add_(1), group),
-        "gemm_alone_us": alone,
-        "gemm_beside_us": beside,
-        "beside_bytes": 2 * MESSAGES[-1],
+        **_contention(transport, dtype, group),
         **rates(lambda run, before: _time(run, group, before), dtype, UPDATE_BYTES),
         "check": {
             "gemm": _gemm(CHECK_GEMM, dtype, group),
@@ -126,23 +126,32 @@ def _message(transport: Transport, count: int, group: dist.ProcessGroup) -> floa
     return _time(lambda: _begin(transport, count).finish(), group)
 
 
-def _contention(transport: Transport, dtype: torch.dtype, group: dist.ProcessGroup) -> tuple[float, float]:
-    """A long GEMM alone, and while messages of 2 x the largest size go both ways."""
-    a = torch.randn(2048, WIDTH).to(dtype)
-    b, out = torch.randn(WIDTH, WIDTH).to(dtype), torch.empty(2048, WIDTH, dtype=dtype)
+def _contention(transport: Transport, dtype: torch.dtype, group: dist.ProcessGroup) -> dict[str, float]:
+    """GEMMs alone, and beside messages both ways that land before the last of them ends."""
+    a, out = torch.randn(WIDTH, WIDTH).to(dtype), torch.empty(WIDTH, WIDTH, dtype=dtype)
+    weights = [torch.randn(WIDTH, WIDTH).to(dtype) for _ in range(4)]
+    times: list[float] = []
+    messages = 0
 
-    def beside() -> None:
-        flights = [_begin(transport, MESSAGES[-1]) for _ in range(2)]
+    def gemms() -> None:
+        flights = [_begin(transport, _BESIDE) for _ in range(messages)]
         start = time.perf_counter()
-        torch.mm(a, b, out=out)
+        for number in range(_GEMMS):
+            torch.mm(a, weights[number % len(weights)], out=out)
         times.append((time.perf_counter() - start) * 1e6)
         for flight in flights:
             flight.finish()
 
-    alone = _time(lambda: torch.mm(a, b, out=out), group)
-    times: list[float] = []
-    _time(beside, group)
-    return alone, statistics.median(times)
+    def slowest() -> float:
+        times.clear()
+        _time(gemms, group)
+        took = torch.tensor(statistics.median(times), dtype=torch.float64)
+        dist.all_reduce(took, op=dist.ReduceOp.MAX, group=group)
+        return float(took.item())
+
+    alone = slowest()
+    messages = max(1, int(alone / 2 / _message(transport, _BESIDE, group)))
+    return {"gemm_alone_us": alone, "gemm_beside_us": slowest(), "beside_bytes": messages * _BESIDE}
 
 
 def main(folder: str, task: str, precision: str) -> None:

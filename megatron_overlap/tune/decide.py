@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from megatron_overlap.tune.timing import Timing
+from megatron_overlap.tune.timing import LIKELY, SURE, Timing
 
 Stage = Literal["first", "second", "third", "settled", "recheck"]
 
@@ -24,13 +24,13 @@ RUN = 4
 as it likes, and a path that always serves finds them as it left them itself."""
 
 FIRST_RUNS, SECOND_RUNS, THIRD_RUNS, CHECK_RUNS = 2, 4, 6, 4
-MOST_THIRDS = 4
+MOST_THIRDS = 8
 _DROPPED, _CLOSE = 1.2, 1.06
 """What takes so much longer than the best, and that for sure, is out after the first runs, and after the second: long
 measurements of what is close cost little, as any of it serves nearly as well."""
 # Of those nearly as fast as the fastest the likeliest by the model is taken: the difference is noise.
 _ALIKE = 0.01
-SAMPLE_EVERY, WINDOW = 16, 256
+SAMPLE_EVERY, WINDOW = 32, 512
 FIRST_CHECK, LAST_CHECK = 2048, 16384
 _TURNED_SLOWER = 1.25
 _MOST_ATTEMPTS = 6
@@ -216,8 +216,8 @@ class Decider:
         if self.stage == "second" and len(alive) > 1:
             self._begin("third", THIRD_RUNS, alive, fresh=False)
             return
-        choice = self._judge(times | {self._base: self._times[self._base]})
         self._thirds += self.stage == "third"
+        choice = self._judge(times | {self._base: self._times[self._base]})
         chosen = self._times[choice.candidate]
         alive = [c for c in alive if c == choice.candidate or times[c].alike(chosen)]
         if 0 < self._thirds < MOST_THIRDS and len(alive) > 1:
@@ -240,7 +240,9 @@ class Decider:
         pick = min(each for each, time in others.items() if time.us <= (1 + _ALIKE) * fastest)
         if base == 0:
             self._challenger = pick
-        if others[pick].wins(MARGIN, times[base]):
+        # What is not sure by now will not be.
+        errors = SURE if self._thirds < MOST_THIRDS else LIKELY
+        if others[pick].wins(MARGIN, times[base], errors):
             return Settled(pick, others[pick].us, own, "measured")
         return Settled(base, times[base].us, own, "measured")
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 # Standard deviation of a normal distribution by its median distance; error of its median by that of its mean.
 _NORMAL, _OF_MEDIAN = 1.4826, 1.2533
-_SURE = 2.0
-"""Standard errors of a difference from which on it is believed."""
+SURE, LIKELY = 2.0, 1.0
+"""Standard errors of a difference from which on it is believed, and from which on it is the better guess."""
 
 
 class Timing(NamedTuple):
@@ -36,9 +36,9 @@ class Timing(NamedTuple):
         """Of parts that were measured apart."""
         return cls(sum(each.us for each in parts), math.hypot(*(each.error for each in parts)))
 
-    def above(self, other: Timing) -> bool:
-        """Whether this takes longer for sure."""
-        return self.us - other.us > _SURE * math.hypot(self.error, other.error)
+    def above(self, other: Timing, errors: float = SURE) -> bool:
+        """Whether this takes longer for sure, or by so many standard errors of the difference."""
+        return self.us - other.us > errors * math.hypot(self.error, other.error)
 
     def alike(self, other: Timing) -> bool:
         """Whether neither takes longer for sure."""
@@ -48,6 +48,6 @@ class Timing(NamedTuple):
         """Whether this takes more than so many times as long as `best`, and longer for sure."""
         return self.us > times * best.us and self.above(best)
 
-    def wins(self, margin: float, base: Timing) -> bool:
-        """Whether this is faster than `base` by more than a share of `margin`, and faster for sure."""
-        return self.us < (1 - margin) * base.us and base.above(self)
+    def wins(self, margin: float, base: Timing, errors: float = SURE) -> bool:
+        """Whether this is faster than `base` by more than a share of `margin`, and faster for sure, or by `errors`."""
+        return self.us < (1 - margin) * base.us and base.above(self, errors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from megatron_overlap.config import ConfigError, LaunchConfig, to_megatron_args
 from megatron_overlap.launch.execute import execute
 from megatron_overlap.launch.outcome import RankFailed
 from megatron_overlap.launch.plan import over_loopback, plan
+from megatron_overlap.launch.workers import KEEP_MEMORY
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 RUN_DIR = Path("/runs/first")
@@ -53,11 +55,20 @@ def test_ranks_over_loopback() -> None:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
             "OMP_NUM_THREADS": "3",
+            **{name: value for name, value in KEEP_MEMORY.items() if name not in os.environ},
             "GLOO_SOCKET_IFNAME": "lo",
             "NCCL_SOCKET_IFNAME": "lo",
             "PYTHONUNBUFFERED": "1",
         }
         assert port == planned.commands[0].env["MASTER_PORT"]
+
+
+def test_what_the_user_says_about_memory_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1000")
+    monkeypatch.delenv("MALLOC_MMAP_MAX_", raising=False)
+    env = plan(config(), RUN_DIR).commands[0].env
+    assert "MALLOC_TRIM_THRESHOLD_" not in env
+    assert env["MALLOC_MMAP_MAX_"] == "0"
 
 
 def test_ranks_on_hosts() -> None:

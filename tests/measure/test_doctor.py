@@ -83,8 +83,8 @@ def test_a_calibrated_profile_says_what_was_measured(tmp_path: Path) -> None:
     assert model.memory_us(1e6, "update", backward=True) == pytest.approx(1e3 / 5 + 3)
     assert model.memory_us(1e6) == pytest.approx(1e3 / 5 + 3)
     assert model.attention_us(1e6) == pytest.approx(1e6 / 0.05e6 + 3)
-    # Bytes went both ways at full rate for as long as the GEMM ran, and took 10 % longer for it.
-    moved = 2 * min(8 << 20, 44_000 * 1000) / 1e6
+    # Bytes that went both ways took 4 ms from the GEMMs.
+    moved = 2 * (8 << 20) / 1e6
     assert profile.contention.host_us_per_mb.value == pytest.approx(4000 / moved)
     for check in checks(path, FOUND, "bf16"):
         assert abs(check.error) < 0.02, check
@@ -98,11 +98,16 @@ def test_two_lines_tell_the_hosts_part_from_the_line(tmp_path: Path) -> None:
     def found(line_ns: float) -> dict[str, Any]:
         messages = {str(count): 50 + count * (line_ns + own["copy"]) / 1e3 for count in MESSAGES}
         collectives = {f"{name}_us": 50 + half * (line_ns + ns) / 1e3 for name, ns in own.items() if name != "copy"}
-        return {**FOUND, "message_us": messages, **collectives}
+        copy = 1e3 / (line_ns + own["copy"])
+        # A tenth of the time that messages take, and 200 us for 10^6 bytes of either direction.
+        lost = FOUND["beside_bytes"] / copy * (0.1 + 200e-6 * 2 * copy)
+        return {**FOUND, "message_us": messages, **collectives, "gemm_beside_us": FOUND["gemm_alone_us"] + lost}
 
     path = tmp_path / "lab.yaml"
     write_profile(path, lab_tree(found(8.0), found(1.0), (1.0, 8.0), "bf16", "made up"))
     profile = load_cluster_profile(str(path))
+    assert profile.contention.copy_.value == pytest.approx(0.1)
+    assert profile.contention.host_us_per_mb.value == pytest.approx(200)
     for gbps in (0.5, 1.0, 4.0, 8.0):
         link = CostModel(with_hosts(profile, gbps, 1)).link(2)
         assert link.latency_us == pytest.approx(50)
