@@ -46,19 +46,19 @@ class Shape:
 
 
 def _llama(*overrides: str) -> Shape:
-    return Shape("llama_tp2_netlab.yaml", ("train.iterations=7", *overrides))
+    return Shape("llama_tp2_netlab.yaml", ("train.iterations=10", *overrides))
 
 
 def _gpt(*overrides: str) -> Shape:
     shape = ("model.hidden_size=768", "model.num_attention_heads=12", "model.num_query_groups=12")
     more = ("model.ffn_hidden_size=3072", "model.vocab_size=4000", "model.max_position_embeddings=1024")
     hosts = ("launch.ranks_per_node=null", "launch.hosts.hosts=2", "launch.hosts.ranks_per_host=1")
-    batch = ("train.global_batch_size=1", "train.iterations=7")
+    batch = ("train.global_batch_size=1", "train.iterations=10")
     return Shape("gpt_tp2_overlap.yaml", (*shape, *more, *hosts, *batch, *overrides))
 
 
 def _replicas(*overrides: str) -> Shape:
-    return Shape("gpt_dp2_netlab.yaml", ("overlap.data.method=megatron", "train.iterations=8", *overrides))
+    return Shape("gpt_dp2_netlab.yaml", ("overlap.data.method=megatron", "train.iterations=10", *overrides))
 
 
 _NARROW = ("model.hidden_size=512", "model.ffn_hidden_size=1408")
