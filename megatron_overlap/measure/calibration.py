@@ -170,7 +170,11 @@ def _link_rates(found: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
 
 
 def line(times_us: Mapping[int, float]) -> tuple[float, float]:
-    """Latency in microseconds and bytes per microsecond: the line of least relative error through the times."""
+    """Latency in microseconds and bytes per microsecond: the line of least relative error through the times.
+
+    A time counts for as much as that of a larger message at most: one that was late says nothing of the rate.
+    """
+    times_us = {count: min(us for other, us in times_us.items() if other >= count) for count in times_us}
     weights = {count: 1 / us**2 for count, us in times_us.items()}
     total = sum(weights.values())
     mean_x = sum(weights[count] * count for count in times_us) / total

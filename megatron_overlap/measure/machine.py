@@ -127,31 +127,29 @@ def _message(transport: Transport, count: int, group: dist.ProcessGroup) -> floa
 
 
 def _contention(transport: Transport, dtype: torch.dtype, group: dist.ProcessGroup) -> dict[str, float]:
-    """GEMMs alone, and beside messages both ways that land before the last of them ends."""
+    """GEMMs alone, and beside messages both ways that land before the last of them ends, in turn."""
     a, out = torch.randn(WIDTH, WIDTH).to(dtype), torch.empty(WIDTH, WIDTH, dtype=dtype)
     weights = [torch.randn(WIDTH, WIDTH).to(dtype) for _ in range(4)]
-    times: list[float] = []
-    messages = 0
 
-    def gemms() -> None:
+    def gemms(messages: int) -> float:
+        dist.barrier(group)
         flights = [_begin(transport, _BESIDE) for _ in range(messages)]
         start = time.perf_counter()
         for number in range(_GEMMS):
             torch.mm(a, weights[number % len(weights)], out=out)
-        times.append((time.perf_counter() - start) * 1e6)
+        took = (time.perf_counter() - start) * 1e6
         for flight in flights:
             flight.finish()
+        slowest = torch.tensor(took, dtype=torch.float64)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+        return float(slowest.item())
 
-    def slowest() -> float:
-        times.clear()
-        _time(gemms, group)
-        took = torch.tensor(statistics.median(times), dtype=torch.float64)
-        dist.all_reduce(took, op=dist.ReduceOp.MAX, group=group)
-        return float(took.item())
-
-    alone = slowest()
-    messages = max(1, int(alone / 2 / _message(transport, _BESIDE, group)))
-    return {"gemm_alone_us": alone, "gemm_beside_us": slowest(), "beside_bytes": messages * _BESIDE}
+    each = _message(transport, _BESIDE, group)
+    messages = max(1, int(0.9 * statistics.median(gemms(0) for _ in range(3)) / each))
+    pairs = [(gemms(0), gemms(messages)) for _ in range(_REPEATS)]
+    alone = statistics.median(alone for alone, _ in pairs)
+    lost = statistics.median(beside - alone for alone, beside in pairs)
+    return {"gemm_alone_us": alone, "gemm_beside_us": alone + lost, "beside_bytes": messages * _BESIDE}
 
 
 def main(folder: str, task: str, precision: str) -> None:

@@ -124,6 +124,8 @@ def test_the_middle_of_several_measurements() -> None:
 
 def test_the_line_through_messages() -> None:
     assert line({0: 7.0, 1000: 17.0, 5000: 57.0}) == (pytest.approx(7), pytest.approx(100))
+    late = line({0: 40.0, 1000: 17.0, 5000: 57.0})
+    assert late == line({0: 17.0, 1000: 17.0, 5000: 57.0}), "the smallest came late"
 
 
 @pytest.mark.long
