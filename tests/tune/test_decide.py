@@ -164,6 +164,32 @@ def test_what_is_not_told_apart_is_chosen_from_and_measured_on() -> None:
     assert early.choice.why == "measured", "a run that ends here keeps what it knows"
 
 
+def told(decider: Decider, times: dict[int, Timing], exchanges: int) -> None:
+    """Serves calls through so many exchanges, in which all ranks say `times`."""
+    for _ in range(exchanges):
+        while not decider.due:
+            decider.next()
+        decider.take([[times.get(each, NOT_YET) for each in decider.wanted]])
+
+
+@pytest.mark.parametrize(("us", "chosen"), [(97.0, 0), (94.0, 1)])
+def test_after_the_last_runs_one_standard_error_is_enough(us: float, chosen: int) -> None:
+    decider = Decider(2, seed=0)
+    times = {0: Timing(100, 3), 1: Timing(us, 3)}
+    told(decider, times, 1 + MOST_THIRDS)
+    assert (decider.stage, decider.choice.candidate) == ("third", 0)
+    told(decider, times, 1)
+    assert (decider.stage, decider.choice.candidate) == ("settled", chosen)
+
+
+def test_a_choice_among_what_is_alike_stands_when_no_more_can_be_measured() -> None:
+    decider = Decider(3, seed=1)
+    told(decider, {0: Timing(200, 2), 1: Timing(110, 5), 2: Timing(104, 5)}, 3)
+    assert (decider.stage, decider.choice.candidate) == ("third", 2)
+    told(decider, {}, 20)
+    assert (decider.stage, decider.choice.candidate) == ("settled", 2)
+
+
 def test_a_recheck_that_is_nearly_a_draw_takes_longer() -> None:
     for other, runs in ((60.0, CHECK_RUNS), (97.0, CHECK_RUNS + THIRD_RUNS)):
         decider = Decider(2, seed=1, known=Settled(1, other, 100, "cached"))
