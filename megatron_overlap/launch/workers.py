@@ -26,7 +26,7 @@ def free_port() -> int:
 
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(64 << 20)}
 """What makes glibc keep memory that is freed, as the caching allocator of a GPU does. Else tensors of some megabytes
-are fresh pages on each use, which a step pays for as for some of its GEMMs, and differently from run to run."""
+may be fresh pages on each use."""
 
 
 def rank_env(rank: int, world_size: int, ranks_per_host: int, port: int, threads: int) -> dict[str, str]:
