@@ -130,7 +130,7 @@ def lab_tree(
     by_byte = min(max(0.0, (high_share - low_share) / (high - low)), high_share / high)
     always = max(0.0, low_share - by_byte * low)
     tree["contention"] = {
-        "collective": figure(always),
+        "collective": {"value": always, "source": f"taken to be that of messages; {source}"},
         "copy": figure(always),
         "host_us_per_mb": figure(by_byte * 1e6),
     }
