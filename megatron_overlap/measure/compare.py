@@ -1,4 +1,4 @@
-"""From the records of interleaved runs to one comparison, and its JSON. Pure.
+"""From the records of interleaved runs to one comparison. Pure.
 
 The first run is the reference. Step times are those of the slowest rank; the first iterations of every launch are left
 out of them (buffers are made, kernels chosen, pages touched), but not out of the losses.
@@ -159,29 +159,6 @@ class Comparison:
     def headline(self) -> AgainstReference:
         return self.against[0]
 
-    def as_dict(self) -> dict[str, Any]:
-        """The content of compare.json."""
-        deviations = {
-            key: max((d for entry in self.against if (d := getattr(entry, key)) is not None), default=None)
-            for key in ("max_loss_deviation", "max_grad_norm_deviation")
-        }
-        result: dict[str, Any] = {
-            "runs": [_run_dict(run) for run in self.runs],
-            "speedup": self.headline.speedup.as_dict(),
-            **deviations,
-            "link": dict(self.runs[0].link),
-            "versions": dict(self.versions),
-            "device": dict(self.device),
-            "against_first": [_against_dict(entry) for entry in self.against],
-            "settings": dict(self.settings),
-        }
-        if self.attribution is not None:
-            result["attribution"] = {
-                "faster_collective": self.attribution.faster_collective.as_dict(),
-                "overlap": self.attribution.overlap.as_dict(),
-            }
-        return result
-
 
 def compare(
     sides: Sequence[Side], *, serial: int | None = None, settings: Mapping[str, Any] | None = None
@@ -303,62 +280,3 @@ def _peak_memory(side: Side) -> int | None:
 
 def _largest(values: Sequence[float | None]) -> float | None:
     return max((value for value in values if value is not None), default=None)
-
-
-def _run_dict(run: RunSummary) -> dict[str, Any]:
-    plugin = run.plugin
-    return {
-        "name": run.name,
-        "step_time_ms": run.step_time_ms.as_dict(),
-        "step_times_ms": run.step_times_ms,
-        "tokens_per_s": run.tokens_per_s,
-        "tokens_per_s_per_device": run.tokens_per_s_per_device,
-        "tflops_per_device": run.tflops_per_device,
-        "mfu": run.mfu,
-        "peak_tflops": run.peak_tflops,
-        "peak_source": run.peak_source,
-        "flops_convention": run.flops_convention,
-        "peak_memory_bytes": run.peak_memory_bytes,
-        "losses": run.losses,
-        "grad_norms": run.grad_norms,
-        "own_loss_deviation": run.own_loss_deviation,
-        "own_grad_norm_deviation": run.own_grad_norm_deviation,
-        "link": dict(run.link),
-        "typical_step": {
-            "round": run.typical.round,
-            "iteration": run.typical.iteration,
-            "step_time_ms": run.typical.time_ms,
-        },
-        "exposed": None
-        if run.exposed is None
-        else {
-            "step_ms": run.exposed.step_ms.as_dict(),
-            "share_of_step": run.exposed.share,
-            "floor_ms": run.floor_ms,
-            "by_op": [
-                {"op": op, "direction": direction, "ms": time_ms, "median_ms": run.exposed.median_by_op[op, direction]}
-                for (op, direction), time_ms in run.exposed.by_op.items()
-            ],
-        },
-        "plugin": None
-        if plugin is None
-        else {
-            "active": plugin.active,
-            "reason": plugin.reason,
-            "overlapped_calls": plugin.overlapped_calls,
-            "sent_bytes": plugin.sent_bytes,
-            "fallbacks": [vars(fallback) for fallback in plugin.fallbacks],
-            "not_fused": dict(plugin.not_fused),
-        },
-    }
-
-
-def _against_dict(entry: AgainstReference) -> dict[str, Any]:
-    return {
-        "name": entry.name,
-        "speedup": entry.speedup.as_dict(),
-        "speedup_rounds": entry.speedup_rounds,
-        "max_loss_deviation": entry.max_loss_deviation,
-        "max_grad_norm_deviation": entry.max_grad_norm_deviation,
-        "memory_ratio": entry.memory_ratio,
-    }

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from megatron_overlap.measure import wording
 from megatron_overlap.measure.compare import Comparison
+from megatron_overlap.measure.comparison_json import comparison_content
 from megatron_overlap.measure.drawing import BAR, FILLS, LEFT, MESSAGES, WIDTH, Drawing, draw_timelines
 from megatron_overlap.measure.timeline import timelines
 from megatron_overlap.measure.waterfall import waterfalls
@@ -109,7 +110,7 @@ def write(result: Comparison, folder: Path, configs: Mapping[str, str]) -> None:
     content = {
         PNG_FILE: draw(result),
         HTML_FILE: html(result, draw(result, form="svg"), configs, folder / RUNS_FOLDER).encode(),
-        JSON_FILE: (json.dumps(_finite(result.as_dict()), indent=1, allow_nan=False) + "\n").encode(),
+        JSON_FILE: (json.dumps(_finite(comparison_content(result)), indent=1, allow_nan=False) + "\n").encode(),
     }
     for name, data in content.items():
         (folder / f"{name}.new").write_bytes(data)

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from megatron_overlap.measure.compare import compare
+from megatron_overlap.measure.comparison_json import comparison_content
 from megatron_overlap.measure.spread import NotComparableError
 from tests.measure.samples import LINK, record, side
 
@@ -28,7 +29,7 @@ RUN_KEYS = {
 def test_every_figure_by_hand() -> None:
     a = side("a", [record([900, 900, 200, 220, 180], memory=1000), record([900, 900, 400, 400, 400], memory=1100)])
     b = side("b", [record([900, 900, 100, 100, 100], memory=1155), record([900, 900, 320, 310, 330], memory=1000)])
-    result = compare([a, b]).as_dict()
+    result = comparison_content(compare([a, b]))
 
     assert result.keys() >= KEYS
     first, second = result["runs"]
@@ -58,7 +59,7 @@ def test_deviation_is_the_largest_of_all_rounds_and_iterations_warm_up_included(
     assert result.headline.max_grad_norm_deviation == pytest.approx(0.25)
     assert result.runs[0].own_loss_deviation == 0.0
     assert result.runs[1].own_loss_deviation == pytest.approx(0.05)
-    assert result.as_dict()["max_loss_deviation"] == pytest.approx(0.05)
+    assert comparison_content(result)["max_loss_deviation"] == pytest.approx(0.05)
 
 
 def test_a_loss_that_is_lost_is_an_error() -> None:
@@ -73,13 +74,13 @@ def test_the_two_parts_of_a_speedup_multiply_to_it() -> None:
     assert result.attribution is not None
     assert result.attribution.faster_collective.median == pytest.approx(1.5)
     assert result.attribution.overlap.median == pytest.approx(80 / 60)
-    assert result.as_dict()["speedup"]["median"] == pytest.approx(1.5 * 80 / 60)
+    assert comparison_content(result)["speedup"]["median"] == pytest.approx(1.5 * 80 / 60)
     assert [entry.name for entry in result.against] == ["b", "b_serial"]
 
 
 def test_unknown_flops_are_null_and_not_zero() -> None:
     rounds = [record([1, 1, 1])]
-    result = compare([side("a", rounds, flops=None), side("b", rounds, flops=None)]).as_dict()
+    result = comparison_content(compare([side("a", rounds, flops=None), side("b", rounds, flops=None)]))
     assert result["runs"][0]["tflops_per_device"] is None
     assert result["runs"][0]["mfu"] is None
     assert result["runs"][0]["tokens_per_s"] > 0

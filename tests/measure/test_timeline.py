@@ -12,6 +12,7 @@ from megatron_overlap.events import EventFile, Kind, Trace
 from megatron_overlap.launch.artefacts import RunRecord, StepExposed
 from megatron_overlap.measure import report
 from megatron_overlap.measure.compare import Comparison, TypicalStep, compare
+from megatron_overlap.measure.comparison_json import comparison_content
 from megatron_overlap.measure.drawing import FILLS, LEFT, RIGHT, draw_timelines, nice_ticks
 from megatron_overlap.measure.rounds import run_folder
 from megatron_overlap.measure.timeline import Lane, Span, Timeline, timelines
@@ -58,7 +59,7 @@ def folder_of(result: Comparison, tmp_path: Path) -> Path:
 def test_the_step_is_the_one_nearest_the_median(tmp_path: Path) -> None:
     result = compared()
     assert [run.typical for run in result.runs] == [TypicalStep(3, 4, 200), TypicalStep(1, 5, 60)]
-    written = result.as_dict()["runs"]
+    written = comparison_content(result)["runs"]
     assert written[0]["typical_step"] == {"round": 3, "iteration": 4, "step_time_ms": 200}
     found, missing = timelines(result, folder_of(result, tmp_path) / "runs")
     assert missing == []

@@ -10,6 +10,7 @@ import pytest
 from megatron_overlap.launch.artefacts import RunRecord, StepExposed
 from megatron_overlap.measure import wording
 from megatron_overlap.measure.compare import Comparison, compare
+from megatron_overlap.measure.comparison_json import comparison_content
 from megatron_overlap.measure.waterfall import OTHER, REST, Waterfall, waterfalls
 from tests.measure.samples import record, side
 
@@ -66,7 +67,7 @@ def test_every_row_by_hand() -> None:
 def test_the_floor_is_the_step_less_its_waits_everywhere() -> None:
     result = compared(twice_ms=7)
     (fall,) = waterfalls(result)
-    written = result.as_dict()["runs"]
+    written = comparison_content(result)["runs"]
     assert [run["exposed"]["floor_ms"] for run in written] == pytest.approx([66.5, 63])
     assert (fall.reference_floor_ms, fall.run_floor_ms) == pytest.approx((66.5, 63))
     cells = {row.label: row.cells for row in wording.rows(result)}
