@@ -6,9 +6,10 @@ Two hosts, one rank a host, one thread a rank. Megatron's own layers run forward
 with each number of chunks, and as chosen, after the choice has been made. All take their turn in each round, some calls
 in a row, as layers of a model have; a ratio is what the rounds' ratios scatter about, with the interval that holds it
 with 95 % probability. The best of many figures is always too good: the best fixed method is told by the odd rounds and
-compared in the even ones, and the other way round. A point that is not clearly above or below what is asked is timed
-for longer, up to six times, without what is far from the best; all its rounds count. Figures that the file has already
-are not taken again.
+compared in the even ones, and the other way round. Megatron's own path takes part twice, under two names: what comes
+out of one against the other is what comes out of nothing. A point that is not clearly above or below what is asked is
+timed for longer, up to four times, without what is far from the best; all its rounds count. Figures that the file has
+already are not taken again.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ BEST, OWN = 0.97, 0.98
 """What the choice has to reach of the best fixed method, and of Megatron's own path."""
 
 CHUNKS = (1, 2, 4, 8)
-_LONGEST = 6
+CONTROL = "megatron again"
+_ALWAYS = ("auto", "megatron", CONTROL)
+_LONGEST = 4
 _FAR = 1.15
 # Calls in a row that are timed together: as many as take so long.
 _LEAST_MS, _MOST_IN_A_ROW = 20.0, 8
@@ -90,6 +93,10 @@ def summary(points: list[dict[str, Any]]) -> dict[str, Any]:
         "below_best_for_sure": sum(p["of_best_high"] < BEST for p in points),
         "below_own": sum(p["of_own"] < OWN for p in points),
         "below_own_for_sure": sum(p["of_own_high"] < OWN for p in points),
+        "control_below_own": sum(p["of_control"] < OWN for p in points),
+        "control_below_own_for_sure": sum(p["of_control_high"] < OWN for p in points),
+        "worst_control": min(p["of_control"] for p in points),
+        "median_control": median(p["of_control"] for p in points),
         "same_code": [sum(p["chosen"] == "megatron" for p in points), *_spread(points)],
         "wrong_choices": len(wrong),
         "wrong_for_sure": sum(p["chosen_of_best_high"] < BEST for p in points),
@@ -120,7 +127,11 @@ def against_best(rounds: dict[str, list[float]], served: str = "auto") -> list[f
     ratios: list[float] = []
     whole = len(rounds["auto"])
     for told in (0, 1):
-        fixed = {n: median(values[told::2]) for n, values in rounds.items() if n != "auto" and len(values) == whole}
+        fixed = {
+            name: median(values[told::2])
+            for name, values in rounds.items()
+            if name not in ("auto", CONTROL) and len(values) == whole
+        }
         best = min(fixed, key=lambda name: fixed[name])
         ratios += [a / b for a, b in zip(rounds[best][1 - told :: 2], rounds[served][1 - told :: 2], strict=True)]
     return ratios
@@ -170,6 +181,7 @@ class Point:
         from megatron.core.transformer.transformer_config import TransformerConfig
 
         self.op, self.rows = op, rows
+        self._order = random.Random(rows)  # alike on all ranks
         self.group = parallel_state.get_tensor_model_parallel_group()
         size = self.group.size()
         config = TransformerConfig(
@@ -205,7 +217,10 @@ class Point:
         original = ColumnParallelLinear._forward_impl if self.column else RowParallelLinear.forward
         patch = column_forward_impl if self.column else row_forward
         # A copy: to give a class the method that it has already is cheaper than to give it another one.
-        forwards = {"megatron": FunctionType(original.__code__, original.__globals__, name=original.__name__)}
+        forwards = {
+            name: FunctionType(original.__code__, original.__globals__, name=original.__name__)
+            for name in ("megatron", CONTROL)
+        }
         most = max(1, self.rows // self.group.size() // 4)
         ways: dict[str, dict[str, Any]] = {"p2p": {"method": "p2p"}}
         ways |= {f"p2p x {c}": {"method": "p2p", "chunks_per_rank": c} for c in CHUNKS if c <= most}
@@ -256,10 +271,11 @@ class Point:
                 break
             # What is far from the best is not timed any longer.
             least = min(median(values) for values in rounds.values())
-            stay = [n for n, values in rounds.items() if median(values) < _FAR * least or n in ("auto", "megatron")]
+            stay = [n for n, values in rounds.items() if median(values) < _FAR * least or n in _ALWAYS]
             runs = {name: run for name, run in runs.items() if name in {*stay, method}}
         times = {name: median(values) for name, values in rounds.items()}
-        fixed = {name: ms for name, ms in times.items() if name != "auto"}
+        of_control = interval([a / b for a, b in zip(rounds["megatron"], rounds[CONTROL], strict=True)])
+        fixed = {name: ms for name, ms in times.items() if name not in ("auto", CONTROL)}
         best = min(fixed, key=lambda name: fixed[name])
         alone = self._rounds({"gemm": (self._gemm, nullcontext), "comm": (self._comm, nullcontext)}, seconds / 8)
         return {
@@ -272,6 +288,7 @@ class Point:
             "best": best,
             **dict(zip(("of_best", "of_best_low", "of_best_high"), of_best, strict=True)),
             **dict(zip(("of_own", "of_own_low", "of_own_high"), of_own, strict=True)),
+            **dict(zip(("of_control", "of_control_low", "of_control_high"), of_control, strict=True)),
             "chosen_of_best_high": interval(against_best(rounds, method))[2],
             "calls_until_chosen": calls,
             "rounds": len(rounds["auto"]),
@@ -296,7 +313,7 @@ class Point:
         start, number, more, in_a_row = time.perf_counter(), -2, True, 2
         while more or number % 2 == 0:
             # What ran before leaves the caches as it likes: no way may always follow the same one.
-            for name in random.Random(number).sample(names, len(names)):
+            for name in self._order.sample(names, len(names)):
                 run, prepared = runs[name]
                 dist.barrier()
                 with prepared():
