@@ -1,19 +1,21 @@
 """Measures what `validate_simulator.py` holds the simulator against: a profile of this machine, and training steps.
 
 The profile is made of GEMMs, operations and messages that are timed by themselves (`measure/machine.py`, on two hosts
-of a netlab), three times: before the steps, among them and after; the medians count. One figure, what a call of torch
-costs in the program around it, is taken from the steps of a model too small to compute anything, which is not among
-those that are compared. Nothing else of a step goes into the profile.
+of a netlab), before every variant and after the last; the medians of all count. One figure, what a call of torch costs
+in the program around it, is taken from the steps of a model too small to compute anything, which is not among those
+that are compared. Nothing else of a step goes into the profile.
+
+A machine may be faster at one time than at another: beside the one profile there is one for each variant, of the two
+calibrations right before and after its steps.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +24,8 @@ from megatron_overlap.config import LaunchConfig, load_launch_config, without_ov
 from megatron_overlap.config.cluster import ClusterProfile, load_cluster_profile, profile_folder, with_hosts
 from megatron_overlap.launch.workers import run_workers
 from megatron_overlap.measure import machine
-from megatron_overlap.measure.calibration import BASE, lab_tree, middle, write_profile
-from megatron_overlap.measure.compare import WARM_UP_ITERATIONS
-from megatron_overlap.measure.peak import measure_peak
-from megatron_overlap.measure.rounds import run_rounds
+from megatron_overlap.measure.calibration import lab_tree, middle, write_profile
+from megatron_overlap.measure.rounds import Recorded, run_rounds
 from megatron_overlap.simulate.job import job_of
 from megatron_overlap.simulate.step import simulate_step
 from megatron_overlap.tune.cost import CostModel
@@ -33,8 +33,10 @@ from megatron_overlap.tune.cost import CostModel
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = ROOT / "docs" / "results" / "step_times.json"
 LINES_GBPS = (1.0, 8.0)
-# A shape is measured again, once, when GEMMs around it ran so much faster or slower than the profile's.
-FLIPPED, AGAIN = 0.08, 2
+# Steps of a launch, and those at its start that are slower than the later ones.
+ITERATIONS, SETTLING = 13, 5
+TINY_EVERY = 3
+_Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -46,19 +48,19 @@ class Shape:
 
 
 def _llama(*overrides: str) -> Shape:
-    return Shape("llama_tp2_netlab.yaml", ("train.iterations=10", *overrides))
+    return Shape("llama_tp2_netlab.yaml", (f"train.iterations={ITERATIONS}", *overrides))
 
 
 def _gpt(*overrides: str) -> Shape:
     shape = ("model.hidden_size=768", "model.num_attention_heads=12", "model.num_query_groups=12")
     more = ("model.ffn_hidden_size=3072", "model.vocab_size=4000", "model.max_position_embeddings=1024")
     hosts = ("launch.ranks_per_node=null", "launch.hosts.hosts=2", "launch.hosts.ranks_per_host=1")
-    batch = ("train.global_batch_size=1", "train.iterations=10")
+    batch = ("train.global_batch_size=1", f"train.iterations={ITERATIONS}")
     return Shape("gpt_tp2_overlap.yaml", (*shape, *more, *hosts, *batch, *overrides))
 
 
 def _replicas(*overrides: str) -> Shape:
-    return Shape("gpt_dp2_netlab.yaml", ("overlap.data.method=megatron", "train.iterations=10", *overrides))
+    return Shape("gpt_dp2_netlab.yaml", ("overlap.data.method=megatron", f"train.iterations={ITERATIONS}", *overrides))
 
 
 _NARROW = ("model.hidden_size=512", "model.ffn_hidden_size=1408")
@@ -85,7 +87,6 @@ TINY = _llama(
     "model.vocab_size=128",
     "train.seq_length=64",
     "train.global_batch_size=4",
-    "train.iterations=12",
     "launch.hosts.gbps=8",
 )
 
@@ -116,27 +117,23 @@ def measure(shapes: int | None, out: Path) -> None:
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        found = [_calibrate(say)]
-        runs = []
+        tiny = variants(TINY)["without"]
+        tiny_ms, found, runs = [], [], []
         for number, shape in enumerate(chosen):
-            if number == len(chosen) // 2 > 0:
-                found.append(_calibrate(say))
+            if number % TINY_EVERY == 0:
+                tiny_ms.append(_times(tiny, folder / f"tiny-{number}"))
+            found.append(_calibrate(say))
             runs.append(_train(shape, folder / str(number), f"{number + 1} of {len(chosen)}", say))
         found.append(_calibrate(say))
-        gemms = statistics.median(one["peak_tflops"] for pair in found for one in pair)
-        again = [number for number, run in enumerate(runs) if abs(run["gemm_tflops"] / gemms - 1) > FLIPPED]
-        for number in again[:AGAIN]:
-            repeated = _train(chosen[number], folder / f"{number}-again", f"{number + 1} again", say)
-            if abs(repeated["gemm_tflops"] / gemms - 1) < abs(runs[number]["gemm_tflops"] / gemms - 1):
-                runs[number] = repeated | {"repeated": True}
-        tiny = _times(without_overlap(variants(TINY)["with"]), folder / "tiny")
-        say(f"tiny model: {tiny:.0f} ms")
-        tree = _tree(found, tiny, folder)
-    content = {"profile": tree, "calibrations": found, "tiny_step_ms": tiny, "runs": runs}
+        say(f"tiny model: {', '.join(f'{each:.0f}' for each in tiny_ms)} ms")
+        content = {"tiny_steps_ms": tiny_ms, "calibrations": found, "runs": runs}
+        profiles = [profile_content(content, folder)]
+        profiles += [profile_content(content, folder, number) for number in range(len(runs))]
+    content |= {"profile": profiles[0], "profiles_by_run": profiles[1:]}
     out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def _calibrate(say: Any) -> list[dict[str, Any]]:
+def _calibrate(say: _Say) -> list[dict[str, Any]]:
     """This machine's figures, over both lines."""
     found = []
     for gbps in LINES_GBPS:
@@ -147,41 +144,46 @@ def _calibrate(say: Any) -> list[dict[str, Any]]:
     return found
 
 
-def _train(shape: Shape, folder: Path, what: str, say: Any) -> dict[str, Any]:
-    """Each variant twice, in turn; the median of all steps counts."""
-    used = list(variants(shape).values())
-    recorded = run_rounds(used, 1, folder / "1")
-    rate = measure_peak(used[1]).tflops  # in the middle
-    again = run_rounds(used[::-1], 1, folder / "2")[::-1]
-    launches = {
-        name: [one.records[0].step_time_ms[WARM_UP_ITERATIONS:] for one in pair]
-        for name, *pair in zip(variants(shape), recorded, again, strict=True)
-    }
-    times = {name: statistics.median(itertools.chain(*steps)) for name, steps in launches.items()}
+def _train(shape: Shape, folder: Path, what: str, say: _Say) -> dict[str, Any]:
+    """Each variant twice, the second time in the other order; the mean of both launches' medians counts."""
+    named = variants(shape)
+    used = list(named.values())
+    pairs = [run_rounds(used, 1, folder / "1"), run_rounds(used[::-1], 1, folder / "2")[::-1]]
+    launches = {name: [_median(pair[index]) for pair in pairs] for index, name in enumerate(named)}
+    times = {name: statistics.fmean(each) for name, each in launches.items()}
     shown = ", ".join(f"{time_ms:.0f} ms {name}" for name, time_ms in times.items())
-    say(f"{what}: {shown}, GEMM {rate:.3f} TFLOP/s ({shape.config} {' '.join(shape.overrides)})")
+    say(f"{what}: {shown} ({shape.config} {' '.join(shape.overrides)})")
     return {
         "config": shape.config,
         "overrides": list(shape.overrides),
         "step_time_ms": times,
-        "launches_ms": {name: [statistics.median(steps) for steps in each] for name, each in launches.items()},
-        "gemm_tflops": rate,
-        "versions": recorded[0].records[0].meta.get("versions", {}),
+        "launches_ms": launches,
+        "versions": pairs[0][0].records[0].meta.get("versions", {}),
     }
 
 
 def _times(config: LaunchConfig, folder: Path) -> float:
-    record = run_rounds([config], 1, folder)[0].records[0]
-    return statistics.median(record.step_time_ms[WARM_UP_ITERATIONS:])
+    return _median(run_rounds([config], 1, folder)[0])
 
 
-def _tree(found: Sequence[Sequence[Mapping[str, Any]]], tiny_ms: float, folder: Path) -> dict[str, Any]:
-    """The profile's content, `base` by name."""
+def _median(side: Recorded) -> float:
+    return statistics.median(side.records[0].step_time_ms[SETTLING:])
+
+
+def profile_content(measured: Mapping[str, Any], folder: Path, run: int | None = None) -> dict[str, Any]:
+    """A profile's content, `base` by name.
+
+    Args:
+        measured: what a file of step times has.
+        folder: for a file on the way.
+        run: of the calibrations right before and after this one; None: of all.
+    """
+    found = measured["calibrations"] if run is None else measured["calibrations"][run : run + 2]
     slow, fast = (middle([pair[index] for pair in found]) for index in range(2))
     source = f"measured beside the steps, {time.strftime('%Y-%m-%d')}: medians of {len(found)} calibrations"
     tree = lab_tree(slow, fast, LINES_GBPS, "bf16", source)
-    tree["base"] = f"{BASE}.yaml"
-    config = variants(TINY)["without"]
+    tree["base"] = f"{machine.BASE}.yaml"
+    config, tiny_ms = variants(TINY)["without"], statistics.median(measured["tiny_steps_ms"])
 
     def modelled_ms(call_us: float) -> float:
         tree["device"]["call_us"] = {"value": call_us, "source": "not yet known"}
@@ -201,16 +203,21 @@ def stored(tree: Mapping[str, Any], folder: Path) -> ClusterProfile:
     return load_cluster_profile(str(path))
 
 
-def measured(steps: Path) -> Iterator[tuple[Shape, Mapping[str, float]]]:
-    """The shapes of a file and their step times in ms, by variant."""
-    for run in json.loads(steps.read_text(encoding="utf-8"))["runs"]:
-        yield Shape(run["config"], tuple(run["overrides"])), run["step_time_ms"]
+@dataclass(frozen=True)
+class Measured:
+    """A shape, its step times in ms by variant, and profiles: of the whole day, and of these minutes."""
+
+    shape: Shape
+    times_ms: Mapping[str, float]
+    profile: ClusterProfile
+    profile_then: ClusterProfile
 
 
-def measured_profile(steps: Path) -> ClusterProfile:
-    """The profile that was measured beside them, or `netlab` where none was."""
-    tree = json.loads(steps.read_text(encoding="utf-8"))["profile"]
-    if tree is None:
-        return load_cluster_profile(BASE)
-    with tempfile.TemporaryDirectory() as folder:
-        return stored(tree, Path(folder))
+def measured(steps: Path) -> Iterator[Measured]:
+    """What a file has."""
+    content = json.loads(steps.read_text(encoding="utf-8"))
+    with tempfile.TemporaryDirectory() as name:
+        profile = stored(content["profile"], Path(name))
+        for run, tree in zip(content["runs"], content["profiles_by_run"], strict=True):
+            shape = Shape(run["config"], tuple(run["overrides"]))
+            yield Measured(shape, run["step_time_ms"], profile, stored(tree, Path(name)))

@@ -1,11 +1,12 @@
 """Holds the simulator against what was measured on this project's own hosts (docs/results), and prints every row.
 
     python scripts/validate_simulator.py
-    python scripts/validate_simulator.py --measure     # calibrates and measures the steps first, about 20 minutes
+    python scripts/validate_simulator.py --measure     # calibrates and measures the steps first, about 30 minutes
 
 Training steps of `step_times.json` against the profile that was calibrated beside them (`step_times.py` says from
-what), and layers of `linear_*.json` against the profile `netlab`, each without and with overlap. Errors are of the
-model; rows whose figures went into the profile are among the linear ones.
+what), and against the machine as it was in the minutes of each; layers of `linear_*.json` against the profile `netlab`;
+each without and with overlap. Errors are of the model; rows whose figures went into the profile are among the linear
+ones.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from step_times import ROOT, STEPS, measure, measured, measured_profile, model_of, variants
+from step_times import ROOT, STEPS, measure, measured, model_of, variants
 
 from megatron_overlap.config.cluster import load_cluster_profile, with_hosts
 from megatron_overlap.simulate.job import job_of
@@ -42,13 +43,18 @@ class Row:
         return 100 * (self.model / self.measured - 1)
 
 
-def steps(file: Path) -> Iterator[Row]:
-    """Whole training steps, overlap off and on."""
-    profile = measured_profile(file)
-    for shape, times in measured(file):
-        for name, config in variants(shape).items():
-            step = simulate_step(job_of(config), model_of(config, profile))
-            yield Row(f"{name} overlap, {shape.config} {', '.join(shape.overrides)}", times[name], step.step_us / 1e3)
+def steps(file: Path, *, then: bool) -> Iterator[Row]:
+    """Whole training steps, overlap off and on.
+
+    Args:
+        file: what was measured.
+        then: by the calibrations right before and after a variant, in place of all.
+    """
+    for one in measured(file):
+        for name, config in variants(one.shape).items():
+            step = simulate_step(job_of(config), model_of(config, one.profile_then if then else one.profile))
+            what = f"{name} overlap, {one.shape.config} {', '.join(one.shape.overrides)}"
+            yield Row(what, one.times_ms[name], step.step_us / 1e3)
 
 
 def ordered(rows: list[Row]) -> int:
@@ -100,9 +106,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.measure:
         measure(options.shapes, options.steps)
-    rows = list(steps(options.steps))
-    show("training step", rows)
-    print(f"Which of a pair is faster: right in {ordered(rows)} of {len(rows) // 2}.\n")
+    for title, then in (("training step", False), ("the same, by the calibrations beside it", True)):
+        rows = list(steps(options.steps, then=then))
+        show(title, rows)
+        print(f"Which of a pair is faster: right in {ordered(rows)} of {len(rows) // 2}.\n")
     show("one linear layer", list(linears()))
 
 

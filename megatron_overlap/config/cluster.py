@@ -198,6 +198,9 @@ class Contention(Section):
     """The same, while point-to-point messages or copy engines run."""
     host_us_per_mb: Cost
     """Compute time that moving 10^6 bytes in one direction takes where the processor itself moves them."""
+    late_us: Cost | None = None
+    """By how much longer ranks wait for each other when all have computed for 10 ms before: one is late, and threads
+    that carry messages have fallen asleep. In proportion after less; null: not counted."""
 
 
 class ClusterProfile(Section):

@@ -11,10 +11,8 @@ from typing import Any
 import yaml
 
 from megatron_overlap.config.cluster import Precision, load_cluster_profile, profile_folder
-from megatron_overlap.measure.machine import CHECK_GEMM, CHECK_MESSAGE, CHECK_PIECES, WIDTH
+from megatron_overlap.measure.machine import BASE, CHECK_GEMM, CHECK_MESSAGE, CHECK_PIECES, WIDTH
 from megatron_overlap.tune.cost import CostModel
-
-BASE = "netlab"
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ def profile_tree(found: Mapping[str, Any], precision: Precision, source: str) ->
     """A profile's content: what was measured, over the profile `netlab` for what was not.
 
     Args:
-        found: of rank 0; times are of the slowest rank.
+        found: of any rank: they agree on what they measured.
         precision: type of the GEMMs.
         source: when and where it was measured.
     """
@@ -80,7 +78,7 @@ def profile_tree(found: Mapping[str, Any], precision: Precision, source: str) ->
             "reduce_scatter_gbps": figure(moved / found["reduce_scatter_us"] / 1e3),
             "all_reduce_gbps": figure(moved / found["all_reduce_us"] / 1e3),
         },
-        "contention": {"host_us_per_mb": figure(share / rate * 1e6)},
+        "contention": {"host_us_per_mb": figure(share / rate * 1e6), "late_us": figure(found["late_us"])},
     }
 
 
@@ -133,6 +131,7 @@ def lab_tree(
         "collective": {"value": always, "source": f"taken to be that of messages; {source}"},
         "copy": figure(always),
         "host_us_per_mb": figure(by_byte * 1e6),
+        "late_us": figure((slow["late_us"] + fast["late_us"]) / 2),
     }
     return tree | {
         "name": BASE,

@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,24 @@ import torch.distributed as dist
 
 from megatron_overlap.comm import Transport, close_transport, transport_of
 from megatron_overlap.comm.transport import Wire
+from megatron_overlap.config.cluster import load_cluster_profile
 from megatron_overlap.measure.between_gemms import rates
 from megatron_overlap.measure.calibrate import DTYPES, gemm_tflops
 from megatron_overlap.ops import all_gather_linear, linear_reduce_scatter, reference
 from megatron_overlap.schedules import all_gather_plan
+from megatron_overlap.tune.cost import LATE_AFTER_US
 
 ROWS = (32, 64, 128, 256, 512, 1024)
 WIDTH = 1024
 MESSAGES = (1 << 10, 1 << 18, 1 << 20, 1 << 22)
 CHECK_GEMM, CHECK_MESSAGE, CHECK_PIECES = (384, 1536, 768), 3 << 20, 4
-UPDATE_BYTES = 34
-"""Of one parameter, as in the profile `netlab`: fp32 gradient read, parameter and two moments and the narrow parameter
-read and written, and 2 spare."""
-_COLLECTIVE = 8 << 20
-_REPEATS = 9
+BASE = "netlab"
+"""The profile whose figures stand for what is not measured here."""
+_COLLECTIVE, _COPIED = 2 << 20, 8 << 20
+_REPEATS, _LAUNCHES = 9, 100
 _GEMMS, _BESIDE = 20, 1 << 20
+_MEETINGS = 4
+_HICCUP = 2.0
 
 
 def self_test(group: dist.ProcessGroup) -> dict[str, Any]:
@@ -58,6 +62,7 @@ def self_test(group: dist.ProcessGroup) -> dict[str, Any]:
 
 def measure(group: dist.ProcessGroup, dtype: torch.dtype) -> dict[str, Any]:
     """Times of GEMMs, messages, collectives, and of GEMMs beside messages, all ranks at once, in microseconds."""
+    update_bytes = load_cluster_profile(BASE).device.optimizer_bytes.value
     peak = max(gemm_tflops(size, "cpu", dtype) for size in (512, 1024))
     transport = transport_of(group)
     size = transport.size
@@ -66,21 +71,25 @@ def measure(group: dist.ProcessGroup, dtype: torch.dtype) -> dict[str, Any]:
     # What layers scatter are sums of their own type; what is reduced over copies of the model are fp32 gradients.
     rows = torch.zeros(_COLLECTIVE // dtype.itemsize, dtype=dtype)
     sums, part = torch.zeros(_COLLECTIVE // 4), rows[: len(rows) // size].clone()
-    copied = torch.empty_like(whole)
+    source, copied = (torch.zeros(_COPIED, dtype=torch.uint8) for _ in range(2))
+    one = torch.zeros(1)
     pieces = _gemm(CHECK_GEMM, dtype, group, CHECK_PIECES)
+    gemm_us = {rows: _gemm((rows, WIDTH, WIDTH), dtype, group) for rows in ROWS}
+    message_us = {count: _message(transport, count, group) for count in MESSAGES}
     return {
         "ranks": size,
         "peak_tflops": peak,
-        "gemm_us": {rows: _gemm((rows, WIDTH, WIDTH), dtype, group) for rows in ROWS},
-        "message_us": {count: _message(transport, count, group) for count in MESSAGES},
-        "all_gather_us": _time(lambda: dist.all_gather_into_tensor(whole, shard, group=group), group),
-        "reduce_scatter_us": _time(lambda: dist.reduce_scatter_tensor(part, rows, group=group), group),
-        "all_reduce_us": _time(lambda: dist.all_reduce(sums, group=group), group),
+        "gemm_us": gemm_us,
+        "message_us": message_us,
+        "late_us": _late(transport, message_us[MESSAGES[0]], gemm_us[ROWS[-1]], dtype, group),
+        "all_gather_us": _together(lambda: dist.all_gather_into_tensor(whole, shard, group=group), group),
+        "reduce_scatter_us": _together(lambda: dist.reduce_scatter_tensor(part, rows, group=group), group),
+        "all_reduce_us": _together(lambda: dist.all_reduce(sums, group=group), group),
         "collective_bytes": _COLLECTIVE,
-        "memory_gbps": 2 * _COLLECTIVE / _time(lambda: copied.copy_(whole), group) / 1e3,
-        "launch_us": _time(lambda: part[:1].add_(1), group),
+        "memory_gbps": 2 * _COPIED / _alone(lambda: copied.copy_(source), group) / 1e3,
+        "launch_us": _alone(lambda: [one.add_(1) for _ in range(_LAUNCHES)], group) / _LAUNCHES,
         **_contention(transport, dtype, group),
-        **rates(lambda run, before: _time(run, group, before), dtype, UPDATE_BYTES),
+        **rates(lambda run, before: _alone(run, group, before), dtype, update_bytes),
         "check": {
             "gemm": _gemm(CHECK_GEMM, dtype, group),
             "split gemm": pieces,
@@ -89,19 +98,43 @@ def measure(group: dist.ProcessGroup, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _time(run: Callable[[], object], group: dist.ProcessGroup, before: Callable[[], object] = lambda: None) -> float:
-    """Median time of the slowest rank, in microseconds; `before` is run each time and not counted."""
+def _alone(run: Callable[[], object], group: dist.ProcessGroup, before: Callable[[], object] = lambda: None) -> float:
+    """Mean time of all ranks that compute, in microseconds; `before` is run each time and not counted.
+
+    A step is a sum of many such: their mean counts, not their median. Whatever took more than twice the median is left
+    out: so few times say nothing of how often that happens. The ranks begin together once: what a barrier leaves to its
+    threads would be in every figure.
+    """
+    dist.barrier(group)
     times = []
     for number in range(_REPEATS + 2):
         before()
-        dist.barrier(group)
         start = time.perf_counter()
         run()
-        took = torch.tensor((time.perf_counter() - start) * 1e6, dtype=torch.float64)
-        dist.all_reduce(took, op=dist.ReduceOp.MAX, group=group)
         if number >= 2:
-            times.append(took.item())
-    return statistics.median(times)
+            times.append((time.perf_counter() - start) * 1e6)
+    middle = statistics.median(times)
+    return _mean(statistics.fmean(each for each in times if each <= _HICCUP * middle), group)
+
+
+def _together(run: Callable[[], object], group: dist.ProcessGroup) -> float:
+    """Median time of something that ranks do together, in microseconds."""
+    return statistics.median([_once(run, group) for _ in range(_REPEATS + 2)][2:])
+
+
+def _once(run: Callable[[], object], group: dist.ProcessGroup) -> float:
+    """The mean over ranks of what something takes once, in microseconds; all begin together."""
+    dist.barrier(group)
+    start = time.perf_counter()
+    run()
+    return _mean((time.perf_counter() - start) * 1e6, group)
+
+
+def _mean(us: float, group: dist.ProcessGroup) -> float:
+    """The mean over ranks: the same figure on all of them."""
+    total = torch.tensor(us, dtype=torch.float64)
+    dist.all_reduce(total, group=group)
+    return float(total.item()) / dist.get_world_size(group)
 
 
 def _gemm(shape: tuple[int, int, int], dtype: torch.dtype, group: dist.ProcessGroup, pieces: int = 1) -> float:
@@ -113,7 +146,7 @@ def _gemm(shape: tuple[int, int, int], dtype: torch.dtype, group: dist.ProcessGr
         for rows, into in parts:
             torch.mm(rows, b, out=into)
 
-    return _time(run, group)
+    return _alone(run, group)
 
 
 def _begin(transport: Transport, count: int) -> Any:
@@ -123,7 +156,27 @@ def _begin(transport: Transport, count: int) -> Any:
 
 
 def _message(transport: Transport, count: int, group: dist.ProcessGroup) -> float:
-    return _time(lambda: _begin(transport, count).finish(), group)
+    return _together(lambda: _begin(transport, count).finish(), group)
+
+
+def _late(
+    transport: Transport, message_us: float, gemm_us: float, dtype: torch.dtype, group: dist.ProcessGroup
+) -> float:
+    """How much longer a small message takes after `LATE_AFTER_US` of GEMMs than right after a barrier."""
+    a, b = torch.randn(WIDTH, WIDTH).to(dtype), torch.randn(WIDTH, WIDTH).to(dtype)
+    out = torch.empty_like(a)
+    count = max(1, round(LATE_AFTER_US / gemm_us))
+
+    def meetings(with_messages: bool) -> None:
+        for _ in range(_MEETINGS):
+            for _ in range(count):
+                torch.mm(a, b, out=out)
+            if with_messages:
+                _begin(transport, MESSAGES[0]).finish()
+
+    pairs = [(_once(partial(meetings, False), group), _once(partial(meetings, True), group)) for _ in range(_REPEATS)]
+    more = statistics.median(met - alone for alone, met in pairs) / _MEETINGS
+    return max(0.0, more - message_us)
 
 
 def _contention(transport: Transport, dtype: torch.dtype, group: dist.ProcessGroup) -> dict[str, float]:

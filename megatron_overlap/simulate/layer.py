@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
 from megatron_overlap.config.cluster import Elementwise
 from megatron_overlap.simulate.job import Job
 from megatron_overlap.simulate.linear import Linear
+from megatron_overlap.simulate.passes import Meeting, Op, Pass, together
 from megatron_overlap.simulate.play import Played
 from megatron_overlap.tune.cost import LOSS_BYTES, MAIN_GRADIENT_BYTES, TOUCHED, CollectiveKind, CostModel, Link
 
@@ -23,47 +24,7 @@ _ROTARY_CALLS = (54, 44)
 _FIRST_CALLS = (130, 10)
 _LAST_CALLS = (66, 50)
 
-
 _ATTENTION = ("scores", "repeat", "attention")
-
-
-@dataclass(frozen=True, slots=True)
-class Op:
-    """One operation of a layer in the order they run.
-
-    Attributes:
-        name: module and what it does.
-        time_us: from start to end.
-        tensor_us: part of it that waits for tensor parallel messages with nothing to compute.
-        context_us: the same, of context parallel ones.
-    """
-
-    name: str
-    time_us: float
-    tensor_us: float = 0.0
-    context_us: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """Operations that run one after the other."""
-
-    ops: tuple[Op, ...]
-
-    @property
-    def time_us(self) -> float:
-        return sum(op.time_us for op in self.ops)
-
-    @property
-    def tensor_us(self) -> float:
-        return sum(op.tensor_us for op in self.ops)
-
-    @property
-    def context_us(self) -> float:
-        return sum(op.context_us for op in self.ops)
-
-    def __add__(self, other: Pass) -> Pass:
-        return Pass(self.ops + other.ops)
 
 
 @dataclass(frozen=True)
@@ -85,21 +46,23 @@ class Layers:
     @cached_property
     def forward(self) -> Pass:
         """One layer."""
-        return Pass(
-            (
-                self._norm(),
-                self._column("qkv", self._qkv_width),
-                *self._rotary(),
-                *self._attention(),
-                self._row("proj", self._queries),
-                self._elementwise("add", "add", self._hidden),
-                self._norm(),
-                self._column("fc1", self._ffn * (2 if self.job.model.swiglu else 1)),
-                self._activation(),
-                self._row("fc2", self._ffn),
-                self._elementwise("add", "add", self._hidden),
-                *self._calls(self._layer_calls[0]),
-            )
+        return self._pass(*self._forward)
+
+    @cached_property
+    def _forward(self) -> tuple[Op, ...]:
+        return (
+            self._norm(),
+            self._column("qkv", self._qkv_width),
+            *self._rotary(),
+            *self._attention(),
+            self._row("proj", self._queries),
+            self._elementwise("add", "add", self._hidden),
+            self._norm(),
+            self._column("fc1", self._ffn * (2 if self.job.model.swiglu else 1)),
+            self._activation(),
+            self._row("fc2", self._ffn),
+            self._elementwise("add", "add", self._hidden),
+            *self._calls(self._layer_calls[0]),
         )
 
     @cached_property
@@ -119,12 +82,12 @@ class Layers:
             *self._accumulated(job.layer_parameters() / job.tensor),
             *self._calls(self._layer_calls[1]),
         )
-        again = tuple(Op(f"{op.name} again", op.time_us, op.tensor_us, op.context_us) for op in self._again())
-        return Pass(again + ops)
+        again = tuple(replace(op, name=f"{op.name} again") for op in self._again())
+        return self._pass(*again, *ops)
 
     def _again(self) -> tuple[Op, ...]:
         """What the backward computes a second time."""
-        ops = self.forward.ops
+        ops = self._forward
         match self.job.recompute:
             case "full":
                 return ops
@@ -149,8 +112,8 @@ class Layers:
             forward += [self._small("batch", "message", _BATCH_MESSAGES), self._moved("embedding sum", kind, moved)]
         backward = (self._memory("embedding grad", 3 * moved), *self._accumulated(self._table))
         return (
-            Pass((*forward, *self._calls(_FIRST_CALLS[0]))),
-            Pass((*backward, *self._calls(_FIRST_CALLS[1]))),
+            self._pass(*forward, *self._calls(_FIRST_CALLS[0])),
+            self._pass(*backward, *self._calls(_FIRST_CALLS[1])),
         )
 
     @cached_property
@@ -167,9 +130,12 @@ class Layers:
             *self._accumulated(self._table),
         ]
         return (
-            Pass((*forward, *self._calls(_LAST_CALLS[0]))),
-            Pass((*backward, *self._calls(_LAST_CALLS[1]))),
+            self._pass(*forward, *self._calls(_LAST_CALLS[0])),
+            self._pass(*backward, *self._calls(_LAST_CALLS[1])),
         )
+
+    def _pass(self, *ops: Op) -> Pass:
+        return together(ops, self.model.late_us)
 
     @property
     def boundary_bytes(self) -> float:
@@ -250,11 +216,11 @@ class Layers:
             time = times * self.model.message_us(0, self.tensor_link)
         else:
             time = times * self.model.collective_us("all_reduce", 4.0 * self.job.rows, self.tensor_link)
-        return Op(name, time, tensor_us=time)
+        return Op(name, time, tensor_us=time, meets="before")
 
     def _moved(self, name: str, kind: CollectiveKind, elements: float) -> Op:
         time = self.model.collective_us(kind, elements * self.model.item_bytes, self.tensor_link)
-        return Op(name, time, tensor_us=time)
+        return Op(name, time, tensor_us=time, meets="before")
 
     def _column(self, name: str, columns: int, *, backward: bool = False) -> Op:
         return self._linear(name, columns, self.job.model.hidden_size, column=True, backward=backward)
@@ -269,7 +235,10 @@ class Layers:
             return self._all_reduced(name, n, k, moved=column is backward, backward=backward)
         linear = Linear(self.model, self.tensor_link, job.tensor_choice, job.rows, n, k)
         played = _played(linear, column, backward)
-        return Op(name, played.time_us, tensor_us=played.exposed_us)
+        meets: Meeting | None = None
+        if job.tensor > 1:
+            meets = "before" if column is not backward else "after"
+        return Op(name, played.time_us, tensor_us=played.exposed_us, meets=meets)
 
     def _all_reduced(self, name: str, n: int, k: int, *, moved: bool, backward: bool) -> Op:
         """Plain tensor parallelism: the row's output and the column's input gradient are summed over all ranks."""
@@ -278,12 +247,13 @@ class Layers:
         wgrad = model.gemm_us(n, k, rows) if backward else 0.0
         width = k if backward else n
         move = model.collective_us("all_reduce", rows * width * model.item_bytes, self.tensor_link) if moved else 0.0
+        meets: Meeting | None = "after" if moved else None
         if not backward or self.job.tensor_choice.method == "serial":
-            return Op(name, gemm + move + wgrad, tensor_us=move)
+            return Op(name, gemm + move + wgrad, tensor_us=move, meets=meets)
         # Beside the all-reduce wgrad runs slower; what is left of either comes after.
         speed = model.compute_rate("collective", 2 * self.tensor_link.collective_rate)
         beside = max(move, wgrad + min(move, wgrad / speed) * (1 - speed)) if moved else wgrad
-        return Op(name, gemm + beside, tensor_us=max(0.0, move - wgrad / speed))
+        return Op(name, gemm + beside, tensor_us=max(0.0, move - wgrad / speed), meets=meets)
 
     def _attention(self, *, backward: bool = False) -> Iterable[Op]:
         """Causal attention; over context ranks as a ring, each step beside the next keys and values on their way."""

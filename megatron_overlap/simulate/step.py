@@ -10,16 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron_overlap.simulate.job import Job
-from megatron_overlap.simulate.layer import Layers, Pass
+from megatron_overlap.simulate.layer import Layers
+from megatron_overlap.simulate.optimizer import optimizer_us
+from megatron_overlap.simulate.passes import Pass
 from megatron_overlap.simulate.pipeline import Unit, order
-from megatron_overlap.tune.cost import CLIP_BYTES, CollectiveKind, CostModel, Link
+from megatron_overlap.tune.cost import CollectiveKind, CostModel
 
 _MIN_BUCKET_PARAMETERS = 40e6
 _BUCKET_PARAMETERS_PER_RANK = 1e6
-_STEP_SUMS = 5  # small all-reduces of a step: tokens twice, overflow, norm, loss
-# Calls of torch in a step beside the micro-batches, counted as those of a layer: by parameter tensor, and the rest.
-_TENSOR_CALLS = 19
-_STEP_CALLS = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +272,7 @@ def simulate_step(
         ends.append(end + lost * hidden)
         shown += runs[0][number].slices + slices
     trained = max(ends)
-    update = max(_optimizer_us(job, model, stage) for stage in range(job.pipeline))
+    update = max(optimizer_us(job, model, stage) for stage in range(job.pipeline))
     gather = 0.0
     if job.distributed_optimizer and job.data_overlap == "none":
         gather = max(
@@ -300,25 +298,3 @@ def simulate_step(
         optimizer_us=update,
         slices=tuple(shown) if timeline else (),
     )
-
-
-def _optimizer_us(job: Job, model: CostModel, stage: int) -> float:
-    """Norm and clipping of the gradients, the update of this rank's shard, and what the profile adds."""
-    parameters = job.stage_parameters(stage)
-    shard = parameters / (job.data * job.context if job.distributed_optimizer else 1)
-    passed = model.memory_us(CLIP_BYTES[0] * parameters + CLIP_BYTES[1] * shard, "clip")
-    update = model.memory_us(shard * model.profile.device.optimizer_bytes.value, "update")
-    world: Link = model.link(job.world_size)
-    rounds = 2 * max(0, (job.world_size - 1).bit_length())  # a tree, up and down
-    calls = model.calls_us(_TENSOR_CALLS * job.stage_tensors(stage) + _STEP_CALLS)
-    sums = _STEP_SUMS * rounds * world.latency_us + _norm_gradients_us(job, model)
-    return passed + update + calls + sums + model.profile.device.step_ms.value * 1e3
-
-
-def _norm_gradients_us(job: Job, model: CostModel) -> float:
-    """Sequence parallelism: gradients of the norms, fp32, are summed over the tensor ranks once a step."""
-    if job.tensor == 1 or not job.sequence_parallel:
-        return 0.0
-    norms = job.model.hidden_size * (2 if job.model.normalization == "LayerNorm" else 1)
-    count = norms * (2 * job.model.num_layers / job.pipeline + 1)
-    return model.collective_us("all_reduce", 4.0 * count, model.link(job.tensor))

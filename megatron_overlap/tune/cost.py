@@ -51,6 +51,9 @@ CLIP_BYTES = (8, 12)
 """For each parameter: its main gradient zeroed, and summed up to see that it is a number; for each that this rank
 updates: summed up for the norm, and scaled by what clips it, read and written."""
 
+LATE_AFTER_US = 1e4
+"""Computation after which ranks that wait for each other are as late as they get."""
+
 _US = 1e6
 _MEGABYTE = 1e6
 
@@ -130,10 +133,17 @@ class CostModel:
             rate = rates.backward if backward and rates.backward is not None else rates.forward
         return num_bytes / (rate * 1e9) * _US + self.launch_us
 
-    def calls_us(self, calls: float) -> float:
-        """Time of a program that calls the tensor library so many times, the operations themselves left out."""
+    def calls_us(self, calls: float, *, loop: bool = False) -> float:
+        """Time of a program that calls the tensor library so many times, the operations themselves left out.
+
+        Args:
+            calls: their number.
+            loop: a bare loop over tensors, as an optimizer has, in place of modules and autograd around them.
+        """
         call = self.profile.device.call_us
-        return 0.0 if call is None else calls * call.value
+        if call is None:
+            return 0.0
+        return calls * (self.launch_us if loop else call.value)
 
     def attention_us(self, flops: float, *, backward: bool = False) -> float:
         """Time of fused attention with `flops` operations, of which the causal mask leaves out nothing more."""
@@ -196,6 +206,11 @@ class CostModel:
             both = 2 * link.ring_latency_us + moved / link.all_reduce_rate
         times = {"all_gather": gather, "reduce_scatter": scatter, "all_reduce": both}
         return times[kind] + self.launch_us
+
+    def late_us(self, computed_us: float) -> float:
+        """What a wait for other ranks takes more when all have computed for so long since the one before."""
+        late = self.profile.contention.late_us
+        return 0.0 if late is None else late.value * min(1.0, computed_us / LATE_AFTER_US)
 
     def compute_rate(self, kind: Literal["collective", "copy"], bytes_per_us: float) -> float:
         """Speed of computation beside communication, 1 being undisturbed.

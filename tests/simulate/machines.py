@@ -21,7 +21,7 @@ def profile(elementwise: Mapping[str, tuple[float, float]] | None = None, **chan
     Args:
         elementwise: GB/s of kinds of operations, forward and backward.
         changes: tflops, gbps, latency_us, between_us, launch_us, call_us, copy (contention), collective,
-            host_us_per_mb, devices, nics, memory_gib, memory_gbps.
+            host_us_per_mb, late_us, devices, nics, memory_gib, memory_gbps.
     """
     given = {
         "tflops": 1.0,
@@ -32,6 +32,7 @@ def profile(elementwise: Mapping[str, tuple[float, float]] | None = None, **chan
         "copy": 0.0,
         "collective": 0.0,
         "host_us_per_mb": 0.0,
+        "late_us": 0.0,
         "devices": 8,
         "nics": 8,
         "memory_gib": 80.0,
@@ -71,6 +72,7 @@ def profile(elementwise: Mapping[str, tuple[float, float]] | None = None, **chan
                 "collective": number(given["collective"]),
                 "copy": number(given["copy"]),
                 "host_us_per_mb": number(given["host_us_per_mb"]),
+                "late_us": number(given["late_us"]),
             },
         }
     )

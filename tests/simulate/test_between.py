@@ -9,8 +9,9 @@ import pytest
 from megatron_overlap.config import load_launch_config
 from megatron_overlap.config.cluster import load_cluster_profile
 from megatron_overlap.simulate.job import Job, job_of
-from megatron_overlap.simulate.layer import Layers, Op
+from megatron_overlap.simulate.layer import Layers
 from megatron_overlap.simulate.linear import Choice, Linear
+from megatron_overlap.simulate.passes import Op
 from megatron_overlap.simulate.step import simulate_step
 from megatron_overlap.tune.cost import CostModel
 from tests.simulate.machines import job, machine
@@ -121,22 +122,34 @@ def test_gradients_of_norms_are_summed_over_tensor_ranks() -> None:
 
 
 def test_what_costs_a_micro_batch_is_paid_for_every_one() -> None:
-    """Calls of a GPT layer 65 + 131, of the ends 130 + 10 + 66 + 50; of a step 60 and 19 a tensor."""
+    """Calls of a GPT layer 65 + 131, of the ends 130 + 10 + 66 + 50."""
     calls = 8 * (65 + 131) + 130 + 10 + 66 + 50
-    # Twelve tensors a layer; words, positions, and weight and bias of the last norm.
-    step = 60 + 19 * (12 * 8 + 4)
     for batches in (1, 4):
         whole = job(global_batch_size=batches)
         free, paid = (simulate_step(whole, machine(call_us=us)) for us in (0.0, 2.0))
-        assert paid.step_us - free.step_us == pytest.approx(2.0 * (batches * calls + step))
-    assert job().stage_tensors(0) == 12 * 8 + 4
+        assert paid.step_us - free.step_us == pytest.approx(2.0 * batches * calls)
+        assert paid.optimizer_us == pytest.approx(free.optimizer_us)
     model = job().model.model_copy(
         update={"rotary": True, "add_bias": False, "normalization": "RMSNorm", "untie_embeddings": True}
     )
     assert replace(job(), model=model).stage_tensors(0) == 6 * 8 + 3
     turned = simulate_step(replace(job(global_batch_size=1), model=model), machine(call_us=1.0))
     plain = simulate_step(replace(job(global_batch_size=1), model=model), machine())
-    assert turned.step_us - plain.step_us == pytest.approx(calls + 8 * (54 + 44) + 60 + 19 * (6 * 8 + 3))
+    assert turned.step_us - plain.step_us == pytest.approx(calls + 8 * (54 + 44))
+
+
+def test_calls_of_the_optimizer_cost_a_launch_each() -> None:
+    """60 of a step and 19 a tensor, in loops; where calls hide behind a device's queue, none of them."""
+    whole = job()
+    # Twelve tensors a layer; words, positions, and weight and bias of the last norm.
+    tensors = 12 * 8 + 4
+    assert whole.stage_tensors(0) == tensors
+    free, paid = (simulate_step(whole, machine(launch_us=us)).optimizer_us for us in (0.0, 3.0))
+    # Clipping and update, as passes over memory, are launched too.
+    assert paid - free == pytest.approx(3.0 * (60 + 19 * tensors + 2))
+    queue = machine(launch_us=3.0)
+    hidden = queue.profile.model_copy(update={"device": queue.profile.device.model_copy(update={"call_us": None})})
+    assert simulate_step(whole, CostModel(hidden)).optimizer_us - free == pytest.approx(3.0 * 2)
 
 
 def test_the_loss_is_summed_over_tensor_ranks() -> None:
