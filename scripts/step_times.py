@@ -126,10 +126,13 @@ def measure(shapes: int | None, out: Path) -> None:
             runs.append(_train(shape, folder / str(number), f"{number + 1} of {len(chosen)}", say))
         found.append(_calibrate(say))
         say(f"tiny model: {', '.join(f'{each:.0f}' for each in tiny_ms)} ms")
-        content = {"tiny_steps_ms": tiny_ms, "calibrations": found, "runs": runs}
-        profiles = [profile_content(content, folder)]
-        profiles += [profile_content(content, folder, number) for number in range(len(runs))]
-    content |= {"profile": profiles[0], "profiles_by_run": profiles[1:]}
+        content = {
+            "date": time.strftime("%Y-%m-%d"),
+            "tiny_steps_ms": tiny_ms,
+            "calibrations": found,
+            "runs": runs,
+        }
+        content["profile"] = profile_content(content, folder)
     out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
@@ -174,13 +177,13 @@ def profile_content(measured: Mapping[str, Any], folder: Path, run: int | None =
     """A profile's content, `base` by name.
 
     Args:
-        measured: what a file of step times has.
+        measured: what a file of step times has: its date, calibrations and steps of the tiny model.
         folder: for a file on the way.
         run: of the calibrations right before and after this one; None: of all.
     """
     found = measured["calibrations"] if run is None else measured["calibrations"][run : run + 2]
     slow, fast = (middle([pair[index] for pair in found]) for index in range(2))
-    source = f"measured beside the steps, {time.strftime('%Y-%m-%d')}: medians of {len(found)} calibrations"
+    source = f"measured beside the steps, {measured['date']}: medians of {len(found)} calibrations"
     tree = lab_tree(slow, fast, LINES_GBPS, "bf16", source)
     tree["base"] = f"{machine.BASE}.yaml"
     config, tiny_ms = variants(TINY)["without"], statistics.median(measured["tiny_steps_ms"])
@@ -217,7 +220,9 @@ def measured(steps: Path) -> Iterator[Measured]:
     """What a file has."""
     content = json.loads(steps.read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as name:
-        profile = stored(content["profile"], Path(name))
-        for run, tree in zip(content["runs"], content["profiles_by_run"], strict=True):
+        folder = Path(name)
+        profile = stored(content["profile"], folder)
+        for number, run in enumerate(content["runs"]):
             shape = Shape(run["config"], tuple(run["overrides"]))
-            yield Measured(shape, run["step_time_ms"], profile, stored(tree, Path(name)))
+            then = stored(profile_content(content, folder, number), folder)
+            yield Measured(shape, run["step_time_ms"], profile, then)

@@ -5,6 +5,7 @@ Every number stands beside its source, and a file without one is refused: a mode
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -189,6 +190,14 @@ class NodeLink(LinkProfile):
     """What of the times above is the hosts' own and stays as it is on another line; null: nothing."""
 
 
+class Lateness(Section):
+    """By how much longer ranks wait for each other that all have computed for so long since they did so last: one of
+    them is late, and threads that carry messages have fallen asleep. Microseconds."""
+
+    computed_us: Figure
+    late_us: Cost
+
+
 class Contention(Section):
     """What communication takes from computation that runs beside it."""
 
@@ -198,9 +207,8 @@ class Contention(Section):
     """The same, while point-to-point messages or copy engines run."""
     host_us_per_mb: Cost
     """Compute time that moving 10^6 bytes in one direction takes where the processor itself moves them."""
-    late_us: Cost | None = None
-    """By how much longer ranks wait for each other when all have computed for 10 ms before: one is late, and threads
-    that carry messages have fallen asleep. In proportion after less; null: not counted."""
+    late: Annotated[tuple[Lateness, ...], Field(strict=False)] = ()
+    """Between points straight, from nothing on; beyond the last one on as before it. None: not counted."""
 
 
 class ClusterProfile(Section):
@@ -222,6 +230,10 @@ class ClusterProfile(Section):
         if any(a.rows >= b.rows for a, b in zip(points, points[1:], strict=False)):
             remedy = "give the points in the order of their rows, each number of rows once"
             raise_first(iter([Problem("device.gemm.rows", [point.rows for point in points], remedy)]))
+        after = [point.computed_us.value for point in self.contention.late]
+        if any(a >= b for a, b in itertools.pairwise(after)):
+            remedy = "give the points in the order of what was computed, each once"
+            raise_first(iter([Problem("contention.late", after, remedy)]))
         return self
 
     def peak_tflops(self, precision: Precision) -> float:

@@ -25,7 +25,6 @@ from megatron_overlap.measure.between_gemms import rates
 from megatron_overlap.measure.calibrate import DTYPES, gemm_tflops
 from megatron_overlap.ops import all_gather_linear, linear_reduce_scatter, reference
 from megatron_overlap.schedules import all_gather_plan
-from megatron_overlap.tune.cost import LATE_AFTER_US
 
 ROWS = (32, 64, 128, 256, 512, 1024)
 WIDTH = 1024
@@ -36,7 +35,7 @@ BASE = "netlab"
 _COLLECTIVE, _COPIED = 2 << 20, 8 << 20
 _REPEATS, _LAUNCHES = 9, 100
 _GEMMS, _BESIDE = 20, 1 << 20
-_MEETINGS = 4
+_COMPUTED_MS, _MEETINGS = (10, 40), 4
 _HICCUP = 2.0
 
 
@@ -81,7 +80,10 @@ def measure(group: dist.ProcessGroup, dtype: torch.dtype) -> dict[str, Any]:
         "peak_tflops": peak,
         "gemm_us": gemm_us,
         "message_us": message_us,
-        "late_us": _late(transport, message_us[MESSAGES[0]], gemm_us[ROWS[-1]], dtype, group),
+        "late_us": [
+            (gemms * gemm_us[ROWS[-1]], _late(transport, gemms, message_us[MESSAGES[0]], dtype, group))
+            for gemms in (max(1, round(computed * 1e3 / gemm_us[ROWS[-1]])) for computed in _COMPUTED_MS)
+        ],
         "all_gather_us": _together(lambda: dist.all_gather_into_tensor(whole, shard, group=group), group),
         "reduce_scatter_us": _together(lambda: dist.reduce_scatter_tensor(part, rows, group=group), group),
         "all_reduce_us": _together(lambda: dist.all_reduce(sums, group=group), group),
@@ -159,17 +161,14 @@ def _message(transport: Transport, count: int, group: dist.ProcessGroup) -> floa
     return _together(lambda: _begin(transport, count).finish(), group)
 
 
-def _late(
-    transport: Transport, message_us: float, gemm_us: float, dtype: torch.dtype, group: dist.ProcessGroup
-) -> float:
-    """How much longer a small message takes after `LATE_AFTER_US` of GEMMs than right after a barrier."""
+def _late(transport: Transport, gemms: int, message_us: float, dtype: torch.dtype, group: dist.ProcessGroup) -> float:
+    """How much longer a small message takes after so many GEMMs than right after a barrier."""
     a, b = torch.randn(WIDTH, WIDTH).to(dtype), torch.randn(WIDTH, WIDTH).to(dtype)
     out = torch.empty_like(a)
-    count = max(1, round(LATE_AFTER_US / gemm_us))
 
     def meetings(with_messages: bool) -> None:
         for _ in range(_MEETINGS):
-            for _ in range(count):
+            for _ in range(gemms):
                 torch.mm(a, b, out=out)
             if with_messages:
                 _begin(transport, MESSAGES[0]).finish()

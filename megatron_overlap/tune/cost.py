@@ -51,9 +51,6 @@ CLIP_BYTES = (8, 12)
 """For each parameter: its main gradient zeroed, and summed up to see that it is a number; for each that this rank
 updates: summed up for the norm, and scaled by what clips it, read and written."""
 
-LATE_AFTER_US = 1e4
-"""Computation after which ranks that wait for each other are as late as they get."""
-
 _US = 1e6
 _MEGABYTE = 1e6
 
@@ -209,8 +206,14 @@ class CostModel:
 
     def late_us(self, computed_us: float) -> float:
         """What a wait for other ranks takes more when all have computed for so long since the one before."""
-        late = self.profile.contention.late_us
-        return 0.0 if late is None else late.value * min(1.0, computed_us / LATE_AFTER_US)
+        low = below = slope = 0.0
+        for point in self.profile.contention.late:
+            high, above = point.computed_us.value, point.late_us.value
+            slope = (above - below) / (high - low)
+            if computed_us <= high:
+                break
+            low, below = high, above
+        return max(0.0, below + slope * (computed_us - low))
 
     def compute_rate(self, kind: Literal["collective", "copy"], bytes_per_us: float) -> float:
         """Speed of computation beside communication, 1 being undisturbed.

@@ -26,7 +26,7 @@ FOUND: dict[str, Any] = {
     "collective_bytes": 8 << 20,
     "memory_gbps": 5.0,
     "launch_us": 3.0,
-    "late_us": 500.0,
+    "late_us": [(10_000.0, 500.0), (40_000.0, 2000.0)],
     "gemm_alone_us": 40_000.0,
     "gemm_beside_us": 44_000.0,
     "beside_bytes": 8 << 20,
@@ -87,7 +87,7 @@ def test_a_calibrated_profile_says_what_was_measured(tmp_path: Path) -> None:
     # Bytes that went both ways took 4 ms from the GEMMs.
     moved = 2 * (8 << 20) / 1e6
     assert profile.contention.host_us_per_mb.value == pytest.approx(4000 / moved)
-    assert model.late_us(1e6) == 500
+    assert [model.late_us(us) for us in (0.0, 5e3, 2.5e4, 5e4)] == pytest.approx([0, 250, 1250, 2500])
     for check in checks(path, FOUND, "bf16"):
         assert abs(check.error) < 0.02, check
 
@@ -103,7 +103,10 @@ def test_two_lines_tell_the_hosts_part_from_the_line(tmp_path: Path) -> None:
         copy = 1e3 / (line_ns + own["copy"])
         # A tenth of the time that messages take, and 200 us for 10^6 bytes of either direction.
         lost = FOUND["beside_bytes"] / copy * (0.1 + 200e-6 * 2 * copy)
-        waits = {"gemm_beside_us": FOUND["gemm_alone_us"] + lost, "late_us": 500.0 + 10 * line_ns}
+        waits = {
+            "gemm_beside_us": FOUND["gemm_alone_us"] + lost,
+            "late_us": [(10_000.0, 500.0 + 10 * line_ns), (40_000.0, 100.0)],
+        }
         return {**FOUND, "message_us": messages, **collectives, **waits}
 
     path = tmp_path / "lab.yaml"
@@ -111,7 +114,8 @@ def test_two_lines_tell_the_hosts_part_from_the_line(tmp_path: Path) -> None:
     profile = load_cluster_profile(str(path))
     assert profile.contention.copy_.value == pytest.approx(0.1)
     assert profile.contention.host_us_per_mb.value == pytest.approx(200)
-    assert CostModel(profile).late_us(1e6) == pytest.approx(500 + 10 * 4.5)
+    # After more computation nobody is less late.
+    assert [CostModel(profile).late_us(us) for us in (1e4, 1e6)] == pytest.approx([500 + 10 * 4.5] * 2)
     for gbps in (0.5, 1.0, 4.0, 8.0):
         link = CostModel(with_hosts(profile, gbps, 1)).link(2)
         assert link.latency_us == pytest.approx(50)

@@ -10,6 +10,8 @@ from megatron_overlap.config.cluster import ClusterProfile
 from megatron_overlap.simulate.job import Job
 from megatron_overlap.tune.cost import CostModel
 
+LATE_AFTER_US = 1e4
+
 
 def number(value: float) -> dict[str, Any]:
     return {"value": value, "source": "made up for a test"}
@@ -21,7 +23,7 @@ def profile(elementwise: Mapping[str, tuple[float, float]] | None = None, **chan
     Args:
         elementwise: GB/s of kinds of operations, forward and backward.
         changes: tflops, gbps, latency_us, between_us, launch_us, call_us, copy (contention), collective,
-            host_us_per_mb, late_us, devices, nics, memory_gib, memory_gbps.
+            host_us_per_mb, late_us (after `LATE_AFTER_US`), devices, nics, memory_gib, memory_gbps.
     """
     given = {
         "tflops": 1.0,
@@ -72,7 +74,7 @@ def profile(elementwise: Mapping[str, tuple[float, float]] | None = None, **chan
                 "collective": number(given["collective"]),
                 "copy": number(given["copy"]),
                 "host_us_per_mb": number(given["host_us_per_mb"]),
-                "late_us": number(given["late_us"]),
+                "late": [{"computed_us": number(LATE_AFTER_US), "late_us": number(given["late_us"])}],
             },
         }
     )

@@ -114,3 +114,16 @@ def test_moving_bytes_takes_compute_time() -> None:
 def test_more_rows_never_take_less(m: int, n: int, k: int, more: int) -> None:
     model = with_gemm(processors=7, tiles=[{"rows": 128, "columns": 64}, {"rows": 64, "columns": 64, "rate": 0.8}])
     assert model.gemm_us(m + more, n, k) >= model.gemm_us(m, n, k) - 1e-9
+
+
+def test_who_has_computed_for_longer_is_later() -> None:
+    def late(*points: tuple[float, float]) -> CostModel:
+        tree = profile().model_dump(by_alias=True)
+        tree["contention"]["late"] = [{"computed_us": number(c), "late_us": number(us)} for c, us in points]
+        return CostModel(ClusterProfile.model_validate(tree))
+
+    assert late().late_us(1e6) == 0.0
+    model = late((10.0, 4.0), (30.0, 6.0))
+    assert [model.late_us(us) for us in (0.0, 5.0, 10.0, 20.0, 30.0, 50.0)] == pytest.approx([0, 2, 4, 5, 6, 8])
+    with pytest.raises(ValueError, match=r"contention.late: .* in the order of what was computed"):
+        late((30.0, 4.0), (10.0, 6.0))
