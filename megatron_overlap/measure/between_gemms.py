@@ -17,7 +17,7 @@ from megatron_overlap.config.cluster import Elementwise
 from megatron_overlap.tune.cost import CLIP_BYTES, LOSS_BYTES, MAIN_GRADIENT_BYTES, TOUCHED
 
 Timer = Callable[[Callable[[], object], Callable[[], object]], float]
-"""Microseconds that the first takes on the slowest rank, when the second has been run before."""
+"""Microseconds that the first takes, when the second has been run before: the mean over all ranks."""
 _Cold = Callable[[Callable[[], object]], float]
 
 ROWS, WIDTH, FFN, HEADS, HEAD, VOCABULARY = 1024, 1024, 1408, 4, 128, 2048
