@@ -35,7 +35,7 @@ BASE = "netlab"
 _COLLECTIVE, _COPIED = 2 << 20, 8 << 20
 _REPEATS, _LAUNCHES = 9, 100
 _GEMMS, _BESIDE = 20, 1 << 20
-_COMPUTED_MS, _MEETINGS = (10, 40), 4
+_LATE_ROWS, _LATE_AFTER_US, _LONGER, _MEETINGS = 256, 1e4, 4, 4
 _HICCUP = 2.0
 
 
@@ -81,8 +81,8 @@ def measure(group: dist.ProcessGroup, dtype: torch.dtype) -> dict[str, Any]:
         "gemm_us": gemm_us,
         "message_us": message_us,
         "late_us": [
-            (gemms * gemm_us[ROWS[-1]], _late(transport, gemms, message_us[MESSAGES[0]], dtype, group))
-            for gemms in (max(1, round(computed * 1e3 / gemm_us[ROWS[-1]])) for computed in _COMPUTED_MS)
+            (gemms * gemm_us[_LATE_ROWS], _late(transport, gemms, message_us[MESSAGES[0]], dtype, group))
+            for gemms in late_gemms(gemm_us[_LATE_ROWS])
         ],
         "all_gather_us": _together(lambda: dist.all_gather_into_tensor(whole, shard, group=group), group),
         "reduce_scatter_us": _together(lambda: dist.reduce_scatter_tensor(part, rows, group=group), group),
@@ -161,9 +161,15 @@ def _message(transport: Transport, count: int, group: dist.ProcessGroup) -> floa
     return _together(lambda: _begin(transport, count).finish(), group)
 
 
+def late_gemms(gemm_us: float) -> tuple[int, int]:
+    """How many make about 10 ms, and four times as many."""
+    count = max(1, round(_LATE_AFTER_US / gemm_us))
+    return count, _LONGER * count
+
+
 def _late(transport: Transport, gemms: int, message_us: float, dtype: torch.dtype, group: dist.ProcessGroup) -> float:
     """How much longer a small message takes after so many GEMMs than right after a barrier."""
-    a, b = torch.randn(WIDTH, WIDTH).to(dtype), torch.randn(WIDTH, WIDTH).to(dtype)
+    a, b = torch.randn(_LATE_ROWS, WIDTH).to(dtype), torch.randn(WIDTH, WIDTH).to(dtype)
     out = torch.empty_like(a)
 
     def meetings(with_messages: bool) -> None:

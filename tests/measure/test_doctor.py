@@ -11,7 +11,7 @@ from megatron_overlap import cli
 from megatron_overlap.config.cluster import load_cluster_profile, with_hosts
 from megatron_overlap.measure import doctor
 from megatron_overlap.measure.calibration import checks, lab_tree, line, middle, profile_tree, write_profile
-from megatron_overlap.measure.machine import MESSAGES, ROWS, WIDTH
+from megatron_overlap.measure.machine import MESSAGES, ROWS, WIDTH, late_gemms
 from megatron_overlap.tune.cost import CostModel
 
 # A machine of 0.1 TFLOP/s, 50 us and 1 GB/s a message.
@@ -128,6 +128,11 @@ def test_two_lines_tell_the_hosts_part_from_the_line(tmp_path: Path) -> None:
 def test_the_middle_of_several_measurements() -> None:
     several = [{"a": {"b": value}, "c": [value, 1.0], "d": value} for value in (3.0, 1.0, 2.0)]
     assert middle(several) == {"a": {"b": 2.0}, "c": [2.0, 1.0], "d": 2.0}
+
+
+def test_lateness_is_measured_after_two_times_however_slow_gemms_are() -> None:
+    assert late_gemms(1250.0) == (8, 32)
+    assert late_gemms(1e5) == (1, 4)
 
 
 def test_the_line_through_messages() -> None:
