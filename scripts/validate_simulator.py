@@ -14,12 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from step_times import ROOT, STEPS, measure, measured, model_of, variants
+from step_times import ROOT, STEPS, Measured, measure, measured, model_of, variants
 
 from megatron_overlap.config.cluster import load_cluster_profile, with_hosts
 from megatron_overlap.simulate.job import job_of
@@ -43,14 +43,14 @@ class Row:
         return 100 * (self.model / self.measured - 1)
 
 
-def steps(file: Path, *, then: bool) -> Iterator[Row]:
+def steps(found: Iterable[Measured], *, then: bool) -> Iterator[Row]:
     """Whole training steps, overlap off and on.
 
     Args:
-        file: what was measured.
+        found: what was measured.
         then: by the calibrations right before and after a variant, in place of all.
     """
-    for one in measured(file):
+    for one in found:
         for name, config in variants(one.shape).items():
             step = simulate_step(job_of(config), model_of(config, one.profile_then if then else one.profile))
             what = f"{name} overlap, {one.shape.config} {', '.join(one.shape.overrides)}"
@@ -106,8 +106,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.measure:
         measure(options.shapes, options.steps)
+    found = list(measured(options.steps))
     for title, then in (("training step", False), ("the same, by the calibrations beside it", True)):
-        rows = list(steps(options.steps, then=then))
+        rows = list(steps(found, then=then))
         show(title, rows)
         print(f"Which of a pair is faster: right in {ordered(rows)} of {len(rows) // 2}.\n")
     show("one linear layer", list(linears()))

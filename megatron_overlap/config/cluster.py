@@ -226,14 +226,14 @@ class ClusterProfile(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        points = self.device.gemm.rows
-        if any(a.rows >= b.rows for a, b in zip(points, points[1:], strict=False)):
-            remedy = "give the points in the order of their rows, each number of rows once"
-            raise_first(iter([Problem("device.gemm.rows", [point.rows for point in points], remedy)]))
-        after = [point.computed_us.value for point in self.contention.late]
-        if any(a >= b for a, b in itertools.pairwise(after)):
-            remedy = "give the points in the order of what was computed, each once"
-            raise_first(iter([Problem("contention.late", after, remedy)]))
+        rows = [point.rows for point in self.device.gemm.rows]
+        computed = [point.computed_us.value for point in self.contention.late]
+        for name, points, what in (
+            ("device.gemm.rows", rows, "their rows, each number of rows"),
+            ("contention.late", computed, "what was computed, each"),
+        ):
+            if any(a >= b for a, b in itertools.pairwise(points)):
+                raise_first(iter([Problem(name, points, f"give the points in the order of {what} once")]))
         return self
 
     def peak_tflops(self, precision: Precision) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -38,9 +39,7 @@ def profile_tree(found: Mapping[str, Any], precision: Precision, source: str) ->
         source: when and where it was measured.
     """
 
-    def figure(value: float) -> dict[str, Any]:
-        return {"value": value, "source": source}
-
+    figure = partial(_figure, source=source)
     rates = {int(rows): 2.0 * int(rows) * WIDTH * WIDTH / us for rows, us in found["gemm_us"].items()}
     best = max(rates.values())
     peak = max(found["peak_tflops"], best / 1e6)
@@ -110,9 +109,7 @@ def lab_tree(
         source: when and where it was measured.
     """
 
-    def figure(value: float) -> dict[str, Any]:
-        return {"value": value, "source": source}
-
+    figure = partial(_figure, source=source)
     tree = profile_tree(fast, precision, source)
     del tree["inside"]
     latencies, rates = zip(*(_link_rates(found) for found in (slow, fast)), strict=True)
@@ -146,15 +143,17 @@ def lab_tree(
     }
 
 
+def _figure(value: float, source: str) -> dict[str, Any]:
+    return {"value": value, "source": source}
+
+
 def _late(source: str, *found: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The mean of what was found; who has computed for longer is not less late."""
     points, least = [], 0.0
     for each in zip(*(one["late_us"] for one in found), strict=True):
         computed, late = (fmean(values) for values in zip(*each, strict=True))
         least = max(least, late)
-        points.append(
-            {"computed_us": {"value": computed, "source": source}, "late_us": {"value": least, "source": source}}
-        )
+        points.append({"computed_us": _figure(computed, source), "late_us": _figure(least, source)})
     return points
 
 
