@@ -8,7 +8,7 @@ in a row, as layers of a model have; a ratio is what the rounds' ratios scatter 
 with 95 % probability. The best of many figures is always too good: the best fixed method is told by the odd rounds and
 compared in the even ones, and the other way round. Megatron's own path takes part twice, under two names: what comes
 out of one against the other is what comes out of nothing. A point that is not clearly above or below what is asked is
-timed for longer, up to four times, without what is far from the best; all its rounds count. Figures that the file has
+timed for longer, up to twelve times, without what is far from the best; all its rounds count. Figures that the file has
 already are not taken again.
 """
 
@@ -41,7 +41,7 @@ BEST, OWN = 0.97, 0.98
 CHUNKS = (1, 2, 4, 8)
 CONTROL = "megatron again"
 _ALWAYS = ("auto", "megatron", CONTROL)
-_LONGEST = 4
+_LONGEST = 12
 _FAR = 1.15
 # Calls in a row that are timed together: as many as take so long.
 _LEAST_MS, _MOST_IN_A_ROW = 20.0, 8
