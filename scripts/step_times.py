@@ -1,12 +1,12 @@
 """Measures what `validate_simulator.py` holds the simulator against: a profile of this machine, and training steps.
 
 The profile is made of GEMMs, operations and messages that are timed by themselves (`measure/machine.py`, on two hosts
-of a netlab), before every variant and after the last; the medians of all count. One figure, what a call of torch costs
+of a netlab), again and again between the launches; the medians of all count. One figure, what a call of torch costs
 in the program around it, is taken from the steps of a model too small to compute anything, which is not among those
 that are compared. Nothing else of a step goes into the profile.
 
-A machine may be faster at one time than at another: beside the one profile there is one for each variant, of the two
-calibrations right before and after its steps.
+A machine may be faster at one time than at another: every variant is launched in each of some rounds, and the median of
+its launches counts. What single launches differ from that median is what no model can foretell.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,8 @@ STEPS = ROOT / "docs" / "results" / "step_times.json"
 LINES_GBPS = (1.0, 8.0)
 # Steps of a launch, and those at its start that are slower than the later ones.
 ITERATIONS, SETTLING = 13, 5
-TINY_EVERY = 3
+# All variants are launched so often, and the machine calibrated before each of so many of them in turn.
+ROUNDS, CALIBRATE_EVERY = 3, 3
 _Say = Callable[[str], None]
 
 
@@ -115,23 +116,25 @@ def measure(shapes: int | None, out: Path) -> None:
     def say(text: str) -> None:
         print(f"{time.monotonic() - start:4.0f} s  {text}", flush=True)
 
+    tiny = variants(TINY)["without"]
+    tiny_ms, found = [], []
+    runs: list[dict[str, Any]] = [
+        {"config": shape.config, "overrides": list(shape.overrides), "launches_ms": {}} for shape in chosen
+    ]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        tiny = variants(TINY)["without"]
-        tiny_ms, found, runs = [], [], []
-        for number, shape in enumerate(chosen):
-            if number % TINY_EVERY == 0:
-                tiny_ms.append(_times(tiny, folder / f"tiny-{number}"))
-            found.append(_calibrate(say))
-            runs.append(_train(shape, folder / str(number), f"{number + 1} of {len(chosen)}", say))
+        for turn in range(ROUNDS):
+            # What comes late in one round comes early in the next.
+            for number, shape in list(enumerate(chosen))[:: -1 if turn % 2 else 1]:
+                if number % CALIBRATE_EVERY == 0:
+                    found.append(_calibrate(say))
+                    tiny_ms.append(_times(tiny, folder / f"{turn}-tiny-{number}"))
+                shown = _train(shape, turn, folder / f"{turn}-{number}", runs[number])
+                say(f"round {turn + 1} of {ROUNDS}, {number + 1} of {len(chosen)}: {shown}")
         found.append(_calibrate(say))
         say(f"tiny model: {', '.join(f'{each:.0f}' for each in tiny_ms)} ms")
-        content = {
-            "date": time.strftime("%Y-%m-%d"),
-            "tiny_steps_ms": tiny_ms,
-            "calibrations": found,
-            "runs": runs,
-        }
+        content: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "tiny_steps_ms": tiny_ms}
+        content |= {"calibrations": found, "runs": runs}
         content["profile"] = profile_content(content, folder)
     out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
@@ -147,22 +150,15 @@ def _calibrate(say: _Say) -> list[dict[str, Any]]:
     return found
 
 
-def _train(shape: Shape, folder: Path, what: str, say: _Say) -> dict[str, Any]:
-    """Each variant twice, the second time in the other order; the mean of both launches' medians counts."""
-    named = variants(shape)
-    used = list(named.values())
-    pairs = [run_rounds(used, 1, folder / "1"), run_rounds(used[::-1], 1, folder / "2")[::-1]]
-    launches = {name: [_median(pair[index]) for pair in pairs] for index, name in enumerate(named)}
-    times = {name: statistics.fmean(each) for name, each in launches.items()}
-    shown = ", ".join(f"{time_ms:.0f} ms {name}" for name, time_ms in times.items())
-    say(f"{what}: {shown} ({shape.config} {' '.join(shape.overrides)})")
-    return {
-        "config": shape.config,
-        "overrides": list(shape.overrides),
-        "step_time_ms": times,
-        "launches_ms": launches,
-        "versions": pairs[0][0].records[0].meta.get("versions", {}),
-    }
+def _train(shape: Shape, turn: int, folder: Path, run: dict[str, Any]) -> str:
+    """One launch of each variant, in the other order every other turn, into `run`; returns it in words."""
+    named = list(variants(shape).items())[:: -1 if turn % 2 else 1]
+    sides = run_rounds([config for _, config in named], 1, folder)
+    for (name, _), side in zip(named, sides, strict=True):
+        run["launches_ms"].setdefault(name, []).append(_median(side))
+    run["versions"] = sides[0].records[0].meta.get("versions", {})
+    shown = ", ".join(f"{run['launches_ms'][name][-1]:.0f} ms {name}" for name, _ in named)
+    return f"{shown} ({shape.config} {' '.join(shape.overrides)})"
 
 
 def _times(config: LaunchConfig, folder: Path) -> float:
@@ -173,15 +169,14 @@ def _median(side: Recorded) -> float:
     return statistics.median(side.records[0].step_time_ms[SETTLING:])
 
 
-def profile_content(measured: Mapping[str, Any], folder: Path, run: int | None = None) -> dict[str, Any]:
+def profile_content(measured: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """A profile's content, `base` by name.
 
     Args:
         measured: what a file of step times has: its date, calibrations and steps of the tiny model.
         folder: for a file on the way.
-        run: of the calibrations right before and after this one; None: of all.
     """
-    found = measured["calibrations"] if run is None else measured["calibrations"][run : run + 2]
+    found = measured["calibrations"]
     slow, fast = (middle([pair[index] for pair in found]) for index in range(2))
     source = f"measured beside the steps, {measured['date']}: medians of {len(found)} calibrations"
     tree = lab_tree(slow, fast, LINES_GBPS, "bf16", source)
@@ -208,21 +203,17 @@ def stored(tree: Mapping[str, Any], folder: Path) -> ClusterProfile:
 
 @dataclass(frozen=True)
 class Measured:
-    """A shape, its step times in ms by variant, and profiles: of the whole day, and of these minutes."""
+    """A shape, and by variant the step times of its launches in ms."""
 
     shape: Shape
-    times_ms: Mapping[str, float]
-    profile: ClusterProfile
-    profile_then: ClusterProfile
+    launches_ms: Mapping[str, list[float]]
 
 
-def measured(steps: Path) -> Iterator[Measured]:
-    """What a file has."""
+def measured(steps: Path) -> tuple[ClusterProfile, list[Measured]]:
+    """What a file has: the machine's profile, and its steps."""
     content = json.loads(steps.read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        profile = stored(content["profile"], folder)
-        for number, run in enumerate(content["runs"]):
-            shape = Shape(run["config"], tuple(run["overrides"]))
-            then = stored(profile_content(content, folder, number), folder)
-            yield Measured(shape, run["step_time_ms"], profile, then)
+        profile = stored(content["profile"], Path(name))
+    return profile, [
+        Measured(Shape(run["config"], tuple(run["overrides"])), run["launches_ms"]) for run in content["runs"]
+    ]

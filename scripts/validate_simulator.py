@@ -1,12 +1,12 @@
 """Holds the simulator against what was measured on this project's own hosts (docs/results), and prints every row.
 
     python scripts/validate_simulator.py
-    python scripts/validate_simulator.py --measure     # calibrates and measures the steps first, about 30 minutes
+    python scripts/validate_simulator.py --measure     # calibrates and measures the steps first, about 40 minutes
 
 Training steps of `step_times.json` against the profile that was calibrated beside them (`step_times.py` says from
-what), and against the machine as it was in the minutes of each; layers of `linear_*.json` against the profile `netlab`;
-each without and with overlap. Errors are of the model; rows whose figures went into the profile are among the linear
-ones.
+what); layers of `linear_*.json` against the profile `netlab`; each without and with overlap. Errors are of the model;
+rows whose figures went into the profile are among the linear ones. Beside the steps stands by how much single launches
+of the same differ from their median.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from step_times import ROOT, STEPS, Measured, measure, measured, model_of, variants
 
-from megatron_overlap.config.cluster import load_cluster_profile, with_hosts
+from megatron_overlap.config.cluster import ClusterProfile, load_cluster_profile, with_hosts
 from megatron_overlap.simulate.job import job_of
 from megatron_overlap.simulate.linear import Choice, Linear
 from megatron_overlap.simulate.play import Played
@@ -36,25 +36,27 @@ class Row:
     what: str
     measured: float
     model: float
+    launches: tuple[float, ...] = ()
 
     @property
     def error(self) -> float:
         """Percent."""
         return 100 * (self.model / self.measured - 1)
 
+    @property
+    def scatter(self) -> list[float]:
+        """By how many percent each launch differs from their median."""
+        return [100 * (each / self.measured - 1) for each in self.launches]
 
-def steps(found: Iterable[Measured], *, then: bool) -> Iterator[Row]:
-    """Whole training steps, overlap off and on.
 
-    Args:
-        found: what was measured.
-        then: by the calibrations right before and after a variant, in place of all.
-    """
+def steps(profile: ClusterProfile, found: Iterable[Measured]) -> Iterator[Row]:
+    """Whole training steps, overlap off and on."""
     for one in found:
         for name, config in variants(one.shape).items():
-            step = simulate_step(job_of(config), model_of(config, one.profile_then if then else one.profile))
+            step = simulate_step(job_of(config), model_of(config, profile))
+            launches = one.launches_ms[name]
             what = f"{name} overlap, {one.shape.config} {', '.join(one.shape.overrides)}"
-            yield Row(what, one.times_ms[name], step.step_us / 1e3)
+            yield Row(what, statistics.median(launches), step.step_us / 1e3, tuple(launches))
 
 
 def ordered(rows: list[Row]) -> int:
@@ -90,11 +92,21 @@ def linear_ms(row: dict[str, Any], choice: Choice) -> float:
 
 def show(title: str, rows: list[Row]) -> None:
     """Print rows and what their errors come to."""
-    print(f"| {title} | measured ms | model ms | error % |\n|---|---|---|---|")
+    print(f"| {title} | measured ms | model ms | error % | single launches % |\n|---|---|---|---|---|")
     for row in rows:
-        print(f"| {row.what} | {row.measured:.1f} | {row.model:.1f} | {row.error:+.1f} |")
-    errors = [abs(row.error) for row in rows]
-    print(f"\n{len(rows)} rows: median error {statistics.median(errors):.1f} %, worst {max(errors):.1f} %\n")
+        scatter = ", ".join(f"{each:+.1f}" for each in row.scatter)
+        print(f"| {row.what} | {row.measured:.1f} | {row.model:.1f} | {row.error:+.1f} | {scatter} |")
+    print(f"\n{len(rows)} rows: {_of([row.error for row in rows])}")
+    # The middle one of each row is the median itself.
+    others = [each for row in rows for each in row.scatter if each]
+    if others:
+        print(f"Single launches against the median of their row: {_of(others)}")
+    print()
+
+
+def _of(errors: list[float]) -> str:
+    sizes = [abs(each) for each in errors]
+    return f"median error {statistics.median(sizes):.1f} %, worst {max(sizes):.1f} %"
 
 
 def main() -> None:
@@ -106,11 +118,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.measure:
         measure(options.shapes, options.steps)
-    found = list(measured(options.steps))
-    for title, then in (("training step", False), ("the same, by the calibrations beside it", True)):
-        rows = list(steps(found, then=then))
-        show(title, rows)
-        print(f"Which of a pair is faster: right in {ordered(rows)} of {len(rows) // 2}.\n")
+    rows = list(steps(*measured(options.steps)))
+    show("training step", rows)
+    print(f"Which of a pair is faster: right in {ordered(rows)} of {len(rows) // 2}.\n")
     show("one linear layer", list(linears()))
 
 
