@@ -32,7 +32,7 @@ from megatron_overlap.tune.cost import CostModel
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = ROOT / "docs" / "results" / "step_times.json"
-LINES_GBPS = (1.0, 8.0)
+LINES_GBPS = (0.5, 8.0)
 # Steps of a launch, and those at its start that are slower than the later ones.
 ITERATIONS, SETTLING = 13, 5
 # All variants are launched so often, and the machine calibrated before each of so many of them in turn.

@@ -6,6 +6,7 @@ Every number stands beside its source, and a file without one is refused: a mode
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -94,6 +95,8 @@ class GemmProfile(Section):
     """Tiles to choose from; none: no quantisation."""
     rows: Annotated[tuple[RowRate, ...], Field(strict=False)] = ()
     """Measured rates by number of rows, interpolated over the logarithm; none: tiles alone decide."""
+    weight_gradient: Figure | None = None
+    """Rate of `dy.T @ x`, where both operands are read across their rows; null: as of the others. 1 is full rows."""
     source: Text
     """Where processors, tiles and table are from."""
 
@@ -172,7 +175,7 @@ class LinkProfile(Section):
 
 
 class HostRates(Section):
-    """GB/s of the hosts' own work in messages (copies, sums, the kernel's protocol), which adds to the line's time."""
+    """GB/s that the hosts' own work in messages (copies, sums, the kernel's protocol) reaches on any line."""
 
     copy_gbps: Figure
     collective_gbps: Figure
@@ -187,7 +190,7 @@ class NodeLink(LinkProfile):
     line_gbit: Figure | None = None
     """The line rate, in Gbit/s, at which the rates above hold, where `launch.hosts.gbps` can set another one."""
     host: HostRates | None = None
-    """What of the times above is the hosts' own and stays as it is on another line; null: nothing."""
+    """What the rates above never exceed, however fast the line; null: they go in proportion to it."""
 
 
 class Lateness(Section):
@@ -272,20 +275,19 @@ def load_cluster_profile(name_or_path: str) -> ClusterProfile:
 def with_hosts(profile: ClusterProfile, gbps: float, ranks_per_host: int) -> ClusterProfile:
     """The profile with the line rate and the ranks of `launch.hosts`; unchanged where it names no line rate.
 
-    The line's part of a byte's time goes in proportion to the rate, the hosts' own part stays.
+    Rates go in proportion to the line's, as far as the hosts' own allow.
     """
     between = profile.between
     if between.line_gbit is None:
         return profile
     scale = gbps / between.line_gbit.value
-    source = f"launch.hosts.gbps {gbps:g}, the line's part in proportion"
+    source = f"launch.hosts.gbps {gbps:g}, in proportion as far as the hosts allow"
     update = {"line_gbit": Figure(value=gbps, source=source)}
     for name in HostRates.model_fields:
         figure: Figure | None = getattr(between, name)
         if figure is not None:
-            host = 0.0 if between.host is None else 1 / getattr(between.host, name).value
-            line = max(0.0, 1 / figure.value - host)
-            update[name] = Figure(value=1 / (line / scale + host), source=source)
+            most = math.inf if between.host is None else getattr(between.host, name).value
+            update[name] = Figure(value=min(figure.value * scale, most), source=source)
     return profile.model_copy(update={"between": between.model_copy(update=update), "devices_per_node": ranks_per_host})
 
 

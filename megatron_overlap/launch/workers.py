@@ -24,9 +24,14 @@ def free_port() -> int:
         return port
 
 
-KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(64 << 20)}
-"""What makes glibc keep memory that is freed, as the caching allocator of a GPU does. Else tensors of some megabytes
-may be fresh pages on each use."""
+KEEP_MEMORY = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
+"""What makes glibc keep memory that is freed, as the caching allocator of a GPU does, in large pages where the kernel
+has them for who asks. Else tensors of some megabytes may be fresh pages on each use."""
 
 
 def rank_env(rank: int, world_size: int, ranks_per_host: int, port: int, threads: int) -> dict[str, str]:

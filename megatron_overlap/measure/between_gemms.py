@@ -22,7 +22,7 @@ _Cold = Callable[[Callable[[], object]], float]
 
 ROWS, WIDTH, FFN, HEADS, HEAD, VOCABULARY = 1024, 1024, 1408, 4, 128, 2048
 _WEIGHTS = ((2816, 1024), (1024, 1408), (1024, 1024), (1024, 512))
-_EVICTED_BYTES = 32 << 20
+_EVICTED_BYTES = 128 << 20
 # What glibc keeps for itself once so much was allocated and freed, as in every training; else tensors of a few
 # megabytes go back to the kernel, and every operation touches fresh pages.
 _WARM_BYTES = 31 << 20

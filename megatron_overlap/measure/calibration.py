@@ -12,7 +12,15 @@ from typing import Any
 import yaml
 
 from megatron_overlap.config.cluster import Precision, load_cluster_profile, profile_folder
-from megatron_overlap.measure.machine import BASE, CHECK_GEMM, CHECK_MESSAGE, CHECK_PIECES, WIDTH
+from megatron_overlap.measure.machine import (
+    BASE,
+    CHECK_GEMM,
+    CHECK_MESSAGE,
+    CHECK_PIECES,
+    COLUMNS,
+    DEPTH,
+    ROWS,
+)
 from megatron_overlap.tune.cost import CostModel
 
 
@@ -40,7 +48,7 @@ def profile_tree(found: Mapping[str, Any], precision: Precision, source: str) ->
     """
 
     figure = partial(_figure, source=source)
-    rates = {int(rows): 2.0 * int(rows) * WIDTH * WIDTH / us for rows, us in found["gemm_us"].items()}
+    rates = {int(rows): 2.0 * int(rows) * COLUMNS * DEPTH / us for rows, us in found["gemm_us"].items()}
     best = max(rates.values())
     peak = max(found["peak_tflops"], best / 1e6)
     latency, copy = line({int(count): us for count, us in found["message_us"].items()})
@@ -56,6 +64,7 @@ def profile_tree(found: Mapping[str, Any], precision: Precision, source: str) ->
             "gemm": {
                 "efficiency": figure(min(1.0, best / 1e6 / peak)),
                 "rows": [{"rows": rows, "rate": rate / best} for rows, rate in sorted(rates.items())],
+                "weight_gradient": figure(2.0 * ROWS[-1] * COLUMNS * DEPTH / found["weight_gradient_us"] / best),
                 "source": source,
             },
             "memory_gbps": figure(found["memory_gbps"]),
@@ -99,8 +108,8 @@ def lab_tree(
 ) -> dict[str, Any]:
     """As `profile_tree`, of hosts joined by a line: what a line of one rate and one of another have shown.
 
-    A byte's time is the line's, which goes in proportion to its rate, and the hosts' own, which stays; two rates tell
-    them apart.
+    A byte takes what is slower: the line, in proportion to its rate, or the hosts, which stay as they are. The one is
+    taken from the slower line, the other from the faster one.
 
     Args:
         slow, fast: measured over the slower line and over the faster one; ranks of one host each.
@@ -113,11 +122,7 @@ def lab_tree(
     tree = profile_tree(fast, precision, source)
     del tree["inside"]
     latencies, rates = zip(*(_link_rates(found) for found in (slow, fast)), strict=True)
-    ratio = gbps[1] / gbps[0]
-    hosts = {}
-    for name, low in rates[0].items():
-        own = (ratio / rates[1][name] - 1 / low) / (ratio - 1)
-        hosts[name] = figure(1 / min(max(own, 1e-6), 1 / low))
+    hosts = {name: figure(max(rate, rates[0][name])) for name, rate in rates[1].items()}
     # What messages take: a share of the time in which they are under way, and so much for each byte.
     (low_share, low), (high_share, high) = (
         _lost(found, each["copy_gbps"] * 1e3) for found, each in zip((slow, fast), rates, strict=True)

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from megatron_overlap.schedules import all_gather_plan
 
 ROWS = (32, 64, 128, 256, 512, 1024)
 WIDTH = 1024
+COLUMNS, DEPTH = 2 * WIDTH, WIDTH
+"""Of the GEMMs that are timed by rows."""
 MESSAGES = (1 << 10, 1 << 18, 1 << 20, 1 << 22)
 CHECK_GEMM, CHECK_MESSAGE, CHECK_PIECES = (384, 1536, 768), 3 << 20, 4
 BASE = "netlab"
@@ -35,6 +38,7 @@ BASE = "netlab"
 _COLLECTIVE, _COPIED = 2 << 20, 8 << 20
 _REPEATS, _LAUNCHES = 9, 100
 _GEMMS, _BESIDE = 20, 1 << 20
+_OPERANDS = 192 << 20
 _LATE_ROWS, _LATE_AFTER_US, _LONGER, _MEETINGS = 256, 1e4, 4, 4
 _HICCUP = 2.0
 
@@ -72,17 +76,17 @@ def measure(group: dist.ProcessGroup, dtype: torch.dtype) -> dict[str, Any]:
     sums, part = torch.zeros(_COLLECTIVE // 4), rows[: len(rows) // size].clone()
     source, copied = (torch.zeros(_COPIED, dtype=torch.uint8) for _ in range(2))
     one = torch.zeros(1)
-    pieces = _gemm(CHECK_GEMM, dtype, group, CHECK_PIECES)
-    gemm_us = {rows: _gemm((rows, WIDTH, WIDTH), dtype, group) for rows in ROWS}
+    pieces = _gemm(CHECK_GEMM, dtype, group, pieces=CHECK_PIECES)
+    gemm_us = {rows: _gemm((rows, COLUMNS, DEPTH), dtype, group) for rows in ROWS}
     message_us = {count: _message(transport, count, group) for count in MESSAGES}
     return {
         "ranks": size,
         "peak_tflops": peak,
         "gemm_us": gemm_us,
+        "weight_gradient_us": _gemm((ROWS[-1], COLUMNS, DEPTH), dtype, group, weight_gradient=True),
         "message_us": message_us,
         "late_us": [
-            (gemms * gemm_us[_LATE_ROWS], _late(transport, gemms, message_us[MESSAGES[0]], dtype, group))
-            for gemms in late_gemms(gemm_us[_LATE_ROWS])
+            _late(transport, gemms, message_us[MESSAGES[0]], dtype, group) for gemms in late_gemms(gemm_us[_LATE_ROWS])
         ],
         "all_gather_us": _together(lambda: dist.all_gather_into_tensor(whole, shard, group=group), group),
         "reduce_scatter_us": _together(lambda: dist.reduce_scatter_tensor(part, rows, group=group), group),
@@ -139,14 +143,31 @@ def _mean(us: float, group: dist.ProcessGroup) -> float:
     return float(total.item()) / dist.get_world_size(group)
 
 
-def _gemm(shape: tuple[int, int, int], dtype: torch.dtype, group: dist.ProcessGroup, pieces: int = 1) -> float:
-    m, n, k = shape
-    a, b, out = torch.randn(m, k).to(dtype), torch.randn(k, n).to(dtype), torch.empty(m, n, dtype=dtype)
-    parts = list(zip(a.chunk(pieces), out.chunk(pieces), strict=True))
+def _gemm(
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    group: dist.ProcessGroup,
+    *,
+    pieces: int = 1,
+    weight_gradient: bool = False,
+) -> float:
+    """`x @ w.T` in pieces along its rows, or `dy.T @ x`, each time on other operands.
+
+    In a step a layer's weight was not used since the step before: what a GEMM takes whose operands are in a cache, two
+    thirds of it on some processors, no layer ever sees.
+    """
+    rows, columns, depth = shape
+    x, w, y = (torch.randn(*of).to(dtype) for of in ((rows, depth), (columns, depth), (rows, columns)))
+    each = sum(tensor.numel() for tensor in (x, w, y)) * dtype.itemsize
+    operands = cycle([tuple(tensor.clone() for tensor in (x, w, y)) for _ in range(max(2, _OPERANDS // each))])
 
     def run() -> None:
-        for rows, into in parts:
-            torch.mm(rows, b, out=into)
+        x, w, y = next(operands)
+        if weight_gradient:
+            torch.mm(y.t(), x, out=w)
+            return
+        for some, into in zip(x.chunk(pieces), y.chunk(pieces), strict=True):
+            torch.mm(some, w.t(), out=into)
 
     return _alone(run, group)
 
@@ -167,8 +188,10 @@ def late_gemms(gemm_us: float) -> tuple[int, int]:
     return count, _LONGER * count
 
 
-def _late(transport: Transport, gemms: int, message_us: float, dtype: torch.dtype, group: dist.ProcessGroup) -> float:
-    """How much longer a small message takes after so many GEMMs than right after a barrier."""
+def _late(
+    transport: Transport, gemms: int, message_us: float, dtype: torch.dtype, group: dist.ProcessGroup
+) -> tuple[float, float]:
+    """What so many GEMMs take, and how much longer a small message after them than right after a barrier."""
     a, b = torch.randn(_LATE_ROWS, WIDTH).to(dtype), torch.randn(WIDTH, WIDTH).to(dtype)
     out = torch.empty_like(a)
 
@@ -181,7 +204,7 @@ def _late(transport: Transport, gemms: int, message_us: float, dtype: torch.dtyp
 
     pairs = [(_once(partial(meetings, False), group), _once(partial(meetings, True), group)) for _ in range(_REPEATS)]
     more = statistics.median(met - alone for alone, met in pairs) / _MEETINGS
-    return max(0.0, more - message_us)
+    return statistics.median(alone for alone, _ in pairs) / _MEETINGS, max(0.0, more - message_us)
 
 
 def _contention(transport: Transport, dtype: torch.dtype, group: dist.ProcessGroup) -> dict[str, float]:

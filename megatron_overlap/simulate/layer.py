@@ -244,7 +244,7 @@ class Layers:
         """Plain tensor parallelism: the row's output and the column's input gradient are summed over all ranks."""
         rows, model = self.job.rows, self.model
         gemm = model.gemm_us(rows, k, n) if backward else model.gemm_us(rows, n, k)
-        wgrad = model.gemm_us(n, k, rows) if backward else 0.0
+        wgrad = model.weight_gradient_us(n, k, rows) if backward else 0.0
         width = k if backward else n
         move = model.collective_us("all_reduce", rows * width * model.item_bytes, self.tensor_link) if moved else 0.0
         meets: Meeting | None = "after" if moved else None

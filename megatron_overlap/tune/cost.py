@@ -113,6 +113,12 @@ class CostModel:
         """
         return _gemm_us(self.profile, self.precision, m, n, k)
 
+    def weight_gradient_us(self, n: int, k: int, rows: int) -> float:
+        """Time of `[rows, n].T x [rows, k]`."""
+        if self.profile.device.gemm.weight_gradient is None:
+            return self.gemm_us(n, k, rows)
+        return _gemm_us(self.profile, self.precision, n, k, rows, self.profile.device.gemm.weight_gradient.value)
+
     def split_penalty(self, m: int, n: int, k: int, pieces: int) -> float:
         """Time of the GEMM cut into `pieces` along m, over its time in one piece."""
         size, longer = divmod(m, pieces)
@@ -253,7 +259,8 @@ def _gemm_us_cached(key: tuple[float, ...], tiles: tuple[tuple[int, int, float],
     return max(compute, traffic)
 
 
-def _gemm_us(profile: ClusterProfile, precision: Precision, m: int, n: int, k: int) -> float:
+def _gemm_us(profile: ClusterProfile, precision: Precision, m: int, n: int, k: int, rate: float | None = None) -> float:
+    """`rate` stands for that of the table."""
     if 0 in (m, n, k):
         return 0.0
     device = profile.device
@@ -261,7 +268,8 @@ def _gemm_us(profile: ClusterProfile, precision: Precision, m: int, n: int, k: i
     peak = profile.peak_tflops(precision) * 1e12 * gemm.efficiency.value
     key = (peak, gemm.processors, device.memory_gbps.value * 1e9, ITEM_BYTES[precision])
     tiles = tuple((tile.rows, tile.columns, tile.rate) for tile in gemm.tiles)
-    return _gemm_us_cached(key, tiles, m, n, k) / _row_rate(profile, m) + device.launch_us.value
+    rate = _row_rate(profile, m) if rate is None else rate
+    return _gemm_us_cached(key, tiles, m, n, k) / rate + device.launch_us.value
 
 
 def _row_rate(profile: ClusterProfile, m: int) -> float:

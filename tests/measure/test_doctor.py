@@ -11,14 +11,15 @@ from megatron_overlap import cli
 from megatron_overlap.config.cluster import load_cluster_profile, with_hosts
 from megatron_overlap.measure import doctor
 from megatron_overlap.measure.calibration import checks, lab_tree, line, middle, profile_tree, write_profile
-from megatron_overlap.measure.machine import MESSAGES, ROWS, WIDTH, late_gemms
+from megatron_overlap.measure.machine import COLUMNS, DEPTH, MESSAGES, ROWS, late_gemms
 from megatron_overlap.tune.cost import CostModel
 
 # A machine of 0.1 TFLOP/s, 50 us and 1 GB/s a message.
 FOUND: dict[str, Any] = {
     "ranks": 2,
     "peak_tflops": 0.1,
-    "gemm_us": {str(rows): 2.0 * rows * WIDTH * WIDTH / 0.1e6 for rows in ROWS},
+    "gemm_us": {str(rows): 2.0 * rows * COLUMNS * DEPTH / 0.1e6 for rows in ROWS},
+    "weight_gradient_us": 2.0 * ROWS[-1] * COLUMNS * DEPTH / 0.08e6,
     "message_us": {str(count): 50 + count / 1000 for count in MESSAGES},
     "all_gather_us": 8192.0,
     "reduce_scatter_us": 16384.0,
@@ -75,7 +76,9 @@ def test_a_calibrated_profile_says_what_was_measured(tmp_path: Path) -> None:
     model = CostModel(profile)
     link = model.link(2)
     assert model.message_us(3 << 20, link) == pytest.approx(50 + (3 << 20) / 1000)
-    assert model.gemm_us(256, WIDTH, WIDTH) == pytest.approx(FOUND["gemm_us"]["256"], rel=0.01)
+    assert model.gemm_us(256, COLUMNS, DEPTH) == pytest.approx(FOUND["gemm_us"]["256"], rel=0.01)
+    gradient_us = model.weight_gradient_us(COLUMNS, DEPTH, ROWS[-1])
+    assert gradient_us == pytest.approx(FOUND["weight_gradient_us"], rel=0.01)
     assert model.collective_us("all_gather", 8 << 20, link) == pytest.approx(8192 + 50 + 3)
     assert model.collective_us("reduce_scatter", 8 << 20, link) == pytest.approx(16384 + 50 + 3)
     assert model.collective_us("all_reduce", 8 << 20, link) == pytest.approx(12288 + 2 * 50 + 3)
@@ -92,15 +95,15 @@ def test_a_calibrated_profile_says_what_was_measured(tmp_path: Path) -> None:
         assert abs(check.error) < 0.02, check
 
 
-def test_two_lines_tell_the_hosts_part_from_the_line(tmp_path: Path) -> None:
-    """Hosts of 2, 4, 8 and 16 ns a byte beside lines of 1 and 8 Gbit/s, 8 ns and 1 ns a byte."""
+def test_a_byte_takes_what_is_slower_the_line_or_the_hosts(tmp_path: Path) -> None:
+    """Hosts of 2, 4, 0.5 and 16 ns a byte beside lines of 0.5 and 8 Gbit/s, 16 ns and 1 ns a byte."""
     half = FOUND["collective_bytes"] / 2
-    own = {"copy": 2.0, "all_gather": 4.0, "reduce_scatter": 8.0, "all_reduce": 16.0}
+    own = {"copy": 2.0, "all_gather": 4.0, "reduce_scatter": 0.5, "all_reduce": 16.0}
 
     def found(line_ns: float) -> dict[str, Any]:
-        messages = {str(count): 50 + count * (line_ns + own["copy"]) / 1e3 for count in MESSAGES}
-        collectives = {f"{name}_us": 50 + half * (line_ns + ns) / 1e3 for name, ns in own.items() if name != "copy"}
-        copy = 1e3 / (line_ns + own["copy"])
+        messages = {str(count): 50 + count * max(line_ns, own["copy"]) / 1e3 for count in MESSAGES}
+        collectives = {f"{name}_us": 50 + half * max(line_ns, ns) / 1e3 for name, ns in own.items() if name != "copy"}
+        copy = 1e3 / max(line_ns, own["copy"])
         # A tenth of the time that messages take, and 200 us for 10^6 bytes of either direction.
         lost = FOUND["beside_bytes"] / copy * (0.1 + 200e-6 * 2 * copy)
         waits = {
@@ -110,19 +113,19 @@ def test_two_lines_tell_the_hosts_part_from_the_line(tmp_path: Path) -> None:
         return {**FOUND, "message_us": messages, **collectives, **waits}
 
     path = tmp_path / "lab.yaml"
-    write_profile(path, lab_tree(found(8.0), found(1.0), (1.0, 8.0), "bf16", "made up"))
+    write_profile(path, lab_tree(found(16.0), found(1.0), (0.5, 8.0), "bf16", "made up"))
     profile = load_cluster_profile(str(path))
     assert profile.contention.copy_.value == pytest.approx(0.1)
     assert profile.contention.host_us_per_mb.value == pytest.approx(200)
     # After more computation nobody is less late.
-    assert [CostModel(profile).late_us(us) for us in (1e4, 1e6)] == pytest.approx([500 + 10 * 4.5] * 2)
+    assert [CostModel(profile).late_us(us) for us in (1e4, 1e6)] == pytest.approx([500 + 10 * 8.5] * 2)
     for gbps in (0.5, 1.0, 4.0, 8.0):
         link = CostModel(with_hosts(profile, gbps, 1)).link(2)
         assert link.latency_us == pytest.approx(50)
-        assert link.copy_rate == pytest.approx(1e3 / (8 / gbps + 2))
-        assert link.collective_rate == pytest.approx(1e3 / (8 / gbps + 4))
-        assert link.scatter_rate == pytest.approx(1e3 / (8 / gbps + 8))
-        assert link.all_reduce_rate == pytest.approx(1e3 / (8 / gbps + 16))
+        assert link.copy_rate == pytest.approx(1e3 / max(8 / gbps, 2))
+        assert link.collective_rate == pytest.approx(1e3 / max(8 / gbps, 4))
+        assert link.scatter_rate == pytest.approx(1e3 / (8 / gbps))
+        assert link.all_reduce_rate == pytest.approx(1e3 / 16)
 
 
 def test_the_middle_of_several_measurements() -> None:

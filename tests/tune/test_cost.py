@@ -24,6 +24,14 @@ def test_a_gemm_is_its_operations_over_the_rate() -> None:
     assert machine(launch_us=7.0).gemm_us(0, 1000, 500) == 0.0
 
 
+def test_weight_gradients_have_a_rate_of_their_own_if_the_profile_says_so() -> None:
+    rows = [{"rows": 100, "rate": 0.5}, {"rows": 1000, "rate": 1.0}]
+    assert with_gemm(rows=rows).weight_gradient_us(100, 1000, 500) == pytest.approx(205.0)  # as 100 rows
+    model = with_gemm(rows=rows, weight_gradient=number(0.25))
+    assert model.weight_gradient_us(100, 1000, 500) == pytest.approx(405.0)
+    assert model.gemm_us(100, 1000, 500) == pytest.approx(205.0)
+
+
 def test_a_wave_that_is_not_full_takes_as_long_as_one_that_is() -> None:
     model = with_gemm(processors=10, tiles=[{"rows": 100, "columns": 100}])
     wave = 2.0 * 100 * 100 * 500 * 10 / 1e12 * 1e6
