@@ -210,6 +210,8 @@ class Contention(Section):
     """The same, while point-to-point messages or copy engines run."""
     host_us_per_mb: Cost
     """Compute time that moving 10^6 bytes in one direction takes where the processor itself moves them."""
+    busy_us: Cost | None = None
+    """What a message takes more, in microseconds, if its ranks compute: its threads wait for a core. null: nothing."""
     late: Annotated[tuple[Lateness, ...], Field(strict=False)] = ()
     """Between points straight, from nothing on; beyond the last one on as before it. None: not counted."""
 

@@ -86,7 +86,11 @@ def profile_tree(found: Mapping[str, Any], precision: Precision, source: str) ->
             "reduce_scatter_gbps": figure(moved / found["reduce_scatter_us"] / 1e3),
             "all_reduce_gbps": figure(moved / found["all_reduce_us"] / 1e3),
         },
-        "contention": {"host_us_per_mb": figure(share / rate * 1e6), "late": _late(source, found)},
+        "contention": {
+            "host_us_per_mb": figure(share / rate * 1e6),
+            "busy_us": figure(found["busy_us"]),
+            "late": _late(source, found),
+        },
     }
 
 
@@ -133,6 +137,7 @@ def lab_tree(
         "collective": {"value": always, "source": f"taken to be that of messages; {source}"},
         "copy": figure(always),
         "host_us_per_mb": figure(by_byte * 1e6),
+        "busy_us": figure(fmean((slow["busy_us"], fast["busy_us"]))),
         "late": _late(source, slow, fast),
     }
     return tree | {

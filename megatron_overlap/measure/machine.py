@@ -38,6 +38,7 @@ BASE = "netlab"
 _COLLECTIVE, _COPIED = 2 << 20, 8 << 20
 _REPEATS, _LAUNCHES = 9, 100
 _GEMMS, _BESIDE = 20, 1 << 20
+_MESSAGES_BESIDE, _MOST_GEMMS = 40, 10_000
 _OPERANDS = 192 << 20
 _LATE_ROWS, _LATE_AFTER_US, _LONGER, _MEETINGS = 256, 1e4, 4, 4
 _HICCUP = 2.0
@@ -76,18 +77,19 @@ def measure(group: dist.ProcessGroup, dtype: torch.dtype) -> dict[str, Any]:
     sums, part = torch.zeros(_COLLECTIVE // 4), rows[: len(rows) // size].clone()
     source, copied = (torch.zeros(_COPIED, dtype=torch.uint8) for _ in range(2))
     one = torch.zeros(1)
-    pieces = _gemm(CHECK_GEMM, dtype, group, pieces=CHECK_PIECES)
-    gemm_us = {rows: _gemm((rows, COLUMNS, DEPTH), dtype, group) for rows in ROWS}
+    gemm_us = {rows: _alone(_gemm((rows, COLUMNS, DEPTH), dtype), group) for rows in ROWS}
+    weight_gradient = _gemm((ROWS[-1], COLUMNS, DEPTH), dtype, weight_gradient=True)
     message_us = {count: _message(transport, count, group) for count in MESSAGES}
     return {
         "ranks": size,
         "peak_tflops": peak,
         "gemm_us": gemm_us,
-        "weight_gradient_us": _gemm((ROWS[-1], COLUMNS, DEPTH), dtype, group, weight_gradient=True),
+        "weight_gradient_us": _alone(weight_gradient, group),
         "message_us": message_us,
         "late_us": [
             _late(transport, gemms, message_us[MESSAGES[0]], dtype, group) for gemms in late_gemms(gemm_us[_LATE_ROWS])
         ],
+        "busy_us": max(0.0, _busy(transport, dtype, group) - message_us[MESSAGES[0]]),
         "all_gather_us": _together(lambda: dist.all_gather_into_tensor(whole, shard, group=group), group),
         "reduce_scatter_us": _together(lambda: dist.reduce_scatter_tensor(part, rows, group=group), group),
         "all_reduce_us": _together(lambda: dist.all_reduce(sums, group=group), group),
@@ -97,8 +99,8 @@ def measure(group: dist.ProcessGroup, dtype: torch.dtype) -> dict[str, Any]:
         **_contention(transport, dtype, group),
         **rates(lambda run, before: _alone(run, group, before), dtype, update_bytes),
         "check": {
-            "gemm": _gemm(CHECK_GEMM, dtype, group),
-            "split gemm": pieces,
+            "gemm": _alone(_gemm(CHECK_GEMM, dtype), group),
+            "split gemm": _alone(_gemm(CHECK_GEMM, dtype, pieces=CHECK_PIECES), group),
             "message": _message(transport, CHECK_MESSAGE, group),
         },
     }
@@ -144,14 +146,9 @@ def _mean(us: float, group: dist.ProcessGroup) -> float:
 
 
 def _gemm(
-    shape: tuple[int, int, int],
-    dtype: torch.dtype,
-    group: dist.ProcessGroup,
-    *,
-    pieces: int = 1,
-    weight_gradient: bool = False,
-) -> float:
-    """`x @ w.T` in pieces along its rows, or `dy.T @ x`, each time on other operands.
+    shape: tuple[int, int, int], dtype: torch.dtype, *, pieces: int = 1, weight_gradient: bool = False
+) -> Callable[[], None]:
+    """What runs `x @ w.T` in pieces along its rows, or `dy.T @ x`, each time on other operands.
 
     In a step a layer's weight was not used since the step before: what a GEMM takes whose operands are in a cache, two
     thirds of it on some processors, no layer ever sees.
@@ -169,7 +166,7 @@ def _gemm(
         for some, into in zip(x.chunk(pieces), y.chunk(pieces), strict=True):
             torch.mm(some, w.t(), out=into)
 
-    return _alone(run, group)
+    return run
 
 
 def _begin(transport: Transport, count: int) -> Any:
@@ -192,19 +189,38 @@ def _late(
     transport: Transport, gemms: int, message_us: float, dtype: torch.dtype, group: dist.ProcessGroup
 ) -> tuple[float, float]:
     """What so many GEMMs take, and how much longer a small message after them than right after a barrier."""
-    a, b = torch.randn(_LATE_ROWS, WIDTH).to(dtype), torch.randn(WIDTH, WIDTH).to(dtype)
-    out = torch.empty_like(a)
+    gemm = _gemm((_LATE_ROWS, COLUMNS, DEPTH), dtype)
 
     def meetings(with_messages: bool) -> None:
         for _ in range(_MEETINGS):
             for _ in range(gemms):
-                torch.mm(a, b, out=out)
+                gemm()
             if with_messages:
                 _begin(transport, MESSAGES[0]).finish()
 
     pairs = [(_once(partial(meetings, False), group), _once(partial(meetings, True), group)) for _ in range(_REPEATS)]
     more = statistics.median(met - alone for alone, met in pairs) / _MEETINGS
     return statistics.median(alone for alone, _ in pairs) / _MEETINGS, max(0.0, more - message_us)
+
+
+def _busy(transport: Transport, dtype: torch.dtype, group: dist.ProcessGroup) -> float:
+    """The mean time of a small message while all ranks compute: its threads have to wait for a core."""
+    gemm = _gemm((ROWS[0], COLUMNS, DEPTH), dtype)
+    times = []
+    for _ in range(_MESSAGES_BESIDE):
+        dist.barrier(group)
+        gemm()
+        start, flight = time.perf_counter(), _begin(transport, MESSAGES[0])
+        for _ in range(_MOST_GEMMS):  # one that never lands is told of by `finish`
+            if flight.landed(0):
+                break
+            gemm()
+        times.append((time.perf_counter() - start) * 1e6)
+        # The peer's message may not have landed: it needs a core too.
+        for _ in range(_GEMMS):
+            gemm()
+        flight.finish()
+    return _mean(statistics.fmean(times), group)
 
 
 def _contention(transport: Transport, dtype: torch.dtype, group: dist.ProcessGroup) -> dict[str, float]:

@@ -110,7 +110,9 @@ class Layers:
         if job.tensor > 1:
             kind: CollectiveKind = "reduce_scatter" if job.sequence_parallel else "all_reduce"
             forward += [self._small("batch", "message", _BATCH_MESSAGES), self._moved("embedding sum", kind, moved)]
-        backward = (self._memory("embedding grad", 3 * moved), *self._accumulated(self._table))
+        backward = [self._memory("embedding grad", 3 * moved), *self._accumulated(self._table)]
+        if job.tensor > 1 and job.sequence_parallel:
+            backward = [self._moved("embedding grad gather", "all_gather", moved), *backward]
         return (
             self._pass(*forward, *self._calls(_FIRST_CALLS[0])),
             self._pass(*backward, *self._calls(_FIRST_CALLS[1])),

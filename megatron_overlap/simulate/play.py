@@ -153,6 +153,8 @@ class _World:
                 if exchange.after_exchange is not None and exchange.after_exchange not in rank.landed[number]:
                     continue
                 latency = self.link.latency_us if stream.latency_us is None else stream.latency_us
+                # The threads that move it have to wait for a core.
+                latency += self.model.busy_us if rank.computing else 0.0
                 receiver = index if self.fold else exchange.to
                 size = stream.send_bytes[at] * (stream.stretch[at] if stream.stretch else 1.0)
                 start = self.now + (latency if size > 0 else 0.0)
@@ -280,7 +282,8 @@ def play(
     """
     world = _World(programs, model, link, kind, fold)
     while True:
-        while world.post() | world.compute():
+        # What is begun together with a message is beside it.
+        while world.compute() | world.post():
             pass
         if not world.messages and not any(rank.computing for rank in world.ranks):
             break

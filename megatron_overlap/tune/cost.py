@@ -210,6 +210,12 @@ class CostModel:
         times = {"all_gather": gather, "reduce_scatter": scatter, "all_reduce": both}
         return times[kind] + self.launch_us
 
+    @property
+    def busy_us(self) -> float:
+        """What a message takes more because its rank computes."""
+        busy = self.profile.contention.busy_us
+        return 0.0 if busy is None else busy.value
+
     def late_us(self, computed_us: float) -> float:
         """What a wait for other ranks takes more when all have computed for so long since the one before."""
         low = below = slope = 0.0

@@ -23,7 +23,7 @@ def profile(elementwise: Mapping[str, tuple[float, float]] | None = None, **chan
     Args:
         elementwise: GB/s of kinds of operations, forward and backward.
         changes: tflops, gbps, latency_us, between_us, launch_us, call_us, copy (contention), collective,
-            host_us_per_mb, late_us (after `LATE_AFTER_US`), devices, nics, memory_gib, memory_gbps.
+            host_us_per_mb, busy_us, late_us (after `LATE_AFTER_US`), devices, nics, memory_gib, memory_gbps.
     """
     given = {
         "tflops": 1.0,
@@ -34,6 +34,7 @@ def profile(elementwise: Mapping[str, tuple[float, float]] | None = None, **chan
         "copy": 0.0,
         "collective": 0.0,
         "host_us_per_mb": 0.0,
+        "busy_us": 0.0,
         "late_us": 0.0,
         "devices": 8,
         "nics": 8,
@@ -74,6 +75,7 @@ def profile(elementwise: Mapping[str, tuple[float, float]] | None = None, **chan
                 "collective": number(given["collective"]),
                 "copy": number(given["copy"]),
                 "host_us_per_mb": number(given["host_us_per_mb"]),
+                "busy_us": number(given["busy_us"]),
                 "late": [{"computed_us": number(LATE_AFTER_US), "late_us": number(given["late_us"])}],
             },
         }
