@@ -2,8 +2,8 @@
 
 The profile is made of GEMMs, operations and messages that are timed by themselves (`measure/machine.py`, on two hosts
 of a netlab), again and again between the launches; the medians of all count. One figure, what a call of torch costs
-in the program around it, is taken from the steps of a model too small to compute anything, which is not among those
-that are compared. Nothing else of a step goes into the profile.
+in the program around it, is taken from the steps of a model that computes little, which is not among those that are
+compared: large enough that the program finds no cache as it left it. Nothing else of a step goes into the profile.
 
 A machine may be faster at one time than at another: every variant is launched in each of some rounds, and the median of
 its launches counts. What single launches differ from that median is what no model can foretell.
@@ -83,10 +83,10 @@ SHAPES = (
 )
 TINY = _llama(
     "model.num_layers=2",
-    "model.hidden_size=64",
-    "model.ffn_hidden_size=128",
-    "model.vocab_size=128",
-    "train.seq_length=64",
+    "model.hidden_size=512",
+    "model.ffn_hidden_size=1024",
+    "model.vocab_size=512",
+    "train.seq_length=128",
     "train.global_batch_size=4",
     "launch.hosts.gbps=8",
 )
@@ -189,7 +189,7 @@ def profile_content(measured: Mapping[str, Any], folder: Path) -> dict[str, Any]
 
     free = modelled_ms(0.0)
     each = max(0.0, (tiny_ms - free) / (modelled_ms(1.0) - free))
-    said = f"steps of a model of 64 columns, {tiny_ms:.0f} ms, less what is modelled without; the only step used"
+    said = f"steps of 128 rows of 512 columns, {tiny_ms:.0f} ms, less what is modelled without; the only step used"
     tree["device"]["call_us"] = {"value": each, "source": said}
     return tree
 

@@ -101,6 +101,7 @@ class _Message:
     exchange: int
     receiver: int
     left: float
+    ready: float
     starts: float
     posted: float
     rate: float = 0.0
@@ -153,12 +154,11 @@ class _World:
                 if exchange.after_exchange is not None and exchange.after_exchange not in rank.landed[number]:
                     continue
                 latency = self.link.latency_us if stream.latency_us is None else stream.latency_us
-                # The threads that move it have to wait for a core.
-                latency += self.model.busy_us if rank.computing else 0.0
                 receiver = index if self.fold else exchange.to
                 size = stream.send_bytes[at] * (stream.stretch[at] if stream.stretch else 1.0)
-                start = self.now + (latency if size > 0 else 0.0)
-                self.messages.append(_Message(index, number, at, receiver, size, start, self.now))
+                ready = self.now + (latency if size > 0 else 0.0)
+                start = ready + (self.model.busy_us if size > 0 else 0.0)
+                self.messages.append(_Message(index, number, at, receiver, size, ready, start, self.now))
                 rank.posted[number] += 1
                 moved = True
         return moved
@@ -178,6 +178,12 @@ class _World:
             rank.computing, rank.left, rank.started = True, time, self.now
             moved = True
         return moved
+
+    def give_cores(self) -> None:
+        """Threads that move a message wait for a core no longer than its rank computes."""
+        for message in self.messages:
+            if not self.ranks[message.sender].computing:
+                message.starts = min(message.starts, max(self.now, message.ready))
 
     def set_rates(self) -> None:
         """Max-min fairness over the ports: the fullest port fixes its messages' rate, then the next fullest."""
@@ -282,9 +288,9 @@ def play(
     """
     world = _World(programs, model, link, kind, fold)
     while True:
-        # What is begun together with a message is beside it.
-        while world.compute() | world.post():
+        while world.post() | world.compute():
             pass
+        world.give_cores()
         if not world.messages and not any(rank.computing for rank in world.ranks):
             break
         world.advance()
