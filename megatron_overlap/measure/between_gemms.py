@@ -22,7 +22,8 @@ _Cold = Callable[[Callable[[], object]], float]
 
 ROWS, WIDTH, FFN, HEADS, HEAD, VOCABULARY = 1024, 1024, 1408, 4, 128, 2048
 _WEIGHTS = ((2816, 1024), (1024, 1408), (1024, 1024), (1024, 512))
-_EVICTED_BYTES = 128 << 20
+# Between two uses of an activation, and of an optimizer's state: the whole of a step.
+_EVICTED_BYTES, _EVICTED_BY_STEP = 128 << 20, 512 << 20
 # What glibc keeps for itself once so much was allocated and freed, as in every training; else tensors of a few
 # megabytes go back to the kernel, and every operation touches fresh pages.
 _WARM_BYTES = 31 << 20
@@ -48,6 +49,7 @@ def rates(time_us: Timer, dtype: torch.dtype, update_bytes: float) -> dict[str, 
     forward, backward = _times(cold, _CrossEntropy.apply, [logits])
     found["loss"] = [LOSS_BYTES[0] * logits.numel() / forward / 1e3, LOSS_BYTES[1] * logits.numel() / backward / 1e3]
     products, scores = _attention(cold, dtype)
+    evicted = torch.zeros(_EVICTED_BY_STEP // 4)
     return {"elementwise": {**found, "scores": scores, **_parameters(cold, dtype, update_bytes)}, "products": products}
 
 
