@@ -2,8 +2,8 @@
 
 The profile is made of GEMMs, operations and messages that are timed by themselves (`measure/machine.py`, on two hosts
 of a netlab), again and again between the launches; the medians of all count. One figure, what a call of torch costs
-in the program around it, is taken from the steps of a model that computes little, which is not among those that are
-compared: large enough that the program finds no cache as it left it. Nothing else of a step goes into the profile.
+in the program around it, is taken from the steps of a small model which is not among those that are compared, though
+large enough that the program finds no cache as it left it. Nothing else of a step goes into the profile.
 
 A machine may be faster at one time than at another: every variant is launched in each of some rounds, and the median of
 its launches counts. What single launches differ from that median is what no model can foretell.
@@ -81,12 +81,10 @@ SHAPES = (
     _replicas("launch.hosts.gbps=1"),
     _replicas("launch.hosts.gbps=3", "train.global_batch_size=4"),
 )
-TINY = _llama(
-    "model.num_layers=2",
-    "model.hidden_size=512",
-    "model.ffn_hidden_size=1024",
+SMALL = _llama(
+    "model.num_layers=1",
     "model.vocab_size=512",
-    "train.seq_length=128",
+    "train.seq_length=512",
     "train.global_batch_size=4",
     "launch.hosts.gbps=8",
 )
@@ -116,8 +114,8 @@ def measure(shapes: int | None, out: Path) -> None:
     def say(text: str) -> None:
         print(f"{time.monotonic() - start:4.0f} s  {text}", flush=True)
 
-    tiny = variants(TINY)["without"]
-    tiny_ms, found = [], []
+    small = variants(SMALL)["without"]
+    small_ms, found = [], []
     runs: list[dict[str, Any]] = [
         {"config": shape.config, "overrides": list(shape.overrides), "launches_ms": {}} for shape in chosen
     ]
@@ -128,12 +126,12 @@ def measure(shapes: int | None, out: Path) -> None:
             for number, shape in list(enumerate(chosen))[:: -1 if turn % 2 else 1]:
                 if number % CALIBRATE_EVERY == 0:
                     found.append(_calibrate(say))
-                    tiny_ms.append(_times(tiny, folder / f"{turn}-tiny-{number}"))
+                    small_ms.append(_times(small, folder / f"{turn}-small-{number}"))
                 shown = _train(shape, turn, folder / f"{turn}-{number}", runs[number])
                 say(f"round {turn + 1} of {ROUNDS}, {number + 1} of {len(chosen)}: {shown}")
         found.append(_calibrate(say))
-        say(f"tiny model: {', '.join(f'{each:.0f}' for each in tiny_ms)} ms")
-        content: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "tiny_steps_ms": tiny_ms}
+        say(f"small model: {', '.join(f'{each:.0f}' for each in small_ms)} ms")
+        content: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "small_steps_ms": small_ms}
         content |= {"calibrations": found, "runs": runs}
         content["profile"] = profile_content(content, folder)
     out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -173,7 +171,7 @@ def profile_content(measured: Mapping[str, Any], folder: Path) -> dict[str, Any]
     """A profile's content, `base` by name.
 
     Args:
-        measured: what a file of step times has: its date, calibrations and steps of the tiny model.
+        measured: what a file of step times has: its date, calibrations and steps of the small model.
         folder: for a file on the way.
     """
     found = measured["calibrations"]
@@ -181,15 +179,15 @@ def profile_content(measured: Mapping[str, Any], folder: Path) -> dict[str, Any]
     source = f"measured beside the steps, {measured['date']}: medians of {len(found)} calibrations"
     tree = lab_tree(slow, fast, LINES_GBPS, "bf16", source)
     tree["base"] = f"{machine.BASE}.yaml"
-    config, tiny_ms = variants(TINY)["without"], statistics.median(measured["tiny_steps_ms"])
+    config, small_ms = variants(SMALL)["without"], statistics.median(measured["small_steps_ms"])
 
     def modelled_ms(call_us: float) -> float:
         tree["device"]["call_us"] = {"value": call_us, "source": "not yet known"}
         return simulate_step(job_of(config), model_of(config, stored(tree, folder))).step_us / 1e3
 
     free = modelled_ms(0.0)
-    each = max(0.0, (tiny_ms - free) / (modelled_ms(1.0) - free))
-    said = f"steps of 128 rows of 512 columns, {tiny_ms:.0f} ms, less what is modelled without; the only step used"
+    each = max(0.0, (small_ms - free) / (modelled_ms(1.0) - free))
+    said = f"steps of a small model, {small_ms:.0f} ms, less what is modelled without; the only step used"
     tree["device"]["call_us"] = {"value": each, "source": said}
     return tree
 
