@@ -36,7 +36,7 @@ LINES_GBPS = (0.5, 8.0)
 # Steps of a launch, and those at its start that are slower than the later ones.
 ITERATIONS, SETTLING = 13, 5
 # All variants are launched so often, and the machine calibrated before each of so many of them in turn.
-ROUNDS, CALIBRATE_EVERY = 3, 3
+ROUNDS, CALIBRATE_EVERY = 2, 3
 _Say = Callable[[str], None]
 
 

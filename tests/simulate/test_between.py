@@ -121,6 +121,22 @@ def test_gradients_of_norms_are_summed_over_tensor_ranks() -> None:
     )
 
 
+def test_what_the_embedding_scatters_is_gathered_backward() -> None:
+    gathered = Layers(job(tensor=2), machine()).first[1].tensor_us
+    assert gathered == pytest.approx(ROWS * HIDDEN * 2 / 2 / 1e3)
+    for whole in (job(), job(tensor=2, sequence_parallel=False)):
+        assert Layers(whole, machine()).first[1].tensor_us == 0.0
+
+
+def test_pieces_of_an_overlapped_pass_are_called_one_by_one() -> None:
+    def calls_us(method: str) -> float:
+        choice = Choice(method)  # type: ignore[arg-type]
+        free, paid = (Layers(job(tensor=2, tensor_choice=choice), machine(call_us=us)) for us in (0.0, 1.0))
+        return paid.forward.time_us - free.forward.time_us
+
+    assert calls_us("p2p") == pytest.approx(calls_us("megatron") + 4 * 23)
+
+
 def test_what_costs_a_micro_batch_is_paid_for_every_one() -> None:
     """Calls of a GPT layer 65 + 131, of the ends 130 + 10 + 66 + 50."""
     calls = 8 * (65 + 131) + 130 + 10 + 66 + 50

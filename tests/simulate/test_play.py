@@ -221,3 +221,13 @@ def test_slower_links_never_help_and_nothing_beats_the_roof(
         assert played.time_us >= max(gemms * gemm_us, moves * comm_us) - tolerance
         assert played.time_us <= gemms * gemm_us + moves * comm_us + tolerance
         assert 0 <= played.exposed_us <= moves * comm_us + tolerance
+
+
+@pytest.mark.parametrize(("compute_us", "expected"), [(100.0, 101.0), (8.0, 10.0), (0.5, 3.5)])
+def test_a_message_waits_for_a_core_until_its_rank_waits_for_it(compute_us: float, expected: float) -> None:
+    """Two messages of 1 us, one after the other; beside computation each waits for up to 5 us."""
+    model = machine(busy_us=5.0)
+    moves = (Exchange(CHUNK, 0, CHUNK, 0), Exchange(CHUNK, 0, CHUNK, 0))
+    work = (Work((CHUNK,)), Work((CHUNK,), needs=(0, 1)))
+    program = in_order(Stream(plan(0, moves, work), (compute_us, 1.0), (0.0, 0.0), (1000.0, 1000.0)))
+    assert play([program], model, model.link(3), fold=True).time_us == pytest.approx(expected)
