@@ -48,7 +48,7 @@ _LEAST_MS, _MOST_IN_A_ROW = 20.0, 8
 _MOST_CALLS = 1500
 OPS = ("ag_gemm", "gemm_rs")
 # Rate of the links in Gbit/s, depth of the GEMM and its width over all ranks: GEMM : communication from 1:16 to 16:1.
-LINKS = ((0.25, 512, 1024), (1.0, 512, 1024), (1.0, 512, 4096), (4.0, 512, 4096), (8.0, 512, 16384))
+LINKS = ((0.25, 512, 1024), (1.0, 512, 1024), (4.0, 512, 4096), (8.0, 512, 16384), (8.0, 512, 65536))
 ROWS = (8, 32, 128, 256, 512, 1024, 2048)
 
 
