@@ -212,6 +212,8 @@ class Contention(Section):
     """Compute time that moving 10^6 bytes in one direction takes where the processor itself moves them."""
     busy_us: Cost | None = None
     """What a message takes more, in microseconds, if its ranks compute: its threads wait for a core. null: nothing."""
+    busy_collective_us: Cost | None = None
+    """The same of a collective."""
     late: Annotated[tuple[Lateness, ...], Field(strict=False)] = ()
     """Between points straight, from nothing on; beyond the last one on as before it. None: not counted."""
 

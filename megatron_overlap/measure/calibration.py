@@ -89,6 +89,7 @@ def profile_tree(found: Mapping[str, Any], precision: Precision, source: str) ->
         "contention": {
             "host_us_per_mb": figure(share / rate * 1e6),
             "busy_us": figure(found["busy_us"]),
+            "busy_collective_us": figure(found["busy_collective_us"]),
             "late": _late(source, found),
         },
     }
@@ -137,7 +138,7 @@ def lab_tree(
         "collective": {"value": always, "source": f"taken to be that of messages; {source}"},
         "copy": figure(always),
         "host_us_per_mb": figure(by_byte * 1e6),
-        "busy_us": figure(fmean((slow["busy_us"], fast["busy_us"]))),
+        **{name: figure(fmean((slow[name], fast[name]))) for name in ("busy_us", "busy_collective_us")},
         "late": _late(source, slow, fast),
     }
     return tree | {

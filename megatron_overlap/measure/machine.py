@@ -36,9 +36,9 @@ CHECK_GEMM, CHECK_MESSAGE, CHECK_PIECES = (384, 1536, 768), 3 << 20, 4
 BASE = "netlab"
 """The profile whose figures stand for what is not measured here."""
 _COLLECTIVE, _COPIED = 2 << 20, 8 << 20
-_REPEATS, _TOGETHER, _LAUNCHES = 9, 15, 100
-_GEMMS, _BESIDE = 20, 1 << 20
-_MESSAGES_BESIDE, _MOST_GEMMS = 40, 10_000
+_REPEATS, _TOGETHER, _LAUNCHES = 9, 11, 100
+_GEMMS, _LONG_US, _BESIDE = 20, 1e5, 1 << 20
+_MESSAGES_BESIDE, _FEW_GEMMS, _MOST_GEMMS = 20, 8, 10_000
 _OPERANDS = 192 << 20
 _LATE_ROWS, _LATE_AFTER_US, _LONGER, _MEETINGS = 256, 1e4, 4, 4
 _HICCUP = 2.0
@@ -77,6 +77,17 @@ def measure(group: dist.ProcessGroup, dtype: torch.dtype) -> dict[str, Any]:
     sums, part = torch.zeros(_COLLECTIVE // 4), rows[: len(rows) // size].clone()
     source, copied = (torch.zeros(_COPIED, dtype=torch.uint8) for _ in range(2))
     one = torch.zeros(1)
+
+    def message() -> tuple[Callable[[], bool], Callable[[], object]]:
+        flight = _begin(transport, MESSAGES[0])
+        return partial(flight.landed, 0), flight.finish
+
+    def gather() -> tuple[Callable[[], bool], Callable[[], object]]:
+        work = dist.all_gather_into_tensor(
+            whole[: size * MESSAGES[0]], shard[: MESSAGES[0]], group=group, async_op=True
+        )
+        return work.is_completed, work.wait
+
     gemm_us = {rows: _alone(_gemm((rows, COLUMNS, DEPTH), dtype), group) for rows in ROWS}
     weight_gradient = _gemm((ROWS[-1], COLUMNS, DEPTH), dtype, weight_gradient=True)
     message_us = {count: _message(transport, count, group) for count in MESSAGES}
@@ -89,14 +100,15 @@ def measure(group: dist.ProcessGroup, dtype: torch.dtype) -> dict[str, Any]:
         "late_us": [
             _late(transport, gemms, message_us[MESSAGES[0]], dtype, group) for gemms in late_gemms(gemm_us[_LATE_ROWS])
         ],
-        "busy_us": max(0.0, _busy(transport, dtype, group) - message_us[MESSAGES[0]]),
+        "busy_us": _busy(message, dtype, group),
+        "busy_collective_us": _busy(gather, dtype, group),
         "all_gather_us": _together(lambda: dist.all_gather_into_tensor(whole, shard, group=group), group),
         "reduce_scatter_us": _together(lambda: dist.reduce_scatter_tensor(part, rows, group=group), group),
         "all_reduce_us": _together(lambda: dist.all_reduce(sums, group=group), group),
         "collective_bytes": _COLLECTIVE,
         "memory_gbps": 2 * _COPIED / _alone(lambda: copied.copy_(source), group) / 1e3,
         "launch_us": _alone(lambda: [one.add_(1) for _ in range(_LAUNCHES)], group) / _LAUNCHES,
-        **_contention(transport, dtype, group),
+        **_contention(transport, gemm_us[ROWS[-1]] * WIDTH / COLUMNS, dtype, group),
         **rates(lambda run, before: _alone(run, group, before), dtype, update_bytes),
         "check": {
             "gemm": _alone(_gemm(CHECK_GEMM, dtype), group),
@@ -206,28 +218,42 @@ def _late(
     return statistics.median(alone for alone, _ in pairs) / _MEETINGS, max(0.0, more - message_us)
 
 
-def _busy(transport: Transport, dtype: torch.dtype, group: dist.ProcessGroup) -> float:
-    """The mean time of a small message while all ranks compute: its threads have to wait for a core."""
+def _busy(
+    begin: Callable[[], tuple[Callable[[], bool], Callable[[], object]]], dtype: torch.dtype, group: dist.ProcessGroup
+) -> float:
+    """How much longer something small takes while all ranks compute: its threads have to wait for a core.
+
+    Args:
+        begin: starts it; returns what says whether it is done, and what waits for it.
+        dtype: of what is computed.
+        group: whose ranks take part.
+    """
     gemm = _gemm((ROWS[0], COLUMNS, DEPTH), dtype)
-    times = []
-    for _ in range(_MESSAGES_BESIDE):
+
+    def once(computing: bool) -> float:
         dist.barrier(group)
-        gemm()
-        start, flight = time.perf_counter(), _begin(transport, MESSAGES[0])
-        for _ in range(_MOST_GEMMS):  # one that never lands is told of by `finish`
-            if flight.landed(0):
+        start, (done, finish) = time.perf_counter(), begin()
+        for _ in range(_MOST_GEMMS if computing else 0):  # what is never done is told of by `finish`
+            if done():
                 break
             gemm()
-        times.append((time.perf_counter() - start) * 1e6)
-        # The peer's message may not have landed: it needs a core too.
-        for _ in range(_GEMMS):
+        if not computing:
+            finish()
+        took = (time.perf_counter() - start) * 1e6
+        # A peer's part may not be done: it needs a core too.
+        for _ in range(_FEW_GEMMS if computing else 0):
             gemm()
-        flight.finish()
-    return _mean(statistics.fmean(times), group)
+        if computing:
+            finish()
+        return took
+
+    alone, beside = ([once(computing) for _ in range(_MESSAGES_BESIDE)] for computing in (False, True))
+    return max(0.0, _mean(statistics.fmean(beside) - statistics.median(alone), group))
 
 
-def _contention(transport: Transport, dtype: torch.dtype, group: dist.ProcessGroup) -> dict[str, float]:
+def _contention(transport: Transport, gemm_us: float, dtype: torch.dtype, group: dist.ProcessGroup) -> dict[str, float]:
     """GEMMs alone, and beside messages both ways that land before the last of them ends, in turn."""
+    count = min(_GEMMS, max(_FEW_GEMMS, round(_LONG_US / gemm_us)))
     a, out = torch.randn(WIDTH, WIDTH).to(dtype), torch.empty(WIDTH, WIDTH, dtype=dtype)
     weights = [torch.randn(WIDTH, WIDTH).to(dtype) for _ in range(4)]
 
@@ -235,7 +261,7 @@ def _contention(transport: Transport, dtype: torch.dtype, group: dist.ProcessGro
         dist.barrier(group)
         flights = [_begin(transport, _BESIDE) for _ in range(messages)]
         start = time.perf_counter()
-        for number in range(_GEMMS):
+        for number in range(count):
             torch.mm(a, weights[number % len(weights)], out=out)
         took = (time.perf_counter() - start) * 1e6
         for flight in flights:

@@ -105,6 +105,8 @@ class _Message:
     starts: float
     posted: float
     rate: float = 0.0
+    arrived: bool = False
+    noticed: float = 0.0
 
 
 @dataclass(slots=True)
@@ -135,6 +137,8 @@ class _World:
             rank.landed = [set() for _ in range(count)]
         self.model, self.link, self.kind, self.fold = model, link, kind, fold
         self.port_rate = link.copy_rate if kind == "copy" else link.collective_rate
+        # Half of it before a message leaves, half until its arrival is noticed.
+        self.busy_us = model.busy_us(kind) / 2
         self.now = 0.0
         self.messages: list[_Message] = []
         self.spans: list[Span] = []
@@ -157,7 +161,7 @@ class _World:
                 receiver = index if self.fold else exchange.to
                 size = stream.send_bytes[at] * (stream.stretch[at] if stream.stretch else 1.0)
                 ready = self.now + (latency if size > 0 else 0.0)
-                start = ready + (self.model.busy_us if size > 0 else 0.0)
+                start = ready + (self.busy_us if size > 0 else 0.0)
                 self.messages.append(_Message(index, number, at, receiver, size, ready, start, self.now))
                 rank.posted[number] += 1
                 moved = True
@@ -180,14 +184,20 @@ class _World:
         return moved
 
     def give_cores(self) -> None:
-        """Threads that move a message wait for a core no longer than its rank computes."""
+        """Threads that send or take a message wait for a core no longer than their rank computes."""
         for message in self.messages:
             if not self.ranks[message.sender].computing:
                 message.starts = min(message.starts, max(self.now, message.ready))
+            if not self.ranks[message.receiver].computing:
+                message.noticed = min(message.noticed, self.now)
 
     def set_rates(self) -> None:
         """Max-min fairness over the ports: the fullest port fixes its messages' rate, then the next fullest."""
-        flowing = [message for message in self.messages if message.starts <= self.now + _DONE and message.left > 0]
+        flowing = [
+            message
+            for message in self.messages
+            if message.starts <= self.now + _DONE and message.left > 0 and not message.arrived
+        ]
         ports: dict[tuple[str, int], list[_Message]] = {}
         for message in flowing:
             message.rate = 0.0
@@ -218,7 +228,9 @@ class _World:
         speeds = [self.speed(index) if rank.computing else 1.0 for index, rank in enumerate(self.ranks)]
         steps = [rank.left / speed for rank, speed in zip(self.ranks, speeds, strict=True) if rank.computing]
         for message in self.messages:
-            if message.starts > self.now + _DONE:
+            if message.arrived:
+                steps.append(max(0.0, message.noticed - self.now))
+            elif message.starts > self.now + _DONE:
                 steps.append(message.starts - self.now)
             elif message.rate > 0:
                 steps.append(message.left / message.rate)
@@ -251,15 +263,18 @@ class _World:
     def _land(self) -> None:
         staying = []
         for message in self.messages:
-            arrived = message.starts <= self.now + _DONE and message.left <= _DONE * max(1.0, self.port_rate)
-            if not arrived:
+            sender, receiver = self.ranks[message.sender], self.ranks[message.receiver]
+            there = message.starts <= self.now + _DONE and message.left <= _DONE * max(1.0, self.port_rate)
+            if there and not message.arrived:
+                size = sender.program.streams[message.stream].send_bytes[message.exchange]
+                sender.sent[message.stream] = message.exchange + 1
+                sender.sent_bytes += size
+                receiver.received_bytes += size
+                message.arrived, message.rate = True, 0.0
+                message.noticed = self.now + (self.busy_us if size > 0 and receiver.computing else 0.0)
+            if not message.arrived or message.noticed > self.now + _DONE:
                 staying.append(message)
                 continue
-            sender, receiver = self.ranks[message.sender], self.ranks[message.receiver]
-            size = sender.program.streams[message.stream].send_bytes[message.exchange]
-            sender.sent[message.stream] = message.exchange + 1
-            sender.sent_bytes += size
-            receiver.received_bytes += size
             receiver.landed[message.stream].add(message.exchange)
             name = f"exchange {message.stream}.{message.exchange}"
             self.spans.append(Span(message.sender, "message", name, message.posted, self.now))

@@ -210,10 +210,10 @@ class CostModel:
         times = {"all_gather": gather, "reduce_scatter": scatter, "all_reduce": both}
         return times[kind] + self.launch_us
 
-    @property
-    def busy_us(self) -> float:
-        """What a message takes more because its rank computes."""
-        busy = self.profile.contention.busy_us
+    def busy_us(self, kind: Literal["collective", "copy"]) -> float:
+        """What a message, or a collective, takes more because its ranks compute."""
+        contention = self.profile.contention
+        busy = contention.busy_us if kind == "copy" else contention.busy_collective_us
         return 0.0 if busy is None else busy.value
 
     def late_us(self, computed_us: float) -> float:

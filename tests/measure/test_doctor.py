@@ -28,6 +28,7 @@ FOUND: dict[str, Any] = {
     "memory_gbps": 5.0,
     "launch_us": 3.0,
     "busy_us": 700.0,
+    "busy_collective_us": 900.0,
     "late_us": [(10_000.0, 500.0), (40_000.0, 2000.0)],
     "gemm_alone_us": 40_000.0,
     "gemm_beside_us": 44_000.0,
@@ -91,7 +92,7 @@ def test_a_calibrated_profile_says_what_was_measured(tmp_path: Path) -> None:
     # Bytes that went both ways took 4 ms from the GEMMs.
     moved = 2 * (8 << 20) / 1e6
     assert profile.contention.host_us_per_mb.value == pytest.approx(4000 / moved)
-    assert model.busy_us == pytest.approx(700)
+    assert [model.busy_us("copy"), model.busy_us("collective")] == [700, 900]
     assert [model.late_us(us) for us in (0.0, 5e3, 2.5e4, 5e4)] == pytest.approx([0, 250, 1250, 2500])
     for check in checks(path, FOUND, "bf16"):
         assert abs(check.error) < 0.02, check

@@ -252,9 +252,10 @@ def layer(
             continue
         assert torch.isfinite(mine_).all(), f"{name}: not finite"
         off, own_error = ((value.double() - true).abs().max() for value in (mine_, one))
-        # In float64 the parts are what is exact, and their own error reads 0.
-        eps = torch.finfo(dtype).eps * (64 if dtype == torch.float64 else 1)
-        allowed = 2 * own_error + 4 * eps * (true.abs().max() + float(main_grad))
+        # In float64 the parts are what is exact, and their own error reads 0. In float32 a weight's gradient is a sum
+        # of 74 products in whatever order the processor's GEMM takes, and the parts may be nearer by luck.
+        slack = {torch.float64: 256, torch.float32: 8}.get(dtype, 4)
+        allowed = 2 * own_error + slack * torch.finfo(dtype).eps * (true.abs().max() + float(main_grad))
         assert off <= allowed, f"{name}: off by {off:.2e}, allowed {allowed:.2e}"
     if late:
         transport.close()

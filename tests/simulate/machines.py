@@ -76,6 +76,7 @@ def profile(elementwise: Mapping[str, tuple[float, float]] | None = None, **chan
                 "copy": number(given["copy"]),
                 "host_us_per_mb": number(given["host_us_per_mb"]),
                 "busy_us": number(given["busy_us"]),
+                "busy_collective_us": number(given["busy_us"]),
                 "late": [{"computed_us": number(LATE_AFTER_US), "late_us": number(given["late_us"])}],
             },
         }
