@@ -1,7 +1,7 @@
 """Holds the simulator against what was measured on this project's own hosts (docs/results), and prints every row.
 
     python scripts/validate_simulator.py
-    python scripts/validate_simulator.py --measure     # calibrates and measures the steps first, about 40 minutes
+    python scripts/validate_simulator.py --measure     # calibrates and measures the steps first, about 30 minutes
 
 Training steps of `step_times.json` against the profile that was calibrated beside them (`step_times.py` says from
 what); layers of `linear_*.json` against the profile `netlab`; each without and with overlap. Errors are of the model;
