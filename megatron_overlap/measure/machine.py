@@ -36,7 +36,8 @@ CHECK_GEMM, CHECK_MESSAGE, CHECK_PIECES = (384, 1536, 768), 3 << 20, 4
 BASE = "netlab"
 """The profile whose figures stand for what is not measured here."""
 _COLLECTIVE, _COPIED = 2 << 20, 8 << 20
-_REPEATS, _TOGETHER, _LAUNCHES = 9, 11, 100
+_REPEATS, _LEAST_REPEATS, _ENOUGH_S = 9, 4, 0.4
+_TOGETHER, _LAUNCHES = 11, 100
 _GEMMS, _LONG_US, _BESIDE = 20, 1e5, 1 << 20
 _MESSAGES_BESIDE, _FEW_GEMMS, _MOST_GEMMS = 20, 8, 10_000
 _OPERANDS = 192 << 20
@@ -126,8 +127,11 @@ def _alone(run: Callable[[], object], group: dist.ProcessGroup, before: Callable
     threads would be in every figure.
     """
     dist.barrier(group)
-    times = []
+    times: list[float] = []
+    begin = time.perf_counter()
     for number in range(_REPEATS + 2):
+        if len(times) >= _LEAST_REPEATS and time.perf_counter() - begin > _ENOUGH_S:
+            break
         before()
         start = time.perf_counter()
         run()
