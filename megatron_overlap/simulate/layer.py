@@ -238,11 +238,13 @@ class Layers:
         if job.tensor > 1 and not job.sequence_parallel:
             return self._all_reduced(name, n, k, moved=column is backward, backward=backward)
         linear = Linear(self.model, self.tensor_link, job.tensor_choice, job.rows, n, k)
+        if linear.choice.method == "auto":
+            linear = _fastest(linear, column)
         played = _played(linear, column, backward)
         meets: Meeting | None = None
         if job.tensor > 1:
             meets = "before" if column is not backward else "after"
-        calls = _OVERLAPPED_CALLS if job.tensor > 1 and job.tensor_choice.method == "p2p" else 0
+        calls = _OVERLAPPED_CALLS if job.tensor > 1 and linear.choice.method == "p2p" else 0
         time_us = played.time_us + self.model.calls_us(calls)
         return Op(name, time_us, tensor_us=played.exposed_us, meets=meets)
 
@@ -297,8 +299,6 @@ class Layers:
 @lru_cache(maxsize=8192)
 def _played(linear: Linear, column: bool, backward: bool) -> Played:
     """Layers of one shape are played once."""
-    if linear.choice.method == "auto":
-        return _played(_fastest(linear, column), column, backward)
     if column:
         return linear.column_backward() if backward else linear.column_forward()
     return linear.row_backward() if backward else linear.row_forward()
