@@ -33,6 +33,8 @@ from megatron_overlap.tune.cost import CostModel
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = ROOT / "docs" / "results" / "step_times.json"
 LINES_GBPS = (0.5, 8.0)
+# Lines between them, for what computation loses beside messages.
+BETWEEN_GBPS = (1.5,)
 # Steps of a launch, and those at its start that are slower than the later ones.
 ITERATIONS, SETTLING = 13, 5
 # All variants are launched so often, and the machine calibrated before each of so many of them in turn.
@@ -138,11 +140,12 @@ def measure(shapes: int | None, out: Path) -> None:
 
 
 def _calibrate(say: _Say) -> list[dict[str, Any]]:
-    """This machine's figures, over both lines."""
+    """This machine's figures, over all lines."""
     found = []
-    for gbps in LINES_GBPS:
+    tasks = [("calibrate", gbps) for gbps in LINES_GBPS] + [("beside", gbps) for gbps in BETWEEN_GBPS]
+    for task, gbps in tasks:
         with tempfile.TemporaryDirectory() as folder:
-            run_workers(machine.__file__, [folder, "calibrate", "bf16"], 2, hosts=2, gbps=gbps, timeout_s=120)
+            run_workers(machine.__file__, [folder, task, "bf16"], 2, hosts=2, gbps=gbps, timeout_s=120)
             found.append(json.loads(Path(folder, "rank0.json").read_text()))
     say(f"calibrated: GEMM {found[0]['peak_tflops']:.3f} and {found[1]['peak_tflops']:.3f} TFLOP/s a rank")
     return found
@@ -175,9 +178,9 @@ def profile_content(measured: Mapping[str, Any], folder: Path) -> dict[str, Any]
         folder: for a file on the way.
     """
     found = measured["calibrations"]
-    slow, fast = (middle([pair[index] for pair in found]) for index in range(2))
+    slow, fast, *between = (middle([lines[index] for lines in found]) for index in range(len(found[0])))
     source = f"measured beside the steps, {measured['date']}: medians of {len(found)} calibrations"
-    tree = lab_tree(slow, fast, LINES_GBPS, "bf16", source)
+    tree = lab_tree(slow, fast, LINES_GBPS, "bf16", source, between)
     tree["base"] = f"{machine.BASE}.yaml"
     config, small_ms = variants(SMALL)["without"], statistics.median(measured["small_steps_ms"])
 

@@ -201,6 +201,13 @@ class Lateness(Section):
     late_us: Cost
 
 
+class Beside(Section):
+    """What computation loses beside so many messages: GB/s of both directions together, and part of its rate."""
+
+    moved_gbps: Figure
+    lost: Share
+
+
 class Contention(Section):
     """What communication takes from computation that runs beside it."""
 
@@ -210,6 +217,9 @@ class Contention(Section):
     """The same, while point-to-point messages or copy engines run."""
     host_us_per_mb: Cost
     """Compute time that moving 10^6 bytes in one direction takes where the processor itself moves them."""
+    beside: Annotated[tuple[Beside, ...], Field(strict=False)] = ()
+    """What stands for the three above where the processor moves the bytes: between points straight, from nothing on;
+    beyond the last one as there. Empty: they count."""
     busy_us: Cost | None = None
     """What a message takes more, in microseconds, if its ranks compute: its threads wait for a core. null: nothing."""
     busy_collective_us: Cost | None = None
@@ -235,9 +245,11 @@ class ClusterProfile(Section):
     def _check(self) -> Self:
         rows = [point.rows for point in self.device.gemm.rows]
         computed = [point.computed_us.value for point in self.contention.late]
+        moved = [point.moved_gbps.value for point in self.contention.beside]
         for name, points, what in (
             ("device.gemm.rows", rows, "their rows, each number of rows"),
             ("contention.late", computed, "what was computed, each"),
+            ("contention.beside", moved, "what is moved, each rate"),
         ):
             if any(a >= b for a, b in itertools.pairwise(points)):
                 raise_first(iter([Problem(name, points, f"give the points in the order of {what} once")]))

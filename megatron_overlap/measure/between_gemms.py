@@ -16,41 +16,32 @@ from torch import Tensor
 from megatron_overlap.config.cluster import Elementwise
 from megatron_overlap.tune.cost import CLIP_BYTES, LOSS_BYTES, MAIN_GRADIENT_BYTES, TOUCHED
 
-Timer = Callable[[Callable[[], object], Callable[[], object]], float]
-"""Microseconds that the first takes, when the second has been run before: the mean over all ranks."""
-_Cold = Callable[[Callable[[], object]], float]
+Timer = Callable[[Callable[[], object]], float]
+"""Microseconds that something takes: the mean over all ranks."""
 
-ROWS, WIDTH, FFN, HEADS, HEAD, VOCABULARY = 1024, 1024, 1408, 4, 128, 2048
+ROWS, HIDDEN, FFN, HEADS, HEAD, VOCABULARY = 1024, 1024, 1408, 4, 128, 2048
 _WEIGHTS = ((2816, 1024), (1024, 1408), (1024, 1024), (1024, 512))
-# Between two uses of an activation, and of an optimizer's state: the whole of a step.
-_EVICTED_BYTES, _EVICTED_BY_STEP = 128 << 20, 512 << 20
 # What glibc keeps for itself once so much was allocated and freed, as in every training; else tensors of a few
 # megabytes go back to the kernel, and every operation touches fresh pages.
 _WARM_BYTES = 31 << 20
 
 
-def rates(time_us: Timer, dtype: torch.dtype, update_bytes: float) -> dict[str, Any]:
+def rates(cold_us: Timer, dtype: torch.dtype, update_bytes: float) -> dict[str, Any]:
     """GB/s of each kind of operation, `[forward, backward]`, and what attention's products reach, in TFLOP/s.
 
     Args:
-        time_us: times something on all ranks at once.
+        cold_us: times something on all ranks at once, with no cache as it left it.
         dtype: of activations and weights.
         update_bytes: counted for one parameter of the optimizer.
     """
     torch.empty(_WARM_BYTES, dtype=torch.uint8)
-    evicted = torch.zeros(_EVICTED_BYTES // 4)
-
-    def cold(run: Callable[[], object]) -> float:
-        """As in a step, where other tensors were used since."""
-        return time_us(run, evicted.sum)
-
-    found = {kind: _both(cold, run, leaves, kind) for kind, (run, leaves) in _chains(dtype).items()}
+    found = {kind: _both(cold_us, run, leaves, kind) for kind, (run, leaves) in _chains(dtype).items()}
     logits = torch.randn(ROWS, 1, VOCABULARY).to(dtype)
-    forward, backward = _times(cold, _CrossEntropy.apply, [logits])
+    forward, backward = _times(cold_us, _CrossEntropy.apply, [logits])
     found["loss"] = [LOSS_BYTES[0] * logits.numel() / forward / 1e3, LOSS_BYTES[1] * logits.numel() / backward / 1e3]
-    products, scores = _attention(cold, dtype)
-    evicted = torch.zeros(_EVICTED_BY_STEP // 4)
-    return {"elementwise": {**found, "scores": scores, **_parameters(cold, dtype, update_bytes)}, "products": products}
+    products, scores = _attention(cold_us, dtype)
+    found |= {"scores": scores, **_parameters(cold_us, dtype, update_bytes)}
+    return {"elementwise": found, "products": products}
 
 
 def _chains(dtype: torch.dtype) -> dict[Elementwise, tuple[Callable[..., Tensor], list[Tensor]]]:
@@ -68,12 +59,12 @@ def _chains(dtype: torch.dtype) -> dict[Elementwise, tuple[Callable[..., Tensor]
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * (up + 0.0)
 
-    ones, zeros = torch.ones(WIDTH).to(dtype), torch.zeros(WIDTH).to(dtype)
+    ones, zeros = torch.ones(HIDDEN).to(dtype), torch.zeros(HIDDEN).to(dtype)
     half = ROWS // 2  # what two tensor ranks hold under sequence parallelism
     return {
-        "rms_norm": (lambda x, w: F.rms_norm(x, (WIDTH,), w, 1e-5), [made(half, 1, WIDTH), ones]),
-        "layer_norm": (lambda x, w, b: F.layer_norm(x, (WIDTH,), w, b, 1e-5), [made(half, 1, WIDTH), ones, zeros]),
-        "add": (lambda x, y: x + y, [made(half, 1, WIDTH), made(half, 1, WIDTH)]),
+        "rms_norm": (lambda x, w: F.rms_norm(x, (HIDDEN,), w, 1e-5), [made(half, 1, HIDDEN), ones]),
+        "layer_norm": (lambda x, w, b: F.layer_norm(x, (HIDDEN,), w, b, 1e-5), [made(half, 1, HIDDEN), ones, zeros]),
+        "add": (lambda x, y: x + y, [made(half, 1, HIDDEN), made(half, 1, HIDDEN)]),
         "rotary": (rotary, [made(ROWS, 1, HEADS, HEAD)]),
         "repeat": (lambda x: x.repeat_interleave(2, dim=2), [made(ROWS, 1, HEADS // 2, HEAD)]),
         "swiglu": (swiglu, [made(ROWS, 1, 2 * FFN)]),
@@ -81,7 +72,7 @@ def _chains(dtype: torch.dtype) -> dict[Elementwise, tuple[Callable[..., Tensor]
     }
 
 
-def _times(time_us: _Cold, run: Callable[..., Tensor], leaves: Sequence[Tensor]) -> tuple[float, float]:
+def _times(time_us: Timer, run: Callable[..., Tensor], leaves: Sequence[Tensor]) -> tuple[float, float]:
     """Forward and backward."""
     for leaf in leaves:
         leaf.requires_grad_()
@@ -91,7 +82,7 @@ def _times(time_us: _Cold, run: Callable[..., Tensor], leaves: Sequence[Tensor])
     return forward, time_us(lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True))
 
 
-def _both(time_us: _Cold, run: Callable[..., Tensor], leaves: Sequence[Tensor], kind: Elementwise) -> list[float]:
+def _both(time_us: Timer, run: Callable[..., Tensor], leaves: Sequence[Tensor], kind: Elementwise) -> list[float]:
     outputs = run(*leaves).numel()
     if kind == "add":  # its gradient is what it was given
         return [TOUCHED[kind][0] * outputs * leaves[0].element_size() / time_us(lambda: run(*leaves)) / 1e3]
@@ -122,7 +113,7 @@ class _CrossEntropy(torch.autograd.Function):
         return ctx.softmax.mul_(grads[0].unsqueeze(-1)).to(ctx.dtype)
 
 
-def _attention(time_us: _Cold, dtype: torch.dtype) -> tuple[list[float], list[float]]:
+def _attention(time_us: Timer, dtype: torch.dtype) -> tuple[list[float], list[float]]:
     """Megatron's attention without a fused kernel: TFLOP/s of its products alone, GB/s of all that is around them."""
     q, k, v = (torch.randn(ROWS, HEADS, HEAD).to(dtype) for _ in range(3))
 
@@ -151,7 +142,7 @@ def _attention(time_us: _Cold, dtype: torch.dtype) -> tuple[list[float], list[fl
     ]
 
 
-def _parameters(time_us: _Cold, dtype: torch.dtype, update_bytes: float) -> dict[str, list[float]]:
+def _parameters(time_us: Timer, dtype: torch.dtype, update_bytes: float) -> dict[str, list[float]]:
     """What passes over parameters: gradients added to main ones, those clipped, the optimizer."""
     weights = [torch.nn.Parameter(torch.randn(*shape)) for shape in _WEIGHTS]
     narrow = [weight.detach().to(dtype) for weight in weights]

@@ -17,8 +17,7 @@ from megatron_overlap.measure.machine import (
     CHECK_GEMM,
     CHECK_MESSAGE,
     CHECK_PIECES,
-    COLUMNS,
-    DEPTH,
+    PRODUCT,
     ROWS,
 )
 from megatron_overlap.tune.cost import CostModel
@@ -48,12 +47,12 @@ def profile_tree(found: Mapping[str, Any], precision: Precision, source: str) ->
     """
 
     figure = partial(_figure, source=source)
-    rates = {int(rows): 2.0 * int(rows) * COLUMNS * DEPTH / us for rows, us in found["gemm_us"].items()}
+    rates = {int(rows): 2.0 * int(rows) * PRODUCT / us for rows, us in found["gemm_us"].items()}
     best = max(rates.values())
     peak = max(found["peak_tflops"], best / 1e6)
     latency, copy = line({int(count): us for count, us in found["message_us"].items()})
     moved = found["collective_bytes"] * (found["ranks"] - 1) / found["ranks"]
-    share, rate = _lost(found, copy)
+    rate, share = _lost(found, copy)
     return {
         "base": str(profile_folder() / f"{BASE}.yaml"),
         "name": "calibrated",
@@ -64,7 +63,7 @@ def profile_tree(found: Mapping[str, Any], precision: Precision, source: str) ->
             "gemm": {
                 "efficiency": figure(min(1.0, best / 1e6 / peak)),
                 "rows": [{"rows": rows, "rate": rate / best} for rows, rate in sorted(rates.items())],
-                "weight_gradient": figure(2.0 * ROWS[-1] * COLUMNS * DEPTH / found["weight_gradient_us"] / best),
+                "weight_gradient": figure(2.0 * ROWS[-1] * PRODUCT / found["weight_gradient_us"] / best),
                 "source": source,
             },
             "memory_gbps": figure(found["memory_gbps"]),
@@ -109,7 +108,12 @@ def middle(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def lab_tree(
-    slow: Mapping[str, Any], fast: Mapping[str, Any], gbps: tuple[float, float], precision: Precision, source: str
+    slow: Mapping[str, Any],
+    fast: Mapping[str, Any],
+    gbps: tuple[float, float],
+    precision: Precision,
+    source: str,
+    beside: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """As `profile_tree`, of hosts joined by a line: what a line of one rate and one of another have shown.
 
@@ -121,6 +125,7 @@ def lab_tree(
         gbps: their rates.
         precision: type of the GEMMs.
         source: when and where it was measured.
+        beside: what computation loses beside messages on lines between the two.
     """
 
     figure = partial(_figure, source=source)
@@ -128,16 +133,8 @@ def lab_tree(
     del tree["inside"]
     latencies, rates = zip(*(_link_rates(found) for found in (slow, fast)), strict=True)
     hosts = {name: figure(max(rate, rates[0][name])) for name, rate in rates[1].items()}
-    # What messages take: a share of the time in which they are under way, and so much for each byte.
-    (low_share, low), (high_share, high) = (
-        _lost(found, each["copy_gbps"] * 1e3) for found, each in zip((slow, fast), rates, strict=True)
-    )
-    by_byte = min(max(0.0, (high_share - low_share) / (high - low)), high_share / high)
-    always = max(0.0, low_share - by_byte * low)
     tree["contention"] = {
-        "collective": {"value": always, "source": f"taken to be that of messages; {source}"},
-        "copy": figure(always),
-        "host_us_per_mb": figure(by_byte * 1e6),
+        "beside": _beside(source, (slow, *beside, fast)),
         **{name: figure(fmean((slow[name], fast[name]))) for name in ("busy_us", "busy_collective_us")},
         "late": _late(source, slow, fast),
     }
@@ -168,10 +165,17 @@ def _late(source: str, *found: Mapping[str, Any]) -> list[dict[str, Any]]:
     return points
 
 
+def _beside(source: str, found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    points = sorted(_lost(one, line({int(count): us for count, us in one["message_us"].items()})[1]) for one in found)
+    return [
+        {"moved_gbps": _figure(moved / 1e3, source), "lost": _figure(min(1.0, lost), source)} for moved, lost in points
+    ]
+
+
 def _lost(found: Mapping[str, Any], copy: float) -> tuple[float, float]:
-    """Share of computation that is lost while messages go both ways, and bytes per microsecond, both together."""
+    """Bytes per microsecond that messages move, both ways together, and share of computation that is lost meanwhile."""
     lost_us = max(0.0, found["gemm_beside_us"] - found["gemm_alone_us"])
-    return lost_us * copy / found["beside_bytes"], 2 * copy
+    return 2 * copy, lost_us * copy / found["beside_bytes"]
 
 
 def _link_rates(found: Mapping[str, Any]) -> tuple[float, dict[str, float]]:

@@ -1,7 +1,8 @@
 """`python -m megatron_overlap.measure.machine FOLDER TASK PRECISION`: what `doctor` runs on every rank.
 
 `test` runs overlapped layers forward and backward and holds them against plain collectives; `calibrate` measures what
-the cost model needs, and a few things that it has to predict. Rank r writes `rank{r}.json`.
+the cost model needs, and a few things that it has to predict; `beside` only what computation loses beside messages.
+Rank r writes `rank{r}.json`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -22,26 +22,29 @@ import torch.distributed as dist
 from megatron_overlap.comm import Transport, close_transport, transport_of
 from megatron_overlap.comm.transport import Wire
 from megatron_overlap.config.cluster import load_cluster_profile
-from megatron_overlap.measure.between_gemms import rates
+from megatron_overlap.measure.between_gemms import FFN, HIDDEN, rates
 from megatron_overlap.measure.calibrate import DTYPES, gemm_tflops
 from megatron_overlap.ops import all_gather_linear, linear_reduce_scatter, reference
 from megatron_overlap.schedules import all_gather_plan
 
 ROWS = (32, 64, 128, 256, 512, 1024)
-WIDTH = 1024
-COLUMNS, DEPTH = 2 * WIDTH, WIDTH
-"""Of the GEMMs that are timed by rows."""
+LAYER = ((HIDDEN, HIDDEN), (HIDDEN, HIDDEN // 2), (2 * FFN, HIDDEN), (HIDDEN, FFN))
+"""Columns and depth of the GEMMs that are timed by rows: a layer's on one of two ranks. They are not equally fast."""
+PRODUCT = sum(columns * depth for columns, depth in LAYER)
+"""Twice this many operations for each row, all four together."""
+_WIDTH = 1024
 MESSAGES = (1 << 10, 1 << 18, 1 << 20, 1 << 22)
 CHECK_GEMM, CHECK_MESSAGE, CHECK_PIECES = (384, 1536, 768), 3 << 20, 4
 BASE = "netlab"
 """The profile whose figures stand for what is not measured here."""
 _COLLECTIVE, _COPIED = 2 << 20, 8 << 20
-_REPEATS, _LEAST_REPEATS, _ENOUGH_S = 9, 4, 0.4
+_REPEATS, _LEAST_REPEATS, _ENOUGH_S = 9, 4, 0.25
 _TOGETHER, _LAUNCHES = 11, 100
-_GEMMS, _LONG_US, _BESIDE = 20, 1e5, 1 << 20
+_LONG_US, _MOST_BESIDE, _BESIDE = 5e4, 40, 1 << 18
 _MESSAGES_BESIDE, _FEW_GEMMS, _MOST_GEMMS = 20, 8, 10_000
-_OPERANDS = 192 << 20
-_LATE_ROWS, _LATE_AFTER_US, _LONGER, _MEETINGS = 256, 1e4, 4, 4
+# More than any cache: a step uses a weight once in each direction, and all others before it comes to it again.
+_EVICTED_BYTES = 512 << 20
+_LATE_ROWS, _LATE_COLUMNS, _LATE_AFTER_US, _LONGER, _MEETINGS = 256, 2048, 1e4, 4, 4
 _HICCUP = 2.0
 
 
@@ -89,17 +92,27 @@ def measure(group: dist.ProcessGroup, dtype: torch.dtype) -> dict[str, Any]:
         )
         return work.is_completed, work.wait
 
-    gemm_us = {rows: _alone(_gemm((rows, COLUMNS, DEPTH), dtype), group) for rows in ROWS}
-    weight_gradient = _gemm((ROWS[-1], COLUMNS, DEPTH), dtype, weight_gradient=True)
-    message_us = {count: _message(transport, count, group) for count in MESSAGES}
+    evicted = torch.zeros(_EVICTED_BYTES // 4)
+
+    def cold_us(run: Callable[[], object]) -> float:
+        """As in a step, where every cache was filled with something else since."""
+        return _alone(run, group, evicted.sum)
+
+    def layer(rows: int, *, weight_gradient: bool = False) -> float:
+        """What a layer's GEMMs take."""
+        return sum(cold_us(_gemm((rows, *of), dtype, weight_gradient=weight_gradient)) for of in LAYER)
+
+    gemm_us = {rows: layer(rows) for rows in ROWS}
+    message_us = _messages(transport, group)
     return {
         "ranks": size,
         "peak_tflops": peak,
         "gemm_us": gemm_us,
-        "weight_gradient_us": _alone(weight_gradient, group),
+        "weight_gradient_us": layer(ROWS[-1], weight_gradient=True),
         "message_us": message_us,
         "late_us": [
-            _late(transport, gemms, message_us[MESSAGES[0]], dtype, group) for gemms in late_gemms(gemm_us[_LATE_ROWS])
+            _late(transport, gemms, message_us[MESSAGES[0]], dtype, group)
+            for gemms in late_gemms(gemm_us[_LATE_ROWS] * _LATE_COLUMNS * _WIDTH / PRODUCT)
         ],
         "busy_us": _busy(message, dtype, group),
         "busy_collective_us": _busy(gather, dtype, group),
@@ -109,14 +122,24 @@ def measure(group: dist.ProcessGroup, dtype: torch.dtype) -> dict[str, Any]:
         "collective_bytes": _COLLECTIVE,
         "memory_gbps": 2 * _COPIED / _alone(lambda: copied.copy_(source), group) / 1e3,
         "launch_us": _alone(lambda: [one.add_(1) for _ in range(_LAUNCHES)], group) / _LAUNCHES,
-        **_contention(transport, gemm_us[ROWS[-1]] * WIDTH / COLUMNS, dtype, group),
-        **rates(lambda run, before: _alone(run, group, before), dtype, update_bytes),
+        **_contention(transport, dtype, group),
+        **rates(cold_us, dtype, update_bytes),
         "check": {
-            "gemm": _alone(_gemm(CHECK_GEMM, dtype), group),
-            "split gemm": _alone(_gemm(CHECK_GEMM, dtype, pieces=CHECK_PIECES), group),
+            "gemm": cold_us(_gemm(CHECK_GEMM, dtype)),
+            "split gemm": cold_us(_gemm(CHECK_GEMM, dtype, pieces=CHECK_PIECES)),
             "message": _message(transport, CHECK_MESSAGE, group),
         },
     }
+
+
+def beside(group: dist.ProcessGroup, dtype: torch.dtype) -> dict[str, Any]:
+    """GEMMs alone and beside messages, and messages alone, as `measure` has them."""
+    transport = transport_of(group)
+    return {"message_us": _messages(transport, group), **_contention(transport, dtype, group)}
+
+
+def _messages(transport: Transport, group: dist.ProcessGroup) -> dict[int, float]:
+    return {count: _message(transport, count, group) for count in MESSAGES}
 
 
 def _alone(run: Callable[[], object], group: dist.ProcessGroup, before: Callable[[], object] = lambda: None) -> float:
@@ -167,18 +190,11 @@ def _mean(us: float, group: dist.ProcessGroup) -> float:
 def _gemm(
     shape: tuple[int, int, int], dtype: torch.dtype, *, pieces: int = 1, weight_gradient: bool = False
 ) -> Callable[[], None]:
-    """What runs `x @ w.T` in pieces along its rows, or `dy.T @ x`, each time on other operands.
-
-    In a step a layer's weight was not used since the step before: what a GEMM takes whose operands are in a cache, two
-    thirds of it on some processors, no layer ever sees.
-    """
+    """What runs `x @ w.T` in pieces along its rows, or `dy.T @ x`."""
     rows, columns, depth = shape
     x, w, y = (torch.randn(*of).to(dtype) for of in ((rows, depth), (columns, depth), (rows, columns)))
-    each = sum(tensor.numel() for tensor in (x, w, y)) * dtype.itemsize
-    operands = cycle([tuple(tensor.clone() for tensor in (x, w, y)) for _ in range(max(2, _OPERANDS // each))])
 
     def run() -> None:
-        x, w, y = next(operands)
         if weight_gradient:
             torch.mm(y.t(), x, out=w)
             return
@@ -208,7 +224,7 @@ def _late(
     transport: Transport, gemms: int, message_us: float, dtype: torch.dtype, group: dist.ProcessGroup
 ) -> tuple[float, float]:
     """What so many GEMMs take, and how much longer a small message after them than right after a barrier."""
-    gemm = _gemm((_LATE_ROWS, COLUMNS, DEPTH), dtype)
+    gemm = _gemm((_LATE_ROWS, _LATE_COLUMNS, _WIDTH), dtype)
 
     def meetings(with_messages: bool) -> None:
         for _ in range(_MEETINGS):
@@ -232,7 +248,7 @@ def _busy(
         dtype: of what is computed.
         group: whose ranks take part.
     """
-    gemm = _gemm((ROWS[0], COLUMNS, DEPTH), dtype)
+    gemm = _gemm((ROWS[0], _LATE_COLUMNS, _WIDTH), dtype)
 
     def once(computing: bool) -> float:
         dist.barrier(group)
@@ -255,13 +271,12 @@ def _busy(
     return max(0.0, _mean(statistics.fmean(beside) - statistics.median(alone), group))
 
 
-def _contention(transport: Transport, gemm_us: float, dtype: torch.dtype, group: dist.ProcessGroup) -> dict[str, float]:
+def _contention(transport: Transport, dtype: torch.dtype, group: dist.ProcessGroup) -> dict[str, float]:
     """GEMMs alone, and beside messages both ways that land before the last of them ends, in turn."""
-    count = min(_GEMMS, max(_FEW_GEMMS, round(_LONG_US / gemm_us)))
-    a, out = torch.randn(WIDTH, WIDTH).to(dtype), torch.empty(WIDTH, WIDTH, dtype=dtype)
-    weights = [torch.randn(WIDTH, WIDTH).to(dtype) for _ in range(4)]
+    a, out = torch.randn(_WIDTH, _WIDTH).to(dtype), torch.empty(_WIDTH, _WIDTH, dtype=dtype)
+    weights = [torch.randn(_WIDTH, _WIDTH).to(dtype) for _ in range(4)]
 
-    def gemms(messages: int) -> float:
+    def gemms(messages: int, count: int) -> float:
         dist.barrier(group)
         flights = [_begin(transport, _BESIDE) for _ in range(messages)]
         start = time.perf_counter()
@@ -274,9 +289,10 @@ def _contention(transport: Transport, gemm_us: float, dtype: torch.dtype, group:
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
         return float(slowest.item())
 
-    each = _message(transport, _BESIDE, group)
-    messages = max(1, int(0.9 * statistics.median(gemms(0) for _ in range(3)) / each))
-    pairs = [(gemms(0), gemms(messages)) for _ in range(_REPEATS)]
+    few = statistics.median(gemms(0, _FEW_GEMMS) for _ in range(3))
+    count = min(_MOST_BESIDE, max(_FEW_GEMMS, round(_LONG_US / few * _FEW_GEMMS)))
+    messages = max(1, int(0.9 * few / _FEW_GEMMS * count / _message(transport, _BESIDE, group)))
+    pairs = [(gemms(0, count), gemms(messages, count)) for _ in range(_REPEATS)]
     alone = statistics.median(alone for alone, _ in pairs)
     lost = statistics.median(beside - alone for alone, beside in pairs)
     return {"gemm_alone_us": alone, "gemm_beside_us": alone + lost, "beside_bytes": messages * _BESIDE}
@@ -287,7 +303,8 @@ def main(folder: str, task: str, precision: str) -> None:
     dist.init_process_group("gloo")
     world = dist.group.WORLD
     assert world is not None
-    result = self_test(world) if task == "test" else measure(world, DTYPES[precision])
+    tasks = {"test": lambda _: self_test(world), "calibrate": partial(measure, world), "beside": partial(beside, world)}
+    result = tasks[task](DTYPES[precision])
     Path(folder, f"rank{dist.get_rank()}.json").write_text(json.dumps(result))
     dist.barrier()
     close_transport(world)

@@ -11,25 +11,12 @@ import torch
 from megatron_overlap.comm import Transport
 from megatron_overlap.schedules import Plan, all_gather_plan, all_reduce_plan, reduce_scatter_plan
 from megatron_overlap.schedules.all_reduce import Gathers
-from megatron_overlap.schedules.chunks import Small, part_weights
 from megatron_overlap.schedules.plan import Pattern, Split
+from megatron_overlap.schedules.usual import MAX_MESSAGES, MIN_CHUNK_ROWS, most_parts, usual_chunks
 
-# Below this many rows a bf16 GEMM loses more than 5 % per row (measured with oneDNN on AVX-512: 256 rows 0-1 %, 128
-# rows 3-7 %, 64 rows 11-20 %), and what one more cut can hide is less.
-_MIN_CHUNK_ROWS = 128
 # Through an MLP a part's rows pass two GEMMs and an activation, where small ones lose more (1024 rows: 4 parts 8 %, 2
 # parts 2 %), and larger ones hide as much: there is more to compute beside each message.
 MIN_MLP_ROWS = 256
-# A message costs two threads a wake-up, whatever its size; smaller ones than this hide less than that.
-_MIN_CHUNK_BYTES = 256 * 1024
-# What more messages of one op hide is less than what they cost (two and four hosts). Where 8 is no multiple of the
-# peers, a gather has a few more, as its last one is exposed (four hosts, three parts against two: 0-5 % faster), and a
-# scatter a few less (its parts are as many GEMMs and sums: 0-2 %). Both differences are near what those runs scattered
-# by, and more than four ranks were not measured.
-_MAX_MESSAGES = 8
-# Between two ranks, where 8 would be 6 at the usual numbers of rows: 4 parts took 2-7 % less time where communication
-# takes as long as the GEMM or less, and as long where it takes twice that (61 and 41 rounds beside each other).
-_MAX_PARTS = 4
 
 RowCollective = Literal["all_gather", "reduce_scatter"]
 """The collectives of sequence parallelism, where ranks own rows."""
@@ -61,11 +48,7 @@ class LinearPlan:
         """The schedule of one rank for `num_rows` gathered rows of `row_bytes` each."""
         chunks = self.chunks_per_rank
         if chunks is None:
-            rows = num_rows // transport.size
-            smallest = max(_MIN_CHUNK_ROWS, -(-_MIN_CHUNK_BYTES // row_bytes))
-            peers = max(1, transport.size - 1)
-            most = -(-_MAX_MESSAGES // peers) if collective == "all_gather" else _MAX_MESSAGES // peers
-            chunks = most_parts(min(most, _MAX_PARTS), rows, smallest, "last")
+            chunks = usual_chunks(collective, transport.size, num_rows, row_bytes)
         # On the CPU what has landed is merged into one GEMM; on a GPU that cannot be asked without a synchronisation.
         split = self.split or ("all" if device.type == "cpu" else "edge")
         pattern = self.pattern or ("ring" if device.type == "cpu" else "direct")
@@ -77,7 +60,7 @@ class LinearPlan:
         num_rows: int,
         device: torch.device,
         gathers: Gathers,
-        smallest: int = _MIN_CHUNK_ROWS,
+        smallest: int = MIN_CHUNK_ROWS,
     ) -> Plan:
         """The schedule of one rank for an all-reduce of `num_rows` rows, in parts of `smallest` rows or more.
 
@@ -87,15 +70,9 @@ class LinearPlan:
         chunks = self.chunks_per_rank
         if chunks is None:
             # A part is one GEMM over the rows of all owners.
-            chunks = most_parts(_MAX_MESSAGES, num_rows, smallest, "both")
+            chunks = most_parts(MAX_MESSAGES, num_rows, smallest, "both")
         split = self.split or "edge"
         return _all_reduce_schedule(transport.size, transport.rank, chunks, self.pattern or "direct", split, gathers)
-
-
-def most_parts(most: int, rows: int, smallest: int, small: Small) -> int:
-    """The largest number of parts, up to `most`, of which the smallest still has so many rows."""
-    fits = (parts for parts in range(most, 1, -1) if rows >= smallest * sum(part_weights(parts, small)))
-    return next(fits, 1)
 
 
 @lru_cache(maxsize=256)

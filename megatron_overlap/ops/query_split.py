@@ -22,11 +22,11 @@ from megatron_overlap.comm import Transport, Workspace, transport_of
 from megatron_overlap.ops.attention_rows import AttentionRows
 from megatron_overlap.ops.engine import Arrivals, Departures, Spans, WeightGradient, add_wide
 from megatron_overlap.ops.linear import Observer, WeightDone
-from megatron_overlap.ops.plan import LinearPlan, most_parts
+from megatron_overlap.ops.plan import LinearPlan
+from megatron_overlap.schedules.usual import MIN_CHUNK_ROWS, most_parts
 
 # A cut costs two more kernel calls, a merge, and a GEMM of fewer rows; it buys less exposed communication.
 _MIN_CHUNK_POSITIONS = 64
-_MIN_CHUNK_ROWS = 128
 _MAX_CHUNKS_PER_RANK = 16
 
 
@@ -86,7 +86,7 @@ def attention_linear_reduce_scatter(
 
 def _num_chunks(positions: int, batch: int) -> int:
     """Messages a rank's slice of `positions` is cut into."""
-    smallest = max(_MIN_CHUNK_POSITIONS, -(-_MIN_CHUNK_ROWS // max(1, batch)))
+    smallest = max(_MIN_CHUNK_POSITIONS, -(-MIN_CHUNK_ROWS // max(1, batch)))
     return most_parts(_MAX_CHUNKS_PER_RANK, positions, smallest, "first")
 
 

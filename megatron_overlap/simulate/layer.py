@@ -246,7 +246,7 @@ class Layers:
             meets = "before" if column is not backward else "after"
         calls = _OVERLAPPED_CALLS if job.tensor > 1 and linear.choice.method == "p2p" else 0
         time_us = played.time_us + self.model.calls_us(calls)
-        return Op(name, time_us, tensor_us=played.exposed_us, meets=meets)
+        return Op(name, time_us, tensor_us=played.exposed_us, meets=meets, slack_us=played.slack_us)
 
     def _all_reduced(self, name: str, n: int, k: int, *, moved: bool, backward: bool) -> Op:
         """Plain tensor parallelism: the row's output and the column's input gradient are summed over all ranks."""

@@ -28,6 +28,7 @@ from typing import Literal
 
 from megatron_overlap.schedules import Chunk, ChunkLayout, Exchange, Plan, Work, all_gather_plan, reduce_scatter_plan
 from megatron_overlap.schedules.plan import Collective, Pattern, Split
+from megatron_overlap.schedules.usual import usual_chunks
 from megatron_overlap.simulate.play import Played, Program, Stream, in_order, play
 from megatron_overlap.tune.cost import CostModel, Link
 from megatron_overlap.tune.decide import MARGIN
@@ -62,7 +63,8 @@ class Choice:
     Attributes:
         method: see the table above; `auto` is what `fastest` takes of `megatron` and `p2p`.
         pattern: of `p2p`.
-        chunks_per_rank: of `p2p` and `fused`; None takes the fastest of 1, 2, 4 and 8, as a tuner would.
+        chunks_per_rank: of `p2p` and `fused`; None is for `p2p` what the plugin takes unless told, for `fused` the
+            fastest of 1, 2, 4 and 8, as a tuner would.
         split: of `p2p`; None takes the faster one.
         save_gathered: a column-parallel layer keeps its gathered input for the weight gradient.
     """
@@ -144,8 +146,10 @@ class Linear:
         Args:
             column: a column-parallel layer, else a row-parallel one.
         """
-        candidates: tuple[Choice, ...] = (replace(self.choice, method="p2p"), Choice("megatron"))
-        ours, stock = (replace(self, choice=choice) for choice in candidates)
+        asked = self.choice.chunks_per_rank
+        counts = (None, *_CHUNKS) if asked is None else (asked,)
+        cut = [replace(self, choice=replace(self.choice, method="p2p", chunks_per_rank=count)) for count in counts]
+        ours, stock = min(cut, key=lambda one: one._both_us(column)), replace(self, choice=Choice("megatron"))
         return ours if ours._both_us(column) < (1 - MARGIN) * stock._both_us(column) else stock
 
     def _both_us(self, column: bool) -> float:
@@ -184,9 +188,8 @@ class Linear:
                 for c in self._chunks()
             ]
         else:
-            streams = [
-                self._stream("all_gather", gemm.rows_us, width, self.choice.pattern, c, s) for c, s in self._cuts()
-            ]
+            cuts = self._cuts("all_gather", width)
+            streams = [self._stream("all_gather", gemm.rows_us, width, self.choice.pattern, c, s) for c, s in cuts]
         return self._best([in_order(*_and_then(stream, then_us)) for stream in streams])
 
     def _scatter(self, gemm: _Gemm, width: int) -> Played:
@@ -207,7 +210,8 @@ class Linear:
                 self._stream("reduce_scatter", gemm.share_us, width, "direct", c, "all", launch_us=gemm.launch_us)
                 for c in self._chunks()
             ]
-        return [self._stream("reduce_scatter", gemm.rows_us, width, self.choice.pattern, c, s) for c, s in self._cuts()]
+        cuts = self._cuts("reduce_scatter", width)
+        return [self._stream("reduce_scatter", gemm.rows_us, width, self.choice.pattern, c, s) for c, s in cuts]
 
     def _slices(self) -> list[int]:
         layout = ChunkLayout(self.rows, SLICES)
@@ -216,9 +220,13 @@ class Linear:
     def _chunks(self) -> tuple[int, ...]:
         return _CHUNKS if self.choice.chunks_per_rank is None else (self.choice.chunks_per_rank,)
 
-    def _cuts(self) -> list[tuple[int, Split]]:
-        splits: tuple[Split, ...] = ("edge", "all") if self.choice.split is None else (self.choice.split,)
-        return [(chunks, split) for chunks in self._chunks() for split in splits[: None if chunks > 1 else 1]]
+    def _cuts(self, collective: Collective, width: int) -> list[tuple[int, Split]]:
+        chunks, splits = self.choice.chunks_per_rank, ("edge", "all")
+        if chunks is None:
+            chunks = usual_chunks(collective, self.link.size, self.rows, int(self._bytes(1, width)))
+        if self.choice.split is not None:
+            return [(chunks, self.choice.split)]
+        return [(chunks, split) for split in splits[: None if chunks > 1 else 1]]
 
     def _collective(
         self, kind: Collective, rows: Sequence[int], width: int, *, after: int = 0, each: int = 0
@@ -299,7 +307,7 @@ class Linear:
                 in_order(self._stream(collective, gemm.rows_us, width, self.choice.pattern, c, s, rank=rank))
                 for rank in range(self.link.size)
             ]
-            for c, s in self._cuts()
+            for c, s in self._cuts(collective, width)
         ]
         return min((play(group, self.model, self.link) for group in groups), key=lambda played: played.time_us)
 

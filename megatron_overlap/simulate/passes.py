@@ -20,6 +20,7 @@ class Op:
         tensor_us: part of it that waits for tensor parallel messages with nothing to compute.
         context_us: the same, of context parallel ones.
         meets: where the tensor ranks wait for each other: for its input, or for its result.
+        slack_us: how late the others may be without being waited for.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Op:
     tensor_us: float = 0.0
     context_us: float = 0.0
     meets: Meeting | None = None
+    slack_us: float = 0.0
 
     @property
     def computed_us(self) -> float:
@@ -74,7 +76,7 @@ def together(ops: Sequence[Op], late_us: Callable[[float], float]) -> Pass:
             computed += op.computed_us
             made.append(op)
             continue
-        late = late_us(computed + op.computed_us - _after_meeting(op))
+        late = max(0.0, late_us(computed + op.computed_us - _after_meeting(op)) - op.slack_us)
         made.append(replace(op, time_us=op.time_us + late, tensor_us=op.tensor_us + late))
         computed = _after_meeting(op)
     return Pass(tuple(made))

@@ -1,8 +1,9 @@
 """Plays schedules of all ranks of a group on a clock: computation, messages, and links that they share.
 
-The plans are the ones that run (`megatron_overlap.schedules`). Messages are fluid: all that are on the way share the
-ports they go through by max-min fairness, and whenever one starts or ends the rates are made anew. Computation is one
-queue per rank, slower while that rank communicates.
+The plans are the ones that run (`megatron_overlap.schedules`). A rank's messages leave one after the other, in the order
+in which they were ready; collectives of several streams go side by side. All that are on the way are fluid: they share
+the ports they go through by max-min fairness, and whenever one starts or ends the rates are made anew. Computation is
+one queue per rank, slower while that rank communicates.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Stream:
         work_us: time of the GEMM of each of `plan.work`, undisturbed.
         add_us: time of the additions after it, which begin when what they add has landed.
         send_bytes: size of the message of each of `plan.exchanges`.
-        latency_us: fixed cost of each message; None takes the link's.
+        latency_us: fixed cost of each message, beside those before it; None takes the link's.
         stretch: how many times as long each message takes as its bytes ask for; empty: as long.
     """
 
@@ -74,6 +75,7 @@ class Played:
         sent_bytes: by rank.
         received_bytes: by rank.
         spans: what every rank did, for a timeline.
+        slack_us: by how much later every message could have come with nobody waiting for it.
     """
 
     time_us: float
@@ -82,6 +84,7 @@ class Played:
     sent_bytes: tuple[float, ...]
     received_bytes: tuple[float, ...]
     spans: tuple[Span, ...]
+    slack_us: float
 
     @property
     def exposed_us(self) -> float:
@@ -121,7 +124,7 @@ class _Rank:
     sent: list[int] = field(default_factory=list)  # exchanges that have left, by stream
     posted: list[int] = field(default_factory=list)
     done: list[int] = field(default_factory=list)  # pieces of work that are done, by stream
-    landed: list[set[int]] = field(default_factory=list)
+    landed: list[dict[int, float]] = field(default_factory=list)  # when, by exchange
     sent_bytes: float = 0.0
     received_bytes: float = 0.0
 
@@ -134,23 +137,24 @@ class _World:
         for rank in self.ranks:
             count = len(rank.program.streams)
             rank.sent, rank.posted, rank.done = [0] * count, [0] * count, [0] * count
-            rank.landed = [set() for _ in range(count)]
+            rank.landed = [{} for _ in range(count)]
         self.model, self.link, self.kind, self.fold = model, link, kind, fold
         self.port_rate = link.copy_rate if kind == "copy" else link.collective_rate
         # Half of it before a message leaves, half until its arrival is noticed.
         self.busy_us = model.busy_us(kind) / 2
         self.now = 0.0
+        self.slack_us = math.inf
         self.messages: list[_Message] = []
         self.spans: list[Span] = []
 
     def post(self) -> bool:
-        """Starts every message that may leave: in each stream one after the other, in the plan's order."""
+        """Queues every message that may leave, in each stream in the plan's order; a collective when the one before has."""
         moved = False
         for index, rank in enumerate(self.ranks):
             for number, stream in enumerate(rank.program.streams):
                 exchanges = stream.plan.exchanges
                 at = rank.posted[number]
-                if at == len(exchanges) or at > rank.sent[number]:
+                if at == len(exchanges) or (self.kind == "collective" and at > rank.sent[number]):
                     continue
                 exchange = exchanges[at]
                 if exchange.after_work > rank.done[number]:
@@ -176,8 +180,11 @@ class _World:
             number, index = rank.program.order[rank.next_work]
             stream = rank.program.streams[number]
             work = stream.plan.work[index]
-            if any(k not in rank.landed[number] for k in (work.adds if rank.adding else work.needs)):
+            needs, landed = work.adds if rank.adding else work.needs, rank.landed[number]
+            if any(k not in landed for k in needs):
                 continue
+            if needs:
+                self.slack_us = min(self.slack_us, self.now - max(landed[k] for k in needs))
             time = stream.add_us[index] if rank.adding else stream.work_us[index]
             rank.computing, rank.left, rank.started = True, time, self.now
             moved = True
@@ -191,11 +198,21 @@ class _World:
             if not self.ranks[message.receiver].computing:
                 message.noticed = min(message.noticed, self.now)
 
+    def _first(self) -> list[_Message]:
+        """Messages that no other of their rank has to leave before."""
+        if self.kind == "collective":
+            return self.messages
+        first: dict[int, _Message] = {}
+        for message in self.messages:
+            if not message.arrived:
+                first.setdefault(message.sender, message)
+        return list(first.values())
+
     def set_rates(self) -> None:
         """Max-min fairness over the ports: the fullest port fixes its messages' rate, then the next fullest."""
         flowing = [
             message
-            for message in self.messages
+            for message in self._first()
             if message.starts <= self.now + _DONE and message.left > 0 and not message.arrived
         ]
         ports: dict[tuple[str, int], list[_Message]] = {}
@@ -232,10 +249,8 @@ class _World:
                 steps.append(max(0.0, message.noticed - self.now))
             elif message.starts > self.now + _DONE:
                 steps.append(message.starts - self.now)
-            elif message.rate > 0:
-                steps.append(message.left / message.rate)
-            else:
-                steps.append(0.0)
+            elif message.rate > 0 or message.left <= 0:
+                steps.append(max(0.0, message.left) / max(message.rate, _DONE))
         step = min(steps)
         self.now += step
         for message in self.messages:
@@ -275,7 +290,7 @@ class _World:
             if not message.arrived or message.noticed > self.now + _DONE:
                 staying.append(message)
                 continue
-            receiver.landed[message.stream].add(message.exchange)
+            receiver.landed[message.stream][message.exchange] = self.now
             name = f"exchange {message.stream}.{message.exchange}"
             self.spans.append(Span(message.sender, "message", name, message.posted, self.now))
         self.messages = staying
@@ -325,6 +340,7 @@ def play(
         tuple(rank.sent_bytes for rank in world.ranks),
         tuple(rank.received_bytes for rank in world.ranks),
         tuple(world.spans),
+        0.0 if math.isinf(world.slack_us) else world.slack_us,
     )
 
 

@@ -9,7 +9,7 @@ of them. All results are modelled, none is measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
@@ -51,6 +51,8 @@ CLIP_BYTES = (8, 12)
 """For each parameter: its main gradient zeroed, and summed up to see that it is a number; for each that this rank
 updates: summed up for the norm, and scaled by what clips it, read and written."""
 
+# The kernel gives either side its turn: computation never stops altogether.
+_LEAST_RATE = 0.05
 _US = 1e6
 _MEGABYTE = 1e6
 
@@ -218,14 +220,8 @@ class CostModel:
 
     def late_us(self, computed_us: float) -> float:
         """What a wait for other ranks takes more when all have computed for so long since the one before."""
-        low = below = slope = 0.0
-        for point in self.profile.contention.late:
-            high, above = point.computed_us.value, point.late_us.value
-            slope = (above - below) / (high - low)
-            if computed_us <= high:
-                break
-            low, below = high, above
-        return max(0.0, below + slope * (computed_us - low))
+        points = [(point.computed_us.value, point.late_us.value) for point in self.profile.contention.late]
+        return _between(points, computed_us)
 
     def compute_rate(self, kind: Literal["collective", "copy"], bytes_per_us: float) -> float:
         """Speed of computation beside communication, 1 being undisturbed.
@@ -235,10 +231,23 @@ class CostModel:
             bytes_per_us: what this rank sends and receives meanwhile, both directions together.
         """
         contention = self.profile.contention
+        if contention.beside:
+            points = [(point.moved_gbps.value * 1e3, point.lost.value) for point in contention.beside]
+            return max(_LEAST_RATE, 1.0 - _between(points, min(bytes_per_us, points[-1][0])))
         lost = contention.collective.value if kind == "collective" else contention.copy_.value
         host = contention.host_us_per_mb.value * bytes_per_us / _MEGABYTE
-        # The kernel gives either side its turn: computation never stops altogether.
-        return max(0.05, 1.0 - lost - host)
+        return max(_LEAST_RATE, 1.0 - lost - host)
+
+
+def _between(points: Sequence[tuple[float, float]], x: float) -> float:
+    """Straight between the points, from nothing on, and on beyond the last one; never below nothing."""
+    low = below = slope = 0.0
+    for high, above in points:
+        slope = (above - below) / (high - low)
+        if x <= high:
+            break
+        low, below = high, above
+    return max(0.0, below + slope * (x - low))
 
 
 def _rates(link: LinkProfile) -> tuple[float, float, float, float]:

@@ -11,15 +11,15 @@ from megatron_overlap import cli
 from megatron_overlap.config.cluster import load_cluster_profile, with_hosts
 from megatron_overlap.measure import doctor
 from megatron_overlap.measure.calibration import checks, lab_tree, line, middle, profile_tree, write_profile
-from megatron_overlap.measure.machine import COLUMNS, DEPTH, MESSAGES, ROWS, late_gemms
+from megatron_overlap.measure.machine import LAYER, MESSAGES, PRODUCT, ROWS, late_gemms
 from megatron_overlap.tune.cost import CostModel
 
 # A machine of 0.1 TFLOP/s, 50 us and 1 GB/s a message.
 FOUND: dict[str, Any] = {
     "ranks": 2,
     "peak_tflops": 0.1,
-    "gemm_us": {str(rows): 2.0 * rows * COLUMNS * DEPTH / 0.1e6 for rows in ROWS},
-    "weight_gradient_us": 2.0 * ROWS[-1] * COLUMNS * DEPTH / 0.08e6,
+    "gemm_us": {str(rows): 2.0 * rows * PRODUCT / 0.1e6 for rows in ROWS},
+    "weight_gradient_us": 2.0 * ROWS[-1] * PRODUCT / 0.08e6,
     "message_us": {str(count): 50 + count / 1000 for count in MESSAGES},
     "all_gather_us": 8192.0,
     "reduce_scatter_us": 16384.0,
@@ -78,8 +78,8 @@ def test_a_calibrated_profile_says_what_was_measured(tmp_path: Path) -> None:
     model = CostModel(profile)
     link = model.link(2)
     assert model.message_us(3 << 20, link) == pytest.approx(50 + (3 << 20) / 1000)
-    assert model.gemm_us(256, COLUMNS, DEPTH) == pytest.approx(FOUND["gemm_us"]["256"], rel=0.01)
-    gradient_us = model.weight_gradient_us(COLUMNS, DEPTH, ROWS[-1])
+    assert sum(model.gemm_us(256, n, k) for n, k in LAYER) == pytest.approx(FOUND["gemm_us"]["256"], rel=0.01)
+    gradient_us = sum(model.weight_gradient_us(n, k, ROWS[-1]) for n, k in LAYER)
     assert gradient_us == pytest.approx(FOUND["weight_gradient_us"], rel=0.01)
     assert model.collective_us("all_gather", 8 << 20, link) == pytest.approx(8192 + 50 + 3)
     assert model.collective_us("reduce_scatter", 8 << 20, link) == pytest.approx(16384 + 50 + 3)
@@ -116,10 +116,12 @@ def test_a_byte_takes_what_is_slower_the_line_or_the_hosts(tmp_path: Path) -> No
         return {**FOUND, "message_us": messages, **collectives, **waits}
 
     path = tmp_path / "lab.yaml"
-    write_profile(path, lab_tree(found(16.0), found(1.0), (0.5, 8.0), "bf16", "made up"))
+    write_profile(path, lab_tree(found(16.0), found(1.0), (0.5, 8.0), "bf16", "made up", [found(4.0)]))
     profile = load_cluster_profile(str(path))
-    assert profile.contention.copy_.value == pytest.approx(0.1)
-    assert profile.contention.host_us_per_mb.value == pytest.approx(200)
+    # 2 / 16, 2 / 4 and 2 / 2 GB/s both ways; between them straight.
+    rates = [(125.0, 0.125), (312.5, 0.1625), (500.0, 0.2), (1000.0, 0.3), (4000.0, 0.3)]
+    lost = [1 - CostModel(profile).compute_rate("copy", moved) for moved, _ in rates]
+    assert lost == pytest.approx([lost for _, lost in rates])
     # After more computation nobody is less late.
     assert [CostModel(profile).late_us(us) for us in (1e4, 1e6)] == pytest.approx([500 + 10 * 8.5] * 2)
     for gbps in (0.5, 1.0, 4.0, 8.0):

@@ -25,6 +25,13 @@ def test_a_wait_is_longer_by_what_was_computed_since_the_one_before() -> None:
     assert [op.computed_us for op in made.ops] == pytest.approx([20.0, 5.0, 9.0, 3.0])
 
 
+def test_who_is_late_is_waited_for_where_messages_were_not_early() -> None:
+    ops = tuple(Op(name, 10.0, meets="before", slack_us=slack) for name, slack in (("a", 0.0), ("b", 3.0), ("c", 9.0)))
+    made = together(ops, lambda computed_us: 5.0)
+    assert [op.time_us for op in made.ops] == pytest.approx([15.0, 12.0, 10.0])
+    assert [op.tensor_us for op in made.ops] == pytest.approx([5.0, 2.0, 0.0])
+
+
 def test_where_nobody_is_waited_for_nobody_is_late() -> None:
     ops = (Op("a", 5.0), Op("b", 3.0, context_us=1.0))
     assert together(ops, lambda computed_us: 100.0).ops == ops

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megatron_overlap.schedules import Chunk, Exchange, Plan, Work
 from megatron_overlap.schedules.chunks import part_weights
 from megatron_overlap.schedules.plan import Pattern, Split
+from megatron_overlap.schedules.usual import usual_chunks
 from megatron_overlap.simulate.linear import METHODS, SLICES, Choice, Linear
 from megatron_overlap.simulate.play import Program, Stream, in_order, play
 from tests.simulate.machines import machine
@@ -47,6 +48,20 @@ def test_what_is_left_over_communication_is_one_sub_slice(parts: int) -> None:
     smallest = 100.0 / 4 * min(weights) / sum(weights)
     assert layer.column_forward().time_us == pytest.approx(400.0 + smallest)
     assert layer.row_forward().time_us == pytest.approx(400.0 + smallest)
+
+
+@pytest.mark.parametrize("rows", [1024, 8192])
+def test_p2p_is_cut_as_the_plugin_cuts_it_unless_told(rows: int) -> None:
+    """Also where other cuts would be faster: here one message, as each costs 100 us."""
+    model = machine(launch_us=100.0, latency_us=100.0)
+    for passes, collective in (("column_forward", "all_gather"), ("row_forward", "reduce_scatter")):
+        usual = usual_chunks(collective, 4, rows, 1024 * 2)  # type: ignore[arg-type]
+        layers = {
+            c: Linear(model, model.link(4), Choice("p2p", chunks_per_rank=c), rows, 1024, 1024)
+            for c in (None, 1, usual)
+        }
+        times = {c: getattr(layer, passes)().time_us for c, layer in layers.items()}
+        assert times[None] == times[usual] > times[1]
 
 
 @pytest.mark.parametrize("column", [True, False])
@@ -145,9 +160,36 @@ def test_max_min_counts_what_the_slow_ones_take() -> None:
     apart = tuple(Stream(plan(0, (Exchange(CHUNK, to, CHUNK, 0),), (), 5), (), (), (1000.0,)) for to in (1, 2, 3))
     idle = in_order(*[Stream(plan(1, (), (), 5), (), (), ())] * 3)
     last = in_order(Stream(plan(4, (Exchange(CHUNK, 2, CHUNK, 4),), (), 5), (), (), (1000.0,)))
-    played = play([in_order(*apart), idle, idle, idle, last], model, model.link(5))
+    played = play([in_order(*apart), idle, idle, idle, last], model, model.link(5), kind="collective")
     assert played.time_us == pytest.approx(3.0)
     assert [span.stop_us for span in played.spans if span.rank == 4] == pytest.approx([1.5])
+
+
+def test_messages_of_a_rank_leave_one_after_the_other() -> None:
+    """Of two streams too, the one that was ready first; what each costs beside its bytes passes meanwhile."""
+    first = Stream(plan(0, (Exchange(CHUNK, 0, CHUNK, 0),) * 2, (), 2), (), (), (4000.0, 4000.0), latency_us=1.0)
+    work = (Work((CHUNK,)), Work((CHUNK,)))
+    later = (Exchange(CHUNK, 0, CHUNK, 0, after_work=1), Exchange(CHUNK, 0, CHUNK, 0, after_work=2))
+    second = Stream(plan(0, later, work, 2), (2.0, 30.0), (0.0, 0.0), (1000.0, 1000.0), latency_us=1.0)
+    model = machine()
+    played = play([in_order(first, second)], model, model.link(2), fold=True)
+    ends = {span.name: span.stop_us for span in played.spans if span.kind == "message"}
+    assert ends == pytest.approx({"exchange 0.0": 5, "exchange 0.1": 9, "exchange 1.0": 10, "exchange 1.1": 34})
+    beside = play([in_order(first, second)], model, model.link(2), fold=True, kind="collective")
+    assert {span.name: span.stop_us for span in beside.spans}["exchange 1.0"] == pytest.approx(5)
+
+
+@pytest.mark.parametrize(("compute_us", "slack_us"), [(10.0, 6.0), (4.0, 0.0), (1.0, 0.0)])
+def test_slack_is_what_messages_could_be_later_without_a_wait(compute_us: float, slack_us: float) -> None:
+    """Of two messages of 2 us the first is needed after so much computation, the second 3 us later."""
+    model = machine()
+    work = (Work((CHUNK,)), Work((CHUNK,), needs=(0,)), Work((CHUNK,), adds=(1,)))
+    stream = Stream(
+        plan(0, (Exchange(CHUNK, 0, CHUNK, 0),) * 2, work, 2), (compute_us, 1.0, 2.0), (0.0, 0.0, 1.0), (4000.0, 2000.0)
+    )
+    assert play([in_order(stream)], model, model.link(2), fold=True).slack_us == pytest.approx(slack_us)
+    nothing = Stream(plan(0, (), (Work((CHUNK,)),), 2), (compute_us,), (0.0,), ())
+    assert play([in_order(nothing)], model, model.link(2), fold=True).slack_us == 0.0
 
 
 def test_what_is_forwarded_has_to_be_there() -> None:

@@ -124,6 +124,20 @@ def test_more_rows_never_take_less(m: int, n: int, k: int, more: int) -> None:
     assert model.gemm_us(m + more, n, k) >= model.gemm_us(m, n, k) - 1e-9
 
 
+def test_what_was_measured_beside_messages_stands_for_shares_and_bytes() -> None:
+    def beside(*points: tuple[float, float]) -> CostModel:
+        tree = profile().model_dump(by_alias=True)
+        tree["contention"]["beside"] = [{"moved_gbps": number(rate), "lost": number(lost)} for rate, lost in points]
+        return CostModel(ClusterProfile.model_validate(tree))
+
+    model = beside((0.1, 0.2), (0.3, 0.5), (0.5, 1.0))
+    for kind in ("copy", "collective"):
+        rates = [model.compute_rate(kind, moved) for moved in (0.0, 50.0, 100.0, 200.0, 300.0, 500.0, 1e6)]  # type: ignore[arg-type]
+        assert rates == pytest.approx([1.0, 0.9, 0.8, 0.65, 0.5, 0.05, 0.05])
+    with pytest.raises(ValueError, match=r"contention.beside: .* in the order of what is moved"):
+        beside((0.3, 0.2), (0.1, 0.3))
+
+
 def test_who_has_computed_for_longer_is_later() -> None:
     def late(*points: tuple[float, float]) -> CostModel:
         tree = profile().model_dump(by_alias=True)
