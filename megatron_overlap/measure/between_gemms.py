@@ -40,8 +40,8 @@ def rates(cold_us: Timer, dtype: torch.dtype, update_bytes: float) -> dict[str, 
     forward, backward = _times(cold_us, _CrossEntropy.apply, [logits])
     found["loss"] = [LOSS_BYTES[0] * logits.numel() / forward / 1e3, LOSS_BYTES[1] * logits.numel() / backward / 1e3]
     products, scores = _attention(cold_us, dtype)
-    found |= {"scores": scores, **_parameters(cold_us, dtype, update_bytes)}
-    return {"elementwise": found, "products": products}
+    parameters = _parameters(cold_us, dtype, update_bytes)
+    return {"elementwise": {**found, "scores": scores, **parameters}, "products": products}
 
 
 def _chains(dtype: torch.dtype) -> dict[Elementwise, tuple[Callable[..., Tensor], list[Tensor]]]:

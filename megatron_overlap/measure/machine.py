@@ -303,8 +303,13 @@ def main(folder: str, task: str, precision: str) -> None:
     dist.init_process_group("gloo")
     world = dist.group.WORLD
     assert world is not None
-    tasks = {"test": lambda _: self_test(world), "calibrate": partial(measure, world), "beside": partial(beside, world)}
-    result = tasks[task](DTYPES[precision])
+    dtype = DTYPES[precision]
+    tasks: dict[str, Callable[[dist.ProcessGroup], dict[str, Any]]] = {
+        "test": self_test,
+        "calibrate": partial(measure, dtype=dtype),
+        "beside": partial(beside, dtype=dtype),
+    }
+    result = tasks[task](world)
     Path(folder, f"rank{dist.get_rank()}.json").write_text(json.dumps(result))
     dist.barrier()
     close_transport(world)

@@ -221,11 +221,10 @@ class Linear:
         return _CHUNKS if self.choice.chunks_per_rank is None else (self.choice.chunks_per_rank,)
 
     def _cuts(self, collective: Collective, width: int) -> list[tuple[int, Split]]:
-        chunks, splits = self.choice.chunks_per_rank, ("edge", "all")
+        splits: tuple[Split, ...] = ("edge", "all") if self.choice.split is None else (self.choice.split,)
+        chunks = self.choice.chunks_per_rank
         if chunks is None:
             chunks = usual_chunks(collective, self.link.size, self.rows, int(self._bytes(1, width)))
-        if self.choice.split is not None:
-            return [(chunks, self.choice.split)]
         return [(chunks, split) for split in splits[: None if chunks > 1 else 1]]
 
     def _collective(

@@ -1,9 +1,9 @@
 """Plays schedules of all ranks of a group on a clock: computation, messages, and links that they share.
 
-The plans are the ones that run (`megatron_overlap.schedules`). A rank's messages leave one after the other, in the order
-in which they were ready; collectives of several streams go side by side. All that are on the way are fluid: they share
-the ports they go through by max-min fairness, and whenever one starts or ends the rates are made anew. Computation is
-one queue per rank, slower while that rank communicates.
+The plans are the ones that run (`megatron_overlap.schedules`). A rank's messages leave one after the other, in the
+order in which they were ready; collectives of several streams go side by side. All that are on the way are fluid: they
+share the ports they go through by max-min fairness, and whenever one starts or ends the rates are made anew.
+Computation is one queue per rank, slower while that rank communicates.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class _World:
         self.spans: list[Span] = []
 
     def post(self) -> bool:
-        """Queues every message that may leave, in each stream in the plan's order; a collective when the one before has."""
+        """Queues messages that may leave, in each stream in the plan's order; a collective when the one before has."""
         moved = False
         for index, rank in enumerate(self.ranks):
             for number, stream in enumerate(rank.program.streams):
