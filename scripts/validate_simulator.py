@@ -24,7 +24,7 @@ from step_times import ROOT, STEPS, Measured, measure, measured, model_of, varia
 from megatron_overlap.config.cluster import ClusterProfile, load_cluster_profile, with_hosts
 from megatron_overlap.simulate.job import job_of
 from megatron_overlap.simulate.linear import Choice, Linear
-from megatron_overlap.simulate.play import Played
+from megatron_overlap.simulate.program import Played
 from megatron_overlap.simulate.step import simulate_step
 from megatron_overlap.tune.cost import CostModel
 

@@ -11,7 +11,7 @@ from megatron_overlap.config.cluster import Elementwise
 from megatron_overlap.simulate.job import Job
 from megatron_overlap.simulate.linear import Linear
 from megatron_overlap.simulate.passes import Meeting, Op, Pass, together
-from megatron_overlap.simulate.play import Played
+from megatron_overlap.simulate.program import Played
 from megatron_overlap.tune.cost import LOSS_BYTES, MAIN_GRADIENT_BYTES, TOUCHED, CollectiveKind, CostModel, Link
 
 _LOSS_SUMS = 3  # over the tensor ranks: largest logit, the label's, sum of exponentials

@@ -29,7 +29,8 @@ from typing import Literal
 from megatron_overlap.schedules import Chunk, ChunkLayout, Exchange, Plan, Work, all_gather_plan, reduce_scatter_plan
 from megatron_overlap.schedules.plan import Collective, Pattern, Split
 from megatron_overlap.schedules.usual import usual_chunks
-from megatron_overlap.simulate.play import Played, Program, Stream, in_order, play
+from megatron_overlap.simulate.play import play
+from megatron_overlap.simulate.program import Played, Program, Stream, in_order
 from megatron_overlap.tune.cost import CostModel, Link
 from megatron_overlap.tune.decide import MARGIN
 

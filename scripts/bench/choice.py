@@ -43,8 +43,8 @@ CONTROL = "megatron again"
 _ALWAYS = ("auto", "megatron", CONTROL)
 _LONGEST = 12
 _FAR = 1.15
-# Calls in a row that are timed together: as many as take so long.
-_LEAST_MS, _MOST_IN_A_ROW = 20.0, 8
+# Calls in a row: an odd number that takes about so long.
+_LEAST_MS, _MOST_IN_A_ROW = 20.0, 9
 _MOST_CALLS = 1500
 OPS = ("ag_gemm", "gemm_rs")
 # Rate of the links in Gbit/s, depth of the GEMM and its width over all ranks: GEMM : communication from 1:16 to 16:1.
@@ -305,12 +305,12 @@ class Point:
     def _rounds(self, runs: dict[str, Any], seconds: float) -> dict[str, list[float]]:
         """Times in ms of the slowest rank, all in turn in each round, an odd number of rounds, at least 7.
 
-        Every way has some calls in a row, as layers of a model have; a time is their mean. One before them is not
+        Every way has some calls in a row, as layers of a model have; a time is their median. One before them is not
         timed: it finds threads and caches as another way has left them.
         """
         names = list(runs)
         rounds: dict[str, list[float]] = {name: [] for name in names}
-        start, number, more, in_a_row = time.perf_counter(), -2, True, 2
+        start, number, more, in_a_row = time.perf_counter(), -2, True, 3
         while more or number % 2 == 0:
             # What ran before leaves the caches as it likes: no way may always follow the same one.
             for name in self._order.sample(names, len(names)):
@@ -318,17 +318,18 @@ class Point:
                 dist.barrier()
                 with prepared():
                     run()
-                    begin = time.perf_counter()
+                    marks = [time.perf_counter()]
                     for _ in range(in_a_row):
                         run()
-                    took = torch.tensor((time.perf_counter() - begin) * 1e3 / in_a_row, dtype=torch.float64)
+                        marks.append(time.perf_counter())
+                took = torch.tensor(marks, dtype=torch.float64).diff() * 1e3
                 dist.all_reduce(took, op=dist.ReduceOp.MAX)
-                rounds[name].append(took.item())
+                rounds[name].append(took.median().item())
             number += 1
             if number == 0:
                 # The same on all ranks, as the figures are.
                 least = min(min(values) for values in rounds.values())
-                in_a_row = min(_MOST_IN_A_ROW, max(2, math.ceil(_LEAST_MS / least)))
+                in_a_row = min(_MOST_IN_A_ROW, math.ceil(_LEAST_MS / least) | 1)
                 rounds = {name: [] for name in names}
             # Rank 0's clock ends it for all.
             ends = torch.tensor(float(number >= 7 and time.perf_counter() - start > seconds))

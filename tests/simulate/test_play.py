@@ -13,7 +13,8 @@ from megatron_overlap.schedules.chunks import part_weights
 from megatron_overlap.schedules.plan import Pattern, Split
 from megatron_overlap.schedules.usual import usual_chunks
 from megatron_overlap.simulate.linear import METHODS, SLICES, Choice, Linear
-from megatron_overlap.simulate.play import Program, Stream, in_order, play
+from megatron_overlap.simulate.play import play
+from megatron_overlap.simulate.program import Program, Stream, in_order
 from tests.simulate.machines import machine
 
 ROWS, WIDTH = 480, 100
