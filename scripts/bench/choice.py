@@ -3,12 +3,14 @@
     python scripts/bench/choice.py --json choice.json
 
 Two hosts, one rank a host, one thread a rank. Megatron's own layers run forward and backward: by its own path, by p2p
-with each number of chunks, and as chosen, after the choice has been made. All take their turn in each round, some calls
-in a row, as layers of a model have; a ratio is what the rounds' ratios scatter about, with the interval that holds it
-with 95 % probability. The best of many figures is always too good: the best fixed method is told by the odd rounds and
+with each number of chunks, and as chosen, after the choice has been made. All take their turn in each round, two
+calls in a row, of which the second is timed: the first finds threads and caches as another way has left them. More in a
+row would say little more: what one call of 2 ms takes, 1.4 or 2.8, the next ones take too, until others have been at
+work. A ratio is what the rounds' ratios scatter about, with the interval that holds it with 95 % probability.
+The best of many figures is always too good: the best fixed method is told by the odd rounds and
 compared in the even ones, and the other way round. Megatron's own path takes part twice, under two names: what comes
 out of one against the other is what comes out of nothing. A point that is not clearly above or below what is asked is
-timed for longer, up to twelve times, without what is far from the best; all its rounds count. Figures that the file has
+timed on, up to 16 times as long, without what is far from the best; all its rounds count. Figures that the file has
 already are not taken again.
 """
 
@@ -41,10 +43,8 @@ BEST, OWN = 0.97, 0.98
 CHUNKS = (1, 2, 4, 8)
 CONTROL = "megatron again"
 _ALWAYS = ("auto", "megatron", CONTROL)
-_LONGEST = 12
+_DOUBLED = 4
 _FAR = 1.15
-# Calls in a row: an odd number that takes about so long.
-_LEAST_MS, _MOST_IN_A_ROW = 20.0, 9
 _MOST_CALLS = 1500
 OPS = ("ag_gemm", "gemm_rs")
 # Rate of the links in Gbit/s, depth of the GEMM and its width over all ranks: GEMM : communication from 1:16 to 16:1.
@@ -259,8 +259,8 @@ class Point:
         method = line.method.replace("Megatron's own", "megatron").replace("p2p direct", "p2p")
         runs = {name: (self._run, lambda forward=forward: self._patched(forward)) for name, forward in forwards.items()}
         rounds: dict[str, list[float]] = {name: [] for name in runs}
-        for _ in range(_LONGEST):
-            for name, values in self._rounds(runs, seconds).items():
+        for number in range(_DOUBLED + 1):
+            for name, values in self._rounds(runs, seconds * 2 ** max(0, number - 1)).items():
                 rounds[name] += values
             of_own = interval([a / b for a, b in zip(rounds["megatron"], rounds["auto"], strict=True)])
             of_best = interval(against_best(rounds))
@@ -303,34 +303,25 @@ class Point:
         dist.all_gather_into_tensor(self.full, self.full[:shard].clone(), group=self.group)
 
     def _rounds(self, runs: dict[str, Any], seconds: float) -> dict[str, list[float]]:
-        """Times in ms of the slowest rank, all in turn in each round, an odd number of rounds, at least 7.
-
-        Every way has some calls in a row, as layers of a model have; a time is their median. One before them is not
-        timed: it finds threads and caches as another way has left them.
-        """
+        """Times in ms of the slowest rank, all in turn in each round, an odd number of rounds, at least 7."""
         names = list(runs)
         rounds: dict[str, list[float]] = {name: [] for name in names}
-        start, number, more, in_a_row = time.perf_counter(), -2, True, 3
+        start, number, more = time.perf_counter(), -2, True
         while more or number % 2 == 0:
             # What ran before leaves the caches as it likes: no way may always follow the same one.
-            for name in self._order.sample(names, len(names)):
-                run, prepared = runs[name]
-                dist.barrier()
+            took = torch.empty(len(names), dtype=torch.float64)
+            for index in self._order.sample(range(len(names)), len(names)):
+                run, prepared = runs[names[index]]
                 with prepared():
                     run()
-                    marks = [time.perf_counter()]
-                    for _ in range(in_a_row):
-                        run()
-                        marks.append(time.perf_counter())
-                took = torch.tensor(marks, dtype=torch.float64).diff() * 1e3
-                dist.all_reduce(took, op=dist.ReduceOp.MAX)
-                rounds[name].append(took.median().item())
+                    begin = time.perf_counter()
+                    run()
+                    took[index] = (time.perf_counter() - begin) * 1e3
+            dist.all_reduce(took, op=dist.ReduceOp.MAX)
+            if number >= 0:
+                for name, ms in zip(names, took.tolist(), strict=True):
+                    rounds[name].append(ms)
             number += 1
-            if number == 0:
-                # The same on all ranks, as the figures are.
-                least = min(min(values) for values in rounds.values())
-                in_a_row = min(_MOST_IN_A_ROW, math.ceil(_LEAST_MS / least) | 1)
-                rounds = {name: [] for name in names}
             # Rank 0's clock ends it for all.
             ends = torch.tensor(float(number >= 7 and time.perf_counter() - start > seconds))
             dist.broadcast(ends, 0)
