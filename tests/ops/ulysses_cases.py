@@ -255,9 +255,9 @@ def layer(
         off, own_error = ((value.double() - true).abs().max() for value in (mine_, one))
         # In float64 the parts are what is exact, and their own error reads 0. In float32 the last sum is taken in
         # whatever order the processor's GEMM likes, and the parts may be nearer by luck: each of its terms rounds by up
-        # to half a unit either way, a random walk, of which twice the usual length is allowed.
+        # to half a unit either way, a random walk, of which twice the usual length is allowed, beside what else is.
         terms = {"y": heads * SIZE, "dx": features}.get(name, 2 * own)
-        slack = {torch.float64: 256, torch.float32: math.sqrt(terms)}.get(dtype, 4)
+        slack = {torch.float64: 256, torch.float32: 4 + math.sqrt(terms)}.get(dtype, 4)
         allowed = 2 * own_error + slack * torch.finfo(dtype).eps * (true.abs().max() + float(main_grad))
         assert off <= allowed, f"{name}: off by {off:.2e}, allowed {allowed:.2e}"
     if late:
