@@ -116,10 +116,12 @@ def test_a_byte_takes_what_is_slower_the_line_or_the_hosts(tmp_path: Path) -> No
         return {**FOUND, "message_us": messages, **collectives, **waits}
 
     path = tmp_path / "lab.yaml"
-    write_profile(path, lab_tree(found(16.0), found(1.0), (0.5, 8.0), "bf16", "made up", [found(4.0)]))
+    half_lost = {"gemm_beside_us": FOUND["gemm_alone_us"] + 0.5 * FOUND["beside_bytes"] / 250.0}
+    between = [{**found(4.0), **half_lost}]
+    write_profile(path, lab_tree(found(16.0), found(1.0), (0.5, 8.0), "bf16", "made up", between))
     profile = load_cluster_profile(str(path))
     # 2 / 16, 2 / 4 and 2 / 2 GB/s both ways; between them straight.
-    rates = [(125.0, 0.125), (312.5, 0.1625), (500.0, 0.2), (1000.0, 0.3), (4000.0, 0.3)]
+    rates = [(125.0, 0.125), (312.5, 0.3125), (500.0, 0.5), (750.0, 0.4), (1000.0, 0.3), (4000.0, 0.3)]
     lost = [1 - CostModel(profile).compute_rate("copy", moved) for moved, _ in rates]
     assert lost == pytest.approx([lost for _, lost in rates])
     # After more computation nobody is less late.

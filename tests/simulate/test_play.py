@@ -189,6 +189,10 @@ def test_slack_is_what_messages_could_be_later_without_a_wait(compute_us: float,
         plan(0, (Exchange(CHUNK, 0, CHUNK, 0),) * 2, work, 2), (compute_us, 1.0, 2.0), (0.0, 0.0, 1.0), (4000.0, 2000.0)
     )
     assert play([in_order(stream)], model, model.link(2), fold=True).slack_us == pytest.approx(slack_us)
+    both = Stream(
+        replace(stream.plan, work=(work[0], Work((CHUNK,), needs=(0, 1)))), (10.0, 1.0), (0.0, 0.0), (4e3, 2e3)
+    )
+    assert play([in_order(both)], model, model.link(2), fold=True).slack_us == pytest.approx(4.0)
     nothing = Stream(plan(0, (), (Work((CHUNK,)),), 2), (compute_us,), (0.0,), ())
     assert play([in_order(nothing)], model, model.link(2), fold=True).slack_us == 0.0
 
@@ -266,7 +270,7 @@ def test_slower_links_never_help_and_nothing_beats_the_roof(
         assert 0 <= played.exposed_us <= moves * comm_us + tolerance
 
 
-@pytest.mark.parametrize(("compute_us", "expected"), [(100.0, 101.0), (8.0, 9.0), (3.0, 5.5), (0.5, 3.5)])
+@pytest.mark.parametrize(("compute_us", "expected"), [(100.0, 101.0), (8.0, 9.0), (5.0, 6.0), (3.0, 5.5), (0.5, 3.5)])
 def test_a_message_waits_for_a_core_until_its_rank_waits_for_it(compute_us: float, expected: float) -> None:
     """Two messages of 1 us, one after the other; each waits for up to 2.5 us to leave, and as long to be noticed."""
     model = machine(busy_us=5.0)
@@ -274,3 +278,12 @@ def test_a_message_waits_for_a_core_until_its_rank_waits_for_it(compute_us: floa
     work = (Work((CHUNK,)), Work((CHUNK,), needs=(0, 1)))
     program = in_order(Stream(plan(0, moves, work), (compute_us, 1.0), (0.0, 0.0), (1000.0, 1000.0)))
     assert play([program], model, model.link(3), fold=True).time_us == pytest.approx(expected)
+
+
+def test_what_is_forwarded_leaves_when_its_arrival_was_noticed() -> None:
+    """While the rank computes: 2.5 us to leave, 1 on the way, 2.5 to be noticed, twice."""
+    moves = (Exchange(CHUNK, 0, CHUNK, 0), Exchange(CHUNK, 0, CHUNK, 0, after_exchange=0))
+    program = in_order(Stream(plan(0, moves, (Work((CHUNK,)),)), (100.0,), (0.0,), (1000.0, 1000.0)))
+    model = machine(busy_us=5.0)
+    played = play([program], model, model.link(3), fold=True)
+    assert [span.stop_us for span in played.spans if span.kind == "message"] == pytest.approx([6.0, 12.0])
