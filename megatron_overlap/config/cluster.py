@@ -132,6 +132,15 @@ class ElementwiseRates(Section):
     """The optimizer."""
 
 
+class ProductRates(Section):
+    """TFLOP/s of the products of attention that keeps its scores, all of them counted, for heads of so many columns."""
+
+    head: Positive
+    forward: Annotated[float, Field(gt=0)]
+    backward: Annotated[float, Field(gt=0)]
+    source: Text
+
+
 class DeviceProfile(Section):
     """One device: one GPU, or the CPU share of one rank."""
 
@@ -141,6 +150,9 @@ class DeviceProfile(Section):
     """What a fused attention reaches of the peak, causal half counted; what the two products of one that keeps its
     scores reach, where `elementwise` has a rate for scores: all of them counted."""
     attention_backward: Share
+    products: Annotated[tuple[ProductRates, ...], Field(strict=False)] = ()
+    """What stands for the two above where scores are kept: the time of a score is a straight line between two sizes of
+    heads, and beyond the last; narrower heads run at the rate of the first."""
     memory_gib: Figure
     memory_gbps: Figure
     """Memory bandwidth that kernels reach, in GB/s."""
@@ -246,8 +258,10 @@ class ClusterProfile(Section):
         rows = [point.rows for point in self.device.gemm.rows]
         computed = [point.computed_us.value for point in self.contention.late]
         moved = [point.moved_gbps.value for point in self.contention.beside]
+        heads = [point.head for point in self.device.products]
         for name, points, what in (
             ("device.gemm.rows", rows, "their rows, each number of rows"),
+            ("device.products", heads, "columns of a head, each number"),
             ("contention.late", computed, "what was computed, each"),
             ("contention.beside", moved, "what is moved, each rate"),
         ):

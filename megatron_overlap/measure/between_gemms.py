@@ -27,7 +27,7 @@ _WARM_BYTES = 31 << 20
 
 
 def rates(cold_us: Timer, dtype: torch.dtype, update_bytes: float) -> dict[str, Any]:
-    """GB/s of each kind of operation, `[forward, backward]`, and what attention's products reach, in TFLOP/s.
+    """GB/s of each kind of operation, `[forward, backward]`, and TFLOP/s of attention's products by columns of a head.
 
     Args:
         cold_us: times something on all ranks at once, with no cache as it left it.
@@ -113,8 +113,9 @@ class _CrossEntropy(torch.autograd.Function):
         return ctx.softmax.mul_(grads[0].unsqueeze(-1)).to(ctx.dtype)
 
 
-def _attention(time_us: Timer, dtype: torch.dtype) -> tuple[list[float], list[float]]:
-    """Megatron's attention without a fused kernel: TFLOP/s of its products alone, GB/s of all that is around them."""
+def _attention(time_us: Timer, dtype: torch.dtype) -> tuple[dict[int, list[float]], list[float]]:
+    """Megatron's attention without a fused kernel: TFLOP/s of its products alone by columns of a head, GB/s of all that
+    is around them."""
     q, k, v = (torch.randn(ROWS, HEADS, HEAD).to(dtype) for _ in range(3))
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -126,20 +127,28 @@ def _attention(time_us: Timer, dtype: torch.dtype) -> tuple[list[float], list[fl
         shown = scores.view(1, HEADS, ROWS, ROWS).masked_fill_(mask, -10000.0)
         return torch.bmm(torch.softmax(shown, dim=-1).view(HEADS, ROWS, ROWS), v.transpose(0, 1))
 
-    tall, wide = torch.randn(HEADS, ROWS, HEAD).to(dtype), torch.randn(HEADS, HEAD, ROWS).to(dtype)
+    times = {head: _products(time_us, head, dtype) for head in (HEAD // 2, HEAD)}
+    flops = {head: 2.0 * HEADS * ROWS * ROWS * head for head in times}
+    whole = _times(time_us, attention, [q, k, v])
+    moved = [part * HEADS * ROWS * ROWS * dtype.itemsize for part in TOUCHED["scores"]]
+    # The rest is never less than a tenth: noise in a difference must not make it free.
+    rest = [max(us - products, 0.1 * us) for us, products in zip(whole, times[HEAD], strict=True)]
+    return (
+        {
+            head: [2 * flops[head] / first / 1e6, 4 * flops[head] / second / 1e6]
+            for head, (first, second) in times.items()
+        },
+        [b / us / 1e3 for b, us in zip(moved, rest, strict=True)],
+    )
+
+
+def _products(time_us: Timer, head: int, dtype: torch.dtype) -> tuple[float, float]:
+    """Forward [s, d] x [d, s] and [s, s] x [s, d]; backward the same twice, with the scores transposed once each."""
+    tall, wide = torch.randn(HEADS, ROWS, head).to(dtype), torch.randn(HEADS, head, ROWS).to(dtype)
     square = torch.randn(HEADS, ROWS, ROWS).to(dtype)
-    # Forward [s, d] x [d, s] and [s, s] x [s, d]; backward the same twice, with the scores transposed once each.
     first = time_us(lambda: (torch.bmm(tall, wide), torch.bmm(square, tall)))
     second = time_us(lambda: (torch.bmm(tall, wide), torch.bmm(square.transpose(1, 2), tall)))
-    second += time_us(lambda: (torch.bmm(square, tall), torch.bmm(wide, square)))
-    flops = 2.0 * HEADS * ROWS * ROWS * HEAD
-    whole = _times(time_us, attention, [q, k, v])
-    moved = [part * square.numel() * square.element_size() for part in TOUCHED["scores"]]
-    # The rest is never less than a tenth: noise in a difference must not make it free.
-    rest = [max(us - products, 0.1 * us) for us, products in zip(whole, (first, second), strict=True)]
-    return [2 * flops / first / 1e6, 4 * flops / second / 1e6], [
-        b / us / 1e3 for b, us in zip(moved, rest, strict=True)
-    ]
+    return first, second + time_us(lambda: (torch.bmm(square, tall), torch.bmm(wide, square)))
 
 
 def _parameters(time_us: Timer, dtype: torch.dtype, update_bytes: float) -> dict[str, list[float]]:

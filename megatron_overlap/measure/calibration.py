@@ -71,11 +71,10 @@ def profile_tree(found: Mapping[str, Any], precision: Precision, source: str) ->
                 kind: dict(zip(("forward", "backward"), gbps, strict=False)) | {"source": source}
                 for kind, gbps in found["elementwise"].items()
             },
-            # Those of attention that keeps its scores: nothing is said of a fused one.
-            **{
-                f"attention_{way}": figure(min(1.0, tflops / peak))
-                for way, tflops in zip(("forward", "backward"), found["products"], strict=True)
-            },
+            "products": [
+                {"head": int(head), "forward": forward, "backward": backward, "source": source}
+                for head, (forward, backward) in found["products"].items()
+            ],
             "launch_us": figure(found["launch_us"]),
         },
         "inside": {

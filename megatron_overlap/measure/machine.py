@@ -24,6 +24,7 @@ from megatron_overlap.comm.transport import Wire
 from megatron_overlap.config.cluster import load_cluster_profile
 from megatron_overlap.measure.between_gemms import FFN, HIDDEN, rates
 from megatron_overlap.measure.calibrate import DTYPES, gemm_tflops
+from megatron_overlap.measure.timed import alone_us, apart_us, mean_over_ranks, once_us, together_us
 from megatron_overlap.ops import all_gather_linear, linear_reduce_scatter, reference
 from megatron_overlap.schedules import all_gather_plan
 
@@ -38,14 +39,13 @@ CHECK_GEMM, CHECK_MESSAGE, CHECK_PIECES = (384, 1536, 768), 3 << 20, 4
 BASE = "netlab"
 """The profile whose figures stand for what is not measured here."""
 _COLLECTIVE, _COPIED = 2 << 20, 8 << 20
-_REPEATS, _LEAST_REPEATS, _ENOUGH_S = 9, 4, 0.25
-_TOGETHER, _LAUNCHES = 11, 100
+_REPEATS = 9
+_LAUNCHES = 100
 _LONG_US, _MOST_BESIDE, _BESIDE = 5e4, 40, 1 << 18
 _MESSAGES_BESIDE, _FEW_GEMMS, _MOST_GEMMS = 20, 8, 10_000
 # More than any cache: a step uses a weight once in each direction, and all others before it comes to it again.
 _EVICTED_BYTES = 512 << 20
 _LATE_ROWS, _LATE_COLUMNS, _LATE_AFTER_US, _LONGER, _MEETINGS = 256, 2048, 1e4, 4, 4
-_HICCUP = 2.0
 
 
 def self_test(group: dist.ProcessGroup) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def measure(group: dist.ProcessGroup, dtype: torch.dtype) -> dict[str, Any]:
 
     def cold_us(run: Callable[[], object]) -> float:
         """As in a step, where every cache was filled with something else since."""
-        return _alone(run, group, evicted.sum)
+        return alone_us(run, group, evicted.sum)
 
     def layer(rows: int, *, weight_gradient: bool = False) -> float:
         """What a layer's GEMMs take."""
@@ -116,12 +116,12 @@ def measure(group: dist.ProcessGroup, dtype: torch.dtype) -> dict[str, Any]:
         ],
         "busy_us": _busy(message, dtype, group),
         "busy_collective_us": _busy(gather, dtype, group),
-        "all_gather_us": _together(lambda: dist.all_gather_into_tensor(whole, shard, group=group), group),
-        "reduce_scatter_us": _together(lambda: dist.reduce_scatter_tensor(part, rows, group=group), group),
-        "all_reduce_us": _together(lambda: dist.all_reduce(sums, group=group), group),
+        "all_gather_us": apart_us(lambda: dist.all_gather_into_tensor(whole, shard, group=group), group),
+        "reduce_scatter_us": apart_us(lambda: dist.reduce_scatter_tensor(part, rows, group=group), group),
+        "all_reduce_us": apart_us(lambda: dist.all_reduce(sums, group=group), group),
         "collective_bytes": _COLLECTIVE,
-        "memory_gbps": 2 * _COPIED / _alone(lambda: copied.copy_(source), group) / 1e3,
-        "launch_us": _alone(lambda: [one.add_(1) for _ in range(_LAUNCHES)], group) / _LAUNCHES,
+        "memory_gbps": 2 * _COPIED / alone_us(lambda: copied.copy_(source), group) / 1e3,
+        "launch_us": alone_us(lambda: [one.add_(1) for _ in range(_LAUNCHES)], group) / _LAUNCHES,
         **_contention(transport, dtype, group),
         **rates(cold_us, dtype, update_bytes),
         "check": {
@@ -140,51 +140,6 @@ def beside(group: dist.ProcessGroup, dtype: torch.dtype) -> dict[str, Any]:
 
 def _messages(transport: Transport, group: dist.ProcessGroup) -> dict[int, float]:
     return {count: _message(transport, count, group) for count in MESSAGES}
-
-
-def _alone(run: Callable[[], object], group: dist.ProcessGroup, before: Callable[[], object] = lambda: None) -> float:
-    """Mean time of all ranks that compute, in microseconds; `before` is run each time and not counted.
-
-    A step is a sum of many such: their mean counts, not their median. Whatever took more than twice the median is left
-    out: so few times say nothing of how often that happens. The ranks begin together once: what a barrier leaves to its
-    threads would be in every figure.
-    """
-    dist.barrier(group)
-    times: list[float] = []
-    begin = time.perf_counter()
-    for number in range(_REPEATS + 2):
-        if len(times) >= _LEAST_REPEATS and time.perf_counter() - begin > _ENOUGH_S:
-            break
-        before()
-        start = time.perf_counter()
-        run()
-        if number >= 2:
-            times.append((time.perf_counter() - start) * 1e6)
-    middle = statistics.median(times)
-    return _mean(statistics.fmean(each for each in times if each <= _HICCUP * middle), group)
-
-
-def _together(run: Callable[[], object], group: dist.ProcessGroup) -> float:
-    """Time of something that ranks do together, in microseconds: the lower quartile.
-
-    Where a thread had to wait for a core is what lateness says, which is measured by itself.
-    """
-    return statistics.quantiles([_once(run, group) for _ in range(_TOGETHER + 2)][2:], n=4)[0]
-
-
-def _once(run: Callable[[], object], group: dist.ProcessGroup) -> float:
-    """The mean over ranks of what something takes once, in microseconds; all begin together."""
-    dist.barrier(group)
-    start = time.perf_counter()
-    run()
-    return _mean((time.perf_counter() - start) * 1e6, group)
-
-
-def _mean(us: float, group: dist.ProcessGroup) -> float:
-    """The mean over ranks: the same figure on all of them."""
-    total = torch.tensor(us, dtype=torch.float64)
-    dist.all_reduce(total, group=group)
-    return float(total.item()) / dist.get_world_size(group)
 
 
 def _gemm(
@@ -211,7 +166,7 @@ def _begin(transport: Transport, count: int) -> Any:
 
 
 def _message(transport: Transport, count: int, group: dist.ProcessGroup) -> float:
-    return _together(lambda: _begin(transport, count).finish(), group)
+    return together_us(lambda: _begin(transport, count).finish(), group)
 
 
 def late_gemms(gemm_us: float) -> tuple[int, int]:
@@ -233,7 +188,9 @@ def _late(
             if with_messages:
                 _begin(transport, MESSAGES[0]).finish()
 
-    pairs = [(_once(partial(meetings, False), group), _once(partial(meetings, True), group)) for _ in range(_REPEATS)]
+    pairs = [
+        (once_us(partial(meetings, False), group), once_us(partial(meetings, True), group)) for _ in range(_REPEATS)
+    ]
     more = statistics.median(met - alone for alone, met in pairs) / _MEETINGS
     return statistics.median(alone for alone, _ in pairs) / _MEETINGS, max(0.0, more - message_us)
 
@@ -268,7 +225,7 @@ def _busy(
         return took
 
     alone, beside = ([once(computing) for _ in range(_MESSAGES_BESIDE)] for computing in (False, True))
-    return max(0.0, _mean(statistics.fmean(beside) - statistics.median(alone), group))
+    return max(0.0, mean_over_ranks(statistics.fmean(beside) - statistics.median(alone), group))
 
 
 def _contention(transport: Transport, dtype: torch.dtype, group: dist.ProcessGroup) -> dict[str, float]:

@@ -271,7 +271,7 @@ class Layers:
         flops = 2.0 * job.micro_batch_size * heads * model.head_size * job.seq_length**2 / job.context
         if job.keeps_scores:
             # All scores, also those behind the mask: two products forward, four backward.
-            whole = self.model.products_us(flops * (4.0 if backward else 2.0), backward=backward)
+            whole = self.model.products_us(flops * (4.0 if backward else 2.0), model.head_size, backward=backward)
             yield from self._scores(heads, backward)
         else:
             # Two products forward and five backward, each 2 s^2 d, half of it behind the mask.

@@ -155,9 +155,20 @@ class CostModel:
         device = self.profile.device
         return self._at_share(flops, (device.attention_backward if backward else device.attention_forward).value)
 
-    def products_us(self, flops: float, *, backward: bool = False) -> float:
-        """Time of the products of attention that keeps its scores: at a GEMM's rate where the profile has no other."""
+    def products_us(self, flops: float, head: int, *, backward: bool = False) -> float:
+        """Time of the products of attention that keeps its scores: at a GEMM's rate where the profile has no other.
+
+        Args:
+            flops: operations, those for scores behind the mask among them.
+            head: columns of a head.
+            backward: of the gradients.
+        """
         device = self.profile.device
+        if device.products:
+            # Every score is written or read: narrow heads have little work for that.
+            rates = [(rate.head, rate.backward if backward else rate.forward) for rate in device.products]
+            per_score = _between([(columns, columns / (rate * _US)) for columns, rate in rates], head)
+            return flops / head * per_score + self.launch_us
         if device.elementwise.scores is not None:
             return self.attention_us(flops, backward=backward)
         return self._at_share(flops, device.gemm.efficiency.value)

@@ -9,9 +9,9 @@ row would say little more: what one call of 2 ms takes, 1.4 or 2.8, the next one
 work. A ratio is what the rounds' ratios scatter about, with the interval that holds it with 95 % probability.
 The best of many figures is always too good: the best fixed method is told by the odd rounds and
 compared in the even ones, and the other way round. Megatron's own path takes part twice, under two names: what comes
-out of one against the other is what comes out of nothing. A point that is not clearly above or below what is asked is
-timed on, up to 16 times as long, without what is far from the best; all its rounds count. Figures that the file has
-already are not taken again.
+out of one against the other is what comes out of nothing. A point that does not clearly reach what is asked is
+timed on, up to 16 times as long, without what is more than 3 % slower than the best for sure; all its rounds count.
+Figures that the file has already are not taken again.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ CHUNKS = (1, 2, 4, 8)
 CONTROL = "megatron again"
 _ALWAYS = ("auto", "megatron", CONTROL)
 _DOUBLED = 4
-_FAR = 1.15
 _MOST_CALLS = 1500
 OPS = ("ag_gemm", "gemm_rs")
 # Rate of the links in Gbit/s, depth of the GEMM and its width over all ranks: GEMM : communication from 1:16 to 16:1.
 LINKS = ((0.25, 512, 1024), (1.0, 512, 1024), (4.0, 512, 4096), (8.0, 512, 16384), (8.0, 512, 65536))
 ROWS = (8, 32, 128, 256, 512, 1024, 2048)
+_MOST_NUMBERS = 2**25
+"""Of a layer's output over all ranks: a choice for more takes minutes."""
 
 
 def main() -> None:
@@ -63,7 +64,8 @@ def main() -> None:
         have = {
             (point["op"], point["rows"]) for point in points if (point["gbps"], point["k"], point["f"]) == (gbps, k, f)
         }
-        wanted = [f"{op},{rows}" for rows, op in itertools.product(args.rows, OPS) if (op, rows) not in have]
+        all_rows = [rows for rows in args.rows if rows * f <= _MOST_NUMBERS]
+        wanted = [f"{op},{rows}" for rows, op in itertools.product(all_rows, OPS) if (op, rows) not in have]
         if not wanted:
             continue
         options = ["--shape", str(int(k)), str(int(f)), "--points", *wanted, "--seconds", str(args.seconds)]
@@ -264,15 +266,18 @@ class Point:
                 rounds[name] += values
             of_own = interval([a / b for a, b in zip(rounds["megatron"], rounds["auto"], strict=True)])
             of_best = interval(against_best(rounds))
-            clear = all(low >= asked or high < asked for (_, low, high), asked in ((of_own, OWN), (of_best, BEST)))
-            told = torch.tensor(float(clear))
+            told = torch.tensor(float(of_own[1] >= OWN and of_best[1] >= BEST))
             dist.broadcast(told, 0)
             if told.item():
                 break
-            # What is far from the best is not timed any longer.
-            least = min(median(values) for values in rounds.values())
-            stay = [n for n, values in rounds.items() if median(values) < _FAR * least or n in _ALWAYS]
-            runs = {name: run for name, run in runs.items() if name in {*stay, method}}
+            # What is not among the best, for sure, is not timed any longer.
+            least = rounds[min(runs, key=lambda name: median(rounds[name]))]
+            stay = [
+                name
+                for name in runs
+                if interval([a / b for a, b in zip(rounds[name], least, strict=True)])[1] < 1 / BEST
+            ]
+            runs = {name: run for name, run in runs.items() if name in {*stay, method, *_ALWAYS}}
         times = {name: median(values) for name, values in rounds.items()}
         of_control = interval([a / b for a, b in zip(rounds["megatron"], rounds[CONTROL], strict=True)])
         fixed = {name: ms for name, ms in times.items() if name not in ("auto", CONTROL)}
@@ -334,7 +339,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", default="choice.json", help="file for the figures, and of those that are there")
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     parser.add_argument("--links", nargs="+", help="GBPS,K,F of the links and layers, if not the usual ones")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of timing for a point")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of timing for a point")
     parser.add_argument("--shape", type=int, nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--points", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)

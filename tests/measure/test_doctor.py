@@ -34,7 +34,7 @@ FOUND: dict[str, Any] = {
     "gemm_beside_us": 44_000.0,
     "beside_bytes": 8 << 20,
     "elementwise": {"rms_norm": [4.0, 2.0], "update": [5.0]},
-    "products": [0.05, 0.04],
+    "products": {"64": [0.04, 0.03], "128": [0.05, 0.04]},
     "check": {"gemm": 9060.0, "split gemm": 9060.0, "message": 3195.0},
 }
 
@@ -88,7 +88,15 @@ def test_a_calibrated_profile_says_what_was_measured(tmp_path: Path) -> None:
     assert model.memory_us(1e6, "rms_norm", backward=True) == pytest.approx(1e3 / 2 + 3)
     assert model.memory_us(1e6, "update", backward=True) == pytest.approx(1e3 / 5 + 3)
     assert model.memory_us(1e6) == pytest.approx(1e3 / 5 + 3)
-    assert model.attention_us(1e6) == pytest.approx(1e6 / 0.05e6 + 3)
+    # Of heads between two that were measured the time of a score, in proportion to columns / rate.
+    for head, forward, backward in (
+        (32, 0.04, 0.03),
+        (64, 0.04, 0.03),
+        (96, 96 / ((64 / 0.04 + 128 / 0.05) / 2), 96 / ((64 / 0.03 + 128 / 0.04) / 2)),
+        (128, 0.05, 0.04),
+    ):
+        assert model.products_us(1e6, head) == pytest.approx(1e6 / (forward * 1e6) + 3)
+        assert model.products_us(1e6, head, backward=True) == pytest.approx(1e6 / (backward * 1e6) + 3)
     # Bytes that went both ways took 4 ms from the GEMMs.
     moved = 2 * (8 << 20) / 1e6
     assert profile.contention.host_us_per_mb.value == pytest.approx(4000 / moved)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_overlap.config import ModelConfig
@@ -11,17 +11,21 @@ from megatron_overlap.simulate.job import Job
 from megatron_overlap.tune.cost import CostModel
 
 LATE_AFTER_US = 1e4
+type Products = Sequence[tuple[int, float, float]]
 
 
 def number(value: float) -> dict[str, Any]:
     return {"value": value, "source": "made up for a test"}
 
 
-def profile(elementwise: Mapping[str, tuple[float, float]] | None = None, **changes: float) -> ClusterProfile:
+def profile(
+    elementwise: Mapping[str, tuple[float, float]] | None = None, products: Products = (), **changes: float
+) -> ClusterProfile:
     """1 TFLOP/s, 1 GB/s links, memory and launches for nothing, no latency, no contention; some of it changed.
 
     Args:
         elementwise: GB/s of kinds of operations, forward and backward.
+        products: TFLOP/s of attention's, forward and backward, by columns of a head.
         changes: tflops, gbps, latency_us, between_us, launch_us, call_us, copy (contention), collective,
             host_us_per_mb, busy_us, late_us (after `LATE_AFTER_US`), devices, nics, memory_gib, memory_gbps.
     """
@@ -58,6 +62,10 @@ def profile(elementwise: Mapping[str, tuple[float, float]] | None = None, **chan
                 "gemm": {"efficiency": number(1.0), "processors": 1, "source": "made up"},
                 "attention_forward": number(1.0),
                 "attention_backward": number(1.0),
+                "products": [
+                    {"head": head, "forward": forward, "backward": backward, "source": "made up for a test"}
+                    for head, forward, backward in products
+                ],
                 "memory_gib": number(given["memory_gib"]),
                 "memory_gbps": number(given["memory_gbps"]),
                 "launch_us": number(given["launch_us"]),
@@ -83,8 +91,10 @@ def profile(elementwise: Mapping[str, tuple[float, float]] | None = None, **chan
     )
 
 
-def machine(elementwise: Mapping[str, tuple[float, float]] | None = None, **changes: float) -> CostModel:
-    return CostModel(profile(elementwise, **changes))
+def machine(
+    elementwise: Mapping[str, tuple[float, float]] | None = None, products: Products = (), **changes: float
+) -> CostModel:
+    return CostModel(profile(elementwise, products, **changes))
 
 
 def job(**changes: Any) -> Job:

@@ -69,11 +69,21 @@ def test_products_of_attention_that_keeps_its_scores() -> None:
     assert made_again["scores again"] == pytest.approx(times(again.forward.ops)["scores"])
 
 
+def test_products_of_narrow_heads_have_a_rate_of_their_own() -> None:
+    """Eight heads of 128 columns, or sixteen of 64."""
+    product = 2.0 * ROWS**2 * HIDDEN / 1e6
+    rates = ((64, 0.5, 0.2), (128, 1.0, 0.25))
+    for heads, forward, backward in ((16, 0.5, 0.2), (8, 1.0, 0.25)):
+        layers = Layers(job(keeps_scores=True, num_attention_heads=heads), machine(products=rates))
+        assert times(layers.forward.ops)["attention"] == pytest.approx(2 * product / forward)
+        assert times(layers.backward.ops)["attention grad"] == pytest.approx(4 * product / backward)
+
+
 def test_products_run_as_gemms_where_nothing_else_is_known() -> None:
     """A fused kernel's share of the peak says nothing of products that are made apart."""
     model = CostModel(load_cluster_profile("h800"))
     peak = 989.4e6
-    assert model.products_us(1e9) == pytest.approx(1e9 / (peak * 0.762) + 3)
+    assert model.products_us(1e9, 128) == pytest.approx(1e9 / (peak * 0.762) + 3)
     assert model.attention_us(1e9) == pytest.approx(1e9 / (peak * 0.6) + 3)
 
 
