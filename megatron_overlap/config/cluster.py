@@ -25,6 +25,7 @@ Elementwise = Literal[
     "rms_norm",
     "layer_norm",
     "add",
+    "bias",
     "rotary",
     "repeat",
     "scores",
@@ -116,6 +117,8 @@ class ElementwiseRates(Section):
     rms_norm: PassRates | None = None
     layer_norm: PassRates | None = None
     add: PassRates | None = None
+    bias: PassRates | None = None
+    """A bias that is added to all rows, and its gradient, a sum over them; null: part of the GEMM."""
     rotary: PassRates | None = None
     repeat: PassRates | None = None
     """Grouped keys and values, written out for every query head."""

@@ -65,6 +65,7 @@ def _chains(dtype: torch.dtype) -> dict[Elementwise, tuple[Callable[..., Tensor]
         "rms_norm": (lambda x, w: F.rms_norm(x, (HIDDEN,), w, 1e-5), [made(half, 1, HIDDEN), ones]),
         "layer_norm": (lambda x, w, b: F.layer_norm(x, (HIDDEN,), w, b, 1e-5), [made(half, 1, HIDDEN), ones, zeros]),
         "add": (lambda x, y: x + y, [made(half, 1, HIDDEN), made(half, 1, HIDDEN)]),
+        "bias": (lambda x, b: x + b, [made(ROWS, 1, FFN), torch.zeros(FFN).to(dtype)]),
         "rotary": (rotary, [made(ROWS, 1, HEADS, HEAD)]),
         "repeat": (lambda x: x.repeat_interleave(2, dim=2), [made(ROWS, 1, HEADS // 2, HEAD)]),
         "swiglu": (swiglu, [made(ROWS, 1, 2 * FFN)]),

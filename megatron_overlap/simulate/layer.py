@@ -55,14 +55,17 @@ class Layers:
         return (
             self._norm(),
             self._column("qkv", self._qkv_width),
+            *self._bias(self._qkv_bias),
             *self._rotary(),
             *self._attention(),
             self._row("proj", self._queries),
+            *self._bias(self._row_bias),
             self._elementwise("add", "add", self._hidden),
             self._norm(),
             self._column("fc1", self._ffn * (2 if self.job.model.swiglu else 1)),
             self._activation(),
             self._row("fc2", self._ffn),
+            *self._bias(self._row_bias),
             self._elementwise("add", "add", self._hidden),
             *self._calls(self._layer_calls[0]),
         )
@@ -72,13 +75,16 @@ class Layers:
         """One layer, with what it computes again."""
         job = self.job
         ops = (
+            *self._bias(self._row_bias, backward=True),
             self._row("fc2", self._ffn, backward=True),
             self._activation(backward=True),
             self._column("fc1", self._ffn * (2 if job.model.swiglu else 1), backward=True),
             self._norm(backward=True),
+            *self._bias(self._row_bias, backward=True),
             self._row("proj", self._queries, backward=True),
             *self._attention(backward=True),
             *self._rotary(backward=True),
+            *self._bias(self._qkv_bias, backward=True),
             self._column("qkv", self._qkv_width, backward=True),
             self._norm(backward=True),
             *self._accumulated(job.layer_parameters() / job.tensor),
@@ -169,6 +175,15 @@ class Layers:
         return self.job.model.head_size * self.job.model.num_query_groups // self.job.tensor
 
     @property
+    def _qkv_bias(self) -> float:
+        """Elements that a bias is added to."""
+        return self.job.rows * self._qkv_width if self.job.model.add_bias or self.job.model.add_qkv_bias else 0
+
+    @property
+    def _row_bias(self) -> float:
+        return self._hidden if self.job.model.add_bias else 0
+
+    @property
     def _table(self) -> float:
         """Parameters of a rank's part of the embedding, or of the output layer."""
         return self.job.vocabulary * self.job.model.hidden_size / self.job.tensor
@@ -198,6 +213,11 @@ class Layers:
         if self.job.model.rotary:
             turned = self.job.rows * (self._queries + self._keys)
             yield self._elementwise("rotary", "rotary", turned, backward=backward)
+
+    def _bias(self, outputs: float, *, backward: bool = False) -> Iterable[Op]:
+        """A bias, where it is not part of the GEMM; that of FC1 is part of the activation."""
+        if outputs and self.model.profile.device.elementwise.bias is not None:
+            yield self._elementwise("bias", "bias", outputs, backward=backward)
 
     def _loss(self, columns: int, *, backward: bool = False) -> Op:
         moved = LOSS_BYTES[backward] * self.job.rows * columns

@@ -26,6 +26,7 @@ TOUCHED: Mapping[Elementwise, tuple[float, float]] = MappingProxyType(
         "rms_norm": (4, 7),
         "layer_norm": (4, 7),
         "add": (3, 0),
+        "bias": (2, 1),
         "rotary": (2, 2),
         "repeat": (1, 1),  # of what is read and written together
         "scores": (4, 12),
