@@ -54,6 +54,23 @@ def test_operations_between_gemms_by_hand() -> None:
         assert times(end[1].ops)["accumulate"] == pytest.approx(128 * HIDDEN * 10 / 1e3)
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_biases_are_counted_where_they_are_not_part_of_the_gemm(sequence_parallel: bool) -> None:
+    """On a rank of two: 1,536 columns of QKV, and the rows that it has of two outputs; FC1's is in the activation."""
+    whole = job(tensor=2, sequence_parallel=sequence_parallel)
+    assert whole.model.add_bias
+    layers = Layers(whole, machine(slow("bias")))
+    elements = ROWS * 1536 + 2 * ROWS * HIDDEN / (2 if sequence_parallel else 1)
+    forward, backward = times(layers.forward.ops), times(layers.backward.ops)
+    assert forward["bias"] == pytest.approx(2 * 2 * elements / 1e3)
+    assert backward["bias grad"] == pytest.approx(2 * elements / 2e3)
+    assert "bias" not in times(Layers(whole, machine()).forward.ops)
+    for model, columns in (({"add_bias": False}, 0), ({"add_bias": False, "add_qkv_bias": True}, 1536)):
+        other = replace(whole, model=whole.model.model_copy(update=model))
+        found = times(Layers(other, machine(slow("bias"))).forward.ops)
+        assert found.get("bias", 0.0) == pytest.approx(2 * 2 * ROWS * columns / 1e3)
+
+
 def test_products_of_attention_that_keeps_its_scores() -> None:
     """Two forward and four backward over all scores, 2 s^2 d each; with fused attention half of 2 and of 5."""
     product = 2.0 * ROWS**2 * HIDDEN / 1e6
