@@ -62,6 +62,7 @@ def apart_us(run: Callable[[], object], group: dist.ProcessGroup) -> float:
             pass
         run()
         took = (time.perf_counter() - start) * 1e6 - _APART_US
+        # The mean over all ranks of what only one of them adds to: that one's time.
         times.append(mean_over_ranks(size * took if last else 0.0, group))
     return statistics.median(times[2:])
 
