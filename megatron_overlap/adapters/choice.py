@@ -127,7 +127,10 @@ class TensorChoice:
         call = self._call(op, x, weight, group, into)
 
         def possible() -> list[Candidate]:
-            return [*fused(), *candidates(call, self._pattern, self._chunks)]
+            return [
+                *fused(),
+                *candidates(call, self._pattern, self._chunks, device_type=x.device.type, item_bytes=x.itemsize),
+            ]
 
         result, candidate = self._chooser(group).serve(call, run, (x, weight), possible, measured=measured)
         if op == "ag_gemm":

@@ -12,6 +12,7 @@ import platform
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -127,11 +128,8 @@ class Chooser:
         candidate = kind.candidates[kind.turn.candidate]
         if not kind.turn.timed:
             return run(candidate), candidate
-        device = leaves[0].device
-        # A host that waits would empty the device's queue: on CUDA ranks are as late as they are.
-        align = self._council.align if kind.turn.aligned and device.type == "cpu" else None
         samples = kind.samples_of(call, kind.turn.candidate)
-        return time_call(samples, lambda: run(candidate), leaves, device=device, align=align), candidate
+        return time_call(samples, lambda: run(candidate), leaves, leaves[0].device), candidate
 
     def decider(self, call: Call) -> Decider | None:
         """What decides about a kind of call alone; None before its first call, and where it is chosen with others."""
@@ -232,9 +230,9 @@ class Chooser:
 
     def _agree(self, kind: _Kind) -> None:
         decider, before = kind.decider, kind.decider.choice
-        mine = [kind.timing(candidate) for candidate in decider.wanted]
-        flat = self._council.numbers([number for each in mine for number in each])
-        decider.take([[Timing(*pair) for pair in zip(row[::2], row[1::2], strict=True)] for row in flat])
+        mine = kind.passes()
+        calls = zip(*self._council.numbers([us for times in mine for us in times]), strict=True)
+        decider.take(kind.timings([Timing.slowest(islice(calls, len(times)), _FEWEST) for times in mine]))
         if decider.epoch != kind.epoch:
             kind.epoch, kind.samples = decider.epoch, {}
         choice = decider.choice
@@ -258,20 +256,36 @@ class _Kind:
     def samples_of(self, call: Call, candidate: int) -> Samples:
         return self.samples.setdefault(call, {}).setdefault(candidate, Samples())
 
-    def timing(self, candidate: int) -> Timing:
-        """What a call takes, or one of each together; NaN where some candidate that is wanted has too few samples."""
-        parts: list[Timing] = []
-        for call, by_candidate in self.samples.items():
-            times = {
-                each: by_candidate[each].timing(_FEWEST, call.backward) if each in by_candidate else Timing(math.nan)
-                for each in self.decider.wanted
-            }
+    def passes(self) -> list[list[float]]:
+        """What this rank measured of each call, of each candidate that is wanted, forward and backward.
+
+        As many of each on all ranks: they run the same calls.
+        """
+        return [
+            times
+            for call, by_candidate in self.samples.items()
+            for each in self.decider.wanted
+            for times in by_candidate.get(each, Samples()).passes(call.backward)
+        ]
+
+    def timings(self, passes: Sequence[Timing]) -> list[Timing]:
+        """What a call takes, or one of each together, of each candidate that is wanted; NaN where one is not known.
+
+        Args:
+            passes: what all ranks measured of each entry of `passes()`.
+        """
+        left, wanted = iter(passes), self.decider.wanted
+        parts: list[list[Timing]] = []
+        for call in self.samples:
+            times = [Timing.total(list(islice(left, 1 + call.backward))) for _ in wanted]
             # A layer that comes once a pass may lack some: it is left out for all.
-            if not any(math.isnan(each.us) for each in times.values()):
-                parts.append(times[candidate])
+            if not any(math.isnan(each.us) for each in times):
+                parts.append(times)
             elif call == self.call:
-                return Timing(math.nan)
-        return Timing.total(parts) if parts else Timing(math.nan)
+                return [Timing(math.nan)] * len(wanted)
+        if not parts:
+            return [Timing(math.nan)] * len(wanted)
+        return [Timing.total(of_calls) for of_calls in zip(*parts, strict=True)]
 
 
 def _variants(call: Call, possible: Sequence[Candidate]) -> list[Candidate]:

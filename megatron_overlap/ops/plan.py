@@ -12,7 +12,7 @@ from megatron_overlap.comm import Transport
 from megatron_overlap.schedules import Plan, all_gather_plan, all_reduce_plan, reduce_scatter_plan
 from megatron_overlap.schedules.all_reduce import Gathers
 from megatron_overlap.schedules.plan import Pattern, Split
-from megatron_overlap.schedules.usual import MAX_MESSAGES, MIN_CHUNK_ROWS, most_parts, usual_chunks
+from megatron_overlap.schedules.usual import MAX_MESSAGES, MIN_CHUNK_ROWS, most_parts, usual_chunks, usual_pattern
 
 # Through an MLP a part's rows pass two GEMMs and an activation, where small ones lose more (1024 rows: 4 parts 8 %, 2
 # parts 2 %), and larger ones hide as much: there is more to compute beside each message.
@@ -27,8 +27,7 @@ class LinearPlan:
     """The choice for one op: the same on every rank of the group.
 
     Attributes:
-        pattern: `direct` or `ring`; `serial` is the same messages without overlap. None: a ring on the CPU, where
-            messages of several peers to one taker would share its TCP link (four hosts: 0-20 % slower); else direct.
+        pattern: `direct` or `ring`; `serial` is the same messages without overlap. None is the device's usual one.
         chunks_per_rank: messages a rank's slice is cut into; None chooses by the number of rows and their bytes.
         split: `all` computes chunk by chunk, `edge` only where a chunk is exposed; None chooses by the device.
         add_in_place: an all-reduce adds at the places that its plan names, and waits there; otherwise when messages
@@ -51,7 +50,7 @@ class LinearPlan:
             chunks = usual_chunks(collective, transport.size, num_rows, row_bytes)
         # On the CPU what has landed is merged into one GEMM; on a GPU that cannot be asked without a synchronisation.
         split = self.split or ("all" if device.type == "cpu" else "edge")
-        pattern = self.pattern or ("ring" if device.type == "cpu" else "direct")
+        pattern = self.pattern or usual_pattern(device.type)
         return _schedule(collective, transport.size, transport.rank, chunks, pattern, split)
 
     def all_reduce_schedule(

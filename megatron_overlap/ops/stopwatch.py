@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 
-from megatron_overlap.tune.timing import Timing
-
 _MOST_NODES = 32
 
 
@@ -44,15 +42,9 @@ class Samples:
     forward: list[Span] = field(default_factory=list)
     backward: list[Span] = field(default_factory=list)
 
-    def timing(self, fewest: int, with_backward: bool) -> Timing:
-        """Median of the forwards plus that of the backwards; NaN where there are fewer than `fewest` of one."""
-        parts = []
-        for spans in [self.forward] + [self.backward] * with_backward:
-            times = [us for us in (span.us() for span in spans) if not math.isnan(us)]
-            if len(times) < fewest:
-                return Timing(math.nan)
-            parts.append(Timing.median(times))
-        return Timing.total(parts)
+    def passes(self, with_backward: bool) -> list[list[float]]:
+        """Microseconds of the forwards, and of the backwards, in the order of the calls; NaN where not known yet."""
+        return [[span.us() for span in spans] for spans in [self.forward] + [self.backward] * with_backward]
 
 
 def mark(device: torch.device) -> Any:
@@ -68,9 +60,7 @@ def time_call(
     samples: Samples,
     run: Callable[[], Any],
     leaves: Sequence[torch.Tensor],
-    *,
     device: torch.device,
-    align: Callable[[], None] | None,
 ) -> Any:
     """Runs a call and adds its spans to `samples`; the backward's is filled in when the backward has run.
 
@@ -79,28 +69,21 @@ def time_call(
         run: the call; returns the output, or a tuple that begins with it.
         leaves: the tensors that it was called with, where its part of the graph ends.
         device: of the tensors.
-        align: called before forward and before backward, outside the spans; None does not.
     """
-    if align is not None:
-        align()
     span = Span(mark(device))
     result = run()
     span.stop = mark(device)
     samples.forward.append(span)
     output = result[0] if isinstance(result, tuple) else result
     if output.grad_fn is not None:
-        samples.backward.append(_backward_span(output, leaves, device, align))
+        samples.backward.append(_backward_span(output, leaves, device))
     return result
 
 
-def _backward_span(
-    output: torch.Tensor, leaves: Sequence[torch.Tensor], device: torch.device, align: Callable[[], None] | None
-) -> Span:
+def _backward_span(output: torch.Tensor, leaves: Sequence[torch.Tensor], device: torch.device) -> Span:
     span = Span()
 
     def begin(grads: Any) -> None:
-        if align is not None:
-            align()
         span.start = mark(device)
 
     def end(grad_inputs: Any, grad_outputs: Any) -> None:

@@ -1,9 +1,9 @@
-"""How many messages a slice is cut into where nobody says so. The figures are measured on CPU hosts."""
+"""In what order messages go, and how many a slice is cut into, where nobody says so. Measured on CPU hosts."""
 
 from __future__ import annotations
 
 from megatron_overlap.schedules.chunks import Small, part_weights
-from megatron_overlap.schedules.plan import Collective
+from megatron_overlap.schedules.plan import Collective, Pattern
 
 # Below this many rows a bf16 GEMM loses more than 5 % per row (measured with oneDNN on AVX-512: 256 rows 0-1 %, 128
 # rows 3-7 %, 64 rows 11-20 %), and what one more cut can hide is less.
@@ -18,6 +18,12 @@ MAX_MESSAGES = 8
 # Between two ranks, where 8 would be 6 at the usual numbers of rows: 4 parts took 2-7 % less time where communication
 # takes as long as the GEMM or less, and as long where it takes twice that (61 and 41 rounds beside each other).
 _MAX_PARTS = 4
+
+
+def usual_pattern(device_type: str) -> Pattern:
+    """A ring on the CPU, where messages of several peers to one taker would share its TCP link (four hosts: 0-20 %
+    slower); else direct."""
+    return "ring" if device_type == "cpu" else "direct"
 
 
 def usual_chunks(collective: Collective, num_ranks: int, num_rows: int, row_bytes: int) -> int:

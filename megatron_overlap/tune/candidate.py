@@ -112,6 +112,11 @@ class Call:
         return self.op in ("copy_gemm", "gemm_ar")
 
     @property
+    def width(self) -> int:
+        """Columns of what is communicated."""
+        return self.in_features if self.op in ("ag_gemm", "copy_gemm") else self.out_features
+
+    @property
     def key(self) -> str:
         """Its name in the cache."""
         marks = {"backward": self.backward, "frozen": not self.weight, "main_grad": self.into_main_grad}

@@ -58,17 +58,15 @@ class Turn(NamedTuple):
     Attributes:
         candidate: number of the candidate.
         timed: whether it is measured.
-        aligned: whether all ranks start it together, so that nobody's waiting for a late peer is in the figure.
     """
 
     candidate: int
     timed: bool = False
-    aligned: bool = False
 
     @staticmethod
     def run(candidate: int) -> list[Turn]:
         """Calls in a row to measure a candidate."""
-        return [Turn(candidate), *[Turn(candidate, timed=True, aligned=True)] * (RUN - 1)]
+        return [Turn(candidate), *[Turn(candidate, timed=True)] * (RUN - 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,29 +181,24 @@ class Decider:
             self._lent = self.free = min(to_next, WINDOW - self._since) if self._num > 1 else _ALL
         return Turn(self.choice.candidate, timed=self._num > 1 and self._since % SAMPLE_EVERY == 0)
 
-    def take(self, by_rank: Sequence[Sequence[Timing]]) -> None:
-        """Goes on from what all ranks measured; every rank passes the same.
+    def take(self, measured: Sequence[Timing]) -> None:
+        """Goes on from what the ranks measured; every rank passes the same.
 
         Args:
-            by_rank: of each rank the time of each of `wanted`, in its order; NaN where it has none.
+            measured: what each of `wanted` takes all of them, in its order; NaN where some rank has no time of it.
         """
-        # The slowest rank counts; one that has no time counts most.
-        worst = [
-            max((rank[index] for rank in by_rank), key=lambda each: (math.isnan(each.us), each.us))
-            for index in range(len(self.wanted))
-        ]
         if self.stage == "settled":
-            self._watch(worst[0])
+            self._watch(measured[0])
             return
-        if any(math.isnan(each.us) for each in worst):
+        if any(math.isnan(each.us) for each in measured):
             self._wait()
             return
-        times = dict(zip(self.wanted, worst, strict=True))
+        times = dict(zip(self.wanted, measured, strict=True))
         if self.stage == "recheck":
             self._recheck(times)
             return
         self._times |= times
-        best = min(worst)
+        best = min(measured)
         # What was measured so far still counts: the epoch stays.
         if self.stage == "first":
             alive = [c for c, each in times.items() if c == self._base or not each.out(_DROPPED, best)]

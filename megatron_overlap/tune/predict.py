@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from megatron_overlap.schedules.chunks import part_weights
 from megatron_overlap.schedules.plan import Pattern
+from megatron_overlap.schedules.usual import usual_chunks, usual_pattern
 from megatron_overlap.tune.candidate import OWN, Call, Candidate
 from megatron_overlap.tune.cost import CostModel, Link
 
@@ -20,6 +21,8 @@ MAX_TRIED = 4
 """Candidates that are measured besides Megatron's own path."""
 
 _CHUNKS = (1, 2, 4, 8)
+# Of a candidate that leaves the number to each pass.
+_ASSUMED_CHUNKS = 2
 # Fewer rows in a message hide less than it costs, whatever the link.
 _MIN_ROWS = 4
 # Candidates predicted to take so much longer than the best are not tried; the model is off by 30 % for some.
@@ -79,34 +82,43 @@ class Costs:
         return 2.0**19 / self.messages_us(1, 2.0**19)
 
 
-def candidates(call: Call, pattern: Pattern | None, chunks: int | None) -> list[Candidate]:
-    """All ways to serve `call` by p2p, the default one first.
+def candidates(
+    call: Call, pattern: Pattern | None, chunks: int | None, *, device_type: str, item_bytes: int
+) -> list[Candidate]:
+    """All ways to serve `call` by p2p, the default one first, no two of them the same messages.
 
     Args:
         call: what is asked for.
         pattern: the only pattern allowed; None allows all.
         chunks: the only number of chunks allowed; None allows all.
+        device_type: of the ranks, which have a usual pattern by it.
+        item_bytes: bytes of one number.
     """
-    patterns: Sequence[Pattern | None] = (pattern,) if pattern is not None else (None, "direct", "ring")
-    if pattern is None and call.sums:
-        patterns = (None,)  # an all-reduce has no ring
-    elif pattern is None and call.ranks == 2:
-        patterns = ("direct",)  # between two ranks a ring is the same messages
-    counts: Sequence[int | None] = (chunks,) if chunks is not None else (None, *_CHUNKS)
+    patterns: Sequence[Pattern | None] = (pattern,)
+    if pattern is None and not call.sums:  # an all-reduce has no ring
+        usual = usual_pattern(device_type)
+        # Between two ranks a ring is the same messages.
+        patterns = ("direct",) if call.ranks == 2 else (usual, "direct" if usual == "ring" else "ring")
+    if chunks is not None:
+        return [Candidate("p2p", each, chunks) for each in patterns]
+    default = _usual_count(call, item_bytes)
     most = max(1, call.rows // call.ranks // _MIN_ROWS)
-    found = [
-        Candidate("p2p", each, count)
-        for each in patterns
-        for count in counts
-        if count is None or chunks is not None or count <= most
-    ]
-    if pattern is None and not call.sums and call.ranks > 2:
-        # The device's own pattern is one of the two named ones: it is only there to be tried first.
-        found = [each for each in found if each.pattern is not None or each.chunks_per_rank is None]
-    return found
+    counts = (default, *(count for count in _CHUNKS if count <= most and count != default))
+    return [Candidate("p2p", each, count) for each in patterns for count in counts]
 
 
-def predict_us(costs: Costs, call: Call, candidate: Candidate, item_bytes: int, default_chunks: int = 2) -> float:
+def _usual_count(call: Call, item_bytes: int) -> int | None:
+    """The chunks a rank of `call` where nobody says how many; None where they are not one number for all its passes."""
+    if call.sums:
+        return None
+    gathers, scatters = (
+        usual_chunks(collective, call.ranks, call.rows, call.width * item_bytes)
+        for collective in ("all_gather", "reduce_scatter")
+    )
+    return gathers if gathers == scatters else None
+
+
+def predict_us(costs: Costs, call: Call, candidate: Candidate, item_bytes: int) -> float:
     """Microseconds of one call, forward and, where it follows, backward.
 
     Args:
@@ -114,11 +126,9 @@ def predict_us(costs: Costs, call: Call, candidate: Candidate, item_bytes: int, 
         call: what is asked for.
         candidate: how it is served.
         item_bytes: bytes of one number.
-        default_chunks: what `chunks_per_rank` None stands for.
     """
     others, size = call.ranks - 1, call.ranks
-    width = call.in_features if call.op in ("ag_gemm", "copy_gemm") else call.out_features
-    moved = call.rows * width * item_bytes * others / size
+    moved = call.rows * call.width * item_bytes * others / size
     forward = costs.gemm_us(call.rows, call.out_features, call.in_features)
     dgrad = costs.gemm_us(call.rows, call.in_features, call.out_features) if call.backward else 0.0
     wgrad = dgrad if call.weight else 0.0
@@ -132,7 +142,7 @@ def predict_us(costs: Costs, call: Call, candidate: Candidate, item_bytes: int, 
             return forward + one
         backward = max(dgrad, one) + max(wgrad, one) if column else one + dgrad + wgrad
         return forward + one + backward
-    chunks = default_chunks if candidate.chunks_per_rank is None else candidate.chunks_per_rank
+    chunks = candidate.chunks_per_rank or _ASSUMED_CHUNKS
     fused = candidate.method == "fused"
     pieces = 1 if fused else size
     parts = part_weights(chunks, "last")
@@ -160,12 +170,9 @@ def predict_us(costs: Costs, call: Call, candidate: Candidate, item_bytes: int, 
     return total
 
 
-def shortlist(
-    costs: Costs, call: Call, possible: Sequence[Candidate], item_bytes: int, default_chunks: int = 2
-) -> list[Candidate]:
+def shortlist(costs: Costs, call: Call, possible: Sequence[Candidate], item_bytes: int) -> list[Candidate]:
     """The few of `possible` worth measuring, likeliest first; at least one."""
-    predicted = {each: predict_us(costs, call, each, item_bytes, default_chunks) for each in possible}
-    # The first wins ties: the default before what equals it.
+    predicted = {each: predict_us(costs, call, each, item_bytes) for each in possible}
     order = sorted(possible, key=lambda each: predicted[each])
     best = predicted[order[0]]
     chosen = [each for each in order if predicted[each] <= _HOPELESS * best][:MAX_TRIED]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
 
 # Standard deviation of a normal distribution by its median distance; error of its median by that of its mean.
 _NORMAL, _OF_MEDIAN = 1.4826, 1.2533
-SURE, LIKELY = 2.0, 1.0
+SURE, LIKELY = 2.5, 1.0
 """Standard errors of a difference from which on it is believed, and from which on it is the better guess."""
 
 
@@ -30,6 +30,17 @@ class Timing(NamedTuple):
         middle = median(times)
         deviation = _NORMAL * median(abs(each - middle) for each in times)
         return cls(middle, _OF_MEDIAN * deviation / math.sqrt(len(times)))
+
+    @classmethod
+    def slowest(cls, calls: Iterable[Sequence[float]], fewest: int) -> Timing:
+        """What calls take a group of ranks, each as long as its slowest rank: medians of ranks would hide who waits.
+
+        Args:
+            calls: of each the times of all ranks; one that some rank has no time of (NaN) does not count.
+            fewest: with less of them nothing is known: NaN.
+        """
+        times = [max(each) for each in calls if not any(map(math.isnan, each))]
+        return cls.median(times) if len(times) >= fewest else cls(math.nan)
 
     @classmethod
     def total(cls, parts: Sequence[Timing]) -> Timing:

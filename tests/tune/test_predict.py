@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_overlap.ops.fused_plan import FusedPlan
+from megatron_overlap.ops.plan import LinearPlan
 from megatron_overlap.tune.candidate import HOPPER, KNOBS, OWN, Call, Candidate, fused_variants, one_knob_apart
 from megatron_overlap.tune.predict import MAX_TRIED, Costs, candidates, predict_us, shortlist
 from tests.simulate.machines import machine
@@ -45,7 +48,7 @@ def test_more_chunks_pay_where_messages_are_long_and_cost_where_they_are_short()
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_the_shortlist_is_short_and_holds_the_default(op: str, ranks: int) -> None:
     call = replace(COLUMN, op=op, ranks=ranks)
-    possible = candidates(call, None, None)
+    possible = candidates(call, None, None, device_type="cpu", item_bytes=2)
     assert len(possible) == len(set(possible))
     assert ("ring" in {each.pattern for each in possible}) == (ranks > 2 and not call.sums)
     tried = shortlist(COSTS, call, possible, 2)
@@ -54,9 +57,37 @@ def test_the_shortlist_is_short_and_holds_the_default(op: str, ranks: int) -> No
 
 
 def test_what_the_config_fixes_is_the_only_candidate() -> None:
-    assert candidates(COLUMN, "ring", 3) == [Candidate("p2p", "ring", 3)]
-    few = candidates(replace(COLUMN, rows=16), None, None)
-    assert {each.chunks_per_rank for each in few} == {None, 1, 2}
+    assert candidates(COLUMN, "ring", 3, device_type="cpu", item_bytes=2) == [Candidate("p2p", "ring", 3)]
+    few = candidates(replace(COLUMN, rows=16), None, None, device_type="cpu", item_bytes=2)
+    assert [each.chunks_per_rank for each in few] == [1, 2]
+
+
+@pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs"])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("rows", [16, 1024, 8192])
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_no_two_candidates_are_the_same_messages(op: str, ranks: int, rows: int, device_type: str) -> None:
+    call = Call(op, rows // ranks * ranks, 512, 1024, "bfloat16", ranks)
+    possible = candidates(call, None, None, device_type=device_type, item_bytes=2)
+    row_bytes = 2 * (512 if op == "ag_gemm" else 1024)
+    device = torch.device(device_type)
+
+    def sent(each: Candidate) -> str:
+        plan = LinearPlan(each.pattern, each.chunks_per_rank)
+        return repr(
+            [
+                plan.schedule(
+                    collective, SimpleNamespace(size=ranks, rank=rank), call.rows, row_bytes, device
+                ).exchanges  # type: ignore[arg-type]
+                for collective in ("all_gather", "reduce_scatter")
+                for rank in range(ranks)
+            ]
+        )
+
+    messages = [sent(each) for each in possible]
+    assert len(messages) == len(set(messages))
+    # What serves where nobody chooses comes first.
+    assert messages[0] == sent(Candidate("p2p"))
 
 
 def test_costs_of_a_profile_are_those_of_its_model() -> None:

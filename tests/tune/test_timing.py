@@ -23,17 +23,24 @@ def test_the_error_is_what_medians_scatter_by(late: float) -> None:
     assert median(each.error for each in found) == pytest.approx(scatter, rel=0.15)
 
 
+def test_a_call_takes_a_group_as_long_as_its_slowest_rank() -> None:
+    """Each rank takes 100 in most calls, and the group never: someone is late in every one."""
+    calls = [(100.0, 100.0, 100.0 + each) for each in range(20, 26)] + [(130.0, 100.0, 100.0), (100.0, math.nan, 1.0)]
+    assert Timing.slowest(calls, 7).us == 123
+    assert math.isnan(Timing.slowest(calls, 8).us), "the last call is not known to all"
+
+
 def test_parts_add_up_and_their_errors_as_independent_ones_do() -> None:
     total = Timing.total([Timing(100, 3), Timing(50, 4)])
     assert total == Timing(150, 5)
 
 
-def test_sure_is_two_errors_of_the_difference() -> None:
+def test_sure_is_two_and_a_half_errors_of_the_difference() -> None:
     slow = Timing(110, 3)
-    assert slow.above(Timing(99.9, 4))
-    assert not slow.above(Timing(100.1, 4))
-    assert slow.alike(Timing(100.1, 4))
-    assert not Timing(99.9, 4).alike(slow)
+    assert slow.above(Timing(97.4, 4))
+    assert not slow.above(Timing(97.6, 4))
+    assert slow.alike(Timing(97.6, 4))
+    assert not Timing(97.4, 4).alike(slow)
 
 
 def test_out_and_winning_ask_for_both_a_share_and_certainty() -> None:
