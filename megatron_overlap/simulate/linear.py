@@ -11,12 +11,13 @@
 | `userbuffers` | AG: ring of slices; RS: `SLICES` slices, the last one exposed | row: ring; column as megatron |
 | `fused` | one GEMM whose tiles wait for messages, or send them (Flux) | as forward |
 | `p2p` | tail-free point-to-point schedules | as forward; dgrad's last messages beside wgrad |
-| `compiled` | as p2p | row: as p2p; column: serial |
+| `compiled` | as p2p, a gather after a copy of the rank's own slice | row: as forward; column: serial |
 
 `compiled` is PyTorch's asynchronous tensor parallelism for models that keep the weights of QKV and of the gate apart:
 the compiler joins a reduce-scatter to the one GEMM that makes its input (`_find_producer_matmul` in
 `torch/_inductor/fx_passes/micro_pipeline_tp.py`), and what a column-parallel layer's backward scatters is a sum of two
-or three.
+or three. Its gather is pulled: a rank copies its slice to where its peers can read it before any GEMM begins
+(`_pipelined_multi_all_gather_and_consume` in `torch/distributed/_symmetric_memory`, which says why).
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from megatron_overlap.schedules import Chunk, ChunkLayout, Exchange, Plan, Work, all_gather_plan, reduce_scatter_plan
+from megatron_overlap.schedules import ChunkLayout, Exchange, Plan, Work, all_gather_plan, reduce_scatter_plan
 from megatron_overlap.schedules.plan import Collective, Pattern, Split
 from megatron_overlap.schedules.usual import usual_chunks
+from megatron_overlap.simulate.parts import NOTHING, Gemm, Moves, and_then, begun_by
 from megatron_overlap.simulate.play import play
 from megatron_overlap.simulate.program import Played, Program, Stream, in_order
 from megatron_overlap.tune.cost import CostModel, Link
@@ -41,20 +43,7 @@ SLICES = 4
 """Slices of the usual overlap, and of TransformerEngine's pipelined reduce-scatter (its default number of splits)."""
 
 _CHUNKS = (1, 2, 4, 8)
-_NOTHING = Chunk(0, 0)
 _Step = tuple[Literal["all_gather", "reduce_scatter", "compute"], float]
-
-
-@dataclass(frozen=True, slots=True)
-class _Moves:
-    """Collectives as exchanges: their bytes, and how much slower than an all-gather's."""
-
-    exchanges: tuple[Exchange, ...] = ()
-    sizes: tuple[float, ...] = ()
-    stretch: tuple[float, ...] = ()
-
-    def __add__(self, other: _Moves) -> _Moves:
-        return _Moves(self.exchanges + other.exchanges, self.sizes + other.sizes, self.stretch + other.stretch)
 
 
 @dataclass(frozen=True)
@@ -114,13 +103,13 @@ class Linear:
         dgrad = self._gemm(self.in_features, self.out_features)
         method = self.choice.method
         # Gathered again for wgrad, or kept: then nothing is moved for it.
-        gather = _Moves() if self.choice.save_gathered else self._collective("all_gather", [self.rows], width)
+        gather = Moves() if self.choice.save_gathered else self._collective("all_gather", [self.rows], width)
         needs = tuple(range(len(gather.exchanges)))
         if method in ("serial", "compiled") or self.link.size == 1:
             again: list[_Step] = [("all_gather", width)] * len(needs)
             return self._bulk([*again, ("compute", dgrad.whole), ("reduce_scatter", width), ("compute", self.wgrad_us)])
         if method in ("p2p", "fused", "sliced"):
-            behind = self._beside(gather, (Work((_NOTHING,), needs=needs),), (self.wgrad_us,))
+            behind = self._beside(gather, (Work((NOTHING,), needs=needs),), (self.wgrad_us,))
             candidates = []
             for ahead in self._scatter_streams(dgrad, width):
                 last = len(ahead.work_us) - (not ahead.plan.work[-1].chunks)
@@ -129,7 +118,7 @@ class Linear:
             return self._best(candidates)
         # Both collectives beside the GEMM that does not wait for them.
         moves = gather + self._collective("reduce_scatter", [self.rows], width, after=1)
-        work = (Work((_NOTHING,)), Work((_NOTHING,), needs=needs), Work((), adds=(len(needs),)))
+        work = (Work((NOTHING,)), Work((NOTHING,), needs=needs), Work((), adds=(len(needs),)))
         stream = self._beside(moves, work, (dgrad.whole, self.wgrad_us, 0.0))
         return self._play(in_order(stream), "collective")
 
@@ -166,21 +155,21 @@ class Linear:
     def _ring_latency(self) -> float:
         return self.link.ring_latency_us + self.model.launch_us
 
-    def _gemm(self, n: int, k: int) -> _Gemm:
-        return _Gemm(self.model, self.rows, n, k)
+    def _gemm(self, n: int, k: int) -> Gemm:
+        return Gemm(self.model, self.rows, n, k)
 
     def _bytes(self, rows: float, width: int) -> float:
         return rows * width * self.model.item_bytes
 
-    def _gather(self, gemm: _Gemm, width: int, then_us: float = 0.0) -> Played:
+    def _gather(self, gemm: Gemm, width: int, then_us: float = 0.0) -> Played:
         method = self.choice.method
         if method in ("serial", "megatron") or self.link.size == 1:
             return self._bulk([("all_gather", width), ("compute", gemm.whole + then_us)])
         if method == "sliced":
             moves = self._collective("all_gather", self._slices(), width)
-            work = tuple(Work((_NOTHING,), needs=(k,)) for k in range(SLICES))
+            work = tuple(Work((NOTHING,), needs=(k,)) for k in range(SLICES))
             sliced = self._beside(moves, work, [gemm.rows_us(rows) for rows in self._slices()])
-            return self._play(in_order(*_and_then(sliced, then_us)), "collective")
+            return self._play(in_order(*and_then(sliced, then_us)), "collective")
         if method == "userbuffers":
             streams: Iterable[Stream] = [self._stream("all_gather", gemm.rows_us, width, "ring", 1, "all")]
         elif method == "fused":
@@ -191,20 +180,23 @@ class Linear:
         else:
             cuts = self._cuts("all_gather", width)
             streams = [self._stream("all_gather", gemm.rows_us, width, self.choice.pattern, c, s) for c, s in cuts]
-        return self._best([in_order(*_and_then(stream, then_us)) for stream in streams])
+        if method == "compiled":
+            copy_us = self.model.memory_us(2 * self._bytes(self.rows / self.link.size, width))
+            streams = [begun_by(stream, copy_us) for stream in streams]
+        return self._best([in_order(*and_then(stream, then_us)) for stream in streams])
 
-    def _scatter(self, gemm: _Gemm, width: int) -> Played:
+    def _scatter(self, gemm: Gemm, width: int) -> Played:
         method = self.choice.method
         if method in ("serial", "megatron") or self.link.size == 1:
             return self._bulk([("compute", gemm.whole), ("reduce_scatter", width)])
         kind: Literal["copy", "collective"] = "collective" if method in ("sliced", "userbuffers") else "copy"
         return self._best([in_order(stream) for stream in self._scatter_streams(gemm, width)], kind)
 
-    def _scatter_streams(self, gemm: _Gemm, width: int) -> list[Stream]:
+    def _scatter_streams(self, gemm: Gemm, width: int) -> list[Stream]:
         method = self.choice.method
         if method in ("sliced", "userbuffers"):
             moves = self._collective("reduce_scatter", self._slices(), width, after=1, each=1)
-            work = (*(Work((_NOTHING,)) for _ in range(SLICES)), Work((), adds=tuple(range(SLICES))))
+            work = (*(Work((NOTHING,)) for _ in range(SLICES)), Work((), adds=tuple(range(SLICES))))
             return [self._beside(moves, work, [*(gemm.rows_us(rows) for rows in self._slices()), 0.0])]
         if method == "fused":
             return [
@@ -228,19 +220,17 @@ class Linear:
             chunks = usual_chunks(collective, self.link.size, self.rows, int(self._bytes(1, width)))
         return [(chunks, split) for split in splits[: None if chunks > 1 else 1]]
 
-    def _collective(
-        self, kind: Collective, rows: Sequence[int], width: int, *, after: int = 0, each: int = 0
-    ) -> _Moves:
+    def _collective(self, kind: Collective, rows: Sequence[int], width: int, *, after: int = 0, each: int = 0) -> Moves:
         """Collectives over so many rows each; number k may start after `after + each * k` pieces of work."""
         part = (self.link.size - 1) / self.link.size
         slower = self.link.collective_rate / self.link.scatter_rate if kind == "reduce_scatter" else 1.0
-        return _Moves(
-            tuple(Exchange(_NOTHING, 0, _NOTHING, 0, after_work=after + each * k) for k in range(len(rows))),
+        return Moves(
+            tuple(Exchange(NOTHING, 0, NOTHING, 0, after_work=after + each * k) for k in range(len(rows))),
             tuple(self._bytes(piece, width) * part for piece in rows),
             (slower,) * len(rows),
         )
 
-    def _beside(self, moves: _Moves, work: Sequence[Work], times: Sequence[float]) -> Stream:
+    def _beside(self, moves: Moves, work: Sequence[Work], times: Sequence[float]) -> Stream:
         """Collectives beside GEMMs, with nothing to add."""
         plan = Plan("all_gather", "serial", self.link.size, 0, 1, moves.exchanges, tuple(work))
         return Stream(plan, tuple(times), (0.0,) * len(times), moves.sizes, self._ring_latency, moves.stretch)
@@ -274,13 +264,13 @@ class Linear:
 
     def _bulk(self, steps: Sequence[_Step]) -> Played:
         """Collectives and GEMMs strictly in turn."""
-        moves = _Moves()
+        moves = Moves()
         work: list[Work] = []
         times: list[float] = []
         needs: tuple[int, ...] = ()
         for what, amount in steps:
             if what == "compute":
-                work.append(Work((_NOTHING,), needs=needs))
+                work.append(Work((NOTHING,), needs=needs))
                 times.append(amount)
                 needs = ()
             elif self.link.size > 1:
@@ -310,35 +300,3 @@ class Linear:
             for c, s in self._cuts(collective, width)
         ]
         return min((play(group, self.model, self.link) for group in groups), key=lambda played: played.time_us)
-
-
-@dataclass(frozen=True)
-class _Gemm:
-    model: CostModel
-    rows: int
-    n: int
-    k: int
-
-    @property
-    def whole(self) -> float:
-        return self.model.gemm_us(self.rows, self.n, self.k)
-
-    @property
-    def launch_us(self) -> float:
-        return self.model.launch_us
-
-    def rows_us(self, rows: int) -> float:
-        """A GEMM of its own over some of the rows."""
-        return self.model.gemm_us(rows, self.n, self.k)
-
-    def share_us(self, rows: int) -> float:
-        """These rows' part of one GEMM over all of them."""
-        return (self.whole - self.launch_us) * rows / self.rows
-
-
-def _and_then(stream: Stream, then_us: float) -> list[Stream]:
-    """The stream, and a piece of work after it."""
-    if not then_us:
-        return [stream]
-    plan = Plan("all_gather", "serial", stream.plan.num_ranks, 0, 1, (), (Work((_NOTHING,)),))
-    return [stream, Stream(plan, (then_us,), (0.0,), ())]

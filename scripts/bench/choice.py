@@ -33,7 +33,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import run_job, versions
+from harness import versions
+
+from megatron_overlap.launch.netlab import Netlab
+from megatron_overlap.launch.workers import run_workers
+from megatron_overlap.schedules.usual import usual_chunks
 
 HOSTS = 2
 SCRIPT = str(Path(__file__).resolve())
@@ -42,6 +46,7 @@ BEST, OWN = 0.97, 0.98
 
 CHUNKS = (1, 2, 4, 8)
 CONTROL = "megatron again"
+_POINT = "POINT "
 _ALWAYS = ("auto", "megatron", CONTROL)
 _DOUBLED = 4
 _MOST_CALLS = 1500
@@ -69,11 +74,17 @@ def main() -> None:
         if not wanted:
             continue
         options = ["--shape", str(int(k)), str(int(f)), "--points", *wanted, "--seconds", str(args.seconds)]
-        for point in run_job(SCRIPT, options, HOSTS, gbps, timeout_s=2400)["points"]:
-            points.append({"gbps": gbps, "k": int(k), "f": int(f), **point})
-            show(points[-1])
-        text = {"summary": summary(points), "points": points, "versions": versions(), "command": sys.argv}
-        file.write_text(json.dumps(text, indent=1) + "\n")
+        layer = {"gbps": gbps, "k": int(k), "f": int(f)}
+
+        def keep(rank: int, line: str, layer: dict[str, Any] = layer) -> None:
+            if rank == 0 and line.startswith(_POINT):
+                points.append(layer | json.loads(line.removeprefix(_POINT)))
+                show(points[-1])
+                text = {"summary": summary(points), "points": points, "versions": versions(), "command": sys.argv}
+                file.write_text(json.dumps(text, indent=1) + "\n")
+
+        with Netlab(HOSTS, gbps) as lab:
+            run_workers(SCRIPT, [*options, "--worker"], HOSTS, lab=lab, timeout_s=2400, on_line=keep)
     found = summary(points)
     print(json.dumps(found, indent=1))
     sys.exit(0 if found["below_best"] == found["below_own"] == 0 else 1)
@@ -162,12 +173,9 @@ def work(args: argparse.Namespace) -> None:
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
     model_parallel_cuda_manual_seed(1)
-    found = []
     for text in args.points:
         op, rows = text.split(",")
-        found.append(Point(op, int(rows), *args.shape).measure(args.seconds))
-    if dist.get_rank() == 0:
-        Path(args.json).write_text(json.dumps({"points": found}))
+        print(_POINT + json.dumps(Point(op, int(rows), *args.shape).measure(args.seconds)), flush=True)
     dist.barrier()
     # The threads of the transports are daemons: the process must not wait for them.
     sys.stdout.flush()
@@ -224,8 +232,10 @@ class Point:
             for name in ("megatron", CONTROL)
         }
         most = max(1, self.rows // self.group.size() // 4)
-        ways: dict[str, dict[str, Any]] = {"p2p": {"method": "p2p"}}
-        ways |= {f"p2p x {c}": {"method": "p2p", "chunks_per_rank": c} for c in CHUNKS if c <= most}
+        # Between two ranks as many for a scatter as for a gather.
+        usual = usual_chunks("all_gather", self.group.size(), self.rows, 2 * self.full.shape[1])
+        counts = sorted({usual, *(count for count in CHUNKS if count <= most)})
+        ways: dict[str, dict[str, Any]] = {f"p2p x {c}": {"method": "p2p", "chunks_per_rank": c} for c in counts}
         ways["auto"] = {"method": "auto", "choices": None}
         for name, tensor in ways.items():
             session = Session(OverlapConfig(tensor=tensor))
