@@ -16,7 +16,7 @@ from megatron_overlap.adapters.check import Check
 from megatron_overlap.adapters.choice import TensorChoice
 from megatron_overlap.adapters.fused import FusedChoice
 from megatron_overlap.adapters.handing_on import HandingOn
-from megatron_overlap.adapters.methods import Method, untraced
+from megatron_overlap.adapters.methods import Method, tracing, untraced
 from megatron_overlap.adapters.trust import open_transport
 from megatron_overlap.comm import Transport, close_transport
 from megatron_overlap.kept import KeptCounter, KeptSite
@@ -235,11 +235,14 @@ def column_forward_impl(original: Method, session: Session) -> Method:
     adapter = LinearAdapter.of(session)
     runs_own = adapter.choice.runs_own
 
-    @untraced
     @functools.wraps(original)
     def _forward_impl(self: Any, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if adapter.half is None and runs_own(self, input, weight):
+        if not tracing() and adapter.half is None and runs_own(self, input, weight):
             return original(self, input, weight, *args, **kwargs)
+        return served(self, input, weight, *args, **kwargs)
+
+    @untraced
+    def served(self: Any, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         group = get_tensor_model_parallel_group_if_none(kwargs.get("tp_group"))
         if group is None or group.size() == 1:
             return original(self, input, weight, *args, **kwargs)
@@ -265,11 +268,17 @@ def row_forward(original: Method, session: Session) -> Method:
     runs_own = adapter.choice.runs_own
     own_gemm = RowParallelLinear._forward_impl
 
-    @untraced
     @functools.wraps(original)
-    def forward(self: Any, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if adapter.half is None and runs_own(self, input_, self.weight):
-            return original(self, input_)
+    def forward(self: Any, input_: torch.Tensor) -> Any:
+        if not tracing() and adapter.half is None:
+            # By its name it would be looked for in a call of its own.
+            weight = self._parameters.get("weight")
+            if weight is not None and runs_own(self, input_, weight):
+                return original(self, input_)
+        return served(self, input_)
+
+    @untraced
+    def served(self: Any, input_: torch.Tensor) -> Any:
         group = self.tp_group
         if group is None or group.size() == 1:
             return original(self, input_)

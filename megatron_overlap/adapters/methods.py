@@ -12,11 +12,14 @@ import torch
 type Method = Callable[..., Any]
 
 
+# Of all ways to ask it touches least.
+tracing = torch.compiler.is_dynamo_compiling
+"""Whether `torch.compile` is reading what asks."""
+
+
 def untraced(method: Method) -> Method:
     """`method`, which `torch.compile` does not enter: it runs as it is, between the graphs of what is around it."""
     eager: Method = torch.compiler.disable(method)
-    # Of all ways to ask it touches least.
-    tracing = torch.compiler.is_dynamo_compiling
 
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:

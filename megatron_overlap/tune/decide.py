@@ -8,6 +8,7 @@ its peers in the same call. See `docs/choice.md`.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -19,11 +20,12 @@ Stage = Literal["first", "second", "third", "settled", "recheck"]
 MARGIN = 0.02
 """What is won must be more than this for a candidate to replace the one that serves now: hysteresis."""
 
-RUN = 4
+RUN = 2
 """Calls of one candidate in a row. The first is not timed: what ran before it has left threads, connections and caches
-as it likes, and a path that always serves finds them as it left them itself."""
+as it likes, and a path that always serves finds them as it left them itself. More than one timed would say little
+more: calls in a row take alike, until others have been at work."""
 
-FIRST_RUNS, SECOND_RUNS, THIRD_RUNS, CHECK_RUNS = 2, 4, 6, 4
+FIRST_RUNS, SECOND_RUNS, THIRD_RUNS, CHECK_RUNS = 6, 10, 16, 10
 MOST_THIRDS = 8
 _DROPPED, _CLOSE = 1.2, 1.06
 """What takes so much longer than the best, and that for sure, is out after the first runs, and after the second: long
@@ -137,6 +139,7 @@ class Decider:
         self._next_check = FIRST_CHECK
         self._since = 0
         self.stage: Stage = "first"
+        self._order = random.Random(num_candidates)  # alike on all ranks
         self._alive: tuple[int, ...] = ()
         if known is not None or num_candidates == 1:
             self._settle(self.choice)
@@ -156,9 +159,11 @@ class Decider:
     @property
     def due(self) -> bool:
         """Whether the ranks exchange what they measured before the next call."""
-        if self.stage == "settled":
-            return self._num > 1 and self._since >= WINDOW
-        return not self._turns
+        if self.stage != "settled":
+            return not self._turns
+        if self.choice.candidate == 0:
+            return self._num > 1 and self.calls >= self._next_check
+        return self._since >= WINDOW
 
     @property
     def wanted(self) -> tuple[int, ...]:
@@ -177,9 +182,10 @@ class Decider:
         if self.stage != "settled":
             return self._turns.pop(0)
         if self.choice.candidate == 0:
-            to_next = SAMPLE_EVERY - 1 - self._since % SAMPLE_EVERY
-            self._lent = self.free = min(to_next, WINDOW - self._since) if self._num > 1 else _ALL
-        return Turn(self.choice.candidate, timed=self._num > 1 and self._since % SAMPLE_EVERY == 0)
+            # There is nothing to withdraw: it is only looked at again in turn.
+            self._lent = self.free = self._next_check - self._calls if self._num > 1 else _ALL
+            return Turn(0)
+        return Turn(self.choice.candidate, timed=self._since % SAMPLE_EVERY == 0)
 
     def take(self, measured: Sequence[Timing]) -> None:
         """Goes on from what the ranks measured; every rank passes the same.
@@ -233,8 +239,8 @@ class Decider:
         pick = min(each for each, time in others.items() if time.us <= (1 + _ALIKE) * fastest)
         if base == 0:
             self._challenger = pick
-        # What is not sure by now will not be.
-        errors = SURE if self._thirds < MOST_THIRDS else LIKELY
+        # What is not sure by now will not be, and what is no longer measured was slower for sure.
+        errors = SURE if base in self._alive and self._thirds < MOST_THIRDS else LIKELY
         if others[pick].wins(MARGIN, times[base], errors):
             return Settled(pick, others[pick].us, own, "measured")
         return Settled(base, times[base].us, own, "measured")
@@ -287,8 +293,9 @@ class Decider:
         self._alive = tuple(alive)
         self._turns = []
         for number in range(runs):
-            shift = number % len(self._alive)
-            for each in self._alive[shift:] + self._alive[:shift]:
+            # None always follows the same one.
+            order = self._order.sample(self._alive, len(self._alive)) if number else self._alive
+            for each in order:
                 self._turns += Turn.run(each)
         self.epoch += fresh
 

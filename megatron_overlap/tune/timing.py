@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 # Standard deviation of a normal distribution by its median distance; error of its median by that of its mean.
 _NORMAL, _OF_MEDIAN = 1.4826, 1.2533
+# The error of few times is not known well either: so that what is `SURE` is as rare as with many (Student's t).
+_FEW = 2.6
 SURE, LIKELY = 2.5, 1.0
 """Standard errors of a difference from which on it is believed, and from which on it is the better guess."""
 
@@ -29,7 +31,8 @@ class Timing(NamedTuple):
         """The median, its error by the median distance from it: a few late calls change neither."""
         middle = median(times)
         deviation = _NORMAL * median(abs(each - middle) for each in times)
-        return cls(middle, _OF_MEDIAN * deviation / math.sqrt(len(times)))
+        few = 1 + _FEW / (len(times) - 1) if len(times) > 1 else math.inf
+        return cls(middle, few * _OF_MEDIAN * deviation / math.sqrt(len(times)) if deviation else 0.0)
 
     @classmethod
     def slowest(cls, calls: Iterable[Sequence[float]], fewest: int) -> Timing:

@@ -14,12 +14,13 @@ from megatron_overlap.adapters.choice import TensorChoice
 from megatron_overlap.ops.choice import ChoiceError
 from megatron_overlap.session import Session
 from megatron_overlap.tune.candidate import Candidate
-from megatron_overlap.tune.decide import SAMPLE_EVERY, calls_to_choose
+from megatron_overlap.tune.decide import calls_to_choose
 from megatron_overlap.tune.predict import MAX_TRIED
 from tests.adapters.layer_cases import make_data, make_layer, start, step
 
 # Enough for every choice to settle, and some for passes that come late.
 CALLS = calls_to_choose(1 + MAX_TRIED) + 20
+SHORT_CALLS = 66
 
 
 def follow(session: Session) -> list[str]:
@@ -142,9 +143,8 @@ def short_way(group: dist.ProcessGroup, kind: str) -> tuple[int, int, int, list[
             run(1)
         only.decider.choice = replace(only.decider.choice, candidate=0)
         run(1)
-        run(only.decider.free + 1)
         served, calls, counted = follow(session), only.decider.calls, _own(session)
-        run(2 * SAMPLE_EVERY + 2)
+        run(SHORT_CALLS)
         decided, counted, long = only.decider.calls - calls, _own(session) - counted, len(served)
         others = []
         for what in ("shape", "no gradient", "same input"):

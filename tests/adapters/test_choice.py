@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_overlap.tune.decide import SAMPLE_EVERY
 from tests.adapters import choice_cases as cases
 from tests.helpers.world import World, assert_same
 
@@ -48,8 +47,8 @@ def test_layers_of_one_input_are_served_alike_and_share_its_gather(ranks: World)
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_what_megatron_serves_by_choice_takes_a_short_way_and_is_counted_alike(ranks: World, kind: str) -> None:
     for decided, counted, long, others in ranks.run(RANKS, cases.short_way, kind):
-        assert decided == counted == 2 * SAMPLE_EVERY + 2
-        assert long == 2, "the others are not timed"
+        assert decided == counted == cases.SHORT_CALLS
+        assert long == 0, "until it is looked at again nothing is timed"
         # A second column-parallel layer of the same input is served like the first and not decided about.
         assert others == [0, 0, 1 if kind == "column" else 2]
 
