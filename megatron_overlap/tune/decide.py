@@ -33,7 +33,7 @@ measurements of what is close cost little, as any of it serves nearly as well.""
 # Of those nearly as fast as the fastest the likeliest by the model is taken: the difference is noise.
 _ALIKE = 0.01
 SAMPLE_EVERY, WINDOW = 32, 512
-FIRST_CHECK, LAST_CHECK = 2048, 16384
+FIRST_CHECK, LAST_CHECK = 8192, 32768
 _TURNED_SLOWER = 1.25
 _MOST_ATTEMPTS = 6
 _MOST_REFINEMENTS = 4
