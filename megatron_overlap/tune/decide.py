@@ -177,7 +177,7 @@ class Decider:
         assert not self.due, "measurements have to be exchanged first"
         served = self._lent - self.free
         self._calls += served + 1
-        self._since += served + 1
+        self._since += 1
         self._lent = self.free = 0
         if self.stage != "settled":
             return self._turns.pop(0)

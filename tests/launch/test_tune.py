@@ -32,7 +32,7 @@ def config(tmp_path: Path) -> Path:
 def test_a_short_run_is_the_same_job_and_saves_nothing(config: Path) -> None:
     cfg = load_launch_config(config)
     short = short_run("tiny.yaml", cfg)
-    assert (short.name, short.train.iterations, short.train.save) == ("tiny_tune", 35, None)
+    assert (short.name, short.train.iterations, short.train.save) == ("tiny_tune", 46, None)
     assert (short.model, short.parallel, short.overlap) == (cfg.model, cfg.parallel, cfg.overlap)
     warm = load_launch_config(config, ["train.lr_warmup_iterations=40"])
     assert short_run("tiny.yaml", warm).train.iterations == 41

@@ -243,6 +243,20 @@ def test_a_choice_that_turns_slower_is_withdrawn_soon() -> None:
     assert [turn.candidate for turn in turns[-20:]] == [0] * 20
 
 
+def test_one_late_window_is_no_reason_to_look_again() -> None:
+    decider = Decider(2, seed=0, known=Settled(1, 100, 200, "cached"))
+    timed: Counter[int] = Counter()
+    drive(
+        decider,
+        4 * WINDOW,
+        lambda candidate, call, rank: 160 if WINDOW < call <= 2 * WINDOW else 100,
+        timed=timed,
+    )
+    assert not timed
+    drive(decider, 4 * WINDOW, lambda candidate, call, rank: 160 if call > 5 * WINDOW else 100, timed=timed)
+    assert timed[0] == timed[1] > 0
+
+
 def test_a_machine_that_turns_slower_as_a_whole_withdraws_nothing() -> None:
     decider = Decider(3, seed=1)
     drive(decider, 120, steady(100, 90, 60))
@@ -370,12 +384,15 @@ def test_ranks_never_part(candidates: int, ranks: int, seed: random.Random, know
 
 @pytest.mark.parametrize("candidates", [1, 3])
 def test_the_short_way_counts_as_the_long_one(candidates: int) -> None:
-    """Both decide about 5000 calls of which Megatron's own path is the fastest, one taking what is free first."""
+    """Both decide about calls of which Megatron's own path is the fastest, one taking what is free first."""
+    many = 2 * FIRST_CHECK + 500
     clock = steady(*(50.0 + 9 * each for each in range(candidates)))
     long, short = Decider(candidates, seed=0), Decider(candidates, seed=0)
-    turns = drive(short, 5000, clock, short=True)
-    assert turns == drive(long, 5000, clock)
-    assert (short.calls, short.choice) == (long.calls, long.choice) == (5000, long.choice)
+    turns = drive(short, many, clock, short=True)
+    assert turns == drive(long, many, clock)
+    assert (short.calls, short.choice) == (long.calls, long.choice) == (many, long.choice)
+    # In turn it is looked at again.
+    assert sum(turn.timed for turn in turns[FIRST_CHECK:]) == (0 if candidates == 1 else 2 * 2 * TIMED * CHECK_RUNS)
     taken = 0
     while short.free:
         short.free -= 1
@@ -383,7 +400,7 @@ def test_the_short_way_counts_as_the_long_one(candidates: int) -> None:
         assert taken <= LAST_CHECK or candidates == 1
         if taken == 10_000:
             break
-    assert short.calls == 5000 + taken
+    assert short.calls == many + taken
 
 
 def test_a_seed_that_is_no_candidate_is_refused() -> None:

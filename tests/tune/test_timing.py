@@ -23,6 +23,14 @@ def test_the_error_is_what_medians_scatter_by(late: float) -> None:
     assert median(each.error for each in found) == pytest.approx(scatter, rel=0.15)
 
 
+def test_of_few_times_no_more_is_sure_than_of_many() -> None:
+    noise = random.Random(1)
+    for count in (6, 16, 32):
+        found = [Timing.median([noise.gauss(100, 10) for _ in range(count)]) for _ in range(8000)]
+        wrong = sum(one.above(other) for one, other in zip(found[::2], found[1::2], strict=True)) / 4000
+        assert 0.002 < wrong < 0.012, count
+
+
 def test_a_call_takes_a_group_as_long_as_its_slowest_rank() -> None:
     """Each rank takes 100 in most calls, and the group never: someone is late in every one."""
     calls = [(100.0, 100.0, 100.0 + each) for each in range(20, 26)] + [(130.0, 100.0, 100.0), (100.0, math.nan, 1.0)]
