@@ -85,7 +85,8 @@ class Costs:
 def candidates(
     call: Call, pattern: Pattern | None, chunks: int | None, *, device_type: str, item_bytes: int
 ) -> list[Candidate]:
-    """All ways to serve `call` by p2p, the default one first, no two of them the same messages.
+    """All ways to serve `call` by p2p, the default one first; with a backward pass under sequence parallelism no two of
+    them are the same messages.
 
     Args:
         call: what is asked for.
