@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import struct
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from wandb.proto.wandb_internal_pb2 import Record
 
 from megatron_overlap import cli
 from megatron_overlap.events import read_events, steps_of
@@ -19,10 +24,11 @@ pytestmark = pytest.mark.long
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder of a run with TensorBoard and Weights & Biases, and what its last rank printed."""
     folder = tmp_path_factory.mktemp("traced")
-    writers = ["--tensorboard-dir", str(folder / "board")]
+    writers = ["--tensorboard-dir", str(folder / "board"), "--wandb-save-dir", str(folder)]
+    writers += ["--wandb-project", "overlap", "--wandb-exp-name", "traced"]
     argv = [str(SCRIPTS / "pretrain_gpt.py"), *NO_GPU, *TINY, *TP2_SP, *writers]
     argv += ["--overlap-device", "cpu", "--overlap-run-dir", str(folder / "run"), "--overlap-trace"]
-    done = start_ranks(2, argv)
+    done = start_ranks(2, argv, env={"WANDB_MODE": "offline"})
     assert [one.returncode for one in done] == [0, 0], done[0].stdout[-3000:]
     return folder, done[1].stdout
 
@@ -45,22 +51,34 @@ def test_every_step_has_what_was_exposed(run: tuple[Path, str]) -> None:
 
 def test_the_log_line_says_it(run: tuple[Path, str]) -> None:
     lines = [line for line in run[1].splitlines() if "elapsed time per iteration (ms):" in line]
-    rows = [json.loads(line) for line in (run[0] / "run" / "steps-rank1.jsonl").read_text().splitlines()]
+    rows = _rows(run[0])
     assert len(lines) == len(rows) == 4
     for line, row in zip(lines, rows, strict=True):
         assert f"exposed communication (ms): {row['exposed']['total_ms']:.1f} |" in line
 
 
 def test_tensorboard_has_the_series(run: tuple[Path, str]) -> None:
-    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    board = events.EventAccumulator(str(run[0] / "board"))
+    board = EventAccumulator(str(run[0] / "board"))
     board.Reload()
-    rows = [json.loads(line) for line in (run[0] / "run" / "steps-rank1.jsonl").read_text().splitlines()]
+    rows = _rows(run[0])
     values = [(point.step, point.value) for point in board.Scalars("exposed communication/total ms")]
     assert values == [(row["iteration"], pytest.approx(row["exposed"]["total_ms"], rel=1e-5)) for row in rows]
     shown = {f"exposed communication/{op} {way} ms" for row in rows for op, way, _ in row["exposed"]["ops"]}
     assert shown
     assert shown < set(board.Tags()["scalars"])
+
+
+def test_weights_and_biases_has_the_series(run: tuple[Path, str]) -> None:
+    (file,) = run[0].glob("wandb/offline-run-*/run-*.wandb")
+    history = _history(file)
+    for row in _rows(run[0]):
+        shown = history[row["iteration"]]
+        exposed = row["exposed"]
+        assert shown["exposed communication/total ms"] == pytest.approx(exposed["total_ms"])
+        assert shown["exposed communication/share of step"] == pytest.approx(exposed["total_ms"] / row["step_time_ms"])
+        for op, way, time_ms in exposed["ops"]:
+            assert shown[f"exposed communication/{op} {way} ms"] == pytest.approx(time_ms)
+        assert "lm loss" in shown  # beside Megatron's own, in the same row
 
 
 def test_the_run_makes_a_trace(run: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,3 +92,36 @@ def test_events_need_a_folder(tmp_path: Path) -> None:
     (done,) = start_ranks(1, [str(SCRIPTS / "pretrain_gpt.py"), "--overlap-config", str(config)], timeout_s=60)
     assert done.returncode == 2
     assert "--overlap-trace: needs --overlap-run-dir" in done.stdout
+
+
+def _rows(folder: Path) -> list[dict[str, Any]]:
+    """What the recorder wrote of the last rank's steps."""
+    return [json.loads(line) for line in (folder / "run" / "steps-rank1.jsonl").read_text().splitlines()]
+
+
+def _history(file: Path) -> dict[int, dict[str, Any]]:
+    """What an offline run of Weights & Biases holds, by step."""
+    history: dict[int, dict[str, Any]] = {}
+    for data in _records(file.read_bytes()):
+        record = Record.FromString(data)
+        for item in record.history.item:
+            key = item.key or "/".join(item.nested_key)
+            history.setdefault(record.history.step.num, {})[key] = json.loads(item.value_json)
+    return history
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    """The records of a LevelDB log, which Weights & Biases keeps a run in: parts with a checksum, a length and a kind."""
+    block, header, end = 32768, struct.Struct("<IHB"), (1, 4)  # whole, or the last part
+    at, record = header.size, b""  # behind the file's own mark
+    while at < len(data):
+        if block - at % block < header.size:
+            at += block - at % block
+            continue
+        _, length, kind = header.unpack_from(data, at)
+        at += header.size
+        record += data[at : at + length]
+        at += length
+        if kind in end:
+            yield record
+            record = b""

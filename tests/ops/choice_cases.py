@@ -100,9 +100,9 @@ def refined(group: dist.ProcessGroup, folder: str) -> tuple[list[str], list[str]
 
     def takes(candidate: Candidate) -> Seconds:
         if candidate.method != "fused":
-            return Seconds(0.004, 0.0)
+            return Seconds(0.008, 0.0)
         helps = {("stores", "staged"), ("tiles", "other")}
-        return Seconds(0.002 - 0.0007 * len(helps & {*candidate.knobs}) + 0.001 * len({*candidate.knobs} - helps), 0.0)
+        return Seconds(0.004 - 0.0014 * len(helps & {*candidate.knobs}) + 0.002 * len({*candidate.knobs} - helps), 0.0)
 
     possible = [Candidate("fused"), P2P]
     layers = Layers(group, folder, possible)
@@ -125,11 +125,12 @@ def _withdrawn(group: dist.ProcessGroup, folder: str) -> dict[str, Any]:
     layers = Layers(group, folder)
 
     def before(candidate: Candidate) -> Seconds:
-        return Seconds(0.002, 0.002) if candidate == OWN else Seconds(0.001, 0.001)
+        # Far apart: beside other tests a sleep is now and then some milliseconds too long.
+        return Seconds(0.008, 0.008) if candidate == OWN else Seconds(0.002, 0.002)
 
     def after(candidate: Candidate) -> Seconds:
         hit = candidate != OWN and group.rank() == group.size() - 1
-        return Seconds(0.002, 0.008) if hit else before(candidate)
+        return Seconds(0.008, 0.024) if hit else before(candidate)
 
     layers.run(calls_to_choose(3), before)
     first = str(layers.chooser.verdicts()[0].candidate)
