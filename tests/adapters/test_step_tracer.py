@@ -111,7 +111,7 @@ def _history(file: Path) -> dict[int, dict[str, Any]]:
 
 
 def _records(data: bytes) -> Iterator[bytes]:
-    """The records of a LevelDB log, which Weights & Biases keeps a run in: parts with a checksum, a length and a kind."""
+    """The records of a LevelDB log, which Weights & Biases keeps a run in: parts with checksum, length and kind."""
     block, header, end = 32768, struct.Struct("<IHB"), (1, 4)  # whole, or the last part
     at, record = header.size, b""  # behind the file's own mark
     while at < len(data):
