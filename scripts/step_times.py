@@ -6,12 +6,14 @@ in the program around it, is taken from the steps of a small model which is not 
 large enough that the program finds no cache as it left it. Nothing else of a step goes into the profile.
 
 A machine may be faster at one time than at another: every variant is launched in each of some rounds, and the median of
-its launches counts. What single launches differ from that median is what no model can foretell.
+its launches counts. What single launches differ from that median is what no model can foretell. A pair that these
+rounds do not tell apart is launched more often.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import tempfile
 import time
@@ -39,6 +41,8 @@ BETWEEN_GBPS = (1.5,)
 ITERATIONS, SETTLING = 13, 5
 # All variants are launched so often, and the machine calibrated before each of so many of them in turn.
 ROUNDS, CALIBRATE_EVERY = 2, 3
+# Pairs that are not told apart are launched up to so often.
+MOST_ROUNDS = 8
 _Say = Callable[[str], None]
 
 
@@ -111,11 +115,7 @@ def model_of(config: LaunchConfig, profile: ClusterProfile) -> CostModel:
 def measure(shapes: int | None, out: Path) -> None:
     """Calibrate, train the first so many shapes, or all, and write both: on a quiet machine."""
     chosen = SHAPES[:shapes]
-    start = time.monotonic()
-
-    def say(text: str) -> None:
-        print(f"{time.monotonic() - start:4.0f} s  {text}", flush=True)
-
+    say = _clock()
     small = variants(SMALL)["without"]
     small_ms, found = [], []
     runs: list[dict[str, Any]] = [
@@ -136,6 +136,34 @@ def measure(shapes: int | None, out: Path) -> None:
         content: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "small_steps_ms": small_ms}
         content |= {"calibrations": found, "runs": runs}
         content["profile"] = profile_content(content, folder)
+    _write(out, content)
+    tell_apart(out)
+
+
+def tell_apart(out: Path) -> None:
+    """Launch the pairs of a file that are not told apart again, until they are or `MOST_ROUNDS` have been."""
+    content, say = json.loads(out.read_text(encoding="utf-8")), _clock()
+    for run in content["runs"]:
+        shape, launches_ms = Shape(run["config"], tuple(run["overrides"])), run["launches_ms"]
+        while (turn := len(launches_ms["with"])) < MOST_ROUNDS and not apart(launches_ms):
+            with tempfile.TemporaryDirectory() as name:
+                say(f"not told apart, launched {turn} times: {_train(shape, turn, Path(name), run)}")
+            _write(out, content)
+
+
+def apart(launches_ms: Mapping[str, list[float]]) -> bool:
+    """Whether launches without and with overlap differ by more than two standard errors of the difference."""
+    off, on = launches_ms["without"], launches_ms["with"]
+    error = math.sqrt(sum(statistics.variance(each) / len(each) for each in (off, on)))
+    return abs(statistics.mean(off) - statistics.mean(on)) > 2 * error
+
+
+def _clock() -> _Say:
+    start = time.monotonic()
+    return lambda text: print(f"{time.monotonic() - start:4.0f} s  {text}", flush=True)
+
+
+def _write(out: Path, content: Mapping[str, Any]) -> None:
     out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

@@ -1,12 +1,14 @@
 """Holds the simulator against what was measured on this project's own hosts (docs/results), and prints every row.
 
     python scripts/validate_simulator.py
-    python scripts/validate_simulator.py --measure     # calibrates and measures the steps first, about 30 minutes
+    python scripts/validate_simulator.py --measure     # calibrates and measures the steps first, about 40 minutes
+    python scripts/validate_simulator.py --more        # only launches pairs again that their launches do not tell apart
 
 Training steps of `step_times.json` against the profile that was calibrated beside them (`step_times.py` says from
 what); layers of `linear_*.json` against the profile `netlab`; each without and with overlap. Errors are of the model;
 rows whose figures went into the profile are among the linear ones. Beside the steps stands by how much single launches
-of the same differ from their median.
+of the same differ from their median. Which of a pair is faster is asked of all pairs, and of those whose launches tell
+it (means more than two standard errors apart).
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from step_times import ROOT, STEPS, Measured, measure, measured, model_of, variants
+from step_times import ROOT, STEPS, Measured, apart, measure, measured, model_of, tell_apart, variants
 
 from megatron_overlap.config.cluster import ClusterProfile, load_cluster_profile, with_hosts
 from megatron_overlap.simulate.job import job_of
@@ -59,10 +61,10 @@ def steps(profile: ClusterProfile, found: Iterable[Measured]) -> Iterator[Row]:
             yield Row(what, statistics.median(launches), step.step_us / 1e3, tuple(launches))
 
 
-def ordered(rows: list[Row]) -> int:
-    """In how many pairs, without and with overlap, the model says rightly which one is faster."""
+def ordered(rows: list[Row]) -> list[bool]:
+    """Whether the model says rightly, of each pair without and with overlap, which one is faster."""
     pairs = zip(rows[::2], rows[1::2], strict=True)
-    return sum((off.measured > on.measured) == (off.model > on.model) for off, on in pairs)
+    return [(off.measured > on.measured) == (off.model > on.model) for off, on in pairs]
 
 
 def linears() -> Iterator[Row]:
@@ -113,14 +115,21 @@ def main() -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", action="store_true", help="first measure a profile and step times anew")
+    parser.add_argument("--more", action="store_true", help="first launch pairs again that are not told apart")
     parser.add_argument("--shapes", type=int, help="with --measure: only the first so many of them")
     parser.add_argument("--steps", type=Path, default=STEPS, help="file of profile and step times")
     options = parser.parse_args()
     if options.measure:
         measure(options.shapes, options.steps)
-    rows = list(steps(*measured(options.steps)))
+    if options.more:
+        tell_apart(options.steps)
+    profile, found = measured(options.steps)
+    rows = list(steps(profile, found))
     show("training step", rows)
-    print(f"Which of a pair is faster: right in {ordered(rows)} of {len(rows) // 2}.\n")
+    right = ordered(rows)
+    told = [each for each, one in zip(right, found, strict=True) if apart(one.launches_ms)]
+    print(f"Which of a pair is faster: right in {sum(right)} of {len(right)}.")
+    print(f"Of the pairs that their launches tell apart: right in {sum(told)} of {len(told)}.\n")
     show("one linear layer", list(linears()))
 
 
