@@ -30,8 +30,6 @@ MOST_THIRDS = 8
 _DROPPED, _CLOSE = 1.2, 1.06
 """What takes so much longer than the best, and that for sure, is out after the first runs, and after the second: long
 measurements of what is close cost little, as any of it serves nearly as well."""
-# Of those nearly as fast as the fastest the likeliest by the model is taken: the difference is noise.
-_ALIKE = 0.01
 SAMPLE_EVERY, WINDOW = 32, 512
 FIRST_CHECK, LAST_CHECK = 8192, 32768
 _TURNED_SLOWER = 1.25
@@ -235,8 +233,7 @@ class Decider:
         others = {each: time for each, time in times.items() if each != base}
         if not others:
             return Settled(base, times[base].us, own, "measured")
-        fastest = min(others.values()).us
-        pick = min(each for each, time in others.items() if time.us <= (1 + _ALIKE) * fastest)
+        pick = min(others, key=lambda each: others[each].us)
         if base == 0:
             self._challenger = pick
         # What is not sure by now will not be, and what is no longer measured was slower for sure.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from statistics import median
+from statistics import fmean, stdev
 from typing import NamedTuple
 
-# Standard deviation of a normal distribution by its median distance; error of its median by that of its mean.
-_NORMAL, _OF_MEDIAN = 1.4826, 1.2533
+# Share of the least and of the longest times that do not count.
+_TRIMMED = 0.25
 # The error of few times is not known well either: so that what is `SURE` is as rare as with many (Student's t).
 _FEW = 2.6
 SURE, LIKELY = 2.5, 1.0
@@ -16,7 +16,7 @@ SURE, LIKELY = 2.5, 1.0
 
 
 class Timing(NamedTuple):
-    """What a call takes, by a median.
+    """What a call takes, by the middle of its times.
 
     Attributes:
         us: microseconds; NaN where not measured.
@@ -27,23 +27,31 @@ class Timing(NamedTuple):
     error: float = 0.0
 
     @classmethod
-    def median(cls, times: Sequence[float]) -> Timing:
-        """The median, its error by the median distance from it: a few late calls change neither."""
-        middle = median(times)
-        deviation = _NORMAL * median(abs(each - middle) for each in times)
-        few = 1 + _FEW / (len(times) - 1) if len(times) > 1 else math.inf
-        return cls(middle, few * _OF_MEDIAN * deviation / math.sqrt(len(times)) if deviation else 0.0)
+    def trimmed(cls, times: Sequence[float]) -> Timing:
+        """The mean without the least and the longest quarter: a few late calls change nothing.
+
+        Of times of layers it scatters less than the median, by a tenth, for which a fifth more calls would be needed.
+        Its error is Yuen's (Biometrika 61, 1974): that of times of which the outer quarters are moved in.
+        """
+        ordered, count = sorted(times), len(times)
+        cut = int(_TRIMMED * count)
+        low, high = ordered[cut], ordered[-1 - cut]
+        middle = fmean(ordered[cut : count - cut])
+        if low == high:
+            return cls(middle)
+        deviation = stdev(min(max(each, low), high) for each in times) / (1 - 2 * cut / count)
+        return cls(middle, (1 + _FEW / (count - 1)) * deviation / math.sqrt(count))
 
     @classmethod
     def slowest(cls, calls: Iterable[Sequence[float]], fewest: int) -> Timing:
-        """What calls take a group of ranks, each as long as its slowest rank: medians of ranks would hide who waits.
+        """What calls take a group of ranks, each as long as its slowest rank: those of each rank would hide who waits.
 
         Args:
             calls: of each the times of all ranks; one that some rank has no time of (NaN) does not count.
             fewest: with less of them nothing is known: NaN.
         """
         times = [max(each) for each in calls if not any(map(math.isnan, each))]
-        return cls.median(times) if len(times) >= fewest else cls(math.nan)
+        return cls.trimmed(times) if len(times) >= fewest else cls(math.nan)
 
     @classmethod
     def total(cls, parts: Sequence[Timing]) -> Timing:

@@ -10,7 +10,8 @@ work. A ratio is what the rounds' ratios scatter about, with the interval that h
 The best of many figures is always too good: the best fixed method is told by the odd rounds and
 compared in the even ones, and the other way round. Megatron's own path takes part twice, under two names: what comes
 out of one against the other is what comes out of nothing. A point that does not clearly reach what is asked is
-timed on, up to 16 times as long, without what is more than 3 % slower than the best for sure; all its rounds count.
+timed on, up to 16 times as long, without what is more than 3 % slower than the best for sure; one that is below it even
+then, 64 times. All its rounds count.
 Figures that the file has already are not taken again.
 """
 
@@ -48,7 +49,7 @@ CHUNKS = (1, 2, 4, 8)
 CONTROL = "megatron again"
 _POINT = "POINT "
 _ALWAYS = ("auto", "megatron", CONTROL)
-_DOUBLED = 4
+_DOUBLED, _DOUBLED_BELOW = 4, 6
 _MOST_CALLS = 1500
 OPS = ("ag_gemm", "gemm_rs")
 # Rate of the links in Gbit/s, depth of the GEMM and its width over all ranks: GEMM : communication from 1:16 to 16:1.
@@ -125,14 +126,26 @@ def _spread(points: list[dict[str, Any]]) -> list[float]:
 
 def interval(ratios: list[float]) -> tuple[float, float, float]:
     """What the ratios scatter about (Hodges and Lehmann's estimate on logarithms), and what holds it with 95 %."""
-    logs = torch.tensor(ratios, dtype=torch.float64).log()
+    logs = torch.tensor(ratios, dtype=torch.float64).log().sort().values
     n = len(ratios)
-    pairs = torch.triu_indices(n, n)
-    means = ((logs[pairs[0]] + logs[pairs[1]]) / 2).sort().values
+    pairs = n * (n + 1) // 2
     # Of Wilcoxon's signed ranks.
-    skip = max(0, int(n * (n + 1) / 4 - 1.96 * math.sqrt(n * (n + 1) * (2 * n + 1) / 24)))
-    middle, low, high = means.median(), means[skip], means[-1 - skip]
-    return math.exp(middle), math.exp(low), math.exp(high)
+    skip = max(0, int(pairs / 2 - 1.96 * math.sqrt(pairs * (2 * n + 1) / 12)))
+
+    def mean_of_pairs(rank: int) -> float:
+        """The one with so many below it, of all means of two and of each with itself: they are too many to list."""
+        low, high = logs[0].item(), logs[-1].item()
+        for _ in range(50):
+            middle = (low + high) / 2
+            ordered = torch.searchsorted(logs, 2 * middle - logs, right=True).sum()
+            alone = torch.searchsorted(logs, middle, right=True)
+            if (ordered + alone) // 2 > rank:
+                high = middle
+            else:
+                low = middle
+        return math.exp(high)
+
+    return mean_of_pairs((pairs - 1) // 2), mean_of_pairs(skip), mean_of_pairs(pairs - 1 - skip)
 
 
 def against_best(rounds: dict[str, list[float]], served: str = "auto") -> list[float]:
@@ -271,14 +284,18 @@ class Point:
         method = line.method.replace("Megatron's own", "megatron").replace("p2p direct", "p2p")
         runs = {name: (self._run, lambda forward=forward: self._patched(forward)) for name, forward in forwards.items()}
         rounds: dict[str, list[float]] = {name: [] for name in runs}
-        for number in range(_DOUBLED + 1):
+        below = False
+        for number in range(_DOUBLED_BELOW + 1):
             for name, values in self._rounds(runs, seconds * 2 ** max(0, number - 1)).items():
                 rounds[name] += values
             of_own = interval([a / b for a, b in zip(rounds["megatron"], rounds["auto"], strict=True)])
             of_best = interval(against_best(rounds))
-            told = torch.tensor(float(of_own[1] >= OWN and of_best[1] >= BEST))
-            dist.broadcast(told, 0)
-            if told.item():
+            if number == _DOUBLED:
+                below = of_own[0] < OWN or of_best[0] < BEST
+            told = of_own[1] >= OWN and of_best[1] >= BEST
+            ends = torch.tensor(float(told or (number >= _DOUBLED and not below)))
+            dist.broadcast(ends, 0)
+            if ends.item():
                 break
             # What is not among the best, for sure, is not timed any longer.
             least = rounds[min(runs, key=lambda name: median(rounds[name]))]
