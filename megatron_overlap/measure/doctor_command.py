@@ -21,6 +21,7 @@ from megatron_overlap.launch.outcome import RunError
 from megatron_overlap.launch.workers import run_workers
 from megatron_overlap.measure import calibration, doctor, machine
 from megatron_overlap.measure.calibrate import DTYPES
+from megatron_overlap.measure.precision import objection
 
 TEST_DEADLINE_S, CALIBRATE_DEADLINE_S = 10.0, 60.0
 # Sums of a handful of terms in another order, fp32.
@@ -36,16 +37,25 @@ def command(
         bool, typer.Option("--calibrate", help="Also measure GEMMs and messages and write a cluster profile.")
     ] = False,
     output: Annotated[Path, typer.Option("--output", help="With --calibrate: the profile.")] = Path("calibrated.yaml"),
-    precision: Annotated[str, typer.Option("--precision", help="With --calibrate: fp32, bf16 or fp16.")] = "bf16",
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            "--precision",
+            help="With --calibrate: fp32, bf16 or fp16; else bf16, or fp32 on a processor without bf16.",
+        ),
+    ] = None,
 ) -> int:
     """Say what works here, what works slower, and what does not, and why."""
-    if precision not in DTYPES:
+    if precision is not None and precision not in DTYPES:
         raise ConfigError("command line", "doctor --precision", precision, "use fp32, bf16 or fp16")
     console = Console()
     cuda = torch.cuda.is_available()
     console.print(", ".join(f"{name} {release}" for name, release in doctor.versions().items()), highlight=False)
     for line in doctor.devices():
         console.print(line, highlight=False, markup=False)
+    slow = objection(precision or "bf16")
+    if slow is not None:
+        console.print(slow, highlight=False, soft_wrap=True)
     for name, value, remedy in doctor.environment(os.environ, cuda=cuda):
         console.print(f"environment: {name}={value}: {remedy}", highlight=False, soft_wrap=True)
     failure = _self_test(console, ranks, deadline)
@@ -55,7 +65,9 @@ def command(
     console.print(table)
     if failure is not None:
         return 1
-    return _calibrate(console, ranks, output, precision) if calibrate else 0
+    if not calibrate:
+        return 0
+    return _calibrate(console, ranks, output, precision or ("bf16" if slow is None else "fp32"))
 
 
 def _self_test(console: Console, ranks: int, deadline: float) -> str | None:
@@ -75,7 +87,7 @@ def _self_test(console: Console, ranks: int, deadline: float) -> str | None:
 
 
 def _calibrate(console: Console, ranks: int, output: Path, precision: Any) -> int:
-    console.print(f"calibrating, at most {CALIBRATE_DEADLINE_S:g} s ...", highlight=False)
+    console.print(f"calibrating in {precision}, at most {CALIBRATE_DEADLINE_S:g} s ...", highlight=False)
     try:
         found = _run("calibrate", ranks, precision, CALIBRATE_DEADLINE_S)[0]
     except RunError as error:

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_overlap import cli
 from megatron_overlap.config.cluster import load_cluster_profile, with_hosts
-from megatron_overlap.measure import doctor
+from megatron_overlap.measure import doctor, precision
 from megatron_overlap.measure.calibration import checks, lab_tree, line, middle, profile_tree, write_profile
 from megatron_overlap.measure.machine import LAYER, MESSAGES, PRODUCT, ROWS, late_gemms
 from megatron_overlap.tune.cost import CostModel
@@ -176,3 +176,19 @@ def test_a_wrong_request_is_one_line(capsys: pytest.CaptureFixture[str], argumen
     said = capsys.readouterr().err
     assert len(said.splitlines()) == 1
     assert told in said
+
+
+@pytest.mark.parametrize(("rate", "usual"), [(1.0, "fp32"), (12.0, "bf16"), (400.0, "bf16")])
+def test_what_a_processor_cannot_compute_is_said(rate: float, usual: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {"fp32": 40.0, "bf16": rate, "fp16": 1.0}
+    monkeypatch.setattr(precision, "gemm_gflops", rates.__getitem__)
+    monkeypatch.setattr(precision.torch.cuda, "is_available", lambda: False)
+    assert precision.usual_precision() == usual
+    assert precision.objection("fp32") is None
+    said = precision.objection("fp16")
+    assert said is not None and "train.precision=fp32" in said and "1.0 GFLOP/s" in said
+
+
+def test_the_rate_of_a_gemm_is_that_of_its_type() -> None:
+    """Fp32 is measured, not taken from elsewhere: no processor is below 1 GFLOP/s or above a petaflop."""
+    assert 1 < precision.gemm_gflops("fp32") < 1e6
