@@ -15,18 +15,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_overlap.accounting import FallbackError, Report
     from megatron_overlap.config import ConfigError, OverlapConfig
+    from megatron_overlap.counters import FallbackError, Report
     from megatron_overlap.patching.errors import PatchError
     from megatron_overlap.session import Session, disable, enable, report
     from megatron_overlap.version import __version__
 
 _HOMES = {
     "ConfigError": "megatron_overlap.config",
-    "FallbackError": "megatron_overlap.accounting",
+    "FallbackError": "megatron_overlap.counters",
     "OverlapConfig": "megatron_overlap.config",
     "PatchError": "megatron_overlap.patching.errors",
-    "Report": "megatron_overlap.accounting",
+    "Report": "megatron_overlap.counters",
     "Session": "megatron_overlap.session",
     "__version__": "megatron_overlap.version",
     "disable": "megatron_overlap.session",

@@ -105,17 +105,17 @@ class _Run:
 
             cpu.install()
         # After the CPU adapter, which must be there before the first import of Megatron.
-        from megatron_overlap.adapters import wheel
+        from megatron_overlap.adapters.training import bootstrap
 
-        missing = wheel.missing_module()
+        missing = bootstrap.missing_module()
         if missing is not None:
             raise UsageError(
                 f"{missing}: not installed: install megatron-core 0.17 or later, or run the script of a "
                 "Megatron-LM checkout"
             )
-        from megatron_overlap.adapters import arguments
+        from megatron_overlap.adapters.training import arguments
 
-        wheel.use_compiled_helpers()
+        bootstrap.use_compiled_helpers()
         arguments.register()
         self._record()
         import megatron_overlap
@@ -147,8 +147,8 @@ class _Run:
     def _record(self) -> None:
         if self._run_dir is None:
             return
-        from megatron_overlap.adapters.recorder import Recorder
-        from megatron_overlap.adapters.step_tracer import StepTracer
+        from megatron_overlap.adapters.training.step_recorder import Recorder
+        from megatron_overlap.adapters.training.step_tracer import StepTracer
 
         if self._trace:
             self._tracer = StepTracer(self._run_dir, self._rank, self._device)
@@ -181,7 +181,7 @@ class _Run:
 
 
 def _own_parser() -> argparse.ArgumentParser:
-    from megatron_overlap.adapters.arguments import add_overlap_arguments
+    from megatron_overlap.adapters.training.arguments import add_overlap_arguments
 
     class OneLine(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:

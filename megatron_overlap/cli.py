@@ -20,18 +20,24 @@ from megatron_overlap.version import __version__
 PROGRAM = "megatron-overlap"
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "launch": ("megatron_overlap.launch.command:launch", "Run a launch config."),
-        "compare": ("megatron_overlap.measure.command:compare", "Run configs interleaved and compare them."),
-        "doctor": ("megatron_overlap.measure.doctor_command:command", "Say what works on this machine, and why not."),
-        "tune": ("megatron_overlap.launch.tune_command:tune", "Choose how each layer runs fastest, before a run."),
+        "launch": ("megatron_overlap.tools.launch.command:launch", "Run a launch config."),
+        "compare": ("megatron_overlap.tools.compare.command:compare", "Run configs interleaved and compare them."),
+        "doctor": ("megatron_overlap.tools.doctor.command:command", "Say what works on this machine, and why not."),
+        "tune": (
+            "megatron_overlap.tools.launch.tune_command:tune",
+            "Choose how each layer runs fastest, before a run.",
+        ),
         "trace": (
-            "megatron_overlap.measure.trace_command:trace",
+            "megatron_overlap.tools.trace.command:trace",
             "Show when each rank computed, waited and sent.",
         ),
-        "simulate": ("megatron_overlap.simulate.command:simulate", "Predict a step on a cluster, without running it."),
+        "simulate": (
+            "megatron_overlap.tools.simulate.command:simulate",
+            "Predict a step on a cluster, without running it.",
+        ),
         "patches": ("megatron_overlap.patching.command:patches", "Show what is replaced in your Megatron."),
         "plan": (
-            "megatron_overlap.measure.plan_command:plan",
+            "megatron_overlap.tools.plan.command:plan",
             "Show and draw how a batch of documents is partitioned.",
         ),
         "schema": ("megatron_overlap.config.command:schema", "Print the JSON Schema of launch configs."),

@@ -12,15 +12,15 @@ from types import TracebackType
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
-from megatron_overlap.accounting import Counters, PatchLine, Report
 from megatron_overlap.config import ConfigError, OverlapConfig
-from megatron_overlap.events import Trace
+from megatron_overlap.counters import Counters, PatchLine, Report
+from megatron_overlap.patching.compatibility import Verdict
 from megatron_overlap.patching.engine import Engine
 from megatron_overlap.patching.errors import PatchError, PatchRefusedError, PatchWarning
-from megatron_overlap.patching.judge import Verdict
-from megatron_overlap.patching.locate import ImportedTree, megatron_release
 from megatron_overlap.patching.manifest import Manifest, load_manifests
 from megatron_overlap.patching.planning import Finding, Plan
+from megatron_overlap.patching.source import ImportedTree, megatron_release
+from megatron_overlap.tracing.events import Trace
 from megatron_overlap.version import __version__
 
 OFF_SWITCH = "MEGATRON_OVERLAP"
@@ -32,17 +32,17 @@ class Session:
     Attributes:
         config: what was asked for.
         counters: what the adapters count.
-        linear: what adapters/linear.py keeps for this session.
-        data_parallel: what adapters/data_parallel.py keeps for it.
-        ulysses: what adapters/ulysses.py keeps for this session.
-        varlen: what adapters/varlen.py keeps for this session.
+        linear: what adapters/tensor_parallel/linear.py keeps for this session.
+        data_parallel: what adapters/data_parallel/bucket_sync.py keeps for it.
+        ulysses: what adapters/ulysses/core_attention.py keeps for this session.
+        varlen: what adapters/varlen/core_attention.py keeps for this session.
         switched_off: `MEGATRON_OVERLAP=0` is set: the config asks for nothing.
         trace: gets the events of the transports that are made from now on; None records none.
         step: the training step that runs, from 1; 0 before the first. Megatron's training loop is followed; any other
             says it by `next_step`.
         facts: what must be the same on every rank besides the config, versions and patches.
-        trust: what adapters/trust.py keeps for this session.
-        check: what adapters/check.py keeps for this session.
+        trust: what adapters/diagnostics/consistency.py keeps for this session.
+        check: what adapters/diagnostics/reference_check.py keeps for this session.
         buffers: what the plugin's messages and sums are kept in, with the ranks that share them.
     """
 
@@ -258,7 +258,7 @@ def enable(
     _PROCESS.current = session
     if session.active or (not session.switched_off and session.config.varlen.method != "none"):
         # Here, and not above: it imports torch and Megatron, which are there when something of theirs is used.
-        importlib.import_module("megatron_overlap.adapters.trust").install(session)
+        importlib.import_module("megatron_overlap.adapters.diagnostics.consistency").install(session)
     return session
 
 

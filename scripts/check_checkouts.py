@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_overlap.config import load_launch_config
-from megatron_overlap.config.carried import carried
-from megatron_overlap.launch.artefacts import ArtefactError
-from megatron_overlap.launch.outcome import RunError
-from megatron_overlap.launch.rehearsal import Rehearsal, deviation, rehearse
+from megatron_overlap.config.resources import carried
+from megatron_overlap.tools.launch.rehearsal import Rehearsal, deviation, rehearse
+from megatron_overlap.tools.launch.results import RunError
+from megatron_overlap.tools.launch.run_records import ArtefactError
 
 OVERRIDES = (
     "train.iterations=5",

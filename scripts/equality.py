@@ -28,9 +28,9 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_overlap.config import LaunchConfig
-from megatron_overlap.launch.execute import execute
-from megatron_overlap.launch.outcome import RunError
-from megatron_overlap.launch.plan import plan
+from megatron_overlap.tools.launch.execute import execute
+from megatron_overlap.tools.launch.plan import plan
+from megatron_overlap.tools.launch.results import RunError
 
 FP32_BOUND = 1e-5
 """Relative; another order of the same fp32 sums."""

@@ -14,15 +14,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_overlap.autotune.cost_model import CostModel
 from megatron_overlap.config import LaunchConfig, load_launch_config
-from megatron_overlap.config.carried import carried
 from megatron_overlap.config.cluster import load_cluster_profile
-from megatron_overlap.measure.flops import UnknownFlopsError, known_model
-from megatron_overlap.simulate.command import figures
-from megatron_overlap.simulate.job import job_of, with_choice
-from megatron_overlap.simulate.linear import Choice
-from megatron_overlap.simulate.step import simulate_step
-from megatron_overlap.tune.cost import CostModel
+from megatron_overlap.config.resources import carried
+from megatron_overlap.tools.compare.model_flops import UnknownFlopsError, known_model
+from megatron_overlap.tools.simulate.command import figures
+from megatron_overlap.tools.simulate.job import job_of, with_choice
+from megatron_overlap.tools.simulate.linear import Choice
+from megatron_overlap.tools.simulate.step import simulate_step
 
 PROFILES = ("grand_teton", "h100_dgx")
 LINE = re.compile(r"^# Expected, modelled: .*\n(?:#   .*\n)*", flags=re.MULTILINE)

@@ -33,7 +33,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_overlap.launch.netlab import Netlab, NetlabError  # noqa: E402
+from megatron_overlap.tools.launch.netlab import Netlab, NetlabError  # noqa: E402
 from scripts.trust import rank as ranks  # noqa: E402
 from scripts.trust.rank import DIFFERS, DONE, FOUND, WAIT_FAILED, WRONG, Case  # noqa: E402
 from scripts.trust.work import LOADS  # noqa: E402

@@ -15,9 +15,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from megatron_overlap.kernels import compiled, gluon
-from megatron_overlap.kernels.hopper_variants import shipped_for_hopper
-from megatron_overlap.kernels.variants import ARCHITECTURES, Variant, shipped
+from megatron_overlap.kernels import compiled
+from megatron_overlap.kernels.configs import ARCHITECTURES, Variant, shipped
+from megatron_overlap.kernels.hopper import gluon_version
+from megatron_overlap.kernels.hopper.configs import shipped_for_hopper
 
 PACKAGE = "megatron_overlap.kernels"
 
@@ -127,7 +128,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="exit 1 if a kernel is not what it should be")
     parser.add_argument("--edit", help="module|old|new: compile a changed copy, to see that the checks notice")
     options = parser.parse_args()
-    hopper = shipped_for_hopper() if gluon.available() else []
+    hopper = shipped_for_hopper() if gluon_version.available() else []
     variants = [each for each in [*shipped(), *hopper] if options.arch in (None, each.arch)]
     if options.name:
         variants = [each for name in options.name for each in variants if each.name == name]

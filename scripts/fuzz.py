@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_overlap.cli import main as command  # noqa: E402
 from megatron_overlap.config import LaunchConfig, OverlapConfig  # noqa: E402
-from megatron_overlap.config.presets import PRESETS  # noqa: E402
+from megatron_overlap.config.model_presets import PRESETS  # noqa: E402
 
 WORDS = [
     "auto",
@@ -212,14 +212,14 @@ def fuzz_configs(count: int, seed: int, only: int | None) -> int:
 def fuzz_calls(count: int, seed: int) -> int:
     """The number of runs of 20 calls that failed."""
     from tests.helpers.world import World
-    from tests.ops import cases
+    from tests.ops.tensor_parallel import linear_workers
 
     world, failed, done = World(answer_s=300), 0, 0
     try:
         while done < count:
             ranks, part = random.Random(f"{seed} {done}").choice([2, 3, 4]), min(20, count - done)
             try:
-                world.run(ranks, cases.random_calls, seed * 1_000_003 + done, part)
+                world.run(ranks, linear_workers.random_calls, seed * 1_000_003 + done, part)
             except AssertionError as error:
                 failed += 1
                 print(f"calls {done} to {done + part}: {error}", flush=True)

@@ -4,7 +4,7 @@ Run it through the plugin: ``python -m megatron_overlap scripts/pretrain_gpt.py 
 directly, without the plugin.
 """
 
-from megatron_overlap.adapters.pretrain import pretrain_decoder
+from megatron_overlap.adapters.training.pretrain import pretrain_decoder
 
 if __name__ == "__main__":
     pretrain_decoder()

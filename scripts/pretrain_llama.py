@@ -4,7 +4,7 @@ The flags below are what makes the architecture; sizes, and ``--group-query-atte
 the model has grouped queries, come from the command line, which also wins where it sets one of these.
 """
 
-from megatron_overlap.adapters.pretrain import pretrain_decoder
+from megatron_overlap.adapters.training.pretrain import pretrain_decoder
 
 LLAMA = (
     "--normalization", "RMSNorm",

@@ -20,11 +20,11 @@ from pathlib import Path
 
 from megatron_overlap import cli
 from megatron_overlap.config import ConfigError, LaunchConfig, load_launch_config
-from megatron_overlap.config.carried import carried
-from megatron_overlap.launch.artefacts import ArtefactError
-from megatron_overlap.launch.fold import fold
-from megatron_overlap.launch.outcome import RunError
-from megatron_overlap.launch.rehearsal import Rehearsal, deviation, ranks_here, rehearse
+from megatron_overlap.config.resources import carried
+from megatron_overlap.tools.launch.downscale import fold
+from megatron_overlap.tools.launch.rehearsal import Rehearsal, deviation, ranks_here, rehearse
+from megatron_overlap.tools.launch.results import RunError
+from megatron_overlap.tools.launch.run_records import ArtefactError
 
 HEAD = "| config | dry-run | folded to | loss apart | grad-norm apart | calls overlapped | verdict | s |"
 

@@ -14,14 +14,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from megatron_overlap.autotune.cost_model import CostModel
 from megatron_overlap.config import ModelConfig
 from megatron_overlap.config.cluster import load_cluster_profile
-from megatron_overlap.config.presets import PRESETS
-from megatron_overlap.simulate.job import Job, Recompute
-from megatron_overlap.simulate.linear import Choice, Linear
-from megatron_overlap.simulate.memory import memory_of
-from megatron_overlap.simulate.step import StepTime, simulate_step
-from megatron_overlap.tune.cost import CostModel
+from megatron_overlap.config.model_presets import PRESETS
+from megatron_overlap.tools.simulate.job import Job, Recompute
+from megatron_overlap.tools.simulate.linear import Choice, Linear
+from megatron_overlap.tools.simulate.memory import memory_of
+from megatron_overlap.tools.simulate.step import StepTime, simulate_step
 
 PEAK = 989.4
 PLAIN = Choice("serial", save_gathered=True)

@@ -46,7 +46,7 @@ from megatron_overlap.ops import (
     ulysses_attention,
 )
 from megatron_overlap.schedules import SequenceLayout
-from megatron_overlap.varlen import Topology, partition
+from megatron_overlap.schedules.varlen import Topology, partition
 
 SAMPLES = 100
 WARM_UP = 0.2

@@ -1,6 +1,6 @@
 """Measures what `validate_simulator.py` holds the simulator against: a profile of this machine, and training steps.
 
-The profile is made of GEMMs, operations and messages that are timed by themselves (`measure/machine.py`, on two hosts
+The profile is made of GEMMs, operations and messages that are timed by themselves (`tools/doctor/machine.py`, on two hosts
 of a netlab), again and again between the launches; the medians of all count. One figure, what a call of torch costs
 in the program around it, is taken from the steps of a small model which is not among those that are compared, though
 large enough that the program finds no cache as it left it. Nothing else of a step goes into the profile.
@@ -22,15 +22,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_overlap.autotune.cost_model import CostModel
 from megatron_overlap.config import LaunchConfig, load_launch_config, without_overlap
 from megatron_overlap.config.cluster import ClusterProfile, load_cluster_profile, profile_folder, with_hosts
-from megatron_overlap.launch.workers import run_workers
-from megatron_overlap.measure import machine
-from megatron_overlap.measure.calibration import lab_tree, middle, write_profile
-from megatron_overlap.measure.rounds import Recorded, run_rounds
-from megatron_overlap.simulate.job import job_of
-from megatron_overlap.simulate.step import simulate_step
-from megatron_overlap.tune.cost import CostModel
+from megatron_overlap.tools.compare.rounds import Recorded, run_rounds
+from megatron_overlap.tools.doctor import machine
+from megatron_overlap.tools.doctor.calibration import lab_tree, middle, write_profile
+from megatron_overlap.tools.launch.ranks import run_workers
+from megatron_overlap.tools.simulate.job import job_of
+from megatron_overlap.tools.simulate.step import simulate_step
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = ROOT / "docs" / "results" / "step_times.json"

@@ -17,8 +17,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megatron_overlap.patching.judge import digest_of, judge_source
-from megatron_overlap.patching.locate import (
+from megatron_overlap.patching.compatibility import digest_of, judge_source
+from megatron_overlap.patching.manifest import Manifest, load_manifests, patches_folder
+from megatron_overlap.patching.source import (
     DirectoryTree,
     SourceTree,
     Target,
@@ -27,7 +28,6 @@ from megatron_overlap.patching.locate import (
     installed_tree,
     megatron_release,
 )
-from megatron_overlap.patching.manifest import Manifest, load_manifests, patches_folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:

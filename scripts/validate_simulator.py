@@ -23,12 +23,12 @@ from typing import Any
 
 from step_times import ROOT, STEPS, Measured, apart, measure, measured, model_of, tell_apart, variants
 
+from megatron_overlap.autotune.cost_model import CostModel
 from megatron_overlap.config.cluster import ClusterProfile, load_cluster_profile, with_hosts
-from megatron_overlap.simulate.job import job_of
-from megatron_overlap.simulate.linear import Choice, Linear
-from megatron_overlap.simulate.program import Played
-from megatron_overlap.simulate.step import simulate_step
-from megatron_overlap.tune.cost import CostModel
+from megatron_overlap.tools.simulate.job import job_of
+from megatron_overlap.tools.simulate.linear import Choice, Linear
+from megatron_overlap.tools.simulate.program import Played
+from megatron_overlap.tools.simulate.step import simulate_step
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 
+from megatron_overlap.autotune.cost_model import CostModel as Machine
 from megatron_overlap.config import ModelConfig
 from megatron_overlap.config.cluster import load_cluster_profile
-from megatron_overlap.config.presets import PRESETS
-from megatron_overlap.tune.cost import CostModel as Machine
-from megatron_overlap.varlen import CostModel, Plan, Topology, partition
-from megatron_overlap.varlen.baselines import hybrid, ring_over_all
-from megatron_overlap.varlen.circles import Circle, circles
-from megatron_overlap.varlen.plan import Pass
-from megatron_overlap.varlen.remap import remap
+from megatron_overlap.config.model_presets import PRESETS
+from megatron_overlap.schedules.varlen import CostModel, Plan, Topology, partition
+from megatron_overlap.schedules.varlen.baselines import hybrid, ring_over_all
+from megatron_overlap.schedules.varlen.plan import Pass
+from megatron_overlap.schedules.varlen.rebalance import remap
+from megatron_overlap.schedules.varlen.ring_groups import Circle, circles
 
 _TILE = 128
 _FS = 1e9  # in a microsecond

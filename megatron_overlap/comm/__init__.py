@@ -1,5 +1,6 @@
 """Moves bytes between the ranks of a group. Knows no maths."""
 
+from megatron_overlap.comm.buffers import Workspace
 from megatron_overlap.comm.transport import (
     Flight,
     Transport,
@@ -7,6 +8,5 @@ from megatron_overlap.comm.transport import (
     close_transport,
     transport_of,
 )
-from megatron_overlap.comm.workspace import Workspace
 
 __all__ = ["Flight", "Transport", "TransportError", "Workspace", "close_transport", "transport_of"]

@@ -20,10 +20,10 @@ from queue import SimpleQueue
 import torch
 import torch.distributed as dist
 
+from megatron_overlap.comm.buffers import Workspace
 from megatron_overlap.comm.transport import TransportError, Wire, store_beside
-from megatron_overlap.comm.watch import Watch
-from megatron_overlap.comm.workspace import Workspace
-from megatron_overlap.events import Trace
+from megatron_overlap.diagnostics.flight_recorder import Watch
+from megatron_overlap.tracing.events import Trace
 
 # A tag is 31 bits: this many exchanges in one op, and this many ops before tags repeat, long after they have landed.
 _TAGS_PER_OP = 1 << 13

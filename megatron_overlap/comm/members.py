@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from megatron_overlap.comm.council import Council
+from megatron_overlap.comm.host_collectives import Council
 from megatron_overlap.comm.transport import store_beside
 
 _TIMEOUT_S = 600.0

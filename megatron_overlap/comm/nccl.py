@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm.cuda_events import CudaEvents, CudaFlightEvents
+from megatron_overlap.comm.buffers import Workspace
+from megatron_overlap.comm.cuda_timing import CudaEvents, CudaFlightEvents
 from megatron_overlap.comm.transport import TransportError, Wire, store_beside
-from megatron_overlap.comm.workspace import Workspace
-from megatron_overlap.events import Trace
+from megatron_overlap.tracing.events import Trace
 
 
 class NcclTransport:

@@ -10,10 +10,10 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm.watch import Watch
-from megatron_overlap.comm.workspace import Workspace
-from megatron_overlap.events import Trace
+from megatron_overlap.comm.buffers import Workspace
+from megatron_overlap.diagnostics.flight_recorder import Watch
 from megatron_overlap.schedules.plan import Exchange
+from megatron_overlap.tracing.events import Trace
 
 
 class TransportError(RuntimeError):

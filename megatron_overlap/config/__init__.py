@@ -1,16 +1,7 @@
 """Configs of launches and of the overlap: schema, loading, presets, Megatron's arguments. Needs no torch."""
 
 from megatron_overlap.config.errors import ConfigError
-from megatron_overlap.config.loading import (
-    OverlapFile,
-    dump_config,
-    load_launch_config,
-    load_overlap_file,
-    without_overlap,
-)
-from megatron_overlap.config.megatron_args import to_megatron_args
-from megatron_overlap.config.overlap import OverlapConfig
-from megatron_overlap.config.schema import (
+from megatron_overlap.config.launch import (
     DataConfig,
     HostsConfig,
     LaunchConfig,
@@ -20,6 +11,15 @@ from megatron_overlap.config.schema import (
     SlurmConfig,
     TrainConfig,
 )
+from megatron_overlap.config.loading import (
+    OverlapFile,
+    dump_config,
+    load_launch_config,
+    load_overlap_file,
+    without_overlap,
+)
+from megatron_overlap.config.megatron_args import to_megatron_args
+from megatron_overlap.config.overlap import OverlapConfig
 
 __all__ = [
     "ConfigError",

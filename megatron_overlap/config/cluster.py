@@ -12,12 +12,12 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from megatron_overlap.config.base import Name, Positive, Section, Text
-from megatron_overlap.config.carried import carried
-from megatron_overlap.config.checks import Problem, raise_first
-from megatron_overlap.config.compose import compose
 from megatron_overlap.config.errors import ConfigError, did_you_mean
 from megatron_overlap.config.explain import explain
+from megatron_overlap.config.merge import compose
+from megatron_overlap.config.resources import carried
+from megatron_overlap.config.types import Name, Positive, Section, Text
+from megatron_overlap.config.validation import Problem, raise_first
 
 Precision = Literal["fp32", "bf16", "fp16"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from megatron_overlap.config.schema import LaunchConfig
+from megatron_overlap.config.launch import LaunchConfig
 
 
 def json_schema() -> dict[str, Any]:

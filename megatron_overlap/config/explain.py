@@ -8,8 +8,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
-from megatron_overlap.config.compose import Composed
 from megatron_overlap.config.errors import ConfigError, did_you_mean
+from megatron_overlap.config.merge import Composed
 
 Schema = Mapping[str, Any]
 

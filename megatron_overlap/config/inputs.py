@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_overlap.config.checks import Problem
+from megatron_overlap.config.launch import LaunchConfig
 from megatron_overlap.config.megatron_args import data_prefix
-from megatron_overlap.config.schema import LaunchConfig
+from megatron_overlap.config.validation import Problem
 
 DESCRIPTION = "data.json"
 """What scripts/prepare_data.py writes about a data folder."""

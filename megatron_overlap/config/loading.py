@@ -10,12 +10,12 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from megatron_overlap.config.compose import Composed, compose
 from megatron_overlap.config.errors import ConfigError, did_you_mean
 from megatron_overlap.config.explain import explain
 from megatron_overlap.config.inputs import missing_inputs
+from megatron_overlap.config.launch import LaunchConfig, LaunchSection
+from megatron_overlap.config.merge import Composed, compose
 from megatron_overlap.config.overlap import OverlapConfig
-from megatron_overlap.config.schema import LaunchConfig, LaunchSection
 
 METHOD_SECTIONS = ("tensor", "data", "ulysses", "varlen")
 

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_overlap.config.schema import LaunchConfig
+    from megatron_overlap.config.launch import LaunchConfig
 
 # TransformerEngine overlaps the same communication by itself with this flag: two ways at once cannot be.
 TE_OVERLAP = "--tp-comm-overlap"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from megatron_overlap.config.base import NonNegative, Positive, PositiveFloat, Section, Text
+from megatron_overlap.config.types import NonNegative, Positive, PositiveFloat, Section, Text
 
 
 class TensorOverlap(Section):

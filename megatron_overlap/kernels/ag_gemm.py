@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_overlap.kernels import device
+from megatron_overlap.kernels import primitives
 from megatron_overlap.kernels.launch import GemmConfig, RowTiles, Waits, check_gemm, interpreted
 
 
@@ -53,14 +53,14 @@ def ag_gemm_kernel(
     num_columns = tl.cdiv(N, BLOCK_N)
     # Not flattened: with a wait between the two loops that would switch the pipelining of the inner one off.
     for index in tl.range(tl.program_id(0), num_row_tiles * num_columns, tl.num_programs(0), flatten=False):
-        row_tile, column_tile = device.place_by_owner(index, num_first_tiles, num_row_tiles, num_columns, GROUP)
-        tile = tiles_ptr + row_tile * device.COLUMNS
-        start = tl.load(tile + device.START)
-        num_rows = tl.load(tile + device.STOP) - start
-        if tl.load(tile + device.REMOTE) != 0:
-            device.wait_for(flags_ptr + tl.load(tile + device.FLAG), epoch, status_ptr, MAX_POLLS)
+        row_tile, column_tile = primitives.place_by_owner(index, num_first_tiles, num_row_tiles, num_columns, GROUP)
+        tile = tiles_ptr + row_tile * primitives.COLUMNS
+        start = tl.load(tile + primitives.START)
+        num_rows = tl.load(tile + primitives.STOP) - start
+        if tl.load(tile + primitives.REMOTE) != 0:
+            primitives.wait_for(flags_ptr + tl.load(tile + primitives.FLAG), epoch, status_ptr, MAX_POLLS)
         first = column_tile * BLOCK_N
-        total = device.product(
+        total = primitives.product(
             a_ptr + start.to(tl.int64) * stride_am,
             b_ptr + first.to(tl.int64) * stride_bn,
             num_rows,

@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron_overlap.kernels.variants import Variant
+from megatron_overlap.kernels.configs import Variant
 
 SHARED_LIMIT_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Shared memory that one block may have."""
@@ -59,8 +59,8 @@ def compile_variant(variant: Variant, package: str = "megatron_overlap.kernels")
     aligned = [*variant.pointers, *variant.aligned]
     source = ASTSource
     if variant.descriptors:
-        from megatron_overlap.kernels.gluon import GluonASTSource
-        from megatron_overlap.kernels.sm90_operands import shared_layout
+        from megatron_overlap.kernels.hopper.gluon_version import GluonASTSource
+        from megatron_overlap.kernels.hopper.operands import shared_layout
 
         source = GluonASTSource
         for name, (dtype, block) in variant.descriptors.items():

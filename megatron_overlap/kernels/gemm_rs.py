@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_overlap.kernels import device
+from megatron_overlap.kernels import primitives
 from megatron_overlap.kernels.launch import GemmConfig, RowTiles, Waits, check_gemm, interpreted
 
 
@@ -56,13 +56,13 @@ def gemm_to_owners_kernel(
 ):
     num_columns = tl.cdiv(N, BLOCK_N)
     for index in tl.range(tl.program_id(0), num_row_tiles * num_columns, tl.num_programs(0), flatten=False):
-        row_tile, column_tile = device.place_by_owner(index, num_first_tiles, num_row_tiles, num_columns, GROUP)
-        tile = tiles_ptr + row_tile * device.COLUMNS
-        start = tl.load(tile + device.START)
-        num_rows = tl.load(tile + device.STOP) - start
-        owner = tl.load(tile + device.OWNER)
+        row_tile, column_tile = primitives.place_by_owner(index, num_first_tiles, num_row_tiles, num_columns, GROUP)
+        tile = tiles_ptr + row_tile * primitives.COLUMNS
+        start = tl.load(tile + primitives.START)
+        num_rows = tl.load(tile + primitives.STOP) - start
+        owner = tl.load(tile + primitives.OWNER)
         first = column_tile * BLOCK_N
-        total = device.product(
+        total = primitives.product(
             a_ptr + start.to(tl.int64) * stride_am,
             b_ptr + first.to(tl.int64) * stride_bn,
             num_rows,
@@ -85,14 +85,14 @@ def gemm_to_owners_kernel(
         landing = tl.multiple_of(tl.load(landings_ptr + owner).to(tl.pointer_type(DTYPE)), 16)
         rows = tl.arange(0, BLOCK_M)
         columns = first + tl.arange(0, BLOCK_N)
-        landing += slot_offset + tl.load(tile + device.ROW_IN_SHARD).to(tl.int64) * N
+        landing += slot_offset + tl.load(tile + primitives.ROW_IN_SHARD).to(tl.int64) * N
         mask = rows[:, None] < num_rows
         if not EVEN_N:
             mask = mask & (columns[None, :] < N)
         tl.store(landing + rows[:, None] * N + columns[None, :], total.to(DTYPE), mask=mask)
-        flag = tl.load(flags_ptr + owner).to(tl.pointer_type(tl.int32)) + first_flag + tl.load(tile + device.PART)
-        num_tiles = tl.load(tile + device.TILES_IN_CHUNK) * num_columns
-        device.count_tile(counters_ptr + tl.load(tile + device.FLAG), num_tiles, flag, epoch)
+        flag = tl.load(flags_ptr + owner).to(tl.pointer_type(tl.int32)) + first_flag + tl.load(tile + primitives.PART)
+        num_tiles = tl.load(tile + primitives.TILES_IN_CHUNK) * num_columns
+        primitives.count_tile(counters_ptr + tl.load(tile + primitives.FLAG), num_tiles, flag, epoch)
 
 
 @triton.jit
@@ -115,12 +115,12 @@ def sum_landed_kernel(
 ):
     num_columns = tl.cdiv(N, BLOCK_N)
     for index in tl.range(tl.program_id(0), num_row_tiles * num_columns, tl.num_programs(0)):
-        tile = tiles_ptr + index // num_columns * device.COLUMNS
-        start = tl.load(tile + device.ROW_IN_SHARD)
-        num_rows = tl.load(tile + device.STOP) - tl.load(tile + device.START)
-        part = tl.load(tile + device.PART)
+        tile = tiles_ptr + index // num_columns * primitives.COLUMNS
+        start = tl.load(tile + primitives.ROW_IN_SHARD)
+        num_rows = tl.load(tile + primitives.STOP) - tl.load(tile + primitives.START)
+        part = tl.load(tile + primitives.PART)
         for source in tl.static_range(NUM_RANKS):
-            device.wait_for(flags_ptr + source * parts + part, epoch, status_ptr, MAX_POLLS)
+            primitives.wait_for(flags_ptr + source * parts + part, epoch, status_ptr, MAX_POLLS)
         rows = tl.arange(0, BLOCK_M)
         columns = index % num_columns * BLOCK_N + tl.arange(0, BLOCK_N)
         mask = rows[:, None] < num_rows

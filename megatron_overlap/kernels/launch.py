@@ -9,7 +9,7 @@ from itertools import takewhile
 import torch
 import triton
 
-from megatron_overlap.schedules.tiles import RowTile
+from megatron_overlap.schedules.tile_order import RowTile
 
 # A look at a flag takes about a microsecond: minutes, as the deadline of a collective.
 MAX_POLLS = 1 << 28

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_overlap.kernels import device
+from megatron_overlap.kernels import primitives
 from megatron_overlap.kernels.launch import MAX_POLLS
 
 
@@ -18,7 +18,7 @@ def plain(flags: list[int], epoch: int) -> bool:
 @triton.jit
 def wait_all_kernel(flags_ptr, epoch, status_ptr, num_flags, MAX_POLLS: tl.constexpr):
     for number in tl.range(0, num_flags):
-        device.wait_for(flags_ptr + number, epoch, status_ptr, MAX_POLLS)
+        primitives.wait_for(flags_ptr + number, epoch, status_ptr, MAX_POLLS)
 
 
 def wait_all(flags: torch.Tensor, epoch: int, status: torch.Tensor, max_polls: int = MAX_POLLS) -> None:

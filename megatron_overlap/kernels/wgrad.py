@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_overlap.kernels import device
+from megatron_overlap.kernels import primitives
 from megatron_overlap.kernels.launch import GemmConfig, RowTiles, Waits, interpreted
 
 
@@ -51,16 +51,16 @@ def wgrad_kernel(
     num_f, num_k = tl.cdiv(F, BLOCK_M), tl.cdiv(K, BLOCK_N)
     depth = tl.arange(0, BLOCK_K)
     for index in tl.range(tl.program_id(0), num_f * num_k, tl.num_programs(0), flatten=False):
-        f_tile, k_tile = device.place(index, num_f, num_k, GROUP)
+        f_tile, k_tile = primitives.place(index, num_f, num_k, GROUP)
         f = f_tile * BLOCK_M + tl.arange(0, BLOCK_M)
         k = k_tile * BLOCK_N + tl.arange(0, BLOCK_N)
         total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for number in tl.range(first_chunk, last_chunk, flatten=False):
-            chunk = chunks_ptr + number * device.COLUMNS
-            start = tl.load(chunk + device.START)
-            num_rows = tl.load(chunk + device.STOP) - start
-            if tl.load(chunk + device.REMOTE) != 0:
-                device.wait_for(flags_ptr + tl.load(chunk + device.FLAG), epoch, status_ptr, MAX_POLLS)
+            chunk = chunks_ptr + number * primitives.COLUMNS
+            start = tl.load(chunk + primitives.START)
+            num_rows = tl.load(chunk + primitives.STOP) - start
+            if tl.load(chunk + primitives.REMOTE) != 0:
+                primitives.wait_for(flags_ptr + tl.load(chunk + primitives.FLAG), epoch, status_ptr, MAX_POLLS)
             dy_ptrs = dy_ptr + start.to(tl.int64) * stride_dm + depth[:, None] * stride_dm + f[None, :]
             x_ptrs = x_ptr + start.to(tl.int64) * stride_xm + depth[:, None] * stride_xm + k[None, :]
             for row in tl.range(0, num_rows, BLOCK_K, num_stages=NUM_STAGES):

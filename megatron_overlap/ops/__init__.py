@@ -1,15 +1,15 @@
 """Layers and data parallel buckets whose communication is hidden: schedule x transport x what consumes it."""
 
-from megatron_overlap.ops.all_reduce import copy_linear, linear_all_reduce
-from megatron_overlap.ops.buckets import Gathering, GradientReduce, Reduction
-from megatron_overlap.ops.linear import all_gather_linear, linear_reduce_scatter
-from megatron_overlap.ops.mlp import LayerOptions, mlp_all_reduce
-from megatron_overlap.ops.plan import LinearPlan
-from megatron_overlap.ops.query_split import attention_linear_reduce_scatter
-from megatron_overlap.ops.ulysses import UlyssesPlan, ulysses_attention
-from megatron_overlap.ops.ulysses_layer import Projection, ulysses_self_attention
-from megatron_overlap.ops.varlen import balanced_attention
-from megatron_overlap.ops.varlen_remap import remap
+from megatron_overlap.ops.data_parallel import Gathering, GradientReduce, Reduction
+from megatron_overlap.ops.tensor_parallel.attention_projection import attention_linear_reduce_scatter
+from megatron_overlap.ops.tensor_parallel.linear import all_gather_linear, linear_reduce_scatter
+from megatron_overlap.ops.tensor_parallel.linear_all_reduce import copy_linear, linear_all_reduce
+from megatron_overlap.ops.tensor_parallel.mlp import LayerOptions, mlp_all_reduce
+from megatron_overlap.ops.tensor_parallel.plan import LinearPlan
+from megatron_overlap.ops.ulysses.attention import UlyssesPlan, ulysses_attention
+from megatron_overlap.ops.ulysses.self_attention import Projection, ulysses_self_attention
+from megatron_overlap.ops.varlen.attention import balanced_attention
+from megatron_overlap.ops.varlen.rebalance import remap
 
 __all__ = [
     "Gathering",

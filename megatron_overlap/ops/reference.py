@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.schedules import ChunkLayout, SequenceLayout
-from megatron_overlap.varlen import Plan as BatchPlan
-from megatron_overlap.varlen.remap import Remap
+from megatron_overlap.schedules.varlen import Plan as BatchPlan
+from megatron_overlap.schedules.varlen.rebalance import Remap
 
 
 class _GatherRows(torch.autograd.Function):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from megatron_overlap.patching.locate import Target
+from megatron_overlap.patching.source import Target
 
 
 @dataclass(frozen=True)

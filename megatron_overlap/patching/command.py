@@ -11,16 +11,16 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_overlap.config.errors import ConfigError
+from megatron_overlap.patching.compatibility import Verdict, judge_source
 from megatron_overlap.patching.errors import ManifestError
-from megatron_overlap.patching.judge import Verdict, judge_source
-from megatron_overlap.patching.locate import (
+from megatron_overlap.patching.manifest import load_manifests
+from megatron_overlap.patching.source import (
     DirectoryTree,
     SourceTree,
     WheelTree,
     installed_tree,
     megatron_release,
 )
-from megatron_overlap.patching.manifest import load_manifests
 
 
 def patches(

@@ -8,8 +8,8 @@ from types import FunctionType
 from typing import Any
 
 from megatron_overlap.patching.bindings import Binding, bindings_of
+from megatron_overlap.patching.compatibility import Verdict
 from megatron_overlap.patching.errors import PatchError, RevertRefusedError
-from megatron_overlap.patching.judge import Verdict
 from megatron_overlap.patching.manifest import Manifest
 from megatron_overlap.patching.planning import Finding, Plan, look, plain_function, who
 

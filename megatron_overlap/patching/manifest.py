@@ -8,9 +8,9 @@ from typing import Annotated
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from megatron_overlap.config.carried import carried
+from megatron_overlap.config.resources import carried
 from megatron_overlap.patching.errors import ManifestError
-from megatron_overlap.patching.locate import Target
+from megatron_overlap.patching.source import Target
 
 
 def _target(text: str) -> str:

@@ -11,9 +11,9 @@ from types import ModuleType
 from typing import Any
 
 from megatron_overlap.patching.bindings import Binding, bindings_of, find_loaded
-from megatron_overlap.patching.judge import Judgement, Verdict, judge
-from megatron_overlap.patching.locate import Definition, ImportedTree, Target, definitions
+from megatron_overlap.patching.compatibility import Judgement, Verdict, judge
 from megatron_overlap.patching.manifest import Manifest
+from megatron_overlap.patching.source import Definition, ImportedTree, Target, definitions
 
 Factory = Callable[[Callable[..., Any], Any], Callable[..., Any]]
 

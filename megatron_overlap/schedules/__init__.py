@@ -2,12 +2,12 @@
 
 from megatron_overlap.schedules.all_reduce import all_reduce_plan
 from megatron_overlap.schedules.all_to_all import AllToAllPlan, ulysses_plan
-from megatron_overlap.schedules.all_to_all_checker import check_all_to_all
-from megatron_overlap.schedules.build import all_gather_plan, reduce_scatter_plan
-from megatron_overlap.schedules.checker import Proof, ScheduleError, check
-from megatron_overlap.schedules.chunks import Chunk, ChunkLayout, PartLayout
-from megatron_overlap.schedules.heads import HeadLayout, SequenceLayout
+from megatron_overlap.schedules.gather_scatter import all_gather_plan, reduce_scatter_plan
+from megatron_overlap.schedules.head_layout import HeadLayout, SequenceLayout
+from megatron_overlap.schedules.layout import Chunk, ChunkLayout, PartLayout
 from megatron_overlap.schedules.plan import Exchange, Plan, Work
+from megatron_overlap.schedules.verify import Proof, ScheduleError, check
+from megatron_overlap.schedules.verify_all_to_all import check_all_to_all
 
 __all__ = [
     "AllToAllPlan",

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from megatron_overlap.schedules.build import validate
-from megatron_overlap.schedules.chunks import Chunk
+from megatron_overlap.schedules.gather_scatter import validate
+from megatron_overlap.schedules.layout import Chunk
 from megatron_overlap.schedules.plan import Exchange, Pattern, Plan, Split, Work
 
 Gathers = Literal["between", "after"]

@@ -15,8 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from megatron_overlap.schedules.build import MAX_RANKS
-from megatron_overlap.schedules.chunks import Chunk
+from megatron_overlap.schedules.gather_scatter import MAX_RANKS
+from megatron_overlap.schedules.layout import Chunk
 from megatron_overlap.schedules.plan import Exchange
 
 Way = Literal["in", "out"]

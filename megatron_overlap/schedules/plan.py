@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_overlap.schedules.chunks import Chunk, ChunkLayout
+from megatron_overlap.schedules.layout import Chunk, ChunkLayout
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
 Pattern = Literal["ring", "direct", "serial"]

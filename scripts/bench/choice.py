@@ -36,9 +36,9 @@ import torch
 import torch.distributed as dist
 from harness import versions
 
-from megatron_overlap.launch.netlab import Netlab
-from megatron_overlap.launch.workers import run_workers
-from megatron_overlap.schedules.usual import usual_chunks
+from megatron_overlap.schedules.heuristics import usual_chunks
+from megatron_overlap.tools.launch.netlab import Netlab
+from megatron_overlap.tools.launch.ranks import run_workers
 
 HOSTS = 2
 SCRIPT = str(Path(__file__).resolve())
@@ -234,7 +234,7 @@ class Point:
         from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
         from megatron_overlap import OverlapConfig
-        from megatron_overlap.adapters.linear import LinearAdapter, column_forward_impl, row_forward
+        from megatron_overlap.adapters.tensor_parallel.linear import LinearAdapter, column_forward_impl, row_forward
         from megatron_overlap.session import Session
 
         original = ColumnParallelLinear._forward_impl if self.column else RowParallelLinear.forward

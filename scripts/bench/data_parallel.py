@@ -22,8 +22,8 @@ from data_parallel_variants import DataCase
 from harness import Timings, versions
 
 from megatron_overlap.comm import transport_of
-from megatron_overlap.launch.netlab import Netlab
-from megatron_overlap.launch.workers import run_workers
+from megatron_overlap.tools.launch.netlab import Netlab
+from megatron_overlap.tools.launch.ranks import run_workers
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

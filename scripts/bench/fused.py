@@ -37,11 +37,11 @@ class Bench:
         import torch
 
         from megatron_overlap.comm import transport_of
-        from megatron_overlap.comm.host_fabric import HostFabric
         from megatron_overlap.comm.members import Members
-        from megatron_overlap.comm.symmetric import SymmetricTransport
+        from megatron_overlap.comm.symmetric.cpu import HostFabric
+        from megatron_overlap.comm.symmetric.transport import SymmetricTransport
         from megatron_overlap.kernels.wait import wait_all
-        from megatron_overlap.ops.fused_nodes import FusedTransport, open_fused
+        from megatron_overlap.ops.tensor_parallel.fused.multi_node import FusedTransport, open_fused
 
         self.torch, self.group, self.interpret = torch, group, interpret
         self.rank, self.size = group.rank(), group.size()
@@ -75,8 +75,11 @@ class Bench:
         from torch.distributed import _symmetric_memory  # noqa: F401
 
         from megatron_overlap.ops import LinearPlan, all_gather_linear, linear_reduce_scatter
-        from megatron_overlap.ops.fused import fused_all_gather_linear, fused_linear_reduce_scatter
-        from megatron_overlap.ops.fused_plan import FusedPlan
+        from megatron_overlap.ops.tensor_parallel.fused.linear import (
+            fused_all_gather_linear,
+            fused_linear_reduce_scatter,
+        )
+        from megatron_overlap.ops.tensor_parallel.fused.plan import FusedPlan
 
         gathering = op == "ag"
         full = x.new_empty(x.shape[0] * self.size, x.shape[1]) if gathering else x

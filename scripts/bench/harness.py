@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.launch.netlab import Netlab
-from megatron_overlap.launch.workers import run_workers
+from megatron_overlap.tools.launch.netlab import Netlab
+from megatron_overlap.tools.launch.ranks import run_workers
 
 Run = Callable[[], object]
 

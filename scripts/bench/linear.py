@@ -23,9 +23,9 @@ from harness import Timings, versions
 from linear_variants import LinearCase
 
 from megatron_overlap.comm import transport_of
-from megatron_overlap.launch.netlab import Netlab
-from megatron_overlap.launch.workers import run_workers
 from megatron_overlap.ops import LinearPlan, reference
+from megatron_overlap.tools.launch.netlab import Netlab
+from megatron_overlap.tools.launch.ranks import run_workers
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 OPS = ("ag_gemm", "gemm_rs", *ALL_REDUCE_OPS)

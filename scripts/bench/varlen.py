@@ -32,12 +32,12 @@ from harness import Timings, versions
 from varlen_variants import Batch, Engine, Layer, Messages, Way, limits, ways
 
 from megatron_overlap.comm import transport_of
-from megatron_overlap.launch.netlab import Netlab
-from megatron_overlap.launch.workers import run_workers
-from megatron_overlap.ops.varlen_kernel import documents_forward
-from megatron_overlap.ops.varlen_sides import Shape
-from megatron_overlap.varlen import CostModel, Topology
-from megatron_overlap.varlen.lengths import sample
+from megatron_overlap.ops.varlen.flash_attention import documents_forward
+from megatron_overlap.ops.varlen.pass_kv_pass_q import Shape
+from megatron_overlap.schedules.varlen import CostModel, Topology
+from megatron_overlap.tools.launch.netlab import Netlab
+from megatron_overlap.tools.launch.ranks import run_workers
+from megatron_overlap.tools.plan.lengths import sample
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 MIXES = ("prolong", "prolong64k", "arxiv", "github", "wlb")

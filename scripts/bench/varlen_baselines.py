@@ -10,12 +10,19 @@ import torch
 
 from megatron_overlap.comm import Transport
 from megatron_overlap.comm.transport import Wire
-from megatron_overlap.ops.varlen_kernel import Mask, backward, documents_backward, documents_forward, forward, wide
-from megatron_overlap.ops.varlen_rows import merge
-from megatron_overlap.ops.varlen_sides import Shape
-from megatron_overlap.schedules.chunks import Chunk
+from megatron_overlap.ops.varlen.flash_attention import (
+    Mask,
+    backward,
+    documents_backward,
+    documents_forward,
+    forward,
+    wide,
+)
+from megatron_overlap.ops.varlen.layout import merge
+from megatron_overlap.ops.varlen.pass_kv_pass_q import Shape
+from megatron_overlap.schedules.layout import Chunk
 from megatron_overlap.schedules.plan import Exchange
-from megatron_overlap.varlen import Plan, Topology
+from megatron_overlap.schedules.varlen import Plan, Topology
 
 # Up to so many rows a masked call of the kernel is cheaper than a full one, a causal one, and their merge.
 _FEW_ROWS = 64

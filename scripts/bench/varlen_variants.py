@@ -17,15 +17,15 @@ from varlen_baselines import AllGather, Ulysses
 from megatron_overlap.comm import Transport, Workspace
 from megatron_overlap.comm.transport import Wire
 from megatron_overlap.ops import balanced_attention, remap
-from megatron_overlap.ops.varlen_flight import TripFlight
-from megatron_overlap.ops.varlen_kernel import documents_backward, documents_forward
-from megatron_overlap.ops.varlen_remap import Layout
-from megatron_overlap.ops.varlen_sides import Shape
-from megatron_overlap.varlen import CostModel, Plan, Topology, partition
-from megatron_overlap.varlen.baselines import hybrid, packing, ring_over_all
-from megatron_overlap.varlen.circles import circles
-from megatron_overlap.varlen.plan import Pass
-from megatron_overlap.varlen.program import program, without_routes
+from megatron_overlap.ops.varlen.flash_attention import documents_backward, documents_forward
+from megatron_overlap.ops.varlen.pass_kv_pass_q import Shape
+from megatron_overlap.ops.varlen.rebalance import Layout
+from megatron_overlap.ops.varlen.transfers import TripFlight
+from megatron_overlap.schedules.varlen import CostModel, Plan, Topology, partition
+from megatron_overlap.schedules.varlen.baselines import hybrid, packing, ring_over_all
+from megatron_overlap.schedules.varlen.plan import Pass
+from megatron_overlap.schedules.varlen.program import program, without_routes
+from megatron_overlap.schedules.varlen.ring_groups import circles
 
 Run = Callable[[], object]
 

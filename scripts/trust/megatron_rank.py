@@ -23,15 +23,15 @@ KEPT_BY = ("backend", "group_desc", "timeout")
 def prepare() -> str:
     """Imports Megatron under the CPU adapter, once, before processes are forked; returns its release."""
     from megatron_overlap.adapters import cpu
-    from megatron_overlap.adapters.cpu import stand_ins, torch_side
+    from megatron_overlap.adapters.cpu import cuda_stubs, torch_patches
 
-    asked = stand_ins.asked_by_megatron
+    asked = cuda_stubs.asked_by_megatron
 
     def asked_by_megatron_or_its_tests(depth: int = 2) -> bool:
         name = str(sys._getframe(depth).f_globals.get("__name__", ""))
         return name.startswith("tests.") or asked(depth + 1)
 
-    torch_side.asked_by_megatron = asked_by_megatron_or_its_tests  # type: ignore[attr-defined]
+    torch_patches.asked_by_megatron = asked_by_megatron_or_its_tests  # type: ignore[attr-defined]
     cpu.install()
 
     import megatron.core

@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm import TransportError
-from megatron_overlap.comm.agreement import compare
 from megatron_overlap.comm.gloo import GlooTransport
-from megatron_overlap.comm.pulse import Pulse
 from megatron_overlap.comm.transport import store_beside
-from megatron_overlap.comm.watch import Watch
+from megatron_overlap.diagnostics.consistency import compare
+from megatron_overlap.diagnostics.flight_recorder import Watch
+from megatron_overlap.diagnostics.heartbeat import Pulse
 from scripts.trust.work import CorruptionError, Work
 from tests.helpers.faulty import CorruptTransport
 

@@ -22,9 +22,9 @@ from megatron_overlap.ops import (
     reference,
     ulysses_attention,
 )
-from megatron_overlap.ops.check import Subject, checked_linear
+from megatron_overlap.ops.numerics_check import Subject, checked_linear
 from megatron_overlap.schedules import SequenceLayout
-from megatron_overlap.varlen import Topology, partition
+from megatron_overlap.schedules.varlen import Topology, partition
 
 NUM_BATCHES = 3
 LOADS = ("tp", "up", "dp", "varlen")

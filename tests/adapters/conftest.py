@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.adapters import layer_cases
+from tests.adapters.tensor_parallel import linear_workers
 from tests.helpers.world import World
 
 RANKS = 4
@@ -16,6 +16,6 @@ RANKS = 4
 def ranks() -> Iterator[World]:
     """Workers of their own: Megatron's classes and groups, once made in a process, stay."""
     workers = World(answer_s=120, adapted=True)
-    workers.run(RANKS, layer_cases.start)
+    workers.run(RANKS, linear_workers.start)
     yield workers
     workers.close()

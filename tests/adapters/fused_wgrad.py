@@ -5,7 +5,7 @@ Megatron refuses the flag without apex, whose kernel its own path needs; the plu
 
 from typing import Any
 
-from megatron_overlap.adapters import pretrain
+from megatron_overlap.adapters.training import pretrain
 
 build_model = pretrain.build_model
 

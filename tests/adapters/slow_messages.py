@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from megatron_overlap.adapters import pretrain
+from megatron_overlap.adapters.training import pretrain
 from megatron_overlap.comm.gloo import GlooTransport
 
 begin = GlooTransport.begin

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm.agreement import first_objection
-from megatron_overlap.comm.arena import ALIGNMENT, MAX_PARTS, ArenaLayout, gathered_bytes
-from megatron_overlap.comm.cuda_fabric import _named, _with_deadline, local_objection, survey
 from megatron_overlap.comm.members import Members
+from megatron_overlap.comm.symmetric.cuda import _named, _with_deadline, local_objection, survey
+from megatron_overlap.comm.symmetric.layout import ALIGNMENT, MAX_PARTS, ArenaLayout, gathered_bytes
 from megatron_overlap.comm.transport import store_beside
+from megatron_overlap.diagnostics.consistency import first_objection
 from tests.helpers.world import World
 
 

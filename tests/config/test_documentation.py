@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from megatron_overlap.config import LaunchConfig, OverlapConfig, load_launch_config, load_overlap_file
 from megatron_overlap.config.command import json_schema
-from megatron_overlap.config.presets import PRESETS
+from megatron_overlap.config.model_presets import PRESETS
 from tests.config.samples import write
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")

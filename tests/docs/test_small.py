@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_overlap.launch import netlab
+from megatron_overlap.tools.launch import netlab
 from tests.docs.shown import COMMANDS, PLACEHOLDER
 from tests.helpers.releases import ROOT
 
@@ -127,7 +127,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (texts / f"{number}.txt").write_text(file.read_text())
     (folder / "my.yaml").write_text("base: configs/gpt_tp2_overlap.yaml\n")
     shutil.copy(ROOT / "docs" / "results" / "linear_2_hosts.json", folder / "linear.json")
-    logs = sorted((ROOT / "tests" / "measure" / "logs").glob("*.log"))
+    logs = sorted((ROOT / "tests" / "tools" / "compare" / "logs").glob("*.log"))
     for name, log in (("base", logs[0]), ("overlap", logs[1]), ("userbuffers", logs[0])):
         shutil.copy(log, folder / f"{name}.log")
     unit_tests = folder / "Megatron-LM" / "tests" / "unit_tests"

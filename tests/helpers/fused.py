@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm.host_fabric import HostFabric
 from megatron_overlap.comm.members import Members
-from megatron_overlap.comm.symmetric import SymmetricTransport
-from megatron_overlap.ops.fused_nodes import NodesTransport
-from megatron_overlap.schedules.nodes import Nodes
+from megatron_overlap.comm.symmetric.cpu import HostFabric
+from megatron_overlap.comm.symmetric.transport import SymmetricTransport
+from megatron_overlap.ops.tensor_parallel.fused.multi_node import NodesTransport
+from megatron_overlap.schedules.hierarchical import Nodes
 from tests.helpers.late import LateTransport
 
 
@@ -49,8 +49,8 @@ class _WholeNodes(NodesTransport):
 
 def fused_op(name: str) -> Callable[..., Any]:
     """The fused op that equals `ops.<name>`."""
-    from megatron_overlap.ops import fused, fused_all_reduce
+    from megatron_overlap.ops.tensor_parallel.fused import linear, linear_all_reduce
 
-    home = fused if hasattr(fused, f"fused_{name}") else fused_all_reduce
+    home = linear if hasattr(linear, f"fused_{name}") else linear_all_reduce
     op: Callable[..., Any] = getattr(home, f"fused_{name}")
     return op

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_overlap.comm.arena import ArenaLayout
+from megatron_overlap.comm.symmetric.layout import ArenaLayout
 
 UNWRITTEN = 0x7FA5
 """The upper half of a NaN that no computation makes: what nobody has written yet."""

@@ -80,44 +80,50 @@ def test_shapes(
         assert gathering(two_ranks, problem, what, epochs=(4, 5)) == NOTHING
 
 
-STALE = Edit("device", "while (seen < epoch)", "while (seen < 1)")
+STALE = Edit("primitives", "while (seen < epoch)", "while (seen < 1)")
 GATHER_MUTANTS = {
     "missing wait": Edit(
-        "ag_gemm", "device.wait_for(flags_ptr + tl.load(tile + device.FLAG), epoch, status_ptr, MAX_POLLS)", "pass"
+        "ag_gemm",
+        "primitives.wait_for(flags_ptr + tl.load(tile + primitives.FLAG), epoch, status_ptr, MAX_POLLS)",
+        "pass",
     ),
     "stale epoch": STALE,
     "wrong chunk": Edit(
-        "ag_gemm", "flags_ptr + tl.load(tile + device.FLAG)", "flags_ptr + tl.load(tile + device.OWNER)"
+        "ag_gemm", "flags_ptr + tl.load(tile + primitives.FLAG)", "flags_ptr + tl.load(tile + primitives.OWNER)"
     ),
     "own rows last": Edit("ag_gemm", "by_owner(index,", "by_owner(num_row_tiles * num_columns - 1 - index,"),
     "groups of several owners": Edit("ag_gemm", "by_owner(index, num_first_tiles,", "by_owner(index, 0,"),
     "no row mask": Edit("ag_gemm", "mask = rows[:, None] < num_rows", "mask = rows[:, None] < BLOCK_M"),
-    "no depth mask": Edit("device", "b = tl.load(b_ptrs, mask=(depth[:, None] < K - k) &", "b = tl.load(b_ptrs, mask="),
-    "rows of others": Edit("device", "tl.minimum(tl.arange(0, BLOCK_M), num_rows - 1)", "tl.arange(0, BLOCK_M) * 2"),
+    "no depth mask": Edit(
+        "primitives", "b = tl.load(b_ptrs, mask=(depth[:, None] < K - k) &", "b = tl.load(b_ptrs, mask="
+    ),
+    "rows of others": Edit(
+        "primitives", "tl.minimum(tl.arange(0, BLOCK_M), num_rows - 1)", "tl.arange(0, BLOCK_M) * 2"
+    ),
 }
 LATE_STORE = """flag = tl.load(flags_ptr + owner).to(tl.pointer_type(tl.int32))
-        flag += first_flag + tl.load(tile + device.PART)
-        num_tiles = tl.load(tile + device.TILES_IN_CHUNK) * num_columns
-        device.count_tile(counters_ptr + tl.load(tile + device.FLAG), num_tiles, flag, epoch)
+        flag += first_flag + tl.load(tile + primitives.PART)
+        num_tiles = tl.load(tile + primitives.TILES_IN_CHUNK) * num_columns
+        primitives.count_tile(counters_ptr + tl.load(tile + primitives.FLAG), num_tiles, flag, epoch)
         tl.store(landing + rows[:, None] * N + columns[None, :], total.to(DTYPE), mask=mask)"""
 SCATTER_MUTANTS = {
     "missing wait": Edit(
-        "gemm_rs", "device.wait_for(flags_ptr + source * parts + part, epoch, status_ptr, MAX_POLLS)", "pass"
+        "gemm_rs", "primitives.wait_for(flags_ptr + source * parts + part, epoch, status_ptr, MAX_POLLS)", "pass"
     ),
     "flag before the stores": Edit(
         "gemm_rs", "tl.store(landing + rows[:, None] * N + columns[None, :], total.to(DTYPE), mask=mask)", LATE_STORE
     ),
-    "flag after the first tile": Edit("device", "before == num_tiles - 1", "before == 0"),
+    "flag after the first tile": Edit("primitives", "before == num_tiles - 1", "before == 0"),
     "stale epoch": STALE,
     "wrong owner": Edit("gemm_rs", "tl.load(landings_ptr + owner)", "tl.load(landings_ptr + 1 - owner)"),
     "wrong slot": Edit("gemm_rs", "landing += slot_offset +", "landing +="),
     "flag at the wrong owner": Edit("gemm_rs", "tl.load(flags_ptr + owner)", "tl.load(flags_ptr + 1 - owner)"),
-    "counter kept": Edit("device", 'tl.atomic_xchg(counter_ptr, 0, sem="relaxed", scope="gpu")', "pass"),
+    "counter kept": Edit("primitives", 'tl.atomic_xchg(counter_ptr, 0, sem="relaxed", scope="gpu")', "pass"),
 }
 WGRAD_MUTANTS = {
     "missing wait": Edit(
         "wgrad",
-        "device.wait_for(flags_ptr + tl.load(chunk + device.FLAG), epoch, status_ptr, MAX_POLLS)",
+        "primitives.wait_for(flags_ptr + tl.load(chunk + primitives.FLAG), epoch, status_ptr, MAX_POLLS)",
         "pass",
     ),
     "stale epoch": STALE,

@@ -15,7 +15,7 @@ from typing import Self
 import torch
 
 from megatron_overlap.schedules import Chunk
-from megatron_overlap.schedules.tiles import arrival_order
+from megatron_overlap.schedules.tile_order import arrival_order
 from tests.helpers.world import World
 from tests.kernels import workers
 from tests.kernels.heap import forget, unwritten

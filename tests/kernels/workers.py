@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.schedules.tiles import arrival_order, departure_order, row_tiles
+from megatron_overlap.schedules.tile_order import arrival_order, departure_order, row_tiles
 from tests.kernels.heap import unwritten
 from tests.kernels.looks import watched
 from tests.kernels.mutants import Edit, kernels
@@ -144,10 +144,10 @@ def wait_for_all(group: dist.ProcessGroup, flags: list[int], epoch: int, edits: 
 
 def self_check(group: dist.ProcessGroup, kind: str, transposed: bool, edits: Sequence[Edit]) -> list[str]:
     """What the Hopper kernels' trial finds wrong with the portable `ag_gemm` or `gemm_to_owners`."""
-    from megatron_overlap.kernels import sm90_check
-    from megatron_overlap.kernels.variants import HOPPER_SMALL
+    from megatron_overlap.kernels.configs import HOPPER_SMALL
+    from megatron_overlap.kernels.hopper import self_test
 
     problem = ("cpu", torch.bfloat16, HOPPER_SMALL, transposed)
     if kind == "ag_gemm":
-        return list(sm90_check.gathering(kernels("ag_gemm", edits).ag_gemm, *problem))
-    return list(sm90_check.scattering(kernels("gemm_rs", edits).gemm_to_owners, *problem))
+        return list(self_test.gathering(kernels("ag_gemm", edits).ag_gemm, *problem))
+    return list(self_test.scattering(kernels("gemm_rs", edits).gemm_to_owners, *problem))

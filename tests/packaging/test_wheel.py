@@ -50,7 +50,7 @@ def test_it_holds_what_a_run_needs_and_no_more(installed: Path) -> None:
         for file in files:
             if file.is_file() and "__pycache__" not in file.parts:
                 assert (package / folder / file.relative_to(source)).read_bytes() == file.read_bytes()
-    templates = {file.name for file in package.glob("*/templates/*")}
+    templates = {file.name for file in package.glob("**/templates/*")}
     assert {"compare.html.j2", "compare.css", "timeline.svg.j2", "slurm.sh.j2"} <= templates
     assert {path.name.partition("-")[0] for path in installed.iterdir()} == {"megatron_overlap"}
     (metadata,) = installed.glob("*.dist-info")

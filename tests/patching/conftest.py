@@ -12,9 +12,9 @@ from types import ModuleType
 
 import pytest
 
-from megatron_overlap.patching.judge import digest_of
-from megatron_overlap.patching.locate import ImportedTree, Target, definitions
+from megatron_overlap.patching.compatibility import digest_of
 from megatron_overlap.patching.manifest import Manifest, ReadRelease
+from megatron_overlap.patching.source import ImportedTree, Target, definitions
 
 NUMBERS = itertools.count()
 

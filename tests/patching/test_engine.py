@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from megatron_overlap.patching.compatibility import Verdict
 from megatron_overlap.patching.engine import Engine
 from megatron_overlap.patching.errors import PatchError, RevertRefusedError
-from megatron_overlap.patching.judge import Verdict
 from megatron_overlap.patching.manifest import Manifest, ReadRelease
 from megatron_overlap.patching.planning import Finding
 from tests.patching.conftest import Packages

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_overlap.patching.judge import Verdict, digest_of, judge_source
-from megatron_overlap.patching.locate import (
+from megatron_overlap.patching.compatibility import Verdict, digest_of, judge_source
+from megatron_overlap.patching.source import (
     Definition,
     DirectoryTree,
     ImportedTree,

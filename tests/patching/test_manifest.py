@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
+from megatron_overlap.patching.compatibility import Verdict, judge_source
 from megatron_overlap.patching.errors import ManifestError
-from megatron_overlap.patching.judge import Verdict, judge_source
-from megatron_overlap.patching.locate import DirectoryTree, installed_tree
 from megatron_overlap.patching.manifest import load_manifest, load_manifests
+from megatron_overlap.patching.source import DirectoryTree, installed_tree
 from tests.helpers.releases import NEWEST, OLDEST, megatron_folder
 
 GOOD: dict[str, Any] = {

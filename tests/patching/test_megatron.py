@@ -50,11 +50,11 @@ def test_own_patches_apply_and_leave_nothing_behind(snapshot: Callable[[object],
         )
         session = megatron_overlap.enable(everything, strict=True)
     assert [line.verdict for line in session.report().patches] == ["applies"] * len(load_manifests())
-    assert DotProductAttention.forward.__module__ == "megatron_overlap.adapters.ulysses"
-    assert layers.ColumnParallelLinear._forward_impl.__module__ == "megatron_overlap.adapters.linear"
-    assert layers.RowParallelLinear.forward.__module__ == "megatron_overlap.adapters.linear"
-    assert Attention.forward.__module__ == "megatron_overlap.adapters.query_split"
-    assert TransformerLayer.forward.__module__ == "megatron_overlap.adapters.halves"
+    assert DotProductAttention.forward.__module__ == "megatron_overlap.adapters.ulysses.core_attention"
+    assert layers.ColumnParallelLinear._forward_impl.__module__ == "megatron_overlap.adapters.tensor_parallel.linear"
+    assert layers.RowParallelLinear.forward.__module__ == "megatron_overlap.adapters.tensor_parallel.linear"
+    assert Attention.forward.__module__ == "megatron_overlap.adapters.tensor_parallel.attention_projection"
+    assert TransformerLayer.forward.__module__ == "megatron_overlap.adapters.tensor_parallel.batch_overlap"
     session.disable()
     assert all(check() for check in same)
 

@@ -12,7 +12,7 @@ import pytest
 
 import megatron_overlap
 from megatron_overlap import ConfigError, FallbackError, OverlapConfig, PatchError, Session
-from megatron_overlap.accounting import Counters, Site
+from megatron_overlap.counters import Counters, Site
 from megatron_overlap.patching.errors import PatchRefusedError, PatchWarning, RevertRefusedError
 from megatron_overlap.patching.manifest import Manifest, ReadRelease
 from tests.helpers.releases import run_python

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from megatron_overlap.schedules import ScheduleError
 from megatron_overlap.schedules.all_to_all import AllToAllPlan, ulysses_plan
-from megatron_overlap.schedules.all_to_all_checker import check_all_to_all
-from megatron_overlap.schedules.heads import HeadLayout, SequenceLayout
+from megatron_overlap.schedules.head_layout import HeadLayout, SequenceLayout
+from megatron_overlap.schedules.verify_all_to_all import check_all_to_all
 
 
 def plans(num_ranks: int, **options: object) -> list[AllToAllPlan]:

@@ -7,9 +7,9 @@ imported, and nothing replaced, on a machine that trains on CUDA.
 import logging
 import sys
 
-from megatron_overlap.adapters.cpu.adaptation import Adaptation, Applied
-from megatron_overlap.adapters.cpu.megatron_side import MEGATRON, RNG_LOGGER, QuietRngWarning
-from megatron_overlap.adapters.cpu.torch_side import TORCH
+from megatron_overlap.adapters.cpu.megatron_patches import MEGATRON, RNG_LOGGER, QuietRngWarning
+from megatron_overlap.adapters.cpu.patcher import Adaptation, Applied
+from megatron_overlap.adapters.cpu.torch_patches import TORCH
 
 __all__ = ["MEGATRON", "TORCH", "Adaptation", "CpuMegatron", "install"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_overlap.kernels.sm90_check import hopper_objection, static_objection
+from megatron_overlap.kernels.hopper.self_test import hopper_objection, static_objection
 from one_gpu.device import device
 from one_gpu.parts import Rows, correct_rows, gemm_row, overlap_row
 from one_gpu.problem import Kernels

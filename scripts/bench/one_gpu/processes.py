@@ -54,12 +54,12 @@ def _rows(rank: int, dry: bool, deadline: float) -> Iterator[dict[str, Any]]:
     import torch
     import torch.distributed as dist
 
-    from megatron_overlap.comm.cuda_fabric import CudaFabric, survey
-    from megatron_overlap.comm.host_fabric import HostFabric
     from megatron_overlap.comm.members import Members
-    from megatron_overlap.comm.symmetric import SymmetricTransport
+    from megatron_overlap.comm.symmetric.cpu import HostFabric
+    from megatron_overlap.comm.symmetric.cuda import CudaFabric, survey
+    from megatron_overlap.comm.symmetric.transport import SymmetricTransport
     from megatron_overlap.kernels.wait import wait_all
-    from megatron_overlap.ops.fused_plan import FusedPlan
+    from megatron_overlap.ops.tensor_parallel.fused.plan import FusedPlan
 
     # The group's store is all that symmetric memory needs of it.
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
@@ -89,7 +89,8 @@ def _compare(op: str, transport: Any, plan: Any, group: Any, dry: bool, seed: in
     """The largest error of each result, over what sums of rounded terms may be off by."""
     import torch
 
-    from megatron_overlap.ops import fused, fused_all_reduce, reference
+    from megatron_overlap.ops import reference
+    from megatron_overlap.ops.tensor_parallel.fused import linear, linear_all_reduce
 
     device, dtype = ("cpu", torch.float16) if dry else ("cuda", torch.bfloat16)
     rows, k, f = (32, 24, 40) if dry else (1024, 512, 768)
@@ -100,7 +101,7 @@ def _compare(op: str, transport: Any, plan: Any, group: Any, dry: bool, seed: in
     w = torch.randn(f, k, generator=of_rank)
     out_rows = rows // size if op == "linear_reduce_scatter" else rows
     dy = torch.randn(out_rows, f, generator=of_all if op == "linear_all_reduce" else of_rank)
-    home = fused if hasattr(fused, f"fused_{op}") else fused_all_reduce
+    home = linear if hasattr(linear, f"fused_{op}") else linear_all_reduce
     mine = [tensor.to(device, dtype).requires_grad_() for tensor in (x, w)]
     y = getattr(home, f"fused_{op}")(*mine, transport=transport, plan=plan)
     y.backward(dy.to(device, dtype))

@@ -1,0 +1,167 @@
+"""The distributed optimizer's step, bucket by bucket: parameters leave while the optimizer works on the next ones."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megatron_overlap.adapters.data_parallel.bucket_sync import DataParallelAdapter
+from megatron_overlap.adapters.wrapping import Method
+from megatron_overlap.session import Session
+
+# Each parameter's state is its own there, the number of its steps too: steps over disjoint parts are the whole step.
+_STEPS_EACH_ALONE = (torch.optim.Adam, torch.optim.AdamW)
+
+# Lists in the optimizer that run in parallel: the model's parameters and the shards that are stepped for them.
+_MODEL_AND_SHARD = (
+    ("model_float16_groups", "shard_fp32_from_float16_groups"),
+    ("model_fp32_groups", "shard_fp32_groups"),
+)
+
+
+def step_with_ready_grads(original: Method, session: Session) -> Method:
+    """Replacement of `MixedPrecisionOptimizer.step_with_ready_grads`, for `DistributedOptimizer`.
+
+    Equals the original, bit by bit: steps the own shards and writes them to the model's parameters. The buckets that
+    the next forward needs first are stepped first, and each one's all-gather begins at once. Megatron begins the first
+    one in the next forward, and each of the others when the one before it has landed.
+
+    It runs after the gradients were clipped, which needs all of them, and not at all where fp16's loss scaling
+    skips a step.
+    """
+    adapter = DataParallelAdapter.of(session)
+
+    @functools.wraps(original)
+    def step(self: Any) -> bool:
+        if not isinstance(self, DistributedOptimizer) or not _gathers_in_forward(self):
+            return original(self)
+        if reason := _why_not_cut(self):
+            session.counters.leave("step of the distributed optimizer", reason)
+            return original(self)
+        groups = _in_forward_order(self)
+        if not groups:
+            return original(self)
+        if type(self.optimizer) not in _STEPS_EACH_ALONE:
+            done = original(self)
+            adapter.count_step("whole step, then all gathers")
+            for bucket_group in groups:
+                _begin_gather(bucket_group)
+            return done
+        done = True
+        with _restored(self):
+            for bucket_group, part in zip(groups, _parts(self, groups), strict=True):
+                part.show(self)
+                done &= original(self)
+                adapter.count_step("step of a bucket, then its gather")
+                _begin_gather(bucket_group)
+        return done
+
+    return step
+
+
+def _gathers_in_forward(optimizer: Any) -> bool:
+    """Whether Megatron would gather in the next forward what is stepped now."""
+    config = optimizer.ddp_config
+    return not optimizer.is_stub_optimizer and config.overlap_param_gather and not config.use_megatron_fsdp
+
+
+def _why_not_cut(optimizer: Any) -> str | None:
+    """What keeps the step of such an optimizer whole; None if nothing does."""
+    config = optimizer.ddp_config
+    reasons = {
+        "the pipeline schedule begins the gathers (align_param_gather)": config.align_param_gather,
+        "Megatron's own step begins the gathers": optimizer.config.overlap_param_gather_with_optimizer_step,
+        "copies from the host may be on their way after it (optimizer_cpu_offload)": (
+            optimizer.config.optimizer_cpu_offload
+        ),
+        "quantized parameters are written with collectives of their own, or later": (
+            config.fp8_param_gather
+            or getattr(config, "fp4_param_gather", False)
+            or getattr(config, "reuse_grad_buf_for_mxfp8_param_ag", False)
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _in_forward_order(optimizer: Any) -> list[Any]:
+    """The bucket groups of this optimizer's buffers, those of the first layers first; none where others share them.
+
+    The model registers parameters in the order in which forward uses them, as Megatron's own chain of gathers assumes.
+    """
+    own = {id(bucket) for buffer in optimizer.buffers for bucket in buffer.buckets}
+    ordered = []
+    for chunk in optimizer.model_chunks:
+        position = {parameter: index for index, parameter in enumerate(chunk.module.parameters())}
+        groups = [
+            bucket_group
+            for bucket_group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
+            if all(id(bucket) in own for bucket in bucket_group.buckets)
+        ]
+        ordered += sorted(groups, key=lambda one: min(position[parameter] for parameter in one.params))
+    found = {id(bucket) for bucket_group in ordered for bucket in bucket_group.buckets}
+    return ordered if found == own else []
+
+
+def _begin_gather(bucket_group: Any) -> None:
+    if bucket_group.param_gather_handle is not None:
+        # Stepped twice with no forward in between.
+        bucket_group.param_gather_handle.wait()
+        bucket_group.param_gather_handle = None
+    bucket_group.start_param_sync()
+
+
+class _Part:
+    """The optimizer's lists, of one bucket group alone: Megatron's by name, and the inner optimizer's parameters."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.inner: list[list[Any]] = [[] for _ in optimizer.optimizer.param_groups]
+        self.lists: dict[str, list[list[Any]]] = {
+            name: [[] for _ in getattr(optimizer, name)] for pair in _MODEL_AND_SHARD for name in pair
+        }
+
+    def show(self, optimizer: Any) -> None:
+        """Makes the optimizer, and Megatron's copies to the model, know these parameters alone."""
+        for group, parameters in zip(optimizer.optimizer.param_groups, self.inner, strict=True):
+            group["params"] = parameters
+        for name, groups in self.lists.items():
+            setattr(optimizer, name, groups)
+
+
+def _parts(optimizer: Any, groups: list[Any]) -> list[_Part]:
+    """The optimizer's lists cut up by bucket group."""
+    parts = [_Part(optimizer) for _ in groups]
+    part_of = {parameter: part for one, part in zip(groups, parts, strict=True) for parameter in one.params}
+    part_of_shard = {}
+    for model_name, shard_name in _MODEL_AND_SHARD:
+        for number, pairs in enumerate(
+            zip(getattr(optimizer, model_name), getattr(optimizer, shard_name), strict=True)
+        ):
+            for model, shard in zip(*pairs, strict=True):
+                part = part_of[model]
+                part.lists[model_name][number].append(model)
+                part.lists[shard_name][number].append(shard)
+                part_of_shard[shard] = part
+    for number, group in enumerate(optimizer.optimizer.param_groups):
+        for shard in group["params"]:
+            part_of_shard[shard].inner[number].append(shard)
+    return parts
+
+
+@contextmanager
+def _restored(optimizer: Any) -> Iterator[None]:
+    """Puts the optimizer's lists back at the end."""
+    groups = optimizer.optimizer.param_groups
+    inner = [group["params"] for group in groups]
+    lists = {name: getattr(optimizer, name) for pair in _MODEL_AND_SHARD for name in pair}
+    try:
+        yield
+    finally:
+        for group, parameters in zip(groups, inner, strict=True):
+            group["params"] = parameters
+        for name, value in lists.items():
+            setattr(optimizer, name, value)

@@ -1,0 +1,226 @@
+"""Pretraining of a decoder-only model on Megatron's own training loop, for the provided scripts.
+
+What the scripts need and the wheel does not hold: a model provider, a dataset provider, a forward step. Written
+against what is common to Megatron-Core 0.16 to 0.19, so that one text serves all of them.
+"""
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core import mpu, tensor_parallel
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.training import arguments, get_args, get_tokenizer, pretrain
+from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+
+from megatron_overlap.adapters.training import bootstrap
+from megatron_overlap.adapters.varlen import training
+from megatron_overlap.adapters.varlen.dataset import document_loaders
+
+_INTEGER_KEYS = ("tokens", "labels", "position_ids")
+_FLOAT_KEYS = ("loss_mask",)
+
+
+def pretrain_decoder(architecture_flags: Sequence[str] = ()) -> None:
+    """Trains until ``--train-iters``; every argument comes from the command line.
+
+    Args:
+        architecture_flags: Megatron flags the script stands for, added where the command line lacks them.
+    """
+    sys.argv[1:] = [*sys.argv[1:], *missing_flags(architecture_flags, sys.argv[1:])]
+    bootstrap.use_compiled_helpers()
+    datasets = functools.partial(build_datasets)
+    # Megatron's mark for a provider that all ranks must call, because it has collectives inside.
+    datasets.is_distributed = True
+    call: dict[str, Any] = {
+        "train_valid_test_dataset_provider": datasets,
+        "model_provider": build_model,
+        "model_type": ModelType.encoder_or_decoder,
+        "forward_step_func": forward_step,
+    }
+    if "cfg_container" in inspect.signature(pretrain).parameters:
+        from megatron.training.argument_utils import pretrain_cfg_container_from_args
+
+        args = arguments.parse_and_validate_args()
+        call["cfg_container"] = pretrain_cfg_container_from_args(args)
+    pretrain(**call)
+
+
+def missing_flags(flags: Sequence[str], argv: Sequence[str]) -> list[str]:
+    """Those of ``flags`` (each with its values) that ``argv`` does not set itself."""
+    given = {argument.partition("=")[0] for argument in argv}
+    missing: list[str] = []
+    keep = False
+    for flag in flags:
+        keep = flag not in given if flag.startswith("--") else keep
+        if keep:
+            missing.append(flag)
+    return missing
+
+
+def build_model(
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    config: Any = None,
+    **groups: Any,
+) -> GPTModel:
+    """The model, or this pipeline stage's part of it.
+
+    Raises:
+        ValueError: the arguments ask for what the provided scripts do not build.
+    """
+    args = get_args()
+    if args.spec is not None:
+        raise ValueError(
+            "the provided scripts build models without --spec: "
+            "run Megatron-LM's pretrain_gpt.py for these (python -m megatron_overlap pretrain_gpt.py ...)"
+        )
+    config = core_transformer_config_from_args(args) if config is None else config
+    use_te = args.transformer_impl == "transformer_engine"
+    layer: Any
+    if args.num_experts:
+        layer = get_gpt_decoder_block_spec(
+            config, use_transformer_engine=use_te, normalization=args.normalization, vp_stage=vp_stage
+        )
+    elif use_te:
+        layer = get_gpt_layer_with_transformer_engine_spec(
+            qk_layernorm=args.qk_layernorm, multi_latent_attention=args.multi_latent_attention
+        )
+    else:
+        layer = get_gpt_layer_local_spec(
+            qk_layernorm=args.qk_layernorm,
+            multi_latent_attention=args.multi_latent_attention,
+            normalization=args.normalization,
+        )
+    documents = training.engine(args)
+    if documents is not None:
+        training.set_core_attention(layer, documents)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=layer,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
+        parallel_output=True,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        vp_stage=vp_stage,
+        **{name: group for name, group in groups.items() if group is not None},
+    )
+    if documents is not None:
+        training.rotate_by_position(model, args)
+    return model
+
+
+def build_datasets(num_samples: Sequence[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+    """Train, validation and test sets, on the ranks that read data (tensor rank 0 of the outer stages)."""
+    args = get_args()
+    documents = training.engine(args)
+    if documents is not None:
+        train, valid, test = document_loaders(documents, args)
+        return train, valid, test
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=get_tokenizer(),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        # Attention masks causally by itself; only documents kept apart need a mask of their own.
+        create_attention_mask=args.reset_attention_mask,
+    )
+
+    def reads_data() -> bool:
+        return bool(mpu.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(vp_stage))
+
+    kind = MockGPTDataset if args.mock_data else GPTDataset
+    train, valid, test = BlendedMegatronDatasetBuilder(kind, list(num_samples), reads_data, config).build()
+    return train, valid, test
+
+
+def next_batch(data: Iterator[dict[str, torch.Tensor]] | None) -> dict[str, torch.Tensor | None]:
+    """The micro-batch on every rank of the tensor group; only tensor rank 0 has ``data``."""
+    args = get_args()
+    rows = next(data) if mpu.get_tensor_model_parallel_rank() == 0 and data is not None else None
+    batch: dict[str, torch.Tensor | None] = {"attention_mask": None}
+    batch.update(tensor_parallel.broadcast_data(list(_INTEGER_KEYS), rows, torch.int64))
+    batch.update(tensor_parallel.broadcast_data(list(_FLOAT_KEYS), rows, torch.float32))
+    if args.reset_attention_mask:
+        batch.update(tensor_parallel.broadcast_data(["attention_mask"], rows, torch.bool))
+    group = mpu.get_context_parallel_group()
+    if group.size() > 1:
+        # No mask is cut: attention over context ranks is causal by itself and refuses --reset-attention-mask.
+        for name in (*_INTEGER_KEYS, *_FLOAT_KEYS):
+            batch[name] = own_positions(batch[name], group.rank(), group.size())
+    return batch
+
+
+def own_positions(rows: Any, rank: int, size: int) -> torch.Tensor:
+    """The part of `[B, S]` that context rank `rank` of `size` holds: pieces `rank` and `2 size - 1 - rank` of twice
+    `size`, as Megatron's rotary embedding expects.
+    """
+    pieces = rows.chunk(2 * size, dim=1)
+    return torch.cat([pieces[rank], pieces[2 * size - 1 - rank]], dim=1)
+
+
+def forward_step(data: Iterator[Any] | None, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+    """Loss of every token of the next micro-batch, and the function that sums them up."""
+    documents = training.engine(get_args())
+    if documents is not None:
+        assert data is not None
+        losses, loss_mask = training.forward(next(data), model, documents)
+        return losses, functools.partial(sum_loss, loss_mask)
+    vp_stage = getattr(model, "vp_stage", None)
+    if is_first_or_last_pipeline_stage(vp_stage):
+        batch = next_batch(data)
+    else:
+        batch = dict.fromkeys((*_INTEGER_KEYS, *_FLOAT_KEYS, "attention_mask"))
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+    )
+    return output, functools.partial(sum_loss, batch["loss_mask"])
+
+
+def sum_loss(loss_mask: Any, token_losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Sum over the tokens that count, their number, and both for the log.
+
+    Three values and not two: with two, Megatron's schedule scales the loss by the size of the context group.
+
+    Raises:
+        FloatingPointError: the loss is not finite and ``--check-for-nan-in-loss-and-grad`` is on.
+    """
+    mask = loss_mask.reshape(-1).float()
+    loss = torch.sum(token_losses.reshape(-1).float() * mask)
+    num_tokens = mask.sum().detach().to(torch.int)
+    if get_args().check_for_nan_in_loss_and_grad and not torch.isfinite(loss):
+        raise FloatingPointError(f"loss is {loss.item()} before reduction over the data parallel ranks")
+    return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens.float()])}

@@ -1,0 +1,178 @@
+"""Writes what each training step did: one JSON line per iteration and rank, with full precision.
+
+Megatron's log rounds losses and prints grad-norms with three decimals; comparisons need all of them. The seam is
+``megatron.training.training.train_step``, which the training loop looks up in its module at every step.
+"""
+
+import functools
+import importlib.metadata
+import json
+import platform
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from megatron_overlap.adapters.training.step_tracer import EVENTS, StepTracer
+from megatron_overlap.session import installed_versions
+from megatron_overlap.version import __version__
+
+# train_step returns (losses, skipped, save now, exit now, exit code, grad norm, ...) in every release read
+# (0.16.1 to 0.19.2); what follows grad norm differs.
+_LOSSES, _SKIPPED, _GRAD_NORM = 0, 1, 5
+
+
+class Recorder:
+    """Records the steps of this rank into ``run_dir``.
+
+    Files: ``steps-rank{r}.jsonl`` (one line an iteration), ``meta-rank{r}.json`` (versions, device, layout) at the
+    first step, ``report-rank{r}.json`` at the end; with a tracer ``events-rank{r}.bin``. A file of an earlier run in
+    the same folder is replaced.
+
+    Args:
+        run_dir: folder to write to; made if missing.
+        rank: global rank, in the file names.
+        device: "cpu" or "cuda".
+        link: what the config says of the network between hosts, if anything; copied into the meta file.
+        tracer: records events of every step too; None records none.
+
+    Raises:
+        OSError: the folder cannot be made or written to.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        rank: int,
+        device: str,
+        link: dict[str, Any] | None = None,
+        tracer: StepTracer | None = None,
+    ) -> None:
+        self._run_dir = run_dir
+        self._rank = rank
+        self._device = device
+        self._link = link
+        self._tracer = tracer
+        self._iteration = 0
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if tracer is None:
+            (run_dir / EVENTS.format(rank=rank)).unlink(missing_ok=True)
+        self._steps: IO[str] = (run_dir / f"steps-rank{rank}.jsonl").open("w", encoding="utf-8", buffering=1)
+
+    def install(self) -> None:
+        """Wraps Megatron's training step. Call once, before training starts."""
+        from megatron.training import training
+
+        original = training.train_step
+
+        @functools.wraps(original)
+        def train_step(*args: Any, **kwargs: Any) -> Any:
+            if self._iteration == 0:
+                self._write_meta()
+                if self._tracer is not None:
+                    self._tracer.compare_clocks()
+            self._synchronize()
+            start_ns = time.perf_counter_ns()
+            result = original(*args, **kwargs)
+            self._synchronize()
+            self._write_step(kwargs.get("iteration"), start_ns, time.perf_counter_ns(), result)
+            return result
+
+        training.train_step = train_step
+        if self._tracer is not None:
+            self._tracer.install()
+
+    def write_report(self, report: dict[str, Any]) -> None:
+        """Writes the session's report of this rank."""
+        self._write_json(f"report-rank{self._rank}.json", report)
+
+    def finish_trace(self) -> None:
+        """Compares the clocks once more; all ranks call it, after a run that went well."""
+        if self._tracer is not None and self._iteration:
+            self._tracer.compare_clocks()
+
+    def close(self) -> None:
+        """Ends the files."""
+        self._steps.close()
+        if self._tracer is not None:
+            self._tracer.close()
+
+    def _synchronize(self) -> None:
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+
+    def _write_step(self, previous_iteration: int | None, start_ns: int, stop_ns: int, result: Any) -> None:
+        # Megatron passes the number of iterations done so far; a resumed run does not start at 0.
+        self._iteration = previous_iteration + 1 if previous_iteration is not None else self._iteration + 1
+        row: dict[str, Any] = {
+            "iteration": self._iteration,
+            "step_time_ms": (stop_ns - start_ns) / 1e6,
+            "loss": _loss(result[_LOSSES]),
+            "grad_norm": _number(result[_GRAD_NORM]),
+            "skipped": bool(result[_SKIPPED]),
+            "peak_memory_bytes": self._peak_memory_bytes(),
+            "time": time.time(),
+        }
+        if self._tracer is not None:
+            row["exposed"] = self._tracer.step(self._iteration, start_ns, stop_ns)
+        self._steps.write(json.dumps(row) + "\n")
+
+    def _peak_memory_bytes(self) -> int:
+        if self._device == "cuda":
+            return torch.cuda.max_memory_allocated()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def _write_meta(self) -> None:
+        from megatron.training import get_args
+
+        args = get_args()
+        name = torch.cuda.get_device_name() if self._device == "cuda" else platform.processor() or platform.machine()
+        self._write_json(
+            f"meta-rank{self._rank}.json",
+            {
+                "versions": {
+                    "megatron_overlap": __version__,
+                    "megatron_core": installed_versions()["megatron-core"],
+                    "torch": torch.__version__,
+                    "transformer_engine": _version_of("transformer-engine"),
+                    "python": platform.python_version(),
+                },
+                "device": self._device,
+                "device_name": name,
+                "dtype": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+                "rank": self._rank,
+                "world_size": args.world_size,
+                "tensor_parallel": args.tensor_model_parallel_size,
+                "pipeline_parallel": args.pipeline_model_parallel_size,
+                "context_parallel": args.context_parallel_size,
+                "data_parallel": args.data_parallel_size,
+                "threads": torch.get_num_threads(),
+                "link": self._link,
+                "argv": sys.argv,
+            },
+        )
+
+    def _write_json(self, name: str, content: dict[str, Any]) -> None:
+        path = self._run_dir / name
+        path.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
+
+
+def _loss(losses: dict[str, Any]) -> float | None:
+    """The language model's loss; None on the ranks that do not have it (all but the last pipeline stage)."""
+    if not losses:
+        return None
+    return _number(losses["lm loss"] if "lm loss" in losses else next(iter(losses.values())))
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

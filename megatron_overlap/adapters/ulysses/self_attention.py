@@ -1,0 +1,149 @@
+"""Megatron's whole self-attention layer under Ulysses: the projections of some heads hide the messages of others.
+
+A layer that fits gets a `forward` of its own when it is built. What does not fit runs Megatron's forward, whose core
+attention is Ulysses too (`adapters/ulysses/core_attention.py`) and hides its messages behind attention alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+    _yarn_get_concentration_factor_from_config,
+)
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.identity_op import IdentityOp
+
+from megatron_overlap.adapters.tensor_parallel.linear import weight_done_in_main_grad
+from megatron_overlap.adapters.ulysses.core_attention import UlyssesAdapter, context_group, scale_of
+from megatron_overlap.adapters.wrapping import Method, untraced
+from megatron_overlap.ops import Projection, ulysses_self_attention
+from megatron_overlap.schedules import SequenceLayout
+from megatron_overlap.session import Session
+
+
+def self_attention_init(original: Method, session: Session) -> Method:
+    """Replacement of `SelfAttention.__init__`: the same, and a layer that fits gets the fused forward."""
+    adapter = UlyssesAdapter.of(session)
+    layers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def restore() -> None:
+        for layer in layers:
+            layer.__dict__.pop("forward", None)
+        layers.clear()
+
+    session.add_close(restore)
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        original(self, *args, **kwargs)
+        if session.config.ulysses.fuse_projections and _fits(self):
+            # On the object: a class has layers that fit and others. Weakly, or the layer would hold itself.
+            self.forward = functools.partial(_forward, adapter, weakref.ref(self))
+            layers.add(self)
+
+    return __init__
+
+
+def _fits(layer: Any) -> bool:
+    config = layer.config
+    if config.context_parallel_size == 1 or layer.pg_collection.tp.size() > 1:
+        return False
+    kv_heads, left = divmod(layer.num_query_groups_per_partition, config.context_parallel_size)
+    # With one key/value head a rank, attention alone has more head groups: it cuts the queries.
+    if left or (kv_heads == 1 and layer.num_attention_heads_per_partition > layer.num_query_groups_per_partition):
+        return False
+    plain = (
+        type(layer.linear_qkv) is ColumnParallelLinear
+        and type(layer.linear_proj) is RowParallelLinear
+        and type(layer.core_attention) is DotProductAttention
+        and all(isinstance(norm, IdentityOp | None) for norm in (layer.q_layernorm, layer.k_layernorm))
+    )
+    switches = ("attention_output_gate", "fine_grained_activation_offloading", "cpu_offloading", "test_mode", "fp8")
+    return (
+        plain
+        and not layer.checkpoint_core_attention
+        and not any(getattr(config, name, False) for name in switches)
+        and getattr(layer.linear_qkv, "gtp_remat_size", 1) == getattr(layer.linear_proj, "gtp_remat_size", 1) == 1
+        and _yarn_get_concentration_factor_from_config(config) == 1.0
+    )
+
+
+@untraced
+def _forward(
+    adapter: UlyssesAdapter, reference: weakref.ref[Any], hidden_states: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """`forward` of one layer: equals Megatron's on the whole sequence, of which every context rank gets its rows."""
+    layer: Any = reference()
+    cls = type(layer)
+    # Bound by name, so that what is given by position is seen too.
+    call = inspect.signature(cls.forward).bind(layer, hidden_states, *args, **kwargs)
+    given = {name for name, value in call.arguments.items() if value is not None}
+    known = {"self", "hidden_states", "attention_mask", "rotary_pos_emb"}
+    freqs = call.arguments.get("rotary_pos_emb")
+    modules = (layer.linear_qkv, layer.linear_proj)
+    if (
+        given - known
+        or (isinstance(freqs, tuple) and (len(freqs) != 2 or freqs[0] is not freqs[1]))
+        or hidden_states.dtype != layer.linear_qkv.weight.dtype
+        or torch.is_autocast_enabled(hidden_states.device.type)
+        or any(module._forward_hooks or module._forward_pre_hooks_with_kwargs for module in modules)
+        or any(hasattr(module.weight, "__fsdp_param__") for module in modules)
+        or layer.core_attention._forward_hooks
+        or layer.core_attention._forward_pre_hooks
+    ):
+        return cls.forward(layer, hidden_states, *args, **kwargs)
+    for module in modules:
+        _run_pre_hooks(module, hidden_states)
+    config = layer.config
+    if config.no_rope_freq and config.no_rope_freq[layer.layer_number - 1]:
+        freqs = None
+    freqs = freqs[0] if isinstance(freqs, tuple) else freqs
+    group = context_group(layer)
+
+    def rotate(heads: torch.Tensor) -> torch.Tensor:
+        return apply_rotary_pos_emb(heads, freqs, config=config, cp_group=group)
+
+    core = layer.core_attention
+    output = ulysses_self_attention(
+        hidden_states,
+        _projection(layer.linear_qkv),
+        layer.linear_qkv.bias,
+        _projection(layer.linear_proj),
+        num_heads=layer.num_attention_heads_per_partition,
+        num_kv_heads=layer.num_query_groups_per_partition,
+        group=adapter.transport(group),
+        rotate=None if freqs is None else rotate,
+        softmax_scale=scale_of(core),
+        layout=SequenceLayout.zigzag(hidden_states.shape[0] * group.size(), group.size()),
+        plan=adapter.plan,
+        observer=adapter.observer(
+            "ulysses_layer", f"{layer.num_attention_heads_per_partition}x{layer.hidden_size_per_attention_head}"
+        ),
+    )
+    return output, layer.linear_proj.bias
+
+
+def _run_pre_hooks(module: torch.nn.Module, value: torch.Tensor) -> None:
+    """What would run if the module were called: Megatron waits there for parameters that are still gathered."""
+    for hook in module._forward_pre_hooks.values():
+        if hook(module, (value,)) is not None:
+            raise RuntimeError(
+                f"a forward pre-hook changes the input of {type(module).__name__}, which is not called here: "
+                "set overlap.ulysses.fuse_projections to false"
+            )
+
+
+def _projection(linear: Any) -> Projection:
+    weight = linear.weight
+    if linear.gradient_accumulation_fusion and weight.requires_grad and hasattr(weight, "main_grad"):
+        return Projection(
+            weight, weight.main_grad, functools.partial(weight_done_in_main_grad, weight, weight.main_grad)
+        )
+    return Projection(weight)

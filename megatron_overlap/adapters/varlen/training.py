@@ -1,0 +1,93 @@
+"""What the provided training scripts do differently where they read documents as they are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core import mpu
+
+from megatron_overlap.adapters.varlen.arguments import refuse
+from megatron_overlap.adapters.varlen.core_attention import (
+    BalancedCoreAttention,
+    MaskedCoreAttention,
+    PackedRows,
+    TokenRotary,
+    VarlenAdapter,
+    VarlenError,
+)
+from megatron_overlap.adapters.varlen.loader import Batch
+from megatron_overlap.schedules.varlen import CostModel
+from megatron_overlap.session import current
+
+# What the default cost model was measured on: 64 heads of 128, and layers at this speed.
+_MEASURED_WIDTH = 64 * 128
+_FS_PER_PARAMETER = 2 / 600e12 * 1e15
+
+
+def engine(args: Any) -> VarlenAdapter | None:
+    """Who runs attention over documents; None where `overlap.varlen` is off. The first call, by all ranks, makes it.
+
+    Raises:
+        VarlenError: the arguments ask for what cannot be done, or for documents with nobody to read them.
+    """
+    session = current()
+    if session is None or session.switched_off or session.config.varlen.method == "none":
+        if args.dataloader_type == "external":
+            raise VarlenError("--dataloader-type: external: only with overlap.varlen, and the plugin switched on")
+        return None
+    if session.varlen is None:
+        refuse(args, session.config.varlen.method)
+        session.varlen = VarlenAdapter(session, mpu.get_context_parallel_group(), cost_of(args), args.seq_length)
+    adapter: VarlenAdapter = session.varlen
+    return adapter
+
+
+def set_core_attention(layer: Any, adapter: VarlenAdapter) -> None:
+    """Names our core attention in a layer spec."""
+    core = MaskedCoreAttention if adapter.masked else BalancedCoreAttention
+    layer.submodules.self_attention.submodules.core_attention = core
+
+
+def rotate_by_position(model: Any, args: Any) -> None:
+    """Makes a model's rotary embedding go by the positions of tokens; learned positions do so anyway."""
+    if args.position_embedding_type == "rope":
+        model.rotary_pos_emb = TokenRotary(model.rotary_pos_emb, args.seq_length)
+
+
+def forward(batch: Batch, model: Any, adapter: VarlenAdapter) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss of every row `[1, T]` of a micro-batch, and which of them count."""
+    device = torch.device(torch.cuda.current_device())
+    names = ("tokens", "labels", "loss_mask", "position_ids", "documents")
+    batch = replace(batch, **{name: getattr(batch, name).to(device) for name in names})
+    output: torch.Tensor = model(
+        batch.tokens,
+        batch.position_ids,
+        None,
+        labels=batch.labels,
+        loss_mask=batch.loss_mask,
+        packed_seq_params=PackedRows.of(batch, adapter),
+    )
+    return output, batch.loss_mask
+
+
+def cost_of(args: Any) -> CostModel:
+    """The default cost model for the shape of this model's layers, of which every tensor rank has a part."""
+    ranks, default = args.tensor_model_parallel_size, CostModel()
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    width, kv_width = args.kv_channels * args.num_attention_heads, args.kv_channels * groups
+    mlp = (3 if args.swiglu else 2) * args.hidden_size * args.ffn_hidden_size
+    parameters = 2 * args.hidden_size * (width + kv_width) + mlp
+    num_bytes = 2 if args.bf16 or args.fp16 else 4
+
+    def part(of_64_heads: int) -> int:
+        return max(1, of_64_heads * width // _MEASURED_WIDTH // ranks)
+
+    return CostModel(
+        pair_fs=part(default.pair_fs),
+        token_fs=part(default.token_fs),
+        floor_fs=default.floor_fs,
+        linear_fs=round(parameters * _FS_PER_PARAMETER / ranks),
+        kv_bytes=2 * kv_width * num_bytes // ranks,
+    )

@@ -1,0 +1,123 @@
+"""What the kernels share on the device: waiting for a flag, one tile of a product, the order of tiles."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Columns of `schedules.tile_order.RowTile`.
+START = tl.constexpr(0)
+STOP = tl.constexpr(1)
+OWNER = tl.constexpr(2)
+PART = tl.constexpr(3)
+ROW_IN_SHARD = tl.constexpr(4)
+TILES_IN_CHUNK = tl.constexpr(5)
+REMOTE = tl.constexpr(6)
+FLAG = tl.constexpr(7)
+COLUMNS = tl.constexpr(8)
+
+
+@triton.jit
+def wait_for(flag_ptr, epoch, status_ptr, MAX_POLLS: tl.constexpr):
+    """Returns when the flag has reached `epoch`; what was written before the flag was raised may then be read.
+
+    Flags only grow, so that one left by an earlier op never lets a later one go. After MAX_POLLS looks the block gives
+    up, notes the epoch in `status` and goes on: the result is wrong and the host learns of it, but the device lives.
+    """
+    polls = 0
+    seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+    while (seen < epoch) & (polls < MAX_POLLS):
+        seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+        polls += 1
+    if seen < epoch:
+        tl.atomic_xchg(status_ptr, epoch, sem="relaxed", scope="sys")
+
+
+@triton.jit
+def place(index, num_rows, num_columns, GROUP: tl.constexpr):
+    """Row and column of tile `index`: down GROUP rows, then the next column, so that both operands stay in the L2."""
+    in_group = GROUP * num_columns
+    first = index // in_group * GROUP
+    height = tl.minimum(num_rows - first, GROUP)
+    return first + index % in_group % height, index % in_group // height
+
+
+@triton.jit
+def place_by_owner(index, num_first, num_rows, num_columns, GROUP: tl.constexpr):
+    """The same, but that all tiles of the `num_first` first rows come before any other: groups end there.
+
+    Else the last own rows would share a group with the first that others send, and blocks would wait for these while
+    own rows are still to be computed.
+    """
+    rest = index >= num_first * num_columns
+    start = tl.where(rest, num_first, 0)
+    height = tl.where(rest, num_rows - num_first, num_first)
+    row, column = place(index - start * num_columns, height, num_columns, GROUP)
+    return start + row, column
+
+
+@triton.jit
+def product(
+    a_ptr,
+    b_ptr,
+    num_rows,
+    num_columns,
+    K,
+    stride_am,
+    stride_ak,
+    stride_bk,
+    stride_bn,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """`a[:num_rows, :K] @ b[:K, :num_columns]` in fp32, `[BLOCK_M, BLOCK_N]`; rows and columns past the end are junk.
+
+    WIDEN multiplies in fp32: the interpreter's dot of bf16 is wrong.
+    """
+    # A row that is not there is another's: rows do not mix, and it needs no mask. Only rows of this tile are read.
+    rows = tl.minimum(tl.arange(0, BLOCK_M), num_rows - 1)
+    columns = tl.arange(0, BLOCK_N)
+    depth = tl.arange(0, BLOCK_K)
+    a_ptrs = a_ptr + rows[:, None] * stride_am + depth[None, :] * stride_ak
+    b_ptrs = b_ptr + depth[:, None] * stride_bk + columns[None, :] * stride_bn
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
+        # Both operands are masked: zero times what lies behind the end would be NaN where that is NaN.
+        if EVEN_K:
+            a = tl.load(a_ptrs)
+        else:
+            a = tl.load(a_ptrs, mask=depth[None, :] < K - k, other=0.0)
+        if EVEN_N and EVEN_K:
+            b = tl.load(b_ptrs)
+        elif EVEN_N:
+            b = tl.load(b_ptrs, mask=depth[:, None] < K - k, other=0.0)
+        elif EVEN_K:
+            b = tl.load(b_ptrs, mask=columns[None, :] < num_columns, other=0.0)
+        else:
+            b = tl.load(b_ptrs, mask=(depth[:, None] < K - k) & (columns[None, :] < num_columns), other=0.0)
+        if WIDEN:
+            total = tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+        else:
+            total = tl.dot(a, b, total, input_precision="ieee")
+        a_ptrs += BLOCK_K * stride_ak
+        b_ptrs += BLOCK_K * stride_bk
+    return total
+
+
+@triton.jit
+def count_tile(counter_ptr, num_tiles, flag_ptr, epoch):
+    """Counts a stored tile; whoever counts the last one of a chunk raises the chunk's flag, maybe at a peer.
+
+    What all blocks stored before they counted may be read by whoever has seen the flag. The counter is left at 0.
+    """
+    # One thread counts for the block, and may only do so when the stores of all threads are behind it.
+    tl.debug_barrier()
+    before = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="sys")
+    if before == num_tiles - 1:
+        tl.atomic_xchg(counter_ptr, 0, sem="relaxed", scope="gpu")
+        tl.atomic_xchg(flag_ptr, epoch, sem="release", scope="sys")

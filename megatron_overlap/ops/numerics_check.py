@@ -1,0 +1,174 @@
+"""Both paths on the same tensors: the overlapped op and the plain one, and how far apart they may be.
+
+The bound is that of docs/numerics.md: as far from the exact result, in float64, as the plain path is at its worst
+element, plus what another order of the same sums and the rounding of partial results may do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_overlap.ops import reference
+from megatron_overlap.ops.call import WeightDone
+
+REFERENCES: dict[str, Callable[..., torch.Tensor]] = {
+    "ag_gemm": reference.all_gather_linear,
+    "copy_gemm": reference.copy_linear,
+    "gemm_rs": reference.linear_reduce_scatter,
+    "gemm_ar": reference.linear_all_reduce,
+}
+
+Judge = Callable[[Mapping[str, float]], bool]
+"""Told how much of what is allowed each result used, on this rank; says on all ranks alike whether the plain result is
+to be used. Collective."""
+
+Op = Callable[..., torch.Tensor]
+"""`op(x, w, bias, main_grad=..., weight_done=...)`, overlapped."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is compared.
+
+    Attributes:
+        op: one of `REFERENCES`.
+        group: the ranks.
+        rtol: largest difference from the plain path as a share of its largest element; None derives the bound.
+        judge: see `Judge`.
+        main_grad: buffer that the weight gradient is added to; None: autograd is given it.
+        weight_done: as the ops have it.
+    """
+
+    op: str
+    group: dist.ProcessGroup
+    rtol: float | None
+    judge: Judge
+    main_grad: torch.Tensor | None = None
+    weight_done: WeightDone | None = None
+
+
+def checked_linear(
+    overlapped: Op, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, subject: Subject
+) -> torch.Tensor:
+    """Equals `overlapped(x, w, bias)`, and compares it with its reference, in forward and in backward.
+
+    It costs, in this call, the plain path, and with a derived bound that path in float64 twice, with their memory until
+    backward has run.
+    """
+    y: torch.Tensor = _Checked.apply(x, w, bias, overlapped, subject)
+    return y
+
+
+def share_of_allowed(
+    got: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor, terms: int, ranks: int
+) -> float:
+    """The largest error as a share of what is allowed there: above 1 is a breach.
+
+    Args:
+        got, plain: the results, in the data's type.
+        exact, magnitude: the result, and the same sum over absolute values, in float64.
+        terms: of each sum.
+        ranks: whose partial results were rounded before they were added, in a ring once at every rank.
+    """
+    finite = plain.isfinite()
+    if not torch.equal(got.isfinite(), finite):
+        return float("inf")
+    if not finite.any():
+        return 0.0
+    eps32, eps = torch.finfo(torch.float32).eps, torch.finfo(plain.dtype).eps
+    error = (got.double() - exact).abs()[finite]
+    allowed = (plain.double() - exact).abs()[finite].max()
+    allowed = allowed + (terms**0.5 * eps32 + max(1, ranks - 1) * eps / 2) * magnitude[finite]
+    return float((error / allowed.clamp_min(torch.finfo(torch.float64).tiny)).max())
+
+
+def share_of_rtol(got: torch.Tensor, plain: torch.Tensor, rtol: float) -> float:
+    """The largest difference as a share of `rtol` times the largest element."""
+    finite = plain.isfinite()
+    if not torch.equal(got.isfinite(), finite):
+        return float("inf")
+    if not finite.any():
+        return 0.0
+    got, plain = got.double()[finite], plain.double()[finite]
+    difference, allowed = float((got - plain).abs().max()), rtol * float(plain.abs().max())
+    return difference / allowed if allowed else (0.0 if difference == 0 else float("inf"))
+
+
+class _Leaves:
+    """One path: its inputs as leaves of a graph of its own, and its output."""
+
+    def __init__(self, function: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor | None]) -> None:
+        self.leaves = [None if t is None else t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
+        with torch.enable_grad():
+            self.y = function(*self.leaves)
+
+    def gradients(self, dy: torch.Tensor) -> list[torch.Tensor | None]:
+        self.y.backward(dy)
+        return [None if leaf is None else leaf.grad for leaf in self.leaves]
+
+
+class _Checked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, overlapped: Op, subject: Subject
+    ) -> torch.Tensor:
+        inputs = [x, w, bias]
+        plain_op = REFERENCES[subject.op]
+
+        def plainly(*leaves: torch.Tensor | None) -> torch.Tensor:
+            return plain_op(*leaves, group=subject.group)
+
+        into = None if subject.main_grad is None or not w.requires_grad else torch.zeros_like(subject.main_grad)
+
+        def mine(*leaves: torch.Tensor | None) -> torch.Tensor:
+            return overlapped(*leaves, main_grad=into)
+
+        ctx.paths = [_Leaves(mine, inputs), _Leaves(plainly, inputs)]
+        if subject.rtol is None:
+            for change in (torch.Tensor.double, lambda tensor: tensor.double().abs()):
+                ctx.paths.append(_Leaves(plainly, [None if t is None else _like(change(t), t) for t in inputs]))
+        ctx.subject, ctx.into = subject, into
+        rows = x.shape[:-1].numel() * (subject.group.size() if subject.op == "ag_gemm" else 1)
+        ctx.terms = {"y": w.shape[1] * subject.group.size(), "dx": w.shape[0] * subject.group.size(), "dw": rows}
+        ctx.terms["dbias"] = rows
+        results = [path.y.detach() for path in ctx.paths]
+        use_plain = subject.judge({"y": _share(subject, results, ctx.terms["y"])})
+        return results[1] if use_plain else results[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        subject, (dy,) = ctx.subject, grads
+        given = [dy, dy, dy.double(), dy.double().abs()]
+        found = [path.gradients(each) for path, each in zip(ctx.paths, given, strict=False)]
+        ctx.paths.clear()
+        if ctx.into is not None:
+            found[0][1] = ctx.into
+        shares = {}
+        for index, name in enumerate(("dx", "dw", "dbias")):
+            results = [path[index] for path in found]
+            if results[1] is not None:
+                shares[name] = _share(subject, results, ctx.terms[name])
+        chosen = found[1] if subject.judge(shares) else found[0]
+        if ctx.into is not None:
+            subject.main_grad.add_(chosen[1])
+            chosen[1] = None if subject.weight_done is None else subject.weight_done()
+        return *chosen, None, None
+
+
+def _like(changed: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    return changed.detach().requires_grad_(tensor.requires_grad)
+
+
+def _share(subject: Subject, results: Sequence[Any], terms: int) -> float:
+    got, plain = results[:2]
+    if got is None:
+        return float("inf")
+    got = got.reshape(plain.shape)
+    if subject.rtol is not None:
+        return share_of_rtol(got, plain, subject.rtol)
+    return share_of_allowed(got, plain, results[2], results[3], terms, subject.group.size())

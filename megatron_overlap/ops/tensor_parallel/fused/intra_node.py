@@ -1,0 +1,228 @@
+"""Half an op each, which the fused linears are put together from: a gather with its consumers, a GEMM that scatters.
+
+Where schedules, symmetric memory and kernels meet. Triton is imported when the first of them is made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_overlap.comm.symmetric.layout import gathered_bytes
+from megatron_overlap.comm.symmetric.transport import SymmetricTransport
+from megatron_overlap.ops.tensor_parallel.fused.hopper import Hopper
+from megatron_overlap.ops.tensor_parallel.fused.plan import FusedPlan
+from megatron_overlap.schedules import ChunkLayout
+
+
+class _Kernels:
+    """Tables of row tiles, and tile shapes, for one transport."""
+
+    def __init__(self, transport: SymmetricTransport, plan: FusedPlan) -> None:
+        self._transport, self._plan = transport, plan
+        self.programs = max(1, transport.fabric.num_sms - plan.spare_sms)
+        # Before the op begins: the first time, the kernels are tried on the device.
+        self.hopper = Hopper.of(transport) if plan.kernel == "hopper" else None
+
+    def table(self, layout: ChunkLayout, order: str, block: int | None) -> Any:
+        """A table of row tiles on the device, made once: `arrival`, `departure`, or `own` rows."""
+        from megatron_overlap.kernels.launch import RowTiles
+        from megatron_overlap.schedules.tile_order import arrival_order, departure_order, row_tiles
+
+        transport = self._transport
+        key = (layout, order, block)
+        if key not in transport.tables:
+            chunks = (departure_order if order == "departure" else arrival_order)(layout, transport.rank)
+            if order == "own":
+                chunks = [chunk for chunk in chunks if chunk.owner == transport.rank]
+            tiles = row_tiles(layout, transport.rank, chunks, block)
+            transport.tables[key] = RowTiles.of(tiles, transport.fabric.device)
+        return transport.tables[key]
+
+    def config(self, rows: int, b: torch.Tensor) -> Any:
+        """Tile shape for a GEMM of `rows` rows with `b`."""
+        from megatron_overlap.kernels.configs import ALIGNED, ALIGNMENT, config_for, newest
+
+        if self._plan.config is not None:
+            return self._plan.config
+        capability = self._transport.fabric.capability
+        wide = ALIGNED[newest(capability)]
+        depth, columns = b.shape
+        aligned = columns % ALIGNMENT == 0 and depth % ALIGNMENT == 0
+        tiles = -(-rows // wide.block_m) * -(-columns // wide.block_n)
+        return config_for(
+            capability,
+            aligned=aligned,
+            num_tiles=tiles,
+            num_programs=self.programs,
+            other=self._plan.tiles == "other",
+        )
+
+    def gathering(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> tuple[Any, Any]:
+        """Launcher and tile shape of a GEMM whose tiles wait."""
+        from megatron_overlap.kernels.ag_gemm import ag_gemm
+
+        config = self.config(a.shape[0], b)
+        found = None if self.hopper is None else self.hopper.gathering(a, b, config, out)
+        return found or (ag_gemm, config)
+
+    def scattering(self, a: torch.Tensor, b: torch.Tensor) -> tuple[Any, Any]:
+        """Launcher and tile shape of a GEMM that stores at the owners."""
+        from megatron_overlap.kernels.gemm_rs import gemm_to_owners
+
+        config = self.config(a.shape[0], b)
+        found = None if self.hopper is None else self.hopper.scattering(a, b, config)
+        return found or (gemm_to_owners, config)
+
+    def wgrad_config(self, w: torch.Tensor) -> Any:
+        """Tile shape for a weight gradient."""
+        from megatron_overlap.kernels.configs import ALIGNMENT, WGRAD, WGRAD_ODD, newest
+
+        aligned = all(extent % ALIGNMENT == 0 for extent in w.shape)
+        return (WGRAD if aligned else WGRAD_ODD)[newest(self._transport.fabric.capability)]
+
+
+class Gather:
+    """An all-gather that has been started, and what consumes it.
+
+    Args:
+        transport: of the group.
+        shard: own rows `[rows, K]`, contiguous.
+        num_rows: rows of all ranks.
+        op: for messages.
+        plan: how it is done.
+    """
+
+    def __init__(
+        self, transport: SymmetricTransport, shard: torch.Tensor, num_rows: int, op: str, plan: FusedPlan
+    ) -> None:
+        self._transport, self._kernels = transport, _Kernels(transport, plan)
+        self._layout = plan.layout(num_rows, transport.size)
+        half = gathered_bytes(num_rows, transport.size, shard.shape[1], shard.itemsize)
+        self._op = transport.begin(half, op)
+        self.full = self._op.gather(shard, self._layout, plan.mover)
+
+    def _waits(self) -> Any:
+        from megatron_overlap.kernels.launch import Waits
+
+        transport = self._transport
+        return Waits(self._op.flags, self._op.epoch, transport.status, transport.fabric.max_polls)
+
+    def gemm(
+        self, b: torch.Tensor, bias: torch.Tensor | None = None, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`gathered @ b + bias`, in the order of arrival, in `out` where that is given."""
+        out = self.full.new_empty(self.full.shape[0], b.shape[1]) if out is None else out
+        ag_gemm, config = self._kernels.gathering(self.full, b, out)
+        tiles = self._kernels.table(self._layout, "arrival", config.block_m)
+        programs = self._kernels.programs
+        ag_gemm(self.full, b, out, bias, tiles=tiles, waits=self._waits(), config=config, num_programs=programs)
+        return out
+
+    def weight_gradient(
+        self, dy: torch.Tensor | None, x: torch.Tensor | None, w: torch.Tensor, main_grad: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """`dy.T @ x` where one of them (None) is what is gathered: into `main_grad`, or as a gradient of its own."""
+        from megatron_overlap.kernels.wgrad import wgrad
+
+        out = torch.empty_like(w, memory_format=torch.contiguous_format) if main_grad is None else main_grad
+        wgrad(
+            self.full if dy is None else dy,
+            self.full if x is None else x,
+            out,
+            chunks=self._kernels.table(self._layout, "arrival", None),
+            waits=self._waits(),
+            config=self._kernels.wgrad_config(w),
+            num_programs=self._kernels.programs,
+            add=main_grad is not None,
+        )
+        return out if main_grad is None else None
+
+    def rows(self, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """All rows, once they are there, in memory of their own, or in `out`."""
+        num_flags = self._transport.size * self._layout.chunks_per_rank
+        self._transport.wait_all(self._op.flags[:num_flags], self._op.epoch)
+        return self.full.clone() if out is None else out.copy_(self.full)
+
+    def done(self) -> None:
+        """What has been enqueued is all that reads the gathered rows."""
+        self._op.done()
+
+
+class Scatter:
+    """A GEMM whose tiles go to their owners, and the sum of what landed here.
+
+    Args:
+        transport: of the group.
+        a: `[M, K]` all rows.
+        b: `[K, N]`.
+        op: for messages.
+        plan: how it is done.
+    """
+
+    def __init__(
+        self, transport: SymmetricTransport, a: torch.Tensor, b: torch.Tensor, op: str, plan: FusedPlan
+    ) -> None:
+        from megatron_overlap.kernels.gemm_rs import Owners
+
+        self._transport, self._kernels = transport, _Kernels(transport, plan)
+        self._layout = plan.layout(a.shape[0], transport.size)
+        slot_rows = -(-a.shape[0] // transport.size)
+        self._landing_shape = (transport.size, slot_rows, b.shape[1])
+        self._dtype = a.dtype
+        half = gathered_bytes(a.shape[0], transport.size, b.shape[1], a.itemsize)
+        self._op = transport.begin(half, op)
+        landings, flags = self._staged() if plan.stores == "staged" else self._op.addresses()
+        gemm_to_owners, config = self._kernels.scattering(a, b)
+        owners = Owners(
+            landings=landings,
+            flags=flags,
+            counters=transport.counters(self._op.epoch),
+            rank=transport.rank,
+            parts=self._layout.chunks_per_rank,
+            slot_rows=slot_rows,
+            epoch=self._op.epoch,
+        )
+        tiles = self._kernels.table(self._layout, "departure", config.block_m)
+        gemm_to_owners(a, b, tiles=tiles, owners=owners, config=config, num_programs=self._kernels.programs)
+
+    def _staged(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Addresses that make the kernel store what is not its own rank's into staging; starts the copies from there.
+
+        The kernel stores at `landings[owner] + slot(rank)` and raises `flags[owner] + rank * parts + part`. Both are to
+        be the owner's slot and flags in own memory instead.
+        """
+        transport, rank, parts = self._transport, self._transport.rank, self._layout.chunks_per_rank
+        num_slot_bytes = self._landing_shape[1] * self._landing_shape[2] * self._dtype.itemsize
+        staging = transport.staging(transport.size * num_slot_bytes)
+        departed = transport.departed(self._op.epoch)
+        self._op.deliver(staging.view(self._dtype).view(*self._landing_shape), self._layout)
+        key = ("staged", staging.data_ptr(), num_slot_bytes, parts, self._op.epoch % 2, self._op.flags.data_ptr())
+        if key not in transport.tables:
+            landings = [staging.data_ptr() + (owner - rank) * num_slot_bytes for owner in range(transport.size)]
+            flags = [departed.data_ptr() + 4 * (owner - rank) * parts for owner in range(transport.size)]
+            own = self._op.half(rank, self._landing_shape, self._dtype)
+            landings[rank], flags[rank] = own.data_ptr(), self._op.flags.data_ptr()
+            transport.tables[key] = torch.tensor([landings, flags], device=staging.device)
+        addresses = transport.tables[key]
+        return addresses[0], addresses[1]
+
+    def sum(self) -> torch.Tensor:
+        """Own rows of the sum over ranks."""
+        from megatron_overlap.kernels.gemm_rs import SUM_ROWS, sum_landed
+        from megatron_overlap.kernels.launch import Waits
+
+        transport = self._transport
+        landing = self._op.half(transport.rank, self._landing_shape, self._dtype)
+        out = landing.new_empty(self._layout.shard_rows(transport.rank), self._landing_shape[2])
+        sum_landed(
+            landing,
+            out,
+            tiles=self._kernels.table(self._layout, "own", SUM_ROWS),
+            waits=Waits(self._op.flags, self._op.epoch, transport.status, transport.fabric.max_polls),
+            parts=self._layout.chunks_per_rank,
+            num_programs=transport.fabric.num_sms * 4,
+        )
+        self._op.done()
+        return out

@@ -1,0 +1,371 @@
+"""A whole self-attention layer under Ulysses: the all-to-alls are fed by the QKV projection and feed the output one.
+
+Where `ulysses_attention` alone has to wait for its first head group and for its last one, here the projections of the
+other groups compute meanwhile. Forward and backward, for each group: project, send, attend, send back, project.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron_overlap.comm import Transport, Workspace, transport_of
+from megatron_overlap.ops.call import WeightDone
+from megatron_overlap.ops.tensor_parallel.pipelined import WeightGradient, add_wide
+from megatron_overlap.ops.ulysses.all_to_all import Passage
+from megatron_overlap.ops.ulysses.attention import (
+    DEFAULT_PLAN,
+    Observer,
+    UlyssesPlan,
+    check_layout,
+    head_bytes,
+    schedule_of,
+)
+from megatron_overlap.ops.ulysses.head_attention import OwnHeads
+from megatron_overlap.schedules import AllToAllPlan, HeadLayout, SequenceLayout
+
+Rotate = Callable[[torch.Tensor], torch.Tensor]
+"""Encodes positions: own rows `[S/N, B, heads, D]` of query or key heads, to the same shape. Linear in its argument,
+the same for every head, and without parameters."""
+
+# Output rows of the weight are projected back in this many blocks, each a filler while a message is awaited.
+_FILLERS = 4
+
+
+class Projection(NamedTuple):
+    """A weight, and where its gradient goes.
+
+    Attributes:
+        weight: `[F, K]`.
+        main_grad: buffer that the gradient is added to, as Megatron's gradient accumulation fusion does; None gives
+            autograd a gradient.
+        done: called in backward when `main_grad` holds the gradient; what it returns is given to autograd.
+    """
+
+    weight: torch.Tensor
+    main_grad: torch.Tensor | None = None
+    done: WeightDone | None = None
+
+
+def ulysses_self_attention(
+    x: torch.Tensor,
+    qkv: Projection,
+    qkv_bias: torch.Tensor | None,
+    out: Projection,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    group: dist.ProcessGroup | Transport,
+    rotate: Rotate | None = None,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    layout: SequenceLayout | None = None,
+    plan: UlyssesPlan | None = None,
+    observer: Observer | None = None,
+) -> torch.Tensor:
+    """Equals `ulysses_attention(rotate(q), rotate(k), v) @ w_out.T` with `q, k, v = split(x @ w_qkv.T + b_qkv)`.
+
+    Args:
+        x: `[S/N, B, H]` own rows.
+        qkv: weight `[(Hq + 2 Hkv) D, H]`, for each key/value head its query heads, the key head, the value head, as
+            Megatron's `linear_qkv`. N divides Hkv.
+        qkv_bias: `[(Hq + 2 Hkv) D]`, or None.
+        out: weight `[H, Hq D]`.
+        num_heads: Hq.
+        num_kv_heads: Hkv.
+        group: the N ranks, or their transport.
+        rotate: encodes positions of queries and keys; None leaves them.
+        causal, softmax_scale, layout, plan, observer: as in `ulysses_attention`; the observer is also told `wgrad`.
+
+    Returns:
+        `[S/N, B, H]`, dtype of `x`; no bias is added.
+
+    Raises:
+        ValueError: shapes, dtypes or the layout do not fit each other.
+        TransportError: a peer is gone or late beyond the deadline.
+    """
+    transport = transport_of(group) if isinstance(group, dist.ProcessGroup) else group
+    plan = plan or DEFAULT_PLAN
+    if num_kv_heads % transport.size:
+        raise ValueError(f"num_kv_heads: {num_kv_heads}: must be a multiple of the {transport.size} ranks")
+    size, left = divmod(qkv.weight.shape[0], num_heads + 2 * num_kv_heads)
+    if x.dim() != 3 or left or qkv.weight.shape[1] != x.shape[2] or out.weight.shape[1] != num_heads * size:
+        raise ValueError(
+            f"x: shape {tuple(x.shape)} does not fit weights {tuple(qkv.weight.shape)} and {tuple(out.weight.shape)} "
+            f"of {num_heads} query and {num_kv_heads} key/value heads"
+        )
+    if not x.dtype == qkv.weight.dtype == out.weight.dtype:
+        raise ValueError(f"x: {x.dtype}: the weights are {qkv.weight.dtype} and {out.weight.dtype}")
+    layout = layout or SequenceLayout.contiguous(x.shape[0] * transport.size, transport.size)
+    check_layout(layout, x.shape[0], transport)
+    # Groups of whole key/value heads: they are runs of rows of one weight, and of columns of the other.
+    most = plan.most_groups(num_heads, num_kv_heads, transport.size, head_bytes(x, layout, size))
+    counts = range(min(num_kv_heads // transport.size, most), 0, -1)
+    groups = next(count for count in counts if num_kv_heads // transport.size % count == 0)
+    heads = HeadLayout(num_heads, num_kv_heads, transport.size, groups)
+    attention = OwnHeads(heads, transport.rank, size, causal, size**-0.5 if softmax_scale is None else softmax_scale)
+    call = _Call(transport, schedule_of(plan, transport, heads, layout), layout, attention, qkv, out, rotate, observer)
+    y: torch.Tensor = _Layer.apply(x, qkv.weight, qkv_bias, out.weight, call)
+    return y
+
+
+class _Call(NamedTuple):
+    transport: Transport
+    schedule: AllToAllPlan
+    layout: SequenceLayout
+    attention: OwnHeads
+    qkv: Projection
+    out: Projection
+    rotate: Rotate | None
+    observer: Observer | None
+
+    @property
+    def heads(self) -> HeadLayout:
+        return self.attention.heads
+
+    def qkv_rows(self, rank: int, group: int) -> slice:
+        """Rows of the QKV weight that make what `rank` needs for `group`."""
+        per_key = (self.heads.queries_per_key + 2) * self.attention.size
+        start, stop = self.heads.keys(rank, group)
+        return slice(start * per_key, stop * per_key)
+
+    def out_columns(self, rank: int, group: int) -> slice:
+        """Columns of the output weight that take what `rank` gives for `group`."""
+        start, stop = self.heads.queries(rank, group)
+        return slice(start * self.attention.size, stop * self.attention.size)
+
+    def unpack(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Views of projected rows `[rows, B, features]` in the weight's order: `[rows, B, keys, n, D]` for n queries,
+        the key, the value.
+        """
+        ratio = self.heads.queries_per_key
+        keys = rows.shape[2] // ((ratio + 2) * self.attention.size)
+        per_key = rows.view(*rows.shape[:2], keys, ratio + 2, self.attention.size)
+        return per_key.split([ratio, 1, 1], dim=3)
+
+    def rotated(self, heads: torch.Tensor) -> torch.Tensor:
+        """`rotate` of `[rows, B, keys, n, D]`."""
+        return heads if self.rotate is None else self.rotate(heads.flatten(2, 3)).view(heads.shape)
+
+    def rotated_back(self, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient of what was rotated. Being linear, its derivative is the same everywhere: nothing is kept."""
+        if self.rotate is None:
+            return grad
+        with torch.enable_grad():
+            anywhere = grad.detach().requires_grad_()
+            (back,) = torch.autograd.grad(self.rotate(anywhere), anywhere, grad)
+        return back
+
+    def pack(
+        self, projected: torch.Tensor, slot: torch.Tensor, queries: tuple[int, int], keys: tuple[int, int]
+    ) -> None:
+        """Writes a message from projected rows."""
+        for part, source, encode in zip(
+            self.attention.split(slot, queries, keys), self.unpack(projected), (True, True, False), strict=True
+        ):
+            part.view(source.shape).copy_(self.rotated(source) if encode else source)
+
+
+class _Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, w_qkv: torch.Tensor, bias: torch.Tensor | None, w_out: torch.Tensor, call: _Call
+    ) -> torch.Tensor:
+        transport, attention, heads = call.transport, call.attention, call.heads
+        rows, batch, _ = x.shape
+        flat = x.flatten(0, 1)
+        workspace = transport.workspace
+        context = x.new_empty(rows * batch, w_out.shape[1])
+        total = _RunningSum(x.new_empty(rows * batch, w_out.shape[0]), workspace)
+        spans = _Spans()
+
+        def produce(group: int, peers: tuple[int, ...], slots: list[torch.Tensor]) -> None:
+            runs = [call.qkv_rows(peer, group) for peer in peers]
+            first, last = min(run.start for run in runs), max(run.stop for run in runs)
+            projected = workspace.take("ulysses_projected", (rows * batch, last - first), x)
+            weight = w_qkv[first:last].t()
+            if bias is None:
+                torch.mm(flat, weight, out=projected)
+            else:
+                torch.addmm(bias[first:last], flat, weight, out=projected)
+            for peer, run, slot in zip(peers, runs, slots, strict=True):
+                part = projected[:, run.start - first : run.stop - first].unflatten(0, (rows, batch))
+                call.pack(part, slot, heads.queries(peer, group), heads.keys(peer, group))
+
+        def consume(group: int, peer: int, received: torch.Tensor) -> None:
+            columns = call.out_columns(peer, group)
+            context[:, columns].copy_(received.flatten(0, 1))
+            spans.add(columns.start, columns.stop)
+
+        def flush() -> None:
+            for columns in spans.take():
+                total.add(context[:, columns], w_out[:, columns].t())
+
+        passage = Passage(
+            transport,
+            call.schedule,
+            call.layout,
+            batch,
+            attention.inbound_width,
+            attention.queries_width,
+            x,
+            "ulysses_self_attention",
+            keep=True,
+        )
+        passage.run(produce, attention.forward, consume, flush=flush)
+        ctx.save_for_backward(x, w_qkv, w_out, context)
+        ctx.call, ctx.use_bias = call, bias is not None
+        if call.observer is not None:
+            call.observer("forward", passage.num_bytes)
+        return total.result().unflatten(0, (rows, batch))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, w_qkv, w_out, context = ctx.saved_tensors
+        call: _Call = ctx.call
+        transport, attention, heads = call.transport, call.attention, call.heads
+        need_x, need_qkv, need_bias, need_out = ctx.needs_input_grad[:4]
+        rows, batch, _ = x.shape
+        flat, dy = x.flatten(0, 1), grads[0].flatten(0, 1)
+        workspace = transport.workspace
+        total = _RunningSum(x.new_empty(flat.shape), workspace)
+        projected = workspace.take("ulysses_dprojected", (rows * batch, w_qkv.shape[0]), x)
+        spans = _Spans()
+        wgrad = _Rows(call.qkv, workspace) if need_qkv else None
+
+        def produce(group: int, peers: tuple[int, ...], slots: list[torch.Tensor]) -> None:
+            runs = [call.out_columns(peer, group) for peer in peers]
+            first, last = min(run.start for run in runs), max(run.stop for run in runs)
+            dcontext = workspace.take("ulysses_dcontext", (rows * batch, last - first), x)
+            torch.mm(dy, w_out[:, first:last], out=dcontext)
+            for run, slot in zip(runs, slots, strict=True):
+                slot.copy_(dcontext[:, run.start - first : run.stop - first].view(slot.shape))
+
+        def consume(group: int, peer: int, received: torch.Tensor) -> None:
+            run = call.qkv_rows(peer, group)
+            place = call.unpack(projected[:, run].unflatten(0, (rows, batch)))
+            parts = attention.split(received, heads.queries(peer, group), heads.keys(peer, group))
+            for own, part, encoded in zip(place, parts, (True, True, False), strict=True):
+                own.copy_((call.rotated_back(part) if encoded else part).view(own.shape))
+            spans.add(run.start, run.stop)
+
+        def flush() -> None:
+            for run in spans.take():
+                if need_x:
+                    total.add(projected[:, run], w_qkv[run])
+                if wgrad is not None:
+                    wgrad.add(run, projected[:, run], flat)
+
+        out_wgrad = _Rows(call.out, workspace) if need_out else None
+
+        def fillers() -> Iterator[Callable[[], None]]:
+            if out_wgrad is None:
+                return
+            step = -(-w_out.shape[0] // _FILLERS)
+            for start in range(0, w_out.shape[0], step):
+                run = slice(start, min(start + step, w_out.shape[0]))
+                yield lambda run=run: out_wgrad.add(run, dy[:, run], context)  # type: ignore[misc]
+
+        passage = Passage(
+            transport,
+            call.schedule,
+            call.layout,
+            batch,
+            attention.queries_width,
+            attention.gradient_width,
+            x,
+            "ulysses_self_attention dgrad",
+            keep=False,
+        )
+        passage.run(produce, attention.backward, consume, flush=flush, fillers=fillers())
+        if call.observer is not None:
+            call.observer("dgrad", passage.num_bytes)
+            if need_qkv or need_out:
+                call.observer("wgrad", 0)
+        dbias = projected.sum(0) if need_bias and ctx.use_bias else None
+        dx = total.result().view(x.shape) if need_x else None
+        return (
+            dx,
+            None if wgrad is None else wgrad.result(),
+            dbias,
+            None if out_wgrad is None else out_wgrad.result(),
+            None,
+        )
+
+
+class _Spans:
+    """Runs of columns that wait to be used, joined where they touch."""
+
+    def __init__(self) -> None:
+        self._runs: list[tuple[int, int]] = []
+
+    def add(self, start: int, stop: int) -> None:
+        self._runs.append((start, stop))
+
+    def take(self) -> list[slice]:
+        joined: list[slice] = []
+        for start, stop in sorted(self._runs):
+            if joined and joined[-1].stop == start:
+                joined[-1] = slice(joined[-1].start, stop)
+            else:
+                joined.append(slice(start, stop))
+        self._runs.clear()
+        return joined
+
+
+class _RunningSum:
+    """A sum of products that come one after the other; rounded once where they are narrow."""
+
+    def __init__(self, own: torch.Tensor, workspace: Workspace) -> None:
+        self._own, self._workspace = own, workspace
+        self._sum: torch.Tensor | None = None
+        self._empty = True
+
+    def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        own = self._own
+        if self._empty:
+            torch.mm(a, b, out=own)
+        elif own.element_size() >= 4:
+            own.addmm_(a, b)
+        else:
+            if self._sum is None:
+                wide = torch.empty(0, dtype=torch.float32, device=own.device)
+                self._sum = self._workspace.take("ulysses_sum", own.shape, wide)
+                self._sum.copy_(own)
+            product = self._workspace.take("ulysses_product", own.shape, own)
+            torch.mm(a, b, out=product)
+            add_wide(self._sum, product, self._workspace)
+        self._empty = False
+
+    def result(self) -> torch.Tensor:
+        if self._empty:
+            self._own.zero_()
+        elif self._sum is not None:
+            self._own.copy_(self._sum)
+        return self._own
+
+
+class _Rows:
+    """The gradient of a weight whose rows come in runs, each run once and complete."""
+
+    def __init__(self, projection: Projection, workspace: Workspace) -> None:
+        self._projection, self._workspace = projection, workspace
+        own = projection.main_grad is None
+        self._own = torch.empty_like(projection.weight, memory_format=torch.contiguous_format) if own else None
+
+    def add(self, run: slice, dy: torch.Tensor, x: torch.Tensor) -> None:
+        """Rows `run` of `dy.T @ x`, where `dy` has these columns alone."""
+        if self._own is not None:
+            torch.mm(dy.t(), x, out=self._own[run])
+        elif self._projection.main_grad is not None:
+            into = self._projection.main_grad[run]
+            WeightGradient(self._projection.weight[run], into, self._workspace).add(dy, x)
+
+    def result(self) -> torch.Tensor | None:
+        """What autograd gets."""
+        if self._own is not None:
+            return self._own
+        return None if self._projection.done is None else self._projection.done()

@@ -1,0 +1,169 @@
+"""Builders of the tail-free schedules: all-gather before a GEMM and reduce-scatter after one.
+
+Source: Flash-Overlap / CommFuse (arXiv 2604.24013), sections on all-gather + GEMM and GEMM + reduce-scatter. The paper
+sends whole slices around a ring. Here a slice may be cut into `chunks_per_rank` messages, so that what communication
+cannot hide is one sub-slice, and a direct pattern sends each chunk straight to where it is needed.
+"""
+
+from __future__ import annotations
+
+from megatron_overlap.schedules.layout import Chunk
+from megatron_overlap.schedules.plan import Exchange, Pattern, Plan, Split, Work
+
+MAX_RANKS = 64
+
+
+def validate(num_ranks: int, rank: int, chunks_per_rank: int, pattern: str, split: str) -> None:
+    """Refuses what no builder can build from."""
+    if not 1 <= num_ranks <= MAX_RANKS:
+        raise ValueError(f"num_ranks: {num_ranks}: must be 1 to {MAX_RANKS}; use a smaller tensor-parallel group")
+    if not 0 <= rank < num_ranks:
+        raise ValueError(f"rank: {rank}: must be 0 to {num_ranks - 1}")
+    if chunks_per_rank < 1:
+        raise ValueError(f"chunks_per_rank: {chunks_per_rank}: must be at least 1")
+    if pattern not in ("ring", "direct", "serial"):
+        raise ValueError(f"pattern: {pattern}: use ring, direct or serial")
+    if split not in ("edge", "all"):
+        raise ValueError(f"split: {split}: use edge or all")
+
+
+def all_gather_plan(
+    num_ranks: int, rank: int, *, chunks_per_rank: int = 1, pattern: Pattern = "direct", split: Split = "all"
+) -> Plan:
+    """Schedule of `y = all_gather(x_shard) @ w.T` for one rank: own rows first, others as they arrive.
+
+    The own slice needs no message, so its GEMM hides the first arrivals; slices are computed in the order r, r-1, ...,
+    r+1 in which both patterns deliver them. The last piece of work sends and receives nothing.
+
+    Args:
+        num_ranks: size of the group, 1 to 64.
+        rank: this rank in the group.
+        chunks_per_rank: messages a slice is cut into.
+        pattern: `ring` forwards each chunk to r+1 (neighbour links); `direct` sends own chunks to r+1, r+2, ... in turn
+            (switches); `serial` sends as `direct` but computes nothing before everything has landed: the decomposed
+            collective without overlap, for attribution.
+        split: `all` computes every remote slice chunk by chunk; `edge` only the last one to arrive, which is the
+            only one that is exposed, so that the others keep the efficiency of a large GEMM.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+    validate(num_ranks, rank, chunks_per_rank, pattern, split)
+    parts = range(chunks_per_rank)
+    exchanges: list[Exchange] = []
+    work = [Work(tuple(Chunk(rank, part) for part in parts))]
+    for distance in range(1, num_ranks):
+        owner = (rank - distance) % num_ranks
+        first = len(exchanges)
+        for part in parts:
+            if pattern == "ring":
+                exchanges.append(
+                    Exchange(
+                        send=Chunk((owner + 1) % num_ranks, part),
+                        to=(rank + 1) % num_ranks,
+                        recv=Chunk(owner, part),
+                        source=(rank - 1) % num_ranks,
+                        after_exchange=first - chunks_per_rank + part if distance > 1 else None,
+                    )
+                )
+            else:
+                exchanges.append(
+                    Exchange(
+                        send=Chunk(rank, part),
+                        to=(rank + distance) % num_ranks,
+                        recv=Chunk(owner, part),
+                        source=owner,
+                    )
+                )
+        landed = range(first, len(exchanges))
+        if split == "all" or distance == num_ranks - 1:
+            work += [Work((Chunk(owner, part),), needs=(landed[part],)) for part in parts]
+        else:
+            work.append(Work(tuple(Chunk(owner, part) for part in parts), needs=tuple(landed)))
+    if pattern == "serial" and num_ranks > 1:
+        everything = tuple(Chunk(owner, part) for owner in range(num_ranks) for part in parts)
+        work = [Work(everything, needs=tuple(range(len(exchanges))))]
+    return Plan("all_gather", pattern, num_ranks, rank, chunks_per_rank, tuple(exchanges), tuple(work))
+
+
+def reduce_scatter_plan(
+    num_ranks: int, rank: int, *, chunks_per_rank: int = 1, pattern: Pattern = "direct", split: Split = "all"
+) -> Plan:
+    """Schedule of `y_shard = reduce_scatter(x @ w.T)` for one rank: others' rows first, own rows last.
+
+    Every message leaves before the last GEMM starts, so the own slice hides what is still in flight.
+
+    Args:
+        num_ranks: size of the group, 1 to 64.
+        rank: this rank in the group.
+        chunks_per_rank: messages a slice is cut into.
+        pattern: `ring` adds to a running partial sum that travels r -> r+1 and computes r-1, r-2, ..., r; `direct`
+            sends each partial straight to its owner, who adds all of them, and computes r+1, r+2, ..., r; `serial` is
+            `direct` after one GEMM over all rows.
+        split: `all` computes every remote slice chunk by chunk; `edge` only the first one, before which nothing can
+            be sent.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+    validate(num_ranks, rank, chunks_per_rank, pattern, split)
+    build = _ring_reduce_scatter if pattern == "ring" else _direct_reduce_scatter
+    exchanges, work = build(num_ranks, rank, chunks_per_rank, split)
+    if pattern == "serial" and num_ranks > 1:
+        everything = tuple(Chunk(owner, part) for owner in range(num_ranks) for part in range(chunks_per_rank))
+        work = [Work(everything), Work((), adds=tuple(range(len(exchanges))))]
+        exchanges = [Exchange(e.send, e.to, e.recv, e.source, after_work=1) for e in exchanges]
+    return Plan("reduce_scatter", pattern, num_ranks, rank, chunks_per_rank, tuple(exchanges), tuple(work))
+
+
+def _groups(owner: int, num_parts: int, cut: bool) -> list[tuple[Chunk, ...]]:
+    chunks = tuple(Chunk(owner, part) for part in range(num_parts))
+    return [(chunk,) for chunk in chunks] if cut else [chunks]
+
+
+def _ring_reduce_scatter(num_ranks: int, rank: int, num_parts: int, split: Split) -> tuple[list[Exchange], list[Work]]:
+    exchanges: list[Exchange] = []
+    work: list[Work] = []
+    arrived: dict[Chunk, int] = {}
+    for distance in range(1, num_ranks + 1):
+        owner = (rank - distance) % num_ranks
+        for chunks in _groups(owner, num_parts, distance < num_ranks and (split == "all" or distance == 1)):
+            work.append(Work(chunks, adds=tuple(arrived[chunk] for chunk in chunks if chunk in arrived)))
+            for chunk in chunks if distance < num_ranks else ():
+                coming = Chunk((owner - 1) % num_ranks, chunk.part)
+                arrived[coming] = len(exchanges)
+                exchanges.append(
+                    Exchange(
+                        send=chunk,
+                        to=(rank + 1) % num_ranks,
+                        recv=coming,
+                        source=(rank - 1) % num_ranks,
+                        after_work=len(work),
+                    )
+                )
+    return exchanges, work
+
+
+def _direct_reduce_scatter(
+    num_ranks: int, rank: int, num_parts: int, split: Split
+) -> tuple[list[Exchange], list[Work]]:
+    exchanges: list[Exchange] = []
+    work: list[Work] = []
+    for distance in range(1, num_ranks):
+        owner = (rank + distance) % num_ranks
+        for chunks in _groups(owner, num_parts, split == "all" or distance == 1):
+            work.append(Work(chunks))
+            for chunk in chunks:
+                exchanges.append(
+                    Exchange(
+                        send=chunk,
+                        to=owner,
+                        recv=Chunk(rank, chunk.part),
+                        source=(rank - distance) % num_ranks,
+                        after_work=len(work),
+                    )
+                )
+    work.append(Work(tuple(Chunk(rank, part) for part in range(num_parts))))
+    if exchanges:
+        work.append(Work((), adds=tuple(range(len(exchanges)))))
+    return exchanges, work

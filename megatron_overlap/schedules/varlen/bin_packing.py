@@ -1,0 +1,290 @@
+"""One level of the partition: documents over bins, a bin being a pass, a node or a device.
+
+Two things are to come out even at once: attention (quadratic) and tokens (capacity, linear layers). Long documents
+decide the first, short ones the second, so they are placed in that order: longest first to the bin with the least
+attention, and the short ones, which hardly add attention, to the bin with the fewest tokens. What is too long for one
+bin is cut over several.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from megatron_overlap.schedules.varlen.topology import CostModel
+
+Spill = Literal["cut", "shift"]
+"""What is done for a document that finds no room: it is cut, or ones that are cut anyway give way where they can."""
+
+GOOD_ENOUGH = 0.98
+# Tried in order, (x, y): a document is cut above 1/x of a bin's fair share; the last 1/y of the tokens are short.
+_ATTEMPTS = ((2, 4), (4, 4), (1, 4), (8, 4), (4, 16), (2, 2), (8, 16), (16, 4), (16, 16), (32, 4), (64, 4), (64, 16))
+
+
+class Item(NamedTuple):
+    """A document, or what an upper level left of it: `tokens` of its `length`."""
+
+    tokens: int
+    length: int
+    document: int
+
+
+@dataclass(slots=True)
+class Placement:
+    """Items of every bin, and what they add up to; whether some had to find room as the level's `spill` says."""
+
+    items: list[list[Item]]
+    attention_fs: list[int]
+    message_fs: list[int]
+    tokens: list[int]
+    spilled: bool = False
+
+    def evenness(self, linear_fs: int) -> float:
+        """The lesser of two balances: of attention, which messages may outlast, and of attention with linear layers."""
+        total = [a + linear_fs * t for a, t in zip(self.attention_fs, self.tokens, strict=True)]
+        peak = max(max(self.attention_fs), max(self.message_fs), 1)
+        return min(sum(self.attention_fs) / peak, sum(total) / max(1, max(total))) / len(total)
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """What a level needs to know.
+
+    Attributes:
+        bins: number of bins.
+        capacity: tokens a bin may hold.
+        cost: cost model.
+        message_fs: messages of a bin with a part of an item, cut at this level or (False) above it. None: no cuts.
+        attempts: placements tried at most.
+        spill: what is done if not all find room whole.
+    """
+
+    bins: int
+    capacity: int
+    cost: CostModel
+    message_fs: Callable[[Item, bool], int] | None
+    attempts: int
+    spill: Spill = "cut"
+
+
+def place(level: Level, items: Sequence[Item]) -> Placement | None:
+    """Put items into bins.
+
+    The threshold above which documents are cut starts high, which costs the fewest messages, and is lowered, and the
+    level started again, while a bin overflows or the result is uneven.
+
+    Args:
+        level: the bins.
+        items: in order of falling length.
+
+    Returns:
+        The placement; None where items cannot be cut and do not fit.
+    """
+    costs = [level.cost.share_fs(item.tokens, item.length) for item in items]
+    if level.message_fs is None:
+        return _most_even(level, items, costs, None, hidden_only=False)
+    spill: Spill | None = None
+    best = _most_even(level, items, costs, None, hidden_only=False)
+    if best is None:
+        spill = level.spill
+        best = _most_even(level, items, costs, spill, hidden_only=False)
+    if best is not None and max(best.message_fs) > max(best.attention_fs):
+        other = _most_even(level, items, costs, spill, hidden_only=True)
+        if other is not None and other.evenness(level.cost.linear_fs) > best.evenness(level.cost.linear_fs):
+            best = other
+    if best is not None:
+        best.spilled = spill is not None
+    return best
+
+
+def _most_even(
+    level: Level, items: Sequence[Item], costs: Sequence[int], spill: Spill | None, *, hidden_only: bool
+) -> Placement | None:
+    """The best of all thresholds, or the first that is good enough."""
+    best: Placement | None = None
+    best_evenness = -1.0
+    for threshold, short in _ATTEMPTS[: level.attempts]:
+        found = _attempt(level, items, costs, threshold, short, spill, hidden_only=hidden_only)
+        if found is not None:
+            evenness = found.evenness(level.cost.linear_fs)
+            if evenness > best_evenness:
+                best, best_evenness = found, evenness
+        if best_evenness >= GOOD_ENOUGH or (level.bins == 1 and best is not None):
+            break
+    return best
+
+
+def _attempt(
+    level: Level,
+    items: Sequence[Item],
+    costs: Sequence[int],
+    threshold: int,
+    short: int,
+    spill: Spill | None,
+    *,
+    hidden_only: bool,
+) -> Placement | None:
+    """Place all items at one threshold.
+
+    `spill` finds room for what finds none whole, so that only the sum can be too much. `hidden_only` cuts nothing for
+    the sake of load whose messages would outlast what it saves: over links that slow an uneven bin is the faster one.
+    """
+    bins, capacity, message_fs = level.bins, level.capacity, level.message_fs
+    result = Placement([[] for _ in range(bins)], [0] * bins, [0] * bins, [0] * bins)
+    placed, attention, tokens = result.items, result.attention_fs, result.tokens
+    fair = max(1, sum(costs) // bins)
+    limit = max(1, fair // threshold)
+    shift = bins.bit_length()
+    mask = (1 << shift) - 1
+
+    def put(item: Item, shares: list[tuple[int, int]], message: int) -> None:
+        for bin_, share in shares:
+            placed[bin_].append(Item(share, item.length, item.document))
+            attention[bin_] += level.cost.share_fs(share, item.length)
+            tokens[bin_] += share
+            result.message_fs[bin_] += message
+
+    heap = list(range(bins))  # attention << shift | bin: one integer to compare
+    index, first_short = 0, _first_short(items, short)
+    while index < len(items) and (index < first_short or costs[index] > limit):
+        item, fs = items[index], costs[index]
+        size = item.tokens
+        width = _width(level, item, fs, None if hidden_only else fair, limit) if fs > limit or size > capacity else 1
+        if message_fs is not None and width > 1:
+            chosen = _pop_with_room(heap, mask, tokens, capacity, size, width)
+            if not chosen:
+                break
+            put(item, _even(size, chosen, tokens), message_fs(item, True))
+            for bin_ in chosen:
+                heapq.heappush(heap, attention[bin_] << shift | bin_)
+            index += 1
+            continue
+        while heap and tokens[heap[0] & mask] + size > capacity:
+            heapq.heappop(heap)
+        if not heap:
+            break
+        bin_ = heap[0] & mask
+        placed[bin_].append(item)
+        tokens[bin_] += size
+        attention[bin_] += fs
+        if size < item.length and message_fs is not None:
+            result.message_fs[bin_] += message_fs(item, False)
+        heapq.heapreplace(heap, attention[bin_] << shift | bin_)
+        index += 1
+
+    heap = [count << shift | bin_ for bin_, count in enumerate(tokens)]
+    heapq.heapify(heap)
+    for item, fs in zip(items[index:], costs[index:], strict=True):
+        bin_ = heap[0] & mask
+        count = tokens[bin_] + item.tokens
+        if count > capacity and spill == "shift" and _make_room(level, result, bin_, count - capacity):
+            heap = [count << shift | other for other, count in enumerate(tokens)]
+            heapq.heapify(heap)
+            bin_ = heap[0] & mask
+            count = tokens[bin_] + item.tokens
+        if count <= capacity:
+            placed[bin_].append(item)
+            tokens[bin_] = count
+            attention[bin_] += fs
+            if item.tokens < item.length and message_fs is not None:
+                result.message_fs[bin_] += message_fs(item, False)
+            heapq.heapreplace(heap, count << shift | bin_)
+            continue
+        shares = _fill(item.tokens, heap, mask, tokens, capacity) if spill else None
+        if shares is None or message_fs is None:
+            return None
+        put(item, shares, message_fs(item, True))
+        for bin_, _ in shares:
+            heapq.heappush(heap, tokens[bin_] << shift | bin_)
+    return result
+
+
+def _first_short(items: Sequence[Item], short: int) -> int:
+    """Where the last 1/short of the tokens begin."""
+    left = sum(item.tokens for item in items) // short
+    index = len(items)
+    while index and left > 0:
+        index -= 1
+        left -= items[index].tokens
+    return index
+
+
+def _width(level: Level, item: Item, fs: int, fair: int | None, limit: int) -> int:
+    """Over how many bins a document is cut: enough for the limit, but messages should not outlast attention.
+
+    They may where it has no room in fewer bins, or is more than the fair share of fewer.
+    """
+    needed = -(-item.tokens // level.capacity)
+    if fair is not None:
+        needed = max(needed, -(-fs // fair))
+    hidden = fs // max(1, level.message_fs(item, True)) if level.message_fs else 1
+    wanted = min(-(-fs // limit), hidden)
+    return min(max(needed, wanted), level.bins, item.tokens)
+
+
+def _pop_with_room(
+    heap: list[int], mask: int, tokens: Sequence[int], capacity: int, size: int, width: int
+) -> list[int]:
+    """Take the `width` least loaded bins with room for an even share; bins without leave the heap. Empty: too few."""
+    share = -(-size // width)
+    chosen: list[int] = []
+    while heap and len(chosen) < width:
+        bin_ = heapq.heappop(heap) & mask
+        if tokens[bin_] + share <= capacity:
+            chosen.append(bin_)
+    return chosen if len(chosen) == width else []
+
+
+def _even(size: int, bins: Sequence[int], tokens: Sequence[int]) -> list[tuple[int, int]]:
+    """Shares that differ by one token at most, the larger ones to the bins with fewest tokens."""
+    share, extra = divmod(size, len(bins))
+    order = sorted(bins, key=lambda bin_: (tokens[bin_], bin_))
+    return [(bin_, share + (place < extra)) for place, bin_ in enumerate(order)]
+
+
+def _make_room(level: Level, placed: Placement, bin_: int, missing: int) -> bool:
+    """Move tokens of a document that is cut anyway from a bin to the others that hold it; whether that was enough.
+
+    Its shares become less even, which costs less than a document more that is cut.
+    """
+    for place, item in enumerate(placed.items[bin_]):
+        if item.tokens == item.length or item.tokens <= missing:
+            continue
+        others = [
+            (other, number)
+            for other, items in enumerate(placed.items)
+            if other != bin_
+            for number, part in enumerate(items)
+            if part.document == item.document
+        ]
+        if sum(level.capacity - placed.tokens[other] for other, _ in others) < missing:
+            continue
+        _resize(level, placed, bin_, place, -missing)
+        for other, number in sorted(others, key=lambda found: (placed.tokens[found[0]], found[0])):
+            more = min(missing, level.capacity - placed.tokens[other])
+            _resize(level, placed, other, number, more)
+            missing -= more
+        return True
+    return False
+
+
+def _resize(level: Level, placed: Placement, bin_: int, place: int, more: int) -> None:
+    item = placed.items[bin_][place]
+    placed.items[bin_][place] = item._replace(tokens=item.tokens + more)
+    placed.tokens[bin_] += more
+    fs = [level.cost.share_fs(count, item.length) for count in (item.tokens, item.tokens + more)]
+    placed.attention_fs[bin_] += fs[1] - fs[0]
+
+
+def _fill(size: int, heap: list[int], mask: int, tokens: Sequence[int], capacity: int) -> list[tuple[int, int]] | None:
+    """Fill the emptiest bins to the brim until `size` tokens are placed; None where there is not that much room."""
+    shares: list[tuple[int, int]] = []
+    while size and heap:
+        bin_ = heapq.heappop(heap) & mask
+        share = min(size, capacity - tokens[bin_])
+        if share:
+            shares.append((bin_, share))
+            size -= share
+    return None if size else shares

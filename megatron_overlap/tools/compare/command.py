@@ -1,0 +1,224 @@
+"""`megatron-overlap compare`: launches configs in turns and says which is faster, by how much, and how surely."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import progress as bars
+from rich.console import Console
+
+from megatron_overlap.config import ConfigError, LaunchConfig, dump_config, load_launch_config
+from megatron_overlap.config.resources import config_file
+from megatron_overlap.tools.compare import report, text
+from megatron_overlap.tools.compare.comparison import WARM_UP_ITERATIONS, Comparison, Side, Workload
+from megatron_overlap.tools.compare.comparison import compare as compare_sides
+from megatron_overlap.tools.compare.megatron_logs import NOTES, read_log
+from megatron_overlap.tools.compare.megatron_logs import sides as read_sides
+from megatron_overlap.tools.compare.model_flops import CONVENTION, UnknownFlopsError, step_flops, tokens_per_step
+from megatron_overlap.tools.compare.peak_flops import Peak, find_peak
+from megatron_overlap.tools.compare.rounds import LaunchFailedError, Progress, run_rounds
+from megatron_overlap.tools.compare.selection import Selection, select
+from megatron_overlap.tools.compare.stats import NotComparableError
+from megatron_overlap.tools.launch.results import RunError
+
+
+def compare(
+    configs: Annotated[
+        list[str], typer.Argument(help="Launch configs (YAML), the reference first, and key=value for all of them.")
+    ],
+    logs: Annotated[
+        bool, typer.Option("--logs", help="The files are logs of finished Megatron runs; nothing is launched.")
+    ] = False,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Launches of each config, in turns.")] = 3,
+    output: Annotated[
+        Path | None, typer.Option("--output", help="Folder of the result; else a new one in launch.output_dir.")
+    ] = None,
+    attribute: Annotated[
+        bool,
+        typer.Option("--attribute", help="Also run the plugin's messages without overlap, to take the speedup apart."),
+    ] = False,
+    peak_tflops: Annotated[
+        float | None,
+        typer.Option("--peak-tflops", min=0.001, help="With --logs: best TFLOP/s of a device, for the MFU."),
+    ] = None,
+) -> int:
+    """Run configs in turns and compare them; one config with overlap is compared with itself without."""
+    if logs:
+        return _compare_logs([Path(file) for file in configs], output, attribute, peak_tflops)
+    if peak_tflops is not None:
+        raise ConfigError(
+            "command line", "compare --peak-tflops", peak_tflops, "needs --logs: a launch finds it itself"
+        )
+    files, overrides = _split(configs)
+    chosen = select([(file, load_launch_config(config_file(file), overrides)) for file in files], attribute=attribute)
+    last = chosen.configs[-1]
+    folder = _open_folder(output if output is not None else _new_folder(last.launch.output_dir, last.name))
+    console = Console()
+    try:
+        result = _measure(chosen, rounds, folder, console)
+        report.write(result, folder, {config.name: dump_config(config) for config in chosen.configs})
+    except (LaunchFailedError, NotComparableError, RunError) as error:
+        print(f"compare: {error}", file=sys.stderr)
+        return 1
+    _show(result, folder, console)
+    return 0
+
+
+def _compare_logs(files: Sequence[Path], output: Path | None, attribute: bool, peak_tflops: float | None) -> int:
+    """The same table and files from finished logs, as far as they know."""
+    if len(files) < 2:
+        remedy = "give at least two logs, the reference first"
+        raise ConfigError("command line", "compare --logs", files[0], remedy)
+    if attribute:
+        raise ConfigError(
+            "command line", "compare --attribute", None, "launches a run of its own; leave it out with --logs"
+        )
+    taken = read_sides([read_log(file) for file in files], peak_tflops)
+    folder = _open_folder(output if output is not None else _new_folder("runs", taken[-1].name.replace("/", "-")))
+    settings = {"source": "logs", "logs": [str(file) for file in files], "notes": list(NOTES)}
+    try:
+        result = compare_sides(taken, settings=settings)
+    except NotComparableError as error:
+        print(f"compare: {error}", file=sys.stderr)
+        return 1
+    report.write(result, folder, {})
+    _show(result, folder, Console())
+    return 0
+
+
+def _open_folder(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        report.remove(folder)
+    except OSError as error:
+        remedy = f"{error.strerror}; give a folder that can be written"
+        raise ConfigError("command line", "compare --output", str(folder), remedy) from error
+    return folder
+
+
+def _measure(chosen: Selection, rounds: int, folder: Path, console: Console) -> Comparison:
+    notes = list(chosen.notes)
+
+    def note(text: str) -> None:
+        notes.append(f"{text[0].upper()}{text[1:]}.")
+        console.print(f"note: {text}", highlight=False, soft_wrap=True)
+
+    with _live(console, chosen.configs, rounds) as on_progress:
+        recorded = run_rounds(
+            chosen.configs, rounds, folder / report.RUNS_FOLDER, on_progress=on_progress, on_note=note
+        )
+    console.print("peak rate of the device ...", highlight=False)
+    name = str(recorded[0].records[0].meta.get("device_name"))
+    peaks: dict[tuple[object, ...], Peak] = {}
+    sides = []
+    for config, taken in zip(chosen.configs, recorded, strict=True):
+        key = (config.launch.device, config.train.precision, config.launch.threads_per_rank, config.world_size)
+        if key not in peaks:
+            peaks[key] = find_peak(name, config)
+        sides.append(Side(config.name, workload(config), peaks[key], taken.link, taken.records))
+    settings = {
+        "rounds": rounds,
+        "order": "alternating",
+        "warm_up_iterations": WARM_UP_ITERATIONS,
+        "iterations": chosen.configs[0].train.iterations,
+        "notes": [
+            f"Rounds: {rounds}; each launches every run once, every second one in reversed order. The first "
+            f"{WARM_UP_ITERATIONS} iterations of every launch are not timed.",
+            "Step time: of the slowest rank; pooled over all rounds. Speedup: in each round the median step time of "
+            "the reference over that of the run; then median, p20 and p80 over the rounds.",
+            "Deviation: largest relative difference, over all iterations and rounds, to the reference; of its own "
+            "rounds: to the first round of the same run.",
+            "Calls and bytes: of all ranks, in one launch.",
+            *notes,
+        ],
+    }
+    return compare_sides(sides, serial=chosen.serial, settings=settings)
+
+
+def workload(config: LaunchConfig) -> Workload:
+    """What one iteration of a config does."""
+    try:
+        flops, convention = step_flops(config), CONVENTION
+    except UnknownFlopsError as error:
+        flops, convention = None, str(error)
+    return Workload(tokens_per_step(config), flops, convention, config.world_size)
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Files, and overrides: `a=b` is an override unless there is a file of that name."""
+    files = [text for text in arguments if "=" not in text or Path(text).is_file()]
+    if not files:
+        raise ConfigError("command line", "compare", None, "CONFIGS is missing; see megatron-overlap compare --help")
+    return files, [text for text in arguments if text not in files]
+
+
+def _new_folder(output_dir: str, name: str) -> Path:
+    stem = Path(output_dir) / f"compare-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder, number = stem, 2
+    while folder.exists():
+        folder, number = stem.with_name(f"{stem.name}-{number}"), number + 1
+    return folder
+
+
+class _Live:
+    """Shows the round, the run, its iteration and the step time; a line for every launch where there is no terminal."""
+
+    def __init__(self, console: Console, shown: bars.Progress, configs: Sequence[LaunchConfig], rounds: int) -> None:
+        self._console = console
+        self._shown = shown
+        self._iterations = {config.name: config.train.iterations for config in configs}
+        self._launches = shown.add_task("launches", total=len(configs) * rounds, step="")
+        self._current = shown.add_task("", total=None, step="")
+        self._last: tuple[int, str] | None = None
+
+    def __call__(self, progress: Progress) -> None:
+        text = f"round {progress.round}/{progress.rounds}  {progress.name}"
+        if self._last != (progress.round, progress.name):
+            if self._last is not None:
+                self._shown.advance(self._launches)
+            self._last = (progress.round, progress.name)
+            if not self._console.is_terminal:
+                self._console.print(text, highlight=False)
+        step = f"{progress.step_time_ms:.1f} ms" if progress.step_time_ms is not None else "starting"
+        total = self._iterations[progress.name]
+        self._shown.update(self._current, description=text, total=total, completed=progress.iteration, step=step)
+
+    def finish(self) -> None:
+        """Count the last launch."""
+        self._shown.advance(self._launches)
+        self._shown.remove_task(self._current)
+
+
+@contextmanager
+def _live(console: Console, configs: Sequence[LaunchConfig], rounds: int) -> Iterator[_Live]:
+    columns = (
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        bars.MofNCompleteColumn(),
+        bars.TextColumn("{task.fields[step]}"),
+        bars.TimeElapsedColumn(),
+    )
+    with bars.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
+        live = _Live(console, shown, configs, rounds)
+        yield live
+        live.finish()
+
+
+def _show(result: Comparison, folder: Path, console: Console) -> None:
+    console.print(report.table(result))
+    for line in text.notes(result):
+        console.print(f"- {line}", style="dim", highlight=False, soft_wrap=True)
+    for run, module, operation, reason, calls in text.fallback_lines(result):
+        console.print(f"- {run}: {module}: {operation}: {calls} calls not overlapped: {reason}", highlight=False)
+    console.print(f"\n{text.headline(result)}", style="bold", highlight=False, soft_wrap=True)
+    parts = text.attribution(result)
+    if parts is not None:
+        console.print(parts, highlight=False, soft_wrap=True)
+    names = ", ".join((report.JSON_FILE, report.PNG_FILE, report.HTML_FILE))
+    console.print(f"{folder}: {names}", highlight=False, soft_wrap=True)

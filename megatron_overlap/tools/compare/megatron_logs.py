@@ -1,0 +1,157 @@
+"""Finished Megatron logs as sides of a comparison: what the lines of the iterations and the argument dump know. Pure.
+
+Read in Megatron-LM 0.16.1 and 0.19: `training_log` in `megatron/training/training.py` writes one line for every
+`--log-interval` iterations, fields separated by `|`; which other fields stand between differs. Nothing of the plugin is
+needed in the log.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_overlap.config import ConfigError
+from megatron_overlap.tools.compare.comparison import WARM_UP_ITERATIONS, Side, Workload
+from megatron_overlap.tools.compare.peak_flops import Peak
+from megatron_overlap.tools.compare.stats import percentile
+from megatron_overlap.tools.launch.run_records import RunRecord
+
+# Searched anywhere in a line: launchers and `tee` put their marks before it, Megatron the time.
+_ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+\s*\|")
+_TIME = re.compile(r"elapsed time per iteration \(ms\):\s*([\d.]+)")
+_THROUGHPUT = re.compile(r"throughput per GPU \(TFLOP/s/GPU\):\s*([\d.]+)")
+_BATCH = re.compile(r"global batch size:\s*(\d+)")
+_LOSS = re.compile(r"lm loss:\s*([^\s|]+)")
+_GRAD_NORM = re.compile(r"grad norm:\s*([^\s|]+)")
+_ARGUMENT = re.compile(r"\b(world_size|seq_length) \.{2,} (\d+)\s*$")
+
+FLOPS_CONVENTION = "as Megatron logged them (--log-throughput), one decimal"
+NOT_IN_A_LOG = "not in the log"
+NOTES = (
+    "Read from finished logs: runs that were not interleaved, so whatever else the machines did is in the ratio.",
+    "Step time: as Megatron's last rank logged it, the mean over --log-interval. The first "
+    f"{WARM_UP_ITERATIONS} of the lines that all logs have are not timed.",
+    "A log is one round: p20 and p80 of the speedup are its median.",
+    "Deviation: over the iterations that all logs have. Megatron prints 7 digits of the loss and 3 decimals of the "
+    "grad-norm: a deviation of the grad-norm below 0.0005 / its value cannot be seen.",
+)
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """One line of iterations."""
+
+    step_time_ms: float
+    loss: float | None
+    grad_norm: float | None
+    tflops: float | None
+    global_batch: int | None
+
+
+@dataclass(frozen=True)
+class Log:
+    """A finished run: its lines by iteration, and what the dump of its arguments says, where it has one."""
+
+    path: Path
+    lines: dict[int, LogLine]
+    world_size: int | None
+    seq_length: int | None
+
+
+def read_log(path: Path) -> Log:
+    """Read the log of one run.
+
+    Raises:
+        ConfigError: it cannot be read, has no iterations, or has more than one run.
+    """
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise _wrong(path, f"{(error.strerror or 'cannot be read').lower()}; give the log of a finished run") from error
+    lines: dict[int, LogLine] = {}
+    arguments: dict[str, int] = {}
+    for row in text.splitlines():
+        found = _ITERATION.search(row)
+        if found is None:
+            named = _ARGUMENT.search(row)
+            if named is not None:
+                arguments[named[1]] = int(named[2])
+            continue
+        time = _TIME.search(row)
+        if time is None:
+            continue
+        number, line = int(found[1]), _line(row, float(time[1]))
+        if lines.get(number) == line:  # two ranks' outputs in one file
+            continue
+        if lines and number <= max(lines):
+            raise _wrong(path, f"iteration {number} comes after iteration {max(lines)}: give one file for each run")
+        lines[number] = line
+    if not lines:
+        raise _wrong(path, "has no line with `elapsed time per iteration (ms)`; give what Megatron's last rank printed")
+    return Log(path, lines, arguments.get("world_size"), arguments.get("seq_length"))
+
+
+def sides(logs: Sequence[Log], peak_tflops: float | None = None) -> list[Side]:
+    """Logs as sides of a comparison, cut to the iterations that all of them have.
+
+    Args:
+        logs: at least two, the reference first.
+        peak_tflops: best rate of a device, in TFLOP/s; None: no MFU.
+
+    Raises:
+        ConfigError: too few iterations are in all logs.
+    """
+    common = sorted(set.intersection(*(set(log.lines) for log in logs)))
+    if len(common) <= WARM_UP_ITERATIONS:
+        remedy = f"has {len(common)} iterations in common with the others; at least {WARM_UP_ITERATIONS + 1} are needed"
+        raise _wrong(logs[-1].path, remedy)
+    stems = [log.path.stem for log in logs]
+    unique = len(set(stems)) == len(stems)
+    peak = None if peak_tflops is None else Peak(peak_tflops, "given with --peak-tflops", measured=False)
+    return [_side(log, common, stem if unique else str(log.path), peak) for log, stem in zip(logs, stems, strict=True)]
+
+
+def _side(log: Log, common: Sequence[int], name: str, peak: Peak | None) -> Side:
+    rows = [log.lines[number] for number in common]
+    record = RunRecord(
+        iterations=tuple(common),
+        step_time_ms=tuple(row.step_time_ms for row in rows),
+        losses=tuple(row.loss for row in rows),
+        grad_norms=tuple(row.grad_norm for row in rows),
+        peak_memory_bytes=None,
+        meta={"device": None, "device_name": NOT_IN_A_LOG, "world_size": log.world_size or NOT_IN_A_LOG},
+        report=None,
+    )
+    return Side(name, _workload(log, rows), peak, {"kind": "log", "description": NOT_IN_A_LOG}, (record,))
+
+
+def _workload(log: Log, rows: Sequence[LogLine]) -> Workload:
+    """Tokens where the batch is the same all through; FLOPs of a device from rate x time, which is the same in all."""
+    batches = {row.global_batch for row in rows}
+    batch = batches.pop() if len(batches) == 1 else None
+    tokens = batch * log.seq_length if batch is not None and log.seq_length is not None else None
+    counted = [row.tflops * row.step_time_ms * 1e9 for row in rows[WARM_UP_ITERATIONS:] if row.tflops]
+    if not counted:
+        return Workload(tokens, None, "not in the log: add --log-throughput", log.world_size)
+    return Workload(tokens, percentile(counted, 50) * (log.world_size or 1), FLOPS_CONVENTION, log.world_size)
+
+
+def _line(row: str, step_time_ms: float) -> LogLine:
+    batch = _BATCH.search(row)
+    return LogLine(
+        step_time_ms=step_time_ms,
+        loss=_number(_LOSS.search(row)),
+        grad_norm=_number(_GRAD_NORM.search(row)),
+        tflops=_number(_THROUGHPUT.search(row)),
+        global_batch=int(batch[1]) if batch is not None else None,
+    )
+
+
+def _number(found: re.Match[str] | None) -> float | None:
+    return float(found[1]) if found is not None else None
+
+
+def _wrong(path: Path, remedy: str) -> ConfigError:
+    return ConfigError("command line", "compare --logs", str(path), remedy)

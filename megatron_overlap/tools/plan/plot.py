@@ -1,0 +1,100 @@
+"""The picture of a varlen plan: which rank holds which tokens of which document, and the load of every rank."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from megatron_overlap.schedules.varlen.balance import balance, loads
+from megatron_overlap.schedules.varlen.plan import Plan
+from megatron_overlap.schedules.varlen.topology import FS_PER_US
+
+MOST_RANKS, MOST_PASSES = 64, 3
+_WHOLE, _INK, _GRID = "#c9ced4", "#24292f", "#d0d7de"
+_INTRA = ("#0072b2", "#009e73", "#56b4e9", "#2f6f5e")
+_INTER = ("#d55e00", "#e69f00", "#cc79a7", "#a63d00")
+_ATTENTION, _MESSAGE = "#5f6b76", "#d55e00"
+
+
+def draw(plan: Plan) -> bytes:
+    """The plan as a PNG: at most 64 ranks of at most three passes."""
+    ranks, shown = min(plan.topology.ranks, MOST_RANKS), min(len(plan.passes), MOST_PASSES)
+    height = 1.7 + shown * max(1.6, 0.13 * ranks + 0.6)
+    figure: Any = Figure(figsize=(12, height), dpi=130, layout="constrained")
+    axes = figure.subplots(shown, 2, width_ratios=(2.6, 1), squeeze=False, sharey="row")
+    for index in range(shown):
+        _held(axes[index][0], plan, index, ranks)
+        _load(axes[index][1], plan, index, ranks)
+    result = balance(plan)
+    figure.suptitle(
+        f"{plan.method}: {len(plan.lengths)} documents, {sum(plan.lengths):,} tokens on {plan.topology.ranks} ranks; "
+        f"attention balance {result.attention:.3f}, with linear layers {result.compute:.3f}; "
+        f"{len(plan.passes)} pass(es), {shown} drawn",
+        fontsize=10.5,
+        color=_INK,
+        x=0.01,
+        ha="left",
+    )
+    figure.legend(
+        handles=[
+            Patch(color=_WHOLE, label="whole documents"),
+            Patch(color=_INTRA[0], label="part of a document, ring inside a node (blue, green: a ring each)"),
+            Patch(color=_INTER[0], label="part of a document, ring over nodes"),
+        ],
+        loc="outside lower left",
+        ncols=3,
+        fontsize=8,
+        frameon=False,
+    )
+    out = io.BytesIO()
+    figure.savefig(out, format="png", facecolor="white")
+    return out.getvalue()
+
+
+def _held(axes: Any, plan: Plan, index: int, ranks: int) -> None:
+    part = plan.passes[index]
+    left = [0] * plan.topology.ranks
+    for number, ring in enumerate(part.rings):
+        palette = _INTER if ring.zone == "inter" else _INTRA
+        members = [(place, rank) for place, rank in enumerate(ring.ranks) if rank < ranks]
+        counts = [ring.tokens(place) for place, _ in members]
+        rows = [rank for _, rank in members]
+        starts = [left[rank] for rank in rows]
+        axes.barh(rows, counts, left=starts, height=0.86, color=palette[number % 4], edgecolor="white", lw=0.3)
+        for rank, count in zip(rows, counts, strict=True):
+            left[rank] += count
+    whole = [sum(plan.lengths[document] for document in part.local[rank]) for rank in range(ranks)]
+    axes.barh(range(ranks), whole, left=left[:ranks], height=0.86, color=_WHOLE)
+    for rank in range(ranks):
+        ends, end = [], left[rank]
+        for document in part.local[rank]:
+            end += plan.lengths[document]
+            ends.append(end)
+        axes.vlines(ends, rank - 0.43, rank + 0.43, color="white", lw=0.4)
+    axes.axvline(plan.capacity, color=_INK, lw=0.8, ls=":")
+    axes.set_ylim(ranks - 0.4, -0.6)
+    axes.set_ylabel("rank")
+    _style(axes, f"Pass {index}: tokens held (dotted: capacity)", plan, ranks)
+
+
+def _load(axes: Any, plan: Plan, index: int, ranks: int) -> None:
+    table = loads(plan, index)
+    mean = sum(load.attention_fs for load in table) / len(table) / FS_PER_US
+    axes.barh(range(ranks), [load.attention_fs / FS_PER_US for load in table[:ranks]], height=0.86, color=_ATTENTION)
+    axes.barh(range(ranks), [load.message_fs / FS_PER_US for load in table[:ranks]], height=0.3, color=_MESSAGE)
+    axes.axvline(mean, color=_INK, lw=0.8, ls=":")
+    _style(axes, "us modelled: attention, messages (thin); dotted: mean", plan, ranks)
+
+
+def _style(axes: Any, title: str, plan: Plan, ranks: int) -> None:
+    axes.set_title(title, fontsize=8.5, loc="left", color=_INK)
+    axes.grid(axis="x", color=_GRID, lw=0.5)
+    axes.set_axisbelow(True)
+    axes.tick_params(labelsize=7.5, length=0)
+    for side in ("top", "right", "left", "bottom"):
+        axes.spines[side].set_visible(False)
+    for boundary in range(plan.topology.devices_per_node, ranks, plan.topology.devices_per_node):
+        axes.axhline(boundary - 0.5, color=_INK, lw=0.5)

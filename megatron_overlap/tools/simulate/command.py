@@ -1,0 +1,185 @@
+"""`megatron-overlap simulate`: what a step of a launch config would take on a cluster, without running it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from megatron_overlap.autotune.cost_model import CostModel
+from megatron_overlap.config import ConfigError, load_launch_config
+from megatron_overlap.config.cluster import load_cluster_profile, with_hosts
+from megatron_overlap.config.resources import config_file
+from megatron_overlap.tools.compare.model_flops import CONVENTION
+from megatron_overlap.tools.simulate.job import Job, job_of, with_choice
+from megatron_overlap.tools.simulate.layer import Layers
+from megatron_overlap.tools.simulate.linear import Choice, Method
+from megatron_overlap.tools.simulate.memory import Memory, memory_of
+from megatron_overlap.tools.simulate.step import StepTime, simulate_step
+from megatron_overlap.tools.simulate.sweep import Sweep, sweep
+from megatron_overlap.tools.simulate.trace import trace_events, write_trace
+
+MODELLED = "Modelled, not measured: see docs/simulate.md for how far from reality it was where that is known."
+
+_WORDS: dict[Method | Literal["auto"], str] = {
+    "serial": "no overlap",
+    "megatron": "Megatron's own order",
+    "sliced": "sliced collectives",
+    "userbuffers": "userbuffers-like pipeline",
+    "fused": "Flux-like fused kernels",
+    "p2p": "this plugin, p2p",
+    "auto": "this plugin, auto",
+}
+
+
+def simulate(
+    config: Annotated[Path, typer.Argument(help="Launch config: a YAML file, or the name of a shipped one.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, over what the file says.")] = None,
+    cluster: Annotated[
+        str, typer.Option("--cluster", help="Profile: a name in configs/clusters, or a YAML file.")
+    ] = "h100_dgx",
+    trace: Annotated[Path | None, typer.Option("--trace", help="Write the timeline (Chrome / Perfetto JSON).")] = None,
+    find: Annotated[bool, typer.Option("--sweep", help="Try every layout of as many ranks that fits.")] = False,
+    output: Annotated[Path | None, typer.Option("--json", help="Write all figures.")] = None,
+) -> int:
+    """Predict a step on a cluster, without running it."""
+    cfg = load_launch_config(config_file(config), overrides or ())
+    profile = load_cluster_profile(cluster)
+    if cfg.launch.hosts is not None:
+        profile = with_hosts(profile, cfg.launch.hosts.gbps, cfg.launch.hosts.ranks_per_host)
+    try:
+        job = job_of(cfg)
+        model = CostModel(profile, job.precision)
+    except ValueError as error:
+        key, _, rest = str(error).partition(": ")
+        value, _, remedy = rest.partition(": ")
+        raise ConfigError(str(config), key, value, remedy or rest) from error
+    step = simulate_step(job, model, timeline=trace is not None)
+    memory = memory_of(job)
+    choices = {"as configured": job} | {_WORDS[name]: with_choice(job, Choice(name)) for name in _WORDS}
+    methods = {name: simulate_step(other, model) for name, other in choices.items()}
+    found = sweep(job, model) if find else None
+    content = _content(job, model, step, memory, methods, found)
+    console = Console()
+    _show(console, job, model, content, found)
+    for path, what in ((trace, "--trace"), (output, "--json")):
+        if path is None:
+            continue
+        try:
+            if what == "--trace":
+                write_trace(path, trace_events(step, Layers(job, model)))
+            else:
+                path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            remedy = f"{error.strerror}; give a file that can be written"
+            raise ConfigError("command line", f"simulate {what}", str(path), remedy) from error
+        console.print(f"{what.removeprefix('--')}: {path}", highlight=False, soft_wrap=True)
+    room = profile.device.memory_gib.value
+    if memory.total_gib > room:
+        console.print(f"does not fit: about {memory.total_gib:.0f} GiB of {room:.0f}", style="bold", highlight=False)
+        return 1
+    return 0
+
+
+def figures(job: Job, model: CostModel, step: StepTime) -> dict[str, float]:
+    """What is said about a step. `mfu` counts the causal half of attention, `mfu_full_attention` all of it."""
+    seconds = step.step_us * 1e-6
+    peak = model.profile.peak_tflops(job.precision)
+    rate = job.flops() / job.world_size / seconds / 1e12
+    return {
+        "step_ms": step.step_us / 1e3,
+        "mfu": rate / peak,
+        "mfu_full_attention": job.flops("full") / job.world_size / seconds / 1e12 / peak,
+        "tflops_per_device": rate,
+        "tokens_per_s_per_device": job.tokens / seconds / job.world_size,
+        "compute_ms": step.compute_us / 1e3,
+        "exposed_tensor_ms": step.tensor_us / 1e3,
+        "exposed_context_ms": step.context_us / 1e3,
+        "exposed_data_ms": step.data_us / 1e3,
+        "pipeline_ms": step.pipeline_us / 1e3,
+        "optimizer_ms": step.optimizer_us / 1e3,
+    }
+
+
+def _content(
+    job: Job, model: CostModel, step: StepTime, memory: Memory, methods: dict[str, StepTime], found: Sweep | None
+) -> dict[str, Any]:
+    content: dict[str, Any] = {
+        "what": MODELLED,
+        "cluster": model.profile.name,
+        "layout": job.label(),
+        "ranks": job.world_size,
+        "flops_convention": CONVENTION,
+        "step": figures(job, model, step),
+        "memory_gib": _memory(memory),
+        "methods": {name: figures(job, model, other) for name, other in methods.items()},
+    }
+    if found is not None:
+        content["sweep"] = {
+            "tried": found.tried,
+            "too_large": found.too_large,
+            "best": [
+                {"layout": one.job.label(), **figures(one.job, model, one.time), "memory_gib": _memory(one.memory)}
+                for one in found.best
+            ],
+        }
+    return content
+
+
+def _memory(memory: Memory) -> dict[str, float]:
+    return {
+        "total": memory.total_gib,
+        "parameters_and_gradients": memory.parameters_gib,
+        "optimizer": memory.optimizer_gib,
+        "activations": memory.activations_gib,
+        "workspace": memory.workspace_gib,
+    }
+
+
+def _show(console: Console, job: Job, model: CostModel, content: dict[str, Any], found: Sweep | None) -> None:
+    profile = model.profile
+    console.print(f"{job.label()}, {job.world_size} ranks on {profile.name}: {profile.description}", highlight=False)
+    console.print(_table("A step, modelled (times in ms)", "tensor parallelism", content["methods"]))
+    memory = content["memory_gib"]
+    console.print(
+        f"Memory of a rank, about: {memory['total']:.0f} GiB of {profile.device.memory_gib.value:.0f} "
+        f"({memory['parameters_and_gradients']:.0f} parameters and gradients, {memory['optimizer']:.0f} optimizer, "
+        f"{memory['activations']:.0f} activations).",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if found is not None:
+        title = f"Best of {found.tried} layouts, {found.too_large} do not fit in memory; modelled (times in ms)"
+        rows = {row["layout"]: row | {"gib": row["memory_gib"]["total"]} for row in content["sweep"]["best"]}
+        console.print(_table(title, "layout", rows))
+    console.print(f"Tokens/s: of a device. MFU: {CONVENTION}. {MODELLED}", style="dim", highlight=False, soft_wrap=True)
+
+
+_COLUMNS = (
+    ("step", "step_ms", 1.0, 1),
+    ("MFU %", "mfu", 100.0, 1),
+    ("tokens/s", "tokens_per_s_per_device", 1.0, 0),
+    ("tensor", "exposed_tensor_ms", 1.0, 1),
+    ("context", "exposed_context_ms", 1.0, 1),
+    ("data", "exposed_data_ms", 1.0, 1),
+    ("pipeline", "pipeline_ms", 1.0, 1),
+    ("GiB", "gib", 1.0, 0),
+)
+"""Heading, key, factor, decimals. From `tensor` to `pipeline`: time without computation, by what is waited for."""
+
+
+def _table(title: str, first: str, rows: dict[str, dict[str, float]]) -> Table:
+    """One row a name; columns that would hold zeros alone are left out."""
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column(first, no_wrap=True)
+    columns = [column for column in _COLUMNS if any(row.get(column[1], 0.0) > 0.0 for row in rows.values())]
+    for heading, *_ in columns:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, row in rows.items():
+        table.add_row(name, *(f"{factor * row[key]:.{digits}f}" for _, key, factor, digits in columns))
+    return table

@@ -1,0 +1,228 @@
+"""What is simulated: a model, how it is split over ranks, and how its communication is overlapped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from megatron_overlap.config import LaunchConfig, ModelConfig
+from megatron_overlap.config.cluster import Precision
+from megatron_overlap.tools.compare.model_flops import Attention, known_model, padded_vocab_size, token_flops
+from megatron_overlap.tools.simulate.linear import Choice
+
+DataOverlap = Literal["none", "megatron"]
+Recompute = Literal["none", "selective", "full", "needed", "half"]
+
+_LAYERS_FLAG = "--num-layers-per-virtual-pipeline-stage"
+_STAGES_FLAG = "--num-virtual-stages-per-pipeline-rank"
+_NARROW_GRADIENTS = "--grad-reduce-in-bf16"
+_BUCKET_FLAG = "--ddp-bucket-size"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training step.
+
+    Attributes:
+        model: the shape.
+        seq_length: tokens in a sequence.
+        micro_batch_size: sequences in a micro-batch.
+        global_batch_size: sequences in a step, over all replicas.
+        tensor, context, pipeline, data: sizes of the parallel groups; ranks are dealt in this order but with `data`
+            before `pipeline`, as Megatron does.
+        virtual: model chunks of each pipeline stage; 1 is plain 1F1B.
+        sequence_parallel: activations outside the linear layers are split over the tensor ranks.
+        distributed_optimizer: optimizer state is split over the replicas.
+        recompute: what the backward computes again. Megatron's are none, selective (attention) and full; a compiler's
+            `needed` is full without what the backward has no use for (FC2 and the sum after it), and `half` is
+            torchtitan's selective "op": of the linear layers keys and the gate's second half, and all that is cheap.
+        precision: type of weights and activations.
+        tensor_choice: how tensor parallel communication is overlapped.
+        data_overlap: Megatron's flags for gradients and parameters, or none.
+        gradient_bytes: of one gradient while it is reduced; Megatron sums in fp32 unless told otherwise.
+        bucket_parameters: of which gradients are reduced together, at least; None: Megatron's own choice.
+        keeps_scores: attention is made of two products and a softmax, with all scores in memory.
+        fused_accumulation: the weight gradient's GEMM adds to the main gradient itself.
+    """
+
+    model: ModelConfig
+    seq_length: int
+    micro_batch_size: int
+    global_batch_size: int
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+    data: int = 1
+    virtual: int = 1
+    sequence_parallel: bool = True
+    distributed_optimizer: bool = True
+    recompute: Recompute = "none"
+    precision: Precision = "bf16"
+    tensor_choice: Choice = Choice()
+    data_overlap: DataOverlap = "megatron"
+    gradient_bytes: int = 4
+    bucket_parameters: int | None = None
+    keeps_scores: bool = False
+    fused_accumulation: bool = True
+
+    def __post_init__(self) -> None:
+        for problem in problems(self):
+            raise ValueError(problem)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return self.tensor * self.context * self.pipeline * self.data
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of each replica."""
+        return self.global_batch_size // (self.micro_batch_size * self.data)
+
+    @property
+    def layers_per_chunk(self) -> int:
+        """Layers of one model chunk of one stage."""
+        return self.model.num_layers // (self.pipeline * self.virtual)
+
+    @property
+    def rows(self) -> int:
+        """Tokens of one micro-batch on one context rank: rows of a gathered activation."""
+        return self.micro_batch_size * self.seq_length // self.context
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the embedding on all tensor ranks."""
+        return padded_vocab_size(self.model.vocab_size, self.tensor)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.global_batch_size * self.seq_length
+
+    def flops(self, attention: Attention = "causal") -> float:
+        """Model FLOPs of a step, in the convention of `tools.compare.model_flops`."""
+        return token_flops(self.model, self.seq_length, self.vocabulary, attention).total * self.tokens
+
+    def layer_parameters(self) -> int:
+        """Parameters of one layer, on all tensor ranks."""
+        model = self.model
+        queries = model.head_size * model.num_attention_heads
+        keys = model.head_size * model.num_query_groups
+        mlp = (3 if model.swiglu else 2) * model.hidden_size * model.ffn_hidden_size
+        return model.hidden_size * (2 * queries + 2 * keys) + mlp + 2 * model.hidden_size
+
+    def stage_parameters(self, stage: int) -> float:
+        """Parameters of one rank of a pipeline stage."""
+        layers = self.layer_parameters() * self.model.num_layers / self.pipeline
+        ends = self.vocabulary * self.model.hidden_size
+        first, last = stage == 0, stage == self.pipeline - 1
+        tables = first + last if self.model.untie_embeddings or self.pipeline > 1 else 1
+        return (layers + ends * tables * (first or last)) / self.tensor
+
+    def stage_tensors(self, stage: int) -> int:
+        """Parameter tensors of a pipeline stage: what the optimizer takes one by one."""
+        model = self.model
+        norms = 2 if model.normalization == "LayerNorm" else 1
+        linears = 4 * (1 + model.add_bias) + (model.add_qkv_bias and not model.add_bias)
+        ends = (stage == 0) * (2 - model.rotary) + (stage == self.pipeline - 1) * (norms + model.untie_embeddings)
+        return (2 * norms + linears) * model.num_layers // self.pipeline + ends
+
+    def label(self) -> str:
+        """The layout in a few letters."""
+        text = f"tp{self.tensor} cp{self.context} pp{self.pipeline} dp{self.data}"
+        return f"{text} vp{self.virtual}" if self.virtual > 1 else text
+
+
+def problems(job: Job) -> Sequence[str]:
+    """What makes a job impossible: field, value, remedy."""
+    model = job.model
+    found = []
+    for name in ("num_attention_heads", "num_query_groups", "hidden_size", "ffn_hidden_size"):
+        if getattr(model, name) % job.tensor:
+            found.append(f"model.{name}: {getattr(model, name)}: must be a multiple of parallel.tensor {job.tensor}")
+    chunks = job.pipeline * job.virtual
+    if model.num_layers % chunks:
+        remedy = f"must be a multiple of pipeline stages x chunks = {chunks}"
+        found.append(f"model.num_layers: {model.num_layers}: {remedy}")
+    split = (2 * job.context if job.context > 1 else 1) * (job.tensor if job.sequence_parallel else 1)
+    if job.seq_length % split:
+        found.append(f"train.seq_length: {job.seq_length}: must be a multiple of {split}")
+    sequences = job.micro_batch_size * job.data
+    if job.global_batch_size % sequences:
+        found.append(f"train.global_batch_size: {job.global_batch_size}: must be a multiple of {sequences}")
+    elif job.virtual > 1 and (job.pipeline == 1 or job.num_microbatches % job.pipeline):
+        remedy = f"interleaving needs pipeline stages, and {job.num_microbatches} micro-batches divisible by them"
+        found.append(f"parallel.pipeline: {job.pipeline}: {remedy}")
+    return found
+
+
+def job_of(config: LaunchConfig) -> Job:
+    """The job of a launch config. `method: p2p` is the plugin's schedules, `none` Megatron's own order, `auto` either.
+
+    Raises:
+        ValueError: the config's arguments make a model or a layout that is not modelled.
+    """
+    known_model(config.megatron_args)
+    tensor = config.overlap.tensor
+    parallel, train = config.parallel, config.train
+    choice = Choice("megatron")
+    if tensor.method in ("auto", "p2p") and parallel.sequence_parallel:
+        chunks = None if tensor.chunks_per_rank == "auto" else tensor.chunks_per_rank
+        choice = Choice(tensor.method, "direct" if tensor.schedule == "auto" else tensor.schedule, chunks)
+    elif tensor.method == "fused" and parallel.sequence_parallel:
+        choice = Choice("fused")
+    return Job(
+        model=config.model,
+        seq_length=train.seq_length,
+        micro_batch_size=train.micro_batch_size,
+        global_batch_size=train.global_batch_size,
+        tensor=parallel.tensor,
+        context=parallel.context,
+        pipeline=parallel.pipeline,
+        data=config.data_parallel_size,
+        virtual=_virtual(config),
+        sequence_parallel=parallel.sequence_parallel,
+        distributed_optimizer=train.distributed_optimizer,
+        recompute=train.recompute,
+        precision=train.precision,
+        tensor_choice=choice,
+        data_overlap="none" if config.overlap.data.method == "none" else "megatron",
+        gradient_bytes=2 if _NARROW_GRADIENTS in config.megatron_args else 4,
+        bucket_parameters=_number(config, _BUCKET_FLAG),
+        keeps_scores=config.launch.device == "cpu",
+        fused_accumulation=config.launch.device != "cpu" and train.gradient_accumulation_fusion is not False,
+    )
+
+
+def with_choice(job: Job, choice: Choice) -> Job:
+    """The same job with its tensor parallel communication overlapped in another way."""
+    return replace(job, tensor_choice=choice)
+
+
+def _virtual(config: LaunchConfig) -> int:
+    """Model chunks of a stage, from Megatron's own arguments: no key of a launch config says it."""
+    stages, layers_each = _number(config, _STAGES_FLAG), _number(config, _LAYERS_FLAG)
+    if stages is not None:
+        return stages
+    if layers_each is None:
+        return 1
+    layers = config.model.num_layers // config.parallel.pipeline
+    if layers % layers_each:
+        index = next(i for i, arg in enumerate(config.megatron_args) if arg.partition("=")[0] == _LAYERS_FLAG)
+        raise ValueError(f"megatron_args.{index}: {layers_each}: must divide the {layers} layers of a stage")
+    return layers // layers_each
+
+
+def _number(config: LaunchConfig, flag: str) -> int | None:
+    """The whole number after one of Megatron's own flags, None where it is not given."""
+    args = config.megatron_args
+    for index, arg in enumerate(args):
+        name, equals, value = arg.partition("=")
+        if name != flag:
+            continue
+        text = value if equals else (args[index + 1] if index + 1 < len(args) else "")
+        if not text.isdigit() or int(text) < 1:
+            raise ValueError(f"megatron_args.{index}: {arg} {text}: give a whole number of 1 or more")
+        return int(text)
+    return None

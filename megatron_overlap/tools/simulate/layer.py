@@ -1,0 +1,336 @@
+"""Forward and backward of one transformer layer, and of the ends of the model, on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Literal
+
+from megatron_overlap.autotune.cost_model import (
+    LOSS_BYTES,
+    MAIN_GRADIENT_BYTES,
+    TOUCHED,
+    CollectiveKind,
+    CostModel,
+    Link,
+)
+from megatron_overlap.config.cluster import Elementwise
+from megatron_overlap.tools.simulate.job import Job
+from megatron_overlap.tools.simulate.linear import Linear
+from megatron_overlap.tools.simulate.program import Played
+from megatron_overlap.tools.simulate.rank_skew import Meeting, Op, Pass, together
+
+_LOSS_SUMS = 3  # over the tensor ranks: largest logit, the label's, sum of exponentials
+_BATCH_MESSAGES = 4  # from the first tensor rank: two headers, integers, the loss mask
+
+# Calls of torch in one micro-batch, forward and backward, counted on Megatron-Core 0.19.2's local layers by a
+# TorchDispatchMode: two layers against three, GPT and LLaMA, tp2 with sequence parallelism.
+_LAYER_CALLS = (65, 131)
+_ROTARY_CALLS = (54, 44)
+_FIRST_CALLS = (130, 10)
+_LAST_CALLS = (66, 50)
+# What one pass of a linear layer has more in this plugin: pieces, and messages of their rows; the mean of 18.
+_OVERLAPPED_CALLS = 23
+
+_ATTENTION = ("scores", "repeat", "attention")
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The passes of a job on a machine.
+
+    Without sequence parallelism the linear layers end in all-reduces, in Megatron's own order: the one after dgrad
+    beside wgrad unless the method is `serial`.
+    """
+
+    job: Job
+    model: CostModel
+
+    @cached_property
+    def tensor_link(self) -> Link:
+        """What joins tensor ranks: neighbours in a node."""
+        return self.model.link(self.job.tensor)
+
+    @cached_property
+    def forward(self) -> Pass:
+        """One layer."""
+        return self._pass(*self._forward)
+
+    @cached_property
+    def _forward(self) -> tuple[Op, ...]:
+        return (
+            self._norm(),
+            self._column("qkv", self._qkv_width),
+            *self._bias(self._qkv_bias),
+            *self._rotary(),
+            *self._attention(),
+            self._row("proj", self._queries),
+            *self._bias(self._row_bias),
+            self._elementwise("add", "add", self._hidden),
+            self._norm(),
+            self._column("fc1", self._ffn * (2 if self.job.model.swiglu else 1)),
+            self._activation(),
+            self._row("fc2", self._ffn),
+            *self._bias(self._row_bias),
+            self._elementwise("add", "add", self._hidden),
+            *self._calls(self._layer_calls[0]),
+        )
+
+    @cached_property
+    def backward(self) -> Pass:
+        """One layer, with what it computes again."""
+        job = self.job
+        ops = (
+            *self._bias(self._row_bias, backward=True),
+            self._row("fc2", self._ffn, backward=True),
+            self._activation(backward=True),
+            self._column("fc1", self._ffn * (2 if job.model.swiglu else 1), backward=True),
+            self._norm(backward=True),
+            *self._bias(self._row_bias, backward=True),
+            self._row("proj", self._queries, backward=True),
+            *self._attention(backward=True),
+            *self._rotary(backward=True),
+            *self._bias(self._qkv_bias, backward=True),
+            self._column("qkv", self._qkv_width, backward=True),
+            self._norm(backward=True),
+            *self._accumulated(job.layer_parameters() / job.tensor),
+            *self._calls(self._layer_calls[1]),
+        )
+        again = tuple(replace(op, name=f"{op.name} again") for op in self._again())
+        return self._pass(*again, *ops)
+
+    def _again(self) -> tuple[Op, ...]:
+        """What the backward computes a second time."""
+        ops = self._forward
+        match self.job.recompute:
+            case "full":
+                return ops
+            case "needed":
+                return ops[: [op.name for op in ops].index("fc2")]
+            case "selective":
+                return tuple(op for op in ops if op.name in _ATTENTION)
+            case "half":
+                cheap = tuple(op for op in ops if op.name in ("norm", "rotary", "activation"))
+                return (*cheap, self._column("keys", self._keys), self._column("gate", self._ffn))
+            case "none":
+                return ()
+
+    @cached_property
+    def first(self) -> tuple[Pass, Pass]:
+        """The embedding, forward and backward: rows that are looked up, and scattered over the tensor ranks."""
+        job = self.job
+        moved = job.rows * job.model.hidden_size
+        forward = [self._memory("embedding", 3 * moved)]
+        if job.tensor > 1:
+            kind: CollectiveKind = "reduce_scatter" if job.sequence_parallel else "all_reduce"
+            forward += [self._small("batch", "message", _BATCH_MESSAGES), self._moved("embedding sum", kind, moved)]
+        backward = [self._memory("embedding grad", 3 * moved), *self._accumulated(self._table)]
+        if job.tensor > 1 and job.sequence_parallel:
+            backward = [self._moved("embedding grad gather", "all_gather", moved), *backward]
+        return (
+            self._pass(*forward, *self._calls(_FIRST_CALLS[0])),
+            self._pass(*backward, *self._calls(_FIRST_CALLS[1])),
+        )
+
+    @cached_property
+    def last(self) -> tuple[Pass, Pass]:
+        """The logits and the loss, forward and backward."""
+        columns = self.job.vocabulary // self.job.tensor
+        forward = [self._norm(), self._column("logits", columns), self._loss(columns)]
+        if self.job.tensor > 1:
+            forward.append(self._small("loss sums", "all_reduce", _LOSS_SUMS))
+        backward = [
+            self._loss(columns, backward=True),
+            self._column("logits", columns, backward=True),
+            self._norm(backward=True),
+            *self._accumulated(self._table),
+        ]
+        return (
+            self._pass(*forward, *self._calls(_LAST_CALLS[0])),
+            self._pass(*backward, *self._calls(_LAST_CALLS[1])),
+        )
+
+    def _pass(self, *ops: Op) -> Pass:
+        return together(ops, self.model.late_us)
+
+    @property
+    def boundary_bytes(self) -> float:
+        """What one rank sends to the next pipeline stage for a micro-batch."""
+        return self._hidden * self.model.item_bytes
+
+    @property
+    def _hidden(self) -> float:
+        """Elements of an activation of a rank outside the linear layers."""
+        split = self.job.tensor if self.job.sequence_parallel else 1
+        return self.job.rows * self.job.model.hidden_size / split
+
+    @property
+    def _ffn(self) -> int:
+        return self.job.model.ffn_hidden_size // self.job.tensor
+
+    @property
+    def _qkv_width(self) -> int:
+        return self._queries + 2 * self._keys
+
+    @property
+    def _queries(self) -> int:
+        return self.job.model.head_size * self.job.model.num_attention_heads // self.job.tensor
+
+    @property
+    def _keys(self) -> int:
+        return self.job.model.head_size * self.job.model.num_query_groups // self.job.tensor
+
+    @property
+    def _qkv_bias(self) -> float:
+        """Elements that a bias is added to."""
+        return self.job.rows * self._qkv_width if self.job.model.add_bias or self.job.model.add_qkv_bias else 0
+
+    @property
+    def _row_bias(self) -> float:
+        return self._hidden if self.job.model.add_bias else 0
+
+    @property
+    def _table(self) -> float:
+        """Parameters of a rank's part of the embedding, or of the output layer."""
+        return self.job.vocabulary * self.job.model.hidden_size / self.job.tensor
+
+    @property
+    def _layer_calls(self) -> tuple[int, int]:
+        forward, backward = _LAYER_CALLS
+        more = _ROTARY_CALLS if self.job.model.rotary else (0, 0)
+        return forward + more[0], backward + more[1]
+
+    def _memory(self, name: str, elements: float) -> Op:
+        return Op(name, self.model.memory_us(elements * self.model.item_bytes))
+
+    def _elementwise(self, name: str, kind: Elementwise, outputs: float, *, backward: bool = False) -> Op:
+        moved = TOUCHED[kind][backward] * outputs * self.model.item_bytes
+        return Op(f"{name} grad" if backward else name, self.model.memory_us(moved, kind, backward=backward))
+
+    def _norm(self, *, backward: bool = False) -> Op:
+        kind: Elementwise = "rms_norm" if self.job.model.normalization == "RMSNorm" else "layer_norm"
+        return self._elementwise("norm", kind, self._hidden, backward=backward)
+
+    def _activation(self, *, backward: bool = False) -> Op:
+        kind: Elementwise = "swiglu" if self.job.model.swiglu else "gelu"
+        return self._elementwise("activation", kind, self.job.rows * self._ffn, backward=backward)
+
+    def _rotary(self, *, backward: bool = False) -> Iterable[Op]:
+        if self.job.model.rotary:
+            turned = self.job.rows * (self._queries + self._keys)
+            yield self._elementwise("rotary", "rotary", turned, backward=backward)
+
+    def _bias(self, outputs: float, *, backward: bool = False) -> Iterable[Op]:
+        """A bias, where it is not part of the GEMM; that of FC1 is part of the activation."""
+        if outputs and self.model.profile.device.elementwise.bias is not None:
+            yield self._elementwise("bias", "bias", outputs, backward=backward)
+
+    def _loss(self, columns: int, *, backward: bool = False) -> Op:
+        moved = LOSS_BYTES[backward] * self.job.rows * columns
+        return Op("loss grad" if backward else "loss", self.model.memory_us(moved, "loss", backward=backward))
+
+    def _accumulated(self, parameters: float) -> Iterable[Op]:
+        """Gradients of a part's parameters, added to the main ones where the GEMM does not do it."""
+        if not self.job.fused_accumulation:
+            moved = parameters * (MAIN_GRADIENT_BYTES + self.model.item_bytes)
+            yield Op("accumulate", self.model.memory_us(moved, "accumulate"))
+
+    def _calls(self, calls: int) -> Iterable[Op]:
+        """The program around the operations, where it is not hidden."""
+        if self.model.calls_us(1):
+            yield Op("calls", self.model.calls_us(calls))
+
+    def _small(self, name: str, kind: Literal["message", "all_reduce"], times: int) -> Op:
+        """Messages of a number a row, or fewer."""
+        if kind == "message":
+            time = times * self.model.message_us(0, self.tensor_link)
+        else:
+            time = times * self.model.collective_us("all_reduce", 4.0 * self.job.rows, self.tensor_link)
+        return Op(name, time, tensor_us=time, meets="before")
+
+    def _moved(self, name: str, kind: CollectiveKind, elements: float) -> Op:
+        time = self.model.collective_us(kind, elements * self.model.item_bytes, self.tensor_link)
+        return Op(name, time, tensor_us=time, meets="before")
+
+    def _column(self, name: str, columns: int, *, backward: bool = False) -> Op:
+        return self._linear(name, columns, self.job.model.hidden_size, column=True, backward=backward)
+
+    def _row(self, name: str, width: int, *, backward: bool = False) -> Op:
+        return self._linear(name, self.job.model.hidden_size, width, column=False, backward=backward)
+
+    def _linear(self, name: str, n: int, k: int, *, column: bool, backward: bool) -> Op:
+        job = self.job
+        name = f"{name} grad" if backward else name
+        if job.tensor > 1 and not job.sequence_parallel:
+            return self._all_reduced(name, n, k, moved=column is backward, backward=backward)
+        linear = Linear(self.model, self.tensor_link, job.tensor_choice, job.rows, n, k)
+        if linear.choice.method == "auto":
+            linear = _fastest(linear, column)
+        played = _played(linear, column, backward)
+        meets: Meeting | None = None
+        if job.tensor > 1:
+            meets = "before" if column is not backward else "after"
+        calls = _OVERLAPPED_CALLS if job.tensor > 1 and linear.choice.method == "p2p" else 0
+        time_us = played.time_us + self.model.calls_us(calls)
+        return Op(name, time_us, tensor_us=played.exposed_us, meets=meets, slack_us=played.slack_us)
+
+    def _all_reduced(self, name: str, n: int, k: int, *, moved: bool, backward: bool) -> Op:
+        """Plain tensor parallelism: the row's output and the column's input gradient are summed over all ranks."""
+        rows, model = self.job.rows, self.model
+        gemm = model.gemm_us(rows, k, n) if backward else model.gemm_us(rows, n, k)
+        wgrad = model.weight_gradient_us(n, k, rows) if backward else 0.0
+        width = k if backward else n
+        move = model.collective_us("all_reduce", rows * width * model.item_bytes, self.tensor_link) if moved else 0.0
+        meets: Meeting | None = "after" if moved else None
+        if not backward or self.job.tensor_choice.method == "serial":
+            return Op(name, gemm + move + wgrad, tensor_us=move, meets=meets)
+        # Beside the all-reduce wgrad runs slower; what is left of either comes after.
+        speed = model.compute_rate("collective", 2 * self.tensor_link.collective_rate)
+        beside = max(move, wgrad + min(move, wgrad / speed) * (1 - speed)) if moved else wgrad
+        return Op(name, gemm + beside, tensor_us=max(0.0, move - wgrad / speed), meets=meets)
+
+    def _attention(self, *, backward: bool = False) -> Iterable[Op]:
+        """Causal attention; over context ranks as a ring, each step beside the next keys and values on their way."""
+        job, model = self.job, self.job.model
+        name = "attention grad" if backward else "attention"
+        heads = model.num_attention_heads // job.tensor
+        flops = 2.0 * job.micro_batch_size * heads * model.head_size * job.seq_length**2 / job.context
+        if job.keeps_scores:
+            # All scores, also those behind the mask: two products forward, four backward.
+            whole = self.model.products_us(flops * (4.0 if backward else 2.0), model.head_size, backward=backward)
+            yield from self._scores(heads, backward)
+        else:
+            # Two products forward and five backward, each 2 s^2 d, half of it behind the mask.
+            whole = self.model.attention_us(flops * (2.5 if backward else 1.0), backward=backward)
+        if job.context == 1:
+            yield Op(name, whole)
+            return
+        keys = 2 * job.rows * model.head_size * model.num_query_groups / job.tensor * self.model.item_bytes
+        link = self.model.link(job.context, job.tensor)
+        move = self.model.message_us(keys * (2 if backward else 1), link)
+        step = whole / job.context
+        time = step + (job.context - 1) * max(step, move)
+        yield Op(name, time, context_us=time - whole)
+
+    def _scores(self, heads: int, backward: bool) -> Iterable[Op]:
+        """What passes over the scores, and over keys and values that are repeated for every query head."""
+        job, model = self.job, self.job.model
+        scores = job.micro_batch_size * heads * job.seq_length**2 / job.context
+        yield self._elementwise("scores", "scores", scores, backward=backward)
+        if model.num_query_groups < model.num_attention_heads:
+            moved = 2 * job.rows * (self._keys + self._queries)
+            yield self._elementwise("repeat", "repeat", moved, backward=backward)
+
+
+@lru_cache(maxsize=8192)
+def _played(linear: Linear, column: bool, backward: bool) -> Played:
+    """Layers of one shape are played once."""
+    if column:
+        return linear.column_backward() if backward else linear.column_forward()
+    return linear.row_backward() if backward else linear.row_forward()
+
+
+@lru_cache(maxsize=8192)
+def _fastest(linear: Linear, column: bool) -> Linear:
+    return linear.fastest(column)

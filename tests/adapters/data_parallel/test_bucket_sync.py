@@ -1,0 +1,147 @@
+"""Megatron's data parallel training on four ranks: equal with the plugin, bit by bit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from tests.adapters.data_parallel import bucket_sync_workers as cases
+from tests.adapters.data_parallel.bucket_sync_workers import Run
+from tests.helpers.releases import OLDEST, ROOT, release_environment
+from tests.helpers.world import World, assert_same
+
+RANKS = 4
+P2P = (("method", "p2p"),)
+STEPS = "step of a bucket, then its gather"
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[World]:
+    """Workers of their own: Megatron's classes and groups, once made in a process, stay."""
+    workers = World(answer_s=120, adapted=True)
+    workers.run(RANKS, cases.start)
+    yield workers
+    workers.close()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["gloo", "late"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "plain"])
+def test_equal_to_stock(ranks: World, precision: str, sharded: bool, late: bool) -> None:
+    """Four steps of two micro-batches, clipped; parameters are looked at after the second."""
+    stock = Run(precision, sharded, evaluate=(1,) if sharded else ())
+    counts = ranks.run(RANKS, cases.compared, replace(stock, data=P2P, late=late), stock)
+    assert_same(counts)
+    done = counts[0]["overlapped"]
+    assert counts[0]["reasons"] == []
+    if not sharded:
+        assert done == {"all_reduce": 4 * 4}
+        return
+    assert counts[0]["under_way"] == [[True] * 4] * 4, "all gathers begin in the step"
+    assert done == {"reduce_scatter": 4 * 4, "all_gather": 4 * 4, STEPS: 4 * 4}
+
+
+def test_the_first_layers_are_stepped_first(ranks: World) -> None:
+    assert ranks.run(RANKS, cases.order_of_steps) == [[[0], [1, 2], [3], [4, 5]]] * RANKS
+
+
+def test_bytes_are_those_of_the_collectives(ranks: World) -> None:
+    """A rank sends three quarters of the gradients, in fp32, and three times its quarter of the parameters, in bf16."""
+    stock = Run("bf16", iterations=1)
+    sent = ranks.run(RANKS, cases.compared, replace(stock, data=P2P), stock)[0]["bytes"]
+    elements = sent // (3 * (4 + 2)) * 4
+    assert sum(cases.SIZES) + 5 * len(cases.SIZES) <= elements <= sum(cases.SIZES) + 5 * len(cases.SIZES) + 2000
+
+
+def test_a_step_that_loss_scaling_skips(ranks: World) -> None:
+    """In the first iteration, and later: no parameter moves, the scale is halved, and training goes on."""
+    stock = Run("fp16", overflow=(0, 2), iterations=5)
+    counts = ranks.run(RANKS, cases.compared, replace(stock, data=P2P, late=True), stock)
+    assert_same(counts)
+    assert counts[0]["scale"] == 64 / 4
+    assert counts[0]["overlapped"][STEPS] == 3 * 4
+    assert [all(step) for step in counts[0]["under_way"]] == [False, True, False, True, True]
+
+
+def test_an_optimizer_of_another_class_steps_as_a_whole(ranks: World) -> None:
+    stock = Run(foreign_adam=True)
+    counts = ranks.run(RANKS, cases.compared, replace(stock, data=P2P, late=True), stock)
+    done = counts[0]["overlapped"]
+    assert done == {"reduce_scatter": 16, "all_gather": 16, "whole step, then all gathers": 4}
+
+
+def test_an_optimizer_whose_step_may_not_be_cut_steps_as_a_whole(ranks: World) -> None:
+    stock = Run(offloaded=True)
+    counts = ranks.run(RANKS, cases.compared, replace(stock, data=P2P, late=True), stock)
+    assert counts[0]["overlapped"] == {"reduce_scatter": 16, "all_gather": 16}
+    (left,) = counts[0]["left"].items()
+    assert left[0] == "step of the distributed optimizer"
+    assert "optimizer_cpu_offload" in left[1]
+
+
+@pytest.mark.parametrize("how", ["megatron", "plugin"])
+def test_narrow_gradients_summed_in_fp32(ranks: World, how: str) -> None:
+    narrow = (("grad_reduce_in_fp32", False),)
+    stock = Run("bf16", ddp=(*narrow, ("reduce_scatter_with_fp32_accumulation", True)))
+    own = (*P2P, ("accumulate", "fp32"))
+    mine = replace(stock, data=P2P) if how == "megatron" else replace(stock, data=own, ddp=narrow)
+    assert ranks.run(RANKS, cases.compared, mine, stock)[0]["overlapped"]["reduce_scatter"] == 16
+
+
+def test_the_mean_is_taken_where_megatron_leaves_it_to_the_collective(ranks: World) -> None:
+    """gloo has no mean: the same training, scaled by Megatron before the sum."""
+    mine = Run(data=P2P, ddp=(("average_in_collective", True),))
+    ranks.run(RANKS, cases.compared, mine, Run())
+
+
+OFF = (("overlap_grad_reduce", False), ("overlap_param_gather", False))
+
+
+def test_flags_that_are_off_are_named(ranks: World) -> None:
+    stock = Run(ddp=OFF)
+    counts = ranks.run(RANKS, cases.compared, replace(stock, data=(("method", "auto"),), strict=False), stock)
+    off = ["Megatron's --overlap-grad-reduce is off", "Megatron's --overlap-param-gather is off"]
+    assert counts[0]["overlapped"] == {"all_gather": 0, "reduce_scatter": 0}
+    assert counts[0]["reasons"] == off
+    for text in ranks.run(RANKS, cases.error_of, replace(stock, data=P2P)):
+        assert text == (
+            "MissingFlagError: overlap.data.method: p2p: needs Megatron's --overlap-grad-reduce: "
+            "add it to the launch, or use method auto"
+        )
+    for text in ranks.run(RANKS, cases.error_of, replace(stock, data=(("method", "auto"),))):
+        assert text.startswith("FallbackError: data bucket of ")
+
+
+def test_gradients_that_are_saved_are_reduced_by_megatron(ranks: World) -> None:
+    assert ranks.run(RANKS, cases.saved_gradients) == [["gradients are reduced as a whole to be saved"]] * RANKS
+
+
+def test_megatrons_module_is_not_changed(ranks: World) -> None:
+    assert all(ranks.run(RANKS, cases.names_are_untouched))
+
+
+def test_the_release_is_the_one_asked_for(ranks: World) -> None:
+    releases = ranks.run(RANKS, cases.start)
+    wanted = os.environ.get("EXPECTED_MEGATRON")
+    assert wanted is None or set(releases) == {wanted}
+
+
+@pytest.mark.long
+def test_the_oldest_release() -> None:
+    """All of the above once more, on the oldest release."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", __file__, "-k", "not oldest_release"],
+        cwd=ROOT,
+        env={**release_environment(OLDEST), "EXPECTED_MEGATRON": OLDEST},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout

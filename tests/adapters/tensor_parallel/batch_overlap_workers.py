@@ -1,0 +1,216 @@
+"""What the workers run: Megatron's own transformer layers, whole by stock and in halves by the plugin."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from megatron_overlap import OverlapConfig, enable
+from tests.adapters.tensor_parallel.linear_workers import start
+from tests.adapters.tensor_parallel.mlp_workers import _gathered_late
+from tests.ops.tensor_parallel.batch_overlap_workers import Logged
+
+HIDDEN, SEQUENCE = 16, 9
+HALVES = {"tensor": {"method": "p2p", "micro_batch": "halves"}}
+
+
+def make_block(group: dist.ProcessGroup, dtype: torch.dtype, **settings: Any) -> Any:
+    """A block of two layers of the local spec and a norm; the same weights whenever it is made."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_block import TransformerBlock
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    settings = {"hidden_dropout": 0.0, "attention_dropout": 0.0, **settings}
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=HIDDEN,
+        ffn_hidden_size=2 * HIDDEN,
+        num_attention_heads=4,
+        tensor_model_parallel_size=group.size(),
+        params_dtype=dtype,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        bias_dropout_fusion=False,
+        **settings,
+    )
+    torch.manual_seed(11)
+    block = TransformerBlock(config, get_gpt_layer_local_spec())
+    generator = torch.Generator().manual_seed(23)
+    with torch.no_grad():
+        for name, parameter in block.named_parameters():
+            if name.endswith("bias"):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return block.to(dtype)
+
+
+def _step(
+    block: Any, x: torch.Tensor, dy: torch.Tensor, rows: int, masks: int, alone: bool, beside: dict[str, Any]
+) -> dict[str, torch.Tensor]:
+    x = x.clone().requires_grad_()
+    mask = torch.ones(rows, rows, dtype=torch.bool).triu(1).expand(masks, 1, rows, rows).clone()
+    if masks > 1:
+        mask[-1, :, 1:, 0] = True  # the last one's own
+    if alone:
+        y = x
+        for layer in block.layers:
+            y = layer(hidden_states=y, attention_mask=mask, **beside)[0]
+    else:
+        y = block(hidden_states=x, attention_mask=mask)
+    y.backward(dy)
+    assert getattr(block, "seen", [True]) == [True]
+    grads = {name: parameter.grad for name, parameter in block.named_parameters() if parameter.grad is not None}
+    return {"y": y.detach(), "dx": x.grad, **grads}  # type: ignore[dict-item]
+
+
+def against_stock(
+    group: dist.ProcessGroup,
+    *,
+    dtype: torch.dtype = torch.float32,
+    batch: int = 4,
+    masks: int = 1,
+    alone: bool = False,
+    beside: dict[str, Any] | None = None,
+    prepare: str = "nothing",
+    **settings: Any,
+) -> tuple[dict[tuple[str, str], int], list[str]]:
+    """Output and all gradients, equal to stock. Returns calls by op and direction, and reasons of what was left.
+
+    `alone`: the layers are called without a block, and with `beside`.
+    """
+    start(group)
+    from megatron_overlap.adapters.tensor_parallel import batch_overlap
+
+    if "activation_func" in settings:
+        settings["activation_func"] = getattr(torch.nn.functional, settings["activation_func"])
+    generator = torch.Generator().manual_seed(31)
+    rows = SEQUENCE // group.size() * group.size() if settings.get("sequence_parallel") else SEQUENCE
+    own = rows // group.size() if settings.get("sequence_parallel") else rows
+    x, dy = (torch.randn(own, batch, HIDDEN, generator=generator).to(dtype) for _ in range(2))
+
+    def run() -> dict[str, torch.Tensor]:
+        block = make_block(group, dtype, **settings)
+        PREPARE[prepare](block)
+        return _step(block, x, dy, rows, masks, alone, beside or {})
+
+    stock = run()
+    ordered = batch_overlap.can_be_ordered() and prepare != "no order"
+    with (
+        patch.object(batch_overlap, "can_be_ordered", return_value=ordered),
+        enable(OverlapConfig.model_validate(HALVES)) as session,
+    ):
+        mine = run()
+        sites = session.report().sites
+    tolerance = 1e-5 if dtype == torch.float32 else 6e-2
+    for name, value in stock.items():
+        scale = float(value.abs().max())
+        torch.testing.assert_close(mine[name], value, rtol=0, atol=tolerance * scale, msg=lambda m, n=name: f"{n}: {m}")
+    assert sorted(mine) == sorted(stock)
+    calls: dict[tuple[str, str], int] = {}
+    for site, tally in sites.items():
+        calls[site.op, site.direction] = calls.get((site.op, site.direction), 0) + tally.overlapped
+    return calls, [reason for site, tally in sites.items() if site.op == "micro_batch" for reason in tally.fallbacks]
+
+
+def order(group: dist.ProcessGroup, prepare: str = "nothing") -> tuple[list[str], list[str]]:
+    """When sums of a block's two layers are begun and waited for, in forward and in backward."""
+    start(group)
+    from megatron_overlap.adapters.tensor_parallel import batch_overlap
+
+    log: list[str] = []
+    names = iter([f"{half}{part} {way}" for part in "1234" for half in "ab" for way in ("forward", "backward")])
+
+    def logged(group: dist.ProcessGroup, *, serial: bool) -> Logged:
+        return Logged(group, next(names), log)
+
+    original, batch_overlap.Reduction = batch_overlap.Reduction, logged  # type: ignore[assignment,misc]
+    try:
+        block = make_block(group, torch.float32)
+        PREPARE[prepare](block)
+        with enable(OverlapConfig.model_validate(HALVES)):
+            x = torch.randn(SEQUENCE, 2, HIDDEN, requires_grad=True)
+            mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+            y = block(hidden_states=x, attention_mask=mask)
+            forward = [line.replace(" forward", "") for line in log]
+            log.clear()
+            y.sum().backward()
+    finally:
+        batch_overlap.Reduction = original  # type: ignore[misc]
+    return forward, [line.replace(" backward", "") for line in log]
+
+
+def _late(block: Any) -> None:
+    for layer in block.layers:
+        _gathered_late(layer.mlp)
+        # As Megatron puts one on every module: it sees no input that is given by name.
+        layer.register_forward_pre_hook(lambda _, __: None)
+
+
+def _watched(block: Any) -> None:
+    """Somebody reads what the first layer returns."""
+
+    def look(_: Any, __: Any, output: tuple[torch.Tensor, Any]) -> None:
+        assert output[0].isfinite().all()
+
+    block.layers[0].register_forward_hook(look)
+
+
+def _watched_in_backward(block: Any) -> None:
+    """Somebody waits for the gradient of what the first layer returns."""
+    block.seen = []
+    block.layers[0].register_full_backward_hook(lambda *_: block.seen.append(True))
+
+
+def _watched_before(block: Any) -> None:
+    """Somebody reads what the second layer is given, by name."""
+
+    def look(_: Any, __: Any, given: dict[str, Any]) -> None:
+        assert given["hidden_states"].isfinite().all()
+
+    block.layers[1].register_forward_pre_hook(look, with_kwargs=True)
+
+
+def _second_whole(block: Any) -> None:
+    """The second layer is not one that runs in halves."""
+    block.layers[1].recompute_mlp = True
+
+
+def _another_mlp(block: Any) -> None:
+    """As an MLP of somebody's own."""
+    for layer in block.layers:
+        layer.mlp.__class__ = type("Other", (type(layer.mlp),), {})
+
+
+def _cross_attention(block: Any) -> None:
+    """One that gives back what it is given; the layer drops it."""
+
+    class Other(torch.nn.Module):
+        def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
+            return x
+
+    for layer in block.layers:
+        layer.cross_attention = Other()
+
+
+def _setting(name: str, value: Any) -> Any:
+    """A setting that needs TransformerEngine to make layers, and that layers of the local spec do not look at."""
+    return lambda block: setattr(block.config, name, value)
+
+
+PREPARE = {
+    "another MLP": _another_mlp,
+    "cross-attention": _cross_attention,
+    "offloading": _setting("cpu_offloading", True),
+    "fp8": _setting("fp8", "e4m3"),
+    "no order": lambda block: None,
+    "nothing": lambda block: None,
+    "late": _late,
+    "watched": _watched,
+    "watched before": _watched_before,
+    "watched in backward": _watched_in_backward,
+    "second whole": _second_whole,
+}

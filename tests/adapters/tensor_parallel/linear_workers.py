@@ -1,0 +1,379 @@
+"""What the workers run: Megatron's own layers with and without the plugin, on the same data.
+
+Megatron is imported inside the functions: in a worker, after the CPU adapter, and never in the test's own process.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_overlap import OverlapConfig, enable
+from megatron_overlap.ops import reference
+from tests.helpers.numerics import assert_close_to_exact
+
+TENSOR = {"method": "p2p", "chunks_per_rank": 2}
+BATCH, IN, OUT = 2, 16, 24
+OPS = {
+    ("column", False): reference.all_gather_linear,
+    ("row", False): reference.linear_reduce_scatter,
+    ("column", True): reference.copy_linear,
+    ("row", True): reference.linear_all_reduce,
+}
+
+
+def start(group: dist.ProcessGroup) -> str:
+    """Adapts Megatron and makes its groups, all ranks being one tensor group; the release that runs."""
+    if "megatron.core" not in sys.modules:
+        from megatron_overlap.adapters import cpu
+
+        cpu.install()
+    from megatron.core import package_info, parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size(group))
+    model_parallel_cuda_manual_seed(7)
+    return str(package_info.__version__)
+
+
+def make_layer(kind: str, dtype: torch.dtype, *, bias: bool = True, skip_bias_add: bool = False, **config: Any) -> Any:
+    """A layer with the same random weights on every call."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    expert = config.pop("is_expert", False)
+    reduced = {"disable_grad_reduce": True} if config.pop("disable_grad_reduce", False) else {}
+    settings: dict[str, Any] = {"sequence_parallel": True, **config}
+    made = TransformerConfig(
+        num_layers=1,
+        hidden_size=IN,
+        num_attention_heads=4,
+        tensor_model_parallel_size=group.size(),
+        use_cpu_initialization=True,
+        params_dtype=dtype,
+        **settings,
+    )
+    common: dict[str, Any] = {"config": made, "init_method": torch.nn.init.normal_, "bias": bias}
+    common |= {"skip_bias_add": skip_bias_add, "is_expert": expert, "tp_group": group}
+    torch.manual_seed(11)
+    if kind == "column":
+        layer = ColumnParallelLinear(IN, OUT, gather_output=False, **reduced, **common)
+    else:
+        layer = RowParallelLinear(IN, OUT, input_is_parallel=True, **common)
+    if bias:
+        generator = torch.Generator().manual_seed(23 + group.rank() * (kind == "column"))
+        with torch.no_grad():
+            layer.bias.copy_(torch.randn(layer.bias.shape, generator=generator))
+    return layer
+
+
+def make_data(kind: str, dtype: torch.dtype, sequence: int, ranks: int, rank: int, parallel: bool = True) -> Any:
+    """This rank's input and output gradient, `[S, B, H]`."""
+    generator = torch.Generator().manual_seed(31 + rank)
+    own = sequence // ranks if parallel else sequence
+    rows_in, rows_out = (own, sequence) if kind == "column" else (sequence, own)
+    wide = (IN, OUT // ranks) if kind == "column" else (IN // ranks, OUT)
+    x = torch.randn(rows_in, BATCH, wide[0], generator=generator).to(dtype)
+    dy = torch.randn(rows_out, BATCH, wide[1], generator=generator).to(dtype)
+    return x, dy
+
+
+def step(layer: Any, x: torch.Tensor, dy: torch.Tensor, *, recompute: bool = False) -> dict[str, Any]:
+    """Forward and backward; the output, the bias that was not added, and every gradient."""
+    x = x.clone().requires_grad_()
+    bias: list[Any] = []
+
+    def forward(value: torch.Tensor) -> torch.Tensor:
+        y, left = layer(value)
+        bias[:] = [left]
+        return y
+
+    if recompute:
+        from megatron.core.tensor_parallel import checkpoint
+
+        y = checkpoint(forward, False, x)
+    else:
+        y = forward(x)
+    y.backward(dy)
+    grads = {"y": y.detach(), "dx": x.grad, "dw": layer.weight.grad}
+    grads["dbias"] = None if layer.bias is None else layer.bias.grad
+    return {**grads, "left": bias[0]}
+
+
+def against_stock(
+    group: dist.ProcessGroup,
+    kind: str,
+    dtype: torch.dtype,
+    *,
+    bias: bool = True,
+    skip_bias_add: bool = False,
+    frozen: bool = False,
+    fused: bool = False,
+    recompute: bool = False,
+    plain: bool = False,
+    tensor: dict[str, Any] | None = None,
+) -> list[tuple[str, str, int, int]]:
+    """One layer with and without the plugin: output and gradients. Returns what was overlapped, by direction.
+
+    `plain` is without sequence parallelism, on a sequence that does not divide.
+    """
+    start(group)
+    ranks, rank = group.size(), group.rank()
+    x, dy = make_data(kind, dtype, 3 * ranks + plain, ranks, rank, parallel=not plain)
+    made = {"bias": bias, "skip_bias_add": skip_bias_add, "sequence_parallel": not plain}
+
+    def fresh() -> Any:
+        layer = make_layer(kind, dtype, **made)
+        # Stock gives the bias no gradient where the weight is frozen, so it is frozen as a whole.
+        layer.requires_grad_(not frozen)
+        return layer
+
+    stock = step(fresh(), x, dy, recompute=recompute)
+    layer = fresh()
+    if fused:
+        layer.gradient_accumulation_fusion = True
+        layer.weight.main_grad = torch.ones(layer.weight.shape, dtype=torch.float32)
+        layer.weight.grad_added_to_main_grad = False
+    with enable(OverlapConfig(tensor=tensor or TENSOR), strict=True) as session:
+        mine = step(layer, x, dy, recompute=recompute)
+        sites = session.report().sites
+    if fused:
+        assert layer.weight.grad_added_to_main_grad
+        assert mine["dw"].dtype == dtype, "what makes Megatron's data parallel hook run"
+        mine["dw"] = layer.weight.main_grad - 1
+    _compare(OPS[kind, plain], layer, x, dy, stock, mine, added=bias and not skip_bias_add, shift=float(fused))
+    return [(site.op, site.direction, tally.overlapped, tally.moved_bytes) for site, tally in sites.items()]
+
+
+def _compare(op: Any, layer: Any, x: Any, dy: Any, stock: Any, mine: Any, *, added: bool, shift: float) -> None:
+    group = layer.tp_group
+    shape = max(x.shape[:1], dy.shape[:1])
+    bias = layer.bias.detach() if added else None
+    exact = _double(op, x, layer.weight.detach(), bias, dy, group)
+    size = _double(op, x.abs(), layer.weight.detach().abs(), None if bias is None else bias.abs(), dy.abs(), group)
+    # What was in main_grad before is rounded with it.
+    size["dw"] = size["dw"] + shift
+    terms = {"y": IN, "dx": OUT, "dw": shape[0] * BATCH, "dbias": shape[0] * BATCH}
+    for name, count in terms.items():
+        assert (mine[name] is None) == (stock[name] is None), f"{name}: {mine[name]} {stock[name]}"
+        if mine[name] is not None:
+            expected, magnitude = (part[name].reshape(mine[name].shape) for part in (exact, size))
+            assert_close_to_exact(f"{op.__name__} {name}", mine[name], stock[name], expected, magnitude, count)
+    if stock["left"] is None:
+        assert mine["left"] is None
+    else:
+        assert torch.equal(mine["left"], stock["left"])
+
+
+def _double(op: Any, x: Any, w: Any, bias: Any, dy: Any, group: dist.ProcessGroup) -> dict[str, Any]:
+    x, w = (tensor.double().requires_grad_() for tensor in (x.flatten(0, 1), w))
+    bias = None if bias is None else bias.double().requires_grad_()
+    y = op(x, w, bias, group=group)
+    y.backward(dy.double().flatten(0, 1))
+    return {"y": y.detach(), "dx": x.grad, "dw": w.grad, "dbias": None if bias is None else bias.grad}
+
+
+def falls_back(group: dist.ProcessGroup, kind: str, what: str, strict: bool) -> tuple[list[str], str]:
+    """A call that is not overlapped: the reasons counted and the error; without `strict` it must equal stock."""
+    from megatron_overlap.counters import FallbackError
+
+    start(group)
+    config: dict[str, Any] = {}
+    tensor = TENSOR
+    sequence = 3 * group.size()
+    options: dict[str, Any] = {"skip_bias_add": True}
+    plain = what in ("ring", "no reduction")
+    if plain:
+        config["sequence_parallel"] = False
+    if what == "ring":
+        tensor = {**TENSOR, "schedule": "ring"}
+    elif what == "no reduction":
+        options["disable_grad_reduce"] = True
+    elif what == "expert":
+        config["is_expert"] = True
+    elif what == "odd":
+        sequence += 1
+    x, dy = make_data(kind, torch.float32, sequence, group.size(), group.rank(), not plain and what != "expert")
+
+    def fresh() -> Any:
+        layer = make_layer(kind, torch.float32, **options, **config)
+        if what == "deferred":
+            layer.config.defer_embedding_wgrad_compute = True
+            layer.config.wgrad_deferral_limit = 0
+            layer.embedding_activation_buffer, layer.grad_output_buffer = [], []
+            # Without it stock computes the gradient that it has just deferred.
+            layer.gradient_accumulation_fusion = True
+        if what == "offloaded":
+            layer.config._cpu_offloading_context = SimpleNamespace(inside_context=True)
+            layer.config.cpu_offloading = True
+        return layer
+
+    error = ""
+    with enable(OverlapConfig(tensor=tensor), strict=strict) as session:
+        layer = fresh()
+        try:
+            mine = step(layer, x, dy)
+        except (FallbackError, RuntimeError, AssertionError) as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        sites = session.report().sites
+    reasons = [reason for tally in sites.values() for reason in tally.fallbacks]
+    assert not any(tally.overlapped for tally in sites.values())
+    if not error:
+        stock = fresh()
+        plain = step(stock, x, dy)
+        for name, value in plain.items():
+            assert (value is None and mine[name] is None) or torch.equal(value, mine[name]), name
+        if what == "deferred":
+            assert mine["dw"] is None
+            assert len(layer.grad_output_buffer) == 1
+    return reasons, error
+
+
+def in_a_capture(group: dist.ProcessGroup, kind: str) -> str | None:
+    """What keeps a call from its op while its stream is captured; of tensors that say they are on a GPU."""
+    from unittest import mock
+
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    from megatron_overlap.adapters.tensor_parallel.linear import LinearAdapter
+
+    start(group)
+    with enable(OverlapConfig(tensor=TENSOR)) as session, FakeTensorMode() as mode:
+        metas = (torch.empty(shape, device="meta") for shape in ((12, BATCH, IN), (OUT, IN)))
+        x, w = (FakeTensor(mode, meta, torch.device("cuda:0")) for meta in metas)
+        assert x.is_cuda
+        with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
+            return LinearAdapter.of(session).why_not(x, w, group, {"column": "ag_gemm", "row": "gemm_rs"}[kind])
+
+
+def asks_for_fused(group: dist.ProcessGroup, kind: str, plain: bool, strict: bool) -> tuple[dict[str, int], str, str]:
+    """A layer with `method: fused` where there is no GPU: what is counted and shown; it must equal p2p."""
+    from megatron_overlap.counters import FallbackError
+
+    start(group)
+    x, dy = make_data(kind, torch.float32, 3 * group.size(), group.size(), group.rank(), not plain)
+    results = []
+    for method in ("p2p", "fused"):
+        with enable(OverlapConfig(tensor={**TENSOR, "method": method}), strict=strict) as session:
+            try:
+                results.append(step(make_layer(kind, torch.float32, sequence_parallel=not plain), x, dy))
+            except FallbackError as error:
+                return {}, "", str(error)
+            report = session.report()
+    # To the rounding of sums in the order in which rows landed.
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-5)
+    (tally,) = [tally for tally in report.sites.values() if tally.not_fused]
+    assert tally.overlapped
+    assert not any(tally.fallbacks for tally in report.sites.values())
+    return tally.not_fused, report.render(width=250), ""
+
+
+def disabled_leaves_nothing(group: dist.ProcessGroup) -> int:
+    """Every attribute of every module and class of Megatron before and after; how many were replaced meanwhile."""
+    start(group)
+    make_layer("row", torch.float32)
+    before = _everything()
+    with enable(OverlapConfig(tensor=TENSOR)):
+        step(make_layer("column", torch.float32), *make_data("column", torch.float32, 12, group.size(), group.rank()))
+        meanwhile = _everything()
+    after = _everything()
+    changed = [key for key, value in before.items() if meanwhile[key] is not value]
+    for key, value in before.items():
+        assert after[key] is value, key
+    return len(changed)
+
+
+def _everything() -> dict[tuple[str, str], object]:
+    found: dict[tuple[str, str], object] = {}
+    for module_name, module in list(sys.modules.items()):
+        if module is None or not module_name.startswith("megatron."):
+            continue
+        for name, value in list(vars(module).items()):
+            # Memory buffers and counters of Megatron's own change as it runs; functions and classes do not.
+            if callable(value):
+                found[module_name, name] = value
+            if isinstance(value, type) and value.__module__.startswith("megatron."):
+                found.update(((f"{module_name}.{name}", key), item) for key, item in vars(value).items())
+    return found
+
+
+def shared_input(group: dist.ProcessGroup) -> list[int]:
+    """Two column layers of one input, one of another input, one of an input written into since: all equal to stock.
+
+    Returns the bytes that all forwards together sent.
+    """
+    start(group)
+    x, dy = make_data("column", torch.float32, 3 * group.size(), group.size(), group.rank())
+
+    def both() -> dict[str, Any]:
+        layers = [make_layer("column", torch.float32, bias=False) for _ in range(2)]
+        with torch.no_grad():
+            layers[1].weight.mul_(-2)
+        leaf, other = (tensor.clone().requires_grad_() for tensor in (x, x + 1))
+        y = layers[0](leaf)[0] + layers[1](leaf)[0]
+        from_other = layers[0](other)[0]
+        with torch.no_grad():
+            other.add_(1)
+            written = layers[0](other)[0]
+        (y + from_other.detach()).backward(dy)
+        made = {"y": y.detach(), "other": from_other.detach(), "written": written, "dx": leaf.grad}
+        return {**made, "first": layers[0].weight.grad, "second": layers[1].weight.grad}
+
+    stock = both()
+    with enable(OverlapConfig(tensor=TENSOR), strict=True) as session:
+        mine = both()
+        sites = session.report().sites
+    for name, value in stock.items():
+        torch.testing.assert_close(mine[name], value, rtol=1e-5, atol=1e-5, msg=name)
+    return [tally.moved_bytes for site, tally in sites.items() if site.direction == "forward"]
+
+
+def memory_of(group: dist.ProcessGroup, recompute_gather: str) -> dict[str, int]:
+    """Two column layers of one input and one of another: the reported memory beside what autograd really holds."""
+    start(group)
+    x, dy = make_data("column", torch.float32, 3 * group.size(), group.size(), group.rank())
+    layers = [make_layer("column", torch.float32, bias=False) for _ in range(3)]
+    weights = {layer.weight.data_ptr() for layer in layers}
+    held: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in weights:
+            held[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    config = OverlapConfig(tensor={**TENSOR, "recompute_gather": recompute_gather})
+    with enable(config, strict=True) as session:
+        kept = session.counters.kept
+        leaf, other = (tensor.clone().requires_grad_() for tensor in (x, x))
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            outputs = [layers[0](leaf)[0], layers[1](leaf)[0], layers[2](other)[0]]
+            with torch.no_grad():
+                layers[0](x)
+        after_forward = kept.live_bytes
+        # Still referenced: backward itself lets go, not the end of the graph.
+        last = outputs.pop()
+        last.backward(dy)
+        one_gone = kept.live_bytes
+        outputs.clear()
+        (buffers,) = session.report().as_dict()["buffers"]
+        assert buffers["ranks"] == f"ranks {', '.join(map(str, range(group.size())))}"
+        assert buffers["bytes"]["gather"] == group.size() * x.nbytes
+        report = session.report().as_dict()["memory"]
+        assert report["modules"][0]["name"] == f"{IN}->{OUT // group.size()}"
+        return {
+            "held": sum(held.values()),
+            "after_forward": after_forward,
+            "one_gone": one_gone,
+            "at_the_end": kept.live_bytes,
+            "peak": report["peak_bytes"],
+            "otherwise": report["otherwise_peak_bytes"],
+            "a_call": report["modules"][0]["kept_bytes"],
+            "a_call_otherwise": report["modules"][0]["otherwise_bytes"],
+        }

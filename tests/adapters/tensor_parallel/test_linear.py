@@ -1,0 +1,174 @@
+"""Megatron's own ColumnParallelLinear and RowParallelLinear on four ranks, with and without the plugin."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from tests.adapters.tensor_parallel import linear_workers as cases
+from tests.helpers.releases import OLDEST, ROOT, release_environment
+from tests.helpers.world import World, assert_same
+
+RANKS = 4
+OPS = {("column", False): "ag_gemm", ("row", False): "gemm_rs", ("column", True): "copy_gemm", ("row", True): "gemm_ar"}
+EXPERT = "expert layer: the token dispatcher communicates, not the layer"
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["sp", "no-sp"])
+@pytest.mark.parametrize("kind", ["column", "row"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"bias": False},
+        {"skip_bias_add": True},
+        {"frozen": True},
+        {"fused": True},
+        {"fused": True, "recompute": True},
+        {"recompute": True},
+        {"tensor": {"method": "p2p", "schedule": "ring", "chunks_per_rank": 3}},
+        {"tensor": {"method": "p2p", "recompute_gather": "never"}},
+    ],
+    ids=lambda options: "-".join(options) or "plain",
+)
+def test_equal_to_stock(ranks: World, kind: str, dtype: torch.dtype, options: dict[str, Any], plain: bool) -> None:
+    if plain and "tensor" in options:
+        pytest.skip("an all-reduce has no ring, and gathers no input")
+    counts = ranks.run(RANKS, cases.against_stock, kind, dtype, plain=plain, **options)
+    # Bytes are not compared: of rows that do not divide, ranks send one more or less.
+    assert_same([[count[:3] for count in on_rank] for on_rank in counts])
+    op = OPS[kind, plain]
+    times = {direction: number for name, direction, number, _ in counts[0] if name == op}
+    expected = {"forward": 2 if options.get("recompute") else 1, "dgrad": 1, "wgrad": 1}
+    if options.get("frozen"):
+        del expected["wgrad"]
+    assert times == expected
+
+
+def test_bytes_are_those_of_the_collectives(ranks: World) -> None:
+    """A rank sends its shard to three others in an all-gather, and three partial shards in a reduce-scatter."""
+    shard, item = 3 * cases.BATCH, 4
+    for kind in ("column", "row"):
+        sent = {d: b for _, d, _, b in ranks.run(RANKS, cases.against_stock, kind, torch.float32)[0]}
+        width = cases.IN if kind == "column" else cases.OUT
+        once = 3 * shard * width * item
+        # The row layer's two gradients share one gather, counted with the first.
+        assert sent == {"forward": once, "dgrad": once, "wgrad": once if kind == "column" else 0}
+    rows, others = (3 * RANKS + 1) * cases.BATCH, 3
+    for kind, direction, width in (("column", "dgrad", cases.IN), ("row", "forward", cases.OUT)):
+        plain = ranks.run(RANKS, cases.against_stock, kind, torch.float32, plain=True)
+        for rank_sent in plain:
+            assert [d for _, d, _, b in rank_sent if b] == [direction]
+        # All others' rows to their owners, and every own sum to all others: together twice those of three shards.
+        assert sum(b for rank_sent in plain for *_, b in rank_sent) == 2 * others * rows * width * item
+
+
+@pytest.mark.parametrize(
+    ("kind", "what", "reason"),
+    [
+        ("column", "ring", "schedule ring has no all-reduce: use direct, or --sequence-parallel"),
+        ("row", "ring", "schedule ring has no all-reduce: use direct, or --sequence-parallel"),
+        ("column", "no reduction", "the layer does not communicate (disable_grad_reduce)"),
+        ("row", "expert", EXPERT),
+        ("column", "expert", EXPERT),
+        ("column", "deferred", "deferred weight gradient of the embedding (--defer-embedding-wgrad-compute)"),
+    ],
+)
+def test_what_does_not_fit_runs_megatrons_path(ranks: World, kind: str, what: str, reason: str) -> None:
+    for reasons, error in ranks.run(RANKS, cases.falls_back, kind, what, False):
+        assert reasons == [reason]
+        assert error == ""
+    name = "column 16->6" if kind == "column" else "row 4->24"
+    # The expert layers here have their flag from a config with sequence parallelism; column ones are told otherwise.
+    plain = what in ("ring", "no reduction") or (what, kind) == ("expert", "column")
+    module = f"{name}: {OPS[kind, plain]}"
+    for reasons, error in ranks.run(RANKS, cases.falls_back, kind, what, True):
+        assert reasons == [reason]
+        assert error.startswith(f"FallbackError: {module} forward: not overlapped: {reason};")
+
+
+def test_layers_whose_activations_are_offloaded_are_left_to_megatron(ranks: World) -> None:
+    """Which refuses them: its offloading needs TransformerEngine's layers."""
+    for reasons, error in ranks.run(RANKS, cases.falls_back, "row", "offloaded", False):
+        assert reasons == ["activations are offloaded to the CPU"]
+        assert "CPU Offloading" in error
+    for reasons, error in ranks.run(RANKS, cases.falls_back, "column", "offloaded", False):
+        assert reasons == []
+        assert "CPU Offloading" in error
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_a_cuda_graph_gets_megatrons_path(ranks: World, kind: str) -> None:
+    assert ranks.run(RANKS, cases.in_a_capture, kind) == ["a CUDA graph is being captured"] * RANKS
+
+
+def test_a_sequence_that_does_not_divide_is_left_to_megatron(ranks: World) -> None:
+    """Which refuses it in words of its own."""
+    for reasons, error in ranks.run(RANKS, cases.falls_back, "row", "odd", False):
+        assert reasons == ["sequence length is not divisible by the tensor-parallel size 4"]
+        assert "divisible" in error
+
+
+def test_column_layers_of_one_input_gather_it_once(ranks: World) -> None:
+    once = 3 * 3 * cases.BATCH * cases.IN * 4
+    # Four calls, of three contents.
+    assert ranks.run(RANKS, cases.shared_input) == [[3 * once]] * RANKS
+
+
+@pytest.mark.parametrize("choice", ["auto", "never"])
+def test_reported_memory_is_what_autograd_holds(ranks: World, choice: str) -> None:
+    shard = 3 * cases.BATCH * cases.IN * 4
+    # Own rows of one input are kept once for both its layers; gathered rows by each.
+    own, gathered = 2 * shard, 3 * RANKS * shard
+    for memory in ranks.run(RANKS, cases.memory_of, choice):
+        kept, otherwise = (own, gathered) if choice == "auto" else (gathered, own)
+        one = shard if choice == "auto" else 2 * RANKS * shard
+        assert memory["held"] == memory["after_forward"] == memory["peak"] == kept
+        assert (memory["one_gone"], memory["at_the_end"]) == (one, 0)
+        assert memory["otherwise"] == otherwise
+        assert {memory["a_call"], memory["a_call_otherwise"]} == {shard, RANKS * shard}
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["sp", "no-sp"])
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_fused_without_a_gpu_is_p2p_by_name(ranks: World, kind: str, plain: bool) -> None:
+    reason = "fused kernels need CUDA, not cpu"
+    for counted, shown, _ in ranks.run(RANKS, cases.asks_for_fused, kind, plain, strict=False):
+        assert counted == {reason: 1}
+        assert f"1 x p2p, not fused: {reason}" in shown
+        assert "symmetric memory of fused kernels: none allocated" in shown
+    for _, _, error in ranks.run(RANKS, cases.asks_for_fused, kind, plain, strict=True):
+        assert f"not fused: {reason}; set overlap.tensor.method to p2p" in error
+
+
+def test_disable_leaves_megatron_as_it_was(ranks: World) -> None:
+    assert all(changed >= 2 for changed in ranks.run(RANKS, cases.disabled_leaves_nothing))
+
+
+def test_the_release_is_the_one_asked_for(ranks: World) -> None:
+    releases = ranks.run(RANKS, cases.start)
+    assert_same(releases)
+    wanted = os.environ.get("EXPECTED_MEGATRON")
+    assert wanted is None or releases[0] == wanted
+
+
+@pytest.mark.long
+def test_the_oldest_release() -> None:
+    """All of the above once more, on the oldest release."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", __file__, "-k", "not oldest_release and not dtype1"],
+        cwd=ROOT,
+        env={**release_environment(OLDEST), "EXPECTED_MEGATRON": OLDEST},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout

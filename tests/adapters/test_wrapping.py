@@ -1,0 +1,18 @@
+"""What replacements of Megatron's methods share."""
+
+from __future__ import annotations
+
+from tests.adapters import wrapping_workers as cases
+from tests.helpers.world import World
+
+
+def test_torch_compile_does_not_enter_what_communicates() -> None:
+    """And compiles what is before, between and after."""
+    workers = World(answer_s=120)
+    try:
+        for traced, graphs, equal in workers.run(2, cases.compiled):
+            assert not traced
+            assert graphs == 3
+            assert equal == [True] * 4
+    finally:
+        workers.close()

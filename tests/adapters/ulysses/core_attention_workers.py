@@ -1,0 +1,189 @@
+"""What the workers run: Megatron's own attention layer under context parallelism, all ranks being one context group.
+
+Megatron is imported inside the functions: in a worker, after the CPU adapter, and never in the test's own process.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_overlap import OverlapConfig, enable
+from megatron_overlap.ops import reference
+from megatron_overlap.schedules import SequenceLayout
+
+HIDDEN, HEADS, KV_HEADS, SIZE = 64, 16, 8, 4
+
+
+def start(group: dist.ProcessGroup) -> None:
+    """Adapts Megatron and makes its groups."""
+    if "megatron.core" not in sys.modules:
+        from megatron_overlap.adapters import cpu
+
+        cpu.install()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size(group))
+    model_parallel_cuda_manual_seed(7)
+
+
+def make_config(**changes: Any) -> Any:
+    from megatron.core import parallel_state
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    settings: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": HIDDEN,
+        "num_attention_heads": HEADS,
+        "num_query_groups": KV_HEADS,
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+        "attention_dropout": 0.0,
+        "add_bias_linear": True,
+        "use_cpu_initialization": True,
+        **changes,
+    }
+    return TransformerConfig(**settings)
+
+
+def make_layer(**changes: Any) -> Any:
+    """A self-attention layer with the same random weights on every call and rank."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.spec_utils import build_module
+
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm").submodules.self_attention
+    torch.manual_seed(11)
+    layer = build_module(spec, config=make_config(**changes), layer_number=2)
+    assert layer.attn_mask_type is AttnMaskType.causal
+    with torch.no_grad():
+        torch.nn.init.normal_(layer.linear_qkv.bias)
+    return layer
+
+
+def frequencies(rows: int) -> torch.Tensor:
+    """Rotary frequencies of the own rows, as Megatron's embedding gives them."""
+    from megatron.core import parallel_state
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    embedding = RotaryEmbedding(
+        SIZE, rotary_percent=1.0, use_cpu_initialization=True, cp_group=parallel_state.get_context_parallel_group()
+    )
+    return embedding(rows)
+
+
+def textbook(layer: Any, whole: torch.Tensor) -> torch.Tensor:
+    """The layer on the whole sequence, on one rank, written out."""
+    qkv = whole @ layer.linear_qkv.weight.t() + layer.linear_qkv.bias
+    per_key = qkv.unflatten(2, (KV_HEADS, HEADS // KV_HEADS + 2, SIZE))
+    angle = torch.arange(whole.shape[0])[:, None] / 10000 ** (torch.arange(0, SIZE, 2) / SIZE)
+    cos, sin = (table[:, None, None, :] for table in (angle.cos(), angle.sin()))
+
+    def rotate(heads: torch.Tensor) -> torch.Tensor:
+        left, right = heads.chunk(2, dim=-1)
+        return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
+
+    q, k, v = per_key[:, :, :, :-2].flatten(2, 3), per_key[:, :, :, -2], per_key[:, :, :, -1]
+    return reference.attention(rotate(q), rotate(k), v).flatten(2) @ layer.linear_proj.weight.t()
+
+
+def against_textbook(
+    group: dist.ProcessGroup, *, fuse: bool = True, main_grad: bool = False, recompute: bool = False, **changes: Any
+) -> list[str]:
+    """Output, input gradient and the weight gradients summed over ranks; returns the ops that ran."""
+    start(group)
+    size, rank = group.size(), group.rank()
+    layout = SequenceLayout.zigzag(8 * size, size)
+    generator = torch.Generator().manual_seed(5)
+    whole, dwhole = (torch.randn(8 * size, 2, HIDDEN, generator=generator) for _ in range(2))
+    ulysses = {"method": "p2p", "fuse_projections": fuse}
+    with enable(OverlapConfig.model_validate({"ulysses": ulysses}), strict=True) as session:
+        if recompute:
+            changes |= {"recompute_granularity": "selective"}
+        layer = make_layer(**changes).train()
+        waited: list[str] = []
+        for name in ("linear_qkv", "linear_proj"):
+            module = getattr(layer, name)
+            module.register_forward_pre_hook(lambda *_, name=name: waited.append(name))
+            if main_grad:
+                module.gradient_accumulation_fusion = True
+                module.weight.main_grad = torch.ones(module.weight.shape)
+                module.weight.grad_added_to_main_grad = False
+        x = reference.own_rows(whole, layout, rank).requires_grad_()
+        y, bias = layer(x, None, rotary_pos_emb=frequencies(8 * size))
+        assert bias is layer.linear_proj.bias
+        y.backward(reference.own_rows(dwhole, layout, rank))
+        sites = session.report().sites
+    assert waited == ["linear_qkv", "linear_proj"], "Megatron waits there for parameters"
+    assert "forward" not in vars(layer), "disable() puts the layer back"
+    expected = whole.clone().requires_grad_()
+    true = textbook(layer, expected)
+    parameters = [layer.linear_qkv.weight, layer.linear_proj.weight, layer.linear_qkv.bias]
+    dx, *dparameters = torch.autograd.grad(true, (expected, *parameters), dwhole)
+    close = {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(y, reference.own_rows(true, layout, rank), **close)
+    torch.testing.assert_close(x.grad, reference.own_rows(dx, layout, rank), **close)
+    for parameter, wanted in zip(parameters, dparameters, strict=True):
+        if main_grad and parameter.dim() == 2:
+            assert parameter.grad_added_to_main_grad
+            got = parameter.main_grad - 1
+        else:
+            got = parameter.grad
+        dist.all_reduce(got, group=group)
+        torch.testing.assert_close(got, wanted, **close)
+    return sorted({site.op for site in sites})
+
+
+def layers_are_let_go(group: dist.ProcessGroup) -> bool:
+    """A layer with a forward of its own is no cycle: it goes with its last reference."""
+    import weakref
+
+    start(group)
+    with enable(OverlapConfig.model_validate({"ulysses": {"method": "p2p"}})):
+        layer = make_layer()
+        assert "forward" in vars(layer)
+        gone = weakref.ref(layer)
+        gc.disable()
+        del layer
+        gc.enable()
+    return gone() is None
+
+
+def refused(group: dist.ProcessGroup) -> list[str]:
+    """What is said of layers and calls that Ulysses does not do, and without the plugin."""
+    from megatron_overlap.adapters.ulysses.core_attention import UlyssesError
+
+    start(group)
+    texts = []
+    try:
+        make_layer()
+    except AssertionError as error:
+        texts.append(str(error))
+    with enable(OverlapConfig.model_validate({"ulysses": {"method": "p2p"}})):
+        for changes in (
+            {"attention_dropout": 0.1},
+            {"window_size": (4, 0)},
+            {"num_attention_heads": 3, "num_query_groups": 3, "kv_channels": 4},
+        ):
+            try:
+                make_layer(**changes)
+            except UlyssesError as error:
+                texts.append(str(error))
+        core = make_layer().core_attention
+        q = torch.randn(4, 1, HEADS, SIZE)
+        k = torch.randn(4, 1, KV_HEADS, SIZE)
+        for call in (
+            {"packed_seq_params": object()},
+            {"attention_bias": torch.zeros(1)},
+            {"key": torch.cat([k, k]), "value": torch.cat([k, k])},
+        ):
+            try:
+                core(**{"query": q, "key": k, "value": k, "attention_mask": None, **call})
+            except UlyssesError as error:
+                texts.append(str(error))
+    return texts

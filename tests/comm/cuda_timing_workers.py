@@ -1,0 +1,147 @@
+"""What the workers run in tests of events: messages whose delay is known, and clocks that are known to be apart."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_overlap.comm.clock_sync import compare_clocks
+from megatron_overlap.comm.gloo import GlooFlight, GlooTransport
+from megatron_overlap.comm.transport import Wire
+from megatron_overlap.schedules import all_gather_plan
+from megatron_overlap.tracing.collective_waits import OtherWaits
+from megatron_overlap.tracing.events import EVENT, Kind, RankEvents, Trace
+from megatron_overlap.tracing.exposed import exposed_in
+
+
+class DelayTransport(GlooTransport):
+    """Hands every message to the network `delay_s` after it could have left, and notes when that was."""
+
+    delay_s = 0.0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.left_ns: list[int] = []
+        super().__init__(*args, **kwargs)
+
+    def begin(self, wires: Sequence[Wire], op: str) -> GlooFlight:
+        self._op += 1
+        flight = DelayFlight(self, wires, op, self._op << 13)
+        for peer in {wire.exchange.source for wire in wires}:
+            self._receivers[peer].put(flight)
+        with self.changed:
+            self._sending.append(flight)
+            self.changed.notify_all()
+        return flight
+
+
+class DelayFlight(GlooFlight):
+    def send_next(self) -> None:
+        transport = self._transport
+        assert isinstance(transport, DelayTransport)
+        time.sleep(transport.delay_s)
+        transport.left_ns.append(time.perf_counter_ns())
+        super().send_next()
+
+
+def known_delays(group: dist.ProcessGroup, delays: list[tuple[str, float, float]]) -> dict[str, tuple[float, float]]:
+    """Rank 0's exposed time of each op by our events, and what it must be: both in milliseconds.
+
+    Args:
+        group: two ranks.
+        delays: op, seconds after which rank 1's message leaves, seconds that rank 0 computes before it needs it.
+    """
+    trace = Trace()
+    transport = DelayTransport(group, trace=trace)
+    plan = all_gather_plan(2, transport.rank)
+    computed_ns = []
+    start_ns = time.perf_counter_ns()
+    for op, delay_s, compute_s in delays:
+        wires = [Wire(exchange, torch.ones(64), torch.zeros(64)) for exchange in plan.exchanges]
+        transport.delay_s = delay_s if transport.rank == 1 else 0.0
+        dist.barrier(group)
+        flight = transport.begin(wires, op)
+        time.sleep(compute_s if transport.rank == 0 else 0.0)
+        computed_ns.append(time.perf_counter_ns())
+        flight.wait(0)
+        flight.finish()
+    stop_ns = time.perf_counter_ns()
+    left: list[Any] = [None, None]
+    dist.all_gather_object(left, transport.left_ns, group)
+    transport.close()
+    names, rows = trace.take()
+    found = exposed_in(RankEvents(transport.rank, _array(rows), names), start_ns, stop_ns)
+    by_op = {
+        f"{name} {direction}".removesuffix(" forward"): time_ms for (name, direction), time_ms in found.by_op.items()
+    }
+    truth = [max(0, sent - done) / 1e6 for sent, done in zip(left[1], computed_ns, strict=True)]
+    result = {op: (by_op.get(op, 0.0), true) for (op, _, _), true in zip(delays, truth, strict=True)}
+    return {**result, "all": (found.total_ms, sum(truth))}
+
+
+def message_names(group: dist.ProcessGroup) -> tuple[set[Any], set[Any]]:
+    """What names the messages that this rank sent, and those that it received; the last two are the ranks."""
+    trace = Trace()
+    transport = GlooTransport(group, trace=trace, lane="test")
+    for op in ("first", "second dgrad"):
+        plan = all_gather_plan(transport.size, transport.rank, chunks_per_rank=2, pattern="ring")
+        slots = {k: torch.zeros(5) for k, _ in enumerate(plan.exchanges)}
+        wires = [
+            Wire(e, torch.ones(5) if e.after_exchange is None else slots[e.after_exchange], slots[k])
+            for k, e in enumerate(plan.exchanges)
+        ]
+        transport.begin(wires, op).finish()
+    dist.barrier(group)
+    transport.close()
+    names, rows = trace.take()
+    sent, received = set(), set()
+    for row in _array(rows):
+        ends = (transport.ranks[transport.rank], int(row["peer"]))
+        name = (names[row["op"]], names[row["group"]], int(row["flight"]), int(row["exchange"]), int(row["num_bytes"]))
+        if row["kind"] == Kind.SENT:
+            sent.add((*name, *ends))
+        elif row["kind"] == Kind.LANDED:
+            received.add((*name, *ends[::-1]))
+    return sent, received
+
+
+def clocks(group: dist.ProcessGroup, ahead_ms: float) -> tuple[float, float]:
+    """Offset to rank 0 and its largest error in milliseconds, where every rank's clock is `rank * ahead_ms` ahead."""
+    rank = dist.get_rank(group)
+    mark = compare_clocks(group, lambda: time.perf_counter_ns() + round(rank * ahead_ms * 1e6))
+    return mark.offset_ns / 1e6, mark.error_ns / 1e6
+
+
+def others_waits(group: dist.ProcessGroup, late_s: float) -> tuple[list[tuple[str, float]], bool]:
+    """Rank 0's waits for collectives that rank 1 joins late, and whether torch is as it was found afterwards."""
+    trace, original = Trace(), dist.Work.wait
+    waits = OtherWaits(trace)
+    waits.install()
+    rank = dist.get_rank(group)
+    transport = GlooTransport(group, trace=trace)
+    flight = transport.begin([Wire(e, torch.ones(1), torch.ones(1)) for e in all_gather_plan(2, rank).exchanges], "op")
+    flight.finish()
+    dist.barrier(group)
+    trace.take()
+    time.sleep(late_s if rank else 0)
+    dist.all_reduce(torch.ones(1), group=group)
+    time.sleep(late_s if rank else 0)
+    handle = dist.all_reduce(torch.ones(1), group=group, async_op=True)
+    handle.wait()
+    names, rows = trace.take()
+    waits.remove()
+    transport.close()
+    found = _array(rows)
+    return (
+        [(names[row["op"]], (row["stop_ns"] - row["start_ns"]) / 1e9) for row in found if row["kind"] == 5],
+        dist.Work.wait is original,
+    )
+
+
+def _array(rows: Any) -> Any:
+    import numpy as np
+
+    return np.array(rows, dtype=EVENT)

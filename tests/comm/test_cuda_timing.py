@@ -1,0 +1,53 @@
+"""Events of transports, against what is known to have happened."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.comm import cuda_timing_workers
+from tests.helpers.world import World
+
+
+def test_exposed_time_is_what_was_injected(world: World) -> None:
+    """The largest error allowed is 2 %; an op whose message is early enough has nothing exposed."""
+    delays = [
+        ("gather", 0.20, 0.05),
+        ("scatter dgrad", 0.25, 0.10),
+        ("early wgrad", 0.01, 0.15),
+        ("gather", 0.15, 0.05),
+    ]
+    delays = [(op if number != 3 else "again", delay, compute) for number, (op, delay, compute) in enumerate(delays)]
+    for _ in range(4):
+        found = world.run(2, cuda_timing_workers.known_delays, delays)[0]
+        # Somebody else's turn on the core, between a reading of our clock and one of the test's: measured anew.
+        if all(ours == pytest.approx(truth, rel=0.02, abs=0.5) for ours, truth in found.values()):
+            break
+    else:
+        pytest.fail(f"(ours, truth) in ms, more than 2 % apart four times: {found}")
+    assert found["early wgrad"][1] == 0
+    assert found["all"][1] > 300
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_both_ends_name_a_message_alike(world: World, size: int) -> None:
+    answers = world.run(size, cuda_timing_workers.message_names)
+    sent = set().union(*(sent for sent, _ in answers))
+    received = set().union(*(received for _, received in answers))
+    assert sent == received
+    assert len(sent) == 2 * size * 2 * (size - 1)
+    assert {name[4] for name in sent} == {20}
+
+
+def test_clocks_that_are_apart(world: World) -> None:
+    """Workers of one machine share a clock, so that what is added to it is the whole truth."""
+    for rank, (offset, error) in enumerate(world.run(4, cuda_timing_workers.clocks, 1234.5)):
+        assert abs(offset + rank * 1234.5) <= error
+        assert error < 5
+
+
+def test_waits_for_collectives_are_timed_once(world: World) -> None:
+    waits, restored = world.run(2, cuda_timing_workers.others_waits, 0.1)[0]
+    assert [name for name, _ in waits] == ["all_reduce forward", "handle in others_waits forward"]
+    for _, took in waits:
+        assert took == pytest.approx(0.1, abs=0.05)
+    assert restored

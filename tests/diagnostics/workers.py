@@ -1,0 +1,160 @@
+"""What the workers run in tests of agreement, signs of life and failed waits."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_overlap.comm import TransportError, close_transport, transport_of
+from megatron_overlap.comm.gloo import GlooTransport
+from megatron_overlap.comm.transport import Ordered, Wire, store_beside
+from megatron_overlap.diagnostics.consistency import compare
+from megatron_overlap.diagnostics.flight_recorder import Watch
+from megatron_overlap.diagnostics.heartbeat import Pulse
+from megatron_overlap.ops import all_gather_linear
+from megatron_overlap.schedules import all_gather_plan
+
+
+def says(group: dist.ProcessGroup, said: list[dict[str, str] | None], deadline_s: float) -> tuple[str, float]:
+    """What each rank is told when rank r says `said[r]`; None says nothing. And after how long."""
+    rank = dist.get_rank(group)
+    store, facts = store_beside(group), said[rank]
+    start = time.perf_counter()
+    found = "" if facts is None else compare(store, rank, list(range(group.size())), "t", facts, deadline_s)
+    took = time.perf_counter() - start
+    dist.barrier(group)
+    return found, took
+
+
+def signs_of_life(group: dist.ProcessGroup) -> dict[str, str]:
+    """What rank 0 hears of rank 1 while it beats, after it has stopped, and after its last words."""
+    rank = dist.get_rank(group)
+    pulse = Pulse(store_beside(group), rank, 2.0, lambda: f"at step {7 + rank}")
+    heard = {"never": pulse.of(9)}
+    dist.barrier(group)
+    if rank == 0:
+        heard["alive"] = pulse.of(1)
+    dist.barrier(group)
+    if rank == 1:
+        pulse.close()
+    dist.barrier(group)
+    if rank == 0:
+        heard["silent"] = pulse.of(1)
+    dist.barrier(group)
+    if rank == 1:
+        pulse.say("waited in vain")
+    dist.barrier(group)
+    if rank == 0:
+        heard["said"] = pulse.of(1)
+        pulse.close()
+    left = sum(thread.name == "megatron_overlap_pulse" for thread in threading.enumerate())
+    assert left == 0
+    return heard
+
+
+class Layer(torch.nn.Module):
+    """A column-parallel linear on the op."""
+
+    def __init__(self, transport: object) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4, 8))
+        self.transport = transport
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return all_gather_linear(x, self.weight, group=self.transport)  # type: ignore[arg-type]
+
+
+def failed_wait(group: dist.ProcessGroup, folder: str, backward: bool) -> tuple[str, dict[str, object], str]:
+    """Rank 1 does not come to an op of rank 0: what that is told, what its file says, and what a second wait says."""
+    watch = Watch(dist.get_rank(group), Path(folder), {"version of x": "1"})
+    transport = GlooTransport(group, timeout_s=1.0, watch=watch)
+    watch.pulse = Pulse(store_beside(group), dist.get_rank(group), 1.0, watch.doing)
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(2, 2), Layer(transport)])})
+    watch.step = 5
+    x = torch.ones(3, 8, requires_grad=True)
+    texts, content = ["", ""], {}
+    if backward or transport.rank == 0:
+        try:
+            y = model["layers"][1](x)  # type: ignore[index]
+            watch.step = 6
+            if transport.rank == 0:
+                y.sum().backward()
+        except TransportError as error:
+            texts[0] = str(error)
+            content = json.loads((Path(folder) / "overlap-failure-rank0.json").read_text())
+        if transport.rank == 0:
+            start = time.perf_counter()
+            try:
+                model["layers"][1](x)  # type: ignore[index]
+            except TransportError as error:
+                texts[1] = str(error)
+            assert time.perf_counter() - start < 0.5, "a broken transport was waited for"
+    dist.barrier(group)
+    watch.close()
+    transport.close()
+    return texts[0], content, texts[1]
+
+
+def a_dead_thread(group: dist.ProcessGroup) -> tuple[str, float]:
+    """A wait that no message will end, because the receiving threads have gone: what it is told, and after how long."""
+    from megatron_overlap.comm import gloo
+
+    transport = GlooTransport(group, timeout_s=0.2)
+    gloo._GRACE_S = 0.3
+    for queue in transport._receivers.values():
+        queue.put(None)
+    plan = all_gather_plan(2, transport.rank)
+    wires = [Wire(exchange, torch.zeros(4), torch.zeros(4)) for exchange in plan.exchanges]
+    flight = transport.begin(wires, "all_gather_linear")
+    start, text = time.perf_counter(), ""
+    try:
+        flight.wait(0)
+    except TransportError as error:
+        text = str(error)
+    took = time.perf_counter() - start
+    gloo._GRACE_S = 5.0
+    dist.barrier(group)
+    transport.close()
+    return text, took
+
+
+def peer_that_never_connects(group: dist.ProcessGroup) -> str:
+    """Rank 1 makes no transport."""
+    text = ""
+    if dist.get_rank(group) == 0:
+        try:
+            GlooTransport(group, timeout_s=1.0)
+        except TransportError as error:
+            text = str(error)
+    else:
+        store_beside(group)
+    dist.barrier(group)
+    return text
+
+
+def bits(group: dist.ProcessGroup, ordered: bool, late_s: list[float]) -> tuple[list[int], bool]:
+    """The bits of an op in bf16 whose ranks come at different times; and whether the transport told what had landed."""
+    rank = dist.get_rank(group)
+    transport = transport_of(group, lane=f"bits {ordered}", ordered=ordered)
+    told = not isinstance(transport, Ordered)
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(96, 40, generator=generator).bfloat16().requires_grad_()
+    w = torch.randn(24, 40, generator=generator).bfloat16().requires_grad_()
+    from megatron_overlap.ops import LinearPlan
+
+    time.sleep(late_s[rank])
+    y = all_gather_linear(x, w, group=transport, plan=LinearPlan(pattern="direct", chunks_per_rank=4))
+    time.sleep(late_s[rank])
+    y.backward(torch.randn(y.shape, generator=generator).bfloat16())
+    assert x.grad is not None
+    assert w.grad is not None
+    return [hash(t.detach().float().numpy().tobytes()) for t in (y, x.grad, w.grad)], told
+
+
+def close_all(group: dist.ProcessGroup) -> None:
+    close_transport(group)

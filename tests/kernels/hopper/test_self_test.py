@@ -1,0 +1,152 @@
+"""What the Hopper kernels must pass before they are used: the trial itself, on kernels that can be run here."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_overlap.kernels.configs import HOPPER, HOPPER_SMALL
+from megatron_overlap.kernels.hopper import gluon_version, operands, self_test
+from megatron_overlap.kernels.launch import GemmConfig
+from tests.helpers.world import World
+from tests.kernels import workers
+from tests.kernels.gluon_model import on
+from tests.kernels.modelled import modelled
+from tests.kernels.mutants import Edit
+from tests.kernels.turns import Machine
+
+
+@pytest.mark.parametrize("transposed", [True, False], ids=["nt", "nn"])
+@pytest.mark.parametrize("kind", ["ag_gemm", "gemm_to_owners"])
+def test_right_kernels_pass(two_ranks: World, kind: str, transposed: bool) -> None:
+    """The portable kernels, interpreted."""
+    assert two_ranks.run(1, workers.self_check, kind, transposed, ()) == [[]]
+
+
+def test_the_hopper_kernel_passes_on_the_model() -> None:
+    ag_gemm = modelled("hopper.ag_gemm").ag_gemm
+    with on(Machine(seed=0)):
+        assert list(self_test.gathering(ag_gemm, "cpu", torch.bfloat16, HOPPER, True)) == []
+
+
+@pytest.mark.timeout(300)
+def test_launchers_bind_as_a_device_would_have_it() -> None:
+    """Eight warps that multiply and four of which one loads; TMA takes at once what is swizzled together."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    script = Path(__file__).with_name("bind.py")
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, check=False)
+    assert run.returncode == 0, run.stderr
+    rows = [json.loads(line) for line in run.stdout.splitlines()]
+    names = ["ag_gemm_sm90_kernel", "ag_gemm_sm90_kernel", "gemm_to_owners_sm90_kernel"]
+    assert [row["name"] for row in rows] == names * 2
+    assert [row["blocks"][1] for row in rows] == [[256, 64]] * 3 + [[64, 64]] * 3
+    for row in rows:
+        assert (row["warps"], row["stores"], row["blocks"][0]) == (12, ["st.global.v4.b32"], [128, 64])
+
+
+WRONG = {
+    "no wait": ("ag_gemm", Edit("ag_gemm", "+ primitives.REMOTE) != 0", "+ primitives.REMOTE) > 1"), "did not wait"),
+    "no status": ("ag_gemm", Edit("primitives", "    if seen < epoch:\n", "    if seen < 0:\n"), "did not wait"),
+    "another epoch": (
+        "ag_gemm",
+        Edit("ag_gemm", "primitives.FLAG), epoch,", "primitives.FLAG), epoch + 1,"),
+        "gave up",
+    ),
+    "no bias": ("ag_gemm", Edit("ag_gemm", "        if HAS_BIAS:", "        if HAS_BIAS and N < 0:"), "wrong product"),
+    "rows past the end": ("ag_gemm", Edit("ag_gemm", "rows[:, None] < num_rows", "rows[:, None] < BLOCK_M"), "outside"),
+    "another owner": ("gemm_to_owners", Edit("gemm_rs", "(landings_ptr + owner)", "(landings_ptr + 0)"), "at owner 1"),
+    "flag too high": (
+        "gemm_to_owners",
+        Edit("primitives", "(flag_ptr, epoch, sem", "(flag_ptr, epoch + 1, sem"),
+        "flags",
+    ),
+    "counter left": ("gemm_to_owners", Edit("primitives", "xchg(counter_ptr, 0", "xchg(counter_ptr, 1"), "counters"),
+    "another slot": ("gemm_to_owners", Edit("gemm_rs", "landing += slot_offset +", "landing +="), "outside"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_kernels_are_refused(two_ranks: World, what: str) -> None:
+    kind, edit, text = WRONG[what]
+    (found,) = two_ranks.run(1, workers.self_check, kind, True, (edit,))
+    assert any(text in each for each in found), found
+
+
+def test_no_device_no_trial() -> None:
+    assert self_test.hopper_objection() == "no CUDA device"
+
+
+def test_a_trial_that_fails_or_hangs_is_an_objection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child is real; here it fails, for want of a device."""
+    monkeypatch.setattr(self_test, "static_objection", lambda device: "")
+    found = self_test.hopper_objection(torch.device("cuda", 0))
+    assert found.startswith("Hopper kernels: the trial failed: ")
+    assert "\n" not in found
+    assert "did not end within 0.01 s" in self_test.hopper_objection(0, deadline_s=0.01)
+
+
+def test_what_a_device_must_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, expected in (((9, 0), ""), ((10, 0), "not 10.0"), ((8, 0), "not 8.0")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert self_test.static_objection(0).endswith(expected)
+        assert bool(self_test.static_objection(0)) == bool(expected)
+    monkeypatch.setattr(gluon_version, "_MISSING", "no Gluon")
+    assert self_test.static_objection(0) == "no Gluon"
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(rows, columns, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "config", "text"),
+    [
+        (matrix(8, 32), matrix(32, 48), HOPPER, ""),
+        (matrix(8, 32), matrix(48, 32).t(), HOPPER_SMALL, ""),
+        (matrix(8, 32, torch.float32), matrix(32, 48, torch.float32), HOPPER, "not torch.float32"),
+        (matrix(8, 24), matrix(24, 48), HOPPER, "depth 24"),
+        (matrix(8, 32), matrix(32, 40), HOPPER, "columns 40"),
+        (matrix(8, 32), matrix(32, 96)[:, ::2], HOPPER, "b: strides"),
+        (matrix(8, 33)[:, 1:], matrix(32, 48), HOPPER, "a: rows"),
+        (matrix(8, 36)[:, :32], matrix(32, 48), HOPPER, "a: rows"),
+        (matrix(9, 32).flatten()[4:260].view(8, 32), matrix(32, 48), HOPPER, "a: rows"),
+        (matrix(32, 8).t(), matrix(32, 48), HOPPER, "a: rows"),
+        (matrix(8, 32), matrix(32, 52)[:, :48], HOPPER, "b: rows"),
+        (matrix(8, 32), matrix(32, 48), GemmConfig(128, 256, 64, num_warps=4), "8 warps"),
+        (matrix(8, 32), matrix(32, 48), GemmConfig(64, 256, 64), "tiles of"),
+    ],
+)
+def test_operands(a: torch.Tensor, b: torch.Tensor, config: GemmConfig, text: str) -> None:
+    found = operands.objection(a, b, config)
+    assert text in found
+    assert bool(found) == bool(text)
+    if found:
+        with pytest.raises(ValueError, match=text.split(":")[0]):
+            operands.check_operands(a, b, config)
+
+
+def test_output_must_be_aligned() -> None:
+    assert "out: rows" in operands.objection(matrix(8, 32), matrix(32, 48), HOPPER, matrix(8, 52)[:, :48])
+
+
+def test_triton_without_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shim is imported all the same, and says what is missing in one line."""
+    assert gluon_version.available()
+    monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
+    assert gluon_version.__file__ is not None
+    spec = importlib.util.spec_from_file_location("without_gluon", gluon_version.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    shim = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(shim)
+    assert not shim.available()
+    assert "has no Gluon for Hopper" in shim.objection()
+    assert "\n" not in shim.objection()

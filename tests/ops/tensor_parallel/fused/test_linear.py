@@ -1,0 +1,214 @@
+"""Fused ops are equal to the same references as p2p: real autograd, real processes, kernels in the interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_overlap.ops.tensor_parallel.fused.plan import FusedPlan
+from tests.helpers.interpreting import interpreting_world
+from tests.helpers.mutants import Edit
+from tests.helpers.world import World, assert_same
+from tests.ops.tensor_parallel import linear_all_reduce_workers, linear_workers
+from tests.ops.tensor_parallel.fused import fused_workers
+
+SEQUENCE = ["all_gather_linear", "linear_reduce_scatter"]
+PLAIN = ["linear_all_reduce", "copy_linear"]
+PLANS = {
+    "push, remote stores": FusedPlan(chunk_rows=7),
+    "pull, staged stores": FusedPlan(mover="pull", stores="staged", chunk_rows=7),
+    "ring, one tile a shard, one SM": FusedPlan(mover="ring", chunk_rows=64, spare_sms=1, kernel="hopper"),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[World]:
+    """Four interpreting workers."""
+    workers = interpreting_world(4)
+    yield workers
+    workers.close()
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
+@pytest.mark.parametrize("op", SEQUENCE)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_equals_reference(ranks: World, num_ranks: int, op: str, plan: FusedPlan) -> None:
+    """61 rows: shards and chunks differ in length."""
+    ranks.run(num_ranks, linear_workers.against_reference, op, 61, 48, 33, torch.float32, plan, late=False)
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
+@pytest.mark.parametrize("op", PLAIN)
+def test_all_reduce_equals_reference(ranks: World, op: str, plan: FusedPlan) -> None:
+    bits = ranks.run(4, linear_all_reduce_workers.against_reference, op, 61, 48, 33, torch.float32, plan, late=False)
+    assert_same(bits)
+
+
+@pytest.mark.parametrize("main_grad", [False, True], ids=["own gradient", "main_grad"])
+@pytest.mark.parametrize("op", SEQUENCE + PLAIN)
+def test_over_two_hosts(ranks: World, op: str, main_grad: bool) -> None:
+    """Fused inside a host of two ranks, late messages between hosts; 61 rows: hosts own different numbers."""
+    case = (linear_workers if op in SEQUENCE else linear_all_reduce_workers).against_reference
+    plan = FusedPlan(chunk_rows=7)
+    ranks.run(4, case, op, 61, 48, 33, torch.float32, plan, late=True, main_grad=main_grad, hosts=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
+@pytest.mark.parametrize("op", SEQUENCE + PLAIN)
+def test_weight_gradient_goes_into_main_grad(ranks: World, op: str, dtype: torch.dtype) -> None:
+    case = (linear_workers if op in SEQUENCE else linear_all_reduce_workers).against_reference
+    ranks.run(2, case, op, 40, 32, 48, dtype, FusedPlan(), late=False, main_grad=True)
+
+
+def test_activation_recomputation(ranks: World) -> None:
+    plain, again = (ranks.run(2, fused_workers.recomputed, checkpoint) for checkpoint in (False, True))
+    for left, right in zip(plain, again, strict=True):
+        assert left == pytest.approx(right, rel=1e-6)
+
+
+def test_memory_is_twice_the_largest_gathered_activation_and_none_before_it_is_used(ranks: World) -> None:
+    for sizes in ranks.run(2, fused_workers.memory):
+        assert sizes[0] == (0, 0)
+        assert all(bound <= num_bytes <= bound + 8192 for num_bytes, bound in sizes[1:])
+        assert sizes[2] == sizes[3]
+        assert sizes[1] < sizes[2]
+
+
+def test_what_does_not_fit_is_refused_and_a_wait_in_vain_is_told(ranks: World) -> None:
+    for rank, messages in enumerate(ranks.run(2, fused_workers.refused)):
+        assert [text.split(":")[0] for text in messages] == ["x_shard", "x_shard", "x", *["all_gather_linear"] * 2]
+        assert f"rank {rank}: a CUDA graph is being captured; use method p2p there" in messages[3]
+        assert f"rank {rank}: op 1 of this group waited in vain" in messages[4]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("mover", "throw"), ("stores", "none"), ("kernel", "fast"), ("chunk_rows", 0), ("spare_sms", -1)],
+)
+def test_a_plan_that_is_not_known_is_refused(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"{name}: {value}: must be"):
+        FusedPlan(**{name: value})  # type: ignore[arg-type]
+
+
+SITUATIONS = {
+    "push": ({}, {}),
+    "late push": ({}, {"late_copies": True}),
+    "pull": ({"mover": "pull"}, {"late_start": True}),
+    "ring": ({"mover": "ring"}, {"late_copies": True}),
+    "staged": ({"stores": "staged"}, {"late_copies": True}),
+}
+NO_BARRIER = Edit("comm.symmetric.transport", "if self._epoch > 2:", "if False:")
+FLAG, COPY = (
+    "copying.write(self.flags_of(to), flag, self.epoch)",
+    "copying.copy(rows_of[to][rows], rows_of[source][rows])",
+)
+MUTANTS = {
+    "missing barrier": ("push", NO_BARRIER),
+    "barrier of an older op": ("push", Edit("comm.symmetric.transport", "self._epoch - 2)", "self._epoch - 4)")),
+    "one acknowledgement is enough": (
+        "push",
+        Edit("comm.symmetric.transport", "op_.own_acknowledgements,", "op_.own_acknowledgements[:1],"),
+    ),
+    "acknowledged before it is summed": (
+        "push",
+        Edit(
+            "ops.tensor_parallel.fused.intra_node",
+            "        landing = self._op.half(",
+            "        self._op.done()\n        landing = self._op.half(",
+        ),
+    ),
+    "stale epoch of a flag": (
+        "push",
+        Edit("comm.symmetric.transport", FLAG, FLAG.replace("self.epoch", "self.epoch - 1")),
+    ),
+    "flag before the copy": (
+        "late push",
+        Edit("comm.symmetric.transport", f"{COPY}\n                    {FLAG}", f"{FLAG}; {COPY}"),
+    ),
+    "wrong owner's flag": (
+        "push",
+        Edit("comm.symmetric.transport", "flag = owner * parts + part", "flag = to * parts + part"),
+    ),
+    "pulled before it is ready": (
+        "pull",
+        Edit("comm.symmetric.transport", "copying.wait(self._ready(rank), owner, self.epoch)", "pass"),
+    ),
+    "forwarded before it is there": (
+        "ring",
+        Edit("comm.symmetric.transport", "copying.wait(self.flags, flag, self.epoch)", "pass"),
+    ),
+    "taken before it is whole": (
+        "staged",
+        Edit("comm.symmetric.transport", "fabric.copying.wait(departed, owner * parts + part, self.epoch)", "pass"),
+    ),
+}
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_protocol(ranks: World, tmp_path: Path, situation: str) -> None:
+    plan, late = SITUATIONS[situation]
+    assert ranks.run(3, fused_workers.protocol, plan, (), tmp_path, **late) == [[]] * 3
+
+
+# One of them in the everyday run: each takes half a minute in the interpreter.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if number else []) for number, name in enumerate(MUTANTS)]
+)
+def test_a_wrong_protocol_is_caught(ranks: World, tmp_path: Path, name: str) -> None:
+    situation, edit = MUTANTS[name]
+    plan, late = SITUATIONS[situation]
+    assert any(ranks.run(3, fused_workers.protocol, plan, (edit,), tmp_path, **late))
+
+
+LAYER_MUTANTS = {
+    "one half for two ops": Edit("comm.symmetric.layout", "return epoch % 2 * _aligned(self.half_bytes)", "return 0"),
+    "done before wgrad": Edit(
+        "ops.tensor_parallel.fused.linear",
+        "            dw = gather.weight_gradient(dy, None, w, ctx.main_grad)\n            gather.done()",
+        "            gather.done()\n            dw = gather.weight_gradient(dy, None, w, ctx.main_grad)",
+    ),
+}
+
+
+def test_two_ops_in_flight(ranks: World) -> None:
+    """A column-parallel backward gathers and scatters at one time."""
+    assert ranks.run(2, fused_workers.layers) == [[]] * 2
+
+
+@pytest.mark.parametrize("name", LAYER_MUTANTS)
+def test_a_wrong_layer_is_caught(ranks: World, name: str) -> None:
+    assert any(ranks.run(2, fused_workers.layers, (LAYER_MUTANTS[name],)))
+
+
+def test_layers_over_two_hosts(ranks: World) -> None:
+    assert ranks.run(4, fused_workers.layers, hosts=2) == [[]] * 4
+
+
+HOST_MUTANTS = {
+    "rows before they are there": Edit(
+        "ops.tensor_parallel.fused.multi_node",
+        "            for exchange in work.needs:\n                self._flight.wait(exchange)\n",
+        "",
+    ),
+    "sums before they are there": Edit(
+        "ops.tensor_parallel.fused.multi_node",
+        "        for exchange in range(len(self._parts) - 1):\n            self._flight.wait(exchange)\n",
+        "",
+    ),
+    "rows of another host": Edit(
+        "ops.tensor_parallel.fused.multi_node", "nodes.rows(a.shape[0], node))", "nodes.rows(a.shape[0], 0))"
+    ),
+    "gathered in the order of ranks": Edit(
+        "ops.tensor_parallel.fused.multi_node",
+        "nodes.rows(self._num_rows, node)",
+        "nodes.rows(self._num_rows, nodes.num_nodes - 1 - node)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOST_MUTANTS)
+def test_wrong_layers_over_two_hosts_are_caught(ranks: World, name: str) -> None:
+    assert any(ranks.run(4, fused_workers.layers, (HOST_MUTANTS[name],), hosts=2))

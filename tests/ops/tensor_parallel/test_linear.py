@@ -1,0 +1,118 @@
+"""Overlapped linear layers are equal to their references: forward, dgrad, wgrad, bias gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_overlap.ops import LinearPlan
+from tests.helpers.world import World, assert_same
+from tests.ops.tensor_parallel import linear_workers
+
+OPS = ["all_gather_linear", "linear_reduce_scatter"]
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["gloo", "late"])
+@pytest.mark.parametrize("pattern", ["direct", "ring", "serial"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_equals_reference(world: World, num_ranks: int, op: str, dtype: torch.dtype, pattern: str, late: bool) -> None:
+    # 61 rows: not divisible by ranks, nor a rank's rows by chunks.
+    plan = LinearPlan(pattern=pattern, chunks_per_rank=3)  # type: ignore[arg-type]
+    world.run(num_ranks, linear_workers.against_reference, op, 61, 48, 33, dtype, plan, late=late)
+
+
+@pytest.mark.parametrize("split", ["edge", "all"])
+@pytest.mark.parametrize("op", OPS)
+def test_where_only_the_exposed_slice_is_cut(world: World, op: str, split: str) -> None:
+    for pattern in ("ring", "direct"):
+        plan = LinearPlan(pattern=pattern, chunks_per_rank=4, split=split)  # type: ignore[arg-type]
+        world.run(4, linear_workers.against_reference, op, 50, 16, 24, torch.float32, plan, late=True)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3])
+@pytest.mark.parametrize("op", OPS)
+def test_fewer_rows_than_ranks_or_chunks(world: World, op: str, rows: int) -> None:
+    plan = LinearPlan(chunks_per_rank=4)
+    world.run(4, linear_workers.against_reference, op, rows, 8, 8, torch.float32, plan, late=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("op", OPS)
+def test_weight_gradient_goes_into_main_grad(world: World, op: str, dtype: torch.dtype) -> None:
+    plan = LinearPlan(chunks_per_rank=3)
+    world.run(2, linear_workers.against_reference, op, 40, 32, 24, dtype, plan, late=True, main_grad=True)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_random_calls(world: World, num_ranks: int, seed: int) -> None:
+    world.run(num_ranks, linear_workers.random_calls, seed * 4 + num_ranks, 12)
+
+
+@pytest.mark.parametrize("pattern", ["direct", "ring", "serial"])
+def test_bytes_that_only_move_are_equal(world: World, pattern: str) -> None:
+    world.run(4, linear_workers.gathered_bytes_are_equal, pattern)
+
+
+def test_megatron_layout(world: World) -> None:
+    world.run(2, linear_workers.three_dimensions)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_frozen_weight_and_constant_input(world: World, op: str) -> None:
+    assert world.run(2, linear_workers.frozen, op, "w") == [[True, False]] * 2
+    assert world.run(2, linear_workers.frozen, op, "x") == [[False, True]] * 2
+
+
+def test_activation_recomputation(world: World) -> None:
+    plain = world.run(2, linear_workers.two_layers_recomputed, checkpoint=False)
+    recomputed = world.run(2, linear_workers.two_layers_recomputed, checkpoint=True)
+    for left, right in zip(plain, recomputed, strict=True):
+        assert left == pytest.approx(right, rel=1e-6)
+
+
+def test_gathered_input_is_kept_only_if_asked(world: World) -> None:
+    shard = 64 * 32 * 4
+    assert world.run(4, linear_workers.saved_bytes, save_gathered=False) == [shard] * 4
+    assert world.run(4, linear_workers.saved_bytes, save_gathered=True) == [4 * shard] * 4
+
+
+def test_no_buffer_grows_in_steady_state(world: World) -> None:
+    for first, last in world.run(2, linear_workers.steady_memory):
+        assert 0 < first == last
+
+
+def test_what_does_not_fit_is_refused(world: World) -> None:
+    messages = world.run(2, linear_workers.refused)
+    assert_same([[text.split(":")[0] for text in texts] for texts in messages])
+    assert [text.split(":")[0] for text in messages[0]] == ["x_shard", "x_shard", "bias", "x_shard", "main_grad", "x"]
+
+
+def test_transport_can_be_closed(world: World) -> None:
+    assert world.run(2, linear_workers.closed_and_opened_again) == [True, True]
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["gloo", "late"])
+def test_consumers_of_one_input_share_its_gather(world: World, late: bool) -> None:
+    """Only the same tensor, unchanged, with no other gather in between, is not sent again."""
+    shard = 6 * 8 * 4
+    for sent in world.run(2, linear_workers.consumers_share_a_gather, late=late):
+        assert sent == [[shard], [0], [shard], [shard], [0], [shard]]
+
+
+def test_rows_are_used_as_they_arrive(world: World) -> None:
+    owners = world.run(3, linear_workers.rows_in_order_of_arrival)
+    assert list(dict.fromkeys(owners[2])) == [2, 0, 1]
+    assert [sorted(set(each)) for each in owners] == [[0, 1, 2]] * 3
+
+
+def test_a_ring_computes_on_while_it_waits(world: World) -> None:
+    for rank, did in enumerate(world.run(4, linear_workers.a_ring_computes_on_while_it_waits)):
+        others = [f"rows of {(rank - distance) % 4}" for distance in (1, 2, 3)]
+        assert did == [*others, *["other work"] * 3, f"rows of {rank}"]
+
+
+def test_sums_do_not_depend_on_what_arrives_first(world: World) -> None:
+    assert world.run(4, linear_workers.sums_do_not_depend_on_arrival) == [True] * 4

@@ -1,0 +1,204 @@
+"""Schedules are proved by playing all ranks together, for every group size that is offered."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_overlap.schedules import (
+    Chunk,
+    ChunkLayout,
+    Plan,
+    ScheduleError,
+    all_gather_plan,
+    check,
+    reduce_scatter_plan,
+)
+from megatron_overlap.schedules.layout import Small, part_weights
+
+BUILDERS = {"all_gather": all_gather_plan, "reduce_scatter": reduce_scatter_plan}
+
+
+def plans(collective: str, num_ranks: int, **options: object) -> list[Plan]:
+    return [BUILDERS[collective](num_ranks, rank, **options) for rank in range(num_ranks)]  # type: ignore[operator]
+
+
+EVERYDAY = [*range(1, 10), 16, 31, 64]
+
+
+@pytest.mark.parametrize("split", ["all", "edge"])
+@pytest.mark.parametrize("pattern", ["ring", "direct"])
+@pytest.mark.parametrize("collective", BUILDERS)
+@pytest.mark.parametrize(
+    ("chunks_per_rank", "sizes"),
+    [(2, EVERYDAY), *(pytest.param(chunks, range(1, 65), marks=pytest.mark.long) for chunks in (1, 2, 3))],
+)
+def test_proved_for_every_group_size(
+    collective: str, pattern: str, split: str, chunks_per_rank: int, sizes: Sequence[int]
+) -> None:
+    for num_ranks in sizes:
+        group = plans(collective, num_ranks, chunks_per_rank=chunks_per_rank, pattern=pattern, split=split)
+        proof = check(group)
+        assert proof.tail_free
+        assert proof.num_exchanges == (num_ranks - 1) * chunks_per_rank
+        assert proof.peak_chunks_in_flight <= proof.num_exchanges
+
+
+@pytest.mark.parametrize("collective", BUILDERS)
+def test_serial_is_correct_but_not_tail_free(collective: str) -> None:
+    proof = check(plans(collective, 4, chunks_per_rank=2, pattern="serial"))
+    assert not proof.tail_free
+
+
+def test_order_of_the_paper() -> None:
+    gather = all_gather_plan(4, 1, pattern="ring")
+    assert [work.chunks[0].owner for work in gather.work] == [1, 0, 3, 2]
+    scatter = reduce_scatter_plan(4, 1, pattern="ring")
+    assert [work.chunks[0].owner for work in scatter.work] == [0, 3, 2, 1]
+    direct = reduce_scatter_plan(4, 1, pattern="direct")
+    assert [work.chunks[0].owner for work in direct.work if work.chunks] == [2, 3, 0, 1]
+
+
+def test_what_is_exposed_is_one_sub_slice() -> None:
+    """The last arrival of a gather, and the first departure of a scatter, wait for one chunk, not for one slice."""
+    gather = all_gather_plan(4, 2, chunks_per_rank=4, split="edge")
+    assert len(gather.work[-1].chunks) == 1
+    assert [len(work.chunks) for work in gather.work[:3]] == [4, 4, 4]
+    scatter = reduce_scatter_plan(4, 2, chunks_per_rank=4, split="edge")
+    assert len(scatter.work[0].chunks) == 1
+    assert scatter.exchanges[0].after_work == 1
+
+
+@pytest.mark.parametrize("pattern", ["ring", "direct"])
+@pytest.mark.parametrize("collective", BUILDERS)
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_every_damaged_plan_is_caught(collective: str, pattern: str, num_ranks: int) -> None:
+    """Each single change to one rank's plan (a peer, a chunk, a dropped wait or add, an order) is an error."""
+    good = plans(collective, num_ranks, chunks_per_rank=2, pattern=pattern)
+    check(good)
+    for damaged in _damage(good[1]):
+        with pytest.raises(ScheduleError):
+            check([good[0], damaged, *good[2:]])
+
+
+def _damage(plan: Plan) -> list[Plan]:
+    exchanges, work = list(plan.exchanges), list(plan.work)
+    damaged = []
+
+    def with_exchange(index: int, **change: object) -> None:
+        changed = [*exchanges]
+        changed[index] = dataclasses.replace(exchanges[index], **change)  # type: ignore[arg-type]
+        damaged.append(dataclasses.replace(plan, exchanges=tuple(changed)))
+
+    for index, exchange in enumerate(exchanges):
+        with_exchange(index, recv=Chunk(exchange.recv.owner, 1 - exchange.recv.part))
+        with_exchange(index, send=Chunk(exchange.send.owner, 1 - exchange.send.part))
+        with_exchange(index, to=plan.rank)
+        if plan.collective == "reduce_scatter":
+            with_exchange(index, after_work=exchange.after_work - 1)
+        if exchange.after_exchange is not None:
+            with_exchange(index, after_exchange=None)
+            with_exchange(index, after_exchange=exchange.after_exchange + 1)
+        shorter = exchanges[:index] + exchanges[index + 1 :]
+        damaged.append(dataclasses.replace(plan, exchanges=tuple(shorter)))
+    for index, piece in enumerate(work):
+        if piece.needs or piece.adds:
+            unwaited = dataclasses.replace(piece, needs=(), adds=piece.adds[1:])
+            damaged.append(dataclasses.replace(plan, work=(*work[:index], unwaited, *work[index + 1 :])))
+        damaged.append(dataclasses.replace(plan, work=(*work[:index], *work[index + 1 :])))
+        damaged.append(dataclasses.replace(plan, work=(*work[: index + 1], *work[index:])))
+    return damaged
+
+
+def test_deadlock_is_named() -> None:
+    good = plans("all_gather", 2)
+    late = dataclasses.replace(
+        good[0], exchanges=tuple(dataclasses.replace(e, after_work=2) for e in good[0].exchanges)
+    )
+    stuck = dataclasses.replace(
+        good[1], exchanges=tuple(dataclasses.replace(e, after_work=2) for e in good[1].exchanges)
+    )
+    with pytest.raises(ScheduleError, match="deadlock at exchange 0 of 1, work 1 of 2"):
+        check([late, stuck])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 500), st.integers(1, 64), st.integers(1, 9), st.sampled_from([None, "first", "last", "both"]))
+def test_layout_covers_every_row_once(num_rows: int, num_ranks: int, chunks_per_rank: int, small: Small | None) -> None:
+    layout = ChunkLayout(num_rows, num_ranks, chunks_per_rank, small)
+    rows = []
+    for owner in range(num_ranks):
+        start, stop = layout.shard(owner)
+        assert stop - start == layout.shard_rows(owner)
+        inside = []
+        for part in range(chunks_per_rank):
+            chunk = Chunk(owner, part)
+            first, last = layout.rows(chunk)
+            assert layout.num_chunk_rows(chunk) == last - first
+            assert layout.rows_in_shard(chunk) == (first - start, last - start)
+            inside += range(first, last)
+        assert inside == list(range(start, stop))
+        rows += inside
+    assert rows == list(range(num_rows))
+    sizes = [layout.shard_rows(owner) for owner in range(num_ranks)]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(
+    ("small", "parts", "weights"),
+    [
+        (None, 3, (1, 1, 1)),
+        ("last", 1, (1,)),
+        ("last", 2, (1, 1)),
+        ("last", 4, (4, 2, 1, 1)),
+        ("first", 6, (1, 1, 2, 4, 4, 4)),
+        ("both", 7, (1, 2, 4, 4, 4, 2, 1)),
+    ],
+)
+def test_parts_are_small_where_nothing_hides_them(small: Small | None, parts: int, weights: tuple[int, ...]) -> None:
+    assert part_weights(parts, small) == weights
+    layout = ChunkLayout(2 * sum(weights) * 5, 2, parts, small)
+    assert [layout.num_chunk_rows(Chunk(1, part)) for part in range(parts)] == [5 * weight for weight in weights]
+
+
+def test_a_gather_ends_and_a_scatter_starts_with_a_small_part() -> None:
+    sizes = {}
+    for plan in (all_gather_plan(2, 0, chunks_per_rank=4), reduce_scatter_plan(2, 0, chunks_per_rank=4)):
+        layout = plan.layout(32)
+        first, *_, last = (layout.num_chunk_rows(exchange.recv) for exchange in plan.exchanges)
+        sizes[plan.collective] = (first, last)
+    assert sizes == {"all_gather": (8, 2), "reduce_scatter": (2, 8)}
+
+
+@pytest.mark.parametrize(
+    ("field", "call"),
+    [
+        ("num_ranks", lambda: all_gather_plan(65, 0)),
+        ("num_ranks", lambda: ChunkLayout(4, 0)),
+        ("num_rows", lambda: ChunkLayout(-1, 2)),
+        ("chunks_per_rank", lambda: ChunkLayout(4, 2, 0)),
+        ("rank", lambda: reduce_scatter_plan(4, 4)),
+        ("chunks_per_rank", lambda: reduce_scatter_plan(4, 0, chunks_per_rank=0)),
+        ("pattern", lambda: all_gather_plan(4, 0, pattern="tree")),  # type: ignore[arg-type]
+        ("split", lambda: all_gather_plan(4, 0, split="some")),  # type: ignore[arg-type]
+    ],
+)
+def test_bad_arguments_are_named(field: str, call: object) -> None:
+    with pytest.raises(ValueError, match=f"^{field}: "):
+        call()  # type: ignore[operator]
+
+
+def test_describe_lists_everything() -> None:
+    text = reduce_scatter_plan(2, 0, chunks_per_rank=2, pattern="ring").describe()
+    assert text.splitlines() == [
+        "reduce_scatter ring, rank 0 of 2, 2 chunk(s) per rank, 2 exchange(s)",
+        "  compute 1.0",
+        "  exchange 0: send 1.0 to 1, receive 0.0 from 1",
+        "  compute 1.1",
+        "  exchange 1: send 1.1 to 1, receive 0.1 from 1",
+        "  compute 0.0 0.1, add exchange 0, 1",
+    ]

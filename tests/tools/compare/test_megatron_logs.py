@@ -1,0 +1,161 @@
+"""`megatron-overlap compare --logs` on lines that real runs of Megatron wrote (`logs/`)."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_overlap import cli
+from megatron_overlap.tools.compare.megatron_logs import read_log, sides
+from tests.tools.compare.test_comparison import KEYS, RUN_KEYS
+
+LOGS = Path(__file__).with_name("logs")
+STOCK, OVERLAP, OLD = (
+    LOGS / name for name in ("megatron_0.19.2.log", "megatron_0.19.2_overlap.log", "megatron_0.16.1.log")
+)
+
+
+def times(log: Path) -> list[float]:
+    """By another way than the code under test: the third field of the lines."""
+    rows = [line.split("|") for line in log.read_text().splitlines() if "| consumed samples" in line]
+    return [float(row[2].rpartition(":")[2]) for row in rows]
+
+
+def median(values: list[float]) -> float:
+    ordered = sorted(values)
+    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+
+
+@pytest.mark.parametrize(("file", "seq_length"), [(STOCK, 512), (OVERLAP, 512), (OLD, 64)])
+def test_a_log_is_read(file: Path, seq_length: int) -> None:
+    log = read_log(file)
+    assert (log.world_size, log.seq_length) == (2, seq_length)
+    assert [line.step_time_ms for line in log.lines.values()] == times(file)
+    assert list(log.lines) == [1, 2, 3, 4, 5, 6]
+    assert all(line.global_batch == 2 and line.loss and line.grad_norm for line in log.lines.values())
+
+
+def test_the_comparison_is_that_of_the_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["compare", "--logs", str(STOCK), str(OVERLAP), "--output", str(tmp_path), "--peak-tflops", "0.5"]
+    assert cli.main(argv) == 0
+    written = json.loads((tmp_path / "compare.json").read_text())
+    assert written.keys() >= KEYS
+    for run, file in zip(written["runs"], (STOCK, OVERLAP), strict=True):
+        assert run.keys() >= RUN_KEYS
+        assert run["name"] == file.stem
+        assert run["step_time_ms"]["median"] == pytest.approx(median(times(file)[2:]))
+        assert run["tokens_per_s"] == pytest.approx(2 * 512 / median(times(file)[2:]) * 1000)
+        assert run["tokens_per_s_per_device"] == pytest.approx(run["tokens_per_s"] / 2)
+        assert len(run["losses"]) == 6
+    assert written["speedup"]["median"] == pytest.approx(median(times(STOCK)[2:]) / median(times(OVERLAP)[2:]))
+    losses = [[float(text) for text in re.findall(r"lm loss: (\S+)", file.read_text())] for file in (STOCK, OVERLAP)]
+    apart = max(abs(b - a) / a for a, b in zip(*losses, strict=True))
+    assert written["max_loss_deviation"] == pytest.approx(apart)
+    # 0.1 TFLOP/s at 865.2 and 1138.8 ms: FLOPs of a step, over the median time.
+    flops = (865.2 + 1138.8) / 2 * 0.1e9
+    tflops = flops / (median(times(OVERLAP)[2:]) / 1000) / 1e12
+    assert written["runs"][1]["tflops_per_device"] == pytest.approx(tflops)
+    assert written["runs"][1]["mfu"] == pytest.approx(tflops / 0.5)
+    assert written["runs"][0]["mfu"] is None
+    assert (tmp_path / "compare.png").stat().st_size > 20_000
+    page = (tmp_path / "compare.html").read_text()
+    assert "finished logs" in page
+    assert "the plugin was on" not in page
+    said = capsys.readouterr().out
+    assert "plugin off" not in said
+    assert "memory" not in said
+
+
+def test_runs_are_cut_to_what_they_share(tmp_path: Path) -> None:
+    lines = STOCK.read_text().splitlines(keepends=True)
+    later = tmp_path / "later.log"
+    later.write_text("".join(line for line in lines if not re.search(r"iteration +1/", line)))
+    first, second = sides([read_log(STOCK), read_log(later)])
+    assert first.records[0].iterations == second.records[0].iterations == (2, 3, 4, 5, 6)
+    assert first.timed_rounds_ms == [times(STOCK)[3:]]
+    assert first.peak is None
+
+
+def test_neither_warm_up_nor_arguments_of_like_names_count(tmp_path: Path) -> None:
+    lines = OVERLAP.read_text().splitlines()
+    arguments = [re.sub(r"(encoder_seq_length .*) 512", r"\1 64", line) for line in lines]
+    changed = tmp_path / "changed.log"
+    # In another order, the first iteration said to be fast.
+    changed.write_text("\n".join(reversed(arguments[:10])) + "\n" + "\n".join(arguments[10:]))
+    changed.write_text(changed.read_text().replace("(TFLOP/s/GPU): 0.0", "(TFLOP/s/GPU): 9.0", 1))
+    first, second = sides([read_log(OVERLAP), read_log(changed)])
+    assert first.workload == second.workload
+    assert second.workload.tokens == 2 * 512
+
+
+def test_what_a_log_does_not_know_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines alone, without throughput, as another tool may have kept them; two ranks' outputs in one file."""
+    text = "".join(line for line in STOCK.read_text().splitlines(keepends=True) if "consumed" in line)
+    bare = re.sub(r" throughput per GPU[^|]*\|", "", text)
+    (tmp_path / "a.log").write_text("".join(line * 2 for line in bare.splitlines(keepends=True)))
+    (tmp_path / "b.log").write_text(bare)
+    logs = [str(tmp_path / name) for name in ("a.log", "b.log")]
+    assert cli.main(["compare", "--logs", *logs, "--output", str(tmp_path / "out")]) == 0
+    written = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert written["speedup"]["median"] == 1
+    assert {run["tokens_per_s"] for run in written["runs"]} == {None}
+    assert "tokens/s" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (r" \[\S+ \S+\] ", " [2025-09-30 11:02:03] "),  # 0.14 and before: no microseconds
+        (r" \[\S+ \S+\] ", " "),  # before 0.8: no time
+        (r"\| elapsed", "| skipped samples:            3 | elapsed"),
+        (r"\| learning", "| energy per GPU (J/iter/GPU): 7.5 | power per GPU (W/GPU): 300.2 | learning"),
+        (r"\| global", "| decoupled learning rate: 1.000000E-04 | global"),
+        (r"\| lm loss", "| load_balancing_loss: 1.005160E+00 | mtp_1 loss: 9.1E+00 | lm loss"),
+        (r"\| number of skipped", "| num zeros: 0 | params norm: 105.125 | number of skipped"),
+        (r"(?m)^ ", "[rank7]:  "),
+        (r"(?m)^ ", "15: node3:  "),
+        (r"(elapsed time per iteration \(ms\): )(\S+)", r"\1\2/999.9"),  # a mean beside it, as Primus prints
+    ],
+)
+def test_other_releases_and_launchers_write_lines_like_these(old: str, new: str, tmp_path: Path) -> None:
+    """Fields that stand between, before and after, as `training_log` of other releases has them."""
+    changed = tmp_path / "changed.log"
+    text, number = re.subn(old, new, STOCK.read_text())
+    timers = "    forward-backward ...............................: (1690.10, 1690.22)\n"
+    seen = " validation loss at iteration 3 | lm loss value: 7.9E+00 | lm loss PPL: 2.9E+03 |\n"
+    changed.write_text(timers + text + seen)
+    assert number >= 6
+    assert read_log(changed).lines == read_log(STOCK).lines
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["{stock}"], "give at least two logs"),
+        (["{stock}", "{tmp}/none.log"], "none.log: no such file or directory; give the log of a finished run"),
+        (["{stock}", "{tmp}/empty.log"], "has no line with `elapsed time per iteration (ms)`"),
+        (["{stock}", "{tmp}/twice.log"], "iteration 1 comes after iteration 6: give one file for each run"),
+        (["{stock}", "{tmp}/short.log"], "has 2 iterations in common with the others; at least 3 are needed"),
+        (["{stock}", "{overlap}", "--attribute"], "leave it out with --logs"),
+    ],
+)
+def test_wrong_requests_are_one_line(
+    argv: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = STOCK.read_text()
+    (tmp_path / "empty.log").write_text("nothing\n")
+    (tmp_path / "twice.log").write_text(text + OLD.read_text())
+    (tmp_path / "short.log").write_text("".join(text.splitlines(keepends=True)[:-4]))
+    places = {"stock": STOCK, "overlap": OVERLAP, "tmp": tmp_path}
+    assert cli.main(["compare", "--logs", *(word.format(**places) for word in argv)]) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert said.count("\n") == 1
+
+
+def test_a_peak_without_logs_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["compare", "x.yaml", "--peak-tflops", "1"]) == 2
+    assert "--peak-tflops: 1.0: needs --logs" in capsys.readouterr().err

@@ -1,0 +1,70 @@
+"""What is launched for which configs, and which cannot be compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_overlap.config import ConfigError, LaunchConfig
+from megatron_overlap.tools.compare.selection import select
+
+
+def config(name: str = "b", method: str = "p2p", **train: Any) -> LaunchConfig:
+    return LaunchConfig.model_validate(
+        {
+            "name": name,
+            "model": {"preset": "gpt_tiny"},
+            "parallel": {"tensor": 2, "sequence_parallel": True},
+            "train": {"seq_length": 64, "global_batch_size": 1, "iterations": 5, **train},
+            "overlap": {"tensor": {"method": method}},
+            "launch": {"device": "cpu"},
+        }
+    )
+
+
+def test_one_config_is_compared_with_itself_without_overlap() -> None:
+    chosen = select([("b.yaml", config())], attribute=False)
+    assert [entry.name for entry in chosen.configs] == ["b_baseline", "b"]
+    assert [entry.overlap.tensor.method for entry in chosen.configs] == ["none", "p2p"]
+    assert chosen.serial is None
+
+
+def test_attribution_adds_the_same_messages_without_overlap() -> None:
+    chosen = select([("b.yaml", config(method="auto"))], attribute=True)
+    assert chosen.serial == 2
+    serial = chosen.configs[2]
+    assert (serial.name, serial.overlap.tensor.method, serial.overlap.tensor.schedule) == ("b_serial", "p2p", "serial")
+    assert serial.train == chosen.configs[1].train
+
+
+def test_checkpoints_are_left_out_and_that_is_said() -> None:
+    chosen = select([("b.yaml", config(save="checkpoints", save_interval=5))], attribute=False)
+    assert all(entry.train.save is None and entry.train.save_interval is None for entry in chosen.configs)
+    assert "train.save" in chosen.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "attribute", "says"),
+    [
+        ([config(method="none")], False, "f0.yaml: overlap.tensor.method: none: nothing to compare"),
+        ([config(iterations=2)], False, "f0.yaml: train.iterations: 2: must be at least 3"),
+        ([config("a"), config("b", seed=7)], False, "f1.yaml: train.seed: 7: must be 1234 as in f0.yaml"),
+        ([config("a"), config("b", seq_length=128)], False, "f1.yaml: train.seq_length: 128: must be 64"),
+        ([config("a", precision="fp32"), config("b")], False, "f1.yaml: train.precision: bf16: must be fp32"),
+        ([config("a"), config("a")], False, "name: a: two configs have this name"),
+        ([config("a"), config("b", method="none")], True, "f1.yaml: overlap.tensor.method: none: compare --attribute"),
+    ],
+)
+def test_what_cannot_be_compared(given: list[LaunchConfig], attribute: bool, says: str) -> None:
+    files = [(f"f{index}.yaml", entry) for index, entry in enumerate(given)]
+    with pytest.raises(ConfigError) as caught:
+        select(files, attribute=attribute)
+    assert says in str(caught.value)
+
+
+def test_another_model_is_not_comparable() -> None:
+    other = config("b").model_dump()
+    other["model"]["num_layers"] = 3
+    with pytest.raises(ConfigError, match=r"model\.num_layers: 3: must be 2"):
+        select([("a", config("a")), ("b", LaunchConfig.model_validate(other))], attribute=False)

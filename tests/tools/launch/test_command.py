@@ -1,0 +1,152 @@
+"""`megatron-overlap launch` as a user starts it: a real command, real Megatron."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_overlap.config import load_launch_config
+from megatron_overlap.tools.launch.netlab import available
+from tests.tools.launch.test_netlab import NO_NAMESPACES
+from tests.tools.launch.watch import new_token, wait_for, with_token
+
+ROOT = Path(__file__).parents[3]
+LAUNCH = [sys.executable, "-B", "-m", "megatron_overlap.cli", "launch"]
+CONFIG = """
+name: tiny
+model: {{preset: llama_tiny, num_layers: 1}}
+parallel: {{tensor: 2, sequence_parallel: true}}
+train: {{seq_length: 64, global_batch_size: 2, iterations: 2, precision: fp32}}
+overlap: {{tensor: {{choices: {folder}/choices}}}}
+launch: {{device: cpu, output_dir: {folder}/runs, timeout_s: 200, hosts: {{hosts: 2, gbps: 1.0}}}}
+"""
+HAS_LABS = pytest.mark.skipif(not available()[0], reason=available()[1])
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(CONFIG.format(folder=tmp_path))
+    return path
+
+
+def start(*args: str | Path, prefix: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    command = [*prefix, *LAUNCH, *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=240)
+
+
+def test_a_dry_run_prints_the_plan_and_makes_nothing(config: Path, tmp_path: Path) -> None:
+    done = start(config, "--dry-run", "train.iterations=7")
+    assert done.returncode == 0, done.stderr
+    assert "--train-iters 7" in done.stdout
+    assert "RANK=1 WORLD_SIZE=2" in done.stdout
+    assert list(tmp_path.iterdir()) == [config]
+
+
+@HAS_LABS
+@pytest.mark.long
+def test_a_launch_trains_shows_progress_and_says_where_it_is(config: Path, tmp_path: Path) -> None:
+    done = start(config)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^iteration 1/2: [\d.]+ ms, lm loss [\d.]+, grad norm [\d.]+", done.stdout, re.MULTILINE)
+    assert re.search(r"^iteration 2/2: ", done.stdout, re.MULTILINE)
+    assert done.stdout.count("iteration 2/2") == 1
+    assert "megatron_overlap is " in done.stdout
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert done.stdout.splitlines()[-1].endswith(f"run directory: {run_dir}")
+    steps = [json.loads(line) for line in (run_dir / "steps-rank1.jsonl").read_text().splitlines()]
+    assert [step["iteration"] for step in steps] == [1, 2]
+    assert load_launch_config(run_dir / "config.yaml") == load_launch_config(config)
+
+
+DIES = """
+import os, signal, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(4))
+if dist.get_rank() == 1:
+    print("rank 1 is about to die", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.all_reduce(torch.ones(4))
+"""
+
+
+@HAS_LABS
+def test_a_rank_that_dies_ends_the_launch_with_its_name(config: Path, tmp_path: Path) -> None:
+    entry = tmp_path / f"{new_token()}.py"
+    entry.write_text(DIES)
+    done = start(config, f"launch.entry={entry}", "--run-dir", tmp_path / "mine")
+    assert done.returncode == 1
+    assert re.match(r"tiny: rank 1 on mo\d+h1: killed by SIGKILL; all ranks ended; log: ", done.stderr)
+    assert "  | rank 1 is about to die" in done.stderr
+    assert str(tmp_path / "mine" / "logs" / "rank1.log") in done.stderr
+    assert with_token(entry.stem) == []
+
+
+@HAS_LABS
+def test_ctrl_c_ends_all(config: Path, tmp_path: Path) -> None:
+    entry = tmp_path / f"{new_token()}.py"
+    entry.touch()
+    command = [*LAUNCH, str(config), f"launch.entry={entry}"]
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert launcher.stdout is not None
+    assert launcher.stdout.readline().startswith("tiny: 2 processes, 2 hosts on this machine")
+    assert wait_for(lambda: len(with_token(entry.stem)) >= 4)
+    os.kill(launcher.pid, signal.SIGINT)
+    _, errors = launcher.communicate(timeout=30)
+    assert launcher.returncode == 130
+    assert errors.strip() == "tiny: interrupted; all ranks ended"
+    assert wait_for(lambda: not with_token(entry.stem), 5)
+
+
+FORBIDDEN = ("unshare", "-Ur", "sh", "-c", f'{NO_NAMESPACES}; ip link set lo up 2>/dev/null; exec "$@"', "sh")
+
+
+def test_without_the_right_to_make_hosts_it_stops_or_says_that_it_uses_loopback(config: Path, tmp_path: Path) -> None:
+    entry = tmp_path / "mine.py"
+    entry.write_text("import os; print('megatron_overlap is at', os.environ['MASTER_ADDR'])")
+    done = start(config, f"launch.entry={entry}", prefix=FORBIDDEN)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "/proc/sys/user/max_net_namespaces is 0" in line
+    assert line.endswith("launch.hosts.fallback=loopback runs without limited links")
+    done = start(config, f"launch.entry={entry}", "launch.hosts.fallback=loopback", prefix=FORBIDDEN)
+    assert done.returncode == 0, done.stderr
+    assert "running over loopback, its rate is not limited" in done.stderr
+    assert "megatron_overlap is at 127.0.0.1" in done.stdout
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert "hosts: null" in (run_dir / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (
+            ["launch.hosts.hosts=252", "train.global_batch_size=126"],
+            "{config}: launch.hosts.hosts: 252: must be between",
+        ),
+        (["launch.entry=/no/such.py"], "{config} (override): launch.entry: /no/such.py: no such file"),
+        (["launch.hosts.gpbs=1"], "{config} (override): launch.hosts.gpbs: 1: unknown key; did you mean gbps?"),
+        (
+            ["launch.device=cuda", "launch.hosts=null", "launch.nodes=2"],
+            "command line: launch --rendezvous: null: launch.nodes is 2: give HOST:PORT of the first node",
+        ),
+        (
+            ["launch.device=cuda", "launch.hosts=null", "launch.nodes=2", "--rendezvous", "a:1"],
+            "command line: launch --run-dir: null: launch.nodes is 2: give a folder that all nodes share",
+        ),
+        (["launch.device=cuda"], "{config} (override): launch.device: cuda: launch.hosts needs cpu"),
+    ],
+)
+def test_a_wrong_request_is_one_line(arguments: list[str], line: str, config: Path, tmp_path: Path) -> None:
+    done = start(config, *arguments)
+    assert done.returncode == 2
+    (shown,) = done.stderr.splitlines()
+    assert shown.startswith(line.format(config=config)), shown
+    assert list(tmp_path.iterdir()) == [config]

@@ -1,0 +1,372 @@
+"""Real namespaces, real sockets, real rates. Runs as root and as an ordinary user."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_overlap.tools.launch import netlab, orphans
+from megatron_overlap.tools.launch.netlab import Link, Netlab, NetlabError
+from megatron_overlap.tools.launch.ranks import run_workers
+from tests.tools.launch.watch import helpers_of, holders, still_held, wait_for
+
+POSSIBLE, WHY_NOT = netlab.available()
+pytestmark = pytest.mark.skipif(not POSSIBLE, reason=f"this machine cannot have a lab: {WHY_NOT}")
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+TRAFFIC = [sys.executable, str(HERE / "traffic.py")]
+
+
+def goodput_gbps(lab: Netlab, gbps: float, both: bool = False, seconds: float = 1.0, source: int = 1) -> float:
+    """Payload rate from a host to host 0; with `both`, of each of the two directions at once."""
+    num_bytes = int(gbps * 1e9 / 8 * seconds)
+    mode = ["both"] if both else ["one"]
+    server = subprocess.Popen(
+        lab.wrap(0, [*TRAFFIC, "serve", str(num_bytes), *mode]), stdout=subprocess.PIPE, text=True
+    )
+    assert server.stdout is not None
+    try:
+        assert server.stdout.readline() == "listening\n"
+        subprocess.run(
+            lab.wrap(source, [*TRAFFIC, "send", lab.address(0), str(num_bytes), *mode]), check=True, timeout=60
+        )
+        return num_bytes * 8 / 1e9 / float(server.stdout.readline())
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def net_of(lab: Netlab, host: int) -> str:
+    done = subprocess.run(lab.wrap(host, ["readlink", "/proc/self/ns/net"]), capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def is_limited(measured_gbps: float, gbps: float) -> bool:
+    """A machine that is busy with something else makes it slower, and nothing makes it faster."""
+    return 0.5 * gbps < measured_gbps < 1.07 * gbps
+
+
+@pytest.mark.parametrize("gbps", [0.4, 1.0, 2.0])
+def test_a_link_has_its_rate(gbps: float) -> None:
+    with Netlab(hosts=2, gbps=gbps) as lab:
+        assert is_limited(goodput_gbps(lab, gbps), gbps)
+
+
+def test_both_directions_have_the_rate_at_once() -> None:
+    with Netlab(hosts=2, gbps=1.0) as lab:
+        assert is_limited(goodput_gbps(lab, 1.0, both=True), 1.0)
+
+
+def test_the_way_into_a_host_is_limited_as_well() -> None:
+    """Host 1 may send faster than host 0 may receive."""
+    with Netlab(hosts=2, links=[Link(0.3), Link(3.0)]) as lab:
+        assert is_limited(goodput_gbps(lab, 0.3), 0.3)
+
+
+def test_a_short_message_after_a_pause_takes_its_time() -> None:
+    """The burst must be small against what training sends, or short messages would travel for nothing."""
+    with Netlab(hosts=2, gbps=0.4) as lab:
+        # A receiver that gets its core late starts its clock late: the slowest of three.
+        assert min(goodput_gbps(lab, 0.4, seconds=0.0105) for _ in range(3)) < 0.4 * 1.2  # 512 KiB
+
+
+def test_hosts_of_a_node_have_a_link_of_their_own_besides_their_cards() -> None:
+    """What stays in a node goes at the inside rate; what leaves it at the card's, each host by its own card."""
+    with Netlab(hosts=4, gbps=0.1, hosts_per_node=2, inside_gbps=0.8) as lab:
+        inside = max(goodput_gbps(lab, 0.8, seconds=0.3, source=1) for _ in range(3))
+        between = goodput_gbps(lab, 0.1, source=2)
+        assert 0.3 < inside < 0.84
+        assert 0.05 < between < 0.104
+        for host, mate in enumerate((1, 0, 3, 2)):
+            routes = subprocess.run(lab.wrap(host, ["ip", "route"]), capture_output=True, text=True, check=True).stdout
+            assert [line.split()[0] for line in routes.splitlines() if "dev eth1" in line] == [lab.address(mate)]
+
+
+def test_gloo_goes_over_the_links(tmp_path: Path) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text(
+        "import os, time, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "rank = dist.get_rank()\n"
+        "full = torch.empty(2 << 20)\n"
+        "dist.all_gather_into_tensor(full, torch.full((1 << 20,), float(rank)))\n"
+        "assert full[0] == 0 and full[-1] == 1, full\n"
+        "dist.barrier()\n"
+        "start = time.monotonic()\n"
+        "peer = 1 - rank\n"
+        "dist.send(full[: 1 << 20], peer) if rank else dist.recv(full[: 1 << 20], peer)\n"
+        "print('seconds', time.monotonic() - start, os.environ['LOCAL_RANK'])\n"
+        "dist.destroy_process_group()\n"
+    )
+    lines: list[str] = []
+    run_workers(
+        script, [], 2, hosts=2, gbps=0.4, timeout_s=60, on_line=lambda rank, line: lines.append(f"{rank} {line}")
+    )
+    seconds = next(float(line.split()[2]) for line in lines if line.startswith("0 seconds"))
+    assert is_limited(4 * (1 << 20) * 8 / 1e9 / seconds, 0.4)
+
+
+def test_ranks_of_one_host_share_its_address() -> None:
+    with Netlab(hosts=2, ranks_per_host=2) as lab:
+        assert [lab.host_of(rank) for rank in range(4)] == [0, 0, 1, 1]
+        assert net_of(lab, 0) != net_of(lab, 1)
+        shown = subprocess.run(lab.wrap(1, ["ip", "-br", "addr"]), capture_output=True, text=True, check=True).stdout
+        assert f"{lab.address(1)}/16" in shown
+        assert lab.env(1)["MASTER_ADDR"] == lab.address(0)
+        with pytest.raises(ValueError, match="rank: 4: this lab has 4"):
+            lab.host_of(4)
+
+
+def test_loopback_is_up_inside() -> None:
+    with Netlab(hosts=1) as lab:
+        code = "import socket; s = socket.create_server(('127.0.0.1', 0)); socket.create_connection(s.getsockname())"
+        subprocess.run(lab.wrap(0, [sys.executable, "-c", code]), check=True, timeout=20)
+
+
+def test_the_machines_own_network_is_not_touched() -> None:
+    def own() -> str:
+        command = ["ip", "-o", "addr"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    before = own()
+    with Netlab(hosts=3):
+        assert own() == before
+    assert own() == before
+
+
+def test_names_carry_the_owners_pid() -> None:
+    with Netlab(hosts=2) as lab:
+        command = lab.wrap_switch(["ip", "-br", "link"])
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        for host in range(2):
+            assert f"mo{os.getpid()}h{host}@" in shown
+            assert lab.host_name(host) == f"mo{os.getpid()}h{host}"
+        assert helpers_of(os.getpid())
+
+
+def test_several_labs_at_once_do_not_meet() -> None:
+    with Netlab(hosts=2, gbps=0.4) as first:
+        with Netlab(hosts=2, gbps=1.0) as second:
+            assert net_of(first, 0) != net_of(second, 0)
+            assert is_limited(goodput_gbps(second, 1.0, seconds=0.5), 1.0)
+        assert is_limited(goodput_gbps(first, 0.4, seconds=0.5), 0.4)
+
+
+def test_closing_lets_everything_go() -> None:
+    lab = Netlab(hosts=2)
+    with lab:
+        namespaces = [net_of(lab, 0), net_of(lab, 1)]
+        keepers = [holders(namespace) for namespace in namespaces]
+        assert all(keepers)
+        with pytest.raises(NetlabError, match="open already"):
+            lab.open()
+    lab.close()
+    assert not any(map(still_held, namespaces, keepers))
+    assert helpers_of(os.getpid()) == []
+    with pytest.raises(NetlabError, match="not open"):
+        lab.wrap(0, ["true"])
+    with pytest.raises(NetlabError, match="not open"):
+        lab.wrap_switch(["true"])
+
+
+OWNER = """
+import os, signal, subprocess, sys
+from megatron_overlap.tools.launch.netlab import Netlab
+lab = Netlab(hosts=2)
+lab.open()
+forked = os.fork()  # holds copies of the owner's pipes, and lives on
+if forked == 0:
+    signal.pause()
+done = subprocess.run(lab.wrap(0, ["readlink", "/proc/self/ns/net"]), capture_output=True, text=True)
+print(forked, done.stdout.strip(), flush=True)
+signal.pause()
+"""
+
+
+def start_owner() -> tuple[subprocess.Popen[str], int, str]:
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert owner.stdout is not None
+    forked, namespace = owner.stdout.readline().split()
+    return owner, int(forked), namespace
+
+
+def end(owner: subprocess.Popen[str]) -> None:
+    """SIGKILL. Its output is not read to the end: the process it forked holds that open."""
+    owner.kill()
+    owner.wait(timeout=10)
+    assert owner.stdout is not None
+    owner.stdout.close()
+
+
+def test_nothing_is_left_of_an_owner_that_is_killed() -> None:
+    owner, forked, namespace = start_owner()
+    try:
+        keepers = holders(namespace)
+        assert keepers == helpers_of(owner.pid)
+        end(owner)
+        assert wait_for(lambda: not helpers_of(owner.pid) and not still_held(namespace, keepers))
+    finally:
+        os.kill(forked, signal.SIGKILL)
+
+
+def test_the_next_start_removes_what_a_stopped_helper_of_a_dead_owner_held() -> None:
+    dead, dead_forked, dead_namespace = start_owner()
+    live, live_forked, live_namespace = start_owner()
+    try:
+        keepers = holders(dead_namespace)
+        for owner in (dead, live):
+            os.kill(helpers_of(owner.pid)[0], signal.SIGSTOP)
+        end(dead)
+        assert not set(orphans.find()) & set(helpers_of(live.pid))
+        with Netlab(hosts=1):
+            assert wait_for(lambda: not still_held(dead_namespace, keepers))
+            assert len(helpers_of(live.pid)) == 1
+            assert holders(live_namespace) == helpers_of(live.pid)
+    finally:
+        end(live)
+        for pid in (dead_forked, live_forked):
+            os.kill(pid, signal.SIGKILL)
+        orphans.remove()
+
+
+def test_a_start_time_tells_a_pid_used_again(tmp_path: Path) -> None:
+    """A helper that names this living process, but an earlier start, belongs to a dead owner."""
+    wrong = f"megatron_overlap:mo{os.getpid()}:1"
+    script = "import sys, signal; signal.pause()"
+    helper = subprocess.Popen([sys.executable, "-c", script, wrong])
+    try:
+        # Another lab that starts on this machine meanwhile finds it just so, and ends it.
+        assert wait_for(lambda: helper.pid in orphans.find() or helper.poll() == -signal.SIGKILL)
+    finally:
+        helper.kill()
+        helper.wait()
+
+
+# Root without rights over networks, as in most containers: Python can be read wherever root has installed it,
+# also in the lab. The kernel lets user 0 be user 0 of a namespace only with setfcap.
+WITHOUT_RIGHTS = ["setpriv", "--bounding-set=-all,+setfcap", "--inh-caps=-all,+setfcap", "--ambient-caps=-all,+setfcap"]
+NOBODY = [
+    *("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"),
+    # Another user may still read root's Python, and has no other right.
+    *("--bounding-set=-all,+dac_read_search", "--inh-caps=-all,+dac_read_search", "--ambient-caps=+dac_read_search"),
+]
+
+
+def unprivileged(become: list[str], code: str) -> list[str]:
+    """What the code prints, run without the rights of root; a test run by an ordinary user stays that user."""
+    prefix = become if os.geteuid() == 0 else []
+    command = [*prefix, sys.executable, "-B", "-c", f"from tests.tools.launch.test_netlab import *\n{code}"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_without_rights_a_user_namespace_does() -> None:
+    code = "with Netlab(2, 0.5) as lab: print(lab.in_user_namespace, goodput_gbps(lab, 0.5))"
+    in_user_namespace, rate = unprivileged(WITHOUT_RIGHTS, code)[0].split()
+    assert in_user_namespace == "True"
+    assert is_limited(float(rate), 0.5)
+
+
+DEATH_SIGNAL = "import ctypes; s = ctypes.c_int(); ctypes.CDLL(None).prctl(2, ctypes.byref(s)); print(s.value)"
+
+
+def test_entering_a_user_namespace_keeps_the_death_signal() -> None:
+    """The kernel forgets it with some changes of credentials; a rank must die with its supervisor in there too."""
+    code = (
+        "import ctypes\n"
+        "set_it = lambda: ctypes.CDLL(None).prctl(1, 9)\n"
+        "with Netlab(1) as lab:\n"
+        f"    subprocess.run(lab.wrap(0, [sys.executable, '-c', {DEATH_SIGNAL!r}]), check=True, preexec_fn=set_it)\n"
+    )
+    assert unprivileged(WITHOUT_RIGHTS, code) == ["9"]
+
+
+def test_an_ordinary_user_has_labs_too() -> None:
+    code = (
+        "print(os.geteuid(), *netlab.available(), sep='|')\n"
+        "with Netlab(2, 0.5) as lab:\n"
+        "    subprocess.run(lab.wrap(1, ['ip', '-br', 'addr', 'show', 'eth0']), check=True)\n"
+    )
+    user, shown = unprivileged(NOBODY, code)
+    assert user.split("|")[0] != "0"
+    assert user.split("|")[1:] == ["True", "in a user namespace"]
+    assert "UP" in shown
+    assert "10.77.0.2/16" in shown
+
+
+def under_limits(limits: str, command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Runs a command in a user namespace of its own, in which `limits` was set up before."""
+    shell = ["unshare", "-Urm", "sh", "-c", f'{limits}; exec "$@"', "sh", *command]
+    return subprocess.run(shell, capture_output=True, text=True, cwd=ROOT, timeout=60)
+
+
+NO_NAMESPACES = "echo 0 > /proc/sys/user/max_user_namespaces; echo 0 > /proc/sys/user/max_net_namespaces"
+AVAILABLE = [
+    sys.executable,
+    "-B",
+    "-c",
+    "from megatron_overlap.tools.launch import netlab; print(*netlab.available(), sep='|')",
+]
+
+
+def test_a_kernel_that_forbids_namespaces_is_named() -> None:
+    done = under_limits(NO_NAMESPACES, AVAILABLE)
+    possible, reason = done.stdout.strip().split("|")
+    assert possible == "False"
+    assert "/proc/sys/user/max_net_namespaces is 0" in reason
+
+
+SHOW_TCP = "import pathlib; print(*pathlib.Path('/proc/sys/net/ipv4/tcp_congestion_control').read_text().split())"
+
+
+def test_links_use_a_tcp_that_keeps_them_full() -> None:
+    """With CUBIC or BBR a link stands still now and then, and every ratio measured over it scatters."""
+    with Netlab(hosts=2, gbps=0.5) as lab:
+        inside = lab.wrap(1, [sys.executable, "-c", SHOW_TCP])
+        assert subprocess.run(inside, capture_output=True, text=True, check=True).stdout == "reno\n"
+        assert lab.tcp_kept == {}
+
+
+def test_settings_of_tcp_that_cannot_be_made_are_named() -> None:
+    code = "from megatron_overlap.tools.launch.netlab import Netlab\nwith Netlab(2, 0.5) as lab: print(sorted(lab.tcp_kept))"
+    read_only = "mount --bind /proc/sys /proc/sys && mount -o remount,bind,ro /proc/sys"
+    done = under_limits(read_only, [sys.executable, "-B", "-c", code])
+    assert "tcp_wmem" in done.stdout, done.stderr
+    assert "netlab: TCP stays as this machine has it" in done.stderr
+
+
+@pytest.mark.parametrize("tool", ["ip", "tc"])
+def test_missing_iproute2_is_named(tool: str, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    other = {"ip": "tc", "tc": "ip"}[tool]
+    found = shutil.which(other, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+    assert found is not None
+    (tmp_path / "tools").mkdir()
+    shutil.copy(found, tmp_path / "tools" / other)
+    hide = f"mount --bind {kept} /usr/sbin; mount --bind {kept} /usr/local/sbin; export PATH={tmp_path}/tools"
+    done = under_limits(hide, AVAILABLE)
+    assert done.stdout.strip() == f"False|`{tool}` not found: install iproute2", done.stderr
+
+
+def test_latency_is_there_or_said_to_need_netem() -> None:
+    lab = Netlab(hosts=2, latency_ms=20)
+    try:
+        lab.open()
+    except NetlabError as error:
+        reason = str(error)
+    else:
+        with contextlib.closing(lab):
+            seconds = 262144 * 8 / 1e9 / goodput_gbps(lab, 1.0, seconds=0.0022)
+        assert seconds > 0.02
+        return
+    assert "latency_ms needs a kernel with netem" in reason

@@ -1,0 +1,35 @@
+"""What a lab refuses before anything is made."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_overlap.tools.launch.netlab import Link, Netlab
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"hosts": 0}, "hosts: 0: "),
+        ({"hosts": 251}, "hosts: 251: "),
+        ({"hosts": 1, "ranks_per_host": 0}, "ranks_per_host: 0: "),
+        ({"hosts": 1, "gbps": 0.0}, "gbps: 0.0: "),
+        ({"hosts": 1, "gbps": 101.0}, "gbps: 101.0: "),
+        ({"hosts": 1, "latency_ms": -1.0}, "latency_ms: -1.0: "),
+        ({"hosts": 1, "burst_bytes": 1000}, "burst_bytes: 1000: "),
+        ({"hosts": 2, "links": [Link(1.0)]}, "links: 1 of them for 2 hosts"),
+        ({"hosts": 4, "hosts_per_node": 3}, "hosts_per_node: 3: must divide the 4 hosts"),
+        ({"hosts": 2, "inside_gbps": 1.0}, "inside_gbps: 1.0: nodes of one host"),
+    ],
+)
+def test_what_is_out_of_range_is_refused(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        Netlab(**arguments)  # type: ignore[arg-type]
+    assert str(caught.value).startswith(message)
+
+
+def test_a_host_that_is_not_there_is_refused() -> None:
+    lab = Netlab(hosts=2)
+    for call in (lab.address, lab.env, lab.host_name):
+        with pytest.raises(ValueError, match="host: 2: this lab has 2"):
+            call(2)

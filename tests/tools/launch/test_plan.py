@@ -1,0 +1,167 @@
+"""What a config becomes: commands, environments, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_overlap.config import ConfigError, LaunchConfig, to_megatron_args
+from megatron_overlap.tools.launch.execute import execute
+from megatron_overlap.tools.launch.plan import over_loopback, plan
+from megatron_overlap.tools.launch.ranks import KEEP_MEMORY
+from megatron_overlap.tools.launch.results import RankFailed
+
+SCRIPTS = Path(__file__).parents[3] / "scripts"
+RUN_DIR = Path("/runs/first")
+
+
+def config(**launch: Any) -> LaunchConfig:
+    return LaunchConfig.model_validate(
+        {
+            "name": "tiny",
+            "model": {"preset": "llama_tiny"},
+            "parallel": {"tensor": 2, "sequence_parallel": True},
+            "train": {"seq_length": 128, "global_batch_size": 252 * 4, "iterations": 2, "precision": "fp32"},
+            "launch": {"device": "cpu", **launch},
+        }
+    )
+
+
+HOSTS = {"hosts": 2, "ranks_per_host": 2, "gbps": 0.5}
+
+
+def test_ranks_over_loopback() -> None:
+    cfg = config(threads_per_rank=3)
+    planned = plan(cfg, RUN_DIR)
+    assert planned.lab is None
+    assert [command.rank for command in planned.commands] == [0, 1]
+    for command in planned.commands:
+        assert list(command.argv) == [
+            *(sys.executable, "-m", "megatron_overlap", str(SCRIPTS / "pretrain_llama.py")),
+            *to_megatron_args(cfg),
+            *("--overlap-config", "/runs/first/config.yaml", "--overlap-run-dir", "/runs/first"),
+        ]
+        port = command.env["MASTER_PORT"]
+        assert dict(command.env) == {
+            "RANK": str(command.rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(command.rank),
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "OMP_NUM_THREADS": "3",
+            **{name: value for name, value in KEEP_MEMORY.items() if name not in os.environ},
+            "GLOO_SOCKET_IFNAME": "lo",
+            "NCCL_SOCKET_IFNAME": "lo",
+            "PYTHONUNBUFFERED": "1",
+        }
+        assert port == planned.commands[0].env["MASTER_PORT"]
+
+
+def test_what_the_user_says_about_memory_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1000")
+    monkeypatch.delenv("MALLOC_MMAP_MAX_", raising=False)
+    env = plan(config(), RUN_DIR).commands[0].env
+    assert "MALLOC_TRIM_THRESHOLD_" not in env
+    assert env["MALLOC_MMAP_MAX_"] == "0"
+
+
+def test_ranks_on_hosts() -> None:
+    planned = plan(config(hosts={**HOSTS, "burst_kib": 96}), RUN_DIR)
+    assert planned.lab is not None
+    assert (planned.lab.hosts, planned.lab.ranks_per_host) == (2, 2)
+    assert planned.lab.links[0].gbps == 0.5
+    assert planned.lab.links[0].burst == 96 * 1024
+    assert [command.host[-2:] for command in planned.commands] == ["h0", "h0", "h1", "h1"]
+    assert [command.env["LOCAL_RANK"] for command in planned.commands] == ["0", "1", "0", "1"]
+    assert {command.env["LOCAL_WORLD_SIZE"] for command in planned.commands} == {"2"}
+    assert {command.env["MASTER_ADDR"] for command in planned.commands} == {planned.lab.address(0)}
+    assert {command.env["GLOO_SOCKET_IFNAME"] for command in planned.commands} == {"eth0"}
+    assert "2 hosts" in planned.link
+    assert "0.5 Gbit/s" in planned.link
+
+
+def test_the_same_launch_over_loopback() -> None:
+    cfg = over_loopback(config(hosts=HOSTS))
+    assert cfg.launch.hosts is None
+    assert cfg.world_size == 4
+    assert cfg.data_parallel_size == 2
+    assert len(plan(cfg, RUN_DIR).commands) == 4
+
+
+def test_one_node_of_gpus() -> None:
+    cfg = config(device="cuda", ranks_per_node=4)
+    (command,) = plan(cfg, RUN_DIR).commands
+    assert shlex.join(command.argv[1:]).startswith(
+        "-m torch.distributed.run --nnodes 1 --nproc-per-node 4 --standalone --max-restarts 0"
+        f" --log-dir /runs/first/logs/torchrun --tee 3 -m megatron_overlap {SCRIPTS}/pretrain_llama.py --num-layers "
+    )
+    assert command.env == {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+
+def test_without_tensor_ranks_the_number_of_queues_is_left_alone() -> None:
+    cfg = config(device="cuda").model_dump()
+    cfg["parallel"] = {"tensor": 1, "sequence_parallel": False}
+    (command,) = plan(LaunchConfig.model_validate(cfg), RUN_DIR).commands
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in command.env
+
+
+@pytest.mark.parametrize(("given", "shown"), [("n0:29400", "n0:29400"), (None, "HEAD_NODE:29400")])
+def test_several_nodes_of_gpus(given: str | None, shown: str) -> None:
+    planned = plan(config(device="cuda", nodes=2, ranks_per_node=2), RUN_DIR, rendezvous=given)
+    line = shlex.join(planned.commands[0].argv)
+    assert f"--nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint {shown} --rdzv-id tiny" in line
+    assert "--standalone" not in line
+    assert "all 2 nodes" in planned.link
+
+
+def test_an_own_script(tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    script.touch()
+    assert plan(config(entry=str(script)), RUN_DIR).commands[0].argv[3] == str(script)
+
+
+@pytest.mark.parametrize(
+    ("launch", "line"),
+    [
+        ({"hosts": {**HOSTS, "hosts": 252}}, "tiny: launch.hosts.hosts: 252: must be between 1 and 250"),
+        ({"hosts": {**HOSTS, "burst_kib": 17}}, "tiny: launch.hosts.burst_kib: 17: must hold two frames"),
+        ({"entry": "/no/such.py"}, "tiny: launch.entry: /no/such.py: no such file; give the path"),
+    ],
+)
+def test_what_cannot_be_launched_is_refused(launch: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(config(**launch), RUN_DIR)
+    assert str(caught.value).startswith(line)
+
+
+def test_what_is_rendered_can_be_read() -> None:
+    text = plan(config(hosts=HOSTS), RUN_DIR).render()
+    assert "# rank 3 on mo" in text
+    assert "RANK=3 WORLD_SIZE=4" in text
+    assert "  num_layers: " in text
+    assert "run directory: /runs/first" in text
+
+
+@pytest.mark.long
+def test_torchrun_is_executed_and_its_ranks_do_not_outlive_a_failure(tmp_path: Path) -> None:
+    """The line for GPUs is started for real; the script uses none."""
+    entry = tmp_path / "mine.py"
+    entry.write_text(
+        "import os, pathlib, sys, time\nprint('here', os.environ['RANK'], os.environ['WORLD_SIZE'], flush=True)\n"
+        f"other = pathlib.Path({str(tmp_path / 'here0')!r})\n"
+        "if os.environ['RANK'] == '0':\n    other.touch()\n    time.sleep(600)\n"
+        "while not other.exists():\n    time.sleep(0.05)\n"
+        "time.sleep(1)\nsys.exit(7)\n"
+    )
+    lines: list[str] = []
+    planned = plan(config(device="cuda", entry=str(entry), timeout_s=120.0), tmp_path / "run")
+    with pytest.raises(RankFailed, match="rank 0 on this node: exit code 1"):
+        execute(planned, on_line=lambda rank, line: lines.append(line))
+    assert {"[default0]:here 0 2", "[default1]:here 1 2"} <= set(lines)
+    assert any("exitcode" in line and "7" in line for line in lines)

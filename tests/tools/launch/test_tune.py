@@ -1,0 +1,70 @@
+"""`megatron-overlap tune`: what it runs, what it refuses, and what it leaves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_overlap import cli
+from megatron_overlap.config import load_launch_config
+from megatron_overlap.tools.launch.tune_command import short_run
+
+CONFIG = """
+name: tiny
+model: {{preset: llama_tiny, num_layers: 1, hidden_size: 64, ffn_hidden_size: 128}}
+parallel: {{tensor: 2, sequence_parallel: true}}
+train: {{seq_length: 64, micro_batch_size: 1, global_batch_size: 8, iterations: 100, precision: fp32,
+         save: {folder}/saved, save_interval: 1}}
+overlap: {{tensor: {{method: auto, choices: {folder}/choices}}}}
+launch: {{device: cpu, output_dir: {folder}/runs, timeout_s: 250}}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(CONFIG.format(folder=tmp_path))
+    return path
+
+
+def test_a_short_run_is_the_same_job_and_saves_nothing(config: Path) -> None:
+    cfg = load_launch_config(config)
+    short = short_run("tiny.yaml", cfg)
+    assert (short.name, short.train.iterations, short.train.save) == ("tiny_tune", 46, None)
+    assert (short.model, short.parallel, short.overlap) == (cfg.model, cfg.parallel, cfg.overlap)
+    warm = load_launch_config(config, ["train.lr_warmup_iterations=60"])
+    assert short_run("tiny.yaml", warm).train.iterations == 61
+    many = load_launch_config(config, ["launch.device=cuda"])
+    assert short_run("tiny.yaml", many).train.iterations > 46, "fused kernels have variants to be tried"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["overlap.tensor.method=p2p"], "overlap.tensor.method: p2p: tune needs auto: add overlap.tensor.method=auto"),
+        (["overlap.tensor.choices=null"], "overlap.tensor.choices: null: name a folder to keep choices in"),
+        (["parallel.tensor=1", "parallel.sequence_parallel=false"], "parallel.tensor: 1: there is nothing to choose"),
+    ],
+)
+def test_what_cannot_be_tuned_is_one_line(
+    config: Path, overrides: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["tune", str(config), *overrides]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+@pytest.mark.long
+def test_tune_fills_the_cache(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tune", str(config), "--run-dir", str(tmp_path / "first")]) == 0
+    said = capsys.readouterr().out
+    assert "46/46" in said
+    assert "column 64->" in said
+    (file,) = (tmp_path / "choices").glob("*.json")
+    tree = json.loads(file.read_text())
+    assert f"{len(tree['choices'])} choices are kept in" in said
+    assert not (tmp_path / "saved").exists()
+    log = (tmp_path / "first" / "logs").glob("*")
+    assert all("Traceback" not in path.read_text() for path in log if path.is_file())

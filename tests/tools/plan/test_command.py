@@ -1,0 +1,57 @@
+"""`megatron-overlap plan`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_overlap import cli
+
+
+def test_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "plan.png"
+    batch = ["--distribution", "wlb", "--tokens", "300000", "--seed", "2"]
+    options = [*batch, "--ranks", "8", "--nodes", "2", "--nics", "4"]
+    assert cli.main(["plan", *options, "--png", str(picture)]) == 0
+    text = capsys.readouterr().out
+    assert "300000 tokens on 8 ranks (2 x 4)" in text
+    assert "rank 7:" in text
+    assert "lower bound" in text
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_lengths_of_a_file_and_another_method(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    listing = tmp_path / "lengths.txt"
+    listing.write_text("4000\n100\n100\n")
+    assert cli.main(["plan", "--lengths", str(listing), "--ranks", "4", "--method", "ring", "--show", "1"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("ring: 3 documents, 4200 tokens on 4 ranks")
+    assert "intra-node rings (count x ranks): 3 x 4" in text
+    assert "... 3 more ranks" in text
+
+
+def test_ranks_and_tokens_of_a_config(capsys: pytest.CaptureFixture[str]) -> None:
+    config = Path(__file__).parents[3] / "configs" / "llama3_8b_tp8_overlap.yaml"
+    overrides = ["launch.nodes=4", "train.global_batch_size=16", "train.seq_length=4096"]
+    assert cli.main(["plan", str(config), *overrides]) == 0
+    assert "65536 tokens on 4 ranks (4 x 1)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--method", "balancd"], "plan --method: balancd: unknown method; did you mean balanced?"),
+        (["--distribution", "prolog"], "did you mean prolong?"),
+        (["--ranks", "6", "--nodes", "4"], "plan --ranks: 6: give a multiple of the 4 nodes"),
+        (["--lengths", "nowhere.txt"], "nowhere.txt: No such file or directory"),
+        (["--tokens", "1000", "--capacity", "2"], "raise capacity to"),
+        (["--tokens", "1000", "--png", "/nowhere/a.png"], "give a file that can be written"),
+        (["nowhere.yaml"], "nowhere.yaml"),
+    ],
+)
+def test_wrong_requests_take_one_line(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert text in error
+    assert error.count("\n") == 1

@@ -1,0 +1,80 @@
+"""Samples follow what was published, and files say what they hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_overlap.tools.plan.lengths import DISTRIBUTIONS, PROLONG, WLB, Range, read_lengths, sample
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_seeded_and_exact(distribution: str) -> None:
+    one = sample(distribution, 1_000_000, 5)
+    assert sum(one) == 1_000_000
+    assert min(one) > 0
+    assert one == sample(distribution, 1_000_000, 5)
+    assert one != sample(distribution, 1_000_000, 6)
+
+
+@pytest.mark.parametrize(("distribution", "ranges"), [("prolong", PROLONG), ("wlb", WLB)])
+def test_shares_and_means_of_ranges(distribution: str, ranges: tuple[Range, ...]) -> None:
+    lengths = sample(distribution, 100_000_000, 0)
+    for part in ranges:
+        inside = [length for length in lengths if part.start <= length < part.stop]
+        expected = part.share / 100 * len(lengths)
+        assert abs(len(inside) - expected) <= 5 * expected**0.5
+        spread = (part.stop - part.start) / len(inside) ** 0.5
+        assert abs(sum(inside) / len(inside) - part.mean) <= 3 * spread
+
+
+def test_published_shares() -> None:
+    """ProLong: 15.1 % of tokens are in 8-16K. WLB: 12.8 % of tokens, 67 % of the squares, in 64-128K."""
+    prolong = sample("prolong", 100_000_000, 1)
+    middle = [n for n in prolong if 8192 <= n < 16384]
+    assert sum(middle) / sum(prolong) == pytest.approx(0.151, abs=0.01)
+    wlb = sample("wlb", 100_000_000, 1)
+    longest = [n for n in wlb if n >= 65536]
+    assert sum(longest) / sum(wlb) == pytest.approx(0.128, abs=0.02)
+    assert sum(n * n for n in longest) / sum(n * n for n in wlb) == pytest.approx(0.67, abs=0.04)
+
+
+def test_mixture_of_packed_and_short() -> None:
+    lengths = sample("prolong64k", 20_000_000, 0)
+    packed = sum(n for n in lengths if n == 65536)
+    assert packed / sum(lengths) == pytest.approx(0.6, abs=0.01)
+    assert max(lengths) == 65536
+
+
+@pytest.mark.parametrize(("distribution", "mean"), [("arxiv", 15_910), ("github", 1_792)])
+def test_mean_of_pile_parts(distribution: str, mean: int) -> None:
+    lengths = sample(distribution, 30_000_000, 0)
+    assert sum(lengths) / len(lengths) == pytest.approx(mean, rel=0.06)
+
+
+def test_real_lengths(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a.py").write_text("12345")
+    (tmp_path / "b" / "c.txt").write_text("123")
+    (tmp_path / "b" / "d.bin").write_text("ignored")
+    assert read_lengths(tmp_path) == [5, 3]
+    assert read_lengths(tmp_path, bytes_per_token=4) == [2, 1]
+    listing = tmp_path / "lengths.txt"
+    listing.write_text("7\n\n 12 \n0\n")
+    assert read_lengths(listing) == [7, 12, 0]
+    listing.write_text("7\n-3\n")
+    with pytest.raises(ValueError, match="line 2: -3"):
+        read_lengths(listing)
+    listing.write_text("\n")
+    with pytest.raises(ValueError, match="empty"):
+        read_lengths(listing)
+    with pytest.raises(ValueError, match="in this folder"):
+        read_lengths(tmp_path / "e") if (tmp_path / "e").mkdir() else read_lengths(tmp_path / "e")
+
+
+def test_refused() -> None:
+    with pytest.raises(ValueError, match="use one of prolong"):
+        sample("nothing", 10, 0)
+    with pytest.raises(ValueError, match="tokens: -1"):
+        sample("wlb", -1, 0)

@@ -1,0 +1,244 @@
+"""Whole steps: the order of the pipeline, its bubble, where the time goes, folding, memory, layouts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_overlap.tools.simulate.job import Job
+from megatron_overlap.tools.simulate.layer import Layers
+from megatron_overlap.tools.simulate.linear import METHODS, Choice
+from megatron_overlap.tools.simulate.memory import layer_activation_bytes, memory_of
+from megatron_overlap.tools.simulate.pipeline import Unit, in_flight, order
+from megatron_overlap.tools.simulate.step import StepTime, simulate_step
+from megatron_overlap.tools.simulate.sweep import layouts, sweep
+from megatron_overlap.tools.simulate.trace import trace_events
+from tests.tools.simulate.machines import job, machine
+
+
+def parts(step: StepTime) -> float:
+    waits = step.tensor_us + step.context_us + step.pipeline_us + step.data_us
+    return step.compute_us + waits + step.optimizer_us
+
+
+def test_order_of_one_forward_one_backward() -> None:
+    def letters(stage: int) -> str:
+        return " ".join(f"{'B' if unit.backward else 'F'}{unit.microbatch}" for unit in order(2, stage, 1, 3))
+
+    assert letters(0) == "F0 F1 B0 F2 B1 B2"
+    assert letters(1) == "F0 B0 F1 B1 F2 B2"
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(1, 1), (4, 1), (2, 2), (4, 3)])
+def test_every_stage_runs_every_micro_batch_once_each_way(stages: int, chunks: int) -> None:
+    for stage in range(stages):
+        units = order(stages, stage, chunks, 8)
+        assert len(units) == len(set(units)) == 2 * 8 * chunks
+        for unit in units:
+            if unit.backward:
+                assert units.index(Unit(False, unit.chunk, unit.microbatch)) < units.index(unit)
+    assert in_flight(stages, 0, 1, 8) == min(stages, 8)
+
+
+def test_interleaving_needs_micro_batches_for_every_stage() -> None:
+    with pytest.raises(ValueError, match="microbatches: 6: must be a multiple of the 4 stages"):
+        order(4, 0, 2, 6)
+
+
+@pytest.mark.parametrize(("stages", "chunks", "microbatches"), [(2, 1, 8), (4, 1, 8), (4, 2, 8), (2, 4, 4), (8, 1, 8)])
+def test_bubble_of_the_paper(stages: int, chunks: int, microbatches: int) -> None:
+    """(p - 1) / (v m) of the ideal time: Narayanan et al., section 2.2. Free messages, no embedding to speak of."""
+    step = simulate_step(
+        job(pipeline=stages, virtual=chunks, global_batch_size=microbatches, hidden_size=4096), machine(gbps=1e12)
+    )
+    ideal = step.step_us - step.pipeline_us - step.optimizer_us
+    # The logits make the last stage 0.4 % longer, and the others wait for it.
+    assert step.pipeline_us / ideal == pytest.approx((stages - 1) / (chunks * microbatches), rel=0.05)
+
+
+def test_a_stage_of_the_plain_schedule_waits_until_its_message_has_left() -> None:
+    """Two stages, two micro-batches: three messages on the longest way; two if stages went on at once."""
+    split = job(pipeline=2, global_batch_size=2)
+    message_us = 1024 * 1024 * 2 / 1e5
+    free, costly = (simulate_step(split, machine(gbps=gbps)) for gbps in (1e12, 100.0))
+    assert costly.step_us - free.step_us == pytest.approx(3 * message_us, rel=1e-6)
+
+
+@pytest.mark.parametrize("data_overlap", ["none", "megatron"])
+@pytest.mark.parametrize(
+    "layout", [{}, {"tensor": 2}, {"pipeline": 4}, {"pipeline": 2, "virtual": 2}, {"context": 2}, {"data": 4}]
+)
+def test_the_parts_add_up_to_the_step(layout: dict[str, int], data_overlap: str) -> None:
+    split = job(**layout, data_overlap=data_overlap)
+    model = machine(latency_us=1.0, collective=0.1, copy=0.05, memory_gbps=100.0, launch_us=1.0)
+    step = simulate_step(split, model)
+    assert parts(step) == pytest.approx(step.step_us)
+    assert step.compute_us > 0
+
+
+@pytest.mark.parametrize("layout", [{"data": 4}, {"data": 2, "tensor": 2, "pipeline": 2}, {"data": 2, "context": 2}])
+def test_one_replica_for_all_equals_all_replicas(layout: dict[str, int]) -> None:
+    model = machine(latency_us=1.0, collective=0.1, launch_us=1.0)
+    assert simulate_step(job(**layout), model) == simulate_step(job(**layout), model, fold=False)
+
+
+def test_a_slow_replica_holds_up_the_others() -> None:
+    model, split = machine(), job(data=2, global_batch_size=4)
+    even = simulate_step(split, model, fold=False)
+    late = simulate_step(split, model, fold=False, slow=(1.0, 1.5))
+    assert late.step_us > even.step_us + 0.4 * even.compute_us
+    assert parts(late) == pytest.approx(late.step_us)  # replica 0's: it waits for gradients
+    assert late.data_us > even.data_us
+    with pytest.raises(ValueError, match="slow: 1 factors: give one for each of the 2 replicas"):
+        simulate_step(split, model, fold=False, slow=(1.0,))
+
+
+def test_gradients_leave_while_earlier_layers_are_computed() -> None:
+    model = machine(gbps=0.05)
+    hidden = simulate_step(job(data=4, hidden_size=4096), model)
+    exposed = simulate_step(job(data=4, hidden_size=4096, data_overlap="none"), model)
+    assert hidden.compute_us == pytest.approx(exposed.compute_us)
+    assert hidden.step_us < exposed.step_us
+    # Without overlap all of it is exposed: fp32 gradients and bf16 parameters, 3/4 of each.
+    split = job(data=4, hidden_size=4096)
+    assert exposed.data_us == pytest.approx(split.stage_parameters(0) * 6 * 0.75 / 50.0, rel=1e-3)
+
+
+def test_parameters_arrive_first_layers_first() -> None:
+    """Gathering takes longer than a layer's forward, so all layers but the last are computed meanwhile."""
+    split = job(data=4, hidden_size=4096, gradient_bytes=0)
+    model = machine(gbps=0.05)
+    gathered = split.stage_parameters(0) * 2 * 0.75 / 50.0
+    forward = Layers(split, model).forward.time_us
+    assert gathered / 8 > forward
+    assert simulate_step(split, model).data_us == pytest.approx(gathered - 7 * forward, rel=1e-3)
+
+
+def test_a_layer_by_hand() -> None:
+    """Eight heads, hidden 1024, 1024 rows at 1 TFLOP/s: 12 h^2 parameters and causal attention."""
+    layers = Layers(job(), machine())
+    gemms = 2.0 * 1024 * 12 * 1024**2 / 1e6
+    attention = 2.0 * 1024**2 * 1024 / 1e6
+    assert layers.forward.time_us == pytest.approx(gemms + attention)
+    assert layers.backward.time_us == pytest.approx(2 * gemms + 2.5 * attention)
+    again = Layers(job(recompute="full"), machine())
+    assert again.backward.time_us == pytest.approx(3 * gemms + 3.5 * attention)
+
+
+def test_flops_are_those_of_the_layers() -> None:
+    """At the peak rate what is counted takes as long as what runs, but for scores computed again in the backward."""
+    split = job(global_batch_size=1)
+    step = simulate_step(split, machine())
+    attention_extra = 0.5 * 2.0 * 1024**2 * 1024 / 1e6 * 8
+    assert split.flops() / 1e6 == pytest.approx(step.compute_us - attention_extra, rel=1e-6)
+
+
+def test_ring_attention_hides_messages_behind_steps() -> None:
+    slow, fast = machine(gbps=0.001), machine(gbps=1000.0)
+    split = job(context=4)
+    assert Layers(split, fast).forward.context_us == pytest.approx(0.0)
+    layers = Layers(split, slow)
+    keys = 2 * 256 * 1024 * 2
+    step_us = 2.0 * 1024**2 * 1024 / 1e6 / 16
+    assert layers.forward.context_us == pytest.approx(3 * (keys / 1.0 - step_us))
+
+
+def test_all_reduce_without_sequence_parallelism() -> None:
+    plain = Layers(job(tensor=2, sequence_parallel=False), machine())
+    rows = 1024 * 1024 * 2
+    # Two all-reduces in the forward, nothing beside them; two in the backward beside wgrad.
+    assert plain.forward.tensor_us == pytest.approx(2 * rows / 1e3)
+    serial = Layers(job(tensor=2, sequence_parallel=False, tensor_choice=Choice("serial")), machine())
+    assert serial.backward.tensor_us == pytest.approx(2 * rows / 1e3)
+    assert plain.backward.tensor_us == 0.0
+
+
+def test_memory_by_hand() -> None:
+    whole = job(hidden_size=1024, vocab_size=128)
+    # A layer: inputs of two norms, QKV, FC1 (4 h), q, k, v, attention's output (4 h), 2 x 4 h of the MLP; bf16.
+    assert layer_activation_bytes(whole) == 1024 * 1024 * (4 + 4 + 8) * 2
+    parameters = 8 * (12 * 1024**2 + 2 * 1024) + 128 * 1024
+    assert whole.stage_parameters(0) == parameters
+    memory = memory_of(whole)
+    assert memory.parameters_gib == pytest.approx(parameters * 6 / 2**30)
+    assert memory.optimizer_gib == pytest.approx(parameters * 12 / 2**30)
+    assert memory_of(job(data=4)).optimizer_gib == pytest.approx(memory.optimizer_gib / 4)
+    assert memory_of(job(data=4, distributed_optimizer=False)).optimizer_gib == pytest.approx(memory.optimizer_gib)
+    assert memory_of(job(recompute="full")).activations_gib < memory.activations_gib / 4
+
+
+def test_first_stage_holds_most_micro_batches() -> None:
+    assert in_flight(4, 0, 1, 8) == 4
+    assert in_flight(4, 3, 1, 8) == 1
+    # Interleaved: 2 (p - 1) + (v - 1) p warm-up passes and the one in hand.
+    assert in_flight(4, 0, 2, 8) == 2 * 3 + 4 + 1
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from(METHODS),
+    st.sampled_from([{}, {"tensor": 2}, {"pipeline": 2}, {"data": 2}, {"tensor": 2, "pipeline": 2, "data": 2}]),
+    st.floats(0.1, 100.0),
+    st.floats(1.1, 5.0),
+)
+def test_faster_machines_are_never_slower(method: str, layout: dict[str, int], gbps: float, factor: float) -> None:
+    split = job(**layout, tensor_choice=Choice(method))  # type: ignore[arg-type]
+    base = simulate_step(split, machine(gbps=gbps)).step_us
+    assert simulate_step(split, machine(gbps=gbps * factor)).step_us <= base * (1 + 1e-9)
+    assert simulate_step(split, machine(gbps=gbps, tflops=factor)).step_us <= base * (1 + 1e-9)
+
+
+def test_layouts_use_all_ranks_and_are_all_different() -> None:
+    found = list(layouts(job(data=16, global_batch_size=16), 8))
+    assert len(found) == len({one.label() for one in found}) > 10
+    assert {one.world_size for one in found} == {16}
+    assert any(one.virtual > 1 for one in found)
+    assert {one.context for one in found} == {1, 2, 4, 8}
+    assert all(one.context == 1 for one in layouts(job(data=16, global_batch_size=16), 8, context=False))
+
+
+def test_sweep_is_sorted_and_leaves_out_what_does_not_fit() -> None:
+    whole = job(data=8, hidden_size=2048)
+    roomy = sweep(whole, machine(), keep=100)
+    times = [one.time.step_us for one in roomy.best]
+    assert times == sorted(times)
+    assert roomy.too_large == 0
+    assert len(times) == roomy.tried
+    limit = sorted(one.memory.total_gib for one in roomy.best)[len(times) // 2]
+    tight = sweep(whole, machine(memory_gib=limit), keep=100)
+    assert 0 < tight.too_large < tight.tried
+    assert all(one.memory.total_gib <= limit for one in tight.best)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tensor": 3}, "model.num_attention_heads: 8: must be a multiple of parallel.tensor 3"),
+        ({"pipeline": 3}, "model.num_layers: 8: must be a multiple of pipeline stages x chunks = 3"),
+        ({"context": 3}, "train.seq_length: 1024: must be a multiple of 6"),
+        ({"data": 3}, "train.global_batch_size: 8: must be a multiple of 3"),
+        ({"virtual": 2}, "parallel.pipeline: 1: interleaving needs pipeline stages"),
+    ],
+)
+def test_impossible_jobs_say_why(changes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace(".", r"\.")):
+        job(**changes)
+
+
+def test_the_timeline_is_the_step() -> None:
+    split: Job = job(tensor=2, pipeline=2, data=2)
+    model = machine(latency_us=1.0)
+    step = simulate_step(split, model, timeline=True)
+    assert replace(step, slices=()) == simulate_step(split, model)
+    compute = [one for one in step.slices if one.lane == "compute"]
+    assert len(compute) == 2 * 2 * split.num_microbatches
+    for stage in (0, 1):
+        mine = sorted((one.start_us, one.stop_us) for one in compute if one.stage == stage)
+        assert all(a[1] <= b[0] + 1e-6 for a, b in zip(mine, mine[1:], strict=False))
+    events = trace_events(step, Layers(split, model))
+    assert {event["ph"] for event in events} == {"M", "X"}
+    assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
+    assert sum(event["name"].startswith("forward") and event["tid"] == 0 for event in events) == len(compute) // 2

@@ -1,0 +1,151 @@
+"""The trace of a run: all ranks on one clock, nothing that lies over something else in a lane."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_overlap import cli
+from megatron_overlap.tools.trace.chrome_trace import Clock, chosen, trace_events
+from megatron_overlap.tracing.events import EventFile, Kind, Mark, Trace, read_events
+
+MS = 1_000_000
+AHEAD = 5000 * MS
+
+
+def record(folder: Path, *, ahead: int = AHEAD, drift: float = 0.0) -> list[Path]:
+    """Two ranks, two steps of 100 ms; rank 1's clock is ahead, runs faster by `drift`, and shows its times so.
+
+    Rank 0 waits from 40 to 60 ms of each step for a message that left rank 1 at 50 ms.
+    """
+    return [_record(folder / f"events-rank{rank}.bin", rank, ahead * rank, drift * rank) for rank in (0, 1)]
+
+
+def _record(path: Path, rank: int, ahead: int, drift: float) -> Path:
+    file, trace = EventFile(path, rank), Trace(lambda: 0)
+    group, gather, scatter = trace.name("ranks 0,1"), trace.name("gather"), trace.name("scatter dgrad")
+
+    def shown(ms: float) -> int:
+        return ahead + round(ms * (1 + drift) * MS)
+
+    def mark(ms: float) -> None:
+        file.mark(Mark(shown(ms), round(ms * MS) - shown(ms), 30_000))
+
+    mark(100)
+    for number in (1, 2):
+        at = 100 * number
+        kinds = [(Kind.OP, 20, 70, gather), (Kind.OP, 30, 65, scatter), (Kind.SENT, 50, 50, gather)]
+        kinds += [(Kind.LANDED, 20, 60, gather), *([(Kind.WAIT, 40, 60, gather)] if rank == 0 else [])]
+        for kind, start, stop, op in kinds:
+            times = (shown(at + start), shown(at + stop))
+            trace.add(kind, *times, op=op, group=group, flight=number, peer=1 - rank, num_bytes=8)
+        trace.add(Kind.STEP, shown(at), shown(at + 100), flight=number)
+        file.write(trace)
+    mark(300)
+    file.close()
+    return path
+
+
+def lanes(events: list[dict[str, Any]]) -> dict[tuple[int, str], list[tuple[str, float, float]]]:
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    found = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            times = (event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3)
+            found[event["pid"], names[event["pid"], event["tid"]]].append((event["name"], *times))
+    return found
+
+
+@pytest.mark.parametrize("drift", [0.0, 1e-3])
+def test_all_ranks_on_one_clock(tmp_path: Path, drift: float) -> None:
+    found = lanes(list(trace_events(chosen([read_events(path) for path in record(tmp_path, drift=drift)], None, None))))
+    for rank in (0, 1):
+        assert found[rank, "steps"] == [("step 1", 0, 100), ("step 2", 100, 200)]
+        assert found[rank, f"from rank {1 - rank} (ranks 0,1)"] == [
+            ("gather", pytest.approx(50), pytest.approx(60)),
+            ("gather", pytest.approx(150), pytest.approx(160)),
+        ]
+    assert found[0, "waits (exposed communication)"] == [("gather", 40, 60), ("gather", 140, 160)]
+    assert found[0, "compute"][:5] == [
+        ("outside of overlapped ops", 0, 20),
+        ("gather", 20, 30),
+        ("scatter dgrad", 30, 40),
+        ("scatter dgrad", 60, 65),
+        ("gather", 65, 70),
+    ]
+    assert found[0, "ops"] == [("gather", 20, 70), ("gather", 120, 170)]
+    assert found[0, "ops, 1 more at once"][0] == ("scatter dgrad", 30, 65)
+    for slices in found.values():
+        assert all(a[2] <= b[1] for a, b in zip(slices, slices[1:], strict=False)), slices
+
+
+def test_a_message_waits_for_the_one_before(tmp_path: Path) -> None:
+    """Two that left at once do not lie over each other: the second was under way when the first had landed."""
+    file, trace = EventFile(tmp_path / "events-rank0.bin", 0), Trace(lambda: 0)
+    for exchange, stop in ((0, 30), (1, 50)):
+        trace.add(Kind.LANDED, 10 * MS, stop * MS, op=trace.name("gather"), exchange=exchange, peer=1)
+    trace.add(Kind.STEP, 0, 60 * MS, flight=1)
+    file.write(trace)
+    file.close()
+    events = list(trace_events(chosen([read_events(tmp_path / "events-rank0.bin")], None, None)))
+    assert lanes(events)[0, "from rank 1 (gather)"] == [("gather", 10, 30), ("gather", 30, 50)]
+
+
+def test_clocks_that_were_never_compared_are_taken_as_equal(tmp_path: Path) -> None:
+    file = EventFile(tmp_path / "events", 4)
+    file.close()
+    assert Clock.of(read_events(tmp_path / "events")).error_ns is None
+
+
+def test_the_command_writes_what_a_viewer_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record(tmp_path)
+    assert cli.main(["trace", str(tmp_path), "--steps", "2"]) == 0
+    said = capsys.readouterr().out
+    row = next(line.split() for line in said.splitlines() if line.split()[:1] == ["gather"])
+    assert row == ["gather", "forward", "10.00", "20.00", "0"]
+    assert "clocks of all ranks agree to 30 us or better" in said
+    content = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))
+    assert {e["name"] for e in content["traceEvents"] if e["ph"] == "X" and e["tid"] == 0} == {"step 2"}
+    out = tmp_path / "plain.json"
+    assert cli.main(["trace", str(tmp_path), "--output", str(out)]) == 0
+    assert len(json.loads(out.read_text())["traceEvents"]) > len(content["traceEvents"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["none"], "none: no such folder; run with overlap.trace=true"),
+        (["empty"], "empty: no events in it; run with overlap.trace=true"),
+        (["broken"], "not a file of events of this release"),
+        (["good", "--steps", "7:9"], "--steps: 7:9: the run has steps 1 to 2"),
+        (["good", "--steps", ":"], "write FIRST:LAST"),
+        (["good", "--output", "none/x.json"], "No such file or directory; give a file that can be written"),
+    ],
+)
+def test_a_wrong_request_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("empty", "broken", "good"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "broken" / "events-rank0.bin").write_bytes(b"nothing\n")
+    record(tmp_path / "good")
+    assert cli.main(["trace", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1
+    assert told in said
+
+
+def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = record(tmp_path)
+    paths[0].rename(tmp_path / "other.bin")
+    paths[1].write_bytes(paths[1].read_bytes()[:-5])
+    assert cli.main(["trace", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "no events of ranks 0" in said
+    assert "rank 1: its file ends in the middle of a step" in said
