@@ -135,7 +135,7 @@ class _Run:
     def failed(self, error: BaseException) -> int:
         """Tells what ended the script; the exit code for it."""
         trust = None if self._session is None else self._session.trust
-        if type(error).__name__ in ("DisagreementError", "UnfitError"):
+        if type(error).__name__ in ("ConfigMismatchError", "UnfitError"):
             print(error, file=sys.stderr)
             return 2
         traceback.print_exception(error)

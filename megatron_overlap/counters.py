@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from megatron_overlap.saved_activations import KeptCounter, KeptMemory
+from megatron_overlap.saved_activations import SavedActivations, SavedMemory
 
 Direction = Literal["forward", "dgrad", "wgrad"]
 
@@ -34,7 +34,7 @@ class Site(NamedTuple):
 class Tally:
     """The counts of one site. `moved_bytes` is what this rank sent in its overlapped calls.
 
-    `not_fused` counts overlapped calls that ran p2p where the config asks for fused kernels, by reason. `chosen_own`
+    `not_fused` counts overlapped calls that ran p2p where the config asks for fused kernels, by reason. `chosen_stock`
     counts calls that ran Megatron's own path because it was chosen, or to be measured: no fallback.
     """
 
@@ -42,7 +42,7 @@ class Tally:
     moved_bytes: int = 0
     fallbacks: dict[str, int] = field(default_factory=dict)
     not_fused: dict[str, int] = field(default_factory=dict)
-    chosen_own: int = 0
+    chosen_stock: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ChoiceLine:
         module: `column 1024->2816`.
         passes: what was measured together.
         method: what serves these calls now.
-        ms: its time, and `own_ms` that of Megatron's own path; None where it was not measured.
+        ms: its time, and `stock_ms` that of Megatron's own path; None where it was not measured.
         why: what the choice rests on, and why not otherwise.
     """
 
@@ -64,13 +64,13 @@ class ChoiceLine:
     passes: str
     method: str
     ms: float | None
-    own_ms: float | None
+    stock_ms: float | None
     why: str
 
     @property
     def gain(self) -> float | None:
         """How much faster than Megatron's own path: 0.25 is a quarter."""
-        return None if self.ms is None or self.own_ms is None else self.own_ms / self.ms - 1
+        return None if self.ms is None or self.stock_ms is None else self.stock_ms / self.ms - 1
 
 
 class SymmetricMemory(NamedTuple):
@@ -94,7 +94,7 @@ class Counters:
 
     def __init__(self, strict: bool = False) -> None:
         self.strict = strict
-        self.kept = KeptCounter()
+        self.kept = SavedActivations()
         self.choices: Callable[[], tuple[ChoiceLine, ...]] = tuple
         self.symmetric: Callable[[], list[SymmetricMemory]] | None = None
         """Where fused kernels are asked for: what they hold."""
@@ -144,14 +144,14 @@ class Counters:
                 " set overlap.tensor.method to p2p, or overlap.strict to false"
             )
 
-    def chose_own(self, kind: str, name: str, op: str, direction: Direction) -> None:
+    def chose_stock(self, kind: str, name: str, op: str, direction: Direction) -> None:
         """Counts one call that runs Megatron's own path by choice."""
-        tally = self.own_by_choice(kind, name, op, direction)
+        tally = self.stock_by_choice(kind, name, op, direction)
         with self._lock:
-            tally.chosen_own += 1
+            tally.chosen_stock += 1
 
-    def own_by_choice(self, kind: str, name: str, op: str, direction: Direction) -> Tally:
-        """What `chose_own` counts in, for callers on the training thread that have no time."""
+    def stock_by_choice(self, kind: str, name: str, op: str, direction: Direction) -> Tally:
+        """What `chose_stock` counts in, for callers on the training thread that have no time."""
         with self._lock:
             return self._tallies.setdefault(Site(kind, name, op, direction), Tally())
 
@@ -196,7 +196,7 @@ class Report:
     features: Mapping[str, str]
     patches: tuple[PatchLine, ...]
     sites: Mapping[Site, Tally]
-    kept: KeptMemory = KeptMemory()
+    kept: SavedMemory = SavedMemory()
     left: Mapping[str, str] = field(default_factory=dict)
     choices: tuple[ChoiceLine, ...] = ()
     checked: Mapping[str, float] = field(default_factory=dict)
@@ -229,7 +229,7 @@ class Report:
                     "bytes": tally.moved_bytes,
                     "fallbacks": dict(tally.fallbacks),
                     **({"not_fused": dict(tally.not_fused)} if tally.not_fused else {}),
-                    **({"chosen_own": tally.chosen_own} if tally.chosen_own else {}),
+                    **({"chosen_stock": tally.chosen_stock} if tally.chosen_stock else {}),
                 }
                 for site, tally in self.sites.items()
             ],
@@ -296,7 +296,7 @@ class Report:
         table.add_column("Megatron's own path, because")
         for site, tally in self.sites.items():
             reasons = "; ".join(
-                [f"{tally.chosen_own} x chosen"] * (tally.chosen_own > 0)
+                [f"{tally.chosen_stock} x chosen"] * (tally.chosen_stock > 0)
                 + [f"{count} x {reason}" for reason, count in sorted(tally.fallbacks.items())]
                 + [f"{count} x p2p, not fused: {reason}" for reason, count in sorted(tally.not_fused.items())]
             )
@@ -354,7 +354,7 @@ def choice_table(lines: Iterable[ChoiceLine]) -> Table:
         table.add_column(heading, justify="right")
     table.add_column("why not otherwise")
     for line in lines:
-        times = ("-" if ms is None else f"{ms:.2f}" for ms in (line.ms, line.own_ms))
+        times = ("-" if ms is None else f"{ms:.2f}" for ms in (line.ms, line.stock_ms))
         gain = "-" if line.gain is None else f"{line.gain:+.0%}"
         table.add_row(line.module, line.op, str(line.rows), line.passes, line.method, *times, gain, line.why)
     return table

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 
-class KeptSite(NamedTuple):
+class SavedSite(NamedTuple):
     """Which layers, by kind and shape, and the op that keeps."""
 
     kind: str
@@ -17,7 +17,7 @@ class KeptSite(NamedTuple):
 
 
 @dataclass(frozen=True)
-class KeptMemory:
+class SavedMemory:
     """What was kept so far, and what the same calls would have kept by the other choice.
 
     Attributes:
@@ -30,7 +30,7 @@ class KeptMemory:
 
     choice: str = "always"
     otherwise: str = "never"
-    calls: tuple[tuple[KeptSite, int, int], ...] = ()
+    calls: tuple[tuple[SavedSite, int, int], ...] = ()
     peak_bytes: int = 0
     otherwise_peak_bytes: int = 0
 
@@ -47,7 +47,7 @@ class KeptMemory:
         }
 
 
-class KeptCounter:
+class SavedActivations:
     """Counts; safe to use from autograd's threads.
 
     Args:
@@ -56,14 +56,14 @@ class KeptCounter:
 
     def __init__(self, *, gathered: bool = False) -> None:
         self._gathered = gathered
-        self._calls: dict[KeptSite, tuple[int, int]] = {}
+        self._calls: dict[SavedSite, tuple[int, int]] = {}
         # By address: layers of one input keep its own rows once, but gathered rows each for itself.
         self._shards: dict[int, int] = {}
         self._live = [0, 0]
         self._peak = [0, 0]
         self._lock = threading.Lock()
 
-    def keep(self, site: KeptSite, address: int, shard_bytes: int, gathered_bytes: int) -> Callable[[], None]:
+    def keep(self, site: SavedSite, address: int, shard_bytes: int, gathered_bytes: int) -> Callable[[], None]:
         """Counts what one call keeps of an input; the result is to be called, once, when it lets go.
 
         Args:
@@ -95,12 +95,12 @@ class KeptCounter:
         """Bytes kept now."""
         return self._live[self._gathered]
 
-    def snapshot(self) -> KeptMemory:
+    def snapshot(self) -> SavedMemory:
         """What was kept so far."""
         mine, other = int(self._gathered), int(not self._gathered)
         choices = ("always", "never")
         with self._lock:
-            return KeptMemory(
+            return SavedMemory(
                 choice=choices[mine],
                 otherwise=choices[other],
                 calls=tuple((site, most[mine], most[other]) for site, most in sorted(self._calls.items())),

@@ -100,7 +100,7 @@ class Session:
         if self.trust is not None:
             self.trust.changed()
 
-    def everything_said(self) -> dict[str, str]:
+    def consistency_facts(self) -> dict[str, str]:
         """What has to be the same on every rank: config, versions, patches, and what adapters add."""
         report = self.report()
         said = {f"overlap.{key}": value for key, value in _flat(self.config.model_dump(mode="json"))}
@@ -125,7 +125,7 @@ class Session:
             left=self.counters.left,
             choices=self.counters.choices(),
             checked={} if self.check is None else dict(self.check.worst),
-            buffers=tuple((ranks, workspace.sizes()) for workspace, ranks in self.buffers.items()),
+            buffers=tuple((ranks, buffer_pool.sizes()) for buffer_pool, ranks in self.buffers.items()),
             symmetric=None if self.counters.symmetric is None else tuple(self.counters.symmetric()),
         )
 
@@ -240,7 +240,8 @@ def enable(
     Raises:
         ConfigError: the file is wrong.
         PatchError: the plugin is on already; with `strict`, also that a patch is refused.
-        DisagreementError: Megatron's groups are there, and the ranks run different configs, versions or patches. Where
+        ConfigMismatchError: Megatron's groups are there, and the ranks run different configs, versions or patches.
+        Where
             they are not, this is looked at when Megatron makes them.
     """
     current = _PROCESS.current

@@ -36,19 +36,19 @@ def play(plan: Plan, gemm: float, communication: float) -> list[Box]:
     """When each piece of `plan` runs on one rank, all ranks being alike: links and GEMMs at a constant rate."""
     num_rows = plan.num_ranks * 9240  # divisible by any small number of parts
     layout = plan.layout(num_rows)
-    message = communication / max(1, num_rows - num_rows // plan.num_ranks)
+    per_row = communication / max(1, num_rows - num_rows // plan.num_ranks)
     boxes: list[Box] = []
     landed: list[float] = []
     clock, link = 0.0, 0.0
 
     def post(work_done: int) -> None:
         nonlocal link
-        while len(landed) < len(plan.exchanges) and plan.exchanges[len(landed)].after_work <= work_done:
-            exchange = plan.exchanges[len(landed)]
+        while len(landed) < len(plan.messages) and plan.messages[len(landed)].after_work <= work_done:
+            message = plan.messages[len(landed)]
             start = max(link, clock)
-            link = start + message * layout.num_chunk_rows(exchange.recv)
+            link = start + per_row * layout.num_chunk_rows(message.recv)
             landed.append(link)
-            boxes.append(Box(start, link, f"{exchange.recv.owner}", True))
+            boxes.append(Box(start, link, f"{message.recv.owner}", True))
 
     post(0)
     for index, work in enumerate(plan.work):

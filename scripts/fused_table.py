@@ -90,14 +90,15 @@ def edited(edit: str) -> str:
     module, old, new = edit.split("|")
     source = Path(compiled.__file__).parent
     folder = Path(tempfile.mkdtemp(prefix="edited-"))
-    (folder / "edited_kernels").mkdir()
-    for file in source.glob("*.py"):
+    for file in source.rglob("*.py"):
         text = file.read_text()
-        if file.stem == module:
+        copy = folder / "edited_kernels" / file.relative_to(source)
+        if ".".join(copy.relative_to(folder / "edited_kernels").with_suffix("").parts) == module:
             if old not in text:
-                raise SystemExit(f"--edit: {old!r}: not in {module}.py")
+                raise SystemExit(f"--edit: {old!r}: not in {module}")
             text = text.replace(old, new)
-        (folder / "edited_kernels" / file.name).write_text(text.replace(PACKAGE, "edited_kernels"))
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(text.replace(PACKAGE, "edited_kernels"))
     sys.path.insert(0, str(folder))
     return "edited_kernels"
 

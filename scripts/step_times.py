@@ -1,6 +1,7 @@
 """Measures what `validate_simulator.py` holds the simulator against: a profile of this machine, and training steps.
 
-The profile is made of GEMMs, operations and messages that are timed by themselves (`tools/doctor/machine.py`, on two hosts
+The profile is made of GEMMs, operations and messages that are timed by themselves (`tools/doctor/machine.py`, on two
+hosts
 of a netlab), again and again between the launches; the medians of all count. One figure, what a call of torch costs
 in the program around it, is taken from the steps of a small model which is not among those that are compared, though
 large enough that the program finds no cache as it left it. Nothing else of a step goes into the profile.

@@ -21,7 +21,7 @@ from megatron_overlap.schedules.varlen import CostModel, Plan, Topology, partiti
 from megatron_overlap.schedules.varlen.baselines import hybrid, ring_over_all
 from megatron_overlap.schedules.varlen.plan import Pass
 from megatron_overlap.schedules.varlen.rebalance import remap
-from megatron_overlap.schedules.varlen.ring_groups import Circle, circles
+from megatron_overlap.schedules.varlen.ring_groups import RingGroup, ring_groups
 
 _TILE = 128
 _FS = 1e9  # in a microsecond
@@ -115,10 +115,10 @@ def layer_of(profile: str, preset: str, ranks: int) -> Layer:
     return Layer(machine, shape, topology)
 
 
-def ring_work(layer: Layer, circle: Circle, place: int, *, backward: bool) -> tuple[float, float]:
-    """Time of a member's own rows and of one visit, of all rings of a circle."""
+def ring_work(layer: Layer, ring_group: RingGroup, place: int, *, backward: bool) -> tuple[float, float]:
+    """Time of a member's own rows and of one visit, of all rings of a ring_group."""
     own = visit = tokens = 0.0
-    for ring in circle.rings:
+    for ring in ring_group.rings:
         share = ring.tokens(place)
         half = share / 2
         tokens += share
@@ -130,35 +130,35 @@ def ring_work(layer: Layer, circle: Circle, place: int, *, backward: bool) -> tu
 
 
 class Links:
-    """How long the messages of circles take that are on their way together."""
+    """How long the messages of ring_groups take that are on their way together."""
 
     def __init__(self, layer: Layer, row_bytes: int, *, routing: bool) -> None:
         self._topology, self._row_bytes, self._routing = layer.topology, row_bytes, routing
         self._bytes: dict[tuple[object, ...], float] = defaultdict(float)
 
-    def add(self, circle: Circle) -> None:
+    def add(self, ring_group: RingGroup) -> None:
         """Its messages: G - 1 early chunks go from each place to the one before, and late ones of places behind it."""
-        size = len(circle.ranks)
-        chunk = sum(ring.length for ring in circle.rings) / size / 2 * self._row_bytes
-        for place, key, part in self._links(circle):
+        size = len(ring_group.ranks)
+        chunk = sum(ring.length for ring in ring_group.rings) / size / 2 * self._row_bytes
+        for place, key, part in self._links(ring_group):
             late = size - place if place else 0
             self._bytes[key] += chunk * (size - 1 + late) * part
 
-    def us(self, circle: Circle) -> float:
-        """The circle's slowest link, with all that goes over it; and the latencies of its steps."""
+    def us(self, ring_group: RingGroup) -> float:
+        """The ring_group's slowest link, with all that goes over it; and the latencies of its steps."""
         topology = self._topology
         rates = {"card": topology.inter_gbps * 1e3, "inside": topology.intra_gbps * 1e3}
-        slowest = max(self._bytes[key] / rates[str(key[0])] for _, key, _ in self._links(circle))
-        latency = topology.inter_latency_us if circle.zone == "inter" else topology.intra_latency_us
-        if self._routing and circle.zone == "inter":
+        slowest = max(self._bytes[key] / rates[str(key[0])] for _, key, _ in self._links(ring_group))
+        latency = topology.inter_latency_us if ring_group.zone == "inter" else topology.intra_latency_us
+        if self._routing and ring_group.zone == "inter":
             latency += 2 * topology.intra_latency_us
-        return slowest + (len(circle.ranks) - 1) * latency
+        return slowest + (len(ring_group.ranks) - 1) * latency
 
-    def _links(self, circle: Circle) -> Iterator[tuple[int, tuple[object, ...], float]]:
+    def _links(self, ring_group: RingGroup) -> Iterator[tuple[int, tuple[object, ...], float]]:
         """Places, the cards and inside links that their messages go over, and what part of a message."""
         topology = self._topology
-        for place, source in enumerate(circle.ranks):
-            to = circle.ranks[place - 1]
+        for place, source in enumerate(ring_group.ranks):
+            to = ring_group.ranks[place - 1]
             node, far = topology.node_of(source), topology.node_of(to)
             if node == far:
                 yield place, ("inside", source, "out"), 1.0
@@ -194,29 +194,29 @@ def _pass_us(
     """Every rank's time. The engine posts all messages first and hides them behind anything; else ring by ring."""
     # Backward: keys, values, and their gradients in fp32.
     row_bytes = layer.kv_bytes * 3 if backward else layer.kv_bytes
-    found = circles(part)
+    found = ring_groups(part)
     links = Links(layer, row_bytes, routing=routing)
-    for circle in found:
-        links.add(circle)
+    for ring_group in found:
+        links.add(ring_group)
     computed, chained, messages = ([0.0] * layer.topology.ranks for _ in range(3))
     for rank, documents in enumerate(part.local):
         lengths = [plan.lengths[document] for document in documents]
         if lengths:
             us = sum(layer.tiles_us(length, length, causal=True, backward=backward) for length in lengths)
             computed[rank] = chained[rank] = us + layer.machine.launch_us
-    for circle in found:
+    for ring_group in found:
         alone = links
         if not engine:
             alone = Links(layer, row_bytes, routing=routing)
-            alone.add(circle)
-        steps = len(circle.ranks) - 1
-        message = alone.us(circle)
-        for place, rank in enumerate(circle.ranks):
-            own, visit = ring_work(layer, circle, place, backward=backward)
+            alone.add(ring_group)
+        steps = len(ring_group.ranks) - 1
+        message = alone.us(ring_group)
+        for place, rank in enumerate(ring_group.ranks):
+            own, visit = ring_work(layer, ring_group, place, backward=backward)
             if gathered:
                 # One kernel for all keys; nothing to merge, nothing hidden.
                 visit -= layer.machine.launch_us
-                visit -= layer.merge_us(sum(ring.tokens(place) for ring in circle.rings), backward=backward)
+                visit -= layer.merge_us(sum(ring.tokens(place) for ring in ring_group.rings), backward=backward)
             computed[rank] += own + steps * visit
             step = message / steps
             chained[rank] += max(own, step) + (steps - 1) * max(visit, step) + visit

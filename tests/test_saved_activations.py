@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 
 from megatron_overlap.counters import Counters, Report
-from megatron_overlap.saved_activations import KeptCounter, KeptMemory, KeptSite
+from megatron_overlap.saved_activations import SavedActivations, SavedMemory, SavedSite
 
-QKV, UP = KeptSite("column", "8->4", "ag_gemm"), KeptSite("column", "8->6", "ag_gemm")
+QKV, UP = SavedSite("column", "8->4", "ag_gemm"), SavedSite("column", "8->6", "ag_gemm")
 MIB = 1024 * 1024
 
 
 def test_own_rows_of_one_input_count_once_gathered_rows_each_time() -> None:
     for gathered, peak in ((False, 15), (True, 60)):
-        counter = KeptCounter(gathered=gathered)
+        counter = SavedActivations(gathered=gathered)
         ends = [counter.keep(QKV, 1, 10, 20), counter.keep(UP, 1, 10, 30), counter.keep(QKV, 2, 5, 10)]
         assert counter.live_bytes == peak
         ends[0]()
@@ -34,7 +34,7 @@ def test_own_rows_of_one_input_count_once_gathered_rows_each_time() -> None:
         assert memory.choice == ("never" if gathered else "always")
 
 
-def report(kept: KeptMemory, left: dict[str, str]) -> Report:
+def report(kept: SavedMemory, left: dict[str, str]) -> Report:
     return Report(True, "", False, {}, {"tensor": "p2p"}, (), {}, kept, left)
 
 
@@ -58,12 +58,12 @@ def test_the_report_shows_both_choices_and_what_is_left() -> None:
 
 @pytest.mark.parametrize("left", [{}, {"x": "y"}])
 def test_nothing_kept_is_not_shown(left: dict[str, str]) -> None:
-    assert "recompute_gather" not in report(KeptMemory(), left).render()
+    assert "recompute_gather" not in report(SavedMemory(), left).render()
 
 
 def test_buffers_are_shown_by_ranks_and_use() -> None:
     sizes = {"partial": 3 * MIB, "landing": 12 * MIB}
-    made = replace(report(KeptMemory(), {}), buffers=(("ranks 0, 1", sizes), ("lane of ranks 0, 2", {})))
+    made = replace(report(SavedMemory(), {}), buffers=(("ranks 0, 1", sizes), ("lane of ranks 0, 2", {})))
     lines = [line for line in made.render().splitlines() if "buffers" in line]
     assert lines == ["buffers for ranks 0, 1, kept for the run: 15.0 MiB (landing 12.0, partial 3.0)"]
     assert made.as_dict()["buffers"][0] == {"ranks": "ranks 0, 1", "bytes": sizes}

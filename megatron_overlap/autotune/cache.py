@@ -37,13 +37,13 @@ class Entry:
 
     Attributes:
         candidate: what was chosen.
-        us: its time, and `own_us` that of Megatron's own path, in microseconds.
+        us: its time, and `stock_us` that of Megatron's own path, in microseconds.
         link_rate: bytes per microsecond of the group's messages when it was made: the topology as it was felt.
     """
 
     candidate: Candidate
     us: float
-    own_us: float
+    stock_us: float
     link_rate: float
 
     def fits(self, link_rate: float) -> bool:
@@ -52,7 +52,7 @@ class Entry:
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON can hold it."""
-        return {**self.candidate.as_dict(), "us": self.us, "own_us": self.own_us, "link_rate": self.link_rate}
+        return {**self.candidate.as_dict(), "us": self.us, "stock_us": self.stock_us, "link_rate": self.link_rate}
 
     @classmethod
     def of(cls, tree: Any) -> Entry:
@@ -63,7 +63,7 @@ class Entry:
         """
         if not isinstance(tree, dict):
             raise ValueError(f"entry: {tree!r}: not an object")
-        figures = [tree.get(key) for key in ("us", "own_us", "link_rate")]
+        figures = [tree.get(key) for key in ("us", "stock_us", "link_rate")]
         if not all(isinstance(figure, int | float) and math.isfinite(figure) and figure > 0 for figure in figures):
             raise ValueError(f"entry: {tree}: its figures are not times and rates")
         return cls(Candidate.of(tree), *(float(figure) for figure in figures))  # type: ignore[arg-type]

@@ -73,7 +73,7 @@ class Candidate:
         return cls(method, pattern, chunks, tuple((name, knobs[name]) for name in KNOBS if name in knobs))
 
 
-OWN = Candidate("megatron")
+STOCK = Candidate("megatron")
 """Megatron's own path: what every other candidate has to beat."""
 
 HOPPER = Candidate("fused", knobs=(("kernel", "hopper"),))

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from megatron_overlap.autotune.predict import Costs
 from megatron_overlap.comm import Transport
-from megatron_overlap.comm.host_collectives import Council
-from megatron_overlap.comm.transport import Wire
+from megatron_overlap.comm.host_collectives import HostCollectives
+from megatron_overlap.comm.transport import Transfer
 from megatron_overlap.schedules import all_gather_plan
 
 _ROWS = (8, 32, 128, 512)
@@ -26,7 +26,11 @@ _REPEATS = 5
 
 
 def probe(
-    group: dist.ProcessGroup, transport: Transport, council: Council, dtype: torch.dtype, device: torch.device
+    group: dist.ProcessGroup,
+    transport: Transport,
+    host_collectives: HostCollectives,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Costs:
     """The costs of the slowest rank; the same on every rank. All ranks of the group call it."""
     width = _WIDTH[device.type]
@@ -34,10 +38,12 @@ def probe(
     times: list[float] = []
     for rows in _ROWS:
         a, out = b[:1].expand(rows, width).contiguous(), torch.empty(rows, width, dtype=dtype, device=device)
-        times.append(_us(lambda a=a, out=out: torch.mm(a, b, out=out), council, device))  # type: ignore[misc]
-    times += [_us(_message(transport, count, device), council, device) for count in (_SMALL, _LARGE)]
-    times += [_us(_gather(group, transport.size, count, device), council, device) for count in (_SMALL, _LARGE)]
-    slowest = [max(column) for column in zip(*council.numbers(times), strict=True)]
+        times.append(_us(lambda a=a, out=out: torch.mm(a, b, out=out), host_collectives, device))  # type: ignore[misc]
+    times += [_us(_message(transport, count, device), host_collectives, device) for count in (_SMALL, _LARGE)]
+    times += [
+        _us(_gather(group, transport.size, count, device), host_collectives, device) for count in (_SMALL, _LARGE)
+    ]
+    slowest = [max(column) for column in zip(*host_collectives.numbers(times), strict=True)]
     gemms, (small, large), (few, many) = slowest[: len(_ROWS)], slowest[-4:-2], slowest[-2:]
     others = max(1, transport.size - 1)
     return Costs(
@@ -54,11 +60,11 @@ def _rate(num_bytes: int, us: float) -> float:
     return num_bytes / max(us, 1.0)
 
 
-def _us(run: Callable[[], object], council: Council, device: torch.device) -> float:
+def _us(run: Callable[[], object], host_collectives: HostCollectives, device: torch.device) -> float:
     """Median time of this rank; all ranks start together."""
     times = []
     for number in range(_REPEATS + 1):
-        council.align()
+        host_collectives.align()
         start = time.perf_counter()
         run()
         if device.type == "cuda":
@@ -69,11 +75,11 @@ def _us(run: Callable[[], object], council: Council, device: torch.device) -> fl
 
 
 def _message(transport: Transport, count: int, device: torch.device) -> Callable[[], None]:
-    exchange = all_gather_plan(transport.size, transport.rank).exchanges[0]
+    message = all_gather_plan(transport.size, transport.rank).messages[0]
     send, recv = (torch.zeros(count, dtype=torch.uint8, device=device) for _ in range(2))
 
     def run() -> None:
-        transport.begin([Wire(exchange, send, recv)], "probe").finish()
+        transport.begin([Transfer(message, send, recv)], "probe").wait_all()
 
     return run
 

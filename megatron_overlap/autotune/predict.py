@@ -11,9 +11,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_overlap.autotune.candidates import OWN, Call, Candidate
+from megatron_overlap.autotune.candidates import STOCK, Call, Candidate
 from megatron_overlap.autotune.cost_model import CostModel, Link
-from megatron_overlap.schedules.heuristics import usual_chunks, usual_pattern
+from megatron_overlap.schedules.heuristics import default_chunks, default_pattern
 from megatron_overlap.schedules.layout import part_weights
 from megatron_overlap.schedules.plan import Pattern
 
@@ -97,7 +97,7 @@ def candidates(
     """
     patterns: Sequence[Pattern | None] = (pattern,)
     if pattern is None and not call.sums:  # an all-reduce has no ring
-        usual = usual_pattern(device_type)
+        usual = default_pattern(device_type)
         # Between two ranks a ring is the same messages.
         patterns = ("direct",) if call.ranks == 2 else (usual, "direct" if usual == "ring" else "ring")
     if chunks is not None:
@@ -113,7 +113,7 @@ def _usual_count(call: Call, item_bytes: int) -> int | None:
     if call.sums:
         return None
     gathers, scatters = (
-        usual_chunks(collective, call.ranks, call.rows, call.width * item_bytes)
+        default_chunks(collective, call.ranks, call.rows, call.width * item_bytes)
         for collective in ("all_gather", "reduce_scatter")
     )
     return gathers if gathers == scatters else None
@@ -134,7 +134,7 @@ def predict_us(costs: Costs, call: Call, candidate: Candidate, item_bytes: int) 
     dgrad = costs.gemm_us(call.rows, call.in_features, call.out_features) if call.backward else 0.0
     wgrad = dgrad if call.weight else 0.0
     column = call.op in ("ag_gemm", "copy_gemm")
-    if candidate == OWN:
+    if candidate == STOCK:
         one = costs.collective(moved)
         if call.sums:
             backward = dgrad + max(wgrad, 2 * one) if call.backward else 0.0

@@ -76,18 +76,18 @@ class Settled:
     Attributes:
         candidate: number of the candidate.
         us: its time.
-        own_us: time of candidate 0, Megatron's own path.
+        stock_us: time of candidate 0, Megatron's own path.
         why: what it rests on: `measured`, `cached`, `withdrawn`, `model`.
     """
 
     candidate: int
     us: float = math.nan
-    own_us: float = math.nan
+    stock_us: float = math.nan
     why: Literal["measured", "cached", "withdrawn", "model"] = "model"
 
 
 class Decider:
-    """Serves calls in turn. Before each call: while `due`, exchange what was measured and `take` it; then `next`.
+    """Serves calls in turn. Before each call: while `due`, message what was measured and `take` it; then `next`.
 
     Candidate 0 is Megatron's own path; the others follow in the order of the model, likeliest first.
 
@@ -126,7 +126,7 @@ class Decider:
         self._attempts = 0
         self._calls = self._lent = 0
         self.free = 0
-        """Coming calls of which is known that they run Megatron's own path, untimed, with nothing to exchange. A caller
+        """Coming calls of which is known that they run Megatron's own path, untimed, with nothing to message. A caller
         that has no time serves one so and takes one off here, instead of asking `due` and `next`."""
         self.withdrawals = 0
         self.epoch = 0
@@ -156,7 +156,7 @@ class Decider:
 
     @property
     def due(self) -> bool:
-        """Whether the ranks exchange what they measured before the next call."""
+        """Whether the ranks message what they measured before the next call."""
         if self.stage != "settled":
             return not self._turns
         if self.choice.candidate == 0:

@@ -1,6 +1,7 @@
 """Chooses how each linear layer of a group is run, by measuring what could run it in the training itself.
 
-See `docs/choice.md`. What is tried next follows from `autotune.search`, alike on all ranks; here calls are served, timed
+See `docs/choice.md`. What is tried next follows from `autotune.search`, alike on all ranks; here calls are served,
+timed
 and agreed upon.
 """
 
@@ -20,20 +21,20 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.autotune.cache import ChoiceCache, Entry
-from megatron_overlap.autotune.candidates import HOPPER, OWN, Call, Candidate, fused_variants, one_knob_apart
+from megatron_overlap.autotune.candidates import HOPPER, STOCK, Call, Candidate, fused_variants, one_knob_apart
 from megatron_overlap.autotune.microbench import probe
 from megatron_overlap.autotune.predict import Costs, predict_us, shortlist
 from megatron_overlap.autotune.search import Decider, Settled, Stage, Turn
 from megatron_overlap.autotune.stats import Timing
 from megatron_overlap.autotune.timer import Samples, time_call
 from megatron_overlap.comm import Transport
-from megatron_overlap.comm.host_collectives import Council
+from megatron_overlap.comm.host_collectives import HostCollectives
 from megatron_overlap.comm.transport import store_beside
 
 _FEWEST = 2
 
 
-class ChoiceError(RuntimeError):
+class AutotuneError(RuntimeError):
     """The ranks of a group do not run the same layers in the same order."""
 
 
@@ -44,7 +45,7 @@ class Verdict:
     Attributes:
         call: the kind of call; of layers without sequence parallelism the first that was seen of those chosen together.
         candidate: what serves it now.
-        us: its time, and `own_us` that of Megatron's own path.
+        us: its time, and `stock_us` that of Megatron's own path.
         stage: where the measurement is.
         why: what the choice rests on.
         tried: everything that is or was measured.
@@ -54,14 +55,14 @@ class Verdict:
     call: Call
     candidate: Candidate
     us: float
-    own_us: float
+    stock_us: float
     stage: Stage
     why: str
     tried: tuple[Candidate, ...]
     withdrawals: int
 
 
-class Chooser:
+class Autotuner:
     """The choices for one group. All ranks call `serve` for the same calls in the same order, as layers are run.
 
     Args:
@@ -69,7 +70,7 @@ class Chooser:
         transport: what their point-to-point messages take.
         folder: where choices are kept; None keeps none.
         versions: of what a choice depends on, for the cache.
-        timeout_s: deadline of an exchange between the ranks.
+        timeout_s: deadline of an message between the ranks.
     """
 
     def __init__(
@@ -83,7 +84,9 @@ class Chooser:
     ) -> None:
         self._group, self._transport = group, transport
         self._folder, self._versions = folder, dict(versions)
-        self._council = Council(store_beside(group), dist.get_rank(group), dist.get_world_size(group), timeout_s)
+        self._host_collectives = HostCollectives(
+            store_beside(group), dist.get_rank(group), dist.get_world_size(group), timeout_s
+        )
         self._costs: dict[tuple[torch.dtype, torch.device], Costs] = {}
         self._caches: dict[torch.device, ChoiceCache | None] = {}
         self._kinds: dict[object, _Kind] = {}
@@ -110,9 +113,10 @@ class Chooser:
             What `run` returned, and the candidate that served.
 
         Raises:
-            ChoiceError: another rank called something else.
+            AutotuneError: another rank called something else.
         """
-        # Without sequence parallelism gradient work moves from layer to layer (ops/deferred_wgrad.py): what one layer gains
+        # Without sequence parallelism gradient work moves from layer to layer (ops/deferred_wgrad.py): what one layer
+        # gains
         # another one pays, and only all of them together can be compared.
         name: object = ("sums", call.rows, call.dtype, call.backward) if call.sums else call
         kind = self._kinds.get(name)
@@ -146,7 +150,7 @@ class Chooser:
                     kind.call,
                     kind.candidates[choice.candidate],
                     choice.us,
-                    choice.own_us,
+                    choice.stock_us,
                     decider.stage,
                     choice.why,
                     tuple(kind.candidates[each] for each in decider.tried),
@@ -159,7 +163,7 @@ class Chooser:
         """What was measured for the prediction, measured by the first call, which all ranks make."""
         key = (dtype, device)
         if key not in self._costs:
-            self._costs[key] = probe(self._group, self._transport, self._council, dtype, device)
+            self._costs[key] = probe(self._group, self._transport, self._host_collectives, dtype, device)
         return self._costs[key]
 
     def _open(self, call: Call, x: torch.Tensor, possible: Sequence[Candidate]) -> _Kind:
@@ -168,25 +172,25 @@ class Chooser:
         if x.device not in self._caches:
             self._caches[x.device] = self._open_cache(x.device)
         word: dict[str, Any] = {"key": call.key}
-        if self._council.rank == 0:
+        if self._host_collectives.rank == 0:
             tried = shortlist(costs, call, possible, x.itemsize)
-            own_us = predict_us(costs, call, OWN, x.itemsize)
-            likely = own_us > predict_us(costs, call, tried[0], x.itemsize)
+            stock_us = predict_us(costs, call, STOCK, x.itemsize)
+            likely = stock_us > predict_us(costs, call, tried[0], x.itemsize)
             word |= {"tried": [each.as_dict() for each in tried], "seed": int(likely), "known": None}
             variants = _variants(call, possible)
             word["variants"] = [each.as_dict() for each in variants]
             entry = self._known(call.key, costs.felt_rate, [*possible, *variants])
             if entry is not None:
                 word["known"] = entry.as_dict()
-        words = [json.loads(text) for text in self._council.words(json.dumps(word))]
+        words = [json.loads(text) for text in self._host_collectives.words(json.dumps(word))]
         keys = [each["key"] for each in words]
         if any(key != keys[0] for key in keys):
-            raise ChoiceError(
+            raise AutotuneError(
                 f"ranks of a tensor parallel group run different layers: {' | '.join(keys)}; set overlap.tensor.method "
                 "to none and report this"
             )
         first = words[0]
-        candidates = [OWN, *(Candidate.of(tree) for tree in first["tried"])]
+        candidates = [STOCK, *(Candidate.of(tree) for tree in first["tried"])]
         num_first = len(candidates)
         candidates += [each for each in map(Candidate.of, first["variants"]) if each not in candidates]
         known = None
@@ -194,7 +198,7 @@ class Chooser:
             entry = Entry.of(first["known"])
             if entry.candidate not in candidates:
                 candidates.append(entry.candidate)
-            known = Settled(candidates.index(entry.candidate), entry.us, entry.own_us, "cached")
+            known = Settled(candidates.index(entry.candidate), entry.us, entry.stock_us, "cached")
         near = {
             index: [other for other, apart in enumerate(candidates) if one_knob_apart(each, apart)]
             for index, each in enumerate(candidates)
@@ -206,13 +210,13 @@ class Chooser:
     def _known(self, key: str, link_rate: float, possible: Sequence[Candidate]) -> Entry | None:
         cache = next(iter(self._caches.values()))
         entry = cache.get(key) if cache is not None else None
-        if entry is None or not entry.fits(link_rate) or entry.candidate not in (OWN, *possible):
+        if entry is None or not entry.fits(link_rate) or entry.candidate not in (STOCK, *possible):
             return None
         return entry
 
     def _open_cache(self, device: torch.device) -> ChoiceCache | None:
-        hosts = self._council.words(socket.gethostname())
-        if self._folder is None or self._council.rank != 0:
+        hosts = self._host_collectives.words(socket.gethostname())
+        if self._folder is None or self._host_collectives.rank != 0:
             return None
         cuda = device.type == "cuda"
         return ChoiceCache(
@@ -231,16 +235,16 @@ class Chooser:
     def _agree(self, kind: _Kind) -> None:
         decider, before = kind.decider, kind.decider.choice
         mine = kind.passes()
-        calls = zip(*self._council.numbers([us for times in mine for us in times]), strict=True)
+        calls = zip(*self._host_collectives.numbers([us for times in mine for us in times]), strict=True)
         decider.take(kind.timings([Timing.slowest(islice(calls, len(times)), _FEWEST) for times in mine]))
         if decider.epoch != kind.epoch:
             kind.epoch, kind.samples = decider.epoch, {}
         choice = decider.choice
-        if choice == before or math.isnan(choice.us) or math.isnan(choice.own_us):
+        if choice == before or math.isnan(choice.us) or math.isnan(choice.stock_us):
             return
         for cache in self._caches.values():
             if cache is not None:
-                entry = Entry(kind.candidates[choice.candidate], choice.us, choice.own_us, kind.link_rate)
+                entry = Entry(kind.candidates[choice.candidate], choice.us, choice.stock_us, kind.link_rate)
                 cache.put(kind.call.key, entry)
 
 

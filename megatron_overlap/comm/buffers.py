@@ -9,7 +9,7 @@ from math import prod
 import torch
 
 
-class Workspace:
+class BufferPool:
     """Named buffers of one transport. A name is handed out again only after the op that took it has finished.
 
     A buffer grows to the largest size that was asked for and is never returned, as Megatron's global memory buffer.

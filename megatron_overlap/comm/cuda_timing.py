@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_overlap.comm.transport import Wire
-from megatron_overlap.tracing.events import FlightEvents, Kind, Trace
+from megatron_overlap.comm.transport import Transfer
+from megatron_overlap.tracing.events import Kind, Trace, WorkEvents
 
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """Two places of a stream, and what happened between them; `wire` is given for a message."""
+    """Two places of a stream, and what happened between them; `transfer` is given for a message."""
 
-    flight: FlightEvents
+    p2p_work: WorkEvents
     kind: Kind
-    exchange: int
-    wire: Wire | None
+    message: int
+    transfer: Transfer | None
     start: torch.cuda.Event
     stop: torch.cuda.Event
 
@@ -39,9 +39,9 @@ class CudaEvents:
         self._pairs: list[_Pair] = []
         trace.settle.append(self._settle)
 
-    def flight(self, ranks: Sequence[int], lane: str, number: int, op: str) -> CudaFlightEvents:
-        """Where the pairs of one flight go."""
-        return CudaFlightEvents(self, self._trace.flight(ranks, lane, number, op))
+    def operation(self, ranks: Sequence[int], channel: str, number: int, op: str) -> CudaWorkEvents:
+        """Where the pairs of one p2p_work go."""
+        return CudaWorkEvents(self, self._trace.operation(ranks, channel, number, op))
 
     def mark(self) -> torch.cuda.Event:
         """An event at this place of the current stream."""
@@ -62,23 +62,25 @@ class CudaEvents:
         now = self._trace.clock()
         for pair in self._pairs:
             start, stop = (now - round(event.elapsed_time(zero) * 1e6) for event in (pair.start, pair.stop))
-            if pair.wire is None:
-                pair.flight.span(pair.kind, start, stop, pair.exchange)
+            if pair.transfer is None:
+                pair.p2p_work.span(pair.kind, start, stop, pair.message)
             else:
-                exchange = pair.wire.exchange
-                if pair.wire.send.numel():
-                    pair.flight.message(Kind.SENT, start, start, pair.exchange, exchange.to, pair.wire.send.nbytes)
-                if pair.wire.recv.numel():
-                    pair.flight.message(Kind.LANDED, start, stop, pair.exchange, exchange.source, pair.wire.recv.nbytes)
+                message = pair.transfer.message
+                if pair.transfer.send.numel():
+                    pair.p2p_work.message(Kind.SENT, start, start, pair.message, message.to, pair.transfer.send.nbytes)
+                if pair.transfer.recv.numel():
+                    pair.p2p_work.message(
+                        Kind.LANDED, start, stop, pair.message, message.source, pair.transfer.recv.nbytes
+                    )
             self._free += [pair.start, pair.stop]
         self._pairs.clear()
         self._free.append(zero)
 
 
-class CudaFlightEvents:
-    """What one flight on a device adds to a trace."""
+class CudaWorkEvents:
+    """What one p2p_work on a device adds to a trace."""
 
-    def __init__(self, owner: CudaEvents, events: FlightEvents) -> None:
+    def __init__(self, owner: CudaEvents, events: WorkEvents) -> None:
         self._owner, self._events = owner, events
         self._began = owner.mark()
 
@@ -86,17 +88,17 @@ class CudaFlightEvents:
         """An event at this place of the current stream."""
         return self._owner.mark()
 
-    def waited(self, start: torch.cuda.Event, exchange: int) -> None:
+    def waited(self, start: torch.cuda.Event, message: int) -> None:
         """The current stream stood still between `start` and here."""
-        self._keep(Kind.WAIT, start, exchange)
+        self._keep(Kind.WAIT, start, message)
 
-    def moved(self, start: torch.cuda.Event, exchange: int, wire: Wire) -> None:
-        """Both messages of an exchange went between `start` and here."""
-        self._keep(Kind.LANDED, start, exchange, wire)
+    def moved(self, start: torch.cuda.Event, message: int, transfer: Transfer) -> None:
+        """Both messages of an message went between `start` and here."""
+        self._keep(Kind.LANDED, start, message, transfer)
 
     def finished(self) -> None:
-        """The flight ends here."""
+        """The p2p_work ends here."""
         self._keep(Kind.OP, self._began)
 
-    def _keep(self, kind: Kind, start: torch.cuda.Event, exchange: int = 0, wire: Wire | None = None) -> None:
-        self._owner.keep(_Pair(self._events, kind, exchange, wire, start, self._owner.mark()))
+    def _keep(self, kind: Kind, start: torch.cuda.Event, message: int = 0, transfer: Transfer | None = None) -> None:
+        self._owner.keep(_Pair(self._events, kind, message, transfer, start, self._owner.mark()))

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 
-class Council:
+class HostCollectives:
     """Some ranks, over a gloo group of their own: no device queue and no other collective is in the way.
 
     Every method is a collective: all ranks call the same one in the same order. Over gloo because what is exchanged is
@@ -19,7 +19,7 @@ class Council:
         store: shared by exactly these ranks.
         rank: this one.
         size: how many there are.
-        timeout_s: deadline of an exchange.
+        timeout_s: deadline of an message.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from megatron_overlap.comm.host_collectives import Council
+from megatron_overlap.comm.host_collectives import HostCollectives
 from megatron_overlap.comm.transport import store_beside
 
 _TIMEOUT_S = 600.0
@@ -36,7 +36,7 @@ class Members:
         self.ranks = [dist.get_process_group_ranks(group)[each] for each in chosen]
         self.group = group if len(chosen) == len(everybody) else None
         self.store = dist.PrefixStore(f"members/{chosen[0]}", store_beside(group))
-        self._council = Council(self.store, self.rank, self.size, _TIMEOUT_S)
+        self._host_collectives = HostCollectives(self.store, self.rank, self.size, _TIMEOUT_S)
 
     def barrier(self) -> None:
         """Returns when all members are here.
@@ -44,4 +44,4 @@ class Members:
         Raises:
             RuntimeError: a member did not come in time.
         """
-        self._council.align()
+        self._host_collectives.align()

@@ -15,22 +15,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm.buffers import Workspace
-from megatron_overlap.comm.cuda_timing import CudaEvents, CudaFlightEvents
-from megatron_overlap.comm.transport import TransportError, Wire, store_beside
+from megatron_overlap.comm.buffers import BufferPool
+from megatron_overlap.comm.cuda_timing import CudaEvents, CudaWorkEvents
+from megatron_overlap.comm.transport import Transfer, TransportError, store_beside
 from megatron_overlap.tracing.events import Trace
 
 
 class NcclTransport:
-    """See `Transport`. Owns an NCCL group, a high-priority stream, events and a workspace.
+    """See `Transport`. Owns an NCCL group, a high-priority stream, events and a buffer_pool.
 
     Args:
         group: the group whose ranks talk; an NCCL group with the same ranks is made for the messages.
         timeout_s: deadline of NCCL's watchdog in seconds; None means that of `group`.
-        workspace: where ops take their buffers.
-        trace: gets the events of every flight; None records none.
-        lane: which of several transports of these ranks this is.
-        register: the workspace's memory is NCCL's own, registered with the communicator: it need not be copied
+        buffer_pool: where ops take their buffers.
+        trace: gets the events of every p2p_work; None records none.
+        channel: which of several transports of these ranks this is.
+        register: the buffer_pool's memory is NCCL's own, registered with the communicator: it need not be copied
             through NCCL's buffers.
 
     Raises:
@@ -42,17 +42,17 @@ class NcclTransport:
         group: dist.ProcessGroup,
         *,
         timeout_s: float | None = None,
-        workspace: Workspace | None = None,
+        buffer_pool: BufferPool | None = None,
         trace: Trace | None = None,
-        lane: str = "",
+        channel: str = "",
         register: bool = False,
     ) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.exposed_s = 0.0
-        self._lane = lane
+        self._channel = channel
         self._timing = CudaEvents(trace) if trace is not None else None
-        self._num_flights = 0
+        self._num_p2p_works = 0
         self.ranks = dist.get_process_group_ranks(group)
         device = torch.device("cuda", torch.cuda.current_device())
         timeout = timedelta(seconds=timeout_s) if timeout_s else group._get_backend(device).options._timeout
@@ -67,17 +67,17 @@ class NcclTransport:
         self._device = device
         self._pool = _registered_pool(backend, device) if register else None
         within = nullcontext if self._pool is None else partial(torch.cuda.use_mem_pool, self._pool)
-        self.workspace = workspace if workspace is not None else Workspace(within=within)
+        self.buffer_pool = buffer_pool if buffer_pool is not None else BufferPool(within=within)
         # Messages are short and others wait for them: let the device take them first.
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._free_events: list[torch.cuda.Event] = []
 
-    def begin(self, wires: Sequence[Wire], op: str) -> NcclFlight:
+    def begin(self, transfers: Sequence[Transfer], op: str) -> NcclP2PWork:
         """See `Transport.begin`."""
-        self._num_flights += 1
+        self._num_p2p_works += 1
         timing = self._timing
-        events = timing.flight(self.ranks, self._lane, self._num_flights, op) if timing is not None else None
-        return NcclFlight(self, wires, op, events)
+        events = timing.operation(self.ranks, self._channel, self._num_p2p_works, op) if timing is not None else None
+        return NcclP2PWork(self, transfers, op, events)
 
     def event(self) -> torch.cuda.Event:
         """An event that nobody uses; given back by `recycle`."""
@@ -90,7 +90,7 @@ class NcclTransport:
     def close(self) -> None:
         """See `Transport.close`."""
         self._free_events.clear()
-        self.workspace.clear()
+        self.buffer_pool.clear()
         backend = self._group._get_backend(self._device)
         if self._pool is not None:
             backend.deregister_mem_pool(self._pool)
@@ -109,20 +109,20 @@ def _registered_pool(backend: Any, device: torch.device) -> Any:
     return pool
 
 
-class NcclFlight:
-    """See `Flight`. Exchanges are enqueued in order, each as soon as its send is ready."""
+class NcclP2PWork:
+    """See `P2PWork`. Exchanges are enqueued in order, each as soon as its send is ready."""
 
     def __init__(
-        self, transport: NcclTransport, wires: Sequence[Wire], op: str, timing: CudaFlightEvents | None
+        self, transport: NcclTransport, transfers: Sequence[Transfer], op: str, timing: CudaWorkEvents | None
     ) -> None:
         self._transport = transport
-        self._wires = wires
+        self._transfers = transfers
         self._op = op
         self._timing = timing
         self._landed: list[torch.cuda.Event] = []
         # Receive buffers may still be read by what the computing stream has enqueued before.
         self._order_after_compute()
-        self.release(0)
+        self.mark_ready(0)
 
     def _order_after_compute(self) -> None:
         ready = self._transport.event()
@@ -130,58 +130,58 @@ class NcclFlight:
         self._transport._stream.wait_event(ready)
         self._transport.recycle([ready])
 
-    def release(self, work_done: int) -> None:
-        """See `Flight.release`."""
-        wires = self._wires
+    def mark_ready(self, work_done: int) -> None:
+        """See `P2PWork.mark_ready`."""
+        transfers = self._transfers
         first = len(self._landed)
-        if first == len(wires) or wires[first].exchange.after_work > work_done:
+        if first == len(transfers) or transfers[first].message.after_work > work_done:
             return
         if work_done:
             self._order_after_compute()
         with torch.cuda.stream(self._transport._stream):
-            while len(self._landed) < len(wires) and wires[len(self._landed)].exchange.after_work <= work_done:
-                self._enqueue(wires[len(self._landed)])
+            while len(self._landed) < len(transfers) and transfers[len(self._landed)].message.after_work <= work_done:
+                self._enqueue(transfers[len(self._landed)])
 
-    def _enqueue(self, wire: Wire) -> None:
-        group, exchange = self._transport._group, wire.exchange
+    def _enqueue(self, transfer: Transfer) -> None:
+        group, message = self._transport._group, transfer.message
         device = self._transport._device
         index = len(self._landed)
         start = self._timing.mark() if self._timing is not None else None
         try:
-            if wire.send.numel() or wire.recv.numel():
+            if transfer.send.numel() or transfer.recv.numel():
                 # One NCCL group call for both directions: neither waits for the other.
                 group._start_coalescing(device)
-                if wire.send.numel():
-                    group.send([wire.send], exchange.to, 0)
-                if wire.recv.numel():
-                    group.recv([wire.recv], exchange.source, 0)
+                if transfer.send.numel():
+                    group.send([transfer.send], message.to, 0)
+                if transfer.recv.numel():
+                    group.recv([transfer.recv], message.source, 0)
                 group._end_coalescing(device).wait()
         except RuntimeError as error:
             ranks = self._transport.ranks
             raise TransportError(
-                f"{self._op}: rank {ranks[self._transport.rank]} could not post exchange {index} to rank "
-                f"{ranks[exchange.to]} and from rank {ranks[exchange.source]}: {error}"
+                f"{self._op}: rank {ranks[self._transport.rank]} could not post message {index} to rank "
+                f"{ranks[message.to]} and from rank {ranks[message.source]}: {error}"
             ) from error
         if self._timing is not None and start is not None:
-            self._timing.moved(start, index, wire)
+            self._timing.moved(start, index, transfer)
         landed = self._transport.event()
         landed.record()
         self._landed.append(landed)
 
-    def landed(self, exchange: int) -> bool:
-        """See `Flight.landed`."""
+    def is_completed(self, message: int) -> bool:
+        """See `P2PWork.is_completed`."""
         return False
 
-    def wait(self, exchange: int) -> None:
-        """See `Flight.wait`."""
+    def wait(self, message: int) -> None:
+        """See `P2PWork.wait`."""
         start = self._timing.mark() if self._timing is not None else None
-        torch.cuda.current_stream().wait_event(self._landed[exchange])
+        torch.cuda.current_stream().wait_event(self._landed[message])
         if self._timing is not None and start is not None:
-            self._timing.waited(start, exchange)
+            self._timing.waited(start, message)
 
-    def finish(self) -> None:
-        """See `Flight.finish`."""
-        assert len(self._landed) == len(self._wires), "an exchange was never released"
+    def wait_all(self) -> None:
+        """See `P2PWork.wait_all`."""
+        assert len(self._landed) == len(self._transfers), "an message was never released"
         if self._landed:
             self.wait(len(self._landed) - 1)
             self._transport.recycle(self._landed)

@@ -1,4 +1,4 @@
-"""The transport protocol: an ordered stream of exchanges beside the computation."""
+"""The transport protocol: an ordered stream of messages beside the computation."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm.buffers import Workspace
-from megatron_overlap.diagnostics.flight_recorder import Watch
-from megatron_overlap.schedules.plan import Exchange
+from megatron_overlap.comm.buffers import BufferPool
+from megatron_overlap.diagnostics.flight_recorder import FlightRecorder
+from megatron_overlap.schedules.plan import Message
 from megatron_overlap.tracing.events import Trace
 
 
 class TransportError(RuntimeError):
-    """A message did not arrive: names the peer, the op and the chunk; under a `Watch` also layer, step and more.
+    """A message did not arrive: names the peer, the op and the chunk; under a `FlightRecorder` also layer, step and
+    more.
 
     Args:
         text: for people.
@@ -31,31 +32,31 @@ class TransportError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
-    """One exchange with its bytes: contiguous tensors, either of which may be empty and is then not sent."""
+class Transfer:
+    """One message with its bytes: contiguous tensors, either of which may be empty and is then not sent."""
 
-    exchange: Exchange
+    message: Message
     send: torch.Tensor
     recv: torch.Tensor
 
 
-class Flight(Protocol):
-    """The exchanges of one op, on their way."""
+class P2PWork(Protocol):
+    """The messages of one op, on their way."""
 
-    def release(self, work_done: int) -> None:
+    def mark_ready(self, work_done: int) -> None:
         """Says that `work[:work_done]` of the plan is done: sends that waited for it may leave."""
 
-    def wait(self, exchange: int) -> None:
-        """Returns when what `exchange` receives may be read (on CUDA: orders the current stream after it).
+    def wait(self, message: int) -> None:
+        """Returns when what `message` receives may be read (on CUDA: orders the current stream after it).
 
         Raises:
             TransportError: the peer is gone or the deadline has passed.
         """
 
-    def landed(self, exchange: int) -> bool:
+    def is_completed(self, message: int) -> bool:
         """Whether `wait` would return at once. Always False where asking would cost a synchronisation."""
 
-    def finish(self) -> None:
+    def wait_all(self) -> None:
         """Waits until everything has landed and left: all buffers belong to the caller again.
 
         Raises:
@@ -66,19 +67,19 @@ class Flight(Protocol):
 class Transport(Protocol):
     """Point-to-point messages between the ranks of one group, in the order in which they are posted.
 
-    Every rank of the group begins the same flights in the same order.
+    Every rank of the group begins the same p2p_works in the same order.
     """
 
     rank: int
     size: int
-    workspace: Workspace
+    buffer_pool: BufferPool
 
     @property
     def exposed_s(self) -> float:
         """Seconds that computation has stood still for messages so far; 0 where it is not measured."""
 
-    def begin(self, wires: Sequence[Wire], op: str) -> Flight:
-        """Posts the exchanges of one op. `op` is its name in messages to people."""
+    def begin(self, transfers: Sequence[Transfer], op: str) -> P2PWork:
+        """Posts the messages of one op. `op` is its name in messages to people."""
 
     def close(self) -> None:
         """Ends the transport's threads and streams and lets its buffers go."""
@@ -87,36 +88,36 @@ class Transport(Protocol):
 class Ordered:
     """A transport that tells nobody what has landed: what is done when then depends on the plan alone.
 
-    The answer that ops get is the one that a device gives that cannot be asked (see `Flight.landed`).
+    The answer that ops get is the one that a device gives that cannot be asked (see `P2PWork.is_completed`).
     """
 
     def __init__(self, inner: Transport) -> None:
         self._inner = inner
-        self.rank, self.size, self.workspace = inner.rank, inner.size, inner.workspace
+        self.rank, self.size, self.buffer_pool = inner.rank, inner.size, inner.buffer_pool
 
     @property
     def exposed_s(self) -> float:
         """See `Transport.exposed_s`."""
         return self._inner.exposed_s
 
-    def begin(self, wires: Sequence[Wire], op: str) -> Flight:
+    def begin(self, transfers: Sequence[Transfer], op: str) -> P2PWork:
         """See `Transport.begin`."""
-        return _OrderedFlight(self._inner.begin(wires, op))
+        return _OrderedP2PWork(self._inner.begin(transfers, op))
 
     def close(self) -> None:
         """See `Transport.close`."""
         self._inner.close()
 
 
-class _OrderedFlight:
-    def __init__(self, inner: Flight) -> None:
-        self.release, self.wait, self.finish = inner.release, inner.wait, inner.finish
+class _OrderedP2PWork:
+    def __init__(self, inner: P2PWork) -> None:
+        self.mark_ready, self.wait, self.wait_all = inner.mark_ready, inner.wait, inner.wait_all
 
-    def landed(self, exchange: int) -> bool:
+    def is_completed(self, message: int) -> bool:
         return False
 
 
-# Keyed by the group, which owns its transports, by lane: they go when the group goes, or by close_transport.
+# Keyed by the group, which owns its transports, by channel: they go when the group goes, or by close_transport.
 _TRANSPORTS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Transport]] = weakref.WeakKeyDictionary()
 
 
@@ -124,9 +125,9 @@ def transport_of(
     group: dist.ProcessGroup,
     *,
     timeout_s: float | None = None,
-    lane: str = "",
+    channel: str = "",
     trace: Trace | None = None,
-    watch: Watch | None = None,
+    flight_recorder: FlightRecorder | None = None,
     ordered: bool = False,
     register: bool = False,
 ) -> Transport:
@@ -137,10 +138,11 @@ def transport_of(
     Args:
         group: a gloo or NCCL process group.
         timeout_s: deadline of one wait in seconds, looked at by the first call; None means that of `group`.
-        lane: a name for one of several transports of the same ranks: the order in which flights begin counts within
-            a lane alone.
+        channel: a name for one of several transports of the same ranks: the order in which p2p_works begin counts
+        within
+            a channel alone.
         trace: gets events of all messages and waits, looked at by the first call.
-        watch: notes what is on its way, to tell it when a wait fails; looked at by the first call.
+        flight_recorder: notes what is on its way, to tell it when a wait fails; looked at by the first call.
         ordered: nobody is told what has landed, so that nothing depends on it; looked at by the first call.
         register: NCCL's buffers are its own and registered with the communicator; looked at by the first call.
 
@@ -149,27 +151,29 @@ def transport_of(
         ValueError: the group's backend carries no point-to-point messages that this package knows.
     """
     transports = _TRANSPORTS.setdefault(group, {})
-    transport = transports.get(lane)
+    transport = transports.get(channel)
     if transport is None:
         backend = dist.get_backend(group)
         if backend == "gloo":
             from megatron_overlap.comm.gloo import GlooTransport
 
-            transport = GlooTransport(group, timeout_s=timeout_s, trace=trace, lane=lane, watch=watch)
+            transport = GlooTransport(
+                group, timeout_s=timeout_s, trace=trace, channel=channel, flight_recorder=flight_recorder
+            )
         elif backend == "nccl":
             from megatron_overlap.comm.nccl import NcclTransport
 
-            transport = NcclTransport(group, timeout_s=timeout_s, trace=trace, lane=lane, register=register)
+            transport = NcclTransport(group, timeout_s=timeout_s, trace=trace, channel=channel, register=register)
         else:
             raise ValueError(f"group: backend {backend}: overlap needs gloo or nccl")
         if ordered:
             transport = Ordered(transport)
-        transports[lane] = transport
+        transports[channel] = transport
     return transport
 
 
 def close_transport(group: dist.ProcessGroup) -> None:
-    """Closes the transports of `group`, in all lanes."""
+    """Closes the transports of `group`, in all channels."""
     for transport in _TRANSPORTS.pop(group, {}).values():
         transport.close()
 

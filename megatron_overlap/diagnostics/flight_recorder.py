@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 
-from megatron_overlap.diagnostics.heartbeat import Pulse
+from megatron_overlap.diagnostics.heartbeat import Heartbeat
 
 _FLIGHTS = 2000
 """Last messages' ops that are kept: some steps of a model."""
 _OPS = "megatron_overlap.ops."
 
 
-class Watch:
+class FlightRecorder:
     """The last flights of this rank, and how to tell what happened.
 
     Args:
@@ -36,21 +36,21 @@ class Watch:
 
     Attributes:
         step: the training step that runs; 0 before the first, or where nobody counts.
-        pulse: signs of life of all ranks; None where there are none.
+        heartbeat: signs of life of all ranks; None where there are none.
     """
 
     def __init__(self, rank: int, folder: Path, facts: Mapping[str, str]) -> None:
         self.rank, self.folder = rank, folder
         self.step = 0
-        self.pulse: Pulse | None = None
+        self.heartbeat: Heartbeat | None = None
         self._facts = facts
         self._flights: deque[list[Any]] = deque(maxlen=_FLIGHTS)
         self._told: str | None = None
         self._lock = threading.Lock()
 
-    def began(self, op: str, number: int, lane: str, peers: list[int]) -> list[Any]:
+    def began(self, op: str, number: int, channel: str, peers: list[int]) -> list[Any]:
         """Notes that a flight begins; `ended` takes what is returned."""
-        record = [self.step, op, lane, number, peers, time.time(), None]
+        record = [self.step, op, channel, number, peers, time.time(), None]
         self._flights.append(record)
         return record
 
@@ -79,11 +79,11 @@ class Watch:
                 return f"{text}; after an earlier failure, see {self._told}"
             layer = layer_of(sys._getframe(1))
             whole = f"{text}; layer {layer}, step {self.step}"
-            if self.pulse is not None:
-                whole += f"; rank {peer}: {self.pulse.of(peer)}"
+            if self.heartbeat is not None:
+                whole += f"; rank {peer}: {self.heartbeat.of(peer)}"
             self._told = self._write(whole, traceback.format_stack())
-            if self.pulse is not None:
-                self.pulse.say(whole)
+            if self.heartbeat is not None:
+                self.heartbeat.say(whole)
             return f"{whole}; the last steps are in {self._told}"
 
     def post_mortem(self, error: BaseException) -> str | None:
@@ -94,25 +94,25 @@ class Watch:
             lines = traceback.format_exception(error)
             text = f"{type(error).__name__}: {error}; {self.doing()}"
             self._told = self._write(text, lines)
-            if self.pulse is not None:
-                self.pulse.say(text)
+            if self.heartbeat is not None:
+                self.heartbeat.say(text)
             return self._told
 
     def close(self) -> None:
         """Ends the signs of life."""
-        if self.pulse is not None:
-            self.pulse.close()
-            self.pulse = None
+        if self.heartbeat is not None:
+            self.heartbeat.close()
+            self.heartbeat = None
 
     def _write(self, text: str, stack: list[str]) -> str:
         path = self.folder / f"overlap-failure-rank{self.rank}.json"
-        names = ("step", "op", "lane", "number", "peers", "began", "ended")
+        names = ("step", "op", "channel", "number", "peers", "began", "ended")
         content = {
             "rank": self.rank,
             "message": text,
             "time": time.time(),
             **self._facts,
-            "flights": [dict(zip(names, record, strict=True)) for record in list(self._flights)],
+            "operations": [dict(zip(names, record, strict=True)) for record in list(self._flights)],
             "stack": stack,
         }
         try:

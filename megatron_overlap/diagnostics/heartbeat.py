@@ -16,7 +16,7 @@ _STORE_S = 2.0
 """The store's own deadline for one question. It may be gone with the rank that holds it."""
 
 
-class Pulse:
+class Heartbeat:
     """Notes every so often that this rank lives and what it does. One key a rank in the store, overwritten.
 
     Args:
@@ -97,7 +97,7 @@ class Pulse:
 
 
 def _key(rank: int) -> str:
-    return f"pulse/{rank}"
+    return f"heartbeat/{rank}"
 
 
 def _within(question: Callable[[], str], seconds: float) -> str:

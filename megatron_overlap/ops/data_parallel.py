@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 import torch
 
 from megatron_overlap.comm import Transport
-from megatron_overlap.comm.transport import Wire
+from megatron_overlap.comm.transport import Transfer
 from megatron_overlap.ops.tensor_parallel.pipelined import add_wide
 from megatron_overlap.schedules import ChunkLayout, all_gather_plan, reduce_scatter_plan
 
@@ -38,7 +38,7 @@ class GradientReduce:
         transport: carries the partial sums.
         gather: a second transport of the same ranks, which carries the sums back to all ranks: an all-reduce. None
             leaves each rank with the sum of its own shard: a reduce-scatter. A second one, because every rank must
-            begin a transport's flights in the same order, and sums are complete when they are.
+            begin a transport's p2p_works in the same order, and sums are complete when they are.
         wide: narrow gradients are summed in fp32 and rounded once; otherwise after each addition, as a collective does.
         pieces: messages that a shard is cut into; None chooses by its size.
     """
@@ -102,7 +102,7 @@ class GradientReduce:
         else:
             number = self._num_landings
             self._num_landings += 1
-        return number, self.transport.workspace.take(f"bucket{number}", shape, like)
+        return number, self.transport.buffer_pool.take(f"bucket{number}", shape, like)
 
     def return_landing(self, number: int) -> None:
         """A landing buffer that has been read."""
@@ -126,29 +126,29 @@ class Reduction:
         self._pieces = owner.pieces or num_pieces(bucket, size)
         self._layout = ChunkLayout(bucket.numel(), size, self._pieces)
         plan = _scatter_plan(size, rank, chunks_per_rank=self._pieces)
-        self._exchanges = plan.exchanges
+        self._exchanges = plan.messages
         self._next = 0
         own = self._layout.shard_rows(rank)
         self._number, landing = owner.take_landing((size - 1, own), bucket)
         self._landing = []
-        wires = []
-        for exchange in plan.exchanges:
-            start, stop = self._layout.rows(exchange.send)
-            into = slice(*self._layout.rows_in_shard(exchange.recv))
-            self._landing.append(landing[(rank - exchange.source) % size - 1, into])
-            wires.append(Wire(exchange, bucket[start:stop], self._landing[-1]))
-        self._flight = transport.begin(wires, "gradient reduce-scatter")
-        self._flight.release(len(plan.work))
+        transfers = []
+        for message in plan.messages:
+            start, stop = self._layout.rows(message.send)
+            into = slice(*self._layout.rows_in_shard(message.recv))
+            self._landing.append(landing[(rank - message.source) % size - 1, into])
+            transfers.append(Transfer(message, bucket[start:stop], self._landing[-1]))
+        self._p2p_work = transport.begin(transfers, "gradient reduce-scatter")
+        self._p2p_work.mark_ready(len(plan.work))
 
     def add(self, *, wait: bool) -> bool:
         """Adds the pieces that have landed, or with `wait` all; whether all are added."""
         while self._next < self._pieces:
             # Exchanges go by distance, then by piece: always the same order of summation.
             arrivals = range(self._next, len(self._exchanges), self._pieces)
-            if not wait and not all(self._flight.landed(k) for k in arrivals):
+            if not wait and not all(self._p2p_work.is_completed(k) for k in arrivals):
                 return False
             for k in arrivals:
-                self._flight.wait(k)
+                self._p2p_work.wait(k)
             terms = [self._landing[k] for k in arrivals]
             if terms:
                 start, stop = self._layout.rows(self._exchanges[arrivals[0]].recv)
@@ -162,7 +162,7 @@ class Reduction:
         self._owner.return_landing(self._number)
         if self._owner.gather is not None:
             # The sums that come back go over what was sent.
-            self._flight.finish()
+            self._p2p_work.wait_all()
             self._gathering = Gathering(self._owner.gather, self._bucket, "gradient all-gather")
 
     def _sum(self, own: torch.Tensor, terms: list[torch.Tensor]) -> None:
@@ -173,14 +173,14 @@ class Reduction:
             if self._mean:
                 own.div_(num_ranks)
             return
-        workspace = self._owner.transport.workspace
+        buffer_pool = self._owner.transport.buffer_pool
         like = torch.empty(0, dtype=torch.float32, device=own.device)
         for start in range(0, own.numel(), _BLOCK):
             block = slice(start, start + _BLOCK)
-            total = workspace.take("bucket_sum", own[block].shape, like)
+            total = buffer_pool.take("bucket_sum", own[block].shape, like)
             total.copy_(own[block])
             for term in terms:
-                add_wide(total, term[block], workspace)
+                add_wide(total, term[block], buffer_pool)
             own[block].copy_(total.div_(num_ranks) if self._mean else total)
 
     def complete(self) -> None:
@@ -204,7 +204,7 @@ class Reduction:
 
     def _finish(self) -> None:
         if self._gathering is None:
-            self._flight.finish()
+            self._p2p_work.wait_all()
         else:
             self._gathering.wait()
 
@@ -222,13 +222,13 @@ class Gathering:
     """
 
     def __init__(self, transport: Transport, bucket: torch.Tensor, op: str = "parameter all-gather") -> None:
-        self._exchanges = _gather_plan(transport.size, transport.rank).exchanges
+        self._exchanges = _gather_plan(transport.size, transport.rank).messages
         layout = ChunkLayout(bucket.numel(), transport.size)
-        wires = []
-        for exchange in self._exchanges:
-            send, recv = (slice(*layout.rows(chunk)) for chunk in (exchange.send, exchange.recv))
-            wires.append(Wire(exchange, bucket[send], bucket[recv]))
-        self._flight = transport.begin(wires, op)
+        transfers = []
+        for message in self._exchanges:
+            send, recv = (slice(*layout.rows(chunk)) for chunk in (message.send, message.recv))
+            transfers.append(Transfer(message, bucket[send], bucket[recv]))
+        self._p2p_work = transport.begin(transfers, op)
 
     def wait(self) -> None:
         """Returns when all shards may be read, and the own one may be written.
@@ -237,8 +237,8 @@ class Gathering:
             TransportError: a peer is gone or late beyond the deadline.
         """
         for index in range(len(self._exchanges)):
-            self._flight.wait(index)
-        self._flight.finish()
+            self._p2p_work.wait(index)
+        self._p2p_work.wait_all()
 
 
 def num_pieces(bucket: torch.Tensor, num_ranks: int) -> int:

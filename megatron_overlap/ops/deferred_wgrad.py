@@ -10,7 +10,7 @@ import torch
 Piece = Callable[[], None]
 
 
-class Backlog:
+class DeferredWgrad:
     """Weight gradients of layers whose backward has no communication, kept for a layer whose backward has.
 
     Nothing in the backward pass needs a weight gradient, so it may be computed at any time before the pass ends. A

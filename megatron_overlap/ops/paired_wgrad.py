@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from megatron_overlap.comm import Workspace
+from megatron_overlap.comm import BufferPool
 from megatron_overlap.ops.call import WeightDone
 from megatron_overlap.ops.tensor_parallel.pipelined import add_product
 
@@ -18,10 +18,10 @@ class Into:
 
     main_grad: torch.Tensor | None = None
     weight_done: WeightDone | None = None
-    workspace: Workspace = field(default_factory=Workspace)
+    buffer_pool: BufferPool = field(default_factory=BufferPool)
 
 
-class PairedGradients:
+class PairedWgrad:
     """Weight gradients of a layer's halves: `dw = dy_a.T @ x_a + dy_b.T @ x_b`, computed when somebody asks.
 
     Each reaches its parameter once, as autograd would have handed it over, hooks included, before the backward pass
@@ -59,7 +59,7 @@ class _Job:
         into, own = self._into, None
         for dy, x in self.operands:
             if into.main_grad is not None:
-                add_product(into.main_grad, dy, x, into.workspace)
+                add_product(into.main_grad, dy, x, into.buffer_pool)
             elif own is None:
                 own = torch.mm(dy.t(), x)
             else:

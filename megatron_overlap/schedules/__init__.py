@@ -5,7 +5,7 @@ from megatron_overlap.schedules.all_to_all import AllToAllPlan, ulysses_plan
 from megatron_overlap.schedules.gather_scatter import all_gather_plan, reduce_scatter_plan
 from megatron_overlap.schedules.head_layout import HeadLayout, SequenceLayout
 from megatron_overlap.schedules.layout import Chunk, ChunkLayout, PartLayout
-from megatron_overlap.schedules.plan import Exchange, Plan, Work
+from megatron_overlap.schedules.plan import Message, Plan, Work
 from megatron_overlap.schedules.verify import Proof, ScheduleError, check
 from megatron_overlap.schedules.verify_all_to_all import check_all_to_all
 
@@ -13,7 +13,7 @@ __all__ = [
     "AllToAllPlan",
     "Chunk",
     "ChunkLayout",
-    "Exchange",
+    "Message",
     "HeadLayout",
     "PartLayout",
     "Plan",

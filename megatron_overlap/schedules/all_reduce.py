@@ -10,7 +10,7 @@ from typing import Literal
 
 from megatron_overlap.schedules.gather_scatter import validate
 from megatron_overlap.schedules.layout import Chunk
-from megatron_overlap.schedules.plan import Exchange, Pattern, Plan, Split, Work
+from megatron_overlap.schedules.plan import Message, Pattern, Plan, Split, Work
 
 Gathers = Literal["between", "after"]
 Run = tuple[Chunk, ...]
@@ -49,7 +49,7 @@ def all_reduce_plan(
         raise ValueError("pattern: ring: an all-reduce has no ring schedule; use direct")
     if gathers not in ("between", "after"):
         raise ValueError(f"gathers: {gathers}: use between or after")
-    exchanges: list[Exchange] = []
+    messages: list[Message] = []
     work: list[Work] = []
     distances = range(1, num_ranks)
     parts = range(chunks_per_rank)
@@ -62,19 +62,19 @@ def all_reduce_plan(
             made.update(dict.fromkeys(run, len(work)))
 
     def send_partial_sums(part: int) -> None:
-        first = len(exchanges)
+        first = len(messages)
         for distance in distances:
             to, source = (rank + distance) % num_ranks, (rank - distance) % num_ranks
             chunk = Chunk(to, part)
-            exchanges.append(Exchange(chunk, to, Chunk(rank, part), source, after_work=made[chunk]))
-        partial_sums[part] = tuple(range(first, len(exchanges)))
+            messages.append(Message(chunk, to, Chunk(rank, part), source, after_work=made[chunk]))
+        partial_sums[part] = tuple(range(first, len(messages)))
 
     def add_and_send_sums(part: int) -> None:
         if num_ranks > 1:
             work.append(Work((), adds=partial_sums[part]))
         for distance in distances:
             to, source = (rank + distance) % num_ranks, (rank - distance) % num_ranks
-            exchanges.append(Exchange(Chunk(rank, part), to, Chunk(source, part), source, after_work=len(work)))
+            messages.append(Message(Chunk(rank, part), to, Chunk(source, part), source, after_work=len(work)))
 
     if pattern == "serial":
         compute([tuple(Chunk(owner, part) for part in parts for owner in range(num_ranks))])
@@ -90,7 +90,7 @@ def all_reduce_plan(
         compute(own)
     for part in parts[waiting:]:
         add_and_send_sums(part)
-    return Plan("all_reduce", pattern, num_ranks, rank, chunks_per_rank, tuple(exchanges), tuple(work))
+    return Plan("all_reduce", pattern, num_ranks, rank, chunks_per_rank, tuple(messages), tuple(work))
 
 
 def _runs(num_ranks: int, rank: int, part: int, num_parts: int, split: Split) -> tuple[list[Run], list[Run]]:

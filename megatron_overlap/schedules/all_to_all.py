@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 from megatron_overlap.schedules.gather_scatter import MAX_RANKS
 from megatron_overlap.schedules.layout import Chunk
-from megatron_overlap.schedules.plan import Exchange
+from megatron_overlap.schedules.plan import Message
 
 Way = Literal["in", "out"]
 Step = Literal["produce", "attend", "consume"]
@@ -35,7 +35,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class HeadMessage:
     """One piece out and one piece in, posted together; a rank's messages are posted in the plan's order.
 
     Attributes:
@@ -50,9 +50,9 @@ class Message:
     source: int
     after_work: int
 
-    def exchange(self, index: int) -> Exchange:
+    def message(self, index: int) -> Message:
         """The message as transports know it."""
-        return Exchange(
+        return Message(
             Chunk(self.send.rows, index), self.to, Chunk(self.recv.rows, index), self.source, self.after_work
         )
 
@@ -84,7 +84,7 @@ class AllToAllPlan:
     rank: int
     num_groups: int
     num_runs: int
-    messages: tuple[Message, ...]
+    messages: tuple[HeadMessage, ...]
     work: tuple[Task, ...]
 
     def describe(self) -> str:
@@ -144,7 +144,7 @@ def ulysses_plan(
             produced.update(((group, peer), len(work)) for peer in part)
     all_produced = len(work)
     attended = [all_produced + group + 1 for group in range(num_groups)]
-    messages: list[Message] = []
+    messages: list[HeadMessage] = []
     landed: dict[tuple[Way, int, int], list[int]] = {}
     ways: tuple[Way, ...] = ("in", "out")
     for way in ways:
@@ -160,7 +160,7 @@ def ulysses_plan(
                         send, recv = Piece(way, group, to, rank, run), Piece(way, group, rank, source, run)
                     else:
                         send, recv = Piece(way, group, rank, to, run), Piece(way, group, source, rank, run)
-                    messages.append(Message(send, to, recv, source, after))
+                    messages.append(HeadMessage(send, to, recv, source, after))
 
     def needed(way: Way, groups: range, ranks: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(k for group in groups for source in ranks for k in landed.get((way, group, source), ()))

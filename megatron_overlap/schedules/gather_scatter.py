@@ -8,7 +8,7 @@ cannot hide is one sub-slice, and a direct pattern sends each chunk straight to 
 from __future__ import annotations
 
 from megatron_overlap.schedules.layout import Chunk
-from megatron_overlap.schedules.plan import Exchange, Pattern, Plan, Split, Work
+from megatron_overlap.schedules.plan import Message, Pattern, Plan, Split, Work
 
 MAX_RANKS = 64
 
@@ -50,40 +50,40 @@ def all_gather_plan(
     """
     validate(num_ranks, rank, chunks_per_rank, pattern, split)
     parts = range(chunks_per_rank)
-    exchanges: list[Exchange] = []
+    messages: list[Message] = []
     work = [Work(tuple(Chunk(rank, part) for part in parts))]
     for distance in range(1, num_ranks):
         owner = (rank - distance) % num_ranks
-        first = len(exchanges)
+        first = len(messages)
         for part in parts:
             if pattern == "ring":
-                exchanges.append(
-                    Exchange(
+                messages.append(
+                    Message(
                         send=Chunk((owner + 1) % num_ranks, part),
                         to=(rank + 1) % num_ranks,
                         recv=Chunk(owner, part),
                         source=(rank - 1) % num_ranks,
-                        after_exchange=first - chunks_per_rank + part if distance > 1 else None,
+                        after_message=first - chunks_per_rank + part if distance > 1 else None,
                     )
                 )
             else:
-                exchanges.append(
-                    Exchange(
+                messages.append(
+                    Message(
                         send=Chunk(rank, part),
                         to=(rank + distance) % num_ranks,
                         recv=Chunk(owner, part),
                         source=owner,
                     )
                 )
-        landed = range(first, len(exchanges))
+        landed = range(first, len(messages))
         if split == "all" or distance == num_ranks - 1:
             work += [Work((Chunk(owner, part),), needs=(landed[part],)) for part in parts]
         else:
             work.append(Work(tuple(Chunk(owner, part) for part in parts), needs=tuple(landed)))
     if pattern == "serial" and num_ranks > 1:
         everything = tuple(Chunk(owner, part) for owner in range(num_ranks) for part in parts)
-        work = [Work(everything, needs=tuple(range(len(exchanges))))]
-    return Plan("all_gather", pattern, num_ranks, rank, chunks_per_rank, tuple(exchanges), tuple(work))
+        work = [Work(everything, needs=tuple(range(len(messages))))]
+    return Plan("all_gather", pattern, num_ranks, rank, chunks_per_rank, tuple(messages), tuple(work))
 
 
 def reduce_scatter_plan(
@@ -91,7 +91,7 @@ def reduce_scatter_plan(
 ) -> Plan:
     """Schedule of `y_shard = reduce_scatter(x @ w.T)` for one rank: others' rows first, own rows last.
 
-    Every message leaves before the last GEMM starts, so the own slice hides what is still in flight.
+    Every message leaves before the last GEMM starts, so the own slice hides what is still in p2p_work.
 
     Args:
         num_ranks: size of the group, 1 to 64.
@@ -108,12 +108,12 @@ def reduce_scatter_plan(
     """
     validate(num_ranks, rank, chunks_per_rank, pattern, split)
     build = _ring_reduce_scatter if pattern == "ring" else _direct_reduce_scatter
-    exchanges, work = build(num_ranks, rank, chunks_per_rank, split)
+    messages, work = build(num_ranks, rank, chunks_per_rank, split)
     if pattern == "serial" and num_ranks > 1:
         everything = tuple(Chunk(owner, part) for owner in range(num_ranks) for part in range(chunks_per_rank))
-        work = [Work(everything), Work((), adds=tuple(range(len(exchanges))))]
-        exchanges = [Exchange(e.send, e.to, e.recv, e.source, after_work=1) for e in exchanges]
-    return Plan("reduce_scatter", pattern, num_ranks, rank, chunks_per_rank, tuple(exchanges), tuple(work))
+        work = [Work(everything), Work((), adds=tuple(range(len(messages))))]
+        messages = [Message(e.send, e.to, e.recv, e.source, after_work=1) for e in messages]
+    return Plan("reduce_scatter", pattern, num_ranks, rank, chunks_per_rank, tuple(messages), tuple(work))
 
 
 def _groups(owner: int, num_parts: int, cut: bool) -> list[tuple[Chunk, ...]]:
@@ -121,8 +121,8 @@ def _groups(owner: int, num_parts: int, cut: bool) -> list[tuple[Chunk, ...]]:
     return [(chunk,) for chunk in chunks] if cut else [chunks]
 
 
-def _ring_reduce_scatter(num_ranks: int, rank: int, num_parts: int, split: Split) -> tuple[list[Exchange], list[Work]]:
-    exchanges: list[Exchange] = []
+def _ring_reduce_scatter(num_ranks: int, rank: int, num_parts: int, split: Split) -> tuple[list[Message], list[Work]]:
+    messages: list[Message] = []
     work: list[Work] = []
     arrived: dict[Chunk, int] = {}
     for distance in range(1, num_ranks + 1):
@@ -131,9 +131,9 @@ def _ring_reduce_scatter(num_ranks: int, rank: int, num_parts: int, split: Split
             work.append(Work(chunks, adds=tuple(arrived[chunk] for chunk in chunks if chunk in arrived)))
             for chunk in chunks if distance < num_ranks else ():
                 coming = Chunk((owner - 1) % num_ranks, chunk.part)
-                arrived[coming] = len(exchanges)
-                exchanges.append(
-                    Exchange(
+                arrived[coming] = len(messages)
+                messages.append(
+                    Message(
                         send=chunk,
                         to=(rank + 1) % num_ranks,
                         recv=coming,
@@ -141,21 +141,19 @@ def _ring_reduce_scatter(num_ranks: int, rank: int, num_parts: int, split: Split
                         after_work=len(work),
                     )
                 )
-    return exchanges, work
+    return messages, work
 
 
-def _direct_reduce_scatter(
-    num_ranks: int, rank: int, num_parts: int, split: Split
-) -> tuple[list[Exchange], list[Work]]:
-    exchanges: list[Exchange] = []
+def _direct_reduce_scatter(num_ranks: int, rank: int, num_parts: int, split: Split) -> tuple[list[Message], list[Work]]:
+    messages: list[Message] = []
     work: list[Work] = []
     for distance in range(1, num_ranks):
         owner = (rank + distance) % num_ranks
         for chunks in _groups(owner, num_parts, split == "all" or distance == 1):
             work.append(Work(chunks))
             for chunk in chunks:
-                exchanges.append(
-                    Exchange(
+                messages.append(
+                    Message(
                         send=chunk,
                         to=owner,
                         recv=Chunk(rank, chunk.part),
@@ -164,6 +162,6 @@ def _direct_reduce_scatter(
                     )
                 )
     work.append(Work(tuple(Chunk(rank, part) for part in range(num_parts))))
-    if exchanges:
-        work.append(Work((), adds=tuple(range(len(exchanges)))))
-    return exchanges, work
+    if messages:
+        work.append(Work((), adds=tuple(range(len(messages)))))
+    return messages, work

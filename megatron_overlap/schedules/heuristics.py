@@ -20,13 +20,13 @@ MAX_MESSAGES = 8
 _MAX_PARTS = 4
 
 
-def usual_pattern(device_type: str) -> Pattern:
+def default_pattern(device_type: str) -> Pattern:
     """A ring on the CPU, where messages of several peers to one taker would share its TCP link (four hosts: 0-20 %
     slower); else direct."""
     return "ring" if device_type == "cpu" else "direct"
 
 
-def usual_chunks(collective: Collective, num_ranks: int, num_rows: int, row_bytes: int) -> int:
+def default_chunks(collective: Collective, num_ranks: int, num_rows: int, row_bytes: int) -> int:
     """Chunks per rank of an all-gather or reduce-scatter of `num_rows` gathered rows of `row_bytes` each."""
     smallest = max(MIN_CHUNK_ROWS, -(-_MIN_CHUNK_BYTES // row_bytes))
     peers = max(1, num_ranks - 1)

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from megatron_overlap.schedules.gather_scatter import all_gather_plan, reduce_scatter_plan
 from megatron_overlap.schedules.layout import Chunk, ChunkLayout
-from megatron_overlap.schedules.plan import Exchange, Plan
+from megatron_overlap.schedules.plan import Message, Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Nodes:
     def gather(self, rank: int) -> Plan:
         """What rank `rank` sends and receives, and in which order hosts' rows are there: own ones first.
 
-        A direct plan over hosts. Owners in its chunks are hosts in `work`, and ranks in `exchanges`.
+        A direct plan over hosts. Owners in its chunks are hosts in `work`, and ranks in `messages`.
         """
         return _gather(self, rank)
 
@@ -103,13 +103,13 @@ def _along_rail(plan: Plan, nodes: Nodes, rank: int) -> Plan:
     def on_rail(node: int) -> int:
         return node * nodes.per_node + nodes.place(rank)
 
-    def of_rank(exchange: Exchange) -> Exchange:
+    def of_rank(message: Message) -> Message:
         return replace(
-            exchange,
-            send=Chunk(on_rail(exchange.send.owner), 0),
-            to=on_rail(exchange.to),
-            recv=Chunk(on_rail(exchange.recv.owner), 0),
-            source=on_rail(exchange.source),
+            message,
+            send=Chunk(on_rail(message.send.owner), 0),
+            to=on_rail(message.to),
+            recv=Chunk(on_rail(message.recv.owner), 0),
+            source=on_rail(message.source),
         )
 
-    return replace(plan, exchanges=tuple(map(of_rank, plan.exchanges)))
+    return replace(plan, messages=tuple(map(of_rank, plan.messages)))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from megatron_overlap.schedules.layout import Chunk
-from megatron_overlap.schedules.plan import Exchange, Plan
+from megatron_overlap.schedules.plan import Message, Plan
 
 
 class ScheduleError(ValueError):
@@ -20,7 +20,7 @@ class Proof:
     """What playing the plans showed.
 
     Attributes:
-        num_exchanges: exchanges of one rank (the same on every rank).
+        num_messages: messages of one rank (the same on every rank).
         tail_free: on every rank a GEMM is there to hide every message: an all-gather starts with a GEMM that needs
             none, a reduce-scatter has released its last one before its last GEMM starts, and an all-reduce its last
             partial sum.
@@ -30,7 +30,7 @@ class Proof:
             the plan allows and computation as late: the receive slots that are enough.
     """
 
-    num_exchanges: int
+    num_messages: int
     tail_free: bool
     num_after_gemms: int
     peak_chunks_in_flight: int
@@ -51,21 +51,21 @@ class _Rank:
     landed: dict[int, Counter[int]] = field(default_factory=dict)
     unused: set[int] = field(default_factory=set)
 
-    def current(self) -> Exchange | None:
+    def current(self) -> Message | None:
         done = self.exchanges_done
-        return self.plan.exchanges[done] if done < len(self.plan.exchanges) else None
+        return self.plan.messages[done] if done < len(self.plan.messages) else None
 
-    def ready_to_send(self) -> Exchange | None:
-        exchange = self.current()
-        if exchange is None or self.sent or exchange.after_work > self.work_done:
+    def ready_to_send(self) -> Message | None:
+        message = self.current()
+        if message is None or self.sent or message.after_work > self.work_done:
             return None
-        return exchange
+        return message
 
 
 def check(plans: Sequence[Plan]) -> Proof:
     """Plays one plan per rank and proves that together they are the collective.
 
-    An exchange is played as a rendezvous, the strictest transport: it holds up the rank's later exchanges until its
+    An message is played as a rendezvous, the strictest transport: it holds up the rank's later messages until its
     send has met the matching receive of the peer and its receive the matching send. What runs under this rule runs
     under buffered transports too.
 
@@ -78,7 +78,7 @@ def check(plans: Sequence[Plan]) -> Proof:
         plans: plan of rank 0, 1, ..., in order.
 
     Raises:
-        ScheduleError: naming the rank and the exchange or piece of work at fault.
+        ScheduleError: naming the rank and the message or piece of work at fault.
     """
     size = len(plans)
     for index, plan in enumerate(plans):
@@ -86,9 +86,9 @@ def check(plans: Sequence[Plan]) -> Proof:
             raise ScheduleError(
                 f"plan {index} of {size} is for rank {plan.rank} of {plan.num_ranks}, {plan.collective}"
             )
-        for k, (earlier, later) in enumerate(pairwise(plan.exchanges), start=1):
+        for k, (earlier, later) in enumerate(pairwise(plan.messages), start=1):
             if later.after_work < earlier.after_work:
-                raise ScheduleError(f"rank {index}, exchange {k}: may leave before exchange {k - 1}, which is in front")
+                raise ScheduleError(f"rank {index}, message {k}: may leave before message {k - 1}, which is in front")
     gather = plans[0].collective == "all_gather"
     parts = range(plans[0].chunks_per_rank)
     ranks = [_Rank(plan) for plan in plans]
@@ -109,8 +109,8 @@ def check(plans: Sequence[Plan]) -> Proof:
     for rank in ranks:
         _finished(rank, size)
     tail_free = all(_tail_free(plan) for plan in plans)
-    after_gemms = max(sum(exchange.after_work > _last_gemm(plan) for exchange in plan.exchanges) for plan in plans)
-    return Proof(len(plans[0].exchanges), tail_free, after_gemms, peak)
+    after_gemms = max(sum(message.after_work > _last_gemm(plan) for message in plan.messages) for plan in plans)
+    return Proof(len(plans[0].messages), tail_free, after_gemms, peak)
 
 
 def _last_gemm(plan: Plan) -> int:
@@ -121,38 +121,38 @@ def _tail_free(plan: Plan) -> bool:
     if plan.collective == "all_gather":
         return not plan.work[0].needs
     last = _last_gemm(plan)
-    return all(exchange.after_work <= last for exchange in plan.exchanges if _reduces(plan, exchange))
+    return all(message.after_work <= last for message in plan.messages if _reduces(plan, message))
 
 
-def _reduces(plan: Plan, exchange: Exchange) -> bool:
+def _reduces(plan: Plan, message: Message) -> bool:
     """Whether partial sums travel; otherwise what travels is kept as it is."""
     if plan.collective == "all_reduce":
-        return exchange.recv.owner == plan.rank
+        return message.recv.owner == plan.rank
     return plan.collective == "reduce_scatter"
 
 
 def _exchange(ranks: list[_Rank], sender: _Rank) -> bool:
-    """Moves the message of `sender`'s current exchange if both ends have come to it."""
-    exchange = sender.ready_to_send()
-    if exchange is None:
+    """Moves the message of `sender`'s current message if both ends have come to it."""
+    message = sender.ready_to_send()
+    if message is None:
         return False
-    receiver = ranks[exchange.to]
+    receiver = ranks[message.to]
     expected = receiver.current()
     if expected is None or receiver.received or expected.source != sender.plan.rank:
         return False
-    where = f"rank {sender.plan.rank}, exchange {sender.exchanges_done}"
-    if expected.recv != exchange.send:
-        raise ScheduleError(f"{where}: sends {exchange.send} to rank {exchange.to}, which expects {expected.recv}")
+    where = f"rank {sender.plan.rank}, message {sender.exchanges_done}"
+    if expected.recv != message.send:
+        raise ScheduleError(f"{where}: sends {message.send} to rank {message.to}, which expects {expected.recv}")
     index = receiver.exchanges_done
     if index != sender.exchanges_done:
-        raise ScheduleError(f"{where}: is exchange {index} of rank {exchange.to}; both ends must number it alike")
+        raise ScheduleError(f"{where}: is message {index} of rank {message.to}; both ends must number it alike")
     if _reduces(receiver.plan, expected):
-        if exchange.send not in sender.partial:
-            raise ScheduleError(f"{where}: sends a partial of {exchange.send}, which it does not hold")
-        receiver.landed[index] = sender.partial.pop(exchange.send)
+        if message.send not in sender.partial:
+            raise ScheduleError(f"{where}: sends a partial of {message.send}, which it does not hold")
+        receiver.landed[index] = sender.partial.pop(message.send)
         receiver.unused.add(index)
     else:
-        _keep(sender, receiver, exchange, where)
+        _keep(sender, receiver, message, where)
         receiver.landed[index] = Counter()
         if sender.plan.collective == "all_gather":
             receiver.unused.add(index)
@@ -165,20 +165,20 @@ def _exchange(ranks: list[_Rank], sender: _Rank) -> bool:
     return True
 
 
-def _keep(sender: _Rank, receiver: _Rank, exchange: Exchange, where: str) -> None:
+def _keep(sender: _Rank, receiver: _Rank, message: Message, where: str) -> None:
     """A gathered chunk, or the whole sum of one, reaches `receiver`.
 
     A sum is whole when every rank's partial has reached its owner: it never lands where a partial waits to be sent.
     """
-    chunk = exchange.send
+    chunk = message.send
     if chunk not in sender.held and chunk not in sender.whole:
         raise ScheduleError(f"{where}: sends {chunk}, which it does not hold")
     # Exchanges are played one after the other; a transport sends as soon as the plan lets it.
-    if exchange.after_exchange != sender.brought.get(chunk):
-        raise ScheduleError(f"{where}: sends {chunk} after exchange {exchange.after_exchange}, which does not bring it")
+    if message.after_message != sender.brought.get(chunk):
+        raise ScheduleError(f"{where}: sends {chunk} after message {message.after_message}, which does not bring it")
     index = sender.exchanges_done
     if chunk in receiver.held:
-        raise ScheduleError(f"rank {receiver.plan.rank}, exchange {index}: receives {chunk} a second time")
+        raise ScheduleError(f"rank {receiver.plan.rank}, message {index}: receives {chunk} a second time")
     receiver.held.add(chunk)
     receiver.brought[chunk] = index
 
@@ -196,16 +196,16 @@ def _work(rank: _Rank) -> bool:
         rank.computed[chunk] += 1
         if plan.collective != "all_gather":
             rank.partial[chunk] = Counter([plan.rank])
-        elif chunk.owner != plan.rank and not any(plan.exchanges[k].recv == chunk for k in work.needs):
+        elif chunk.owner != plan.rank and not any(plan.messages[k].recv == chunk for k in work.needs):
             raise ScheduleError(f"{where}: reads {chunk} without waiting for it")
     for k in work.adds:
-        chunk = plan.exchanges[k].recv
+        chunk = plan.messages[k].recv
         if chunk not in rank.partial:
             raise ScheduleError(f"{where}: adds to {chunk}, which it does not hold")
         rank.partial[chunk].update(rank.landed[k])
     rank.whole.update(
         chunk
-        for chunk in {plan.exchanges[k].recv for k in work.adds}
+        for chunk in {plan.messages[k].recv for k in work.adds}
         if rank.partial[chunk] == Counter(range(plan.num_ranks))
     )
     rank.unused -= {*work.needs, *work.adds}
@@ -215,9 +215,9 @@ def _work(rank: _Rank) -> bool:
 
 def _finished(rank: _Rank, size: int) -> None:
     plan = rank.plan
-    if rank.exchanges_done < len(plan.exchanges) or rank.work_done < len(plan.work):
+    if rank.exchanges_done < len(plan.messages) or rank.work_done < len(plan.work):
         raise ScheduleError(
-            f"rank {plan.rank}: deadlock at exchange {rank.exchanges_done} of {len(plan.exchanges)}, "
+            f"rank {plan.rank}: deadlock at message {rank.exchanges_done} of {len(plan.messages)}, "
             f"work {rank.work_done} of {len(plan.work)}"
         )
     parts = range(plan.chunks_per_rank)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron_overlap.schedules.all_to_all import AllToAllPlan, Message, Piece, Task
+from megatron_overlap.schedules.all_to_all import AllToAllPlan, HeadMessage, Piece, Task
 from megatron_overlap.schedules.verify import ScheduleError
 
 
@@ -37,7 +37,7 @@ class _Rank:
     landed: set[int] = field(default_factory=set)
     done: Counter[tuple[str, int, int]] = field(default_factory=Counter)
 
-    def current(self) -> Message | None:
+    def current(self) -> HeadMessage | None:
         return self.plan.messages[self.posted] if self.posted < len(self.plan.messages) else None
 
 

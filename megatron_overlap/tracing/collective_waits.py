@@ -16,7 +16,7 @@ _OURS = "megatron_overlap.comm."
 _TORCH = "torch.distributed."
 
 
-class OtherWaits:
+class CollectiveWaits:
     """Times every `Work.wait`, through which blocking collectives of gloo go as well as handles that are waited for.
 
     On CUDA such a wait orders streams and takes the host no time: it is not measured there.

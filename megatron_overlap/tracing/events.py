@@ -25,7 +25,7 @@ class Kind(IntEnum):
     """What an event is. Every one has a start and a stop on this rank's clock."""
 
     STEP = 0
-    """One iteration; `op` is not used, `flight` is its number."""
+    """One iteration; `op` is not used, `operation` is its number."""
     OP = 1
     """From the first message of an op being posted until its buffers are the caller's again."""
     WAIT = 2
@@ -41,11 +41,11 @@ class Kind(IntEnum):
 EVENT = np.dtype(
     [
         ("kind", "u2"),
-        ("exchange", "u2"),
+        ("message", "u2"),
         ("op", "u2"),
         ("group", "u2"),
         ("peer", "i2"),
-        ("flight", "u4"),
+        ("operation", "u4"),
         ("num_bytes", "u4"),
         ("start_ns", "i8"),
         ("stop_ns", "i8"),
@@ -55,7 +55,7 @@ EVENT = np.dtype(
 Row = tuple[int, int, int, int, int, int, int, int, int]
 Clock = Callable[[], int]
 
-_MOST = {name: int(np.iinfo(EVENT[name]).max) for name in ("exchange", "op", "group", "peer", "flight", "num_bytes")}
+_MOST = {name: int(np.iinfo(EVENT[name]).max) for name in ("message", "op", "group", "peer", "operation", "num_bytes")}
 
 
 class Trace:
@@ -89,13 +89,13 @@ class Trace:
         *,
         op: int = 0,
         group: int = 0,
-        flight: int = 0,
-        exchange: int = 0,
+        operation: int = 0,
+        message: int = 0,
         peer: int = -1,
         num_bytes: int = 0,
     ) -> None:
         """Adds one event."""
-        self._rows.append((kind, exchange, op, group, peer, flight, num_bytes, start_ns, stop_ns))
+        self._rows.append((kind, message, op, group, peer, operation, num_bytes, start_ns, stop_ns))
 
     def take(self) -> tuple[list[str], list[Row]]:
         """All names so far, and the events since the last call."""
@@ -106,50 +106,50 @@ class Trace:
         del self._rows[:count]
         return list(self._names), rows
 
-    def flight(self, ranks: Sequence[int], lane: str, number: int, op: str) -> FlightEvents:
-        """Where one flight's events go."""
-        group = self.name(f"ranks {','.join(map(str, ranks))} {lane}".strip())
-        return FlightEvents(self, self.name(op), group, number & _MOST["flight"], ranks)
+    def operation(self, ranks: Sequence[int], channel: str, number: int, op: str) -> WorkEvents:
+        """Where one operation's events go."""
+        group = self.name(f"ranks {','.join(map(str, ranks))} {channel}".strip())
+        return WorkEvents(self, self.name(op), group, number & _MOST["operation"], ranks)
 
 
-class FlightEvents:
-    """What one flight adds to a trace. `flight` and `exchange` name a message alike at both of its ends."""
+class WorkEvents:
+    """What one operation adds to a trace. `operation` and `message` name a message alike at both of its ends."""
 
-    def __init__(self, trace: Trace, op: int, group: int, flight: int, ranks: Sequence[int]) -> None:
+    def __init__(self, trace: Trace, op: int, group: int, operation: int, ranks: Sequence[int]) -> None:
         self.now = trace.clock
         self._trace = trace
-        self._ids = {"op": op, "group": group, "flight": flight}
+        self._ids = {"op": op, "group": group, "operation": operation}
         self._ranks = ranks
         self._start = self.now()
 
-    def waited(self, start_ns: int, exchange: int) -> None:
+    def waited(self, start_ns: int, message: int) -> None:
         """The computing thread stood still from `start_ns` until now."""
-        self._trace.add(Kind.WAIT, start_ns, self.now(), exchange=exchange & 65535, **self._ids)
+        self._trace.add(Kind.WAIT, start_ns, self.now(), message=message & 65535, **self._ids)
 
-    def sent(self, exchange: int, peer: int, num_bytes: int) -> None:
-        """A message of this flight is posted now."""
+    def sent(self, message: int, peer: int, num_bytes: int) -> None:
+        """A message of this operation is posted now."""
         now = self.now()
-        self.message(Kind.SENT, now, now, exchange, peer, num_bytes)
+        self.message(Kind.SENT, now, now, message, peer, num_bytes)
 
-    def landed(self, exchange: int, peer: int, num_bytes: int) -> None:
-        """A message of this flight has arrived now."""
-        self.message(Kind.LANDED, self._start, self.now(), exchange, peer, num_bytes)
+    def received(self, message: int, peer: int, num_bytes: int) -> None:
+        """A message of this operation has arrived now."""
+        self.message(Kind.LANDED, self._start, self.now(), message, peer, num_bytes)
 
-    def span(self, kind: Kind, start_ns: int, stop_ns: int, exchange: int) -> None:
+    def span(self, kind: Kind, start_ns: int, stop_ns: int, message: int) -> None:
         """An event whose times are known, as of a device."""
-        self._trace.add(kind, start_ns, stop_ns, exchange=exchange & 65535, **self._ids)
+        self._trace.add(kind, start_ns, stop_ns, message=message & 65535, **self._ids)
 
     def finished(self) -> None:
         """All has left and landed."""
         self._trace.add(Kind.OP, self._start, self.now(), **self._ids)
 
-    def message(self, kind: Kind, start: int, stop: int, exchange: int, peer: int, num_bytes: int) -> None:
+    def message(self, kind: Kind, start: int, stop: int, message: int, peer: int, num_bytes: int) -> None:
         """A message whose times are known; `peer` counts in the group."""
         self._trace.add(
             kind,
             start,
             stop,
-            exchange=exchange & 65535,
+            message=message & 65535,
             peer=self._ranks[peer],
             num_bytes=min(num_bytes, _MOST["num_bytes"]),
             **self._ids,
@@ -276,7 +276,7 @@ def _lines(data: bytes) -> Any:
 def steps_of(found: RankEvents) -> list[tuple[int, int, int]]:
     """Number, start and stop of every step, in order."""
     rows = found.events[found.events["kind"] == Kind.STEP]
-    return [(int(row["flight"]), int(row["start_ns"]), int(row["stop_ns"])) for row in rows]
+    return [(int(row["operation"]), int(row["start_ns"]), int(row["stop_ns"])) for row in rows]
 
 
 def merged(starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> list[tuple[int, int]]:

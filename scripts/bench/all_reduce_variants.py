@@ -9,7 +9,7 @@ import torch.distributed as dist
 from harness import Run, in_turn
 
 from megatron_overlap.comm import Transport
-from megatron_overlap.comm.transport import Wire
+from megatron_overlap.comm.transport import Transfer
 from megatron_overlap.ops import LinearPlan, copy_linear, linear_all_reduce
 from megatron_overlap.schedules import PartLayout, all_reduce_plan
 
@@ -115,16 +115,16 @@ class AllReduceCase:
             del made
 
         def roof_p2p() -> None:
-            flight = self._bare()
+            p2p_work = self._bare()
             made = gemms()
-            flight.finish()
+            p2p_work.wait_all()
             del made
 
         serial_plan = LinearPlan(pattern="serial", chunks_per_rank=self.plan.chunks_per_rank)
         return {
             "gemm": gemms,
             "comm_collective": lambda: dist.all_reduce(self.summed),
-            "comm_p2p": lambda: self._bare().finish(),
+            "comm_p2p": lambda: self._bare().wait_all(),
             "serial": serial,
             "serial_p2p": lambda: self.run(serial_plan),
             "sliced": sliced,
@@ -144,11 +144,11 @@ class AllReduceCase:
         size, rank = self.transport.size, self.transport.rank
         plan = all_reduce_plan(size, rank)
         layout = PartLayout(self.rows, size)
-        wires = []
-        for index, exchange in enumerate(plan.exchanges):
-            rows = layout.num_chunk_rows(exchange.recv)
-            into = self.transport.workspace.take(f"bare{index}", (rows, self.summed.shape[1]), self.summed)
-            wires.append(Wire(exchange, self.summed[slice(*layout.rows(exchange.send))], into))
-        flight = self.transport.begin(wires, "bare messages")
-        flight.release(len(plan.work))
-        return flight
+        transfers = []
+        for index, message in enumerate(plan.messages):
+            rows = layout.num_chunk_rows(message.recv)
+            into = self.transport.buffer_pool.take(f"bare{index}", (rows, self.summed.shape[1]), self.summed)
+            transfers.append(Transfer(message, self.summed[slice(*layout.rows(message.send))], into))
+        p2p_work = self.transport.begin(transfers, "bare messages")
+        p2p_work.mark_ready(len(plan.work))
+        return p2p_work

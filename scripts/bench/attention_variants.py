@@ -118,7 +118,7 @@ class AttentionCase(LinearCase):
             "roof_collective": roof(
                 lambda: dist.reduce_scatter_tensor(shard, full, async_op=True), lambda work: work.wait()
             ),
-            "roof_p2p": roof(lambda: self._bare(False, full, shard), lambda flight: flight.finish()),
+            "roof_p2p": roof(lambda: self._bare(False, full, shard), lambda p2p_work: p2p_work.wait_all()),
         }
 
     def _backward(self) -> dict[str, Run]:

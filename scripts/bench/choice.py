@@ -36,13 +36,13 @@ import torch
 import torch.distributed as dist
 from harness import versions
 
-from megatron_overlap.schedules.heuristics import usual_chunks
+from megatron_overlap.schedules.heuristics import default_chunks
 from megatron_overlap.tools.launch.netlab import Netlab
 from megatron_overlap.tools.launch.ranks import run_workers
 
 HOSTS = 2
 SCRIPT = str(Path(__file__).resolve())
-BEST, OWN = 0.97, 0.98
+BEST, STOCK = 0.97, 0.98
 """What the choice has to reach of the best fixed method, and of Megatron's own path."""
 
 CHUNKS = (1, 2, 4, 8)
@@ -105,10 +105,10 @@ def summary(points: list[dict[str, Any]]) -> dict[str, Any]:
         "best_of_own": max(p["of_own"] for p in points),
         "below_best": sum(p["of_best"] < BEST for p in points),
         "below_best_for_sure": sum(p["of_best_high"] < BEST for p in points),
-        "below_own": sum(p["of_own"] < OWN for p in points),
-        "below_own_for_sure": sum(p["of_own_high"] < OWN for p in points),
-        "control_below_own": sum(p["of_control"] < OWN for p in points),
-        "control_below_own_for_sure": sum(p["of_control_high"] < OWN for p in points),
+        "below_own": sum(p["of_own"] < STOCK for p in points),
+        "below_own_for_sure": sum(p["of_own_high"] < STOCK for p in points),
+        "control_below_own": sum(p["of_control"] < STOCK for p in points),
+        "control_below_own_for_sure": sum(p["of_control_high"] < STOCK for p in points),
         "worst_control": min(p["of_control"] for p in points),
         "median_control": median(p["of_control"] for p in points),
         "same_code": [sum(p["chosen"] == "megatron" for p in points), *_spread(points)],
@@ -246,7 +246,7 @@ class Point:
         }
         most = max(1, self.rows // self.group.size() // 4)
         # Between two ranks as many for a scatter as for a gather.
-        usual = usual_chunks("all_gather", self.group.size(), self.rows, 2 * self.full.shape[1])
+        usual = default_chunks("all_gather", self.group.size(), self.rows, 2 * self.full.shape[1])
         counts = sorted({usual, *(count for count in CHUNKS if count <= most)})
         ways: dict[str, dict[str, Any]] = {f"p2p x {c}": {"method": "p2p", "chunks_per_rank": c} for c in counts}
         ways["auto"] = {"method": "auto", "choices": None}
@@ -291,8 +291,8 @@ class Point:
             of_own = interval([a / b for a, b in zip(rounds["megatron"], rounds["auto"], strict=True)])
             of_best = interval(against_best(rounds))
             if number == _DOUBLED:
-                below = of_own[0] < OWN or of_best[0] < BEST
-            told = of_own[1] >= OWN and of_best[1] >= BEST
+                below = of_own[0] < STOCK or of_best[0] < BEST
+            told = of_own[1] >= STOCK and of_best[1] >= BEST
             ends = torch.tensor(float(told or (number >= _DOUBLED and not below)))
             dist.broadcast(ends, 0)
             if ends.item():

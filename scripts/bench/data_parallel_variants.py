@@ -70,8 +70,8 @@ class DataCase:
             return works + [self._gather(weights[layer], async_op=True) for layer in layers]
 
         def messages(grads: list[torch.Tensor], weights: list[torch.Tensor]) -> list[Any]:
-            flights: list[Any] = [self.reduce.begin(grads[layer]) for layer in layers]
-            return flights + [Gathering(self.transport, weights[layer]) for layer in layers]
+            p2p_works: list[Any] = [self.reduce.begin(grads[layer]) for layer in layers]
+            return p2p_works + [Gathering(self.transport, weights[layer]) for layer in layers]
 
         def serial() -> None:
             self._backward(lambda layer: None)

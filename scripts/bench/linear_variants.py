@@ -10,7 +10,7 @@ import torch.distributed as dist
 from harness import Run, in_turn
 
 from megatron_overlap.comm import Transport
-from megatron_overlap.comm.transport import Wire
+from megatron_overlap.comm.transport import Transfer
 from megatron_overlap.ops import LinearPlan, all_gather_linear, linear_reduce_scatter
 from megatron_overlap.schedules import ChunkLayout, all_gather_plan, reduce_scatter_plan
 
@@ -84,9 +84,9 @@ class LinearCase:
             work.wait()
 
         def roof_p2p() -> None:
-            flights = [self._bare(column, full, shard)]
+            p2p_works = [self._bare(column, full, shard)]
             gemm()
-            self._land(flights)
+            self._land(p2p_works)
 
         variants: dict[str, Run] = {
             "gemm": gemm,
@@ -156,9 +156,9 @@ class LinearCase:
             del grads
 
         def roof_p2p() -> None:
-            flights = bare()
+            p2p_works = bare()
             grads = gemm()
-            self._land(flights)
+            self._land(p2p_works)
             del grads
 
         return {
@@ -195,24 +195,24 @@ class LinearCase:
         build = all_gather_plan if gather else reduce_scatter_plan
         plan = build(self.transport.size, self.transport.rank)
         layout = ChunkLayout(full.shape[0], self.transport.size)
-        wires = []
+        transfers = []
         if not gather:
-            landing = self.transport.workspace.take("bare", full.shape, full)
-        for exchange in plan.exchanges:
-            send = slice(*layout.rows(exchange.send))
+            landing = self.transport.buffer_pool.take("bare", full.shape, full)
+        for message in plan.messages:
+            send = slice(*layout.rows(message.send))
             source = shard if gather else full[send]
             target = (
-                full[slice(*layout.rows(exchange.recv))] if gather else landing[slice(*layout.shard(exchange.source))]
+                full[slice(*layout.rows(message.recv))] if gather else landing[slice(*layout.shard(message.source))]
             )
-            wires.append(Wire(exchange, source, target))
-        flight = self.transport.begin(wires, "bare messages")
-        flight.release(len(plan.work))
-        return flight
+            transfers.append(Transfer(message, source, target))
+        p2p_work = self.transport.begin(transfers, "bare messages")
+        p2p_work.mark_ready(len(plan.work))
+        return p2p_work
 
     @staticmethod
-    def _land(flights: list[Any]) -> None:
-        for flight in flights:
-            flight.finish()
+    def _land(p2p_works: list[Any]) -> None:
+        for p2p_work in p2p_works:
+            p2p_work.wait_all()
 
     def _slice_rows(self) -> list[tuple[int, int]]:
         shard = self.rows // self.transport.size
@@ -229,7 +229,7 @@ class LinearCase:
         works = []
         for start, stop in self._slice_rows():
             name = f"slice{start}"
-            gathered = self.transport.workspace.take(name, (size, stop - start, source.shape[1]), source)
+            gathered = self.transport.buffer_pool.take(name, (size, stop - start, source.shape[1]), source)
             work = dist.all_gather_into_tensor(gathered.flatten(0, 1), source[start:stop], async_op=True)
             works.append((work, gathered, start, stop))
         for work, gathered, start, stop in works:
@@ -242,7 +242,7 @@ class LinearCase:
         works = []
         y_shard = torch.empty_like(self.shard_f)
         for start, stop in self._slice_rows():
-            partial = self.transport.workspace.take(f"slice{start}", (size, stop - start, self.f), self.x)
+            partial = self.transport.buffer_pool.take(f"slice{start}", (size, stop - start, self.f), self.x)
             for owner in range(size):
                 rows = slice(owner * shard + start, owner * shard + stop)
                 torch.mm(self.x[rows], self.w.t(), out=partial[owner])

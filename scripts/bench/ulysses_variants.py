@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm import Transport
-from megatron_overlap.comm.transport import Wire
+from megatron_overlap.comm.transport import Transfer
 from megatron_overlap.ops import Projection, UlyssesPlan, flash_attention, ulysses_attention, ulysses_self_attention
 from megatron_overlap.schedules import HeadLayout, ulysses_plan
 
@@ -67,13 +67,13 @@ class UlyssesCase:
 
         def comm_p2p() -> None:
             for forward in (True, False) if self.backward else (True,):
-                self._fly(layouts[forward]).finish()
+                self._fly(layouts[forward]).wait_all()
 
         def roof_p2p() -> None:
             for forward in (True, False) if self.backward else (True,):
-                flight = self._fly(layouts[forward])
+                p2p_work = self._fly(layouts[forward])
                 self._compute(forward)
-                flight.finish()
+                p2p_work.wait_all()
 
         def roof_collective() -> None:
             for forward in (True, False) if self.backward else (True,):
@@ -219,18 +219,18 @@ class UlyssesCase:
             for tensor in (self.whole, self.dwhole)
         ]
 
-    def _messages(self, forward: bool) -> list[Wire]:
+    def _messages(self, forward: bool) -> list[Transfer]:
         """The messages of the plan over buffers of their own, all free to leave."""
         plan = ulysses_plan(self.num_ranks, self.transport.rank)
         wide, narrow = self.whole, self.dwhole
-        wires = []
+        transfers = []
         for index, message in enumerate(plan.messages):
             tensor = wide if (message.send.way == "in") == forward else narrow
             send = tensor[: self.rows]
-            exchange = message.exchange(index)
-            free = type(exchange)(exchange.send, exchange.to, exchange.recv, exchange.source)
-            wires.append(Wire(free, send, torch.empty_like(send)))
-        return wires
+            plain = message.message(index)
+            free = type(plain)(plain.send, plain.to, plain.recv, plain.source)
+            transfers.append(Transfer(free, send, torch.empty_like(send)))
+        return transfers
 
-    def _fly(self, wires: list[Wire]) -> Any:
-        return self.transport.begin(wires, "bare messages")
+    def _fly(self, transfers: list[Transfer]) -> Any:
+        return self.transport.begin(transfers, "bare messages")

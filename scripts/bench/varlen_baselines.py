@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_overlap.comm import Transport
-from megatron_overlap.comm.transport import Wire
+from megatron_overlap.comm.transport import Transfer
 from megatron_overlap.ops.varlen.flash_attention import (
     Mask,
     backward,
@@ -21,7 +21,7 @@ from megatron_overlap.ops.varlen.flash_attention import (
 from megatron_overlap.ops.varlen.layout import merge
 from megatron_overlap.ops.varlen.pass_kv_pass_q import Shape
 from megatron_overlap.schedules.layout import Chunk
-from megatron_overlap.schedules.plan import Exchange
+from megatron_overlap.schedules.plan import Message
 from megatron_overlap.schedules.varlen import Plan, Topology
 
 # Up to so many rows a masked call of the kernel is cheaper than a full one, a causal one, and their merge.
@@ -66,21 +66,21 @@ class AllGather:
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
         """`[rows of the batch, ...]`, in its order."""
-        whole = self.transport.workspace.take("gathered", (sum(self.counts), own[0].numel()), own)
+        whole = self.transport.buffer_pool.take("gathered", (sum(self.counts), own[0].numel()), own)
         blocks = list(whole.split(self.counts))
         blocks[self.transport.rank].copy_(own.flatten(1))
-        wires = []
+        transfers = []
         rails, mates = self._rails(), self._mates()
         mine = self.transport.rank
         for to, source in rails:
-            wires.append(_wire(to, source, blocks[mine], blocks[source]))
+            transfers.append(_transfer(to, source, blocks[mine], blocks[source]))
         for to, source in mates:
-            wires.append(_wire(to, source, blocks[mine], blocks[source]))
+            transfers.append(_transfer(to, source, blocks[mine], blocks[source]))
         for number, (_, far) in enumerate(rails):
             for to, source in mates:
                 beside = self._rank(self._topology.node_of(far), source)
-                wires.append(_wire(to, source, blocks[far], blocks[beside], after=number))
-        self.transport.begin(wires, "all-gather of keys and values").finish()
+                transfers.append(_transfer(to, source, blocks[far], blocks[beside], after=number))
+        self.transport.begin(transfers, "all-gather of keys and values").wait_all()
         return whole[self.order].unflatten(1, own.shape[1:])
 
     def reduce(self, whole: torch.Tensor) -> torch.Tensor:
@@ -89,19 +89,19 @@ class AllGather:
         blocks = list(parts.split(self.counts))
         mine = self.transport.rank
         nodes = range(self._topology.nodes)
-        wires, arriving = [], []
+        transfers, arriving = [], []
         for to, source in self._mates():
             for node in nodes:
                 block = blocks[self._rank(node, mine)]
                 arriving.append((node, torch.empty_like(block)))
-                wires.append(_wire(to, source, blocks[self._rank(node, to)], arriving[-1][1]))
-        self.transport.begin(wires, "reduce-scatter inside").finish()
+                transfers.append(_transfer(to, source, blocks[self._rank(node, to)], arriving[-1][1]))
+        self.transport.begin(transfers, "reduce-scatter inside").wait_all()
         for node, term in arriving:
             blocks[self._rank(node, mine)].add_(term)
         terms = [torch.empty_like(blocks[mine]) for _ in self._rails()]
         pairs = zip(self._rails(), terms, strict=True)
-        wires = [_wire(to, source, blocks[to], term) for (to, source), term in pairs]
-        self.transport.begin(wires, "reduce-scatter between").finish()
+        transfers = [_transfer(to, source, blocks[to], term) for (to, source), term in pairs]
+        self.transport.begin(transfers, "reduce-scatter between").wait_all()
         for term in terms:
             blocks[mine].add_(term)
         return blocks[mine].unflatten(1, whole.shape[1:])
@@ -199,7 +199,7 @@ class Ulysses:
         cut = torch.cat([x.unflatten(1, (size, -1)) for x in tensors], dim=2)  # rows, ranks, heads of all, size
         send = cut.transpose(0, 1).contiguous()
         counts = [b - a for a, b in zip(self.bounds, self.bounds[1:], strict=False)]
-        whole = self.transport.workspace.take("ulysses heads", (sum(counts), *cut.shape[2:]), cut)
+        whole = self.transport.buffer_pool.take("ulysses heads", (sum(counts), *cut.shape[2:]), cut)
         parts = whole.split(counts)
         parts[rank].copy_(send[rank])
         self._exchange(send.unbind(0), parts)
@@ -219,11 +219,11 @@ class Ulysses:
 
     def _exchange(self, send: Sequence[torch.Tensor], recv: Sequence[torch.Tensor]) -> None:
         size, rank = self.transport.size, self.transport.rank
-        wires = []
+        transfers = []
         for step in range(1, size):
             to, source = (rank + step) % size, (rank - step) % size
-            wires.append(_wire(to, source, send[to], recv[source]))
-        self.transport.begin(wires, "all-to-all").finish()
+            transfers.append(_transfer(to, source, send[to], recv[source]))
+        self.transport.begin(transfers, "all-to-all").wait_all()
 
 
 class _Ulysses(torch.autograd.Function):
@@ -245,6 +245,6 @@ class _Ulysses(torch.autograd.Function):
         return (*ctx.way.to_rows(*mine), None)
 
 
-def _wire(to: int, source: int, send: torch.Tensor, recv: torch.Tensor, after: int | None = None) -> Wire:
+def _transfer(to: int, source: int, send: torch.Tensor, recv: torch.Tensor, after: int | None = None) -> Transfer:
     nowhere = Chunk(0, 0)
-    return Wire(Exchange(nowhere, to, nowhere, source, 0, after), send, recv)
+    return Transfer(Message(nowhere, to, nowhere, source, 0, after), send, recv)

@@ -14,18 +14,18 @@ import torch
 import torch.distributed as dist
 from varlen_baselines import AllGather, Ulysses
 
-from megatron_overlap.comm import Transport, Workspace
-from megatron_overlap.comm.transport import Wire
+from megatron_overlap.comm import BufferPool, Transport
+from megatron_overlap.comm.transport import Transfer
 from megatron_overlap.ops import balanced_attention, remap
 from megatron_overlap.ops.varlen.flash_attention import documents_backward, documents_forward
 from megatron_overlap.ops.varlen.pass_kv_pass_q import Shape
 from megatron_overlap.ops.varlen.rebalance import Layout
-from megatron_overlap.ops.varlen.transfers import TripFlight
+from megatron_overlap.ops.varlen.transfers import TripP2PWork
 from megatron_overlap.schedules.varlen import CostModel, Plan, Topology, partition
 from megatron_overlap.schedules.varlen.baselines import hybrid, packing, ring_over_all
 from megatron_overlap.schedules.varlen.plan import Pass
 from megatron_overlap.schedules.varlen.program import program, without_routes
-from megatron_overlap.schedules.varlen.ring_groups import circles
+from megatron_overlap.schedules.varlen.ring_groups import ring_groups
 
 Run = Callable[[], object]
 
@@ -129,7 +129,7 @@ def one_after_the_other(plan: Plan) -> Plan:
     for part in plan.passes:
         nothing: tuple[tuple[int, ...], ...] = ((),) * plan.topology.ranks
         passes.append(Pass(part.local, (), part.stage))
-        passes += [Pass(nothing, circle.rings, part.stage) for circle in circles(part)]
+        passes += [Pass(nothing, ring_group.rings, part.stage) for ring_group in ring_groups(part)]
     return replace(plan, passes=tuple(passes))
 
 
@@ -190,29 +190,29 @@ class Silent:
 
     def __init__(self, transport: Transport) -> None:
         self.rank, self.size = transport.rank, transport.size
-        self.workspace, self.exposed_s = Workspace(), 0.0
+        self.buffer_pool, self.exposed_s = BufferPool(), 0.0
         self._filled: set[tuple[int, int]] = set()
 
-    def begin(self, wires: Sequence[Wire], op: str) -> Silent:
+    def begin(self, transfers: Sequence[Transfer], op: str) -> Silent:
         """What would arrive is made once, as ordinary numbers: a kernel may be slow with others."""
-        for wire in wires:
-            key = wire.recv.data_ptr(), wire.recv.numel()
+        for transfer in transfers:
+            key = transfer.recv.data_ptr(), transfer.recv.numel()
             if key not in self._filled:
-                wire.recv.fill_(0.5)
+                transfer.recv.fill_(0.5)
                 self._filled.add(key)
         return self
 
-    def release(self, work_done: int) -> None:
+    def mark_ready(self, work_done: int) -> None:
         """Nothing waits."""
 
     def wait(self, exchange: int) -> None:
         """Nothing to wait for."""
 
-    def landed(self, exchange: int) -> bool:
+    def is_completed(self, exchange: int) -> bool:
         """Everything has."""
         return True
 
-    def finish(self) -> None:
+    def wait_all(self) -> None:
         """Nothing is on its way."""
 
     def close(self) -> None:
@@ -226,12 +226,12 @@ class Messages:
         (self._part,) = plan.passes
         self._plan, self._shape, self._transport = plan, shape, transport
 
-    def begin(self, *, backward: bool, trips: Sequence[str] = ("out", "back")) -> list[TripFlight]:
+    def begin(self, *, backward: bool, trips: Sequence[str] = ("out", "back")) -> list[TripP2PWork]:
         """Posts those of one direction: to the visits, and what they make back."""
         shape, like = self._shape, torch.empty(0, dtype=self._shape.dtype)
         side = shape.cheaper(backward=backward)
         widths = shape.widths(side, backward)
-        flights = []
+        p2p_works = []
         for number, turn in enumerate(program(self._plan, 0, shape.traffic(side, backward), None)):
             most = max((rows for load in turn.loads for rows in load.rows), default=0)
             for trip, width, wide, name in (
@@ -240,17 +240,17 @@ class Messages:
             ):
                 if trip is not None and name in trips:
                     label = f"messages {name} {number}"
-                    rows = self._transport.workspace.take(label, (most, width), wide)
-                    flights.append(
-                        TripFlight(self._transport, trip, _Always(rows), _Always(rows), {}, wide, width, label)
+                    rows = self._transport.buffer_pool.take(label, (most, width), wide)
+                    p2p_works.append(
+                        TripP2PWork(self._transport, trip, _Always(rows), _Always(rows), {}, wide, width, label)
                     )
-        return flights
+        return p2p_works
 
     def run(self, *, backward: bool) -> None:
         """Posts and waits, one trip after the other: forward, and then backward to the visits and back."""
         for direction, trip in ((False, "out"), (True, "out"), (True, "back")) if backward else ((False, "out"),):
-            for flight in self.begin(backward=direction, trips=(trip,)):
-                flight.finish()
+            for p2p_work in self.begin(backward=direction, trips=(trip,)):
+                p2p_work.wait_all()
 
 
 class _Always(dict[Any, torch.Tensor]):
@@ -272,16 +272,16 @@ def limits(ours: Engine, batch: Batch, shape: Shape, transport: Transport, *, ba
     ((q, k, v, dout), _) = data._data[0]
 
     def both(*, sending: bool) -> None:
-        flights = messages.begin(backward=False) if sending else []
+        p2p_works = messages.begin(backward=False) if sending else []
         leaves = [x.detach().requires_grad_(backward) for x in (q, k, v)]
         out = balanced_attention(*leaves, plan, group=silent)
-        for flight in flights:
-            flight.finish()
+        for p2p_work in p2p_works:
+            p2p_work.wait_all()
         if backward:
-            flights = messages.begin(backward=True) if sending else []
+            p2p_works = messages.begin(backward=True) if sending else []
             out.backward(dout)
-            for flight in flights:
-                flight.finish()
+            for p2p_work in p2p_works:
+                p2p_work.wait_all()
 
     return {
         "compute": lambda: both(sending=False),

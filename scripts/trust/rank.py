@@ -24,7 +24,7 @@ from megatron_overlap.comm.gloo import GlooTransport
 from megatron_overlap.comm.transport import store_beside
 from megatron_overlap.diagnostics.consistency import compare
 from megatron_overlap.diagnostics.flight_recorder import Watch
-from megatron_overlap.diagnostics.heartbeat import Pulse
+from megatron_overlap.diagnostics.heartbeat import Heartbeat
 from scripts.trust.work import CorruptionError, Work
 from tests.helpers.faulty import CorruptTransport
 
@@ -99,7 +99,7 @@ def _run(case: Case, rank: int, port: int, address: str, told: int, folder: Path
     if found:
         return DIFFERS, found
     watch = Watch(rank, folder, facts)
-    watch.pulse = Pulse(store_beside(group), rank, case.deadline_s, watch.doing)
+    watch.heartbeat = Heartbeat(store_beside(group), rank, case.deadline_s, watch.doing)
     corrupts = case.kind == "corruption"
     every = draw.randint(1, 7) if corrupts and rank == case.victim else 0
     transport: Any = (

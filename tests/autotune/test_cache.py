@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_overlap.autotune.cache import ChoiceCache, ChoiceCacheWarning, Entry, kept
-from megatron_overlap.autotune.candidates import OWN, Candidate
+from megatron_overlap.autotune.candidates import STOCK, Candidate
 
 HERE = {"torch": "2.13", "device": "a", "ranks by host": "2 2"}
 ENTRY = Entry(Candidate("p2p", "ring", 4), 60.0, 100.0, 120.0)
@@ -19,10 +19,10 @@ ENTRY = Entry(Candidate("p2p", "ring", 4), 60.0, 100.0, 120.0)
 def test_what_is_kept_is_read_again_and_private(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "folder"
     ChoiceCache(folder, HERE).put("a", ENTRY)
-    ChoiceCache(folder, HERE).put("b", Entry(OWN, 1.0, 1.0, 2.0))
+    ChoiceCache(folder, HERE).put("b", Entry(STOCK, 1.0, 1.0, 2.0))
     cache = ChoiceCache(folder, HERE)
     assert cache.get("a") == ENTRY
-    assert cache.get("b") == Entry(OWN, 1.0, 1.0, 2.0)
+    assert cache.get("b") == Entry(STOCK, 1.0, 1.0, 2.0)
     assert cache.get("c") is None
     assert cache.path.stat().st_mode & 0o777 == 0o600
     assert folder.stat().st_mode & 0o777 == 0o700

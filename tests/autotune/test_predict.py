@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_overlap.autotune.candidates import HOPPER, KNOBS, OWN, Call, Candidate, fused_variants, one_knob_apart
+from megatron_overlap.autotune.candidates import HOPPER, KNOBS, STOCK, Call, Candidate, fused_variants, one_knob_apart
 from megatron_overlap.autotune.predict import MAX_TRIED, Costs, candidates, predict_us, shortlist
 from megatron_overlap.ops.tensor_parallel.fused.plan import FusedPlan
 from megatron_overlap.ops.tensor_parallel.plan import LinearPlan
@@ -27,12 +27,12 @@ def test_by_hand() -> None:
     messages = 100 + moved / 100
     one_slice = gemm / 2
     own = collective + gemm + max(gemm, collective) * 2
-    assert predict_us(COSTS, COLUMN, OWN, 2) == pytest.approx(own)
+    assert predict_us(COSTS, COLUMN, STOCK, 2) == pytest.approx(own)
     forward = max(gemm, messages + one_slice)
     backward = max(2 * gemm, 2 * messages + one_slice)
     assert predict_us(COSTS, COLUMN, Candidate("p2p", "direct", 1), 2) == pytest.approx(forward + backward)
     alone = replace(COLUMN, backward=False)
-    assert predict_us(COSTS, alone, OWN, 2) == pytest.approx(collective + gemm)
+    assert predict_us(COSTS, alone, STOCK, 2) == pytest.approx(collective + gemm)
     assert predict_us(COSTS, alone, Candidate("p2p", "serial", 1), 2) == pytest.approx(gemm + messages)
 
 
@@ -76,9 +76,7 @@ def test_no_two_candidates_are_the_same_messages(op: str, ranks: int, rows: int,
         plan = LinearPlan(each.pattern, each.chunks_per_rank)
         return repr(
             [
-                plan.schedule(
-                    collective, SimpleNamespace(size=ranks, rank=rank), call.rows, row_bytes, device
-                ).exchanges  # type: ignore[arg-type]
+                plan.schedule(collective, SimpleNamespace(size=ranks, rank=rank), call.rows, row_bytes, device).messages  # type: ignore[arg-type]
                 for collective in ("all_gather", "reduce_scatter")
                 for rank in range(ranks)
             ]
@@ -98,7 +96,7 @@ def test_costs_of_a_profile_are_those_of_its_model() -> None:
 
 
 def test_candidates_survive_json() -> None:
-    for each in (OWN, HOPPER, *fused_variants(COLUMN, True), Candidate("p2p", "ring", 4), Candidate("p2p")):
+    for each in (STOCK, HOPPER, *fused_variants(COLUMN, True), Candidate("p2p", "ring", 4), Candidate("p2p")):
         assert Candidate.of(json.loads(json.dumps(each.as_dict()))) == each
     for wrong in (
         {},
@@ -131,7 +129,7 @@ def test_every_fused_variant_is_reached_from_the_default_knob_by_knob(ranks: int
         new += fresh
     assert seen == set(variants)
     assert not one_knob_apart(variants[0], variants[0])
-    assert not one_knob_apart(OWN, Candidate("p2p"))
+    assert not one_knob_apart(STOCK, Candidate("p2p"))
 
 
 def test_every_knob_is_a_field_of_a_fused_plan_with_its_default_first() -> None:

@@ -47,7 +47,7 @@ def drive(
     short: bool = False,
     timed: Counter[int] | None = None,
 ) -> list[Turn]:
-    """Serves calls as a group of ranks would, which exchange what each measured. `short`: by the short way
+    """Serves calls as a group of ranks would, which message what each measured. `short`: by the short way
     where that is open. From candidate `never` on none has a time. `timed` counts what was measured of each."""
     turns: list[Turn] = []
     times: dict[int, list[list[float]]] = {}  # of each candidate, of each call, of each rank
@@ -168,9 +168,9 @@ def test_what_is_not_told_apart_is_chosen_from_and_measured_on() -> None:
     assert early.choice.why == "measured", "a run that ends here keeps what it knows"
 
 
-def told(decider: Decider, times: dict[int, Timing], exchanges: int) -> None:
-    """Serves calls through so many exchanges, in which all ranks say `times`."""
-    for _ in range(exchanges):
+def told(decider: Decider, times: dict[int, Timing], messages: int) -> None:
+    """Serves calls through so many messages, in which all ranks say `times`."""
+    for _ in range(messages):
         while not decider.due:
             decider.next()
         decider.take([times.get(each, NOT_YET) for each in decider.wanted])
@@ -366,7 +366,7 @@ def timing(seed: random.Random, wide: float) -> Timing:
     missing=st.sampled_from([0.0, 0.4]),
 )
 def test_ranks_never_part(candidates: int, ranks: int, seed: random.Random, known: bool, missing: float) -> None:
-    """Whatever was measured, at whatever time: all serve every call alike, and exchange before the same calls."""
+    """Whatever was measured, at whatever time: all serve every call alike, and message before the same calls."""
     start = Settled(candidates - 1, 50.0, 60.0, "cached") if known else None
     deciders = [Decider(candidates, seed=candidates - 1, known=start) for _ in range(ranks)]
     for _ in range(900):

@@ -15,11 +15,11 @@ from tests.helpers.world import World, assert_same
 def test_forward_and_backward_count_together(world: World, micro_batches: int) -> None:
     answers = world.run(2, cases.chosen, micro_batches, None, calls_to_choose(3))
     assert_same([served for served, *_ in answers])
-    for _, method, us, own_us in answers:
+    for _, method, us, stock_us in answers:
         assert method == "p2p direct x 1", "the faster backward outweighs the slower forward"
         # Sleeping takes at least as long as asked for; nobody promises how much longer.
         assert us >= 4000
-        assert own_us >= 8000
+        assert stock_us >= 8000
     assert len({us for _, _, us, _ in answers}) == 1, "ranks report the same figure"
 
 

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.autotune import cache, search
-from megatron_overlap.autotune.candidates import OWN, Call, Candidate
+from megatron_overlap.autotune.candidates import STOCK, Call, Candidate
 from megatron_overlap.autotune.search import calls_to_choose
-from megatron_overlap.autotune.tuner import Chooser
+from megatron_overlap.autotune.tuner import Autotuner
 from megatron_overlap.comm import close_transport, transport_of
 
 P2P = Candidate("p2p", "direct", 1)
@@ -52,7 +52,7 @@ class Layers:
         # The rate of loopback depends on what else this machine does: here it is the same link, whatever it does.
         cache._OTHER_LINK = 1e9
         path = None if folder is None else Path(folder, f"rank{group.rank()}")
-        self.chooser = Chooser(group, transport_of(group), folder=path, versions={"release": "1"}, timeout_s=20)
+        self.chooser = Autotuner(group, transport_of(group), folder=path, versions={"release": "1"}, timeout_s=20)
         self.served: list[str] = []
 
     def run(self, calls: int, takes: Callable[[Candidate], Seconds], micro_batches: int = 1) -> None:
@@ -84,7 +84,7 @@ def chosen(
     layers = Layers(group, None)
 
     def takes(candidate: Candidate) -> Seconds:
-        if candidate == OWN:
+        if candidate == STOCK:
             return Seconds(0.002, 0.006)
         late = 0.02 if group.rank() == slow_rank else 0.0
         return Seconds(0.003, 0.001 + late) if candidate == P2P else Seconds(0.003, 0.004 + late)
@@ -92,7 +92,7 @@ def chosen(
     layers.run(calls, takes, micro_batches)
     (verdict,) = layers.chooser.verdicts()
     close_transport(group)
-    return layers.served, str(verdict.candidate), verdict.us, verdict.own_us
+    return layers.served, str(verdict.candidate), verdict.us, verdict.stock_us
 
 
 def refined(group: dist.ProcessGroup, folder: str) -> tuple[list[str], list[str], list[str]]:
@@ -126,10 +126,10 @@ def _withdrawn(group: dist.ProcessGroup, folder: str) -> dict[str, Any]:
 
     def before(candidate: Candidate) -> Seconds:
         # Far apart: beside other tests a sleep is now and then some milliseconds too long.
-        return Seconds(0.008, 0.008) if candidate == OWN else Seconds(0.002, 0.002)
+        return Seconds(0.008, 0.008) if candidate == STOCK else Seconds(0.002, 0.002)
 
     def after(candidate: Candidate) -> Seconds:
-        hit = candidate != OWN and group.rank() == group.size() - 1
+        hit = candidate != STOCK and group.rank() == group.size() - 1
         return Seconds(0.008, 0.024) if hit else before(candidate)
 
     layers.run(calls_to_choose(3), before)
@@ -154,7 +154,7 @@ def _withdrawn(group: dist.ProcessGroup, folder: str) -> dict[str, Any]:
 def told_by_others(group: dist.ProcessGroup, folder: str) -> tuple[list[str], list[str]]:
     """Rank 0 has kept one choice, every other rank another one: what serves, and who wrote."""
     first = Layers(group, folder)
-    first.run(calls_to_choose(3), lambda candidate: Seconds(0.004, 0.0) if candidate == OWN else Seconds(0.0, 0.0))
+    first.run(calls_to_choose(3), lambda candidate: Seconds(0.004, 0.0) if candidate == STOCK else Seconds(0.0, 0.0))
     own = Path(folder, f"rank{group.rank()}")
     if group.rank():
         own.mkdir()

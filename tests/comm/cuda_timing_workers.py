@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm.clock_sync import compare_clocks
-from megatron_overlap.comm.gloo import GlooFlight, GlooTransport
-from megatron_overlap.comm.transport import Wire
+from megatron_overlap.comm.gloo import GlooP2PWork, GlooTransport
+from megatron_overlap.comm.transport import Transfer
 from megatron_overlap.schedules import all_gather_plan
-from megatron_overlap.tracing.collective_waits import OtherWaits
+from megatron_overlap.tracing.collective_waits import CollectiveWaits
 from megatron_overlap.tracing.events import EVENT, Kind, RankEvents, Trace
 from megatron_overlap.tracing.exposed import exposed_in
 
@@ -27,18 +27,18 @@ class DelayTransport(GlooTransport):
         self.left_ns: list[int] = []
         super().__init__(*args, **kwargs)
 
-    def begin(self, wires: Sequence[Wire], op: str) -> GlooFlight:
+    def begin(self, transfers: Sequence[Transfer], op: str) -> GlooP2PWork:
         self._op += 1
-        flight = DelayFlight(self, wires, op, self._op << 13)
-        for peer in {wire.exchange.source for wire in wires}:
-            self._receivers[peer].put(flight)
+        p2p_work = DelayP2PWork(self, transfers, op, self._op << 13)
+        for peer in {transfer.message.source for transfer in transfers}:
+            self._receivers[peer].put(p2p_work)
         with self.changed:
-            self._sending.append(flight)
+            self._sending.append(p2p_work)
             self.changed.notify_all()
-        return flight
+        return p2p_work
 
 
-class DelayFlight(GlooFlight):
+class DelayP2PWork(GlooP2PWork):
     def send_next(self) -> None:
         transport = self._transport
         assert isinstance(transport, DelayTransport)
@@ -60,14 +60,14 @@ def known_delays(group: dist.ProcessGroup, delays: list[tuple[str, float, float]
     computed_ns = []
     start_ns = time.perf_counter_ns()
     for op, delay_s, compute_s in delays:
-        wires = [Wire(exchange, torch.ones(64), torch.zeros(64)) for exchange in plan.exchanges]
+        transfers = [Transfer(message, torch.ones(64), torch.zeros(64)) for message in plan.messages]
         transport.delay_s = delay_s if transport.rank == 1 else 0.0
         dist.barrier(group)
-        flight = transport.begin(wires, op)
+        p2p_work = transport.begin(transfers, op)
         time.sleep(compute_s if transport.rank == 0 else 0.0)
         computed_ns.append(time.perf_counter_ns())
-        flight.wait(0)
-        flight.finish()
+        p2p_work.wait(0)
+        p2p_work.wait_all()
     stop_ns = time.perf_counter_ns()
     left: list[Any] = [None, None]
     dist.all_gather_object(left, transport.left_ns, group)
@@ -85,22 +85,28 @@ def known_delays(group: dist.ProcessGroup, delays: list[tuple[str, float, float]
 def message_names(group: dist.ProcessGroup) -> tuple[set[Any], set[Any]]:
     """What names the messages that this rank sent, and those that it received; the last two are the ranks."""
     trace = Trace()
-    transport = GlooTransport(group, trace=trace, lane="test")
+    transport = GlooTransport(group, trace=trace, channel="test")
     for op in ("first", "second dgrad"):
         plan = all_gather_plan(transport.size, transport.rank, chunks_per_rank=2, pattern="ring")
-        slots = {k: torch.zeros(5) for k, _ in enumerate(plan.exchanges)}
-        wires = [
-            Wire(e, torch.ones(5) if e.after_exchange is None else slots[e.after_exchange], slots[k])
-            for k, e in enumerate(plan.exchanges)
+        slots = {k: torch.zeros(5) for k, _ in enumerate(plan.messages)}
+        transfers = [
+            Transfer(e, torch.ones(5) if e.after_message is None else slots[e.after_message], slots[k])
+            for k, e in enumerate(plan.messages)
         ]
-        transport.begin(wires, op).finish()
+        transport.begin(transfers, op).wait_all()
     dist.barrier(group)
     transport.close()
     names, rows = trace.take()
     sent, received = set(), set()
     for row in _array(rows):
         ends = (transport.ranks[transport.rank], int(row["peer"]))
-        name = (names[row["op"]], names[row["group"]], int(row["flight"]), int(row["exchange"]), int(row["num_bytes"]))
+        name = (
+            names[row["op"]],
+            names[row["group"]],
+            int(row["operation"]),
+            int(row["message"]),
+            int(row["num_bytes"]),
+        )
         if row["kind"] == Kind.SENT:
             sent.add((*name, *ends))
         elif row["kind"] == Kind.LANDED:
@@ -118,12 +124,14 @@ def clocks(group: dist.ProcessGroup, ahead_ms: float) -> tuple[float, float]:
 def others_waits(group: dist.ProcessGroup, late_s: float) -> tuple[list[tuple[str, float]], bool]:
     """Rank 0's waits for collectives that rank 1 joins late, and whether torch is as it was found afterwards."""
     trace, original = Trace(), dist.Work.wait
-    waits = OtherWaits(trace)
+    waits = CollectiveWaits(trace)
     waits.install()
     rank = dist.get_rank(group)
     transport = GlooTransport(group, trace=trace)
-    flight = transport.begin([Wire(e, torch.ones(1), torch.ones(1)) for e in all_gather_plan(2, rank).exchanges], "op")
-    flight.finish()
+    p2p_work = transport.begin(
+        [Transfer(e, torch.ones(1), torch.ones(1)) for e in all_gather_plan(2, rank).messages], "op"
+    )
+    p2p_work.wait_all()
     dist.barrier(group)
     trace.take()
     time.sleep(late_s if rank else 0)

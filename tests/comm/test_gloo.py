@@ -14,8 +14,8 @@ def test_a_missing_peer_is_named_within_the_deadline(world: World) -> None:
     what = re.match(r"all_gather_linear: rank 0 could not (.+) rank 1 within 1 s: .", text)
     assert what is not None, text
     assert what[1] in (
-        "receive exchange 0 (chunk 0 of rank 1) from",
-        "send exchange 0 (chunk 0 of rank 0) to",
+        "receive message 0 (chunk 0 of rank 1) from",
+        "send message 0 (chunk 0 of rank 0) to",
     )
     assert "\n" not in text
     assert 0.9 < took < 10
@@ -31,7 +31,7 @@ def test_closing_ends_the_threads(world: World) -> None:
 
 
 def test_messages_of_flights_in_the_air_stay_apart(world: World) -> None:
-    assert world.run(4, transport_workers.many_flights, 20) == [True] * 4
+    assert world.run(4, transport_workers.many_p2p_works, 20) == [True] * 4
 
 
 def test_a_late_peer_holds_up_nobody_else(world: World) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_overlap.comm import nccl
-from megatron_overlap.comm.transport import TransportError, Wire
+from megatron_overlap.comm.transport import Transfer, TransportError
 from megatron_overlap.schedules import Plan, all_gather_plan, reduce_scatter_plan
 from tests.comm.device import Recorder, play
 
@@ -33,22 +33,22 @@ def record(monkeypatch: pytest.MonkeyPatch, rank: int, plans: list[Plan], *, bet
 
 
 def run(transport: Any, device: Recorder, plan: Plan, number: int, between: bool) -> None:
-    wires = [Wire(exchange, torch.zeros(1), torch.zeros(1)) for exchange in plan.exchanges]
-    flight = transport.begin(wires, "op")
+    transfers = [Transfer(message, torch.zeros(1), torch.zeros(1)) for message in plan.messages]
+    p2p_work = transport.begin(transfers, "op")
     waited: set[int] = set()
     for index, work in enumerate(plan.work):
-        for exchange in (*work.needs, *work.adds):
-            flight.wait(exchange)
-            waited.add(exchange)
+        for message in (*work.needs, *work.adds):
+            p2p_work.wait(message)
+            waited.add(message)
         device.put("work", (number, index))
-        flight.release(index + 1)
+        p2p_work.mark_ready(index + 1)
         if between and index == 1:  # as a bucket of gradients that is full in the middle of a layer
             full = device.event()
             full.record()
             with device.on(SimpleNamespace(name="megatron")):
                 device.wait(full)
                 device.put("collective", ("gradients", number))
-    flight.finish()
+    p2p_work.wait_all()
 
 
 @pytest.mark.parametrize("connections", [None, 1])
@@ -65,7 +65,7 @@ def test_no_order_of_the_device_is_a_deadlock(
 
 
 def test_ranks_that_begin_flights_in_another_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine that plays is no judge that finds everything right: a forgotten flight leaves its peers waiting."""
+    """The machine that plays is no judge that finds everything right: a forgotten p2p_work leaves its peers waiting."""
     plans = [all_gather_plan(SIZE, rank) for rank in range(SIZE)]
     ranks = [record(monkeypatch, rank, [plans[rank]] * (1 if rank == 0 else 2)) for rank in range(SIZE)]
     left = play(ranks)
@@ -78,10 +78,10 @@ def test_nothing_waits_on_the_host(monkeypatch: pytest.MonkeyPatch, collective: 
     plan = PLANS[collective](SIZE, 1)
     device = record(monkeypatch, 1, [plan])
     kinds = [(op.stream, op.kind) for op in device.ops]
-    # What the op waits for is a wait of the computing stream, one for each exchange that work reads, and the last.
+    # What the op waits for is a wait of the computing stream, one for each message that work reads, and the last.
     read = sum(len(work.needs) + len(work.adds) for work in plan.work)
     assert kinds.count(("compute", "wait")) == read + 1
-    assert kinds.count(("nccl", "messages")) == len(plan.exchanges)
+    assert kinds.count(("nccl", "messages")) == len(plan.messages)
     # Each message is ordered after the computing stream, whose buffers it reads and writes.
     first = kinds.index(("nccl", "messages"))
     assert kinds.index(("compute", "record")) < kinds.index(("stream 1", "wait")) < first
@@ -93,7 +93,7 @@ def test_work_that_needs_a_message_waits_for_it_on_the_device(monkeypatch: pytes
     device = record(monkeypatch, 1, [plan])
     left = play([device])
     assert [op.label for op in device.ops if op.kind == "work" and op.done] == [(0, 0)]
-    assert len([line for line in left if line.startswith("rank 0: nccl: messages")]) == len(plan.exchanges)
+    assert len([line for line in left if line.startswith("rank 0: nccl: messages")]) == len(plan.messages)
 
 
 def test_the_end_of_an_op_waits_for_its_sends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,8 +109,8 @@ def test_a_send_leaves_after_the_work_that_makes_it(monkeypatch: pytest.MonkeyPa
     device = record(monkeypatch, 0, [plan])
     order = [op for op in device.ops if op.kind in ("work", "messages")]
     messages = [index for index, op in enumerate(order) if op.kind == "messages"]
-    for exchange, place in zip(plan.exchanges, messages, strict=True):
-        assert sum(op.kind == "work" for op in order[:place]) >= exchange.after_work
+    for message, place in zip(plan.messages, messages, strict=True):
+        assert sum(op.kind == "work" for op in order[:place]) >= message.after_work
     # And the device knows: between that work and the message there is an event.
     for index, op in enumerate(device.ops):
         if op.kind == "messages":
@@ -136,14 +136,14 @@ def opened(monkeypatch: pytest.MonkeyPatch, **options: bool) -> tuple[Recorder, 
 
 def test_buffers_are_registered_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     device, transport = opened(monkeypatch, register=True)
-    transport.workspace.take("landing", (3,), torch.zeros(1))
-    transport.workspace.take("landing", (2,), torch.zeros(1))
+    transport.buffer_pool.take("landing", (3,), torch.zeros(1))
+    transport.buffer_pool.take("landing", (2,), torch.zeros(1))
     pool = "pool of nccl's"
     assert device.buffers == ["connect", f"register {pool}", f"from {pool}"]
     transport.close()
     assert device.buffers[3:] == [f"deregister {pool}", "shutdown"]
     device, transport = opened(monkeypatch)
-    transport.workspace.take("landing", (3,), torch.zeros(1))
+    transport.buffer_pool.take("landing", (3,), torch.zeros(1))
     transport.close()
     assert device.buffers == ["shutdown"]
 

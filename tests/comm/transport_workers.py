@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_overlap.comm import TransportError
 from megatron_overlap.comm.gloo import GlooTransport
-from megatron_overlap.comm.transport import Wire
+from megatron_overlap.comm.transport import Transfer
 from megatron_overlap.schedules import all_gather_plan, reduce_scatter_plan
 
 
@@ -20,10 +20,10 @@ def missing_peer(group: dist.ProcessGroup) -> tuple[str, float]:
     text, start = "", time.perf_counter()
     if transport.rank == 0:
         plan = all_gather_plan(2, 0)
-        wires = [Wire(exchange, torch.zeros(4), torch.zeros(4)) for exchange in plan.exchanges]
-        flight = transport.begin(wires, "all_gather_linear")
+        transfers = [Transfer(message, torch.zeros(4), torch.zeros(4)) for message in plan.messages]
+        p2p_work = transport.begin(transfers, "all_gather_linear")
         try:
-            flight.wait(0)
+            p2p_work.wait(0)
         except TransportError as error:
             text = str(error)
     took = time.perf_counter() - start
@@ -33,20 +33,20 @@ def missing_peer(group: dist.ProcessGroup) -> tuple[str, float]:
 
 
 def sends_wait_for_release(group: dist.ProcessGroup) -> list[float]:
-    """A send leaves with what its buffer holds when the work is done, not when the flight began."""
+    """A send leaves with what its buffer holds when the work is done, not when the p2p_work began."""
     transport = GlooTransport(group)
     plan = reduce_scatter_plan(2, transport.rank, chunks_per_rank=2)
     out, into = torch.zeros(2, 3), torch.full((2, 3), float("nan"))
-    flight = transport.begin(
-        [Wire(exchange, out[i], into[i]) for i, exchange in enumerate(plan.exchanges)], "linear_reduce_scatter"
+    p2p_work = transport.begin(
+        [Transfer(message, out[i], into[i]) for i, message in enumerate(plan.messages)], "linear_reduce_scatter"
     )
     for done in (1, 2):
         time.sleep(0.05)
         out[done - 1] = 10 * transport.rank + done
-        flight.release(done)
-    flight.finish()
-    assert flight.landed(0)
-    assert flight.landed(1)
+        p2p_work.mark_ready(done)
+    p2p_work.wait_all()
+    assert p2p_work.is_completed(0)
+    assert p2p_work.is_completed(1)
     transport.close()
     return into[:, 0].tolist()
 
@@ -66,63 +66,63 @@ def threads_end(group: dist.ProcessGroup) -> tuple[int, int]:
     return before, count()
 
 
-def many_flights(group: dist.ProcessGroup, count: int) -> bool:
+def many_p2p_works(group: dist.ProcessGroup, count: int) -> bool:
     """Flights that begin before earlier ones have landed keep their messages apart."""
     transport = GlooTransport(group)
     plan = all_gather_plan(transport.size, transport.rank, chunks_per_rank=2, pattern="direct")
-    flights, landings = [], []
+    p2p_works, landings = [], []
     for number in range(count):
-        sends = [torch.full((5,), float(100 * number + 10 * transport.rank + e.send.part)) for e in plan.exchanges]
-        recvs = [torch.zeros(5) for _ in plan.exchanges]
-        wires = [Wire(e, s, r) for e, s, r in zip(plan.exchanges, sends, recvs, strict=True)]
-        flights.append(transport.begin(wires, f"flight {number}"))
+        sends = [torch.full((5,), float(100 * number + 10 * transport.rank + e.send.part)) for e in plan.messages]
+        recvs = [torch.zeros(5) for _ in plan.messages]
+        transfers = [Transfer(e, s, r) for e, s, r in zip(plan.messages, sends, recvs, strict=True)]
+        p2p_works.append(transport.begin(transfers, f"p2p_work {number}"))
         landings.append(recvs)
-    for number, (flight, recvs) in enumerate(zip(flights, landings, strict=True)):
-        flight.finish()
-        for exchange, landed in zip(plan.exchanges, recvs, strict=True):
-            expected = 100 * number + 10 * exchange.source + exchange.recv.part
+    for number, (p2p_work, recvs) in enumerate(zip(p2p_works, landings, strict=True)):
+        p2p_work.wait_all()
+        for message, landed in zip(plan.messages, recvs, strict=True):
+            expected = 100 * number + 10 * message.source + message.recv.part
             assert torch.equal(landed, torch.full((5,), float(expected)))
     transport.close()
     return True
 
 
 def a_late_peer_holds_up_nobody_else(group: dist.ProcessGroup) -> list[int]:
-    """The exchanges that have landed at rank 2 while rank 1, whose message is the first of its plan, has not come."""
+    """The messages that have landed at rank 2 while rank 1, whose message is the first of its plan, has not come."""
     transport = GlooTransport(group)
     plan = all_gather_plan(3, transport.rank)
     shard = torch.full((4,), float(transport.rank))
     into = torch.full((2, 4), float("nan"))
     if transport.rank == 1:
         dist.barrier(group)
-    flight = transport.begin(
-        [Wire(exchange, shard, into[i]) for i, exchange in enumerate(plan.exchanges)], "all_gather_linear"
+    p2p_work = transport.begin(
+        [Transfer(message, shard, into[i]) for i, message in enumerate(plan.messages)], "all_gather_linear"
     )
     landed: list[int] = []
     if transport.rank == 2:
-        flight.wait(1)
-        landed = [index for index in (0, 1) if flight.landed(index)]
+        p2p_work.wait(1)
+        landed = [index for index in (0, 1) if p2p_work.is_completed(index)]
     if transport.rank != 1:
         dist.barrier(group)
-    flight.finish()
+    p2p_work.wait_all()
     transport.close()
     return landed
 
 
 def a_ready_message_passes_one_that_is_not(group: dist.ProcessGroup) -> bool:
-    """Whether a younger flight's message reaches rank 1 while the older flight's work has not been done."""
+    """Whether a younger p2p_work's message reaches rank 1 while the older p2p_work's work has not been done."""
     transport = GlooTransport(group)
-    older = reduce_scatter_plan(2, transport.rank).exchanges[0]
-    younger = all_gather_plan(2, transport.rank).exchanges[0]
+    older = reduce_scatter_plan(2, transport.rank).messages[0]
+    younger = all_gather_plan(2, transport.rank).messages[0]
     into = torch.zeros(2, 3)
-    first = transport.begin([Wire(older, torch.ones(3), into[0])], "linear_reduce_scatter")
-    second = transport.begin([Wire(younger, torch.ones(3), into[1])], "all_gather_linear")
+    first = transport.begin([Transfer(older, torch.ones(3), into[0])], "linear_reduce_scatter")
+    second = transport.begin([Transfer(younger, torch.ones(3), into[1])], "all_gather_linear")
     deadline = time.monotonic() + 10
     while not into[1].all() and time.monotonic() < deadline:
         time.sleep(0.01)
     passed = bool(into[1].all()) and not into[0].any()
     dist.barrier(group)
-    first.release(1)
-    first.finish()
-    second.finish()
+    first.mark_ready(1)
+    first.wait_all()
+    second.wait_all()
     transport.close()
     return passed

@@ -61,9 +61,9 @@ def test_a_failed_wait_says_everything(world: World, tmp_path: Path, backward: b
     assert text.endswith(f"the last steps are in {tmp_path}/overlap-failure-rank0.json")
     assert content["message"] == text.rpartition("; the last steps are in")[0]
     assert content["version of x"] == "1"
-    flights = content["flights"]
-    assert flights[-1]["step"] == step  # type: ignore[index]
-    assert flights[-1]["ended"] is None  # type: ignore[index]
+    operations = content["operations"]
+    assert operations[-1]["step"] == step  # type: ignore[index]
+    assert operations[-1]["ended"] is None  # type: ignore[index]
     assert any("ops/tensor_parallel/linear.py" in line for line in content["stack"])  # type: ignore[attr-defined]
     assert f"after an earlier failure, see {tmp_path}" in second or second == text
 

@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from megatron_overlap.comm import TransportError, close_transport, transport_of
 from megatron_overlap.comm.gloo import GlooTransport
-from megatron_overlap.comm.transport import Ordered, Wire, store_beside
+from megatron_overlap.comm.transport import Ordered, Transfer, store_beside
 from megatron_overlap.diagnostics.consistency import compare
-from megatron_overlap.diagnostics.flight_recorder import Watch
-from megatron_overlap.diagnostics.heartbeat import Pulse
+from megatron_overlap.diagnostics.flight_recorder import FlightRecorder
+from megatron_overlap.diagnostics.heartbeat import Heartbeat
 from megatron_overlap.ops import all_gather_linear
 from megatron_overlap.schedules import all_gather_plan
 
@@ -34,24 +34,24 @@ def says(group: dist.ProcessGroup, said: list[dict[str, str] | None], deadline_s
 def signs_of_life(group: dist.ProcessGroup) -> dict[str, str]:
     """What rank 0 hears of rank 1 while it beats, after it has stopped, and after its last words."""
     rank = dist.get_rank(group)
-    pulse = Pulse(store_beside(group), rank, 2.0, lambda: f"at step {7 + rank}")
-    heard = {"never": pulse.of(9)}
+    heartbeat = Heartbeat(store_beside(group), rank, 2.0, lambda: f"at step {7 + rank}")
+    heard = {"never": heartbeat.of(9)}
     dist.barrier(group)
     if rank == 0:
-        heard["alive"] = pulse.of(1)
+        heard["alive"] = heartbeat.of(1)
     dist.barrier(group)
     if rank == 1:
-        pulse.close()
+        heartbeat.close()
     dist.barrier(group)
     if rank == 0:
-        heard["silent"] = pulse.of(1)
+        heard["silent"] = heartbeat.of(1)
     dist.barrier(group)
     if rank == 1:
-        pulse.say("waited in vain")
+        heartbeat.say("waited in vain")
     dist.barrier(group)
     if rank == 0:
-        heard["said"] = pulse.of(1)
-        pulse.close()
+        heard["said"] = heartbeat.of(1)
+        heartbeat.close()
     left = sum(thread.name == "megatron_overlap_pulse" for thread in threading.enumerate())
     assert left == 0
     return heard
@@ -71,17 +71,17 @@ class Layer(torch.nn.Module):
 
 def failed_wait(group: dist.ProcessGroup, folder: str, backward: bool) -> tuple[str, dict[str, object], str]:
     """Rank 1 does not come to an op of rank 0: what that is told, what its file says, and what a second wait says."""
-    watch = Watch(dist.get_rank(group), Path(folder), {"version of x": "1"})
-    transport = GlooTransport(group, timeout_s=1.0, watch=watch)
-    watch.pulse = Pulse(store_beside(group), dist.get_rank(group), 1.0, watch.doing)
+    flight_recorder = FlightRecorder(dist.get_rank(group), Path(folder), {"version of x": "1"})
+    transport = GlooTransport(group, timeout_s=1.0, flight_recorder=flight_recorder)
+    flight_recorder.heartbeat = Heartbeat(store_beside(group), dist.get_rank(group), 1.0, flight_recorder.doing)
     model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(2, 2), Layer(transport)])})
-    watch.step = 5
+    flight_recorder.step = 5
     x = torch.ones(3, 8, requires_grad=True)
     texts, content = ["", ""], {}
     if backward or transport.rank == 0:
         try:
             y = model["layers"][1](x)  # type: ignore[index]
-            watch.step = 6
+            flight_recorder.step = 6
             if transport.rank == 0:
                 y.sum().backward()
         except TransportError as error:
@@ -95,7 +95,7 @@ def failed_wait(group: dist.ProcessGroup, folder: str, backward: bool) -> tuple[
                 texts[1] = str(error)
             assert time.perf_counter() - start < 0.5, "a broken transport was waited for"
     dist.barrier(group)
-    watch.close()
+    flight_recorder.close()
     transport.close()
     return texts[0], content, texts[1]
 
@@ -109,11 +109,11 @@ def a_dead_thread(group: dist.ProcessGroup) -> tuple[str, float]:
     for queue in transport._receivers.values():
         queue.put(None)
     plan = all_gather_plan(2, transport.rank)
-    wires = [Wire(exchange, torch.zeros(4), torch.zeros(4)) for exchange in plan.exchanges]
-    flight = transport.begin(wires, "all_gather_linear")
+    transfers = [Transfer(message, torch.zeros(4), torch.zeros(4)) for message in plan.messages]
+    p2p_work = transport.begin(transfers, "all_gather_linear")
     start, text = time.perf_counter(), ""
     try:
-        flight.wait(0)
+        p2p_work.wait(0)
     except TransportError as error:
         text = str(error)
     took = time.perf_counter() - start
@@ -140,7 +140,7 @@ def peer_that_never_connects(group: dist.ProcessGroup) -> str:
 def bits(group: dist.ProcessGroup, ordered: bool, late_s: list[float]) -> tuple[list[int], bool]:
     """The bits of an op in bf16 whose ranks come at different times; and whether the transport told what had landed."""
     rank = dist.get_rank(group)
-    transport = transport_of(group, lane=f"bits {ordered}", ordered=ordered)
+    transport = transport_of(group, channel=f"bits {ordered}", ordered=ordered)
     told = not isinstance(transport, Ordered)
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(96, 40, generator=generator).bfloat16().requires_grad_()

@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm import Workspace
+from megatron_overlap.comm import BufferPool
 from megatron_overlap.comm.gloo import GlooTransport
-from megatron_overlap.comm.transport import Flight, Wire
+from megatron_overlap.comm.transport import P2PWork, Transfer
 
 
 class LateTransport:
@@ -21,51 +21,62 @@ class LateTransport:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._inner = GlooTransport(group, workspace=Workspace(poison=True))
+        self._inner = GlooTransport(group, buffer_pool=BufferPool(poison=True))
         self.rank, self.size = self._inner.rank, self._inner.size
-        self.workspace = self._inner.workspace
+        self.buffer_pool = self._inner.buffer_pool
         self.exposed_s = 0.0
 
-    def begin(self, wires: Sequence[Wire], op: str) -> LateFlight:
-        return LateFlight(self._inner, wires, op)
+    def begin(self, transfers: Sequence[Transfer], op: str) -> LateP2PWork:
+        return LateP2PWork(self._inner, transfers, op)
 
     def close(self) -> None:
         self._inner.close()
 
 
-class LateFlight:
-    def __init__(self, inner: GlooTransport, wires: Sequence[Wire], op: str) -> None:
-        self._wires = wires
-        self._hidden = [torch.full_like(wire.recv, float("nan")) for wire in wires]
+class LateP2PWork:
+    def __init__(self, inner: GlooTransport, transfers: Sequence[Transfer], op: str) -> None:
+        self._transfers = transfers
+        self._hidden = [torch.full_like(transfer.recv, float("nan")) for transfer in transfers]
         self._shown: set[int] = set()
-        self._by_address = {wire.recv.data_ptr(): index for index, wire in enumerate(wires) if wire.recv.numel()}
-        for wire in wires:
-            wire.recv.fill_(float("nan"))
+        self._by_address = {
+            transfer.recv.data_ptr(): index for index, transfer in enumerate(transfers) if transfer.recv.numel()
+        }
+        for transfer in transfers:
+            transfer.recv.fill_(float("nan"))
         # A forwarded chunk leaves from where it really landed: the transport may pass on what the op has not looked at.
-        sends = [self._forwarded(wire) if wire.exchange.after_exchange is not None else wire.send for wire in wires]
-        self._flight: Flight = inner.begin(
-            [replace(wire, send=send, recv=recv) for wire, send, recv in zip(wires, sends, self._hidden, strict=True)],
+        sends = [
+            self._forwarded(transfer) if transfer.message.after_message is not None else transfer.send
+            for transfer in transfers
+        ]
+        self._p2p_work: P2PWork = inner.begin(
+            [
+                replace(transfer, send=send, recv=recv)
+                for transfer, send, recv in zip(transfers, sends, self._hidden, strict=True)
+            ],
             op,
         )
 
-    def _forwarded(self, wire: Wire) -> torch.Tensor:
+    def _forwarded(self, transfer: Transfer) -> torch.Tensor:
         """What is sent of a chunk, where it has really landed: all of it or a run of its numbers."""
-        assert wire.exchange.after_exchange is not None
-        shown, hidden = self._wires[wire.exchange.after_exchange].recv, self._hidden[wire.exchange.after_exchange]
-        first = (wire.send.data_ptr() - shown.data_ptr()) // shown.element_size()
-        assert 0 <= first <= hidden.numel() - wire.send.numel()
-        return hidden.view(-1)[first : first + wire.send.numel()].view(wire.send.shape)
+        assert transfer.message.after_message is not None
+        shown, hidden = (
+            self._transfers[transfer.message.after_message].recv,
+            self._hidden[transfer.message.after_message],
+        )
+        first = (transfer.send.data_ptr() - shown.data_ptr()) // shown.element_size()
+        assert 0 <= first <= hidden.numel() - transfer.send.numel()
+        return hidden.view(-1)[first : first + transfer.send.numel()].view(transfer.send.shape)
 
-    def release(self, work_done: int) -> None:
-        self._flight.release(work_done)
+    def mark_ready(self, work_done: int) -> None:
+        self._p2p_work.mark_ready(work_done)
 
-    def landed(self, exchange: int) -> bool:
-        return exchange in self._shown
+    def is_completed(self, message: int) -> bool:
+        return message in self._shown
 
-    def wait(self, exchange: int) -> None:
-        self._flight.wait(exchange)
-        self._shown.add(exchange)
-        self._wires[exchange].recv.copy_(self._hidden[exchange])
+    def wait(self, message: int) -> None:
+        self._p2p_work.wait(message)
+        self._shown.add(message)
+        self._transfers[message].recv.copy_(self._hidden[message])
 
-    def finish(self) -> None:
-        self._flight.finish()
+    def wait_all(self) -> None:
+        self._p2p_work.wait_all()

@@ -87,9 +87,9 @@ def test_all_variants(arch: int) -> None:
             "gemm_rs nt bf16",
             "16 bytes",
         ),
-        ("sm90|                fence_reads(start)|                pass", "ag_gemm_sm90 nt bf16", "fence"),
+        ("hopper.pipeline|                fence_reads(start)|                pass", "ag_gemm_sm90 nt bf16", "fence"),
         pytest.param(
-            "gemm_rs_sm90|gl.multiple_of(gl.load(landings_ptr + owner).to(gl.pointer_type(DTYPE)), 16)|"
+            "gemm_rs_hopper.pipeline|gl.multiple_of(gl.load(landings_ptr + owner).to(gl.pointer_type(DTYPE)), 16)|"
             "gl.load(landings_ptr + owner).to(gl.pointer_type(DTYPE))",
             "gemm_rs_sm90 nt bf16",
             "16 bytes",

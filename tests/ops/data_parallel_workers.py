@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm import Transport, Workspace
+from megatron_overlap.comm import BufferPool, Transport
 from megatron_overlap.comm.gloo import GlooTransport
 from megatron_overlap.ops import Gathering, GradientReduce
 from tests.helpers.late import LateTransport
@@ -14,7 +14,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def _transport(group: dist.ProcessGroup, late: bool) -> Transport:
-    return LateTransport(group) if late else GlooTransport(group, workspace=Workspace(poison=True))
+    return LateTransport(group) if late else GlooTransport(group, buffer_pool=BufferPool(poison=True))
 
 
 def _gradients(size: int, numel: int, dtype: torch.dtype, number: int) -> list[torch.Tensor]:
@@ -80,7 +80,7 @@ def gathers(group: dist.ProcessGroup, numels: list[int], dtype: str, late: bool)
     """Parameters are the same bytes everywhere."""
     size, rank = group.size(), group.rank()
     transport = _transport(group, late)
-    flights, buckets = [], []
+    p2p_works, buckets = [], []
     for number, numel in enumerate(numels):
         bucket = torch.full((numel,), float("nan"), dtype=DTYPES[dtype])
         shard = numel // size
@@ -88,9 +88,9 @@ def gathers(group: dist.ProcessGroup, numels: list[int], dtype: str, late: bool)
         own = slice(rank * shard, (rank + 1) * shard)
         bucket[own] = expected[own]
         buckets.append((bucket, expected))
-        flights.append(Gathering(transport, bucket))
-    for flight, (bucket, expected) in zip(flights, buckets, strict=True):
-        flight.wait()
+        p2p_works.append(Gathering(transport, bucket))
+    for p2p_work, (bucket, expected) in zip(p2p_works, buckets, strict=True):
+        p2p_work.wait()
         assert torch.equal(bucket, expected)
     transport.close()
 
@@ -103,7 +103,7 @@ def landing_memory(group: dist.ProcessGroup, rounds: int) -> tuple[int, int]:
     held = []
     for _ in range(rounds):
         reduce.begin(bucket).wait()
-        held.append(transport.workspace.num_bytes)
+        held.append(transport.buffer_pool.num_bytes)
     transport.close()
     return held[0], held[-1]
 
@@ -115,12 +115,12 @@ def sums_on_the_way(group: dist.ProcessGroup) -> bool:
     size, rank = group.size(), group.rank()
     first, second = torch.ones(4 * size), torch.ones(4 * size)
     begun = reduce.begin(first)
-    for exchange in range(size - 1):
-        begun._flight.wait(exchange)
+    for message in range(size - 1):
+        begun._p2p_work.wait(message)
     before = first[4 * rank].item()
     later = reduce.begin(second)
     added = first[4 * rank].item()
-    held = transport.workspace.num_bytes
+    held = transport.buffer_pool.num_bytes
     later.wait()
     begun.wait()
     transport.close()

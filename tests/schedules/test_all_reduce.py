@@ -22,7 +22,7 @@ def plans(num_ranks: int, **options: Any) -> list[Plan]:
 def prove(num_ranks: int, num_parts: int, split: str, gathers: str) -> None:
     proof = check(plans(num_ranks, chunks_per_rank=num_parts, split=split, gathers=gathers))
     others = num_ranks - 1
-    assert proof.num_exchanges == 2 * others * num_parts
+    assert proof.num_messages == 2 * others * num_parts
     assert proof.tail_free
     # Nothing but the last part's sums waits for the last GEMM, or all sums where something else is computed after it.
     assert proof.num_after_gemms == others * (1 if gathers == "between" else num_parts)
@@ -48,7 +48,7 @@ def test_proved_however_it_is_cut(split: str, gathers: str, num_parts: int) -> N
 def test_serial_is_correct_but_not_tail_free() -> None:
     proof = check(plans(4, chunks_per_rank=2, pattern="serial"))
     assert not proof.tail_free
-    assert proof.num_after_gemms == proof.num_exchanges
+    assert proof.num_after_gemms == proof.num_messages
 
 
 def test_others_rows_first_own_rows_last() -> None:
@@ -62,7 +62,7 @@ def test_others_rows_first_own_rows_last() -> None:
         [1],
         [],
     ]
-    assert plan.exchanges[0].after_work == 1
+    assert plan.messages[0].after_work == 1
 
 
 @pytest.mark.parametrize("gathers", ["between", "after"])
@@ -80,18 +80,18 @@ def test_every_damaged_plan_is_caught(num_ranks: int, gathers: str) -> None:
 
 def damage(plan: Plan) -> list[Plan]:
     damaged = []
-    for index, exchange in enumerate(plan.exchanges):
-        before, after = plan.exchanges[:index], plan.exchanges[index + 1 :]
+    for index, message in enumerate(plan.messages):
+        before, after = plan.messages[:index], plan.messages[index + 1 :]
         changes: list[dict[str, Any]] = [
-            {"recv": Chunk(exchange.recv.owner, 1 - exchange.recv.part)},
-            {"send": Chunk(exchange.send.owner, 1 - exchange.send.part)},
+            {"recv": Chunk(message.recv.owner, 1 - message.recv.part)},
+            {"send": Chunk(message.send.owner, 1 - message.send.part)},
             {"to": plan.rank},
         ]
-        changes.append({"after_work": exchange.after_work - 1})
+        changes.append({"after_work": message.after_work - 1})
         for change in changes:
-            changed = dataclasses.replace(exchange, **change)
-            damaged.append(dataclasses.replace(plan, exchanges=(*before, changed, *after)))
-        damaged.append(dataclasses.replace(plan, exchanges=before + after))
+            changed = dataclasses.replace(message, **change)
+            damaged.append(dataclasses.replace(plan, messages=(*before, changed, *after)))
+        damaged.append(dataclasses.replace(plan, messages=before + after))
     for index, piece in enumerate(plan.work):
         before, after = plan.work[:index], plan.work[index + 1 :]
         if piece.adds:
@@ -106,11 +106,9 @@ def damage(plan: Plan) -> list[Plan]:
 def test_a_sum_that_is_not_whole_is_caught() -> None:
     """Both ends would agree on it, and it would land where a partial waits to be sent."""
     good = plans(2)
-    gather, reduce = good[0].exchanges[1], good[0].exchanges[0]
+    gather, reduce = good[0].messages[1], good[0].messages[0]
     early = [
-        dataclasses.replace(
-            plan, exchanges=tuple(dataclasses.replace(e, after_work=0) for e in reversed(plan.exchanges))
-        )
+        dataclasses.replace(plan, messages=tuple(dataclasses.replace(e, after_work=0) for e in reversed(plan.messages)))
         for plan in good
     ]
     assert (gather.send, reduce.send) == (Chunk(0, 0), Chunk(1, 0))
@@ -122,8 +120,8 @@ def test_sums_that_nobody_sends_are_missed() -> None:
     """A reduce-scatter alone: every rank agrees with every other, and none has the others' sums."""
     halves = []
     for plan in plans(3):
-        reduces = tuple(exchange for exchange in plan.exchanges if exchange.recv.owner == plan.rank)
-        halves.append(dataclasses.replace(plan, exchanges=reduces))
+        reduces = tuple(message for message in plan.messages if message.recv.owner == plan.rank)
+        halves.append(dataclasses.replace(plan, messages=reduces))
     with pytest.raises(ScheduleError, match="rank 0: never gets the sum of"):
         check(halves)
 

@@ -44,8 +44,8 @@ def test_proved_for_every_group_size(
         group = plans(collective, num_ranks, chunks_per_rank=chunks_per_rank, pattern=pattern, split=split)
         proof = check(group)
         assert proof.tail_free
-        assert proof.num_exchanges == (num_ranks - 1) * chunks_per_rank
-        assert proof.peak_chunks_in_flight <= proof.num_exchanges
+        assert proof.num_messages == (num_ranks - 1) * chunks_per_rank
+        assert proof.peak_chunks_in_flight <= proof.num_messages
 
 
 @pytest.mark.parametrize("collective", BUILDERS)
@@ -70,7 +70,7 @@ def test_what_is_exposed_is_one_sub_slice() -> None:
     assert [len(work.chunks) for work in gather.work[:3]] == [4, 4, 4]
     scatter = reduce_scatter_plan(4, 2, chunks_per_rank=4, split="edge")
     assert len(scatter.work[0].chunks) == 1
-    assert scatter.exchanges[0].after_work == 1
+    assert scatter.messages[0].after_work == 1
 
 
 @pytest.mark.parametrize("pattern", ["ring", "direct"])
@@ -86,25 +86,25 @@ def test_every_damaged_plan_is_caught(collective: str, pattern: str, num_ranks: 
 
 
 def _damage(plan: Plan) -> list[Plan]:
-    exchanges, work = list(plan.exchanges), list(plan.work)
+    messages, work = list(plan.messages), list(plan.work)
     damaged = []
 
     def with_exchange(index: int, **change: object) -> None:
-        changed = [*exchanges]
-        changed[index] = dataclasses.replace(exchanges[index], **change)  # type: ignore[arg-type]
-        damaged.append(dataclasses.replace(plan, exchanges=tuple(changed)))
+        changed = [*messages]
+        changed[index] = dataclasses.replace(messages[index], **change)  # type: ignore[arg-type]
+        damaged.append(dataclasses.replace(plan, messages=tuple(changed)))
 
-    for index, exchange in enumerate(exchanges):
-        with_exchange(index, recv=Chunk(exchange.recv.owner, 1 - exchange.recv.part))
-        with_exchange(index, send=Chunk(exchange.send.owner, 1 - exchange.send.part))
+    for index, message in enumerate(messages):
+        with_exchange(index, recv=Chunk(message.recv.owner, 1 - message.recv.part))
+        with_exchange(index, send=Chunk(message.send.owner, 1 - message.send.part))
         with_exchange(index, to=plan.rank)
         if plan.collective == "reduce_scatter":
-            with_exchange(index, after_work=exchange.after_work - 1)
-        if exchange.after_exchange is not None:
-            with_exchange(index, after_exchange=None)
-            with_exchange(index, after_exchange=exchange.after_exchange + 1)
-        shorter = exchanges[:index] + exchanges[index + 1 :]
-        damaged.append(dataclasses.replace(plan, exchanges=tuple(shorter)))
+            with_exchange(index, after_work=message.after_work - 1)
+        if message.after_message is not None:
+            with_exchange(index, after_message=None)
+            with_exchange(index, after_message=message.after_message + 1)
+        shorter = messages[:index] + messages[index + 1 :]
+        damaged.append(dataclasses.replace(plan, messages=tuple(shorter)))
     for index, piece in enumerate(work):
         if piece.needs or piece.adds:
             unwaited = dataclasses.replace(piece, needs=(), adds=piece.adds[1:])
@@ -116,13 +116,9 @@ def _damage(plan: Plan) -> list[Plan]:
 
 def test_deadlock_is_named() -> None:
     good = plans("all_gather", 2)
-    late = dataclasses.replace(
-        good[0], exchanges=tuple(dataclasses.replace(e, after_work=2) for e in good[0].exchanges)
-    )
-    stuck = dataclasses.replace(
-        good[1], exchanges=tuple(dataclasses.replace(e, after_work=2) for e in good[1].exchanges)
-    )
-    with pytest.raises(ScheduleError, match="deadlock at exchange 0 of 1, work 1 of 2"):
+    late = dataclasses.replace(good[0], messages=tuple(dataclasses.replace(e, after_work=2) for e in good[0].messages))
+    stuck = dataclasses.replace(good[1], messages=tuple(dataclasses.replace(e, after_work=2) for e in good[1].messages))
+    with pytest.raises(ScheduleError, match="deadlock at message 0 of 1, work 1 of 2"):
         check([late, stuck])
 
 
@@ -169,7 +165,7 @@ def test_a_gather_ends_and_a_scatter_starts_with_a_small_part() -> None:
     sizes = {}
     for plan in (all_gather_plan(2, 0, chunks_per_rank=4), reduce_scatter_plan(2, 0, chunks_per_rank=4)):
         layout = plan.layout(32)
-        first, *_, last = (layout.num_chunk_rows(exchange.recv) for exchange in plan.exchanges)
+        first, *_, last = (layout.num_chunk_rows(message.recv) for message in plan.messages)
         sizes[plan.collective] = (first, last)
     assert sizes == {"all_gather": (8, 2), "reduce_scatter": (2, 8)}
 
@@ -195,10 +191,10 @@ def test_bad_arguments_are_named(field: str, call: object) -> None:
 def test_describe_lists_everything() -> None:
     text = reduce_scatter_plan(2, 0, chunks_per_rank=2, pattern="ring").describe()
     assert text.splitlines() == [
-        "reduce_scatter ring, rank 0 of 2, 2 chunk(s) per rank, 2 exchange(s)",
+        "reduce_scatter ring, rank 0 of 2, 2 chunk(s) per rank, 2 message(s)",
         "  compute 1.0",
-        "  exchange 0: send 1.0 to 1, receive 0.0 from 1",
+        "  message 0: send 1.0 to 1, receive 0.0 from 1",
         "  compute 1.1",
-        "  exchange 1: send 1.1 to 1, receive 0.1 from 1",
-        "  compute 0.0 0.1, add exchange 0, 1",
+        "  message 1: send 1.1 to 1, receive 0.1 from 1",
+        "  compute 0.0 0.1, add message 0, 1",
     ]

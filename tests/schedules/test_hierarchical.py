@@ -34,8 +34,8 @@ def test_messages_run_along_rails_and_both_ends_agree(num_nodes: int, per_node: 
     nodes = Nodes(num_nodes, per_node)
     for make in (Nodes.gather, Nodes.scatter):
         plans = [make(nodes, rank) for rank in range(nodes.num_ranks)]
-        sent = {(rank, each.to, each.send) for rank, plan in enumerate(plans) for each in plan.exchanges}
-        received = {(each.source, rank, each.recv) for rank, plan in enumerate(plans) for each in plan.exchanges}
+        sent = {(rank, each.to, each.send) for rank, plan in enumerate(plans) for each in plan.messages}
+        received = {(each.source, rank, each.recv) for rank, plan in enumerate(plans) for each in plan.messages}
         assert sent == received
         assert len(sent) == nodes.num_ranks * (num_nodes - 1)
         for rank, to, chunk in sent:
@@ -54,14 +54,14 @@ def test_own_host_first_in_a_gather_and_last_in_a_scatter(num_nodes: int, per_no
         assert sorted(order) == list(range(num_nodes))
         for work in gathered.work:
             # What a host's rows wait for is their message from that host.
-            assert [nodes.node(gathered.exchanges[each].source) for each in work.needs] == [
+            assert [nodes.node(gathered.messages[each].source) for each in work.needs] == [
                 owner for owner, _ in work.chunks if owner != nodes.node(rank)
             ]
         scattered = nodes.scatter(rank)
         order = [work.chunks[0].owner for work in scattered.work if work.chunks]
         assert order[-1] == nodes.node(rank)
-        assert [nodes.node(each.to) for each in scattered.exchanges] == order[:-1]
-        assert [each.after_work for each in scattered.exchanges] == list(range(1, num_nodes))
+        assert [nodes.node(each.to) for each in scattered.messages] == order[:-1]
+        assert [each.after_work for each in scattered.messages] == list(range(1, num_nodes))
 
 
 def test_hosts_by_name() -> None:

@@ -34,10 +34,10 @@ def test_each_row_once_and_inside_its_chunk(rows: int, num_ranks: int, parts: in
 def test_order_is_that_of_the_direct_plans(num_ranks: int, parts: int) -> None:
     layout = ChunkLayout(100, num_ranks, parts)
     for rank in range(num_ranks):
-        gathered = [e.recv for e in all_gather_plan(num_ranks, rank, chunks_per_rank=parts).exchanges]
+        gathered = [e.recv for e in all_gather_plan(num_ranks, rank, chunks_per_rank=parts).messages]
         assert arrival_order(layout, rank)[parts:] == gathered
         assert {chunk.owner for chunk in arrival_order(layout, rank)[:parts]} == {rank}
-        sent = [e.send for e in reduce_scatter_plan(num_ranks, rank, chunks_per_rank=parts).exchanges]
+        sent = [e.send for e in reduce_scatter_plan(num_ranks, rank, chunks_per_rank=parts).messages]
         assert departure_order(layout, rank)[:-parts] == sent
         assert {chunk.owner for chunk in departure_order(layout, rank)[-parts:]} == {rank}
 

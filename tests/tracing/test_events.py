@@ -23,11 +23,11 @@ def written(path: Path) -> Path:
     """Two steps with a wait each, and two marks."""
     file = EventFile(path, 3)
     trace = traced([(Kind.WAIT, "gather", 1, 3)])
-    trace.add(Kind.STEP, 0, 10 * MS, flight=7)
+    trace.add(Kind.STEP, 0, 10 * MS, operation=7)
     file.write(trace)
     file.mark(Mark(5, -6, 7))
     trace.add(Kind.OTHER_WAIT, 12 * MS, 15 * MS, op=trace.name("all_reduce forward"))
-    trace.add(Kind.STEP, 10 * MS, 20 * MS, flight=8)
+    trace.add(Kind.STEP, 10 * MS, 20 * MS, operation=8)
     file.write(trace)
     file.close()
     return path

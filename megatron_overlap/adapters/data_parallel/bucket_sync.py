@@ -59,10 +59,10 @@ class DataParallelAdapter:
         self._reducers.clear()
         self.close()
 
-    def transport(self, group: dist.ProcessGroup, lane: str = "data") -> Transport:
+    def transport(self, group: dist.ProcessGroup, channel: str = "data") -> Transport:
         """The transport of a data parallel group; closed with the session."""
         self._groups.add(group)
-        return open_transport(self._session, group, lane)
+        return open_transport(self._session, group, channel)
 
     def reduce(self, bucket: torch.Tensor, group: dist.ProcessGroup, op: Any, *, whole: bool, wide: bool) -> Method:
         """Begins the sum of a bucket: of all of it with `whole`, else of the own shard. What waits for it."""
@@ -104,7 +104,7 @@ class DataParallelAdapter:
                     f"overlap.data.method: p2p: needs Megatron's {flag}: add it to the launch, or use method auto"
                 )
             reason = f"Megatron's {flag} is off"
-        reason = reason or self._check.why_not(op)
+        reason = reason or self._check.unsupported_reason(op)
         if reason is None:
             return False
         for bucket in bucket_group.buckets:
@@ -128,7 +128,7 @@ def start_grad_sync(original: Method, session: Session) -> Method:
         if group.size() == 1:
             return original(self, force_all_reduce)
         flag = None if config.overlap_grad_reduce else "--overlap-grad-reduce"
-        reason = _why_not_group(group, self.buckets[0].grad_data)
+        reason = _unsupported_group_reason(group, self.buckets[0].grad_data)
         if config.num_distributed_optimizer_instances > 1:
             reason = "several instances of the distributed optimizer"
         elif force_all_reduce:
@@ -168,7 +168,7 @@ def start_param_sync(original: Method, session: Session) -> Method:
         if not config.use_distributed_optimizer:
             reason: str | None = "layer-wise distributed optimizer"
         else:
-            reason = _why_not_group(group, self.buckets[0].param_data)
+            reason = _unsupported_group_reason(group, self.buckets[0].param_data)
         if adapter.leaves("all_gather", self, flag, reason):
             return original(self, force_sync)
         posted = _Posted()
@@ -264,7 +264,7 @@ def _name(bucket: torch.Tensor) -> str:
     return f"bucket of {bucket.numel()}"
 
 
-def _why_not_group(group: dist.ProcessGroup, data: torch.Tensor) -> str | None:
+def _unsupported_group_reason(group: dist.ProcessGroup, data: torch.Tensor) -> str | None:
     if group.size() > MAX_RANKS:
         return f"more than {MAX_RANKS} data parallel ranks"
     if dist.get_backend(group) not in ("gloo", "nccl"):

@@ -40,7 +40,7 @@ def step_with_ready_grads(original: Method, session: Session) -> Method:
     def step(self: Any) -> bool:
         if not isinstance(self, DistributedOptimizer) or not _gathers_in_forward(self):
             return original(self)
-        if reason := _why_not_cut(self):
+        if reason := _unsupported_cut_reason(self):
             session.counters.leave("step of the distributed optimizer", reason)
             return original(self)
         groups = _in_forward_order(self)
@@ -70,7 +70,7 @@ def _gathers_in_forward(optimizer: Any) -> bool:
     return not optimizer.is_stub_optimizer and config.overlap_param_gather and not config.use_megatron_fsdp
 
 
-def _why_not_cut(optimizer: Any) -> str | None:
+def _unsupported_cut_reason(optimizer: Any) -> str | None:
     """What keeps the step of such an optimizer whole; None if nothing does."""
     config = optimizer.ddp_config
     reasons = {

@@ -19,13 +19,13 @@ from megatron_overlap.comm import Transport, transport_of
 from megatron_overlap.comm.transport import store_beside
 from megatron_overlap.config.problems import Problem
 from megatron_overlap.diagnostics.consistency import compare
-from megatron_overlap.diagnostics.flight_recorder import Watch
-from megatron_overlap.diagnostics.heartbeat import Pulse
+from megatron_overlap.diagnostics.flight_recorder import FlightRecorder
+from megatron_overlap.diagnostics.heartbeat import Heartbeat
 from megatron_overlap.schedules.gather_scatter import MAX_RANKS
 from megatron_overlap.session import Session
 
 
-class DisagreementError(ValueError):
+class ConfigMismatchError(ValueError):
     """The ranks do not run the same; names what differs, the ranks and their values."""
 
 
@@ -34,7 +34,7 @@ class UnfitError(ValueError):
 
 
 class Trust:
-    """What has been agreed on in a session, and the watch over its messages."""
+    """What has been agreed on in a session, and the flight_recorder over its messages."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -42,31 +42,31 @@ class Trust:
         """Whose ranks have all agreed."""
         self._following = False
         self._groups: set[dist.ProcessGroup] = set()
-        self._watch: Watch | None = None
+        self._flight_recorder: FlightRecorder | None = None
 
-    def watch(self) -> Watch:
+    def watch(self) -> FlightRecorder:
         """Of this rank; made by the first call, when torch.distributed is there."""
-        if self._watch is None:
+        if self._flight_recorder is None:
             session = self._session
-            self._watch = Watch(dist.get_rank(), session.folder, session.everything_said())
-            self._watch.step = session.step
-            session.add_close(self._watch.close)
-        return self._watch
+            self._flight_recorder = FlightRecorder(dist.get_rank(), session.folder, session.consistency_facts())
+            self._flight_recorder.step = session.step
+            session.add_close(self._flight_recorder.close)
+        return self._flight_recorder
 
     def changed(self) -> None:
         """The session's step or folder has."""
-        if self._watch is not None:
-            self._watch.step, self._watch.folder = self._session.step, self._session.folder
+        if self._flight_recorder is not None:
+            self._flight_recorder.step, self._flight_recorder.folder = self._session.step, self._session.folder
 
     def post_mortem(self, error: BaseException) -> str | None:
         """Writes what this rank was doing when `error` ended it; where it is."""
-        return None if self._watch is None else self._watch.post_mortem(error)
+        return None if self._flight_recorder is None else self._flight_recorder.post_mortem(error)
 
     def agree_all(self) -> None:
         """All ranks of the job compare what they run; collective.
 
         Raises:
-            DisagreementError: they do not run the same, or one of them said nothing until the deadline.
+            ConfigMismatchError: they do not run the same, or one of them said nothing until the deadline.
             UnfitError: the config fits no rank.
         """
         world = dist.group.WORLD
@@ -78,7 +78,7 @@ class Trust:
             value = "null" if problem.value is None else problem.value
             raise UnfitError(f"overlap config: {problem.key}: {value}: {problem.remedy}")
         self._world = world
-        self._begin_pulse(world)
+        self._begin_heartbeat(world)
         self._follow_steps()
 
     def agree(self, group: dist.ProcessGroup) -> None:
@@ -92,10 +92,10 @@ class Trust:
         ranks = dist.get_process_group_ranks(group)
         deadline_s = deadline_of(self._session, group)
         found = compare(
-            store_beside(group), dist.get_rank(group), ranks, "said", self._session.everything_said(), deadline_s
+            store_beside(group), dist.get_rank(group), ranks, "said", self._session.consistency_facts(), deadline_s
         )
         if found:
-            raise DisagreementError(f"the ranks do not run the same: {found}: start all of them alike")
+            raise ConfigMismatchError(f"the ranks do not run the same: {found}: start all of them alike")
 
     def _forget(self) -> None:
         """The job's groups were destroyed and made anew, as by an in-process restart: lets all of the old ones go.
@@ -107,15 +107,17 @@ class Trust:
             if adapter is not None:
                 adapter.drop()
         session.varlen = None
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
+        if self._flight_recorder is not None:
+            self._flight_recorder.close()
+            self._flight_recorder = None
         self._groups.clear()
 
-    def _begin_pulse(self, world: dist.ProcessGroup) -> None:
-        watch = self.watch()
-        if watch.pulse is None and dist.get_world_size() > 1:
-            watch.pulse = Pulse(store_beside(world), dist.get_rank(), deadline_of(self._session, world), watch.doing)
+    def _begin_heartbeat(self, world: dist.ProcessGroup) -> None:
+        flight_recorder = self.watch()
+        if flight_recorder.heartbeat is None and dist.get_world_size() > 1:
+            flight_recorder.heartbeat = Heartbeat(
+                store_beside(world), dist.get_rank(), deadline_of(self._session, world), flight_recorder.doing
+            )
 
     def _follow_steps(self) -> None:
         """Counts the steps of Megatron's training loop, if this process runs it."""
@@ -138,7 +140,7 @@ def install(session: Session) -> None:
     """Has all ranks agree before the first step: now if Megatron's groups are there, else when they are made.
 
     Raises:
-        DisagreementError: Megatron's groups are there, and the ranks do not run the same.
+        ConfigMismatchError: Megatron's groups are there, and the ranks do not run the same.
     """
     session.trust = Trust(session)
     if dist.is_initialized() and parallel_state.model_parallel_is_initialized():
@@ -154,25 +156,25 @@ def install(session: Session) -> None:
     _put(session, parallel_state, "initialize_model_parallel", initialize_model_parallel)
 
 
-def open_transport(session: Session, group: dist.ProcessGroup, lane: str = "") -> Transport:
+def open_transport(session: Session, group: dist.ProcessGroup, channel: str = "") -> Transport:
     """The transport of a group for a session: agreed on, watched, and as deterministic as the config says."""
     trust: Trust | None = session.trust
     if trust is None:
-        transport = transport_of(group, timeout_s=session.config.timeout_s, lane=lane, trace=session.trace)
+        transport = transport_of(group, timeout_s=session.config.timeout_s, channel=channel, trace=session.trace)
     else:
         trust.agree(group)
         transport = transport_of(
             group,
             timeout_s=session.config.timeout_s,
-            lane=lane,
+            channel=channel,
             trace=session.trace,
-            watch=trust.watch(),
+            flight_recorder=trust.watch(),
             ordered=session.config.deterministic,
             register=session.config.register_buffers,
         )
-    if transport.workspace not in session.buffers:
+    if transport.buffer_pool not in session.buffers:
         ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
-        session.buffers[transport.workspace] = f"{lane} of ranks {ranks}" if lane else f"ranks {ranks}"
+        session.buffers[transport.buffer_pool] = f"{channel} of ranks {ranks}" if channel else f"ranks {ranks}"
     return transport
 
 

@@ -49,7 +49,7 @@ class Check:
         every, step = self._wanted.every, self._session.step
         return every > 0 and step > 0 and step % every == 0
 
-    def why_not(self, call: str) -> str | None:
+    def unsupported_reason(self, call: str) -> str | None:
         """Why a call runs Megatron's own path since a check; None where none failed."""
         return self._fallen.get(call)
 

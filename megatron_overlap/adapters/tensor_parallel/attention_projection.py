@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
-from megatron_overlap.adapters.tensor_parallel.linear import LinearAdapter, why_not_row
+from megatron_overlap.adapters.tensor_parallel.linear import LinearAdapter, unsupported_row_reason
 from megatron_overlap.adapters.wrapping import Method, own_forward, untraced
 from megatron_overlap.ops import attention_linear_reduce_scatter
 from megatron_overlap.session import Session
@@ -37,7 +37,7 @@ def attention_forward(original: Method, session: Session) -> Method:
         group = self.pg_collection.tp
         if group is None or group.size() == 1:
             return original(self, *args, **kwargs)
-        reason = _why_not_layer(self)
+        reason = _unsupported_layer_reason(self)
         if reason is not None:
             adapter.fall_back(_KIND, _OP, self.linear_proj.weight, reason)
             return original(self, *args, **kwargs)
@@ -62,9 +62,9 @@ class _Joint:
     ) -> torch.Tensor:
         """In place of the core attention's forward."""
         projection = self._projection
-        reason = _why_not_call(
+        reason = _unsupported_call_reason(
             self._core, projection, query, key, value, attention_mask, kwargs
-        ) or self._adapter.why_not(query, projection.weight, projection.tp_group, _OP)
+        ) or self._adapter.unsupported_reason(query, projection.weight, projection.tp_group, _OP)
         if reason is not None:
             self._adapter.fall_back(_KIND, _OP, self._projection.weight, reason)
             return self._core_forward(query, key, value, attention_mask, **kwargs)
@@ -98,7 +98,7 @@ class _Joint:
         return (output if layer.bias is None else output + layer.bias), None
 
 
-def _why_not_layer(layer: Any) -> str | None:
+def _unsupported_layer_reason(layer: Any) -> str | None:
     core, projection = layer.core_attention, layer.linear_proj
     if layer.attention_type != "self":
         return f"{layer.attention_type} attention"
@@ -121,7 +121,7 @@ def _why_not_layer(layer: Any) -> str | None:
     return None
 
 
-def _why_not_call(
+def _unsupported_call_reason(
     core: Any,
     projection: Any,
     query: torch.Tensor,
@@ -149,4 +149,4 @@ def _why_not_call(
         return "values are not as wide as keys"
     if query.is_cuda and (query.dtype == torch.float32 or query.shape[3] % 8 or query.shape[3] > 256):
         return "flash attention on CUDA needs bf16 or fp16, and a head size that 8 divides, at most 256"
-    return why_not_row(projection, query, projection.tp_group, RowParallelLinear._forward_impl)
+    return unsupported_row_reason(projection, query, projection.tp_group, RowParallelLinear._forward_impl)

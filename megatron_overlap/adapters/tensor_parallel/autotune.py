@@ -1,4 +1,4 @@
-"""`overlap.tensor.method: auto` in Megatron's linears: a `Chooser` for each tensor parallel group."""
+"""`overlap.tensor.method: auto` in Megatron's linears: a `Autotuner` for each tensor parallel group."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.autotune.cache import Entry, kept
-from megatron_overlap.autotune.candidates import OWN, Call, Candidate
+from megatron_overlap.autotune.candidates import STOCK, Call, Candidate
 from megatron_overlap.autotune.predict import candidates
 from megatron_overlap.autotune.search import Decider
-from megatron_overlap.autotune.tuner import Chooser, Verdict
+from megatron_overlap.autotune.tuner import Autotuner, Verdict
 from megatron_overlap.comm import Transport
 from megatron_overlap.counters import ChoiceLine, Tally
 from megatron_overlap.ops.call import gathered_rows
@@ -68,14 +68,14 @@ class TensorChoice:
         self._chunks = None if tensor.chunks_per_rank == "auto" else tensor.chunks_per_rank
         self._folder = None if tensor.choices is None else Path(tensor.choices).expanduser()
         self._versions = {name: release for name, release in installed_versions().items() if release}
-        self._choosers: dict[dist.ProcessGroup, Chooser] = {}
+        self._choosers: dict[dist.ProcessGroup, Autotuner] = {}
         self._last: _Served | None = None
         self._shortcuts: dict[int, _Shortcut] = {}
         self._sharing: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         if self.wanted:
             session.counters.choices = self.lines
 
-    def runs_own(self, layer: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor) -> bool:
+    def runs_stock(self, layer: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor) -> bool:
         """Whether a call runs Megatron's own path with nothing else to do; it is counted then.
 
         On short layers the way through `serve` is 5 % of the pass. Nothing but the choice has to be looked at: whatever
@@ -95,9 +95,9 @@ class TensorChoice:
         if shortcut.shares is not None:
             if self._last is not None and self._last.fed_by(shortcut.shares, x):
                 return False
-            self._last = _Served(weakref.ref(layer), shortcut.shares, weakref.ref(x), _version(x), OWN)
+            self._last = _Served(weakref.ref(layer), shortcut.shares, weakref.ref(x), _version(x), STOCK)
         shortcut.decider.free -= 1
-        shortcut.tally.chosen_own += 1
+        shortcut.tally.chosen_stock += 1
         return True
 
     def serve(
@@ -114,7 +114,7 @@ class TensorChoice:
         *,
         measured: bool,
     ) -> Any:
-        """Runs a call as it is chosen; see `Chooser.serve`. Not `measured`: as it is chosen now.
+        """Runs a call as it is chosen; see `Autotuner.serve`. Not `measured`: as it is chosen now.
 
         A column-parallel call with the input of the one before it is served like that one and not measured: it shares
         the other's gather, or would have nobody to share with.
@@ -136,14 +136,14 @@ class TensorChoice:
         if op == "ag_gemm":
             self._last = _Served(weakref.ref(layer), group, weakref.ref(x), _version(x), candidate)
         decider = self._chooser(group).decider(call)
-        if candidate == OWN and decider is not None and decider.free:
+        if candidate == STOCK and decider is not None and decider.free:
             self._shortcuts[self._number(layer)] = _Shortcut(
                 x.numel(),
                 _learns(),
                 x.requires_grad,
                 weight.requires_grad,
                 decider,
-                self._session.counters.own_by_choice(kind, f"{weight.shape[1]}->{weight.shape[0]}", op, "forward"),
+                self._session.counters.stock_by_choice(kind, f"{weight.shape[1]}->{weight.shape[0]}", op, "forward"),
                 group if layer in self._sharing else None,
             )
         return result
@@ -155,7 +155,7 @@ class TensorChoice:
             weakref.finalize(layer, self._shortcuts.pop, number, None).atexit = False
         return number
 
-    def why_not(self, x: torch.Tensor, into: bool) -> str | None:
+    def unsupported_reason(self, x: torch.Tensor, into: bool) -> str | None:
         """What keeps a call from being chosen for; None if nothing does."""
         if into and not x.is_cuda:
             return "Megatron's own fused weight gradient needs CUDA: there is nothing to choose from"
@@ -182,10 +182,10 @@ class TensorChoice:
             into_main_grad=into and weight.requires_grad,
         )
 
-    def _chooser(self, group: dist.ProcessGroup) -> Chooser:
+    def _chooser(self, group: dist.ProcessGroup) -> Autotuner:
         chooser = self._choosers.get(group)
         if chooser is None:
-            chooser = self._choosers[group] = Chooser(
+            chooser = self._choosers[group] = Autotuner(
                 group,
                 self._transport(group),
                 folder=self._folder,
@@ -211,7 +211,7 @@ def _line(verdict: Verdict) -> ChoiceLine:
         passes="forward, backward" if call.backward else "forward",
         method=str(verdict.candidate),
         ms=_ms(verdict.us),
-        own_ms=_ms(verdict.own_us),
+        stock_ms=_ms(verdict.stock_us),
         why=_why(verdict, verdict.candidate),
     )
 
@@ -228,7 +228,7 @@ def _kept_line(environment: dict[str, str], key: str, entry: Entry) -> ChoiceLin
         passes="forward, backward" if "backward" in marks else "forward",
         method=str(entry.candidate),
         ms=_ms(entry.us),
-        own_ms=_ms(entry.own_us),
+        stock_ms=_ms(entry.stock_us),
         why=where,
     )
 
@@ -238,16 +238,16 @@ def _ms(us: float) -> float | None:
 
 
 def _why(verdict: Verdict, candidate: Candidate) -> str:
-    tried = _listed([each for each in verdict.tried if each not in (OWN, candidate)])
+    tried = _listed([each for each in verdict.tried if each not in (STOCK, candidate)])
     if verdict.stage in ("first", "second", "third"):
         return f"being measured: {_listed(verdict.tried)}"
-    if verdict.withdrawals and candidate == OWN:
+    if verdict.withdrawals and candidate == STOCK:
         return f"withdrawn, as Megatron's own became faster: {tried}"
     if verdict.why == "cached":
         return "kept from an earlier run" + (", checked now" if verdict.stage == "recheck" else "")
     if verdict.why == "model":
         return "predicted: no backward pass came that could be measured"
-    return f"none is faster: {tried}" if candidate == OWN else f"faster than {tried or OWN}"
+    return f"none is faster: {tried}" if candidate == STOCK else f"faster than {tried or STOCK}"
 
 
 def _listed(tried: Sequence[Candidate]) -> str:

@@ -19,11 +19,11 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.utils import make_viewless_tensor
 
-from megatron_overlap.adapters.tensor_parallel.layer_handoff import Carried
+from megatron_overlap.adapters.tensor_parallel.layer_handoff import PendingOutput
 from megatron_overlap.adapters.tensor_parallel.linear import LinearAdapter
 from megatron_overlap.adapters.wrapping import Method, untraced
-from megatron_overlap.comm import Workspace
-from megatron_overlap.ops.paired_wgrad import Into, PairedGradients
+from megatron_overlap.comm import BufferPool
+from megatron_overlap.ops.paired_wgrad import Into, PairedWgrad
 from megatron_overlap.ops.tensor_parallel.batch_overlap import (
     Reduction,
     Slots,
@@ -44,14 +44,14 @@ _OFFLOADED = ("offload_attn_norm", "offload_mlp_norm")
 
 def block_forward(original: Method, session: Session) -> Method:
     """Replacement of `TransformerBlock.forward`. Equals the original, which runs: it tells its layers who follows."""
-    handing_on = LinearAdapter.of(session).handing_on
+    layer_handoff = LinearAdapter.of(session).layer_handoff
 
     @untraced
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         # More than input and mask by position: what they are is not looked at.
         alone = len(args) > 2 or self.config.cpu_offloading or kwargs.get("extract_layer_indices")
-        with handing_on.block(() if alone else self.layers):
+        with layer_handoff.block(() if alone else self.layers):
             return original(self, *args, **kwargs)
 
     return forward
@@ -63,7 +63,7 @@ def layer_forward(original: Method, session: Session) -> Method:
     Equals the original: every row of a micro-batch goes through a layer without the others.
     """
     adapter = LinearAdapter.of(session)
-    handing_on = adapter.handing_on
+    layer_handoff = adapter.layer_handoff
 
     @untraced
     @functools.wraps(original)
@@ -71,25 +71,25 @@ def layer_forward(original: Method, session: Session) -> Method:
         names = ("hidden_states", "attention_mask")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         x = given["hidden_states"]
-        carried = handing_on.take(x)
+        carried = layer_handoff.take(x)
         if carried is None:
-            reason = "positional arguments" if len(args) > len(names) else _why_not(self, given, adapter)
+            reason = "positional arguments" if len(args) > len(names) else _unsupported_reason(self, given, adapter)
             if reason is not None:
                 if reason:
                     session.counters.fallback("layer", "halves", "micro_batch", "forward", reason)
                 return original(self, *args, **kwargs)
-            carried = Carried(x, [half.contiguous for half in x.chunk(2, dim=1)], Slots.reserve())
+            carried = PendingOutput(x, [half.contiguous for half in x.chunk(2, dim=1)], Slots.reserve())
         result = _Layer(self, adapter).forward(carried, given)
-        follower = handing_on.after(self)
-        if follower is not None and _why_not(follower, given, adapter) is None:
-            return handing_on.hand_on(result), None
+        follower = layer_handoff.after(self)
+        if follower is not None and _unsupported_reason(follower, given, adapter) is None:
+            return layer_handoff.hand_on(result), None
         whole = torch.cat([half() for half in result.halves], dim=1)
         return make_viewless_tensor(inp=whole, requires_grad=whole.requires_grad, keep_graph=True), None
 
     return forward
 
 
-def _why_not(layer: Any, given: dict[str, Any], adapter: LinearAdapter) -> str | None:
+def _unsupported_reason(layer: Any, given: dict[str, Any], adapter: LinearAdapter) -> str | None:
     """Why a call is not cut in halves: a reason, the empty word where nothing would be gained, None if it is."""
     x, config = given["hidden_states"], layer.config
     if config.tensor_model_parallel_size == 1 or adapter.check.due:
@@ -140,15 +140,21 @@ class Half:
 
     forward: Reduction
     backward: Reduction
-    gradients: PairedGradients
+    gradients: PairedWgrad
     before: Callable[[], object] | None
     slot: int | None
 
     def linear(
-        self, op: str, x: torch.Tensor, weight: torch.Tensor, bias: Any, options: dict[str, Any], workspace: Workspace
+        self,
+        op: str,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: Any,
+        options: dict[str, Any],
+        buffer_pool: BufferPool,
     ) -> torch.Tensor:
         """What a linear layer does in here: the sum it needs is begun, and waited for elsewhere."""
-        into = Into(options.get("main_grad"), options.get("weight_done"), workspace)
+        into = Into(options.get("main_grad"), options.get("weight_done"), buffer_pool)
         if op == "gemm_ar":
             return row_half(x, weight, self.forward, self.gradients, into, options["observer"])
         x = entered(x, self.backward, self.before, self.slot)
@@ -160,10 +166,10 @@ class _Layer:
 
     def __init__(self, layer: Any, adapter: LinearAdapter) -> None:
         self._layer, self._adapter = layer, adapter
-        self._gradients = PairedGradients()
+        self._gradients = PairedWgrad()
         self._group = layer.self_attention.linear_proj.tp_group
 
-    def forward(self, carried: Carried, given: dict[str, Any]) -> Carried:
+    def forward(self, carried: PendingOutput, given: dict[str, Any]) -> PendingOutput:
         layer = self._layer
         # Backward goes the other way: b's MLP, a's MLP, b's attention, a's attention, b's MLP of the layer before. A
         # half's sum is waited for after the next of these. The first has the other half's MLP beside it and no
@@ -187,7 +193,7 @@ class _Layer:
                 slots.append(Slots.reserve())
                 output = layer.mlp(normed)
             results.append(functools.partial(self._added, layer.mlp_bda, output, half.forward, x))
-        return Carried(given["hidden_states"], results, slots[-1])
+        return PendingOutput(given["hidden_states"], results, slots[-1])
 
     @contextmanager
     def _half(self, before: Any, slot: int | None) -> Iterator[Half]:

@@ -16,7 +16,7 @@ from megatron_overlap.ops.tensor_parallel.fused.hopper import Hopper
 from megatron_overlap.ops.tensor_parallel.fused.linear import (
     fused_all_gather_linear,
     fused_linear_reduce_scatter,
-    why_not_fused,
+    unsupported_fused_reason,
 )
 from megatron_overlap.ops.tensor_parallel.fused.linear_all_reduce import fused_copy_linear, fused_linear_all_reduce
 from megatron_overlap.ops.tensor_parallel.fused.multi_node import FusedTransport, inside_host, open_fused
@@ -52,10 +52,10 @@ class FusedChoice:
         if self.wanted:
             self._counters.symmetric = self.memory
 
-    def why_not(self, op: str, x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
+    def unsupported_reason(self, op: str, x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
         """What keeps a call of `op` from running fused; None if nothing does. All ranks of `group` call alike."""
         rows = x[..., 0].numel()
-        reason = why_not_fused(x, rows * group.size() if op == "ag_gemm" else rows, group.size())
+        reason = unsupported_fused_reason(x, rows * group.size() if op == "ag_gemm" else rows, group.size())
         if reason is not None:
             return reason
         transport = self._transports.get(group)
@@ -67,7 +67,7 @@ class FusedChoice:
 
     def ways(self, op: str, x: torch.Tensor, group: dist.ProcessGroup) -> list[Candidate]:
         """How a call of `op` may run fused. Where kernels for Hopper are asked for the first call tries them."""
-        if self.why_not(op, x, group) is not None:
+        if self.unsupported_reason(op, x, group) is not None:
             return []
         transport = self._transports[group]
         assert not isinstance(transport, str)
@@ -84,7 +84,7 @@ class FusedChoice:
         knobs: Sequence[Knob] | None = None,
         **options: Any,
     ) -> Any:
-        """The fused op; `why_not` was None for it. Options that have no meaning here are left out.
+        """The fused op; `unsupported_reason` was None for it. Options that have no meaning here are left out.
 
         Args:
             knobs: how it is to run; None takes the defaults of the config.

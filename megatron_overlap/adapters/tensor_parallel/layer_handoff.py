@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 
-class Carried:
+class PendingOutput:
     """A layer's result: each half as a call that waits for its sum, and the place of what was computed last."""
 
     def __init__(self, x: torch.Tensor, halves: Sequence[Callable[[], torch.Tensor]], slot: int | None) -> None:
@@ -18,7 +18,7 @@ class Carried:
         self.halves, self.slot = halves, slot
 
 
-class HandingOn:
+class LayerHandoff:
     """What the layers of a block hand on to each other.
 
     A layer whose result nobody reads but the next one hands it on in halves that are still being summed. What Megatron
@@ -27,7 +27,7 @@ class HandingOn:
 
     def __init__(self) -> None:
         self._next: dict[int, Any] = {}
-        self._carried: Carried | None = None
+        self._carried: PendingOutput | None = None
 
     @contextmanager
     def block(self, layers: Sequence[Any]) -> Iterator[None]:
@@ -46,12 +46,12 @@ class HandingOn:
         watched = layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks
         return None if follower is None or watched or follower._forward_pre_hooks_with_kwargs else follower
 
-    def hand_on(self, carried: Carried) -> torch.Tensor:
+    def hand_on(self, carried: PendingOutput) -> torch.Tensor:
         """Keeps what a layer hands on; returns what Megatron is given."""
         self._carried = carried
         return carried.placeholder
 
-    def take(self, x: torch.Tensor) -> Carried | None:
+    def take(self, x: torch.Tensor) -> PendingOutput | None:
         """What was handed on as `x`, to a layer that `after` named and that was found fit."""
         carried, self._carried = self._carried, None
         return carried if carried is not None and carried.placeholder is x else None

@@ -16,13 +16,13 @@ from megatron_overlap.adapters.diagnostics.consistency import open_transport
 from megatron_overlap.adapters.diagnostics.reference_check import Check
 from megatron_overlap.adapters.tensor_parallel.autotune import TensorChoice
 from megatron_overlap.adapters.tensor_parallel.fused import FusedChoice
-from megatron_overlap.adapters.tensor_parallel.layer_handoff import HandingOn
+from megatron_overlap.adapters.tensor_parallel.layer_handoff import LayerHandoff
 from megatron_overlap.adapters.wrapping import Method, tracing, untraced
 from megatron_overlap.autotune.candidates import Candidate
 from megatron_overlap.comm import Transport, close_transport
 from megatron_overlap.ops import LinearPlan, all_gather_linear, copy_linear, linear_all_reduce, linear_reduce_scatter
-from megatron_overlap.ops.deferred_wgrad import Backlog
-from megatron_overlap.saved_activations import KeptCounter, KeptSite
+from megatron_overlap.ops.deferred_wgrad import DeferredWgrad
+from megatron_overlap.saved_activations import SavedActivations, SavedSite
 from megatron_overlap.schedules.gather_scatter import MAX_RANKS
 from megatron_overlap.schedules.plan import Pattern
 from megatron_overlap.session import Session
@@ -71,13 +71,13 @@ class LinearAdapter:
             save_gathered=tensor.recompute_gather == "never",
             add_in_place=True if deterministic else None,
         )
-        self._backlog = Backlog()
+        self._deferred_wgrad = DeferredWgrad()
         self.half: Half | None = None
-        self.handing_on = HandingOn()
+        self.layer_handoff = LayerHandoff()
         self.check = Check.of(session)
         self.fused = FusedChoice(session, self.transport)
         self.choice = TensorChoice(session, self.transport)
-        session.counters.kept = KeptCounter(gathered=self._plan.save_gathered)
+        session.counters.kept = SavedActivations(gathered=self._plan.save_gathered)
         for module, reason in _LEFT.items():
             session.counters.leave(module, reason)
 
@@ -104,7 +104,7 @@ class LinearAdapter:
 
     def drop(self) -> None:
         """Closes them, and forgets the weight gradients of a backward pass that will not end."""
-        self._backlog = Backlog()
+        self._deferred_wgrad = DeferredWgrad()
         self.close()
 
     @property
@@ -122,20 +122,22 @@ class LinearAdapter:
 
         options: dict[str, Any] = {"plan": self._plan, "observer": observer}
         if op in ("gemm_ar", "copy_gemm"):
-            options["backlog"] = self._backlog
+            options["deferred_wgrad"] = self._deferred_wgrad
         if op == "ag_gemm":
-            site = KeptSite(kind, name, op)
+            site = SavedSite(kind, name, op)
             options["keeper"] = lambda x, num_bytes: counters.kept.keep(site, x.data_ptr(), x.nbytes, num_bytes)
         if fused_wgrad and weight.requires_grad and hasattr(weight, "main_grad"):
             options["main_grad"] = weight.main_grad
             options["weight_done"] = functools.partial(weight_done_in_main_grad, weight, weight.main_grad)
         return options
 
-    def why_not(self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, op: str) -> str | None:
+    def unsupported_reason(
+        self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, op: str
+    ) -> str | None:
         """What keeps any layer's tensors, or this session's schedule, from `op`; None if nothing does."""
         if op in ("gemm_ar", "copy_gemm") and self._plan.pattern == "ring":
             return "schedule ring has no all-reduce: use direct, or --sequence-parallel"
-        return self.check.why_not(_call(op, weight)) or _why_not_tensors(x, weight, group)
+        return self.check.unsupported_reason(_call(op, weight)) or _unsupported_tensors_reason(x, weight, group)
 
     def serve(
         self,
@@ -158,14 +160,14 @@ class LinearAdapter:
             finish: makes what the layer returns of the op's output.
         """
         if self.half is not None:
-            options, workspace = self.options(kind, op, weight, into), self.transport(group).workspace
-            return finish(self.half.linear(op, x, weight, bias, options, workspace))
-        if not self.choice.wanted or self.choice.why_not(x, into) is not None:
+            options, buffer_pool = self.options(kind, op, weight, into), self.transport(group).buffer_pool
+            return finish(self.half.linear(op, x, weight, bias, options, buffer_pool))
+        if not self.choice.wanted or self.choice.unsupported_reason(x, into) is not None:
             return finish(self.linear(kind, op, x, weight, bias, group, into))
 
         def run(candidate: Candidate) -> Any:
             if candidate.method == "megatron":
-                self._session.counters.chose_own(kind, f"{weight.shape[1]}->{weight.shape[0]}", op, "forward")
+                self._session.counters.chose_stock(kind, f"{weight.shape[1]}->{weight.shape[0]}", op, "forward")
                 return own()
             return finish(self.linear(kind, op, x, weight, bias, group, into, candidate))
 
@@ -214,7 +216,7 @@ class LinearAdapter:
         """The op, to be given input, weight, bias and options."""
         wanted = self.fused.wanted if candidate is None else candidate.method == "fused"
         if wanted:
-            reason = self.fused.why_not(op, x, group)
+            reason = self.fused.unsupported_reason(op, x, group)
             if reason is None:
                 knobs = None if candidate is None else candidate.knobs
                 return lambda x, w, bias, **options: self.fused.run(op, x, w, bias, group, knobs, **options)
@@ -233,11 +235,11 @@ def column_forward_impl(original: Method, session: Session) -> Method:
     `input @ weight.T + bias`, whose input gradient is summed over ranks.
     """
     adapter = LinearAdapter.of(session)
-    runs_own = adapter.choice.runs_own
+    runs_stock = adapter.choice.runs_stock
 
     @functools.wraps(original)
     def _forward_impl(self: Any, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not tracing() and adapter.half is None and runs_own(self, input, weight):
+        if not tracing() and adapter.half is None and runs_stock(self, input, weight):
             return original(self, input, weight, *args, **kwargs)
         return served(self, input, weight, *args, **kwargs)
 
@@ -247,7 +249,7 @@ def column_forward_impl(original: Method, session: Session) -> Method:
         if group is None or group.size() == 1:
             return original(self, input, weight, *args, **kwargs)
         op = "ag_gemm" if kwargs.get("sequence_parallel") else "copy_gemm"
-        reason = _why_not_column(self, args, kwargs) or adapter.why_not(input, weight, group, op)
+        reason = _unsupported_column_reason(self, args, kwargs) or adapter.unsupported_reason(input, weight, group, op)
         if reason is not None:
             adapter.fall_back("column", op, weight, reason)
             return original(self, input, weight, *args, **kwargs)
@@ -265,7 +267,7 @@ def row_forward(original: Method, session: Session) -> Method:
     `all_reduce(input @ weight.T)`; then the bias, which is returned instead of added with `skip_bias_add`.
     """
     adapter = LinearAdapter.of(session)
-    runs_own = adapter.choice.runs_own
+    runs_stock = adapter.choice.runs_stock
     own_gemm = RowParallelLinear._forward_impl
 
     @functools.wraps(original)
@@ -273,7 +275,7 @@ def row_forward(original: Method, session: Session) -> Method:
         if not tracing() and adapter.half is None:
             # By its name it would be looked for in a call of its own.
             weight = self._parameters.get("weight")
-            if weight is not None and runs_own(self, input_, weight):
+            if weight is not None and runs_stock(self, input_, weight):
                 return original(self, input_)
         return served(self, input_)
 
@@ -283,7 +285,9 @@ def row_forward(original: Method, session: Session) -> Method:
         if group is None or group.size() == 1:
             return original(self, input_)
         op = "gemm_rs" if self.sequence_parallel else "gemm_ar"
-        reason = why_not_row(self, input_, group, own_gemm) or adapter.why_not(input_, self.weight, group, op)
+        reason = unsupported_row_reason(self, input_, group, own_gemm) or adapter.unsupported_reason(
+            input_, self.weight, group, op
+        )
         if reason is not None:
             adapter.fall_back("row", op, self.weight, reason)
             return original(self, input_)
@@ -299,7 +303,7 @@ def row_forward(original: Method, session: Session) -> Method:
     return forward
 
 
-def _why_not_column(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+def _unsupported_column_reason(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     unknown = sorted(set(kwargs) - _COLUMN_ARGUMENTS)
     if args or unknown:
         return f"arguments that are not known here: {', '.join(unknown) or 'positional'}"
@@ -320,7 +324,7 @@ def _call(op: str, weight: torch.Tensor) -> str:
     return f"{op} {weight.shape[1]}->{weight.shape[0]}"
 
 
-def why_not_row(layer: Any, input_: torch.Tensor, group: dist.ProcessGroup, own_gemm: Method) -> str | None:
+def unsupported_row_reason(layer: Any, input_: torch.Tensor, group: dist.ProcessGroup, own_gemm: Method) -> str | None:
     if layer.explicit_expert_comm:
         return _EXPERT
     if not layer.input_is_parallel:
@@ -337,7 +341,7 @@ def why_not_row(layer: Any, input_: torch.Tensor, group: dist.ProcessGroup, own_
     return None
 
 
-def _why_not_tensors(x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup) -> str | None:
+def _unsupported_tensors_reason(x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup) -> str | None:
     if group.size() > MAX_RANKS:
         return f"more than {MAX_RANKS} tensor-parallel ranks"
     if hasattr(weight, "__fsdp_param__"):

@@ -13,7 +13,7 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP
 
-from megatron_overlap.adapters.tensor_parallel.linear import LinearAdapter, why_not_row
+from megatron_overlap.adapters.tensor_parallel.linear import LinearAdapter, unsupported_row_reason
 from megatron_overlap.adapters.wrapping import Method, own_forward
 from megatron_overlap.ops import LayerOptions, mlp_all_reduce
 from megatron_overlap.session import Session
@@ -61,7 +61,7 @@ def mlp_forward(original: Method, session: Session) -> Method:
             plan=of_second["plan"],
             first=_layer_options(of_first),
             second=_layer_options(of_second),
-            backlog=of_second["backlog"],
+            deferred_wgrad=of_second["deferred_wgrad"],
         )
         if second.skip_bias_add:
             return output, second.bias
@@ -95,9 +95,9 @@ def _joinable(mlp: Any, x: torch.Tensor, adapter: LinearAdapter, own_gemm: Metho
     if config.defer_embedding_wgrad_compute or getattr(first, "gtp_remat_size", 1) > 1:
         return False
     return (
-        why_not_row(second, x, group, own_gemm)
-        or adapter.why_not(x, first.weight, group, "copy_gemm")
-        or adapter.why_not(x, second.weight, group, "gemm_ar")
+        unsupported_row_reason(second, x, group, own_gemm)
+        or adapter.unsupported_reason(x, first.weight, group, "copy_gemm")
+        or adapter.unsupported_reason(x, second.weight, group, "gemm_ar")
     ) is None
 
 

@@ -96,7 +96,7 @@ def overlapped(base: type, kind: str, session: Session, adapter: LinearAdapter) 
         if not session.active or communicates_not(self):
             return own_forward(self, x)
         op = _OPS[kind, self.sequence_parallel]
-        reason = why_not(self, kind, x) or adapter.why_not(x, self.weight, self.tp_group, op)
+        reason = unsupported_reason(self, kind, x) or adapter.unsupported_reason(x, self.weight, self.tp_group, op)
         if reason is not None:
             adapter.fall_back(kind, op, self.weight, reason)
             return own_forward(self, x)
@@ -111,7 +111,7 @@ def communicates_not(layer: Any) -> bool:
     return bool(layer.tp_size == 1 or layer.parallel_mode is None or layer.tp_group is None)
 
 
-def why_not(layer: Any, kind: str, x: torch.Tensor) -> str | None:
+def unsupported_reason(layer: Any, kind: str, x: torch.Tensor) -> str | None:
     """What of TransformerEngine's, or of Megatron's use of it, keeps a layer from the overlapped op."""
     for field, reason in _ONLY_THERE:
         if getattr(layer.config, field, None):

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_overlap.comm.clock_sync import compare_clocks
-from megatron_overlap.tracing.collective_waits import OtherWaits
+from megatron_overlap.tracing.collective_waits import CollectiveWaits
 from megatron_overlap.tracing.events import EventFile, Kind, Trace
 from megatron_overlap.tracing.exposed import Exposed, exposed_in
 
@@ -37,7 +37,7 @@ class StepTracer:
     def __init__(self, run_dir: Path, rank: int, device: str) -> None:
         self.trace = Trace()
         self._file = EventFile(run_dir / EVENTS.format(rank=rank), rank, {"device": device})
-        self._waits = OtherWaits(self.trace) if device == "cpu" else None
+        self._waits = CollectiveWaits(self.trace) if device == "cpu" else None
         self._since_log: list[tuple[float, float]] = []
 
     def install(self) -> None:
@@ -66,7 +66,7 @@ class StepTracer:
 
     def step(self, iteration: int, start_ns: int, stop_ns: int) -> dict[str, Any]:
         """Writes a step's events; what of its communication was exposed, as JSON can hold it."""
-        self.trace.add(Kind.STEP, start_ns, stop_ns, flight=iteration)
+        self.trace.add(Kind.STEP, start_ns, stop_ns, operation=iteration)
         exposed = exposed_in(self._file.write(self.trace), start_ns, stop_ns)
         share = exposed.total_ms / ((stop_ns - start_ns) / 1e6)
         self._since_log.append((exposed.total_ms, share))

@@ -2,7 +2,8 @@
 
     half 0 | half 1 | flags of half 0 | flags of half 1 | acknowledgements | ready words
 
-Op number e (1, 2, ...) of a group uses half e % 2, so that two ops may be in flight: a half holds the gathered rows of
+Op number e (1, 2, ...) of a group uses half e % 2, so that two ops may be in p2p_work: a half holds the gathered rows
+of
 an all-gather, or the landing of a reduce-scatter. Its flags are raised to e. When a rank has read all it needs of op e,
 it writes e to its acknowledgement at every peer; nobody writes into a half for op e + 2 before all have done so. A rank
 whose rows are to be pulled writes e to its ready word at every peer when they are there.

@@ -1,7 +1,8 @@
 """Symmetric memory of a group as ops use it: numbered ops, two halves in turn, all-gathers and departures by copies.
 
 One arena a group (`comm.symmetric.layout`), allocated in the same order on every rank. Copies run beside the kernels
-(`comm.symmetric.backend`); flags are raised by the queue that copied. No kernel of this file computes or waits; what waits for
+(`comm.symmetric.backend`); flags are raised by the queue that copied. No kernel of this file computes or waits; what
+waits for
 flags on the computing stream is handed in.
 """
 
@@ -12,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from megatron_overlap.comm.buffers import Workspace
+from megatron_overlap.comm.buffers import BufferPool
 from megatron_overlap.comm.symmetric.backend import Fabric
 from megatron_overlap.comm.symmetric.layout import MAX_PARTS, ArenaLayout
 from megatron_overlap.comm.transport import TransportError
@@ -39,7 +40,7 @@ class SymmetricTransport:
         self.fabric = fabric
         self.rank, self.size = fabric.rank, fabric.size
         self._wait_all = wait_all
-        self.workspace = Workspace()
+        self.buffer_pool = BufferPool()
         self._layout: ArenaLayout | None = None
         self._views: list[torch.Tensor] = []
         self._epoch = 0
@@ -109,7 +110,7 @@ class SymmetricTransport:
 
     def _allocate(self, half_bytes: int) -> None:
         """A larger arena, on all ranks at the same op; the old one is idle by then."""
-        assert not self._open, "an op in flight would lose its half; begin the larger one first"
+        assert not self._open, "an op in p2p_work would lose its half; begin the larger one first"
         self.fabric.barrier()
         self._views, self._addresses = [], torch.empty(0)
         layout = self._layout = ArenaLayout(self.size, half_bytes)

@@ -1,6 +1,7 @@
 """Whether the Hopper kernels may be used on a device: they prove themselves on it first, in a process of their own.
 
-python -m megatron_overlap.kernels.hopper.self_test 0     on device 0: prints the objection, or nothing; exit code 0 or 1
+python -m megatron_overlap.kernels.hopper.self_test 0     on device 0: prints the objection, or nothing; exit code 0
+or 1
 
 They have been compiled and never run. A kernel that hangs, or reads where nothing is, would take the training process
 with it: a child process is tried, and given up at a deadline.

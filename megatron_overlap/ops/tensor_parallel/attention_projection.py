@@ -1,7 +1,8 @@
 """Attention and its row-parallel projection, query slice by query slice, with the reduce-scatter hidden under both.
 
 Source: Flash-Overlap / CommFuse (arXiv 2604.24013), query-split attention: after QKV, attention and out-projection run
-per query slice in the order of the owners, and each partial output goes straight to its owner, own slice last. Sums
+per query slice in the order of the owners, and each partial output goes straight to its owner, own slice last.
+PipelinedAllReduce
 in fp32 at the owner, sub-slices and the backward are our own:
 
 - the output gradient is gathered, own rows first;
@@ -18,10 +19,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm import Transport, Workspace, transport_of
+from megatron_overlap.comm import BufferPool, Transport, transport_of
 from megatron_overlap.ops.tensor_parallel.attention_rows import AttentionRows
 from megatron_overlap.ops.tensor_parallel.linear import Observer, WeightDone
-from megatron_overlap.ops.tensor_parallel.pipelined import Arrivals, Departures, Spans, WeightGradient, add_wide
+from megatron_overlap.ops.tensor_parallel.pipelined import (
+    PipelinedAllGather,
+    PipelinedReduceScatter,
+    Spans,
+    WeightGradient,
+    add_wide,
+)
 from megatron_overlap.ops.tensor_parallel.plan import LinearPlan
 from megatron_overlap.schedules.heuristics import MIN_CHUNK_ROWS, most_parts
 
@@ -139,7 +146,7 @@ class _QuerySplit(torch.autograd.Function):
             rows.forward(start, stop, context[start:stop], lse[:, start:stop])
             torch.mm(context[start:stop].flatten(0, 1), w.t(), out=out.view(-1, features))
 
-        departures = Departures(transport, schedule, layout, y, "attention_linear_reduce_scatter")
+        departures = PipelinedReduceScatter(transport, schedule, layout, y, "attention_linear_reduce_scatter")
         departures.compute(slice_of)
         departures.finish()
         ctx.save_for_backward(q, k, v, w, context, lse)
@@ -162,25 +169,27 @@ class _QuerySplit(torch.autograd.Function):
             "all_gather", transport, positions, batch * features * dy_shard.itemsize, dy_shard.device
         )
         layout = schedule.layout(positions)
-        full = transport.workspace.take("gather", (positions, batch * features), dy_shard)
+        full = transport.buffer_pool.take("gather", (positions, batch * features), dy_shard)
         by_row = full.view(-1, features)
-        wgrad = WeightGradient(w, ctx.main_grad, transport.workspace) if need_w else None
-        inputs = _InputGradients(AttentionRows(q, k, v, ctx.causal, ctx.scale), transport.workspace) if need_x else None
-        arrivals = Arrivals(
+        wgrad = WeightGradient(w, ctx.main_grad, transport.buffer_pool) if need_w else None
+        inputs = (
+            _InputGradients(AttentionRows(q, k, v, ctx.causal, ctx.scale), transport.buffer_pool) if need_x else None
+        )
+        arrivals = PipelinedAllGather(
             transport, schedule, dy_shard, layout, full, "attention_linear_reduce_scatter dgrad", whole=True
         )
-        backlog = Spans()
+        deferred_wgrad = Spans()
         for (start, stop), dy in arrivals:
             if inputs is not None:
-                dcontext = transport.workspace.take("dcontext", (stop - start, batch, w.shape[1]), q)
+                dcontext = transport.buffer_pool.take("dcontext", (stop - start, batch, w.shape[1]), q)
                 torch.mm(dy.reshape(-1, features), w, out=dcontext.view(-1, w.shape[1]))
                 inputs.add(start, stop, dcontext, context[start:stop], lse[:, start:stop])
-            backlog.add((start * batch, stop * batch))
+            deferred_wgrad.add((start * batch, stop * batch))
             # wgrad fills the time in which no rows are there, with all that wait.
             if wgrad is not None and not arrivals.ready:
-                backlog.into(wgrad, by_row, context.flatten(0, 1))
+                deferred_wgrad.into(wgrad, by_row, context.flatten(0, 1))
         if wgrad is not None:
-            backlog.into(wgrad, by_row, context.flatten(0, 1))
+            deferred_wgrad.into(wgrad, by_row, context.flatten(0, 1))
         arrivals.finish()
         dq, dk, dv = (None, None, None) if inputs is None else inputs.result()
         dw = None
@@ -197,21 +206,21 @@ class _QuerySplit(torch.autograd.Function):
 class _InputGradients:
     """Gradients of q, k and v, accumulated over runs of queries; those of keys and values in fp32."""
 
-    def __init__(self, rows: AttentionRows, workspace: Workspace) -> None:
-        self._rows, self._workspace = rows, workspace
+    def __init__(self, rows: AttentionRows, buffer_pool: BufferPool) -> None:
+        self._rows, self._buffer_pool = rows, buffer_pool
         k = rows.k
         self._dq = torch.empty_like(rows.q, memory_format=torch.contiguous_format)
         if k.element_size() == 4:
             self._dk, self._dv = (torch.zeros_like(k, memory_format=torch.contiguous_format) for _ in range(2))
         else:
             wide = torch.empty(0, dtype=torch.float32, device=k.device)
-            self._dk, self._dv = (workspace.take(name, k.shape, wide).zero_() for name in ("dk", "dv"))
+            self._dk, self._dv = (buffer_pool.take(name, k.shape, wide).zero_() for name in ("dk", "dv"))
 
     def add(self, start: int, stop: int, dcontext: torch.Tensor, context: torch.Tensor, lse: torch.Tensor) -> None:
         """Queries `[start, stop)`; see `AttentionRows.backward`."""
         for keys, dk, dv in self._rows.backward(start, stop, dcontext, context, lse, self._dq[start:stop]):
-            add_wide(self._dk[keys], dk, self._workspace)
-            add_wide(self._dv[keys], dv, self._workspace)
+            add_wide(self._dk[keys], dk, self._buffer_pool)
+            add_wide(self._dv[keys], dv, self._buffer_pool)
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """dq, dk, dv in the dtype of the inputs."""

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from megatron_overlap.comm.transport import TransportError
 from megatron_overlap.ops.call import Observer, check_operands
-from megatron_overlap.ops.paired_wgrad import Into, PairedGradients
+from megatron_overlap.ops.paired_wgrad import Into, PairedWgrad
 
 
 def can_be_ordered() -> bool:
@@ -122,7 +122,7 @@ def column_half(
     w: torch.Tensor,
     bias: torch.Tensor | None,
     reduction: Reduction,
-    gradients: PairedGradients,
+    gradients: PairedWgrad,
     into: Into | None = None,
     observer: Observer | None = None,
 ) -> torch.Tensor:
@@ -152,7 +152,7 @@ def row_half(
     x: torch.Tensor,
     w_shard: torch.Tensor,
     reduction: Reduction,
-    gradients: PairedGradients,
+    gradients: PairedWgrad,
     into: Into | None = None,
     observer: Observer | None = None,
 ) -> torch.Tensor:
@@ -183,7 +183,7 @@ class _Call:
         w: torch.Tensor,
         bias: torch.Tensor | None,
         reduction: Reduction,
-        gradients: PairedGradients,
+        gradients: PairedWgrad,
         into: Into,
         observer: Observer | None,
     ) -> None:

@@ -17,7 +17,12 @@ import torch.distributed as dist
 
 from megatron_overlap.comm import Transport
 from megatron_overlap.ops.call import Hold, Keeper, Observer, WeightDone, check_operands, gemm_into, transport_for
-from megatron_overlap.ops.tensor_parallel.pipelined import Arrivals, Departures, Spans, WeightGradient
+from megatron_overlap.ops.tensor_parallel.pipelined import (
+    PipelinedAllGather,
+    PipelinedReduceScatter,
+    Spans,
+    WeightGradient,
+)
 from megatron_overlap.ops.tensor_parallel.plan import LinearPlan
 from megatron_overlap.schedules import ChunkLayout
 
@@ -175,14 +180,14 @@ class _AllGatherLinear(torch.autograd.Function):
         if full is not None:
             gemm_into(full, w.t(), y, bias)
         else:
-            full = x.new_empty(shape) if save else transport.workspace.take("gather", shape, x)
-            arrivals = Arrivals(transport, schedule, x, layout, full, "all_gather_linear", whole=save)
+            full = x.new_empty(shape) if save else transport.buffer_pool.take("gather", shape, x)
+            arrivals = PipelinedAllGather(transport, schedule, x, layout, full, "all_gather_linear", whole=save)
             for (start, stop), rows in arrivals:
                 gemm_into(rows, w.t(), y[start:stop], bias)
             arrivals.finish()
             num_bytes = (transport.size - 1) * x.nbytes
             if source is not None and not save:
-                transport.workspace.remember("gather", full, source)
+                transport.buffer_pool.remember("gather", full, source)
         ctx.save_for_backward((full if save else x) if keeps else None, w)
         ctx.hold = Hold(keeper(x, full.nbytes)) if keeps and keeper is not None else None
         ctx.gathered, ctx.use_bias, ctx.main_grad = save, bias is not None, main_grad
@@ -198,21 +203,21 @@ class _AllGatherLinear(torch.autograd.Function):
         transport, plan = ctx.transport, ctx.plan
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
         num_rows = dy.shape[0]
-        wgrad = WeightGradient(w, ctx.main_grad, transport.workspace) if need_w else None
+        wgrad = WeightGradient(w, ctx.main_grad, transport.buffer_pool) if need_w else None
         late: _LateRows | None = None
         if wgrad is not None and not ctx.gathered:
             schedule = plan.schedule("all_gather", transport, num_rows, x.shape[1] * x.itemsize, x.device)
             layout = schedule.layout(num_rows)
-            full = transport.workspace.take("gather", (num_rows, x.shape[1]), x)
+            full = transport.buffer_pool.take("gather", (num_rows, x.shape[1]), x)
             # First on the link: wgrad needs it as a GEMM, dgrad's messages only have to be added.
-            arrivals = Arrivals(transport, schedule, x, layout, full, "all_gather_linear wgrad", whole=True)
+            arrivals = PipelinedAllGather(transport, schedule, x, layout, full, "all_gather_linear wgrad", whole=True)
             late = _LateRows(arrivals, wgrad, dy)
         dx = None
         if need_x:
             schedule = plan.schedule("reduce_scatter", transport, num_rows, w.shape[1] * dy.itemsize, dy.device)
             layout = schedule.layout(num_rows)
             dx = dy.new_empty(layout.shard_rows(transport.rank), w.shape[1])
-            departures = Departures(transport, schedule, layout, dx, "all_gather_linear dgrad")
+            departures = PipelinedReduceScatter(transport, schedule, layout, dx, "all_gather_linear dgrad")
             meanwhile = None if late is None else late.add_what_is_there
             departures.compute(lambda start, stop, out: gemm_into(dy[start:stop], w, out), meanwhile)
         dw = None
@@ -239,7 +244,7 @@ def _still_gathered(
     transport: Transport, x: torch.Tensor, source: _Source | None, layout: ChunkLayout
 ) -> torch.Tensor | None:
     """The gathered rows of `x` if the last gather was of the same tensor; all ranks call alike, so all agree."""
-    kept = transport.workspace.recall("gather", x)
+    kept = transport.buffer_pool.recall("gather", x)
     if source is None or kept is None or not source.unchanged_since(kept[1]):
         return None
     full = kept[0]
@@ -251,9 +256,9 @@ def _still_gathered(
 class _LateRows:
     """The weight gradient of rows that are still arriving; what has landed together is one GEMM."""
 
-    def __init__(self, arrivals: Arrivals, wgrad: WeightGradient, dy: torch.Tensor) -> None:
+    def __init__(self, arrivals: PipelinedAllGather, wgrad: WeightGradient, dy: torch.Tensor) -> None:
         self._arrivals, self._wgrad, self._dy = arrivals, wgrad, dy
-        self._backlog = Spans()
+        self._deferred_wgrad = Spans()
 
     def add_what_is_there(self) -> bool:
         """Adds the gradient of the rows that have landed; False if there are none."""
@@ -269,10 +274,10 @@ class _LateRows:
         self._arrivals.finish()
 
     def _add_next(self) -> None:
-        self._backlog.add(self._arrivals.next_rows()[0])
+        self._deferred_wgrad.add(self._arrivals.next_rows()[0])
         while self._arrivals.ready:
-            self._backlog.add(self._arrivals.next_rows()[0])
-        self._backlog.into(self._wgrad, self._dy, self._arrivals.full)
+            self._deferred_wgrad.add(self._arrivals.next_rows()[0])
+        self._deferred_wgrad.into(self._wgrad, self._dy, self._arrivals.full)
 
 
 class _LinearReduceScatter(torch.autograd.Function):
@@ -290,7 +295,7 @@ class _LinearReduceScatter(torch.autograd.Function):
         schedule = plan.schedule("reduce_scatter", transport, x.shape[0], w.shape[0] * x.itemsize, x.device)
         layout = schedule.layout(x.shape[0])
         y = x.new_empty(layout.shard_rows(transport.rank), w.shape[0])
-        departures = Departures(transport, schedule, layout, y, "linear_reduce_scatter")
+        departures = PipelinedReduceScatter(transport, schedule, layout, y, "linear_reduce_scatter")
         departures.compute(lambda start, stop, out: gemm_into(x[start:stop], w.t(), out))
         departures.finish()
         ctx.save_for_backward(x, w)
@@ -311,20 +316,22 @@ class _LinearReduceScatter(torch.autograd.Function):
         num_rows = x.shape[0]
         schedule = ctx.plan.schedule("all_gather", transport, num_rows, w.shape[0] * dy_shard.itemsize, dy_shard.device)
         layout = schedule.layout(num_rows)
-        full = transport.workspace.take("gather", (num_rows, w.shape[0]), dy_shard)
+        full = transport.buffer_pool.take("gather", (num_rows, w.shape[0]), dy_shard)
         dx = torch.empty_like(x) if need_x else None
-        wgrad = WeightGradient(w, ctx.main_grad, transport.workspace) if need_w else None
-        arrivals = Arrivals(transport, schedule, dy_shard, layout, full, "linear_reduce_scatter dgrad", whole=True)
-        backlog = Spans()
+        wgrad = WeightGradient(w, ctx.main_grad, transport.buffer_pool) if need_w else None
+        arrivals = PipelinedAllGather(
+            transport, schedule, dy_shard, layout, full, "linear_reduce_scatter dgrad", whole=True
+        )
+        deferred_wgrad = Spans()
         for (start, stop), rows in arrivals:
             if dx is not None:
                 gemm_into(rows, w, dx[start:stop])
-            backlog.add((start, stop))
+            deferred_wgrad.add((start, stop))
             # While rows are there, dgrad takes them; wgrad fills the time in which none are, with all that wait.
             if wgrad is not None and not arrivals.ready:
-                backlog.into(wgrad, full, x)
+                deferred_wgrad.into(wgrad, full, x)
         if wgrad is not None:
-            backlog.into(wgrad, full, x)
+            deferred_wgrad.into(wgrad, full, x)
         arrivals.finish()
         dw = None
         if wgrad is not None:

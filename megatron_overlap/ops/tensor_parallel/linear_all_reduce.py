@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm import Transport, Workspace
+from megatron_overlap.comm import BufferPool, Transport
 from megatron_overlap.ops.call import Observer, WeightDone, check_operands, gemm_into, transport_for
-from megatron_overlap.ops.deferred_wgrad import Backlog, Piece
+from megatron_overlap.ops.deferred_wgrad import DeferredWgrad, Piece
 from megatron_overlap.ops.tensor_parallel.pipelined import add_product
-from megatron_overlap.ops.tensor_parallel.pipelined_all_reduce import Sums
+from megatron_overlap.ops.tensor_parallel.pipelined_all_reduce import PipelinedAllReduce
 from megatron_overlap.ops.tensor_parallel.plan import LinearPlan
 from megatron_overlap.schedules import PartLayout, Plan
 from megatron_overlap.schedules.all_reduce import Gathers
@@ -41,7 +41,7 @@ def linear_all_reduce(
     main_grad: torch.Tensor | None = None,
     weight_done: WeightDone | None = None,
     observer: Observer | None = None,
-    backlog: Backlog | None = None,
+    deferred_wgrad: DeferredWgrad | None = None,
 ) -> torch.Tensor:
     """Equals `all_reduce(x @ w_shard.T) + bias`; see `ops.reference.linear_all_reduce`.
 
@@ -59,7 +59,8 @@ def linear_all_reduce(
             or what `weight_done` returns.
         weight_done: called in backward when `main_grad` holds the gradient.
         observer: called in every pass, for counting.
-        backlog: where the weight gradient is put off to, for a `copy_linear` with the same backlog whose backward
+        deferred_wgrad: where the weight gradient is put off to, for a `copy_linear` with the same deferred_wgrad
+        whose backward
             comes later in the pass. None computes it at once.
 
     Returns:
@@ -71,7 +72,7 @@ def linear_all_reduce(
     """
     check_operands(x, w_shard, bias, main_grad, "x")
     # A weight that autograd knows of would be handed an empty gradient, and its hooks run, before the real one is made.
-    later = backlog is not None and w_shard.is_leaf and w_shard.requires_grad and x.requires_grad
+    later = deferred_wgrad is not None and w_shard.is_leaf and w_shard.requires_grad and x.requires_grad
     y: torch.Tensor = _LinearAllReduce.apply(
         x.reshape(-1, x.shape[-1]),
         w_shard.detach() if later else w_shard,
@@ -80,7 +81,7 @@ def linear_all_reduce(
         main_grad,
         weight_done,
         observer,
-        (backlog, w_shard) if later else None,
+        (deferred_wgrad, w_shard) if later else None,
     )
     if bias is not None:
         y = y + bias
@@ -97,7 +98,7 @@ def copy_linear(
     main_grad: torch.Tensor | None = None,
     weight_done: WeightDone | None = None,
     observer: Observer | None = None,
-    backlog: Backlog | None = None,
+    deferred_wgrad: DeferredWgrad | None = None,
 ) -> torch.Tensor:
     """Equals `copy(x) @ w.T + bias`, where `copy` sums gradients over ranks; see `ops.reference.copy_linear`.
 
@@ -115,7 +116,7 @@ def copy_linear(
             `weight_done` returns.
         weight_done: called in backward when `main_grad` holds the gradient.
         observer: called in every pass, for counting.
-        backlog: weight gradients that others have put off; backward computes them beside its messages.
+        deferred_wgrad: weight gradients that others have put off; backward computes them beside its messages.
 
     Returns:
         `[S, ..., F/R]`, dtype of `x`.
@@ -134,7 +135,7 @@ def copy_linear(
         main_grad,
         weight_done,
         observer,
-        backlog,
+        deferred_wgrad,
     )
     return y.view(*x.shape[:-1], w.shape[0])
 
@@ -150,15 +151,15 @@ class _LinearAllReduce(torch.autograd.Function):
         main_grad: torch.Tensor | None,
         weight_done: WeightDone | None,
         observer: Observer | None,
-        later: tuple[Backlog, torch.Tensor] | None,
+        later: tuple[DeferredWgrad, torch.Tensor] | None,
     ) -> torch.Tensor:
         schedule = plan.all_reduce_schedule(transport, x.shape[0], x.device, "between")
         y = x.new_empty(x.shape[0], w.shape[0])
-        sums = Sums(transport, schedule, y, "linear_all_reduce", add_in_place=plan.add_in_place)
+        sums = PipelinedAllReduce(transport, schedule, y, "linear_all_reduce", add_in_place=plan.add_in_place)
         sums.compute(lambda start, stop, out: gemm_into(x[start:stop], w.t(), out))
         sums.finish()
         ctx.save_for_backward(x if w.requires_grad or later is not None else None, w)
-        ctx.workspace, ctx.main_grad = transport.workspace, main_grad
+        ctx.buffer_pool, ctx.main_grad = transport.buffer_pool, main_grad
         ctx.weight_done, ctx.observer, ctx.later = weight_done, observer, later
         if observer is not None:
             observer("forward", bytes_sent(schedule, y))
@@ -182,12 +183,17 @@ class _CopyLinear(torch.autograd.Function):
         main_grad: torch.Tensor | None,
         weight_done: WeightDone | None,
         observer: Observer | None,
-        backlog: Backlog | None,
+        deferred_wgrad: DeferredWgrad | None,
     ) -> torch.Tensor:
         y = torch.mm(x, w.t()) if bias is None else torch.addmm(bias, x, w.t())
         ctx.save_for_backward(x if w.requires_grad else None, w)
         ctx.transport, ctx.plan, ctx.use_bias = transport, plan, bias is not None
-        ctx.main_grad, ctx.weight_done, ctx.observer, ctx.backlog = main_grad, weight_done, observer, backlog
+        ctx.main_grad, ctx.weight_done, ctx.observer, ctx.deferred_wgrad = (
+            main_grad,
+            weight_done,
+            observer,
+            deferred_wgrad,
+        )
         if observer is not None:
             observer("forward", 0)
         return y
@@ -204,16 +210,16 @@ class _CopyLinear(torch.autograd.Function):
 def row_backward(
     ctx: Any, dy: torch.Tensor, need_x: bool, need_w: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """`dy @ w` and `dy.T @ x`, the second put off where `ctx.later` has a backlog. No communication."""
+    """`dy @ w` and `dy.T @ x`, the second put off where `ctx.later` has a deferred_wgrad. No communication."""
     x, w = ctx.saved_tensors
     dx = dy @ w if need_x else None
     dw = None
     need_w = need_w or ctx.later is not None
     if need_w:
-        wgrad = _WeightGradient(w, ctx.main_grad, dy, x, ctx.workspace)
+        wgrad = _WeightGradient(w, ctx.main_grad, dy, x, ctx.buffer_pool)
         if ctx.later is not None:
-            backlog, weight = ctx.later
-            backlog.put(weight, wgrad.pieces(), partial(wgrad.result, ctx.weight_done))
+            deferred_wgrad, weight = ctx.later
+            deferred_wgrad.put(weight, wgrad.pieces(), partial(wgrad.result, ctx.weight_done))
         else:
             wgrad.compute(slice(None))
             dw = wgrad.result(ctx.weight_done)
@@ -226,19 +232,20 @@ def row_backward(
 def column_backward(
     ctx: Any, dy: torch.Tensor, need_x: bool, need_w: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """`all_reduce(dy @ w)` and `dy.T @ x`; the messages travel beside both, and beside what waits in the backlog."""
+    """`all_reduce(dy @ w)` and `dy.T @ x`; the messages travel beside both, and beside what waits in the
+    deferred_wgrad."""
     x, w = ctx.saved_tensors
     transport = ctx.transport
-    wgrad = _WeightGradient(w, ctx.main_grad, dy, x, transport.workspace) if need_w else None
+    wgrad = _WeightGradient(w, ctx.main_grad, dy, x, transport.buffer_pool) if need_w else None
     pieces = [] if wgrad is None else wgrad.pieces()
-    if ctx.backlog is not None:
-        pieces += ctx.backlog.take()
+    if ctx.deferred_wgrad is not None:
+        pieces += ctx.deferred_wgrad.take()
     dx = None
     if need_x:
         gathers: Gathers = "after" if pieces else "between"
         schedule = ctx.plan.all_reduce_schedule(transport, dy.shape[0], dy.device, gathers)
         dx = dy.new_empty(dy.shape[0], w.shape[1])
-        sums = Sums(transport, schedule, dx, "copy_linear dgrad", add_in_place=ctx.plan.add_in_place)
+        sums = PipelinedAllReduce(transport, schedule, dx, "copy_linear dgrad", add_in_place=ctx.plan.add_in_place)
         sums.compute(lambda start, stop, out: gemm_into(dy[start:stop], w, out))
         if schedule.pattern == "serial":
             sums.finish()
@@ -261,9 +268,14 @@ class _WeightGradient:
     """`dw = dy.T @ x` over all rows, in runs of its own rows: every element is one sum, whatever the pieces."""
 
     def __init__(
-        self, w: torch.Tensor, main_grad: torch.Tensor | None, dy: torch.Tensor, x: torch.Tensor, workspace: Workspace
+        self,
+        w: torch.Tensor,
+        main_grad: torch.Tensor | None,
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        buffer_pool: BufferPool,
     ) -> None:
-        self._main_grad, self._dy, self._x, self._workspace = main_grad, dy, x, workspace
+        self._main_grad, self._dy, self._x, self._buffer_pool = main_grad, dy, x, buffer_pool
         self._own = torch.empty_like(w, memory_format=torch.contiguous_format) if main_grad is None else None
 
     def pieces(self) -> list[Piece]:
@@ -277,7 +289,7 @@ class _WeightGradient:
         if self._own is not None:
             torch.mm(self._dy[:, features].t(), self._x, out=self._own[features])
         elif self._main_grad is not None:
-            add_product(self._main_grad[features], self._dy[:, features], self._x, self._workspace)
+            add_product(self._main_grad[features], self._dy[:, features], self._x, self._buffer_pool)
 
     def result(self, weight_done: WeightDone | None) -> torch.Tensor | None:
         """What autograd is given."""
@@ -292,5 +304,5 @@ def _run(pieces: list[Piece]) -> None:
 def bytes_sent(schedule: Plan, rows: torch.Tensor) -> int:
     """Bytes that this rank sends in an all-reduce of `rows`."""
     layout = PartLayout(rows.shape[0], schedule.num_ranks, schedule.chunks_per_rank)
-    num_rows = sum(layout.num_chunk_rows(exchange.send) for exchange in schedule.exchanges)
+    num_rows = sum(layout.num_chunk_rows(message.send) for message in schedule.messages)
     return num_rows * rows.shape[1] * rows.element_size()

@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from megatron_overlap.comm import Transport
 from megatron_overlap.ops.call import Observer, WeightDone, check_operands, gemm_into, transport_for
-from megatron_overlap.ops.deferred_wgrad import Backlog
+from megatron_overlap.ops.deferred_wgrad import DeferredWgrad
 from megatron_overlap.ops.tensor_parallel.linear_all_reduce import bytes_sent, column_backward, row_backward
-from megatron_overlap.ops.tensor_parallel.pipelined_all_reduce import Sums
+from megatron_overlap.ops.tensor_parallel.pipelined_all_reduce import PipelinedAllReduce
 from megatron_overlap.ops.tensor_parallel.plan import MIN_MLP_ROWS, LinearPlan
 
 Between = Callable[[torch.Tensor], torch.Tensor]
@@ -45,7 +45,7 @@ def mlp_all_reduce(
     plan: LinearPlan | None = None,
     first: LayerOptions | None = None,
     second: LayerOptions | None = None,
-    backlog: Backlog | None = None,
+    deferred_wgrad: DeferredWgrad | None = None,
 ) -> torch.Tensor:
     """Equals `linear_all_reduce(between(copy_linear(x, w1)), w2_shard)`; see `ops.reference.mlp_all_reduce`.
 
@@ -59,7 +59,8 @@ def mlp_all_reduce(
         plan: how messages are cut and ordered; the same on every rank. None uses `LinearPlan()`.
         first: of the column-parallel layer.
         second: of the row-parallel layer.
-        backlog: as in `linear_all_reduce` and `copy_linear`: hides the second weight's gradient under the first layer's
+        deferred_wgrad: as in `linear_all_reduce` and `copy_linear`: hides the second weight's gradient under the
+        first layer's
             all-reduce in backward.
 
     Returns:
@@ -76,10 +77,10 @@ def mlp_all_reduce(
     if not rows.shape[0]:
         raise ValueError(f"x: shape {tuple(x.shape)}: has no rows")
     schedule = plan.all_reduce_schedule(transport, rows.shape[0], rows.device, "between", MIN_MLP_ROWS)
-    call = _Call(transport, plan, first, second, backlog)
+    call = _Call(transport, plan, first, second, deferred_wgrad)
     entered = _Enter.apply(rows, w1, call)
     y = x.new_empty(rows.shape[0], w2_shard.shape[0])
-    sums = Sums(transport, schedule, y, "mlp_all_reduce", add_in_place=plan.add_in_place)
+    sums = PipelinedAllReduce(transport, schedule, y, "mlp_all_reduce", add_in_place=plan.add_in_place)
     weights = w1.detach(), w2_shard.detach()
     hidden = x.new_empty(rows.shape[0], w2_shard.shape[1])
     parts = []
@@ -92,8 +93,8 @@ def mlp_all_reduce(
 
     sums.compute(compute)
     # A weight that autograd knows of would be handed an empty gradient, and its hooks run, before the real one is made.
-    later = backlog is not None and w2_shard.is_leaf and w2_shard.requires_grad and entered.requires_grad
-    call.later = (backlog, w2_shard) if later else None
+    later = deferred_wgrad is not None and w2_shard.is_leaf and w2_shard.requires_grad and entered.requires_grad
+    call.later = (deferred_wgrad, w2_shard) if later else None
     y = _Leave.apply(weights[1] if later else w2_shard, hidden, call, sums, y, *parts)
     if second.observer is not None:
         second.observer("forward", bytes_sent(schedule, y))
@@ -104,10 +105,21 @@ class _Call:
     """What the nodes of one call share: in forward the choices, in backward the gradients of all rows."""
 
     def __init__(
-        self, transport: Transport, plan: LinearPlan, first: LayerOptions, second: LayerOptions, backlog: Backlog | None
+        self,
+        transport: Transport,
+        plan: LinearPlan,
+        first: LayerOptions,
+        second: LayerOptions,
+        deferred_wgrad: DeferredWgrad | None,
     ) -> None:
-        self.transport, self.plan, self.first, self.second, self.backlog = transport, plan, first, second, backlog
-        self.later: tuple[Backlog | None, torch.Tensor] | None = None
+        self.transport, self.plan, self.first, self.second, self.deferred_wgrad = (
+            transport,
+            plan,
+            first,
+            second,
+            deferred_wgrad,
+        )
+        self.later: tuple[DeferredWgrad | None, torch.Tensor] | None = None
         self.of_middle: torch.Tensor | None = None
         self.of_first: torch.Tensor | None = None
 
@@ -120,7 +132,7 @@ class _Enter(torch.autograd.Function):
         # The parts hand their gradients over in `call.of_first`, and autograd nothing.
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x if w.requires_grad else None, w)
-        ctx.call, ctx.transport, ctx.plan, ctx.backlog = call, call.transport, call.plan, call.backlog
+        ctx.call, ctx.transport, ctx.plan, ctx.deferred_wgrad = call, call.transport, call.plan, call.deferred_wgrad
         ctx.main_grad, ctx.weight_done, ctx.observer = call.first.main_grad, call.first.weight_done, call.first.observer
         if ctx.observer is not None:
             ctx.observer("forward", 0)
@@ -177,11 +189,17 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, w: torch.Tensor, hidden: torch.Tensor, call: _Call, sums: Sums, y: torch.Tensor, *parts: torch.Tensor
+        ctx: Any,
+        w: torch.Tensor,
+        hidden: torch.Tensor,
+        call: _Call,
+        sums: PipelinedAllReduce,
+        y: torch.Tensor,
+        *parts: torch.Tensor,
     ) -> torch.Tensor:
         sums.finish()
         ctx.save_for_backward(hidden if w.requires_grad or call.later is not None else None, w)
-        ctx.call, ctx.later, ctx.workspace = call, call.later, call.transport.workspace
+        ctx.call, ctx.later, ctx.buffer_pool = call, call.later, call.transport.buffer_pool
         ctx.main_grad, ctx.weight_done = call.second.main_grad, call.second.weight_done
         ctx.observer, ctx.num_parts = call.second.observer, len(parts)
         return y

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from megatron_overlap.comm import Transport, Workspace
-from megatron_overlap.comm.transport import Wire
+from megatron_overlap.comm import BufferPool, Transport
+from megatron_overlap.comm.transport import Transfer
 from megatron_overlap.schedules import ChunkLayout, Plan
 
 try:
@@ -23,7 +23,7 @@ _WGRAD_BLOCK = 2048
 """Output rows of one block of a narrow weight gradient."""
 
 
-class Arrivals:
+class PipelinedAllGather:
     """An all-gather on its way: rows are handed out as soon as they are there, own rows first.
 
     The plan's order is that of the sends; rows of several peers that share a link may land in another one.
@@ -53,14 +53,14 @@ class Arrivals:
         self._rank = plan.rank
         self.full = into
         own_start, own_stop = layout.shard(plan.rank)
-        wires = []
-        for exchange in plan.exchanges:
-            start, stop = layout.rows(exchange.send)
-            own = exchange.send.owner == plan.rank
+        transfers = []
+        for message in plan.messages:
+            start, stop = layout.rows(message.send)
+            own = message.send.owner == plan.rank
             sent = shard[start - own_start : stop - own_start] if own else into[start:stop]
-            start, stop = layout.rows(exchange.recv)
-            wires.append(Wire(exchange, sent, into[start:stop]))
-        self._flight = transport.begin(wires, op)
+            start, stop = layout.rows(message.recv)
+            transfers.append(Transfer(message, sent, into[start:stop]))
+        self._p2p_work = transport.begin(transfers, op)
         self._whole = whole or plan.pattern == "serial"
         self._shard = shard
         if self._whole:
@@ -68,7 +68,7 @@ class Arrivals:
         self._open = list(range(len(plan.work)))
 
     def _here(self, index: int) -> bool:
-        return all(self._flight.landed(k) for k in self._plan.work[index].needs)
+        return all(self._p2p_work.is_completed(k) for k in self._plan.work[index].needs)
 
     @property
     def ready(self) -> bool:
@@ -86,7 +86,7 @@ class Arrivals:
         place = next((place for place, index in enumerate(self._open) if self._here(index)), 0)
         first = last = self._open.pop(place)
         for k in work[first].needs:
-            self._flight.wait(k)
+            self._p2p_work.wait(k)
         owner = work[first].chunks[0].owner
         while place < len(self._open) and self._open[place] == last + 1 and self._here(last + 1):
             if work[last + 1].chunks[0].owner != owner:
@@ -106,10 +106,10 @@ class Arrivals:
 
     def finish(self) -> None:
         """Waits until the own rows have left too."""
-        self._flight.finish()
+        self._p2p_work.wait_all()
 
 
-class Departures:
+class PipelinedReduceScatter:
     """A reduce-scatter of GEMM results on its way: others' rows are computed and sent first, own rows last.
 
     Args:
@@ -122,17 +122,17 @@ class Departures:
 
     def __init__(self, transport: Transport, plan: Plan, layout: ChunkLayout, out: torch.Tensor, op: str) -> None:
         self._plan, self._layout, self._out = plan, layout, out
-        self._workspace = transport.workspace
+        self._buffer_pool = transport.buffer_pool
         self._own = layout.shard(plan.rank)
         features = out.shape[1]
-        self._partial = self._workspace.take("partial", (layout.num_rows if plan.exchanges else 0, features), out)
-        sizes = [layout.num_chunk_rows(exchange.recv) for exchange in plan.exchanges]
-        self._landing = self._workspace.take("landing", (sum(sizes), features), out).split(sizes)
-        wires = []
-        for exchange, landing in zip(plan.exchanges, self._landing, strict=True):
-            start, stop = layout.rows(exchange.send)
-            wires.append(Wire(exchange, self._partial[start:stop], landing))
-        self._flight = transport.begin(wires, op)
+        self._partial = self._buffer_pool.take("partial", (layout.num_rows if plan.messages else 0, features), out)
+        sizes = [layout.num_chunk_rows(message.recv) for message in plan.messages]
+        self._landing = self._buffer_pool.take("landing", (sum(sizes), features), out).split(sizes)
+        transfers = []
+        for message, landing in zip(plan.messages, self._landing, strict=True):
+            start, stop = layout.rows(message.send)
+            transfers.append(Transfer(message, self._partial[start:stop], landing))
+        self._p2p_work = transport.begin(transfers, op)
         self._done = 0
 
     def compute(self, gemm: GemmInto, meanwhile: Callable[[], bool] | None = None) -> None:
@@ -156,48 +156,50 @@ class Departures:
                 self._pass_on(index + 1, None, wait=self._out.is_cuda)
         if serial:
             self._out.copy_(self._partial[slice(*self._own)])
-        self._flight.release(len(plan.work))
+        self._p2p_work.mark_ready(len(plan.work))
 
     def _pass_on(self, stop: int, meanwhile: Callable[[], bool] | None, *, wait: bool = True) -> None:
         """Adds what has come to the pieces of work before `stop`, in order, and lets go what waited for them."""
         while self._done < stop:
             adds = self._plan.work[self._done].adds
-            if not all(map(self._flight.landed, adds)):
+            if not all(map(self._p2p_work.is_completed, adds)):
                 if meanwhile is not None and meanwhile():
                     continue
                 if not wait:
                     return
             for k in adds:
-                self._flight.wait(k)
-                self._partial[slice(*self._layout.rows(self._plan.exchanges[k].recv))].add_(self._landing[k])
+                self._p2p_work.wait(k)
+                self._partial[slice(*self._layout.rows(self._plan.messages[k].recv))].add_(self._landing[k])
             self._done += 1
-            self._flight.release(self._done)
+            self._p2p_work.mark_ready(self._done)
 
     def finish(self) -> None:
         """Adds what others computed for the own rows, in the order of the plan, and waits until all has left.
 
         With more than two terms the sum is made in fp32 and rounded once.
         """
-        exchanges, out = self._plan.exchanges, self._out
+        messages, out = self._plan.messages, self._out
         # Each part is summed in the order of the plan; parts are taken as they land.
         waiting: dict[int, list[int]] = {}
         for k in self._plan.work[-1].adds:
-            waiting.setdefault(exchanges[k].recv.part, []).append(k)
+            waiting.setdefault(messages[k].recv.part, []).append(k)
         total = out
         if out.element_size() < 4 and any(len(terms) > 1 for terms in waiting.values()):
-            total = self._workspace.take("sum", out.shape, like_fp32(out))
+            total = self._buffer_pool.take("sum", out.shape, like_fp32(out))
             total.copy_(out)
         while waiting:
-            part = next((part for part, terms in waiting.items() if self._flight.landed(terms[0])), next(iter(waiting)))
+            part = next(
+                (part for part, terms in waiting.items() if self._p2p_work.is_completed(terms[0])), next(iter(waiting))
+            )
             k = waiting[part].pop(0)
-            self._flight.wait(k)
-            start, stop = self._layout.rows_in_shard(exchanges[k].recv)
-            add_wide(total[start:stop], self._landing[k], self._workspace)
+            self._p2p_work.wait(k)
+            start, stop = self._layout.rows_in_shard(messages[k].recv)
+            add_wide(total[start:stop], self._landing[k], self._buffer_pool)
             if not waiting[part]:
                 del waiting[part]
                 if total is not out:
                     out[start:stop].copy_(total[start:stop])
-        self._flight.finish()
+        self._p2p_work.wait_all()
 
 
 class WeightGradient:
@@ -207,11 +209,11 @@ class WeightGradient:
         weight: the parameter `[F, K]`; only its shape, dtype and device are used.
         main_grad: where the gradient is added, as Megatron's gradient accumulation fusion does; None makes a gradient
             of its own.
-        workspace: where narrow products wait to be added.
+        buffer_pool: where narrow products wait to be added.
     """
 
-    def __init__(self, weight: torch.Tensor, main_grad: torch.Tensor | None, workspace: Workspace) -> None:
-        self._main_grad, self._workspace = main_grad, workspace
+    def __init__(self, weight: torch.Tensor, main_grad: torch.Tensor | None, buffer_pool: BufferPool) -> None:
+        self._main_grad, self._buffer_pool = main_grad, buffer_pool
         self._own = torch.empty_like(weight, memory_format=torch.contiguous_format) if main_grad is None else None
         self._sum: torch.Tensor | None = None
         self._empty = True
@@ -219,16 +221,16 @@ class WeightGradient:
     def add(self, dy: torch.Tensor, x: torch.Tensor) -> None:
         """Adds the product of some rows: `dy` is `[rows, F]`, `x` is `[rows, K]`."""
         if self._main_grad is not None:
-            add_product(self._main_grad, dy, x, self._workspace)
+            add_product(self._main_grad, dy, x, self._buffer_pool)
         elif self._own is not None:
             if self._empty:
                 torch.mm(dy.t(), x, out=self._own)
             elif self._own.element_size() < 4:
                 # Rounding the running sum after every piece would cost a bit of precision each time.
                 if self._sum is None:
-                    self._sum = self._workspace.take("wgrad_sum", self._own.shape, like_fp32(self._own))
+                    self._sum = self._buffer_pool.take("wgrad_sum", self._own.shape, like_fp32(self._own))
                     self._sum.copy_(self._own)
-                add_product(self._sum, dy, x, self._workspace)
+                add_product(self._sum, dy, x, self._buffer_pool)
             else:
                 self._own.addmm_(dy.t(), x)
         self._empty = False
@@ -243,7 +245,7 @@ class WeightGradient:
         return self._own
 
 
-def add_product(total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, workspace: Workspace) -> None:
+def add_product(total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, buffer_pool: BufferPool) -> None:
     """`total += dy.T @ x`, where the product may be narrower than `total`."""
     if total.dtype == x.dtype:
         total.addmm_(dy.t(), x)
@@ -254,9 +256,9 @@ def add_product(total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, workspac
     # In blocks of output rows: the narrow product never needs a buffer of the weight's size.
     for start in range(0, total.shape[0], _WGRAD_BLOCK):
         rows = slice(start, start + _WGRAD_BLOCK)
-        product = workspace.take("wgrad_block", (total[rows].shape[0], total.shape[1]), x)
+        product = buffer_pool.take("wgrad_block", (total[rows].shape[0], total.shape[1]), x)
         torch.mm(dy[:, rows].t(), x, out=product)
-        add_wide(total[rows], product, workspace)
+        add_wide(total[rows], product, buffer_pool)
 
 
 class Spans:
@@ -282,16 +284,16 @@ class Spans:
             wgrad.add(dy[start:stop], x[start:stop])
 
 
-def add_wide(total: torch.Tensor, term: torch.Tensor, workspace: Workspace) -> None:
+def add_wide(total: torch.Tensor, term: torch.Tensor, buffer_pool: BufferPool) -> None:
     """`total += term`, where `term` may be narrower than `total`."""
     if term.dtype != total.dtype and not term.is_cuda:
         # torch adds mixed dtypes on the CPU element by element, ten times slower than widening first.
-        wide = workspace.take("widened", term.shape, total)
+        wide = buffer_pool.take("widened", term.shape, total)
         wide.copy_(term)
         term = wide
     total.add_(term)
 
 
 def like_fp32(like: torch.Tensor) -> torch.Tensor:
-    """Names fp32 on the device of `like` to a workspace."""
+    """Names fp32 on the device of `like` to a buffer_pool."""
     return torch.empty(0, dtype=torch.float32, device=like.device)

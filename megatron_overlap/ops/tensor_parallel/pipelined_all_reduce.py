@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatron_overlap.comm import Transport
-from megatron_overlap.comm.transport import Wire
+from megatron_overlap.comm.transport import Transfer
 from megatron_overlap.ops.tensor_parallel.pipelined import GemmInto, add_wide, like_fp32
 from megatron_overlap.schedules import Chunk, PartLayout, Plan
 
 
-class Sums:
+class PipelinedAllReduce:
     """An all-reduce of GEMM results on its way. Every owner adds its chunks once; all ranks end with the same bits.
 
     The computing thread does the additions between its GEMMs. On the CPU it adds what has landed and never stands
@@ -32,21 +32,21 @@ class Sums:
         self, transport: Transport, plan: Plan, out: torch.Tensor, op: str, *, add_in_place: bool | None = None
     ) -> None:
         self._plan, self._out = plan, out
-        self._workspace = transport.workspace
+        self._buffer_pool = transport.buffer_pool
         self._layout = PartLayout(out.shape[0], plan.num_ranks, plan.chunks_per_rank)
         self._in_place = out.device.type != "cpu" if add_in_place is None else add_in_place
-        self._gathers = [k for k, exchange in enumerate(plan.exchanges) if exchange.recv.owner != plan.rank]
-        partial = [k for k, exchange in enumerate(plan.exchanges) if exchange.recv.owner == plan.rank]
-        sizes = [self._layout.num_chunk_rows(plan.exchanges[k].recv) for k in partial]
-        landing = self._workspace.take("landing", (sum(sizes), out.shape[1]), out).split(sizes)
+        self._gathers = [k for k, message in enumerate(plan.messages) if message.recv.owner != plan.rank]
+        partial = [k for k, message in enumerate(plan.messages) if message.recv.owner == plan.rank]
+        sizes = [self._layout.num_chunk_rows(plan.messages[k].recv) for k in partial]
+        landing = self._buffer_pool.take("landing", (sum(sizes), out.shape[1]), out).split(sizes)
         self._landing = dict(zip(partial, landing, strict=True))
         self._num_gemms = 1 + max(index for index, work in enumerate(plan.work) if work.chunks)
         self._done = 0
-        wires = []
-        for k, exchange in enumerate(plan.exchanges):
-            lands = self._landing[k] if k in self._landing else self._rows(exchange.recv)
-            wires.append(Wire(exchange, self._rows(exchange.send), lands))
-        self._flight = transport.begin(wires, op)
+        transfers = []
+        for k, message in enumerate(plan.messages):
+            lands = self._landing[k] if k in self._landing else self._rows(message.recv)
+            transfers.append(Transfer(message, self._rows(message.send), lands))
+        self._p2p_work = transport.begin(transfers, op)
 
     def _rows(self, chunk: Chunk) -> torch.Tensor:
         return self._out[slice(*self._layout.rows(chunk))]
@@ -76,29 +76,29 @@ class Sums:
         """Makes the sums that are left, and waits until all rows of `out` are sums and everything has left."""
         self._advance(len(self._plan.work), wait=True)
         for k in self._gathers:
-            self._flight.wait(k)
-        self._flight.finish()
+            self._p2p_work.wait(k)
+        self._p2p_work.wait_all()
 
     def _advance(self, stop: int, *, wait: bool) -> None:
         """Ends the pieces of work before `stop` in order, each with its additions, and lets go what waited for them."""
         while self._done < stop:
             adds = self._plan.work[self._done].adds
-            if not wait and not all(self._flight.landed(k) for k in adds):
+            if not wait and not all(self._p2p_work.is_completed(k) for k in adds):
                 return
             if adds:
                 self._add(adds)
             self._done += 1
-            self._flight.release(self._done)
+            self._p2p_work.mark_ready(self._done)
 
     def _add(self, adds: tuple[int, ...]) -> None:
         """Adds what others computed of one own chunk; with more than two terms in fp32, rounded once."""
-        own = self._rows(self._plan.exchanges[adds[0]].recv)
+        own = self._rows(self._plan.messages[adds[0]].recv)
         total = own
         if len(adds) > 1 and own.element_size() < 4:
-            total = self._workspace.take("sum", own.shape, like_fp32(own))
+            total = self._buffer_pool.take("sum", own.shape, like_fp32(own))
             total.copy_(own)
         for k in adds:
-            self._flight.wait(k)
-            add_wide(total, self._landing[k], self._workspace)
+            self._p2p_work.wait(k)
+            add_wide(total, self._landing[k], self._buffer_pool)
         if total is not own:
             own.copy_(total)

@@ -11,7 +11,13 @@ import torch
 from megatron_overlap.comm import Transport
 from megatron_overlap.schedules import Plan, all_gather_plan, all_reduce_plan, reduce_scatter_plan
 from megatron_overlap.schedules.all_reduce import Gathers
-from megatron_overlap.schedules.heuristics import MAX_MESSAGES, MIN_CHUNK_ROWS, most_parts, usual_chunks, usual_pattern
+from megatron_overlap.schedules.heuristics import (
+    MAX_MESSAGES,
+    MIN_CHUNK_ROWS,
+    default_chunks,
+    default_pattern,
+    most_parts,
+)
 from megatron_overlap.schedules.plan import Pattern, Split
 
 # Through an MLP a part's rows pass two GEMMs and an activation, where small ones lose more (1024 rows: 4 parts 8 %, 2
@@ -47,10 +53,10 @@ class LinearPlan:
         """The schedule of one rank for `num_rows` gathered rows of `row_bytes` each."""
         chunks = self.chunks_per_rank
         if chunks is None:
-            chunks = usual_chunks(collective, transport.size, num_rows, row_bytes)
+            chunks = default_chunks(collective, transport.size, num_rows, row_bytes)
         # On the CPU what has landed is merged into one GEMM; on a GPU that cannot be asked without a synchronisation.
         split = self.split or ("all" if device.type == "cpu" else "edge")
-        pattern = self.pattern or usual_pattern(device.type)
+        pattern = self.pattern or default_pattern(device.type)
         return _schedule(collective, transport.size, transport.rank, chunks, pattern, split)
 
     def all_reduce_schedule(

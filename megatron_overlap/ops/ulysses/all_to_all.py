@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from megatron_overlap.comm import Transport
-from megatron_overlap.comm.transport import Wire
+from megatron_overlap.comm.transport import Transfer
 from megatron_overlap.schedules import AllToAllPlan, SequenceLayout
 from megatron_overlap.schedules.all_to_all import Task
 
@@ -54,7 +54,7 @@ class Passage:
         *,
         keep: bool,
     ) -> None:
-        self._plan, self._sequence, self._workspace = plan, sequence, transport.workspace
+        self._plan, self._sequence, self._buffer_pool = plan, sequence, transport.buffer_pool
         self._rank = rank = plan.rank
         self._batch, self._width_out, self._like = batch, width_out, like
         groups, rows, own = range(plan.num_groups), sequence.num_rows, sequence.rows_of(rank)
@@ -73,7 +73,7 @@ class Passage:
         self._leaving = dict(zip(keys, leaving, strict=True))
         self._landing = dict(zip(keys, landing, strict=True))
         local = [slice(*run) for run in sequence.local_runs(rank)]
-        wires = []
+        transfers = []
         for index, message in enumerate(plan.messages):
             send, recv = message.send, message.recv
             if send.way == "in":
@@ -82,14 +82,14 @@ class Passage:
             else:
                 leaves = self._result[send.group][slice(*sequence.runs[send.rows][send.run])]
                 lands = self._landing[recv.group, recv.heads][local[recv.run]]
-            wires.append(Wire(message.exchange(index), leaves, lands))
-        self.num_bytes = sum(wire.send.nbytes for wire in wires)
+            transfers.append(Transfer(message.message(index), leaves, lands))
+        self.num_bytes = sum(transfer.send.nbytes for transfer in transfers)
         """Bytes that this rank sends."""
-        self._flight = transport.begin(wires, op)
+        self._p2p_work = transport.begin(transfers, op)
 
     def _take(self, name: str, shapes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
         sizes = [rows * self._batch * width for rows, width in shapes]
-        parts = self._workspace.take(name, (sum(sizes),), self._like).split(sizes) if sizes else ()
+        parts = self._buffer_pool.take(name, (sum(sizes),), self._like).split(sizes) if sizes else ()
         return [part.view(rows, self._batch, width) for part, (rows, width) in zip(parts, shapes, strict=True)]
 
     def run(
@@ -124,10 +124,10 @@ class Passage:
                 following = work[index + 1] if index + 1 < len(work) else None
                 if flush is not None and (following is None or self._pause(task, following)):
                     flush()
-            self._flight.release(index + 1)
+            self._p2p_work.mark_ready(index + 1)
         for filler in waiting:
             filler()
-        self._flight.finish()
+        self._p2p_work.wait_all()
 
     def _pause(self, task: Task, following: Task) -> bool:
         """Whether what has been consumed should be worked on before the next piece: that one has not landed, or, on a
@@ -138,7 +138,7 @@ class Passage:
         return not self._here(following.needs)
 
     def _here(self, needs: tuple[int, ...]) -> bool:
-        return all(self._flight.landed(k) for k in needs)
+        return all(self._p2p_work.is_completed(k) for k in needs)
 
     def _fill(self, needs: tuple[int, ...], fillers: Iterator[Callable[[], None]]) -> None:
         while not self._like.is_cuda and not self._here(needs):
@@ -147,13 +147,13 @@ class Passage:
                 break
             filler()
         for k in needs:
-            self._flight.wait(k)
+            self._p2p_work.wait(k)
 
     def _produce(self, produce: Produce, group: int, peers: tuple[int, ...]) -> None:
         own = None
         if self._rank in peers:
             shape = (self._sequence.rows_of(self._rank), self._batch, self._own_in[group])
-            own = self._workspace.take("ulysses_own", shape, self._like)
+            own = self._buffer_pool.take("ulysses_own", shape, self._like)
         slots = [own if peer == self._rank else self._leaving[group, peer] for peer in peers]
         produce(group, peers, [slot for slot in slots if slot is not None])
         if own is not None:
@@ -165,7 +165,7 @@ class Passage:
         if len(places) == 1:
             return self._result[group][slice(*places[0])]
         shape = (self._sequence.rows_of(self._rank), self._batch, self._width_out(self._rank, group))
-        own = self._workspace.take("ulysses_own", shape, self._like)
+        own = self._buffer_pool.take("ulysses_own", shape, self._like)
         for (start, stop), run in zip(local, places, strict=True):
             own[start:stop].copy_(self._result[group][slice(*run)])
         return own

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm import Transport, Workspace, transport_of
+from megatron_overlap.comm import BufferPool, Transport, transport_of
 from megatron_overlap.ops.tensor_parallel.pipelined import add_wide
 from megatron_overlap.ops.ulysses.all_to_all import Passage
 from megatron_overlap.ops.ulysses.head_attention import OwnHeads
@@ -193,7 +193,7 @@ class _Ulysses(torch.autograd.Function):
         attention, transport = ctx.attention, ctx.transport
         heads = attention.heads
         dq = torch.empty_like(dy, memory_format=torch.contiguous_format)
-        keys = _KeyGradients(heads, ctx.shape, dy, transport.workspace)
+        keys = _KeyGradients(heads, ctx.shape, dy, transport.buffer_pool)
 
         def produce(group: int, peers: tuple[int, ...], slots: list[torch.Tensor]) -> None:
             for peer, slot in zip(peers, slots, strict=True):
@@ -226,15 +226,15 @@ class _Ulysses(torch.autograd.Function):
 class _KeyGradients:
     """Gradients of the own rows of all key/value heads, from every rank that attended to them."""
 
-    def __init__(self, heads: HeadLayout, shape: torch.Size, like: torch.Tensor, workspace: Workspace) -> None:
+    def __init__(self, heads: HeadLayout, shape: torch.Size, like: torch.Tensor, buffer_pool: BufferPool) -> None:
         self._own = (like.new_empty(shape), like.new_empty(shape))
-        self._shared, self._workspace = heads.shares_keys, workspace
+        self._shared, self._buffer_pool = heads.shares_keys, buffer_pool
         self._totals = self._own
         if self._shared:
             if like.element_size() < 4:
                 wide = torch.empty(0, dtype=torch.float32, device=like.device)
                 # Summed wide and rounded once, as all sums over ranks here.
-                sums = workspace.take("ulysses_keys", (2, *shape), wide)
+                sums = buffer_pool.take("ulysses_keys", (2, *shape), wide)
                 self._totals = (sums[0], sums[1])
             for total in self._totals:
                 total.zero_()
@@ -244,7 +244,7 @@ class _KeyGradients:
         for total, term in zip(self._totals, (of_key, of_value), strict=True):
             place = total[:, :, slice(*heads)]
             if self._shared:
-                add_wide(place, term, self._workspace)
+                add_wide(place, term, self._buffer_pool)
             else:
                 place.copy_(term)
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm import Transport, Workspace, transport_of
+from megatron_overlap.comm import BufferPool, Transport, transport_of
 from megatron_overlap.ops.call import WeightDone
 from megatron_overlap.ops.tensor_parallel.pipelined import WeightGradient, add_wide
 from megatron_overlap.ops.ulysses.all_to_all import Passage
@@ -177,15 +177,15 @@ class _Layer(torch.autograd.Function):
         transport, attention, heads = call.transport, call.attention, call.heads
         rows, batch, _ = x.shape
         flat = x.flatten(0, 1)
-        workspace = transport.workspace
+        buffer_pool = transport.buffer_pool
         context = x.new_empty(rows * batch, w_out.shape[1])
-        total = _RunningSum(x.new_empty(rows * batch, w_out.shape[0]), workspace)
+        total = _RunningSum(x.new_empty(rows * batch, w_out.shape[0]), buffer_pool)
         spans = _Spans()
 
         def produce(group: int, peers: tuple[int, ...], slots: list[torch.Tensor]) -> None:
             runs = [call.qkv_rows(peer, group) for peer in peers]
             first, last = min(run.start for run in runs), max(run.stop for run in runs)
-            projected = workspace.take("ulysses_projected", (rows * batch, last - first), x)
+            projected = buffer_pool.take("ulysses_projected", (rows * batch, last - first), x)
             weight = w_qkv[first:last].t()
             if bias is None:
                 torch.mm(flat, weight, out=projected)
@@ -230,16 +230,16 @@ class _Layer(torch.autograd.Function):
         need_x, need_qkv, need_bias, need_out = ctx.needs_input_grad[:4]
         rows, batch, _ = x.shape
         flat, dy = x.flatten(0, 1), grads[0].flatten(0, 1)
-        workspace = transport.workspace
-        total = _RunningSum(x.new_empty(flat.shape), workspace)
-        projected = workspace.take("ulysses_dprojected", (rows * batch, w_qkv.shape[0]), x)
+        buffer_pool = transport.buffer_pool
+        total = _RunningSum(x.new_empty(flat.shape), buffer_pool)
+        projected = buffer_pool.take("ulysses_dprojected", (rows * batch, w_qkv.shape[0]), x)
         spans = _Spans()
-        wgrad = _Rows(call.qkv, workspace) if need_qkv else None
+        wgrad = _Rows(call.qkv, buffer_pool) if need_qkv else None
 
         def produce(group: int, peers: tuple[int, ...], slots: list[torch.Tensor]) -> None:
             runs = [call.out_columns(peer, group) for peer in peers]
             first, last = min(run.start for run in runs), max(run.stop for run in runs)
-            dcontext = workspace.take("ulysses_dcontext", (rows * batch, last - first), x)
+            dcontext = buffer_pool.take("ulysses_dcontext", (rows * batch, last - first), x)
             torch.mm(dy, w_out[:, first:last], out=dcontext)
             for run, slot in zip(runs, slots, strict=True):
                 slot.copy_(dcontext[:, run.start - first : run.stop - first].view(slot.shape))
@@ -259,7 +259,7 @@ class _Layer(torch.autograd.Function):
                 if wgrad is not None:
                     wgrad.add(run, projected[:, run], flat)
 
-        out_wgrad = _Rows(call.out, workspace) if need_out else None
+        out_wgrad = _Rows(call.out, buffer_pool) if need_out else None
 
         def fillers() -> Iterator[Callable[[], None]]:
             if out_wgrad is None:
@@ -319,8 +319,8 @@ class _Spans:
 class _RunningSum:
     """A sum of products that come one after the other; rounded once where they are narrow."""
 
-    def __init__(self, own: torch.Tensor, workspace: Workspace) -> None:
-        self._own, self._workspace = own, workspace
+    def __init__(self, own: torch.Tensor, buffer_pool: BufferPool) -> None:
+        self._own, self._buffer_pool = own, buffer_pool
         self._sum: torch.Tensor | None = None
         self._empty = True
 
@@ -333,11 +333,11 @@ class _RunningSum:
         else:
             if self._sum is None:
                 wide = torch.empty(0, dtype=torch.float32, device=own.device)
-                self._sum = self._workspace.take("ulysses_sum", own.shape, wide)
+                self._sum = self._buffer_pool.take("ulysses_sum", own.shape, wide)
                 self._sum.copy_(own)
-            product = self._workspace.take("ulysses_product", own.shape, own)
+            product = self._buffer_pool.take("ulysses_product", own.shape, own)
             torch.mm(a, b, out=product)
-            add_wide(self._sum, product, self._workspace)
+            add_wide(self._sum, product, self._buffer_pool)
         self._empty = False
 
     def result(self) -> torch.Tensor:
@@ -351,8 +351,8 @@ class _RunningSum:
 class _Rows:
     """The gradient of a weight whose rows come in runs, each run once and complete."""
 
-    def __init__(self, projection: Projection, workspace: Workspace) -> None:
-        self._projection, self._workspace = projection, workspace
+    def __init__(self, projection: Projection, buffer_pool: BufferPool) -> None:
+        self._projection, self._buffer_pool = projection, buffer_pool
         own = projection.main_grad is None
         self._own = torch.empty_like(projection.weight, memory_format=torch.contiguous_format) if own else None
 
@@ -362,7 +362,7 @@ class _Rows:
             torch.mm(dy.t(), x, out=self._own[run])
         elif self._projection.main_grad is not None:
             into = self._projection.main_grad[run]
-            WeightGradient(self._projection.weight[run], into, self._workspace).add(dy, x)
+            WeightGradient(self._projection.weight[run], into, self._buffer_pool).add(dy, x)
 
     def result(self) -> torch.Tensor | None:
         """What autograd gets."""

@@ -3,7 +3,8 @@
 Source: Zeppelin (arXiv 2509.21841, section 4.2), whose code is not public. Documents that are cut over several ranks
 are rings: their members show each other keys and values, or queries, over messages that are posted before anything is
 computed, those between nodes first. While they travel a rank attends to its own rows, to what has landed, and to its
-whole documents where nothing has. `schedules.varlen.program` has the messages, `varlen_queues` the order of computation.
+whole documents where nothing has. `schedules.varlen.program` has the messages, `varlen_queues` the order of
+computation.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ def _transports(group: dist.ProcessGroup | Transport) -> tuple[Transport, Transp
     if not isinstance(group, dist.ProcessGroup):
         return group, group
     inter = transport_of(group)
-    return inter, transport_of(group, lane="intra") if dist.get_backend(group) == "nccl" else inter
+    return inter, transport_of(group, channel="intra") if dist.get_backend(group) == "nccl" else inter
 
 
 def _mover(group: dist.ProcessGroup | Transport, rings: Transport) -> Transport:
@@ -151,7 +152,7 @@ def _mover(group: dist.ProcessGroup | Transport, rings: Transport) -> Transport:
     """
     if not isinstance(group, dist.ProcessGroup) or dist.get_backend(group) != "nccl":
         return rings
-    return transport_of(group, lane="moved")
+    return transport_of(group, channel="moved")
 
 
 def _check(

@@ -1,6 +1,7 @@
 """One pass of balanced attention in one direction on one rank: its rows, its computation, its results.
 
-Rows may come in the layout of linear layers (`schedules.varlen.rebalance`). What this rank has too many of leaves at once; what it
+Rows may come in the layout of linear layers (`schedules.varlen.rebalance`). What this rank has too many of leaves at
+once; what it
 lacks lands while it computes the rest: those are last in attention's order, so that they are whole documents, and rings
 only where rings are all that a rank has. Their results go back from when they are made.
 """
@@ -122,7 +123,7 @@ class Pass:
                 run()
                 step()
 
-            queues.moved.append(Task(moved, inbound.landed, inbound.wait, takes_fs=takes_fs, due_fs=due_fs))
+            queues.moved.append(Task(moved, inbound.is_completed, inbound.wait, takes_fs=takes_fs, due_fs=due_fs))
 
     def _works(self, start: int, stop: int) -> int:
         """Steps after which these rows are made: of rings only when all is done."""

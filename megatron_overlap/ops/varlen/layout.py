@@ -9,10 +9,10 @@ from itertools import accumulate
 import torch
 
 from megatron_overlap.schedules.varlen import Plan, Ring
-from megatron_overlap.schedules.varlen.ring_groups import Circle, Load
+from megatron_overlap.schedules.varlen.ring_groups import Load, RingGroup
 
 Place = Callable[[int, int], slice]
-"""`place(ring, chunk)`: the rows of a chunk of the ring with this number in its circle."""
+"""`place(ring, chunk)`: the rows of a chunk of the ring with this number in its ring_group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,11 @@ class OwnRows:
         lengths = (plan.lengths[document] for document in part.local[rank])
         return cls(row, starts, tuple(length for length in lengths if length))
 
-    def place(self, circle: Circle, place: int) -> Place:
+    def place(self, ring_group: RingGroup, place: int) -> Place:
         """Chunks of the member at `place`, which is this rank."""
 
         def rows(number: int, chunk: int) -> slice:
-            ring = circle.rings[number]
+            ring = ring_group.rings[number]
             (a, b), (c, d) = ring.chunks(place)
             start = self.starts[ring.document]
             return slice(start, start + b - a) if chunk == place else slice(start + b - a, start + b - a + d - c)
@@ -52,17 +52,17 @@ class OwnRows:
         return rows
 
 
-def place_in_load(circle: Circle, load: Load) -> Place:
+def place_in_load(ring_group: RingGroup, load: Load) -> Place:
     """Chunks in the buffer of a load: chunk by chunk, in each ring by ring."""
     starts: dict[tuple[int, int], int] = {}
-    sizes = [(number, chunk) for chunk in load.chunks for number in range(len(circle.rings))]
-    counts = [length(circle.rings[number], chunk) for number, chunk in sizes]
+    sizes = [(number, chunk) for chunk in load.chunks for number in range(len(ring_group.rings))]
+    counts = [length(ring_group.rings[number], chunk) for number, chunk in sizes]
     for key, start in zip(sizes, accumulate(counts, initial=0), strict=False):
         starts[key] = start
 
     def rows(number: int, chunk: int) -> slice:
         start = starts[number, chunk]
-        return slice(start, start + length(circle.rings[number], chunk))
+        return slice(start, start + length(ring_group.rings[number], chunk))
 
     return rows
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_overlap.comm import Transport
 from megatron_overlap.ops.call import Observer, transport_for
-from megatron_overlap.ops.varlen.transfers import TripFlight
+from megatron_overlap.ops.varlen.transfers import TripP2PWork
 from megatron_overlap.schedules.varlen import Plan
 from megatron_overlap.schedules.varlen.linear_layout import to_linear
 from megatron_overlap.schedules.varlen.message_order import Trip
@@ -35,7 +35,8 @@ def remap(
 ) -> torch.Tensor:
     """Moves rows between the attention layout of a pass and that of linear layers, which is even where that pays.
 
-    Equal to gathering all rows and picking those of `schedules.varlen.linear_layout.to_linear(plan, index)`, or of its way back; see
+    Equal to gathering all rows and picking those of `schedules.varlen.linear_layout.to_linear(plan, index)`, or of
+    its way back; see
     `ops.reference.move_rows`. Only surpluses move, inside nodes first. The gradient takes the way back.
     It waits for its messages; `balanced_attention(layout="linear")` hides them.
 
@@ -91,9 +92,9 @@ def _move(
     way = _Way(transport, moves, x, y, {}, f"remap {direction}")
     y[: way.kept] = x[: way.kept]
     way.wait()
-    way.flight.finish()
+    way.p2p_work.wait_all()
     if observer is not None:
-        observer(direction, way.flight.num_bytes)
+        observer(direction, way.p2p_work.num_bytes)
     return y
 
 
@@ -102,7 +103,7 @@ class _Way:
 
     Args:
         first: the rows that `x[0]` and `y[0]` are in their layouts.
-        works: see `TripFlight`.
+        works: see `TripP2PWork`.
     """
 
     def __init__(
@@ -120,13 +121,13 @@ class _Way:
         numbered = [(move, (index, 0)) for index, move in enumerate(moves.moves)]
         sources = {key: x[m.start - first : m.stop - first] for m, key in numbered if m.source == rank}
         sinks = {key: y[m.at - first : m.at - first + m.rows] for m, key in numbered if m.to == rank}
-        self.flight = TripFlight(transport, _trip(moves), sources, sinks, works, x, 0, name)
+        self.p2p_work = TripP2PWork(transport, _trip(moves), sources, sinks, works, x, 0, name)
 
-    def landed(self) -> bool:
-        return self.flight.landed(self.flight.arrivals)
+    def is_completed(self) -> bool:
+        return self.p2p_work.is_completed(self.p2p_work.arrivals)
 
     def wait(self) -> None:
-        self.flight.wait(self.flight.arrivals)
+        self.p2p_work.wait(self.p2p_work.arrivals)
 
 
 class Inbound:
@@ -149,9 +150,9 @@ class Inbound:
         self.kept = kept = min(held, wanted)
         shape = (sum(self._heads), like.shape[2])
         # Only what moves is packed: one message for all tensors.
-        leaving = transport.workspace.take(f"{name} leaving", (held - kept, *shape), like)
+        leaving = transport.buffer_pool.take(f"{name} leaving", (held - kept, *shape), like)
         torch.cat([x[kept:] for x in tensors], dim=1, out=leaving)
-        self._landing = transport.workspace.take(f"{name} landing", (wanted - kept, *shape), like)
+        self._landing = transport.buffer_pool.take(f"{name} landing", (wanted - kept, *shape), like)
         self.rows = [x[:wanted] for x in tensors]
         if wanted > held:
             self.rows = [x.new_empty(wanted, *x.shape[1:]) for x in tensors]
@@ -159,7 +160,7 @@ class Inbound:
                 whole[:held] = own
         self._way = _Way(transport, moves, leaving, self._landing, {}, f"{name} there", kept)
         self._waits = wanted > held
-        self.landed = self._way.landed
+        self.is_completed = self._way.is_completed
 
     def wait(self) -> None:
         """Returns when all rows are here."""
@@ -172,8 +173,8 @@ class Inbound:
     def finish(self) -> int:
         """Waits until what leaves has left; the bytes of it."""
         self.wait()
-        self._way.flight.finish()
-        return self._way.flight.num_bytes
+        self._way.p2p_work.wait_all()
+        return self._way.p2p_work.num_bytes
 
 
 class Outbound:
@@ -208,13 +209,13 @@ class Outbound:
     def step(self) -> None:
         """One more piece is made."""
         self._done += 1
-        self._way.flight.release(self._done)
+        self._way.p2p_work.mark_ready(self._done)
 
     def finish(self) -> int:
         """Waits until what comes is here and what leaves has left; the bytes of it."""
         self._way.wait()
-        self._way.flight.finish()
-        return self._way.flight.num_bytes
+        self._way.p2p_work.wait_all()
+        return self._way.p2p_work.num_bytes
 
     def results(self) -> list[torch.Tensor]:
         """The results in the layout of linear layers."""

@@ -13,7 +13,7 @@ from megatron_overlap.ops.varlen.flash_attention import Mask, wide
 from megatron_overlap.ops.varlen.layout import OwnRows, join, length, place_in_load
 from megatron_overlap.ops.varlen.pass_kv_pass_q import Flow
 from megatron_overlap.ops.varlen.task_queue import Queues, Task
-from megatron_overlap.ops.varlen.transfers import TripFlight, home_rounds, index_of
+from megatron_overlap.ops.varlen.transfers import TripP2PWork, home_rounds, index_of
 from megatron_overlap.schedules.varlen import Plan
 from megatron_overlap.schedules.varlen.messages import Visit, visits_of, works_of
 from megatron_overlap.schedules.varlen.program import Turn, program
@@ -64,11 +64,11 @@ class RunningTurn:
     """One turn on this rank, which may be a member, a proxy, or have no part in it."""
 
     def __init__(self, call: Call, turn: Turn, number: int) -> None:
-        self._call, self._turn, self._circle = call, turn, turn.circle
-        self._transport = call.transports[turn.circle.zone != "inter"]
+        self._call, self._turn, self._circle = call, turn, turn.ring_group
+        self._transport = call.transports[turn.ring_group.zone != "inter"]
         self._name = f"{call.name} {number}"
         rank = self._transport.rank
-        self._place = turn.circle.ranks.index(rank) if rank in turn.circle.ranks else None
+        self._place = turn.ring_group.ranks.index(rank) if rank in turn.ring_group.ranks else None
         self._homes = [index for index, load in enumerate(turn.loads) if load.home == self._place]
         self._visits: list[Visit] = []
         self._works: list[Visit] = []
@@ -77,7 +77,7 @@ class RunningTurn:
             self._works = works_of(turn.loads, turn.back, self._place, rank) if turn.back else []
         self._done: set[tuple[int, int]] = set()
         self._worked = 0
-        self._back: TripFlight | None = None
+        self._back: TripP2PWork | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -98,7 +98,7 @@ class RunningTurn:
                     runs = self._own_runs(number, (chunk,))
                     if runs:
                         self._call.flow.pack(runs, rows[place(number, chunk)])
-        self._out = TripFlight(
+        self._out = TripP2PWork(
             self._transport, self._turn.out, sources, self._loads, {}, self._call.like, width, f"{self._name} out"
         )
 
@@ -114,7 +114,7 @@ class RunningTurn:
         arriving = [(index, step - 1) for index, step in keys if step] + [(index, -1) for index in self._homes]
         rows = [turn.loads[index].rows[step + 1] for index, step in arriving]
         self._more = self._take("more", arriving, rows, width, like)
-        self._back = TripFlight(
+        self._back = TripP2PWork(
             self._transport, turn.back, self._made, self._more, index_of(self._works), like, width, f"{self._name} back"
         )
 
@@ -124,43 +124,43 @@ class RunningTurn:
         """One buffer, divided."""
         if not keys:
             return {}
-        buffer = self._transport.workspace.take(f"{self._name} {name}", (sum(rows), width), like)
+        buffer = self._transport.buffer_pool.take(f"{self._name} {name}", (sum(rows), width), like)
         return dict(zip(keys, buffer.split(list(rows)), strict=True))
 
     def enqueue(self) -> None:
         """Puts the computation of this turn in the queues."""
-        call, circle, cost = self._call, self._circle, self._call.plan.cost
+        call, ring_group, cost = self._call, self._circle, self._call.plan.cost
         if self._place is None:
             return
-        tokens = sum(ring.tokens(self._place) for ring in circle.rings)
-        inter = circle.zone == "inter"
+        tokens = sum(ring.tokens(self._place) for ring in ring_group.rings)
+        inter = ring_group.zone == "inter"
         call.queues.first.append(Task(self._own))
         for visit in self._visits:
             rows = self._turn.loads[visit.load].rows[visit.step]
             task = Task(
                 partial(self._visit, visit),
-                partial(self._out.landed, visit.rounds),
+                partial(self._out.is_completed, visit.rounds),
                 partial(self._out.wait, visit.rounds),
                 takes_fs=cost.attention_fs(tokens * rows // 2, tokens),
                 due_fs=cost.ring_fs(rows * (visit.step + 1), visit.step + 1, call.plan.topology, inter=inter),
             )
-            call.queues.visits[circle.zone].append(task)
+            call.queues.visits[ring_group.zone].append(task)
         if self._back is None:
             return
         for work in self._works:
             may = partial(self._done.__contains__, (work.load, work.step))
-            landed, wait = partial(self._back.landed, work.rounds), partial(self._back.wait, work.rounds)
-            call.queues.returns[circle.zone].append(Task(partial(self._return, work), landed, wait, may))
+            landed, wait = partial(self._back.is_completed, work.rounds), partial(self._back.wait, work.rounds)
+            call.queues.returns[ring_group.zone].append(Task(partial(self._return, work), landed, wait, may))
         for index in self._homes:
             rounds = home_rounds(self._turn, index, self._transport.rank)
-            landed, wait = partial(self._back.landed, rounds), partial(self._back.wait, rounds)
-            call.queues.returns[circle.zone].append(Task(partial(self._home, index), landed, wait))
+            landed, wait = partial(self._back.is_completed, rounds), partial(self._back.wait, rounds)
+            call.queues.returns[ring_group.zone].append(Task(partial(self._home, index), landed, wait))
 
     def finish(self) -> None:
         """Waits until every buffer is free again."""
-        self._out.finish()
+        self._out.wait_all()
         if self._back is not None:
-            self._back.finish()
+            self._back.wait_all()
 
     def _own_runs(self, number: int, chunks: Sequence[int]) -> list[slice]:
         assert self._place is not None
@@ -203,7 +203,7 @@ class RunningTurn:
         if work.step:
             self._call.flow.grow(self._made[work.load, work.step], self._more[work.load, work.step - 1])
         self._worked += 1
-        self._back.release(self._worked)
+        self._back.mark_ready(self._worked)
 
     def _home(self, index: int) -> None:
         place, load = place_in_load(self._circle, self._turn.loads[index]), self._turn.loads[index]

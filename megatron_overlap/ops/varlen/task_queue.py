@@ -26,7 +26,7 @@ class Task:
 
     Attributes:
         run: does it.
-        landed: whether what it needs has come.
+        is_completed: whether what it needs has come.
         wait: returns when it has.
         may: whether this rank has done what it needs.
         takes_fs: modelled time of it.
@@ -34,7 +34,7 @@ class Task:
     """
 
     run: Callable[[], None]
-    landed: Callable[[], bool] = _always
+    is_completed: Callable[[], bool] = _always
     wait: Callable[[], None] = _nothing
     may: Callable[[], bool] = _always
     takes_fs: int = 0
@@ -51,7 +51,7 @@ class Queues:
         returns: by zone, what adds a message to the result of a visit, or to own rows.
         moved: whole documents with rows of other ranks' linear layers.
         local: what needs no message.
-        asks: the transport can say what has landed; otherwise the model decides which message is likely to have.
+        asks: the transport can say what has is_completed; otherwise the model decides which message is likely to have.
     """
 
     asks: bool
@@ -66,7 +66,8 @@ class Queues:
         """Does everything.
 
         A rank that has nothing else to do stands still for its visits first, those between nodes before those inside,
-        and for results only after all visits: the order in which `schedules.varlen.verify` proves that nothing deadlocks. Moved
+        and for results only after all visits: the order in which `schedules.varlen.verify` proves that nothing
+        deadlocks. Moved
         rows come before results: they leave at the start, whatever their rank computes.
 
         Args:
@@ -91,7 +92,7 @@ class Queues:
                 self._do(next(queue for queue in (*visits, self.moved, *returns) if queue).popleft())
 
     def _ready(self, task: Task) -> bool:
-        return task.may() and (task.landed() if self.asks else task.due_fs <= self._now_fs)
+        return task.may() and (task.is_completed() if self.asks else task.due_fs <= self._now_fs)
 
     def _do(self, task: Task) -> None:
         task.wait()

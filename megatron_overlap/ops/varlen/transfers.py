@@ -1,4 +1,4 @@
-"""The messages of one circle on their way: buffers and exchanges of one rank."""
+"""The messages of one ring_group on their way: buffers and exchanges of one rank."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Mapping
 
 import torch
 
-from megatron_overlap.comm import Flight, Transport
-from megatron_overlap.comm.transport import Wire
+from megatron_overlap.comm import P2PWork, Transport
+from megatron_overlap.comm.transport import Transfer
 from megatron_overlap.schedules.layout import Chunk
-from megatron_overlap.schedules.plan import Exchange
+from megatron_overlap.schedules.plan import Message
 from megatron_overlap.schedules.varlen.message_order import Trip
 from megatron_overlap.schedules.varlen.messages import Visit
 from megatron_overlap.schedules.varlen.program import Turn
 
 
-class TripFlight:
+class TripP2PWork:
     """One trip of a turn, as this rank takes part in it. A rank without messages posts none.
 
     Attributes:
@@ -53,7 +53,9 @@ class TripFlight:
             index for _, index in pairs if index is not None and not messages[index].ends
         ]  # for others: this rank is their proxy
         total = sum(messages[index].stop - messages[index].start for index in through)
-        scratch = transport.workspace.take(f"{name} proxy", (total, width), like) if total else like.new_empty(0, width)
+        scratch = (
+            transport.buffer_pool.take(f"{name} proxy", (total, width), like) if total else like.new_empty(0, width)
+        )
         places: dict[int, torch.Tensor] = {}
         used = 0
         for index in through:
@@ -61,11 +63,11 @@ class TripFlight:
             places[index] = scratch[used : used + rows]
             used += rows
         nothing = like.new_empty(0)
-        wires = []
+        transfers = []
         self.num_bytes = 0
         for send, recv in pairs:
             outgoing = incoming = nothing
-            after_work, after_exchange = 0, None
+            after_work, after_message = 0, None
             peers = [messages[index].to for index in (send,) if index is not None]
             peers += [messages[index].source for index in (recv,) if index is not None]
             other = peers[0] if peers else (rank + 1) % transport.size
@@ -85,22 +87,24 @@ class TripFlight:
                     after_work = works.get((message.load, message.step), 0)
                 else:
                     before = messages[message.after]
-                    after_exchange = before.round
+                    after_message = before.round
                     outgoing = places[message.after][message.start - before.start : message.stop - before.start]
                 self.num_bytes += outgoing.numel() * outgoing.element_size()
             nowhere = Chunk(rank, 0)
-            wires.append(Wire(Exchange(nowhere, to, nowhere, source, after_work, after_exchange), outgoing, incoming))
-        self._flight: Flight = transport.begin(wires, name)
-        self.release, self.finish = self._flight.release, self._flight.finish
+            transfers.append(
+                Transfer(Message(nowhere, to, nowhere, source, after_work, after_message), outgoing, incoming)
+            )
+        self._p2p_work: P2PWork = transport.begin(transfers, name)
+        self.mark_ready, self.wait_all = self._p2p_work.mark_ready, self._p2p_work.wait_all
 
-    def landed(self, rounds: tuple[int, ...]) -> bool:
+    def is_completed(self, rounds: tuple[int, ...]) -> bool:
         """Whether all of these rounds have; False where asking would cost a synchronisation."""
-        return all(self._flight.landed(number) for number in rounds)
+        return all(self._p2p_work.is_completed(number) for number in rounds)
 
     def wait(self, rounds: tuple[int, ...]) -> None:
         """Returns when all of these have landed."""
         for number in rounds:
-            self._flight.wait(number)
+            self._p2p_work.wait(number)
 
 
 def home_rounds(turn: Turn, load: int, rank: int) -> tuple[int, ...]:

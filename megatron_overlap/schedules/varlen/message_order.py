@@ -1,4 +1,4 @@
-"""The messages of one flight, and the order in which every rank posts its own.
+"""The messages of one p2p_work, and the order in which every rank posts its own.
 
 A rank's messages have rounds: in one it sends one message and receives one, at most, and what a message forwards has
 come in an earlier round. Posted in the order of rounds they cannot deadlock, on no transport.
@@ -53,7 +53,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Trip:
-    """The messages of one flight, none before the one it is after."""
+    """The messages of one p2p_work, none before the one it is after."""
 
     messages: tuple[Message, ...]
 

@@ -1,8 +1,9 @@
-"""The messages of a circle: who sends which rows of which load to whom, in which round.
+"""The messages of a ring_group: who sends which rows of which load to whom, in which round.
 
 A load goes from its home to its visits, one after the other (`out`). Where the visits make something of it, partial
 gradients or partial results, that travels the same way, one visit behind, grows at each, and ends at home (`back`). A
-message between nodes may take several network cards (`schedules.varlen.routing`): its rows are cut in lanes and pieces, which go
+message between nodes may take several network cards (`schedules.varlen.routing`): its rows are cut in lanes and
+pieces, which go
 through proxies. `schedules.varlen.message_order` orders the messages.
 """
 

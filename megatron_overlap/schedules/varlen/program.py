@@ -9,22 +9,22 @@ from functools import lru_cache
 from megatron_overlap.schedules.varlen.message_order import Links, Trip
 from megatron_overlap.schedules.varlen.messages import back_trip, out_trip
 from megatron_overlap.schedules.varlen.plan import Plan
-from megatron_overlap.schedules.varlen.ring_groups import Circle, Load, Side, circles, loads
+from megatron_overlap.schedules.varlen.ring_groups import Load, RingGroup, Side, loads, ring_groups
 from megatron_overlap.schedules.varlen.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One circle's part of a program.
+    """One ring_group's part of a program.
 
     Attributes:
-        circle: whose rings these are.
+        ring_group: whose rings these are.
         loads: what travels.
         out: the way to the visits.
         back: the way of what the visits make; None where they keep it.
     """
 
-    circle: Circle
+    ring_group: RingGroup
     loads: tuple[Load, ...]
     out: Trip
     back: Trip | None
@@ -88,33 +88,34 @@ class Same:
 @lru_cache(maxsize=16)
 def _program(same: Same, index: int, traffic: Traffic, window: int | None) -> tuple[Turn, ...]:
     plan = same.plan
-    found = circles(plan.passes[index])
+    found = ring_groups(plan.passes[index])
     turns = []
-    for circle in found:
-        cards = _cards(circle, found, plan.topology)
-        out = loads(circle, traffic.side, window)
+    for ring_group in found:
+        cards = _cards(ring_group, found, plan.topology)
+        out = loads(ring_group, traffic.side, window)
         back = None
         if traffic.back_bytes:
-            back = back_trip(out, circle.ranks, Links(plan.topology, traffic.back_bytes, cards))
-        way = out_trip(out, circle.ranks, Links(plan.topology, traffic.out_bytes, cards))
-        turns.append(Turn(circle, out, way, back))
+            back = back_trip(out, ring_group.ranks, Links(plan.topology, traffic.back_bytes, cards))
+        way = out_trip(out, ring_group.ranks, Links(plan.topology, traffic.out_bytes, cards))
+        turns.append(Turn(ring_group, out, way, back))
     return tuple(turns)
 
 
-def _cards(circle: Circle, others: Sequence[Circle], topology: Topology) -> int | None:
-    """How many of a node's cards a circle may use: of those between nodes each as much as of their tokens, or one."""
-    if circle.zone != "inter":
+def _cards(ring_group: RingGroup, others: Sequence[RingGroup], topology: Topology) -> int | None:
+    """How many of a node's cards a ring_group may use: of those between nodes each as much as of their tokens, or
+    one."""
+    if ring_group.zone != "inter":
         return None
 
-    def tokens(of: Circle) -> int:
+    def tokens(of: RingGroup) -> int:
         return sum(ring.length for ring in of.rings)
 
     def on_node(node: int) -> int:
         there = [each for each in others if each.zone == "inter" and node in map(topology.node_of, each.ranks)]
         return sum(map(tokens, there))
 
-    busiest = max(map(on_node, set(map(topology.node_of, circle.ranks))))
-    return max(1, (2 * topology.nics_per_node * tokens(circle) + busiest) // (2 * busiest)) if busiest else None
+    busiest = max(map(on_node, set(map(topology.node_of, ring_group.ranks))))
+    return max(1, (2 * topology.nics_per_node * tokens(ring_group) + busiest) // (2 * busiest)) if busiest else None
 
 
 def without_routes(plan: Plan) -> Plan:

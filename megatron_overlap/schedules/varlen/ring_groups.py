@@ -1,10 +1,10 @@
 """Rings over the same ranks, and what their members have to show each other.
 
-Rings of a pass over the same ranks form a circle: their messages travel together. A ring of G ranks has 2G chunks;
+Rings of a pass over the same ranks form a ring_group: their messages travel together. A ring of G ranks has 2G chunks;
 place i holds chunks i and 2G-1-i. What travels is either the keys and values of a chunk, to the places whose queries
 see it, or its queries, to the places whose keys they see. Both go down the ring: from place i to i-1, ..., 0, G-1, ...,
 i+1. An early chunk's keys go all the way round, a late chunk's only to place 0: nobody behind it sees them. Of queries
-it is the other way round. So a quarter of the messages of a full circle is not sent.
+it is the other way round. So a quarter of the messages of a full ring_group is not sent.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Side = Literal["keys", "queries"]
 
 
 @dataclass(frozen=True, slots=True)
-class Circle:
+class RingGroup:
     """Rings of a pass over the same ranks."""
 
     ranks: tuple[int, ...]
@@ -68,13 +68,13 @@ class Block:
     masked: bool
 
 
-def circles(part: Pass) -> tuple[Circle, ...]:
-    """The circles of a pass, those between nodes first, else in the order of their first rings."""
+def ring_groups(part: Pass) -> tuple[RingGroup, ...]:
+    """The ring_groups of a pass, those between nodes first, else in the order of their first rings."""
     found: dict[tuple[int, ...], list[Ring]] = {}
     for ring in part.rings:
         found.setdefault(ring.ranks, []).append(ring)
-    result = [Circle(ranks, tuple(rings), rings[0].zone) for ranks, rings in found.items()]
-    return tuple(sorted(result, key=lambda circle: circle.zone != "inter"))
+    result = [RingGroup(ranks, tuple(rings), rings[0].zone) for ranks, rings in found.items()]
+    return tuple(sorted(result, key=lambda ring_group: ring_group.zone != "inter"))
 
 
 def reaches(ring: Ring, queries: int, keys: int, window: int | None) -> bool:
@@ -112,40 +112,40 @@ def blocks(ring: Ring, queries: Sequence[int], keys: Sequence[int], window: int 
     return masked + [Block(queries, tuple(keys), False) for queries, keys in full.items()]
 
 
-def loads(circle: Circle, side: Side, window: int | None) -> tuple[Load, ...]:
-    """What travels in a circle: one load a place, or two where its chunks take different ways; by place."""
-    size = len(circle.ranks)
-    held = [any(ring.bounds[chunk] < ring.bounds[chunk + 1] for ring in circle.rings) for chunk in range(2 * size)]
+def loads(ring_group: RingGroup, side: Side, window: int | None) -> tuple[Load, ...]:
+    """What travels in a ring_group: one load a place, or two where its chunks take different ways; by place."""
+    size = len(ring_group.ranks)
+    held = [any(ring.bounds[chunk] < ring.bounds[chunk + 1] for ring in ring_group.rings) for chunk in range(2 * size)]
 
     def meet(travelling: int, resting: int) -> bool:
         query, key = (resting, travelling) if side == "keys" else (travelling, resting)
         if query < key or not (held[query] and held[key]):
             return False
-        return window is None or any(reaches(ring, query, key, window) for ring in circle.rings)
+        return window is None or any(reaches(ring, query, key, window) for ring in ring_group.rings)
 
     def way(chunk: int, home: int) -> tuple[int, ...]:
         others = ((home - step) % size for step in range(1, size))
-        return tuple(place for place in others if any(meet(chunk, own) for own in circle.chunks_of(place)))
+        return tuple(place for place in others if any(meet(chunk, own) for own in ring_group.chunks_of(place)))
 
     result = []
     for home in range(size):
-        ways = [(way(chunk, home), chunk) for chunk in circle.chunks_of(home)]
+        ways = [(way(chunk, home), chunk) for chunk in ring_group.chunks_of(home)]
         ways = sorted((item for item in ways if item[0]), key=lambda item: (-len(item[0]), item[1]))
         together = len(ways) == 2 and ways[0][0][: len(ways[1][0])] == ways[1][0]
         for group in [ways] if together else [[item] for item in ways]:
             visits = group[0][0]
             rows = tuple(
-                sum(circle.rows(chunk) for way_, chunk in group if len(way_) > step) for step in range(len(visits))
+                sum(ring_group.rows(chunk) for way_, chunk in group if len(way_) > step) for step in range(len(visits))
             )
             result.append(Load(home, tuple(chunk for _, chunk in group), visits, rows))
     return tuple(result)
 
 
-def chunks_at(circle: Circle, load: Load, step: int) -> tuple[int, ...]:
+def chunks_at(ring_group: RingGroup, load: Load, step: int) -> tuple[int, ...]:
     """The chunks of a load that its visit number `step` sees, ascending."""
     left, found = load.rows[step], []
     for chunk in load.chunks:
         if left > 0:
             found.append(chunk)
-            left -= circle.rows(chunk)
+            left -= ring_group.rows(chunk)
     return tuple(sorted(found))

@@ -69,11 +69,11 @@ def check(turns: Sequence[Turn], ranks: int) -> ProgramProof:
         for number, turn in enumerate(turns):
             trip = turn.back if back else turn.out
             for rank in range(ranks) if trip else ():
-                queue = state[rank].queues["inter" if turn.circle.zone == "inter" else "intra"]
+                queue = state[rank].queues["inter" if turn.ring_group.zone == "inter" else "intra"]
                 queue += [_Post(number, back, *pair) for pair in trip.exchanges(rank)]  # type: ignore[union-attr]
     for what in ("visit", "work"):
         for number, turn in enumerate(turns):
-            for place, rank in enumerate(turn.circle.ranks):
+            for place, rank in enumerate(turn.ring_group.ranks):
                 if what == "visit":
                     visits = visits_of(turn.loads, turn.out, place, rank)
                 else:
@@ -99,7 +99,7 @@ class _Play:
         self._worked: set[tuple[int, int, int]] = set()
         for number, turn in enumerate(turns):
             for index, load in enumerate(turn.loads):
-                self._held[number, index, turn.circle.ranks[load.home]] = Rows(range(load.rows[0]))
+                self._held[number, index, turn.ring_group.ranks[load.home]] = Rows(range(load.rows[0]))
 
     def advance(self, rank: int) -> bool:
         """Does what a rank can do; whether that was anything."""
@@ -132,7 +132,7 @@ class _Play:
 
     def _meets(self, post: _Post, index: int, peer: int) -> None:
         """Passes a message if the peer's queue has come to it and its rows are there."""
-        zone = self._turns[post.turn].circle.zone
+        zone = self._turns[post.turn].ring_group.zone
         queue = self._state[peer].queues["inter" if zone == "inter" else "intra"]
         if not queue or (queue[0].turn, queue[0].back) != (post.turn, post.back):
             return
@@ -198,6 +198,6 @@ class _Play:
                     wanted = Rows(place for step, place in enumerate(load.visits) if row < load.rows[step])
                     if homes.get(row) != wanted:
                         raise ScheduleError(f"turn {number}, load {index}: row {row} came home with {homes.get(row)}")
-                seen = {chunk for step in range(len(load.visits)) for chunk in chunks_at(turn.circle, load, step)}
+                seen = {chunk for step in range(len(load.visits)) for chunk in chunks_at(turn.ring_group, load, step)}
                 if seen != set(load.chunks):
                     raise ScheduleError(f"turn {number}, load {index}: chunks {seen} were seen, not {load.chunks}")

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm import Transport, close_transport, transport_of
-from megatron_overlap.comm.transport import Wire
+from megatron_overlap.comm.transport import Transfer
 from megatron_overlap.config.cluster import load_cluster_profile
 from megatron_overlap.ops import all_gather_linear, linear_reduce_scatter, reference
 from megatron_overlap.schedules import all_gather_plan
@@ -83,8 +83,8 @@ def measure(group: dist.ProcessGroup, dtype: torch.dtype) -> dict[str, Any]:
     one = torch.zeros(1)
 
     def message() -> tuple[Callable[[], bool], Callable[[], object]]:
-        flight = _begin(transport, MESSAGES[0])
-        return partial(flight.landed, 0), flight.finish
+        p2p_work = _begin(transport, MESSAGES[0])
+        return partial(p2p_work.is_completed, 0), p2p_work.wait_all
 
     def gather() -> tuple[Callable[[], bool], Callable[[], object]]:
         work = dist.all_gather_into_tensor(
@@ -160,9 +160,9 @@ def _gemm(
 
 
 def _begin(transport: Transport, count: int) -> Any:
-    exchanges = all_gather_plan(transport.size, transport.rank).exchanges[:1]
+    messages = all_gather_plan(transport.size, transport.rank).messages[:1]
     send, recv = torch.empty(count, dtype=torch.uint8), torch.empty(count, dtype=torch.uint8)
-    return transport.begin([Wire(exchange, send, recv) for exchange in exchanges], "doctor")
+    return transport.begin([Transfer(message, send, recv) for message in messages], "doctor")
 
 
 def _message(transport: Transport, count: int, group: dist.ProcessGroup) -> float:
@@ -235,13 +235,13 @@ def _contention(transport: Transport, dtype: torch.dtype, group: dist.ProcessGro
 
     def gemms(messages: int, count: int) -> float:
         dist.barrier(group)
-        flights = [_begin(transport, _BESIDE) for _ in range(messages)]
+        p2p_works = [_begin(transport, _BESIDE) for _ in range(messages)]
         start = time.perf_counter()
         for number in range(count):
             torch.mm(a, weights[number % len(weights)], out=out)
         took = (time.perf_counter() - start) * 1e6
-        for flight in flights:
-            flight.finish()
+        for p2p_work in p2p_works:
+            p2p_work.wait_all()
         slowest = torch.tensor(took, dtype=torch.float64)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
         return float(slowest.item())

@@ -23,7 +23,7 @@ from typing import Any, Self
 
 from megatron_overlap.tools.launch import orphans
 
-CHILD = str(Path(__file__).with_name("child.py"))
+CHILD = str(Path(__file__).with_name("helper_process.py"))
 HELPER = (sys.executable, "-I", "-S", CHILD)
 INTERFACE = "eth0"
 INSIDE_INTERFACE = "eth1"
@@ -42,7 +42,7 @@ class Link:
     """How one host is connected, the same in both directions.
 
     Attributes:
-        gbps: rate in Gbit/s (10^9), counted as the wire does, with headers.
+        gbps: rate in Gbit/s (10^9), counted as the transfer does, with headers.
         latency_ms: added on the way out of the host. Needs the kernel's netem.
         burst_bytes: what may pass at once after a pause, before the rate holds. None: a choice that suits the
             rate.

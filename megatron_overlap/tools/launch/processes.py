@@ -39,7 +39,7 @@ __all__ = [
     "run_ranks",
 ]
 
-_SUPERVISE = (sys.executable, "-I", "-S", str(Path(__file__).with_name("child.py")), "supervise")
+_SUPERVISE = (sys.executable, "-I", "-S", str(Path(__file__).with_name("helper_process.py")), "supervise")
 LAST_LINES = 20
 GRACE_S = 10.0  # from SIGTERM to SIGKILL
 # The first rank to die takes others with it within milliseconds; after this time it is known which was first.

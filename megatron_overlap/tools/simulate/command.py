@@ -137,7 +137,7 @@ def _memory(memory: Memory) -> dict[str, float]:
         "parameters_and_gradients": memory.parameters_gib,
         "optimizer": memory.optimizer_gib,
         "activations": memory.activations_gib,
-        "workspace": memory.workspace_gib,
+        "buffer_pool": memory.workspace_gib,
     }
 
 

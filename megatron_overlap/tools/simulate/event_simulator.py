@@ -74,14 +74,14 @@ class _World:
         moved = False
         for index, rank in enumerate(self.ranks):
             for number, stream in enumerate(rank.program.streams):
-                exchanges = stream.plan.exchanges
+                exchanges = stream.plan.messages
                 at = rank.posted[number]
                 if at == len(exchanges) or (self.kind == "collective" and at > rank.sent[number]):
                     continue
                 exchange = exchanges[at]
                 if exchange.after_work > rank.done[number]:
                     continue
-                if exchange.after_exchange is not None and exchange.after_exchange not in rank.landed[number]:
+                if exchange.after_message is not None and exchange.after_message not in rank.landed[number]:
                     continue
                 latency = self.link.latency_us if stream.latency_us is None else stream.latency_us
                 receiver = index if self.fold else exchange.to
@@ -247,7 +247,7 @@ def play(
             break
         world.advance()
     for index, rank in enumerate(world.ranks):
-        waiting = any(rank.posted[n] < len(s.plan.exchanges) for n, s in enumerate(rank.program.streams))
+        waiting = any(rank.posted[n] < len(s.plan.messages) for n, s in enumerate(rank.program.streams))
         if waiting or rank.next_work < len(rank.program.order):
             raise ValueError(f"programs: rank {index} waits for ever at work {rank.next_work}; check its plans")
     compute = min(rank.compute_us for rank in world.ranks)

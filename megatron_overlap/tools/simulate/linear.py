@@ -1,6 +1,6 @@
 """Column- and row-parallel linear layers under each way to overlap them, forward and backward.
 
-`p2p` plays the plugin's own schedules. The baselines are made of the same parts: a collective is one exchange of
+`p2p` plays the plugin's own schedules. The baselines are made of the same parts: a collective is one message of
 `(R-1)/R` of the buffer with the latency of `R-1` hops.
 
 | method | forward | backward |
@@ -29,8 +29,8 @@ from typing import Literal
 
 from megatron_overlap.autotune.cost_model import CostModel, Link
 from megatron_overlap.autotune.search import MARGIN
-from megatron_overlap.schedules import ChunkLayout, Exchange, Plan, Work, all_gather_plan, reduce_scatter_plan
-from megatron_overlap.schedules.heuristics import usual_chunks
+from megatron_overlap.schedules import ChunkLayout, Message, Plan, Work, all_gather_plan, reduce_scatter_plan
+from megatron_overlap.schedules.heuristics import default_chunks
 from megatron_overlap.schedules.plan import Collective, Pattern, Split
 from megatron_overlap.tools.simulate.event_simulator import play
 from megatron_overlap.tools.simulate.parts import NOTHING, Gemm, Moves, and_then, begun_by
@@ -104,7 +104,7 @@ class Linear:
         method = self.choice.method
         # Gathered again for wgrad, or kept: then nothing is moved for it.
         gather = Moves() if self.choice.save_gathered else self._collective("all_gather", [self.rows], width)
-        needs = tuple(range(len(gather.exchanges)))
+        needs = tuple(range(len(gather.messages)))
         if method in ("serial", "compiled") or self.link.size == 1:
             again: list[_Step] = [("all_gather", width)] * len(needs)
             return self._bulk([*again, ("compute", dgrad.whole), ("reduce_scatter", width), ("compute", self.wgrad_us)])
@@ -217,7 +217,7 @@ class Linear:
         splits: tuple[Split, ...] = ("edge", "all") if self.choice.split is None else (self.choice.split,)
         chunks = self.choice.chunks_per_rank
         if chunks is None:
-            chunks = usual_chunks(collective, self.link.size, self.rows, int(self._bytes(1, width)))
+            chunks = default_chunks(collective, self.link.size, self.rows, int(self._bytes(1, width)))
         return [(chunks, split) for split in splits[: None if chunks > 1 else 1]]
 
     def _collective(self, kind: Collective, rows: Sequence[int], width: int, *, after: int = 0, each: int = 0) -> Moves:
@@ -225,14 +225,14 @@ class Linear:
         part = (self.link.size - 1) / self.link.size
         slower = self.link.collective_rate / self.link.scatter_rate if kind == "reduce_scatter" else 1.0
         return Moves(
-            tuple(Exchange(NOTHING, 0, NOTHING, 0, after_work=after + each * k) for k in range(len(rows))),
+            tuple(Message(NOTHING, 0, NOTHING, 0, after_work=after + each * k) for k in range(len(rows))),
             tuple(self._bytes(piece, width) * part for piece in rows),
             (slower,) * len(rows),
         )
 
     def _beside(self, moves: Moves, work: Sequence[Work], times: Sequence[float]) -> Stream:
         """Collectives beside GEMMs, with nothing to add."""
-        plan = Plan("all_gather", "serial", self.link.size, 0, 1, moves.exchanges, tuple(work))
+        plan = Plan("all_gather", "serial", self.link.size, 0, 1, moves.messages, tuple(work))
         return Stream(plan, tuple(times), (0.0,) * len(times), moves.sizes, self._ring_latency, moves.stretch)
 
     def _stream(
@@ -255,11 +255,11 @@ class Linear:
         for index, work in enumerate(plan.work):
             gemm_us = time(sum(layout.num_chunk_rows(chunk) for chunk in work.chunks)) if work.chunks else 0.0
             times.append(gemm_us + (launch_us if index == 0 else 0.0))
-            added = sum(layout.num_chunk_rows(plan.exchanges[k].recv) for k in work.adds)
+            added = sum(layout.num_chunk_rows(plan.messages[k].recv) for k in work.adds)
             # Terms are read once, the sum is read and written.
             touched = added + 2 * min(added, layout.shard_rows(rank)) if added else 0
             additions.append(self.model.memory_us(self._bytes(touched, width)))
-        sizes = tuple(self._bytes(layout.num_chunk_rows(e.send), width) for e in plan.exchanges)
+        sizes = tuple(self._bytes(layout.num_chunk_rows(e.send), width) for e in plan.messages)
         return Stream(plan, tuple(times), tuple(additions), sizes)
 
     def _bulk(self, steps: Sequence[_Step]) -> Played:
@@ -274,7 +274,7 @@ class Linear:
                 times.append(amount)
                 needs = ()
             elif self.link.size > 1:
-                needs = (len(moves.exchanges),)
+                needs = (len(moves.messages),)
                 moves += self._collective(what, [self.rows], int(amount), after=len(work))
         return self._play(in_order(self._beside(moves, work, times)), "collective")
 

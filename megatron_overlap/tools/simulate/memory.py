@@ -49,13 +49,13 @@ def _stage(job: Job, stage: int) -> Memory:
         activations += job.rows * job.vocabulary / job.tensor * (item + 8)
     split = job.data * job.context if job.distributed_optimizer else 1
     # The gathered input, the partial product and what lands of a reduce-scatter.
-    workspace = 3 * job.rows * job.model.hidden_size * item if job.tensor > 1 and job.sequence_parallel else 0.0
+    buffer_pool = 3 * job.rows * job.model.hidden_size * item if job.tensor > 1 and job.sequence_parallel else 0.0
     gradient = 4 if job.precision != "fp32" else item  # Megatron's main gradients
     return Memory(
         parameters * (item + gradient) / _GIB,
         parameters * (_OPTIMIZER_BYTES if item < 4 else 8) / split / _GIB,
         activations / _GIB,
-        workspace / _GIB,
+        buffer_pool / _GIB,
     )
 
 

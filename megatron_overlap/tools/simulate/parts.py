@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_overlap.autotune.cost_model import CostModel
-from megatron_overlap.schedules import Chunk, Exchange, Plan, Work
+from megatron_overlap.schedules import Chunk, Message, Plan, Work
 from megatron_overlap.tools.simulate.program import Stream
 
 NOTHING = Chunk(0, 0)
@@ -14,14 +14,14 @@ NOTHING = Chunk(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """Collectives as exchanges: their bytes, and how much slower than an all-gather's."""
+    """Collectives as messages: their bytes, and how much slower than an all-gather's."""
 
-    exchanges: tuple[Exchange, ...] = ()
+    messages: tuple[Message, ...] = ()
     sizes: tuple[float, ...] = ()
     stretch: tuple[float, ...] = ()
 
     def __add__(self, other: Moves) -> Moves:
-        return Moves(self.exchanges + other.exchanges, self.sizes + other.sizes, self.stretch + other.stretch)
+        return Moves(self.messages + other.messages, self.sizes + other.sizes, self.stretch + other.stretch)
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def begun_by(stream: Stream, first_us: float) -> Stream:
     """The stream after a piece of work that its messages wait for."""
     plan = replace(
         stream.plan,
-        exchanges=tuple(replace(each, after_work=each.after_work + 1) for each in stream.plan.exchanges),
+        messages=tuple(replace(each, after_work=each.after_work + 1) for each in stream.plan.messages),
         work=(Work((NOTHING,)), *stream.plan.work),
     )
     return replace(stream, plan=plan, work_us=(first_us, *stream.work_us), add_us=(0.0, *stream.add_us))

@@ -16,7 +16,7 @@ class Stream:
         plan: the schedule of this rank.
         work_us: time of the GEMM of each of `plan.work`, undisturbed.
         add_us: time of the additions after it, which begin when what they add has landed.
-        send_bytes: size of the message of each of `plan.exchanges`.
+        send_bytes: size of the message of each of `plan.messages`.
         latency_us: fixed cost of each message, beside those before it; None takes the link's.
         stretch: how many times as long each message takes as its bytes ask for; empty: as long.
     """

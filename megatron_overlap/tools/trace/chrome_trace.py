@@ -147,7 +147,7 @@ def _waits(found: RankEvents) -> Iterator[dict[str, Any]]:
     yield _name("thread_name", found.rank, _WAITS, "waits (exposed communication)")
     for row in _of(found, Kind.WAIT, Kind.OTHER_WAIT):
         name = found.names[row["op"]]
-        more = {"exchange": int(row["exchange"])} if row["kind"] == Kind.WAIT else {"by": "not this plugin"}
+        more = {"message": int(row["message"])} if row["kind"] == Kind.WAIT else {"by": "not this plugin"}
         yield _event(name, found.rank, _WAITS, int(row["start_ns"]), int(row["stop_ns"]), more)
 
 
@@ -165,13 +165,13 @@ def _ops(found: RankEvents) -> Iterator[dict[str, Any]]:
 
 
 Message = tuple[str, int, int, int, int]
-"""What names a message on all ranks: group, flight, exchange, from, to."""
+"""What names a message on all ranks: group, flight, message, from, to."""
 
 
 def posted(ranks: Sequence[RankEvents]) -> dict[Message, int]:
     """When each message was handed to the network, of all ranks."""
     return {
-        (found.names[row["group"]], int(row["flight"]), int(row["exchange"]), found.rank, int(row["peer"])): int(
+        (found.names[row["group"]], int(row["operation"]), int(row["message"]), found.rank, int(row["peer"])): int(
             row["start_ns"]
         )
         for found in ranks
@@ -187,10 +187,10 @@ def messages(found: RankEvents, sent_at: dict[Message, int]) -> Iterator[dict[st
         lane = _MESSAGES + 100 * peer + group % 100
         if (peer, group) not in busy:
             yield _name("thread_name", found.rank, lane, f"from rank {peer} ({found.names[group]})")
-        sent = sent_at.get((found.names[group], int(row["flight"]), int(row["exchange"]), peer, found.rank))
+        sent = sent_at.get((found.names[group], int(row["operation"]), int(row["message"]), peer, found.rank))
         start = max(int(row["start_ns"]) if sent is None else sent, busy.get((peer, group), 0))
         busy[peer, group] = stop
-        more = {"bytes": int(row["num_bytes"]), "exchange": int(row["exchange"]), "from": peer}
+        more = {"bytes": int(row["num_bytes"]), "message": int(row["message"]), "from": peer}
         if sent is not None:
             more["since sent, us"] = round((stop - sent) / 1e3)
         # Clocks are compared only so well: never a message that lands before it left.

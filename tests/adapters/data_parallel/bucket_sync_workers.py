@@ -142,7 +142,7 @@ def train(group: dist.ProcessGroup, run: Run) -> dict[str, Any]:
     data_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     if run.late:
         late = transports._TRANSPORTS.setdefault(data_group, {})
-        late.update({lane: LateTransport(data_group) for lane in ("data", "data sums")})
+        late.update({channel: LateTransport(data_group) for channel in ("data", "data sums")})
     if run.data is None:
         return _train(group, run)
     config = OverlapConfig.model_validate({"tensor": {"method": "none"}, "data": dict(run.data)})

@@ -96,7 +96,7 @@ def test_steps_that_are_not_checked_cost_nothing(ranks: World) -> None:
 )
 def test_a_rank_with_another_config_is_named_everywhere(ranks: World, other: dict[str, object], told: str) -> None:
     for text in ranks.run(RANKS, cases.disagreeing, other):
-        assert text.startswith("DisagreementError: the ranks do not run the same: ")
+        assert text.startswith("ConfigMismatchError: the ranks do not run the same: ")
         assert told in text
 
 
@@ -134,4 +134,4 @@ def test_groups_of_an_in_process_restart_are_new_ones() -> None:
     assert first["overlapped"] == second["overlapped"] > 0
     for peer, each in ((1, first), (0, second)):
         assert each["equal"]
-        assert each["threads"] == [f"megatron_overlap_{name}" for name in ("pulse", f"receive_{peer}", "send")]
+        assert each["threads"] == [f"megatron_overlap_{name}" for name in ("heartbeat", f"receive_{peer}", "send")]

@@ -14,7 +14,7 @@ from megatron_overlap.adapters.tensor_parallel.autotune import TensorChoice
 from megatron_overlap.autotune.candidates import Candidate
 from megatron_overlap.autotune.predict import MAX_TRIED
 from megatron_overlap.autotune.search import calls_to_choose
-from megatron_overlap.autotune.tuner import ChoiceError
+from megatron_overlap.autotune.tuner import AutotuneError
 from megatron_overlap.session import Session
 from tests.adapters.tensor_parallel.linear_workers import make_data, make_layer, start, step
 
@@ -162,7 +162,7 @@ def short_way(group: dist.ProcessGroup, kind: str) -> tuple[int, int, int, list[
 
 
 def _own(session: Session) -> int:
-    return sum(tally.chosen_own for tally in session.report().sites.values())
+    return sum(tally.chosen_stock for tally in session.report().sites.values())
 
 
 def different_layers(group: dist.ProcessGroup) -> str:
@@ -174,6 +174,6 @@ def different_layers(group: dist.ProcessGroup) -> str:
         x, _ = make_data("column", torch.float32, sequence, group.size(), group.rank())
         try:
             layer(x)
-        except ChoiceError as error:
+        except AutotuneError as error:
             return str(error)
     return ""

@@ -250,7 +250,9 @@ def in_a_capture(group: dist.ProcessGroup, kind: str) -> str | None:
         x, w = (FakeTensor(mode, meta, torch.device("cuda:0")) for meta in metas)
         assert x.is_cuda
         with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
-            return LinearAdapter.of(session).why_not(x, w, group, {"column": "ag_gemm", "row": "gemm_rs"}[kind])
+            return LinearAdapter.of(session).unsupported_reason(
+                x, w, group, {"column": "ag_gemm", "row": "gemm_rs"}[kind]
+            )
 
 
 def asks_for_fused(group: dist.ProcessGroup, kind: str, plain: bool, strict: bool) -> tuple[dict[str, int], str, str]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron_overlap import OverlapConfig, enable
 from tests.adapters.tensor_parallel.linear_workers import IN, OPS, OUT, TENSOR, make_data, start
 
-OWN = ("its own forward", None)
+STOCK = ("its own forward", None)
 
 
 class Fields(torch.nn.Module):
@@ -32,7 +32,7 @@ class Fields(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.randn(shape[0], generator=generator))
 
     def forward(self, x: torch.Tensor) -> Any:
-        return OWN
+        return STOCK
 
 
 def against_reference(group: dist.ProcessGroup, kind: str, parallel: bool, skip_bias_add: bool) -> list[str]:
@@ -79,5 +79,5 @@ def falls_back(group: dist.ProcessGroup, field: str, value: Any) -> tuple[Any, l
         returned = layer(torch.zeros(rows, 2, IN // group.size()))
         reasons = [reason for tally in session.report().sites.values() for reason in tally.fallbacks]
     # No session, no overlap, and nothing counted.
-    assert layer(torch.zeros(4 * group.size(), 2, IN // group.size())) == OWN
+    assert layer(torch.zeros(4 * group.size(), 2, IN // group.size())) == STOCK
     return returned, reasons

@@ -22,7 +22,7 @@ def write_text(folder: Path) -> Path:
     """Docstrings of the standard library, a file each: ten to a few thousand characters. Returns the prepared data."""
     texts = folder / "texts"
     texts.mkdir(parents=True)
-    modules = sorted(Path(json.__file__).parents[2].glob("*.py"))[:_NUM_MODULES]
+    modules = sorted(Path(json.__file__).parents[1].glob("*.py"))[:_NUM_MODULES]
     number = 0
     for module in modules:
         for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):

@@ -189,7 +189,8 @@ WRONG_GATHERING = {
         "primitives.wait_for(flags_ptr + gl.load(tile + primitives.FLAG), epoch, status_ptr, MAX_POLLS)\n"
         "                fence_reads(start)\n",
         "fence_reads(start)\n"
-        "                primitives.wait_for(flags_ptr + gl.load(tile + primitives.FLAG), epoch, status_ptr, MAX_POLLS)\n",
+        "                primitives.wait_for("
+        "flags_ptr + gl.load(tile + primitives.FLAG), epoch, status_ptr, MAX_POLLS)\n",
     ),
     "another chunk's flag": ("hopper.pipeline", "gl.load(tile + primitives.FLAG)", "gl.load(tile + primitives.PART)"),
 }

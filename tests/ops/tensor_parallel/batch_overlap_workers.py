@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from megatron_overlap.comm import Workspace
+from megatron_overlap.comm import BufferPool
 from megatron_overlap.ops import reference
-from megatron_overlap.ops.paired_wgrad import Into, PairedGradients
+from megatron_overlap.ops.paired_wgrad import Into, PairedWgrad
 from megatron_overlap.ops.tensor_parallel.batch_overlap import Reduction, Slots, arrived, column_half, entered, row_half
 from tests.helpers.numerics import assert_close_to_exact
 
@@ -66,8 +66,8 @@ def pipelined(
 ) -> torch.Tensor:
     """`y + row(relu(column(y)))` once or twice, both halves in turn, as a caller of these ops does it."""
     w1, w2, bias = weights
-    gradients = PairedGradients()
-    workspace = Workspace()
+    gradients = PairedWgrad()
+    buffer_pool = BufferPool()
     values = list(x.chunk(2, dim=1))
     slots = [Slots.reserve()]
     for block in range(1, blocks + 1):
@@ -80,7 +80,7 @@ def pipelined(
             before = gradients.run if (name, block) == ("a", 1) else None
             slot = slots[-1]
             slots.append(Slots.reserve())
-            of_first, of_second = (Into(main_grad, None, workspace) for main_grad in into)
+            of_first, of_second = (Into(main_grad, None, buffer_pool) for main_grad in into)
             inside = entered(value.contiguous(), backward, before, slot)
             middle = functional.relu(column_half(inside, w1, bias, backward, gradients, of_first))
             on_way.append((value, row_half(middle, w2, forward, gradients, of_second), forward))

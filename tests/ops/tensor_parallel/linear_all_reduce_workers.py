@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from megatron_overlap.comm import transport_of
 from megatron_overlap.ops import LinearPlan, copy_linear, linear_all_reduce, reference
-from megatron_overlap.ops.deferred_wgrad import Backlog
+from megatron_overlap.ops.deferred_wgrad import DeferredWgrad
 from megatron_overlap.ops.tensor_parallel.fused.plan import FusedPlan
 from tests.helpers.fused import fused_op, fused_transport
 from tests.helpers.late import LateTransport
@@ -216,22 +216,23 @@ def refused(group: dist.ProcessGroup) -> list[str]:
     return messages
 
 
-def with_a_backlog(group: dist.ProcessGroup, *, checkpoint: bool, main_grad: bool, late: bool) -> list[str]:
-    """Two layers, each a column and a row, with and without a backlog: the same bits; the order of what is done."""
+def with_a_deferred_wgrad(group: dist.ProcessGroup, *, checkpoint: bool, main_grad: bool, late: bool) -> list[str]:
+    """Two layers, each a column and a row, with and without a deferred_wgrad: the same bits; the order of what is
+    done."""
     transport: Any = LateTransport(group) if late else transport_of(group)
     plain, _ = _two_layers(transport, None, checkpoint=checkpoint, main_grad=main_grad)
-    backlog = Backlog()
-    put_off, did = _two_layers(transport, backlog, checkpoint=checkpoint, main_grad=main_grad)
+    deferred_wgrad = DeferredWgrad()
+    put_off, did = _two_layers(transport, deferred_wgrad, checkpoint=checkpoint, main_grad=main_grad)
     for one, other in zip(plain, put_off, strict=True):
         assert torch.equal(one, other)
-    assert not backlog.take()
+    assert not deferred_wgrad.take()
     if late:
         transport.close()
     return did
 
 
 def _two_layers(
-    transport: Any, backlog: Backlog | None, *, checkpoint: bool, main_grad: bool
+    transport: Any, deferred_wgrad: DeferredWgrad | None, *, checkpoint: bool, main_grad: bool
 ) -> tuple[list[torch.Tensor], list[str]]:
     """Gradients of the input and of four weights; every all-reduce and weight gradient of backward in order."""
     same, own = torch.Generator().manual_seed(0), torch.Generator().manual_seed(1 + transport.rank)
@@ -250,7 +251,7 @@ def _two_layers(
             main_grad=totals[number],
             weight_done=lambda: torch.zeros_like(weights[number]),
             observer=lambda direction, _: did.append(f"{direction} {number}"),
-            backlog=backlog,
+            deferred_wgrad=deferred_wgrad,
         )
 
     def layer(number: int, rows: torch.Tensor) -> torch.Tensor:
@@ -272,11 +273,11 @@ def _two_layers(
 
 def a_row_without_a_column(group: dist.ProcessGroup) -> list[list[float]]:
     """Nobody takes what it has put off: the gradient is there when the pass is over, of each of two passes."""
-    backlog = Backlog()
+    deferred_wgrad = DeferredWgrad()
     w = torch.zeros(1, 1, requires_grad=True)
     seen = []
     for _ in range(2):
-        linear_all_reduce(torch.full((3, 1), 2.0), w, group=group, backlog=backlog).sum().backward()
+        linear_all_reduce(torch.full((3, 1), 2.0), w, group=group, deferred_wgrad=deferred_wgrad).sum().backward()
         assert w.grad is not None
         seen.append(w.grad.flatten().tolist())
     return seen

@@ -11,7 +11,7 @@ from megatron_overlap.comm import close_transport, transport_of
 from megatron_overlap.comm.gloo import GlooTransport
 from megatron_overlap.ops import LinearPlan, all_gather_linear, linear_reduce_scatter, reference
 from megatron_overlap.ops.tensor_parallel.fused.plan import FusedPlan
-from megatron_overlap.ops.tensor_parallel.pipelined import Arrivals, Departures
+from megatron_overlap.ops.tensor_parallel.pipelined import PipelinedAllGather, PipelinedReduceScatter
 from megatron_overlap.schedules import ChunkLayout, all_gather_plan, reduce_scatter_plan
 from tests.helpers.fused import fused_op, fused_transport
 from tests.helpers.late import LateTransport
@@ -166,14 +166,14 @@ def saved_bytes(group: dist.ProcessGroup, *, save_gathered: bool) -> int:
 
 
 def steady_memory(group: dist.ProcessGroup) -> tuple[int, int]:
-    """Workspace bytes after the first and after the tenth step of the same shape."""
+    """BufferPool bytes after the first and after the tenth step of the same shape."""
     transport = transport_of(group)
     sizes = []
     for _ in range(10):
         x = torch.randn(32, 16, requires_grad=True)
         w = torch.randn(8, 16, requires_grad=True)
         all_gather_linear(x, w, group=group).sum().backward()
-        sizes.append(transport.workspace.num_bytes)
+        sizes.append(transport.buffer_pool.num_bytes)
     return sizes[0], sizes[-1]
 
 
@@ -267,12 +267,12 @@ def rows_in_order_of_arrival(group: dist.ProcessGroup) -> list[int]:
     layout = ChunkLayout(6, 3, 2)
     if transport.rank == 1:
         dist.barrier(group)
-    arrivals = Arrivals(transport, plan, torch.ones(2, 4), layout, torch.zeros(6, 4), "all_gather_linear")
+    arrivals = PipelinedAllGather(transport, plan, torch.ones(2, 4), layout, torch.zeros(6, 4), "all_gather_linear")
     owners = []
     if transport.rank == 2:
         # Rank 0's rows land meanwhile; how long it may take is no part of the contract.
-        for exchange in (2, 3):
-            arrivals._flight.wait(exchange)
+        for message in (2, 3):
+            arrivals._p2p_work.wait(message)
         for _ in range(2):
             owners.append(arrivals.next_rows()[0][0] // 2)
     if transport.rank != 1:
@@ -301,7 +301,7 @@ def a_ring_computes_on_while_it_waits(group: dist.ProcessGroup) -> list[str]:
         did.append("other work")
         return True
 
-    departures = Departures(transport, plan, plan.layout(2 * transport.size), out, "linear_reduce_scatter")
+    departures = PipelinedReduceScatter(transport, plan, plan.layout(2 * transport.size), out, "linear_reduce_scatter")
     departures.compute(gemm, meanwhile)
     departures.finish()
     assert torch.equal(out, torch.full_like(out, transport.size))

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from megatron_overlap.comm import transport_of
 from megatron_overlap.ops import LayerOptions, LinearPlan, mlp_all_reduce, reference
-from megatron_overlap.ops.deferred_wgrad import Backlog
+from megatron_overlap.ops.deferred_wgrad import DeferredWgrad
 from tests.helpers.late import LateTransport
 from tests.helpers.numerics import assert_close_to_exact
 
@@ -50,7 +50,7 @@ def against_reference(
     *,
     late: bool,
     main_grad: bool = False,
-    backlog: bool = False,
+    deferred_wgrad: bool = False,
     checkpoint: bool = False,
 ) -> bytes:
     """Output and every gradient against the reference; the bits of what every rank must have alike."""
@@ -73,7 +73,7 @@ def against_reference(
                 plan=plan,
                 first=LayerOptions(into[0]),
                 second=LayerOptions(into[1]),
-                backlog=Backlog() if backlog else None,
+                deferred_wgrad=DeferredWgrad() if deferred_wgrad else None,
             )
 
         y = recompute(mlp, x, use_reentrant=True) if checkpoint else mlp(x)

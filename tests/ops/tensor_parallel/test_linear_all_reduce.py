@@ -91,7 +91,7 @@ def test_activation_recomputation(world: World) -> None:
 @pytest.mark.parametrize("main_grad", [False, True])
 def test_a_weight_gradient_waits_for_a_message_to_hide(world: World, main_grad: bool, late: bool) -> None:
     """It has the same bits, and reaches its parameter in the backward of the column-parallel layer before."""
-    for did in world.run(2, cases.with_a_backlog, checkpoint=False, main_grad=main_grad, late=late):
+    for did in world.run(2, cases.with_a_deferred_wgrad, checkpoint=False, main_grad=main_grad, late=late):
         assert did == [
             *("dgrad 3", "weight 3", "dgrad 2", "weight 2"),
             *("dgrad 1", "weight 1", "dgrad 0", "weight 0"),
@@ -99,8 +99,8 @@ def test_a_weight_gradient_waits_for_a_message_to_hide(world: World, main_grad: 
 
 
 def test_a_weight_gradient_waits_inside_what_is_recomputed(world: World) -> None:
-    whole = world.run(2, cases.with_a_backlog, checkpoint=False, main_grad=False, late=False)
-    assert world.run(2, cases.with_a_backlog, checkpoint=True, main_grad=False, late=False) == whole
+    whole = world.run(2, cases.with_a_deferred_wgrad, checkpoint=False, main_grad=False, late=False)
+    assert world.run(2, cases.with_a_deferred_wgrad, checkpoint=True, main_grad=False, late=False) == whole
 
 
 def test_a_weight_gradient_that_nobody_takes_is_there_after_the_pass(world: World) -> None:

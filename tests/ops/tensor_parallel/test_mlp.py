@@ -26,14 +26,23 @@ def test_few_rows_and_other_orders(world: World, rows: int, pattern: str) -> Non
     assert_same(world.run(4, cases.against_reference, rows, torch.float32, plan, late=True))
 
 
-@pytest.mark.parametrize("backlog", [False, True])
+@pytest.mark.parametrize("deferred_wgrad", [False, True])
 @pytest.mark.parametrize("main_grad", [False, True])
-def test_weight_gradients_go_where_they_should(world: World, main_grad: bool, backlog: bool) -> None:
-    world.run(2, cases.against_reference, 40, torch.float32, PLAN, late=True, main_grad=main_grad, backlog=backlog)
+def test_weight_gradients_go_where_they_should(world: World, main_grad: bool, deferred_wgrad: bool) -> None:
+    world.run(
+        2,
+        cases.against_reference,
+        40,
+        torch.float32,
+        PLAN,
+        late=True,
+        main_grad=main_grad,
+        deferred_wgrad=deferred_wgrad,
+    )
 
 
 def test_activation_recomputation(world: World) -> None:
-    world.run(2, cases.against_reference, 40, torch.float32, PLAN, late=True, backlog=True, checkpoint=True)
+    world.run(2, cases.against_reference, 40, torch.float32, PLAN, late=True, deferred_wgrad=True, checkpoint=True)
 
 
 def test_a_part_goes_through_both_layers_before_the_next(world: World) -> None:

@@ -35,14 +35,14 @@ def seen(ring: Ring, turns: tuple[Turn, ...], side: Side, window: int | None) ->
                                 continue
                             found[query, key] = found.get((query, key), 0) + 1
 
-    turn = next(turn for turn in turns if ring in turn.circle.rings)
+    turn = next(turn for turn in turns if ring in turn.ring_group.rings)
     for place in range(size):
         own = (place, 2 * size - 1 - place)
         meet(own, own)
         for load in turn.loads:
             for step, visit in enumerate(load.visits):
                 if visit == place:
-                    other = chunks_at(turn.circle, load, step)
+                    other = chunks_at(turn.ring_group, load, step)
                     meet(*((own, other) if side == "keys" else (other, own)))
     return found
 

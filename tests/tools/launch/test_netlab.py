@@ -337,7 +337,10 @@ def test_links_use_a_tcp_that_keeps_them_full() -> None:
 
 
 def test_settings_of_tcp_that_cannot_be_made_are_named() -> None:
-    code = "from megatron_overlap.tools.launch.netlab import Netlab\nwith Netlab(2, 0.5) as lab: print(sorted(lab.tcp_kept))"
+    code = (
+        "from megatron_overlap.tools.launch.netlab import Netlab\n"
+        "with Netlab(2, 0.5) as lab: print(sorted(lab.tcp_kept))"
+    )
     read_only = "mount --bind /proc/sys /proc/sys && mount -o remount,bind,ro /proc/sys"
     done = under_limits(read_only, [sys.executable, "-B", "-c", code])
     assert "tcp_wmem" in done.stdout, done.stderr

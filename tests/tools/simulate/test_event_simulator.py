@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_overlap.schedules import Chunk, Exchange, Plan, Work
-from megatron_overlap.schedules.heuristics import usual_chunks
+from megatron_overlap.schedules import Chunk, Message, Plan, Work
+from megatron_overlap.schedules.heuristics import default_chunks
 from megatron_overlap.schedules.layout import part_weights
 from megatron_overlap.schedules.plan import Pattern, Split
 from megatron_overlap.tools.simulate.event_simulator import play
@@ -56,7 +56,7 @@ def test_p2p_is_cut_as_the_plugin_cuts_it_unless_told(rows: int) -> None:
     """Also where other cuts would be faster: here one message, as each costs 100 us."""
     model = machine(launch_us=100.0, latency_us=100.0)
     for passes, collective in (("column_forward", "all_gather"), ("row_forward", "reduce_scatter")):
-        usual = usual_chunks(collective, 4, rows, 1024 * 2)  # type: ignore[arg-type]
+        usual = default_chunks(collective, 4, rows, 1024 * 2)  # type: ignore[arg-type]
         layers = {
             c: Linear(model, model.link(4), Choice("p2p", chunks_per_rank=c), rows, 1024, 1024)
             for c in (None, 1, usual)
@@ -124,19 +124,19 @@ def test_every_method_moves_the_same_bytes(method: str) -> None:
     assert layer.column_backward().sent_bytes[0] == pytest.approx(2 * one)
 
 
-def plan(rank: int, exchanges: tuple[Exchange, ...], work: tuple[Work, ...], ranks: int = 3) -> Plan:
+def plan(rank: int, exchanges: tuple[Message, ...], work: tuple[Work, ...], ranks: int = 3) -> Plan:
     return Plan("all_gather", "direct", ranks, rank, 1, exchanges, work)
 
 
 def test_two_senders_share_the_port_of_one_receiver() -> None:
     model = machine()
-    sends = tuple(Exchange(CHUNK, 2, CHUNK, 0) for _ in range(1))
+    sends = tuple(Message(CHUNK, 2, CHUNK, 0) for _ in range(1))
     programs = [in_order(Stream(plan(rank, sends, ()), (), (), (1000.0,))) for rank in (0, 1)]
     programs.append(in_order(Stream(plan(2, (), ()), (), (), ())))
     assert play(programs, model, model.link(3)).time_us == pytest.approx(2.0)
     # To different receivers each has its own.
     apart = [
-        in_order(Stream(plan(rank, (Exchange(CHUNK, to, CHUNK, 0),), ()), (), (), (1000.0,)))
+        in_order(Stream(plan(rank, (Message(CHUNK, to, CHUNK, 0),), ()), (), (), (1000.0,)))
         for rank, to in ((0, 1), (1, 2))
     ]
     assert play([*apart, programs[2]], model, model.link(3)).time_us == pytest.approx(1.0)
@@ -148,7 +148,7 @@ def test_max_min_leaves_what_one_cannot_use_to_the_others() -> None:
     to = {0: 2, 1: 2, 3: 0}
     programs = []
     for rank in range(4):
-        sends = (Exchange(CHUNK, to[rank], CHUNK, 0),) if rank in to else ()
+        sends = (Message(CHUNK, to[rank], CHUNK, 0),) if rank in to else ()
         programs.append(in_order(Stream(plan(rank, sends, (), 4), (), (), (1000.0,) * len(sends))))
     played = play(programs, model, model.link(4))
     ends = {span.rank: span.stop_us for span in played.spans}
@@ -158,9 +158,9 @@ def test_max_min_leaves_what_one_cannot_use_to_the_others() -> None:
 def test_max_min_counts_what_the_slow_ones_take() -> None:
     """Rank 0 sends to 1, 2 and 3, a third of its port each; rank 4 gets the other two thirds of the way into rank 2."""
     model = machine()
-    apart = tuple(Stream(plan(0, (Exchange(CHUNK, to, CHUNK, 0),), (), 5), (), (), (1000.0,)) for to in (1, 2, 3))
+    apart = tuple(Stream(plan(0, (Message(CHUNK, to, CHUNK, 0),), (), 5), (), (), (1000.0,)) for to in (1, 2, 3))
     idle = in_order(*[Stream(plan(1, (), (), 5), (), (), ())] * 3)
-    last = in_order(Stream(plan(4, (Exchange(CHUNK, 2, CHUNK, 4),), (), 5), (), (), (1000.0,)))
+    last = in_order(Stream(plan(4, (Message(CHUNK, 2, CHUNK, 4),), (), 5), (), (), (1000.0,)))
     played = play([in_order(*apart), idle, idle, idle, last], model, model.link(5), kind="collective")
     assert played.time_us == pytest.approx(3.0)
     assert [span.stop_us for span in played.spans if span.rank == 4] == pytest.approx([1.5])
@@ -168,9 +168,9 @@ def test_max_min_counts_what_the_slow_ones_take() -> None:
 
 def test_messages_of_a_rank_leave_one_after_the_other() -> None:
     """Of two streams too, the one that was ready first; what each costs beside its bytes passes meanwhile."""
-    first = Stream(plan(0, (Exchange(CHUNK, 0, CHUNK, 0),) * 2, (), 2), (), (), (4000.0, 4000.0), latency_us=1.0)
+    first = Stream(plan(0, (Message(CHUNK, 0, CHUNK, 0),) * 2, (), 2), (), (), (4000.0, 4000.0), latency_us=1.0)
     work = (Work((CHUNK,)), Work((CHUNK,)))
-    later = (Exchange(CHUNK, 0, CHUNK, 0, after_work=1), Exchange(CHUNK, 0, CHUNK, 0, after_work=2))
+    later = (Message(CHUNK, 0, CHUNK, 0, after_work=1), Message(CHUNK, 0, CHUNK, 0, after_work=2))
     second = Stream(plan(0, later, work, 2), (2.0, 30.0), (0.0, 0.0), (1000.0, 1000.0), latency_us=1.0)
     model = machine()
     played = play([in_order(first, second)], model, model.link(2), fold=True)
@@ -186,7 +186,7 @@ def test_slack_is_what_messages_could_be_later_without_a_wait(compute_us: float,
     model = machine()
     work = (Work((CHUNK,)), Work((CHUNK,), needs=(0,)), Work((CHUNK,), adds=(1,)))
     stream = Stream(
-        plan(0, (Exchange(CHUNK, 0, CHUNK, 0),) * 2, work, 2), (compute_us, 1.0, 2.0), (0.0, 0.0, 1.0), (4000.0, 2000.0)
+        plan(0, (Message(CHUNK, 0, CHUNK, 0),) * 2, work, 2), (compute_us, 1.0, 2.0), (0.0, 0.0, 1.0), (4000.0, 2000.0)
     )
     assert play([in_order(stream)], model, model.link(2), fold=True).slack_us == pytest.approx(slack_us)
     both = Stream(
@@ -199,8 +199,8 @@ def test_slack_is_what_messages_could_be_later_without_a_wait(compute_us: float,
 
 def test_what_is_forwarded_has_to_be_there() -> None:
     model = machine()
-    late = Stream(plan(0, (Exchange(CHUNK, 1, CHUNK, 2, after_work=1),), (Work((CHUNK,)),)), (10.0,), (0.0,), (1000.0,))
-    on = Stream(plan(1, (Exchange(CHUNK, 2, CHUNK, 0, after_exchange=0),), ()), (), (), (1000.0,))
+    late = Stream(plan(0, (Message(CHUNK, 1, CHUNK, 2, after_work=1),), (Work((CHUNK,)),)), (10.0,), (0.0,), (1000.0,))
+    on = Stream(plan(1, (Message(CHUNK, 2, CHUNK, 0, after_message=0),), ()), (), (), (1000.0,))
     end = Stream(plan(2, (), ()), (), (), ())
     assert play([in_order(late), in_order(on), in_order(end)], model, model.link(3)).time_us == pytest.approx(12.0)
 
@@ -215,7 +215,7 @@ def test_reduce_scatters_that_are_slower_than_all_gathers() -> None:
 
 def test_communication_slows_computation_down_while_it_lasts() -> None:
     model = machine(copy=0.5)
-    sent = (Exchange(CHUNK, 0, CHUNK, 0),)
+    sent = (Message(CHUNK, 0, CHUNK, 0),)
     stream = Stream(plan(0, sent, (Work((CHUNK,)),), 2), (10.0,), (0.0,), (4000.0,))
     played = play([in_order(stream)], model, model.link(2), fold=True)
     # 4 us beside the message do 2 us of work; the other 8 come after.
@@ -226,7 +226,7 @@ def test_communication_slows_computation_down_while_it_lasts() -> None:
 
 def test_additions_wait_for_what_they_add_and_the_gemm_does_not() -> None:
     model = machine()
-    sent = (Exchange(CHUNK, 0, CHUNK, 0),)
+    sent = (Message(CHUNK, 0, CHUNK, 0),)
     stream = Stream(plan(0, sent, (Work((CHUNK,), adds=(0,)),), 2), (3.0,), (1.0,), (5000.0,))
     played = play([in_order(stream)], model, model.link(2), fold=True)
     assert played.time_us == pytest.approx(6.0)
@@ -274,7 +274,7 @@ def test_slower_links_never_help_and_nothing_beats_the_roof(
 def test_a_message_waits_for_a_core_until_its_rank_waits_for_it(compute_us: float, expected: float) -> None:
     """Two messages of 1 us, one after the other; each waits for up to 2.5 us to leave, and as long to be noticed."""
     model = machine(busy_us=5.0)
-    moves = (Exchange(CHUNK, 0, CHUNK, 0), Exchange(CHUNK, 0, CHUNK, 0))
+    moves = (Message(CHUNK, 0, CHUNK, 0), Message(CHUNK, 0, CHUNK, 0))
     work = (Work((CHUNK,)), Work((CHUNK,), needs=(0, 1)))
     program = in_order(Stream(plan(0, moves, work), (compute_us, 1.0), (0.0, 0.0), (1000.0, 1000.0)))
     assert play([program], model, model.link(3), fold=True).time_us == pytest.approx(expected)
@@ -282,7 +282,7 @@ def test_a_message_waits_for_a_core_until_its_rank_waits_for_it(compute_us: floa
 
 def test_what_is_forwarded_leaves_when_its_arrival_was_noticed() -> None:
     """While the rank computes: 2.5 us to leave, 1 on the way, 2.5 to be noticed, twice."""
-    moves = (Exchange(CHUNK, 0, CHUNK, 0), Exchange(CHUNK, 0, CHUNK, 0, after_exchange=0))
+    moves = (Message(CHUNK, 0, CHUNK, 0), Message(CHUNK, 0, CHUNK, 0, after_message=0))
     program = in_order(Stream(plan(0, moves, (Work((CHUNK,)),)), (100.0,), (0.0,), (1000.0, 1000.0)))
     model = machine(busy_us=5.0)
     played = play([program], model, model.link(3), fold=True)

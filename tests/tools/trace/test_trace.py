@@ -43,8 +43,8 @@ def _record(path: Path, rank: int, ahead: int, drift: float) -> Path:
         kinds += [(Kind.LANDED, 20, 60, gather), *([(Kind.WAIT, 40, 60, gather)] if rank == 0 else [])]
         for kind, start, stop, op in kinds:
             times = (shown(at + start), shown(at + stop))
-            trace.add(kind, *times, op=op, group=group, flight=number, peer=1 - rank, num_bytes=8)
-        trace.add(Kind.STEP, shown(at), shown(at + 100), flight=number)
+            trace.add(kind, *times, op=op, group=group, operation=number, peer=1 - rank, num_bytes=8)
+        trace.add(Kind.STEP, shown(at), shown(at + 100), operation=number)
         file.write(trace)
     mark(300)
     file.close()
@@ -87,9 +87,9 @@ def test_all_ranks_on_one_clock(tmp_path: Path, drift: float) -> None:
 def test_a_message_waits_for_the_one_before(tmp_path: Path) -> None:
     """Two that left at once do not lie over each other: the second was under way when the first had landed."""
     file, trace = EventFile(tmp_path / "events-rank0.bin", 0), Trace(lambda: 0)
-    for exchange, stop in ((0, 30), (1, 50)):
-        trace.add(Kind.LANDED, 10 * MS, stop * MS, op=trace.name("gather"), exchange=exchange, peer=1)
-    trace.add(Kind.STEP, 0, 60 * MS, flight=1)
+    for message, stop in ((0, 30), (1, 50)):
+        trace.add(Kind.LANDED, 10 * MS, stop * MS, op=trace.name("gather"), message=message, peer=1)
+    trace.add(Kind.STEP, 0, 60 * MS, operation=1)
     file.write(trace)
     file.close()
     events = list(trace_events(chosen([read_events(tmp_path / "events-rank0.bin")], None, None)))

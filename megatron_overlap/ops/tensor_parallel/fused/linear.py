@@ -25,7 +25,7 @@ from megatron_overlap.schedules import ChunkLayout
 _DEFAULT = FusedPlan()
 
 
-def why_not_fused(x: torch.Tensor, num_rows: int, num_ranks: int) -> str | None:
+def unsupported_fused_reason(x: torch.Tensor, num_rows: int, num_ranks: int) -> str | None:
     """What keeps one call from the fused kernels; None if nothing does."""
     if x.device.type != "cuda":
         return f"fused kernels need CUDA, not {x.device.type}"

@@ -1,6 +1,7 @@
 """Linears without sequence parallelism, whose all-reduce is a fused GEMM + reduce-scatter and an all-gather by copies.
 
-The same programs as in `ops.tensor_parallel.linear_all_reduce`, whose docstrings say what they equal. A row-parallel layer sums its output in
+The same programs as in `ops.tensor_parallel.linear_all_reduce`, whose docstrings say what they equal. A row-parallel
+layer sums its output in
 forward: tiles go to their owners as they are computed, owners sum, copies bring the sums to all. A column-parallel one
 does the same with dgrad, and the sums travel under its weight gradient.
 """
@@ -76,7 +77,7 @@ def _weight_gradient(ctx: Any, dy: torch.Tensor, x: torch.Tensor) -> torch.Tenso
         ctx.observer("wgrad", 0)
     if ctx.main_grad is None:
         return dy.t() @ x
-    add_product(ctx.main_grad, dy, x, ctx.transport.workspace)
+    add_product(ctx.main_grad, dy, x, ctx.transport.buffer_pool)
     return None if ctx.weight_done is None else ctx.weight_done()
 
 

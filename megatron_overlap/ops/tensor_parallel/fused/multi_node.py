@@ -1,11 +1,13 @@
 """Fused halves of an op for a group on several hosts: kernels over symmetric memory inside a host, messages between.
 
-A gather brings the rows of one rail (`schedules.hierarchical`) over the network, each row once for every host, and is then,
+A gather brings the rows of one rail (`schedules.hierarchical`) over the network, each row once for every host, and is
+then,
 for each host whose rows are there, a gather inside the own host: own host's rows first. A scatter computes other
 hosts' rows first, each a GEMM + reduce-scatter inside the own host, whose sums travel along the rail under what is
 computed next.
 
-The same interface as `ops.tensor_parallel.fused.intra_node`, but for one thing: what a gather's consumers return is complete after `done`.
+The same interface as `ops.tensor_parallel.fused.intra_node`, but for one thing: what a gather's consumers return is
+complete after `done`.
 Source: Flux (arXiv 2406.06858) starts the slow hop first; the rest is of our own design. Not run on GPUs yet.
 """
 
@@ -16,11 +18,11 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm.buffers import Workspace
+from megatron_overlap.comm.buffers import BufferPool
 from megatron_overlap.comm.members import Members
 from megatron_overlap.comm.symmetric.cuda import CudaFabric, survey
 from megatron_overlap.comm.symmetric.transport import SymmetricTransport
-from megatron_overlap.comm.transport import Transport, Wire
+from megatron_overlap.comm.transport import Transfer, Transport
 from megatron_overlap.ops.tensor_parallel.fused.intra_node import Gather, Scatter
 from megatron_overlap.ops.tensor_parallel.fused.plan import FusedPlan
 from megatron_overlap.schedules import ChunkLayout
@@ -41,9 +43,9 @@ class NodesTransport:
         self.rank, self.size = between.rank, between.size
 
     @property
-    def workspace(self) -> Workspace:
+    def buffer_pool(self) -> BufferPool:
         """Buffers of messages and ops."""
-        return self.between.workspace
+        return self.between.buffer_pool
 
     @property
     def num_bytes(self) -> int:
@@ -109,11 +111,13 @@ class NodesGather:
         self._op, self._plan = op, plan
         nodes, layout = transport.nodes, ChunkLayout(num_rows, transport.size)
         self._schedule = nodes.gather(transport.rank)
-        sizes = [layout.shard_rows(exchange.recv.owner) for exchange in self._schedule.exchanges]
-        landing = transport.workspace.take("rail gathered", (sum(sizes), shard.shape[1]), shard)
+        sizes = [layout.shard_rows(message.recv.owner) for message in self._schedule.messages]
+        landing = transport.buffer_pool.take("rail gathered", (sum(sizes), shard.shape[1]), shard)
         self._landed = landing.split(sizes)
-        wires = [Wire(*each) for each in zip(self._schedule.exchanges, [shard] * len(sizes), self._landed, strict=True)]
-        self._flight = transport.between.begin(wires, op)
+        transfers = [
+            Transfer(*each) for each in zip(self._schedule.messages, [shard] * len(sizes), self._landed, strict=True)
+        ]
+        self._p2p_work = transport.between.begin(transfers, op)
         self._consumers: list[Callable[[Gather, slice], object]] = []
         self._last: list[Callable[[], object]] = []
 
@@ -150,8 +154,8 @@ class NodesGather:
         """Runs the consumers over each host's rows, in the order in which they arrive."""
         transport, nodes = self._transport, self._transport.nodes
         for work in self._schedule.work:
-            for exchange in work.needs:
-                self._flight.wait(exchange)
+            for message in work.needs:
+                self._p2p_work.wait(message)
             node = work.chunks[0].owner
             start, stop = nodes.rows(self._num_rows, node)
             shard = self._landed[work.needs[0]] if work.needs else self._shard
@@ -159,7 +163,7 @@ class NodesGather:
             for consume in self._consumers:
                 consume(gather, slice(start, stop))
             gather.done()
-        self._flight.finish()
+        self._p2p_work.wait_all()
         for finish in self._last:
             finish()
 
@@ -172,14 +176,14 @@ class NodesScatter:
         self._node = nodes.node(rank)
         schedule = nodes.scatter(rank)
         layout, width = ChunkLayout(a.shape[0], transport.size), b.shape[1]
-        sizes = [layout.shard_rows(exchange.send.owner) for exchange in schedule.exchanges]
-        leaving = transport.workspace.take("rail partial", (sum(sizes), width), a).split(sizes)
+        sizes = [layout.shard_rows(message.send.owner) for message in schedule.messages]
+        leaving = transport.buffer_pool.take("rail partial", (sum(sizes), width), a).split(sizes)
         own = layout.shard_rows(rank)
-        landing = transport.workspace.take("rail landing", (len(sizes), own, width), a)
-        wires = [Wire(*each) for each in zip(schedule.exchanges, leaving, landing, strict=True)]
-        self._flight = transport.between.begin(wires, op)
+        landing = transport.buffer_pool.take("rail landing", (len(sizes), own, width), a)
+        transfers = [Transfer(*each) for each in zip(schedule.messages, leaving, landing, strict=True)]
+        self._p2p_work = transport.between.begin(transfers, op)
         # Whose partial sums land where: sums are made in the order of the hosts, whatever came first.
-        self._parts = {nodes.node(each.source): part for each, part in zip(schedule.exchanges, landing, strict=True)}
+        self._parts = {nodes.node(each.source): part for each, part in zip(schedule.messages, landing, strict=True)}
         computed = [work.chunks[0].owner for work in schedule.work if work.chunks]
         for number, node in enumerate(computed):
             rows = slice(*nodes.rows(a.shape[0], node))
@@ -187,17 +191,17 @@ class NodesScatter:
             part = Scatter(transport.inside, a[rows], b, op, plan).sum()
             if number < len(leaving):
                 leaving[number].copy_(part)
-                self._flight.release(number + 1)
+                self._p2p_work.mark_ready(number + 1)
             else:
                 self._parts[self._node] = part
 
     def sum(self) -> torch.Tensor:
         """Own rows of the sum over ranks: of sums inside hosts, which travelled in the inputs' dtype, in fp32."""
-        for exchange in range(len(self._parts) - 1):
-            self._flight.wait(exchange)
+        for message in range(len(self._parts) - 1):
+            self._p2p_work.wait(message)
         own = self._parts[self._node]
         total = torch.zeros_like(own, dtype=torch.float32)
         for node in sorted(self._parts):
             total += self._parts[node]
-        self._flight.finish()
+        self._p2p_work.wait_all()
         return total.to(own.dtype)

@@ -76,7 +76,7 @@ def protocol(
     late_copies: bool = False,
     late_start: bool = False,
 ) -> list[str]:
-    """Rounds as in the backward of a column-parallel layer, two ops in flight; rank 1 is as late as it may be.
+    """Rounds as in the backward of a column-parallel layer, two ops in p2p_work; rank 1 is as late as it may be.
 
     Args:
         plan: arguments of `FusedPlan`.

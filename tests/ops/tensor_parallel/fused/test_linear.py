@@ -190,12 +190,12 @@ def test_layers_over_two_hosts(ranks: World) -> None:
 HOST_MUTANTS = {
     "rows before they are there": Edit(
         "ops.tensor_parallel.fused.multi_node",
-        "            for exchange in work.needs:\n                self._flight.wait(exchange)\n",
+        "            for message in work.needs:\n                self._p2p_work.wait(message)\n",
         "",
     ),
     "sums before they are there": Edit(
         "ops.tensor_parallel.fused.multi_node",
-        "        for exchange in range(len(self._parts) - 1):\n            self._flight.wait(exchange)\n",
+        "        for message in range(len(self._parts) - 1):\n            self._p2p_work.wait(message)\n",
         "",
     ),
     "rows of another host": Edit(
