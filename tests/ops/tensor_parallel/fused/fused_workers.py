@@ -46,7 +46,11 @@ class _LateCopies:
 
 
 class _Forgetting:
-    """A computing queue: when this rank says that it needs nothing more of an op, its half is NaN at once."""
+    """A computing queue that poisons this rank's half when the rank acknowledges an operation.
+
+    The copy queue reads the own rows of the half until the peers have them, so it is drained first: the protocol
+    keeps the half unchanged until every peer has acknowledged, which is later than this rank's acknowledgement.
+    """
 
     def __init__(self, inner: Any, transport: Any) -> None:
         self._inner, self._transport = inner, transport
@@ -58,6 +62,7 @@ class _Forgetting:
         transport = self._transport
         layout, own = transport._layout, transport._views[transport.rank]
         if words.data_ptr() == own.data_ptr() + layout.acknowledgements(value):
+            transport.fabric.join()
             start = layout.half(value)
             own[start : start + layout.half_bytes].fill_(255)
         self._inner.write(words, index, value)
