@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_overlap.config import load_launch_config
-from megatron_overlap.config.resources import carried
+from megatron_overlap.config.resources import resource_folder
 from megatron_overlap.tools.launch.rehearsal import Rehearsal, deviation, rehearse
 from megatron_overlap.tools.launch.results import RunError
 from megatron_overlap.tools.launch.run_records import ArtefactError
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def check(checkout: Path) -> int:
     """Runs one checkout and prints its row; 1 where it failed or differs."""
     script = checkout / "pretrain_gpt.py"
-    config = carried("configs") / "gpt_tp2_overlap.yaml"
+    config = resource_folder("configs") / "gpt_tp2_overlap.yaml"
     started = time.monotonic()
     try:
         cfg = load_launch_config(config, (*OVERRIDES, f"launch.entry={script}"))

@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron_overlap.autotune.cost_model import CostModel
 from megatron_overlap.config import LaunchConfig, load_launch_config
 from megatron_overlap.config.cluster import load_cluster_profile
-from megatron_overlap.config.resources import carried
+from megatron_overlap.config.resources import resource_folder
 from megatron_overlap.tools.compare.model_flops import UnknownFlopsError, known_model
 from megatron_overlap.tools.simulate.command import figures
 from megatron_overlap.tools.simulate.job import job_of, with_choice
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write the line into the configs")
     write = parser.parse_args(argv).write
-    for file in sorted(carried("configs").glob("*_overlap.yaml")):
+    for file in sorted(resource_folder("configs").glob("*_overlap.yaml")):
         cfg = load_launch_config(file)
         if cfg.launch.device != "cuda":
             continue

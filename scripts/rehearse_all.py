@@ -20,7 +20,7 @@ from pathlib import Path
 
 from megatron_overlap import cli
 from megatron_overlap.config import ConfigError, LaunchConfig, load_launch_config
-from megatron_overlap.config.resources import carried
+from megatron_overlap.config.resources import resource_folder
 from megatron_overlap.tools.launch.downscale import fold
 from megatron_overlap.tools.launch.rehearsal import Rehearsal, deviation, ranks_here, rehearse
 from megatron_overlap.tools.launch.results import RunError
@@ -44,14 +44,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def on_gpus() -> list[str]:
     """Names of the shipped configs for GPUs that have a baseline."""
-    files = sorted(carried("configs").glob("*_overlap.yaml"))
+    files = sorted(resource_folder("configs").glob("*_overlap.yaml"))
     return [f.stem.removesuffix("_overlap") for f in files if load_launch_config(f).launch.device == "cuda"]
 
 
 def check(name: str, overrides: Sequence[str], max_ranks: int) -> bool:
     """Plans both configs of a pair, rehearses the overlapped one, and prints the row."""
     started = time.monotonic()
-    files = [carried("configs") / f"{name}_{kind}.yaml" for kind in ("baseline", "overlap")]
+    files = [resource_folder("configs") / f"{name}_{kind}.yaml" for kind in ("baseline", "overlap")]
     with contextlib.redirect_stdout(io.StringIO()):
         planned = all(cli.main(["launch", str(file), "--dry-run", *overrides]) == 0 for file in files)
     cells = ["failed", "", "", "", ""]

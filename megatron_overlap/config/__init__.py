@@ -4,7 +4,6 @@ from megatron_overlap.config.errors import ConfigError
 from megatron_overlap.config.launch import (
     DataConfig,
     HostsConfig,
-    LaunchConfig,
     LaunchSection,
     ModelConfig,
     ParallelConfig,
@@ -12,6 +11,8 @@ from megatron_overlap.config.launch import (
     TrainConfig,
 )
 from megatron_overlap.config.loading import (
+    LaunchConfig,
+    OverlapConfig,
     OverlapFile,
     dump_config,
     load_launch_config,
@@ -19,7 +20,6 @@ from megatron_overlap.config.loading import (
     without_overlap,
 )
 from megatron_overlap.config.megatron_args import to_megatron_args
-from megatron_overlap.config.overlap import OverlapConfig
 
 __all__ = [
     "ConfigError",

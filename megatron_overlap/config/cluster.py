@@ -10,14 +10,13 @@ import math
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from megatron_overlap.config.errors import ConfigError, did_you_mean
-from megatron_overlap.config.explain import explain
+from megatron_overlap.config.errors import ConfigError, Problem, did_you_mean, raise_first
+from megatron_overlap.config.explain import validate
 from megatron_overlap.config.merge import compose
-from megatron_overlap.config.resources import carried
+from megatron_overlap.config.resources import resource_folder
 from megatron_overlap.config.types import Name, Positive, Section, Text
-from megatron_overlap.config.validation import Problem, raise_first
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
@@ -297,12 +296,7 @@ def load_cluster_profile(name_or_path: str) -> ClusterProfile:
             remedy = did_you_mean(name_or_path, profile_names(), "profile").removesuffix("?") + ", or give a YAML file"
             raise ConfigError("command line", "simulate --cluster", name_or_path, remedy)
     composed = compose(path, (), ())
-    try:
-        return ClusterProfile.model_validate(composed.tree)
-    except ValidationError as error:
-        errors = error.errors()
-        unknown = [item for item in errors if item["type"] == "extra_forbidden"]
-        raise explain(ClusterProfile, (unknown or errors)[0], composed, "") from error
+    return validate(ClusterProfile, composed)
 
 
 def with_hosts(profile: ClusterProfile, gbps: float, ranks_per_host: int) -> ClusterProfile:
@@ -331,4 +325,4 @@ def profile_names() -> list[str]:
 
 def profile_folder() -> Path:
     """The folder with the profiles."""
-    return carried("configs") / "clusters"
+    return resource_folder("configs") / "clusters"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from megatron_overlap.config.launch import LaunchConfig
+from megatron_overlap.config.loading import LaunchConfig
 
 
 def json_schema() -> dict[str, Any]:

@@ -1,9 +1,12 @@
-"""The one error a person sees for a wrong config, and the search for the name that was meant."""
+"""`ConfigError`, the one-line error of a wrong configuration, and `Problem`, a finding of a check."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
+
+from pydantic_core import PydanticCustomError
 
 MAX_VALUE_CHARS = 80
 
@@ -61,3 +64,29 @@ def did_you_mean(name: str, known: Iterable[str], what: str = "key") -> str:
     if match is not None:
         return f"unknown {what}; did you mean {match}?"
     return f"unknown {what}; use one of {', '.join(names)}"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A value that cannot be used.
+
+    Attributes:
+        key: dotted path below the section that was checked.
+        value: what stands there.
+        remedy: what to write instead.
+    """
+
+    key: str
+    value: object
+    remedy: str
+
+
+def raise_first(problems: Iterator[Problem]) -> None:
+    """Raise the first problem as a validation error that `loading` turns into a ConfigError.
+
+    Raises:
+        PydanticCustomError: there is a problem.
+    """
+    for problem in problems:
+        context = {"key": problem.key, "value": problem.value, "remedy": problem.remedy}
+        raise PydanticCustomError("problem", "{key}: {value}: {remedy}", context)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from megatron_overlap.config.errors import ConfigError, did_you_mean
@@ -23,6 +23,17 @@ TYPES = {
     "null": "null",
 }
 LIMITS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+
+
+def validate[Model: BaseModel](model: type[Model], composed: Composed, section: str = "") -> Model:
+    tree: Any = composed.tree.get(section) if section else composed.tree
+    try:
+        return model.model_validate({} if section and tree is None else tree)
+    except ValidationError as error:
+        errors = error.errors()
+        # A key that was misspelt makes another one missing: the first is the one to tell.
+        unknown = [item for item in errors if item["type"] == "extra_forbidden"]
+        raise explain(model, (unknown or errors)[0], composed, section) from error
 
 
 def explain(model: type[BaseModel], error: ErrorDetails, composed: Composed, section: str) -> ConfigError:

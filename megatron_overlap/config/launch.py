@@ -6,15 +6,14 @@ What one key cannot know (heads against tensor ranks, ...) is checked in `checks
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from megatron_overlap.config import validation
+from megatron_overlap.config.errors import Problem, did_you_mean, raise_first
 from megatron_overlap.config.model_presets import ARCHITECTURES, PRESETS
-from megatron_overlap.config.overlap import OverlapConfig
+from megatron_overlap.config.overlap import OverlapFields
 from megatron_overlap.config.types import (
     Folder,
     Fraction,
@@ -76,7 +75,7 @@ class ModelConfig(Section):
             return given
         preset = given.get("preset")
         if isinstance(preset, str) and preset not in PRESETS:
-            validation.raise_first(iter([validation.unknown_preset(preset)]))
+            raise_first(iter([Problem("preset", preset, did_you_mean(preset, PRESETS, "preset"))]))
         shape = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
         written = {key: value for key, value in given.items() if value is not None}
         merged: dict[str, Any] = {**shape, **written}
@@ -215,8 +214,8 @@ class LaunchSection(Section):
     """Longest time of the whole run, in seconds."""
 
 
-class LaunchConfig(Section):
-    """A whole launch."""
+class LaunchFields(Section):
+    """The sections of a launch config. `loading.LaunchConfig` adds the checks and how they are read from a file."""
 
     name: Name
     """Letters, digits, dots, dashes and underscores: it names a folder."""
@@ -224,26 +223,10 @@ class LaunchConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     train: TrainConfig
     data: DataConfig = DataConfig()
-    overlap: OverlapConfig = OverlapConfig()
+    overlap: OverlapFields = OverlapFields()
     launch: LaunchSection = LaunchSection()
     megatron_args: Annotated[tuple[Annotated[str, BeforeValidator(_argument)], ...], Field(strict=False)] = ()
     """Further Megatron arguments, for what no key above says."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        validation.raise_first(validation.launch_problems(self))
-        return self
-
-    @classmethod
-    def from_yaml(cls, path: str | Path, overrides: Sequence[str] = ()) -> LaunchConfig:
-        """Read a launch config; see `load_launch_config`.
-
-        Raises:
-            ConfigError: the file, a key or a value is wrong.
-        """
-        from megatron_overlap.config.loading import load_launch_config
-
-        return load_launch_config(path, overrides)
 
     @property
     def world_size(self) -> int:

@@ -2,22 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Self
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import model_validator
 
-from megatron_overlap.config.errors import ConfigError, did_you_mean
-from megatron_overlap.config.explain import explain
-from megatron_overlap.config.inputs import missing_inputs
-from megatron_overlap.config.launch import LaunchConfig, LaunchSection
-from megatron_overlap.config.merge import Composed, compose
-from megatron_overlap.config.overlap import OverlapConfig
+from megatron_overlap.config.errors import ConfigError, Problem, did_you_mean, raise_first
+from megatron_overlap.config.explain import validate
+from megatron_overlap.config.launch import LaunchFields, LaunchSection
+from megatron_overlap.config.megatron_args import data_prefix
+from megatron_overlap.config.merge import compose
+from megatron_overlap.config.overlap import OverlapFields
+from megatron_overlap.config.validation import launch_problems
+
+DESCRIPTION = "data.json"
+"""What scripts/prepare_data.py writes about a data folder."""
 
 METHOD_SECTIONS = ("tensor", "data", "ulysses", "varlen")
+
+
+class OverlapConfig(OverlapFields):
+    """What is overlapped and how. Given to `megatron_overlap.enable`."""
+
+    @classmethod
+    def from_yaml(cls, path: str | Path, overrides: Sequence[str] = ()) -> OverlapConfig:
+        """Read a launch config, or a file with the overlap section alone.
+
+        Args:
+            path: YAML file.
+            overrides: `key=value` texts. Keys start at the top of the file.
+
+        Raises:
+            ConfigError: the file, a key or a value is wrong.
+        """
+        return load_overlap_file(path, overrides).overlap
+
+
+class LaunchConfig(LaunchFields):
+    """A whole launch."""
+
+    overlap: OverlapConfig = OverlapConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        raise_first(launch_problems(self))
+        return self
+
+    @classmethod
+    def from_yaml(cls, path: str | Path, overrides: Sequence[str] = ()) -> LaunchConfig:
+        """Read a launch config; see `load_launch_config`.
+
+        Raises:
+            ConfigError: the file, a key or a value is wrong.
+        """
+        return load_launch_config(path, overrides)
 
 
 @dataclass(frozen=True)
@@ -47,11 +89,43 @@ def load_launch_config(path: str | Path, overrides: Sequence[str] = (), *, input
         ConfigError: a file, key, value or combination is wrong.
     """
     composed = compose(path, overrides, METHOD_SECTIONS)
-    config = _validate(LaunchConfig, composed)
+    config = validate(LaunchConfig, composed)
     if inputs:
         for problem in missing_inputs(config):
             raise ConfigError(composed.source_of(problem.key), problem.key, problem.value, problem.remedy)
     return config
+
+
+def missing_inputs(cfg: LaunchConfig) -> Iterator[Problem]:
+    """Every named input that cannot be used, with what makes it."""
+    entry, load, data = cfg.launch.entry, cfg.train.load, cfg.data
+    if entry is not None and not Path(entry).is_file():
+        yield Problem("launch.entry", entry, "no such file; give a training script, or null")
+    if load is not None and not Path(load).is_dir():
+        yield Problem("train.load", load, "no such folder; give a folder of checkpoints, or null")
+    if data.path is None:
+        return
+    prefix = data_prefix(data.kind, data.path)
+    for ending in (".bin", ".idx"):
+        if not Path(prefix + ending).is_file():
+            folder = data.path if data.kind == "text" else str(Path(data.path).parent)
+            remedy = f"no file {prefix}{ending}; make it with scripts/prepare_data.py --output {folder}"
+            yield Problem("data.path", data.path, remedy)
+    if data.kind == "text":
+        yield from _vocabulary(cfg, Path(data.path))
+
+
+def _vocabulary(cfg: LaunchConfig, folder: Path) -> Iterator[Problem]:
+    """An id beyond the embedding is an index error in the middle of a step, or on a GPU worse."""
+    try:
+        size = int(json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError):
+        remedy = f"no readable {DESCRIPTION} in it; make it again with scripts/prepare_data.py --output {folder}"
+        yield Problem("data.path", str(folder), remedy)
+        return
+    if size > cfg.model.vocab_size:
+        remedy = f"the data has ids up to {size - 1}; use a vocab_size of at least {size}"
+        yield Problem("model.vocab_size", cfg.model.vocab_size, remedy)
 
 
 def load_overlap_file(path: str | Path, overrides: Sequence[str] = ()) -> OverlapFile:
@@ -63,18 +137,16 @@ def load_overlap_file(path: str | Path, overrides: Sequence[str] = ()) -> Overla
     composed = compose(path, overrides, METHOD_SECTIONS)
     tree = composed.tree
     if "model" in tree and "train" in tree:
-        config = _validate(LaunchConfig, composed)
+        config = validate(LaunchConfig, composed)
         return OverlapFile(config.overlap, config.launch, config)
     bare = set(OverlapConfig.model_fields) - {"data"}
     if "overlap" not in tree and set(tree) & bare:
-        return OverlapFile(_validate(OverlapConfig, composed), LaunchSection(), None)
+        return OverlapFile(validate(OverlapConfig, composed), LaunchSection(), None)
     for key in tree:
         if key not in LaunchConfig.model_fields:
             remedy = did_you_mean(key, [*LaunchConfig.model_fields, "base"])
             raise ConfigError(composed.source_of(key), key, tree[key], remedy)
-    return OverlapFile(
-        _validate(OverlapConfig, composed, "overlap"), _validate(LaunchSection, composed, "launch"), None
-    )
+    return OverlapFile(validate(OverlapConfig, composed, "overlap"), validate(LaunchSection, composed, "launch"), None)
 
 
 def dump_config(config: LaunchConfig | OverlapConfig) -> str:
@@ -105,14 +177,3 @@ def without_overlap(config: LaunchConfig) -> LaunchConfig:
         "varlen": varlen,
     }
     return LaunchConfig.model_validate({**config.model_dump(), "name": f"{config.name}_baseline", "overlap": off})
-
-
-def _validate[Model: BaseModel](model: type[Model], composed: Composed, section: str = "") -> Model:
-    tree: Any = composed.tree.get(section) if section else composed.tree
-    try:
-        return model.model_validate({} if section and tree is None else tree)
-    except ValidationError as error:
-        errors = error.errors()
-        # A key that was misspelt makes another one missing: the first is the one to tell.
-        unknown = [item for item in errors if item["type"] == "extra_forbidden"]
-        raise explain(model, (unknown or errors)[0], composed, section) from error

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from megatron_overlap.config.launch import LaunchConfig
+from megatron_overlap.config.launch import LaunchFields
 
 # TransformerEngine overlaps the same communication by itself with this flag: two ways at once cannot be.
 TE_OVERLAP = "--tp-comm-overlap"
@@ -115,7 +113,7 @@ CPU_VALUES: Mapping[str, str] = MappingProxyType({"--distributed-backend": "gloo
 VARLEN = ("--dataloader-type=external", "--calculate-per-token-loss")
 
 
-def to_megatron_args(cfg: LaunchConfig) -> list[str]:
+def to_megatron_args(cfg: LaunchFields) -> list[str]:
     """All arguments of Megatron's training script, without the script and without the plugin's own.
 
     Args:
@@ -137,7 +135,7 @@ def to_megatron_args(cfg: LaunchConfig) -> list[str]:
     return [*args, *cfg.megatron_args]
 
 
-def value_at(cfg: LaunchConfig, key: str) -> object:
+def value_at(cfg: LaunchFields, key: str) -> object:
     """The value of a dotted key."""
     node: object = cfg
     for part in key.split("."):
@@ -163,7 +161,7 @@ def key_of(flag: str, device: str) -> str | None:
     return DERIVED.get(flag)
 
 
-def _model(cfg: LaunchConfig) -> Iterator[str]:
+def _model(cfg: LaunchFields) -> Iterator[str]:
     model = cfg.model
     if model.num_query_groups != model.num_attention_heads:
         yield from ("--group-query-attention", "--num-query-groups", str(model.num_query_groups))
@@ -173,7 +171,7 @@ def _model(cfg: LaunchConfig) -> Iterator[str]:
         yield from ("--position-embedding-type", "learned_absolute")
 
 
-def _train(cfg: LaunchConfig) -> Iterator[str]:
+def _train(cfg: LaunchFields) -> Iterator[str]:
     train = cfg.train
     yield from ("--lr-decay-iters", str(train.lr_decay_iterations or train.iterations))
     if train.save is not None:
@@ -192,7 +190,7 @@ def _train(cfg: LaunchConfig) -> Iterator[str]:
     yield "--log-throughput"
 
 
-def _data(cfg: LaunchConfig) -> Iterator[str]:
+def _data(cfg: LaunchFields) -> Iterator[str]:
     data = cfg.data
     if data.path is not None:
         yield from ("--data-path", data_prefix(data.kind, data.path))
@@ -216,7 +214,7 @@ TEXT_PREFIX = "tokens"
 """Name of the pair that scripts/prepare_data.py writes into its folder."""
 
 
-def _device(cfg: LaunchConfig) -> Iterator[str]:
+def _device(cfg: LaunchFields) -> Iterator[str]:
     if cfg.launch.device == "cpu":
         for flag, value in CPU_VALUES.items():
             yield from (flag, value)

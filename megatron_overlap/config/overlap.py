@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 from megatron_overlap.config.types import NonNegative, Positive, PositiveFloat, Section, Text
@@ -92,8 +90,8 @@ class CheckOverlap(Section):
     path for that op."""
 
 
-class OverlapConfig(Section):
-    """What is overlapped and how. Given to `megatron_overlap.enable`."""
+class OverlapFields(Section):
+    """The keys of the `overlap` section. `loading.OverlapConfig` adds how they are read from a file."""
 
     tensor: TensorOverlap = TensorOverlap()
     data: DataOverlap = DataOverlap()
@@ -111,18 +109,3 @@ class OverlapConfig(Section):
     """NCCL: take buffers of messages from NCCL's own allocator and register them with the messages' communicator."""
     trace: bool = False
     """Record when each rank computed, waited and sent, into the run directory; see `megatron-overlap trace`."""
-
-    @classmethod
-    def from_yaml(cls, path: str | Path, overrides: Sequence[str] = ()) -> OverlapConfig:
-        """Read a launch config, or a file with the overlap section alone.
-
-        Args:
-            path: YAML file.
-            overrides: `key=value` texts. Keys start at the top of the file.
-
-        Raises:
-            ConfigError: the file, a key or a value is wrong.
-        """
-        from megatron_overlap.config.loading import load_overlap_file
-
-        return load_overlap_file(path, overrides).overlap

@@ -9,7 +9,7 @@ from megatron_overlap.config.errors import ConfigError, nearest
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
-def carried(folder: str) -> Path:
+def resource_folder(folder: str) -> Path:
     """`patches`, `configs` or `scripts` of this installation: the checkout's folder, or what a wheel carries of it."""
     inside = _PACKAGE / f"_{folder}"
     return inside if inside.is_dir() else _PACKAGE.parent / folder
@@ -24,10 +24,10 @@ def config_file(given: str | Path) -> Path:
     path = Path(given)
     if path.exists() or path.suffix in (".yaml", ".yml") or path.name != str(given):
         return path
-    shipped = carried("configs") / f"{path.name}.yaml"
+    shipped = resource_folder("configs") / f"{path.name}.yaml"
     if shipped.is_file():
         return shipped
-    names = sorted(file.stem for file in carried("configs").glob("*.yaml"))
+    names = sorted(file.stem for file in resource_folder("configs").glob("*.yaml"))
     close = nearest(path.name, names)
     remedy = f"did you mean {close}?" if close is not None else f"or one of {', '.join(names)}"
     raise ConfigError(

@@ -1,31 +1,37 @@
-"""What one key cannot know alone: combinations that are impossible.
-
-Each check yields the first key to change, its value and the remedy; nothing here knows files.
-"""
+"""Combinations of keys of a launch config that cannot run. Each check yields the first key to change and the remedy."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
-from megatron_overlap.config.errors import did_you_mean, show_value
+from megatron_overlap.config.errors import Problem, show_value
+from megatron_overlap.config.launch import LaunchFields
 from megatron_overlap.config.megatron_args import TE_OVERLAP, TE_OVERLAP_ADVICE, flags_in, key_of, value_at
-from megatron_overlap.config.model_presets import PRESETS
-from megatron_overlap.config.problems import Problem, raise_first
-from megatron_overlap.config.varlen_validation import varlen_problems
 
-if TYPE_CHECKING:
-    from megatron_overlap.config.launch import LaunchConfig
+# Flags with no key of their own, and what they would need.
+REFUSED_FLAGS: Mapping[str, str] = MappingProxyType(
+    {
+        "--mtp-num-layers": "multi-token prediction needs the next rows, which other ranks hold",
+        "--num-experts": "a mixture of experts weighs its auxiliary loss by the rows of one rank",
+        "--hybrid-layer-pattern": "Mamba layers need a rank's rows in the order of the text",
+        "--hybrid-override-pattern": "Mamba layers need a rank's rows in the order of the text",
+        "--cuda-graph-impl": "CUDA graphs need the same shapes in every step",
+        "--enable-cuda-graph": "CUDA graphs need the same shapes in every step",
+        "--external-cuda-graph": "CUDA graphs need the same shapes in every step",
+        "--window-size": "the plan balances full causal attention",
+        "--multi-latent-attention": "its keys and values have a shape of their own",
+        "--reset-position-ids": "positions start again with every document already",
+        "--reset-attention-mask": "documents are kept apart already",
+        "--dataloader-type": "documents come from a loader of the plugin",
+        "--hybrid-context-parallel": "it is another way to the same end",
+        "--sft": "it packs sequences by itself",
+        "--spec": "the layers are built with an attention of the plugin",
+    }
+)
 
-__all__ = ["Problem", "launch_problems", "raise_first", "unknown_preset"]
 
-
-def unknown_preset(name: str) -> Problem:
-    """The problem of a preset that is not there."""
-    return Problem("preset", name, did_you_mean(name, PRESETS, "preset"))
-
-
-def launch_problems(cfg: LaunchConfig) -> Iterator[Problem]:
+def launch_problems(cfg: LaunchFields) -> Iterator[Problem]:
     """All combinations that cannot run, most basic first."""
     yield from _model_problems(cfg)
     yield from _rank_problems(cfg)
@@ -35,11 +41,11 @@ def launch_problems(cfg: LaunchConfig) -> Iterator[Problem]:
     yield from _halves_problems(cfg)
     yield from _device_problems(cfg)
     yield from _slurm_problems(cfg)
-    yield from varlen_problems(cfg)
+    yield from _varlen_problems(cfg)
     yield from _argument_problems(cfg)
 
 
-def _model_problems(cfg: LaunchConfig) -> Iterator[Problem]:
+def _model_problems(cfg: LaunchFields) -> Iterator[Problem]:
     model = cfg.model
     heads = model.num_attention_heads
     if model.kv_channels is None and model.hidden_size % heads:
@@ -64,7 +70,7 @@ def _model_problems(cfg: LaunchConfig) -> Iterator[Problem]:
         )
 
 
-def _rank_problems(cfg: LaunchConfig) -> Iterator[Problem]:
+def _rank_problems(cfg: LaunchFields) -> Iterator[Problem]:
     parallel, launch = cfg.parallel, cfg.launch
     if launch.hosts is not None:
         if launch.ranks_per_node is not None:
@@ -91,7 +97,7 @@ def _rank_problems(cfg: LaunchConfig) -> Iterator[Problem]:
         )
 
 
-def _split_problems(cfg: LaunchConfig) -> Iterator[Problem]:
+def _split_problems(cfg: LaunchFields) -> Iterator[Problem]:
     parallel, model, train = cfg.parallel, cfg.model, cfg.train
     tensor = parallel.tensor
     if parallel.sequence_parallel and tensor == 1:
@@ -125,7 +131,7 @@ def _split_problems(cfg: LaunchConfig) -> Iterator[Problem]:
         yield Problem("overlap.ulysses.method", "p2p", "needs parallel.context of 2 or more; use auto or none")
 
 
-def _context_problems(cfg: LaunchConfig) -> Iterator[Problem]:
+def _context_problems(cfg: LaunchFields) -> Iterator[Problem]:
     parallel, model = cfg.parallel, cfg.model
     method = cfg.overlap.ulysses.method
     if cfg.train.transformer_impl != "local":
@@ -162,7 +168,7 @@ def _context_problems(cfg: LaunchConfig) -> Iterator[Problem]:
         yield Problem("model.attention_dropout", model.attention_dropout, "use 0 with overlap.ulysses")
 
 
-def _train_problems(cfg: LaunchConfig) -> Iterator[Problem]:
+def _train_problems(cfg: LaunchFields) -> Iterator[Problem]:
     train = cfg.train
     ranks = cfg.data_parallel_size
     if train.global_batch_size % (train.micro_batch_size * ranks):
@@ -185,7 +191,7 @@ def _train_problems(cfg: LaunchConfig) -> Iterator[Problem]:
         yield Problem("train.save_interval", train.save_interval, "needs train.save, a folder for checkpoints")
 
 
-def _data_problems(cfg: LaunchConfig) -> Iterator[Problem]:
+def _data_problems(cfg: LaunchFields) -> Iterator[Problem]:
     data = cfg.data
     if data.kind == "mock" and data.path is not None:
         yield Problem("data.path", data.path, "data.kind mock reads no file; use kind indexed or text")
@@ -199,7 +205,7 @@ def _data_problems(cfg: LaunchConfig) -> Iterator[Problem]:
             yield Problem("data.split", data.split, "give up to three weights, as 969,30,1")
 
 
-def _halves_problems(cfg: LaunchConfig) -> Iterator[Problem]:
+def _halves_problems(cfg: LaunchFields) -> Iterator[Problem]:
     tensor, key = cfg.overlap.tensor, "overlap.tensor.micro_batch"
     if tensor.micro_batch == "whole" or tensor.method == "none":
         return
@@ -211,7 +217,7 @@ def _halves_problems(cfg: LaunchConfig) -> Iterator[Problem]:
         yield Problem("train.micro_batch_size", cfg.train.micro_batch_size, f"must be even with {key} halves")
 
 
-def _device_problems(cfg: LaunchConfig) -> Iterator[Problem]:
+def _device_problems(cfg: LaunchFields) -> Iterator[Problem]:
     train, launch = cfg.train, cfg.launch
     if launch.device != "cpu":
         if launch.hosts is not None:
@@ -227,7 +233,7 @@ def _device_problems(cfg: LaunchConfig) -> Iterator[Problem]:
         yield Problem("train.gradient_accumulation_fusion", True, "needs launch.device cuda; use false or null on cpu")
 
 
-def _slurm_problems(cfg: LaunchConfig) -> Iterator[Problem]:
+def _slurm_problems(cfg: LaunchFields) -> Iterator[Problem]:
     slurm = cfg.launch.slurm
     for key in ("account", "partition", "time"):
         value = getattr(slurm, key)
@@ -244,7 +250,58 @@ def _slurm_problems(cfg: LaunchConfig) -> Iterator[Problem]:
         yield Problem("launch.slurm.container_mounts", mounts, "needs launch.slurm.container_image; or remove it")
 
 
-def _argument_problems(cfg: LaunchConfig) -> Iterator[Problem]:
+def _varlen_problems(cfg: LaunchFields) -> Iterator[Problem]:
+    """All that cannot run with `overlap.varlen`; nothing where it is off."""
+    varlen, parallel, train, overlap = cfg.overlap.varlen, cfg.parallel, cfg.train, cfg.overlap
+    if varlen.method == "none":
+        return
+    if parallel.pipeline > 1:
+        yield Problem("parallel.pipeline", parallel.pipeline, "use 1 with overlap.varlen: stages would need the plan")
+    if varlen.method == "masked" and parallel.context > 1:
+        yield Problem(
+            "parallel.context",
+            parallel.context,
+            "use 1 with overlap.varlen.method masked: Megatron's own attention has no context parallelism",
+        )
+    if overlap.ulysses.method != "none":
+        yield Problem("overlap.ulysses.method", overlap.ulysses.method, "use none with overlap.varlen")
+    if overlap.tensor.attention != "row":
+        yield Problem("overlap.tensor.attention", overlap.tensor.attention, "use row with overlap.varlen")
+    if cfg.model.attention_dropout > 0:
+        yield Problem("model.attention_dropout", cfg.model.attention_dropout, "use 0 with overlap.varlen")
+    if train.micro_batch_size > 1:
+        yield Problem(
+            "train.micro_batch_size",
+            train.micro_batch_size,
+            "use 1 with overlap.varlen: a micro-batch is one row of whole documents, train.seq_length tokens at most",
+        )
+    if train.transformer_impl != "local":
+        yield Problem("train.transformer_impl", train.transformer_impl, "use local with overlap.varlen")
+    if cfg.data.kind == "mock":
+        yield Problem("data.kind", "mock", "overlap.varlen reads documents; use text or indexed")
+    if cfg.launch.entry is not None:
+        yield Problem(
+            "launch.entry", cfg.launch.entry, "use null with overlap.varlen: the provided scripts read documents"
+        )
+    share = -(-train.seq_length // parallel.context)
+    if varlen.capacity != "auto" and varlen.capacity < share:
+        yield Problem(
+            "overlap.varlen.capacity",
+            varlen.capacity,
+            f"must be at least train.seq_length / parallel.context = {share}, or auto",
+        )
+    if varlen.nodes != "auto" and parallel.context % varlen.nodes:
+        yield Problem("overlap.varlen.nodes", varlen.nodes, f"must divide parallel.context {parallel.context}, or auto")
+    for index, flag in flags_in(cfg.megatron_args):
+        if flag in REFUSED_FLAGS:
+            yield Problem(
+                f"megatron_args.{index}",
+                cfg.megatron_args[index],
+                f"not with overlap.varlen: {REFUSED_FLAGS[flag]}; remove it",
+            )
+
+
+def _argument_problems(cfg: LaunchFields) -> Iterator[Problem]:
     """Flags in `megatron_args` that a key gives as well: two places for one thing, and nobody knows which wins."""
     for index, flag in flags_in(cfg.megatron_args):
         where = f"megatron_args.{index}"

@@ -8,7 +8,7 @@ from typing import Annotated
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from megatron_overlap.config.resources import carried
+from megatron_overlap.config.resources import resource_folder
 from megatron_overlap.patching.errors import ManifestError
 from megatron_overlap.patching.source import Target
 
@@ -71,7 +71,7 @@ class Manifest(BaseModel):
 
 def patches_folder() -> Path:
     """The folder with the manifests: package data in a wheel, the repository's own in an editable install."""
-    return carried("patches")
+    return resource_folder("patches")
 
 
 def load_manifest(path: Path) -> Manifest:

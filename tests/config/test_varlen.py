@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_overlap.config import ConfigError, load_launch_config, to_megatron_args, without_overlap
-from megatron_overlap.config.varlen_validation import REFUSED_FLAGS
+from megatron_overlap.config.validation import REFUSED_FLAGS
 from tests.config.samples import write
 
 RIGHT = """\

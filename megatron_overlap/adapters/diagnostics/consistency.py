@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 
 from megatron_overlap.comm import Transport, transport_of
 from megatron_overlap.comm.transport import store_beside
-from megatron_overlap.config.problems import Problem
+from megatron_overlap.config.errors import Problem
 from megatron_overlap.diagnostics.consistency import compare
 from megatron_overlap.diagnostics.flight_recorder import FlightRecorder
 from megatron_overlap.diagnostics.heartbeat import Heartbeat

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_overlap.adapters.varlen.core_attention import VarlenError
-from megatron_overlap.config.varlen_validation import REFUSED_FLAGS
+from megatron_overlap.config.validation import REFUSED_FLAGS
 
 # Values that mean "not asked for", whatever the argument.
 _OFF: tuple[Any, ...] = (None, False, 0, (), [], "none", "")

@@ -25,7 +25,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_overlap.config import ConfigError, LaunchConfig
-from megatron_overlap.config.inputs import missing_inputs
+from megatron_overlap.config.loading import missing_inputs
 from megatron_overlap.config.megatron_args import CPU_SWITCHES, flags_in
 
 ITERATIONS = 3

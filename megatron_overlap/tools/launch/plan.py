@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_overlap.config import ConfigError, LaunchConfig, dump_config, to_megatron_args
-from megatron_overlap.config.resources import carried
+from megatron_overlap.config.resources import resource_folder
 from megatron_overlap.tools.launch.netlab import Link, Netlab
 from megatron_overlap.tools.launch.ranks import worker_commands
 from megatron_overlap.tools.launch.results import RankCommand
@@ -94,7 +94,7 @@ def entry_script(cfg: LaunchConfig) -> Path:
         ConfigError: it is not there.
     """
     name = cfg.launch.entry
-    provided = carried("scripts") / f"pretrain_{cfg.model.arch}.py"
+    provided = resource_folder("scripts") / f"pretrain_{cfg.model.arch}.py"
     script = Path(name) if name is not None else provided
     if not script.is_file():
         remedy = "no such file; give the path of a training script"
