@@ -15,7 +15,7 @@ import torch
 
 from megatron_overlap.comm import Transport
 from megatron_overlap.comm.transport import Transfer
-from megatron_overlap.ops.tensor_parallel.pipelined import add_wide
+from megatron_overlap.ops.wgrad import add_wide
 from megatron_overlap.schedules import ChunkLayout, all_gather_plan, reduce_scatter_plan
 
 # What is left to add when the last message has landed is one piece: about a millisecond of a CPU core.

@@ -23,7 +23,6 @@ from megatron_overlap.adapters.tensor_parallel.layer_handoff import PendingOutpu
 from megatron_overlap.adapters.tensor_parallel.linear import LinearAdapter
 from megatron_overlap.adapters.wrapping import Method, untraced
 from megatron_overlap.comm import BufferPool
-from megatron_overlap.ops.paired_wgrad import Into, PairedWgrad
 from megatron_overlap.ops.tensor_parallel.batch_overlap import (
     Reduction,
     Slots,
@@ -33,6 +32,7 @@ from megatron_overlap.ops.tensor_parallel.batch_overlap import (
     entered,
     row_half,
 )
+from megatron_overlap.ops.wgrad import DeferredWgrad, WgradTarget
 from megatron_overlap.session import Session
 
 # What a layer is given of a batch, by where the batch is; None: it has none.
@@ -140,7 +140,7 @@ class Half:
 
     forward: Reduction
     backward: Reduction
-    gradients: PairedWgrad
+    gradients: DeferredWgrad
     before: Callable[[], object] | None
     slot: int | None
 
@@ -154,7 +154,7 @@ class Half:
         buffer_pool: BufferPool,
     ) -> torch.Tensor:
         """What a linear layer does in here: the sum it needs is begun, and waited for elsewhere."""
-        into = Into(options.get("main_grad"), options.get("weight_done"), buffer_pool)
+        into = WgradTarget(options.get("main_grad"), options.get("weight_done"), buffer_pool)
         if op == "gemm_ar":
             return row_half(x, weight, self.forward, self.gradients, into, options["observer"])
         x = entered(x, self.backward, self.before, self.slot)
@@ -166,7 +166,7 @@ class _Layer:
 
     def __init__(self, layer: Any, adapter: LinearAdapter) -> None:
         self._layer, self._adapter = layer, adapter
-        self._gradients = PairedWgrad()
+        self._gradients = DeferredWgrad()
         self._group = layer.self_attention.linear_proj.tp_group
 
     def forward(self, carried: PendingOutput, given: dict[str, Any]) -> PendingOutput:

@@ -21,7 +21,7 @@ from megatron_overlap.adapters.wrapping import Method, tracing, untraced
 from megatron_overlap.autotune.candidates import Candidate
 from megatron_overlap.comm import Transport, close_transport
 from megatron_overlap.ops import LinearPlan, all_gather_linear, copy_linear, linear_all_reduce, linear_reduce_scatter
-from megatron_overlap.ops.deferred_wgrad import DeferredWgrad
+from megatron_overlap.ops.wgrad import DeferredWgrad
 from megatron_overlap.saved_activations import SavedActivations, SavedSite
 from megatron_overlap.schedules.gather_scatter import MAX_RANKS
 from megatron_overlap.schedules.plan import Pattern

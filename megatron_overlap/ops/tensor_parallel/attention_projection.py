@@ -22,14 +22,9 @@ import torch.distributed as dist
 from megatron_overlap.comm import BufferPool, Transport, transport_of
 from megatron_overlap.ops.tensor_parallel.attention_rows import AttentionRows
 from megatron_overlap.ops.tensor_parallel.linear import Observer, WeightDone
-from megatron_overlap.ops.tensor_parallel.pipelined import (
-    PipelinedAllGather,
-    PipelinedReduceScatter,
-    Spans,
-    WeightGradient,
-    add_wide,
-)
+from megatron_overlap.ops.tensor_parallel.pipelined import PipelinedAllGather, PipelinedReduceScatter
 from megatron_overlap.ops.tensor_parallel.plan import LinearPlan
+from megatron_overlap.ops.wgrad import Spans, WeightGradient, WgradTarget, add_wide
 from megatron_overlap.schedules.heuristics import MIN_CHUNK_ROWS, most_parts
 
 # A cut costs two more kernel calls, a merge, and a GEMM of fewer rows; it buys less exposed communication.
@@ -171,7 +166,9 @@ class _QuerySplit(torch.autograd.Function):
         layout = schedule.layout(positions)
         full = transport.buffer_pool.take("gather", (positions, batch * features), dy_shard)
         by_row = full.view(-1, features)
-        wgrad = WeightGradient(w, ctx.main_grad, transport.buffer_pool) if need_w else None
+        wgrad = (
+            WeightGradient(w, WgradTarget(ctx.main_grad, ctx.weight_done, transport.buffer_pool)) if need_w else None
+        )
         inputs = (
             _InputGradients(AttentionRows(q, k, v, ctx.causal, ctx.scale), transport.buffer_pool) if need_x else None
         )
@@ -187,14 +184,14 @@ class _QuerySplit(torch.autograd.Function):
             deferred_wgrad.add((start * batch, stop * batch))
             # wgrad fills the time in which no rows are there, with all that wait.
             if wgrad is not None and not arrivals.ready:
-                deferred_wgrad.into(wgrad, by_row, context.flatten(0, 1))
+                deferred_wgrad.add_to(wgrad, by_row, context.flatten(0, 1))
         if wgrad is not None:
-            deferred_wgrad.into(wgrad, by_row, context.flatten(0, 1))
+            deferred_wgrad.add_to(wgrad, by_row, context.flatten(0, 1))
         arrivals.finish()
         dq, dk, dv = (None, None, None) if inputs is None else inputs.result()
         dw = None
         if wgrad is not None:
-            dw = wgrad.result() if ctx.main_grad is None or ctx.weight_done is None else ctx.weight_done()
+            dw = wgrad.result()
         if ctx.observer is not None:
             # One gather serves both; it is counted with the first.
             for direction in ["dgrad"] * need_x + ["wgrad"] * need_w:

@@ -9,7 +9,7 @@ long as a half's computation to arrive, forward and backward:
 
 In backward autograd itself goes from node to node, the latest first. A wait is a node of its own here (`entered`),
 which is told to come as late as the other half's computation needs: see `Slots`. Weight gradients, which nothing in the
-pass needs, are put off to where there is the least to hide under, of both halves together (`paired.py`).
+pass needs, are put off to where there is the least to hide under, of both halves together (`DeferredWgrad`).
 
 Source: Domino (arXiv 2409.15241) for the halves of a micro-batch; the order of the backward is our own.
 """
@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from megatron_overlap.comm.transport import TransportError
 from megatron_overlap.ops.call import Observer, check_operands
-from megatron_overlap.ops.paired_wgrad import Into, PairedWgrad
+from megatron_overlap.ops.wgrad import DeferredWgrad, WgradTarget
 
 
 def can_be_ordered() -> bool:
@@ -122,8 +122,8 @@ def column_half(
     w: torch.Tensor,
     bias: torch.Tensor | None,
     reduction: Reduction,
-    gradients: PairedWgrad,
-    into: Into | None = None,
+    gradients: DeferredWgrad,
+    into: WgradTarget | None = None,
     observer: Observer | None = None,
 ) -> torch.Tensor:
     """Equals `x @ w.T + bias`, whose input's gradient is summed over ranks by `reduction`, and awaited by `entered`.
@@ -143,7 +143,7 @@ def column_half(
     Raises:
         ValueError: shapes, dtypes or devices do not fit each other.
     """
-    call = _Call(x, w, bias, reduction, gradients, into or Into(), observer)
+    call = _Call(x, w, bias, reduction, gradients, into or WgradTarget(), observer)
     y: torch.Tensor = _ColumnHalf.apply(x.reshape(-1, x.shape[-1]), w.detach(), bias, call)
     return y.view(*x.shape[:-1], w.shape[0])
 
@@ -152,8 +152,8 @@ def row_half(
     x: torch.Tensor,
     w_shard: torch.Tensor,
     reduction: Reduction,
-    gradients: PairedWgrad,
-    into: Into | None = None,
+    gradients: DeferredWgrad,
+    into: WgradTarget | None = None,
     observer: Observer | None = None,
 ) -> torch.Tensor:
     """`x @ w_shard.T`, which `reduction` has begun to sum over ranks: only `arrived` may read it.
@@ -169,7 +169,7 @@ def row_half(
     Raises:
         ValueError: shapes, dtypes or devices do not fit each other.
     """
-    call = _Call(x, w_shard, None, reduction, gradients, into or Into(), observer)
+    call = _Call(x, w_shard, None, reduction, gradients, into or WgradTarget(), observer)
     y: torch.Tensor = _RowHalf.apply(x.reshape(-1, x.shape[-1]), w_shard.detach(), call)
     return y.view(*x.shape[:-1], w_shard.shape[0])
 
@@ -183,8 +183,8 @@ class _Call:
         w: torch.Tensor,
         bias: torch.Tensor | None,
         reduction: Reduction,
-        gradients: PairedWgrad,
-        into: Into,
+        gradients: DeferredWgrad,
+        into: WgradTarget,
         observer: Observer | None,
     ) -> None:
         check_operands(x, w, bias, into.main_grad, "x")

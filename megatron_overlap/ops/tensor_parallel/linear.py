@@ -17,13 +17,9 @@ import torch.distributed as dist
 
 from megatron_overlap.comm import Transport
 from megatron_overlap.ops.call import Hold, Keeper, Observer, WeightDone, check_operands, gemm_into, transport_for
-from megatron_overlap.ops.tensor_parallel.pipelined import (
-    PipelinedAllGather,
-    PipelinedReduceScatter,
-    Spans,
-    WeightGradient,
-)
+from megatron_overlap.ops.tensor_parallel.pipelined import PipelinedAllGather, PipelinedReduceScatter
 from megatron_overlap.ops.tensor_parallel.plan import LinearPlan
+from megatron_overlap.ops.wgrad import Spans, WeightGradient, WgradTarget
 from megatron_overlap.schedules import ChunkLayout
 
 _DEFAULT = LinearPlan()
@@ -203,7 +199,9 @@ class _AllGatherLinear(torch.autograd.Function):
         transport, plan = ctx.transport, ctx.plan
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
         num_rows = dy.shape[0]
-        wgrad = WeightGradient(w, ctx.main_grad, transport.buffer_pool) if need_w else None
+        wgrad = (
+            WeightGradient(w, WgradTarget(ctx.main_grad, ctx.weight_done, transport.buffer_pool)) if need_w else None
+        )
         late: _LateRows | None = None
         if wgrad is not None and not ctx.gathered:
             schedule = plan.schedule("all_gather", transport, num_rows, x.shape[1] * x.itemsize, x.device)
@@ -226,7 +224,7 @@ class _AllGatherLinear(torch.autograd.Function):
                 wgrad.add(dy, x)
             else:
                 late.finish()
-            dw = wgrad.result() if ctx.main_grad is None or ctx.weight_done is None else ctx.weight_done()
+            dw = wgrad.result()
         if dx is not None:
             departures.finish()
         if ctx.observer is not None:
@@ -277,7 +275,7 @@ class _LateRows:
         self._deferred_wgrad.add(self._arrivals.next_rows()[0])
         while self._arrivals.ready:
             self._deferred_wgrad.add(self._arrivals.next_rows()[0])
-        self._deferred_wgrad.into(self._wgrad, self._dy, self._arrivals.full)
+        self._deferred_wgrad.add_to(self._wgrad, self._dy, self._arrivals.full)
 
 
 class _LinearReduceScatter(torch.autograd.Function):
@@ -318,7 +316,9 @@ class _LinearReduceScatter(torch.autograd.Function):
         layout = schedule.layout(num_rows)
         full = transport.buffer_pool.take("gather", (num_rows, w.shape[0]), dy_shard)
         dx = torch.empty_like(x) if need_x else None
-        wgrad = WeightGradient(w, ctx.main_grad, transport.buffer_pool) if need_w else None
+        wgrad = (
+            WeightGradient(w, WgradTarget(ctx.main_grad, ctx.weight_done, transport.buffer_pool)) if need_w else None
+        )
         arrivals = PipelinedAllGather(
             transport, schedule, dy_shard, layout, full, "linear_reduce_scatter dgrad", whole=True
         )
@@ -329,13 +329,13 @@ class _LinearReduceScatter(torch.autograd.Function):
             deferred_wgrad.add((start, stop))
             # While rows are there, dgrad takes them; wgrad fills the time in which none are, with all that wait.
             if wgrad is not None and not arrivals.ready:
-                deferred_wgrad.into(wgrad, full, x)
+                deferred_wgrad.add_to(wgrad, full, x)
         if wgrad is not None:
-            deferred_wgrad.into(wgrad, full, x)
+            deferred_wgrad.add_to(wgrad, full, x)
         arrivals.finish()
         dw = None
         if wgrad is not None:
-            dw = wgrad.result() if ctx.main_grad is None or ctx.weight_done is None else ctx.weight_done()
+            dw = wgrad.result()
         if ctx.observer is not None:
             # One gather serves both; it is counted with the first.
             for direction in ["dgrad"] * need_x + ["wgrad"] * need_w:

@@ -9,26 +9,20 @@ backward are our own.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm import BufferPool, Transport
+from megatron_overlap.comm import Transport
 from megatron_overlap.ops.call import Observer, WeightDone, check_operands, gemm_into, transport_for
-from megatron_overlap.ops.deferred_wgrad import DeferredWgrad, Piece
-from megatron_overlap.ops.tensor_parallel.pipelined import add_product
-from megatron_overlap.ops.tensor_parallel.pipelined_all_reduce import PipelinedAllReduce
+from megatron_overlap.ops.tensor_parallel.pipelined import PipelinedAllReduce
 from megatron_overlap.ops.tensor_parallel.plan import LinearPlan
+from megatron_overlap.ops.wgrad import DeferredWgrad, Piece, WeightGradient, WgradTarget
 from megatron_overlap.schedules import PartLayout, Plan
 from megatron_overlap.schedules.all_reduce import Gathers
 
 _DEFAULT = LinearPlan()
-
-_MIN_PIECE_FEATURES = 128
-"""Output rows of the smallest piece of a weight gradient."""
-_MAX_PIECES = 8
 
 
 def linear_all_reduce(
@@ -216,13 +210,14 @@ def row_backward(
     dw = None
     need_w = need_w or ctx.later is not None
     if need_w:
-        wgrad = _WeightGradient(w, ctx.main_grad, dy, x, ctx.buffer_pool)
+        target = WgradTarget(ctx.main_grad, ctx.weight_done, ctx.buffer_pool)
         if ctx.later is not None:
             deferred_wgrad, weight = ctx.later
-            deferred_wgrad.put(weight, wgrad.pieces(), partial(wgrad.result, ctx.weight_done))
+            deferred_wgrad.put(weight, dy, x, target)
         else:
-            wgrad.compute(slice(None))
-            dw = wgrad.result(ctx.weight_done)
+            wgrad = WeightGradient(w, target)
+            wgrad.add(dy, x)
+            dw = wgrad.result()
     if ctx.observer is not None:
         for direction in ["dgrad"] * need_x + ["wgrad"] * need_w:
             ctx.observer(direction, 0)
@@ -236,8 +231,9 @@ def column_backward(
     deferred_wgrad."""
     x, w = ctx.saved_tensors
     transport = ctx.transport
-    wgrad = _WeightGradient(w, ctx.main_grad, dy, x, transport.buffer_pool) if need_w else None
-    pieces = [] if wgrad is None else wgrad.pieces()
+    target = WgradTarget(ctx.main_grad, ctx.weight_done, transport.buffer_pool)
+    wgrad = WeightGradient(w, target) if need_w else None
+    pieces = [] if wgrad is None else wgrad.pieces(dy, x)
     if ctx.deferred_wgrad is not None:
         pieces += ctx.deferred_wgrad.take()
     dx = None
@@ -251,49 +247,17 @@ def column_backward(
             sums.finish()
             _run(pieces)
         else:
-            sums.beside(pieces)
+            sums.run_beside(pieces)
             sums.finish()
     else:
         _run(pieces)
-    dw = None if wgrad is None else wgrad.result(ctx.weight_done)
+    dw = None if wgrad is None else wgrad.result()
     if ctx.observer is not None:
         if dx is not None:
             ctx.observer("dgrad", bytes_sent(schedule, dx))
         if need_w:
             ctx.observer("wgrad", 0)
     return dx, dw
-
-
-class _WeightGradient:
-    """`dw = dy.T @ x` over all rows, in runs of its own rows: every element is one sum, whatever the pieces."""
-
-    def __init__(
-        self,
-        w: torch.Tensor,
-        main_grad: torch.Tensor | None,
-        dy: torch.Tensor,
-        x: torch.Tensor,
-        buffer_pool: BufferPool,
-    ) -> None:
-        self._main_grad, self._dy, self._x, self._buffer_pool = main_grad, dy, x, buffer_pool
-        self._own = torch.empty_like(w, memory_format=torch.contiguous_format) if main_grad is None else None
-
-    def pieces(self) -> list[Piece]:
-        """The computation as calls of about equal length, short enough to look for messages between them."""
-        features = self._dy.shape[1]
-        size = max(_MIN_PIECE_FEATURES, -(-features // _MAX_PIECES))
-        return [partial(self.compute, slice(start, start + size)) for start in range(0, features, size)]
-
-    def compute(self, features: slice) -> None:
-        """Computes, or adds to `main_grad`, the gradient of some of the weight's rows."""
-        if self._own is not None:
-            torch.mm(self._dy[:, features].t(), self._x, out=self._own[features])
-        elif self._main_grad is not None:
-            add_product(self._main_grad[features], self._dy[:, features], self._x, self._buffer_pool)
-
-    def result(self, weight_done: WeightDone | None) -> torch.Tensor | None:
-        """What autograd is given."""
-        return weight_done() if self._own is None and weight_done is not None else self._own
 
 
 def _run(pieces: list[Piece]) -> None:

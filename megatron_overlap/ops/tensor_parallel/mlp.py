@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 from megatron_overlap.comm import Transport
 from megatron_overlap.ops.call import Observer, WeightDone, check_operands, gemm_into, transport_for
-from megatron_overlap.ops.deferred_wgrad import DeferredWgrad
 from megatron_overlap.ops.tensor_parallel.linear_all_reduce import bytes_sent, column_backward, row_backward
-from megatron_overlap.ops.tensor_parallel.pipelined_all_reduce import PipelinedAllReduce
+from megatron_overlap.ops.tensor_parallel.pipelined import PipelinedAllReduce
 from megatron_overlap.ops.tensor_parallel.plan import MIN_MLP_ROWS, LinearPlan
+from megatron_overlap.ops.wgrad import DeferredWgrad
 
 Between = Callable[[torch.Tensor], torch.Tensor]
 

@@ -1,41 +1,34 @@
-"""Where messages and GEMMs meet: arriving rows, departing partial sums, and a weight gradient that accumulates."""
+"""Collectives that overlap with GEMMs: rows are consumed as they arrive, partial sums are sent as they are produced."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from megatron_overlap.comm import BufferPool, Transport
+from megatron_overlap.comm import Transport
 from megatron_overlap.comm.transport import Transfer
-from megatron_overlap.schedules import ChunkLayout, Plan
-
-try:
-    # apex's extension, where it was built: a GEMM that adds a narrow product to an fp32 total.
-    from fused_weight_gradient_mlp_cuda import wgrad_gemm_accum_fp32 as _fused_wgrad  # type: ignore[import-not-found]
-except ImportError:
-    _fused_wgrad = None
+from megatron_overlap.ops.wgrad import Piece, add_wide, like_fp32
+from megatron_overlap.schedules import Chunk, ChunkLayout, PartLayout, Plan
 
 Rows = tuple[int, int]
 GemmInto = Callable[[int, int, torch.Tensor], None]
-
-_WGRAD_BLOCK = 2048
-"""Output rows of one block of a narrow weight gradient."""
+"""`gemm(start, stop, out)` writes rows `[start, stop)` of a product into `out`."""
 
 
 class PipelinedAllGather:
-    """An all-gather on its way: rows are handed out as soon as they are there, own rows first.
+    """An all-gather whose rows are consumed as they arrive, own rows first.
 
-    The plan's order is that of the sends; rows of several peers that share a link may land in another one.
+    The plan defines the order of the sends. Rows of several peers that share a link may arrive in another order.
 
     Args:
         transport: carries the shards.
         plan: an all-gather plan.
         shard: own rows `[shard rows, K]`, contiguous, unchanged until `finish`.
         layout: rows of every chunk.
-        into: the gathered rows `[num_rows, K]`; own rows are copied into it only if `whole` is asked for.
+        into: the gathered rows `[num_rows, K]`; own rows are copied into it only with `whole`.
         op: name in error messages.
-        whole: the consumer reads own and others' rows as one run.
+        whole: the consumer reads the own and the received rows as one tensor.
     """
 
     def __init__(
@@ -65,33 +58,33 @@ class PipelinedAllGather:
         self._shard = shard
         if self._whole:
             into[own_start:own_stop].copy_(shard)
-        self._open = list(range(len(plan.work)))
+        self._pending = list(range(len(plan.work)))
 
-    def _here(self, index: int) -> bool:
+    def _has_arrived(self, index: int) -> bool:
         return all(self._p2p_work.is_completed(k) for k in self._plan.work[index].needs)
 
     @property
     def ready(self) -> bool:
-        """Whether `next_rows` would hand out rows without waiting."""
-        return any(map(self._here, self._open))
+        """Whether `next_rows` returns without waiting."""
+        return any(map(self._has_arrived, self._pending))
 
     @property
     def done(self) -> bool:
-        """Whether all rows have been handed out."""
-        return not self._open
+        """Whether `next_rows` has returned all rows."""
+        return not self._pending
 
     def next_rows(self) -> tuple[Rows, torch.Tensor]:
-        """Waits for the next rows: their bounds and their data, with what has landed beside them in the same slice."""
+        """Waits for rows; returns their range and data, joined with arrived rows next to them of the same owner."""
         work = self._plan.work
-        place = next((place for place, index in enumerate(self._open) if self._here(index)), 0)
-        first = last = self._open.pop(place)
+        position = next((place for place, index in enumerate(self._pending) if self._has_arrived(index)), 0)
+        first = last = self._pending.pop(position)
         for k in work[first].needs:
             self._p2p_work.wait(k)
         owner = work[first].chunks[0].owner
-        while place < len(self._open) and self._open[place] == last + 1 and self._here(last + 1):
+        while position < len(self._pending) and self._pending[position] == last + 1 and self._has_arrived(last + 1):
             if work[last + 1].chunks[0].owner != owner:
                 break
-            last = self._open.pop(place)
+            last = self._pending.pop(position)
         start = self._layout.rows(work[first].chunks[0])[0]
         stop = self._layout.rows(work[last].chunks[-1])[1]
         if not self._whole and owner == self._rank:
@@ -105,12 +98,12 @@ class PipelinedAllGather:
                 yield rows, data
 
     def finish(self) -> None:
-        """Waits until the own rows have left too."""
+        """Waits until the own rows are sent too."""
         self._p2p_work.wait_all()
 
 
 class PipelinedReduceScatter:
-    """A reduce-scatter of GEMM results on its way: others' rows are computed and sent first, own rows last.
+    """A reduce-scatter of GEMM results: rows of other owners are computed and sent first, own rows last.
 
     Args:
         transport: carries the partial sums.
@@ -136,10 +129,15 @@ class PipelinedReduceScatter:
         self._done = 0
 
     def compute(self, gemm: GemmInto, meanwhile: Callable[[], bool] | None = None) -> None:
-        """Runs the GEMMs: `gemm(start, stop, out)` writes rows `[start, stop)` of the product. Own rows come last.
+        """Runs the GEMMs, own rows last.
 
-        A ring adds what has come to what it passes on. On the CPU it computes further rows while that is on its way,
-        and calls `meanwhile` when only own rows are left: a piece of other work, which says whether there was any.
+        A ring adds received partial sums to the chunks that it forwards. On the CPU it computes further rows until
+        those sums arrive.
+
+        Args:
+            gemm: see `GemmInto`.
+            meanwhile: a piece of other work, called while a ring waits and only own rows are left. It returns False
+                when there is no work left.
         """
         plan, layout = self._plan, self._layout
         serial = plan.pattern == "serial" and plan.num_ranks > 1
@@ -148,18 +146,18 @@ class PipelinedReduceScatter:
                 break
             own = work.chunks[0].owner == plan.rank and not serial
             if own:
-                self._pass_on(index, meanwhile)
+                self._forward_until(index, meanwhile)
             start, stop = layout.rows(work.chunks[0])[0], layout.rows(work.chunks[-1])[1]
             if start < stop:
                 gemm(start, stop, self._out if own else self._partial[start:stop])
             if not own:
-                self._pass_on(index + 1, None, wait=self._out.is_cuda)
+                self._forward_until(index + 1, None, wait=self._out.is_cuda)
         if serial:
             self._out.copy_(self._partial[slice(*self._own)])
         self._p2p_work.mark_ready(len(plan.work))
 
-    def _pass_on(self, stop: int, meanwhile: Callable[[], bool] | None, *, wait: bool = True) -> None:
-        """Adds what has come to the pieces of work before `stop`, in order, and lets go what waited for them."""
+    def _forward_until(self, stop: int, meanwhile: Callable[[], bool] | None, *, wait: bool = True) -> None:
+        """Adds received partial sums to the work items before `stop`, in order, and marks their sends ready."""
         while self._done < stop:
             adds = self._plan.work[self._done].adds
             if not all(map(self._p2p_work.is_completed, adds)):
@@ -174,12 +172,12 @@ class PipelinedReduceScatter:
             self._p2p_work.mark_ready(self._done)
 
     def finish(self) -> None:
-        """Adds what others computed for the own rows, in the order of the plan, and waits until all has left.
+        """Adds the received partial sums to the own rows, in the order of the plan. Waits for all messages.
 
-        With more than two terms the sum is made in fp32 and rounded once.
+        More than two terms are summed in fp32 and rounded once.
         """
         messages, out = self._plan.messages, self._out
-        # Each part is summed in the order of the plan; parts are taken as they land.
+        # Each part is summed in the order of the plan. Parts are summed in the order of arrival.
         waiting: dict[int, list[int]] = {}
         for k in self._plan.work[-1].adds:
             waiting.setdefault(messages[k].recv.part, []).append(k)
@@ -202,98 +200,93 @@ class PipelinedReduceScatter:
         self._p2p_work.wait_all()
 
 
-class WeightGradient:
-    """`dw = dy.T @ x`, accumulated over rows as they come.
+class PipelinedAllReduce:
+    """An all-reduce of GEMM results. The owner of a chunk sums it, so all ranks get the same bits.
+
+    The computing thread adds received chunks between its GEMMs. On the CPU it adds chunks that have arrived and does
+    not wait before `finish`. On CUDA a query for arrival would synchronise, so it adds where the plan says.
 
     Args:
-        weight: the parameter `[F, K]`; only its shape, dtype and device are used.
-        main_grad: where the gradient is added, as Megatron's gradient accumulation fusion does; None makes a gradient
-            of its own.
-        buffer_pool: where narrow products wait to be added.
+        transport: carries partial sums and sums.
+        plan: an all-reduce plan.
+        out: all rows of the result `[num_rows, F]`, contiguous, written here. It also holds the own partial sums
+            until they are sent: a sum arrives at the rows of its partial sum, and the owner sends it only after it
+            has received that partial sum.
+        op: name in error messages.
+        add_in_place: wait and add where the plan says; None chooses by the device.
     """
 
-    def __init__(self, weight: torch.Tensor, main_grad: torch.Tensor | None, buffer_pool: BufferPool) -> None:
-        self._main_grad, self._buffer_pool = main_grad, buffer_pool
-        self._own = torch.empty_like(weight, memory_format=torch.contiguous_format) if main_grad is None else None
-        self._sum: torch.Tensor | None = None
-        self._empty = True
+    def __init__(
+        self, transport: Transport, plan: Plan, out: torch.Tensor, op: str, *, add_in_place: bool | None = None
+    ) -> None:
+        self._plan, self._out = plan, out
+        self._buffer_pool = transport.buffer_pool
+        self._layout = PartLayout(out.shape[0], plan.num_ranks, plan.chunks_per_rank)
+        self._in_place = out.device.type != "cpu" if add_in_place is None else add_in_place
+        self._gather_messages = [k for k, message in enumerate(plan.messages) if message.recv.owner != plan.rank]
+        partial = [k for k, message in enumerate(plan.messages) if message.recv.owner == plan.rank]
+        sizes = [self._layout.num_chunk_rows(plan.messages[k].recv) for k in partial]
+        landing = self._buffer_pool.take("landing", (sum(sizes), out.shape[1]), out).split(sizes)
+        self._landing = dict(zip(partial, landing, strict=True))
+        self._num_gemms = 1 + max(index for index, work in enumerate(plan.work) if work.chunks)
+        self._done = 0
+        transfers = []
+        for k, message in enumerate(plan.messages):
+            recv = self._landing[k] if k in self._landing else self._rows(message.recv)
+            transfers.append(Transfer(message, self._rows(message.send), recv))
+        self._p2p_work = transport.begin(transfers, op)
 
-    def add(self, dy: torch.Tensor, x: torch.Tensor) -> None:
-        """Adds the product of some rows: `dy` is `[rows, F]`, `x` is `[rows, K]`."""
-        if self._main_grad is not None:
-            add_product(self._main_grad, dy, x, self._buffer_pool)
-        elif self._own is not None:
-            if self._empty:
-                torch.mm(dy.t(), x, out=self._own)
-            elif self._own.element_size() < 4:
-                # Rounding the running sum after every piece would cost a bit of precision each time.
-                if self._sum is None:
-                    self._sum = self._buffer_pool.take("wgrad_sum", self._own.shape, like_fp32(self._own))
-                    self._sum.copy_(self._own)
-                add_product(self._sum, dy, x, self._buffer_pool)
+    def _rows(self, chunk: Chunk) -> torch.Tensor:
+        return self._out[slice(*self._layout.rows(chunk))]
+
+    def compute(self, gemm: GemmInto) -> None:
+        """Runs the GEMMs."""
+        for index, work in enumerate(self._plan.work[: self._num_gemms]):
+            if work.chunks:
+                start, stop = self._layout.rows(work.chunks[0])[0], self._layout.rows(work.chunks[-1])[1]
+                if start < stop:
+                    gemm(start, stop, self._out[start:stop])
+            self._advance(index + 1, wait=self._in_place)
+
+    def run_beside(self, pieces: Sequence[Piece]) -> None:
+        """Runs other work after `compute`. Chunks are summed and sent between two pieces."""
+        num_work = len(self._plan.work)
+        for number, piece in enumerate(pieces):
+            piece()
+            if not self._in_place:
+                self._advance(num_work, wait=False)
             else:
-                self._own.addmm_(dy.t(), x)
-        self._empty = False
+                # Spread evenly; all before the last piece, which hides the messages of the last sums.
+                share = min(1.0, (number + 1) / max(1, len(pieces) - 1))
+                self._advance(self._num_gemms + round(share * (num_work - self._num_gemms)), wait=True)
 
-    def result(self) -> torch.Tensor | None:
-        """The gradient; None where it went into `main_grad`."""
-        if self._own is not None:
-            if self._empty:
-                self._own.zero_()
-            elif self._sum is not None:
-                self._own.copy_(self._sum)
-        return self._own
+    def finish(self) -> None:
+        """Computes the remaining sums. Waits until all rows of `out` are sums and all messages are complete."""
+        self._advance(len(self._plan.work), wait=True)
+        for k in self._gather_messages:
+            self._p2p_work.wait(k)
+        self._p2p_work.wait_all()
 
+    def _advance(self, stop: int, *, wait: bool) -> None:
+        """Does the additions of the work items before `stop`, in order, and marks their sends ready."""
+        while self._done < stop:
+            adds = self._plan.work[self._done].adds
+            if not wait and not all(self._p2p_work.is_completed(k) for k in adds):
+                return
+            if adds:
+                self._add(adds)
+            self._done += 1
+            self._p2p_work.mark_ready(self._done)
 
-def add_product(total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, buffer_pool: BufferPool) -> None:
-    """`total += dy.T @ x`, where the product may be narrower than `total`."""
-    if total.dtype == x.dtype:
-        total.addmm_(dy.t(), x)
-        return
-    if total.is_cuda and _fused_wgrad is not None and total.dtype == torch.float32:
-        _fused_wgrad(x, dy.contiguous(), total)
-        return
-    # In blocks of output rows: the narrow product never needs a buffer of the weight's size.
-    for start in range(0, total.shape[0], _WGRAD_BLOCK):
-        rows = slice(start, start + _WGRAD_BLOCK)
-        product = buffer_pool.take("wgrad_block", (total[rows].shape[0], total.shape[1]), x)
-        torch.mm(dy[:, rows].t(), x, out=product)
-        add_wide(total[rows], product, buffer_pool)
-
-
-class Spans:
-    """Runs of rows that wait to be used, joined where they touch."""
-
-    def __init__(self) -> None:
-        self._runs: list[tuple[int, int]] = []
-
-    def add(self, rows: tuple[int, int]) -> None:
-        if rows[0] < rows[1]:
-            self._runs.append(rows)
-
-    def into(self, wgrad: WeightGradient, dy: torch.Tensor, x: torch.Tensor) -> None:
-        """Adds the weight gradient of the rows and forgets them."""
-        joined: list[tuple[int, int]] = []
-        for start, stop in sorted(self._runs):
-            if joined and joined[-1][1] == start:
-                joined[-1] = (joined[-1][0], stop)
-            else:
-                joined.append((start, stop))
-        self._runs.clear()
-        for start, stop in joined:
-            wgrad.add(dy[start:stop], x[start:stop])
-
-
-def add_wide(total: torch.Tensor, term: torch.Tensor, buffer_pool: BufferPool) -> None:
-    """`total += term`, where `term` may be narrower than `total`."""
-    if term.dtype != total.dtype and not term.is_cuda:
-        # torch adds mixed dtypes on the CPU element by element, ten times slower than widening first.
-        wide = buffer_pool.take("widened", term.shape, total)
-        wide.copy_(term)
-        term = wide
-    total.add_(term)
-
-
-def like_fp32(like: torch.Tensor) -> torch.Tensor:
-    """Names fp32 on the device of `like` to a buffer_pool."""
-    return torch.empty(0, dtype=torch.float32, device=like.device)
+    def _add(self, adds: tuple[int, ...]) -> None:
+        """Adds the received partial sums of one own chunk; more than two terms in fp32, rounded once."""
+        own = self._rows(self._plan.messages[adds[0]].recv)
+        total = own
+        if len(adds) > 1 and own.element_size() < 4:
+            total = self._buffer_pool.take("sum", own.shape, like_fp32(own))
+            total.copy_(own)
+        for k in adds:
+            self._p2p_work.wait(k)
+            add_wide(total, self._landing[k], self._buffer_pool)
+        if total is not own:
+            own.copy_(total)

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm import BufferPool, Transport, transport_of
-from megatron_overlap.ops.tensor_parallel.pipelined import add_wide
 from megatron_overlap.ops.ulysses.all_to_all import Passage
 from megatron_overlap.ops.ulysses.head_attention import OwnHeads
+from megatron_overlap.ops.wgrad import add_wide
 from megatron_overlap.schedules import AllToAllPlan, HeadLayout, SequenceLayout, ulysses_plan
 from megatron_overlap.schedules.all_to_all import AllToAllPattern
 

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from megatron_overlap.comm import BufferPool, Transport, transport_of
 from megatron_overlap.ops.call import WeightDone
-from megatron_overlap.ops.tensor_parallel.pipelined import WeightGradient, add_wide
 from megatron_overlap.ops.ulysses.all_to_all import Passage
 from megatron_overlap.ops.ulysses.attention import (
     DEFAULT_PLAN,
@@ -25,6 +24,7 @@ from megatron_overlap.ops.ulysses.attention import (
     schedule_of,
 )
 from megatron_overlap.ops.ulysses.head_attention import OwnHeads
+from megatron_overlap.ops.wgrad import add_product, add_wide
 from megatron_overlap.schedules import AllToAllPlan, HeadLayout, SequenceLayout
 
 Rotate = Callable[[torch.Tensor], torch.Tensor]
@@ -362,7 +362,7 @@ class _Rows:
             torch.mm(dy.t(), x, out=self._own[run])
         elif self._projection.main_grad is not None:
             into = self._projection.main_grad[run]
-            WeightGradient(self._projection.weight[run], into, self._buffer_pool).add(dy, x)
+            add_product(into, dy, x, self._buffer_pool)
 
     def result(self) -> torch.Tensor | None:
         """What autograd gets."""

@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from megatron_overlap.comm import BufferPool
 from megatron_overlap.ops import reference
-from megatron_overlap.ops.paired_wgrad import Into, PairedWgrad
 from megatron_overlap.ops.tensor_parallel.batch_overlap import Reduction, Slots, arrived, column_half, entered, row_half
+from megatron_overlap.ops.wgrad import DeferredWgrad, WgradTarget
 from tests.helpers.numerics import assert_close_to_exact
 
 SEQUENCE, K, F = 13, 24, 20
@@ -66,7 +66,7 @@ def pipelined(
 ) -> torch.Tensor:
     """`y + row(relu(column(y)))` once or twice, both halves in turn, as a caller of these ops does it."""
     w1, w2, bias = weights
-    gradients = PairedWgrad()
+    gradients = DeferredWgrad()
     buffer_pool = BufferPool()
     values = list(x.chunk(2, dim=1))
     slots = [Slots.reserve()]
@@ -80,7 +80,7 @@ def pipelined(
             before = gradients.run if (name, block) == ("a", 1) else None
             slot = slots[-1]
             slots.append(Slots.reserve())
-            of_first, of_second = (Into(main_grad, None, buffer_pool) for main_grad in into)
+            of_first, of_second = (WgradTarget(main_grad, None, buffer_pool) for main_grad in into)
             inside = entered(value.contiguous(), backward, before, slot)
             middle = functional.relu(column_half(inside, w1, bias, backward, gradients, of_first))
             on_way.append((value, row_half(middle, w2, forward, gradients, of_second), forward))

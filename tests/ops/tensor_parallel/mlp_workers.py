@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from megatron_overlap.comm import transport_of
 from megatron_overlap.ops import LayerOptions, LinearPlan, mlp_all_reduce, reference
-from megatron_overlap.ops.deferred_wgrad import DeferredWgrad
+from megatron_overlap.ops.wgrad import DeferredWgrad
 from tests.helpers.late import LateTransport
 from tests.helpers.numerics import assert_close_to_exact
 

@@ -15,7 +15,7 @@ import torch
 from megatron_overlap.ops.call import Observer, WeightDone, check_operands
 from megatron_overlap.ops.tensor_parallel.fused.multi_node import FusedTransport, open_gather, open_scatter
 from megatron_overlap.ops.tensor_parallel.fused.plan import FusedPlan
-from megatron_overlap.ops.tensor_parallel.pipelined import add_product
+from megatron_overlap.ops.wgrad import add_product
 
 _DEFAULT = FusedPlan()
 

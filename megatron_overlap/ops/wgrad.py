@@ -1,0 +1,239 @@
+"""Weight gradients: accumulated over row ranges, written to `main_grad` or returned to autograd, now or later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from megatron_overlap.comm import BufferPool
+from megatron_overlap.ops.call import WeightDone
+
+try:
+    # The extension of apex, where it is installed: a GEMM that adds a bf16 or fp16 product to an fp32 total.
+    from fused_weight_gradient_mlp_cuda import wgrad_gemm_accum_fp32 as _fused_wgrad  # type: ignore[import-not-found]
+except ImportError:
+    _fused_wgrad = None
+
+Piece = Callable[[], None]
+"""A part of a computation. The caller checks for received messages between two pieces."""
+
+_WGRAD_BLOCK = 2048
+"""Output rows of one block of a bf16 or fp16 product that is added to an fp32 total."""
+_MIN_PIECE_FEATURES = 128
+"""Output rows of the smallest piece of a weight gradient."""
+MAX_PIECES = 8
+"""Largest number of pieces of one weight gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class WgradTarget:
+    """The destination of a weight gradient.
+
+    Attributes:
+        main_grad: buffer of the weight's shape that the gradient is added to, as in Megatron's gradient accumulation
+            fusion. None returns the gradient to autograd.
+        weight_done: called when `main_grad` holds the gradient; autograd gets its result as the gradient.
+        buffer_pool: provides temporary buffers.
+    """
+
+    main_grad: torch.Tensor | None = None
+    weight_done: WeightDone | None = None
+    buffer_pool: BufferPool = field(default_factory=BufferPool)
+
+
+class WeightGradient:
+    """`dw = dy.T @ x`, accumulated over row ranges.
+
+    Args:
+        weight: the parameter `[F, K]`; only its shape, dtype and device are used.
+        target: the destination.
+        sum_in_fp32: sum bf16 and fp16 products of several row ranges in fp32 and round once. Otherwise the sum is
+            rounded after each range, which needs no fp32 buffer.
+    """
+
+    def __init__(self, weight: torch.Tensor, target: WgradTarget, *, sum_in_fp32: bool = True) -> None:
+        self._main_grad, self._weight_done = target.main_grad, target.weight_done
+        self._buffer_pool, self._sum_in_fp32 = target.buffer_pool, sum_in_fp32
+        self._out = torch.empty_like(weight, memory_format=torch.contiguous_format) if self._main_grad is None else None
+        self._fp32_sum: torch.Tensor | None = None
+        self._empty = True
+
+    def add(self, dy: torch.Tensor, x: torch.Tensor) -> None:
+        """Adds the product of some rows: `dy` is `[rows, F]`, `x` is `[rows, K]`."""
+        if self._main_grad is not None:
+            add_product(self._main_grad, dy, x, self._buffer_pool)
+        elif self._out is not None:
+            if self._empty:
+                torch.mm(dy.t(), x, out=self._out)
+            elif self._sum_in_fp32 and self._out.element_size() < 4:
+                if self._fp32_sum is None:
+                    self._fp32_sum = self._buffer_pool.take("wgrad_sum", self._out.shape, like_fp32(self._out))
+                    self._fp32_sum.copy_(self._out)
+                add_product(self._fp32_sum, dy, x, self._buffer_pool)
+            else:
+                self._out.addmm_(dy.t(), x)
+        self._empty = False
+
+    def pieces(self, dy: torch.Tensor, x: torch.Tensor, max_pieces: int = MAX_PIECES) -> list[Piece]:
+        """`add(dy, x)` of all rows, cut by output rows of the weight into calls of about equal length.
+
+        Each element of the gradient is one sum over all rows, whatever the number of pieces.
+        """
+        self._empty = False
+        features = dy.shape[1]
+        size = max(_MIN_PIECE_FEATURES, -(-features // max_pieces))
+        return [partial(self._add_features, dy, x, slice(start, start + size)) for start in range(0, features, size)]
+
+    def _add_features(self, dy: torch.Tensor, x: torch.Tensor, features: slice) -> None:
+        if self._out is not None:
+            torch.mm(dy[:, features].t(), x, out=self._out[features])
+        elif self._main_grad is not None:
+            add_product(self._main_grad[features], dy[:, features], x, self._buffer_pool)
+
+    def accumulator(self) -> tuple[torch.Tensor, bool]:
+        """The tensor for a kernel that computes the whole gradient, and whether the kernel adds to its content."""
+        self._empty = False
+        if self._main_grad is not None:
+            return self._main_grad, True
+        assert self._out is not None
+        return self._out, False
+
+    def result(self) -> torch.Tensor | None:
+        """The gradient for autograd; None where `main_grad` holds it and `weight_done` returns none."""
+        if self._out is None:
+            return None if self._weight_done is None else self._weight_done()
+        if self._empty:
+            self._out.zero_()
+        elif self._fp32_sum is not None:
+            self._out.copy_(self._fp32_sum)
+        return self._out
+
+
+class Spans:
+    """Row ranges whose weight gradient is not yet computed. Adjacent ranges are joined into one GEMM."""
+
+    def __init__(self) -> None:
+        self._ranges: list[tuple[int, int]] = []
+
+    def add(self, rows: tuple[int, int]) -> None:
+        """Adds rows `[start, stop)`."""
+        if rows[0] < rows[1]:
+            self._ranges.append(rows)
+
+    def joined(self) -> list[tuple[int, int]]:
+        """The row ranges in ascending order, adjacent ones joined. Empties this object."""
+        joined: list[tuple[int, int]] = []
+        for start, stop in sorted(self._ranges):
+            if joined and joined[-1][1] == start:
+                joined[-1] = (joined[-1][0], stop)
+            else:
+                joined.append((start, stop))
+        self._ranges.clear()
+        return joined
+
+    def add_to(self, wgrad: WeightGradient, dy: torch.Tensor, x: torch.Tensor) -> None:
+        """Adds the product of these rows of `dy` and `x` to `wgrad`. Empties this object."""
+        for start, stop in self.joined():
+            wgrad.add(dy[start:stop], x[start:stop])
+
+
+class DeferredWgrad:
+    """Weight gradients postponed to a later point of the backward pass, where they hide communication.
+
+    Nothing in the backward pass depends on a weight gradient, so it may run at any time before the pass ends. Two
+    layers use this:
+
+    - A row-parallel layer without sequence parallelism has no communication in backward. The column-parallel layer
+      before it, whose backward comes next, has an all-reduce that is longer than its own GEMMs.
+    - Under batch overlap, both halves of a micro-batch have a product for the same weight. The products are summed
+      before autograd gets the gradient.
+
+    Each parameter gets its gradient once per pass, including hooks, as from autograd. Gradients that no caller has
+    computed are computed at the end of the backward pass. `torch.autograd.grad` with respect to such a weight does not
+    see the gradient.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: dict[torch.Tensor, _Job] = {}
+
+    def put(self, weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, target: WgradTarget) -> None:
+        """Called in backward: postpones `dy.T @ x`, a term of the gradient of `weight`, a leaf."""
+        job = self._jobs.get(weight)
+        if job is None:
+            job = self._jobs[weight] = _Job(weight, target)
+            # Runs at the end of this backward pass; under activation recomputation, at the end of the recomputed part.
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._run_job, job))
+        job.operands.append((dy, x))
+
+    def take(self) -> list[Piece]:
+        """Removes all postponed gradients; returns the calls that compute them, in this order."""
+        jobs, self._jobs = self._jobs, {}
+        return [piece for job in jobs.values() for piece in job.pieces()]
+
+    def run(self, count: int | None = None) -> None:
+        """Computes the gradients of the first `count` weights, or of all, and gives them to autograd."""
+        for job in list(self._jobs.values())[:count]:
+            self._run_job(job)
+
+    def _run_job(self, job: _Job) -> None:
+        if self._jobs.get(job.weight) is job:
+            del self._jobs[job.weight]
+            for piece in job.pieces():
+                piece()
+
+
+class _Job:
+    """The postponed gradient of one weight."""
+
+    def __init__(self, weight: torch.Tensor, target: WgradTarget) -> None:
+        self.weight, self._target = weight, target
+        self.operands: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def pieces(self) -> list[Piece]:
+        operands, self.operands = self.operands, []
+        # Two terms: a second rounding costs less than an fp32 buffer of the weight's size.
+        wgrad = WeightGradient(self.weight, self._target, sum_in_fp32=False)
+        if len(operands) == 1:
+            terms = wgrad.pieces(*operands[0])
+        else:
+            terms = [partial(wgrad.add, dy, x) for dy, x in operands]
+        return [*terms, partial(self._accumulate, wgrad)]
+
+    def _accumulate(self, wgrad: WeightGradient) -> None:
+        gradient = wgrad.result()
+        if gradient is not None:
+            torch.autograd.backward(self.weight, gradient)
+
+
+def add_product(total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, buffer_pool: BufferPool) -> None:
+    """`total += dy.T @ x`, where `total` may be fp32 and the operands bf16 or fp16."""
+    if total.dtype == x.dtype:
+        total.addmm_(dy.t(), x)
+        return
+    if total.is_cuda and _fused_wgrad is not None and total.dtype == torch.float32:
+        _fused_wgrad(x, dy.contiguous(), total)
+        return
+    # In blocks of output rows, so that the product needs no buffer of the weight's size.
+    for start in range(0, total.shape[0], _WGRAD_BLOCK):
+        rows = slice(start, start + _WGRAD_BLOCK)
+        product = buffer_pool.take("wgrad_block", (total[rows].shape[0], total.shape[1]), x)
+        torch.mm(dy[:, rows].t(), x, out=product)
+        add_wide(total[rows], product, buffer_pool)
+
+
+def add_wide(total: torch.Tensor, term: torch.Tensor, buffer_pool: BufferPool) -> None:
+    """`total += term`, where `total` may be fp32 and `term` bf16 or fp16."""
+    if term.dtype != total.dtype and not term.is_cuda:
+        # On the CPU torch adds mixed dtypes element by element, ten times slower than a conversion first.
+        wide = buffer_pool.take("widened", term.shape, total)
+        wide.copy_(term)
+        term = wide
+    total.add_(term)
+
+
+def like_fp32(like: torch.Tensor) -> torch.Tensor:
+    """An empty fp32 tensor on the device of `like`: the `like` argument of `BufferPool.take`."""
+    return torch.empty(0, dtype=torch.float32, device=like.device)
