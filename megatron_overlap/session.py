@@ -295,8 +295,8 @@ def installed_versions() -> dict[str, str | None]:
     }
 
 
-_FEATURES = ("tensor", "attention", "mlp", "micro_batch", "data", "ulysses", "varlen")
-_NOTHING_REPLACED = ("none", "megatron", "row", "whole")
+_FEATURES = ("tensor", "attention", "joint_mlp", "split", "data", "ulysses", "varlen")
+_NOTHING_REPLACED = ("none", "stock", "row")
 
 
 def _read(config: OverlapConfig | str | Path | None) -> OverlapConfig:
@@ -306,7 +306,7 @@ def _read(config: OverlapConfig | str | Path | None) -> OverlapConfig:
 
 
 def _method(config: OverlapConfig, feature: str) -> str:
-    if feature in ("attention", "mlp", "micro_batch"):
+    if feature in ("attention", "joint_mlp", "split"):
         # Their layers are those of tensor parallelism, so they have a key there and not a section.
         return "none" if config.tensor.method == "none" else str(getattr(config.tensor, feature))
     return str(getattr(config, feature).method)

@@ -48,7 +48,7 @@ class Layout:
 
     Attributes:
         sharded: with the distributed optimizer.
-        halves: the plugin takes a micro-batch in two halves.
+        batch_overlap: the plugin splits the micro-batch (`overlap.tensor.split: batch`).
     """
 
     name: str
@@ -57,7 +57,7 @@ class Layout:
     sequence_parallel: bool = False
     sharded: bool = False
     context: int = 1
-    halves: bool = False
+    batch_overlap: bool = False
 
     @property
     def calls(self) -> frozenset[str]:
@@ -79,8 +79,8 @@ LAYOUTS = (
     Layout("TP2+SP", tensor=2, sequence_parallel=True),
     Layout("TP4+SP", tensor=4, sequence_parallel=True),
     Layout("TP2xDP2+SP", tensor=2, data=2, sequence_parallel=True, sharded=True),
-    Layout("TP2-halves", tensor=2, halves=True),
-    Layout("TP2xDP2-halves", tensor=2, data=2, sharded=True, halves=True),
+    Layout("TP2-batch-overlap", tensor=2, batch_overlap=True),
+    Layout("TP2xDP2-batch-overlap", tensor=2, data=2, sharded=True, batch_overlap=True),
     Layout("DP2", data=2),
     Layout("DP4", data=4),
     Layout("DP2+DO", data=2, sharded=True),
@@ -178,9 +178,9 @@ class Runs:
                         "method": "p2p" if plugin else "none",
                         "schedule": options.schedule,
                         "chunks_per_rank": options.chunks_per_rank,
-                        "micro_batch": "halves" if layout.halves else "whole",
+                        "split": "batch" if layout.batch_overlap else "none",
                     },
-                    "data": {"method": "p2p" if plugin and layout.data > 1 else "megatron"},
+                    "data": {"method": "p2p" if plugin and layout.data > 1 else "stock"},
                     "ulysses": {"method": "p2p" if layout.context > 1 else "none"},
                 },
                 "launch": {

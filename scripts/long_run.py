@@ -83,7 +83,7 @@ def config(options: argparse.Namespace, name: str, *, layout: bool, plugin: bool
             "data": {"kind": "text", "path": str(options.data)},
             "overlap": {
                 "tensor": {"method": "p2p" if plugin else "none", "chunks_per_rank": 2},
-                "data": {"method": "p2p" if plugin else "megatron"},
+                "data": {"method": "p2p" if plugin else "stock"},
                 "timeout_s": 20.0,
             },
             "launch": {"device": "cpu", "ranks_per_node": 4 if layout else 1, "timeout_s": 3600.0},

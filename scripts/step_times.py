@@ -68,7 +68,7 @@ def _gpt(*overrides: str) -> Shape:
 
 
 def _replicas(*overrides: str) -> Shape:
-    return Shape("gpt_dp2_netlab.yaml", ("overlap.data.method=megatron", f"train.iterations={ITERATIONS}", *overrides))
+    return Shape("gpt_dp2_netlab.yaml", ("overlap.data.method=stock", f"train.iterations={ITERATIONS}", *overrides))
 
 
 _NARROW = ("model.hidden_size=512", "model.ffn_hidden_size=1408")

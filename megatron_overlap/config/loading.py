@@ -168,7 +168,7 @@ def without_overlap(config: LaunchConfig) -> LaunchConfig:
         varlen["method"] = "ring"
     if config.parallel.context > 1 and varlen["method"] == "none" and config.train.transformer_impl == "local":
         ulysses = {**overlap.ulysses.model_dump(), "schedule": "serial"}
-    data = "none" if overlap.data.method == "none" else "megatron"
+    data = "none" if overlap.data.method == "none" else "stock"
     off = {
         **overlap.model_dump(),
         "tensor": {**overlap.tensor.model_dump(), "method": "none"},

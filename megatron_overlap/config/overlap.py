@@ -16,8 +16,8 @@ class TensorOverlap(Section):
     kernels: Literal["portable", "hopper"] = "portable"
     """Whose GEMMs fused runs: those for every GPU from sm_80 on, or, on sm_90 and after a trial on the device, those
     with TMA and a warp of its own for loads, which nobody has run yet; auto then measures both."""
-    choices: Text | None = "~/.cache/megatron_overlap/choices"
-    """Folder where what auto has chosen is kept for the next run; null keeps nothing and reads nothing."""
+    autotune_cache: Text | None = "~/.cache/megatron_overlap/autotune"
+    """Folder with the autotuning results of earlier runs; null reads and writes none."""
     schedule: Literal["auto", "ring", "direct", "serial"] = "auto"
     """Who sends which chunk when; serial: as direct, but nothing is computed meanwhile, to measure against."""
     chunks_per_rank: Literal["auto"] | Positive = "auto"
@@ -26,20 +26,20 @@ class TensorOverlap(Section):
     """Whether the backward gathers the input again instead of keeping it."""
     attention: Literal["row", "query_split"] = "row"
     """row: attention, then the overlapped projection; query_split: both slice by slice, with flash attention."""
-    micro_batch: Literal["whole", "halves"] = "whole"
-    """halves: without sequence parallelism and with p2p, a layer computes one half of a micro-batch while the other
-    half's all-reduce travels; for micro-batches of an even size."""
-    mlp: Literal["auto", "row"] = "auto"
-    """auto: with p2p and without sequence parallelism, both layers by parts of the rows, so that both hide the
-    all-reduce; row: the second layer alone."""
+    split: Literal["none", "batch"] = "none"
+    """batch: batch overlap (Domino): a transformer layer computes one half of the micro-batch during the all-reduce of
+    the other half. Needs p2p, no sequence parallelism and an even micro-batch size."""
+    joint_mlp: Literal["auto", "none"] = "auto"
+    """auto: with p2p and without sequence parallelism, run both linear layers of an MLP block by block of rows, so that
+    both GEMMs hide the all-reduce; none: overlap each linear layer alone."""
 
 
 class DataOverlap(Section):
     """Overlap of data parallel gradient reduction and parameter gathering."""
 
-    method: Literal["auto", "p2p", "megatron", "none"] = "auto"
-    """p2p: point-to-point messages; megatron: Megatron's own collectives; auto: p2p, or megatron where that does not
-    apply. All three turn Megatron's overlap flags on; none: no overlap."""
+    method: Literal["auto", "p2p", "stock", "none"] = "auto"
+    """p2p: point-to-point messages; stock: Megatron's collectives; auto: p2p, or stock where p2p is not supported. All
+    three turn Megatron's overlap flags on; none: no overlap."""
     accumulate: Literal["auto", "fp32"] = "auto"
     """fp32: narrow gradients are summed in fp32 and rounded once; auto: in their own type, as collectives do."""
 
@@ -85,9 +85,9 @@ class CheckOverlap(Section):
     rtol: Literal["derived"] | PositiveFloat = "derived"
     """derived: the bound of docs/numerics.md, from the error of the plain path itself; a number: largest difference
     from the plain path, as a share of its largest element."""
-    on_breach: Literal["stop", "fall_back"] = "stop"
-    """stop: an error on every rank of the group; fall_back: the plain result is used, and from then on Megatron's own
-    path for that op."""
+    on_mismatch: Literal["error", "fallback"] = "error"
+    """error: raise on every rank of the group; fallback: use the reference result, and from then on the stock path for
+    that operation."""
 
 
 class OverlapFields(Section):

@@ -38,7 +38,7 @@ def launch_problems(cfg: LaunchFields) -> Iterator[Problem]:
     yield from _split_problems(cfg)
     yield from _train_problems(cfg)
     yield from _data_problems(cfg)
-    yield from _halves_problems(cfg)
+    yield from _batch_overlap_problems(cfg)
     yield from _device_problems(cfg)
     yield from _slurm_problems(cfg)
     yield from _varlen_problems(cfg)
@@ -205,16 +205,16 @@ def _data_problems(cfg: LaunchFields) -> Iterator[Problem]:
             yield Problem("data.split", data.split, "give up to three weights, as 969,30,1")
 
 
-def _halves_problems(cfg: LaunchFields) -> Iterator[Problem]:
-    tensor, key = cfg.overlap.tensor, "overlap.tensor.micro_batch"
-    if tensor.micro_batch == "whole" or tensor.method == "none":
+def _batch_overlap_problems(cfg: LaunchFields) -> Iterator[Problem]:
+    tensor, key = cfg.overlap.tensor, "overlap.tensor.split"
+    if tensor.split == "none" or tensor.method == "none":
         return
     if tensor.method != "p2p":
-        yield Problem(key, "halves", f"overlap.tensor.method {tensor.method} takes each layer whole; use p2p, or whole")
+        yield Problem(key, "batch", f"overlap.tensor.method {tensor.method} does not split the batch; use p2p, or none")
     if cfg.parallel.sequence_parallel:
-        yield Problem(key, "halves", "is for parallel.sequence_parallel false; use whole")
+        yield Problem(key, "batch", "needs parallel.sequence_parallel false; use none")
     if cfg.train.micro_batch_size % 2:
-        yield Problem("train.micro_batch_size", cfg.train.micro_batch_size, f"must be even with {key} halves")
+        yield Problem("train.micro_batch_size", cfg.train.micro_batch_size, f"must be even with {key} batch")
 
 
 def _device_problems(cfg: LaunchFields) -> Iterator[Problem]:

@@ -249,7 +249,7 @@ class Point:
         usual = default_chunks("all_gather", self.group.size(), self.rows, 2 * self.full.shape[1])
         counts = sorted({usual, *(count for count in CHUNKS if count <= most)})
         ways: dict[str, dict[str, Any]] = {f"p2p x {c}": {"method": "p2p", "chunks_per_rank": c} for c in counts}
-        ways["auto"] = {"method": "auto", "choices": None}
+        ways["auto"] = {"method": "auto", "autotune_cache": None}
         for name, tensor in ways.items():
             session = Session(OverlapConfig(tensor=tensor))
             forwards[name] = patch(original, session)

@@ -135,7 +135,7 @@ def test_without_sequence_parallelism(plugin: tuple[str, str], tmp_path: Path) -
 def test_halves_of_micro_batches_with_data_parallel_ranks(accumulate: Path, tmp_path: Path) -> None:
     """Each weight is handed to Megatron's data parallel hooks once, by both halves together."""
     file = tmp_path / "overlap.yaml"
-    file.write_text(yaml.safe_dump({"overlap": {"tensor": {"method": "p2p", "micro_batch": "halves"}, "strict": True}}))
+    file.write_text(yaml.safe_dump({"overlap": {"tensor": {"method": "p2p", "split": "batch"}, "strict": True}}))
     layout = ("--tensor-model-parallel-size", "2", *SHARDED, "--micro-batch-size", "2", "--global-batch-size", "8")
     stock = train(tmp_path / "stock", GPT, 4, *layout)
     mine = train(tmp_path / "mine", accumulate, 4, *layout, "--overlap-config", str(file), off=False)
@@ -147,7 +147,7 @@ def test_halves_of_micro_batches_with_data_parallel_ranks(accumulate: Path, tmp_
 def test_a_choice_made_in_the_run_changes_no_loss_and_leaves_slow_messages_alone(tmp_path: Path) -> None:
     """Every way is tried in the first steps, so that layers switch from call to call; at the end all is Megatron's."""
     file = tmp_path / "auto.yaml"
-    tensor = {"method": "auto", "choices": str(tmp_path / "choices")}
+    tensor = {"method": "auto", "autotune_cache": str(tmp_path / "autotune")}
     file.write_text(yaml.safe_dump({"overlap": {"tensor": tensor, "strict": True}}))
     layout = (*TP2_SP, "--micro-batch-size", "1", "--train-iters", "12")
     mine = train(tmp_path / "mine", SLOW, 2, *layout, "--overlap-config", str(file), off=False)
@@ -164,5 +164,5 @@ def test_a_choice_made_in_the_run_changes_no_loss_and_leaves_slow_messages_alone
     assert reports[0]["totals"]["overlapped"] > 0, "p2p was tried"
     assert reports[0]["totals"]["fallbacks"] == 0, "what is chosen is no fallback, strict or not"
     assert sum(module.get("chosen_stock", 0) for module in reports[0]["modules"]) > 0
-    (kept,) = (tmp_path / "choices").glob("*.json")
+    (kept,) = (tmp_path / "autotune").glob("*.json")
     assert len(json.loads(kept.read_text())["choices"]) == len(choices)

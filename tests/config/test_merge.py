@@ -106,7 +106,7 @@ def test_without_overlap_changes_nothing_else(tmp_path: Path) -> None:
     off = without_overlap(cfg)
     assert off.name == "sample_baseline"
     assert (off.overlap.tensor.method, off.overlap.ulysses.method, off.overlap.varlen.method) == ("none",) * 3
-    assert off.overlap.data.method == "megatron", "Megatron's own overlap is no part of the plugin"
+    assert off.overlap.data.method == "stock", "Megatron's overlap is not part of the plugin"
     assert off.model_copy(update={"name": cfg.name, "overlap": cfg.overlap}) == cfg
     silent = load_launch_config(write(tmp_path), ["overlap.data.method=none"])
     assert without_overlap(silent).overlap.data.method == "none"
@@ -128,7 +128,7 @@ def test_the_overlap_of_a_launch_config(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["overlap: {tensor: {method: p2p}}", "tensor: {method: p2p}", "tensor: {method: p2p}\ndata: {method: megatron}"],
+    ["overlap: {tensor: {method: p2p}}", "tensor: {method: p2p}", "tensor: {method: p2p}\ndata: {method: stock}"],
 )
 def test_the_overlap_alone(tmp_path: Path, text: str) -> None:
     found = load_overlap_file(write(tmp_path, text))

@@ -37,7 +37,7 @@ def test_a_pair_differs_by_the_plugin_alone(stem: str) -> None:
     assert getattr(on.overlap, PAIRS[stem]).method in ("auto", "p2p")
     assert off.overlap.tensor.method == "none"
     # Megatron's own overlap stays: it is what the plugin is compared with.
-    assert off.overlap.data.method == "megatron"
+    assert off.overlap.data.method == "stock"
 
 
 @pytest.mark.parametrize("stem", ["llama_up2", "llama3_8b_up8"])

@@ -46,7 +46,7 @@ def test_own_patches_apply_and_leave_nothing_behind(snapshot: Callable[[object],
     with warnings.catch_warnings():
         warnings.simplefilter("error", PatchWarning)
         everything = OverlapConfig.model_validate(
-            {"tensor": {"attention": "query_split", "micro_batch": "halves"}, "ulysses": {"method": "p2p"}}
+            {"tensor": {"attention": "query_split", "split": "batch"}, "ulysses": {"method": "p2p"}}
         )
         session = megatron_overlap.enable(everything, strict=True)
     assert [line.verdict for line in session.report().patches] == ["applies"] * len(load_manifests())

@@ -145,11 +145,11 @@ class Check:
             return False
         name = names[int(worst.argmax())]
         text = f"check at step {self._session.step}: {name} was off by {share:.3g} times what is allowed"
-        if self._wanted.on_breach == "stop":
+        if self._wanted.on_mismatch == "error":
             ranks = dist.get_process_group_ranks(group)
             raise CheckError(
                 f"overlap.check: {call}: {text} on ranks {ranks[0]}-{ranks[-1]}: do not trust this run; "
-                "set overlap.check.on_breach to fall_back to go on without this op"
+                "set overlap.check.on_mismatch to fallback to go on without this op"
             )
         self._fallen.setdefault(call, text)
         return True

@@ -66,7 +66,7 @@ class TensorChoice:
         self.wanted = tensor.method == "auto" and not session.config.deterministic
         self._pattern = None if tensor.schedule == "auto" else tensor.schedule
         self._chunks = None if tensor.chunks_per_rank == "auto" else tensor.chunks_per_rank
-        self._folder = None if tensor.choices is None else Path(tensor.choices).expanduser()
+        self._folder = None if tensor.autotune_cache is None else Path(tensor.autotune_cache).expanduser()
         self._versions = {name: release for name, release in installed_versions().items() if release}
         self._choosers: dict[dist.ProcessGroup, Autotuner] = {}
         self._last: _Served | None = None

@@ -76,7 +76,7 @@ def layer_forward(original: Method, session: Session) -> Method:
             reason = "positional arguments" if len(args) > len(names) else _unsupported_reason(self, given, adapter)
             if reason is not None:
                 if reason:
-                    session.counters.fallback("layer", "halves", "micro_batch", "forward", reason)
+                    session.counters.fallback("layer", "transformer layer", "batch_overlap", "forward", reason)
                 return original(self, *args, **kwargs)
             carried = PendingOutput(x, [half.contiguous for half in x.chunk(2, dim=1)], Slots.reserve())
         result = _Layer(self, adapter).forward(carried, given)

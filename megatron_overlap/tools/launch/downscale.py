@@ -172,7 +172,7 @@ def _fold_train(cfg: LaunchConfig) -> dict[str, Any]:
     train = cfg.train
     return {
         "seq_length": min(train.seq_length, SEQ_LENGTH),
-        "micro_batch_size": 2 if cfg.overlap.tensor.micro_batch == "halves" else 1,
+        "micro_batch_size": 2 if cfg.overlap.tensor.split == "batch" else 1,
         "iterations": ITERATIONS,
         "lr_decay_iterations": None,
         "lr_warmup_iterations": min(train.lr_warmup_iterations, 1),

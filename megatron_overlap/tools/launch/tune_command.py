@@ -68,7 +68,7 @@ def tune(
     if undone or not choices:
         print(f"{cfg.name}: {undone} of {len(choices)} kinds of calls were not measured; see {folder}", file=sys.stderr)
         return 1
-    console.print(f"{cfg.name}: {len(choices)} choices are kept in {cfg.overlap.tensor.choices}")
+    console.print(f"{cfg.name}: {len(choices)} choices are kept in {cfg.overlap.tensor.autotune_cache}")
     return 0
 
 
@@ -89,8 +89,8 @@ def short_run(name: str, cfg: LaunchConfig) -> LaunchConfig:
         raise ConfigError(
             name, "overlap.tensor.method", tensor.method, "tune needs auto: add overlap.tensor.method=auto"
         )
-    if tensor.choices is None:
-        raise ConfigError(name, "overlap.tensor.choices", None, "name a folder to keep choices in")
+    if tensor.autotune_cache is None:
+        raise ConfigError(name, "overlap.tensor.autotune_cache", None, "name a folder")
     # The output layer is called once a micro-batch, all others once a layer and micro-batch. Where there are fused
     # kernels their variants are tried in the layers; the output layer may end with fewer of them tried.
     near = _KNOBS if cfg.launch.device == "cuda" else 0

@@ -66,7 +66,7 @@ def test_a_corrupted_message_stops_every_rank(ranks: World, kind: str, message: 
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_a_breach_can_fall_back_for_that_op(ranks: World, kind: str) -> None:
     message = "all_gather_linear" if kind == "column" else "linear_reduce_scatter"
-    wanted = {"on_breach": "fall_back", "rtol": 1e-4}
+    wanted = {"on_mismatch": "fallback", "rtol": 1e-4}
     found = ranks.run(RANKS, cases.checked, kind, torch.float32, corrupt=message, check=wanted, steps=2)
     assert_same([each["reasons"] for each in found])
     ((reason, times),) = found[0]["reasons"].items()

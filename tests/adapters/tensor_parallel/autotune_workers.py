@@ -52,7 +52,7 @@ def follow(session: Session) -> list[str]:
 
 
 def config(folder: str | None, **tensor: Any) -> OverlapConfig:
-    return OverlapConfig(tensor={"method": "auto", "choices": folder, **tensor})
+    return OverlapConfig(tensor={"method": "auto", "autotune_cache": folder, **tensor})
 
 
 def trained(

@@ -14,7 +14,7 @@ from tests.adapters.tensor_parallel.mlp_workers import _gathered_late
 from tests.ops.tensor_parallel.batch_overlap_workers import Logged
 
 HIDDEN, SEQUENCE = 16, 9
-HALVES = {"tensor": {"method": "p2p", "micro_batch": "halves"}}
+HALVES = {"tensor": {"method": "p2p", "split": "batch"}}
 
 
 def make_block(group: dist.ProcessGroup, dtype: torch.dtype, **settings: Any) -> Any:
@@ -113,7 +113,7 @@ def against_stock(
     calls: dict[tuple[str, str], int] = {}
     for site, tally in sites.items():
         calls[site.op, site.direction] = calls.get((site.op, site.direction), 0) + tally.overlapped
-    return calls, [reason for site, tally in sites.items() if site.op == "micro_batch" for reason in tally.fallbacks]
+    return calls, [reason for site, tally in sites.items() if site.op == "batch_overlap" for reason in tally.fallbacks]
 
 
 def order(group: dist.ProcessGroup, prepare: str = "nothing") -> tuple[list[str], list[str]]:

@@ -58,7 +58,7 @@ def against_stock(
     *,
     dtype: torch.dtype = torch.float32,
     recompute: bool = False,
-    mlp: str = "auto",
+    joint_mlp: str = "auto",
     prepare: str = "nothing",
     **settings: Any,
 ) -> list[tuple[str, str, str, int]]:
@@ -76,7 +76,7 @@ def against_stock(
         return _step(made, x, dy, recompute)
 
     stock = run()
-    with enable(OverlapConfig.model_validate({"tensor": {**TENSOR, "mlp": mlp}}), strict=True) as session:
+    with enable(OverlapConfig.model_validate({"tensor": {**TENSOR, "joint_mlp": joint_mlp}}), strict=True) as session:
         mine = run()
         sites = session.report().sites
     tolerance = 1e-5 if dtype == torch.float32 else 4e-2

@@ -54,5 +54,5 @@ def test_layers_that_somebody_watches_stay_whole(ranks: World, prepare: str) -> 
 
 
 def test_by_layer_if_asked_for(ranks: World) -> None:
-    for done in ranks.run(RANKS, cases.against_stock, mlp="row"):
+    for done in ranks.run(RANKS, cases.against_stock, joint_mlp="none"):
         assert {(kind, op) for kind, op, *_ in done} == BY_LAYER

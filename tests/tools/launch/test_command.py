@@ -24,7 +24,7 @@ name: tiny
 model: {{preset: llama_tiny, num_layers: 1}}
 parallel: {{tensor: 2, sequence_parallel: true}}
 train: {{seq_length: 64, global_batch_size: 2, iterations: 2, precision: fp32}}
-overlap: {{tensor: {{choices: {folder}/choices}}}}
+overlap: {{tensor: {{autotune_cache: {folder}/autotune}}}}
 launch: {{device: cpu, output_dir: {folder}/runs, timeout_s: 200, hosts: {{hosts: 2, gbps: 1.0}}}}
 """
 HAS_LABS = pytest.mark.skipif(not available()[0], reason=available()[1])

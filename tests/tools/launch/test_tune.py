@@ -17,7 +17,7 @@ model: {{preset: llama_tiny, num_layers: 1, hidden_size: 64, ffn_hidden_size: 12
 parallel: {{tensor: 2, sequence_parallel: true}}
 train: {{seq_length: 64, micro_batch_size: 1, global_batch_size: 8, iterations: 100, precision: fp32,
          save: {folder}/saved, save_interval: 1}}
-overlap: {{tensor: {{method: auto, choices: {folder}/choices}}}}
+overlap: {{tensor: {{method: auto, autotune_cache: {folder}/autotune}}}}
 launch: {{device: cpu, output_dir: {folder}/runs, timeout_s: 250}}
 """
 
@@ -44,7 +44,7 @@ def test_a_short_run_is_the_same_job_and_saves_nothing(config: Path) -> None:
     ("overrides", "message"),
     [
         (["overlap.tensor.method=p2p"], "overlap.tensor.method: p2p: tune needs auto: add overlap.tensor.method=auto"),
-        (["overlap.tensor.choices=null"], "overlap.tensor.choices: null: name a folder to keep choices in"),
+        (["overlap.tensor.autotune_cache=null"], "overlap.tensor.autotune_cache: null: name a folder"),
         (["parallel.tensor=1", "parallel.sequence_parallel=false"], "parallel.tensor: 1: there is nothing to choose"),
     ],
 )
@@ -62,7 +62,7 @@ def test_tune_fills_the_cache(config: Path, tmp_path: Path, capsys: pytest.Captu
     said = capsys.readouterr().out
     assert "46/46" in said
     assert "column 64->" in said
-    (file,) = (tmp_path / "choices").glob("*.json")
+    (file,) = (tmp_path / "autotune").glob("*.json")
     tree = json.loads(file.read_text())
     assert f"{len(tree['choices'])} choices are kept in" in said
     assert not (tmp_path / "saved").exists()
