@@ -16,17 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_overlap.config import ConfigError, OverlapConfig
-    from megatron_overlap.counters import FallbackError, Report
+    from megatron_overlap.counters import FallbackError
     from megatron_overlap.patching.errors import PatchError
     from megatron_overlap.session import Session, disable, enable, report
+    from megatron_overlap.session_report import Report
     from megatron_overlap.version import __version__
 
-_HOMES = {
+_MODULES = {
     "ConfigError": "megatron_overlap.config",
     "FallbackError": "megatron_overlap.counters",
     "OverlapConfig": "megatron_overlap.config",
     "PatchError": "megatron_overlap.patching.errors",
-    "Report": "megatron_overlap.counters",
+    "Report": "megatron_overlap.session_report",
     "Session": "megatron_overlap.session",
     "__version__": "megatron_overlap.version",
     "disable": "megatron_overlap.session",
@@ -49,10 +50,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted([*globals(), *_MODULES])

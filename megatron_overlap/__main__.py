@@ -134,12 +134,18 @@ class _Run:
 
     def failed(self, error: BaseException) -> int:
         """Tells what ended the script; the exit code for it."""
-        trust = None if self._session is None else self._session.trust
-        if type(error).__name__ in ("ConfigMismatchError", "UnfitError"):
+        from megatron_overlap.adapters.diagnostics.consistency import (
+            ConfigMismatchError,
+            ConsistencyCheck,
+            UnsupportedConfigError,
+        )
+
+        if isinstance(error, ConfigMismatchError | UnsupportedConfigError):
             print(error, file=sys.stderr)
             return 2
         traceback.print_exception(error)
-        written = None if trust is None else trust.post_mortem(error)
+        check = None if self._session is None else self._session.find(ConsistencyCheck)
+        written = None if check is None else check.post_mortem(error)
         if written is not None:
             print(f"rank {self._rank}: what it did last is in {written}", file=sys.stderr)
         return 1

@@ -1,28 +1,24 @@
-"""What was overlapped, what was not and why: counted by the adapters, shown by the session's report."""
+"""Counts overlapped calls, fallbacks with their reasons, sent bytes and saved activations of one rank.
+
+The adapters count; `session_report.py` shows the counts. All counters are safe to use from autograd's threads.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
-
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
-
-from megatron_overlap.saved_activations import SavedActivations, SavedMemory
 
 Direction = Literal["forward", "dgrad", "wgrad"]
 
-_MIB = 1024 * 1024
-
 
 class FallbackError(ValueError):
-    """A call would have run Megatron's own path, and the config says `strict: true`."""
+    """A call would run the stock path, and the config has `strict: true`."""
 
 
 class Site(NamedTuple):
-    """Where something is counted: `column`, its name in the model if known, `ag_gemm`, `forward`."""
+    """What a tally counts: the module's kind, its name or shape, the operation and the pass."""
 
     kind: str
     name: str
@@ -32,29 +28,34 @@ class Site(NamedTuple):
 
 @dataclass
 class Tally:
-    """The counts of one site. `moved_bytes` is what this rank sent in its overlapped calls.
+    """The counts of one site.
 
-    `not_fused` counts overlapped calls that ran p2p where the config asks for fused kernels, by reason. `chosen_stock`
-    counts calls that ran Megatron's own path because it was chosen, or to be measured: no fallback.
+    Attributes:
+        overlapped: calls that ran overlapped.
+        moved_bytes: bytes that this rank sent in its overlapped calls.
+        fallbacks: calls that ran the stock path, by reason.
+        not_fused: overlapped calls that ran p2p although the config asks for fused kernels, by reason.
+        stock_selected: calls that ran the stock path because autotuning selected or measured it. No fallback.
     """
 
     overlapped: int = 0
     moved_bytes: int = 0
     fallbacks: dict[str, int] = field(default_factory=dict)
     not_fused: dict[str, int] = field(default_factory=dict)
-    chosen_stock: int = 0
+    stock_selected: int = 0
 
 
 @dataclass(frozen=True)
-class ChoiceLine:
-    """What `method: auto` has chosen for the calls of one shape, in a report.
+class AutotuneLine:
+    """What `method: auto` selected for the calls of one shape.
 
     Attributes:
-        module: `column 1024->2816`.
-        passes: what was measured together.
-        method: what serves these calls now.
-        ms: its time, and `stock_ms` that of Megatron's own path; None where it was not measured.
-        why: what the choice rests on, and why not otherwise.
+        module: kind and shape of the layer, such as `column 1024->2816`.
+        passes: the passes that were measured together.
+        method: the method that runs these calls now.
+        ms: its time; None where it was not measured.
+        stock_ms: time of the stock path; None where it was not measured.
+        reason: the measurement behind the selection, or why other candidates were excluded.
     """
 
     module: str
@@ -65,18 +66,22 @@ class ChoiceLine:
     method: str
     ms: float | None
     stock_ms: float | None
-    why: str
+    reason: str
 
     @property
     def gain(self) -> float | None:
-        """How much faster than Megatron's own path: 0.25 is a quarter."""
+        """Speedup over the stock path minus one: 0.25 is a quarter faster."""
         return None if self.ms is None or self.stock_ms is None else self.stock_ms / self.ms - 1
 
 
 class SymmetricMemory(NamedTuple):
-    """What one group holds for fused kernels on this rank: its bytes, and twice its largest gathered activation.
+    """Symmetric memory that one group holds for fused kernels on this rank.
 
-    `portable` counts GEMMs that were to run a kernel for Hopper and ran the portable one, by reason.
+    Attributes:
+        num_ranks: size of the group.
+        num_bytes: bytes that the group holds.
+        bound_bytes: twice the largest gathered activation of the group.
+        portable: GEMMs that ran the portable kernel instead of the one for Hopper, by reason.
     """
 
     num_ranks: int
@@ -85,25 +90,136 @@ class SymmetricMemory(NamedTuple):
     portable: Mapping[str, int]
 
 
-class Counters:
-    """Counts calls; safe to use from autograd's threads.
+class SavedSite(NamedTuple):
+    """The layers that save an activation: kind, shape and operation."""
+
+    kind: str
+    name: str
+    op: str
+
+
+@dataclass(frozen=True)
+class SavedMemory:
+    """Activations saved so far, and what the same calls would save with the other value of `recompute_gather`.
+
+    Attributes:
+        recompute_gather: the value that ran.
+        alternative: the other value.
+        calls: for each site, the most bytes that one call saved, and would save with the alternative.
+        peak_bytes: the most bytes saved at one time.
+        alternative_peak_bytes: the same with the alternative.
+    """
+
+    recompute_gather: str = "always"
+    alternative: str = "never"
+    calls: tuple[tuple[SavedSite, int, int], ...] = ()
+    peak_bytes: int = 0
+    alternative_peak_bytes: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """The values as JSON can hold them."""
+        return {
+            "recompute_gather": self.recompute_gather,
+            "peak_bytes": self.peak_bytes,
+            "alternative": self.alternative,
+            "alternative_peak_bytes": self.alternative_peak_bytes,
+            "modules": [
+                {**site._asdict(), "saved_bytes": saved, "alternative_bytes": alternative}
+                for site, saved, alternative in self.calls
+            ],
+        }
+
+
+class SavedActivations:
+    """Counts the bytes that overlapped layers save in forward for their backward.
 
     Args:
-        strict: turns every fallback into a `FallbackError`.
+        gathered: whether gathered inputs are saved (`recompute_gather: never`) instead of the rank's shard.
+    """
+
+    def __init__(self, *, gathered: bool = False) -> None:
+        self._gathered = gathered
+        self._calls: dict[SavedSite, tuple[int, int]] = {}
+        # By address: layers with one input save its shard once, but each saves its own gathered rows.
+        self._shards: dict[int, int] = {}
+        self._live = [0, 0]
+        self._peak = [0, 0]
+        self._lock = threading.Lock()
+
+    def save(self, site: SavedSite, address: int, shard_bytes: int, gathered_bytes: int) -> Callable[[], None]:
+        """Counts the input that one call saves.
+
+        Args:
+            site: the layer.
+            address: address of the rank's shard of the input.
+            shard_bytes: size of the shard.
+            gathered_bytes: size of the gathered input.
+
+        Returns:
+            A function to call once, when the call releases the input.
+        """
+        with self._lock:
+            most = self._calls.get(site, (0, 0))
+            self._calls[site] = (max(most[0], shard_bytes), max(most[1], gathered_bytes))
+            self._shards[address] = self._shards.get(address, 0) + 1
+            self._live[0] += shard_bytes if self._shards[address] == 1 else 0
+            self._live[1] += gathered_bytes
+            self._peak = [max(pair) for pair in zip(self._peak, self._live, strict=True)]
+
+        def release() -> None:
+            with self._lock:
+                self._shards[address] -= 1
+                if self._shards[address] == 0:
+                    del self._shards[address]
+                    self._live[0] -= shard_bytes
+                self._live[1] -= gathered_bytes
+
+        return release
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes saved now."""
+        return self._live[self._gathered]
+
+    def snapshot(self) -> SavedMemory:
+        """A copy of the counts."""
+        actual, other = int(self._gathered), int(not self._gathered)
+        values = ("always", "never")
+        with self._lock:
+            return SavedMemory(
+                recompute_gather=values[actual],
+                alternative=values[other],
+                calls=tuple((site, most[actual], most[other]) for site, most in sorted(self._calls.items())),
+                peak_bytes=self._peak[actual],
+                alternative_peak_bytes=self._peak[other],
+            )
+
+
+class Counters:
+    """All counts of one session on this rank.
+
+    Args:
+        strict: raise a `FallbackError` for every fallback.
+
+    Attributes:
+        saved_activations: bytes saved from forward to backward.
+        numerics_check: the largest share of the allowed error in check mode, by operation and tensor.
+        autotune_lines: returns what `method: auto` selected so far.
+        symmetric_memory: returns the memory of fused kernels; None unless the config asks for fused kernels.
     """
 
     def __init__(self, strict: bool = False) -> None:
         self.strict = strict
-        self.kept = SavedActivations()
-        self.choices: Callable[[], tuple[ChoiceLine, ...]] = tuple
-        self.symmetric: Callable[[], list[SymmetricMemory]] | None = None
-        """Where fused kernels are asked for: what they hold."""
-        self._left: dict[str, str] = {}
+        self.saved_activations = SavedActivations()
+        self.numerics_check: dict[str, float] = {}
+        self.autotune_lines: Callable[[], tuple[AutotuneLine, ...]] = tuple
+        self.symmetric_memory: Callable[[], list[SymmetricMemory]] | None = None
+        self._excluded: dict[str, str] = {}
         self._tallies: dict[Site, Tally] = {}
         self._lock = threading.Lock()
 
     def overlapped(self, kind: str, name: str, op: str, direction: Direction, num_bytes: int = 0) -> None:
-        """Counts one overlapped call and the bytes it sent."""
+        """Counts one overlapped call and the bytes that it sent."""
         site = Site(kind, name, op, direction)
         with self._lock:
             tally = self._tallies.get(site)
@@ -113,24 +229,23 @@ class Counters:
             tally.moved_bytes += num_bytes
 
     def fallback(self, kind: str, name: str, op: str, direction: Direction, reason: str) -> None:
-        """Counts one call that runs Megatron's own path.
+        """Counts one call that falls back to the stock path.
 
         Raises:
             FallbackError: the counters are strict.
         """
-        site = Site(kind, name, op, direction)
         with self._lock:
-            fallbacks = self._tallies.setdefault(site, Tally()).fallbacks
+            fallbacks = self._tallies.setdefault(Site(kind, name, op, direction), Tally()).fallbacks
             fallbacks[reason] = fallbacks.get(reason, 0) + 1
         if self.strict:
             module = f"{kind} {name}".strip()
             raise FallbackError(
                 f"{module}: {op} {direction}: not overlapped: {reason};"
-                " remove the cause, or set overlap.strict to false to run Megatron's own path"
+                " remove the cause, or set overlap.strict to false to run the stock path"
             )
 
     def not_fused(self, kind: str, name: str, op: str, direction: Direction, reason: str) -> None:
-        """Counts one call that runs p2p where fused kernels were asked for.
+        """Counts one call that runs p2p although the config asks for fused kernels.
 
         Raises:
             FallbackError: the counters are strict.
@@ -144,217 +259,30 @@ class Counters:
                 " set overlap.tensor.method to p2p, or overlap.strict to false"
             )
 
-    def chose_stock(self, kind: str, name: str, op: str, direction: Direction) -> None:
-        """Counts one call that runs Megatron's own path by choice."""
-        tally = self.stock_by_choice(kind, name, op, direction)
+    def stock_selected(self, kind: str, name: str, op: str, direction: Direction) -> None:
+        """Counts one call that runs the stock path because autotuning selected or measured it."""
+        tally = self.tally(kind, name, op, direction)
         with self._lock:
-            tally.chosen_stock += 1
+            tally.stock_selected += 1
 
-    def stock_by_choice(self, kind: str, name: str, op: str, direction: Direction) -> Tally:
-        """What `chose_stock` counts in, for callers on the training thread that have no time."""
+    def tally(self, kind: str, name: str, op: str, direction: Direction) -> Tally:
+        """The tally of one site, for callers on the training thread that add to it without a lock."""
         with self._lock:
             return self._tallies.setdefault(Site(kind, name, op, direction), Tally())
 
-    def leave(self, module: str, reason: str) -> None:
-        """Notes a module that is left to Megatron on purpose: nothing that could be otherwise, so never an error."""
-        self._left[module] = reason
+    def exclude(self, module: str, reason: str) -> None:
+        """Records a module that no method overlaps. It is reported, and never an error."""
+        self._excluded[module] = reason
 
     @property
-    def left(self) -> dict[str, str]:
-        """Modules that are left to Megatron on purpose, and why."""
-        return dict(self._left)
+    def excluded(self) -> dict[str, str]:
+        """Modules that no method overlaps, with the reason."""
+        return dict(self._excluded)
 
     def snapshot(self) -> dict[Site, Tally]:
-        """A copy of all counts, in the order of the sites."""
+        """A copy of all tallies, sorted by site."""
         with self._lock:
             return {
                 site: replace(tally, fallbacks=dict(tally.fallbacks), not_fused=dict(tally.not_fused))
                 for site, tally in sorted(self._tallies.items())
             }
-
-
-@dataclass(frozen=True)
-class PatchLine:
-    """One patch in a report."""
-
-    target: str
-    feature: str
-    verdict: str
-    reason: str
-    applied: bool
-    stale: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a session had done when the report was made, on this rank."""
-
-    active: bool
-    reason: str
-    strict: bool
-    versions: Mapping[str, str | None]
-    features: Mapping[str, str]
-    patches: tuple[PatchLine, ...]
-    sites: Mapping[Site, Tally]
-    kept: SavedMemory = SavedMemory()
-    left: Mapping[str, str] = field(default_factory=dict)
-    choices: tuple[ChoiceLine, ...] = ()
-    checked: Mapping[str, float] = field(default_factory=dict)
-    buffers: tuple[tuple[str, Mapping[str, int]], ...] = ()
-    symmetric: tuple[SymmetricMemory, ...] | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """The report as JSON can hold it."""
-        return {
-            "active": self.active,
-            "reason": self.reason,
-            "strict": self.strict,
-            "versions": dict(self.versions),
-            "features": dict(self.features),
-            "patches": [
-                {
-                    "target": line.target,
-                    "feature": line.feature,
-                    "verdict": line.verdict,
-                    "reason": line.reason,
-                    "applied": line.applied,
-                    "stale": list(line.stale),
-                }
-                for line in self.patches
-            ],
-            "modules": [
-                {
-                    **site._asdict(),
-                    "overlapped": tally.overlapped,
-                    "bytes": tally.moved_bytes,
-                    "fallbacks": dict(tally.fallbacks),
-                    **({"not_fused": dict(tally.not_fused)} if tally.not_fused else {}),
-                    **({"chosen_stock": tally.chosen_stock} if tally.chosen_stock else {}),
-                }
-                for site, tally in self.sites.items()
-            ],
-            "left_to_megatron": dict(self.left),
-            "choices": [{**asdict(line), "gain": line.gain} for line in self.choices],
-            "checked": dict(self.checked),
-            "memory": self.kept.as_dict(),
-            "buffers": [{"ranks": ranks, "bytes": dict(sizes)} for ranks, sizes in self.buffers],
-            **({} if self.symmetric is None else {"symmetric_memory": [each._asdict() for each in self.symmetric]}),
-            "totals": {
-                "overlapped": sum(tally.overlapped for tally in self.sites.values()),
-                "fallbacks": sum(sum(tally.fallbacks.values()) for tally in self.sites.values()),
-                "bytes": sum(tally.moved_bytes for tally in self.sites.values()),
-            },
-        }
-
-    def table(self) -> RenderableType:
-        """The report for a rich console."""
-        parts: list[RenderableType] = [self._headline()]
-        if self.patches:
-            parts.append(self._patch_table())
-        if self.sites:
-            parts.append(self._call_table())
-        if self.choices:
-            parts.append(choice_table(self.choices))
-        if self.kept.calls:
-            parts.append(self._memory_table())
-        parts += [_buffer_line(ranks, sizes) for ranks, sizes in self.buffers if sizes]
-        if self.checked:
-            name, share = max(self.checked.items(), key=lambda item: item[1])
-            parts.append(f"checked: {len(self.checked)} results, worst {name}: {share:.3g} of what is allowed")
-        parts += self._symmetric_lines()
-        parts += [f"left to Megatron: {module}: {reason}" for module, reason in self.left.items()]
-        return Group(*parts)
-
-    def render(self, width: int = 120) -> str:
-        """The report as plain text, `width` characters wide."""
-        console = Console(width=width, color_system=None, force_terminal=False)
-        with console.capture() as capture:
-            console.print(self.table())
-        return capture.get().rstrip()
-
-    def _headline(self) -> str:
-        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items() if version)
-        state = "active" if self.active else "not active"
-        features = ", ".join(f"{name}: {method}" for name, method in self.features.items())
-        strict = ", strict" if self.strict else ""
-        return f"megatron_overlap is {state}: {self.reason}\n{features}{strict} ({versions})"
-
-    def _patch_table(self) -> Table:
-        table = Table("replaced in Megatron", "verdict", "why", title="patches", title_justify="left")
-        for line in self.patches:
-            verdict = line.verdict if line.applied or line.verdict == "refused" else f"{line.verdict}, not applied"
-            why = line.reason
-            if line.stale:
-                why += f"; by value, so not overlapped, in {', '.join(line.stale)}"
-            table.add_row(line.target.rpartition(":")[2], verdict, why)
-        return table
-
-    def _call_table(self) -> Table:
-        table = Table("module", "op", "direction", title="calls on this rank", title_justify="left")
-        table.add_column("overlapped", justify="right")
-        table.add_column("sent MiB", justify="right")
-        table.add_column("Megatron's own path, because")
-        for site, tally in self.sites.items():
-            reasons = "; ".join(
-                [f"{tally.chosen_stock} x chosen"] * (tally.chosen_stock > 0)
-                + [f"{count} x {reason}" for reason, count in sorted(tally.fallbacks.items())]
-                + [f"{count} x p2p, not fused: {reason}" for reason, count in sorted(tally.not_fused.items())]
-            )
-            table.add_row(
-                f"{site.kind} {site.name}".strip(),
-                site.op,
-                site.direction,
-                str(tally.overlapped),
-                f"{tally.moved_bytes / _MIB:.1f}",
-                reasons or "-",
-            )
-        return table
-
-    def _symmetric_lines(self) -> list[str]:
-        if self.symmetric is None:
-            return []
-        if not self.symmetric:
-            return ["symmetric memory of fused kernels: none allocated"]
-        lines = []
-        for each in self.symmetric:
-            lines.append(
-                f"symmetric memory of fused kernels: {each.num_bytes} bytes in a group of {each.num_ranks} ranks, "
-                f"twice its largest gathered activation ({each.bound_bytes} bytes) and flags"
-            )
-            lines += [f"  {count} GEMMs ran portable kernels: {reason}" for reason, count in each.portable.items()]
-        return lines
-
-    def _memory_table(self) -> Table:
-        kept = self.kept
-        title = f"inputs kept for weight gradients, recompute_gather: {kept.choice}"
-        table = Table("module", "op", title=title, title_justify="left")
-        table.add_column("MiB a call", justify="right")
-        table.add_column(f"with {kept.otherwise}", justify="right")
-        for site, num_bytes, otherwise in kept.calls:
-            cells = (f"{num_bytes / _MIB:.2f}", f"{otherwise / _MIB:.2f}")
-            table.add_row(f"{site.kind} {site.name}".strip(), site.op, *cells)
-        peaks = (f"{kept.peak_bytes / _MIB:.2f}", f"{kept.otherwise_peak_bytes / _MIB:.2f}")
-        table.add_row("all, most at one time", "", *peaks)
-        return table
-
-
-def _buffer_line(ranks: str, sizes: Mapping[str, int]) -> str:
-    each = sorted(sizes.items(), key=lambda item: -item[1])
-    parts = ", ".join(f"{name} {num_bytes / _MIB:.1f}" for name, num_bytes in each)
-    return f"buffers for {ranks}, kept for the run: {sum(sizes.values()) / _MIB:.1f} MiB ({parts})"
-
-
-def choice_table(lines: Iterable[ChoiceLine]) -> Table:
-    """Choices for a rich console."""
-    table = Table("module", "op", title="choices of method auto", title_justify="left")
-    table.add_column("rows", justify="right")
-    table.add_column("passes")
-    table.add_column("serves")
-    for heading in ("ms", "own ms", "gain"):
-        table.add_column(heading, justify="right")
-    table.add_column("why not otherwise")
-    for line in lines:
-        times = ("-" if ms is None else f"{ms:.2f}" for ms in (line.ms, line.stock_ms))
-        gain = "-" if line.gain is None else f"{line.gain:+.0%}"
-        table.add_row(line.module, line.op, str(line.rows), line.passes, line.method, *times, gain, line.why)
-    return table

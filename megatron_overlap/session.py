@@ -9,74 +9,118 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakKeyDictionary
 
 from megatron_overlap.config import ConfigError, OverlapConfig
-from megatron_overlap.counters import Counters, PatchLine, Report
+from megatron_overlap.counters import Counters
 from megatron_overlap.patching.compatibility import Verdict
 from megatron_overlap.patching.engine import Engine
 from megatron_overlap.patching.errors import PatchError, PatchRefusedError, PatchWarning
 from megatron_overlap.patching.manifest import Manifest, load_manifests
 from megatron_overlap.patching.planning import Finding, Plan
 from megatron_overlap.patching.source import ImportedTree, megatron_release
+from megatron_overlap.session_report import PatchLine, Report
 from megatron_overlap.tracing.events import Trace
 from megatron_overlap.version import __version__
 
+if TYPE_CHECKING:
+    from megatron_overlap.comm.buffers import BufferPool
+
 OFF_SWITCH = "MEGATRON_OVERLAP"
+
+
+class Adapter:
+    """State that one feature keeps for a session; made and registered by `Session.adapter`.
+
+    Args:
+        session: the session.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+
+    def close(self) -> None:
+        """Releases all resources; `Session.disable` calls it after the patches are reverted."""
+
+    def drop(self) -> None:
+        """Releases the resources of process groups that the job destroyed, without waiting for peers."""
+
+    def step_ended(self) -> None:
+        """A training step ended; `Session.step` still has its number."""
+
+    def session_changed(self) -> None:
+        """`Session.step` or `Session.folder` changed."""
 
 
 class Session:
     """One use of the plugin, from `enable` to `disable`; a context manager that disables at its end.
 
     Attributes:
-        config: what was asked for.
-        counters: what the adapters count.
-        linear: what adapters/tensor_parallel/linear.py keeps for this session.
-        data_parallel: what adapters/data_parallel/bucket_sync.py keeps for it.
-        ulysses: what adapters/ulysses/core_attention.py keeps for this session.
-        varlen: what adapters/varlen/core_attention.py keeps for this session.
-        switched_off: `MEGATRON_OVERLAP=0` is set: the config asks for nothing.
-        trace: gets the events of the transports that are made from now on; None records none.
-        step: the training step that runs, from 1; 0 before the first. Megatron's training loop is followed; any other
-            says it by `next_step`.
-        facts: what must be the same on every rank besides the config, versions and patches.
-        trust: what adapters/diagnostics/consistency.py keeps for this session.
-        check: what adapters/diagnostics/reference_check.py keeps for this session.
-        buffers: what the plugin's messages and sums are kept in, with the ranks that share them.
+        config: the overlap config.
+        counters: the counts of the adapters.
+        switched_off: `MEGATRON_OVERLAP=0` is set: nothing is overlapped.
+        trace: records the events of transports that are opened later; None records none.
+        step: number of the training step that runs, from 1; 0 before the first. Megatron's training loop is followed;
+            any other loop calls `next_step`.
+        facts: further facts that must be equal on all ranks, besides config, versions and patches.
+        buffers: the pools of communication buffers, each with the ranks that share it.
     """
 
     def __init__(self, config: OverlapConfig, manifests: Sequence[Manifest] = ()) -> None:
         self.config = config
         self.counters = Counters(config.strict)
-        self.linear: Any = None
-        self.data_parallel: Any = None
-        self.ulysses: Any = None
-        self.varlen: Any = None
         self.switched_off = False
         self.trace: Trace | None = None
         self.step = 0
         self.facts: dict[str, str] = {}
-        self.trust: Any = None
+        self.buffers: WeakKeyDictionary[BufferPool, str] = WeakKeyDictionary()
         self._folder = Path()
-        self.check: Any = None
-        self.buffers: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+        self._adapters: dict[type[Adapter], Adapter] = {}
         self._engine = Engine(manifests)
         self._plan = Plan(())
         self._applied: tuple[str, ...] = ()
         self._reason = "not enabled yet"
         self._closers: list[Callable[[], object]] = []
 
+    def adapter[A: Adapter](self, kind: type[A], make: Callable[[Session], A] | None = None) -> A:
+        """The adapter of class `kind`; the first call makes it and registers its `close`.
+
+        Args:
+            kind: the adapter's class.
+            make: makes the adapter; default: the class itself.
+        """
+        adapter = self.find(kind)
+        if adapter is None:
+            adapter = kind(self) if make is None else make(self)
+            self._adapters[kind] = adapter
+            self.add_close(adapter.close)
+        return adapter
+
+    def find[A: Adapter](self, kind: type[A]) -> A | None:
+        """The adapter of class `kind`, if it was made."""
+        adapter = self._adapters.get(kind)
+        assert adapter is None or isinstance(adapter, kind)
+        return adapter
+
+    def drop_adapters(self) -> None:
+        """Calls `drop` of every adapter: the job destroyed its process groups."""
+        for adapter in list(self._adapters.values()):
+            adapter.drop()
+
+    def remove(self, kind: type[Adapter]) -> None:
+        """Forgets an adapter, so that the next `adapter(kind)` makes another one."""
+        self._adapters.pop(kind, None)
+
     @property
     def folder(self) -> Path:
-        """Where a failure is written to."""
+        """Folder of the files that describe a failure."""
         return self._folder
 
     @folder.setter
     def folder(self, folder: Path) -> None:
         self._folder = folder
-        if self.trust is not None:
-            self.trust.changed()
+        self._notify()
 
     @property
     def active(self) -> bool:
@@ -93,26 +137,26 @@ class Session:
         self._closers.append(close)
 
     def next_step(self, number: int | None = None) -> None:
-        """Says that a training step begins: the one after the last, or `number`."""
-        if self.check is not None:
-            self.check.stepped()
+        """Begins the next training step, or step `number`."""
+        for adapter in self._adapters.values():
+            adapter.step_ended()
         self.step = self.step + 1 if number is None else number
-        if self.trust is not None:
-            self.trust.changed()
+        self._notify()
 
     def consistency_facts(self) -> dict[str, str]:
-        """What has to be the same on every rank: config, versions, patches, and what adapters add."""
+        """Facts that must be equal on all ranks: config, versions, patches, and `facts`."""
         report = self.report()
-        said = {f"overlap.{key}": value for key, value in _flat(self.config.model_dump(mode="json"))}
-        said |= {f"version of {name}": str(version) for name, version in report.versions.items()}
-        said |= {
+        facts = {f"overlap.{key}": value for key, value in _flat(self.config.model_dump(mode="json"))}
+        facts |= {f"version of {name}": str(version) for name, version in report.versions.items()}
+        facts |= {
             f"patch {line.target}": f"{line.verdict}{'' if line.applied else ', not applied'}"
             for line in report.patches
         }
-        return said | self.facts
+        return facts | self.facts
 
     def report(self) -> Report:
         """What is replaced, overlapped and not overlapped so far, on this rank."""
+        counters = self.counters
         return Report(
             active=self.active,
             reason=self._reason,
@@ -120,13 +164,13 @@ class Session:
             versions=installed_versions(),
             features={name: _method(self.config, name) for name in _FEATURES},
             patches=tuple(self._line(finding) for finding in self._plan.findings),
-            sites=self.counters.snapshot(),
-            kept=self.counters.kept.snapshot(),
-            left=self.counters.left,
-            choices=self.counters.choices(),
-            checked={} if self.check is None else dict(self.check.worst),
-            buffers=tuple((ranks, buffer_pool.sizes()) for buffer_pool, ranks in self.buffers.items()),
-            symmetric=None if self.counters.symmetric is None else tuple(self.counters.symmetric()),
+            sites=counters.snapshot(),
+            saved=counters.saved_activations.snapshot(),
+            not_overlapped=counters.excluded,
+            autotuning=counters.autotune_lines(),
+            numerics_check=dict(counters.numerics_check),
+            buffers=tuple((ranks, pool.sizes()) for pool, ranks in self.buffers.items()),
+            symmetric_memory=None if counters.symmetric_memory is None else tuple(counters.symmetric_memory()),
         )
 
     def disable(self) -> None:
@@ -198,6 +242,10 @@ class Session:
             applied=finding.manifest.target in self._applied,
             stale=finding.stale,
         )
+
+    def _notify(self) -> None:
+        for adapter in self._adapters.values():
+            adapter.session_changed()
 
     def _close(self) -> None:
         errors: list[Exception] = []

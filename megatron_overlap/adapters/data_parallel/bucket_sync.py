@@ -20,14 +20,14 @@ from megatron_overlap.comm import Transport, close_transport
 from megatron_overlap.counters import Direction
 from megatron_overlap.ops import Gathering, GradientReduce
 from megatron_overlap.schedules.gather_scatter import MAX_RANKS
-from megatron_overlap.session import Session
+from megatron_overlap.session import Adapter, Session
 
 
 class MissingFlagError(ValueError):
     """The config asks for messages that Megatron was not told to hide."""
 
 
-class DataParallelAdapter:
+class DataParallelAdapter(Adapter):
     """What the patched functions of one session share: transports, buckets on their way, and counting."""
 
     def __init__(self, session: Session) -> None:
@@ -39,11 +39,7 @@ class DataParallelAdapter:
     @classmethod
     def of(cls, session: Session) -> DataParallelAdapter:
         """The adapter of `session`; made by the first call."""
-        if session.data_parallel is None:
-            session.data_parallel = cls(session)
-            session.add_close(session.data_parallel.close)
-        adapter: DataParallelAdapter = session.data_parallel
-        return adapter
+        return session.adapter(cls)
 
     def close(self) -> None:
         """Closes every transport that the session used, when what is on its way has arrived."""

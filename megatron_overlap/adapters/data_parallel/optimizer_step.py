@@ -41,7 +41,7 @@ def step_with_ready_grads(original: Method, session: Session) -> Method:
         if not isinstance(self, DistributedOptimizer) or not _gathers_in_forward(self):
             return original(self)
         if reason := _unsupported_cut_reason(self):
-            session.counters.leave("step of the distributed optimizer", reason)
+            session.counters.exclude("step of the distributed optimizer", reason)
             return original(self)
         groups = _in_forward_order(self)
         if not groups:

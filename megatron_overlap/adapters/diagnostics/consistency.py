@@ -1,7 +1,7 @@
-"""What every feature needs to be trusted: all ranks run the same, and a wait that fails says everything that is known.
+"""Checks at start that all ranks run the same config, versions and patches, and owns the flight recorder.
 
-Seams: ``parallel_state.initialize_model_parallel``, after which all ranks have to say what they run, and
-``training.train_step``, which knows the number of the step. Both wrappers are undone by ``Session.disable``.
+The check runs when Megatron makes its process groups, or at `enable` where they exist. A program that makes its own
+groups is checked group by group, when the first transport of a group is opened.
 """
 
 from __future__ import annotations
@@ -22,110 +22,111 @@ from megatron_overlap.diagnostics.consistency import compare
 from megatron_overlap.diagnostics.flight_recorder import FlightRecorder
 from megatron_overlap.diagnostics.heartbeat import Heartbeat
 from megatron_overlap.schedules.gather_scatter import MAX_RANKS
-from megatron_overlap.session import Session
+from megatron_overlap.session import Adapter, Session
 
 
 class ConfigMismatchError(ValueError):
-    """The ranks do not run the same; names what differs, the ranks and their values."""
+    """The ranks run different configs, versions or patches; names the key, the ranks and their values."""
 
 
-class UnfitError(ValueError):
-    """The config fits the shapes of no rank; names the key, its value and the remedy."""
+class UnsupportedConfigError(ValueError):
+    """No rank of this job can run the config; names the key, its value and the remedy."""
 
 
-class Trust:
-    """What has been agreed on in a session, and the flight_recorder over its messages."""
+class ConsistencyCheck(Adapter):
+    """The consistency check of one session, and the flight recorder of its messages."""
 
     def __init__(self, session: Session) -> None:
-        self._session = session
+        super().__init__(session)
         self._world: dist.ProcessGroup | None = None
-        """Whose ranks have all agreed."""
-        self._following = False
+        """The group of all ranks, once they passed the check."""
+        self._counts_steps = False
         self._groups: set[dist.ProcessGroup] = set()
         self._flight_recorder: FlightRecorder | None = None
 
-    def watch(self) -> FlightRecorder:
-        """Of this rank; made by the first call, when torch.distributed is there."""
+    @property
+    def flight_recorder(self) -> FlightRecorder:
+        """The flight recorder of this rank; made at first use, which needs torch.distributed."""
         if self._flight_recorder is None:
-            session = self._session
+            session = self.session
             self._flight_recorder = FlightRecorder(dist.get_rank(), session.folder, session.consistency_facts())
             self._flight_recorder.step = session.step
             session.add_close(self._flight_recorder.close)
         return self._flight_recorder
 
-    def changed(self) -> None:
-        """The session's step or folder has."""
+    def session_changed(self) -> None:
+        """Copies step and folder to the flight recorder."""
         if self._flight_recorder is not None:
-            self._flight_recorder.step, self._flight_recorder.folder = self._session.step, self._session.folder
+            self._flight_recorder.step, self._flight_recorder.folder = self.session.step, self.session.folder
 
     def post_mortem(self, error: BaseException) -> str | None:
-        """Writes what this rank was doing when `error` ended it; where it is."""
+        """Writes the flight recorder's file after `error` ended this rank; returns its path, or None."""
         return None if self._flight_recorder is None else self._flight_recorder.post_mortem(error)
 
-    def agree_all(self) -> None:
-        """All ranks of the job compare what they run; collective.
+    def check_all_ranks(self) -> None:
+        """Compares the facts of all ranks of the job; collective.
 
         Raises:
-            ConfigMismatchError: they do not run the same, or one of them said nothing until the deadline.
-            UnfitError: the config fits no rank.
+            ConfigMismatchError: the facts differ, or a rank did not answer before the deadline.
+            UnsupportedConfigError: no rank can run the config.
         """
         world = dist.group.WORLD
         assert world is not None
         if self._world not in (None, world):
-            self._forget()
-        self._agree(world)
-        for problem in unfit(self._session):
+            self._reset()
+        self._compare(world)
+        for problem in unsupported_settings(self.session):
             value = "null" if problem.value is None else problem.value
-            raise UnfitError(f"overlap config: {problem.key}: {value}: {problem.remedy}")
+            raise UnsupportedConfigError(f"overlap config: {problem.key}: {value}: {problem.remedy}")
         self._world = world
-        self._begin_heartbeat(world)
-        self._follow_steps()
+        self._start_heartbeat(world)
+        self._count_steps()
 
-    def agree(self, group: dist.ProcessGroup) -> None:
-        """The same among the ranks of a group, unless all have agreed: for programs that make groups of their own."""
+    def check_group(self, group: dist.ProcessGroup) -> None:
+        """Compares the facts of the ranks of `group`, unless all ranks of the job passed the check.
+
+        Raises:
+            ConfigMismatchError: as for `check_all_ranks`.
+        """
         if self._world is not None or group in self._groups:
             return
-        self._agree(group)
+        self._compare(group)
         self._groups.add(group)
 
-    def _agree(self, group: dist.ProcessGroup) -> None:
+    def _compare(self, group: dist.ProcessGroup) -> None:
         ranks = dist.get_process_group_ranks(group)
-        deadline_s = deadline_of(self._session, group)
+        deadline_s = deadline_of(self.session, group)
         found = compare(
-            store_beside(group), dist.get_rank(group), ranks, "said", self._session.consistency_facts(), deadline_s
+            store_beside(group), dist.get_rank(group), ranks, "facts", self.session.consistency_facts(), deadline_s
         )
         if found:
             raise ConfigMismatchError(f"the ranks do not run the same: {found}: start all of them alike")
 
-    def _forget(self) -> None:
-        """The job's groups were destroyed and made anew, as by an in-process restart: lets all of the old ones go.
+    def _reset(self) -> None:
+        """Drops everything that belongs to the old process groups, as after an in-process restart.
 
-        What was on its way in them is not waited for: the ranks that it came from may be gone.
+        Messages in flight are abandoned: their peers may have ended.
         """
-        session = self._session
-        for adapter in (session.linear, session.data_parallel, session.ulysses, session.varlen):
-            if adapter is not None:
-                adapter.drop()
-        session.varlen = None
+        self.session.drop_adapters()
         if self._flight_recorder is not None:
             self._flight_recorder.close()
             self._flight_recorder = None
         self._groups.clear()
 
-    def _begin_heartbeat(self, world: dist.ProcessGroup) -> None:
-        flight_recorder = self.watch()
+    def _start_heartbeat(self, world: dist.ProcessGroup) -> None:
+        flight_recorder = self.flight_recorder
         if flight_recorder.heartbeat is None and dist.get_world_size() > 1:
             flight_recorder.heartbeat = Heartbeat(
-                store_beside(world), dist.get_rank(), deadline_of(self._session, world), flight_recorder.doing
+                store_beside(world), dist.get_rank(), deadline_of(self.session, world), flight_recorder.doing
             )
 
-    def _follow_steps(self) -> None:
+    def _count_steps(self) -> None:
         """Counts the steps of Megatron's training loop, if this process runs it."""
         training = sys.modules.get("megatron.training.training")
-        if training is None or self._following:
+        if training is None or self._counts_steps:
             return
-        self._following = True
-        original, session = training.train_step, self._session
+        self._counts_steps = True
+        original, session = training.train_step, self.session
 
         @functools.wraps(original)
         def train_step(*args: Any, **kwargs: Any) -> Any:
@@ -137,20 +138,24 @@ class Trust:
 
 
 def install(session: Session) -> None:
-    """Has all ranks agree before the first step: now if Megatron's groups are there, else when they are made.
+    """Checks all ranks before the first step: now if Megatron's groups exist, else when they are made.
 
     Raises:
-        ConfigMismatchError: Megatron's groups are there, and the ranks do not run the same.
+        ConfigMismatchError: Megatron's groups exist, and the ranks do not run the same.
     """
-    session.trust = Trust(session)
+    check = session.adapter(ConsistencyCheck)
     if dist.is_initialized() and parallel_state.model_parallel_is_initialized():
-        _or_disable(session)
+        try:
+            check.check_all_ranks()
+        except ValueError:
+            session.disable()
+            raise
     original = parallel_state.initialize_model_parallel
 
     @functools.wraps(original)
     def initialize_model_parallel(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        session.trust.agree_all()
+        check.check_all_ranks()
         return result
 
     _put(session, parallel_state, "initialize_model_parallel", initialize_model_parallel)
@@ -158,17 +163,17 @@ def install(session: Session) -> None:
 
 def open_transport(session: Session, group: dist.ProcessGroup, channel: str = "") -> Transport:
     """The transport of a group for a session: agreed on, watched, and as deterministic as the config says."""
-    trust: Trust | None = session.trust
-    if trust is None:
+    check = session.find(ConsistencyCheck)
+    if check is None:
         transport = transport_of(group, timeout_s=session.config.timeout_s, channel=channel, trace=session.trace)
     else:
-        trust.agree(group)
+        check.check_group(group)
         transport = transport_of(
             group,
             timeout_s=session.config.timeout_s,
             channel=channel,
             trace=session.trace,
-            flight_recorder=trust.watch(),
+            flight_recorder=check.flight_recorder,
             ordered=session.config.deterministic,
             register=session.config.register_buffers,
         )
@@ -178,8 +183,8 @@ def open_transport(session: Session, group: dist.ProcessGroup, channel: str = ""
     return transport
 
 
-def unfit(session: Session) -> Iterator[Problem]:
-    """What no rank of this job could do as the config says, as far as Megatron's arguments tell."""
+def unsupported_settings(session: Session) -> Iterator[Problem]:
+    """The settings that no rank of this job can run, as far as Megatron's arguments tell."""
     args = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
     if args is None or args.seq_length is None or args.micro_batch_size is None:
         return
@@ -197,7 +202,7 @@ def unfit(session: Session) -> Iterator[Problem]:
 
 
 def deadline_of(session: Session, group: dist.ProcessGroup) -> float:
-    """Seconds of one wait: the config's, else the process group's own, which Megatron sets."""
+    """Seconds of one wait: `overlap.timeout_s`, else the timeout of the process group, which Megatron sets."""
     if session.config.timeout_s is not None:
         return session.config.timeout_s
     device = torch.device("cpu" if dist.get_backend(group) == "gloo" else "cuda")
@@ -210,16 +215,8 @@ def _put(session: Session, owner: Any, name: str, replacement: Callable[..., Any
     setattr(owner, name, replacement)
 
     def back() -> None:
-        # Somebody who wrapped ours since keeps it: what is called then does nothing without the session.
+        # A later wrapper of another package stays in place; the wrapped replacement then runs the original.
         if getattr(owner, name) is replacement:
             setattr(owner, name, original)
 
     session.add_close(back)
-
-
-def _or_disable(session: Session) -> None:
-    try:
-        session.trust.agree_all()
-    except ValueError:
-        session.disable()
-        raise

@@ -11,18 +11,17 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.ops.numerics_check import Subject, checked_linear, share_of_allowed, share_of_rtol
-from megatron_overlap.session import Session
+from megatron_overlap.session import Adapter, Session
 
 
 class CheckError(ValueError):
     """The plugin's result and the plain one are further apart than they may be."""
 
 
-class Check:
+class Check(Adapter):
     """What was compared in a session, and what was found.
 
-    Attributes:
-        worst: the largest share of the allowed error so far, by op and tensor.
+    The session's counters get the largest share of the allowed error, by op and tensor.
     """
 
     def __init__(self, session: Session) -> None:
@@ -32,16 +31,12 @@ class Check:
         self._fallen: dict[str, str] = {}
         self._step: dict[str, float] = {}
         self._compared = 0
-        self.worst: dict[str, float] = {}
+        self._worst = session.counters.numerics_check
 
     @classmethod
     def of(cls, session: Session) -> Check:
         """The check of `session`; made by the first call."""
-        if session.check is None:
-            session.check = cls(session)
-            session.add_close(session.check.stepped)
-        check: Check = session.check
-        return check
+        return session.adapter(cls)
 
     @property
     def due(self) -> bool:
@@ -117,8 +112,12 @@ class Check:
 
         return compare
 
-    def stepped(self) -> None:
-        """Shows what the checked step found, when it is over; on rank 0."""
+    def close(self) -> None:
+        """Prints the result of a checked step that just ended."""
+        self.step_ended()
+
+    def step_ended(self) -> None:
+        """Prints the result of a checked step, on rank 0."""
         if not self.due or not self._compared:
             return
         if dist.is_initialized() and dist.get_rank() == 0:
@@ -138,7 +137,7 @@ class Check:
         self._compared += 1
         for name, share in zip(names, worst.tolist(), strict=True):
             key = f"{call} {name}"
-            self.worst[key] = max(self.worst.get(key, 0.0), share)
+            self._worst[key] = max(self._worst.get(key, 0.0), share)
             self._step[key] = max(self._step.get(key, 0.0), share)
         share = float(worst.max())
         if share <= 1.0:

@@ -17,7 +17,7 @@ from megatron_overlap.autotune.predict import candidates
 from megatron_overlap.autotune.search import Decider
 from megatron_overlap.autotune.tuner import Autotuner, Verdict
 from megatron_overlap.comm import Transport
-from megatron_overlap.counters import ChoiceLine, Tally
+from megatron_overlap.counters import AutotuneLine, Tally
 from megatron_overlap.ops.call import gathered_rows
 from megatron_overlap.session import Session, installed_versions
 
@@ -73,7 +73,7 @@ class TensorChoice:
         self._shortcuts: dict[int, _Shortcut] = {}
         self._sharing: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         if self.wanted:
-            session.counters.choices = self.lines
+            session.counters.autotune_lines = self.lines
 
     def runs_stock(self, layer: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor) -> bool:
         """Whether a call runs Megatron's own path with nothing else to do; it is counted then.
@@ -97,7 +97,7 @@ class TensorChoice:
                 return False
             self._last = _Served(weakref.ref(layer), shortcut.shares, weakref.ref(x), _version(x), STOCK)
         shortcut.decider.free -= 1
-        shortcut.tally.chosen_stock += 1
+        shortcut.tally.stock_selected += 1
         return True
 
     def serve(
@@ -143,7 +143,7 @@ class TensorChoice:
                 x.requires_grad,
                 weight.requires_grad,
                 decider,
-                self._session.counters.stock_by_choice(kind, f"{weight.shape[1]}->{weight.shape[0]}", op, "forward"),
+                self._session.counters.tally(kind, f"{weight.shape[1]}->{weight.shape[0]}", op, "forward"),
                 group if layer in self._sharing else None,
             )
         return result
@@ -161,7 +161,7 @@ class TensorChoice:
             return "Megatron's own fused weight gradient needs CUDA: there is nothing to choose from"
         return None
 
-    def lines(self) -> tuple[ChoiceLine, ...]:
+    def lines(self) -> tuple[AutotuneLine, ...]:
         """What stands now, for the report; before the first call what earlier runs of these releases have kept."""
         if not self._choosers and self._folder is not None:
             found = kept(self._folder)
@@ -199,11 +199,11 @@ def _version(x: torch.Tensor) -> int:
     return -1 if x.is_inference() else x._version
 
 
-def _line(verdict: Verdict) -> ChoiceLine:
+def _line(verdict: Verdict) -> AutotuneLine:
     call = verdict.call
     kind = "column" if call.op in _COLUMN else "row"
     others = " and all without sequence parallelism" if call.sums else ""
-    return ChoiceLine(
+    return AutotuneLine(
         module=f"{kind} {call.in_features}->{call.out_features}{others}",
         op=call.op,
         rows=call.rows,
@@ -212,15 +212,15 @@ def _line(verdict: Verdict) -> ChoiceLine:
         method=str(verdict.candidate),
         ms=_ms(verdict.us),
         stock_ms=_ms(verdict.stock_us),
-        why=_why(verdict, verdict.candidate),
+        reason=_why(verdict, verdict.candidate),
     )
 
 
-def _kept_line(environment: dict[str, str], key: str, entry: Entry) -> ChoiceLine:
+def _kept_line(environment: dict[str, str], key: str, entry: Entry) -> AutotuneLine:
     op, shape, dtype, *marks = key.split()
     rows, in_features, out_features = shape.split("x")
     where = f"kept from an earlier run: {environment.get('device')}, {environment.get('ranks')} ranks"
-    return ChoiceLine(
+    return AutotuneLine(
         module=f"{'column' if op in _COLUMN else 'row'} {in_features}->{out_features}",
         op=op,
         rows=int(rows),
@@ -229,7 +229,7 @@ def _kept_line(environment: dict[str, str], key: str, entry: Entry) -> ChoiceLin
         method=str(entry.candidate),
         ms=_ms(entry.us),
         stock_ms=_ms(entry.stock_us),
-        why=where,
+        reason=where,
     )
 
 

@@ -50,7 +50,7 @@ class FusedChoice:
         self._counters, self._messages = session.counters, messages
         self._transports: dict[dist.ProcessGroup, FusedTransport | str] = {}
         if self.wanted:
-            self._counters.symmetric = self.memory
+            self._counters.symmetric_memory = self.memory
 
     def unsupported_reason(self, op: str, x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
         """What keeps a call of `op` from running fused; None if nothing does. All ranks of `group` call alike."""
@@ -62,7 +62,7 @@ class FusedChoice:
         if transport is None:
             transport = self._transports[group] = open_fused(group, self._messages)
             # Method auto gets here too.
-            self._counters.symmetric = self.memory
+            self._counters.symmetric_memory = self.memory
         return transport if isinstance(transport, str) else None
 
     def ways(self, op: str, x: torch.Tensor, group: dist.ProcessGroup) -> list[Candidate]:

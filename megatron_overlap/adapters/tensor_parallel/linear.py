@@ -20,12 +20,12 @@ from megatron_overlap.adapters.tensor_parallel.layer_handoff import LayerHandoff
 from megatron_overlap.adapters.wrapping import Method, tracing, untraced
 from megatron_overlap.autotune.candidates import Candidate
 from megatron_overlap.comm import Transport, close_transport
+from megatron_overlap.counters import SavedActivations, SavedSite
 from megatron_overlap.ops import LinearPlan, all_gather_linear, copy_linear, linear_all_reduce, linear_reduce_scatter
 from megatron_overlap.ops.wgrad import DeferredWgrad
-from megatron_overlap.saved_activations import SavedActivations, SavedSite
 from megatron_overlap.schedules.gather_scatter import MAX_RANKS
 from megatron_overlap.schedules.plan import Pattern
-from megatron_overlap.session import Session
+from megatron_overlap.session import Adapter, Session
 
 if TYPE_CHECKING:
     from megatron_overlap.adapters.tensor_parallel.batch_overlap import Half
@@ -55,7 +55,7 @@ _LEFT = {
 }
 
 
-class LinearAdapter:
+class LinearAdapter(Adapter):
     """What the patched layers of one session share: the plan of each call, transports, and counting."""
 
     def __init__(self, session: Session) -> None:
@@ -77,18 +77,14 @@ class LinearAdapter:
         self.check = Check.of(session)
         self.fused = FusedChoice(session, self.transport)
         self.choice = TensorChoice(session, self.transport)
-        session.counters.kept = SavedActivations(gathered=self._plan.save_gathered)
+        session.counters.saved_activations = SavedActivations(gathered=self._plan.save_gathered)
         for module, reason in _LEFT.items():
-            session.counters.leave(module, reason)
+            session.counters.exclude(module, reason)
 
     @classmethod
     def of(cls, session: Session) -> LinearAdapter:
         """The adapter of `session`; made by the first call."""
-        if session.linear is None:
-            session.linear = cls(session)
-            session.add_close(session.linear.close)
-        adapter: LinearAdapter = session.linear
-        return adapter
+        return session.adapter(cls)
 
     def transport(self, group: dist.ProcessGroup) -> Transport:
         """The transport of a tensor-parallel group; closed with the session."""
@@ -125,7 +121,9 @@ class LinearAdapter:
             options["deferred_wgrad"] = self._deferred_wgrad
         if op == "ag_gemm":
             site = SavedSite(kind, name, op)
-            options["keeper"] = lambda x, num_bytes: counters.kept.keep(site, x.data_ptr(), x.nbytes, num_bytes)
+            options["keeper"] = lambda x, num_bytes: counters.saved_activations.save(
+                site, x.data_ptr(), x.nbytes, num_bytes
+            )
         if fused_wgrad and weight.requires_grad and hasattr(weight, "main_grad"):
             options["main_grad"] = weight.main_grad
             options["weight_done"] = functools.partial(weight_done_in_main_grad, weight, weight.main_grad)
@@ -167,7 +165,7 @@ class LinearAdapter:
 
         def run(candidate: Candidate) -> Any:
             if candidate.method == "megatron":
-                self._session.counters.chose_stock(kind, f"{weight.shape[1]}->{weight.shape[0]}", op, "forward")
+                self._session.counters.stock_selected(kind, f"{weight.shape[1]}->{weight.shape[0]}", op, "forward")
                 return own()
             return finish(self.linear(kind, op, x, weight, bias, group, into, candidate))
 

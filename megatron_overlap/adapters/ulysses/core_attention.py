@@ -23,14 +23,14 @@ from megatron_overlap.comm import Transport, close_transport
 from megatron_overlap.ops import UlyssesPlan, ulysses_attention
 from megatron_overlap.schedules import SequenceLayout
 from megatron_overlap.schedules.gather_scatter import MAX_RANKS
-from megatron_overlap.session import Session
+from megatron_overlap.session import Adapter, Session
 
 
 class UlyssesError(ValueError):
     """An attention layer asks for what Ulysses cannot do here; names the flag, its value and the remedy."""
 
 
-class UlyssesAdapter:
+class UlyssesAdapter(Adapter):
     """What the patched attention layers of one session share: the plan, transports, and counting."""
 
     def __init__(self, session: Session) -> None:
@@ -45,11 +45,7 @@ class UlyssesAdapter:
     @classmethod
     def of(cls, session: Session) -> UlyssesAdapter:
         """The adapter of `session`; made by the first call."""
-        if session.ulysses is None:
-            session.ulysses = cls(session)
-            session.add_close(session.ulysses.close)
-        adapter: UlyssesAdapter = session.ulysses
-        return adapter
+        return session.adapter(cls)
 
     def transport(self, group: dist.ProcessGroup) -> Transport:
         """The transport of a context-parallel group; closed with the session."""

@@ -29,7 +29,7 @@ from megatron_overlap.comm.host_group import HostGroup
 from megatron_overlap.ops import balanced_attention
 from megatron_overlap.schedules.varlen import CostModel, Plan, Topology
 from megatron_overlap.schedules.varlen.baselines import METHODS
-from megatron_overlap.session import Session
+from megatron_overlap.session import Adapter, Session
 
 
 class VarlenError(ValueError):
@@ -56,7 +56,7 @@ class PackedRows(PackedSeqParams):  # type: ignore[misc]
         return cls(qkv_format="sbhd", batch=batch, engine=engine)
 
 
-class VarlenAdapter:
+class VarlenAdapter(Adapter):
     """What the attention layers and loaders of a session share: plans, messages, counting.
 
     Args:
@@ -67,7 +67,7 @@ class VarlenAdapter:
     """
 
     def __init__(self, session: Session, group: dist.ProcessGroup, cost: CostModel, tokens: int) -> None:
-        self._session = session
+        super().__init__(session)
         self._wanted = session.config.varlen
         self._cost = cost
         self.group = group
@@ -84,6 +84,7 @@ class VarlenAdapter:
         self.channel.thread.shutdown(wait=False, cancel_futures=True)
         self.channel.group.close()
         close_transport(self.group)
+        self.session.remove(VarlenAdapter)
 
     @property
     def masked(self) -> bool:
@@ -113,7 +114,7 @@ class VarlenAdapter:
 
     def _observer(self, op: str, heads: str) -> Callable[[Any, int], None]:
         def observe(direction: Any, num_bytes: int) -> None:
-            self._session.counters.overlapped("attention", heads, op, direction, num_bytes)
+            self.session.counters.overlapped("attention", heads, op, direction, num_bytes)
 
         return observe
 

@@ -37,10 +37,11 @@ def engine(args: Any) -> VarlenAdapter | None:
         if args.dataloader_type == "external":
             raise VarlenError("--dataloader-type: external: only with overlap.varlen, and the plugin switched on")
         return None
-    if session.varlen is None:
+    adapter = session.find(VarlenAdapter)
+    if adapter is None:
         refuse(args, session.config.varlen.method)
-        session.varlen = VarlenAdapter(session, mpu.get_context_parallel_group(), cost_of(args), args.seq_length)
-    adapter: VarlenAdapter = session.varlen
+        group, cost = mpu.get_context_parallel_group(), cost_of(args)
+        adapter = session.adapter(VarlenAdapter, lambda session: VarlenAdapter(session, group, cost, args.seq_length))
     return adapter
 
 

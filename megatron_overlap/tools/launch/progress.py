@@ -17,7 +17,7 @@ _EVENTS = re.compile(r"validation loss at|successfully (?:saved|loaded) checkpoi
 _TORCHRUN = re.compile(r"^\[\w+?\d+\]:")  # put before every line of a rank
 # The plugin's report: two lines of text, then titled tables.
 _REPORT = re.compile(
-    r"^(?:megatron_overlap is |tensor: |patches\s*$|calls on this rank\s*$|choices of method auto|[\u2500-\u257f])"
+    r"^(?:megatron_overlap is |tensor: |patches\s*$|calls on this rank\s*$|autotuning\s*$|[\u2500-\u257f])"
 )
 
 

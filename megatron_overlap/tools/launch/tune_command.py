@@ -17,7 +17,8 @@ from megatron_overlap.autotune.predict import MAX_TRIED
 from megatron_overlap.autotune.search import calls_to_choose
 from megatron_overlap.config import ConfigError, LaunchConfig, load_launch_config
 from megatron_overlap.config.resources import config_file
-from megatron_overlap.counters import ChoiceLine, choice_table
+from megatron_overlap.counters import AutotuneLine
+from megatron_overlap.session_report import autotune_table
 from megatron_overlap.tools.launch.command import need_one_place, new_run_dir
 from megatron_overlap.tools.launch.execute import execute
 from megatron_overlap.tools.launch.netlab import NetlabError
@@ -63,7 +64,7 @@ def tune(
         print(f"{cfg.name}: {error}", file=sys.stderr)
         return 1
     choices = read_choices(folder)
-    console.print(choice_table(choices))
+    console.print(autotune_table(choices))
     undone = sum(choice.ms is None for choice in choices)
     if undone or not choices:
         print(f"{cfg.name}: {undone} of {len(choices)} kinds of calls were not measured; see {folder}", file=sys.stderr)
@@ -107,12 +108,12 @@ def short_run(name: str, cfg: LaunchConfig) -> LaunchConfig:
     return LaunchConfig.model_validate({**dump, "name": f"{cfg.name}_tune", "train": {**dump["train"], **train}})
 
 
-def read_choices(run_dir: Path) -> list[ChoiceLine]:
+def read_choices(run_dir: Path) -> list[AutotuneLine]:
     """What the ranks of a run have chosen: each kind of call once, by the first rank that had it."""
-    found: dict[tuple[Any, ...], ChoiceLine] = {}
+    found: dict[tuple[Any, ...], AutotuneLine] = {}
     for path in sorted(run_dir.glob("report-rank*.json")):
-        for tree in json.loads(path.read_text(encoding="utf-8")).get("choices", ()):
-            line = ChoiceLine(**{name: value for name, value in tree.items() if name != "gain"})
+        for tree in json.loads(path.read_text(encoding="utf-8")).get("autotuning", ()):
+            line = AutotuneLine(**{name: value for name, value in tree.items() if name != "gain"})
             found.setdefault((line.module, line.op, line.rows, line.dtype, line.passes), line)
     return list(found.values())
 

@@ -148,7 +148,7 @@ def train(group: dist.ProcessGroup, run: Run) -> dict[str, Any]:
     config = OverlapConfig.model_validate({"tensor": {"method": "none"}, "data": dict(run.data)})
     with enable(config, strict=run.strict) as session:
         made = _train(group, run)
-        sites, left = session.report().sites, session.report().left
+        sites, left = session.report().sites, session.report().not_overlapped
     made["overlapped"], made["left"] = {}, dict(left)
     for site, tally in sites.items():
         made["overlapped"][site.op] = made["overlapped"].get(site.op, 0) + tally.overlapped

@@ -87,7 +87,7 @@ def checked(
         if stock[name] is not None
     )
     return {
-        "checked": dict(report.checked),
+        "checked": dict(report.numerics_check),
         "said": said.getvalue(),
         "error": error,
         "reasons": reasons,

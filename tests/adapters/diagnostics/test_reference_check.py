@@ -105,7 +105,11 @@ def test_a_rank_with_another_config_is_named_everywhere(ranks: World, other: dic
     [
         # 8 x 2 rows over four ranks: as many as chunks.
         ((8, 2), ""),
-        ((6, 2), "UnfitError: overlap config: tensor.chunks_per_rank: 4: a rank has 3 rows; use 3 at most, or auto"),
+        (
+            (6, 2),
+            "UnsupportedConfigError: overlap config: tensor.chunks_per_rank: 4: "
+            "a rank has 3 rows; use 3 at most, or auto",
+        ),
         # As after parsing alone: Megatron sets the lengths when it validates.
         ((None, None), ""),
     ],

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megatron_overlap import OverlapConfig, enable
 from megatron_overlap.adapters.tensor_parallel.autotune import TensorChoice
+from megatron_overlap.adapters.tensor_parallel.linear import LinearAdapter
 from megatron_overlap.autotune.candidates import Candidate
 from megatron_overlap.autotune.predict import MAX_TRIED
 from megatron_overlap.autotune.search import calls_to_choose
@@ -26,7 +27,7 @@ SHORT_CALLS = 66
 def follow(session: Session) -> list[str]:
     """Notes what serves each call of the session from now on, those left out that take the short way."""
     served: list[str] = []
-    choice: TensorChoice = session.linear.choice
+    choice: TensorChoice = LinearAdapter.of(session).choice
     serve = choice.serve
 
     def noting(
@@ -82,7 +83,7 @@ def trained(
                     what = f"{kind} {name} {served[-1]}"
                     torch.testing.assert_close(mine[name], value, rtol=2e-5, atol=2e-5, msg=what)
         report = session.report()
-    return served, report.as_dict()["choices"], report.render(width=200)
+    return served, report.as_dict()["autotuning"], report.render(width=200)
 
 
 def evaluated(group: dist.ProcessGroup) -> list[dict[str, Any]]:
@@ -96,7 +97,7 @@ def evaluated(group: dist.ProcessGroup) -> list[dict[str, Any]]:
                 layer(x.clone())
         for _ in range(CALLS):
             step(layer, x, dy, recompute=True)
-        choices: list[dict[str, Any]] = session.report().as_dict()["choices"]
+        choices: list[dict[str, Any]] = session.report().as_dict()["autotuning"]
         return choices
 
 
@@ -126,7 +127,7 @@ def short_way(group: dist.ProcessGroup, kind: str) -> tuple[int, int, int, list[
     layer, other = make_layer(kind, torch.float32), make_layer(kind, torch.float32)
     stock = step(make_layer(kind, torch.float32), x, dy)
     with enable(config(None), strict=True) as session:
-        choice: TensorChoice = session.linear.choice
+        choice: TensorChoice = LinearAdapter.of(session).choice
 
         def run(times: int) -> None:
             for _ in range(times):
@@ -162,7 +163,7 @@ def short_way(group: dist.ProcessGroup, kind: str) -> tuple[int, int, int, list[
 
 
 def _own(session: Session) -> int:
-    return sum(tally.chosen_stock for tally in session.report().sites.values())
+    return sum(tally.stock_selected for tally in session.report().sites.values())
 
 
 def different_layers(group: dist.ProcessGroup) -> str:

@@ -352,7 +352,7 @@ def memory_of(group: dist.ProcessGroup, recompute_gather: str) -> dict[str, int]
 
     config = OverlapConfig(tensor={**TENSOR, "recompute_gather": recompute_gather})
     with enable(config, strict=True) as session:
-        kept = session.counters.kept
+        kept = session.counters.saved_activations
         leaf, other = (tensor.clone().requires_grad_() for tensor in (x, x))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = [layers[0](leaf)[0], layers[1](leaf)[0], layers[2](other)[0]]
@@ -367,7 +367,7 @@ def memory_of(group: dist.ProcessGroup, recompute_gather: str) -> dict[str, int]
         (buffers,) = session.report().as_dict()["buffers"]
         assert buffers["ranks"] == f"ranks {', '.join(map(str, range(group.size())))}"
         assert buffers["bytes"]["gather"] == group.size() * x.nbytes
-        report = session.report().as_dict()["memory"]
+        report = session.report().as_dict()["saved_activations"]
         assert report["modules"][0]["name"] == f"{IN}->{OUT // group.size()}"
         return {
             "held": sum(held.values()),
@@ -375,7 +375,7 @@ def memory_of(group: dist.ProcessGroup, recompute_gather: str) -> dict[str, int]
             "one_gone": one_gone,
             "at_the_end": kept.live_bytes,
             "peak": report["peak_bytes"],
-            "otherwise": report["otherwise_peak_bytes"],
-            "a_call": report["modules"][0]["kept_bytes"],
-            "a_call_otherwise": report["modules"][0]["otherwise_bytes"],
+            "otherwise": report["alternative_peak_bytes"],
+            "a_call": report["modules"][0]["saved_bytes"],
+            "a_call_otherwise": report["modules"][0]["alternative_bytes"],
         }

@@ -1,0 +1,212 @@
+"""The report of a session on one rank: as JSON, as a rich table, as plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+
+from megatron_overlap.counters import AutotuneLine, SavedMemory, Site, SymmetricMemory, Tally
+
+_MIB = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class PatchLine:
+    """One patch: its target, feature, verdict and whether it is applied.
+
+    Attributes:
+        stale: attributes outside Megatron that hold the original by value. Calls through them are not overlapped.
+    """
+
+    target: str
+    feature: str
+    verdict: str
+    reason: str
+    applied: bool
+    stale: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a session replaced, overlapped and did not overlap until the report was made, on this rank.
+
+    Attributes:
+        active: whether a function of an overlapped feature is replaced.
+        reason: why the session is active, or why it is not.
+        versions: releases that the run depends on; None where one is not installed.
+        features: method of each feature, as the config has it.
+        sites: counts by module, operation and pass.
+        saved: activations saved for backward.
+        not_overlapped: modules that no method overlaps, with the reason.
+        autotuning: what `method: auto` selected.
+        numerics_check: the largest share of the allowed error in check mode, by operation and tensor.
+        buffers: bytes of communication buffers by use, for each set of ranks.
+        symmetric_memory: memory of fused kernels by group; None unless the config asks for fused kernels.
+    """
+
+    active: bool
+    reason: str
+    strict: bool
+    versions: Mapping[str, str | None]
+    features: Mapping[str, str]
+    patches: tuple[PatchLine, ...]
+    sites: Mapping[Site, Tally]
+    saved: SavedMemory = SavedMemory()
+    not_overlapped: Mapping[str, str] = field(default_factory=dict)
+    autotuning: tuple[AutotuneLine, ...] = ()
+    numerics_check: Mapping[str, float] = field(default_factory=dict)
+    buffers: tuple[tuple[str, Mapping[str, int]], ...] = ()
+    symmetric_memory: tuple[SymmetricMemory, ...] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON can hold it."""
+        symmetric = self.symmetric_memory
+        return {
+            "active": self.active,
+            "reason": self.reason,
+            "strict": self.strict,
+            "versions": dict(self.versions),
+            "features": dict(self.features),
+            "patches": [{**asdict(line), "stale": list(line.stale)} for line in self.patches],
+            "modules": [
+                {
+                    **site._asdict(),
+                    "overlapped": tally.overlapped,
+                    "bytes": tally.moved_bytes,
+                    "fallbacks": dict(tally.fallbacks),
+                    **({"not_fused": dict(tally.not_fused)} if tally.not_fused else {}),
+                    **({"stock_selected": tally.stock_selected} if tally.stock_selected else {}),
+                }
+                for site, tally in self.sites.items()
+            ],
+            "not_overlapped": dict(self.not_overlapped),
+            "autotuning": [{**asdict(line), "gain": line.gain} for line in self.autotuning],
+            "numerics_check": dict(self.numerics_check),
+            "saved_activations": self.saved.as_dict(),
+            "buffers": [{"ranks": ranks, "bytes": dict(sizes)} for ranks, sizes in self.buffers],
+            **({} if symmetric is None else {"symmetric_memory": [each._asdict() for each in symmetric]}),
+            "totals": {
+                "overlapped": sum(tally.overlapped for tally in self.sites.values()),
+                "fallbacks": sum(sum(tally.fallbacks.values()) for tally in self.sites.values()),
+                "bytes": sum(tally.moved_bytes for tally in self.sites.values()),
+            },
+        }
+
+    def table(self) -> RenderableType:
+        """The report for a rich console."""
+        parts: list[RenderableType] = [self._headline()]
+        if self.patches:
+            parts.append(self._patch_table())
+        if self.sites:
+            parts.append(self._call_table())
+        if self.autotuning:
+            parts.append(autotune_table(self.autotuning))
+        if self.saved.calls:
+            parts.append(self._saved_table())
+        parts += [_buffer_line(ranks, sizes) for ranks, sizes in self.buffers if sizes]
+        if self.numerics_check:
+            name, share = max(self.numerics_check.items(), key=lambda item: item[1])
+            parts.append(
+                f"numerics check: {len(self.numerics_check)} results, worst {name}: {share:.3g} of the allowed error"
+            )
+        parts += self._symmetric_lines()
+        parts += [f"not overlapped: {module}: {reason}" for module, reason in self.not_overlapped.items()]
+        return Group(*parts)
+
+    def render(self, width: int = 120) -> str:
+        """The report as plain text, `width` characters wide."""
+        console = Console(width=width, color_system=None, force_terminal=False)
+        with console.capture() as capture:
+            console.print(self.table())
+        return capture.get().rstrip()
+
+    def _headline(self) -> str:
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items() if version)
+        state = "active" if self.active else "not active"
+        features = ", ".join(f"{name}: {method}" for name, method in self.features.items())
+        strict = ", strict" if self.strict else ""
+        return f"megatron_overlap is {state}: {self.reason}\n{features}{strict} ({versions})"
+
+    def _patch_table(self) -> Table:
+        table = Table("feature", "replaced", "verdict", "reason", title="patches", title_justify="left")
+        for line in self.patches:
+            verdict = line.verdict if line.applied or line.verdict == "refused" else f"{line.verdict}, not applied"
+            reason = line.reason
+            if line.stale:
+                reason += f"; not overlapped through {', '.join(line.stale)}, which hold the original by value"
+            table.add_row(line.feature, line.target.rpartition(":")[2], verdict, reason)
+        return table
+
+    def _call_table(self) -> Table:
+        table = Table("module", "op", "direction", title="calls on this rank", title_justify="left")
+        table.add_column("overlapped", justify="right")
+        table.add_column("sent MiB", justify="right")
+        table.add_column("stock path, reason")
+        for site, tally in self.sites.items():
+            reasons = "; ".join(
+                [f"{tally.stock_selected} x selected by autotuning"] * (tally.stock_selected > 0)
+                + [f"{count} x {reason}" for reason, count in sorted(tally.fallbacks.items())]
+                + [f"{count} x p2p, not fused: {reason}" for reason, count in sorted(tally.not_fused.items())]
+            )
+            table.add_row(
+                f"{site.kind} {site.name}".strip(),
+                site.op,
+                site.direction,
+                str(tally.overlapped),
+                f"{tally.moved_bytes / _MIB:.1f}",
+                reasons or "-",
+            )
+        return table
+
+    def _symmetric_lines(self) -> list[str]:
+        if self.symmetric_memory is None:
+            return []
+        if not self.symmetric_memory:
+            return ["symmetric memory of fused kernels: none allocated"]
+        lines = []
+        for each in self.symmetric_memory:
+            lines.append(
+                f"symmetric memory of fused kernels: {each.num_bytes} bytes in a group of {each.num_ranks} ranks, "
+                f"twice its largest gathered activation ({each.bound_bytes} bytes) and flags"
+            )
+            lines += [f"  {count} GEMMs ran portable kernels: {reason}" for reason, count in each.portable.items()]
+        return lines
+
+    def _saved_table(self) -> Table:
+        saved = self.saved
+        title = f"inputs saved for weight gradients, recompute_gather: {saved.recompute_gather}"
+        table = Table("module", "op", title=title, title_justify="left")
+        table.add_column("MiB a call", justify="right")
+        table.add_column(f"with {saved.alternative}", justify="right")
+        for site, num_bytes, alternative in saved.calls:
+            cells = (f"{num_bytes / _MIB:.2f}", f"{alternative / _MIB:.2f}")
+            table.add_row(f"{site.kind} {site.name}".strip(), site.op, *cells)
+        peaks = (f"{saved.peak_bytes / _MIB:.2f}", f"{saved.alternative_peak_bytes / _MIB:.2f}")
+        table.add_row("all, peak", "", *peaks)
+        return table
+
+
+def _buffer_line(ranks: str, sizes: Mapping[str, int]) -> str:
+    largest_first = sorted(sizes.items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{name} {num_bytes / _MIB:.1f}" for name, num_bytes in largest_first)
+    return f"communication buffers of {ranks}: {sum(sizes.values()) / _MIB:.1f} MiB ({parts})"
+
+
+def autotune_table(lines: Iterable[AutotuneLine]) -> Table:
+    """What autotuning selected, for a rich console."""
+    table = Table("module", "op", title="autotuning", title_justify="left")
+    table.add_column("rows", justify="right")
+    table.add_column("passes")
+    table.add_column("method")
+    for heading in ("ms", "stock ms", "gain"):
+        table.add_column(heading, justify="right")
+    table.add_column("reason")
+    for line in lines:
+        times = ("-" if ms is None else f"{ms:.2f}" for ms in (line.ms, line.stock_ms))
+        gain = "-" if line.gain is None else f"{line.gain:+.0%}"
+        table.add_row(line.module, line.op, str(line.rows), line.passes, line.method, *times, gain, line.reason)
+    return table

@@ -1,0 +1,64 @@
+"""The report: saved activations, excluded modules, buffers and symmetric memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_overlap.counters import Counters, SavedMemory, SavedSite, SymmetricMemory
+from megatron_overlap.session_report import Report
+
+MIB = 1024 * 1024
+QKV = SavedSite("column", "8->4", "ag_gemm")
+EMPTY = Report(True, "", False, {}, {"tensor": "p2p"}, (), {})
+
+
+def test_saved_activations_and_excluded_modules_are_reported() -> None:
+    counters = Counters(strict=True)
+    counters.saved_activations.save(QKV, 1, 3 * MIB, 12 * MIB)
+    counters.exclude("VocabParallelEmbedding", "no GEMM")
+    made = replace(EMPTY, saved=counters.saved_activations.snapshot(), not_overlapped=counters.excluded)
+    text = made.render()
+    assert "recompute_gather: always" in text
+    lines = [line for line in text.splitlines() if "3.00" in line]
+    assert len(lines) == 2
+    assert all("12.00" in line for line in lines)
+    assert "not overlapped: VocabParallelEmbedding: no GEMM" in text
+    data = made.as_dict()
+    saved = data["saved_activations"]
+    assert saved["modules"] == [{**QKV._asdict(), "saved_bytes": 3 * MIB, "alternative_bytes": 12 * MIB}]
+    assert (saved["peak_bytes"], saved["alternative_peak_bytes"]) == (3 * MIB, 12 * MIB)
+    assert data["not_overlapped"] == {"VocabParallelEmbedding": "no GEMM"}
+    assert data["totals"]["fallbacks"] == 0
+
+
+@pytest.mark.parametrize("excluded", [{}, {"x": "y"}])
+def test_without_saved_activations_the_table_is_omitted(excluded: dict[str, str]) -> None:
+    assert "recompute_gather" not in replace(EMPTY, saved=SavedMemory(), not_overlapped=excluded).render()
+
+
+def test_buffers_are_reported_by_ranks_and_use() -> None:
+    sizes = {"partial": 3 * MIB, "landing": 12 * MIB}
+    made = replace(EMPTY, buffers=(("ranks 0, 1", sizes), ("data of ranks 0, 2", {})))
+    lines = [line for line in made.render().splitlines() if "buffers" in line]
+    assert lines == ["communication buffers of ranks 0, 1: 15.0 MiB (landing 12.0, partial 3.0)"]
+    assert made.as_dict()["buffers"][0] == {"ranks": "ranks 0, 1", "bytes": sizes}
+
+
+def test_symmetric_memory_and_portable_kernels_are_reported_by_group() -> None:
+    groups = (
+        SymmetricMemory(num_ranks=8, num_bytes=2100, bound_bytes=2000, portable={}),
+        SymmetricMemory(num_ranks=4, num_bytes=900, bound_bytes=800, portable={"Hopper kernels: too narrow": 3}),
+    )
+    text = replace(EMPTY, symmetric_memory=groups).render(200)
+    assert "2100 bytes in a group of 8 ranks, twice its largest gathered activation (2000 bytes) and flags" in text
+    assert "3 GEMMs ran portable kernels: Hopper kernels: too narrow" in text
+    assert text.count("portable") == 1
+    (_, second) = replace(EMPTY, symmetric_memory=groups).as_dict()["symmetric_memory"]
+    assert second["portable"] == {"Hopper kernels: too narrow": 3}
+
+
+def test_without_fused_kernels_symmetric_memory_is_omitted() -> None:
+    assert "symmetric" not in EMPTY.render()
+    assert "none allocated" in replace(EMPTY, symmetric_memory=()).render()
