@@ -38,7 +38,7 @@ class Heartbeat:
         self._last_words = ""
         self._stop = threading.Event()
         self._beat()
-        self._thread = threading.Thread(target=self._run, name="megatron_overlap_pulse", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="megatron_overlap_heartbeat", daemon=True)
         self._thread.start()
 
     def close(self) -> None:

@@ -52,7 +52,7 @@ def signs_of_life(group: dist.ProcessGroup) -> dict[str, str]:
     if rank == 0:
         heard["said"] = heartbeat.of(1)
         heartbeat.close()
-    left = sum(thread.name == "megatron_overlap_pulse" for thread in threading.enumerate())
+    left = sum(thread.name == "megatron_overlap_heartbeat" for thread in threading.enumerate())
     assert left == 0
     return heard
 
