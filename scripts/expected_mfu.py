@@ -18,7 +18,7 @@ from megatron_overlap.autotune.cost_model import CostModel
 from megatron_overlap.config import LaunchConfig, load_launch_config
 from megatron_overlap.config.cluster import load_cluster_profile
 from megatron_overlap.config.resources import resource_folder
-from megatron_overlap.tools.compare.model_flops import UnknownFlopsError, known_model
+from megatron_overlap.tools.compare.flops import UnknownFlopsError, known_model
 from megatron_overlap.tools.simulate.command import figures
 from megatron_overlap.tools.simulate.job import job_of, with_choice
 from megatron_overlap.tools.simulate.linear import Choice

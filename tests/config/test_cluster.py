@@ -8,7 +8,7 @@ import pytest
 
 from megatron_overlap.config import ConfigError
 from megatron_overlap.config.cluster import load_cluster_profile, profile_names, with_hosts
-from megatron_overlap.tools.compare.peak_flops import HALF_TFLOPS
+from megatron_overlap.tools.compare.flops import HALF_TFLOPS
 
 DEVICES = {
     "a100_nvlink": "A100",

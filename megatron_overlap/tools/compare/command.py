@@ -1,4 +1,4 @@
-"""`megatron-overlap compare`: launches configs in turns and says which is faster, by how much, and how surely."""
+"""`megatron-overlap compare`: launches configs in interleaved rounds and reports the speedup and its spread."""
 
 from __future__ import annotations
 
@@ -15,45 +15,57 @@ from rich.console import Console
 
 from megatron_overlap.config import ConfigError, LaunchConfig, dump_config, load_launch_config
 from megatron_overlap.config.resources import config_file
-from megatron_overlap.tools.compare import report, text
-from megatron_overlap.tools.compare.comparison import WARM_UP_ITERATIONS, Comparison, Side, Workload
+from megatron_overlap.tools.compare import report
+from megatron_overlap.tools.compare.comparison import (
+    WARM_UP_ITERATIONS,
+    Comparison,
+    NotComparableError,
+    Side,
+    Workload,
+)
 from megatron_overlap.tools.compare.comparison import compare as compare_sides
+from megatron_overlap.tools.compare.flops import (
+    CONVENTION,
+    Peak,
+    UnknownFlopsError,
+    find_peak,
+    step_flops,
+    tokens_per_step,
+)
 from megatron_overlap.tools.compare.megatron_logs import NOTES, read_log
 from megatron_overlap.tools.compare.megatron_logs import sides as read_sides
-from megatron_overlap.tools.compare.model_flops import CONVENTION, UnknownFlopsError, step_flops, tokens_per_step
-from megatron_overlap.tools.compare.peak_flops import Peak, find_peak
-from megatron_overlap.tools.compare.rounds import LaunchFailedError, Progress, run_rounds
-from megatron_overlap.tools.compare.selection import Selection, select
-from megatron_overlap.tools.compare.stats import NotComparableError
+from megatron_overlap.tools.compare.rounds import LaunchFailedError, Progress, Selection, run_rounds, select
 from megatron_overlap.tools.launch.results import RunError
 
 
 def compare(
     configs: Annotated[
-        list[str], typer.Argument(help="Launch configs (YAML), the reference first, and key=value for all of them.")
+        list[str], typer.Argument(help="Launch configs (YAML), the reference first, and key=value overrides for all.")
     ],
     logs: Annotated[
-        bool, typer.Option("--logs", help="The files are logs of finished Megatron runs; nothing is launched.")
+        bool, typer.Option("--logs", help="The files are logs of finished Megatron runs; launch nothing.")
     ] = False,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Launches of each config, in turns.")] = 3,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Launches of each config, interleaved.")] = 3,
     output: Annotated[
-        Path | None, typer.Option("--output", help="Folder of the result; else a new one in launch.output_dir.")
+        Path | None, typer.Option("--output", help="Folder of the result; default a new one in launch.output_dir.")
     ] = None,
     attribute: Annotated[
         bool,
-        typer.Option("--attribute", help="Also run the plugin's messages without overlap, to take the speedup apart."),
+        typer.Option(
+            "--attribute", help="Also run the messages of the plugin without overlap, to attribute the speedup."
+        ),
     ] = False,
     peak_tflops: Annotated[
         float | None,
-        typer.Option("--peak-tflops", min=0.001, help="With --logs: best TFLOP/s of a device, for the MFU."),
+        typer.Option("--peak-tflops", min=0.001, help="With --logs: peak TFLOP/s of a device, for the MFU."),
     ] = None,
 ) -> int:
-    """Run configs in turns and compare them; one config with overlap is compared with itself without."""
+    """Run configs interleaved and compare them; a single config is compared with itself without overlap."""
     if logs:
         return _compare_logs([Path(file) for file in configs], output, attribute, peak_tflops)
     if peak_tflops is not None:
         raise ConfigError(
-            "command line", "compare --peak-tflops", peak_tflops, "needs --logs: a launch finds it itself"
+            "command line", "compare --peak-tflops", peak_tflops, "needs --logs: a launch determines the peak itself"
         )
     files, overrides = _split(configs)
     chosen = select([(file, load_launch_config(config_file(file), overrides)) for file in files], attribute=attribute)
@@ -71,19 +83,19 @@ def compare(
 
 
 def _compare_logs(files: Sequence[Path], output: Path | None, attribute: bool, peak_tflops: float | None) -> int:
-    """The same table and files from finished logs, as far as they know."""
+    """The same table and files from finished logs; figures that a log lacks are left out."""
     if len(files) < 2:
         remedy = "give at least two logs, the reference first"
         raise ConfigError("command line", "compare --logs", files[0], remedy)
     if attribute:
         raise ConfigError(
-            "command line", "compare --attribute", None, "launches a run of its own; leave it out with --logs"
+            "command line", "compare --attribute", None, "launches one more run; leave it out with --logs"
         )
-    taken = read_sides([read_log(file) for file in files], peak_tflops)
-    folder = _open_folder(output if output is not None else _new_folder("runs", taken[-1].name.replace("/", "-")))
+    logged = read_sides([read_log(file) for file in files], peak_tflops)
+    folder = _open_folder(output if output is not None else _new_folder("runs", logged[-1].name.replace("/", "-")))
     settings = {"source": "logs", "logs": [str(file) for file in files], "notes": list(NOTES)}
     try:
-        result = compare_sides(taken, settings=settings)
+        result = compare_sides(logged, settings=settings)
     except NotComparableError as error:
         print(f"compare: {error}", file=sys.stderr)
         return 1
@@ -113,28 +125,28 @@ def _measure(chosen: Selection, rounds: int, folder: Path, console: Console) -> 
         recorded = run_rounds(
             chosen.configs, rounds, folder / report.RUNS_FOLDER, on_progress=on_progress, on_note=note
         )
-    console.print("peak rate of the device ...", highlight=False)
+    console.print("measuring the peak rate of the device ...", highlight=False)
     name = str(recorded[0].records[0].meta.get("device_name"))
     peaks: dict[tuple[object, ...], Peak] = {}
     sides = []
-    for config, taken in zip(chosen.configs, recorded, strict=True):
+    for config, launched in zip(chosen.configs, recorded, strict=True):
         key = (config.launch.device, config.train.precision, config.launch.threads_per_rank, config.world_size)
         if key not in peaks:
             peaks[key] = find_peak(name, config)
-        sides.append(Side(config.name, workload(config), peaks[key], taken.link, taken.records))
+        sides.append(Side(config.name, workload(config), peaks[key], launched.link, launched.records))
     settings = {
         "rounds": rounds,
         "order": "alternating",
         "warm_up_iterations": WARM_UP_ITERATIONS,
         "iterations": chosen.configs[0].train.iterations,
         "notes": [
-            f"Rounds: {rounds}; each launches every run once, every second one in reversed order. The first "
+            f"Rounds: {rounds}. Each round launches every run once; every second round in reversed order. The first "
             f"{WARM_UP_ITERATIONS} iterations of every launch are not timed.",
-            "Step time: of the slowest rank; pooled over all rounds. Speedup: in each round the median step time of "
-            "the reference over that of the run; then median, p20 and p80 over the rounds.",
-            "Deviation: largest relative difference, over all iterations and rounds, to the reference; of its own "
-            "rounds: to the first round of the same run.",
-            "Calls and bytes: of all ranks, in one launch.",
+            "Step time: of the slowest rank, pooled over all rounds. Speedup: in each round the median step time of "
+            "the reference divided by that of the run; then median, p20 and p80 over the rounds.",
+            "Deviation: largest relative difference from the reference over all iterations and rounds. Between rounds "
+            "of the run: from the first round of the same run.",
+            "Calls and bytes: of all ranks in one launch.",
             *notes,
         ],
     }
@@ -142,7 +154,7 @@ def _measure(chosen: Selection, rounds: int, folder: Path, console: Console) -> 
 
 
 def workload(config: LaunchConfig) -> Workload:
-    """What one iteration of a config does."""
+    """The work of one iteration of a config."""
     try:
         flops, convention = step_flops(config), CONVENTION
     except UnknownFlopsError as error:
@@ -151,7 +163,7 @@ def workload(config: LaunchConfig) -> Workload:
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Files, and overrides: `a=b` is an override unless there is a file of that name."""
+    """Files and overrides. `a=b` is an override unless a file has that name."""
     files = [text for text in arguments if "=" not in text or Path(text).is_file()]
     if not files:
         raise ConfigError("command line", "compare", None, "CONFIGS is missing; see megatron-overlap compare --help")
@@ -167,7 +179,7 @@ def _new_folder(output_dir: str, name: str) -> Path:
 
 
 class _Live:
-    """Shows the round, the run, its iteration and the step time; a line for every launch where there is no terminal."""
+    """Shows round, run, iteration and step time; without a terminal one line for each launch."""
 
     def __init__(self, console: Console, shown: bars.Progress, configs: Sequence[LaunchConfig], rounds: int) -> None:
         self._console = console
@@ -190,7 +202,7 @@ class _Live:
         self._shown.update(self._current, description=text, total=total, completed=progress.iteration, step=step)
 
     def finish(self) -> None:
-        """Count the last launch."""
+        """Counts the last launch."""
         self._shown.advance(self._launches)
         self._shown.remove_task(self._current)
 
@@ -212,12 +224,12 @@ def _live(console: Console, configs: Sequence[LaunchConfig], rounds: int) -> Ite
 
 def _show(result: Comparison, folder: Path, console: Console) -> None:
     console.print(report.table(result))
-    for line in text.notes(result):
+    for line in report.notes(result):
         console.print(f"- {line}", style="dim", highlight=False, soft_wrap=True)
-    for run, module, operation, reason, calls in text.fallback_lines(result):
-        console.print(f"- {run}: {module}: {operation}: {calls} calls not overlapped: {reason}", highlight=False)
-    console.print(f"\n{text.headline(result)}", style="bold", highlight=False, soft_wrap=True)
-    parts = text.attribution(result)
+    for run, module, operation, reason, calls in report.fallback_lines(result):
+        console.print(f"- {run}: {module}: {operation}: {calls} calls on the stock path: {reason}", highlight=False)
+    console.print(f"\n{report.headline(result)}", style="bold", highlight=False, soft_wrap=True)
+    parts = report.attribution(result)
     if parts is not None:
         console.print(parts, highlight=False, soft_wrap=True)
     names = ", ".join((report.JSON_FILE, report.PNG_FILE, report.HTML_FILE))

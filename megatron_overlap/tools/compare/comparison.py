@@ -1,32 +1,50 @@
-"""From the records of interleaved runs to one comparison. Pure.
+"""Compares the records of interleaved runs. Pure.
 
-The first run is the reference. Step times are those of the slowest rank; the first iterations of every launch are left
-out of them (buffers are made, kernels chosen, pages touched), but not out of the losses.
+The first run is the reference. The step time is that of the slowest rank. The first iterations of each launch allocate
+buffers and select kernels: step times leave them out, losses do not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from megatron_overlap.tools.compare.peak_flops import Peak
-from megatron_overlap.tools.compare.stats import Spread, max_deviation, paired_ratios
+from megatron_overlap.tools.compare.flops import Peak
 from megatron_overlap.tools.launch.run_records import PluginReport, RunRecord, StepExposed
 
 WARM_UP_ITERATIONS = 2
 
 
+class NotComparableError(ValueError):
+    """Two series of losses or gradient norms cannot be compared; the text names the iteration."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, 20th and 80th percentile of a sample."""
+
+    median: float
+    p20: float
+    p80: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """The spread of a sample of at least one value."""
+        return cls(percentile(values, 50), percentile(values, 20), percentile(values, 80))
+
+
 @dataclass(frozen=True)
 class Workload:
-    """What one iteration of a run does.
+    """The work of one iteration.
 
     Attributes:
-        tokens: tokens of all ranks; None where they are not known.
-        flops: model FLOPs of all ranks; None where they are not known.
-        flops_convention: what counts, or why they are not known.
-        devices: ranks; None where the number is not known, and then `flops` are those of one.
+        tokens: tokens of all ranks; None if unknown.
+        flops: model FLOPs of all ranks; None if unknown.
+        flops_convention: what the FLOPs include, or why they are unknown.
+        devices: number of ranks; None if unknown, and then `flops` are those of one rank.
     """
 
     tokens: int | None
@@ -37,13 +55,13 @@ class Workload:
 
 @dataclass(frozen=True)
 class Side:
-    """One of the launches that are compared, over all rounds.
+    """All launches of one config.
 
     Attributes:
-        name: of its config.
-        workload: what its iterations do.
-        peak: best rate of its device; None where it is not known.
-        link: what carried its communication.
+        name: name of the config.
+        workload: the work of one iteration.
+        peak: peak rate of the device; None if unknown.
+        link: the network between the ranks.
         records: one for each round.
     """
 
@@ -55,13 +73,48 @@ class Side:
 
     @property
     def timed_rounds_ms(self) -> list[list[float]]:
-        """The step times that count, of each round."""
+        """The timed steps of each round."""
         return [list(record.step_time_ms[WARM_UP_ITERATIONS:]) for record in self.records]
 
 
 @dataclass(frozen=True)
+class TypicalStep:
+    """The timed step whose time is nearest to the median of all timed steps; the earlier one of two.
+
+    Attributes:
+        round: number of the round, from 1.
+        iteration: number of the iteration.
+        step_time_ms: time of the slowest rank.
+    """
+
+    round: int
+    iteration: int
+    step_time_ms: float
+
+
+@dataclass(frozen=True)
+class ExposedSummary:
+    """Exposed communication of one run over its timed steps, the mean over ranks; recorded with `overlap.trace`.
+
+    Attributes:
+        step_ms: exposed communication of a step.
+        share_of_step: total exposed communication over the total step time.
+        by_op: mean over steps by op and direction, in milliseconds; largest first.
+        median_by_op: median over steps by op and direction, in milliseconds.
+    """
+
+    step_ms: Spread
+    share_of_step: float
+    by_op: Mapping[tuple[str, str], float]
+    median_by_op: Mapping[tuple[str, str], float]
+
+
+@dataclass(frozen=True)
 class RunSummary:
-    """The figures of one side; None where something is not known."""
+    """The figures of one run; None where a figure is unknown.
+
+    `own_loss_deviation` and `own_grad_norm_deviation` are the largest deviations between two rounds of this run.
+    """
 
     name: str
     step_time_ms: Spread
@@ -77,54 +130,21 @@ class RunSummary:
     losses: list[float | None]
     grad_norms: list[float | None]
     own_loss_deviation: float | None
-    """Largest between two rounds of this same run."""
     own_grad_norm_deviation: float | None
     link: Mapping[str, Any]
     plugin: PluginReport | None
-    typical: TypicalStep
+    typical_step: TypicalStep
     exposed: ExposedSummary | None = None
 
     @property
     def floor_ms(self) -> float | None:
-        """Compute-only floor: the median step less the median of its exposed communication; None without events."""
+        """Compute-only floor: median step time minus median exposed communication; None without events."""
         return None if self.exposed is None else self.step_time_ms.median - self.exposed.step_ms.median
 
 
 @dataclass(frozen=True)
-class TypicalStep:
-    """The timed step whose time is nearest the median of all; the earlier one of two.
-
-    Attributes:
-        round: from 1.
-        iteration: its number in the run.
-        time_ms: of the slowest rank.
-    """
-
-    round: int
-    iteration: int
-    time_ms: float
-
-
-@dataclass(frozen=True)
-class ExposedSummary:
-    """Exposed communication of one side over its timed steps, each the mean over ranks; `overlap.trace` records it.
-
-    Attributes:
-        step_ms: of a step.
-        share: of the step time.
-        by_op: milliseconds a step by op and direction, the mean over steps; longest first.
-        median_by_op: the same, the median over steps.
-    """
-
-    step_ms: Spread
-    share: float
-    by_op: Mapping[tuple[str, str], float]
-    median_by_op: Mapping[tuple[str, str], float]
-
-
-@dataclass(frozen=True)
 class AgainstReference:
-    """How one side stands to the reference."""
+    """One run against the reference."""
 
     name: str
     speedup: Spread
@@ -136,17 +156,20 @@ class AgainstReference:
 
 @dataclass(frozen=True)
 class Attribution:
-    """What makes the speedup: each a ratio of step times; in every round their product is the whole."""
+    """The two factors of the speedup, as ratios of step times. In each round their product is the speedup.
+
+    Attributes:
+        faster_collective: reference over serial run, which sends the messages of the plugin without overlap.
+        overlap: serial run over overlapped run.
+    """
 
     faster_collective: Spread
-    """Reference over the serial run: the same messages as with overlap, but nothing computed meanwhile."""
     overlap: Spread
-    """The serial run over the overlapped one."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result. `against` has one entry for each run but the first; the first of them is the headline."""
+    """The result. `against` has one entry for each run except the reference; the first entry is the headline."""
 
     runs: list[RunSummary]
     against: list[AgainstReference]
@@ -167,15 +190,13 @@ def compare(
 
     Args:
         sides: at least two, with the same number of rounds.
-        serial: index of the run that is not overlapped but for which the collectives are the plugin's; with it the
-            speedup of the second side is taken apart.
-        settings: what a reader needs to know of how it was measured; carried through.
+        serial: index of the run that sends the messages of the plugin without overlap; gives the attribution.
+        settings: how the runs were measured, for the report.
 
     Raises:
-        NotComparableError: a loss or grad-norm is a number in one run only.
+        NotComparableError: at one iteration, a loss or gradient norm is finite in one run only.
     """
     reference = sides[0]
-    against = [_against(reference, side) for side in sides[1:]]
     attribution = None
     if serial is not None:
         first, second, third = (side.timed_rounds_ms for side in (reference, sides[1], sides[serial]))
@@ -183,7 +204,7 @@ def compare(
     meta = reference.records[0].meta
     return Comparison(
         runs=[summarize(side) for side in sides],
-        against=against,
+        against=[_against(reference, side) for side in sides[1:]],
         attribution=attribution,
         device={"kind": meta.get("device"), "name": meta.get("device_name"), "world_size": meta.get("world_size")},
         versions=meta.get("versions", {}),
@@ -200,8 +221,7 @@ def summarize(side: Side) -> RunSummary:
     tokens_per_s = work.tokens / seconds if work.tokens is not None else None
     peak = side.peak
     first = side.records[0]
-    losses = [max_deviation(first.losses, other.losses, "loss") for other in side.records[1:]]
-    norms = [max_deviation(first.grad_norms, other.grad_norms, "grad-norm") for other in side.records[1:]]
+    memory = [record.peak_memory_bytes for record in side.records if record.peak_memory_bytes is not None]
     return RunSummary(
         name=side.name,
         step_time_ms=step_time,
@@ -211,27 +231,29 @@ def summarize(side: Side) -> RunSummary:
         tflops_per_device=tflops,
         mfu=tflops / peak.tflops if tflops is not None and peak is not None else None,
         peak_tflops=peak.tflops if peak is not None else None,
-        peak_source=peak.source if peak is not None else "not known",
+        peak_source=peak.source if peak is not None else "unknown",
         flops_convention=work.flops_convention,
-        peak_memory_bytes=_peak_memory(side),
+        peak_memory_bytes=max(memory, default=None),
         losses=list(first.losses),
         grad_norms=list(first.grad_norms),
-        own_loss_deviation=_largest(losses),
-        own_grad_norm_deviation=_largest(norms),
+        own_loss_deviation=_largest(max_deviation(first.losses, other.losses, "loss") for other in side.records[1:]),
+        own_grad_norm_deviation=_largest(
+            max_deviation(first.grad_norms, other.grad_norms, "grad-norm") for other in side.records[1:]
+        ),
         link=side.link,
         plugin=first.report,
-        typical=_typical(side, step_time.median),
+        typical_step=_typical_step(side, step_time.median),
         exposed=_exposed(side),
     )
 
 
-def _typical(side: Side, median_ms: float) -> TypicalStep:
+def _typical_step(side: Side, median_ms: float) -> TypicalStep:
     steps = [
         TypicalStep(number, iteration, time)
         for number, record in enumerate(side.records, start=1)
         for iteration, time in list(zip(record.iterations, record.step_time_ms, strict=True))[WARM_UP_ITERATIONS:]
     ]
-    return min(steps, key=lambda step: abs(step.time_ms - median_ms))
+    return min(steps, key=lambda step: abs(step.step_time_ms - median_ms))
 
 
 def _exposed(side: Side) -> ExposedSummary | None:
@@ -245,7 +267,7 @@ def _exposed(side: Side) -> ExposedSummary | None:
     by_op = {key: sum(step.by_op.get(key, 0.0) for step in steps) / len(steps) for key in keys}
     return ExposedSummary(
         step_ms=Spread.of([step.total_ms for step in steps]),
-        share=sum(step.total_ms for step in steps) / total_ms,
+        share_of_step=sum(step.total_ms for step in steps) / total_ms,
         by_op=dict(sorted(by_op.items(), key=lambda item: (-item[1], item[0]))),
         median_by_op={key: median(step.by_op.get(key, 0.0) for step in steps) for key in keys},
     )
@@ -254,8 +276,6 @@ def _exposed(side: Side) -> ExposedSummary | None:
 def _against(reference: Side, side: Side) -> AgainstReference:
     pairs = list(zip(reference.records, side.records, strict=True))
     ratios = paired_ratios(reference.timed_rounds_ms, side.timed_rounds_ms)
-    losses = [max_deviation(a.losses, b.losses, f"{side.name}: loss") for a, b in pairs]
-    norms = [max_deviation(a.grad_norms, b.grad_norms, f"{side.name}: grad-norm") for a, b in pairs]
     memory = [
         b.peak_memory_bytes / a.peak_memory_bytes
         for a, b in pairs
@@ -265,18 +285,108 @@ def _against(reference: Side, side: Side) -> AgainstReference:
         name=side.name,
         speedup=Spread.of(ratios),
         speedup_rounds=ratios,
-        max_loss_deviation=_largest(losses),
-        max_grad_norm_deviation=_largest(norms),
-        # Not of the two largest: a resident set differs from launch to launch by a few percent.
+        max_loss_deviation=_largest(max_deviation(a.losses, b.losses, f"{side.name}: loss") for a, b in pairs),
+        max_grad_norm_deviation=_largest(
+            max_deviation(a.grad_norms, b.grad_norms, f"{side.name}: grad-norm") for a, b in pairs
+        ),
+        # Ratio within a round: the resident set differs by a few percent from launch to launch.
         memory_ratio=median(memory) if memory else None,
     )
 
 
-def _peak_memory(side: Side) -> int | None:
-    return max(
-        (record.peak_memory_bytes for record in side.records if record.peak_memory_bytes is not None), default=None
-    )
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The percentile of a sample, interpolated linearly between the two nearest values, as `numpy.percentile`.
+
+    Raises:
+        ValueError: there are no values.
+    """
+    if not values:
+        raise ValueError("values: none: a percentile needs at least one")
+    ordered = sorted(values)
+    position = (len(ordered) - 1) * percent / 100
+    below = math.floor(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
-def _largest(values: Sequence[float | None]) -> float | None:
+def paired_ratios(reference: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> list[float]:
+    """For each round, the median of the reference over the median of the other.
+
+    Both ran within the same minutes: a change of the machine's speed that lasts longer cancels.
+    """
+    rounds = zip(reference, other, strict=True)
+    return [percentile(base, 50) / percentile(times, 50) for base, times in rounds]
+
+
+def max_deviation(reference: Sequence[float | None], other: Sequence[float | None], what: str) -> float | None:
+    """The largest relative difference between two series of the same length; None if they share no known value.
+
+    Args:
+        reference: the values to divide by.
+        other: the values to compare with them.
+        what: names the values in the error.
+
+    Raises:
+        NotComparableError: at one place only one of the two is finite.
+    """
+    largest: float | None = None
+    for index, (a, b) in enumerate(zip(reference, other, strict=True)):
+        if a is None or b is None:
+            continue
+        if math.isfinite(a) != math.isfinite(b):
+            raise NotComparableError(f"{what} of iteration {index + 1}: {a} in one run and {b} in the other")
+        if not math.isfinite(a):
+            continue
+        difference = abs(b - a) / abs(a) if a else abs(b - a)
+        largest = difference if largest is None else max(largest, difference)
+    return largest
+
+
+def comparison_content(comparison: Comparison) -> dict[str, Any]:
+    """The content of compare.json. Infinity and NaN become null, which JSON can represent."""
+    against = comparison.against
+    content: dict[str, Any] = {
+        "runs": [_run_content(run) for run in comparison.runs],
+        "speedup": vars(comparison.headline.speedup),
+        "max_loss_deviation": _largest(entry.max_loss_deviation for entry in against),
+        "max_grad_norm_deviation": _largest(entry.max_grad_norm_deviation for entry in against),
+        "link": comparison.runs[0].link,
+        "versions": comparison.versions,
+        "device": comparison.device,
+        "against_first": [{**vars(entry), "speedup": vars(entry.speedup)} for entry in against],
+        "settings": comparison.settings,
+    }
+    if comparison.attribution is not None:
+        content["attribution"] = {name: vars(spread) for name, spread in vars(comparison.attribution).items()}
+    return _finite(content)  # type: ignore[no-any-return]
+
+
+def _run_content(run: RunSummary) -> dict[str, Any]:
+    content = {**vars(run), "step_time_ms": vars(run.step_time_ms), "typical_step": vars(run.typical_step)}
+    if run.exposed is not None:
+        content["exposed"] = {
+            "step_ms": vars(run.exposed.step_ms),
+            "share_of_step": run.exposed.share_of_step,
+            "floor_ms": run.floor_ms,
+            "by_op": [
+                {"op": op, "direction": direction, "ms": time_ms, "median_ms": run.exposed.median_by_op[op, direction]}
+                for (op, direction), time_ms in run.exposed.by_op.items()
+            ],
+        }
+    if run.plugin is not None:
+        content["plugin"] = {**vars(run.plugin), "fallbacks": [vars(fallback) for fallback in run.plugin.fallbacks]}
+    return content
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _largest(values: Iterable[float | None]) -> float | None:
     return max((value for value in values if value is not None), default=None)

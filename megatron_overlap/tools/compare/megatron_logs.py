@@ -1,8 +1,8 @@
-"""Finished Megatron logs as sides of a comparison: what the lines of the iterations and the argument dump know. Pure.
+"""Finished Megatron logs as sides of a comparison: lines of iterations, and the dump of the arguments. Pure.
 
-Read in Megatron-LM 0.16.1 and 0.19: `training_log` in `megatron/training/training.py` writes one line for every
-`--log-interval` iterations, fields separated by `|`; which other fields stand between differs. Nothing of the plugin is
-needed in the log.
+Checked with Megatron-LM 0.16.1 and 0.19: `training_log` in `megatron/training/training.py` writes one line for every
+`--log-interval` iterations, with fields separated by `|`. Releases differ in the other fields. The plugin need not have
+been active.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from megatron_overlap.config import ConfigError
 from megatron_overlap.tools.compare.comparison import WARM_UP_ITERATIONS, Side, Workload
-from megatron_overlap.tools.compare.peak_flops import Peak
-from megatron_overlap.tools.compare.stats import percentile
+from megatron_overlap.tools.compare.flops import Peak
 from megatron_overlap.tools.launch.run_records import RunRecord
 
-# Searched anywhere in a line: launchers and `tee` put their marks before it, Megatron the time.
+# Searched anywhere in a line: launchers write prefixes before it, and Megatron the time.
 _ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+\s*\|")
 _TIME = re.compile(r"elapsed time per iteration \(ms\):\s*([\d.]+)")
 _THROUGHPUT = re.compile(r"throughput per GPU \(TFLOP/s/GPU\):\s*([\d.]+)")
@@ -30,18 +30,18 @@ _ARGUMENT = re.compile(r"\b(world_size|seq_length) \.{2,} (\d+)\s*$")
 FLOPS_CONVENTION = "as Megatron logged them (--log-throughput), one decimal"
 NOT_IN_A_LOG = "not in the log"
 NOTES = (
-    "Read from finished logs: runs that were not interleaved, so whatever else the machines did is in the ratio.",
-    "Step time: as Megatron's last rank logged it, the mean over --log-interval. The first "
-    f"{WARM_UP_ITERATIONS} of the lines that all logs have are not timed.",
-    "A log is one round: p20 and p80 of the speedup are its median.",
+    "Read from finished logs. The runs were not interleaved: other load of the machines changes the ratio.",
+    "Step time: as logged by the last rank of Megatron, the mean over --log-interval. The first "
+    f"{WARM_UP_ITERATIONS} lines that all logs have are not timed.",
+    "A log is one round: p20 and p80 of the speedup equal the median.",
     "Deviation: over the iterations that all logs have. Megatron prints 7 digits of the loss and 3 decimals of the "
-    "grad-norm: a deviation of the grad-norm below 0.0005 / its value cannot be seen.",
+    "grad-norm: a grad-norm deviation below 0.0005 / its value is not visible.",
 )
 
 
 @dataclass(frozen=True)
 class LogLine:
-    """One line of iterations."""
+    """The fields of one line of iterations; None where the line lacks a field."""
 
     step_time_ms: float
     loss: float | None
@@ -52,7 +52,7 @@ class LogLine:
 
 @dataclass(frozen=True)
 class Log:
-    """A finished run: its lines by iteration, and what the dump of its arguments says, where it has one."""
+    """A finished run: its lines by iteration, and two arguments from the dump, None without a dump."""
 
     path: Path
     lines: dict[int, LogLine]
@@ -64,7 +64,7 @@ def read_log(path: Path) -> Log:
     """Read the log of one run.
 
     Raises:
-        ConfigError: it cannot be read, has no iterations, or has more than one run.
+        ConfigError: the file cannot be read, has no iterations, or contains more than one run.
     """
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -83,29 +83,33 @@ def read_log(path: Path) -> Log:
         if time is None:
             continue
         number, line = int(found[1]), _line(row, float(time[1]))
-        if lines.get(number) == line:  # two ranks' outputs in one file
+        if lines.get(number) == line:  # the output of two ranks in one file
             continue
         if lines and number <= max(lines):
             raise _wrong(path, f"iteration {number} comes after iteration {max(lines)}: give one file for each run")
         lines[number] = line
     if not lines:
-        raise _wrong(path, "has no line with `elapsed time per iteration (ms)`; give what Megatron's last rank printed")
+        raise _wrong(
+            path, "has no line with `elapsed time per iteration (ms)`; give the output of the last rank of Megatron"
+        )
     return Log(path, lines, arguments.get("world_size"), arguments.get("seq_length"))
 
 
 def sides(logs: Sequence[Log], peak_tflops: float | None = None) -> list[Side]:
-    """Logs as sides of a comparison, cut to the iterations that all of them have.
+    """Logs as sides of a comparison, restricted to the iterations that all logs have.
 
     Args:
         logs: at least two, the reference first.
-        peak_tflops: best rate of a device, in TFLOP/s; None: no MFU.
+        peak_tflops: peak rate of a device in TFLOP/s; None: no MFU.
 
     Raises:
-        ConfigError: too few iterations are in all logs.
+        ConfigError: the logs have too few iterations in common.
     """
     common = sorted(set.intersection(*(set(log.lines) for log in logs)))
     if len(common) <= WARM_UP_ITERATIONS:
-        remedy = f"has {len(common)} iterations in common with the others; at least {WARM_UP_ITERATIONS + 1} are needed"
+        remedy = (
+            f"has {len(common)} iterations in common with the other logs; at least {WARM_UP_ITERATIONS + 1} are needed"
+        )
         raise _wrong(logs[-1].path, remedy)
     stems = [log.path.stem for log in logs]
     unique = len(set(stems)) == len(stems)
@@ -128,14 +132,14 @@ def _side(log: Log, common: Sequence[int], name: str, peak: Peak | None) -> Side
 
 
 def _workload(log: Log, rows: Sequence[LogLine]) -> Workload:
-    """Tokens where the batch is the same all through; FLOPs of a device from rate x time, which is the same in all."""
+    """Tokens if all lines have the same batch size; FLOPs per device as rate x time, which all lines share."""
     batches = {row.global_batch for row in rows}
     batch = batches.pop() if len(batches) == 1 else None
     tokens = batch * log.seq_length if batch is not None and log.seq_length is not None else None
     counted = [row.tflops * row.step_time_ms * 1e9 for row in rows[WARM_UP_ITERATIONS:] if row.tflops]
     if not counted:
-        return Workload(tokens, None, "not in the log: add --log-throughput", log.world_size)
-    return Workload(tokens, percentile(counted, 50) * (log.world_size or 1), FLOPS_CONVENTION, log.world_size)
+        return Workload(tokens, None, "not in the log: run with --log-throughput", log.world_size)
+    return Workload(tokens, median(counted) * (log.world_size or 1), FLOPS_CONVENTION, log.world_size)
 
 
 def _line(row: str, step_time_ms: float) -> LogLine:

@@ -1,43 +1,185 @@
-"""The picture of a comparison: step times, speedup of each round, and whether the runs trained the same."""
+"""The pictures of a comparison: the overview, one step of each run, and the breakdown of a step time."""
 
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from typing import Any, Literal
 
+import matplotlib as mpl
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from megatron_overlap.tools.compare import text
+from megatron_overlap.tools.compare.breakdown import Breakdown
 from megatron_overlap.tools.compare.comparison import Comparison
+from megatron_overlap.tools.compare.timeline import RankStep, Span, StepTimeline
 
-# Told apart also with colour blindness (Okabe and Ito).
 COLORS = ("#5f6b76", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
-_SMALLEST_DEVIATION = 1e-9  # exact agreement has no place on a logarithmic axis; it is drawn here
-_INK, _GRID = "#24292f", "#d0d7de"
+"""Colours of the runs, distinguishable with colour blindness (Okabe and Ito)."""
+
+OP_STYLES: tuple[tuple[str, str], ...] = (
+    ("#d55e00", ""),
+    ("#123f7a", ""),
+    ("#0a8f6a", "///"),
+    ("#8a2f7c", "\\\\\\"),
+    ("#e0a100", ""),
+    ("#3c82c4", "---"),
+    ("#7a1420", "---"),
+    ("#d4689f", "\\\\\\"),
+    ("#7d8590", "|||"),
+)
+"""Colour and hatch of the ops in order of their time; the last one is for all other ops. The hatch shows in grey.
+Every wait is darker than computation."""
+
+_SMALLEST_DEVIATION = 1e-9
+"""Exact agreement has no place on a logarithmic axis; it is drawn at this value."""
+
+_INK, _GRID, _COMPUTE, _MESSAGE, _SAVED = "#24292f", "#d0d7de", "#d3dbe5", "#4d5a69", "#0a8f6a"
+_MIN_SHARE = 0.002
+"""Ops with a smaller share of the drawn time share the last style."""
+_MIN_GAP = 0.0003
+"""Spans of one op with a smaller gap, as a part of the axis, are drawn as one: they are indistinguishable."""
+_WIDTH = 13.0
+"""Inches."""
 
 
-def draw(result: Comparison, form: Literal["png", "svg"] = "png") -> bytes:
-    """The picture as a file; an SVG, which is for the report, has no headline of its own."""
-    figure: Any = Figure(figsize=(13, 4.9 if form == "png" else 4.5), dpi=150, layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.14, h_pad=0.08)
+def draw_overview(result: Comparison, form: Literal["png", "svg"], caption: str, title: str = "") -> bytes:
+    """Step times, speedup of each round, losses and their deviation."""
+    figure = _figure(4.9 if title else 4.5)
     columns = figure.subfigures(1, 3, width_ratios=(1.15, 0.85, 1.0))
     _step_times(columns[0].subplots(), result)
     _speedups(columns[1].subplots(), result)
     _training(columns[2].subplots(2, 1, sharex=True, height_ratios=(1.25, 1)), result)
-    if form == "png":
-        figure.suptitle(text.headline(result), fontsize=13, fontweight="bold", color=_INK, x=0.012, ha="left")
-    network = str(result.runs[0].link.get("description"))
-    where = "read from finished logs" if text.from_logs(result) else f"{text.device(result)}; {network}"
-    figure.supxlabel(where, fontsize=8, color=COLORS[0], x=0.012, ha="left")
-    out = io.BytesIO()
-    figure.savefig(out, format=form, facecolor="white")
-    return out.getvalue()
+    if title:
+        figure.suptitle(title, fontsize=13, fontweight="bold", color=_INK, x=0.012, ha="left")
+    figure.supxlabel(caption, fontsize=8, color=COLORS[0], x=0.012, ha="left")
+    return _file(figure, form)
+
+
+def draw_timelines(found: Sequence[StepTimeline]) -> bytes:
+    """One step of each run on one axis, as an SVG. Waits are coloured by op; messages to the rank are below them."""
+    heights = [0.55 + 0.62 * len(one.ranks) for one in found]
+    figure = _figure(sum(heights) + 0.9)
+    grid = figure.subplots(len(found), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    ends = [max(rank.stop_ms for rank in one.ranks) for one in found]
+    styles = op_styles(found)
+    for axes, one, end in zip(grid, found, ends, strict=True):
+        _timeline(axes, one, end, ends[0], max(ends), styles)
+    grid[-1].set_xlabel("ms", fontsize=8.5, color=COLORS[0])
+    handles = [Patch(facecolor=_COMPUTE, label="computation")]
+    handles += [_patch(styles[op], f"wait: {op}") for op in styles]
+    if any(span.op not in styles for one in found for rank in one.ranks for span in rank.waits):
+        handles.append(_patch(len(OP_STYLES) - 1, "wait: all other ops"))
+    handles.append(Patch(facecolor=_MESSAGE, label="messages to the rank"))
+    figure.legend(handles=handles, loc="outside lower left", ncols=4, fontsize=8.5, frameon=False)
+    return _file(figure, "svg")
+
+
+def draw_breakdown(part: Breakdown) -> bytes:
+    """The step time of the reference, the change of each row, and the step time of the run, as an SVG."""
+    figure = _figure(0.9 + 0.32 * (len(part.changes) + 2))
+    axes = figure.subplots()
+    labels = [f"step of {part.reference}", *(change.label for change in part.changes), f"step of {part.run}"]
+    for row, total, floor in ((0, part.reference_ms, part.reference_floor_ms), (-1, part.run_ms, part.run_floor_ms)):
+        place = row % len(labels)
+        axes.barh(place, floor, color="#8b98a8", height=0.7)
+        axes.barh(place, total - floor, left=floor, color=OP_STYLES[0][0], height=0.7)
+        axes.text(total, place, f" {total:,.1f} ms", fontsize=8.5, va="center", color=_INK)
+    for place, change in enumerate(part.changes, start=1):
+        shorter = change.change_ms < 0
+        color, hatch = (_SAVED, "") if shorter else ("#7a1420", "///")
+        axes.barh(
+            place, change.change_ms, left=change.start_ms, height=0.7, color=color, hatch=hatch, edgecolor="white"
+        )
+        end = max(change.start_ms, change.stop_ms)
+        axes.text(end, place, f" {change.change_ms:+,.1f}", fontsize=8.5, va="center", color=_INK)
+    axes.axvline(part.reference_floor_ms, color=_INK, lw=1.2, ls="--")
+    _style(axes, "")
+    axes.set_yticks(range(len(labels)), labels, fontsize=8.5)
+    axes.set_ylim(len(labels) - 0.5, -0.5)
+    axes.set_xlim(0, 1.08 * max(part.reference_ms, *(change.stop_ms for change in part.changes)))
+    axes.set_xlabel("ms; dashed: compute-only floor of the reference", fontsize=8, color=COLORS[0])
+    handles = [
+        Patch(facecolor="#8b98a8", label="computation"),
+        Patch(facecolor=OP_STYLES[0][0], label="exposed communication"),
+        Patch(facecolor=_SAVED, label="shorter"),
+        Patch(facecolor="#7a1420", hatch="///", edgecolor="white", label="longer"),
+    ]
+    figure.legend(handles=handles, loc="outside upper right", ncols=4, fontsize=8.5, frameon=False)
+    return _file(figure, "svg")
+
+
+def op_styles(found: Sequence[StepTimeline]) -> dict[str, int]:
+    """The ops with the longest waits in all drawn steps, each with its index in `OP_STYLES`; longest first."""
+    times: dict[str, float] = {}
+    for span in (span for one in found for rank in one.ranks for span in rank.waits):
+        times[span.op] = times.get(span.op, 0.0) + span.stop_ms - span.start_ms
+    least = _MIN_SHARE * sum(rank.stop_ms - rank.start_ms for one in found for rank in one.ranks)
+    longest = sorted((op for op in times if times[op] >= least), key=lambda op: (-times[op], op))
+    return {op: place for place, op in enumerate(longest[: len(OP_STYLES) - 1])}
+
+
+def joined(spans: Sequence[Span], min_gap_ms: float) -> list[Span]:
+    """The spans of each op, joined where the gap between them is smaller than `min_gap_ms`."""
+    result: list[Span] = []
+    last: dict[str, int] = {}
+    for span in spans:
+        place = last.get(span.op)
+        if place is not None and span.start_ms - result[place].stop_ms < min_gap_ms:
+            before = result[place]
+            result[place] = Span(before.start_ms, max(before.stop_ms, span.stop_ms), span.op)
+        else:
+            last[span.op] = len(result)
+            result.append(span)
+    return result
+
+
+def _timeline(
+    axes: Any, one: StepTimeline, end: float, first_end: float, axis_ms: float, styles: dict[str, int]
+) -> None:
+    shown = "" if len(one.ranks) == one.num_ranks else f"; {len(one.ranks)} of {one.num_ranks} ranks"
+    _style(
+        axes,
+        f"{one.run}: round {one.step.round}, iteration {one.step.iteration}: {one.step.step_time_ms:,.1f} ms, "
+        f"median {one.median_ms:,.1f} ms{shown}",
+    )
+    for place, rank in enumerate(one.ranks):
+        axes.broken_barh([(rank.start_ms, rank.stop_ms - rank.start_ms)], (place - 0.4, 0.5), facecolor=_COMPUTE)
+        waits = joined(rank.waits, _MIN_GAP * axis_ms)
+        for style in sorted({styles.get(span.op, len(OP_STYLES) - 1) for span in waits}):
+            mine = [span for span in waits if styles.get(span.op, len(OP_STYLES) - 1) == style]
+            _bars(axes, mine, (place - 0.4, 0.5), *OP_STYLES[style])
+        _bars(axes, joined(rank.messages, _MIN_GAP * axis_ms), (place + 0.14, 0.18), _MESSAGE, "")
+    if first_end - end > 0.001 * axis_ms:
+        axes.axvspan(end, first_end, facecolor="none", edgecolor="#8b98a8", ls=(0, (4, 3)))
+        middle = (len(one.ranks) - 1) / 2
+        saved = f"{first_end - end:,.1f} ms less"
+        axes.text((end + first_end) / 2, middle, saved, ha="center", va="center", fontsize=9, fontweight="bold")
+    axes.axvline(end, color=_INK, lw=1.2)
+    axes.set_xlim(0, axis_ms)
+    axes.set_ylim(len(one.ranks) - 0.5, -0.6)
+    axes.set_yticks(range(len(one.ranks)), [_rank_label(rank) for rank in one.ranks], fontsize=8)
+
+
+def _rank_label(rank: RankStep) -> str:
+    lines = [f"rank {rank.rank}" + (f" ({rank.role})" if rank.role else ""), f"waits {rank.waited_ms:,.1f} ms"]
+    return "\n".join([*lines, *([f"messages {rank.receiving_ms:,.1f} ms"] if rank.messages else [])])
+
+
+def _bars(axes: Any, spans: Sequence[Span], rows: tuple[float, float], color: str, hatch: str) -> None:
+    bars = [(span.start_ms, span.stop_ms - span.start_ms) for span in spans]
+    axes.broken_barh(bars, rows, facecolor=color, hatch=hatch, edgecolor="white" if hatch else "none", lw=0)
+
+
+def _patch(style: int, label: str) -> Patch:
+    color, hatch = OP_STYLES[style]
+    return Patch(facecolor=color, hatch=hatch, edgecolor="white", lw=0, label=label)
 
 
 def _step_times(axes: Any, result: Comparison) -> None:
     _style(axes, "Step time, slowest rank (ms)")
-    shown = max(max(max(times) for times in run.step_times_ms) for run in result.runs)
+    longest = max(max(max(times) for times in run.step_times_ms) for run in result.runs)
     for place, run in enumerate(result.runs):
         color, spread = _color(place), run.step_time_ms
         axes.barh(place, spread.median, height=0.5, color=color, alpha=0.18)
@@ -52,12 +194,12 @@ def _step_times(axes: Any, result: Comparison) -> None:
         if run.mfu is not None:
             label += f",  MFU {run.mfu:.1%}"
         axes.text(0, place - 0.31, label, fontsize=8.5, color=_INK, va="bottom")
-    axes.set_xlim(0, shown * 1.04)
+    axes.set_xlim(0, longest * 1.04)
     axes.set_ylim(len(result.runs) - 0.55, -0.65)
     axes.set_yticks([])
     keys = "bar and line: median; thick line: p20 to p80; dots: iterations"
     if any(run.floor_ms is not None for run in result.runs):
-        keys += "\ndashed: compute-only floor, the step less its waits"
+        keys += "\ndashed: compute-only floor (step minus exposed communication)"
     axes.set_xlabel(keys, fontsize=8, color=COLORS[0])
 
 
@@ -73,7 +215,7 @@ def _speedups(axes: Any, result: Comparison) -> None:
         bars = [
             ("faster\ncollective", parts.faster_collective, _color(2), []),
             ("overlap", parts.overlap, _color(3), []),
-            ("together", result.headline.speedup, _color(1), result.headline.speedup_rounds),
+            ("both", result.headline.speedup, _color(1), result.headline.speedup_rounds),
         ]
     for place, (_, spread, color, each) in enumerate(bars):
         axes.bar(place, spread.median - 1, bottom=1, width=0.5, color=color, alpha=0.25)
@@ -101,23 +243,24 @@ def _speedups(axes: Any, result: Comparison) -> None:
     margin = max(0.22 * (high - low), 0.015)
     axes.set_ylim(low - (margin if low < 1 else margin / 3), high + margin)
     axes.set_xlim(-0.6, len(bars) - 0.4)
-    axes.set_xticks(range(len(bars)), [_fold(name) for name, *_ in bars], fontsize=8.5)
+    axes.set_xticks(range(len(bars)), [_two_lines(name) for name, *_ in bars], fontsize=8.5)
     axes.set_xlabel("dots: rounds", fontsize=8, color=COLORS[0])
 
 
 def _training(axes: Any, result: Comparison) -> None:
     losses, deviations = axes
-    _style(losses, "Loss, and how far it is from the reference")
+    _style(losses, "Loss, and its deviation from the reference")
     _style(deviations, "")
     reference = result.runs[0]
     for place, run in enumerate(result.runs):
         steps = range(1, len(run.losses) + 1)
         shape = {"lw": 4, "alpha": 0.35} if place == 0 else {"lw": 1.4, "ls": "--" if place > 1 else "-"}
-        losses.plot(steps, [_or_gap(value) for value in run.losses], color=_color(place), label=run.name, **shape)
+        values = [float("nan") if value is None else value for value in run.losses]
+        losses.plot(steps, values, color=_color(place), label=run.name, **shape)
         if place == 0:
             continue
         for kind, marker in (("losses", "o"), ("grad_norms", "^")):
-            apart = [_apart(a, b) for a, b in zip(getattr(reference, kind), getattr(run, kind), strict=True)]
+            apart = [_deviation(a, b) for a, b in zip(getattr(reference, kind), getattr(run, kind), strict=True)]
             label = ("loss" if kind == "losses" else "grad-norm") if place == 1 else None
             deviations.plot(steps, apart, marker, color=_color(place), markersize=3.5, alpha=0.75, mew=0, label=label)
     losses.legend(fontsize=8, frameon=False)
@@ -128,6 +271,19 @@ def _training(axes: Any, result: Comparison) -> None:
     deviations.legend(fontsize=8, frameon=False, ncols=2)
     deviations.set_xlabel("iteration", fontsize=8, color=COLORS[0])
     deviations.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _figure(height: float) -> Any:
+    figure: Any = Figure(figsize=(_WIDTH, height), dpi=150, layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.14, h_pad=0.08)
+    return figure
+
+
+def _file(figure: Any, form: Literal["png", "svg"]) -> bytes:
+    out = io.BytesIO()
+    with mpl.rc_context({"svg.fonttype": "none", "hatch.linewidth": 0.8}):  # text stays text: a smaller file
+        figure.savefig(out, format=form, facecolor="white")
+    return out.getvalue()
 
 
 def _style(axes: Any, title: str) -> None:
@@ -143,8 +299,8 @@ def _color(place: int) -> str:
     return COLORS[place % len(COLORS)]
 
 
-def _fold(name: str) -> str:
-    """A long name over two lines, at its middle underscore or dash."""
+def _two_lines(name: str) -> str:
+    """A long name in two lines, split at its middle underscore or dash."""
     breaks = [index for index, letter in enumerate(name) if letter in "_-"]
     if len(name) < 16 or not breaks:
         return name
@@ -152,11 +308,7 @@ def _fold(name: str) -> str:
     return f"{name[: middle + 1]}\n{name[middle + 1 :]}"
 
 
-def _or_gap(value: float | None) -> float:
-    return float("nan") if value is None else value
-
-
-def _apart(a: float | None, b: float | None) -> float:
+def _deviation(a: float | None, b: float | None) -> float:
     if a is None or b is None:
         return float("nan")
     return max(abs(b - a) / abs(a) if a else abs(b - a), _SMALLEST_DEVIATION)

@@ -1,116 +1,67 @@
-"""Writes a comparison: a table for the terminal, compare.json, compare.png and compare.html."""
+"""Writes a comparison: the table for the terminal, compare.json, compare.png and compare.html."""
 
 from __future__ import annotations
 
 import base64
 import json
-import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from rich import box
 from rich.table import Table
 
-from megatron_overlap.tools.compare import text
-from megatron_overlap.tools.compare.breakdown import waterfalls
-from megatron_overlap.tools.compare.comparison import Comparison
-from megatron_overlap.tools.compare.comparison_json import comparison_content
-from megatron_overlap.tools.compare.timeline_drawing import BAR, FILLS, LEFT, MESSAGES, WIDTH, Drawing, draw_timelines
-from megatron_overlap.tools.trace.timeline import timelines
+from megatron_overlap.tools.compare.breakdown import Breakdown, breakdowns, op_label
+from megatron_overlap.tools.compare.comparison import Comparison, RunSummary, Spread, comparison_content
+from megatron_overlap.tools.compare.timeline import StepTimeline, timelines
 
 JSON_FILE, PNG_FILE, HTML_FILE = "compare.json", "compare.png", "compare.html"
 RUNS_FOLDER = "runs"
 
+NO_EVENTS = (
+    "No timeline: these runs recorded no events. `megatron-overlap compare CONFIG overlap.trace=true` records "
+    "events and draws the timelines."
+)
 
-def table(result: Comparison) -> Table:
-    """The figures for a rich console, one column a run."""
-    shown = Table("", box=box.SIMPLE_HEAD)
-    for run in result.runs:
-        shown.add_column(run.name, justify="right", overflow="fold")
-    for row in text.rows(result):
-        shown.add_row(row.label, *row.cells)
-    return shown
+_MIB = 1024 * 1024
 
 
-def html(result: Comparison, plot: bytes, configs: Mapping[str, str], runs_folder: Path) -> str:
-    """The report as one page that needs nothing else, neither files nor a network nor scripts.
+@dataclass(frozen=True)
+class Row:
+    """One row of the table: a label and a cell for each run. `detail`: the row adds to the row above it."""
 
-    Args:
-        result: the comparison.
-        plot: an SVG.
-        configs: the resolved config of each run, by its name.
-        runs_folder: where the launches wrote, and the events of the timelines are.
-    """
-    folder = PackageLoader("megatron_overlap.tools.compare")
-    environment = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
-    environment.filters["breakable"] = _breakable
-    falls = waterfalls(result)
-    drawing, timeline_notes = _timelines(result, runs_folder)
-    return environment.get_template("compare.html.j2").render(
-        headline=text.headline(result),
-        attribution=text.attribution(result),
-        key_figures=text.key_figures(result),
-        plot=base64.b64encode(plot).decode("ascii"),
-        drawing=drawing,
-        timeline_notes=timeline_notes,
-        fills=FILLS,
-        width=WIDTH,
-        left=LEFT,
-        bar=BAR,
-        message_height=MESSAGES,
-        falls=falls,
-        roof=text.roof,
-        ms=partial(_ms, form=",.1f"),
-        signed=partial(_ms, form="+,.1f"),
-        runs=result.runs,
-        rows=text.rows(result),
-        notes=text.notes(result),
-        from_logs=text.from_logs(result),
-        # The waterfalls have these figures too.
-        exposed=() if falls else text.exposed_bars(result),
-        fallbacks=text.fallback_lines(result),
-        configs=configs,
-    )
+    label: str
+    cells: tuple[str, ...]
+    detail: bool = False
 
 
-def _ms(value: float, form: str) -> str:
-    return f"{round(value, 1) + 0.0:{form}}".replace("-", "\u2212")  # + 0.0: no minus zero
+@dataclass(frozen=True)
+class KeyFigure:
+    """A figure at the head of the report, of the second run and the reference."""
 
-
-def _breakable(text: str) -> Markup:
-    """A name that may go over lines, where its words end."""
-    return Markup("<wbr>").join(re.split(r"(?<=[_.\-])(?=\w)|(?<=[a-z])(?=[A-Z])", text))
-
-
-def _timelines(result: Comparison, runs_folder: Path) -> tuple[Drawing | None, list[str]]:
-    """The drawing of a step of each run, None where no run has events, and what is to be said of it."""
-    if all(run.exposed is None for run in result.runs):
-        return None, [text.NO_EVENTS]
-    found, missing = timelines(result, runs_folder)
-    if not found:
-        return None, missing
-    return draw_timelines(found), [*text.timeline_notes(found), *missing]
+    label: str
+    value: str
+    detail: str
 
 
 def write(result: Comparison, folder: Path, configs: Mapping[str, str]) -> None:
-    """Write the three files: all made before the first is put in place, the JSON last.
+    """Write the three files. All contents are complete before the first file is put in place; the JSON comes last.
 
     Args:
         result: the comparison.
-        folder: where to; events of the launches are looked for in its `RUNS_FOLDER`.
-        configs: the resolved config of each run, by its name.
+        folder: where to write; its `RUNS_FOLDER` holds the events of the launches.
+        configs: the resolved config of each run by the name of the run.
     """
-    from megatron_overlap.tools.compare.plot import draw
+    from megatron_overlap.tools.compare.plot import draw_overview
 
     content = {
-        PNG_FILE: draw(result),
-        HTML_FILE: html(result, draw(result, form="svg"), configs, folder / RUNS_FOLDER).encode(),
-        JSON_FILE: (json.dumps(_finite(comparison_content(result)), indent=1, allow_nan=False) + "\n").encode(),
+        PNG_FILE: draw_overview(result, "png", _caption(result), headline(result)),
+        HTML_FILE: html(result, configs, folder / RUNS_FOLDER).encode(),
+        JSON_FILE: (json.dumps(comparison_content(result), indent=1, allow_nan=False) + "\n").encode(),
     }
     for name, data in content.items():
         (folder / f"{name}.new").write_bytes(data)
@@ -119,17 +70,296 @@ def write(result: Comparison, folder: Path, configs: Mapping[str, str]) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Take away what an earlier comparison wrote here, so that it is not taken for the result of this one."""
+    """Remove the files of an earlier comparison."""
     for name in (JSON_FILE, HTML_FILE, PNG_FILE):
         (folder / name).unlink(missing_ok=True)
 
 
-def _finite(value: Any) -> Any:
-    """JSON has no infinity and no NaN, which a diverging run may well log: they become null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value
+def table(result: Comparison) -> Table:
+    """The table for a rich console, one column for each run."""
+    shown = Table("", box=box.SIMPLE_HEAD)
+    for run in result.runs:
+        shown.add_column(run.name, justify="right", overflow="fold")
+    for row in rows(result):
+        shown.add_row(f"  {row.label}" if row.detail else row.label, *row.cells)
+    return shown
+
+
+def html(result: Comparison, configs: Mapping[str, str], runs_folder: Path) -> str:
+    """The report as one page without scripts, other files or network access.
+
+    Args:
+        result: the comparison.
+        configs: the resolved config of each run by the name of the run.
+        runs_folder: folder of the launches and their events.
+    """
+    from megatron_overlap.tools.compare.plot import draw_breakdown, draw_overview, draw_timelines
+
+    folder = PackageLoader("megatron_overlap.tools.compare")
+    environment = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
+    environment.filters["breakable"] = _breakable
+    environment.filters["image"] = lambda svg: f"data:image/svg+xml;base64,{base64.b64encode(svg).decode('ascii')}"
+    parts = breakdowns(result)
+    steps, step_notes = _steps(result, runs_folder)
+    return environment.get_template("compare.html.j2").render(
+        headline=headline(result),
+        attribution=attribution(result),
+        key_figures=key_figures(result),
+        overview=draw_overview(result, "svg", _caption(result)),
+        timeline=draw_timelines(steps) if steps else None,
+        timeline_notes=step_notes,
+        breakdowns=[(part, draw_breakdown(part)) for part in parts],
+        floor_note=floor_note,
+        ms=partial(_ms, form=",.1f"),
+        signed=partial(_ms, form="+,.1f"),
+        runs=result.runs,
+        rows=rows(result),
+        notes=notes(result),
+        from_logs=from_logs(result),
+        exposed=() if parts else exposed_rows(result),  # the breakdowns contain these figures
+        fallbacks=fallback_lines(result),
+        configs=configs,
+    )
+
+
+def headline(result: Comparison) -> str:
+    """The result in one sentence."""
+    first = result.headline
+    return f"{first.name}: speedup {ratio(first.speedup)} over {result.runs[0].name}, {_rounds(result)}"
+
+
+def attribution(result: Comparison) -> str | None:
+    """The two factors of the speedup; None without the serial run."""
+    parts = result.attribution
+    if parts is None:
+        return None
+    return f"Attribution: faster collective {ratio(parts.faster_collective)}, overlap {ratio(parts.overlap)}"
+
+
+def key_figures(result: Comparison) -> list[KeyFigure]:
+    """The figures at the head of the report, without those that are unknown."""
+    before, after, first = result.runs[0], result.runs[1], result.headline
+    found = [
+        KeyFigure("speedup", f"{first.speedup.median:.3f}x", f"{_range(first.speedup, 3)}, {_rounds(result)}"),
+        KeyFigure("step time, ms", _arrow(before.step_time_ms.median, after.step_time_ms.median, "{:,.1f}"), "medians"),
+    ]
+    if before.exposed is not None and after.exposed is not None:
+        share = _arrow(before.exposed.share_of_step, after.exposed.share_of_step, "{:.1%}")
+        times = _arrow(before.exposed.step_ms.median, after.exposed.step_ms.median, "{:,.1f}")
+        found.append(KeyFigure("exposed communication, ms", times, f"{share} of the step"))
+    if before.mfu is not None and after.mfu is not None:
+        peak = f"of {after.peak_tflops:.4g} TFLOP/s per device"
+        found.append(KeyFigure("MFU", _arrow(before.mfu, after.mfu, "{:.1%}"), peak))
+    if first.max_loss_deviation is not None:
+        own = before.own_loss_deviation
+        detail = "largest, relative" if own is None else f"between rounds of the reference: {_deviation(own)}"
+        found.append(KeyFigure("loss deviation", _deviation(first.max_loss_deviation), detail))
+    return found
+
+
+def rows(result: Comparison) -> list[Row]:
+    """The rows of the table."""
+    runs, others = result.runs, result.against
+
+    def against(cells: Iterable[str]) -> tuple[str, ...]:
+        return ("reference", *cells)
+
+    shown = [
+        Row("step time, ms: median", tuple(f"{run.step_time_ms.median:.1f}" for run in runs)),
+        Row("p20 to p80", tuple(_range(run.step_time_ms, 1) for run in runs), detail=True),
+        Row("speedup: median", against(f"{other.speedup.median:.3f}x" for other in others)),
+        Row("p20 to p80", against(_range(other.speedup, 3) for other in others), detail=True),
+        Row("tokens/s", tuple(_number(run.tokens_per_s, "{:,.0f}") for run in runs)),
+        Row("tokens/s per device", tuple(_number(run.tokens_per_s_per_device, "{:,.0f}") for run in runs)),
+        Row("TFLOP/s per device", tuple(_number(run.tflops_per_device, "{:.4g}") for run in runs)),
+        Row("peak TFLOP/s per device", tuple(_number(run.peak_tflops, "{:.4g}") for run in runs)),
+        Row("MFU", tuple(_number(run.mfu, "{:.1%}") for run in runs)),
+        Row("peak memory, MiB", tuple(_mib(run.peak_memory_bytes) for run in runs)),
+        Row("relative to the reference", against(_number(other.memory_ratio, "{:.3f}x") for other in others), True),
+        Row("loss deviation", against(_deviation(other.max_loss_deviation) for other in others)),
+        Row("between rounds of the run", tuple(_deviation(run.own_loss_deviation) for run in runs), True),
+        Row("grad-norm deviation", against(_deviation(other.max_grad_norm_deviation) for other in others)),
+        Row("between rounds of the run", tuple(_deviation(run.own_grad_norm_deviation) for run in runs), True),
+    ]
+    exposed = [run.exposed for run in runs]
+    if any(one is not None for one in exposed):
+        medians = [None if one is None else one.step_ms.median for one in exposed]
+        shares = [None if one is None else one.share_of_step for one in exposed]
+        shown += [
+            Row("exposed communication, ms", tuple(_number(value, "{:.1f}") for value in medians)),
+            Row("p20 to p80", tuple("-" if one is None else _range(one.step_ms, 1) for one in exposed), detail=True),
+            Row("share of the step", tuple(_number(value, "{:.1%}") for value in shares), detail=True),
+            Row("compute-only floor, ms", tuple(_number(run.floor_ms, "{:.1f}") for run in runs)),
+        ]
+    if from_logs(result):  # a log knows few of the figures: rows without a figure are left out
+        return [row for row in shown if set(row.cells) - {"unknown", "reference"}]
+    return [
+        *shown,
+        Row("overlapped calls", tuple(_calls(run) for run in runs)),
+        Row("sent by overlapped calls, MiB", tuple(_sent(run) for run in runs)),
+        Row("calls on the stock path", tuple(_fallbacks(run) for run in runs)),
+    ]
+
+
+def exposed_rows(result: Comparison) -> list[Row]:
+    """Exposed communication of a step by op and direction, the mean over steps; empty if no run recorded events."""
+    recorded = [run.exposed.by_op if run.exposed is not None else None for run in result.runs]
+    largest: dict[tuple[str, str], float] = {}
+    for by_op in recorded:
+        for key, time_ms in (by_op or {}).items():
+            largest[key] = max(largest.get(key, 0.0), time_ms)
+    return [
+        Row(op_label(key), tuple(_number(None if ops is None else ops.get(key, 0.0), "{:.2f} ms") for ops in recorded))
+        for key in sorted(largest, key=lambda key: (-largest[key], key))
+    ]
+
+
+def floor_note(part: Breakdown) -> str:
+    """Both step times relative to the compute-only floor of the reference."""
+    floor = part.reference_floor_ms
+    return (
+        f"Compute-only floor of {part.reference}: {floor:,.1f} ms (its step minus all its waits). The step of "
+        f"{part.reference} takes {part.reference_ms / floor:.2f} times the floor, that of {part.run} "
+        f"{part.run_ms / floor:.2f} times."
+    )
+
+
+def timeline_notes(found: Sequence[StepTimeline]) -> list[str]:
+    """How to read the drawn steps."""
+    lines = [
+        "Each run: the timed step whose time is nearest to the median of the run, from the events of its ranks. All "
+        "steps start at 0. Grey is the step without its waits. Messages are those of overlapped ops, from the time of "
+        "sending to the time of receipt. For collectives of Megatron only the waits are recorded."
+    ]
+    errors = [one.clock_error_ns for one in found]
+    known = [error for error in errors if error is not None]
+    if len(known) == len(errors):
+        lines.append(f"All ranks of a run are on one clock; its error is at most {max(known) / 1e3:,.0f} us.")
+    else:
+        names = ", ".join(one.run for one in found if one.clock_error_ns is None)
+        lines.append(f"The clocks of the ranks were not compared and are assumed equal: {names}.")
+    if any(len(one.ranks) < one.num_ranks for one in found):
+        lines.append("Drawn ranks: the first, the one with the longest step, and the one with the longest wait.")
+    return lines
+
+
+def notes(result: Comparison) -> list[str]:
+    """How the figures were measured, one sentence each."""
+    first = result.runs[0]
+    links = list(dict.fromkeys(str(run.link.get("description")) for run in result.runs))
+    each = "; ".join(f"{run.name}: {run.link.get('description')}" for run in result.runs)
+    lines = [
+        f"Device: {device(result)}.",
+        f"Network: {links[0]}." if len(links) == 1 else f"The networks differ: {each}.",
+        f"Peak: {first.peak_source}.",
+        f"FLOPs: {first.flops_convention}.",
+    ]
+    if result.versions:
+        versions = (f"{name} {version}" for name, version in result.versions.items() if version)
+        lines.append("Versions: " + ", ".join(versions) + ".")
+    if result.device["kind"] == "cpu":
+        lines.append("Measured on CPU: the absolute values do not carry over to a GPU.")
+        lines.append(
+            "Peak memory: the largest resident set of a rank in any round. Relative to the reference: median of rounds."
+        )
+    if any(run.exposed is not None for run in result.runs):
+        lines.append(
+            "Exposed communication: time in which a rank waited for a message and computed nothing, mean over ranks. "
+            "On CPU it includes the collective wait time of Megatron."
+        )
+    lines += [
+        f"{run.name}: {calls:,} calls with method fused ran p2p: {reason}."
+        for run in result.runs
+        if run.plugin is not None
+        for reason, calls in run.plugin.not_fused.items()
+    ]
+    return [*lines, *(str(note) for note in result.settings.get("notes", ()))]
+
+
+def from_logs(result: Comparison) -> bool:
+    """Whether the figures are from finished logs."""
+    return result.settings.get("source") == "logs"
+
+
+def device(result: Comparison) -> str:
+    """Ranks and device: `2 ranks on x86_64 (cpu)`."""
+    found = result.device
+    kind = f" ({found['kind']})" if found["kind"] else ""
+    return f"{found['world_size']} ranks on {found['name']}{kind}" if not from_logs(result) else str(found["name"])
+
+
+def ratio(spread: Spread) -> str:
+    """A ratio of times: `1.340x (1.310 to 1.360)`."""
+    return f"{spread.median:.3f}x ({_range(spread, 3)})"
+
+
+def fallback_lines(result: Comparison) -> list[tuple[str, str, str, str, int]]:
+    """Run, module, operation, reason and number of the calls that ran the stock path while the plugin was active."""
+    return [
+        (run.name, fallback.module, f"{fallback.op} {fallback.direction}", fallback.reason, fallback.calls)
+        for run in result.runs
+        if run.plugin is not None
+        for fallback in run.plugin.fallbacks
+    ]
+
+
+def _steps(result: Comparison, runs_folder: Path) -> tuple[list[StepTimeline], list[str]]:
+    """One step of each run that recorded events, and the notes about them."""
+    if all(run.exposed is None for run in result.runs):
+        return [], [NO_EVENTS]
+    found, missing = timelines(result, runs_folder)
+    return found, [*(timeline_notes(found) if found else []), *missing]
+
+
+def _caption(result: Comparison) -> str:
+    if from_logs(result):
+        return "read from finished logs"
+    return f"{device(result)}; {result.runs[0].link.get('description')}"
+
+
+def _rounds(result: Comparison) -> str:
+    rounds = len(result.headline.speedup_rounds)
+    return f"{rounds} round{'s' if rounds > 1 else ''}"
+
+
+def _breakable(name: str) -> Markup:
+    """A name with line breaks allowed between its words."""
+    return Markup("<wbr>").join(re.split(r"(?<=[_.\-])(?=\w)|(?<=[a-z])(?=[A-Z])", name))
+
+
+def _ms(value: float, form: str) -> str:
+    return f"{round(value, 1) + 0.0:{form}}".replace("-", "\u2212")  # adding 0.0 turns minus zero into zero
+
+
+def _range(spread: Spread, digits: int) -> str:
+    return f"{spread.p20:.{digits}f} to {spread.p80:.{digits}f}"
+
+
+def _arrow(before: float, after: float, form: str) -> str:
+    return f"{form.format(before)} \u2192 {form.format(after)}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "unknown" if value is None else form.format(value)
+
+
+def _deviation(value: float | None) -> str:
+    return "0" if value == 0 else _number(value, "{:.1e}")
+
+
+def _mib(value: int | None) -> str:
+    return "unknown" if value is None else f"{value / _MIB:,.0f}"
+
+
+def _calls(run: RunSummary) -> str:
+    return f"{run.plugin.overlapped_calls:,}" if run.plugin is not None and run.plugin.active else "plugin off"
+
+
+def _sent(run: RunSummary) -> str:
+    return f"{run.plugin.sent_bytes / _MIB:,.1f}" if run.plugin is not None and run.plugin.active else "-"
+
+
+def _fallbacks(run: RunSummary) -> str:
+    if run.plugin is None or not run.plugin.active:
+        return "all"
+    return f"{sum(fallback.calls for fallback in run.plugin.fallbacks):,}"

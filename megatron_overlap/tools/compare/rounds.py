@@ -1,4 +1,4 @@
-"""Runs several launches in turns, so that whatever else the machine does hits all of them alike."""
+"""The launches of a comparison: which configs, whether they are comparable, and their interleaved execution."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_overlap.config import LaunchConfig, load_launch_config
+from megatron_overlap.config import ConfigError, LaunchConfig, load_launch_config, without_overlap
+from megatron_overlap.tools.compare.comparison import WARM_UP_ITERATIONS
 from megatron_overlap.tools.launch.execute import execute
 from megatron_overlap.tools.launch.netlab import NetlabError
 from megatron_overlap.tools.launch.plan import LaunchPlan, plan
@@ -18,21 +19,54 @@ from megatron_overlap.tools.launch.run_records import ArtefactError, RunRecord, 
 
 _ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+\s*\|.*?elapsed time per iteration \(ms\):\s*([\d.]+)")
 
+# Runs that differ in one of these compute different losses.
+_MUST_AGREE = ("data.kind", "data.path", "data.split")
+_MUST_AGREE_IN_TRAIN = (
+    "seq_length",
+    "global_batch_size",
+    "iterations",
+    "precision",
+    "lr",
+    "min_lr",
+    "lr_decay_style",
+    "lr_decay_iterations",
+    "lr_warmup_iterations",
+    "weight_decay",
+    "clip_grad",
+    "seed",
+    "load",
+)
+
 
 class LaunchFailedError(RuntimeError):
     """One launch of a comparison failed; the text names the round, the run and the rank."""
 
 
 @dataclass(frozen=True)
-class Progress:
-    """Where a comparison stands.
+class Selection:
+    """The launches of a comparison, the reference first.
 
     Attributes:
-        round: from 1.
-        rounds: how many there will be.
-        name: the run that is on.
-        iteration: the last one it has done; 0: none yet.
-        step_time_ms: of that iteration as Megatron logs it, None before the first.
+        configs: the configs to launch.
+        serial: index of the run that sends the messages of the plugin without overlap; None without such a run.
+        notes: changes made to the configs, for the report.
+    """
+
+    configs: tuple[LaunchConfig, ...]
+    serial: int | None
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress of a comparison.
+
+    Attributes:
+        round: number of the round, from 1.
+        rounds: number of rounds.
+        name: name of the current run.
+        iteration: last completed iteration; 0 before the first.
+        step_time_ms: time of that iteration as Megatron logs it; None before the first.
     """
 
     round: int
@@ -44,10 +78,45 @@ class Progress:
 
 @dataclass(frozen=True)
 class Recorded:
-    """One launch of all rounds: its records and its link."""
+    """All rounds of one config: its records and its link."""
 
     records: tuple[RunRecord, ...]
     link: Mapping[str, Any]
+
+
+def select(given: Sequence[tuple[str, LaunchConfig]], *, attribute: bool) -> Selection:
+    """Complete and check the configs of a comparison.
+
+    Args:
+        given: files and the configs read from them. A single config is compared with itself without overlap.
+        attribute: add a run that sends the messages of the plugin without overlap.
+
+    Raises:
+        ConfigError: the configs are not comparable; one line that names the key.
+    """
+    file, overlapped = given[0] if len(given) == 1 else given[1]
+    configs = [config for _, config in given]
+    if len(given) == 1:
+        configs = [without_overlap(overlapped), overlapped]
+        if not _has_overlap(overlapped):
+            remedy = "the config has no overlap to compare with the stock path: set a method, or give two configs"
+            raise ConfigError(file, "overlap.tensor.method", overlapped.overlap.tensor.method, remedy)
+    else:
+        _same_training(given)
+    needed = WARM_UP_ITERATIONS + 1
+    if overlapped.train.iterations < needed:
+        remedy = f"must be at least {needed}: the first {WARM_UP_ITERATIONS} of every launch are not timed"
+        raise ConfigError(file, "train.iterations", overlapped.train.iterations, remedy)
+    notes = []
+    serial = None
+    if attribute:
+        serial = len(configs)
+        configs.append(_serial(file, overlapped))
+    if any(config.train.save is not None for config in configs):
+        notes.append("Checkpoints are not saved (train.save is removed): the runs would write to the same folder.")
+        configs = [_changed(config, train={"save": None, "save_interval": None}) for config in configs]
+    _different_names(file, configs)
+    return Selection(tuple(configs), serial, tuple(notes))
 
 
 def run_rounds(
@@ -58,60 +127,62 @@ def run_rounds(
     on_progress: Callable[[Progress], None] = lambda progress: None,
     on_note: Callable[[str], None] = lambda text: None,
 ) -> list[Recorded]:
-    """Launch every config once in each round, in alternating order, and read what the runs recorded.
+    """Launch every config once in each round, in alternating order, and read the records.
+
+    A slow period of the machine affects all configs alike.
 
     Args:
         configs: their names must differ.
-        rounds: how many times.
+        rounds: number of rounds.
         folder: gets a folder `round{i}-{name}` for each launch.
         on_progress: called at the start of a launch and after each of its iterations.
-        on_note: called with what a person should know, such as a fallback of the network.
+        on_note: called with each new note, such as a fallback of the network.
 
     Raises:
         ConfigError: a config cannot be launched; nothing was started.
-        LaunchFailedError: a launch failed; no process of it is left.
+        LaunchFailedError: a launch failed; its processes have ended.
     """
     plans = [
         [plan(config, run_folder(folder, number, config.name)) for config in configs] for number in range(1, rounds + 1)
     ]
     records: list[list[RunRecord]] = [[] for _ in configs]
     links: list[Mapping[str, Any]] = [{} for _ in configs]
-    told: set[str] = set()
+    reported: set[str] = set()
 
     def note_once(text: str) -> None:
-        if text not in told:
-            told.add(text)
+        if text not in reported:
+            reported.add(text)
             on_note(text)
 
     for number, planned in enumerate(plans, start=1):
-        for index in turn(number, len(configs)):
+        for index in launch_order(number, len(configs)):
             progress = Progress(number, rounds, configs[index].name, 0, None)
             on_progress(progress)
             records[index].append(_launch(planned[index], progress, on_progress, note_once))
             links[index] = link_of(planned[index])
-    return [Recorded(tuple(taken), link) for taken, link in zip(records, links, strict=True)]
+    return [Recorded(tuple(each), link) for each, link in zip(records, links, strict=True)]
 
 
 def run_folder(folder: Path, number: int, name: str) -> Path:
-    """Where the launch of one config in one round, from 1, writes."""
+    """Folder of the launch of one config in one round, counted from 1."""
     return folder / f"round{number}-{name}"
 
 
-def turn(number: int, count: int) -> list[int]:
-    """The order within a round: every second one is reversed, so that none is always first, or always after another."""
+def launch_order(number: int, count: int) -> list[int]:
+    """The order of `count` launches in a round, counted from 1. Every second round is reversed."""
     order = list(range(count))
     return order if number % 2 else order[::-1]
 
 
 def link_of(launch_plan: LaunchPlan) -> dict[str, Any]:
-    """What carried the communication of a run that has ended: read from its folder, as it may have fallen back."""
+    """The network between the ranks of a finished run, from its folder: the launch may have used a fallback."""
     config = load_launch_config(launch_plan.config_path)
     hosts = config.launch.hosts
     if hosts is not None:
         described = hosts.model_dump(mode="json", exclude={"fallback"})
         return {"kind": "network namespaces", "description": launch_plan.link, **described}
     if config.launch.device == "cpu":
-        return {"kind": "loopback", "description": "loopback, its rate is not limited"}
+        return {"kind": "loopback", "description": "loopback without a rate limit"}
     return {"kind": "cuda", "description": launch_plan.link}
 
 
@@ -132,3 +203,64 @@ def _launch(
         return read_run(launch_plan.run_dir, config.world_size, config.train.iterations)
     except (RunError, NetlabError, ArtefactError) as error:
         raise LaunchFailedError(f"round {start.round} of {start.rounds}, {config.name}: {error}") from error
+
+
+def _has_overlap(config: LaunchConfig) -> bool:
+    overlap = config.overlap
+    methods = (overlap.tensor.method, overlap.ulysses.method, overlap.varlen.method)
+    # The reference uses the data parallel overlap of Megatron too. `auto` needs two copies of the model.
+    data = overlap.data.method == "p2p" or (overlap.data.method == "auto" and config.num_weight_copies > 1)
+    return data or any(method != "none" for method in methods)
+
+
+def _same_training(given: Sequence[tuple[str, LaunchConfig]]) -> None:
+    first_file, first = given[0]
+    for file, config in given[1:]:
+        pairs = [
+            *((key, _at(first, key), _at(config, key)) for key in _keys(first)),
+            *((f"train.{key}", getattr(first.train, key), getattr(config.train, key)) for key in _MUST_AGREE_IN_TRAIN),
+        ]
+        for key, expected, found in pairs:
+            if expected != found:
+                remedy = f"must be {expected} as in {first_file}: compared runs must train alike"
+                raise ConfigError(file, key, found, remedy)
+
+
+def _keys(config: LaunchConfig) -> list[str]:
+    fields = [f"model.{name}" for name in type(config.model).model_fields if name != "preset"]
+    return [*fields, *_MUST_AGREE]
+
+
+def _at(config: LaunchConfig, key: str) -> object:
+    node: object = config
+    for part in key.split("."):
+        node = getattr(node, part)
+    return node
+
+
+def _serial(file: str, config: LaunchConfig) -> LaunchConfig:
+    """The config with the same messages, during which the ranks compute nothing."""
+    if config.parallel.context > 1 and config.parallel.tensor == 1:
+        ulysses = {**config.overlap.ulysses.model_dump(), "schedule": "serial"}
+        return _changed(config, name=f"{config.name}_serial", overlap={"ulysses": ulysses})
+    method = config.overlap.tensor.method
+    if method not in ("auto", "p2p"):
+        remedy = "compare --attribute needs method p2p; use auto or p2p"
+        raise ConfigError(file, "overlap.tensor.method", method, remedy)
+    tensor = {**config.overlap.tensor.model_dump(), "method": "p2p", "schedule": "serial"}
+    return _changed(config, name=f"{config.name}_serial", overlap={"tensor": tensor})
+
+
+def _changed(config: LaunchConfig, **sections: Mapping[str, Any] | str) -> LaunchConfig:
+    """A config with some keys of some sections replaced, validated again."""
+    dump = config.model_dump()
+    for section, keys in sections.items():
+        dump[section] = keys if isinstance(keys, str) else {**dump[section], **keys}
+    return LaunchConfig.model_validate(dump)
+
+
+def _different_names(file: str, configs: Sequence[LaunchConfig]) -> None:
+    names = [config.name for config in configs]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise ConfigError(file, "name", name, "two configs have this name; their runs would share a folder")

@@ -15,7 +15,7 @@ from megatron_overlap.autotune.cost_model import CostModel
 from megatron_overlap.config import ConfigError, load_launch_config
 from megatron_overlap.config.cluster import load_cluster_profile, with_hosts
 from megatron_overlap.config.resources import config_file
-from megatron_overlap.tools.compare.model_flops import CONVENTION
+from megatron_overlap.tools.compare.flops import CONVENTION
 from megatron_overlap.tools.simulate.job import Job, job_of, with_choice
 from megatron_overlap.tools.simulate.layer import Layers
 from megatron_overlap.tools.simulate.linear import Choice, Method

@@ -8,7 +8,7 @@ from typing import Literal
 
 from megatron_overlap.config import LaunchConfig, ModelConfig
 from megatron_overlap.config.cluster import Precision
-from megatron_overlap.tools.compare.model_flops import Attention, known_model, padded_vocab_size, token_flops
+from megatron_overlap.tools.compare.flops import Attention, known_model, padded_vocab_size, token_flops
 from megatron_overlap.tools.simulate.linear import Choice
 
 DataOverlap = Literal["none", "megatron"]
@@ -101,7 +101,7 @@ class Job:
         return self.global_batch_size * self.seq_length
 
     def flops(self, attention: Attention = "causal") -> float:
-        """Model FLOPs of a step, in the convention of `tools.compare.model_flops`."""
+        """Model FLOPs of a step, in the convention of `tools.compare.flops`."""
         return token_flops(self.model, self.seq_length, self.vocabulary, attention).total * self.tokens
 
     def layer_parameters(self) -> int:

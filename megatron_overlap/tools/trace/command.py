@@ -1,14 +1,19 @@
-"""`megatron-overlap trace`: a run's events as a timeline of all ranks, and what communication was exposed."""
+"""`megatron-overlap trace`: a Chrome trace of all ranks of a run, and a table of the exposed communication.
+
+The file opens in Perfetto (ui.perfetto.dev) and in chrome://tracing. Each rank is a process, each row a thread.
+"""
 
 from __future__ import annotations
 
 import gzip
+import json
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import numpy as np
 import typer
 from rich import box
 from rich.console import Console
@@ -16,85 +21,221 @@ from rich.progress import track
 from rich.table import Table
 
 from megatron_overlap.config import ConfigError
-from megatron_overlap.tools.trace.chrome_trace import Clock, chosen, encode, event_files, trace_events
-from megatron_overlap.tracing.events import EventFileError, RankEvents, read_events, steps_of
-from megatron_overlap.tracing.exposed import Exposed, exposed_in
+from megatron_overlap.tools.trace.aligned_events import (
+    Clock,
+    MessageKey,
+    align_steps,
+    event_files,
+    events_of,
+    received_messages,
+    sent_times,
+)
+from megatron_overlap.tracing.events import EventFileError, Kind, RankEvents, merged, read_events, steps_of
+from megatron_overlap.tracing.exposed import exposed_in
+
+_STEPS, _COMPUTE, _WAITS, _OPS, _MESSAGES = 0, 1, 2, 10, 100
+"""Thread numbers of the rows of a rank. Rows of operations and of messages count up from theirs."""
+
+_OTHER_COMPUTE = "outside of overlapped ops"
 
 
 def trace(
     run_dir: Annotated[Path, typer.Argument(help="Folder of a run that recorded events (overlap.trace: true).")],
     output: Annotated[
         Path | None,
-        typer.Option("--output", help="File of the trace, .json or .json.gz; else trace.json.gz in RUN_DIR."),
+        typer.Option("--output", help="File of the trace, .json or .json.gz; default trace.json.gz in RUN_DIR."),
     ] = None,
     steps: Annotated[
-        str | None, typer.Option("--steps", help="FIRST:LAST, or one; either end may be left out. Else all.")
+        str | None,
+        typer.Option("--steps", help="FIRST:LAST, FIRST:, :LAST or one number; default all steps."),
     ] = None,
 ) -> int:
-    """Write a Perfetto trace of all ranks on one clock, and print what communication was exposed."""
-    first, last = _range(steps)
-    found = _read(run_dir)
+    """Write a Perfetto trace of all ranks on one clock and print the exposed communication."""
+    first, last = _parse_steps(steps)
+    ranks = _read(run_dir)
     console = Console()
     try:
-        kept = chosen(found, first, last)
+        aligned = align_steps(ranks, first, last)
     except ValueError as error:
         raise _wrong("--steps", steps, str(error)) from error
     path = output if output is not None else run_dir / "trace.json.gz"
-    facts = {"run": str(run_dir), "clock": "of rank 0; others shifted by measured offsets"}
+    metadata = {"run": str(run_dir), "clock": "of rank 0; other ranks shifted by measured offsets"}
     try:
         with gzip.open(path, "wt") if path.suffix == ".gz" else path.open("w") as file:
-            file.writelines(encode(trace_events(kept), facts))
+            file.writelines(encode(trace_events(aligned), metadata))
     except OSError as error:
         raise _wrong("--output", path, f"{error.strerror}; give a file that can be written") from error
-    console.print(table(kept))
-    for line in notes(found):
+    console.print(exposed_table(aligned))
+    for line in notes(ranks):
         console.print(f"- {line}", highlight=False, soft_wrap=True)
     console.print(f"{path}: open it in https://ui.perfetto.dev", highlight=False, soft_wrap=True)
     return 0
 
 
-def table(ranks: Sequence[RankEvents]) -> Table:
-    """Exposed time by op and direction: mean over steps and ranks, and of the rank that waited longest."""
-    by_rank = {found.rank: _per_step(found) for found in ranks}
+def exposed_table(ranks: Sequence[RankEvents]) -> Table:
+    """Exposed time by op and direction: the mean over steps and ranks, and the largest mean of one rank."""
+    by_rank = {rank.rank: [exposed_in(rank, start, stop) for _, start, stop in steps_of(rank)] for rank in ranks}
     count = sum(len(steps) for steps in by_rank.values())
-    shown = Table(
-        "op", "direction", box=box.SIMPLE_HEAD, title=f"exposed communication, ms a step: {count} steps of ranks"
+    table = Table(
+        "op", "direction", box=box.SIMPLE_HEAD, title=f"exposed communication, ms per step ({count} rank steps)"
     )
-    for heading in ("mean", "most", "of rank"):
-        shown.add_column(heading, justify="right")
-    keys = {key: 0.0 for steps in by_rank.values() for step in steps for key in step.by_op}
-    rows = []
-    for key in keys:
-        means = {rank: _mean([step.by_op.get(key, 0.0) for step in steps]) for rank, steps in by_rank.items()}
-        rows.append((key, means))
+    for heading in ("mean", "largest", "on rank"):
+        table.add_column(heading, justify="right")
+    keys = {key: None for steps in by_rank.values() for step in steps for key in step.by_op}
+    rows = [
+        (key, {rank: _mean([step.by_op.get(key, 0.0) for step in steps]) for rank, steps in by_rank.items()})
+        for key in keys
+    ]
     totals = {rank: _mean([step.total_ms for step in steps]) for rank, steps in by_rank.items()}
     for key, means in [*sorted(rows, key=lambda row: -sum(row[1].values())), (("all", ""), totals)]:
-        most = max(means, key=means.__getitem__)
-        shown.add_row(*key, f"{_mean(list(means.values())):.2f}", f"{means[most]:.2f}", str(most))
-    return shown
+        largest = max(means, key=means.__getitem__)
+        table.add_row(*key, f"{_mean(list(means.values())):.2f}", f"{means[largest]:.2f}", str(largest))
+    return table
 
 
 def notes(ranks: Sequence[RankEvents]) -> list[str]:
-    """What a reader needs to know of the clocks and the files."""
-    errors = {found.rank: Clock.of(found).error_ns for found in ranks}
+    """Errors of the clocks, incomplete files and missing ranks, one line each."""
+    errors = {rank.rank: Clock.of(rank).error_ns for rank in ranks}
     lines = []
     known = [error for error in errors.values() if error is not None]
     unknown = [str(rank) for rank, error in errors.items() if error is None]
-    if known and not unknown:
-        lines.append(f"clocks of all ranks agree to {max(known) / 1e3:.0f} us or better")
     if unknown:
-        lines.append(f"clocks were not compared with rank 0's, and are taken as equal: ranks {', '.join(unknown)}")
-    for found in ranks:
-        if not found.whole:
-            lines.append(f"rank {found.rank}: its file ends in the middle of a step: the run was cut off there")
+        lines.append(f"clocks not compared with rank 0, assumed equal: ranks {', '.join(unknown)}")
+    else:
+        lines.append(f"clock error of all ranks: at most {max(known) / 1e3:.0f} us")
+    lines += [
+        f"rank {rank.rank}: its file ends in the middle of a step, where the run was cut off"
+        for rank in ranks
+        if not rank.whole
+    ]
     missing = sorted(set(range(max(errors) + 1)) - set(errors))
     if missing:
         lines.append(f"no events of ranks {', '.join(map(str, missing))}")
     return lines
 
 
-def _per_step(found: RankEvents) -> list[Exposed]:
-    return [exposed_in(found, start, stop) for _, start, stop in steps_of(found)]
+def trace_events(ranks: Sequence[RankEvents]) -> Iterator[dict[str, Any]]:
+    """The events of the Chrome trace, rank by rank. Times are in microseconds from the first event.
+
+    Args:
+        ranks: on one clock.
+    """
+    zero = min(int(rank.events["start_ns"].min()) for rank in ranks)
+    sent = sent_times(ranks)
+    for rank in ranks:
+        yield _name("process_name", rank.rank, 0, f"rank {rank.rank}")
+        yield {"ph": "M", "name": "process_sort_index", "pid": rank.rank, "args": {"sort_index": rank.rank}}
+        for row in (_steps(rank), _compute(rank), _waits(rank), _ops(rank), _messages(rank, sent)):
+            for event in row:
+                if "ts" in event:
+                    start, duration = event["ts"] - zero, event["dur"]
+                    event["ts"], event["dur"] = round(start / 1e3, 3), round(max(duration, 0) / 1e3, 3)
+                yield event
+
+
+def encode(events: Iterable[dict[str, Any]], metadata: dict[str, Any]) -> Iterator[str]:
+    """The text of the file in pieces. A long trace is never in memory as a whole."""
+    yield '{"displayTimeUnit": "ms", "otherData": ' + json.dumps(metadata) + ', "traceEvents": [\n'
+    separator = ""
+    for event in events:
+        yield separator + json.dumps(event, separators=(",", ":"))
+        separator = ",\n"
+    yield "\n]}\n"
+
+
+def _steps(rank: RankEvents) -> Iterator[dict[str, Any]]:
+    yield _name("thread_name", rank.rank, _STEPS, "steps")
+    for number, start, stop in steps_of(rank):
+        yield _event(f"step {number}", rank.rank, _STEPS, start, stop)
+
+
+def _compute(rank: RankEvents) -> Iterator[dict[str, Any]]:
+    """Steps without their waits, split where operations begin and end."""
+    yield _name("thread_name", rank.rank, _COMPUTE, "compute")
+    waits = events_of(rank, Kind.WAIT, Kind.OTHER_WAIT)
+    waiting = merged(waits["start_ns"], waits["stop_ns"])
+    ops = [(int(row["start_ns"]), int(row["stop_ns"]), rank.names[row["op"]]) for row in events_of(rank, Kind.OP)]
+    cuts = np.unique([time for start, stop, _ in ops for time in (start, stop)])
+    ops.sort()
+    active: list[tuple[int, int, str]] = []
+    following = 0
+    for start, stop in _without(steps_of(rank), waiting):
+        inside = cuts[np.searchsorted(cuts, start, "right") : np.searchsorted(cuts, stop, "left")].tolist()
+        previous: list[Any] = []
+        for begin, end in zip([start, *inside], [*inside, stop], strict=True):
+            while following < len(ops) and ops[following][0] <= begin:
+                active.append(ops[following])
+                following += 1
+            active = [op for op in active if op[1] > begin]
+            # The operation that began last computes; the messages of earlier ones are in flight.
+            name = active[-1][2] if active else _OTHER_COMPUTE
+            if previous and previous[0] == name:
+                previous[2] = end
+            else:
+                if previous:
+                    yield _event(previous[0], rank.rank, _COMPUTE, previous[1], previous[2])
+                previous = [name, begin, end]
+        if previous:
+            yield _event(previous[0], rank.rank, _COMPUTE, previous[1], previous[2])
+
+
+def _waits(rank: RankEvents) -> Iterator[dict[str, Any]]:
+    yield _name("thread_name", rank.rank, _WAITS, "waits (exposed communication)")
+    for row in events_of(rank, Kind.WAIT, Kind.OTHER_WAIT):
+        details = {"message": int(row["message"])} if row["kind"] == Kind.WAIT else {"by": "a collective of Megatron"}
+        yield _event(rank.names[row["op"]], rank.rank, _WAITS, int(row["start_ns"]), int(row["stop_ns"]), details)
+
+
+def _ops(rank: RankEvents) -> Iterator[dict[str, Any]]:
+    """Each operation in the first row that is free when it begins."""
+    free_at: list[int] = []
+    for event in np.sort(events_of(rank, Kind.OP), order="start_ns"):
+        start, stop = int(event["start_ns"]), int(event["stop_ns"])
+        row = next((row for row, until in enumerate(free_at) if until <= start), len(free_at))
+        if row == len(free_at):
+            free_at.append(stop)
+            yield _name("thread_name", rank.rank, _OPS + row, "ops" if row == 0 else f"ops, {row} more at once")
+        free_at[row] = stop
+        yield _event(rank.names[event["op"]], rank.rank, _OPS + row, start, stop)
+
+
+def _messages(rank: RankEvents, sent_ns: dict[MessageKey, int]) -> Iterator[dict[str, Any]]:
+    """A row for each peer and group with the messages received from it."""
+    named: set[int] = set()
+    for message in received_messages(rank, sent_ns):
+        row = _MESSAGES + 100 * message.peer + message.channel % 100
+        if row not in named:
+            named.add(row)
+            yield _name("thread_name", rank.rank, row, f"from rank {message.peer} ({message.group})")
+        details = {"bytes": message.num_bytes, "message": message.message, "from": message.peer}
+        if message.sent_ns is not None:
+            details["since sent, us"] = round((message.stop_ns - message.sent_ns) / 1e3)
+        yield _event(message.op, rank.rank, row, message.start_ns, message.stop_ns, details)
+
+
+def _without(steps: Sequence[tuple[int, int, int]], waiting: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """The parts of the steps in which the rank did not wait."""
+    for _, start, stop in steps:
+        at = start
+        for begin, end in waiting:
+            if end <= start or begin >= stop:
+                continue
+            if begin > at:
+                yield at, begin
+            at = max(at, end)
+        if at < stop:
+            yield at, stop
+
+
+def _name(what: str, process: int, thread: int, text: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": text}}
+
+
+def _event(
+    name: str, process: int, thread: int, start: int, stop: int, details: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    event: dict[str, Any] = {"ph": "X", "name": name, "pid": process, "tid": thread, "ts": start, "dur": stop - start}
+    return event if details is None else {**event, "args": details}
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -114,7 +255,7 @@ def _read(run_dir: Path) -> list[RankEvents]:
         raise _wrong("RUN_DIR", run_dir, str(error)) from error
 
 
-def _range(text: str | None) -> tuple[int | None, int | None]:
+def _parse_steps(text: str | None) -> tuple[int | None, int | None]:
     if text is None:
         return None, None
     found = re.fullmatch(r"(\d*)(:?)(\d*)", text)

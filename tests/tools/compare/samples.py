@@ -1,4 +1,4 @@
-"""Records of runs with chosen figures, for what is computed from them."""
+"""Records of runs with chosen figures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from megatron_overlap.tools.compare.comparison import Side, Workload
-from megatron_overlap.tools.compare.peak_flops import Peak
+from megatron_overlap.tools.compare.flops import Peak
 from megatron_overlap.tools.launch.run_records import Fallback, PluginReport, RunRecord
 
 META = {"device": "cpu", "device_name": "x86_64", "world_size": 2, "versions": {"torch": "2.13.0", "apex": None}}
@@ -29,7 +29,7 @@ def record(
         grad_norms=tuple(grad_norms if grad_norms is not None else [2.0] * size),
         peak_memory_bytes=memory,
         meta=META,
-        report=PluginReport(True, "2 of Megatron's functions are replaced", 12, 3 << 20, fallbacks, not_fused),
+        report=PluginReport(True, "2 functions of Megatron are replaced", 12, 3 << 20, fallbacks, not_fused),
     )
 
 

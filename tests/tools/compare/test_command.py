@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from megatron_overlap import cli
-from megatron_overlap.tools.compare.rounds import turn
 from tests.tools.compare.test_comparison import KEYS, RUN_KEYS
+from tests.tools.compare.test_report import pictures
 
 ITERATIONS = 5
 
@@ -32,7 +32,7 @@ def write_config(folder: Path, **launch: object) -> Path:
 
 
 def compared(folder: Path, *more: str) -> tuple[Path, str]:
-    """Where one round of the tiny config against its baseline wrote its results, and what it printed."""
+    """Folder and output of one round of the tiny config against its baseline."""
     argv = [str(write_config(folder)), "--rounds", "1", *more, "--output", str(folder / "out"), "train.seed=7"]
     process = subprocess.run(
         [sys.executable, "-m", "megatron_overlap.cli", "compare", *argv], capture_output=True, text=True, timeout=280
@@ -47,8 +47,8 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 @pytest.mark.long
-def test_a_speedup_is_taken_apart(tmp_path: Path) -> None:
-    out, said = compared(tmp_path, "--attribute")
+def test_the_attribution_multiplies_to_the_speedup(tmp_path: Path) -> None:
+    out, printed = compared(tmp_path, "--attribute")
     written = json.loads((out / "compare.json").read_text())
     assert [run["name"] for run in written["runs"]] == ["tiny_baseline", "tiny", "tiny_serial"]
     parts = written["attribution"]
@@ -58,11 +58,10 @@ def test_a_speedup_is_taken_apart(tmp_path: Path) -> None:
     assert serial["active"]
     assert serial["overlapped_calls"] > 0
     assert serial["fallbacks"] == []
-    assert "faster collective:" in said
-    assert "overlap:" in said
+    assert "Attribution: faster collective" in printed
 
 
-def test_the_json_is_complete_and_true(done: tuple[Path, str]) -> None:
+def test_the_json_has_every_figure_of_both_runs(done: tuple[Path, str]) -> None:
     out, _ = done
     written = json.loads((out / "compare.json").read_text())
     assert written.keys() >= KEYS
@@ -76,42 +75,42 @@ def test_the_json_is_complete_and_true(done: tuple[Path, str]) -> None:
         assert run["mfu"] == pytest.approx(run["tflops_per_device"] / run["peak_tflops"])
         assert run["tokens_per_s"] == pytest.approx(128 / run["step_time_ms"]["median"] * 1000)
         assert run["peak_memory_bytes"] > 100e6
-    # fp32: the sums differ in their order alone.
+    # fp32: only the order of the additions differs.
     assert written["max_loss_deviation"] < 1e-5
     assert written["max_grad_norm_deviation"] < 1e-5
     assert written["link"]["kind"] == "loopback"
     assert written["versions"]["megatron_core"]
 
 
-def test_the_plugin_was_on_in_the_runs_that_say_so(done: tuple[Path, str]) -> None:
-    out, said = done
+def test_only_the_overlapped_run_has_the_plugin_active(done: tuple[Path, str]) -> None:
+    out, printed = done
     baseline, overlapped = json.loads((out / "compare.json").read_text())["runs"]
     assert not baseline["plugin"]["active"]
     assert overlapped["plugin"]["active"]
     assert overlapped["plugin"]["overlapped_calls"] > 0
     assert overlapped["plugin"]["fallbacks"] == []
-    assert "round 1/1  tiny" in said
+    assert "round 1/1  tiny" in printed
     assert (out / "compare.png").stat().st_size > 20_000
     seeds = {yaml.safe_load(path.read_text())["train"]["seed"] for path in out.glob("runs/*/config.yaml")}
     assert seeds == {7}
 
 
 @pytest.mark.long
-def test_a_rank_that_dies_is_named_and_there_is_no_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_rank_is_named_and_no_file_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "dies.py"
-    script.write_text("import os, sys\nsys.exit('no luck' if os.environ['RANK'] == '1' else 0)\n")
+    script.write_text("import os, sys\nsys.exit('no memory left' if os.environ['RANK'] == '1' else 0)\n")
     out = tmp_path / "out"
     out.mkdir()
-    (out / "compare.json").write_text("{}")  # of an earlier comparison
+    (out / "compare.json").write_text("{}")  # from an earlier comparison
     assert cli.main(["compare", str(write_config(tmp_path, entry=str(script))), "--output", str(out)]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("compare: round 1 of 3, tiny_baseline: rank 1 on localhost: exit code 1")
-    assert "no luck" in said
+    printed = capsys.readouterr().err
+    assert printed.startswith("compare: round 1 of 3, tiny_baseline: rank 1 on localhost: exit code 1")
+    assert "no memory left" in printed
     assert not list(out.glob("compare.*"))
 
 
 @pytest.mark.long
-def test_a_run_without_steps_is_no_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_steps_fails_the_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "nothing.py"
     script.write_text("")
     out = tmp_path / "out"
@@ -121,10 +120,10 @@ def test_a_run_without_steps_is_no_result(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
-    ("argv", "says"),
+    ("argv", "message"),
     [
         (["train.seed=1"], "CONFIGS is missing"),
-        (["{config}", "overlap.tensor.method=none"], "nothing to compare with itself"),
+        (["{config}", "overlap.tensor.method=none"], "has no overlap to compare with the stock path"),
         (["{config}", "{config}"], "two configs have this name"),
         (["{config}", "--rounds", "0"], "--rounds"),
         (["{config}", "train.iterations=2"], "must be at least 3"),
@@ -134,27 +133,25 @@ def test_a_run_without_steps_is_no_result(tmp_path: Path, capsys: pytest.Capture
     ],
 )
 def test_wrong_requests_are_one_line(
-    argv: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    argv: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = write_config(tmp_path)
     assert cli.main(["compare", *(text.format(config=config) for text in argv)]) == 2
-    said = capsys.readouterr().err
-    assert says in said
-    assert said.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert printed.count("\n") == 1
 
 
-def test_a_step_of_each_run_is_drawn_from_its_events(done: tuple[Path, str]) -> None:
+def test_the_report_draws_one_step_of_each_run(done: tuple[Path, str]) -> None:
     out, _ = done
     page = (out / "compare.html").read_text()
+    _, timeline, breakdown = pictures(page)
     for run in json.loads((out / "compare.json").read_text())["runs"]:
         step = run["typical_step"]
         assert step["step_time_ms"] in run["step_times_ms"][0]
-        assert f"round 1, iteration {step['iteration']}: {step['step_time_ms']:,.1f} ms" in page
-    assert page.count(">rank 0</text>") == page.count(">rank 1</text>") == 2
-    assert "<title>waits for all_gather_linear" in page
-    assert "<title>messages of all_gather_linear" in page
+        assert f"{run['name']}: round 1, iteration {step['iteration']}: {step['step_time_ms']:,.1f} ms" in timeline
+        assert f">step of {run['name']}<" in breakdown
+    assert timeline.count(">rank 0<") == timeline.count(">rank 1<") == 2
+    assert ">wait: all_gather_linear" in timeline
+    assert ">messages to the rank<" in timeline
     assert "All ranks of a run are on one clock" in page
-
-
-def test_every_second_round_is_reversed() -> None:
-    assert [turn(number, 3) for number in (1, 2, 3)] == [[0, 1, 2], [2, 1, 0], [0, 1, 2]]

@@ -1,14 +1,22 @@
-"""The figures of a comparison from records whose figures are known."""
+"""The figures of a comparison from known records, and its statistics by hand and against numpy."""
 
 from __future__ import annotations
 
 import math
+import random
 
+import numpy
 import pytest
 
-from megatron_overlap.tools.compare.comparison import compare
-from megatron_overlap.tools.compare.comparison_json import comparison_content
-from megatron_overlap.tools.compare.stats import NotComparableError
+from megatron_overlap.tools.compare.comparison import (
+    NotComparableError,
+    Spread,
+    compare,
+    comparison_content,
+    max_deviation,
+    paired_ratios,
+    percentile,
+)
 from tests.tools.compare.samples import LINK, record, side
 
 KEYS = {"runs", "speedup", "max_loss_deviation", "max_grad_norm_deviation", "link", "versions"}
@@ -62,10 +70,10 @@ def test_deviation_is_the_largest_of_all_rounds_and_iterations_warm_up_included(
     assert comparison_content(result)["max_loss_deviation"] == pytest.approx(0.05)
 
 
-def test_a_loss_that_is_lost_is_an_error() -> None:
-    good, lost = record([1, 1, 1]), record([1, 1, 1], losses=[8.0, math.nan, 7.0])
+def test_a_loss_that_is_nan_in_one_run_is_an_error() -> None:
+    good, nan = record([1, 1, 1]), record([1, 1, 1], losses=[8.0, math.nan, 7.0])
     with pytest.raises(NotComparableError, match="b: loss of iteration 2"):
-        compare([side("a", [good]), side("b", [lost])])
+        compare([side("a", [good]), side("b", [nan])])
 
 
 def test_the_two_parts_of_a_speedup_multiply_to_it() -> None:
@@ -78,9 +86,51 @@ def test_the_two_parts_of_a_speedup_multiply_to_it() -> None:
     assert [entry.name for entry in result.against] == ["b", "b_serial"]
 
 
-def test_unknown_flops_are_null_and_not_zero() -> None:
+def test_unknown_flops_are_null() -> None:
     rounds = [record([1, 1, 1])]
     result = comparison_content(compare([side("a", rounds, flops=None), side("b", rounds, flops=None)]))
     assert result["runs"][0]["tflops_per_device"] is None
     assert result["runs"][0]["mfu"] is None
     assert result["runs"][0]["tokens_per_s"] > 0
+
+
+def test_percentiles_equal_those_of_numpy() -> None:
+    draw = random.Random(1)
+    for size in (1, 2, 3, 7, 40):
+        values = [draw.random() for _ in range(size)]
+        for percent in (0, 20, 50, 80, 100):
+            assert percentile(values, percent) == pytest.approx(float(numpy.percentile(values, percent)), rel=1e-12)
+
+
+def test_an_empty_sample_has_no_percentile() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        percentile([], 50)
+
+
+def test_spread_by_hand() -> None:
+    assert Spread.of([5.0, 1.0, 2.0, 4.0, 3.0, 6.0]) == Spread(median=3.5, p20=2.0, p80=5.0)
+
+
+def test_a_slow_round_cancels_in_the_ratio() -> None:
+    ratios = paired_ratios([[100.0, 100.0, 130.0], [300.0, 300.0]], [[50.0, 50.0, 50.0], [150.0, 150.0, 900.0]])
+    assert ratios == [2.0, 2.0]
+
+
+def test_both_runs_need_the_same_number_of_rounds() -> None:
+    with pytest.raises(ValueError):
+        paired_ratios([[1.0]], [[1.0], [1.0]])
+
+
+def test_largest_relative_deviation() -> None:
+    assert max_deviation([2.0, -4.0, 1.0], [2.0, -4.4, 1.01], "loss") == pytest.approx(0.1)
+    assert max_deviation([0.0], [0.5], "loss") == 0.5
+    assert max_deviation([None, 1.0], [3.0, 1.0], "loss") == 0.0
+    assert max_deviation([None], [3.0], "loss") is None
+    assert max_deviation([math.nan, 1.0], [math.nan, 1.0], "loss") == 0.0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_value_that_is_finite_in_one_run_only_is_an_error(bad: float) -> None:
+    for pair in (([1.0, 2.0], [1.0, bad]), ([1.0, bad], [1.0, 2.0])):
+        with pytest.raises(NotComparableError, match="loss of iteration 2"):
+            max_deviation(*pair, "loss")

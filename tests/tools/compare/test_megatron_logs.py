@@ -1,4 +1,4 @@
-"""`megatron-overlap compare --logs` on lines that real runs of Megatron wrote (`logs/`)."""
+"""`megatron-overlap compare --logs` on the output of real runs of Megatron (`logs/`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STOCK, OVERLAP, OLD = (
 
 
 def times(log: Path) -> list[float]:
-    """By another way than the code under test: the third field of the lines."""
+    """Step times from the third field of the lines, read independently of the code under test."""
     rows = [line.split("|") for line in log.read_text().splitlines() if "| consumed samples" in line]
     return [float(row[2].rpartition(":")[2]) for row in rows]
 
@@ -38,7 +38,7 @@ def test_a_log_is_read(file: Path, seq_length: int) -> None:
     assert all(line.global_batch == 2 and line.loss and line.grad_norm for line in log.lines.values())
 
 
-def test_the_comparison_is_that_of_the_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_comparison_has_the_figures_of_the_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["compare", "--logs", str(STOCK), str(OVERLAP), "--output", str(tmp_path), "--peak-tflops", "0.5"]
     assert cli.main(argv) == 0
     written = json.loads((tmp_path / "compare.json").read_text())
@@ -63,13 +63,13 @@ def test_the_comparison_is_that_of_the_lines(tmp_path: Path, capsys: pytest.Capt
     assert (tmp_path / "compare.png").stat().st_size > 20_000
     page = (tmp_path / "compare.html").read_text()
     assert "finished logs" in page
-    assert "the plugin was on" not in page
-    said = capsys.readouterr().out
-    assert "plugin off" not in said
-    assert "memory" not in said
+    assert "Fallbacks" not in page
+    printed = capsys.readouterr().out
+    assert "plugin off" not in printed
+    assert "memory" not in printed
 
 
-def test_runs_are_cut_to_what_they_share(tmp_path: Path) -> None:
+def test_runs_are_cut_to_their_common_iterations(tmp_path: Path) -> None:
     lines = STOCK.read_text().splitlines(keepends=True)
     later = tmp_path / "later.log"
     later.write_text("".join(line for line in lines if not re.search(r"iteration +1/", line)))
@@ -79,11 +79,11 @@ def test_runs_are_cut_to_what_they_share(tmp_path: Path) -> None:
     assert first.peak is None
 
 
-def test_neither_warm_up_nor_arguments_of_like_names_count(tmp_path: Path) -> None:
+def test_warm_up_and_arguments_with_similar_names_do_not_count(tmp_path: Path) -> None:
     lines = OVERLAP.read_text().splitlines()
     arguments = [re.sub(r"(encoder_seq_length .*) 512", r"\1 64", line) for line in lines]
     changed = tmp_path / "changed.log"
-    # In another order, the first iteration said to be fast.
+    # In another order, with a high rate in the first iteration.
     changed.write_text("\n".join(reversed(arguments[:10])) + "\n" + "\n".join(arguments[10:]))
     changed.write_text(changed.read_text().replace("(TFLOP/s/GPU): 0.0", "(TFLOP/s/GPU): 9.0", 1))
     first, second = sides([read_log(OVERLAP), read_log(changed)])
@@ -91,8 +91,8 @@ def test_neither_warm_up_nor_arguments_of_like_names_count(tmp_path: Path) -> No
     assert second.workload.tokens == 2 * 512
 
 
-def test_what_a_log_does_not_know_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Lines alone, without throughput, as another tool may have kept them; two ranks' outputs in one file."""
+def test_figures_that_a_log_lacks_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Iteration lines without throughput, as another tool may save them; the output of two ranks in one file."""
     text = "".join(line for line in STOCK.read_text().splitlines(keepends=True) if "consumed" in line)
     bare = re.sub(r" throughput per GPU[^|]*\|", "", text)
     (tmp_path / "a.log").write_text("".join(line * 2 for line in bare.splitlines(keepends=True)))
@@ -117,11 +117,11 @@ def test_what_a_log_does_not_know_is_left_out(tmp_path: Path, capsys: pytest.Cap
         (r"\| number of skipped", "| num zeros: 0 | params norm: 105.125 | number of skipped"),
         (r"(?m)^ ", "[rank7]:  "),
         (r"(?m)^ ", "15: node3:  "),
-        (r"(elapsed time per iteration \(ms\): )(\S+)", r"\1\2/999.9"),  # a mean beside it, as Primus prints
+        (r"(elapsed time per iteration \(ms\): )(\S+)", r"\1\2/999.9"),  # Primus prints the mean after it
     ],
 )
-def test_other_releases_and_launchers_write_lines_like_these(old: str, new: str, tmp_path: Path) -> None:
-    """Fields that stand between, before and after, as `training_log` of other releases has them."""
+def test_lines_of_other_releases_and_launchers_are_read(old: str, new: str, tmp_path: Path) -> None:
+    """Fields that `training_log` of other releases writes between, before and after."""
     changed = tmp_path / "changed.log"
     text, number = re.subn(old, new, STOCK.read_text())
     timers = "    forward-backward ...............................: (1690.10, 1690.22)\n"
@@ -132,18 +132,18 @@ def test_other_releases_and_launchers_write_lines_like_these(old: str, new: str,
 
 
 @pytest.mark.parametrize(
-    ("argv", "says"),
+    ("argv", "message"),
     [
         (["{stock}"], "give at least two logs"),
         (["{stock}", "{tmp}/none.log"], "none.log: no such file or directory; give the log of a finished run"),
         (["{stock}", "{tmp}/empty.log"], "has no line with `elapsed time per iteration (ms)`"),
         (["{stock}", "{tmp}/twice.log"], "iteration 1 comes after iteration 6: give one file for each run"),
-        (["{stock}", "{tmp}/short.log"], "has 2 iterations in common with the others; at least 3 are needed"),
+        (["{stock}", "{tmp}/short.log"], "has 2 iterations in common with the other logs; at least 3 are needed"),
         (["{stock}", "{overlap}", "--attribute"], "leave it out with --logs"),
     ],
 )
 def test_wrong_requests_are_one_line(
-    argv: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    argv: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = STOCK.read_text()
     (tmp_path / "empty.log").write_text("nothing\n")
@@ -151,9 +151,9 @@ def test_wrong_requests_are_one_line(
     (tmp_path / "short.log").write_text("".join(text.splitlines(keepends=True)[:-4]))
     places = {"stock": STOCK, "overlap": OVERLAP, "tmp": tmp_path}
     assert cli.main(["compare", "--logs", *(word.format(**places) for word in argv)]) == 2
-    said = capsys.readouterr().err
-    assert says in said
-    assert said.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert printed.count("\n") == 1
 
 
 def test_a_peak_without_logs_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

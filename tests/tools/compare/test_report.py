@@ -1,7 +1,8 @@
-"""The files of a comparison: complete or absent, and the page needs nothing but itself."""
+"""The files of a comparison: complete or absent, and the page needs no other file."""
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import re
@@ -12,24 +13,29 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron_overlap.tools.compare import report, text
+from megatron_overlap.tools.compare import report
 from megatron_overlap.tools.compare.comparison import Comparison, compare
 from megatron_overlap.tools.launch.run_records import Fallback, StepExposed
 from tests.tools.compare.samples import record, side
 
-WHY = (Fallback("row <b>8->4", "gemm_rs", "forward", "a bias & more", 3),)
+FALLBACKS = (Fallback("row <b>8->4", "gemm_rs", "forward", "a bias & more", 3),)
 
 
 def comparison(serial: bool = False) -> Comparison:
     a = side("plain", [record([9, 9, 120, 121, 119]), record([9, 9, 118, 122, 120])])
-    b = side("hidden", [record([9, 9, 60, 61, 62], fallbacks=WHY), record([9, 9, 59, 60, 61])])
+    b = side("hidden", [record([9, 9, 60, 61, 62], fallbacks=FALLBACKS), record([9, 9, 59, 60, 61])])
     c = side("hidden_serial", [record([9, 9, 80, 81, 82]), record([9, 9, 81, 80, 79])])
     settings = {"notes": ["Two rounds."]}
     return compare([a, b, c] if serial else [a, b], serial=2 if serial else None, settings=settings)
 
 
+def pictures(page: str) -> list[str]:
+    """The SVGs of a report, in order."""
+    return [base64.b64decode(data).decode() for data in re.findall(r"data:image/svg\+xml;base64,([^\"]+)", page)]
+
+
 class Page(HTMLParser):
-    """Collects what a browser would fetch, and the text."""
+    """Collects the text of a page and the addresses that a browser would fetch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +51,7 @@ class Page(HTMLParser):
         self.text += data
 
 
-def test_three_files_that_agree(tmp_path: Path) -> None:
+def test_the_three_files_agree_and_the_page_fetches_nothing(tmp_path: Path) -> None:
     result = comparison()
     report.write(result, tmp_path, {"plain": "name: plain\n", "hidden": "name: hidden # <script>\n"})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["compare.html", "compare.json", "compare.png"]
@@ -61,18 +67,19 @@ def test_three_files_that_agree(tmp_path: Path) -> None:
     page.feed(source)
     assert len(page.fetched) == 1
     assert page.fetched[0].startswith("data:image/svg+xml;base64,")
+    assert ">hidden:  60.5 ms,  MFU 33.1%<" in pictures(source)[0]
     assert not re.search(r"url\((?!#)", source)
     assert "@import" not in source
     assert "script" not in page.tags
-    for row in text.rows(result):
+    for row in report.rows(result):
         assert all(cell in page.text for cell in row.cells)
     assert "row <b>8->4" in page.text
     assert "a bias & more" in page.text
     assert "name: hidden # <script>" in page.text
 
 
-def test_the_key_figures_are_of_the_headline_pair() -> None:
-    assert [(one.label, one.value) for one in text.key_figures(comparison(serial=True))] == [
+def test_the_key_figures_are_those_of_the_first_two_runs() -> None:
+    assert [(one.label, one.value) for one in report.key_figures(comparison(serial=True))] == [
         ("speedup", "1.984x"),
         ("step time, ms", "120.0 \N{RIGHTWARDS ARROW} 60.5"),
         ("MFU", "16.7% \N{RIGHTWARDS ARROW} 33.1%"),
@@ -80,49 +87,49 @@ def test_the_key_figures_are_of_the_headline_pair() -> None:
     ]
 
 
-def test_the_parts_of_a_speedup_are_told(tmp_path: Path) -> None:
+def test_the_attribution_is_in_terminal_and_page(tmp_path: Path) -> None:
     result = comparison(serial=True)
     report.write(result, tmp_path, {})
-    assert text.attribution(result) == (
-        "of it: faster collective: 1.491x (1.485 .. 1.496), overlap: 1.331x (1.329 .. 1.332)"
+    assert report.attribution(result) == (
+        "Attribution: faster collective 1.491x (1.485 to 1.496), overlap 1.331x (1.329 to 1.332)"
     )
     assert "faster collective" in (tmp_path / "compare.html").read_text()
-    assert text.attribution(comparison()) is None
+    assert report.attribution(comparison()) is None
 
 
 def test_the_table_has_every_run_and_figure() -> None:
     console = Console(width=160, record=True)
     console.print(report.table(comparison(serial=True)))
-    text = console.export_text()
-    for word in ("plain", "hidden_serial", "reference", "MFU", "tokens/s", "p20 .. p80", "119.0 .. 121.0", "1.984x"):
-        assert word in text
+    shown = console.export_text()
+    for word in ("plain", "hidden_serial", "reference", "MFU", "tokens/s", "p20 to p80", "119.0 to 121.0", "1.984x"):
+        assert word in shown
 
 
-def test_json_has_no_nan(tmp_path: Path) -> None:
-    lost = [8.0, math.nan, math.inf]
-    result = compare([side("a", [record([1, 1, 1], losses=lost)]), side("b", [record([1, 1, 1], losses=lost)])])
+def test_the_json_has_null_for_nan_and_infinity(tmp_path: Path) -> None:
+    diverged = [8.0, math.nan, math.inf]
+    result = compare([side("a", [record([1, 1, 1], losses=diverged)]), side("b", [record([1, 1, 1], losses=diverged)])])
     report.write(result, tmp_path, {})
     written = json.loads((tmp_path / "compare.json").read_text(), parse_constant=lambda name: pytest.fail(name))
     assert written["runs"][0]["losses"] == [8.0, None, None]
 
 
-def test_nothing_is_put_in_place_when_one_file_cannot_be_made(tmp_path: Path) -> None:
+def test_no_file_is_written_if_one_of_them_cannot_be_made(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="configs|undefined|None"):
         report.write(comparison(), tmp_path, None)  # type: ignore[arg-type]
     assert not (tmp_path / "compare.json").exists()
     assert not (tmp_path / "compare.png").exists()
 
 
-def test_exposed_communication_where_it_was_recorded(tmp_path: Path) -> None:
-    """Means over the timed steps: the first two of a launch do not count."""
+def test_exposed_communication_is_in_table_json_and_page(tmp_path: Path) -> None:
+    """Means over the timed steps, without the two warm-up steps of the launch."""
     steps = [StepExposed(900.0, {("gather", "forward"): 900.0})] * 2
     for total in (10.0, 20.0, 60.0):
         steps.append(StepExposed(total, {("gather", "forward"): total / 2, ("scatter", "dgrad"): total / 2}))
     traced = replace(record([9, 9, 100, 100, 100]), exposed=tuple(steps))
     result = compare([side("plain", [record([9, 9, 120, 121, 119])]), side("hidden", [traced])])
-    cells = {row.label: row.cells for row in text.rows(result)}
-    assert cells["exposed communication, ms"] == ("not known", "20.0")
-    assert cells["of the step"] == ("not known", "30.0%")
+    cells = {row.label: row.cells for row in report.rows(result)}
+    assert cells["exposed communication, ms"] == ("unknown", "20.0")
+    assert cells["share of the step"] == ("unknown", "30.0%")
     report.write(result, tmp_path, {})
     plain, hidden = json.loads((tmp_path / "compare.json").read_text())["runs"]
     assert plain["exposed"] is None
@@ -131,23 +138,23 @@ def test_exposed_communication_where_it_was_recorded(tmp_path: Path) -> None:
         {"op": "scatter", "direction": "dgrad", "ms": 15.0, "median_ms": 10.0},
     ]
     page = (tmp_path / "compare.html").read_text()
-    assert "Exposed communication, a step" in page
+    assert "Exposed communication per step" in page
     assert "scatter dgrad" in page
     assert "15.00 ms" in page
 
 
-def test_no_word_of_exposed_communication_where_it_was_not_recorded(tmp_path: Path) -> None:
+def test_without_events_no_row_names_exposed_communication(tmp_path: Path) -> None:
     result = comparison()
-    assert "exposed" not in " ".join(row.label for row in text.rows(result))
+    assert "exposed" not in " ".join(row.label for row in report.rows(result))
     report.write(result, tmp_path, {})
     assert "Exposed" not in (tmp_path / "compare.html").read_text()
 
 
-def test_calls_that_could_not_run_fused_are_told(tmp_path: Path) -> None:
+def test_calls_that_could_not_run_fused_are_reported(tmp_path: Path) -> None:
     why = {"fused kernels need CUDA, not cpu": 24}
     result = compare([side("plain", [record([9, 9, 120])]), side("fused", [record([9, 9, 60], not_fused=why)])])
-    line = "fused: 24 calls were to run fused and ran p2p: fused kernels need CUDA, not cpu."
-    assert line in text.notes(result)
+    line = "fused: 24 calls with method fused ran p2p: fused kernels need CUDA, not cpu."
+    assert line in report.notes(result)
     report.write(result, tmp_path, {"plain": "", "fused": ""})
     assert line in (tmp_path / "compare.html").read_text()
     assert json.loads((tmp_path / "compare.json").read_text())["runs"][1]["plugin"]["not_fused"] == why

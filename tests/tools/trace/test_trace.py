@@ -1,4 +1,4 @@
-"""The trace of a run: all ranks on one clock, nothing that lies over something else in a lane."""
+"""The trace of a run: all ranks on one clock, and no events of one row overlap."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from megatron_overlap import cli
-from megatron_overlap.tools.trace.chrome_trace import Clock, chosen, trace_events
+from megatron_overlap.tools.trace.aligned_events import Clock, align_steps
+from megatron_overlap.tools.trace.command import trace_events
 from megatron_overlap.tracing.events import EventFile, Kind, Mark, Trace, read_events
 
 MS = 1_000_000
@@ -19,9 +20,9 @@ AHEAD = 5000 * MS
 
 
 def record(folder: Path, *, ahead: int = AHEAD, drift: float = 0.0) -> list[Path]:
-    """Two ranks, two steps of 100 ms; rank 1's clock is ahead, runs faster by `drift`, and shows its times so.
+    """Two ranks, two steps of 100 ms. The clock of rank 1 is ahead and runs faster by `drift`.
 
-    Rank 0 waits from 40 to 60 ms of each step for a message that left rank 1 at 50 ms.
+    Rank 0 waits from 40 to 60 ms of each step for a message that rank 1 sends at 50 ms.
     """
     return [_record(folder / f"events-rank{rank}.bin", rank, ahead * rank, drift * rank) for rank in (0, 1)]
 
@@ -51,7 +52,7 @@ def _record(path: Path, rank: int, ahead: int, drift: float) -> Path:
     return path
 
 
-def lanes(events: list[dict[str, Any]]) -> dict[tuple[int, str], list[tuple[str, float, float]]]:
+def rows(events: list[dict[str, Any]]) -> dict[tuple[int, str], list[tuple[str, float, float]]]:
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     found = defaultdict(list)
     for event in events:
@@ -63,7 +64,9 @@ def lanes(events: list[dict[str, Any]]) -> dict[tuple[int, str], list[tuple[str,
 
 @pytest.mark.parametrize("drift", [0.0, 1e-3])
 def test_all_ranks_on_one_clock(tmp_path: Path, drift: float) -> None:
-    found = lanes(list(trace_events(chosen([read_events(path) for path in record(tmp_path, drift=drift)], None, None))))
+    found = rows(
+        list(trace_events(align_steps([read_events(path) for path in record(tmp_path, drift=drift)], None, None)))
+    )
     for rank in (0, 1):
         assert found[rank, "steps"] == [("step 1", 0, 100), ("step 2", 100, 200)]
         assert found[rank, f"from rank {1 - rank} (ranks 0,1)"] == [
@@ -84,31 +87,33 @@ def test_all_ranks_on_one_clock(tmp_path: Path, drift: float) -> None:
         assert all(a[2] <= b[1] for a, b in zip(slices, slices[1:], strict=False)), slices
 
 
-def test_a_message_waits_for_the_one_before(tmp_path: Path) -> None:
-    """Two that left at once do not lie over each other: the second was under way when the first had landed."""
+def test_a_message_starts_after_the_previous_one_is_received(tmp_path: Path) -> None:
+    """Two messages sent at once do not overlap: the second starts when the first is received."""
     file, trace = EventFile(tmp_path / "events-rank0.bin", 0), Trace(lambda: 0)
     for message, stop in ((0, 30), (1, 50)):
         trace.add(Kind.LANDED, 10 * MS, stop * MS, op=trace.name("gather"), message=message, peer=1)
     trace.add(Kind.STEP, 0, 60 * MS, operation=1)
     file.write(trace)
     file.close()
-    events = list(trace_events(chosen([read_events(tmp_path / "events-rank0.bin")], None, None)))
-    assert lanes(events)[0, "from rank 1 (gather)"] == [("gather", 10, 30), ("gather", 30, 50)]
+    events = list(trace_events(align_steps([read_events(tmp_path / "events-rank0.bin")], None, None)))
+    assert rows(events)[0, "from rank 1 (gather)"] == [("gather", 10, 30), ("gather", 30, 50)]
 
 
-def test_clocks_that_were_never_compared_are_taken_as_equal(tmp_path: Path) -> None:
+def test_a_clock_without_marks_has_an_unknown_error(tmp_path: Path) -> None:
     file = EventFile(tmp_path / "events", 4)
     file.close()
     assert Clock.of(read_events(tmp_path / "events")).error_ns is None
 
 
-def test_the_command_writes_what_a_viewer_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_a_chrome_trace_and_prints_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     record(tmp_path)
     assert cli.main(["trace", str(tmp_path), "--steps", "2"]) == 0
-    said = capsys.readouterr().out
-    row = next(line.split() for line in said.splitlines() if line.split()[:1] == ["gather"])
+    printed = capsys.readouterr().out
+    row = next(line.split() for line in printed.splitlines() if line.split()[:1] == ["gather"])
     assert row == ["gather", "forward", "10.00", "20.00", "0"]
-    assert "clocks of all ranks agree to 30 us or better" in said
+    assert "clock error of all ranks: at most 30 us" in printed
     content = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))
     assert {e["name"] for e in content["traceEvents"] if e["ph"] == "X" and e["tid"] == 0} == {"step 2"}
     out = tmp_path / "plain.json"
@@ -117,7 +122,7 @@ def test_the_command_writes_what_a_viewer_reads(tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["none"], "none: no such folder; run with overlap.trace=true"),
         (["empty"], "empty: no events in it; run with overlap.trace=true"),
@@ -128,7 +133,11 @@ def test_the_command_writes_what_a_viewer_reads(tmp_path: Path, capsys: pytest.C
     ],
 )
 def test_a_wrong_request_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("empty", "broken", "good"):
@@ -136,16 +145,16 @@ def test_a_wrong_request_is_one_line(
     (tmp_path / "broken" / "events-rank0.bin").write_bytes(b"nothing\n")
     record(tmp_path / "good")
     assert cli.main(["trace", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert len(said.splitlines()) == 1
-    assert told in said
+    printed = capsys.readouterr().err
+    assert len(printed.splitlines()) == 1
+    assert message in printed
 
 
-def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_ranks_and_incomplete_files_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = record(tmp_path)
     paths[0].rename(tmp_path / "other.bin")
     paths[1].write_bytes(paths[1].read_bytes()[:-5])
     assert cli.main(["trace", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert "no events of ranks 0" in said
-    assert "rank 1: its file ends in the middle of a step" in said
+    printed = capsys.readouterr().out
+    assert "no events of ranks 0" in printed
+    assert "rank 1: its file ends in the middle of a step" in printed

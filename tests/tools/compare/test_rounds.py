@@ -1,4 +1,4 @@
-"""What is launched for which configs, and which cannot be compared."""
+"""The launches of a comparison: completed, checked, and in alternating order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_overlap.config import ConfigError, LaunchConfig
-from megatron_overlap.tools.compare.selection import select
+from megatron_overlap.tools.compare.rounds import launch_order, select
 
 
 def config(name: str = "b", method: str = "p2p", **train: Any) -> LaunchConfig:
@@ -38,16 +38,16 @@ def test_attribution_adds_the_same_messages_without_overlap() -> None:
     assert serial.train == chosen.configs[1].train
 
 
-def test_checkpoints_are_left_out_and_that_is_said() -> None:
+def test_checkpoints_are_not_saved_and_a_note_reports_it() -> None:
     chosen = select([("b.yaml", config(save="checkpoints", save_interval=5))], attribute=False)
     assert all(entry.train.save is None and entry.train.save_interval is None for entry in chosen.configs)
     assert "train.save" in chosen.notes[0]
 
 
 @pytest.mark.parametrize(
-    ("given", "attribute", "says"),
+    ("given", "attribute", "message"),
     [
-        ([config(method="none")], False, "f0.yaml: overlap.tensor.method: none: nothing to compare"),
+        ([config(method="none")], False, "f0.yaml: overlap.tensor.method: none: the config has no overlap"),
         ([config(iterations=2)], False, "f0.yaml: train.iterations: 2: must be at least 3"),
         ([config("a"), config("b", seed=7)], False, "f1.yaml: train.seed: 7: must be 1234 as in f0.yaml"),
         ([config("a"), config("b", seq_length=128)], False, "f1.yaml: train.seq_length: 128: must be 64"),
@@ -56,15 +56,19 @@ def test_checkpoints_are_left_out_and_that_is_said() -> None:
         ([config("a"), config("b", method="none")], True, "f1.yaml: overlap.tensor.method: none: compare --attribute"),
     ],
 )
-def test_what_cannot_be_compared(given: list[LaunchConfig], attribute: bool, says: str) -> None:
+def test_configs_that_are_not_comparable_are_refused(given: list[LaunchConfig], attribute: bool, message: str) -> None:
     files = [(f"f{index}.yaml", entry) for index, entry in enumerate(given)]
     with pytest.raises(ConfigError) as caught:
         select(files, attribute=attribute)
-    assert says in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_another_model_is_not_comparable() -> None:
+def test_configs_with_different_models_are_refused() -> None:
     other = config("b").model_dump()
     other["model"]["num_layers"] = 3
     with pytest.raises(ConfigError, match=r"model\.num_layers: 3: must be 2"):
         select([("a", config("a")), ("b", LaunchConfig.model_validate(other))], attribute=False)
+
+
+def test_every_second_round_is_reversed() -> None:
+    assert [launch_order(number, 3) for number in (1, 2, 3)] == [[0, 1, 2], [2, 1, 0], [0, 1, 2]]

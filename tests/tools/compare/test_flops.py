@@ -1,4 +1,4 @@
-"""Model FLOPs against Megatron's own count, and by hand."""
+"""Model FLOPs against the count of Megatron and by hand; peak rates by device name and by measurement."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_overlap.config import LaunchConfig
-from megatron_overlap.tools.compare import model_flops
+from megatron_overlap.tools.compare import flops
 
 
 def config(model: dict[str, Any], **train: Any) -> LaunchConfig:
@@ -26,7 +26,7 @@ def config(model: dict[str, Any], **train: Any) -> LaunchConfig:
 
 
 def megatron_flops(cfg: LaunchConfig, padded_vocab: int) -> float:
-    """Megatron's count for the same model, by its own function."""
+    """The count of Megatron for the same model, from `num_floating_point_operations`."""
     from megatron.training.training import num_floating_point_operations
 
     model = cfg.model
@@ -74,38 +74,89 @@ def megatron_flops(cfg: LaunchConfig, padded_vocab: int) -> float:
 )
 def test_as_megatron_counts(model: dict[str, Any], tensor: int, padded: int) -> None:
     cfg = config(model, tensor=tensor)
-    assert model_flops.padded_vocab_size(cfg.model.vocab_size, tensor) == padded
-    assert model_flops.step_flops(cfg) == pytest.approx(megatron_flops(cfg, padded), rel=1e-12)
+    assert flops.padded_vocab_size(cfg.model.vocab_size, tensor) == padded
+    assert flops.step_flops(cfg) == pytest.approx(megatron_flops(cfg, padded), rel=1e-12)
 
 
 def test_llama3_8b_by_hand() -> None:
-    token = model_flops.token_flops(config({"preset": "llama3_8b"}).model, 8192, 128256)
+    token = flops.token_flops(config({"preset": "llama3_8b"}).model, 8192, 128256)
     # 32 layers; 32 query heads and 8 key/value heads of 128; 3 GEMMs of 4096 x 14336.
     assert token.projections == 6 * 32 * 4096 * (4096 + 1024 + 1024 + 4096)
     assert token.attention == 6 * 32 * 2 * 4096 * 4096
     assert token.mlp == 6 * 32 * 3 * 4096 * 14336
     assert token.logits == 6 * 4096 * 128256
     assert token.total == pytest.approx(5.147e10, rel=1e-3)
-    full = model_flops.token_flops(config({"preset": "llama3_8b"}).model, 8192, 128256, attention="full")
+    full = flops.token_flops(config({"preset": "llama3_8b"}).model, 8192, 128256, attention="full")
     assert full.attention == 2 * token.attention
     assert full.mlp == token.mlp
 
 
 def test_tokens_and_batch() -> None:
     cfg = config({"preset": "gpt_tiny"})
-    assert model_flops.tokens_per_step(cfg) == 2048
-    assert model_flops.step_flops(config({"preset": "gpt_tiny"}, global_batch_size=8)) == 2 * model_flops.step_flops(
-        cfg
-    )
+    assert flops.tokens_per_step(cfg) == 2048
+    assert flops.step_flops(config({"preset": "gpt_tiny"}, global_batch_size=8)) == 2 * flops.step_flops(cfg)
 
 
 @pytest.mark.parametrize("args", [["--make-vocab-size-divisible-by", "1"], ["--make-vocab-size-divisible-by=1"]])
 def test_another_padding_is_read(args: list[str]) -> None:
     cfg = config({"preset": "gpt_tiny"}, megatron_args=args)
-    assert model_flops.step_flops(cfg) == pytest.approx(megatron_flops(cfg, 4000), rel=1e-12)
+    assert flops.step_flops(cfg) == pytest.approx(megatron_flops(cfg, 4000), rel=1e-12)
 
 
 @pytest.mark.parametrize("arg", ["--num-experts=8", "--multi-latent-attention", "--hybrid-override-pattern=M*"])
 def test_another_model_is_not_guessed(arg: str) -> None:
-    with pytest.raises(model_flops.UnknownFlopsError, match=arg.partition("=")[0]):
-        model_flops.step_flops(config({"preset": "gpt_tiny"}, megatron_args=[arg]))
+    with pytest.raises(flops.UnknownFlopsError, match=arg.partition("=")[0]):
+        flops.step_flops(config({"preset": "gpt_tiny"}, megatron_args=[arg]))
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.4),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA GH200 480GB", 989.4),
+        ("NVIDIA H800", 989.4),
+        ("NVIDIA H20", 148.0),
+        ("NVIDIA A100-SXM4-80GB", 311.9),
+        ("NVIDIA A100 80GB PCIe", 311.9),
+        ("NVIDIA A10", 125.0),
+        ("NVIDIA L40S", 362.1),
+        ("NVIDIA L40", 181.1),
+        ("NVIDIA L4", 121.0),
+        ("NVIDIA L20", 119.5),
+        ("NVIDIA B200", 2250.0),
+        ("NVIDIA GB200", 2500.0),
+    ],
+)
+def test_the_peak_of_a_device_name_is_that_of_its_data_sheet(name: str, tflops: float) -> None:
+    peak = flops.known_peak(name, "bf16")
+    assert peak is not None
+    assert peak.tflops == tflops
+    assert not peak.measured
+
+
+def test_a_device_without_a_data_sheet_figure_has_no_known_peak() -> None:
+    assert flops.known_peak("x86_64", "bf16") is None
+    assert flops.known_peak("NVIDIA H100 80GB HBM3", "fp32") is None
+    assert flops.known_peak("NVIDIA A1000", "bf16") is None
+    assert flops.known_peak("NVIDIA A10G", "bf16") is None
+    assert flops.known_peak("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16") is None
+
+
+def test_the_peak_of_a_cpu_is_measured_on_all_ranks_at_once() -> None:
+    cfg = LaunchConfig.model_validate(
+        {
+            "name": "x",
+            "model": {"preset": "gpt_tiny"},
+            "parallel": {"tensor": 2},
+            "train": {"seq_length": 64, "global_batch_size": 1, "iterations": 3, "precision": "fp32"},
+            "launch": {"device": "cpu"},
+        }
+    )
+    peak = flops.find_peak("x86_64", cfg)
+    assert peak.measured
+    assert "2 processes at once, 1 thread each" in peak.source
+    # A core between a small one and one with wide vector units.
+    assert 0.001 < peak.tflops < 2

@@ -1,0 +1,238 @@
+"""Model FLOPs of a training step and peak FLOP/s of a device: the two figures of the MFU.
+
+Convention for model FLOPs: 2 operations per multiply-add of the matrix multiplications, three times (forward, and the
+gradients of input and weight in backward). Attention scores count half of the square: the causal mask.
+Recomputation, optimizer, norms, activations and embedding look-up count nothing. The logits use the padded vocabulary.
+The throughput line of Megatron uses the same convention. Published figures that count the whole attention square are
+higher for the same step: `attention="full"` gives theirs.
+
+Peak rates are dense. Data sheets often print the figure with sparsity first, which is twice as much.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
+
+from megatron_overlap.config import LaunchConfig, ModelConfig
+from megatron_overlap.tools.launch.processes import run_ranks
+from megatron_overlap.tools.launch.results import RankCommand
+
+Attention = Literal["causal", "full"]
+Precision = Literal["fp32", "bf16", "fp16"]
+
+CONVENTION = "model FLOPs, forward + backward, causal half of attention, no recomputation (as Megatron logs them)"
+VOCABULARY_MULTIPLE = 128  # default of --make-vocab-size-divisible-by in Megatron
+
+_FORWARD_AND_BACKWARD = 3
+_MULTIPLY_ADD = 2
+_MULTIPLE_FLAG = "--make-vocab-size-divisible-by"
+# Arguments that replace or extend the model of the `model` section.
+_OTHER_MODELS = (
+    "--num-experts",
+    "--multi-latent-attention",
+    "--mtp-num-layers",
+    "--hybrid-",
+    "--is-hybrid-model",
+    "--experimental-attention-variant",
+    "--linear-attention-freq",
+    "--attention-output-gate",
+    "--spec",
+    "--heterogeneous-",
+    "--use-checkpoint-args",
+)
+
+# TFLOP/s with dense bf16 or fp16 inputs and fp32 accumulation, by a part of the device name that the driver reports.
+# The first match counts, so longer names come first. Devices that are not in the table are measured.
+HALF_TFLOPS: Mapping[str, float] = MappingProxyType(
+    {
+        "GB200": 2500.0,  # GB200 NVL72 data sheet: 5 PFLOP/s a GPU with sparsity
+        "B200": 2250.0,  # HGX B200 data sheet: 4.5 PFLOP/s a GPU with sparsity
+        "GH200": 989.4,  # GH200 data sheet: 1979 with sparsity
+        "H200 NVL": 835.5,  # H200 data sheet: 1671 with sparsity
+        "H200": 989.4,  # H200 data sheet, SXM: 1979 with sparsity
+        "H100 NVL": 835.5,  # H100 NVL data sheet: 1671 with sparsity
+        "H100 PCIe": 756.4,  # H100 architecture white paper, table of peak rates, PCIe
+        "H100": 989.4,  # H100 architecture white paper, table of peak rates, SXM5
+        "H800 PCIe": 756.4,  # rates of the H100, fewer NVLinks
+        "H800": 989.4,
+        "H20": 148.0,  # H20 data sheet
+        "A100": 311.9,  # A100 architecture white paper, every form factor
+        "A800": 311.9,  # rates of the A100, fewer NVLinks
+        "A30": 165.0,  # A30 data sheet
+        "A40": 149.7,  # A40 data sheet
+        "A10": 125.0,  # A10 data sheet
+        "L40S": 362.1,  # L40S data sheet: 733 with sparsity
+        "L40": 181.1,  # L40 data sheet: 362 with sparsity
+        "L20": 119.5,  # L20 data sheet
+        "L4": 121.0,  # L4 data sheet: 242 with sparsity
+    }
+)
+
+
+class UnknownFlopsError(ValueError):
+    """The FLOPs of this model are unknown; the text names the argument."""
+
+
+@dataclass(frozen=True)
+class TokenFlops:
+    """FLOPs of one token, forward and backward.
+
+    Attributes:
+        projections: QKV and the attention output.
+        attention: scores, and their product with the values.
+        mlp: the MLP.
+        logits: the output layer.
+    """
+
+    projections: float
+    attention: float
+    mlp: float
+    logits: float
+
+    @property
+    def total(self) -> float:
+        return self.projections + self.attention + self.mlp + self.logits
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Peak rate of a device.
+
+    Attributes:
+        tflops: per device (per rank on CPU), in 10^12 operations per second.
+        source: data sheet or measurement, in words.
+        measured: whether the rate was measured on this machine.
+    """
+
+    tflops: float
+    source: str
+    measured: bool
+
+
+def token_flops(
+    model: ModelConfig, seq_length: int, padded_vocab_size: int, attention: Attention = "causal"
+) -> TokenFlops:
+    """FLOPs of one token of a full sequence, forward and backward.
+
+    Args:
+        model: the shape.
+        seq_length: tokens in a sequence.
+        padded_vocab_size: rows of the output layer; see `padded_vocab_size`.
+        attention: `causal` counts half of the score matrix, `full` all of it.
+    """
+    gemm = _FORWARD_AND_BACKWARD * _MULTIPLY_ADD
+    hidden, layers = model.hidden_size, model.num_layers
+    queries = model.head_size * model.num_attention_heads
+    keys_and_values = 2 * model.head_size * model.num_query_groups
+    mlp_gemms = 3 if model.swiglu else 2  # SwiGLU: gate, up and down
+    keys_seen = seq_length / 2 if attention == "causal" else seq_length
+    return TokenFlops(
+        projections=float(gemm * layers * hidden * (queries + keys_and_values + queries)),
+        attention=gemm * layers * 2 * queries * keys_seen,
+        mlp=float(gemm * layers * mlp_gemms * hidden * model.ffn_hidden_size),
+        logits=float(gemm * hidden * padded_vocab_size),
+    )
+
+
+def padded_vocab_size(vocab_size: int, tensor: int, multiple: int = VOCABULARY_MULTIPLE) -> int:
+    """Rows of the embedding in Megatron: each tensor parallel rank holds a multiple of `multiple`."""
+    step = multiple * tensor
+    return -(-vocab_size // step) * step
+
+
+def tokens_per_step(cfg: LaunchConfig) -> int:
+    """Tokens of one iteration over all ranks."""
+    return cfg.train.global_batch_size * cfg.train.seq_length
+
+
+def step_flops(cfg: LaunchConfig, attention: Attention = "causal") -> float:
+    """Model FLOPs of one iteration over all ranks.
+
+    Raises:
+        UnknownFlopsError: `megatron_args` change the model of the `model` section.
+    """
+    known_model(cfg.megatron_args)
+    vocabulary = padded_vocab_size(cfg.model.vocab_size, cfg.parallel.tensor, _multiple(cfg.megatron_args))
+    return token_flops(cfg.model, cfg.train.seq_length, vocabulary, attention).total * tokens_per_step(cfg)
+
+
+def known_model(megatron_args: Sequence[str]) -> None:
+    """Check that no argument changes the model of the `model` section.
+
+    Raises:
+        UnknownFlopsError: an argument changes it.
+    """
+    for arg in megatron_args:
+        if arg.startswith(_OTHER_MODELS):
+            raise UnknownFlopsError(f"megatron_args: {arg}: the FLOPs of that model are unknown")
+
+
+def _multiple(megatron_args: Sequence[str]) -> int:
+    for index, arg in enumerate(megatron_args):
+        flag, equals, value = arg.partition("=")
+        if flag == _MULTIPLE_FLAG:
+            return int(value if equals else megatron_args[index + 1])
+    return VOCABULARY_MULTIPLE
+
+
+def known_peak(device_name: str, precision: Precision) -> Peak | None:
+    """The figure of the data sheet; None if the table has none.
+
+    The table has no fp32 figures: a setting decides whether an fp32 GEMM runs in TF32.
+    """
+    if precision == "fp32" or "MIG" in device_name:  # a MIG instance is a part of the device
+        return None
+    for name, tflops in HALF_TFLOPS.items():
+        # Match whole words: `A100` contains `A10`, and `GH200` contains `H200`.
+        if re.search(rf"(?<![A-Z0-9]){name}(?![A-Z0-9])", device_name, re.IGNORECASE):
+            return Peak(tflops, f"data sheet of the {name}, dense {precision}", measured=False)
+    return None
+
+
+def find_peak(device_name: str, cfg: LaunchConfig) -> Peak:
+    """The peak rate for a run: from the table, or measured on this machine.
+
+    Raises:
+        RunError: the measurement failed.
+    """
+    peak = known_peak(device_name, cfg.train.precision) if cfg.launch.device == "cuda" else None
+    return peak if peak is not None else measure_peak(cfg)
+
+
+def measure_peak(cfg: LaunchConfig) -> Peak:
+    """Time large square GEMMs in the precision and with the threads of the run, on all ranks of the machine at once.
+
+    Ranks that run together share caches, memory and clock rate, as they do in the run.
+
+    Raises:
+        RunError: a rank failed.
+    """
+    device, precision = cfg.launch.device, cfg.train.precision
+    ranks = cfg.world_size if device == "cpu" else 1
+    threads = cfg.launch.threads_per_rank
+    module = "megatron_overlap.tools.doctor.gemm_rate"
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, f"{rank}.json") for rank in range(ranks)]
+        commands = [
+            RankCommand(
+                rank,
+                [sys.executable, "-m", module, str(file), device, precision],
+                {"OMP_NUM_THREADS": str(threads)},
+            )
+            for rank, file in enumerate(files)
+        ]
+        run_ranks(commands, timeout_s=120, log_dir=Path(folder) / "logs")
+        rates = [float(json.loads(file.read_text())["tflops"]) for file in files]
+    source = f"measured: best square {precision} GEMM"
+    if device == "cpu":
+        source += f", {ranks} processes at once, {threads} thread{'s' if threads > 1 else ''} each"
+    return Peak(statistics.median(rates), source, measured=True)
