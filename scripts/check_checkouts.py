@@ -20,9 +20,9 @@ from pathlib import Path
 
 from megatron_overlap.config import load_launch_config
 from megatron_overlap.config.resources import resource_folder
+from megatron_overlap.tools.launch.processes import RunError
 from megatron_overlap.tools.launch.rehearsal import Rehearsal, deviation, rehearse
-from megatron_overlap.tools.launch.results import RunError
-from megatron_overlap.tools.launch.run_records import ArtefactError
+from megatron_overlap.tools.launch.run_records import RunRecordError
 
 OVERRIDES = (
     "train.iterations=5",
@@ -54,7 +54,7 @@ def check(checkout: Path) -> int:
         cfg = load_launch_config(config, (*OVERRIDES, f"launch.entry={script}"))
         with tempfile.TemporaryDirectory() as folder:
             result = rehearse(cfg, Path(folder))
-    except (ValueError, RunError, ArtefactError) as error:
+    except (ValueError, RunError, RunRecordError) as error:
         print(f"| {release_of(checkout)} | failed | | | | | {time.monotonic() - started:.0f} |")
         print(error, file=sys.stderr)
         return 1

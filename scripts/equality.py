@@ -28,9 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_overlap.config import LaunchConfig
-from megatron_overlap.tools.launch.execute import execute
-from megatron_overlap.tools.launch.plan import plan
-from megatron_overlap.tools.launch.results import RunError
+from megatron_overlap.tools.launch.plan import execute, plan
+from megatron_overlap.tools.launch.processes import RunError
 
 FP32_BOUND = 1e-5
 """Relative; another order of the same fp32 sums."""

@@ -29,9 +29,8 @@ from typing import Any
 import psutil
 
 from megatron_overlap.config import LaunchConfig
-from megatron_overlap.tools.launch.execute import execute
-from megatron_overlap.tools.launch.plan import plan
-from megatron_overlap.tools.launch.results import RunError
+from megatron_overlap.tools.launch.plan import execute, plan
+from megatron_overlap.tools.launch.processes import RunError
 
 NAMES = ("loss", "grad_norm")
 FLOOR, FACTOR = 1e-5, 2.0

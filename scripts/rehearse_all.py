@@ -21,12 +21,12 @@ from pathlib import Path
 from megatron_overlap import cli
 from megatron_overlap.config import ConfigError, LaunchConfig, load_launch_config
 from megatron_overlap.config.resources import resource_folder
-from megatron_overlap.tools.launch.downscale import fold
-from megatron_overlap.tools.launch.rehearsal import Rehearsal, deviation, ranks_here, rehearse
-from megatron_overlap.tools.launch.results import RunError
-from megatron_overlap.tools.launch.run_records import ArtefactError
+from megatron_overlap.tools.launch.downscale import downscale
+from megatron_overlap.tools.launch.processes import RunError
+from megatron_overlap.tools.launch.rehearsal import Rehearsal, deviation, max_local_ranks, rehearse
+from megatron_overlap.tools.launch.run_records import RunRecordError
 
-HEAD = "| config | dry-run | folded to | loss apart | grad-norm apart | calls overlapped | verdict | s |"
+HEAD = "| config | dry-run | downscaled to | loss apart | grad-norm apart | calls overlapped | verdict | s |"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = arguments.configs or on_gpus()
     overrides = [] if arguments.precision is None else [f"train.precision={arguments.precision}"]
     print(f"{HEAD}\n{'|---' * (HEAD.count('|') - 1)}|", flush=True)
-    verdicts = [check(name, overrides, arguments.ranks or ranks_here()) for name in names]
+    verdicts = [check(name, overrides, arguments.ranks or max_local_ranks()) for name in names]
     return 0 if all(verdicts) else 1
 
 
@@ -57,23 +57,28 @@ def check(name: str, overrides: Sequence[str], max_ranks: int) -> bool:
     cells = ["failed", "", "", "", ""]
     proven = False
     try:
-        folded, _ = fold(load_launch_config(files[1], overrides), max_ranks)
+        downscaled, _ = downscale(load_launch_config(files[1], overrides), max_ranks)
         with tempfile.TemporaryDirectory() as folder:
-            result = rehearse(folded, Path(folder))
+            result = rehearse(downscaled, Path(folder))
         proven = planned and not result.failures
-        cells = [*figures(folded, result), "passed" if proven else "FAILED"]
+        cells = [*figures(downscaled, result), "passed" if proven else "FAILED"]
         for failure in result.failures:
             print(f"{name}: {failure}", file=sys.stderr)
-    except (ConfigError, RunError, ArtefactError) as error:
+    except (ConfigError, RunError, RunRecordError) as error:
         print(f"{name}: {error}", file=sys.stderr)
     row = [f"`{name}`", "yes" if planned else "no", *cells, f"{time.monotonic() - started:.0f}"]
     print(f"| {' | '.join(row)} |", flush=True)
     return proven
 
 
-def figures(folded: LaunchConfig, result: Rehearsal) -> list[str]:
-    parallel = folded.parallel
-    sizes = {"TP": parallel.tensor, "CP": parallel.context, "PP": parallel.pipeline, "DP": folded.data_parallel_size}
+def figures(downscaled: LaunchConfig, result: Rehearsal) -> list[str]:
+    parallel = downscaled.parallel
+    sizes = {
+        "TP": parallel.tensor,
+        "CP": parallel.context,
+        "PP": parallel.pipeline,
+        "DP": downscaled.data_parallel_size,
+    }
     layout = " ".join(f"{kind}{size}" for kind, size in sizes.items() if size > 1)
     loss = max(deviation(*step.loss) for step in result.steps)
     norm = max(deviation(*step.grad_norm) for step in result.steps)

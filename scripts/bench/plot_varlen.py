@@ -73,7 +73,7 @@ def draw(result: dict[str, Any], output: Path) -> None:
     link, versions = result["link"], result["versions"]
     figure.suptitle(
         f"{mine[0]['tokens']} tokens on 2 nodes of 2 ranks, CPUs, cards of {link['gbps']} and links inside of "
-        f"{link['inside_gbps']} Gbit/s. torch {versions['torch']}, {versions['processor']}",
+        f"{link['intra_node_gbps']} Gbit/s. torch {versions['torch']}, {versions['processor']}",
         fontsize=10,
     )
     figure.tight_layout(rect=(0, 0.55 / figure.get_figheight(), 1, 0.99))

@@ -3,7 +3,7 @@
     python scripts/bench/varlen.py --json varlen.json --png varlen.png
 
 Four ranks, two nodes: every rank is a host of a netlab with a card of its own (`--gbps`) and a faster link inside its
-node (`--inside-gbps`). All ways run in turn, on one kernel and one transport; ratios are made within a round.
+node (`--intra-node-gbps`). All ways run in turn, on one kernel and one transport; ratios are made within a round.
 
 The defaults stand for 64K tokens on 16 GPUs of 4K tokens each: documents are drawn from published distributions, as
 many as 64K tokens hold, and divided by `--scale`; and a rank has about a fifth of the tokens from which on a ring
@@ -61,7 +61,7 @@ def main() -> None:
         if args.loopback:
             run_workers(__file__, options, NODES * DEVICES, timeout_s=args.timeout)
         else:
-            inside = {"hosts_per_node": DEVICES, "inside_gbps": args.inside_gbps}
+            inside = {"hosts_per_node": DEVICES, "intra_node_gbps": args.intra_node_gbps}
             with Netlab(NODES * DEVICES, args.gbps, **inside) as lab:
                 run_workers(__file__, options, NODES * DEVICES, lab=lab, timeout_s=args.timeout)
         result: dict[str, Any] = json.loads(out.read_text())
@@ -73,7 +73,11 @@ def main() -> None:
     result["summary"] = summary(result["rows"])
     for line in result["summary"]:
         print(f"{line['batch']}, {line['direction']}: {line['ratio']:.2f} x {line['over']}, asked {line['asked']}")
-    link = {"kind": "loopback" if args.loopback else "netlab", "gbps": args.gbps, "inside_gbps": args.inside_gbps}
+    link = {
+        "kind": "loopback" if args.loopback else "netlab",
+        "gbps": args.gbps,
+        "intra_node_gbps": args.intra_node_gbps,
+    }
     result |= {"link": link, "versions": versions(), "command": sys.argv}
     if args.json:
         Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
@@ -116,7 +120,7 @@ def work(args: argparse.Namespace) -> None:
     transport = transport_of(dist.group.WORLD)
     shape = Shape(args.heads, args.kv_heads, args.size, DTYPES[args.dtype])
     cost = calibrate(shape)
-    inside, between = args.inside_gbps / 8, args.gbps / 8
+    inside, between = args.intra_node_gbps / 8, args.gbps / 8
     latencies = {"intra_latency_us": args.inside_latency_us, "inter_latency_us": args.latency_us}
     topology = Topology(NODES, DEVICES, DEVICES, intra_gbps=inside, inter_gbps=between, **latencies)
     rows = []
@@ -257,7 +261,7 @@ def measure(
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--gbps", type=float, default=0.15, help="rate of each rank's card, Gbit/s")
-    parser.add_argument("--inside-gbps", type=float, default=1.125, help="rate of each rank's link inside its node")
+    parser.add_argument("--intra-node-gbps", type=float, default=1.125, help="rate of each rank's link inside its node")
     parser.add_argument("--latency-us", type=float, default=400.0, help="of a message between nodes, for the planner")
     parser.add_argument("--inside-latency-us", type=float, default=250.0, help="the same, inside a node")
     parser.add_argument("--loopback", action="store_true", help="no limited links: a check, not a measurement")

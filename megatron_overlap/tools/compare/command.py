@@ -35,7 +35,7 @@ from megatron_overlap.tools.compare.flops import (
 from megatron_overlap.tools.compare.megatron_logs import NOTES, read_log
 from megatron_overlap.tools.compare.megatron_logs import sides as read_sides
 from megatron_overlap.tools.compare.rounds import LaunchFailedError, Progress, Selection, run_rounds, select
-from megatron_overlap.tools.launch.results import RunError
+from megatron_overlap.tools.launch.processes import RunError
 
 
 def compare(

@@ -23,8 +23,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from megatron_overlap.config import LaunchConfig, ModelConfig
-from megatron_overlap.tools.launch.processes import run_ranks
-from megatron_overlap.tools.launch.results import RankCommand
+from megatron_overlap.tools.launch.processes import RankCommand, run_ranks
 
 Attention = Literal["causal", "full"]
 Precision = Literal["fp32", "bf16", "fp16"]

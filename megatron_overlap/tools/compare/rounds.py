@@ -11,11 +11,10 @@ from typing import Any
 
 from megatron_overlap.config import ConfigError, LaunchConfig, load_launch_config, without_overlap
 from megatron_overlap.tools.compare.comparison import WARM_UP_ITERATIONS
-from megatron_overlap.tools.launch.execute import execute
 from megatron_overlap.tools.launch.netlab import NetlabError
-from megatron_overlap.tools.launch.plan import LaunchPlan, plan
-from megatron_overlap.tools.launch.results import RunError
-from megatron_overlap.tools.launch.run_records import ArtefactError, RunRecord, read_run
+from megatron_overlap.tools.launch.plan import LaunchPlan, execute, plan
+from megatron_overlap.tools.launch.processes import RunError
+from megatron_overlap.tools.launch.run_records import RunRecord, RunRecordError, read_run
 
 _ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+\s*\|.*?elapsed time per iteration \(ms\):\s*([\d.]+)")
 
@@ -201,7 +200,7 @@ def _launch(
     try:
         execute(launch_plan, on_line=on_line, on_note=on_note)
         return read_run(launch_plan.run_dir, config.world_size, config.train.iterations)
-    except (RunError, NetlabError, ArtefactError) as error:
+    except (RunError, NetlabError, RunRecordError) as error:
         raise LaunchFailedError(f"round {start.round} of {start.rounds}, {config.name}: {error}") from error
 
 

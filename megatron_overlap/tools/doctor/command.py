@@ -20,8 +20,8 @@ from megatron_overlap.config import ConfigError
 from megatron_overlap.tools.doctor import calibration, findings, machine
 from megatron_overlap.tools.doctor.gemm_rate import DTYPES
 from megatron_overlap.tools.doctor.precision import objection
+from megatron_overlap.tools.launch.processes import RunError
 from megatron_overlap.tools.launch.ranks import run_workers
-from megatron_overlap.tools.launch.results import RunError
 
 TEST_DEADLINE_S, CALIBRATE_DEADLINE_S = 10.0, 60.0
 # Sums of a handful of terms in another order, fp32.

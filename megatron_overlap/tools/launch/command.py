@@ -1,7 +1,8 @@
-"""`megatron-overlap launch`: runs a launch config, or prints what it would run."""
+"""`megatron-overlap launch`: run a launch config, print its plan, rehearse it on CPUs or write a Slurm batch file."""
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -13,47 +14,61 @@ from rich.console import Console
 
 from megatron_overlap.config import ConfigError, LaunchConfig, load_launch_config, without_overlap
 from megatron_overlap.config.resources import config_file
-from megatron_overlap.tools.launch.downscale import fold
-from megatron_overlap.tools.launch.execute import execute
+from megatron_overlap.tools.launch.downscale import downscale
 from megatron_overlap.tools.launch.netlab import NetlabError
-from megatron_overlap.tools.launch.plan import plan
-from megatron_overlap.tools.launch.progress import show
-from megatron_overlap.tools.launch.rehearsal import folding_table, ranks_here, steps_table
+from megatron_overlap.tools.launch.plan import execute, plan
+from megatron_overlap.tools.launch.processes import RunError
+from megatron_overlap.tools.launch.rehearsal import changes_table, max_local_ranks, steps_table
 from megatron_overlap.tools.launch.rehearsal import rehearse as run_rehearsal
-from megatron_overlap.tools.launch.results import RunError
-from megatron_overlap.tools.launch.run_records import ArtefactError
+from megatron_overlap.tools.launch.run_records import RunRecordError
 from megatron_overlap.tools.launch.slurm import batch_file
+
+_ITERATION = re.compile(r"iteration\s+(\d+)/\s*(\d+)\s*\|")
+# Not anchored: Megatron releases differ in the fields before and after these.
+_FIELDS = (
+    ("{} ms", re.compile(r"elapsed time per iteration \(ms\): ([\d.]+)")),
+    ("lm loss {}", re.compile(r"lm loss: ([-+.\deEnaif]+)")),
+    ("grad norm {}", re.compile(r"grad norm: ([-+.\deEnaif]+)")),
+    ("{} TFLOP/s per device", re.compile(r"throughput per GPU \(TFLOP/s/GPU\): ([\d.]+)")),
+    ("skipped {}", re.compile(r"number of skipped iterations:\s+([1-9]\d*)")),
+)
+_EVENTS = re.compile(r"validation loss at|successfully (?:saved|loaded) checkpoint|exiting program at", re.IGNORECASE)
+_TORCHRUN = re.compile(r"^\[\w+?\d+\]:")  # torchrun's prefix of every line of a rank
+# The plugin's report: two lines of text, then tables with titles.
+_REPORT = re.compile(
+    r"^(?:megatron_overlap is |tensor: |patches\s*$|calls on this rank\s*$|autotuning\s*$|[\u2500-\u257f])"
+)
 
 
 def launch(
     config: Annotated[Path, typer.Argument(help="Launch config: a YAML file, or the name of a shipped one.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, over what the file says.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value; overrides the file.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and start nothing.")] = False,
     run_dir: Annotated[
-        Path | None, typer.Option("--run-dir", help="Folder of this run; else a new one in launch.output_dir.")
+        Path | None, typer.Option("--run-dir", help="Folder of this run. Default: a new folder in launch.output_dir.")
     ] = None,
     rendezvous: Annotated[
-        str | None, typer.Option("--rendezvous", help="HOST:PORT of the first node, for several nodes.")
+        str | None, typer.Option("--rendezvous", help="HOST:PORT of the first node. Required with several nodes.")
     ] = None,
     rehearse: Annotated[
         bool,
         typer.Option(
-            "--rehearse", help="Run it folded on the CPUs of this machine, and compare it with stock Megatron."
+            "--rehearse", help="Run a downscaled copy on the CPUs of this machine and compare it with the stock path."
         ),
     ] = False,
     rehearse_ranks: Annotated[
         int | None,
-        typer.Option("--rehearse-ranks", min=1, help="Ranks of the rehearsal, if not what suits the machine."),
+        typer.Option("--rehearse-ranks", min=1, help="Most ranks of the rehearsal. Default: as many as fit."),
     ] = None,
     emit_slurm: Annotated[
         bool,
-        typer.Option("--emit-slurm", help="Write a Slurm batch file to the FILE named after it, or to the terminal."),
+        typer.Option("--emit-slurm", help="Write a Slurm batch file to FILE, the argument that follows, or to stdout."),
     ] = False,
     baseline: Annotated[
         str | None,
         typer.Option(
             "--baseline",
-            help="With --emit-slurm: make a job array of this config (`self`: the same without overlap) and CONFIG.",
+            help="With --emit-slurm: write a job array of this config and CONFIG. `self` is CONFIG without overlap.",
         ),
     ] = None,
 ) -> int:
@@ -70,11 +85,11 @@ def launch(
         raise ConfigError("command line", "launch --rehearse-ranks", rehearse_ranks, "needs --rehearse")
     cfg = load_launch_config(config, overrides or (), inputs=not dry_run)
     if cfg.launch.nodes > 1 and not dry_run:
-        need_one_place("launch", rendezvous, run_dir, cfg.launch.nodes)
+        require_shared_options("launch", rendezvous, run_dir, cfg.launch.nodes)
     folder = run_dir if run_dir is not None else new_run_dir(cfg)
     try:
         launch_plan = plan(cfg, folder, rendezvous=rendezvous)
-    except ConfigError as error:  # a plan does not know which file its config came from
+    except ConfigError as error:  # the plan knows the config's name; the message names its file
         raise ConfigError(str(config), error.key, error.value, error.remedy) from error
     if dry_run:
         print(launch_plan.render())
@@ -89,41 +104,43 @@ def launch(
         print(f"{cfg.name}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"{cfg.name}: interrupted; all ranks ended", file=sys.stderr)
+        print(f"{cfg.name}: interrupted; all ranks have ended", file=sys.stderr)
         return 130
     print(f"{cfg.name}: done after {result.wall_s:.1f} s; run directory: {folder}")
     return 0
 
 
 def _rehearse(config: Path, overrides: Sequence[str], run_dir: Path | None, max_ranks: int | None) -> int:
-    """Folds, runs with and without the overlap, prints what was folded and the verdict."""
+    """Downscale the config, run it with and without the overlap, print the changes and the verdict."""
     cfg = load_launch_config(config, overrides)
-    folded, changes = fold(cfg, max_ranks or ranks_here())
-    folder = run_dir if run_dir is not None else new_run_dir(folded)
-    # Rich would cut words at 80 columns where the output is not a terminal.
+    downscaled, changes = downscale(cfg, max_ranks or max_local_ranks())
+    folder = run_dir if run_dir is not None else new_run_dir(downscaled)
+    # Rich wraps at 80 columns if the output is not a terminal.
     console = Console(width=None if sys.stdout.isatty() else 150, markup=False)
-    console.print(folding_table(changes))
+    console.print(changes_table(changes))
     try:
-        result = run_rehearsal(folded, folder, lambda started: print(f"{started.name}: {folder}", flush=True))
-    except (RunError, ArtefactError) as error:
+        result = run_rehearsal(downscaled, folder, lambda started: print(f"{started.name}: {folder}", flush=True))
+    except (RunError, RunRecordError) as error:
         print(f"{cfg.name}: {error}", file=sys.stderr)
         return 1
     console.print(steps_table(result))
-    for left in result.report.fallbacks if result.report is not None else ():
-        print(f"Megatron's own path: {left.module}: {left.op} {left.direction}: {left.calls} calls: {left.reason}")
+    for calls in result.report.fallbacks if result.report is not None else ():
+        print(f"stock path: {calls.module}: {calls.op} {calls.direction}: {calls.calls} calls: {calls.reason}")
     for failure in result.failures:
         print(f"{cfg.name}: {failure}", file=sys.stderr)
-    calls = f"{result.report.overlapped_calls} calls overlapped" if result.report is not None else "the plugin was off"
-    print(f"{cfg.name}: rehearsal {'FAILED' if result.failures else 'passed'}: {calls}")
+    overlapped = (
+        f"{result.report.overlapped_calls} calls overlapped" if result.report is not None else "the plugin was off"
+    )
+    print(f"{cfg.name}: rehearsal {'FAILED' if result.failures else 'passed'}: {overlapped}")
     return 1 if result.failures else 0
 
 
 def _emit_slurm(config: Path, arguments: list[str], baseline: str | None) -> int:
-    """Writes the batch file; what is no override among the arguments is its name."""
+    """Write the batch file. The argument without `=` is its name; the others are overrides."""
     files = [text for text in arguments if "=" not in text]
     overrides = [text for text in arguments if "=" in text]
     if len(files) > 1:
-        raise ConfigError("command line", "launch --emit-slurm", " ".join(files), "name one file, or none")
+        raise ConfigError("command line", "launch --emit-slurm", " ".join(files), "give at most one file name")
     configs = [load_launch_config(config, overrides)]
     if baseline == "self":
         configs.insert(0, without_overlap(configs[0]))
@@ -131,7 +148,10 @@ def _emit_slurm(config: Path, arguments: list[str], baseline: str | None) -> int
         configs.insert(0, load_launch_config(config_file(baseline), overrides))
         if configs[0].name == configs[1].name:
             raise ConfigError(
-                baseline, "name", configs[0].name, f"must differ from that of {config}: it names a folder"
+                baseline,
+                "name",
+                configs[0].name,
+                f"must differ from that in {config}: it names the run directory",
             )
     text = batch_file(configs, files[0] if files else "FILE")
     if not files:
@@ -147,7 +167,7 @@ def _emit_slurm(config: Path, arguments: list[str], baseline: str | None) -> int
 
 
 def new_run_dir(cfg: LaunchConfig) -> Path:
-    """A name in `launch.output_dir` that nothing has yet: the config's name and the time."""
+    """An unused folder name in `launch.output_dir`: the name of the config and the time."""
     stem = Path(cfg.launch.output_dir) / f"{cfg.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder, number = stem, 2
     while folder.exists():
@@ -155,8 +175,8 @@ def new_run_dir(cfg: LaunchConfig) -> Path:
     return folder
 
 
-def need_one_place(command: str, rendezvous: str | None, run_dir: Path | None, nodes: int) -> None:
-    """Several nodes must agree on where they meet and what the run is called."""
+def require_shared_options(command: str, rendezvous: str | None, run_dir: Path | None, nodes: int) -> None:
+    """Require the options that must be the same on every node of a multi-node run."""
     for option, value, what in (
         ("--rendezvous", rendezvous, "HOST:PORT of the first node"),
         ("--run-dir", run_dir, "a folder that all nodes share"),
@@ -167,16 +187,41 @@ def need_one_place(command: str, rendezvous: str | None, run_dir: Path | None, n
 
 
 class _Progress:
-    """Prints what is worth it: the plugin's report from rank 0, the iterations from whichever rank logs them."""
+    """Prints the plugin's report, which rank 0 writes, and the iterations, which Megatron logs on the last rank."""
 
     def __init__(self, cfg: LaunchConfig) -> None:
         self._ranks = {0, cfg.world_size - 1}
 
     def __call__(self, rank: int, line: str) -> None:
-        text = show(line) if rank in self._ranks else None
+        text = progress_line(line) if rank in self._ranks else None
         if text is not None:
             print(text, flush=True)
 
 
 def _note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr, flush=True)
+
+
+def progress_line(line: str) -> str | None:
+    """The text that `launch` prints for a line of a rank; None: print nothing.
+
+    A logged iteration becomes `iteration 3/20: 412.5 ms, lm loss 4.608128, grad norm 3.286`.
+    """
+    line = _TORCHRUN.sub("", line)
+    found = _ITERATION.search(line)
+    if found is not None:
+        fields = [text.format(_plain(match[1])) for text, pattern in _FIELDS if (match := pattern.search(line))]
+        return f"iteration {found[1]}/{found[2]}: {', '.join(fields)}"
+    if _EVENTS.search(line) or _REPORT.search(line):
+        return line.rstrip()
+    return None
+
+
+def iteration_of(line: str) -> int | None:
+    """The number of the iteration that a line of a rank logs; None if it logs no iteration."""
+    found = _ITERATION.search(line)
+    return None if found is None else int(found[1])
+
+
+def _plain(number: str) -> str:
+    return f"{float(number):.6g}" if "E" in number.upper() else number

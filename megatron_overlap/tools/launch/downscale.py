@@ -1,18 +1,18 @@
-"""A launch config folded to what a machine without a GPU can run in a minute: a config in, a config out.
+"""Downscale a launch config so that a machine without a GPU runs it in about a minute.
 
-Nothing of the machine is looked at but whether the data files are here.
+The function maps a config to a config. The only state of the machine that it reads is whether the data files exist.
 
-The rule, in order:
+The rules, in order:
 
-1. Ranks: every parallel size above 1 becomes 2. While that is more ranks than allowed, one kind goes to 1: data first,
-   then pipeline, then context; tensor last. Context is 1 too where only TransformerEngine's attention has it.
-2. Model: one layer a pipeline stage and at least two; heads and key/value heads in their proportion, 32 wide, as few
-   as the tensor ranks allow; the MLP as many times wider than the model as it was.
-3. Training: 3 steps of one sequence (128 tokens) a micro-batch, as many micro-batches as before but at most 2 a stage;
-   no checkpoint, no evaluation. Data is made up where the files are not here; only then the vocabulary is 1000.
-4. What needs a GPU is replaced or left out. All other Megatron arguments stay, word by word.
+1. Ranks: every parallel size above 1 becomes 2. If the product exceeds the limit, sizes become 1 in the order data,
+   pipeline, context, tensor. Context also becomes 1 if only TransformerEngine's attention supports it.
+2. Model: one layer per pipeline stage and at least two layers. Query heads and key/value heads keep their ratio, have
+   32 columns and are as few as the tensor ranks allow. The MLP keeps its ratio to the hidden size.
+3. Training: 3 steps, sequences of 128 tokens, one sequence per micro-batch, at most 2 micro-batches per stage. No
+   checkpoints and no evaluation. If the data files do not exist, the data is mock data and the vocabulary 1000.
+4. Arguments that need a GPU are replaced or removed. All other Megatron arguments are unchanged.
 
-Every difference to the config is in the list of changes: nothing is folded that is not shown.
+The list of changes names every difference from the config.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SEQ_LENGTH = 128
 HEAD_SIZE = 32
 VOCAB_SIZE = 1000
 
-# Megatron arguments that need a GPU, or a library that does; by how they begin.
+# Prefixes of Megatron arguments that need a GPU or a library that needs one.
 NEEDS_GPU = (
     "--fp8",
     "--fp4",
@@ -65,35 +65,45 @@ _STAGES = "--num-layers-per-virtual-pipeline-stage"
 
 @dataclass(frozen=True)
 class Change:
-    """One key or argument that a rehearsal has otherwise."""
+    """One key or argument whose value in the rehearsal differs from the config.
+
+    Attributes:
+        key: dotted key, or `megatron_args`.
+        before: value in the config.
+        after: value in the rehearsal.
+        reason: why it differs.
+    """
 
     key: str
-    was: str
-    now: str
-    why: str
+    before: str
+    after: str
+    reason: str
 
 
-def fold(cfg: LaunchConfig, max_ranks: int) -> tuple[LaunchConfig, list[Change]]:
-    """Fold a config.
+def downscale(cfg: LaunchConfig, max_ranks: int) -> tuple[LaunchConfig, list[Change]]:
+    """Downscale a config.
 
     Args:
         cfg: any launch config.
-        max_ranks: ranks that this machine can hold.
+        max_ranks: most ranks of the downscaled run.
 
     Returns:
-        the folded config, named `NAME_rehearsal`, and what differs, one entry each.
+        the downscaled config, named `NAME_rehearsal`, and its differences from `cfg`.
+
+    Raises:
+        ConfigError: balanced attention needs documents, and the data files do not exist.
     """
-    data_is_here = cfg.data.kind != "mock" and not any(p.key == "data.path" for p in missing_inputs(cfg))
-    if cfg.overlap.varlen.method != "none" and not data_is_here:
-        remedy = "overlap.varlen reads documents, which cannot be made up; python scripts/prepare_data.py makes some"
+    has_data = cfg.data.kind != "mock" and not any(p.key == "data.path" for p in missing_inputs(cfg))
+    if cfg.overlap.varlen.method != "none" and not has_data:
+        remedy = "overlap.varlen needs a document data set; make one with python scripts/prepare_data.py"
         raise ConfigError(cfg.name, "data.path", cfg.data.path, remedy)
-    sizes = _fold_ranks(cfg, max_ranks)
-    args, dropped = _fold_args(cfg, sizes)
+    sizes = _downscaled_ranks(cfg, max_ranks)
+    args, dropped = _downscaled_args(cfg, sizes)
     dump = cfg.model_dump()
     micro = min(cfg.num_microbatches, 2 * sizes["pipeline"])
-    train = _fold_train(cfg)
-    model = _fold_model(cfg, sizes, keep_vocabulary=data_is_here or _has_tokenizer(cfg), stages=_stages(args))
-    folded: dict[str, Any] = {
+    train = _downscaled_train(cfg)
+    model = _downscaled_model(cfg, sizes, keep_vocab_size=has_data or _has_tokenizer(cfg), stages=_stages(args))
+    downscaled: dict[str, Any] = {
         **dump,
         "name": f"{cfg.name}_rehearsal",
         "model": {**dump["model"], "preset": None, **model},
@@ -103,7 +113,7 @@ def fold(cfg: LaunchConfig, max_ranks: int) -> tuple[LaunchConfig, list[Change]]
             "sequence_parallel": cfg.parallel.sequence_parallel and sizes["tensor"] > 1,
         },
         "train": {**dump["train"], **train, "global_batch_size": train["micro_batch_size"] * micro * sizes["data"]},
-        "data": {**dump["data"], "workers": 0} if data_is_here else {"kind": "mock", "workers": 0},
+        "data": {**dump["data"], "workers": 0} if has_data else {"kind": "mock", "workers": 0},
         "launch": {
             **dump["launch"],
             "device": "cpu",
@@ -112,25 +122,25 @@ def fold(cfg: LaunchConfig, max_ranks: int) -> tuple[LaunchConfig, list[Change]]
             "hosts": None,
             "threads_per_rank": 1,
         },
-        "overlap": {**dump["overlap"], "tensor": {**dump["overlap"]["tensor"], "method": _rehearsed(cfg)}},
+        "overlap": {**dump["overlap"], "tensor": {**dump["overlap"]["tensor"], "method": _tensor_method(cfg)}},
         "megatron_args": args,
     }
-    result = LaunchConfig.model_validate(folded)
-    return result, [*_differences(cfg, result, sizes), *_choice(cfg), *dropped, *_kernels(cfg)]
+    result = LaunchConfig.model_validate(downscaled)
+    return result, [*_differences(cfg, result, sizes), *_method_changes(cfg), *dropped, *_kernels(cfg)]
 
 
-def _rehearsed(cfg: LaunchConfig) -> str:
-    """On so small a model Megatron's own path is the fastest, and a choice would rehearse nothing."""
+def _tensor_method(cfg: LaunchConfig) -> str:
+    """p2p for auto: on a model this small auto selects the stock path, and the rehearsal would test nothing."""
     return "p2p" if cfg.overlap.tensor.method == "auto" else cfg.overlap.tensor.method
 
 
-def _choice(cfg: LaunchConfig) -> list[Change]:
+def _method_changes(cfg: LaunchConfig) -> list[Change]:
     if cfg.overlap.tensor.method != "auto":
         return []
-    return [Change("overlap.tensor.method", "auto", "p2p", "so small a model would choose Megatron's own path")]
+    return [Change("overlap.tensor.method", "auto", "p2p", "auto selects the stock path on a model this small")]
 
 
-def _fold_ranks(cfg: LaunchConfig, max_ranks: int) -> dict[str, int]:
+def _downscaled_ranks(cfg: LaunchConfig, max_ranks: int) -> dict[str, int]:
     parallel = cfg.parallel
     full = {
         "tensor": parallel.tensor,
@@ -140,20 +150,22 @@ def _fold_ranks(cfg: LaunchConfig, max_ranks: int) -> dict[str, int]:
     }
     sizes = {kind: min(size, 2) for kind, size in full.items()}
     if cfg.overlap.ulysses.method == "none" and cfg.overlap.varlen.method == "none":
-        sizes["context"] = 1  # Megatron's local attention, which TransformerEngine's is replaced by, has none
+        sizes["context"] = 1  # the local attention replaces TransformerEngine's and has no context parallelism
     for kind in ("data", "pipeline", "context", "tensor"):
         if math.prod(sizes.values()) > max_ranks:
             sizes[kind] = 1
     return sizes
 
 
-def _fold_model(cfg: LaunchConfig, sizes: Mapping[str, int], *, keep_vocabulary: bool, stages: int) -> dict[str, Any]:
+def _downscaled_model(
+    cfg: LaunchConfig, sizes: Mapping[str, int], *, keep_vocab_size: bool, stages: int
+) -> dict[str, Any]:
     model, tensor = cfg.model, sizes["tensor"]
     per_group = model.num_attention_heads // model.num_query_groups
     groups = tensor if per_group > 1 else 2 * tensor
     heads = groups * min(per_group, 4)
     hidden = heads * HEAD_SIZE
-    # Context parallelism over heads needs as many key/value heads as it has ranks.
+    # Ulysses attention needs at least one key/value head per context rank.
     groups, heads, hidden = (value * sizes["context"] for value in (groups, heads, hidden))
     step = 8 * tensor
     return {
@@ -163,12 +175,12 @@ def _fold_model(cfg: LaunchConfig, sizes: Mapping[str, int], *, keep_vocabulary:
         "num_query_groups": groups,
         "kv_channels": HEAD_SIZE if model.kv_channels is not None else None,
         "ffn_hidden_size": max(step, hidden * model.ffn_hidden_size // model.hidden_size // step * step),
-        "vocab_size": model.vocab_size if keep_vocabulary else min(model.vocab_size, VOCAB_SIZE),
+        "vocab_size": model.vocab_size if keep_vocab_size else min(model.vocab_size, VOCAB_SIZE),
         "max_position_embeddings": min(model.max_position_embeddings, SEQ_LENGTH),
     }
 
 
-def _fold_train(cfg: LaunchConfig) -> dict[str, Any]:
+def _downscaled_train(cfg: LaunchConfig) -> dict[str, Any]:
     train = cfg.train
     return {
         "seq_length": min(train.seq_length, SEQ_LENGTH),
@@ -187,51 +199,51 @@ def _fold_train(cfg: LaunchConfig) -> dict[str, Any]:
     }
 
 
-def _fold_args(cfg: LaunchConfig, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], list[Change]]:
-    """Megatron's further arguments, flag by flag with its values."""
+def _downscaled_args(cfg: LaunchConfig, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], list[Change]]:
+    """`megatron_args` flag by flag, each with its values."""
     args = list(cfg.megatron_args)
     changes: list[Change] = []
     starts = [index for index, _ in flags_in(args)]
-    kept = args[: starts[0]] if starts else args
+    arguments = args[: starts[0]] if starts else args
     for start, end in itertools.pairwise([*starts, len(args)]):
-        words = args[start:end]
-        flag, equals, value = words[0].partition("=")
-        values = [value] if equals else words[1:]
-        now, why = _fold_arg(cfg, flag, values, sizes)
-        if now == values:
-            kept += words
+        group = args[start:end]
+        flag, equals, value = group[0].partition("=")
+        values = [value] if equals else group[1:]
+        after, reason = _downscaled_arg(cfg, flag, values, sizes)
+        if after == values:
+            arguments += group
             continue
-        shown = "left out" if now is None else " ".join([flag, *now])
-        changes.append(Change("megatron_args", " ".join(words), shown, why))
-        kept += [] if now is None else [flag, *now]
-    return tuple(kept), changes
+        shown = "removed" if after is None else " ".join([flag, *after])
+        changes.append(Change("megatron_args", " ".join(group), shown, reason))
+        arguments += [] if after is None else [flag, *after]
+    return tuple(arguments), changes
 
 
-def _fold_arg(
+def _downscaled_arg(
     cfg: LaunchConfig, flag: str, values: Sequence[str], sizes: Mapping[str, int]
 ) -> tuple[Sequence[str] | None, str]:
-    """The values a flag gets, None to leave it out, and why."""
+    """The values of a flag in the rehearsal, None to remove the flag, and the reason."""
     if flag.startswith(NEEDS_GPU):
         return None, "needs a GPU"
     if flag in _WIDTHS:
         width = int(values[0]) * _hidden(cfg, sizes) // cfg.model.hidden_size
-        return [str(max(16, width // 16 * 16))], "as the model"
+        return [str(max(16, width // 16 * 16))], "keeps its ratio to model.hidden_size"
     if flag == "--expert-model-parallel-size":
         ranks = math.prod(sizes.values()) // sizes["pipeline"]
-        return [str(min(int(values[0]), 2, ranks))], _WHY["parallel"]
+        return [str(min(int(values[0]), 2, ranks))], _REASONS["parallel"]
     if flag == "--expert-tensor-parallel-size":
-        return [str(min(int(values[0]), sizes["tensor"]))], "as parallel.tensor"
+        return [str(min(int(values[0]), sizes["tensor"]))], "at most parallel.tensor"
     if flag == _STAGES:
-        return (["1"], "one layer a stage") if sizes["pipeline"] > 1 else (None, "needs pipeline ranks")
+        return (["1"], "one layer per stage") if sizes["pipeline"] > 1 else (None, "needs pipeline parallelism")
     return values, ""
 
 
 def _hidden(cfg: LaunchConfig, sizes: Mapping[str, int]) -> int:
-    return int(_fold_model(cfg, sizes, keep_vocabulary=True, stages=1)["hidden_size"])
+    return int(_downscaled_model(cfg, sizes, keep_vocab_size=True, stages=1)["hidden_size"])
 
 
 def _stages(args: tuple[str, ...]) -> int:
-    """Layers a pipeline rank must have: two where its stages are interleaved."""
+    """Layers of a pipeline rank: two for an interleaved pipeline."""
     return 2 if any(flag == _STAGES for _, flag in flags_in(args)) else 1
 
 
@@ -239,47 +251,47 @@ def _has_tokenizer(cfg: LaunchConfig) -> bool:
     return any(flag == "--tokenizer-type" for _, flag in flags_in(cfg.megatron_args))
 
 
-_WHY: Mapping[str, str] = MappingProxyType(
+_REASONS: Mapping[str, str] = MappingProxyType(
     {
         "parallel": "every size above 1 becomes 2",
-        "model": "as small as the layout allows",
-        "train.seq_length": "short",
-        "train.iterations": "enough to see the optimizer's work",
-        "train.global_batch_size": "at most 2 micro-batches a stage",
-        "train.precision": "the CPU has no fp16",
+        "model": "smallest shape that the layout allows",
+        "train.seq_length": "short sequences",
+        "train.iterations": "enough steps to include optimizer updates",
+        "train.global_batch_size": "at most 2 micro-batches per stage",
+        "train.precision": "the CPU does not support fp16",
         "train.transformer_impl": "TransformerEngine needs a GPU",
         "train.gradient_accumulation_fusion": "apex's kernel needs a GPU",
-        "data": "the files are not here",
-        "launch": "on the CPUs of this machine",
+        "data": "the data files do not exist on this machine",
+        "launch": "runs on the CPUs of this machine",
     }
 )
-# Preset and derived widths follow from others; loader processes and threads are no part of the training.
-_SILENT = ("model.preset", "model.max_position_embeddings", "data.workers", "launch.threads_per_rank", "launch.slurm")
+# Keys that follow from others, and keys that do not change the training.
+_UNLISTED = ("model.preset", "model.max_position_embeddings", "data.workers", "launch.threads_per_rank", "launch.slurm")
 
 
-def _differences(cfg: LaunchConfig, folded: LaunchConfig, sizes: Mapping[str, int]) -> Iterator[Change]:
-    yield Change("ranks", str(cfg.world_size), str(folded.world_size), "on the CPUs of this machine")
+def _differences(cfg: LaunchConfig, downscaled: LaunchConfig, sizes: Mapping[str, int]) -> Iterator[Change]:
+    yield Change("ranks", str(cfg.world_size), str(downscaled.world_size), "runs on the CPUs of this machine")
     if sizes["data"] != cfg.data_parallel_size:
-        why = _WHY["parallel"] if sizes["data"] > 1 else "too many ranks for this machine"
-        yield Change("data parallel", str(cfg.data_parallel_size), str(sizes["data"]), why)
+        reason = _REASONS["parallel"] if sizes["data"] > 1 else "too many ranks for this machine"
+        yield Change("data parallel", str(cfg.data_parallel_size), str(sizes["data"]), reason)
     for section in ("parallel", "model", "train", "data", "launch"):
-        before, after = getattr(cfg, section).model_dump(), getattr(folded, section).model_dump()
-        for name, was in before.items():
-            key, now = f"{section}.{name}", after[name]
-            if was == now or key in _SILENT or name in ("nodes", "ranks_per_node"):
+        before, after = getattr(cfg, section).model_dump(), getattr(downscaled, section).model_dump()
+        for name, full in before.items():
+            key, small = f"{section}.{name}", after[name]
+            if full == small or key in _UNLISTED or name in ("nodes", "ranks_per_node"):
                 continue
-            why = _WHY.get(key, _WHY.get(section, "not for a rehearsal"))
-            if key == "parallel.context" and now == 1:
-                why = "the local attention has no context parallelism"
-            elif section == "parallel" and now == 1:
-                why = "too many ranks for this machine"
-            yield Change(key, _shown(was), _shown(now), why)
+            reason = _REASONS.get(key, _REASONS.get(section, "not part of a rehearsal"))
+            if key == "parallel.context" and small == 1:
+                reason = "the local attention has no context parallelism"
+            elif section == "parallel" and small == 1:
+                reason = "too many ranks for this machine"
+            yield Change(key, _as_yaml(full), _as_yaml(small), reason)
 
 
 def _kernels(cfg: LaunchConfig) -> Iterator[Change]:
     if cfg.launch.device == "cuda":
-        yield Change("fused kernels", "Megatron's choice", " ".join(CPU_SWITCHES), "need a GPU")
+        yield Change("fused kernels", "Megatron's defaults", " ".join(CPU_SWITCHES), "need a GPU")
 
 
-def _shown(value: object) -> str:
+def _as_yaml(value: object) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

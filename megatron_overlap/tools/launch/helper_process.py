@@ -1,13 +1,12 @@
-"""What runs in the small helper processes of a launch.
+"""The helper processes of a launch: `hold`, `enter` and `supervise`.
 
-The file is executed by its path, with `python -I -S`, and imports the standard library only: a helper is up
-in about 15 ms and needs nothing that the launched program needs. Three helpers:
+The launcher executes this file by its path with `python -I -S`. It imports only the standard library, so that a helper
+starts in about 15 ms and depends on nothing that the launched program needs.
 
-- `keep` makes the namespaces of a `netlab` and holds them open. It ends when its owner ends, however that
-  happens, and namespaces without a holder are removed by the kernel.
-- `enter` steps into the namespaces of one host and becomes the given program.
-- `supervise` runs one rank and leaves nothing behind: no process that the rank started outlives it or its
-  launcher.
+- `hold` makes the namespaces of a `Netlab` and holds them open. It ends when its owner process ends. The kernel then
+  removes the namespaces.
+- `enter` enters the namespaces of one host and executes the given program.
+- `supervise` runs one rank. All processes that the rank started end with the rank or with its launcher.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-# iproute2 is often outside an ordinary user's PATH.
+# iproute2 is often outside the PATH of a user without root privileges.
 _ADMIN_FOLDERS = ("/usr/sbin", "/sbin", "/usr/local/sbin")
 
 
@@ -37,42 +36,42 @@ def _prctl(option: int, argument: int) -> None:
 
 
 def find_tool(name: str) -> str | None:
-    """Path of an administrator's tool, looked for in PATH and in the usual sbin folders."""
+    """Path of an administration tool in PATH or in the sbin folders; None: not installed."""
     return shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), *_ADMIN_FOLDERS]))
 
 
-class _RefusedError(Exception):
-    """The lab cannot be made; the text is for a person."""
+class _NamespaceError(Exception):
+    """The namespaces cannot be made; the text is the reason."""
 
 
-def _why_no_user_namespace(error: OSError) -> str:
-    """Names the kernel setting that forbids what was tried, where one can be seen."""
+def _namespace_refusal(error: OSError) -> str:
+    """The reason why namespaces are refused: the kernel settings that forbid them, if any."""
     forbidding = {
         "/proc/sys/user/max_user_namespaces": "0",
         "/proc/sys/user/max_net_namespaces": "0",
         "/proc/sys/kernel/unprivileged_userns_clone": "0",
         "/proc/sys/kernel/apparmor_restrict_unprivileged_userns": "1",
     }
-    seen = []
+    settings = []
     for path, value in forbidding.items():
         try:
             if Path(path).read_text().strip() == value:
-                seen.append(f"{path} is {value}")
+                settings.append(f"{path} is {value}")
         except OSError:
             continue
-    because = ", ".join(seen) or "a container's or the kernel's policy forbids it"
-    return f"not root, and no user namespace with a network of its own ({error.strerror}: {because})"
+    reason = ", ".join(settings) or "the policy of the container or of the kernel forbids it"
+    return f"not root, and no permission for a user namespace with a network namespace ({error.strerror}: {reason})"
 
 
-def _leave_for_a_network() -> bool:
-    """Puts this process in a new network namespace; returns whether that took a user namespace."""
+def _unshare_network() -> bool:
+    """Move this process to a new network namespace. Returns whether it needed a user namespace too."""
     try:
         os.unshare(os.CLONE_NEWNET)
         return False
     except PermissionError:
         pass
     except OSError as error:
-        raise _RefusedError(_why_no_user_namespace(error)) from error
+        raise _NamespaceError(_namespace_refusal(error)) from error
     uid, gid = os.geteuid(), os.getegid()
     try:
         os.unshare(os.CLONE_NEWUSER)
@@ -81,27 +80,27 @@ def _leave_for_a_network() -> bool:
         Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
         os.unshare(os.CLONE_NEWNET)
     except OSError as error:
-        raise _RefusedError(_why_no_user_namespace(error)) from error
+        raise _NamespaceError(_namespace_refusal(error)) from error
     return True
 
 
 def _batch(tool: str, lines: list[str]) -> None:
-    """Runs lines of `ip` or `tc` in the namespace this process is in."""
+    """Run lines of `ip` or `tc` in the current namespace."""
     path = find_tool(tool)
     if path is None:
-        raise _RefusedError(f"`{tool}` not found: install iproute2")
+        raise _NamespaceError(f"`{tool}` not found: install iproute2")
     done = subprocess.run([path, "-batch", "-"], input="\n".join(lines), text=True, capture_output=True)
     if done.returncode != 0:
         message = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
         if any("netem" in line for line in lines):
             message += "; latency_ms needs a kernel with netem (module sch_netem)"
-        raise _RefusedError(f"{tool} failed: {message}")
+        raise _NamespaceError(f"{tool} failed: {message}")
 
 
-# A link that is full while there is something to send, as a cluster's are. BBR, some machines' choice, sends next to
-# nothing for 200 ms every 10 s. CUBIC takes the queue before the link for a sign to stop growing (HyStart): its window
-# then holds 7 ms of traffic, and the link stands still whenever a thread waits longer for a core (four computing ranks
-# on two cores: a gather of 380 ms took up to 450, and 390 to 405 with Reno). Buffers have room for a large window.
+# TCP settings that keep a rate-limited link full while a rank has data to send. BBR sends almost nothing for 200 ms
+# every 10 s. CUBIC (HyStart) stops growing its window at the queue before the link: the window then holds 7 ms of
+# traffic, and the link idles if a thread waits longer for a core. Measured with four computing ranks on two cores: a
+# gather of 380 ms took up to 450 ms with CUBIC and 390 to 405 ms with Reno. The buffers allow a large window.
 _TCP = {
     "tcp_congestion_control": "reno",
     "tcp_slow_start_after_idle": "0",
@@ -111,21 +110,21 @@ _TCP = {
 
 
 def _set_tcp() -> dict[str, str]:
-    """Sets TCP up in this network namespace; returns what stayed as it was, as /proc/sys may be read-only."""
-    kept = {}
+    """Set TCP up in this network namespace. Returns the settings that /proc/sys refused, with their values."""
+    refused = {}
     for key, value in _TCP.items():
         path = Path("/proc/sys/net/ipv4", key)
         try:
             path.write_text(value)
         except OSError:
-            stays = " ".join(path.read_text().split())
-            if stays != value:
-                kept[key] = stays
-    return kept
+            present = " ".join(path.read_text().split())
+            if present != value:
+                refused[key] = present
+    return refused
 
 
 def _make_lab(spec: dict[str, Any]) -> dict[str, Any]:
-    in_user_namespace = _leave_for_a_network()
+    in_user_namespace = _unshare_network()
     name, mtu = spec["name"], spec["mtu_bytes"]
     switch = os.open("/proc/self/ns/net", os.O_RDONLY)
     bridge = f"{name}br"
@@ -134,7 +133,7 @@ def _make_lab(spec: dict[str, Any]) -> dict[str, Any]:
         [f"link add {bridge} type bridge stp_state 0 forward_delay 0", f"link set {bridge} mtu {mtu} up"],
     )
     hosts: list[int] = []
-    tcp_kept: dict[str, str] = {}
+    tcp_refused: dict[str, str] = {}
     for index, host in enumerate(spec["hosts"]):
         os.unshare(os.CLONE_NEWNET)
         hosts.append(os.open("/proc/self/ns/net", os.O_RDONLY))
@@ -150,12 +149,12 @@ def _make_lab(spec: dict[str, Any]) -> dict[str, Any]:
         )
         _batch("tc", [f"qdisc add dev {port} {line}" for line in host["in_qdiscs"]])
         os.setns(hosts[-1], os.CLONE_NEWNET)
-        tcp_kept = _set_tcp()
+        tcp_refused = _set_tcp()
         _batch(
             "ip",
             [
                 "link set lo up",
-                # No IPv6: a link-local address that is still being checked cannot be bound to.
+                # No IPv6: a process cannot bind to a link-local address before duplicate detection ends.
                 f"link set {spec['interface']} addrgenmode none",
                 f"addr add {host['address']} dev {spec['interface']}",
                 f"link set {spec['interface']} up",
@@ -163,20 +162,20 @@ def _make_lab(spec: dict[str, Any]) -> dict[str, Any]:
         )
         _batch("tc", [f"qdisc add dev {spec['interface']} {line}" for line in host["out_qdiscs"]])
     for index, host in enumerate(spec["hosts"]):
-        if host["mates"]:
+        if host["node_peers"]:
             _join_node(spec, index, switch, hosts[index])
     return {
         "pid": os.getpid(),
         "switch": switch,
         "hosts": hosts,
         "user_namespace": in_user_namespace,
-        "tcp_kept": tcp_kept,
+        "tcp_refused": tcp_refused,
     }
 
 
 def _join_node(spec: dict[str, Any], index: int, switch: int, net: int) -> None:
-    """A second link of a host, to the switch of its node. It has no address of its own: routes say who is there."""
-    host, name, mtu, interface = spec["hosts"][index], spec["name"], spec["mtu_bytes"], spec["inside_interface"]
+    """Add a second link from a host to the switch of its node. Routes select it for the other hosts of the node."""
+    host, name, mtu, interface = spec["hosts"][index], spec["name"], spec["mtu_bytes"], spec["intra_node_interface"]
     bridge, port = f"{name}n{host['node']}", f"{name}i{index}"
     os.setns(switch, os.CLONE_NEWNET)
     lines = [
@@ -189,39 +188,39 @@ def _join_node(spec: dict[str, Any], index: int, switch: int, net: int) -> None:
             f"link set {bridge} mtu {mtu} up",
         ]
     _batch("ip", lines)
-    _batch("tc", [f"qdisc add dev {port} {line}" for line in spec["inside_qdiscs"]])
+    _batch("tc", [f"qdisc add dev {port} {line}" for line in spec["intra_node_qdiscs"]])
     os.setns(net, os.CLONE_NEWNET)
-    own = host["address"].partition("/")[0]
+    address = host["address"].partition("/")[0]
     _batch(
         "ip",
         [
             f"link set {interface} addrgenmode none",
             f"link set {interface} up",
-            *(f"route add {mate}/32 dev {interface} src {own}" for mate in host["mates"]),
+            *(f"route add {peer}/32 dev {interface} src {address}" for peer in host["node_peers"]),
         ],
     )
-    _batch("tc", [f"qdisc add dev {interface} {line}" for line in spec["inside_qdiscs"]])
+    _batch("tc", [f"qdisc add dev {interface} {line}" for line in spec["intra_node_qdiscs"]])
 
 
-def keep(argv: list[str]) -> int:
-    """`keep LABEL SPEC`: makes the lab of SPEC (JSON), answers with one of JSON, holds it for its owner."""
+def hold(argv: list[str]) -> int:
+    """`hold LABEL SPEC`: make the namespaces of SPEC (JSON), print their description as JSON and hold them open."""
     spec = json.loads(argv[1])
-    # Ctrl-C is the owner's to handle; it closes our input when done.
+    # The owner handles Ctrl-C and closes the input of this process at its end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         owner = os.pidfd_open(spec["owner"])
         if os.getppid() != spec["owner"]:
             return 1
         answer = _make_lab(spec)
-    except _RefusedError as error:
+    except _NamespaceError as error:
         answer = {"error": str(error)}
     except OSError as error:
         answer = {"error": f"{error.strerror or error}"}
     print(json.dumps(answer), flush=True)
     if "error" in answer:
         return 1
-    # The input closes when the owner is done. A process the owner forked may hold a copy of it: hence the
-    # pidfd too.
+    # The input closes when the owner closes the lab. A forked process of the owner may hold a copy of it, so this
+    # process polls the pidfd of the owner too.
     poll = select.poll()
     poll.register(0, select.POLLIN | select.POLLHUP)
     poll.register(owner, select.POLLIN)
@@ -230,24 +229,24 @@ def keep(argv: list[str]) -> int:
 
 
 def enter(argv: list[str]) -> NoReturn:
-    """`enter KEEPER_PID NET_FD USER_NAMESPACE(0|1) PROGRAM ARGS...`: becomes PROGRAM in that host."""
-    keeper, net_fd, in_user_namespace, program = argv[0], argv[1], argv[2] == "1", argv[3:]
+    """`enter HOLDER_PID NET_FD USER_NAMESPACE(0|1) PROGRAM ARGS...`: execute PROGRAM in that host."""
+    holder, net_fd, in_user_namespace, program = argv[0], argv[1], argv[2] == "1", argv[3:]
     try:
-        net = os.open(f"/proc/{keeper}/fd/{net_fd}", os.O_RDONLY)
+        net = os.open(f"/proc/{holder}/fd/{net_fd}", os.O_RDONLY)
         if in_user_namespace:
-            user = os.open(f"/proc/{keeper}/ns/user", os.O_RDONLY)
+            user = os.open(f"/proc/{holder}/ns/user", os.O_RDONLY)
             os.setns(user, os.CLONE_NEWUSER)
             os.close(user)
         os.setns(net, os.CLONE_NEWNET)
         os.close(net)
     except OSError as error:
-        print(f"cannot enter the netlab of process {keeper}: {error.strerror}", file=sys.stderr)
+        print(f"cannot enter the netlab of process {holder}: {error.strerror}", file=sys.stderr)
         os._exit(126)
-    _become(program)
+    _execute(program)
 
 
-def _become(program: list[str]) -> NoReturn:
-    # Python ignores these two, and what is ignored stays ignored across exec.
+def _execute(program: list[str]) -> NoReturn:
+    # Python ignores these two signals, and exec inherits ignored signals.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     try:
@@ -258,6 +257,7 @@ def _become(program: list[str]) -> NoReturn:
 
 
 def _children() -> list[int]:
+    """Pids of the children of this process."""
     me, found = str(os.getpid()), []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -265,13 +265,13 @@ def _children() -> list[int]:
                 stat = Path("/proc", entry, "stat").read_text()
             except OSError:
                 continue
-            if stat.rpartition(")")[2].split()[1] == me:  # the name before it may hold spaces and brackets
+            if stat.rpartition(")")[2].split()[1] == me:  # the process name before it may contain spaces and brackets
                 found.append(int(entry))
     return found
 
 
 def _end_descendants() -> None:
-    """Kills all below this process. It is the reaper of orphans, so they come up to it until none is left."""
+    """Kill all descendants. Orphans become children of this process, a subreaper, until none is left."""
     while True:
         children = _children()
         for pid in children:
@@ -286,14 +286,14 @@ def _end_descendants() -> None:
 
 
 def supervise(argv: list[str]) -> int:
-    """`supervise LABEL OWNER_PID STATUS_FD STOP_FD PROGRAM ARGS...`: runs the rank.
+    """`supervise LABEL OWNER_PID STATUS_FD STOP_FD PROGRAM ARGS...`: run one rank.
 
-    Writes `{"code": exit code or -signal, "time": CLOCK_MONOTONIC in seconds}` to STATUS_FD as the rank ends.
-    The rank and all it started are killed when a byte comes from STOP_FD, or the owner's process ends. LABEL is for
-    `leftovers` and for people who read `ps`.
+    Writes `{"code": exit code or -signal, "time": CLOCK_MONOTONIC in seconds}` to STATUS_FD when the rank ends. Kills
+    the rank and its descendants when STOP_FD has a byte or when the owner process ends. LABEL identifies the owner for
+    `orphans`.
     """
     owner, status_fd, stop_fd, program = int(argv[1]), int(argv[2]), int(argv[3]), argv[4:]
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to the whole process group: meant for the rank
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher sends it to the process group, for the rank
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     owner_fd = os.pidfd_open(owner)
     if os.getppid() != owner:
@@ -309,7 +309,7 @@ def supervise(argv: list[str]) -> int:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != me:
             os._exit(1)
-        _become(program)
+        _execute(program)
     rank_fd = os.pidfd_open(rank)
     poll = select.poll()
     for fd in (owner_fd, stop_fd, rank_fd):
@@ -319,12 +319,12 @@ def supervise(argv: list[str]) -> int:
         os.kill(rank, signal.SIGKILL)
     _, wait_status = os.waitpid(rank, 0)
     code = os.waitstatus_to_exitcode(wait_status)
-    with contextlib.suppress(OSError):  # the launcher may be gone
+    with contextlib.suppress(OSError):  # the launcher may have ended
         os.write(status_fd, json.dumps({"code": code, "time": time.monotonic()}).encode())
     _end_descendants()
     return 0
 
 
 if __name__ == "__main__":
-    _COMMANDS = {"keep": keep, "enter": enter, "supervise": supervise}
+    _COMMANDS = {"hold": hold, "enter": enter, "supervise": supervise}
     sys.exit(_COMMANDS[sys.argv[1]](sys.argv[2:]))

@@ -1,10 +1,9 @@
-"""Several hosts on one Linux machine: network namespaces joined by a bridge, each link with its own rate.
+"""Several hosts on one Linux machine: network namespaces joined by a bridge, each with a rate-limited link.
 
-The namespaces have no names in the file system. One small process, the keeper, holds them open; it ends when
-its owner ends, for whatever reason, and the kernel then takes the namespaces, their interfaces and their
-queues away. So there is nothing to clean up after a crash, and no other owner's lab can be hit by a clean-up.
-The bridge is in a namespace of its own as well: the machine's own interfaces, addresses and routes are never
-touched.
+The namespaces have no names in the file system. A helper process, the holder, holds them open. It ends when its owner
+ends, and the kernel then removes the namespaces with their interfaces and queues. A crash therefore needs no clean-up,
+and no clean-up can remove the lab of another owner. The bridge has its own namespace too: the interfaces, addresses and
+routes of the machine do not change.
 """
 
 from __future__ import annotations
@@ -23,29 +22,29 @@ from typing import Any, Self
 
 from megatron_overlap.tools.launch import orphans
 
-CHILD = str(Path(__file__).with_name("helper_process.py"))
-HELPER = (sys.executable, "-I", "-S", CHILD)
+_HELPER_FILE = str(Path(__file__).with_name("helper_process.py"))
+HELPER = (sys.executable, "-I", "-S", _HELPER_FILE)
 INTERFACE = "eth0"
-INSIDE_INTERFACE = "eth1"
+INTRA_NODE_INTERFACE = "eth1"
 MAX_HOSTS = 250
-# Large frames, as such clusters use: headers take 0.7 % of the rate, against 4.4 % with frames of 1500 bytes.
+# Jumbo frames: headers take 0.7 % of the rate, against 4.4 % with frames of 1500 bytes.
 MTU_BYTES = 9000
 _NETWORK = ipaddress.ip_network("10.77.0.0/16")
 
 
 class NetlabError(RuntimeError):
-    """The lab could not be made; the text says why."""
+    """The lab cannot be made; the text is the reason."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """How one host is connected, the same in both directions.
+    """The link of one host, equal in both directions.
 
     Attributes:
-        gbps: rate in Gbit/s (10^9), counted as the transfer does, with headers.
-        latency_ms: added on the way out of the host. Needs the kernel's netem.
-        burst_bytes: what may pass at once after a pause, before the rate holds. None: a choice that suits the
-            rate.
+        gbps: rate in Gbit/s (10^9 bits per second), headers included.
+        latency_ms: delay of each outgoing packet. Needs netem in the kernel.
+        burst_bytes: size of the token bucket: bytes that pass without a limit after a pause. None: 0.5 ms at the
+            rate, at least 64 KiB.
     """
 
     gbps: float
@@ -62,25 +61,26 @@ class Link:
 
     @property
     def burst(self) -> int:
-        """Bytes of the token bucket."""
+        """Size of the token bucket in bytes."""
         if self.burst_bytes is not None:
             return self.burst_bytes
-        # What half a millisecond carries, so that a late timer costs no rate; and one full segment of TCP
-        # offload, so that the kernel need not cut segments up.
+        # 0.5 ms of data, so that a late timer does not reduce the rate. At least one full segment of TCP offload, so
+        # that the kernel does not split segments.
         return max(64 * 1024, int(self.gbps * 1e9 / 8 * 0.5e-3))
 
     def shaper(self) -> str:
+        """The token bucket filter in the syntax of `tc`."""
         return f"tbf rate {round(self.gbps * 1e9)}bit burst {self.burst}b latency 400ms"
 
     def out_qdiscs(self) -> list[str]:
-        """`tc qdisc add dev ...` lines for the host's end."""
+        """`tc qdisc add dev ...` arguments for the end of the host, which limits its outgoing traffic."""
         if not self.latency_ms:
             return [f"root {self.shaper()}"]
         delay = f"root handle 1: netem delay {round(self.latency_ms * 1000)}us limit 100000"
         return [delay, f"parent 1:1 handle 2: {self.shaper()}"]
 
     def in_qdiscs(self) -> list[str]:
-        """The same for the bridge's end, which is the way into the host."""
+        """`tc qdisc add dev ...` arguments for the end of the bridge, which limits incoming traffic of the host."""
         return [f"root {self.shaper()}"]
 
 
@@ -90,17 +90,17 @@ class Netlab:
     Args:
         hosts: number of hosts.
         gbps: rate of every host's link in Gbit/s.
-        ranks_per_host: ranks that share a host, and its link.
-        latency_ms: one way, on every link.
+        ranks_per_host: ranks that share one host and its link.
+        latency_ms: one-way delay of every link.
         burst_bytes: see `Link`.
-        links: one `Link` per host, instead of the three above: hosts may differ.
-        hosts_per_node: so many hosts in a row are one node. Each is then a device with a network card of its own, its
-            link, which carries what leaves the node; hosts of a node reach each other by a switch of their own.
-        inside_gbps: rate of each host's link to that switch in Gbit/s; None: as fast as the machine copies.
+        links: one `Link` per host, instead of gbps, latency_ms and burst_bytes.
+        hosts_per_node: number of consecutive hosts that form one node. Each host is then one device with one NIC, its
+            link, for inter-node traffic. The hosts of a node also share an intra-node switch.
+        intra_node_gbps: rate of each host's link to that switch in Gbit/s; None: no limit.
 
     Raises:
-        ValueError: hosts, ranks or a link out of range.
-        NetlabError: on entering, when this machine or user cannot have one; says why.
+        ValueError: hosts, ranks or a link are out of range.
+        NetlabError: on entering, if the machine or the user's rights do not allow a lab; the text is the reason.
 
     Example:
         with Netlab(hosts=2, gbps=1.0) as lab:
@@ -116,56 +116,58 @@ class Netlab:
         burst_bytes: int | None = None,
         links: Sequence[Link] | None = None,
         hosts_per_node: int = 1,
-        inside_gbps: float | None = None,
+        intra_node_gbps: float | None = None,
     ) -> None:
         if not 1 <= hosts <= MAX_HOSTS:
             raise ValueError(f"hosts: {hosts}: must be between 1 and {MAX_HOSTS}")
         if ranks_per_host < 1:
             raise ValueError(f"ranks_per_host: {ranks_per_host}: must be at least 1")
         if links is not None and len(links) != hosts:
-            raise ValueError(f"links: {len(links)} of them for {hosts} hosts: give one per host")
+            raise ValueError(f"links: {len(links)} links for {hosts} hosts: give one link per host")
         if hosts_per_node < 1 or hosts % hosts_per_node:
             raise ValueError(f"hosts_per_node: {hosts_per_node}: must divide the {hosts} hosts")
-        if inside_gbps is not None and hosts_per_node == 1:
-            raise ValueError(f"inside_gbps: {inside_gbps}: nodes of one host have nothing inside; set hosts_per_node")
+        if intra_node_gbps is not None and hosts_per_node == 1:
+            raise ValueError(f"intra_node_gbps: {intra_node_gbps}: needs nodes of several hosts; set hosts_per_node")
         self.hosts_per_node = hosts_per_node
-        self.inside = Link(inside_gbps) if inside_gbps is not None else None
+        self.intra_node_link = Link(intra_node_gbps) if intra_node_gbps is not None else None
         self.links = tuple(links) if links is not None else (Link(gbps, latency_ms, burst_bytes),) * hosts
         self.hosts = hosts
         self.ranks_per_host = ranks_per_host
         self.name = f"mo{os.getpid()}"
-        self._keeper: subprocess.Popen[str] | None = None
+        self._holder: subprocess.Popen[str] | None = None
         self._made: dict[str, Any] = {}
 
     @property
     def world_size(self) -> int:
+        """Ranks of the whole lab."""
         return self.hosts * self.ranks_per_host
 
     @property
     def in_user_namespace(self) -> bool:
-        """Whether it was made without the rights of root; programs then see themselves as user 0."""
+        """Whether the lab uses a user namespace, without root privileges. Programs inside then have user id 0."""
         return bool(self._made.get("user_namespace"))
 
     @property
-    def tcp_kept(self) -> dict[str, str]:
-        """Settings of TCP inside that could not be made, each with the value that stays."""
-        return dict(self._made.get("tcp_kept", {}))
+    def tcp_refused(self) -> dict[str, str]:
+        """TCP settings of the namespaces that the machine refused, with their present values."""
+        return dict(self._made.get("tcp_refused", {}))
 
     def host_of(self, rank: int) -> int:
-        """Host of a rank: ranks fill one host after the other."""
+        """Host of a rank. Consecutive ranks share a host."""
         if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank: {rank}: this lab has {self.world_size}")
+            raise ValueError(f"rank: {rank}: the lab has {self.world_size} ranks")
         return rank // self.ranks_per_host
 
     def host_name(self, host: int) -> str:
+        """Name of a host in messages."""
         return f"{self.name}h{self._checked(host)}"
 
     def address(self, host: int) -> str:
-        """IPv4 address of a host; it exists inside the lab only."""
+        """IPv4 address of a host, valid inside the lab."""
         return str(_NETWORK[self._checked(host) + 1])
 
     def env(self, host: int) -> dict[str, str]:
-        """Environment of a program on that host, for torch.distributed to use the lab's network."""
+        """Environment variables that make torch.distributed use the network of the lab on that host."""
         self._checked(host)
         return {
             "GLOO_SOCKET_IFNAME": INTERFACE,
@@ -175,7 +177,7 @@ class Netlab:
         }
 
     def wrap(self, host: int, argv: Sequence[str]) -> list[str]:
-        """A command line that runs `argv` on that host. It becomes `argv`: same process, same pid.
+        """A command line that executes `argv` on that host, with the same pid.
 
         Raises:
             NetlabError: the lab is not open.
@@ -183,7 +185,7 @@ class Netlab:
         return [*self._enter(self._made.get("hosts", [])[self._checked(host)] if self._made else None), *argv]
 
     def wrap_switch(self, argv: Sequence[str]) -> list[str]:
-        """The same beside the bridge, where one end of every link can be seen: for diagnosis."""
+        """A command line that executes `argv` in the namespace of the bridge, for diagnosis."""
         return [*self._enter(self._made.get("switch")), *argv]
 
     def __enter__(self) -> Self:
@@ -191,38 +193,38 @@ class Netlab:
         return self
 
     def open(self) -> None:
-        """Makes the hosts; `with` does the same.
+        """Make the hosts; the context manager calls it.
 
         Raises:
-            NetlabError: this machine or user cannot have them, or the lab is open.
+            NetlabError: the machine or the user's rights do not allow a lab, or the lab is open.
         """
         if sys.platform != "linux":
             raise NetlabError(f"needs Linux; this is {sys.platform}")
-        if self._keeper is not None:
-            raise NetlabError("this lab is open already")
+        if self._holder is not None:
+            raise NetlabError("the lab is already open")
         orphans.remove()
-        self._keeper = subprocess.Popen(
-            [*HELPER, "keep", orphans.label(), json.dumps(self._spec())],
+        self._holder = subprocess.Popen(
+            [*HELPER, "hold", orphans.label(), json.dumps(self._spec())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
         try:
-            assert self._keeper.stdout is not None
-            answer = self._keeper.stdout.readline()
-            made: dict[str, Any] = json.loads(answer) if answer.strip() else self._keeper_died()
+            assert self._holder.stdout is not None
+            answer = self._holder.stdout.readline()
+            made: dict[str, Any] = json.loads(answer) if answer.strip() else self._holder_error()
             if "error" in made:
                 raise NetlabError(made["error"])
         except BaseException:
             self.close()
             raise
         self._made = made
-        if self.tcp_kept and self.hosts > 1:
-            kept = ", ".join(f"{key} {value}" for key, value in self.tcp_kept.items())
+        if self.tcp_refused and self.hosts > 1:
+            refused = ", ".join(f"{key} is {value}" for key, value in self.tcp_refused.items())
             warnings.warn(
-                f"netlab: TCP stays as this machine has it ({kept}): "
-                "its links may stand still now and then, and times over them scatter more; see docs/netlab.md",
+                f"netlab: the machine refuses TCP settings ({refused}): links may idle at times, and measured times "
+                "vary more; see docs/netlab.md",
                 stacklevel=2,
             )
 
@@ -232,29 +234,29 @@ class Netlab:
         self.close()
 
     def close(self) -> None:
-        """Lets go of the namespaces. They vanish with the last program inside. May be called twice."""
-        keeper, self._keeper, self._made = self._keeper, None, {}
-        if keeper is None:
+        """End the holder. The kernel removes the namespaces with the last program inside. May be called twice."""
+        holder, self._holder, self._made = self._holder, None, {}
+        if holder is None:
             return
-        keeper.kill()  # holds nothing that needs saving
-        keeper.wait()
-        for stream in (keeper.stdin, keeper.stdout, keeper.stderr):
+        holder.kill()  # it has no state to save
+        holder.wait()
+        for stream in (holder.stdin, holder.stdout, holder.stderr):
             if stream is not None:
                 stream.close()
 
-    def _mates(self, host: int) -> list[int]:
-        """The other hosts of a host's node."""
+    def _node_peers(self, host: int) -> list[int]:
+        """The other hosts of the node of a host."""
         first = host // self.hosts_per_node * self.hosts_per_node
-        return [mate for mate in range(first, first + self.hosts_per_node) if mate != host]
+        return [peer for peer in range(first, first + self.hosts_per_node) if peer != host]
 
     def _checked(self, host: int) -> int:
         if not 0 <= host < self.hosts:
-            raise ValueError(f"host: {host}: this lab has {self.hosts}")
+            raise ValueError(f"host: {host}: the lab has {self.hosts} hosts")
         return host
 
     def _enter(self, net_fd: int | None) -> list[str]:
         if net_fd is None:
-            raise NetlabError("this lab is not open")
+            raise NetlabError("the lab is not open")
         return [*HELPER, "enter", str(self._made["pid"]), str(net_fd), str(int(self.in_user_namespace))]
 
     def _spec(self) -> Mapping[str, Any]:
@@ -263,12 +265,12 @@ class Netlab:
             "name": self.name,
             "interface": INTERFACE,
             "mtu_bytes": MTU_BYTES,
-            "inside_interface": INSIDE_INTERFACE,
-            "inside_qdiscs": self.inside.in_qdiscs() if self.inside else [],
+            "intra_node_interface": INTRA_NODE_INTERFACE,
+            "intra_node_qdiscs": self.intra_node_link.in_qdiscs() if self.intra_node_link else [],
             "hosts": [
                 {
                     "node": host // self.hosts_per_node,
-                    "mates": [self.address(mate) for mate in self._mates(host)],
+                    "node_peers": [self.address(peer) for peer in self._node_peers(host)],
                     "address": f"{self.address(host)}/{_NETWORK.prefixlen}",
                     "out_qdiscs": link.out_qdiscs(),
                     "in_qdiscs": link.in_qdiscs(),
@@ -277,15 +279,15 @@ class Netlab:
             ],
         }
 
-    def _keeper_died(self) -> dict[str, Any]:
-        assert self._keeper is not None
-        assert self._keeper.stderr is not None
-        words = self._keeper.stderr.read().split()
-        return {"error": f"its keeper ended with {self._keeper.wait()}: {' '.join(words[-40:])}"}
+    def _holder_error(self) -> dict[str, Any]:
+        assert self._holder is not None
+        assert self._holder.stderr is not None
+        words = self._holder.stderr.read().split()
+        return {"error": f"the holder process ended with exit code {self._holder.wait()}: {' '.join(words[-40:])}"}
 
 
 def available() -> tuple[bool, str]:
-    """Whether this user can have a lab on this machine, found out by making one; and how, or why not."""
+    """Try to make a lab. Returns whether that works, and the kind of privileges or the reason why not."""
     try:
         with Netlab(hosts=1) as lab:
             return True, "in a user namespace" if lab.in_user_namespace else "as root"

@@ -1,4 +1,4 @@
-"""Helper processes whose owner is gone. There are none, unless a helper was stopped before its owner died."""
+"""Orphaned helper processes, whose owner has ended. They exist only if a helper was stopped when its owner died."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ _MARK = "megatron_overlap:"
 
 
 def start_time(pid: int) -> int | None:
-    """Start of a process in clock ticks since boot; with the pid it names it for good. None: dead."""
+    """Start time of a process in clock ticks since boot; None: it has ended. Pid and start time are a unique key."""
     try:
         stat = Path("/proc", str(pid), "stat").read_text()
     except OSError:
         return None
-    fields = stat.rpartition(")")[2].split()  # after the name, which may hold spaces and brackets
+    fields = stat.rpartition(")")[2].split()  # the process name before it may contain spaces and brackets
     if fields[0] in "ZX":
-        return None  # dead, only not yet waited for
+        return None  # a zombie
     return int(fields[19])
 
 
 def label() -> str:
-    """What this process writes on its helpers' command lines."""
+    """The label that this process puts on the command lines of its helpers: its pid and start time."""
     me = os.getpid()
     return f"{_MARK}mo{me}:{start_time(me)}"
 
 
 def _owner(command_line: list[bytes]) -> tuple[int, int] | None:
+    """Pid and start time in the label of a command line; None: it has no label."""
     for word in command_line[:8]:
         text = word.decode(errors="replace")
         if text.startswith(_MARK):
@@ -38,7 +39,7 @@ def _owner(command_line: list[bytes]) -> tuple[int, int] | None:
 
 
 def find() -> list[int]:
-    """Pids of helpers whose owner no longer lives. Those of a live owner are never among them."""
+    """Pids of the helpers whose owner has ended."""
     found = []
     my_pid_namespace = os.readlink("/proc/self/ns/pid")
     for entry in os.listdir("/proc"):
@@ -47,7 +48,7 @@ def find() -> list[int]:
         process = Path("/proc", entry)
         try:
             owner = _owner((process / "cmdline").read_bytes().split(b"\0"))
-            # Inside another container the owner's pid means another process: not ours to judge.
+            # In another pid namespace the pid of the owner belongs to another process.
             if owner is None or os.readlink(process / "ns" / "pid") != my_pid_namespace:
                 continue
         except OSError:
@@ -58,7 +59,7 @@ def find() -> list[int]:
 
 
 def remove() -> list[int]:
-    """Ends them, and with them what they hold; returns their pids."""
+    """Kill the orphaned helpers, which frees their namespaces. Returns their pids."""
     removed = []
     for pid in find():
         try:

@@ -1,18 +1,22 @@
-"""From a launch config to the command of every rank. Nothing is started and nothing is written here."""
+"""Plan a launch: the command of every rank. `plan` is pure; `execute` makes the run directory and runs the ranks."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import os
 import shlex
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_overlap.config import ConfigError, LaunchConfig, dump_config, to_megatron_args
 from megatron_overlap.config.resources import resource_folder
-from megatron_overlap.tools.launch.netlab import Link, Netlab
+from megatron_overlap.tools.launch.netlab import Link, Netlab, NetlabError
+from megatron_overlap.tools.launch.processes import OnLine, RankCommand, RunResult, run_ranks
 from megatron_overlap.tools.launch.ranks import worker_commands
-from megatron_overlap.tools.launch.results import RankCommand
 
 CONFIG_FILE, LOG_FOLDER = "config.yaml", "logs"
 ANY_RENDEZVOUS = "HEAD_NODE:29400"
@@ -20,14 +24,14 @@ ANY_RENDEZVOUS = "HEAD_NODE:29400"
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """What a launch will do.
+    """The commands of one launch and where they run.
 
     Attributes:
-        config: the config it was made from, resolved.
-        run_dir: folder of the run; `config.yaml` and `logs/` are made in it.
-        commands: what is started: one per rank on cpu, one torchrun for this node on cuda.
-        lab: the hosts to make for it; the commands are run inside. None: none.
-        link: what carries the communication, in words.
+        config: the resolved config.
+        run_dir: folder of the run; `execute` makes `config.yaml` and `logs/` in it.
+        commands: one per rank on cpu; one torchrun for this node on cuda.
+        lab: the hosts in which the commands run; None: loopback or the real network.
+        link: description of the network.
     """
 
     config: LaunchConfig
@@ -38,14 +42,16 @@ class LaunchPlan:
 
     @property
     def config_path(self) -> Path:
+        """The resolved config in the run directory."""
         return self.run_dir / CONFIG_FILE
 
     @property
     def log_dir(self) -> Path:
+        """Folder of the logs of the ranks."""
         return self.run_dir / LOG_FOLDER
 
     def render(self) -> str:
-        """The plan for a person: a command that could be pasted for every rank, and the config file."""
+        """The plan as text: for every rank a command to paste into a shell, then the config file."""
         lines = [f"run directory: {self.run_dir}", f"network: {self.link}", ""]
         for command in self.commands:
             where = f"rank {command.rank} on {command.host}" if self.config.launch.device == "cpu" else "this node"
@@ -56,15 +62,15 @@ class LaunchPlan:
 
 
 def plan(cfg: LaunchConfig, run_dir: Path, *, rendezvous: str | None = None) -> LaunchPlan:
-    """Plans a launch.
+    """Plan a launch.
 
     Args:
         cfg: a checked config.
-        run_dir: the folder of this run.
-        rendezvous: HOST:PORT of the first node, where there are several.
+        run_dir: folder of this run.
+        rendezvous: HOST:PORT of the first node, for several nodes.
 
     Raises:
-        ConfigError: hosts that cannot be, or an entry that is not there.
+        ConfigError: launch.hosts is out of range, or the training script does not exist.
     """
     if cfg.launch.device == "cuda":
         return _on_gpus(cfg, run_dir, rendezvous)
@@ -82,16 +88,16 @@ def plan(cfg: LaunchConfig, run_dir: Path, *, rendezvous: str | None = None) -> 
 
 
 def over_loopback(cfg: LaunchConfig) -> LaunchConfig:
-    """The same launch without `launch.hosts`: as many ranks, joined by loopback, whose rate nobody limits."""
+    """The same launch without `launch.hosts`: as many ranks over loopback, without a rate limit."""
     launch = {**cfg.launch.model_dump(), "hosts": None, "nodes": 1, "ranks_per_node": cfg.world_size}
     return LaunchConfig.model_validate({**cfg.model_dump(), "launch": launch})
 
 
 def entry_script(cfg: LaunchConfig) -> Path:
-    """The training script: the config's, or the provided one of the architecture.
+    """The training script: `launch.entry`, or the provided script of the architecture.
 
     Raises:
-        ConfigError: it is not there.
+        ConfigError: the script does not exist.
     """
     name = cfg.launch.entry
     provided = resource_folder("scripts") / f"pretrain_{cfg.model.arch}.py"
@@ -105,15 +111,15 @@ def entry_script(cfg: LaunchConfig) -> Path:
 
 
 def entry_args(cfg: LaunchConfig, run_dir: Path, *, anywhere: bool = False) -> list[str]:
-    """The training script, Megatron's arguments and the plugin's own: what follows `python -m megatron_overlap`.
+    """The arguments of `python -m megatron_overlap`: training script, Megatron's arguments, the plugin's arguments.
 
     Args:
         cfg: a checked config.
-        run_dir: the folder of this run.
-        anywhere: take `launch.entry` as it is written, also where this machine has no such file.
+        run_dir: folder of this run.
+        anywhere: take `launch.entry` as written, even if this machine has no such file.
 
     Raises:
-        ConfigError: the script is not there.
+        ConfigError: the script does not exist.
     """
     return [
         str(cfg.launch.entry if anywhere else entry_script(cfg)),
@@ -149,7 +155,7 @@ def _bytes(kib: int | None) -> int | None:
 
 def _describe(lab: Netlab | None) -> str:
     if lab is None:
-        return "loopback, its rate is not limited"
+        return "loopback without a rate limit"
     link = lab.links[0]
     delay = f", {link.latency_ms:g} ms each way" if link.latency_ms else ""
     ranks = f"{lab.ranks_per_host} rank{'s' if lab.ranks_per_host > 1 else ''}"
@@ -162,33 +168,90 @@ def _describe(lab: Netlab | None) -> str:
 def _on_gpus(cfg: LaunchConfig, run_dir: Path, rendezvous: str | None) -> LaunchPlan:
     env = gpu_env(cfg)
     argv = [*torchrun(cfg, run_dir, rendezvous), "-m", "megatron_overlap", *entry_args(cfg, run_dir)]
-    link = "NCCL's choice"
+    link = "chosen by NCCL"
     if cfg.launch.nodes > 1:
         link += f"; start the same command on all {cfg.launch.nodes} nodes"
     return LaunchPlan(cfg, run_dir, (RankCommand(0, argv, env, "this node"),), None, link)
 
 
 def gpu_env(cfg: LaunchConfig) -> dict[str, str]:
-    """What Python and Megatron read from the environment of every rank on a GPU, whoever starts it."""
+    """Environment of every rank on a GPU, under torchrun and under Slurm."""
     env = {"OMP_NUM_THREADS": str(cfg.launch.threads_per_rank), "PYTHONUNBUFFERED": "1"}
     if cfg.parallel.tensor > 1 or cfg.parallel.context > 1:
-        env["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron refuses to start without it before Blackwell
+        env["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron requires it on GPUs before Blackwell
     return env
 
 
 def torchrun(cfg: LaunchConfig, run_dir: Path, rendezvous: str | None) -> Sequence[str]:
-    """torchrun's part of the command line of one node; the nodes find their numbers by the rendezvous."""
+    """The torchrun part of the command line of one node. The rendezvous assigns node ranks."""
     launch = cfg.launch
-    meeting = ["--standalone"]
+    rdzv = ["--standalone"]
     if launch.nodes > 1:
-        meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", rendezvous or ANY_RENDEZVOUS]
-        meeting += ["--rdzv-id", cfg.name]
+        rdzv = ["--rdzv-backend", "c10d", "--rdzv-endpoint", rendezvous or ANY_RENDEZVOUS]
+        rdzv += ["--rdzv-id", cfg.name]
     return [
         *(sys.executable, "-m", "torch.distributed.run"),
         *("--nnodes", str(launch.nodes)),
         *("--nproc-per-node", str(cfg.ranks_per_node)),
-        *meeting,
+        *rdzv,
         *("--max-restarts", "0"),
         *("--log-dir", str(run_dir / LOG_FOLDER / "torchrun")),
-        *("--tee", "3"),  # both streams of every rank, to a file each and to us
+        *("--tee", "3"),  # stdout and stderr of every rank: to files and to this process
     ]
+
+
+def execute(
+    launch_plan: LaunchPlan,
+    *,
+    on_line: OnLine | None = None,
+    on_note: Callable[[str], None] = lambda text: None,
+) -> RunResult:
+    """Run a plan to its end.
+
+    If the machine cannot make `launch.hosts` and its `fallback` is `loopback`, the ranks run over loopback. The config
+    in the run directory then has no hosts.
+
+    Args:
+        launch_plan: the plan.
+        on_line: called with (rank, line).
+        on_note: called with notes for the user, such as the fallback to loopback.
+
+    Raises:
+        NetlabError: the machine cannot make the hosts; no rank was started.
+        RankFailed, RunTimeout: see `run_ranks`.
+    """
+    lab, hosts = launch_plan.lab, launch_plan.config.launch.hosts
+    if lab is None or hosts is None:
+        return _run(launch_plan, on_line)
+    try:
+        lab.open()
+    except NetlabError as error:
+        if hosts.fallback != "loopback":
+            raise NetlabError(f"{error}; launch.hosts.fallback=loopback runs without limited links") from error
+        on_note(f"the machine cannot make launch.hosts: {error}; running over loopback without a rate limit")
+        return _run(plan(over_loopback(launch_plan.config), launch_plan.run_dir), on_line)
+    with contextlib.closing(lab):
+        commands = [
+            dataclasses.replace(command, argv=lab.wrap(lab.host_of(command.rank), command.argv))
+            for command in launch_plan.commands
+        ]
+        return _run(dataclasses.replace(launch_plan, commands=tuple(commands)), on_line)
+
+
+def _run(launch_plan: LaunchPlan, on_line: OnLine | None) -> RunResult:
+    launch_plan.run_dir.mkdir(parents=True, exist_ok=True)
+    _write(launch_plan.config_path, dump_config(launch_plan.config))
+    return run_ranks(
+        launch_plan.commands,
+        timeout_s=launch_plan.config.launch.timeout_s,
+        log_dir=launch_plan.log_dir,
+        on_line=on_line,
+    )
+
+
+def _write(path: Path, text: str) -> None:
+    # Several nodes may write the same file of a shared folder. The rename is atomic: readers see a complete file.
+    number, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    with os.fdopen(number, "w") as file:
+        file.write(text)
+    os.replace(name, path)

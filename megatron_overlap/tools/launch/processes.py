@@ -1,4 +1,4 @@
-"""Runs the ranks of a job on this machine: all of them or none. Whatever ends it, no process is left."""
+"""Run the ranks of a job on this machine and end all their processes if one rank fails or the launcher ends."""
 
 from __future__ import annotations
 
@@ -12,43 +12,121 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
 from megatron_overlap.tools.launch import orphans
-from megatron_overlap.tools.launch.results import (
-    OnLine,
-    RankCommand,
-    RankEnd,
-    RankFailed,
-    RunError,
-    RunResult,
-    RunTimeout,
-)
 
-__all__ = [
-    "OnLine",
-    "RankCommand",
-    "RankEnd",
-    "RankFailed",
-    "RunError",
-    "RunResult",
-    "RunTimeout",
-    "run_ranks",
-]
+OnLine = Callable[[int, str], None]
+"""Called with the number of a rank and one line of its output."""
 
 _SUPERVISE = (sys.executable, "-I", "-S", str(Path(__file__).with_name("helper_process.py")), "supervise")
 LAST_LINES = 20
-GRACE_S = 10.0  # from SIGTERM to SIGKILL
-# The first rank to die takes others with it within milliseconds; after this time it is known which was first.
+GRACE_S = 10.0
+"""Seconds from SIGTERM to SIGKILL."""
+# Other ranks fail within milliseconds of the first failure. After this time the exit times name the first rank.
 _SETTLE_S = 0.3
-_SUPERVISOR_S = 5.0  # for a supervisor to end what its rank started
+_SUPERVISOR_S = 5.0  # deadline of a supervisor that ends the descendants of its rank
+
+
+@dataclass(frozen=True)
+class RankCommand:
+    """One rank to start.
+
+    Attributes:
+        rank: number of the rank in the job; messages and the log file use it.
+        argv: command line.
+        env: additions to the environment of the launcher.
+        host: name of its host, for messages.
+        cwd: working directory; None: that of the launcher.
+    """
+
+    rank: int
+    argv: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    host: str = "localhost"
+    cwd: Path | None = None
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """How a rank ended.
+
+    Attributes:
+        rank: number of the rank.
+        host: name of its host.
+        code: exit code, or minus the number of the signal that killed it.
+        log: its log file.
+        last_lines: the last lines of its output.
+    """
+
+    rank: int
+    host: str
+    code: int
+    log: Path
+    last_lines: tuple[str, ...]
+
+    def describe(self) -> str:
+        """`exit code 3` or `killed by SIGKILL`."""
+        if self.code >= 0:
+            return f"exit code {self.code}"
+        try:
+            return f"killed by {signal.Signals(-self.code).name}"
+        except ValueError:
+            return f"killed by signal {-self.code}"
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """All ranks ended with exit code 0: their logs in rank order and the wall time in seconds."""
+
+    logs: tuple[Path, ...]
+    wall_s: float
+
+
+class RunError(RuntimeError):
+    """The job failed. All its processes have ended."""
+
+
+class RankFailed(RunError):  # noqa: N818
+    """A rank ended with an exit code other than 0 or by a signal.
+
+    Attributes:
+        end: the first rank that failed.
+        others: ranks that failed before the launcher ended the job.
+    """
+
+    def __init__(self, end: RankEnd, others: Sequence[RankEnd] = ()) -> None:
+        self.end = end
+        self.others = tuple(others)
+        text = [f"rank {end.rank} on {end.host}: {end.describe()}; all ranks have ended; log: {end.log}"]
+        text += [f"  | {line}" for line in end.last_lines] or ["  | (no output)"]
+        if others:
+            text.append("failed afterwards: " + ", ".join(f"rank {o.rank} ({o.describe()})" for o in others))
+        super().__init__("\n".join(text))
+
+
+class RunTimeout(RunError):  # noqa: N818
+    """The job exceeded its timeout.
+
+    Attributes:
+        running: ranks that were still running.
+    """
+
+    def __init__(self, timeout_s: float, last_lines: Mapping[int, Sequence[str]]) -> None:
+        self.running = tuple(last_lines)
+        ranks = ", ".join(map(str, self.running))
+        text = [f"not done after {timeout_s:g} s: ranks {ranks} were still running; all ranks have ended"]
+        for rank, lines in last_lines.items():
+            text.append(f"  rank {rank} | {lines[-1] if lines else '(no output)'}")
+        super().__init__("\n".join(text))
 
 
 class _Rank:
-    """One supervised rank: its pipes, its last lines, and how it ended once that is known."""
+    """One supervised rank: its pipes, its last lines of output and its exit code."""
 
     def __init__(self, command: RankCommand, log: Path) -> None:
         self.command = command
@@ -56,7 +134,7 @@ class _Rank:
         self.lines: deque[str] = deque(maxlen=LAST_LINES)
         self.code: int | None = None
         self.ended_at = 0.0
-        self.supervisor_gone = False
+        self.supervisor_ended = False
         self._partial = b""
         self._log: BinaryIO = log.open("wb")
         status_read, status_write = os.pipe()
@@ -87,12 +165,13 @@ class _Rank:
         os.set_blocking(self.output_fd, False)
 
     def end(self) -> RankEnd:
+        """How the rank ended."""
         assert self.code is not None
         command = self.command
         return RankEnd(command.rank, command.host, self.code, self.log_path, tuple(self.lines))
 
     def read_output(self, on_line: OnLine | None) -> bool:
-        """Takes what the rank printed; returns whether more can come."""
+        """Read the available output of the rank. Returns False at the end of the output."""
         try:
             data = os.read(self.output_fd, 1 << 16)
         except BlockingIOError:
@@ -103,7 +182,7 @@ class _Rank:
         if not data and self._partial:
             lines, self._partial = [self._partial], b""
         for line in lines:
-            # A progress bar rewrites its line: what it shows last is the line.
+            # A progress bar rewrites its line with carriage returns: keep the last text.
             text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
             self.lines.append(text)
             if on_line is not None:
@@ -111,37 +190,39 @@ class _Rank:
         return bool(data)
 
     def read_status(self) -> None:
+        """Read the exit code from the supervisor, or detect that the supervisor has ended."""
         data = os.read(self.status_fd, 1 << 12)
         if data:
             status = json.loads(data)
             self.code, self.ended_at = status["code"], status["time"]
             return
-        self.supervisor_gone = True
-        if self.code is None:  # somebody killed it, and the kernel the rank with it
+        self.supervisor_ended = True
+        if self.code is None:  # the supervisor was killed, and the kernel killed its rank
             self.process.wait()
             self.code, self.ended_at = self.process.returncode or 1, time.monotonic()
 
     def terminate(self) -> None:
-        """Asks the rank and its process group to end."""
+        """Send SIGTERM to the process group of the rank."""
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Has the supervisor kill the rank and all that it started."""
+        """Make the supervisor kill the rank and its descendants."""
         if self._stop < 0:
             return
         with contextlib.suppress(BrokenPipeError):
-            os.write(self._stop, b"x")  # closing alone says nothing while a process forked from this one has a copy
+            os.write(self._stop, b"x")  # a close is no signal while a forked process has a copy of the pipe
         os.close(self._stop)
         self._stop = -1
         if self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.process.pid, signal.SIGCONT)  # somebody may have stopped it
+                os.kill(self.process.pid, signal.SIGCONT)  # the process may be stopped
 
     def kill_supervisor(self) -> None:
-        """For a supervisor that does not answer; the kernel kills its rank with it."""
+        """Kill a supervisor that does not respond. The kernel then kills its rank."""
         self._signal(signal.SIGKILL)
 
     def close(self) -> None:
+        """Kill the rank if it runs, and close its pipes and its log."""
         self.kill()
         self.process.wait()
         os.close(self.status_fd)
@@ -156,7 +237,7 @@ class _Rank:
 
 
 class _Job:
-    """The ranks that were started, and what they have said so far."""
+    """The started ranks of a run and the event loop that reads their output and exit codes."""
 
     def __init__(self, on_line: OnLine | None) -> None:
         self.ranks: list[_Rank] = []
@@ -165,28 +246,32 @@ class _Job:
         self._open_outputs: set[int] = set()
 
     def add(self, rank: _Rank) -> None:
+        """Watch the output and the status of a started rank."""
         self.ranks.append(rank)
         self._selector.register(rank.output_fd, selectors.EVENT_READ, (rank, "output"))
         self._selector.register(rank.status_fd, selectors.EVENT_READ, (rank, "status"))
         self._open_outputs.add(rank.output_fd)
 
     def failed(self) -> list[_Rank]:
+        """Ranks with a nonzero exit code, the first failure first."""
         return sorted((r for r in self.ranks if r.code), key=lambda r: r.ended_at)
 
     def running(self) -> list[_Rank]:
+        """Ranks that have not ended."""
         return [rank for rank in self.ranks if rank.code is None]
 
-    def gone(self) -> bool:
-        return all(rank.supervisor_gone for rank in self.ranks)
+    def all_ended(self) -> bool:
+        """Whether all ranks and their supervisors have ended."""
+        return all(rank.supervisor_ended for rank in self.ranks)
 
     def pump(self, seconds: float) -> bool:
-        """Handles what comes within the given time, returns at the first of it; False: none came."""
+        """Wait for events up to the given time and handle them. Returns False if no event came."""
         events = self._selector.select(max(0.0, seconds))
         for key, _ in events:
             rank, what = key.data
             if what == "status":
                 rank.read_status()
-                if rank.supervisor_gone:
+                if rank.supervisor_ended:
                     self._selector.unregister(rank.status_fd)
             elif not rank.read_output(self._on_line):
                 self._selector.unregister(rank.output_fd)
@@ -194,6 +279,7 @@ class _Job:
         return bool(events)
 
     def pump_until(self, deadline: float, done: Callable[[], bool]) -> bool:
+        """Handle events until `done()` holds. Returns False if the deadline passes first."""
         while not done():
             if time.monotonic() >= deadline:
                 return False
@@ -201,23 +287,24 @@ class _Job:
         return True
 
     def drain(self) -> None:
-        """Reads the rest of the output. Bounded: a process that got away may hold the pipe open."""
+        """Read the rest of the output, for at most one second: a detached process may hold the pipe open."""
         self.pump_until(time.monotonic() + 1.0, lambda: not self._open_outputs)
 
     def end_all(self, grace_s: float) -> None:
-        """Ends what runs: SIGTERM; after the grace, SIGKILL to all a rank started, then to supervisors."""
+        """End all ranks: SIGTERM, after the grace period SIGKILL to all descendants, then to the supervisors."""
         if grace_s > 0:
             for rank in self.ranks:
                 rank.terminate()
-            self.pump_until(time.monotonic() + grace_s, self.gone)
+            self.pump_until(time.monotonic() + grace_s, self.all_ended)
         for rank in self.ranks:
             rank.kill()
-        if not self.pump_until(time.monotonic() + _SUPERVISOR_S, self.gone):
+        if not self.pump_until(time.monotonic() + _SUPERVISOR_S, self.all_ended):
             for rank in self.ranks:
                 rank.kill_supervisor()
         self.drain()
 
     def close(self) -> None:
+        """Close all ranks and the selector."""
         for rank in self.ranks:
             rank.close()
         self._selector.close()
@@ -225,15 +312,15 @@ class _Job:
 
 @contextlib.contextmanager
 def _signals_as_exceptions() -> Iterator[None]:
-    """SIGTERM and SIGHUP leave by `SystemExit`, so that there is a clean-up. In the main thread only."""
+    """Turn SIGTERM and SIGHUP into `SystemExit`, so that `finally` blocks run. Only in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def leave(number: int, _: FrameType | None) -> None:
+    def exit_on_signal(number: int, _: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    previous = {n: signal.signal(n, leave) for n in (signal.SIGTERM, signal.SIGHUP)}
+    previous = {n: signal.signal(n, exit_on_signal) for n in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
@@ -249,23 +336,23 @@ def run_ranks(
     on_line: OnLine | None = None,
     grace_s: float = GRACE_S,
 ) -> RunResult:
-    """Runs all ranks to their end.
+    """Run all ranks to their end.
 
-    What rank r prints goes to `log_dir/rank{r}.log`. When one rank fails, all are ended: SIGTERM, after
-    `grace_s` SIGKILL, also to whatever they have started. The same on Ctrl-C, SIGTERM, SIGHUP, or any
-    exception of `on_line`; and if this process is killed outright, the supervisors of the ranks do it.
+    The output of rank r goes to `log_dir/rank{r}.log`. If one rank fails, all ranks get SIGTERM and after `grace_s`
+    SIGKILL, their descendants included. The same happens on Ctrl-C, SIGTERM, SIGHUP and on an exception of `on_line`.
+    If this process is killed by SIGKILL, the supervisors end the ranks.
 
     Args:
-        commands: the ranks; numbers must differ.
-        timeout_s: for the whole job; None: no limit.
-        log_dir: made if it is missing; logs of an earlier job in it are replaced.
-        on_line: called with (rank, line) for every line a rank prints.
-        grace_s: time for a rank to end by itself after SIGTERM.
+        commands: the ranks, each with a different number.
+        timeout_s: longest time of the whole job in seconds; None: no limit.
+        log_dir: folder of the logs; made if it does not exist. Logs of an earlier job are replaced.
+        on_line: called with (rank, line) for every line of output.
+        grace_s: seconds from SIGTERM to SIGKILL.
 
     Raises:
-        ValueError: no commands, or two for one rank.
-        RankFailed: names the first rank that failed.
-        RunTimeout: names the ranks that were still running.
+        ValueError: no commands, or two commands for one rank.
+        RankFailed: a rank failed; the text names the first one.
+        RunTimeout: the timeout passed; the text names the ranks that were running.
     """
     numbers = [command.rank for command in commands]
     if not numbers or len(set(numbers)) != len(numbers):
@@ -279,13 +366,13 @@ def run_ranks(
         try:
             for command in commands:
                 job.add(_Rank(command, log_dir / f"rank{command.rank}.log"))
-            in_time = job.pump_until(deadline, lambda: job.gone() or bool(job.failed()))
+            in_time = job.pump_until(deadline, lambda: job.all_ended() or bool(job.failed()))
             if job.failed():
                 job.pump_until(time.monotonic() + _SETTLE_S, lambda: not job.running())
             failed, running = job.failed(), job.running()
             job.end_all(grace_s if running else 0)
         except BaseException as error:
-            with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C: no more patience, below
+            with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C: `close` below kills at once
                 job.end_all(0 if isinstance(error, KeyboardInterrupt) else grace_s)
             raise
         finally:

@@ -1,4 +1,4 @@
-"""Starts N copies of a program as ranks of one job, over loopback or over a netlab."""
+"""Run N copies of a program as the ranks of one job, over loopback or in a netlab."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from pathlib import Path
 from megatron_overlap.tools.launch.netlab import Netlab
 from megatron_overlap.tools.launch.processes import OnLine, RankCommand, RunResult, run_ranks
 
-LAB_PORT = 29500  # any will do: nothing else is in the lab
+LAB_PORT = 29500  # always free: the lab has its own network namespaces
 
 
 def free_port() -> int:
-    """A TCP port of loopback that was free a moment ago."""
+    """A free TCP port of loopback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
 
 
-KEEP_MEMORY = {
+MALLOC_ENV = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
     "MALLOC_TOP_PAD_": str(64 << 20),
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
-"""What makes glibc keep memory that is freed, as the caching allocator of a GPU does, in large pages where the kernel
-has them for who asks. Else tensors of some megabytes may be fresh pages on each use."""
+"""Settings that make glibc reuse freed memory, like the caching allocator of a GPU, in huge pages if the kernel offers
+them. Without them tensors of some megabytes may be fresh pages on each use."""
 
 
 def rank_env(rank: int, world_size: int, ranks_per_host: int, port: int, threads: int) -> dict[str, str]:
-    """What torch.distributed and Megatron read from the environment of a rank."""
+    """Environment variables of a rank for torch.distributed, Megatron and glibc."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -43,11 +43,12 @@ def rank_env(rank: int, world_size: int, ranks_per_host: int, port: int, threads
         "LOCAL_WORLD_SIZE": str(ranks_per_host),
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": str(threads),
-        **{name: value for name, value in KEEP_MEMORY.items() if name not in os.environ},
+        **{name: value for name, value in MALLOC_ENV.items() if name not in os.environ},
     }
 
 
 def loopback_env() -> dict[str, str]:
+    """Environment variables that make torch.distributed use loopback."""
     return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
 
 
@@ -60,16 +61,16 @@ def worker_commands(
     env: Mapping[str, str] | None = None,
     wrap: bool = True,
 ) -> list[RankCommand]:
-    """The commands of `world_size` ranks of `argv`: in `lab`, or over loopback.
+    """The commands of `world_size` ranks that execute `argv` in `lab` or over loopback.
 
-    `wrap=False` leaves out what takes a command into the lab, which then need not be open.
+    `wrap=False` omits the prefix that enters the lab; the lab then need not be open.
 
     Raises:
-        ValueError: the lab has places for another number of ranks.
+        ValueError: the lab has another number of ranks.
     """
     if lab is not None and lab.world_size != world_size:
         places = f"{lab.hosts} hosts of {lab.ranks_per_host}"
-        raise ValueError(f"world_size: {world_size}: the lab has {lab.world_size} places, {places}")
+        raise ValueError(f"world_size: {world_size}: the lab has {lab.world_size} ranks, {places}")
     port = LAB_PORT if lab is not None else free_port()
     commands = []
     for rank in range(world_size):
@@ -98,32 +99,30 @@ def run_workers(
     timeout_s: float | None = None,
     on_line: OnLine | None = None,
 ) -> RunResult:
-    """Runs `program` as `world_size` ranks and returns when all are done.
+    """Run `program` as `world_size` ranks and return when all ranks have ended.
 
     Args:
         program: path of a Python script, or name of a module.
-        args: its arguments, the same for all ranks.
-        world_size: number of ranks; RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set for
-            them.
-        hosts: None: loopback. Otherwise a netlab with that many hosts, among which the ranks are divided
-            evenly.
+        args: arguments, equal for all ranks.
+        world_size: number of ranks. The environment has RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
+        hosts: number of hosts of a new netlab, which share the ranks evenly. None: loopback.
         gbps: rate of each host's link in Gbit/s, with `hosts`.
-        lab: an open lab to run in, instead of `hosts` and `gbps`; it stays open.
+        lab: an open lab, instead of `hosts` and `gbps`; it stays open.
         threads: OMP_NUM_THREADS of each rank.
-        env: added to the environment of every rank.
-        log_dir: for `rank{r}.log`; None: a temporary folder, removed when all went well.
+        env: additions to the environment of every rank.
+        log_dir: folder of `rank{r}.log`; None: a temporary folder, which is removed after success.
         timeout_s, on_line: as for `run_ranks`.
 
     Raises:
-        ValueError: ranks that cannot be divided among the hosts; both `hosts` and `lab`.
-        NetlabError: no lab on this machine.
+        ValueError: the hosts do not divide the ranks, or both `hosts` and `lab` are given.
+        NetlabError: this machine cannot make a lab.
         RankFailed, RunTimeout: as for `run_ranks`.
     """
     if hosts is not None:
         if lab is not None:
-            raise ValueError("hosts: give it or lab, not both")
+            raise ValueError("hosts: give hosts or lab, not both")
         if hosts < 1 or world_size % hosts:
-            raise ValueError(f"hosts: {hosts}: {world_size} ranks cannot be divided evenly among them")
+            raise ValueError(f"hosts: {hosts}: must divide the {world_size} ranks")
         with Netlab(hosts, gbps, world_size // hosts) as made:
             return run_workers(
                 program,
@@ -142,6 +141,6 @@ def run_workers(
     commands = worker_commands(argv, world_size, lab=lab, threads=threads, env=env)
     folder = log_dir or Path(tempfile.mkdtemp(prefix="megatron_overlap_"))
     result = run_ranks(commands, timeout_s=timeout_s, log_dir=folder, on_line=on_line)
-    if log_dir is None:  # after a failure it stays: the message names a log in it
+    if log_dir is None:  # after a failure the folder stays: the message names a log in it
         shutil.rmtree(folder)
     return result

@@ -1,4 +1,4 @@
-"""A launch on the CPUs of this machine before it costs GPU hours: folded, with and without the overlap, compared."""
+"""Rehearsal of a launch: run its downscaled config on CPUs with and without the overlap and compare both runs."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from rich.table import Table
 
 from megatron_overlap.config import LaunchConfig, without_overlap
 from megatron_overlap.tools.launch.downscale import Change
-from megatron_overlap.tools.launch.execute import execute
-from megatron_overlap.tools.launch.plan import plan
+from megatron_overlap.tools.launch.plan import execute, plan
 from megatron_overlap.tools.launch.run_records import PluginReport, RunRecord, read_run
 
-# Largest relative deviation from stock Megatron over the steps, (loss, grad-norm). fp32: another order of the same
-# sums, as in docs/numerics.md. bf16: one eps for the loss, a mean over tokens; for the grad-norm what stock's own bf16
-# is away from its fp32 there (1.6e-2), as less cannot be told from rounding. `train.precision=fp32` is sharper.
+# Largest relative deviation from the stock path over the steps, (loss, grad-norm). fp32: the sums have another order,
+# see docs/numerics.md. bf16: one eps for the loss, which is a mean over tokens. Grad-norm: the stock path in bf16
+# deviates by 1.6e-2 from fp32, so a smaller bound would fail by rounding. `train.precision=fp32` is the sharper test.
 BOUNDS = {"fp32": (1e-5, 1e-5), "bf16": (2.0**-8, 2e-2)}
-_RANK_BYTES = 1.2e9  # torch, Megatron and a tiny model
+_RANK_BYTES = 1.2e9  # resident memory of one rank: torch, Megatron and a tiny model
 _MIN_RANKS, _MAX_RANKS = 2, 8
 
 
-def ranks_here() -> int:
-    """Ranks of a tiny model that this machine can hold: by its memory, and two for each core."""
+def max_local_ranks() -> int:
+    """Largest number of rehearsal ranks on this machine: limited by free memory and by two ranks per core."""
     by_memory = int(psutil.virtual_memory().available / _RANK_BYTES)
     by_cores = 2 * len(os.sched_getaffinity(0))
     return max(_MIN_RANKS, min(by_memory, by_cores, _MAX_RANKS))
@@ -34,7 +33,7 @@ def ranks_here() -> int:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of both runs; None where a run knows no value."""
+    """One step of both runs, (stock, overlap). None: the run did not record a value."""
 
     iteration: int
     loss: tuple[float | None, float | None]
@@ -43,13 +42,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What came out.
+    """Result of a rehearsal.
 
     Attributes:
-        steps: losses and grad-norms, stock Megatron's first.
-        bounds: how far loss and grad-norm may be apart, relative.
-        report: what the plugin did, None where it was off.
-        failures: why the launch is not proven; empty where it is.
+        steps: losses and grad-norms of the stock path and of the overlap.
+        bounds: largest relative deviation of loss and of grad-norm.
+        report: the plugin's report; None if the plugin was off.
+        failures: reasons why the rehearsal failed; empty if it passed.
     """
 
     steps: tuple[Step, ...]
@@ -59,35 +58,35 @@ class Rehearsal:
 
 
 def rehearse(
-    folded: LaunchConfig, folder: Path, on_start: Callable[[LaunchConfig], None] = lambda config: None
+    downscaled: LaunchConfig, folder: Path, on_start: Callable[[LaunchConfig], None] = lambda config: None
 ) -> Rehearsal:
-    """Run a folded config with and without the overlap and hold one against the other.
+    """Run a downscaled config with and without the overlap and compare the runs.
 
-    A config without overlap is run once, and its losses must be finite.
+    A config without overlap runs once, and its losses must be finite.
 
     Args:
-        folded: what `fold` returned.
-        folder: gets a folder for each run.
-        on_start: called with a config as its run starts.
+        downscaled: the config that `downscale` returned.
+        folder: parent of the two run directories.
+        on_start: called with a config before its run starts.
 
     Raises:
         RunError: a rank failed.
-        ArtefactError: a run recorded no steps.
+        RunRecordError: a run directory is incomplete.
     """
-    stock = without_overlap(folded)
-    configs = [stock, folded] if stock.overlap != folded.overlap else [folded]
+    stock = without_overlap(downscaled)
+    configs = [stock, downscaled] if stock.overlap != downscaled.overlap else [downscaled]
     records = []
     for config in configs:
         on_start(config)
         planned = plan(config, folder / config.name)
         execute(planned)
         records.append(read_run(planned.run_dir, config.world_size, config.train.iterations))
-    return judge(records[0], records[-1], folded)
+    return compare_runs(records[0], records[-1], downscaled)
 
 
-def judge(stock: RunRecord, overlapped: RunRecord, folded: LaunchConfig) -> Rehearsal:
-    """Whether two runs of a folded config are equal, and the overlap did what was asked for."""
-    bounds = BOUNDS[folded.train.precision]
+def compare_runs(stock: RunRecord, overlapped: RunRecord, downscaled: LaunchConfig) -> Rehearsal:
+    """Compare two runs of a downscaled config and check that the overlap was active."""
+    bounds = BOUNDS[downscaled.train.precision]
     steps = tuple(
         Step(number, (stock.losses[i], overlapped.losses[i]), (stock.grad_norms[i], overlapped.grad_norms[i]))
         for i, number in enumerate(overlapped.iterations)
@@ -95,38 +94,40 @@ def judge(stock: RunRecord, overlapped: RunRecord, folded: LaunchConfig) -> Rehe
     failures = []
     for step in steps:
         for name, pair, bound in (("loss", step.loss, bounds[0]), ("grad-norm", step.grad_norm, bounds[1])):
-            apart = deviation(*pair)
-            if not apart <= bound:  # also where it is no number
-                failures.append(f"step {step.iteration}: {name} {_pair(pair)}: {apart:.1e} apart, at most {bound:.1e}")
+            difference = deviation(*pair)
+            if not difference <= bound:  # NaN fails too
+                failures.append(
+                    f"step {step.iteration}: {name} {_pair(pair)}: difference {difference:.1e}, at most {bound:.1e}"
+                )
     report = overlapped.report
-    asked = folded.overlap.tensor.method != "none" and folded.parallel.tensor > 1
-    if asked and (report is None or not report.overlapped_calls):
-        failures.append("overlap.tensor is on and no call was overlapped")
+    expected = downscaled.overlap.tensor.method != "none" and downscaled.parallel.tensor > 1
+    if expected and (report is None or not report.overlapped_calls):
+        failures.append("overlap.tensor is on, but no call was overlapped")
     return Rehearsal(steps, bounds, report, tuple(failures))
 
 
 def deviation(a: float | None, b: float | None) -> float:
-    """Relative distance; NaN where one is missing or not finite, which is within no bound."""
+    """Relative deviation |b - a| / |a|. NaN if a value is missing or not finite."""
     if a is None or b is None or not (math.isfinite(a) and math.isfinite(b)):
         return math.nan
     return abs(b - a) / abs(a) if a else abs(b - a)
 
 
-def folding_table(changes: Sequence[Change]) -> Table:
-    """What the rehearsal has otherwise, for a person."""
-    table = Table("key", "config", "rehearsal", "because", title="folded", title_justify="left")
+def changes_table(changes: Sequence[Change]) -> Table:
+    """The differences between the config and the rehearsal as a table."""
+    table = Table("key", "config", "rehearsal", "reason", title="downscaled", title_justify="left")
     for change in changes:
-        table.add_row(change.key, change.was, change.now, change.why)
+        table.add_row(change.key, change.before, change.after, change.reason)
     return table
 
 
 def steps_table(result: Rehearsal) -> Table:
-    """Both runs beside each other."""
-    table = Table("step", title="stock Megatron and overlap", title_justify="left")
+    """Loss and grad-norm of both runs, step by step, as a table."""
+    table = Table("step", title="stock path and overlap", title_justify="left")
     for name, bound in zip(("loss", "grad-norm"), result.bounds, strict=True):
         table.add_column(f"{name}: stock", justify="right")
         table.add_column("overlap", justify="right")
-        table.add_column(f"apart (at most {bound:.1e})", justify="right")
+        table.add_column(f"difference (at most {bound:.1e})", justify="right")
     for step in result.steps:
         cells = []
         for pair in (step.loss, step.grad_norm):

@@ -1,4 +1,4 @@
-"""Reads what a run left in its directory: steps, versions and the plugin's report, of all ranks together. Pure."""
+"""Read the records in a run directory: steps, versions and the plugin's report, aggregated over the ranks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 
-class ArtefactError(RuntimeError):
-    """A run's directory does not hold what a complete run writes; the text names the file."""
+class RunRecordError(RuntimeError):
+    """A run directory is incomplete; the text names the file."""
 
 
 @dataclass(frozen=True)
 class Fallback:
-    """Calls that ran Megatron's own path."""
+    """Calls of one module that ran the stock path, and the reason."""
 
     module: str
     op: str
@@ -26,15 +26,15 @@ class Fallback:
 
 @dataclass(frozen=True)
 class PluginReport:
-    """What the plugin did, over all ranks of one run.
+    """The plugin's report of one run, summed over the ranks.
 
     Attributes:
-        active: whether it replaced anything.
-        reason: why, or why not.
+        active: whether the plugin patched Megatron.
+        reason: why it is active or not.
         overlapped_calls: calls whose communication was overlapped.
-        sent_bytes: bytes sent in them.
-        fallbacks: the other calls, with their reasons.
-        not_fused: calls that ran p2p where the config asks for fused kernels, by reason.
+        sent_bytes: bytes sent by these calls.
+        fallbacks: calls that ran the stock path, with their reasons.
+        not_fused: calls by reason that ran p2p although the config requests fused kernels.
     """
 
     active: bool
@@ -47,11 +47,11 @@ class PluginReport:
 
 @dataclass(frozen=True)
 class StepExposed:
-    """Time of one step in which a rank waited for messages and computed nothing, the mean over all ranks.
+    """Exposed communication time of one step in ms, the mean over all ranks.
 
     Attributes:
-        total_ms: for any message.
-        by_op: by op and direction.
+        total_ms: all messages.
+        by_op: by (op, direction).
     """
 
     total_ms: float
@@ -60,17 +60,17 @@ class StepExposed:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run, all ranks together; the sequences have one value for each iteration.
+    """One run, aggregated over its ranks. Sequences have one value per iteration.
 
     Attributes:
         iterations: numbers of the iterations.
-        step_time_ms: of the slowest rank.
-        losses: None where no rank knows it.
-        grad_norms: None where no rank knows it.
-        peak_memory_bytes: of the rank that needed most, over the whole run; None where it is not known.
-        meta: of rank 0: versions, device, layout, link.
-        report: None when the plugin was off.
-        exposed: of each iteration, where events were recorded (`overlap.trace`); else None.
+        step_time_ms: step time of the slowest rank.
+        losses: None if no rank recorded a loss.
+        grad_norms: None if no rank recorded a grad-norm.
+        peak_memory_bytes: largest peak of a rank over the run; None if not recorded.
+        meta: versions, device, layout and link of rank 0.
+        report: the plugin's report; None if the plugin was off.
+        exposed: exposed communication of each iteration with `overlap.trace`; else None.
     """
 
     iterations: tuple[int, ...]
@@ -84,27 +84,27 @@ class RunRecord:
 
 
 def read_run(run_dir: Path, world_size: int, iterations: int) -> RunRecord:
-    """Read a run's directory.
+    """Read a run directory.
 
     Args:
-        run_dir: the folder.
-        world_size: ranks that must have written.
-        iterations: number of the last step each must have written.
+        run_dir: folder of the run.
+        world_size: number of ranks, each with a record.
+        iterations: number of the last step of every record.
 
     Raises:
-        ArtefactError: a file is missing, cannot be read, or ends too early.
+        RunRecordError: a file is missing, unreadable or too short.
     """
     ranks = [_read_steps(run_dir / f"steps-rank{rank}.jsonl", iterations) for rank in range(world_size)]
     numbers = tuple(int(row["iteration"]) for row in ranks[0])
     for rank, rows in enumerate(ranks):
         if tuple(int(row["iteration"]) for row in rows) != numbers:
-            raise ArtefactError(f"{run_dir / f'steps-rank{rank}.jsonl'}: other iterations than rank 0")
+            raise RunRecordError(f"{run_dir / f'steps-rank{rank}.jsonl'}: its iterations differ from those of rank 0")
     steps = list(zip(*ranks, strict=True))
     return RunRecord(
         iterations=numbers,
         step_time_ms=tuple(max(float(row["step_time_ms"]) for row in rows) for rows in steps),
-        losses=tuple(_first_known(rows, "loss") for rows in steps),
-        grad_norms=tuple(_first_known(rows, "grad_norm") for rows in steps),
+        losses=tuple(_first_value(rows, "loss") for rows in steps),
+        grad_norms=tuple(_first_value(rows, "grad_norm") for rows in steps),
         peak_memory_bytes=max(int(row["peak_memory_bytes"]) for rows in steps for row in rows),
         meta=_read_object(run_dir / "meta-rank0.json"),
         report=_read_reports(run_dir, world_size),
@@ -116,14 +116,14 @@ def _read_steps(path: Path, iterations: int) -> list[dict[str, Any]]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise ArtefactError(f"{path}: {error.strerror}; the run recorded no steps") from error
+        raise RunRecordError(f"{path}: {error.strerror}; the run recorded no steps") from error
     try:
         rows = [json.loads(line) for line in lines]
     except ValueError as error:
-        raise ArtefactError(f"{path}: not JSON lines: {error}") from error
+        raise RunRecordError(f"{path}: is not JSON lines: {error}") from error
     last = rows[-1]["iteration"] if rows else 0
     if last != iterations:
-        raise ArtefactError(f"{path}: the last step is {last}, must be {iterations}: the run ended early")
+        raise RunRecordError(f"{path}: the last step is {last}, must be {iterations}: the run ended early")
     return rows
 
 
@@ -131,16 +131,16 @@ def _read_object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ArtefactError(f"{path}: {error.strerror}") from error
+        raise RunRecordError(f"{path}: {error.strerror}") from error
     except ValueError as error:
-        raise ArtefactError(f"{path}: not JSON: {error}") from error
+        raise RunRecordError(f"{path}: is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ArtefactError(f"{path}: not a JSON object")
+        raise RunRecordError(f"{path}: is not a JSON object")
     return content
 
 
-def _first_known(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    """The value of the first rank that has one; all that have one have the same."""
+def _first_value(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    """The value of the first rank that recorded one. All recorded values are equal."""
     return next((float(row[key]) for row in rows if row.get(key) is not None), None)
 
 

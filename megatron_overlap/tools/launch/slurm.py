@@ -1,8 +1,8 @@
-"""A launch as a Slurm batch file. Nothing is started and nothing is submitted here.
+"""Write a launch as a Slurm batch file. It starts and submits nothing.
 
-The file stands for itself: the resolved config and Megatron's arguments are written out in it, so that what was run can
-be read afterwards. Ranks get their numbers from Slurm (`SLURM_NODEID`, `SLURM_PROCID`), hence neighbours in the job are
-neighbours in a tensor group; torchrun's own rendezvous would number the nodes as they come.
+The file contains the resolved config and all Megatron arguments, so that it documents the run. Ranks get their numbers
+from Slurm (`SLURM_NODEID`, `SLURM_PROCID`), so that adjacent tasks of the job are adjacent ranks of a tensor group.
+torchrun's rendezvous would number the nodes in their order of arrival.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from megatron_overlap.config import ConfigError, LaunchConfig, dump_config
 from megatron_overlap.tools.launch.plan import CONFIG_FILE, entry_args, gpu_env
 from megatron_overlap.tools.launch.ranks import loopback_env
 
-_RUN_DIR = Path("/MEGATRON_OVERLAP_RUN_DIR")  # becomes "$RUN_DIR": only the job knows its number
+_RUN_DIR = Path("/MEGATRON_OVERLAP_RUN_DIR")  # replaced by "$RUN_DIR", which contains the job id
 _END_OF_CONFIG = "END_OF_CONFIG"
 
 
 @dataclass(frozen=True)
 class _Run:
-    """One run of the file, as the template writes it.
+    """One run of the batch file, as the template needs it.
 
     Attributes:
-        name: of its config.
-        config: the text of its config file.
-        args: the training script and its arguments, quoted for bash; a flag and its values on a line.
+        name: name of its config.
+        config: text of its config file.
+        args: training script and arguments, quoted for bash; one line for each flag with its values.
     """
 
     name: str
@@ -42,16 +42,16 @@ def batch_file(configs: Sequence[LaunchConfig], file: str = "job.sh") -> str:
     """The text of a batch file.
 
     Args:
-        configs: one run, or several of the same size: they become a job array, task i is run i.
-        file: what the file will be called, for the usage line in it.
+        configs: one run, or several runs of equal size, which become a job array: task i is run i.
+        file: name of the file, for the usage line in it.
 
     Raises:
-        ConfigError: a config cannot be run by Slurm, or the runs need different jobs.
+        ConfigError: Slurm cannot run a config, or the runs need different job options.
     """
     first = configs[0]
     for config in configs:
         if config.launch.hosts is not None:
-            remedy = "these are made on one machine; use launch.hosts=null for Slurm"
+            remedy = "network namespaces are on one machine; use launch.hosts=null for Slurm"
             raise ConfigError(config.name, "launch.hosts", config.launch.hosts.hosts, remedy)
         _same_job(first, config)
     launch = first.launch
@@ -79,7 +79,7 @@ def batch_file(configs: Sequence[LaunchConfig], file: str = "job.sh") -> str:
 
 def _run(config: LaunchConfig) -> _Run:
     lines: list[str] = []
-    # In a container the script need not be on this machine.
+    # With a container the script may exist only in the image.
     in_container = config.launch.slurm.container_image is not None
     for arg in entry_args(config, _RUN_DIR, anywhere=in_container and config.launch.entry is not None):
         word = shlex.quote(arg).replace(f"{_RUN_DIR}", '"$RUN_DIR"')
@@ -91,10 +91,10 @@ def _run(config: LaunchConfig) -> _Run:
 
 
 def _same_job(first: LaunchConfig, other: LaunchConfig) -> None:
-    """An array is one job: its tasks have the same nodes and options.
+    """Require equal job options: all tasks of an array have the same nodes and options.
 
     Raises:
-        ConfigError: a key that decides about the job differs.
+        ConfigError: a key that determines the job differs.
     """
     for key in ("device", "nodes", "threads_per_rank", "output_dir", "slurm"):
         expected, found = getattr(first.launch, key), getattr(other.launch, key)
@@ -108,5 +108,8 @@ def _same_job(first: LaunchConfig, other: LaunchConfig) -> None:
         first.parallel.tensor > 1 or first.parallel.context > 1
     ):
         raise ConfigError(
-            other.name, "parallel.tensor", other.parallel.tensor, "the runs of an array need one environment"
+            other.name,
+            "parallel.tensor",
+            other.parallel.tensor,
+            "must be 1 in all runs or in none: they share one environment",
         )

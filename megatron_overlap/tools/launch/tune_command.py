@@ -1,4 +1,4 @@
-"""`megatron-overlap tune`: fills the cache of choices before a run, by a short run of the same job."""
+"""`megatron-overlap tune`: fill the autotuning cache with a short run of the same job."""
 
 from __future__ import annotations
 
@@ -19,36 +19,34 @@ from megatron_overlap.config import ConfigError, LaunchConfig, load_launch_confi
 from megatron_overlap.config.resources import config_file
 from megatron_overlap.counters import AutotuneLine
 from megatron_overlap.session_report import autotune_table
-from megatron_overlap.tools.launch.command import need_one_place, new_run_dir
-from megatron_overlap.tools.launch.execute import execute
+from megatron_overlap.tools.launch.command import iteration_of, new_run_dir, require_shared_options
 from megatron_overlap.tools.launch.netlab import NetlabError
-from megatron_overlap.tools.launch.plan import plan
-from megatron_overlap.tools.launch.progress import iteration_of
-from megatron_overlap.tools.launch.results import RunError
+from megatron_overlap.tools.launch.plan import execute, plan
+from megatron_overlap.tools.launch.processes import RunError
 
 _FIRST_STEPS = 2
 _KNOBS = sum(len(values) - 1 for values in KNOBS.values())
-# Some passes come late: what was to be measured is waited for.
-_LATE = 1.1
+# Margin for measurements that need more passes than planned.
+_MARGIN = 1.1
 
 
 def tune(
     config: Annotated[Path, typer.Argument(help="Launch config: a YAML file, or the name of a shipped one.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, over what the file says.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value; overrides the file.")] = None,
     run_dir: Annotated[
-        Path | None, typer.Option("--run-dir", help="Folder of this run; else a new one in launch.output_dir.")
+        Path | None, typer.Option("--run-dir", help="Folder of this run. Default: a new folder in launch.output_dir.")
     ] = None,
     rendezvous: Annotated[
-        str | None, typer.Option("--rendezvous", help="HOST:PORT of the first node, for several nodes.")
+        str | None, typer.Option("--rendezvous", help="HOST:PORT of the first node. Required with several nodes.")
     ] = None,
 ) -> int:
-    """Measure how each layer is run fastest, and keep it for the runs that follow."""
+    """Measure the fastest method of each layer and cache it for later runs."""
     config = config_file(config)
     cfg = short_run(str(config), load_launch_config(config, overrides or ()))
     if cfg.launch.nodes > 1:
-        need_one_place("tune", rendezvous, run_dir, cfg.launch.nodes)
+        require_shared_options("tune", rendezvous, run_dir, cfg.launch.nodes)
     folder = run_dir if run_dir is not None else new_run_dir(cfg)
-    # Rich would cut words at 80 columns where the output is not a terminal.
+    # Rich wraps at 80 columns if the output is not a terminal.
     console = Console(width=None if sys.stdout.isatty() else 150, markup=False)
     try:
         with _bar(console) as progress:
@@ -97,7 +95,7 @@ def short_run(name: str, cfg: LaunchConfig) -> LaunchConfig:
     near = _KNOBS if cfg.launch.device == "cuda" else 0
     layers = cfg.model.num_layers // cfg.parallel.pipeline
     calls = max(calls_to_choose(1 + MAX_TRIED), calls_to_choose(1 + MAX_TRIED, near) / layers)
-    iterations = _FIRST_STEPS + math.ceil(_LATE * calls / cfg.num_microbatches)
+    iterations = _FIRST_STEPS + math.ceil(_MARGIN * calls / cfg.num_microbatches)
     dump = cfg.model_dump()
     train = {
         "iterations": max(iterations, cfg.train.lr_warmup_iterations + 1),

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_overlap.config import LaunchConfig
-from megatron_overlap.tools.launch.execute import execute
-from megatron_overlap.tools.launch.plan import plan
+from megatron_overlap.tools.launch.plan import execute, plan
 from tests.adapters.megatron_runs import SCRIPTS
 
 TOKENS = 768  # rows of a micro-batch

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from megatron_overlap.tools.launch.results import RunError
+from megatron_overlap.tools.launch.processes import RunError
 from tests.adapters.megatron_runs import assert_equal_training
 from tests.adapters.varlen import core_attention_workers as cases
 from tests.adapters.varlen.runs import config, train, write_text

@@ -1,4 +1,4 @@
-"""`megatron-overlap launch` as a user starts it: a real command, real Megatron."""
+"""`megatron-overlap launch` as a command line, with the installed Megatron."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ train: {{seq_length: 64, global_batch_size: 2, iterations: 2, precision: fp32}}
 overlap: {{tensor: {{autotune_cache: {folder}/autotune}}}}
 launch: {{device: cpu, output_dir: {folder}/runs, timeout_s: 200, hosts: {{hosts: 2, gbps: 1.0}}}}
 """
-HAS_LABS = pytest.mark.skipif(not available()[0], reason=available()[1])
+NEEDS_NETLAB = pytest.mark.skipif(not available()[0], reason=available()[1])
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def start(*args: str | Path, prefix: tuple[str, ...] = ()) -> subprocess.Complet
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=240)
 
 
-def test_a_dry_run_prints_the_plan_and_makes_nothing(config: Path, tmp_path: Path) -> None:
+def test_a_dry_run_prints_the_plan_and_writes_no_file(config: Path, tmp_path: Path) -> None:
     done = start(config, "--dry-run", "train.iterations=7")
     assert done.returncode == 0, done.stderr
     assert "--train-iters 7" in done.stdout
@@ -50,9 +50,9 @@ def test_a_dry_run_prints_the_plan_and_makes_nothing(config: Path, tmp_path: Pat
     assert list(tmp_path.iterdir()) == [config]
 
 
-@HAS_LABS
+@NEEDS_NETLAB
 @pytest.mark.long
-def test_a_launch_trains_shows_progress_and_says_where_it_is(config: Path, tmp_path: Path) -> None:
+def test_launch_trains_prints_progress_and_the_run_directory(config: Path, tmp_path: Path) -> None:
     done = start(config)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^iteration 1/2: [\d.]+ ms, lm loss [\d.]+, grad norm [\d.]+", done.stdout, re.MULTILINE)
@@ -66,31 +66,31 @@ def test_a_launch_trains_shows_progress_and_says_where_it_is(config: Path, tmp_p
     assert load_launch_config(run_dir / "config.yaml") == load_launch_config(config)
 
 
-DIES = """
+FAILING_RANK = """
 import os, signal, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 dist.all_reduce(torch.ones(4))
 if dist.get_rank() == 1:
-    print("rank 1 is about to die", flush=True)
+    print("rank 1 kills itself", flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 dist.all_reduce(torch.ones(4))
 """
 
 
-@HAS_LABS
-def test_a_rank_that_dies_ends_the_launch_with_its_name(config: Path, tmp_path: Path) -> None:
+@NEEDS_NETLAB
+def test_a_failed_rank_ends_the_launch_and_is_named(config: Path, tmp_path: Path) -> None:
     entry = tmp_path / f"{new_token()}.py"
-    entry.write_text(DIES)
+    entry.write_text(FAILING_RANK)
     done = start(config, f"launch.entry={entry}", "--run-dir", tmp_path / "mine")
     assert done.returncode == 1
-    assert re.match(r"tiny: rank 1 on mo\d+h1: killed by SIGKILL; all ranks ended; log: ", done.stderr)
-    assert "  | rank 1 is about to die" in done.stderr
+    assert re.match(r"tiny: rank 1 on mo\d+h1: killed by SIGKILL; all ranks have ended; log: ", done.stderr)
+    assert "  | rank 1 kills itself" in done.stderr
     assert str(tmp_path / "mine" / "logs" / "rank1.log") in done.stderr
     assert with_token(entry.stem) == []
 
 
-@HAS_LABS
-def test_ctrl_c_ends_all(config: Path, tmp_path: Path) -> None:
+@NEEDS_NETLAB
+def test_ctrl_c_ends_all_ranks(config: Path, tmp_path: Path) -> None:
     entry = tmp_path / f"{new_token()}.py"
     entry.touch()
     command = [*LAUNCH, str(config), f"launch.entry={entry}"]
@@ -101,14 +101,14 @@ def test_ctrl_c_ends_all(config: Path, tmp_path: Path) -> None:
     os.kill(launcher.pid, signal.SIGINT)
     _, errors = launcher.communicate(timeout=30)
     assert launcher.returncode == 130
-    assert errors.strip() == "tiny: interrupted; all ranks ended"
+    assert errors.strip() == "tiny: interrupted; all ranks have ended"
     assert wait_for(lambda: not with_token(entry.stem), 5)
 
 
 FORBIDDEN = ("unshare", "-Ur", "sh", "-c", f'{NO_NAMESPACES}; ip link set lo up 2>/dev/null; exec "$@"', "sh")
 
 
-def test_without_the_right_to_make_hosts_it_stops_or_says_that_it_uses_loopback(config: Path, tmp_path: Path) -> None:
+def test_without_permission_for_namespaces_launch_fails_or_reports_loopback(config: Path, tmp_path: Path) -> None:
     entry = tmp_path / "mine.py"
     entry.write_text("import os; print('megatron_overlap is at', os.environ['MASTER_ADDR'])")
     done = start(config, f"launch.entry={entry}", prefix=FORBIDDEN)
@@ -118,7 +118,7 @@ def test_without_the_right_to_make_hosts_it_stops_or_says_that_it_uses_loopback(
     assert line.endswith("launch.hosts.fallback=loopback runs without limited links")
     done = start(config, f"launch.entry={entry}", "launch.hosts.fallback=loopback", prefix=FORBIDDEN)
     assert done.returncode == 0, done.stderr
-    assert "running over loopback, its rate is not limited" in done.stderr
+    assert "running over loopback without a rate limit" in done.stderr
     assert "megatron_overlap is at 127.0.0.1" in done.stdout
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert "hosts: null" in (run_dir / "config.yaml").read_text()
@@ -144,7 +144,7 @@ def test_without_the_right_to_make_hosts_it_stops_or_says_that_it_uses_loopback(
         (["launch.device=cuda"], "{config} (override): launch.device: cuda: launch.hosts needs cpu"),
     ],
 )
-def test_a_wrong_request_is_one_line(arguments: list[str], line: str, config: Path, tmp_path: Path) -> None:
+def test_a_wrong_request_prints_one_line(arguments: list[str], line: str, config: Path, tmp_path: Path) -> None:
     done = start(config, *arguments)
     assert done.returncode == 2
     (shown,) = done.stderr.splitlines()

@@ -1,4 +1,4 @@
-"""Real namespaces, real sockets, real rates. Runs as root and as an ordinary user."""
+"""Netlab on real namespaces and sockets: rates, isolation, clean-up and privileges. Runs with and without root."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from megatron_overlap.tools.launch.netlab import Link, Netlab, NetlabError
 from megatron_overlap.tools.launch.ranks import run_workers
 from tests.tools.launch.watch import helpers_of, holders, still_held, wait_for
 
-POSSIBLE, WHY_NOT = netlab.available()
-pytestmark = pytest.mark.skipif(not POSSIBLE, reason=f"this machine cannot have a lab: {WHY_NOT}")
+AVAILABLE_HERE, REASON = netlab.available()
+pytestmark = pytest.mark.skipif(not AVAILABLE_HERE, reason=f"this machine cannot make a netlab: {REASON}")
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -50,7 +50,7 @@ def net_of(lab: Netlab, host: int) -> str:
 
 
 def is_limited(measured_gbps: float, gbps: float) -> bool:
-    """A machine that is busy with something else makes it slower, and nothing makes it faster."""
+    """The rate may be below the limit on a busy machine, but not above it."""
     return 0.5 * gbps < measured_gbps < 1.07 * gbps
 
 
@@ -65,32 +65,32 @@ def test_both_directions_have_the_rate_at_once() -> None:
         assert is_limited(goodput_gbps(lab, 1.0, both=True), 1.0)
 
 
-def test_the_way_into_a_host_is_limited_as_well() -> None:
-    """Host 1 may send faster than host 0 may receive."""
+def test_incoming_traffic_of_a_host_is_limited() -> None:
+    """The link of host 1 is faster than that of host 0."""
     with Netlab(hosts=2, links=[Link(0.3), Link(3.0)]) as lab:
         assert is_limited(goodput_gbps(lab, 0.3), 0.3)
 
 
-def test_a_short_message_after_a_pause_takes_its_time() -> None:
-    """The burst must be small against what training sends, or short messages would travel for nothing."""
+def test_the_burst_does_not_hide_a_short_message() -> None:
+    """The burst must be small against training messages, or the link would not limit short messages."""
     with Netlab(hosts=2, gbps=0.4) as lab:
-        # A receiver that gets its core late starts its clock late: the slowest of three.
+        # A receiver that gets a core late starts its clock late, so take the slowest of three.
         assert min(goodput_gbps(lab, 0.4, seconds=0.0105) for _ in range(3)) < 0.4 * 1.2  # 512 KiB
 
 
-def test_hosts_of_a_node_have_a_link_of_their_own_besides_their_cards() -> None:
-    """What stays in a node goes at the inside rate; what leaves it at the card's, each host by its own card."""
-    with Netlab(hosts=4, gbps=0.1, hosts_per_node=2, inside_gbps=0.8) as lab:
+def test_hosts_of_a_node_have_an_intra_node_link() -> None:
+    """Intra-node traffic has the intra-node rate; inter-node traffic has the rate of the host's NIC."""
+    with Netlab(hosts=4, gbps=0.1, hosts_per_node=2, intra_node_gbps=0.8) as lab:
         inside = max(goodput_gbps(lab, 0.8, seconds=0.3, source=1) for _ in range(3))
         between = goodput_gbps(lab, 0.1, source=2)
         assert 0.3 < inside < 0.84
         assert 0.05 < between < 0.104
-        for host, mate in enumerate((1, 0, 3, 2)):
+        for host, peer in enumerate((1, 0, 3, 2)):
             routes = subprocess.run(lab.wrap(host, ["ip", "route"]), capture_output=True, text=True, check=True).stdout
-            assert [line.split()[0] for line in routes.splitlines() if "dev eth1" in line] == [lab.address(mate)]
+            assert [line.split()[0] for line in routes.splitlines() if "dev eth1" in line] == [lab.address(peer)]
 
 
-def test_gloo_goes_over_the_links(tmp_path: Path) -> None:
+def test_gloo_uses_the_links(tmp_path: Path) -> None:
     script = tmp_path / "ranks.py"
     script.write_text(
         "import os, time, torch, torch.distributed as dist\n"
@@ -121,7 +121,7 @@ def test_ranks_of_one_host_share_its_address() -> None:
         shown = subprocess.run(lab.wrap(1, ["ip", "-br", "addr"]), capture_output=True, text=True, check=True).stdout
         assert f"{lab.address(1)}/16" in shown
         assert lab.env(1)["MASTER_ADDR"] == lab.address(0)
-        with pytest.raises(ValueError, match="rank: 4: this lab has 4"):
+        with pytest.raises(ValueError, match="rank: 4: the lab has 4"):
             lab.host_of(4)
 
 
@@ -131,18 +131,18 @@ def test_loopback_is_up_inside() -> None:
         subprocess.run(lab.wrap(0, [sys.executable, "-c", code]), check=True, timeout=20)
 
 
-def test_the_machines_own_network_is_not_touched() -> None:
-    def own() -> str:
+def test_the_network_of_the_machine_does_not_change() -> None:
+    def addresses() -> str:
         command = ["ip", "-o", "addr"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
-    before = own()
+    before = addresses()
     with Netlab(hosts=3):
-        assert own() == before
-    assert own() == before
+        assert addresses() == before
+    assert addresses() == before
 
 
-def test_names_carry_the_owners_pid() -> None:
+def test_names_contain_the_pid_of_the_owner() -> None:
     with Netlab(hosts=2) as lab:
         command = lab.wrap_switch(["ip", "-br", "link"])
         shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -152,7 +152,7 @@ def test_names_carry_the_owners_pid() -> None:
         assert helpers_of(os.getpid())
 
 
-def test_several_labs_at_once_do_not_meet() -> None:
+def test_simultaneous_labs_are_isolated() -> None:
     with Netlab(hosts=2, gbps=0.4) as first:
         with Netlab(hosts=2, gbps=1.0) as second:
             assert net_of(first, 0) != net_of(second, 0)
@@ -160,16 +160,16 @@ def test_several_labs_at_once_do_not_meet() -> None:
         assert is_limited(goodput_gbps(first, 0.4, seconds=0.5), 0.4)
 
 
-def test_closing_lets_everything_go() -> None:
+def test_close_removes_namespaces_and_helpers() -> None:
     lab = Netlab(hosts=2)
     with lab:
         namespaces = [net_of(lab, 0), net_of(lab, 1)]
-        keepers = [holders(namespace) for namespace in namespaces]
-        assert all(keepers)
-        with pytest.raises(NetlabError, match="open already"):
+        holder_pids = [holders(namespace) for namespace in namespaces]
+        assert all(holder_pids)
+        with pytest.raises(NetlabError, match="already open"):
             lab.open()
     lab.close()
-    assert not any(map(still_held, namespaces, keepers))
+    assert not any(map(still_held, namespaces, holder_pids))
     assert helpers_of(os.getpid()) == []
     with pytest.raises(NetlabError, match="not open"):
         lab.wrap(0, ["true"])
@@ -182,7 +182,7 @@ import os, signal, subprocess, sys
 from megatron_overlap.tools.launch.netlab import Netlab
 lab = Netlab(hosts=2)
 lab.open()
-forked = os.fork()  # holds copies of the owner's pipes, and lives on
+forked = os.fork()  # has copies of the owner's pipes and outlives it
 if forked == 0:
     signal.pause()
 done = subprocess.run(lab.wrap(0, ["readlink", "/proc/self/ns/net"]), capture_output=True, text=True)
@@ -199,35 +199,35 @@ def start_owner() -> tuple[subprocess.Popen[str], int, str]:
 
 
 def end(owner: subprocess.Popen[str]) -> None:
-    """SIGKILL. Its output is not read to the end: the process it forked holds that open."""
+    """Kill the owner. Its output is not read to the end: its forked process holds the pipe open."""
     owner.kill()
     owner.wait(timeout=10)
     assert owner.stdout is not None
     owner.stdout.close()
 
 
-def test_nothing_is_left_of_an_owner_that_is_killed() -> None:
+def test_a_killed_owner_leaves_no_helper_and_no_namespace() -> None:
     owner, forked, namespace = start_owner()
     try:
-        keepers = holders(namespace)
-        assert keepers == helpers_of(owner.pid)
+        holder_pids = holders(namespace)
+        assert holder_pids == helpers_of(owner.pid)
         end(owner)
-        assert wait_for(lambda: not helpers_of(owner.pid) and not still_held(namespace, keepers))
+        assert wait_for(lambda: not helpers_of(owner.pid) and not still_held(namespace, holder_pids))
     finally:
         os.kill(forked, signal.SIGKILL)
 
 
-def test_the_next_start_removes_what_a_stopped_helper_of_a_dead_owner_held() -> None:
+def test_the_next_lab_removes_a_stopped_helper_of_a_dead_owner() -> None:
     dead, dead_forked, dead_namespace = start_owner()
     live, live_forked, live_namespace = start_owner()
     try:
-        keepers = holders(dead_namespace)
+        holder_pids = holders(dead_namespace)
         for owner in (dead, live):
             os.kill(helpers_of(owner.pid)[0], signal.SIGSTOP)
         end(dead)
         assert not set(orphans.find()) & set(helpers_of(live.pid))
         with Netlab(hosts=1):
-            assert wait_for(lambda: not still_held(dead_namespace, keepers))
+            assert wait_for(lambda: not still_held(dead_namespace, holder_pids))
             assert len(helpers_of(live.pid)) == 1
             assert holders(live_namespace) == helpers_of(live.pid)
     finally:
@@ -237,41 +237,46 @@ def test_the_next_start_removes_what_a_stopped_helper_of_a_dead_owner_held() -> 
         orphans.remove()
 
 
-def test_a_start_time_tells_a_pid_used_again(tmp_path: Path) -> None:
-    """A helper that names this living process, but an earlier start, belongs to a dead owner."""
+def test_the_start_time_detects_a_reused_pid(tmp_path: Path) -> None:
+    """A helper with the pid of this process and an earlier start time belongs to a dead owner."""
     wrong = f"megatron_overlap:mo{os.getpid()}:1"
     script = "import sys, signal; signal.pause()"
     helper = subprocess.Popen([sys.executable, "-c", script, wrong])
     try:
-        # Another lab that starts on this machine meanwhile finds it just so, and ends it.
+        # A lab of another test may find and kill it first.
         assert wait_for(lambda: helper.pid in orphans.find() or helper.poll() == -signal.SIGKILL)
     finally:
         helper.kill()
         helper.wait()
 
 
-# Root without rights over networks, as in most containers: Python can be read wherever root has installed it,
-# also in the lab. The kernel lets user 0 be user 0 of a namespace only with setfcap.
-WITHOUT_RIGHTS = ["setpriv", "--bounding-set=-all,+setfcap", "--inh-caps=-all,+setfcap", "--ambient-caps=-all,+setfcap"]
-NOBODY = [
+# Root without network capabilities, as in most containers. It can read a Python that root installed. The kernel needs
+# setfcap to map user 0 to user 0 of a namespace.
+NO_NETWORK_CAPABILITIES = [
+    "setpriv",
+    "--bounding-set=-all,+setfcap",
+    "--inh-caps=-all,+setfcap",
+    "--ambient-caps=-all,+setfcap",
+]
+UNPRIVILEGED_USER = [
     *("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"),
-    # Another user may still read root's Python, and has no other right.
+    # dac_read_search allows it to read root's Python.
     *("--bounding-set=-all,+dac_read_search", "--inh-caps=-all,+dac_read_search", "--ambient-caps=+dac_read_search"),
 ]
 
 
-def unprivileged(become: list[str], code: str) -> list[str]:
-    """What the code prints, run without the rights of root; a test run by an ordinary user stays that user."""
-    prefix = become if os.geteuid() == 0 else []
+def unprivileged(setpriv: list[str], code: str) -> list[str]:
+    """The output lines of code that runs without root privileges. A test without root keeps its user."""
+    prefix = setpriv if os.geteuid() == 0 else []
     command = [*prefix, sys.executable, "-B", "-c", f"from tests.tools.launch.test_netlab import *\n{code}"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
-def test_without_rights_a_user_namespace_does() -> None:
+def test_without_network_capabilities_the_lab_uses_a_user_namespace() -> None:
     code = "with Netlab(2, 0.5) as lab: print(lab.in_user_namespace, goodput_gbps(lab, 0.5))"
-    in_user_namespace, rate = unprivileged(WITHOUT_RIGHTS, code)[0].split()
+    in_user_namespace, rate = unprivileged(NO_NETWORK_CAPABILITIES, code)[0].split()
     assert in_user_namespace == "True"
     assert is_limited(float(rate), 0.5)
 
@@ -280,23 +285,23 @@ DEATH_SIGNAL = "import ctypes; s = ctypes.c_int(); ctypes.CDLL(None).prctl(2, ct
 
 
 def test_entering_a_user_namespace_keeps_the_death_signal() -> None:
-    """The kernel forgets it with some changes of credentials; a rank must die with its supervisor in there too."""
+    """Some changes of credentials clear the signal; a rank must end with its supervisor inside a lab too."""
     code = (
         "import ctypes\n"
         "set_it = lambda: ctypes.CDLL(None).prctl(1, 9)\n"
         "with Netlab(1) as lab:\n"
         f"    subprocess.run(lab.wrap(0, [sys.executable, '-c', {DEATH_SIGNAL!r}]), check=True, preexec_fn=set_it)\n"
     )
-    assert unprivileged(WITHOUT_RIGHTS, code) == ["9"]
+    assert unprivileged(NO_NETWORK_CAPABILITIES, code) == ["9"]
 
 
-def test_an_ordinary_user_has_labs_too() -> None:
+def test_an_unprivileged_user_can_make_a_lab() -> None:
     code = (
         "print(os.geteuid(), *netlab.available(), sep='|')\n"
         "with Netlab(2, 0.5) as lab:\n"
         "    subprocess.run(lab.wrap(1, ['ip', '-br', 'addr', 'show', 'eth0']), check=True)\n"
     )
-    user, shown = unprivileged(NOBODY, code)
+    user, shown = unprivileged(UNPRIVILEGED_USER, code)
     assert user.split("|")[0] != "0"
     assert user.split("|")[1:] == ["True", "in a user namespace"]
     assert "UP" in shown
@@ -304,7 +309,7 @@ def test_an_ordinary_user_has_labs_too() -> None:
 
 
 def under_limits(limits: str, command: list[str]) -> subprocess.CompletedProcess[str]:
-    """Runs a command in a user namespace of its own, in which `limits` was set up before."""
+    """Run a command in a new user namespace after the shell commands `limits`."""
     shell = ["unshare", "-Urm", "sh", "-c", f'{limits}; exec "$@"', "sh", *command]
     return subprocess.run(shell, capture_output=True, text=True, cwd=ROOT, timeout=60)
 
@@ -328,40 +333,40 @@ def test_a_kernel_that_forbids_namespaces_is_named() -> None:
 SHOW_TCP = "import pathlib; print(*pathlib.Path('/proc/sys/net/ipv4/tcp_congestion_control').read_text().split())"
 
 
-def test_links_use_a_tcp_that_keeps_them_full() -> None:
-    """With CUBIC or BBR a link stands still now and then, and every ratio measured over it scatters."""
+def test_hosts_use_reno_congestion_control() -> None:
+    """With CUBIC or BBR a link idles at times, and measured ratios vary more."""
     with Netlab(hosts=2, gbps=0.5) as lab:
         inside = lab.wrap(1, [sys.executable, "-c", SHOW_TCP])
         assert subprocess.run(inside, capture_output=True, text=True, check=True).stdout == "reno\n"
-        assert lab.tcp_kept == {}
+        assert lab.tcp_refused == {}
 
 
-def test_settings_of_tcp_that_cannot_be_made_are_named() -> None:
+def test_refused_tcp_settings_are_reported() -> None:
     code = (
         "from megatron_overlap.tools.launch.netlab import Netlab\n"
-        "with Netlab(2, 0.5) as lab: print(sorted(lab.tcp_kept))"
+        "with Netlab(2, 0.5) as lab: print(sorted(lab.tcp_refused))"
     )
     read_only = "mount --bind /proc/sys /proc/sys && mount -o remount,bind,ro /proc/sys"
     done = under_limits(read_only, [sys.executable, "-B", "-c", code])
     assert "tcp_wmem" in done.stdout, done.stderr
-    assert "netlab: TCP stays as this machine has it" in done.stderr
+    assert "netlab: the machine refuses TCP settings" in done.stderr
 
 
 @pytest.mark.parametrize("tool", ["ip", "tc"])
 def test_missing_iproute2_is_named(tool: str, tmp_path: Path) -> None:
-    kept = tmp_path / "kept"
-    kept.mkdir()
+    empty = tmp_path / "empty"
+    empty.mkdir()
     other = {"ip": "tc", "tc": "ip"}[tool]
     found = shutil.which(other, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
     assert found is not None
     (tmp_path / "tools").mkdir()
     shutil.copy(found, tmp_path / "tools" / other)
-    hide = f"mount --bind {kept} /usr/sbin; mount --bind {kept} /usr/local/sbin; export PATH={tmp_path}/tools"
+    hide = f"mount --bind {empty} /usr/sbin; mount --bind {empty} /usr/local/sbin; export PATH={tmp_path}/tools"
     done = under_limits(hide, AVAILABLE)
     assert done.stdout.strip() == f"False|`{tool}` not found: install iproute2", done.stderr
 
 
-def test_latency_is_there_or_said_to_need_netem() -> None:
+def test_latency_is_added_or_the_error_names_netem() -> None:
     lab = Netlab(hosts=2, latency_ms=20)
     try:
         lab.open()

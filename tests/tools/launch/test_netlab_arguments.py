@@ -1,4 +1,4 @@
-"""What a lab refuses before anything is made."""
+"""Arguments that Netlab refuses before it makes a namespace."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from megatron_overlap.tools.launch.netlab import Link, Netlab
         ({"hosts": 1, "gbps": 101.0}, "gbps: 101.0: "),
         ({"hosts": 1, "latency_ms": -1.0}, "latency_ms: -1.0: "),
         ({"hosts": 1, "burst_bytes": 1000}, "burst_bytes: 1000: "),
-        ({"hosts": 2, "links": [Link(1.0)]}, "links: 1 of them for 2 hosts"),
+        ({"hosts": 2, "links": [Link(1.0)]}, "links: 1 links for 2 hosts"),
         ({"hosts": 4, "hosts_per_node": 3}, "hosts_per_node: 3: must divide the 4 hosts"),
-        ({"hosts": 2, "inside_gbps": 1.0}, "inside_gbps: 1.0: nodes of one host"),
+        ({"hosts": 2, "intra_node_gbps": 1.0}, "intra_node_gbps: 1.0: needs nodes of several hosts"),
     ],
 )
-def test_what_is_out_of_range_is_refused(arguments: dict[str, object], message: str) -> None:
+def test_arguments_out_of_range_are_refused(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError) as caught:
         Netlab(**arguments)  # type: ignore[arg-type]
     assert str(caught.value).startswith(message)
 
 
-def test_a_host_that_is_not_there_is_refused() -> None:
+def test_an_unknown_host_is_refused() -> None:
     lab = Netlab(hosts=2)
     for call in (lab.address, lab.env, lab.host_name):
-        with pytest.raises(ValueError, match="host: 2: this lab has 2"):
+        with pytest.raises(ValueError, match="host: 2: the lab has 2"):
             call(2)

@@ -1,4 +1,4 @@
-"""What a config becomes: commands, environments, and what is refused before anything starts."""
+"""`plan`: commands and environments of a config, and configs that it refuses before any process starts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from megatron_overlap.config import ConfigError, LaunchConfig, to_megatron_args
-from megatron_overlap.tools.launch.execute import execute
-from megatron_overlap.tools.launch.plan import over_loopback, plan
-from megatron_overlap.tools.launch.ranks import KEEP_MEMORY
-from megatron_overlap.tools.launch.results import RankFailed
+from megatron_overlap.tools.launch.plan import execute, over_loopback, plan
+from megatron_overlap.tools.launch.processes import RankFailed
+from megatron_overlap.tools.launch.ranks import MALLOC_ENV
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 RUN_DIR = Path("/runs/first")
@@ -55,7 +54,7 @@ def test_ranks_over_loopback() -> None:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
             "OMP_NUM_THREADS": "3",
-            **{name: value for name, value in KEEP_MEMORY.items() if name not in os.environ},
+            **{name: value for name, value in MALLOC_ENV.items() if name not in os.environ},
             "GLOO_SOCKET_IFNAME": "lo",
             "NCCL_SOCKET_IFNAME": "lo",
             "PYTHONUNBUFFERED": "1",
@@ -63,7 +62,7 @@ def test_ranks_over_loopback() -> None:
         assert port == planned.commands[0].env["MASTER_PORT"]
 
 
-def test_what_the_user_says_about_memory_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_malloc_settings_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1000")
     monkeypatch.delenv("MALLOC_MMAP_MAX_", raising=False)
     env = plan(config(), RUN_DIR).commands[0].env
@@ -86,7 +85,7 @@ def test_ranks_on_hosts() -> None:
     assert "0.5 Gbit/s" in planned.link
 
 
-def test_the_same_launch_over_loopback() -> None:
+def test_over_loopback_keeps_the_ranks() -> None:
     cfg = over_loopback(config(hosts=HOSTS))
     assert cfg.launch.hosts is None
     assert cfg.world_size == 4
@@ -104,7 +103,7 @@ def test_one_node_of_gpus() -> None:
     assert command.env == {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
-def test_without_tensor_ranks_the_number_of_queues_is_left_alone() -> None:
+def test_without_tensor_ranks_the_number_of_queues_is_not_set() -> None:
     cfg = config(device="cuda").model_dump()
     cfg["parallel"] = {"tensor": 1, "sequence_parallel": False}
     (command,) = plan(LaunchConfig.model_validate(cfg), RUN_DIR).commands
@@ -120,7 +119,7 @@ def test_several_nodes_of_gpus(given: str | None, shown: str) -> None:
     assert "all 2 nodes" in planned.link
 
 
-def test_an_own_script(tmp_path: Path) -> None:
+def test_a_script_of_the_user(tmp_path: Path) -> None:
     script = tmp_path / "mine.py"
     script.touch()
     assert plan(config(entry=str(script)), RUN_DIR).commands[0].argv[3] == str(script)
@@ -134,13 +133,13 @@ def test_an_own_script(tmp_path: Path) -> None:
         ({"entry": "/no/such.py"}, "tiny: launch.entry: /no/such.py: no such file; give the path"),
     ],
 )
-def test_what_cannot_be_launched_is_refused(launch: dict[str, Any], line: str) -> None:
+def test_an_impossible_launch_is_refused(launch: dict[str, Any], line: str) -> None:
     with pytest.raises(ConfigError) as caught:
         plan(config(**launch), RUN_DIR)
     assert str(caught.value).startswith(line)
 
 
-def test_what_is_rendered_can_be_read() -> None:
+def test_rendered_plan() -> None:
     text = plan(config(hosts=HOSTS), RUN_DIR).render()
     assert "# rank 3 on mo" in text
     assert "RANK=3 WORLD_SIZE=4" in text
@@ -149,8 +148,8 @@ def test_what_is_rendered_can_be_read() -> None:
 
 
 @pytest.mark.long
-def test_torchrun_is_executed_and_its_ranks_do_not_outlive_a_failure(tmp_path: Path) -> None:
-    """The line for GPUs is started for real; the script uses none."""
+def test_torchrun_ranks_end_after_a_failure(tmp_path: Path) -> None:
+    """Runs the torchrun command for GPUs with a script that uses no GPU."""
     entry = tmp_path / "mine.py"
     entry.write_text(
         "import os, pathlib, sys, time\nprint('here', os.environ['RANK'], os.environ['WORLD_SIZE'], flush=True)\n"

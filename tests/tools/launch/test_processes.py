@@ -1,4 +1,4 @@
-"""Real processes that end well, fail, hang, fork away, and are killed: nothing of them may be left."""
+"""`run_ranks` with processes that succeed, fail, hang, detach or are killed: no process may remain."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.tools.launch.watch import helpers_of, new_token, still_held, wait_for
 
 ROOT = Path(__file__).parents[3]
 SLEEP = "import time; print('sleeping', flush=True); time.sleep(600)"
-# A process that has left its parent, its session and its process group.
-RUN_AWAY = (
+# Starts a process that leaves its parent, its session and its process group.
+DETACH = (
     "import os, sys, time\n"
     "if os.fork() == 0:\n"
     "    os.setsid()\n"
@@ -33,7 +33,7 @@ RUN_AWAY = (
 
 @pytest.fixture
 def token() -> Iterator[str]:
-    """A word for the command line of all ranks; at the end no process may have it."""
+    """A word on the command line of all ranks; at the end no process may have it."""
     word = new_token()
     yield word
     left = with_token(word)
@@ -46,10 +46,12 @@ def command(rank: int, code: str, token: str) -> RankCommand:
     return RankCommand(rank, [sys.executable, "-c", code, token], host=f"node{rank}")
 
 
-def test_ranks_that_end_well(tmp_path: Path, token: str) -> None:
+def test_successful_ranks(tmp_path: Path, token: str) -> None:
     lines: list[tuple[int, str]] = []
-    code = "import os, sys; print(os.environ['WHO']); print('10%\\r99%', file=sys.stderr); print('no newline', end='')"
-    commands = [RankCommand(r, [sys.executable, "-c", code, token], {"WHO": f"rank {r}"}, cwd=tmp_path) for r in (0, 1)]
+    code = "import os, sys; print(os.environ['NAME']); print('10%\\r99%', file=sys.stderr); print('no newline', end='')"
+    commands = [
+        RankCommand(r, [sys.executable, "-c", code, token], {"NAME": f"rank {r}"}, cwd=tmp_path) for r in (0, 1)
+    ]
     result = run_ranks(
         commands, timeout_s=30, log_dir=tmp_path / "logs", on_line=lambda r, line: lines.append((r, line))
     )
@@ -62,14 +64,14 @@ def test_ranks_that_end_well(tmp_path: Path, token: str) -> None:
     assert 0 < result.wall_s < 30
 
 
-def test_much_output_arrives_whole(tmp_path: Path, token: str) -> None:
+def test_long_output_is_complete(tmp_path: Path, token: str) -> None:
     count = 200_000
     code = f"for i in range({count}): print(i)"
     result = run_ranks([command(0, code, token)], timeout_s=30, log_dir=tmp_path)
     assert result.logs[0].read_text().split() == [str(i) for i in range(count)]
 
 
-def test_a_rank_that_dies_ends_all_with_its_name(tmp_path: Path, token: str) -> None:
+def test_a_failed_rank_ends_all_ranks_and_is_named(tmp_path: Path, token: str) -> None:
     dies = "import sys, time; print('loss is 4.5'); time.sleep(0.3); print('out of luck', file=sys.stderr); sys.exit(3)"
     started = time.monotonic()
     with pytest.raises(RankFailed) as caught:
@@ -79,18 +81,18 @@ def test_a_rank_that_dies_ends_all_with_its_name(tmp_path: Path, token: str) -> 
     assert (end.rank, end.host, end.code) == (1, "node1", 3)
     assert sorted(end.last_lines) == ["loss is 4.5", "out of luck"]
     first, *rest = str(caught.value).splitlines()
-    assert first == f"rank 1 on node1: exit code 3; all ranks ended; log: {tmp_path}/rank1.log"
+    assert first == f"rank 1 on node1: exit code 3; all ranks have ended; log: {tmp_path}/rank1.log"
     assert "  | out of luck" in rest
 
 
-def test_a_rank_that_is_killed(tmp_path: Path, token: str) -> None:
+def test_a_signal_is_named(tmp_path: Path, token: str) -> None:
     dies = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
     with pytest.raises(RankFailed, match="rank 1 on node1: killed by SIGSEGV"):
         run_ranks([command(0, SLEEP, token), command(1, dies, token)], timeout_s=60, log_dir=tmp_path)
 
 
-def test_the_first_to_die_is_named_not_those_it_takes_with_it(tmp_path: Path, token: str) -> None:
-    """Rank 1 dies with children to clear away, rank 0 notices and soon fails as well."""
+def test_the_first_failure_is_named_before_those_that_follow(tmp_path: Path, token: str) -> None:
+    """Rank 1 fails and leaves children; rank 0 detects that and fails afterwards."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     notices = f"import os, time; file = open({str(pipe)!r}); file.read(); time.sleep(0.1); os._exit(9)"
@@ -105,79 +107,79 @@ def test_the_first_to_die_is_named_not_those_it_takes_with_it(tmp_path: Path, to
         run_ranks([command(0, notices, token), command(1, dies, token)], timeout_s=60, log_dir=tmp_path)
     assert (caught.value.end.rank, caught.value.end.code) == (1, 5)
     assert [(other.rank, other.code) for other in caught.value.others] == [(0, 9)]
-    assert "after it: rank 0 (exit code 9)" in str(caught.value)
+    assert "failed afterwards: rank 0 (exit code 9)" in str(caught.value)
 
 
 def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path, token: str) -> None:
-    deaf = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{SLEEP}"
+    ignores = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{SLEEP}"
     dies = "import time; time.sleep(0.3); raise SystemExit(1)"
     with pytest.raises(RankFailed, match="rank 1 on node1: exit code 1"):
-        run_ranks([command(0, deaf, token), command(1, dies, token)], timeout_s=60, log_dir=tmp_path, grace_s=0.5)
+        run_ranks([command(0, ignores, token), command(1, dies, token)], timeout_s=60, log_dir=tmp_path, grace_s=0.5)
 
 
-def test_a_rank_gets_time_to_end_by_itself(tmp_path: Path, token: str) -> None:
-    tidy = (
+def test_a_rank_has_a_grace_period_after_sigterm(tmp_path: Path, token: str) -> None:
+    cleans_up = (
         "import signal, sys, time\n"
-        "def leave(*_): time.sleep(0.5); print('tidied up', flush=True); sys.exit(0)\n"
-        "signal.signal(signal.SIGTERM, leave)\n" + SLEEP
+        "def clean_up(*_): time.sleep(0.5); print('cleaned up', flush=True); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, clean_up)\n" + SLEEP
     )
     dies = "import time; time.sleep(0.3); raise SystemExit(1)"
     with pytest.raises(RankFailed):
-        run_ranks([command(0, tidy, token), command(1, dies, token)], timeout_s=60, log_dir=tmp_path)
-    assert "tidied up" in (tmp_path / "rank0.log").read_text()
+        run_ranks([command(0, cleans_up, token), command(1, dies, token)], timeout_s=60, log_dir=tmp_path)
+    assert "cleaned up" in (tmp_path / "rank0.log").read_text()
 
 
-def test_a_stopped_rank_is_killed_when_another_dies(tmp_path: Path, token: str) -> None:
+def test_a_stopped_rank_is_killed_when_another_fails(tmp_path: Path, token: str) -> None:
     stopped = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
     dies = "import time; time.sleep(0.3); raise SystemExit(1)"
     started = time.monotonic()
     with pytest.raises(RankFailed, match="rank 1 on node1: exit code 1"):
         run_ranks([command(0, stopped, token), command(1, dies, token)], timeout_s=60, log_dir=tmp_path, grace_s=0.5)
-    assert time.monotonic() - started < 4  # by its supervisor, not by what is done when that does not answer
+    assert time.monotonic() - started < 4  # its supervisor kills it, before the launcher kills the supervisor
 
 
-def test_a_stopped_supervisor_still_does_its_duty(tmp_path: Path, token: str) -> None:
-    stops_it = f"{RUN_AWAY}import signal; os.kill(os.getppid(), signal.SIGSTOP); time.sleep(600)"
+def test_a_stopped_supervisor_is_continued_and_kills_its_rank(tmp_path: Path, token: str) -> None:
+    stops_it = f"{DETACH}import signal; os.kill(os.getppid(), signal.SIGSTOP); time.sleep(600)"
     dies = "import time; time.sleep(0.3); raise SystemExit(1)"
     with pytest.raises(RankFailed, match="rank 1 on node1: exit code 1"):
         run_ranks([command(0, stops_it, token), command(1, dies, token)], timeout_s=60, log_dir=tmp_path, grace_s=0.2)
 
 
-def test_what_a_rank_started_does_not_outlive_it(tmp_path: Path, token: str) -> None:
-    run_ranks([command(0, RUN_AWAY, token)], timeout_s=30, log_dir=tmp_path)
+def test_descendants_end_with_their_rank(tmp_path: Path, token: str) -> None:
+    run_ranks([command(0, DETACH, token)], timeout_s=30, log_dir=tmp_path)
     assert with_token(token) == []
 
 
-def test_a_killed_supervisor_takes_its_rank_along(tmp_path: Path, token: str) -> None:
+def test_a_rank_ends_with_its_killed_supervisor(tmp_path: Path, token: str) -> None:
     code = "import os, signal, time; os.kill(os.getppid(), signal.SIGKILL); time.sleep(600)"
     with pytest.raises(RankFailed, match="rank 0 on node0: killed by SIGKILL"):
         run_ranks([command(0, code, token)], timeout_s=30, log_dir=tmp_path)
 
 
-def test_too_long(tmp_path: Path, token: str) -> None:
+def test_timeout_names_the_running_ranks(tmp_path: Path, token: str) -> None:
     with pytest.raises(RunTimeout) as caught:
         run_ranks([command(0, SLEEP, token), command(1, "pass", token)], timeout_s=0.7, log_dir=tmp_path)
     assert caught.value.running == (0,)
     assert str(caught.value).splitlines() == [
-        "not done after 0.7 s: ranks 0 were running; all ended",
+        "not done after 0.7 s: ranks 0 were still running; all ranks have ended",
         "  rank 0 | sleeping",
     ]
 
 
-def test_a_program_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_program_fails_with_code_127(tmp_path: Path) -> None:
     with pytest.raises(RankFailed) as caught:
         run_ranks([RankCommand(0, ["/no/such/program"])], timeout_s=30, log_dir=tmp_path)
     assert caught.value.end.code == 127
     assert caught.value.end.last_lines == ("cannot start /no/such/program: No such file or directory",)
 
 
-def test_a_folder_that_is_not_there_starts_nothing(tmp_path: Path, token: str) -> None:
+def test_a_missing_working_directory_ends_all_ranks(tmp_path: Path, token: str) -> None:
     lost = RankCommand(1, [sys.executable], cwd=tmp_path / "gone")
     with pytest.raises(FileNotFoundError):
         run_ranks([command(0, SLEEP, token), lost], timeout_s=30, log_dir=tmp_path, grace_s=0.5)
 
 
-def test_an_error_of_the_caller_ends_the_ranks(tmp_path: Path, token: str) -> None:
+def test_an_exception_of_on_line_ends_the_ranks(tmp_path: Path, token: str) -> None:
     def on_line(rank: int, line: str) -> None:
         raise RuntimeError(f"cannot use {line}")
 
@@ -185,14 +187,14 @@ def test_an_error_of_the_caller_ends_the_ranks(tmp_path: Path, token: str) -> No
         run_ranks([command(0, SLEEP, token)], timeout_s=30, log_dir=tmp_path, on_line=on_line)
 
 
-def test_signal_handlers_are_put_back(tmp_path: Path) -> None:
+def test_signal_handlers_are_restored(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGHUP)
     run_ranks([RankCommand(0, ["true"])], timeout_s=30, log_dir=tmp_path)
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGHUP)) == before
 
 
-def test_a_thread_may_run_ranks_and_end_before_them(tmp_path: Path, token: str) -> None:
-    """The ranks' supervisors hang on the process, not on the thread that started them."""
+def test_ranks_run_from_a_thread(tmp_path: Path, token: str) -> None:
+    """The supervisors depend on the process, not on the thread that started them."""
     results = []
     thread = threading.Thread(
         target=lambda: results.append(run_ranks([command(0, "print(1)", token)], timeout_s=30, log_dir=tmp_path))
@@ -203,7 +205,7 @@ def test_a_thread_may_run_ranks_and_end_before_them(tmp_path: Path, token: str) 
 
 
 @pytest.mark.parametrize("numbers", [[], [0, 0]])
-def test_ranks_must_be_there_and_differ(numbers: list[int], tmp_path: Path) -> None:
+def test_no_ranks_and_duplicate_ranks_are_refused(numbers: list[int], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="commands: ranks"):
         run_ranks([RankCommand(number, ["true"]) for number in numbers], timeout_s=1, log_dir=tmp_path)
 
@@ -213,22 +215,22 @@ import contextlib, os, signal, sys
 from pathlib import Path
 from megatron_overlap.tools.launch.netlab import Netlab
 from megatron_overlap.tools.launch.processes import RankCommand, run_ranks
-token, log_dir, in_lab, run_away = sys.argv[1:]
+token, log_dir, in_lab, detach = sys.argv[1:]
 stopped = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
-sleeps = run_away + "print('ready', os.readlink('/proc/self/ns/net'), flush=True); time.sleep(600)"
+sleeps = detach + "print('ready', os.readlink('/proc/self/ns/net'), flush=True); time.sleep(600)"
 lab = Netlab(hosts=2) if in_lab == "True" else None
 with lab or contextlib.nullcontext():
     wrap = lab.wrap if lab else lambda host, argv: argv
     programs = [[sys.executable, "-c", code, token] for code in (sleeps, stopped)]
     commands = [RankCommand(rank, wrap(rank, program)) for rank, program in enumerate(programs)]
-    def show(rank, line):
-        forked = os.fork()  # has copies of all our pipes, and lives on
+    def print_line(rank, line):
+        forked = os.fork()  # has copies of all pipes and outlives the launcher
         if forked == 0:
             for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
                 signal.signal(number, signal.SIG_DFL)
             signal.pause()
         print(line, forked, flush=True)
-    run_ranks(commands, timeout_s=None, log_dir=Path(log_dir), on_line=show, grace_s=1)
+    run_ranks(commands, timeout_s=None, log_dir=Path(log_dir), on_line=print_line, grace_s=1)
 """
 
 
@@ -236,18 +238,18 @@ with lab or contextlib.nullcontext():
     ("number", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, -2)]
 )
 @pytest.mark.parametrize("in_lab", [False, True])
-def test_a_launcher_that_is_ended_leaves_nothing(
+def test_an_ended_launcher_leaves_no_process_and_no_namespace(
     number: signal.Signals, code: int, in_lab: bool, tmp_path: Path, token: str
 ) -> None:
-    """One rank is stopped, one has started a process that ran away from it."""
+    """One rank is stopped; the other started a detached process."""
     if in_lab and not netlab.available()[0]:
         pytest.skip(netlab.available()[1])
-    argv = [sys.executable, "-c", LAUNCHER, token, str(tmp_path), str(in_lab), RUN_AWAY]
+    argv = [sys.executable, "-c", LAUNCHER, token, str(tmp_path), str(in_lab), DETACH]
     launcher = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT)
     assert launcher.stdout is not None
     _, namespace, forked = launcher.stdout.readline().split()
     assert len(with_token(token)) >= 4
-    keepers = helpers_of(launcher.pid)
+    holder_pids = helpers_of(launcher.pid)
     os.kill(launcher.pid, number)
     assert launcher.wait(timeout=15) == code
     launcher.stdout.close()
@@ -257,4 +259,4 @@ def test_a_launcher_that_is_ended_leaves_nothing(
         os.kill(int(forked), signal.SIGKILL)
     assert wait_for(lambda: not helpers_of(launcher.pid), 5)
     if in_lab:
-        assert wait_for(lambda: not still_held(namespace, keepers), 5)
+        assert wait_for(lambda: not still_held(namespace, holder_pids), 5)

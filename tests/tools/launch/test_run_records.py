@@ -1,4 +1,4 @@
-"""Reading run directories: of several ranks, and of runs that did not end well."""
+"""`read_run`: aggregation over ranks, and the errors of incomplete run directories."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_overlap.tools.launch.run_records import ArtefactError, Fallback, read_run
+from megatron_overlap.tools.launch.run_records import Fallback, RunRecordError, read_run
 
 
 def step(iteration: int, time_ms: float, loss: float | None, memory: int = 10) -> dict[str, Any]:
@@ -42,10 +42,10 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_all_ranks_together(run: Path) -> None:
+def test_values_are_aggregated_over_ranks(run: Path) -> None:
     record = read_run(run, 2, 2)
     assert record.step_time_ms == (20.0, 30.0)
-    assert record.losses == (7.5, 7.25)  # only the last pipeline stage knows it
+    assert record.losses == (7.5, 7.25)  # only the last pipeline stage records it
     assert record.grad_norms == (2.0, 2.0)
     assert record.peak_memory_bytes == 50
     assert record.report is not None
@@ -70,23 +70,23 @@ def test_without_the_plugin_there_is_no_report(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "says"),
+    ("file", "content", "message"),
     [
         ("steps-rank1.jsonl", None, "recorded no steps"),
         ("steps-rank1.jsonl", json.dumps(step(1, 1.0, None)), "the last step is 1, must be 2"),
         ("steps-rank1.jsonl", "", "the last step is 0, must be 2"),
         ("steps-rank1.jsonl", '{"iteration": 1, "step', "not JSON lines"),
-        ("steps-rank1.jsonl", json.dumps(step(2, 1.0, None)), "other iterations than rank 0"),
+        ("steps-rank1.jsonl", json.dumps(step(2, 1.0, None)), "its iterations differ from those of rank 0"),
         ("meta-rank0.json", None, "No such file"),
-        ("meta-rank0.json", "[]", "not a JSON object"),
+        ("meta-rank0.json", "[]", "is not a JSON object"),
         ("meta-rank0.json", "{", "not JSON"),
     ],
 )
-def test_what_is_incomplete_is_named(run: Path, file: str, content: str | None, says: str) -> None:
+def test_the_error_names_the_incomplete_file(run: Path, file: str, content: str | None, message: str) -> None:
     if content is None:
         (run / file).unlink()
     else:
         (run / file).write_text(content)
-    with pytest.raises(ArtefactError, match=says) as caught:
+    with pytest.raises(RunRecordError, match=message) as caught:
         read_run(run, 2, 2)
     assert file in str(caught.value)

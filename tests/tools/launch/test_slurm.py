@@ -1,4 +1,4 @@
-"""The batch file: read by bash, and run for real against small stand-ins of `srun` and `scontrol`."""
+"""The Slurm batch file: its text, and its execution by bash with replacements of `srun` and `scontrol`."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def emit(*argv: str | Path) -> int:
     return cli.main(["launch", *map(str, argv)])
 
 
-def run(job: Path, task: int | None, said: Path) -> subprocess.CompletedProcess[str]:
-    """What sbatch would do on the first node."""
+def run(job: Path, task: int | None, output: Path) -> subprocess.CompletedProcess[str]:
+    """Run the batch file as sbatch does on the first node."""
     tools = job.parent / "tools"
     tools.mkdir(exist_ok=True)
     for name in ("srun", "scontrol"):
@@ -61,7 +61,7 @@ def run(job: Path, task: int | None, said: Path) -> subprocess.CompletedProcess[
         **os.environ,
         "PATH": f"{tools}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT) + os.pathsep + os.environ.get("PYTHONPATH", ""),
-        "STAND_IN_SAID": str(said),
+        "STAND_IN_SAID": str(output),
         "SLURM_JOB_ID": str(os.getpid() + (task or 0)),
         "SLURM_JOB_NODELIST": "localhost,localhost",
     }
@@ -81,17 +81,17 @@ def run(job: Path, task: int | None, said: Path) -> subprocess.CompletedProcess[
         return subprocess.CompletedProcess(started.args, started.returncode, output, errors)
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(started.pid, signal.SIGKILL)  # a job that hangs takes its tasks with it
+            os.killpg(started.pid, signal.SIGKILL)  # end the tasks of a job that hangs
 
 
 @pytest.mark.long
 def test_a_task_of_an_array_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A task for each rank; the run is the config's, overlap on."""
+    """One task per rank runs the config with the overlap."""
     job = tmp_path / "job.sh"
     config = write(tmp_path, slurm={"tasks": "ranks", "setup": ["export SEEN='it is'"]})
     assert emit(config, "--emit-slurm", job, "--baseline", "self", "train.seed=7") == 0
     assert "sbatch" in capsys.readouterr().out
-    done = run(job, 1, tmp_path / "said")
+    done = run(job, 1, tmp_path / "output")
     assert done.returncode == 0, done.stdout + done.stderr
     run_dir = tmp_path / "out put" / "tiny-77"
     assert load_launch_config(run_dir / "config.yaml") == load_launch_config(config, ["train.seed=7"])
@@ -112,14 +112,14 @@ print(json.dumps([numbers, sys.argv[1:]]), flush=True)
 
 @pytest.mark.long
 def test_torchrun_on_two_nodes_numbers_ranks_by_node(tmp_path: Path) -> None:
-    """The line for GPUs is started for real; the script uses none."""
+    """Runs the torchrun command for GPUs with a script that uses no GPU."""
     entry = tmp_path / "show.py"
     entry.write_text(SHOW)
     off = {"device": "cuda", "nodes": 2, "ranks_per_node": 1, "entry": str(entry)}
     config = LaunchConfig.model_validate(content(tmp_path, **off))
     job = tmp_path / "job.sh"
     job.write_text(batch_file([without_overlap(config), config]))
-    done = run(job, 0, tmp_path / "said")
+    done = run(job, 0, tmp_path / "output")
     assert done.returncode == 0, done.stdout + done.stderr
     seen = sorted(json.loads(line) for line in done.stdout.splitlines() if line.startswith("[["))
     assert [numbers for numbers, _ in seen] == [["0", "2", "0", "0"], ["1", "2", "0", "1"]]
@@ -130,7 +130,7 @@ def test_torchrun_on_two_nodes_numbers_ranks_by_node(tmp_path: Path) -> None:
     assert load_launch_config(run_dir / "config.yaml") == without_overlap(config)
 
 
-def test_the_text_is_what_slurm_and_bash_read(tmp_path: Path) -> None:
+def test_slurm_directives_and_bash_syntax(tmp_path: Path) -> None:
     slurm = {
         "account": "lab",
         "partition": "batch",
@@ -156,22 +156,22 @@ def test_the_text_is_what_slurm_and_bash_read(tmp_path: Path) -> None:
         "--time=01:00:00",
         "--exclusive",
     ]
-    # Slurm reads its directives down to the first command.
+    # Slurm reads directives up to the first command.
     assert text.index("set -euo") > text.rindex("#SBATCH")
     assert "--nnodes 2 --nproc-per-node 4" in text
     assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in text
     assert "  /opt/in/the/image.py\n" in text
-    job, said = tmp_path / "job.sh", tmp_path / "said"
+    job, output = tmp_path / "job.sh", tmp_path / "output"
     job.write_text(text.replace(f"exec {sys.executable} ", "exec false "))
-    assert run(job, None, said).returncode == 1, "a task failed, and so must the job, through the pipe to tee"
-    options = json.loads(said.read_text())
+    assert run(job, None, output).returncode == 1, "a task failed, and so must the job, through the pipe to tee"
+    options = json.loads(output.read_text())
     assert "--container-image=registry#nemo:25.11" in options
     mounts = next(option for option in options if option.startswith("--container-mounts="))
     assert mounts == f"--container-mounts={tmp_path}:{tmp_path},{tmp_path}/out put:{tmp_path}/out put,/data:/data"
     assert f"--container-workdir={tmp_path}" in options
 
 
-def test_without_a_file_it_goes_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_file_the_text_goes_to_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write(tmp_path)
     assert emit(config, "--emit-slurm") == 0
     assert capsys.readouterr().out == batch_file([load_launch_config(config)], "FILE")
@@ -189,20 +189,20 @@ def test_two_configs_become_an_array(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        (["--emit-slurm", "a", "b"], "command line: launch --emit-slurm: a b: name one file, or none"),
+        (["--emit-slurm", "a", "b"], "command line: launch --emit-slurm: a b: give at most one file name"),
         (
             ["--emit-slurm", "/no/folder/job.sh"],
             "command line: launch --emit-slurm: /no/folder/job.sh: no such file or",
         ),
         (["--baseline", "self"], "command line: launch --baseline: self: needs --emit-slurm; to run both here:"),
-        (["--emit-slurm", "--baseline", "{config}"], "{config}: name: tiny: must differ from that of {config}"),
+        (["--emit-slurm", "--baseline", "{config}"], "{config}: name: tiny: must differ from that in {config}"),
         (
             ["--emit-slurm", "--baseline", str(ROOT / "configs" / "llama_tp2_baseline.yaml")],
             "tiny: launch.output_dir: ",
         ),
         (
             ["--emit-slurm", "launch.hosts={{hosts: 2, gbps: 1}}"],
-            "tiny: launch.hosts: 2: these are made on one machine",
+            "tiny: launch.hosts: 2: network namespaces are on one machine",
         ),
         (
             ["--emit-slurm", "launch.slurm.directives=[exclusive]"],
@@ -219,7 +219,7 @@ def test_two_configs_become_an_array(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["--emit-slurm", "launch.slurm.tasks=both"], "{config} (override): launch.slurm.tasks: both: "),
     ],
 )
-def test_a_wrong_request_is_one_line(
+def test_a_wrong_request_prints_one_line(
     argv: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = write(tmp_path)

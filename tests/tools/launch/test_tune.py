@@ -1,4 +1,4 @@
-"""`megatron-overlap tune`: what it runs, what it refuses, and what it leaves."""
+"""`megatron-overlap tune`: its short run, its errors and the cache that it fills."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_short_run_is_the_same_job_and_saves_nothing(config: Path) -> None:
+def test_a_short_run_is_the_same_job_without_checkpoints(config: Path) -> None:
     cfg = load_launch_config(config)
     short = short_run("tiny.yaml", cfg)
     assert (short.name, short.train.iterations, short.train.save) == ("tiny_tune", 46, None)
@@ -48,7 +48,7 @@ def test_a_short_run_is_the_same_job_and_saves_nothing(config: Path) -> None:
         (["parallel.tensor=1", "parallel.sequence_parallel=false"], "parallel.tensor: 1: there is nothing to choose"),
     ],
 )
-def test_what_cannot_be_tuned_is_one_line(
+def test_an_impossible_request_prints_one_line(
     config: Path, overrides: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["tune", str(config), *overrides]) == 2
@@ -59,12 +59,12 @@ def test_what_cannot_be_tuned_is_one_line(
 @pytest.mark.long
 def test_tune_fills_the_cache(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["tune", str(config), "--run-dir", str(tmp_path / "first")]) == 0
-    said = capsys.readouterr().out
-    assert "46/46" in said
-    assert "column 64->" in said
+    output = capsys.readouterr().out
+    assert "46/46" in output
+    assert "column 64->" in output
     (file,) = (tmp_path / "autotune").glob("*.json")
     tree = json.loads(file.read_text())
-    assert f"{len(tree['choices'])} choices are kept in" in said
+    assert f"{len(tree['choices'])} choices are kept in" in output
     assert not (tmp_path / "saved").exists()
     log = (tmp_path / "first" / "logs").glob("*")
     assert all("Traceback" not in path.read_text() for path in log if path.is_file())

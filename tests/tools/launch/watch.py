@@ -1,4 +1,4 @@
-"""Looks at the machine's real processes and network namespaces from outside of what is tested."""
+"""Find processes and network namespaces in /proc, independently of the code under test."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 
 def new_token() -> str:
-    """A word no other process has on its command line."""
+    """A word that no other process has on its command line."""
     return f"token{uuid.uuid4().hex}"
 
 
 def with_token(token: str) -> list[int]:
-    """Pids of the living processes that have the word on their command line, this one left out."""
+    """Pids of the other running processes with the word on their command line."""
     found = []
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == os.getpid():
@@ -24,18 +24,18 @@ def with_token(token: str) -> list[int]:
             command_line = Path("/proc", entry, "cmdline").read_text(errors="replace")
         except OSError:
             continue
-        if token in command_line:  # a zombie's is empty
+        if token in command_line:  # the command line of a zombie is empty
             found.append(int(entry))
     return found
 
 
 def helpers_of(owner: int) -> list[int]:
-    """Pids of the helper processes that say they belong to that process."""
+    """Pids of the helper processes of an owner."""
     return with_token(f"megatron_overlap:mo{owner}:")
 
 
 def holders(namespace: str) -> list[int]:
-    """Pids of processes that are in a network namespace (`net:[...]`) or hold it open."""
+    """Pids of the processes in a network namespace (`net:[...]`) or with an open file of it."""
     found = []
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
@@ -56,13 +56,15 @@ def holders(namespace: str) -> list[int]:
 
 
 def still_held(namespace: str, by: list[int]) -> bool:
-    """Whether one of those processes still holds it. The kernel gives a namespace's number away again at once, so
-    that another test's lab may bear it: who holds it has to be looked up before the end, and asked for after it."""
+    """Whether one of the processes `by` still holds the namespace.
+
+    The kernel reuses the number of a namespace at once, so the caller looks up the holders before the end of the lab.
+    """
     return bool(set(holders(namespace)) & set(by))
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
-    """Whether the condition came true in time."""
+    """Wait until the condition holds; False: the time passed."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

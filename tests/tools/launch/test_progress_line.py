@@ -1,10 +1,10 @@
-"""Lines as Megatron-LM and the plugin print them."""
+"""`progress_line` on lines of Megatron-LM and of the plugin."""
 
 from __future__ import annotations
 
 import pytest
 
-from megatron_overlap.tools.launch.progress import show
+from megatron_overlap.tools.launch.command import progress_line
 
 OLD = (
     " [2025-11-21 05:30:47.123456] iteration        4/      20 | consumed samples:            8 | elapsed time per"
@@ -38,5 +38,5 @@ SKIPPED = OLD.replace("skipped iterations:   0", "skipped iterations:   2").repl
         ("", None),
     ],
 )
-def test_what_a_person_sees(line: str, shown: str | None) -> None:
-    assert show(line) == shown
+def test_progress_line(line: str, shown: str | None) -> None:
+    assert progress_line(line) == shown
