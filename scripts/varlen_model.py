@@ -1,7 +1,7 @@
 """A model of one layer on documents of different lengths, on a cluster: what `simulate_varlen.py` plays plans on.
 
 Forward and backward: attention in tiles of 128 by 128 and with the merge of every partial result, messages over the
-cards and links that the plan's rings use, linear layers on the tokens that a rank has, remapping hidden behind
+cards and links that the plan's rings use, linear layers on the tokens that a rank has, rebalancing hidden behind
 attention.
 """
 
@@ -20,7 +20,7 @@ from megatron_overlap.config.model_presets import PRESETS
 from megatron_overlap.schedules.varlen import CostModel, Plan, Topology, partition
 from megatron_overlap.schedules.varlen.baselines import hybrid, ring_over_all
 from megatron_overlap.schedules.varlen.plan import Pass
-from megatron_overlap.schedules.varlen.rebalance import remap
+from megatron_overlap.schedules.varlen.rebalance import rebalance
 from megatron_overlap.schedules.varlen.ring_groups import RingGroup, ring_groups
 
 _TILE = 128
@@ -238,14 +238,14 @@ def linear_us(layer: Layer, plan: Plan) -> float:
     return sum(layer.linear_us(max(plan.tokens(index))) for index in range(len(plan.passes)))
 
 
-def remap_us(layer: Layer, plan: Plan) -> float:
+def rebalance_us(layer: Layer, plan: Plan) -> float:
     """The moves between attention and linear layers: q, k, v there, the result back, and their gradients."""
     topology, total = layer.topology, 0.0
     width = layer.model.num_attention_heads * layer.model.head_size * layer.machine.item_bytes
     row_bytes = 2 * (2 * width + layer.kv_bytes)
     for index in range(len(plan.passes)):
         busy: dict[int, float] = defaultdict(float)
-        for move in remap(plan.tokens(index), topology).moves:
+        for move in rebalance(plan.tokens(index), topology).moves:
             inside = topology.node_of(move.source) == topology.node_of(move.to)
             rate = topology.intra_gbps if inside else min(topology.inter_gbps, topology.intra_gbps)
             for end in (move.source, move.to):
@@ -281,7 +281,7 @@ def times_us(layer: Layer, lengths: Sequence[int], per_rank: int) -> dict[str, f
         "partition": step(plain),
         "partition+engine": step(plain, engine=True),
         "partition+engine+routing": attention + linear_us(layer, ours),
-        "+remap": max(attention, remap_us(layer, ours)) + even_linear_us(layer, ours),
+        "+remap": max(attention, rebalance_us(layer, ours)) + even_linear_us(layer, ours),
     }
 
 

@@ -9,7 +9,7 @@ from megatron_overlap.ops.tensor_parallel.plan import LinearPlan
 from megatron_overlap.ops.ulysses.attention import UlyssesPlan, ulysses_attention
 from megatron_overlap.ops.ulysses.self_attention import Projection, ulysses_self_attention
 from megatron_overlap.ops.varlen.attention import balanced_attention
-from megatron_overlap.ops.varlen.rebalance import remap
+from megatron_overlap.ops.varlen.rebalance import rebalance
 
 __all__ = [
     "Gathering",
@@ -26,7 +26,7 @@ __all__ = [
     "linear_all_reduce",
     "linear_reduce_scatter",
     "mlp_all_reduce",
-    "remap",
+    "rebalance",
     "ulysses_attention",
     "ulysses_self_attention",
 ]

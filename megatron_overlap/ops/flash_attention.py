@@ -1,18 +1,86 @@
-"""Attention of whole sequences on one rank, forward and backward apart, so that a schedule can order both."""
+"""Wrappers of torch's flash-attention kernels, shared by Ulysses, balanced and query-split attention.
+
+The CPU uses `_scaled_dot_product_flash_attention_for_cpu`, CUDA the FlashAttention of torch. Both return the logarithm
+of the sum of exponentials of the scores (log-sum-exp). Partial results over different keys are merged by it. Backward
+takes the merged result and its log-sum-exp, so each part computes its own contribution to the gradient.
+
+Three layouts, by function:
+
+- `flash_forward`, `flash_backward`: `[B, H, S, D]`, one kernel call.
+- `sequence_forward`, `sequence_backward`: whole sequences, `[S, B, H, D]`.
+- `partial_*` and `documents_*`: rows of documents, `[rows, H, D]`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-_flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_aten = torch.ops.aten
+_flash_cpu = _aten._scaled_dot_product_flash_attention_for_cpu
+_flash_cpu_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+# Query rows that share one mask tensor on the CPU. The mask has this number of rows times the visible keys, and the CPU
+# kernel also computes the masked scores.
+_TILE_ROWS = 256
+
+Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Gradients of query, key and value."""
 
 
-class Saved(NamedTuple):
-    """What backward needs of one forward call; `[B, heads, S, D]` views."""
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums of `dtype` values: fp32 for bf16 and fp16, otherwise `dtype`."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def flash_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Equals `softmax(scale * q @ k.T, causal) @ v` for each head, in one kernel call.
+
+    Args:
+        q: `[B, Hq, n, D]`, D innermost in memory.
+        k: `[B, Hkv, m, D]`; Hq / Hkv consecutive query heads share a key head (CPU), or Hkv = Hq (CUDA).
+        v: `[B, Hkv, m, D]`.
+        causal: query i sees keys 0..i.
+        scale: factor of the scores.
+
+    Returns:
+        `[B, Hq, n, D]`, dtype of `q`, and the log-sum-exp `[B, Hq, n]` in fp32 (fp64 for fp64).
+    """
+    kernel = _aten._scaled_dot_product_flash_attention if q.is_cuda else _flash_cpu
+    out, lse, *_ = kernel(q, k, v, 0.0, causal, scale=scale)
+    return out, lse
+
+
+def flash_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float,
+) -> Grads:
+    """Gradients of `flash_forward`. `out` and `lse` may be merged over more keys than `k`."""
+    if not q.is_cuda:
+        cpu_grads: Grads = _flash_cpu_backward(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
+        return cpu_grads
+    rng = _no_rng_state(q)
+    grads: Grads = _aten._scaled_dot_product_flash_attention_backward(
+        dout, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, rng, rng, scale=scale
+    )
+    return grads
+
+
+class SavedSequence(NamedTuple):
+    """Tensors of one `sequence_forward` call for its backward; `[B, heads, S, D]` views."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -21,39 +89,38 @@ class Saved(NamedTuple):
     logsumexp: torch.Tensor | None
 
 
-def forward(
+def sequence_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, scale: float
-) -> tuple[torch.Tensor, Saved]:
+) -> tuple[torch.Tensor, SavedSequence]:
     """Equals `softmax(scale * query @ key.T, causal) @ value` for each head.
 
     Args:
         query: `[S, B, Hq, D]`, any strides.
-        key, value: `[S, B, Hkv, D]`; each head serves `Hq / Hkv` consecutive query heads.
+        key: `[S, B, Hkv, D]`; `Hq / Hkv` consecutive query heads share a key head.
+        value: `[S, B, Hkv, D]`.
         causal: row i sees rows 0..i.
-        scale: of the scores.
+        scale: factor of the scores.
 
     Returns:
-        `[S, B, Hq, D]`, and what `backward` needs.
+        `[S, B, Hq, D]`, and the tensors that `sequence_backward` needs.
     """
     q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
     logsumexp = None
     if q.numel() == 0:
         out = torch.zeros_like(q)
     elif q.is_cuda:
-        # torch chooses the kernel, and its graph, over leaves of our own, is kept until backward.
+        # torch selects the kernel. Its graph over detached inputs is saved for backward.
         q, k, v = (tensor.detach().requires_grad_() for tensor in (q, k, v))
         grouped = q.shape[1] != k.shape[1]
         with torch.enable_grad():
             out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
     else:
-        # Called by its name: `scaled_dot_product_attention` would repeat key/value heads in memory.
+        # On the CPU, `scaled_dot_product_attention` would repeat the key/value heads in memory.
         out, logsumexp = _flash_cpu(q, k, v, 0.0, causal, scale=scale)
-    return out.detach().permute(2, 0, 1, 3), Saved(q, k, v, out, logsumexp)
+    return out.detach().permute(2, 0, 1, 3), SavedSequence(q, k, v, out, logsumexp)
 
 
-def backward(
-    saved: Saved, grad: torch.Tensor, *, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def sequence_backward(saved: SavedSequence, grad: torch.Tensor, *, causal: bool, scale: float) -> Grads:
     """Gradients of query, key and value, `[S, B, heads, D]` each, for `grad` of the result, `[S, B, Hq, D]`."""
     q, k, v, out, logsumexp = saved
     grad = grad.permute(1, 2, 0, 3)
@@ -66,3 +133,236 @@ def backward(
         grads = _flash_cpu_backward(grad, q, k, v, out, logsumexp, 0.0, causal, scale=scale)
     dq, dk, dv = (tensor.permute(2, 0, 1, 3) for tensor in grads)
     return dq, dk, dv
+
+
+class Mask(NamedTuple):
+    """Query row i sees key row j if and only if `0 <= offset + i - j <= window`.
+
+    Attributes:
+        offset: position of the first query minus the position of the first key.
+        window: number of keys before its own position that a query sees; None is all.
+    """
+
+    offset: int
+    window: int | None
+
+
+_TileMask = torch.Tensor | tuple[int, int]
+"""CPU: a tensor that is added to the scores. CUDA: how far a query sees to the left and to the right."""
+
+
+def partial_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: Mask | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Equals `softmax(scale * q @ k.T, mask) @ v` for each head: some queries with some keys of one document.
+
+    Args:
+        q: `[n, Hq, D]`, n above 0, D innermost in memory.
+        k: `[m, Hkv, D]`, m above 0; Hq / Hkv consecutive query heads share a key head.
+        v: `[m, Hkv, D]`.
+        scale: factor of the scores.
+        mask: visible keys; None is all.
+
+    Returns:
+        `[n, Hq, D]`, dtype of `q`, and the log-sum-exp `[n, Hq]` in fp32 (fp64 for fp64). A query without visible keys
+        gets 0 and the smallest finite number.
+    """
+    if _is_one_call(q, k, mask):
+        return _forward(q, k, v, scale, causal=mask is not None)
+    assert mask is not None
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    lse_dtype = accumulation_dtype(q.dtype)
+    lse = torch.full(q.shape[:2], torch.finfo(lse_dtype).min, dtype=lse_dtype, device=q.device)
+    for rows, keys, tile_mask in _tiles(q, k, mask):
+        out[rows], lse[rows] = _forward(q[rows], k[keys], v[keys], scale, tile_mask=tile_mask)
+    return out, lse
+
+
+def partial_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    mask: Mask | None,
+) -> Grads:
+    """The contribution of these keys to the gradients. `out` and `lse` are merged over all keys of the queries."""
+    if _is_one_call(q, k, mask):
+        return _backward(dout, q, k, v, out, lse, scale, causal=mask is not None)
+    assert mask is not None
+    grads = tuple(torch.zeros(x.shape, dtype=accumulation_dtype(x.dtype), device=x.device) for x in (q, k, v))
+    for rows, keys, tile_mask in _tiles(q, k, mask):
+        parts = _backward(dout[rows], q[rows], k[keys], v[keys], out[rows], lse[rows], scale, tile_mask=tile_mask)
+        for grad, place, part in zip(grads, (rows, keys, keys), parts, strict=True):
+            grad[place] += part
+    return grads  # type: ignore[return-value]
+
+
+def documents_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: Sequence[int],
+    scale: float,
+    window: int | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """Causal attention of consecutive whole documents.
+
+    Args:
+        q: `[rows, Hq, D]`, the documents one after another.
+        k: `[rows, Hkv, D]`.
+        v: `[rows, Hkv, D]`.
+        lengths: rows of each document.
+        scale: factor of the scores.
+        window: see `Mask.window`.
+        out: `[rows, Hq, D]`, written.
+        lse: `[rows, Hq]`, written.
+    """
+    if q.is_cuda:
+        starts, longest = _cu_seqlens(lengths, q.device), max(lengths)
+        result, log, *_ = _aten._flash_attention_forward(
+            q, k, v, starts, starts, longest, longest, 0.0, True, False,
+            scale=scale, **_window_arguments(None if window is None else (window, 0)),
+        )  # fmt: skip
+        out.copy_(result)
+        lse.copy_(log.t())
+        return
+    for rows in _runs(lengths):
+        out[rows], lse[rows] = partial_forward(q[rows], k[rows], v[rows], scale, Mask(0, window))
+
+
+def documents_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    lengths: Sequence[int],
+    scale: float,
+    window: int | None,
+    grads: Grads,
+) -> None:
+    """Gradients of `documents_forward`; writes `grads`."""
+    if q.is_cuda:
+        starts, longest, rng = _cu_seqlens(lengths, q.device), max(lengths), _no_rng_state(q)
+        parts = _aten._flash_attention_backward(
+            dout.contiguous(), q, k, v, out, lse.t().contiguous(), starts, starts, longest, longest, 0.0, True,
+            rng, rng, scale=scale, **_window_arguments(None if window is None else (window, 0)),
+        )  # fmt: skip
+        for grad, part in zip(grads, parts, strict=True):
+            grad.copy_(part)
+        return
+    for rows in _runs(lengths):
+        parts = partial_backward(dout[rows], q[rows], k[rows], v[rows], out[rows], lse[rows], scale, Mask(0, window))
+        for grad, part in zip(grads, parts, strict=True):
+            grad[rows] = part
+
+
+def _is_one_call(q: torch.Tensor, k: torch.Tensor, mask: Mask | None) -> bool:
+    """Whether one kernel call without a mask tensor suffices: all keys are visible, or a causal square."""
+    if mask is None:
+        return True
+    return mask.offset == 0 and q.shape[0] == k.shape[0] and (mask.window is None or mask.window >= k.shape[0] - 1)
+
+
+def _tiles(q: torch.Tensor, k: torch.Tensor, mask: Mask) -> Iterator[tuple[slice, slice, _TileMask]]:
+    """Runs of query rows that see a key, their visible keys, and the mask between both."""
+    offset, window = mask
+    num_keys = k.shape[0]
+    first, last = max(0, -offset), q.shape[0]
+    if window is not None:
+        last = min(last, num_keys + window - offset)
+    # FlashAttention takes window sizes, so one tile suffices on CUDA.
+    step = max(1, last - first) if q.is_cuda else _TILE_ROWS
+    for start in range(first, last, step):
+        stop = min(start + step, last)
+        low = 0 if window is None else max(0, offset + start - window)
+        high = min(num_keys, offset + stop)
+        if q.is_cuda:
+            # FlashAttention aligns the last query with the last key and counts from there.
+            right = offset + stop - high
+            yield slice(start, stop), slice(low, high), (-1 if window is None else window - right, right)
+            continue
+        keys = torch.arange(low, high, device=q.device)
+        distance = offset + torch.arange(start, stop, device=q.device)[:, None] - keys
+        hidden = (distance < 0) if window is None else (distance < 0) | (distance > window)
+        added = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device)
+        yield slice(start, stop), slice(low, high), added.masked_fill_(hidden, float("-inf"))
+
+
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    *,
+    causal: bool = False,
+    tile_mask: _TileMask | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if q.is_cuda:
+        out, lse, *_ = _aten._flash_attention_forward(
+            q[None], k[None], v[None], None, None, q.shape[0], k.shape[0], 0.0, causal, False,
+            scale=scale, **_window_arguments(tile_mask),
+        )  # fmt: skip
+        return out[0], lse[0].t()
+    out, lse = _flash_cpu(_heads(q), _heads(k), _heads(v), 0.0, causal, attn_mask=tile_mask, scale=scale)
+    return out[0].transpose(0, 1), lse[0].t()
+
+
+def _backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    *,
+    causal: bool = False,
+    tile_mask: _TileMask | None = None,
+) -> Grads:
+    if q.is_cuda:
+        rng = _no_rng_state(q)
+        grads = _aten._flash_attention_backward(
+            dout[None], q[None], k[None], v[None], out[None], lse.t()[None].contiguous(), None, None,
+            q.shape[0], k.shape[0], 0.0, causal, rng, rng, scale=scale, **_window_arguments(tile_mask),
+        )  # fmt: skip
+        dq, dk, dv = (grad[0] for grad in grads)
+        return dq, dk, dv
+    heads = (_heads(x) for x in (dout, q, k, v, out))
+    grads = _flash_cpu_backward(*heads, lse.t()[None], 0.0, causal, attn_mask=tile_mask, scale=scale)
+    dq, dk, dv = (grad[0].transpose(0, 1) for grad in grads)
+    return dq, dk, dv
+
+
+def _heads(x: torch.Tensor) -> torch.Tensor:
+    """`[n, H, D]` in the layout of the CPU kernel, `[1, H, n, D]`."""
+    return x.transpose(0, 1)[None]
+
+
+def _window_arguments(tile_mask: _TileMask | None) -> dict[str, int]:
+    if tile_mask is None:
+        return {}
+    left, right = tile_mask
+    return {"window_size_left": int(left), "window_size_right": int(right)}
+
+
+def _no_rng_state(q: torch.Tensor) -> torch.Tensor:
+    """The random state argument of the backward kernels, which is unused without dropout."""
+    return torch.empty(0, dtype=torch.int64, device=q.device)
+
+
+def _runs(lengths: Sequence[int]) -> Iterator[slice]:
+    start = 0
+    for length in lengths:
+        yield slice(start, start + length)
+        start += length
+
+
+def _cu_seqlens(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_overlap.schedules import ChunkLayout, SequenceLayout
 from megatron_overlap.schedules.varlen import Plan as BatchPlan
-from megatron_overlap.schedules.varlen.rebalance import Remap
+from megatron_overlap.schedules.varlen.rebalance import Rebalance
 
 
 class _GatherRows(torch.autograd.Function):
@@ -255,7 +255,7 @@ def balanced_attention(
     return own_rows(y, layout, dist.get_rank(group))
 
 
-def move_rows(x: torch.Tensor, moves: Remap, *, group: dist.ProcessGroup) -> torch.Tensor:
+def move_rows(x: torch.Tensor, moves: Rebalance, *, group: dist.ProcessGroup) -> torch.Tensor:
     """Every rank gathers the rows of all, and picks those that `moves` gives it."""
     rank = dist.get_rank(group)
     layout, after = SequenceLayout.of_lengths(moves.before), moves.after[rank]

@@ -9,8 +9,8 @@ The defaults stand for 64K tokens on 16 GPUs of 4K tokens each: documents are dr
 many as 64K tokens hold, and divided by `--scale`; and a rank has about a fifth of the tokens from which on a ring
 through one card is hidden behind attention, as 4K tokens are on an H200 with a 400 Gbit/s card. The script prints it.
 
-`attention` is attention alone; `layer` has the projections and a feed-forward block around it, which is where remapping
-shows. Nothing is timed whose output or gradients are off.
+`attention` is attention alone; `layer` has the projections and a feed-forward block around it, which is where
+rebalancing shows. Nothing is timed whose output or gradients are off.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from harness import Timings, versions
 from varlen_variants import Batch, Engine, Layer, Messages, Way, limits, ways
 
 from megatron_overlap.comm import transport_of
-from megatron_overlap.ops.varlen.flash_attention import documents_forward
+from megatron_overlap.ops.flash_attention import documents_forward
 from megatron_overlap.ops.varlen.pass_kv_pass_q import Shape
 from megatron_overlap.schedules.varlen import CostModel, Topology
 from megatron_overlap.tools.launch.netlab import Netlab
@@ -237,9 +237,9 @@ def measure(
         del runs["remap"]  # costs here, and gains nothing: it is for linear layers
         transport = transport_of(dist.group.WORLD)
         runs |= limits(ours, batch, shape, transport, backward=backward)
-        direct, lanes = (Messages(each.plan, shape, transport) for each in (ring, routed))
+        direct, over_all_nics = (Messages(each.plan, shape, transport) for each in (ring, routed))
         runs["ring_round"] = lambda: direct.run(backward=backward)
-        runs["ring_round_routed"] = lambda: lanes.run(backward=backward)
+        runs["ring_round_routed"] = lambda: over_all_nics.run(backward=backward)
     timings = Timings(runs, args.rounds, args.warmup)
     best = "remap" if linear else "routing"
     others = [name for name in (*BASELINES, *PARTS) if name in runs and name != best]

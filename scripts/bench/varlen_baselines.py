@@ -10,13 +10,13 @@ import torch
 
 from megatron_overlap.comm import Transport
 from megatron_overlap.comm.transport import Transfer
-from megatron_overlap.ops.varlen.flash_attention import (
+from megatron_overlap.ops.flash_attention import (
     Mask,
-    backward,
+    accumulation_dtype,
     documents_backward,
     documents_forward,
-    forward,
-    wide,
+    partial_backward,
+    partial_forward,
 )
 from megatron_overlap.ops.varlen.layout import merge
 from megatron_overlap.ops.varlen.pass_kv_pass_q import Shape
@@ -132,16 +132,21 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, way: AllGather) -> torch.Tensor:
         both = way.gather(torch.stack([k, v], dim=1))
-        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=wide(q.dtype))
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=accumulation_dtype(q.dtype))
         scale = q.shape[-1] ** -0.5
         for rows, first, start, stop in way.pieces:
             keys, values = both[first : first + stop].unbind(1)
             if not start or stop - start <= _FEW_ROWS:
-                out[rows], lse[rows] = forward(q[rows], keys, values, scale, Mask(start, None))
+                out[rows], lse[rows] = partial_forward(q[rows], keys, values, scale, Mask(start, None))
                 continue
-            part, part_lse = forward(q[rows], keys[start:], values[start:], scale, Mask(0, None))
+            part, part_lse = partial_forward(q[rows], keys[start:], values[start:], scale, Mask(0, None))
             total = part.to(lse.dtype)
-            merge(total, part_lse, [slice(0, len(total))], *forward(q[rows], keys[:start], values[:start], scale, None))
+            merge(
+                total,
+                part_lse,
+                [slice(0, len(total))],
+                *partial_forward(q[rows], keys[:start], values[:start], scale, None),
+            )
             out[rows], lse[rows] = total, part_lse
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.way = way
@@ -163,7 +168,7 @@ class _Gathered(torch.autograd.Function):
                 parts = [(start, stop, Mask(0, None)), (0, start, None)]
             total = torch.zeros(q[rows].shape, dtype=lse.dtype)
             for a, b, mask in parts:
-                terms = backward(*mine, keys[a:b], values[a:b], *results, scale, mask)
+                terms = partial_backward(*mine, keys[a:b], values[a:b], *results, scale, mask)
                 total += terms[0]
                 sums[a:b, 0] += terms[1]
                 sums[a:b, 1] += terms[2]
@@ -230,7 +235,7 @@ class _Ulysses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, way: Ulysses) -> torch.Tensor:
         mine = [x.contiguous() for x in way.to_heads(q, k, v)]
-        out, lse = torch.empty_like(mine[0]), mine[0].new_empty(mine[0].shape[:2], dtype=wide(q.dtype))
+        out, lse = torch.empty_like(mine[0]), mine[0].new_empty(mine[0].shape[:2], dtype=accumulation_dtype(q.dtype))
         documents_forward(*mine, way.lengths, q.shape[-1] ** -0.5, None, out, lse)
         ctx.save_for_backward(*mine, out, lse)
         ctx.way = way

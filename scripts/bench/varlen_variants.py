@@ -16,15 +16,15 @@ from varlen_baselines import AllGather, Ulysses
 
 from megatron_overlap.comm import BufferPool, Transport
 from megatron_overlap.comm.transport import Transfer
-from megatron_overlap.ops import balanced_attention, remap
-from megatron_overlap.ops.varlen.flash_attention import documents_backward, documents_forward
+from megatron_overlap.ops import balanced_attention, rebalance
+from megatron_overlap.ops.flash_attention import documents_backward, documents_forward
+from megatron_overlap.ops.varlen.layout import RowMessages
 from megatron_overlap.ops.varlen.pass_kv_pass_q import Shape
 from megatron_overlap.ops.varlen.rebalance import Layout
-from megatron_overlap.ops.varlen.transfers import TripP2PWork
 from megatron_overlap.schedules.varlen import CostModel, Plan, Topology, partition
 from megatron_overlap.schedules.varlen.baselines import hybrid, packing, ring_over_all
+from megatron_overlap.schedules.varlen.messages import messages_of, without_routing
 from megatron_overlap.schedules.varlen.plan import Pass
-from megatron_overlap.schedules.varlen.program import program, without_routes
 from megatron_overlap.schedules.varlen.ring_groups import ring_groups
 
 Run = Callable[[], object]
@@ -69,10 +69,10 @@ class Way(Protocol):
 
 
 class Engine:
-    """The engine with a plan; `remapped`: linear layers have as many rows on every rank, where that pays."""
+    """The engine with a plan; `rebalanced`: linear layers have equally many rows on every rank, where that pays off."""
 
-    def __init__(self, plan: Plan, transport: Transport, *, remapped: bool = False) -> None:
-        self.plan, self._transport, self._remapped = plan, transport, remapped
+    def __init__(self, plan: Plan, transport: Transport, *, rebalanced: bool = False) -> None:
+        self.plan, self._transport, self._rebalanced = plan, transport, rebalanced
 
     def passes(self) -> list[tuple[torch.Tensor, bool]]:
         """See `Way.passes`."""
@@ -82,15 +82,15 @@ class Engine:
             pieces = self.plan.pieces(index, self._transport.rank)
             runs = [torch.arange(starts[p.document] + p.start, starts[p.document] + p.stop) for p in pieces]
             rows = torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64)
-            if self._remapped:
-                rows = remap(rows, self.plan, index=index, to="linear", group=self._transport)
+            if self._rebalanced:
+                rows = rebalance(rows, self.plan, index=index, to="linear", group=self._transport)
             found.append((rows, part.stage != stage))
             stage = part.stage
         return found
 
     def attend(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """See `Way.attend`."""
-        layout: Layout = "linear" if self._remapped else "attention"
+        layout: Layout = "linear" if self._rebalanced else "attention"
         return balanced_attention(q, k, v, self.plan, index=index, group=self._transport, layout=layout)
 
 
@@ -103,7 +103,7 @@ def ways(
     direct = replace(topology, routing=False)
     ring = ring_over_all(lengths, direct, capacity=room, cost=cost)
     ours = partition(lengths, topology, capacity=room, cost=cost)
-    plain = without_routes(ours)
+    plain = without_routing(ours)
     found: dict[str, Way] = {
         "ring": Engine(ring, transport),
         "all_gather": AllGather(ring, topology, shape, transport),
@@ -113,7 +113,7 @@ def ways(
         "partition": Engine(one_after_the_other(plain), transport),
         "engine": Engine(plain, transport),
         "routing": Engine(ours, transport),
-        "remap": Engine(ours, transport, remapped=True),
+        "remap": Engine(ours, transport, rebalanced=True),
     }
     if not shape.kv_heads % topology.ranks:
         found["ulysses"] = Ulysses(lengths, shape, transport)
@@ -226,30 +226,32 @@ class Messages:
         (self._part,) = plan.passes
         self._plan, self._shape, self._transport = plan, shape, transport
 
-    def begin(self, *, backward: bool, trips: Sequence[str] = ("out", "back")) -> list[TripP2PWork]:
-        """Posts those of one direction: to the visits, and what they make back."""
+    def begin(self, *, backward: bool, kinds: Sequence[str] = ("payload", "result")) -> list[RowMessages]:
+        """Posts the messages of one direction: payloads, and results."""
         shape, like = self._shape, torch.empty(0, dtype=self._shape.dtype)
-        side = shape.cheaper(backward=backward)
-        widths = shape.widths(side, backward)
+        passing = shape.cheaper(backward=backward)
+        widths = shape.widths(passing, backward)
         p2p_works = []
-        for number, turn in enumerate(program(self._plan, 0, shape.traffic(side, backward), None)):
-            most = max((rows for load in turn.loads for rows in load.rows), default=0)
-            for trip, width, wide, name in (
-                (turn.out, widths[0], like, "out"),
-                (turn.back, widths[1], like.float(), "back"),
+        for number, group in enumerate(messages_of(self._plan, 0, shape.traffic(passing, backward), None)):
+            most = max((rows for payload in group.payloads for rows in payload.rows), default=0)
+            for messages, width, wide, name in (
+                (group.distribute, widths[0], like, "payload"),
+                (group.collect, widths[1], like.float(), "result"),
             ):
-                if trip is not None and name in trips:
+                if messages is not None and name in kinds:
                     label = f"messages {name} {number}"
                     rows = self._transport.buffer_pool.take(label, (most, width), wide)
                     p2p_works.append(
-                        TripP2PWork(self._transport, trip, _Always(rows), _Always(rows), {}, wide, width, label)
+                        RowMessages(self._transport, messages, _Always(rows), _Always(rows), {}, wide, width, label)
                     )
         return p2p_works
 
     def run(self, *, backward: bool) -> None:
-        """Posts and waits, one trip after the other: forward, and then backward to the visits and back."""
-        for direction, trip in ((False, "out"), (True, "out"), (True, "back")) if backward else ((False, "out"),):
-            for p2p_work in self.begin(backward=direction, trips=(trip,)):
+        """Posts and waits: forward payloads, then backward payloads, then backward results."""
+        for direction, kind in (
+            ((False, "payload"), (True, "payload"), (True, "result")) if backward else ((False, "payload"),)
+        ):
+            for p2p_work in self.begin(backward=direction, kinds=(kind,)):
                 p2p_work.wait_all()
 
 

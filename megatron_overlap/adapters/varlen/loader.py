@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from megatron_overlap.comm.host_group import HostGroup
-from megatron_overlap.schedules.varlen.linear_layout import linear_layout
+from megatron_overlap.schedules.varlen.messages import precompute
 from megatron_overlap.schedules.varlen.partition import CapacityError
 from megatron_overlap.schedules.varlen.plan import Piece, Plan
-from megatron_overlap.schedules.varlen.program import foresee
+from megatron_overlap.schedules.varlen.rebalance import linear_layout
 
 Planner = Callable[[Sequence[int]], Plan]
 
@@ -151,7 +151,7 @@ class DocumentLoader:
         plan = self._planner(lengths)
         if len(plan.passes) != 1:
             raise CapacityError(f"lengths: {sum(lengths)} tokens need {len(plan.passes)} passes: raise the capacity")
-        foresee(plan)
+        precompute(plan)
         _, rows = linear_layout(plan)
         return self._collect(first, plan, rows)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_overlap.ops import flash_attention as kernel
+from megatron_overlap.ops.flash_attention import SavedSequence, sequence_backward, sequence_forward
 from megatron_overlap.schedules import HeadLayout
 from megatron_overlap.schedules.head_layout import Call
 
@@ -30,7 +30,7 @@ class OwnHeads:
         self.heads, self.size = heads, size
         self._rank, self._causal, self._scale = rank, causal, scale
         self._inside: dict[int, torch.Tensor] = {}
-        self._saved: dict[int, list[tuple[Call, kernel.Saved]]] = {}
+        self._saved: dict[int, list[tuple[Call, SavedSequence]]] = {}
         self._pending: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def queries_width(self, rank: int, group: int) -> int:
@@ -63,7 +63,7 @@ class OwnHeads:
             home = heads.first_keys(rank, call.home)
             _, keys, values = self.split(self._inside[call.home], heads.queries(rank, call.home), home)
             there = slice(call.keys[0] - home[0], call.keys[1] - home[0])
-            attended, saved = kernel.forward(
+            attended, saved = sequence_forward(
                 query[:, :, here], keys[:, :, there], values[:, :, there], causal=self._causal, scale=self._scale
             )
             out[:, :, here].copy_(attended)
@@ -78,7 +78,7 @@ class OwnHeads:
         dq, dk, dv = self.split(result, (first, last), complete)
         for call, saved in self._saved[group]:
             here = slice(call.queries[0] - first, call.queries[1] - first)
-            of_query, *of_keys = kernel.backward(saved, grad[:, :, here], causal=self._causal, scale=self._scale)
+            of_query, *of_keys = sequence_backward(saved, grad[:, :, here], causal=self._causal, scale=self._scale)
             dq[:, :, here].copy_(of_query)
             start, stop = call.keys
             if complete[0] <= start and stop <= complete[1] and not self._pending.keys() & range(start, stop):

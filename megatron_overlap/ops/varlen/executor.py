@@ -1,9 +1,8 @@
-"""One pass of balanced attention in one direction on one rank: its rows, its computation, its results.
+"""Executes one pass of balanced attention in one direction on one rank.
 
-Rows may come in the layout of linear layers (`schedules.varlen.rebalance`). What this rank has too many of leaves at
-once; what it
-lacks lands while it computes the rest: those are last in attention's order, so that they are whole documents, and rings
-only where rings are all that a rank has. Their results go back from when they are made.
+The rows may come in the linear layout (`schedules.varlen.rebalance`). Surplus rows leave at the start. Missing rows
+arrive while the rank computes with its own. They are last in the attention layout, so they belong to whole documents,
+or to rings if the rank has no whole documents. Results leave for the linear layout as soon as they are computed.
 """
 
 from __future__ import annotations
@@ -11,135 +10,182 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from megatron_overlap.comm import Transport
 from megatron_overlap.ops.call import Observer
 from megatron_overlap.ops.varlen.layout import OwnRows
-from megatron_overlap.ops.varlen.pass_kv_pass_q import Flow
-from megatron_overlap.ops.varlen.rebalance import Inbound, Outbound
-from megatron_overlap.ops.varlen.ring import Call
-from megatron_overlap.ops.varlen.task_queue import Queues, Task
+from megatron_overlap.ops.varlen.pass_kv_pass_q import RingAttention
+from megatron_overlap.ops.varlen.rebalance import InboundRows, OutboundRows
+from megatron_overlap.ops.varlen.ring import RingCall
+from megatron_overlap.ops.varlen.task_queue import Task, TaskQueues
 from megatron_overlap.schedules.varlen import Plan
-from megatron_overlap.schedules.varlen.rebalance import Remap
-from megatron_overlap.schedules.varlen.ring_groups import Side
+from megatron_overlap.schedules.varlen.rebalance import Rebalance
+from megatron_overlap.schedules.varlen.ring_groups import Passing
 
-# Whole documents are computed in so many runs: messages are looked for between them.
+# Whole documents are computed in this many runs. Between two runs the rank checks for arrived messages.
 _LOCAL_RUNS = 16
+
+DocumentsKernel = Callable[[slice, tuple[int, ...]], None]
+"""`kernel(rows, lengths)`: computes consecutive whole documents."""
+
+
+class VarlenTransports(NamedTuple):
+    """The transports of balanced attention.
+
+    A stream executes its messages in order. On NCCL the three kinds of messages therefore have a channel each:
+    inter-node messages do not delay intra-node messages, and a rebalancing receive does not block ring results that the
+    sender of its rows waits for. Other transports use one channel.
+
+    Attributes:
+        inter: for inter-node ring groups.
+        intra: for intra-node ring groups.
+        rebalance: for rows of the linear layout.
+    """
+
+    inter: Transport
+    intra: Transport
+    rebalance: Transport
+
+    @classmethod
+    def open(cls, group: dist.ProcessGroup, open_channel: Callable[[str], Transport]) -> VarlenTransports:
+        """Opens the transports of a group; `open_channel(name)` opens the channel with this name, `""` the default."""
+        inter = open_channel("")
+        if dist.get_backend(group) != "nccl":
+            return cls(inter, inter, inter)
+        return cls(inter, open_channel("intra"), open_channel("rebalance"))
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """Of a call.
+class CallOptions:
+    """Arguments of one call of balanced attention, for forward and backward.
 
     Attributes:
-        transports: for rings between nodes, and inside.
-        mover: for rows that go to another rank's attention, and back.
-        ways: from the rows that come to those of attention and back, if they are others.
+        transports: carry the messages.
+        plan: plan of the batch.
+        index: index of the pass.
+        scale: factor of the scores.
+        window: number of keys before its own position that a query sees; None is all.
+        passing: pass-KV or pass-Q; None selects the one with fewer bytes.
+        rebalances: from the layout of the arguments to the attention layout, and back; None if they are the same.
+        observer: see `balanced_attention`.
     """
 
-    transports: tuple[Transport, Transport]
-    mover: Transport
+    transports: VarlenTransports
     plan: Plan
     index: int
     scale: float
     window: int | None
-    moves: Side | None
-    ways: tuple[Remap, Remap] | None
+    passing: Passing | None
+    rebalances: tuple[Rebalance, Rebalance] | None
     observer: Observer | None
 
 
-class Pass:
-    """One pass in one direction: rows in, work, rows out.
+class PassExecutor:
+    """One pass in one direction.
 
     Args:
-        tensors: as they come.
-        heads: of each result.
+        options: arguments of the call.
+        tensors: inputs `[rows, heads, D]` in the layout of the call.
+        heads: number of heads of each result.
+        direction: `forward` or `backward`.
+
+    Attributes:
+        own: the rows of this rank in the attention layout.
+        rows: the inputs in the attention layout.
+        results: the results in the attention layout; the caller writes them.
     """
 
-    def __init__(self, options: Options, tensors: Sequence[torch.Tensor], heads: Sequence[int], direction: str) -> None:
-        self._options, self._direction, transport = options, direction, options.mover
+    def __init__(
+        self, options: CallOptions, tensors: Sequence[torch.Tensor], heads: Sequence[int], direction: str
+    ) -> None:
+        self._options, self._direction, transport = options, direction, options.transports.rebalance
         self._name = f"balanced_attention {direction}"
         self.own = OwnRows.of(options.plan, options.index, transport.rank)
         self._like, self.rows = tensors[0], list(tensors)
-        self._inbound: Inbound | None = None
-        self._outbound: Outbound | None = None
+        self._inbound: InboundRows | None = None
+        self._outbound: OutboundRows | None = None
         self._ends: list[int] = []
-        if options.ways is None:
+        if options.rebalances is None:
             shapes = [(self._like.shape[0], count, self._like.shape[2]) for count in heads]
-            self.made = [self._like.new_empty(shape) for shape in shapes]
+            self.results = [self._like.new_empty(shape) for shape in shapes]
             return
-        self._inbound = Inbound(transport, options.ways[0], tensors, self._name)
-        self._outbound = Outbound(transport, options.ways[1], heads, self._like, self._name)
-        self.rows, self.made = self._inbound.rows, self._outbound.made
-        if self.own.rings > self._inbound.kept:
-            # Rings send their rows at once.
+        self._inbound = InboundRows(transport, options.rebalances[0], tensors, self._name)
+        self._outbound = OutboundRows(transport, options.rebalances[1], heads, self._like, self._name)
+        self.rows, self.results = self._inbound.rows, self._outbound.results
+        if self.own.num_ring_rows > self._inbound.num_in_place:
+            # Rings send their rows at the start.
             self._inbound.wait()
 
-    def run(self, flow: Flow, whole: Callable[[slice, tuple[int, ...]], None]) -> None:
-        """Posts, and computes everything: rings by `flow`, runs of whole documents by `whole(rows, lengths)`."""
+    def run(self, attention: RingAttention, documents: DocumentsKernel) -> None:
+        """Posts all messages and computes all rows: rings with `attention`, whole documents with `documents`."""
         options = self._options
-        queues = Queues(asks=not self._like.is_cuda)
-        self._enqueue(queues, whole)
-        call = Call(
-            options.transports, options.plan, options.index, flow, self.own, options.window, queues, self._like,
-            self._name,
+        queues = TaskQueues(can_query=not self._like.is_cuda)
+        self._enqueue(queues, documents)
+        call = RingCall(
+            options.transports[:2], options.plan, options.index, attention, self.own, options.window, queues,
+            self._like, self._name,
         )  # fmt: skip
-        turns = call.begin()
+        groups = call.begin()
         if self._outbound is not None:
-            self._outbound.begin(self._works)
+            self._outbound.begin(self._num_steps)
         queues.run(gather_first=options.plan.exchange == "all_gather")
-        for turn in turns:
-            turn.finish()
-        self._num_bytes = sum(turn.num_bytes for turn in turns)
+        for group in groups:
+            group.finish()
+        self._num_bytes = sum(group.num_bytes for group in groups)
 
     def finish(self) -> list[torch.Tensor]:
-        """What is returned, when all that was made is written."""
-        results = self.made
+        """Returns the results in the layout of the call. The caller has written all of `results`."""
+        results = self.results
         if self._inbound is not None and self._outbound is not None:
             self._outbound.step()
             self._num_bytes += self._outbound.finish() + self._inbound.finish()
-            results = self._outbound.results()
+            results = self._outbound.linear_results()
         if self._options.observer is not None:
             self._options.observer("forward" if self._direction == "forward" else "dgrad", self._num_bytes)
         return results
 
-    def _enqueue(self, queues: Queues, whole: Callable[[slice, tuple[int, ...]], None]) -> None:
-        """Whole documents as tasks of about equal numbers of tokens; those with rows that are still to come wait."""
+    def _enqueue(self, queues: TaskQueues, documents: DocumentsKernel) -> None:
+        """Enqueues runs of whole documents; a run with missing rows waits for them."""
         own, plan = self.own, self._options.plan
-        kept = self._inbound.kept if self._inbound is not None else self.rows[0].shape[0]
-        for rows, lengths in _runs(own, kept):
-            run = partial(whole, rows, lengths)
-            takes_fs = sum(plan.cost.attention_fs(length * (length + 1) // 2, length) for length in lengths)
-            if self._inbound is None or self._outbound is None or rows.stop <= kept:
-                queues.local.append(Task(run, takes_fs=takes_fs))
+        num_in_place = self._inbound.num_in_place if self._inbound is not None else self.rows[0].shape[0]
+        for rows, lengths in _document_runs(own, num_in_place):
+            run = partial(documents, rows, lengths)
+            duration_fs = sum(plan.cost.attention_fs(length * (length + 1) // 2, length) for length in lengths)
+            if self._inbound is None or self._outbound is None or rows.stop <= num_in_place:
+                queues.local.append(Task(run, duration_fs=duration_fs))
                 continue
             inbound, outbound = self._inbound, self._outbound
-            due_fs = plan.cost.ring_fs(rows.stop - kept, 1, plan.topology, inter=plan.topology.nodes > 1)
+            arrival_fs = plan.cost.ring_fs(rows.stop - num_in_place, 1, plan.topology, inter=plan.topology.nodes > 1)
             self._ends.append(rows.stop)
 
-            def moved(run: Callable[[], None] = run, step: Callable[[], None] = outbound.step) -> None:
+            def rebalanced(run: Callable[[], None] = run, step: Callable[[], None] = outbound.step) -> None:
                 run()
                 step()
 
-            queues.moved.append(Task(moved, inbound.is_completed, inbound.wait, takes_fs=takes_fs, due_fs=due_fs))
+            queues.rebalanced.append(
+                Task(rebalanced, inbound.is_arrived, inbound.wait, duration_fs=duration_fs, arrival_fs=arrival_fs)
+            )
 
-    def _works(self, start: int, stop: int) -> int:
-        """Steps after which these rows are made: of rings only when all is done."""
-        if start < self.own.rings:
+    def _num_steps(self, start: int, stop: int) -> int:
+        """Number of `OutboundRows.step` calls after which these rows are computed; ring rows only after all of them."""
+        if start < self.own.num_ring_rows:
             return len(self._ends) + 1
         return next(number for number, end in enumerate(self._ends, start=1) if stop <= end)
 
 
-def _runs(own: OwnRows, kept: int) -> Iterator[tuple[slice, tuple[int, ...]]]:
-    """Runs of whole documents of about equal numbers of tokens; the first document that goes beyond row `kept` begins
-    one, so that no more than it must wait for rows from there on.
+def _document_runs(own: OwnRows, num_in_place: int) -> Iterator[tuple[slice, tuple[int, ...]]]:
+    """Runs of whole documents with about equal numbers of tokens.
+
+    The document that contains row `num_in_place` begins a run, so that no other document waits for received rows.
     """
     most = -(-sum(own.lengths) // _LOCAL_RUNS)
-    start, lengths, tokens = own.rings, list[int](), 0
+    start, lengths, tokens = own.num_ring_rows, list[int](), 0
     for length in own.lengths:
-        if lengths and (tokens >= most or start + tokens <= kept < start + tokens + length):
+        if lengths and (tokens >= most or start + tokens <= num_in_place < start + tokens + length):
             yield slice(start, start + tokens), tuple(lengths)
             start, lengths, tokens = start + tokens, [], 0
         lengths.append(length)

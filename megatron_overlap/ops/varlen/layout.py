@@ -1,37 +1,42 @@
-"""Where rows are: those of this rank in its packed micro-batch, and those of a load in its buffer."""
+"""Rows of one rank: in its packed micro-batch, in payload buffers, and in the transfers of its messages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
-from megatron_overlap.schedules.varlen import Plan, Ring
-from megatron_overlap.schedules.varlen.ring_groups import Load, RingGroup
+from megatron_overlap.comm import P2PWork, Transport
+from megatron_overlap.comm.transport import Transfer
+from megatron_overlap.schedules.layout import Chunk
+from megatron_overlap.schedules.plan import Message
+from megatron_overlap.schedules.varlen import Plan
+from megatron_overlap.schedules.varlen.message_order import MessagePlan
+from megatron_overlap.schedules.varlen.ring_groups import Payload, RingGroup
 
-Place = Callable[[int, int], slice]
-"""`place(ring, chunk)`: the rows of a chunk of the ring with this number in its ring_group."""
+RowsOfChunk = Callable[[int, int], slice]
+"""`rows_of(ring, chunk)`: the rows of a chunk of the ring with this number in its ring group."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnRows:
-    """The rows of one rank.
+    """The rows of one rank in its packed micro-batch.
 
     Attributes:
-        rings: rows of rings, which come first.
-        starts: first row of each ring that this rank is in, by document.
-        lengths: of whole documents, which follow.
+        num_ring_rows: rows of rings, which come first.
+        starts: first row of each ring of this rank, by document.
+        lengths: rows of each whole document, which follow.
     """
 
-    rings: int
+    num_ring_rows: int
     starts: dict[int, int]
     lengths: tuple[int, ...]
 
     @classmethod
     def of(cls, plan: Plan, index: int, rank: int) -> OwnRows:
-        """Those of `rank` in pass `index`."""
+        """The rows of `rank` in pass `index`."""
         starts, row, part = {}, 0, plan.passes[index]
         for ring in part.rings:
             if rank in ring.ranks:
@@ -40,40 +45,35 @@ class OwnRows:
         lengths = (plan.lengths[document] for document in part.local[rank])
         return cls(row, starts, tuple(length for length in lengths if length))
 
-    def place(self, ring_group: RingGroup, place: int) -> Place:
-        """Chunks of the member at `place`, which is this rank."""
+    def rows_of(self, ring_group: RingGroup, position: int) -> RowsOfChunk:
+        """The rows of the chunks of this rank, which is at `position` of the ring group."""
 
         def rows(number: int, chunk: int) -> slice:
             ring = ring_group.rings[number]
-            (a, b), (c, d) = ring.chunks(place)
+            (a, b), (c, d) = ring.chunks(position)
             start = self.starts[ring.document]
-            return slice(start, start + b - a) if chunk == place else slice(start + b - a, start + b - a + d - c)
+            return slice(start, start + b - a) if chunk == position else slice(start + b - a, start + b - a + d - c)
 
         return rows
 
 
-def place_in_load(ring_group: RingGroup, load: Load) -> Place:
-    """Chunks in the buffer of a load: chunk by chunk, in each ring by ring."""
+def rows_in_payload(ring_group: RingGroup, payload: Payload) -> RowsOfChunk:
+    """The rows of the chunks in the buffer of a payload: chunk by chunk, and ring by ring in each chunk."""
     starts: dict[tuple[int, int], int] = {}
-    sizes = [(number, chunk) for chunk in load.chunks for number in range(len(ring_group.rings))]
-    counts = [length(ring_group.rings[number], chunk) for number, chunk in sizes]
-    for key, start in zip(sizes, accumulate(counts, initial=0), strict=False):
+    keys = [(number, chunk) for chunk in payload.chunks for number in range(len(ring_group.rings))]
+    counts = [ring_group.rings[number].chunk_length(chunk) for number, chunk in keys]
+    for key, start in zip(keys, accumulate(counts, initial=0), strict=False):
         starts[key] = start
 
     def rows(number: int, chunk: int) -> slice:
         start = starts[number, chunk]
-        return slice(start, start + length(ring_group.rings[number], chunk))
+        return slice(start, start + ring_group.rings[number].chunk_length(chunk))
 
     return rows
 
 
-def length(ring: Ring, chunk: int) -> int:
-    """Tokens of a chunk."""
-    return ring.bounds[chunk + 1] - ring.bounds[chunk]
-
-
 def join(slices: Sequence[slice]) -> list[slice]:
-    """The same rows in as few runs as there are."""
+    """The same rows in as few runs as possible; without empty runs."""
     runs: list[slice] = []
     for rows in slices:
         if runs and runs[-1].stop == rows.start:
@@ -84,7 +84,7 @@ def join(slices: Sequence[slice]) -> list[slice]:
 
 
 def pick(x: torch.Tensor, runs: Sequence[slice]) -> torch.Tensor:
-    """These rows; a view where they are one run."""
+    """The rows of `runs`; a view if there is one run."""
     return x[runs[0]] if len(runs) == 1 else torch.cat([x[rows] for rows in runs])
 
 
@@ -99,12 +99,105 @@ def add(total: torch.Tensor, runs: Sequence[slice], term: torch.Tensor) -> None:
 def merge(
     out: torch.Tensor, lse: torch.Tensor, runs: Sequence[slice], term: torch.Tensor, term_lse: torch.Tensor
 ) -> None:
-    """Merges attention with more keys into `out[runs]` and `lse[runs]`, both wide."""
+    """Merges attention over further keys into `out[runs]` and `lse[runs]`, both in the accumulation dtype."""
     row = 0
     for rows in runs:
         stop = row + rows.stop - rows.start
         old, new = lse[rows], term_lse[row:stop]
-        # The share of the new keys in the sum of both: e^new / (e^old + e^new).
+        # The weight of the new keys: e^new / (e^old + e^new).
         out[rows].lerp_(term[row:stop].to(out.dtype), torch.sigmoid(new - old).unsqueeze(-1))
         lse[rows] = torch.logaddexp(old, new)
         row = stop
+
+
+class RowMessages:
+    """The messages of a `MessagePlan` that one rank sends and receives, posted. A rank without messages posts none.
+
+    Attributes:
+        num_bytes: bytes that this rank sends, including those that it forwards as a proxy.
+        receive_rounds: rounds in which this rank receives a message.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        plan: MessagePlan,
+        sources: Mapping[tuple[int, int], torch.Tensor],
+        sinks: Mapping[tuple[int, int], torch.Tensor],
+        after_work: Mapping[tuple[int, int], int],
+        like: torch.Tensor,
+        width: int,
+        name: str,
+    ) -> None:
+        """Posts the messages.
+
+        Args:
+            transport: carries the messages.
+            plan: messages of all ranks.
+            sources: the rows `[rows, width]` that this rank sends, by payload and ring step of the message.
+            sinks: buffers for the rows that this rank receives, by payload and ring step; results for an owner have
+                ring step -1.
+            after_work: by payload and ring step, number of `mark_ready` units that must be done before a message
+                leaves; absent means 0.
+            like: dtype and device.
+            width: elements of a row.
+            name: name of the operation, for errors and buffers.
+        """
+        rank, messages = transport.rank, plan.messages
+        pairs = plan.rounds(rank)
+        self.receive_rounds = tuple(number for number, (_, recv) in enumerate(pairs) if recv is not None)
+        # This rank forwards these messages as a proxy.
+        forwarded = [index for _, index in pairs if index is not None and not messages[index].is_final]
+        total = sum(messages[index].stop - messages[index].start for index in forwarded)
+        scratch = (
+            transport.buffer_pool.take(f"{name} proxy", (total, width), like) if total else like.new_empty(0, width)
+        )
+        received: dict[int, torch.Tensor] = {}
+        used = 0
+        for index in forwarded:
+            rows = messages[index].stop - messages[index].start
+            received[index] = scratch[used : used + rows]
+            used += rows
+        nothing = like.new_empty(0)
+        transfers = []
+        self.num_bytes = 0
+        for send, recv in pairs:
+            outgoing = incoming = nothing
+            num_work, after_message = 0, None
+            peers = [messages[index].to for index in (send,) if index is not None]
+            peers += [messages[index].source for index in (recv,) if index is not None]
+            other = peers[0] if peers else (rank + 1) % transport.size
+            to = source = other
+            if recv is not None:
+                message = messages[recv]
+                source = message.source
+                if message.is_final:
+                    sink = sinks[message.payload, -1 if message.to_owner else message.step]
+                    received[recv] = sink[message.start : message.stop]
+                incoming = received[recv]
+            if send is not None:
+                message = messages[send]
+                to = message.to
+                if message.after is None:
+                    outgoing = sources[message.payload, message.step][message.start : message.stop]
+                    num_work = after_work.get((message.payload, message.step), 0)
+                else:
+                    before = messages[message.after]
+                    after_message = before.round
+                    outgoing = received[message.after][message.start - before.start : message.stop - before.start]
+                self.num_bytes += outgoing.numel() * outgoing.element_size()
+            unnumbered = Chunk(rank, 0)
+            transfers.append(
+                Transfer(Message(unnumbered, to, unnumbered, source, num_work, after_message), outgoing, incoming)
+            )
+        self._p2p_work: P2PWork = transport.begin(transfers, name)
+        self.mark_ready, self.wait_all = self._p2p_work.mark_ready, self._p2p_work.wait_all
+
+    def is_completed(self, rounds: tuple[int, ...]) -> bool:
+        """Whether the messages of all these rounds have completed; False if a query would need a synchronisation."""
+        return all(self._p2p_work.is_completed(number) for number in rounds)
+
+    def wait(self, rounds: tuple[int, ...]) -> None:
+        """Waits for the messages of these rounds."""
+        for number in rounds:
+            self._p2p_work.wait(number)

@@ -1,4 +1,7 @@
-"""What is packed, computed and handed back when keys travel, and when queries do; forward and backward."""
+"""Pass-KV and pass-Q, forward and backward: what a rank packs, computes and accumulates in a ring.
+
+Pass-KV sends keys and values to the ranks with the queries; pass-Q sends queries to the ranks with the keys and values.
+"""
 
 from __future__ import annotations
 
@@ -8,48 +11,49 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from megatron_overlap.ops.varlen import flash_attention as kernel
-from megatron_overlap.ops.varlen.flash_attention import Mask
+from megatron_overlap.ops.flash_attention import Grads, Mask, accumulation_dtype, partial_backward, partial_forward
 from megatron_overlap.ops.varlen.layout import add, merge, pick
-from megatron_overlap.schedules.varlen.program import Traffic
-from megatron_overlap.schedules.varlen.ring_groups import Side
+from megatron_overlap.schedules.varlen.messages import Traffic
+from megatron_overlap.schedules.varlen.ring_groups import Passing
 
 Runs = Sequence[slice]
 
 
-class Flow(Protocol):
-    """One side in one direction. Rows of rings come first in all own tensors."""
+class RingAttention(Protocol):
+    """Pass-KV or pass-Q in one direction. The rows of rings come first in all tensors of the rank."""
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes of a row that travels."""
+        """Bytes of a payload row and of a result row."""
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Numbers in a row out, in the dtype of the data, and back, in the wide dtype; 0 where nothing goes back."""
+        """Elements of a payload row (dtype of the data) and of a result row (accumulation dtype; 0 without results)."""
 
-    def pack(self, runs: Runs, load: torch.Tensor) -> None:
-        """Writes own rows into the rows of a load."""
+    def pack(self, runs: Runs, payload: torch.Tensor) -> None:
+        """Copies own rows into the rows of a payload."""
 
-    def own(self, queries: Runs, keys: Runs, mask: Mask | None) -> None:
-        """Own queries with own keys."""
+    def compute_own(self, queries: Runs, keys: Runs, mask: Mask | None) -> None:
+        """Attention of own queries with own keys."""
 
-    def visit(self, own: Runs, load: torch.Tensor, made: torch.Tensor, runs: Runs, mask: Mask | None) -> None:
-        """Own rows with rows `runs` of a load; what its home is to get goes to the same rows of `made`."""
+    def compute_step(
+        self, own: Runs, payload: torch.Tensor, result: torch.Tensor, runs: Runs, mask: Mask | None
+    ) -> None:
+        """Attention of own rows with rows `runs` of a payload. Results for its owner go to rows `runs` of `result`."""
 
-    def clear(self, made: torch.Tensor) -> None:
-        """Makes `made` the result of nothing."""
+    def reset(self, result: torch.Tensor) -> None:
+        """Sets `result` to the result over no keys and no queries."""
 
-    def grow(self, made: torch.Tensor, more: torch.Tensor) -> None:
-        """Adds the result of earlier visits to `made`."""
+    def accumulate(self, result: torch.Tensor, received: torch.Tensor) -> None:
+        """Adds the received result of earlier ring steps to `result`."""
 
-    def home(self, runs: Runs, made: torch.Tensor) -> None:
-        """Adds the result of all visits to own rows."""
+    def apply_result(self, runs: Runs, result: torch.Tensor) -> None:
+        """Adds the result of all ring steps to own rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a row is made of: heads, their size, and the dtype."""
+    """The shape of a row: number of heads, head size, and dtype."""
 
     heads: int
     kv_heads: int
@@ -58,37 +62,37 @@ class Shape:
 
     @classmethod
     def of(cls, q: torch.Tensor, k: torch.Tensor) -> Shape:
-        """Of queries and keys `[rows, heads, size]`."""
+        """The shape of queries `[rows, Hq, D]` and keys `[rows, Hkv, D]`."""
         return cls(q.shape[1], k.shape[1], q.shape[2], q.dtype)
 
-    def widths(self, side: Side, backward: bool) -> tuple[int, int]:
-        """See `Flow.widths`."""
+    def widths(self, passing: Passing, backward: bool) -> tuple[int, int]:
+        """See `RingAttention.widths`."""
         queries, keys = self.heads * self.size, 2 * self.kv_heads * self.size
-        if side == "keys":
+        if passing == "kv":
             return keys, keys if backward else 0
         if backward:
-            # Queries, the output and its gradient, and the log-sum-exp, which keeps its own dtype.
-            return 3 * queries + self.heads * kernel.wide(self.dtype).itemsize // self.dtype.itemsize, queries
+            # Queries, output, output gradient, and the log-sum-exp, which keeps its own dtype.
+            return 3 * queries + self.heads * accumulation_dtype(self.dtype).itemsize // self.dtype.itemsize, queries
         return queries, queries + self.heads
 
-    def traffic(self, side: Side, backward: bool) -> Traffic:
-        """See `Flow.traffic`."""
-        out, back = self.widths(side, backward)
-        return Traffic(side, out * self.dtype.itemsize, back * kernel.wide(self.dtype).itemsize)
+    def traffic(self, passing: Passing, backward: bool) -> Traffic:
+        """See `RingAttention.traffic`."""
+        payload, result = self.widths(passing, backward)
+        return Traffic(passing, payload * self.dtype.itemsize, result * accumulation_dtype(self.dtype).itemsize)
 
-    def cheaper(self, backward: bool) -> Side:
-        """The side that is fewer bytes; keys where they are as many. Both sides send as many rows."""
+    def cheaper(self, backward: bool) -> Passing:
+        """Pass-KV or pass-Q, whichever sends fewer bytes; pass-KV if equal. Both send the same number of rows."""
 
-        def cost(side: Side) -> int:
-            traffic = self.traffic(side, backward)
-            return traffic.out_bytes + traffic.back_bytes
+        def row_bytes(passing: Passing) -> int:
+            traffic = self.traffic(passing, backward)
+            return traffic.payload_bytes + traffic.result_bytes
 
-        return "queries" if cost("queries") < cost("keys") else "keys"
+        return "q" if row_bytes("q") < row_bytes("kv") else "kv"
 
 
 @dataclass(slots=True)
-class ForwardKeys:
-    """Keys and values travel; results stay with the queries."""
+class ForwardPassKV:
+    """Forward, pass-KV: the results stay with the queries."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -103,23 +107,25 @@ class ForwardKeys:
 
     @property
     def widths(self) -> tuple[int, int]:
-        return self.shape.widths("keys", False)
+        return self.shape.widths("kv", False)
 
     @property
     def traffic(self) -> Traffic:
-        return self.shape.traffic("keys", False)
+        return self.shape.traffic("kv", False)
 
-    def pack(self, runs: Runs, load: torch.Tensor) -> None:
-        both = load.view(-1, 2, *self.k.shape[1:])
+    def pack(self, runs: Runs, payload: torch.Tensor) -> None:
+        both = payload.view(-1, 2, *self.k.shape[1:])
         both[:, 0], both[:, 1] = pick(self.k, runs), pick(self.v, runs)
 
-    def own(self, queries: Runs, keys: Runs, mask: Mask | None) -> None:
+    def compute_own(self, queries: Runs, keys: Runs, mask: Mask | None) -> None:
         q, k, v = pick(self.q, queries), pick(self.k, keys), pick(self.v, keys)
-        self._take(queries, kernel.forward(q, k, v, self.scale, mask), first=mask is not None and mask.before == 0)
+        self._take(queries, partial_forward(q, k, v, self.scale, mask), first=mask is not None and mask.offset == 0)
 
-    def visit(self, own: Runs, load: torch.Tensor, made: torch.Tensor, runs: Runs, mask: Mask | None) -> None:
-        both = pick(load, runs).view(-1, 2, *self.k.shape[1:])
-        self._take(own, kernel.forward(pick(self.q, own), both[:, 0], both[:, 1], self.scale, mask), first=False)
+    def compute_step(
+        self, own: Runs, payload: torch.Tensor, result: torch.Tensor, runs: Runs, mask: Mask | None
+    ) -> None:
+        both = pick(payload, runs).view(-1, 2, *self.k.shape[1:])
+        self._take(own, partial_forward(pick(self.q, own), both[:, 0], both[:, 1], self.scale, mask), first=False)
 
     def _take(self, runs: Runs, result: tuple[torch.Tensor, torch.Tensor], *, first: bool) -> None:
         if first:
@@ -128,52 +134,55 @@ class ForwardKeys:
         else:
             merge(self.out, self.lse, runs, *result)
 
-    def clear(self, made: torch.Tensor) -> None:
-        raise AssertionError("nothing goes back")
+    def reset(self, result: torch.Tensor) -> None:
+        raise AssertionError("forward pass-KV sends no results")
 
-    def grow(self, made: torch.Tensor, more: torch.Tensor) -> None:
-        raise AssertionError("nothing goes back")
+    def accumulate(self, result: torch.Tensor, received: torch.Tensor) -> None:
+        raise AssertionError("forward pass-KV sends no results")
 
-    def home(self, runs: Runs, made: torch.Tensor) -> None:
-        raise AssertionError("nothing goes back")
+    def apply_result(self, runs: Runs, result: torch.Tensor) -> None:
+        raise AssertionError("forward pass-KV sends no results")
 
 
-class ForwardQueries(ForwardKeys):
-    """Queries travel; partial results and their log-sum-exp come back."""
+class ForwardPassQ(ForwardPassKV):
+    """Forward, pass-Q: partial results and their log-sum-exp return to the owner of the queries."""
 
     @property
     def widths(self) -> tuple[int, int]:
-        return self.shape.widths("queries", False)
+        return self.shape.widths("q", False)
 
     @property
     def traffic(self) -> Traffic:
-        return self.shape.traffic("queries", False)
+        return self.shape.traffic("q", False)
 
-    def pack(self, runs: Runs, load: torch.Tensor) -> None:
-        load.view(-1, *self.q.shape[1:]).copy_(pick(self.q, runs))
+    def pack(self, runs: Runs, payload: torch.Tensor) -> None:
+        payload.view(-1, *self.q.shape[1:]).copy_(pick(self.q, runs))
 
-    def visit(self, own: Runs, load: torch.Tensor, made: torch.Tensor, runs: Runs, mask: Mask | None) -> None:
-        q = pick(load, runs).view(-1, *self.q.shape[1:])
-        merge(*self._split(made), runs, *kernel.forward(q, pick(self.k, own), pick(self.v, own), self.scale, mask))
+    def compute_step(
+        self, own: Runs, payload: torch.Tensor, result: torch.Tensor, runs: Runs, mask: Mask | None
+    ) -> None:
+        q = pick(payload, runs).view(-1, *self.q.shape[1:])
+        part = partial_forward(q, pick(self.k, own), pick(self.v, own), self.scale, mask)
+        merge(*self._split(result), runs, *part)
 
-    def clear(self, made: torch.Tensor) -> None:
-        out, lse = self._split(made)
+    def reset(self, result: torch.Tensor) -> None:
+        out, lse = self._split(result)
         out.zero_()
         lse.fill_(torch.finfo(lse.dtype).min)
 
-    def grow(self, made: torch.Tensor, more: torch.Tensor) -> None:
-        merge(*self._split(made), [slice(0, more.shape[0])], *self._split(more))
+    def accumulate(self, result: torch.Tensor, received: torch.Tensor) -> None:
+        merge(*self._split(result), [slice(0, received.shape[0])], *self._split(received))
 
-    def home(self, runs: Runs, made: torch.Tensor) -> None:
-        merge(self.out, self.lse, runs, *self._split(made))
+    def apply_result(self, runs: Runs, result: torch.Tensor) -> None:
+        merge(self.out, self.lse, runs, *self._split(result))
 
-    def _split(self, made: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _split(self, result: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         _, heads, size = self.q.shape
-        return made[:, : heads * size].unflatten(1, (heads, size)), made[:, heads * size :]
+        return result[:, : heads * size].unflatten(1, (heads, size)), result[:, heads * size :]
 
 
-class Rows(NamedTuple):
-    """What backward reads of the rows of rings, and the sums that it adds to, which are wide."""
+class BackwardRows(NamedTuple):
+    """Tensors of the ring rows that backward reads, and the gradients that it adds to, in the accumulation dtype."""
 
     dout: torch.Tensor
     q: torch.Tensor
@@ -187,10 +196,10 @@ class Rows(NamedTuple):
 
 
 @dataclass(slots=True)
-class BackwardKeys:
-    """Keys and values travel; their gradients come home."""
+class BackwardPassKV:
+    """Backward, pass-KV: gradients of keys and values return to their owner."""
 
-    rows: Rows
+    rows: BackwardRows
     scale: float
 
     @property
@@ -199,71 +208,76 @@ class BackwardKeys:
 
     @property
     def widths(self) -> tuple[int, int]:
-        return self.shape.widths("keys", True)
+        return self.shape.widths("kv", True)
 
     @property
     def traffic(self) -> Traffic:
-        return self.shape.traffic("keys", True)
+        return self.shape.traffic("kv", True)
 
-    def pack(self, runs: Runs, load: torch.Tensor) -> None:
-        both = load.view(-1, 2, *self.rows.k.shape[1:])
+    def pack(self, runs: Runs, payload: torch.Tensor) -> None:
+        both = payload.view(-1, 2, *self.rows.k.shape[1:])
         both[:, 0], both[:, 1] = pick(self.rows.k, runs), pick(self.rows.v, runs)
 
-    def own(self, queries: Runs, keys: Runs, mask: Mask | None) -> None:
+    def compute_own(self, queries: Runs, keys: Runs, mask: Mask | None) -> None:
         dq, dk, dv = self._grads(queries, pick(self.rows.k, keys), pick(self.rows.v, keys), mask)
         add(self.rows.dq, queries, dq)
         add(self.rows.dk, keys, dk)
         add(self.rows.dv, keys, dv)
 
-    def _grads(self, queries: Runs, k: torch.Tensor, v: torch.Tensor, mask: Mask | None) -> kernel.Grads:
+    def _grads(self, queries: Runs, k: torch.Tensor, v: torch.Tensor, mask: Mask | None) -> Grads:
         dout, q, out, lse = (pick(x, queries) for x in (self.rows.dout, self.rows.q, self.rows.out, self.rows.lse))
-        return kernel.backward(dout, q, k, v, out, lse, self.scale, mask)
+        return partial_backward(dout, q, k, v, out, lse, self.scale, mask)
 
-    def visit(self, own: Runs, load: torch.Tensor, made: torch.Tensor, runs: Runs, mask: Mask | None) -> None:
-        both, grads = pick(load, runs).view(-1, 2, *self.rows.k.shape[1:]), made.view(-1, 2, *self.rows.k.shape[1:])
+    def compute_step(
+        self, own: Runs, payload: torch.Tensor, result: torch.Tensor, runs: Runs, mask: Mask | None
+    ) -> None:
+        shape = (-1, 2, *self.rows.k.shape[1:])
+        both, grads = pick(payload, runs).view(shape), result.view(shape)
         dq, dk, dv = self._grads(own, both[:, 0], both[:, 1], mask)
         add(self.rows.dq, own, dq)
         add(grads[:, 0], runs, dk)
         add(grads[:, 1], runs, dv)
 
-    def clear(self, made: torch.Tensor) -> None:
-        made.zero_()
+    def reset(self, result: torch.Tensor) -> None:
+        result.zero_()
 
-    def grow(self, made: torch.Tensor, more: torch.Tensor) -> None:
-        made += more
+    def accumulate(self, result: torch.Tensor, received: torch.Tensor) -> None:
+        result += received
 
-    def home(self, runs: Runs, made: torch.Tensor) -> None:
-        grads = made.view(-1, 2, *self.rows.k.shape[1:])
+    def apply_result(self, runs: Runs, result: torch.Tensor) -> None:
+        grads = result.view(-1, 2, *self.rows.k.shape[1:])
         add(self.rows.dk, runs, grads[:, 0])
         add(self.rows.dv, runs, grads[:, 1])
 
 
-class BackwardQueries(BackwardKeys):
-    """Queries, results and their gradients travel; gradients of queries come home."""
+class BackwardPassQ(BackwardPassKV):
+    """Backward, pass-Q: queries, outputs and output gradients travel; gradients of queries return to their owner."""
 
     @property
     def widths(self) -> tuple[int, int]:
-        return self.shape.widths("queries", True)
+        return self.shape.widths("q", True)
 
     @property
     def traffic(self) -> Traffic:
-        return self.shape.traffic("queries", True)
+        return self.shape.traffic("q", True)
 
-    def pack(self, runs: Runs, load: torch.Tensor) -> None:
+    def pack(self, runs: Runs, payload: torch.Tensor) -> None:
         parts = [pick(x, runs).flatten(1) for x in (self.rows.q, self.rows.dout, self.rows.out)]
-        torch.cat([*parts, pick(self.rows.lse, runs).contiguous().view(load.dtype)], dim=1, out=load)
+        torch.cat([*parts, pick(self.rows.lse, runs).contiguous().view(payload.dtype)], dim=1, out=payload)
 
-    def visit(self, own: Runs, load: torch.Tensor, made: torch.Tensor, runs: Runs, mask: Mask | None) -> None:
+    def compute_step(
+        self, own: Runs, payload: torch.Tensor, result: torch.Tensor, runs: Runs, mask: Mask | None
+    ) -> None:
         width = self.shape.heads * self.shape.size
-        there = pick(load, runs)
-        q, dout, out = there[:, : 3 * width].unflatten(1, (3, *self.rows.q.shape[1:])).unbind(1)
-        lse = there[:, 3 * width :].contiguous().view(self.rows.lse.dtype)
-        dq, dk, dv = kernel.backward(
+        received = pick(payload, runs)
+        q, dout, out = received[:, : 3 * width].unflatten(1, (3, *self.rows.q.shape[1:])).unbind(1)
+        lse = received[:, 3 * width :].contiguous().view(self.rows.lse.dtype)
+        dq, dk, dv = partial_backward(
             dout, q, pick(self.rows.k, own), pick(self.rows.v, own), out, lse, self.scale, mask
         )
-        add(made.view(-1, *self.rows.q.shape[1:]), runs, dq)
+        add(result.view(-1, *self.rows.q.shape[1:]), runs, dq)
         add(self.rows.dk, own, dk)
         add(self.rows.dv, own, dv)
 
-    def home(self, runs: Runs, made: torch.Tensor) -> None:
-        add(self.rows.dq, runs, made.view(-1, *self.rows.q.shape[1:]))
+    def apply_result(self, runs: Runs, result: torch.Tensor) -> None:
+        add(self.rows.dq, runs, result.view(-1, *self.rows.q.shape[1:]))

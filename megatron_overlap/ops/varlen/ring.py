@@ -1,4 +1,4 @@
-"""The rings of one rank in one pass: posts their messages and puts their computation in queues."""
+"""The rings of one rank in one pass: posts their messages and enqueues their computation."""
 
 from __future__ import annotations
 
@@ -9,205 +9,221 @@ from functools import partial
 import torch
 
 from megatron_overlap.comm import Transport
-from megatron_overlap.ops.varlen.flash_attention import Mask, wide
-from megatron_overlap.ops.varlen.layout import OwnRows, join, length, place_in_load
-from megatron_overlap.ops.varlen.pass_kv_pass_q import Flow
-from megatron_overlap.ops.varlen.task_queue import Queues, Task
-from megatron_overlap.ops.varlen.transfers import TripP2PWork, home_rounds, index_of
+from megatron_overlap.ops.flash_attention import Mask, accumulation_dtype
+from megatron_overlap.ops.varlen.layout import OwnRows, RowMessages, join, rows_in_payload
+from megatron_overlap.ops.varlen.pass_kv_pass_q import RingAttention
+from megatron_overlap.ops.varlen.task_queue import Task, TaskQueues
 from megatron_overlap.schedules.varlen import Plan
-from megatron_overlap.schedules.varlen.messages import Visit, visits_of, works_of
-from megatron_overlap.schedules.varlen.program import Turn, program
+from megatron_overlap.schedules.varlen.messages import RingMessages, RingStep, messages_of
 from megatron_overlap.schedules.varlen.ring_groups import blocks, chunks_at
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class RingCall:
     """One pass in one direction, on one rank.
 
     Attributes:
-        transports: for rings between nodes, and inside; may be the same one.
-        plan: of the batch.
-        index: of the pass.
-        flow: what travels, and what is computed of it.
+        transports: for inter-node and for intra-node ring groups; may be the same.
+        plan: plan of the batch.
+        index: index of the pass.
+        attention: pass-KV or pass-Q in this direction.
         own: the rows of this rank.
-        window: keys that a query sees before its own.
-        queues: get the computation.
+        window: number of keys before its own position that a query sees; None is all.
+        queues: receives the tasks.
         like: dtype and device of the data.
-        name: of the op.
+        name: name of the operation.
     """
 
     transports: tuple[Transport, Transport]
     plan: Plan
     index: int
-    flow: Flow
+    attention: RingAttention
     own: OwnRows
     window: int | None
-    queues: Queues
+    queues: TaskQueues
     like: torch.Tensor
     name: str
 
-    def begin(self) -> list[RunningTurn]:
-        """Posts all messages and enqueues all computation of rings."""
-        turns = program(self.plan, self.index, self.flow.traffic, self.window)
-        running = [RunningTurn(self, turn, number) for number, turn in enumerate(turns)]
-        # All ways out before the first way back: they wait for no computation, and nothing that does is before them.
-        for turn in running:
-            turn.begin_out()
-        for turn in running:
-            turn.begin_back()
-        for turn in running:
-            turn.enqueue()
-        return running
+    def begin(self) -> list[RingGroupRun]:
+        """Posts the messages and enqueues the computation of all ring groups."""
+        groups = messages_of(self.plan, self.index, self.attention.traffic, self.window)
+        runs = [RingGroupRun(self, messages, number) for number, messages in enumerate(groups)]
+        # Post all payloads before the first result: payloads need no computation, so no message blocks them.
+        for run in runs:
+            run.post_payloads()
+        for run in runs:
+            run.post_results()
+        for run in runs:
+            run.enqueue()
+        return runs
 
 
-class RunningTurn:
-    """One turn on this rank, which may be a member, a proxy, or have no part in it."""
+class RingGroupRun:
+    """One ring group in one pass on this rank, which is a member, a proxy, or not involved."""
 
-    def __init__(self, call: Call, turn: Turn, number: int) -> None:
-        self._call, self._turn, self._circle = call, turn, turn.ring_group
-        self._transport = call.transports[turn.ring_group.zone != "inter"]
+    def __init__(self, call: RingCall, messages: RingMessages, number: int) -> None:
+        self._call, self._messages, self._ring_group = call, messages, messages.ring_group
+        self._transport = call.transports[messages.ring_group.zone != "inter"]
         self._name = f"{call.name} {number}"
-        rank = self._transport.rank
-        self._place = turn.ring_group.ranks.index(rank) if rank in turn.ring_group.ranks else None
-        self._homes = [index for index, load in enumerate(turn.loads) if load.home == self._place]
-        self._visits: list[Visit] = []
-        self._works: list[Visit] = []
-        if self._place is not None:
-            self._visits = visits_of(turn.loads, turn.out, self._place, rank)
-            self._works = works_of(turn.loads, turn.back, self._place, rank) if turn.back else []
-        self._done: set[tuple[int, int]] = set()
-        self._worked = 0
-        self._back: TripP2PWork | None = None
+        ranks, rank = messages.ring_group.ranks, self._transport.rank
+        self._position = ranks.index(rank) if rank in ranks else None
+        self._owned = [index for index, payload in enumerate(messages.payloads) if payload.owner == self._position]
+        self._received_steps: list[RingStep] = []
+        self._result_steps: list[RingStep] = []
+        if self._position is not None:
+            self._received_steps = messages.received_steps(self._position)
+            self._result_steps = messages.result_steps(self._position)
+        self._computed: set[tuple[int, int]] = set()
+        self._num_results = 0
+        self._result_messages: RowMessages | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes that this rank sends."""
-        return self._out.num_bytes + (self._back.num_bytes if self._back else 0)
+        return self._payload_messages.num_bytes + (self._result_messages.num_bytes if self._result_messages else 0)
 
-    def begin_out(self) -> None:
-        """Posts the way to the visits."""
-        loads, width = self._turn.loads, self._call.flow.widths[0]
-        keys = [(index, 0) for index in self._homes] + [(visit.load, visit.step) for visit in self._visits]
-        buffers = self._take("out", keys, [loads[index].rows[step] for index, step in keys], width, self._call.like)
-        sources = dict(list(buffers.items())[: len(self._homes)])
-        self._loads = dict(list(buffers.items())[len(self._homes) :])
+    def post_payloads(self) -> None:
+        """Packs the own payloads and posts the messages of all payloads."""
+        payloads, width = self._messages.payloads, self._call.attention.widths[0]
+        keys = [(index, 0) for index in self._owned] + [(step.payload, step.step) for step in self._received_steps]
+        buffers = self._take("payload", keys, [payloads[index].rows[step] for index, step in keys], width)
+        sources = dict(list(buffers.items())[: len(self._owned)])
+        self._payloads = dict(list(buffers.items())[len(self._owned) :])
         for (index, _), rows in sources.items():
-            place = place_in_load(self._circle, loads[index])
-            for number in range(len(self._circle.rings)):
-                for chunk in loads[index].chunks:
+            rows_of = rows_in_payload(self._ring_group, payloads[index])
+            for number in range(len(self._ring_group.rings)):
+                for chunk in payloads[index].chunks:
                     runs = self._own_runs(number, (chunk,))
                     if runs:
-                        self._call.flow.pack(runs, rows[place(number, chunk)])
-        self._out = TripP2PWork(
-            self._transport, self._turn.out, sources, self._loads, {}, self._call.like, width, f"{self._name} out"
-        )
+                        self._call.attention.pack(runs, rows[rows_of(number, chunk)])
+        self._payload_messages = RowMessages(
+            self._transport, self._messages.distribute, sources, self._payloads, {}, self._call.like, width,
+            f"{self._name} payload",
+        )  # fmt: skip
 
-    def begin_back(self) -> None:
-        """Posts the way of what visits make."""
-        turn, width = self._turn, self._call.flow.widths[1]
-        if turn.back is None:
+    def post_results(self) -> None:
+        """Posts the messages of the results for the owners."""
+        messages, width = self._messages, self._call.attention.widths[1]
+        if messages.collect is None:
             return
-        like = torch.empty(0, dtype=wide(self._call.like.dtype), device=self._call.like.device)
-        keys = [(visit.load, visit.step) for visit in self._works]
-        rows = [turn.loads[index].rows[step] for index, step in keys]
-        self._made = self._take("made", keys, rows, width, like)
-        arriving = [(index, step - 1) for index, step in keys if step] + [(index, -1) for index in self._homes]
-        rows = [turn.loads[index].rows[step + 1] for index, step in arriving]
-        self._more = self._take("more", arriving, rows, width, like)
-        self._back = TripP2PWork(
-            self._transport, turn.back, self._made, self._more, index_of(self._works), like, width, f"{self._name} back"
-        )
+        like = torch.empty(0, dtype=accumulation_dtype(self._call.like.dtype), device=self._call.like.device)
+        keys = [(step.payload, step.step) for step in self._result_steps]
+        rows = [messages.payloads[index].rows[step] for index, step in keys]
+        self._results = self._take("result", keys, rows, width, like)
+        # A received result is keyed by the ring step that sent it, and a complete one for the owner by -1.
+        arriving = [(index, step - 1) for index, step in keys if step] + [(index, -1) for index in self._owned]
+        rows = [messages.payloads[index].rows[step + 1] for index, step in arriving]
+        self._received_results = self._take("received result", arriving, rows, width, like)
+        after_work = {key: number for number, key in enumerate(keys, start=1)}
+        self._result_messages = RowMessages(
+            self._transport, messages.collect, self._results, self._received_results, after_work, like, width,
+            f"{self._name} result",
+        )  # fmt: skip
 
     def _take(
-        self, name: str, keys: Sequence[tuple[int, int]], rows: Sequence[int], width: int, like: torch.Tensor
+        self,
+        name: str,
+        keys: Sequence[tuple[int, int]],
+        rows: Sequence[int],
+        width: int,
+        like: torch.Tensor | None = None,
     ) -> dict[tuple[int, int], torch.Tensor]:
-        """One buffer, divided."""
+        """Takes one buffer of the pool and splits it."""
         if not keys:
             return {}
+        like = self._call.like if like is None else like
         buffer = self._transport.buffer_pool.take(f"{self._name} {name}", (sum(rows), width), like)
         return dict(zip(keys, buffer.split(list(rows)), strict=True))
 
     def enqueue(self) -> None:
-        """Puts the computation of this turn in the queues."""
-        call, ring_group, cost = self._call, self._circle, self._call.plan.cost
-        if self._place is None:
+        """Enqueues the tasks of this ring group."""
+        call, ring_group, cost = self._call, self._ring_group, self._call.plan.cost
+        if self._position is None:
             return
-        tokens = sum(ring.tokens(self._place) for ring in ring_group.rings)
+        tokens = sum(ring.tokens(self._position) for ring in ring_group.rings)
         inter = ring_group.zone == "inter"
-        call.queues.first.append(Task(self._own))
-        for visit in self._visits:
-            rows = self._turn.loads[visit.load].rows[visit.step]
+        call.queues.first.append(Task(self._compute_own))
+        for step in self._received_steps:
+            rows = self._messages.payloads[step.payload].rows[step.step]
             task = Task(
-                partial(self._visit, visit),
-                partial(self._out.is_completed, visit.rounds),
-                partial(self._out.wait, visit.rounds),
-                takes_fs=cost.attention_fs(tokens * rows // 2, tokens),
-                due_fs=cost.ring_fs(rows * (visit.step + 1), visit.step + 1, call.plan.topology, inter=inter),
+                partial(self._compute_step, step),
+                partial(self._payload_messages.is_completed, step.rounds),
+                partial(self._payload_messages.wait, step.rounds),
+                duration_fs=cost.attention_fs(tokens * rows // 2, tokens),
+                arrival_fs=cost.ring_fs(rows * (step.step + 1), step.step + 1, call.plan.topology, inter=inter),
             )
-            call.queues.visits[ring_group.zone].append(task)
-        if self._back is None:
+            call.queues.ring_steps[ring_group.zone].append(task)
+        if self._result_messages is None:
             return
-        for work in self._works:
-            may = partial(self._done.__contains__, (work.load, work.step))
-            landed, wait = partial(self._back.is_completed, work.rounds), partial(self._back.wait, work.rounds)
-            call.queues.returns[ring_group.zone].append(Task(partial(self._return, work), landed, wait, may))
-        for index in self._homes:
-            rounds = home_rounds(self._turn, index, self._transport.rank)
-            landed, wait = partial(self._back.is_completed, rounds), partial(self._back.wait, rounds)
-            call.queues.returns[ring_group.zone].append(Task(partial(self._home, index), landed, wait))
+        results = call.queues.results[ring_group.zone]
+        is_completed, wait = self._result_messages.is_completed, self._result_messages.wait
+        for step in self._result_steps:
+            is_runnable = partial(self._computed.__contains__, (step.payload, step.step))
+            run = partial(self._send_result, step)
+            results.append(Task(run, partial(is_completed, step.rounds), partial(wait, step.rounds), is_runnable))
+        for index in self._owned:
+            rounds = self._messages.owner_rounds(index, self._transport.rank)
+            run = partial(self._apply_result, index)
+            results.append(Task(run, partial(is_completed, rounds), partial(wait, rounds)))
 
     def finish(self) -> None:
-        """Waits until every buffer is free again."""
-        self._out.wait_all()
-        if self._back is not None:
-            self._back.wait_all()
+        """Waits until all buffers may be reused."""
+        self._payload_messages.wait_all()
+        if self._result_messages is not None:
+            self._result_messages.wait_all()
 
     def _own_runs(self, number: int, chunks: Sequence[int]) -> list[slice]:
-        assert self._place is not None
-        place = self._call.own.place(self._circle, self._place)
-        return join([place(number, chunk) for chunk in chunks])
+        assert self._position is not None
+        rows_of = self._call.own.rows_of(self._ring_group, self._position)
+        return join([rows_of(number, chunk) for chunk in chunks])
 
     def _mask(self, number: int, queries: int, keys: int, masked: bool) -> Mask | None:
-        bounds = self._circle.rings[number].bounds
+        bounds = self._ring_group.rings[number].bounds
         return Mask(bounds[queries] - bounds[keys], self._call.window) if masked else None
 
-    def _own(self) -> None:
-        assert self._place is not None
-        chunks = self._circle.chunks_of(self._place)
-        for number, ring in enumerate(self._circle.rings):
+    def _compute_own(self) -> None:
+        assert self._position is not None
+        chunks = self._ring_group.chunks_of(self._position)
+        for number, ring in enumerate(self._ring_group.rings):
             for block in blocks(ring, chunks, chunks, self._call.window):
                 mask = self._mask(number, block.queries[0], block.keys[0], block.masked)
-                self._call.flow.own(self._own_runs(number, block.queries), self._own_runs(number, block.keys), mask)
+                self._call.attention.compute_own(
+                    self._own_runs(number, block.queries), self._own_runs(number, block.keys), mask
+                )
 
-    def _visit(self, visit: Visit) -> None:
-        assert self._place is not None
-        key = visit.load, visit.step
-        load, call = self._turn.loads[visit.load], self._call
-        rows, made = self._loads[key], self._loads[key]
-        if self._back is not None:
-            made = self._made[key]
-            call.flow.clear(made)
-        mine, theirs = self._circle.chunks_of(self._place), chunks_at(self._circle, load, visit.step)
-        place, keys_travel = place_in_load(self._circle, load), call.flow.traffic.side == "keys"
-        for number, ring in enumerate(self._circle.rings):
-            queries, keys = (mine, theirs) if keys_travel else (theirs, mine)
+    def _compute_step(self, step: RingStep) -> None:
+        assert self._position is not None
+        key = step.payload, step.step
+        payload, call = self._messages.payloads[step.payload], self._call
+        rows, result = self._payloads[key], self._payloads[key]
+        if self._result_messages is not None:
+            result = self._results[key]
+            call.attention.reset(result)
+        own_chunks = self._ring_group.chunks_of(self._position)
+        received_chunks = chunks_at(self._ring_group, payload, step.step)
+        rows_of, is_kv = rows_in_payload(self._ring_group, payload), call.attention.traffic.passing == "kv"
+        for number, ring in enumerate(self._ring_group.rings):
+            queries, keys = (own_chunks, received_chunks) if is_kv else (received_chunks, own_chunks)
             for block in blocks(ring, queries, keys, call.window):
-                own, other = (block.queries, block.keys) if keys_travel else (block.keys, block.queries)
-                runs = join([place(number, chunk) for chunk in other])
+                own, received = (block.queries, block.keys) if is_kv else (block.keys, block.queries)
+                runs = join([rows_of(number, chunk) for chunk in received])
                 mask = self._mask(number, block.queries[0], block.keys[0], block.masked)
-                call.flow.visit(self._own_runs(number, own), rows, made, runs, mask)
-        self._done.add(key)
+                call.attention.compute_step(self._own_runs(number, own), rows, result, runs, mask)
+        self._computed.add(key)
 
-    def _return(self, work: Visit) -> None:
-        assert self._back is not None
-        if work.step:
-            self._call.flow.grow(self._made[work.load, work.step], self._more[work.load, work.step - 1])
-        self._worked += 1
-        self._back.mark_ready(self._worked)
+    def _send_result(self, step: RingStep) -> None:
+        assert self._result_messages is not None
+        if step.step:
+            received = self._received_results[step.payload, step.step - 1]
+            self._call.attention.accumulate(self._results[step.payload, step.step], received)
+        self._num_results += 1
+        self._result_messages.mark_ready(self._num_results)
 
-    def _home(self, index: int) -> None:
-        place, load = place_in_load(self._circle, self._turn.loads[index]), self._turn.loads[index]
-        for number, ring in enumerate(self._circle.rings):
-            for chunk in load.chunks:
-                if length(ring, chunk):
-                    self._call.flow.home(self._own_runs(number, (chunk,)), self._more[index, -1][place(number, chunk)])
+    def _apply_result(self, index: int) -> None:
+        payload = self._messages.payloads[index]
+        rows_of = rows_in_payload(self._ring_group, payload)
+        for number, ring in enumerate(self._ring_group.rings):
+            for chunk in payload.chunks:
+                if ring.chunk_length(chunk):
+                    result = self._received_results[index, -1][rows_of(number, chunk)]
+                    self._call.attention.apply_result(self._own_runs(number, (chunk,)), result)

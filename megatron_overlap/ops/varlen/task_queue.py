@@ -1,6 +1,6 @@
-"""The order of computation of one rank: what has come over slow links first, what needs nothing where nothing has come.
+"""Schedules the compute tasks of one rank: tasks with inter-node messages first, then intra-node, then local.
 
-Within a queue the order is fixed, so that every sum has one order whatever the timing; queues touch different rows.
+The order within a queue is fixed, so every sum has one order for every timing. Different queues write different rows.
 """
 
 from __future__ import annotations
@@ -16,85 +16,84 @@ def _always() -> bool:
     return True
 
 
-def _nothing() -> None:
+def _no_wait() -> None:
     pass
 
 
 @dataclass(slots=True)
 class Task:
-    """One piece of computation.
+    """One unit of computation.
 
     Attributes:
-        run: does it.
-        is_completed: whether what it needs has come.
-        wait: returns when it has.
-        may: whether this rank has done what it needs.
-        takes_fs: modelled time of it.
-        due_fs: modelled time, from the start, at which what it needs has come.
+        run: executes the task.
+        is_completed: whether the messages that the task needs have completed.
+        wait: waits for these messages.
+        is_runnable: whether this rank has executed the tasks that this one needs.
+        duration_fs: modelled duration.
+        arrival_fs: modelled time, from the start of the pass, at which the messages arrive.
     """
 
     run: Callable[[], None]
     is_completed: Callable[[], bool] = _always
-    wait: Callable[[], None] = _nothing
-    may: Callable[[], bool] = _always
-    takes_fs: int = 0
-    due_fs: int = 0
+    wait: Callable[[], None] = _no_wait
+    is_runnable: Callable[[], bool] = _always
+    duration_fs: int = 0
+    arrival_fs: int = 0
 
 
 @dataclass(slots=True)
-class Queues:
-    """What one rank has to do in one pass.
+class TaskQueues:
+    """The tasks of one rank in one pass.
 
     Attributes:
-        first: done at once, in order: what rings compute on their own rows.
-        visits: by zone, what needs a message.
-        returns: by zone, what adds a message to the result of a visit, or to own rows.
-        moved: whole documents with rows of other ranks' linear layers.
-        local: what needs no message.
-        asks: the transport can say what has is_completed; otherwise the model decides which message is likely to have.
+        can_query: the transport can report completion without a synchronisation. Otherwise the model predicts it.
+        first: tasks that run first, in order: ring attention with the rank's own rows.
+        ring_steps: by zone, tasks that need a payload.
+        results: by zone, tasks that add a received result to the rank's own result.
+        rebalanced: whole documents with rows that other ranks hold in the linear layout.
+        local: tasks that need no message.
     """
 
-    asks: bool
+    can_query: bool
     first: list[Task] = field(default_factory=list)
-    visits: dict[Zone, deque[Task]] = field(default_factory=lambda: {"inter": deque(), "intra": deque()})
-    returns: dict[Zone, deque[Task]] = field(default_factory=lambda: {"inter": deque(), "intra": deque()})
-    moved: deque[Task] = field(default_factory=deque)
+    ring_steps: dict[Zone, deque[Task]] = field(default_factory=lambda: {"inter": deque(), "intra": deque()})
+    results: dict[Zone, deque[Task]] = field(default_factory=lambda: {"inter": deque(), "intra": deque()})
+    rebalanced: deque[Task] = field(default_factory=deque)
     local: deque[Task] = field(default_factory=deque)
     _now_fs: int = 0
 
     def run(self, *, gather_first: bool = False) -> None:
-        """Does everything.
+        """Runs all tasks.
 
-        A rank that has nothing else to do stands still for its visits first, those between nodes before those inside,
-        and for results only after all visits: the order in which `schedules.varlen.verify` proves that nothing
-        deadlocks. Moved
-        rows come before results: they leave at the start, whatever their rank computes.
+        Without a ready or local task the rank waits: for ring steps first, inter-node before intra-node, then for
+        rebalanced rows, then for results. `schedules.varlen.verify` proves that this order cannot deadlock. Rebalanced
+        rows come before results because their owners send them at the start, before any computation.
 
         Args:
-            gather_first: wait for all visits before computing anything: what an all-gather does.
+            gather_first: wait for all payloads before the first computation, as an all-gather does.
         """
-        visits, returns = list(self.visits.values()), list(self.returns.values())
+        ring_steps, results = list(self.ring_steps.values()), list(self.results.values())
         if gather_first:
-            for queue in visits:
+            for queue in ring_steps:
                 for task in queue:
                     task.wait()
         for task in self.first:
-            self._do(task)
-        while any(visits) or any(returns) or self.moved or self.local:
-            # What others wait for goes before what nobody does.
-            awaited = (*returns, *visits, self.moved)
-            ready = next((queue for queue in awaited if queue and self._ready(queue[0])), None)
+            self._execute(task)
+        while any(ring_steps) or any(results) or self.rebalanced or self.local:
+            # Tasks whose results other ranks need come before the others.
+            queues = (*results, *ring_steps, self.rebalanced)
+            ready = next((queue for queue in queues if queue and self._is_ready(queue[0])), None)
             if ready is not None:
-                self._do(ready.popleft())
+                self._execute(ready.popleft())
             elif self.local:
-                self._do(self.local.popleft())
+                self._execute(self.local.popleft())
             else:
-                self._do(next(queue for queue in (*visits, self.moved, *returns) if queue).popleft())
+                self._execute(next(queue for queue in (*ring_steps, self.rebalanced, *results) if queue).popleft())
 
-    def _ready(self, task: Task) -> bool:
-        return task.may() and (task.is_completed() if self.asks else task.due_fs <= self._now_fs)
+    def _is_ready(self, task: Task) -> bool:
+        return task.is_runnable() and (task.is_completed() if self.can_query else task.arrival_fs <= self._now_fs)
 
-    def _do(self, task: Task) -> None:
+    def _execute(self, task: Task) -> None:
         task.wait()
         task.run()
-        self._now_fs = max(self._now_fs, task.due_fs) + task.takes_fs
+        self._now_fs = max(self._now_fs, task.arrival_fs) + task.duration_fs

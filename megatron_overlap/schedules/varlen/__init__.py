@@ -1,10 +1,10 @@
-"""Attention over documents of very different lengths: who holds which tokens, who exchanges what, in which passes.
+"""Plans for attention over documents of very different lengths: token placement, rings, and their messages.
 
-The planners are pure: they import neither torch nor megatron, and every rank that calls them with the same arguments
-gets the same plan.
+Source: Zeppelin (arXiv 2509.21841). The planners import neither torch nor megatron. Every rank that calls a planner
+with the same arguments computes the same plan.
 """
 
-from megatron_overlap.schedules.varlen.balance import Balance, balance
+from megatron_overlap.schedules.varlen.balance import Balance, balance, describe
 from megatron_overlap.schedules.varlen.partition import CapacityError, partition
 from megatron_overlap.schedules.varlen.plan import Pass, Piece, Plan, Ring, Zone
 from megatron_overlap.schedules.varlen.topology import CostModel, Topology
@@ -20,5 +20,6 @@ __all__ = [
     "Topology",
     "Zone",
     "balance",
+    "describe",
     "partition",
 ]

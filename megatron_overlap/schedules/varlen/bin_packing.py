@@ -1,9 +1,9 @@
-"""One level of the partition: documents over bins, a bin being a pass, a node or a device.
+"""One level of the partition: places documents into bins. A bin is a pass, a node or a device.
 
-Two things are to come out even at once: attention (quadratic) and tokens (capacity, linear layers). Long documents
-decide the first, short ones the second, so they are placed in that order: longest first to the bin with the least
-attention, and the short ones, which hardly add attention, to the bin with the fewest tokens. What is too long for one
-bin is cut over several.
+The placement balances attention time (quadratic in the length) and tokens (capacity, linear layers). Long documents
+dominate attention time and short documents dominate tokens. Long documents are therefore placed first, longest first,
+each into the bin with the least attention time. Short documents go to the bin with the fewest tokens. A document that
+is too long for one bin is cut over several.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from typing import Literal, NamedTuple
 from megatron_overlap.schedules.varlen.topology import CostModel
 
 Spill = Literal["cut", "shift"]
-"""What is done for a document that finds no room: it is cut, or ones that are cut anyway give way where they can."""
+"""How room is found for a document that fits in no bin: `cut` cuts it, `shift` first moves shares of documents that
+are already cut."""
 
 GOOD_ENOUGH = 0.98
-# Tried in order, (x, y): a document is cut above 1/x of a bin's fair share; the last 1/y of the tokens are short.
+# Tried in order, (x, y): a document is cut above 1/x of the mean load of a bin; the last 1/y of the tokens are short.
 _ATTEMPTS = ((2, 4), (4, 4), (1, 4), (8, 4), (4, 16), (2, 2), (8, 16), (16, 4), (16, 16), (32, 4), (64, 4), (64, 16))
 
 
 class Item(NamedTuple):
-    """A document, or what an upper level left of it: `tokens` of its `length`."""
+    """A document, or the share of it that an upper level assigned: `tokens` of its `length`."""
 
     tokens: int
     length: int
@@ -33,7 +34,7 @@ class Item(NamedTuple):
 
 @dataclass(slots=True)
 class Placement:
-    """Items of every bin, and what they add up to; whether some had to find room as the level's `spill` says."""
+    """Items and summed load of every bin; `spilled` is whether an item found room only through `Level.spill`."""
 
     items: list[list[Item]]
     attention_fs: list[int]
@@ -42,7 +43,7 @@ class Placement:
     spilled: bool = False
 
     def evenness(self, linear_fs: int) -> float:
-        """The lesser of two balances: of attention, which messages may outlast, and of attention with linear layers."""
+        """The lesser of two balances: of the longer of attention and messages, and of attention with linear layers."""
         total = [a + linear_fs * t for a, t in zip(self.attention_fs, self.tokens, strict=True)]
         peak = max(max(self.attention_fs), max(self.message_fs), 1)
         return min(sum(self.attention_fs) / peak, sum(total) / max(1, max(total))) / len(total)
@@ -50,15 +51,16 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What a level needs to know.
+    """The bins of a level, and its limits.
 
     Attributes:
         bins: number of bins.
         capacity: tokens a bin may hold.
         cost: cost model.
-        message_fs: messages of a bin with a part of an item, cut at this level or (False) above it. None: no cuts.
-        attempts: placements tried at most.
-        spill: what is done if not all find room whole.
+        message_fs: message time of a bin for a share of an item that is cut at this level (True) or above it (False).
+            None forbids cuts.
+        attempts: largest number of placements to try.
+        spill: how room is found if not all items fit whole.
     """
 
     bins: int
@@ -70,17 +72,17 @@ class Level:
 
 
 def place(level: Level, items: Sequence[Item]) -> Placement | None:
-    """Put items into bins.
+    """Places items into bins.
 
-    The threshold above which documents are cut starts high, which costs the fewest messages, and is lowered, and the
-    level started again, while a bin overflows or the result is uneven.
+    The length threshold above which documents are cut starts high, which needs the fewest messages. While a bin
+    overflows or the result is uneven, the placement restarts with a lower threshold.
 
     Args:
         level: the bins.
-        items: in order of falling length.
+        items: by falling length.
 
     Returns:
-        The placement; None where items cannot be cut and do not fit.
+        The placement; None if items cannot be cut and do not fit.
     """
     costs = [level.cost.share_fs(item.tokens, item.length) for item in items]
     if level.message_fs is None:
@@ -102,7 +104,7 @@ def place(level: Level, items: Sequence[Item]) -> Placement | None:
 def _most_even(
     level: Level, items: Sequence[Item], costs: Sequence[int], spill: Spill | None, *, hidden_only: bool
 ) -> Placement | None:
-    """The best of all thresholds, or the first that is good enough."""
+    """The placement of the best threshold, or of the first that reaches `GOOD_ENOUGH`."""
     best: Placement | None = None
     best_evenness = -1.0
     for threshold, short in _ATTEMPTS[: level.attempts]:
@@ -126,10 +128,11 @@ def _attempt(
     *,
     hidden_only: bool,
 ) -> Placement | None:
-    """Place all items at one threshold.
+    """Places all items with one threshold; None if they do not fit.
 
-    `spill` finds room for what finds none whole, so that only the sum can be too much. `hidden_only` cuts nothing for
-    the sake of load whose messages would outlast what it saves: over links that slow an uneven bin is the faster one.
+    Args:
+        spill: how room is found for an item that fits in no bin; None fails.
+        hidden_only: do not cut for balance if the messages would take longer than the attention time that they save.
     """
     bins, capacity, message_fs = level.bins, level.capacity, level.message_fs
     result = Placement([[] for _ in range(bins)], [0] * bins, [0] * bins, [0] * bins)
@@ -146,7 +149,7 @@ def _attempt(
             tokens[bin_] += share
             result.message_fs[bin_] += message
 
-    heap = list(range(bins))  # attention << shift | bin: one integer to compare
+    heap = list(range(bins))  # one integer per bin, attention << shift | bin: faster to compare than a tuple
     index, first_short = 0, _first_short(items, short)
     while index < len(items) and (index < first_short or costs[index] > limit):
         item, fs = items[index], costs[index]
@@ -202,7 +205,7 @@ def _attempt(
 
 
 def _first_short(items: Sequence[Item], short: int) -> int:
-    """Where the last 1/short of the tokens begin."""
+    """Index of the item at which the last 1/short of the tokens begin."""
     left = sum(item.tokens for item in items) // short
     index = len(items)
     while index and left > 0:
@@ -212,22 +215,22 @@ def _first_short(items: Sequence[Item], short: int) -> int:
 
 
 def _width(level: Level, item: Item, fs: int, fair: int | None, limit: int) -> int:
-    """Over how many bins a document is cut: enough for the limit, but messages should not outlast attention.
+    """Number of bins over which a document is cut: enough for the limit, if attention still hides the messages.
 
-    They may where it has no room in fewer bins, or is more than the fair share of fewer.
+    More bins are used if the document does not fit in fewer, or exceeds the mean load of fewer.
     """
     needed = -(-item.tokens // level.capacity)
     if fair is not None:
         needed = max(needed, -(-fs // fair))
     hidden = fs // max(1, level.message_fs(item, True)) if level.message_fs else 1
-    wanted = min(-(-fs // limit), hidden)
-    return min(max(needed, wanted), level.bins, item.tokens)
+    balanced = min(-(-fs // limit), hidden)
+    return min(max(needed, balanced), level.bins, item.tokens)
 
 
 def _pop_with_room(
     heap: list[int], mask: int, tokens: Sequence[int], capacity: int, size: int, width: int
 ) -> list[int]:
-    """Take the `width` least loaded bins with room for an even share; bins without leave the heap. Empty: too few."""
+    """Pops the `width` least loaded bins with room for an even share, and full bins. Empty if there are too few."""
     share = -(-size // width)
     chosen: list[int] = []
     while heap and len(chosen) < width:
@@ -238,16 +241,16 @@ def _pop_with_room(
 
 
 def _even(size: int, bins: Sequence[int], tokens: Sequence[int]) -> list[tuple[int, int]]:
-    """Shares that differ by one token at most, the larger ones to the bins with fewest tokens."""
+    """Shares that differ by at most one token; the bins with the fewest tokens get the larger ones."""
     share, extra = divmod(size, len(bins))
     order = sorted(bins, key=lambda bin_: (tokens[bin_], bin_))
     return [(bin_, share + (place < extra)) for place, bin_ in enumerate(order)]
 
 
 def _make_room(level: Level, placed: Placement, bin_: int, missing: int) -> bool:
-    """Move tokens of a document that is cut anyway from a bin to the others that hold it; whether that was enough.
+    """Moves tokens of a document that is already cut from a bin to its other bins; returns whether that made room.
 
-    Its shares become less even, which costs less than a document more that is cut.
+    Its shares become less even. This costs less than cutting one more document.
     """
     for place, item in enumerate(placed.items[bin_]):
         if item.tokens == item.length or item.tokens <= missing:
@@ -279,7 +282,7 @@ def _resize(level: Level, placed: Placement, bin_: int, place: int, more: int) -
 
 
 def _fill(size: int, heap: list[int], mask: int, tokens: Sequence[int], capacity: int) -> list[tuple[int, int]] | None:
-    """Fill the emptiest bins to the brim until `size` tokens are placed; None where there is not that much room."""
+    """Fills the emptiest bins completely until `size` tokens are placed; None if there is not enough room."""
     shares: list[tuple[int, int]] = []
     while size and heap:
         bin_ = heapq.heappop(heap) & mask

@@ -1,10 +1,10 @@
-"""The messages of one p2p_work, and the order in which every rank posts its own.
+"""Assigns every message of one P2PWork to a round: the order in which each rank posts its messages.
 
-A rank's messages have rounds: in one it sends one message and receives one, at most, and what a message forwards has
-come in an earlier round. Posted in the order of rounds they cannot deadlock, on no transport.
+In one round a rank sends at most one message and receives at most one. A forwarded message has a later round than the
+message that brings its rows. Posting in the order of rounds therefore cannot deadlock on any transport.
 
-On a stream nothing passes what was posted before it, so a message whose rows are not there yet holds up all that
-follow. Rounds are therefore given in the order in which the links are modelled to have brought what a message carries.
+A stream executes its messages in posting order, so a message whose rows are not ready delays all later ones. Rounds
+therefore follow the modelled order in which the links deliver the rows of each message.
 """
 
 from __future__ import annotations
@@ -19,75 +19,75 @@ from megatron_overlap.schedules.varlen.routing import Route, plan_route
 from megatron_overlap.schedules.varlen.topology import FS_PER_US, Topology
 
 _Port = tuple[bool, int, int]
-"""One direction of a link's end: whether it sends, its node (-1: inside one), its card or rank."""
+"""One direction of a link end: whether it sends, its node (-1 inside a node), its NIC or rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Rows `start` to `stop` of a load.
+    """Rows `start` to `stop` of a payload, sent from one rank to another.
 
     Attributes:
         source: rank that sends.
         to: rank that receives.
-        load: index of the load.
-        step: out: the visit it is for. Back: the visit that made it.
+        payload: index of the payload.
+        step: the ring step that receives the rows; for results, the ring step that computed them.
         start: first row.
         stop: row after the last.
-        round: number of its exchange on both ends.
-        after: index of the message that brings its rows to `source`; None: `source` makes them.
-        ends: `to` is who it is for; otherwise a proxy.
-        home: it is for the load's home.
+        round: number of the message on both ranks.
+        after: index of the message that brings the rows to `source`; None if `source` holds or computes them.
+        is_final: `to` is the destination; otherwise `to` is a proxy that forwards the rows.
+        to_owner: the rows are results for the owner of the payload.
     """
 
     source: int
     to: int
-    load: int
+    payload: int
     step: int
     start: int
     stop: int
     round: int
     after: int | None
-    ends: bool
-    home: bool = False
+    is_final: bool
+    to_owner: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Trip:
-    """The messages of one p2p_work, none before the one it is after."""
+class MessagePlan:
+    """The messages of one P2PWork of all ranks. A message comes after the message that it forwards."""
 
     messages: tuple[Message, ...]
 
-    def exchanges(self, rank: int) -> list[tuple[int | None, int | None]]:
-        """What `rank` sends and receives in each round, as indexes of messages; empty where it does neither."""
+    def rounds(self, rank: int) -> list[tuple[int | None, int | None]]:
+        """Index of the message that `rank` sends and of the message that it receives in each round, or None."""
         found: dict[int, list[int | None]] = {}
         for index, message in enumerate(self.messages):
-            for end, place in ((message.source, 0), (message.to, 1)):
+            for end, slot in ((message.source, 0), (message.to, 1)):
                 if end == rank:
-                    found.setdefault(message.round, [None, None])[place] = index
+                    found.setdefault(message.round, [None, None])[slot] = index
         none: list[int | None] = [None, None]
         return [(*found.get(number, none),) for number in range(max(found) + 1)] if found else []  # type: ignore[misc]
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What messages of some kind take.
+    """The links that carry messages, and the size of a row.
 
     Attributes:
-        topology: nodes and cards.
-        row_bytes: of one row.
-        cards: see `plan_route`.
+        topology: nodes and NICs.
+        row_bytes: bytes of one row.
+        max_nics: see `plan_route`.
     """
 
     topology: Topology
     row_bytes: int
-    cards: int | None = None
+    max_nics: int | None = None
 
     def route(self, source: int, to: int, rows: int) -> Route:
-        """How rows travel."""
-        return plan_route(source, to, rows * self.row_bytes, self.topology, cards=self.cards)
+        """The route of a transfer of `rows` rows."""
+        return plan_route(source, to, rows * self.row_bytes, self.topology, max_nics=self.max_nics)
 
-    def takes_fs(self, source: int, to: int, rows: int) -> tuple[int, int]:
-        """Modelled time for which a message keeps its link busy, and for which it is on its way after that."""
+    def time_fs(self, source: int, to: int, rows: int) -> tuple[int, int]:
+        """Modelled time for which a message occupies its link, and its latency after that."""
         topology = self.topology
         inside = topology.node_of(source) == topology.node_of(to)
         gbps = topology.intra_gbps if inside else topology.inter_gbps
@@ -95,7 +95,7 @@ class Links:
         return rows * self.row_bytes * round(1e6 / gbps), round(latency_us * FS_PER_US)
 
     def ports(self, source: int, to: int) -> tuple[_Port, _Port]:
-        """The two ends of the link: that of a device inside its node, or of a card between nodes."""
+        """Both ends of the link: the ports of two devices of a node, or of two NICs."""
         topology = self.topology
         nodes = topology.node_of(source), topology.node_of(to)
         if nodes[0] == nodes[1]:
@@ -103,85 +103,92 @@ class Links:
         return (True, nodes[0], topology.nic_of(source)), (False, nodes[1], topology.nic_of(to))
 
 
-class _Sent(NamedTuple):
-    """A message that has no round yet; `needs` are those before it."""
+class _Unordered(NamedTuple):
+    """A message without a round. `needs` are the messages that must arrive before it leaves."""
 
     source: int
     to: int
-    load: int
+    payload: int
     step: int
     rows: tuple[int, int]
     after: int | None
-    ends: bool
-    home: bool
+    is_final: bool
+    to_owner: bool
     needs: Sequence[int]
 
 
-class Rounds:
-    """Collects the messages of a trip, and orders them."""
+class MessageScheduler:
+    """Collects messages, then assigns their rounds."""
 
     def __init__(self, links: Links) -> None:
         self._links = links
-        self._sent: list[_Sent] = []
+        self._sent: list[_Unordered] = []
 
-    def send(
+    def add(
         self,
         path: Sequence[int],
-        load: int,
+        payload: int,
         step: int,
         rows: tuple[int, int],
         *,
         after: int | None = None,
         needs: Sequence[int] = (),
-        home: bool = False,
+        to_owner: bool = False,
     ) -> int:
-        """Adds the messages along a path of ranks; returns the index of the last one.
+        """Adds one message for each hop of a path of ranks; returns the index of the last one.
 
         Args:
-            after: index of the message that brings the rows to the first rank; None: that rank makes them,
-            needs: from these messages.
+            path: ranks from the source to the destination.
+            payload: index of the payload.
+            step: see `Message.step`.
+            rows: first row, and the row after the last.
+            after: index of the message that brings the rows to `path[0]`; None if `path[0]` computes them.
+            needs: messages that `path[0]` receives before it computes the rows; used if `after` is None.
+            to_owner: see `Message.to_owner`.
         """
         for hop, (source, to) in enumerate(zip(path, path[1:], strict=False)):
             needs = needs if after is None else (after,)
-            self._sent.append(_Sent(source, to, load, step, rows, after, hop == len(path) - 2, home, needs))
+            is_final = hop == len(path) - 2
+            self._sent.append(_Unordered(source, to, payload, step, rows, after, is_final, to_owner, needs))
             after = len(self._sent) - 1
         assert after is not None
         return after
 
-    def trip(self) -> Trip:
-        """All messages with their rounds: a list schedule over the ports of all links.
+    def schedule(self) -> MessagePlan:
+        """Returns all messages with their rounds: a list schedule over the ports of all links.
 
-        A port that is free takes, of the messages that are ready, the one behind which most is still to travel.
+        A free port takes the ready message with the longest remaining path.
         """
-        sent, takes_fs = self._sent, [self._links.takes_fs(m.source, m.to, m.rows[1] - m.rows[0]) for m in self._sent]
-        followers, left_fs = _followers(sent, [sum(both) for both in takes_fs])
+        sent, time_fs = self._sent, [self._links.time_fs(m.source, m.to, m.rows[1] - m.rows[0]) for m in self._sent]
+        followers, left_fs = _followers(sent, [sum(both) for both in time_fs])
         ports = {(m.source, m.to): self._links.ports(m.source, m.to) for m in sent}
         missing = [len(m.needs) for m in sent]
         rounds, earliest, ready_fs = ([0] * len(sent) for _ in range(3))
         sends, receives = defaultdict[int, int](int), defaultdict[int, int](int)
         free_fs = defaultdict[_Port, int](int)
         waiting = defaultdict[_Port, list[tuple[int, int]]](list)
-        # Times at which a message is ready, or a port may be free; at the same time ports come last.
-        nobody = len(sent)
+        # Events are (time, message, None) when a message becomes ready, or (time, no_message, port) when a port becomes
+        # free. At equal times the port events come last.
+        no_message = len(sent)
         events: list[tuple[int, int, _Port | None]] = [(0, n, None) for n, count in enumerate(missing) if not count]
         while events:
-            now_fs, index, leaves = heappop(events)
-            if leaves is None:
-                leaves = ports[sent[index].source, sent[index].to][0]
-                heappush(waiting[leaves], (-left_fs[index], index))
-                heappush(events, (max(now_fs, free_fs[leaves]), nobody, leaves))
+            now_fs, index, out_port = heappop(events)
+            if out_port is None:
+                out_port = ports[sent[index].source, sent[index].to][0]
+                heappush(waiting[out_port], (-left_fs[index], index))
+                heappush(events, (max(now_fs, free_fs[out_port]), no_message, out_port))
                 continue
-            if free_fs[leaves] > now_fs or not waiting[leaves]:
+            if free_fs[out_port] > now_fs or not waiting[out_port]:
                 continue
-            _, index = heappop(waiting[leaves])
+            _, index = heappop(waiting[out_port])
             source, to = sent[index].source, sent[index].to
-            reaches, (on_link_fs, latency_fs) = ports[source, to][1], takes_fs[index]
-            end_fs = free_fs[leaves] = free_fs[reaches] = max(now_fs, free_fs[reaches]) + on_link_fs
-            heappush(events, (end_fs, nobody, leaves))
+            in_port, (on_link_fs, latency_fs) = ports[source, to][1], time_fs[index]
+            end_fs = free_fs[out_port] = free_fs[in_port] = max(now_fs, free_fs[in_port]) + on_link_fs
+            heappush(events, (end_fs, no_message, out_port))
             number = rounds[index] = max(earliest[index], sends[source], receives[to])
             sends[source] = receives[to] = number + 1
             for follower in followers[index]:
-                # No `max` here: a sum of many parts has many followers, and calls take most of the time.
+                # Comparisons instead of `max`: this loop dominates, and a call costs more than the comparison.
                 if ready_fs[follower] < end_fs + latency_fs:
                     ready_fs[follower] = end_fs + latency_fs
                 if earliest[follower] <= number:
@@ -189,18 +196,20 @@ class Rounds:
                 missing[follower] -= 1
                 if not missing[follower]:
                     heappush(events, (ready_fs[follower], follower, None))
-        pairs = zip(sent, rounds, strict=True)
-        return Trip(
-            tuple(Message(m.source, m.to, m.load, m.step, *m.rows, n, m.after, m.ends, m.home) for m, n in pairs)
+        return MessagePlan(
+            tuple(
+                Message(m.source, m.to, m.payload, m.step, *m.rows, number, m.after, m.is_final, m.to_owner)
+                for m, number in zip(sent, rounds, strict=True)
+            )
         )
 
 
-def _followers(sent: Sequence[_Sent], takes_fs: Sequence[int]) -> tuple[list[list[int]], list[int]]:
-    """Who needs each message, and how long what is left of the way takes from it on."""
+def _followers(sent: Sequence[_Unordered], time_fs: Sequence[int]) -> tuple[list[list[int]], list[int]]:
+    """For each message the messages that need it, and the time of the longest path that starts with it."""
     followers: list[list[int]] = [[] for _ in sent]
     left_fs = [0] * len(sent)
     for index in range(len(sent) - 1, -1, -1):
-        left_fs[index] += takes_fs[index]
+        left_fs[index] += time_fs[index]
         for need in sent[index].needs:
             followers[need].append(index)
             if left_fs[need] < left_fs[index]:

@@ -1,137 +1,264 @@
-"""The messages of a ring_group: who sends which rows of which load to whom, in which round.
+"""The messages of a pass, of all ranks: payloads from owners to ring steps, results from ring steps to owners.
 
-A load goes from its home to its visits, one after the other (`out`). Where the visits make something of it, partial
-gradients or partial results, that travels the same way, one visit behind, grows at each, and ends at home (`back`). A
-message between nodes may take several network cards (`schedules.varlen.routing`): its rows are cut in lanes and
-pieces, which go
-through proxies. `schedules.varlen.message_order` orders the messages.
+A payload goes from its owner to its receivers, one after the other (`distribute`). With pass-Q, and in backward, the
+receivers compute results for the owner: partial attention results or partial gradients. A result follows the payload
+from receiver to receiver, each of which adds its own, and ends at the owner (`collect`).
+
+A transfer between nodes may use several NICs (`schedules.varlen.routing`): its rows are cut into parts that go through
+proxy ranks. `schedules.varlen.message_order` assigns the rounds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
-from megatron_overlap.schedules.varlen.message_order import Links, Rounds, Trip
-from megatron_overlap.schedules.varlen.rebalance import Remap
-from megatron_overlap.schedules.varlen.ring_groups import Load
+from megatron_overlap.schedules.varlen.message_order import Links, MessagePlan, MessageScheduler
+from megatron_overlap.schedules.varlen.plan import Plan
+from megatron_overlap.schedules.varlen.rebalance import Rebalance
+from megatron_overlap.schedules.varlen.ring_groups import Passing, Payload, RingGroup, payloads, ring_groups
 from megatron_overlap.schedules.varlen.routing import Route
 from megatron_overlap.schedules.varlen.topology import Topology
 
 
-def out_trip(loads: Sequence[Load], ranks: Sequence[int], links: Links) -> Trip:
-    """The way of all loads from their homes to their visits."""
-    rounds = Rounds(links)
-    last: dict[tuple[int, tuple[int, int]], int] = {}
-    cuts = [_cuts(load, ranks, links) for load in loads]
-    for step in range(len(ranks) - 1):
-        for index, load in enumerate(loads):
-            if step >= len(load.visits):
-                continue
-            source = ranks[load.visits[step - 1] if step else load.home]
-            paths = _paths(links.route(source, ranks[load.visits[step]], load.rows[step]), len(cuts[index]))
-            for part, path in zip(cuts[index], paths, strict=True):
-                rows = part[0], min(part[1], load.rows[step])
-                if rows[0] < rows[1]:
-                    key = index, part
-                    last[key] = rounds.send(path, index, step, rows, after=last.get(key))
-    return rounds.trip()
+class RingStep(NamedTuple):
+    """One ring step at one receiver, and the rounds whose messages it needs."""
 
-
-def back_trip(loads: Sequence[Load], ranks: Sequence[int], links: Links) -> Trip:
-    """The way of what the visits make of all loads: from each visit to the next, and home from a chunk's last."""
-    rounds = Rounds(links)
-    arrivals: dict[tuple[int, int], list[int]] = {}
-    cuts = [_cuts(load, ranks, links) for load in loads]
-    for step in range(len(ranks) - 1):
-        for index, load in enumerate(loads):
-            if step >= len(load.visits):
-                continue
-            source, here = ranks[load.visits[step]], load.rows[step]
-            onward = load.rows[step + 1] if step + 1 < len(load.visits) else 0
-            trips = [(ranks[load.home], onward, here, True)]
-            if onward:
-                trips.insert(0, (ranks[load.visits[step + 1]], 0, onward, False))
-            for to, first, stop, home in trips:
-                paths = _paths(links.route(source, to, stop - first), len(cuts[index]))
-                for part, path in zip(cuts[index], paths, strict=True):
-                    rows = max(part[0], first), min(part[1], stop)
-                    if rows[0] >= rows[1]:
-                        continue
-                    needs = arrivals.get((index, step), ())
-                    sent = rounds.send(path, index, step, rows, needs=needs, home=home)
-                    if not home:
-                        arrivals.setdefault((index, step + 1), []).append(sent)
-    return rounds.trip()
-
-
-def remap_trip(moves: Remap) -> Trip:
-    """The way of the rows of a remap: one load a move, each from its source straight to its goal."""
-    # All rows are there from the start, so that the links' speed decides nothing.
-    rounds = Rounds(Links(Topology(1, len(moves.before)), row_bytes=1))
-    for index, move in enumerate(moves.moves):
-        rounds.send((move.source, move.to), index, 0, (0, move.rows))
-    return rounds.trip()
-
-
-class Visit(NamedTuple):
-    """A visit that a rank receives, and the rounds that bring what it needs."""
-
-    load: int
+    payload: int
     step: int
     rounds: tuple[int, ...]
 
 
-def visits_of(loads: Sequence[Load], trip: Trip, place: int, rank: int) -> list[Visit]:
-    """The visits of a place, in the order in which an out trip brings them."""
-    needs = _of_place(loads, place)
-    for message in trip.messages:
-        if message.to == rank and message.ends and (message.load, message.step) in needs:
-            needs[message.load, message.step].append(message.round)
-    return _by_arrival(needs)
+@dataclass(frozen=True, slots=True)
+class RingMessages:
+    """The messages of one ring group in one direction.
+
+    Attributes:
+        ring_group: the ring group.
+        payloads: the rows that travel.
+        distribute: messages from owners to receivers.
+        collect: messages with results for the owners; None if the receivers keep their results.
+    """
+
+    ring_group: RingGroup
+    payloads: tuple[Payload, ...]
+    distribute: MessagePlan
+    collect: MessagePlan | None
+
+    def received_steps(self, position: int) -> list[RingStep]:
+        """The ring steps at a position, in the order in which their payloads arrive."""
+        rank, needs = self.ring_group.ranks[position], self._steps_at(position)
+        for message in self.distribute.messages:
+            if message.to == rank and message.is_final and (message.payload, message.step) in needs:
+                needs[message.payload, message.step].append(message.round)
+        return _by_arrival(needs)
+
+    def result_steps(self, position: int) -> list[RingStep]:
+        """The ring steps at a position with the rounds of the earlier results, in the order in which those arrive.
+
+        The position sends its own results in this order.
+        """
+        if self.collect is None:
+            return []
+        rank, needs = self.ring_group.ranks[position], self._steps_at(position)
+        for message in self.collect.messages:
+            if message.to == rank and message.is_final and not message.to_owner:
+                needs[message.payload, message.step + 1].append(message.round)
+        return _by_arrival(needs)
+
+    def owner_rounds(self, payload: int, rank: int) -> tuple[int, ...]:
+        """The rounds that bring the results of a payload to its owner, which is `rank`."""
+        assert self.collect is not None
+        return tuple(
+            message.round
+            for message in self.collect.messages
+            if message.payload == payload and message.to_owner and message.is_final and message.to == rank
+        )
+
+    def _steps_at(self, position: int) -> dict[tuple[int, int], list[int]]:
+        return {
+            (index, step): []
+            for index, payload in enumerate(self.payloads)
+            for step, receiver in enumerate(payload.receivers)
+            if receiver == position
+        }
 
 
-def works_of(loads: Sequence[Load], trip: Trip, place: int, rank: int) -> list[Visit]:
-    """The same visits in the order in which a back trip passes on what they made; its rounds are in this order too."""
-    needs = _of_place(loads, place)
-    for message in trip.messages:
-        if message.to == rank and message.ends and not message.home:
-            needs[message.load, message.step + 1].append(message.round)
-    return _by_arrival(needs)
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What travels, and its size; the same on all ranks.
+
+    Attributes:
+        passing: pass-KV or pass-Q.
+        payload_bytes: bytes of one payload row.
+        result_bytes: bytes of one result row; 0 if the receivers keep their results.
+    """
+
+    passing: Passing
+    payload_bytes: int
+    result_bytes: int
 
 
-def _of_place(loads: Sequence[Load], place: int) -> dict[tuple[int, int], list[int]]:
-    return {
-        (index, step): []
-        for index, load in enumerate(loads)
-        for step, visit in enumerate(load.visits)
-        if visit == place
-    }
+def messages_of(plan: Plan, index: int, traffic: Traffic, window: int | None) -> tuple[RingMessages, ...]:
+    """The messages of every ring group in pass `index`, of all ranks. Every rank computes the same.
+
+    Recent results are cached, because every layer of a model makes the same call.
+    """
+    _recent_calls.pop((traffic, window), None)
+    _recent_calls[traffic, window] = None
+    if len(_recent_calls) > _MAX_RECENT_CALLS:
+        del _recent_calls[next(iter(_recent_calls))]
+    return _messages_of(PlanKey(plan), index, traffic, window)
 
 
-def _by_arrival(needs: dict[tuple[int, int], list[int]]) -> list[Visit]:
-    found = [Visit(load, step, tuple(sorted(rounds))) for (load, step), rounds in needs.items()]
-    return sorted(found, key=lambda visit: (max(visit.rounds, default=-1), visit.load))
+def precompute(plan: Plan) -> None:
+    """Computes and caches the messages of `plan` for the traffic of recent `messages_of` calls.
+
+    A data loader calls it on its thread, because rings of many ranks take a while.
+    """
+    for traffic, window in list(_recent_calls):
+        for index in range(len(plan.passes)):
+            _messages_of(PlanKey(plan), index, traffic, window)
 
 
-def _cuts(load: Load, ranks: Sequence[int], links: Links) -> list[tuple[int, int]]:
-    """The rows of a load, cut as the way between nodes that takes most lanes and pieces asks for."""
-    total, most = load.rows[0], 1
-    stops = [ranks[load.home], *(ranks[place] for place in load.visits)]
-    for source, to, rows in zip(stops, stops[1:], load.rows, strict=False):
+_MAX_RECENT_CALLS = 4
+"""Forward and backward of full attention, and of attention with a window. The cache holds the messages of so many for
+the current micro-batch and the next ones."""
+
+_recent_calls: dict[tuple[Traffic, int | None], None] = {}
+"""Arguments of recent `messages_of` calls, the latest last."""
+
+
+class PlanKey:
+    """A plan as a cache key. Compares by identity: the hash of a plan takes time proportional to its documents."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PlanKey) and other.plan is self.plan
+
+    def __hash__(self) -> int:
+        return id(self.plan)
+
+
+@lru_cache(maxsize=16)
+def _messages_of(key: PlanKey, index: int, traffic: Traffic, window: int | None) -> tuple[RingMessages, ...]:
+    plan = key.plan
+    groups = ring_groups(plan.passes[index])
+    found = []
+    for ring_group in groups:
+        max_nics = _max_nics(ring_group, groups, plan.topology)
+        sent = payloads(ring_group, traffic.passing, window)
+        collected = None
+        if traffic.result_bytes:
+            collected = collect(sent, ring_group.ranks, Links(plan.topology, traffic.result_bytes, max_nics))
+        distributed = distribute(sent, ring_group.ranks, Links(plan.topology, traffic.payload_bytes, max_nics))
+        found.append(RingMessages(ring_group, sent, distributed, collected))
+    return tuple(found)
+
+
+def _max_nics(ring_group: RingGroup, groups: Sequence[RingGroup], topology: Topology) -> int | None:
+    """NICs of a node that a ring group may use. Inter-node groups share them in proportion to their tokens."""
+    if ring_group.zone != "inter":
+        return None
+
+    def tokens(of: RingGroup) -> int:
+        return sum(ring.length for ring in of.rings)
+
+    def tokens_on_node(node: int) -> int:
+        inter = [each for each in groups if each.zone == "inter" and node in map(topology.node_of, each.ranks)]
+        return sum(map(tokens, inter))
+
+    busiest = max(map(tokens_on_node, set(map(topology.node_of, ring_group.ranks))))
+    return max(1, (2 * topology.nics_per_node * tokens(ring_group) + busiest) // (2 * busiest)) if busiest else None
+
+
+def without_routing(plan: Plan) -> Plan:
+    """The same plan on a topology whose inter-node transfers use one NIC each."""
+    return replace(plan, topology=replace(plan.topology, routing=False))
+
+
+def distribute(sent: Sequence[Payload], ranks: Sequence[int], links: Links) -> MessagePlan:
+    """The messages that carry all payloads from their owners to their receivers."""
+    scheduler = MessageScheduler(links)
+    last: dict[tuple[int, tuple[int, int]], int] = {}
+    parts = [_parts(payload, ranks, links) for payload in sent]
+    for step in range(len(ranks) - 1):
+        for index, payload in enumerate(sent):
+            if step >= len(payload.receivers):
+                continue
+            source = ranks[payload.receivers[step - 1] if step else payload.owner]
+            route = links.route(source, ranks[payload.receivers[step]], payload.rows[step])
+            for part, path in zip(parts[index], _paths(route, len(parts[index])), strict=True):
+                rows = part[0], min(part[1], payload.rows[step])
+                if rows[0] < rows[1]:
+                    key = index, part
+                    last[key] = scheduler.add(path, index, step, rows, after=last.get(key))
+    return scheduler.schedule()
+
+
+def collect(sent: Sequence[Payload], ranks: Sequence[int], links: Links) -> MessagePlan:
+    """The messages that carry the results of all payloads: to the next receiver, and from the last one to the owner."""
+    scheduler = MessageScheduler(links)
+    received: dict[tuple[int, int], list[int]] = {}
+    parts = [_parts(payload, ranks, links) for payload in sent]
+    for step in range(len(ranks) - 1):
+        for index, payload in enumerate(sent):
+            if step >= len(payload.receivers):
+                continue
+            source, num_rows = ranks[payload.receivers[step]], payload.rows[step]
+            onward = payload.rows[step + 1] if step + 1 < len(payload.receivers) else 0
+            transfers = [(ranks[payload.owner], onward, num_rows, True)]
+            if onward:
+                transfers.insert(0, (ranks[payload.receivers[step + 1]], 0, onward, False))
+            for to, first, stop, to_owner in transfers:
+                paths = _paths(links.route(source, to, stop - first), len(parts[index]))
+                for part, path in zip(parts[index], paths, strict=True):
+                    rows = max(part[0], first), min(part[1], stop)
+                    if rows[0] >= rows[1]:
+                        continue
+                    needs = received.get((index, step), ())
+                    added = scheduler.add(path, index, step, rows, needs=needs, to_owner=to_owner)
+                    if not to_owner:
+                        received.setdefault((index, step + 1), []).append(added)
+    return scheduler.schedule()
+
+
+def rebalance_messages(rebalance: Rebalance) -> MessagePlan:
+    """The messages of a rebalancing: one payload per move, sent directly from its source to its destination."""
+    # All rows are ready at the start, so the speed of the links does not affect the order.
+    scheduler = MessageScheduler(Links(Topology(1, len(rebalance.before)), row_bytes=1))
+    for index, move in enumerate(rebalance.moves):
+        scheduler.add((move.source, move.to), index, 0, (0, move.rows))
+    return scheduler.schedule()
+
+
+def _by_arrival(needs: dict[tuple[int, int], list[int]]) -> list[RingStep]:
+    found = [RingStep(payload, step, tuple(sorted(rounds))) for (payload, step), rounds in needs.items()]
+    return sorted(found, key=lambda step: (max(step.rounds, default=-1), step.payload))
+
+
+def _parts(payload: Payload, ranks: Sequence[int], links: Links) -> list[tuple[int, int]]:
+    """The rows of a payload, cut into as many parts as its route with the most NICs and pieces needs."""
+    total, most = payload.rows[0], 1
+    stops = [ranks[payload.owner], *(ranks[position] for position in payload.receivers)]
+    for source, to, rows in zip(stops, stops[1:], payload.rows, strict=False):
         route = links.route(source, to, rows)
-        most = max(most, len(route.lanes) * route.pieces)
+        most = max(most, len(route.nic_paths) * route.pieces)
     bounds = [total * part // most for part in range(most + 1)]
     return [part for part in zip(bounds, bounds[1:], strict=False) if part[0] < part[1]]
 
 
 def _paths(route: Route, parts: int) -> list[list[int]]:
-    """The ranks that each part goes through: parts take the lanes in turn."""
+    """The ranks that each part passes. Parts use the NIC paths of the route in rotation."""
     paths = []
     for part in range(parts):
-        lane = route.lanes[part % len(route.lanes)]
+        nic_path = route.nic_paths[part % len(route.nic_paths)]
         path = [route.source]
-        for rank in (lane.proxy, lane.far_proxy, route.to):
+        for rank in (nic_path.proxy, nic_path.far_proxy, route.to):
             if rank != path[-1]:
                 path.append(rank)
         paths.append(path)

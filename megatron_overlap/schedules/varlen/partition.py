@@ -1,4 +1,4 @@
-"""The hierarchical partition: documents to passes, to nodes, to devices (Zeppelin, arXiv 2509.21841, section 4.1)."""
+"""Hierarchical partition of documents over passes, nodes and devices (Zeppelin, arXiv 2509.21841, section 4.1)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from megatron_overlap.schedules.varlen.bin_packing import Item, Level, Spill, pl
 from megatron_overlap.schedules.varlen.plan import Pass, Plan, Ring, make_ring
 from megatron_overlap.schedules.varlen.topology import CostModel, Topology
 
-_MORE_PASSES = 8  # tried beyond the fewest that hold all tokens, before documents are put where they fit first
+_MORE_PASSES = 8  # tried beyond the fewest that hold all tokens, before the fallback to first fit
 _FEWEST_ATTEMPTS, _MOST_ATTEMPTS = 2, 12
-_BUDGET = 200_000  # documents placed in all attempts of a level, about: keeps large batches below a second
+_BUDGET = 200_000  # about the number of documents placed in all attempts of a level: limits large batches to a second
 
 
 class CapacityError(ValueError):
-    """A batch does not fit. Raised before anything runs, on every rank alike."""
+    """A batch does not fit. Every rank raises it alike, before any communication."""
 
 
 def partition(
@@ -27,20 +27,21 @@ def partition(
     cost: CostModel | None = None,
     max_passes: int | None = None,
 ) -> Plan:
-    """Say which rank holds which tokens during attention, in as few passes as hold the batch.
+    """Assigns the tokens of a batch to ranks for attention, in as few passes as hold the batch.
 
-    A document stays on one device where it can (local), else it becomes a ring inside a node (intra), else over several
-    nodes (inter). It is cut where its attention exceeds a share of a bin's fair load, over just enough devices; any
-    number of them, not only powers of two. Pure and deterministic: all arithmetic that decides is of integers and ties
-    go to the lower index, so that every rank that knows the lengths computes this plan by itself. Nothing is kept
-    between calls: a data loader calls it for the next batch while the current step computes.
+    A document stays whole on one device if possible (local). Otherwise it becomes a ring inside a node (intra), or over
+    several nodes (inter). A document is cut if its attention time exceeds a fraction of the mean load of a bin, over as
+    few devices as needed; their number need not be a power of two.
+
+    The function is pure and deterministic: decisions use integer arithmetic, and ties go to the lower index. Every rank
+    that knows the lengths computes the same plan. A data loader can call it for the next batch during a step.
 
     Args:
-        lengths: tokens of each document. Empty documents get no place.
+        lengths: tokens of each document. Empty documents are not placed.
         topology: nodes and devices.
         capacity: tokens a rank may hold in one pass.
-        cost: cost model; the default one describes an H100.
-        max_passes: refuse batches that need more.
+        cost: cost model; the default describes an H100.
+        max_passes: refuse batches that need more passes.
 
     Returns:
         The plan of all ranks.
@@ -60,7 +61,7 @@ def partition(
 
 
 def check_lengths(lengths: Sequence[int], capacity: int) -> None:
-    """Refuse what no planner can place.
+    """Refuses arguments that no planner accepts.
 
     Raises:
         ValueError: a length is negative, or the capacity is below one token.
@@ -73,7 +74,7 @@ def check_lengths(lengths: Sequence[int], capacity: int) -> None:
 
 
 def check_room(lengths: Sequence[int], topology: Topology, capacity: int) -> None:
-    """Refuse what no planner that cuts documents can place.
+    """Refuses batches that no planner that cuts documents can place.
 
     Raises:
         CapacityError: a document is longer than one pass of all ranks.
@@ -89,7 +90,7 @@ def check_room(lengths: Sequence[int], topology: Topology, capacity: int) -> Non
 
 
 def _to_passes(items: list[Item], room: int, cost: CostModel, max_passes: int | None) -> list[list[Item]]:
-    """Whole documents over passes, attention and tokens even; one more pass where they do not fit whole."""
+    """Distributes whole documents over passes, attention time and tokens balanced, in as few passes as fit."""
     fewest = max(1, -(-sum(item.tokens for item in items) // room))
     most = fewest + _MORE_PASSES if max_passes is None else max_passes
     for count in range(fewest, most + 1):
@@ -105,7 +106,7 @@ def _to_passes(items: list[Item], room: int, cost: CostModel, max_passes: int | 
 
 
 def _first_fit(items: list[Item], room: int) -> list[list[Item]]:
-    """As many passes as it takes, for batches of few and very long documents."""
+    """First fit without a limit of passes, for batches of few and very long documents."""
     groups: list[list[Item]] = []
     left: list[int] = []
     for item in items:
@@ -119,40 +120,40 @@ def _first_fit(items: list[Item], room: int) -> list[list[Item]]:
 
 
 def _one_pass(items: list[Item], index: int, plan: Plan, attempts: int) -> Pass:
-    """Both ways to find room where that is tight, and the faster one."""
-    part, tight = _laid(items, index, plan, attempts, "cut")
-    if not tight:
+    """Places one pass; if some document fits nowhere whole, tries both values of `Spill` and takes the faster one."""
+    part, spilled = _place_pass(items, index, plan, attempts, "cut")
+    if not spilled:
         return part
-    other, _ = _laid(items, index, plan, attempts, "shift")
+    other, _ = _place_pass(items, index, plan, attempts, "shift")
 
-    def step_fs(laid: Pass) -> int:
-        return max(max(load.attention_fs, load.message_fs) for load in loads(replace(plan, passes=(laid,)), 0))
+    def step_fs(placed: Pass) -> int:
+        return max(max(load.attention_fs, load.message_fs) for load in loads(replace(plan, passes=(placed,)), 0))
 
     return min(part, other, key=step_fs)
 
 
-def _laid(items: list[Item], index: int, plan: Plan, attempts: int, spill: Spill) -> tuple[Pass, bool]:
-    """A pass, and whether some document found no room whole."""
+def _place_pass(items: list[Item], index: int, plan: Plan, attempts: int, spill: Spill) -> tuple[Pass, bool]:
+    """The pass, and whether some document fitted nowhere whole."""
     topology, capacity, cost = plan.topology, plan.capacity, plan.cost
     devices = topology.devices_per_node
 
-    def of_node(item: Item, cut: bool) -> int:
+    def node_message_fs(item: Item, cut: bool) -> int:
         return devices * cost.ring_fs(item.length, 1, topology, inter=True) if cut else 0
 
-    def of_device(item: Item, cut: bool) -> int:
+    def device_message_fs(item: Item, cut: bool) -> int:
         inter = item.tokens < item.length
         return cost.ring_fs(item.length, 1, topology, inter=inter) if inter or cut else 0
 
-    nodes = place(Level(topology.nodes, devices * capacity, cost, of_node, attempts, spill), items)
-    assert nodes is not None, "cutting fits whatever the sum allows"
-    tight = nodes.spilled
+    nodes = place(Level(topology.nodes, devices * capacity, cost, node_message_fs, attempts, spill), items)
+    assert nodes is not None, "with cuts, items fit whenever their sum fits"
+    spilled = nodes.spilled
     local: list[tuple[int, ...]] = []
     shares: dict[int, list[tuple[int, int]]] = {}
     for node, held in enumerate(nodes.items):
         held.sort(key=lambda item: -item.tokens * (item.length + 1))
-        found = place(Level(devices, capacity, cost, of_device, attempts, spill), held)
-        assert found is not None, "cutting fits whatever the sum allows"
-        tight |= found.spilled
+        found = place(Level(devices, capacity, cost, device_message_fs, attempts, spill), held)
+        assert found is not None, "with cuts, items fit whenever their sum fits"
+        spilled |= found.spilled
         for device, mine in enumerate(found.items):
             rank = node * devices + device
             local.append(tuple(item.document for item in mine if item.tokens == item.length))
@@ -160,6 +161,6 @@ def _laid(items: list[Item], index: int, plan: Plan, attempts: int, spill: Spill
                 if item.tokens != item.length:
                     shares.setdefault(item.document, []).append((rank, item.tokens))
     rings: list[Ring] = [make_ring(document, sorted(parts), topology) for document, parts in shares.items()]
-    # The slow ones first, so that their messages are posted first; then by length and index, the same on every rank.
+    # Inter-node rings first, so that the slowest messages are posted first; then by length and index on every rank.
     rings.sort(key=lambda ring: (ring.zone != "inter", -ring.length, ring.document))
-    return Pass(tuple(local), tuple(rings), index), tight
+    return Pass(tuple(local), tuple(rings), index), spilled

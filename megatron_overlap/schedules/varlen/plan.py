@@ -23,14 +23,14 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """One document cut over several ranks, zigzag: `ranks[i]` holds chunk i and chunk 2G-1-i of the 2G chunks.
+    """One document cut over G ranks in zigzag order: `ranks[i]` holds chunk i and chunk 2G-1-i of the 2G chunks.
 
     Attributes:
         document: index in the batch.
-        ranks: members in the order of the ring; those of a node stand together.
-        bounds: 2G + 1 offsets; chunk c is `bounds[c]` to `bounds[c + 1]`. Chunks c and 2G-1-c differ by one token at
-            most.
-        zone: whether the ring stays inside a node.
+        ranks: members in ring order; members of one node are adjacent.
+        bounds: 2G + 1 offsets; chunk c is `bounds[c]` to `bounds[c + 1]`. Chunks c and 2G-1-c differ by at most one
+            token.
+        zone: `intra` if all members are on one node, else `inter`.
     """
 
     document: int
@@ -42,27 +42,32 @@ class Ring:
     def length(self) -> int:
         return self.bounds[-1]
 
-    def chunks(self, place: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The early and the late chunk of the member at `place`, as offsets; either may be empty."""
-        late = 2 * len(self.ranks) - 1 - place
-        return (self.bounds[place], self.bounds[place + 1]), (self.bounds[late], self.bounds[late + 1])
+    def chunk_length(self, chunk: int) -> int:
+        """Tokens of a chunk."""
+        return self.bounds[chunk + 1] - self.bounds[chunk]
 
-    def tokens(self, place: int) -> int:
-        (a, b), (c, d) = self.chunks(place)
+    def chunks(self, position: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Start and stop of the early and of the late chunk of the member at `position`; either may be empty."""
+        late = 2 * len(self.ranks) - 1 - position
+        return (self.bounds[position], self.bounds[position + 1]), (self.bounds[late], self.bounds[late + 1])
+
+    def tokens(self, position: int) -> int:
+        """Tokens of the member at `position`."""
+        (a, b), (c, d) = self.chunks(position)
         return b - a + d - c
 
-    def pairs(self, place: int) -> int:
-        """Queries times the keys they see, of the member at `place`."""
-        return sum((b * (b + 1) - a * (a + 1)) // 2 for a, b in self.chunks(place))
+    def pairs(self, position: int) -> int:
+        """Query-key pairs of causal attention for the queries of the member at `position`."""
+        return sum((b * (b + 1) - a * (a + 1)) // 2 for a, b in self.chunks(position))
 
 
 def make_ring(document: int, shares: Sequence[tuple[int, int]], topology: Topology) -> Ring:
-    """The ring of a document that is cut in shares.
+    """Returns the ring of a document that is cut into shares.
 
     Args:
         document: index in the batch.
-        shares: (rank, tokens) of each member, ranks ascending, tokens above 0; together the whole document.
-        topology: tells whether the ring leaves its node.
+        shares: (rank, tokens) of each member, ranks ascending, tokens above 0. The shares cover the whole document.
+        topology: determines the zone of the ring.
     """
     early = [-(-tokens // 2) for _, tokens in shares]
     late = [tokens // 2 for _, tokens in reversed(shares)]
@@ -73,13 +78,13 @@ def make_ring(document: int, shares: Sequence[tuple[int, int]], topology: Topolo
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What runs together: one packed micro-batch per rank.
+    """One packed micro-batch per rank.
 
     Attributes:
-        local: for each rank the documents it holds whole, in the order in which they are packed.
-        rings: documents cut over several ranks. A rank's tokens are those of its rings in this order, each the early
-            chunk and then the late one, and then its local documents.
-        stage: passes of one stage follow each other with no barrier; all ranks meet at the end of a stage.
+        local: for each rank the documents that it holds whole, in packing order.
+        rings: documents cut over several ranks. The tokens of a rank are those of its rings in this order, each ring's
+            early chunk before its late chunk, followed by its local documents.
+        stage: passes of one stage run without a barrier between them; all ranks meet at the end of a stage.
     """
 
     local: tuple[tuple[int, ...], ...]
@@ -89,16 +94,16 @@ class Pass:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where every token of a batch is during attention.
+    """The placement of every token of a batch during attention.
 
     Attributes:
-        method: who made it.
+        method: name of the planner, a key of `baselines.METHODS`.
         lengths: tokens of each document of the batch.
-        topology: the machine.
-        cost: the cost model it was made with.
-        capacity: tokens a rank may hold in one pass.
-        passes: in order.
-        exchange: how ring members get each other's keys and values.
+        topology: nodes, devices and links.
+        cost: the cost model that the planner used.
+        capacity: tokens that a rank may hold in one pass.
+        passes: in execution order.
+        exchange: how ring members obtain the keys and values of each other.
     """
 
     method: str
@@ -110,7 +115,7 @@ class Plan:
     exchange: Exchange = "ring"
 
     def pieces(self, index: int, rank: int) -> Iterator[Piece]:
-        """The tokens of `rank` in pass `index`, in the order in which they lie in its packed micro-batch."""
+        """The tokens of `rank` in pass `index`, in the order of its packed micro-batch."""
         part = self.passes[index]
         for ring in part.rings:
             if rank in ring.ranks:
@@ -125,12 +130,6 @@ class Plan:
         part = self.passes[index]
         counts = [sum(map(self.lengths.__getitem__, documents)) for documents in part.local]
         for ring in part.rings:
-            for place, rank in enumerate(ring.ranks):
-                counts[rank] += ring.tokens(place)
+            for position, rank in enumerate(ring.ranks):
+                counts[rank] += ring.tokens(position)
         return counts
-
-    def describe(self, *, ranks: int = 16) -> str:
-        """The plan as text: balance, zones, and the first `ranks` ranks of every pass."""
-        from megatron_overlap.schedules.varlen.balance import describe
-
-        return describe(self, ranks)

@@ -1,22 +1,23 @@
-"""Token-balanced linear layers beside an attention layout that is not (Zeppelin, arXiv 2509.21841, section 4.3).
+"""Rebalancing between the attention layout and the linear layout (Zeppelin, arXiv 2509.21841, section 4.3).
 
-Attention leaves every rank with some number of tokens; linear layers want the same number everywhere. Only a surplus
-moves, inside its node first. As a transport problem with two costs, inside and between nodes, this is the least: the
-tokens that move at all are the sum of the surpluses, and as many of them stay in their node as its surplus and its need
-allow.
+The attention layout gives ranks different numbers of tokens. In the linear layout, that of the linear layers, all ranks
+have the same number up to one, if moving the rows pays off. Only surplus rows move, inside their node first. This is
+the optimum of a transport problem with two costs, inside and between nodes: the number of rows that move is the sum of
+the surpluses, and as many of them stay inside their node as its surplus and its need allow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from megatron_overlap.schedules.varlen.plan import Piece, Plan
 from megatron_overlap.schedules.varlen.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Rows `start` to `stop` of what `source` holds become the rows of `to` from `at` on."""
+    """Rows `start` to `stop` of `source` become the rows of `to` that begin at row `at`."""
 
     source: int
     to: int
@@ -30,15 +31,15 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Remap:
-    """Two layouts of the same tokens, and the rows that go from one to the other.
+class Rebalance:
+    """Two layouts of the same tokens, and the rows that move from one to the other.
 
-    A rank keeps the first `min(before, after)` of its rows where they are, row for row.
+    A rank keeps its first `min(before, after)` rows in place.
 
     Attributes:
-        before: rows of every rank in the layout that is left.
-        after: rows of every rank in the layout that is reached.
-        moves: by source, then by rows.
+        before: rows of every rank in the source layout.
+        after: rows of every rank in the destination layout.
+        moves: ordered by source, then by rows.
     """
 
     before: tuple[int, ...]
@@ -51,72 +52,122 @@ class Remap:
     def receives(self, rank: int) -> tuple[Move, ...]:
         return tuple(move for move in self.moves if move.to == rank)
 
-    def back(self) -> Remap:
-        """The way back, and the way of gradients: every row returns to where it was."""
+    def inverse(self) -> Rebalance:
+        """The moves that return every row to its rank and row; also those of the gradients."""
         moves = [
             replace(move, source=move.to, to=move.source, start=move.at, stop=move.at + move.rows, at=move.start)
             for move in self.moves
         ]
-        return Remap(self.after, self.before, tuple(sorted(moves, key=lambda move: (move.source, move.start))))
+        return Rebalance(self.after, self.before, tuple(sorted(moves, key=lambda move: (move.source, move.start))))
 
-    def moved(self, topology: Topology) -> tuple[int, int]:
-        """Rows that move inside nodes, and between nodes."""
+    def num_moved(self, topology: Topology) -> tuple[int, int]:
+        """Rows that move inside nodes, and rows that move between nodes."""
         inside = sum(m.rows for m in self.moves if topology.node_of(m.source) == topology.node_of(m.to))
         return inside, sum(m.rows for m in self.moves) - inside
 
 
-def remap(tokens: Sequence[int], topology: Topology) -> Remap:
-    """From an attention layout to the balanced layout that costs least to reach.
+def rebalance(tokens: Sequence[int], topology: Topology) -> Rebalance:
+    """The cheapest rebalancing after which the ranks differ by at most one token.
+
+    The ranks with one token more are chosen such that the fewest rows move.
 
     Args:
-        tokens: tokens that each rank holds, as of `Plan.tokens`.
-        topology: tells which ranks share a node.
-
-    Returns:
-        A remap after which ranks differ by one token at most. Which ranks get one more is chosen for the fewest
-        transfers.
+        tokens: tokens of each rank, for example `Plan.tokens`.
+        topology: determines which ranks share a node.
 
     Raises:
-        ValueError: there are not as many counts as ranks, or one is negative.
+        ValueError: the number of counts is not the number of ranks, or a count is negative.
     """
-    _check(tokens, topology)
-    return remap_to(tokens, _targets(tokens, topology), topology)
+    _check_tokens(tokens, topology)
+    return rebalance_to(tokens, _even_targets(tokens, topology), topology)
 
 
-def remap_to(tokens: Sequence[int], wanted: Sequence[int], topology: Topology) -> Remap:
-    """From one layout to another given one, at least cost.
+def rebalance_to(tokens: Sequence[int], target: Sequence[int], topology: Topology) -> Rebalance:
+    """The cheapest rebalancing to given numbers of tokens.
 
     Args:
-        tokens: tokens that each rank holds.
-        wanted: tokens that each rank is to hold; the same sum.
-        topology: tells which ranks share a node.
+        tokens: tokens of each rank.
+        target: tokens of each rank after the rebalancing; the same sum.
+        topology: determines which ranks share a node.
 
     Raises:
-        ValueError: the sums differ, there are not as many counts as ranks, or one is negative.
+        ValueError: the sums differ, the number of counts is not the number of ranks, or a count is negative.
     """
-    _check(tokens, topology)
-    _check(wanted, topology)
-    if sum(tokens) != sum(wanted):
-        raise ValueError(f"wanted: {sum(wanted)} tokens in all: the ranks hold {sum(tokens)}; give the same sum")
-    kept = [min(held, want) for held, want in zip(tokens, wanted, strict=True)]
-    surplus = [held - keep for held, keep in zip(tokens, kept, strict=True)]
-    need = [want - keep for want, keep in zip(wanted, kept, strict=True)]
+    _check_tokens(tokens, topology)
+    _check_tokens(target, topology)
+    if sum(tokens) != sum(target):
+        raise ValueError(f"target: {sum(target)} tokens in all: the ranks hold {sum(tokens)}; give the same sum")
+    in_place = [min(held, goal) for held, goal in zip(tokens, target, strict=True)]
+    surplus = [held - keep for held, keep in zip(tokens, in_place, strict=True)]
+    need = [goal - keep for goal, keep in zip(target, in_place, strict=True)]
     size = topology.devices_per_node
     pairs: list[tuple[int, int, int]] = []
     for first in range(0, topology.ranks, size):
         pairs += _match(range(first, first + size), surplus, need)
     pairs += _match(range(topology.ranks), surplus, need)
-    sent, filled = list(kept), list(kept)
+    sent, filled = list(in_place), list(in_place)
     moves = []
     for source, to, rows in sorted(pairs):
         moves.append(Move(source, to, sent[source], sent[source] + rows, filled[to]))
         sent[source] += rows
         filled[to] += rows
-    return Remap(tuple(tokens), tuple(wanted), tuple(moves))
+    return Rebalance(tuple(tokens), tuple(target), tuple(moves))
+
+
+def rebalance_to_linear(plan: Plan, index: int = 0) -> Rebalance:
+    """The rebalancing from the attention layout of pass `index` to the linear layout. Every rank computes the same.
+
+    It moves rows only if the time saved in the linear layers of the fullest rank exceeds the message time of the
+    busiest rank, in both directions and without overlap. Otherwise it has no moves.
+    """
+    tokens, cost, topology = plan.tokens(index), plan.cost, plan.topology
+    even = rebalance(tokens, topology)
+    direct = replace(topology, routing=False)  # moves use one NIC each
+    saved_fs = (max(tokens) - max(even.after)) * cost.linear_fs
+    message_fs = [0] * topology.ranks
+    for move in even.moves:
+        inter = topology.node_of(move.source) != topology.node_of(move.to)
+        # Queries, keys, values and results: with as many key heads as query heads, twice the bytes of keys and values.
+        both_fs = cost.ring_fs(2 * move.rows, 2, direct, inter=inter)
+        message_fs[move.source] += both_fs
+        message_fs[move.to] += both_fs
+    return even if saved_fs > max(message_fs) else rebalance_to(tokens, tokens, topology)
+
+
+def linear_layout(plan: Plan, index: int = 0) -> tuple[Rebalance, tuple[tuple[Piece, ...], ...]]:
+    """The linear layout of a pass.
+
+    Returns:
+        The rebalancing from the attention layout, and for every rank its tokens in the linear layout, in row order.
+    """
+    moves = rebalance_to_linear(plan, index)
+    return moves, rebalanced_pieces([list(plan.pieces(index, rank)) for rank in range(plan.topology.ranks)], moves)
+
+
+def rebalanced_pieces(pieces: Sequence[Sequence[Piece]], moves: Rebalance) -> tuple[tuple[Piece, ...], ...]:
+    """The pieces of every rank after a rebalancing, given those before it, both in row order."""
+    held = [
+        list(slice_pieces(own, 0, min(before, after)))
+        for own, before, after in zip(pieces, moves.before, moves.after, strict=True)
+    ]
+    for move in sorted(moves.moves, key=lambda move: (move.to, move.at)):
+        held[move.to] += slice_pieces(pieces[move.source], move.start, move.stop)
+    return tuple(map(tuple, held))
+
+
+def slice_pieces(pieces: Sequence[Piece], start: int, stop: int) -> Iterator[Piece]:
+    """Rows `start` to `stop` of consecutive pieces."""
+    at = 0
+    for piece in pieces:
+        length = piece.stop - piece.start
+        first, last = max(start - at, 0), min(stop - at, length)
+        if first < last:
+            yield Piece(piece.document, piece.start + first, piece.start + last)
+        at += length
 
 
 def _match(ranks: Sequence[int], surplus: list[int], need: list[int]) -> list[tuple[int, int, int]]:
-    """(source, to, rows) between these ranks, until none has a surplus or a need; takes them off both lists."""
+    """Moves (source, to, rows) between these ranks until no surplus or no need is left; subtracts them from both."""
     pairs = []
     takers = iter([rank for rank in ranks if need[rank]])
     taker = next(takers, None)
@@ -131,31 +182,30 @@ def _match(ranks: Sequence[int], surplus: list[int], need: list[int]) -> list[tu
     return pairs
 
 
-def _targets(tokens: Sequence[int], topology: Topology) -> list[int]:
-    """Even counts. The tokens left over go one to a rank: to nodes that would have to send them away, in these to ranks
-    that hold them, before others."""
+def _even_targets(tokens: Sequence[int], topology: Topology) -> list[int]:
+    """Even counts. The remainder goes, one token per rank, to nodes with a surplus first, then to ranks with one."""
     share, extra = divmod(sum(tokens), topology.ranks)
     size = topology.devices_per_node
-    wanted = [share] * topology.ranks
+    target = [share] * topology.ranks
     excess = [sum(tokens[first : first + size]) - share * size for first in range(0, topology.ranks, size)]
-    # First what saves a transfer between nodes, then what saves one inside, then any.
+    # "node" saves a move between nodes, "rank" saves a move inside a node.
     for saves in ("node", "rank", "none"):
         for rank in sorted(range(topology.ranks), key=lambda rank: (tokens[rank] <= share, rank)):
             node = topology.node_of(rank)
             fits = (
                 saves == "none" or (saves == "node" and excess[node] > 0) or (saves == "rank" and tokens[rank] > share)
             )
-            if extra and wanted[rank] == share and fits:
-                wanted[rank] += 1
+            if extra and target[rank] == share and fits:
+                target[rank] += 1
                 excess[node] -= 1
                 extra -= 1
-    return wanted
+    return target
 
 
-def _check(tokens: Sequence[int], topology: Topology) -> None:
+def _check_tokens(tokens: Sequence[int], topology: Topology) -> None:
     if len(tokens) != topology.ranks:
         raise ValueError(
-            f"tokens: {len(tokens)} counts: the topology has {topology.ranks} ranks; give one count a rank"
+            f"tokens: {len(tokens)} counts: the topology has {topology.ranks} ranks; give one count per rank"
         )
     if min(tokens) < 0:
         raise ValueError(f"tokens: {min(tokens)}: a rank cannot hold fewer than 0 tokens")

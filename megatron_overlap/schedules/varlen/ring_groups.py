@@ -1,10 +1,12 @@
-"""Rings over the same ranks, and what their members have to show each other.
+"""Ring groups: rings over the same ranks, and the rows that their members send each other.
 
-Rings of a pass over the same ranks form a ring_group: their messages travel together. A ring of G ranks has 2G chunks;
-place i holds chunks i and 2G-1-i. What travels is either the keys and values of a chunk, to the places whose queries
-see it, or its queries, to the places whose keys they see. Both go down the ring: from place i to i-1, ..., 0, G-1, ...,
-i+1. An early chunk's keys go all the way round, a late chunk's only to place 0: nobody behind it sees them. Of queries
-it is the other way round. So a quarter of the messages of a full ring_group is not sent.
+All rings of a pass over the same ranks form one ring group, whose rings share their messages. A ring of G ranks has 2G
+chunks; the member at position i owns chunks i and 2G-1-i. Pass-KV sends the keys and values of a chunk to the members
+whose queries see them. Pass-Q sends its queries to the members whose keys they see.
+
+Both travel down the ring: from position i to i-1, ..., 0, G-1, ..., i+1. With pass-KV an early chunk goes all the way
+round and a late chunk only to position 0, because no query of a later position sees it. With pass-Q the roles are
+exchanged. A full ring group therefore sends a quarter fewer rows than an all-gather.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from typing import Literal
 
 from megatron_overlap.schedules.varlen.plan import Pass, Ring, Zone
 
-Side = Literal["keys", "queries"]
-"""What travels round a ring: keys and values to the queries, or queries to the keys and values."""
+Passing = Literal["kv", "q"]
+"""What travels around a ring: `kv` is pass-KV (keys and values), `q` is pass-Q (queries)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,39 +30,39 @@ class RingGroup:
     zone: Zone
 
     def rows(self, chunk: int) -> int:
-        """Rows of a chunk of all rings."""
-        return sum(ring.bounds[chunk + 1] - ring.bounds[chunk] for ring in self.rings)
+        """Rows of a chunk, summed over all rings."""
+        return sum(ring.chunk_length(chunk) for ring in self.rings)
 
-    def chunks_of(self, place: int) -> tuple[int, int]:
-        """The early and the late chunk of a place."""
-        return place, 2 * len(self.ranks) - 1 - place
+    def chunks_of(self, position: int) -> tuple[int, int]:
+        """The early and the late chunk of a position."""
+        return position, 2 * len(self.ranks) - 1 - position
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """What one place shows to others, in one message from each to the next.
+class Payload:
+    """Chunks of one owner that travel around the ring in the same messages.
 
     Attributes:
-        home: place that holds it.
-        chunks: its chunks, what travels farthest first.
-        visits: places in the order in which they see it.
-        rows: rows that `visits[i]` sees: those of the first of `chunks`.
+        owner: position of the owner of the rows.
+        chunks: chunks in the order of the buffer: the chunk with the most receivers first.
+        receivers: positions in the order in which they receive the payload. Ring step i is at `receivers[i]`.
+        rows: `rows[i]` is the number of rows that `receivers[i]` gets: a prefix of the buffer.
     """
 
-    home: int
+    owner: int
     chunks: tuple[int, ...]
-    visits: tuple[int, ...]
+    receivers: tuple[int, ...]
     rows: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Chunks of queries that are attended with chunks of keys in one call of a kernel.
+    """Query chunks and key chunks of one attention kernel call.
 
     Attributes:
-        queries: chunks.
-        keys: chunks.
-        masked: not every query sees every key; then there is one chunk of each.
+        queries: query chunks.
+        keys: key chunks.
+        masked: not every query sees every key. A masked block has one query chunk and one key chunk.
     """
 
     queries: tuple[int, ...]
@@ -69,7 +71,7 @@ class Block:
 
 
 def ring_groups(part: Pass) -> tuple[RingGroup, ...]:
-    """The ring_groups of a pass, those between nodes first, else in the order of their first rings."""
+    """The ring groups of a pass: inter-node groups first, then in the order of their first rings."""
     found: dict[tuple[int, ...], list[Ring]] = {}
     for ring in part.rings:
         found.setdefault(ring.ranks, []).append(ring)
@@ -77,8 +79,8 @@ def ring_groups(part: Pass) -> tuple[RingGroup, ...]:
     return tuple(sorted(result, key=lambda ring_group: ring_group.zone != "inter"))
 
 
-def reaches(ring: Ring, queries: int, keys: int, window: int | None) -> bool:
-    """Whether some query of a chunk sees some key of a chunk."""
+def attends(ring: Ring, queries: int, keys: int, window: int | None) -> bool:
+    """Whether a query of chunk `queries` sees a key of chunk `keys`."""
     bounds = ring.bounds
     if queries < keys or bounds[queries] == bounds[queries + 1] or bounds[keys] == bounds[keys + 1]:
         return False
@@ -86,19 +88,19 @@ def reaches(ring: Ring, queries: int, keys: int, window: int | None) -> bool:
 
 
 def blocks(ring: Ring, queries: Sequence[int], keys: Sequence[int], window: int | None) -> list[Block]:
-    """All that the queries of some chunks see of the keys of some chunks, each pair of a query and a key once.
+    """The kernel calls that compute each visible query-key pair of these chunks once.
 
     Args:
-        ring: whose chunks they are.
+        ring: the ring that the chunks belong to.
         queries: chunks, ascending.
         keys: chunks, ascending.
-        window: keys that a query sees before its own; None is all.
+        window: number of keys before its own position that a query sees; None is all.
     """
     bounds = ring.bounds
     masked: list[Block] = []
     full: dict[tuple[int, ...], list[int]] = {}
     for key in keys:
-        seen_by = [query for query in queries if reaches(ring, query, key, window)]
+        seen_by = [query for query in queries if attends(ring, query, key, window)]
         whole = tuple(
             query
             for query in seen_by
@@ -107,44 +109,47 @@ def blocks(ring: Ring, queries: Sequence[int], keys: Sequence[int], window: int 
         if whole:
             full.setdefault(whole, []).append(key)
         masked += [Block((query,), (key,), True) for query in seen_by if query not in whole]
-    # The square of a chunk with itself comes first: it is there from the start, and gives every query a result.
+    # The diagonal block of a chunk comes first: it needs no message and initialises the result of every query.
     masked.sort(key=lambda block: block.queries != block.keys)
     return masked + [Block(queries, tuple(keys), False) for queries, keys in full.items()]
 
 
-def loads(ring_group: RingGroup, side: Side, window: int | None) -> tuple[Load, ...]:
-    """What travels in a ring_group: one load a place, or two where its chunks take different ways; by place."""
+def payloads(ring_group: RingGroup, passing: Passing, window: int | None) -> tuple[Payload, ...]:
+    """The payloads of a ring group, by owner: one, or two if the receivers of its chunks are not nested."""
     size = len(ring_group.ranks)
-    held = [any(ring.bounds[chunk] < ring.bounds[chunk + 1] for ring in ring_group.rings) for chunk in range(2 * size)]
+    filled = [any(ring.chunk_length(chunk) for ring in ring_group.rings) for chunk in range(2 * size)]
 
-    def meet(travelling: int, resting: int) -> bool:
-        query, key = (resting, travelling) if side == "keys" else (travelling, resting)
-        if query < key or not (held[query] and held[key]):
+    def is_needed(travelling: int, local: int) -> bool:
+        query, key = (local, travelling) if passing == "kv" else (travelling, local)
+        if query < key or not (filled[query] and filled[key]):
             return False
-        return window is None or any(reaches(ring, query, key, window) for ring in ring_group.rings)
+        return window is None or any(attends(ring, query, key, window) for ring in ring_group.rings)
 
-    def way(chunk: int, home: int) -> tuple[int, ...]:
-        others = ((home - step) % size for step in range(1, size))
-        return tuple(place for place in others if any(meet(chunk, own) for own in ring_group.chunks_of(place)))
+    def receivers_of(chunk: int, owner: int) -> tuple[int, ...]:
+        others = ((owner - step) % size for step in range(1, size))
+        return tuple(
+            position for position in others if any(is_needed(chunk, own) for own in ring_group.chunks_of(position))
+        )
 
     result = []
-    for home in range(size):
-        ways = [(way(chunk, home), chunk) for chunk in ring_group.chunks_of(home)]
-        ways = sorted((item for item in ways if item[0]), key=lambda item: (-len(item[0]), item[1]))
-        together = len(ways) == 2 and ways[0][0][: len(ways[1][0])] == ways[1][0]
-        for group in [ways] if together else [[item] for item in ways]:
-            visits = group[0][0]
+    for owner in range(size):
+        paths = [(receivers_of(chunk, owner), chunk) for chunk in ring_group.chunks_of(owner)]
+        paths = sorted((item for item in paths if item[0]), key=lambda item: (-len(item[0]), item[1]))
+        nested = len(paths) == 2 and paths[0][0][: len(paths[1][0])] == paths[1][0]
+        for group in [paths] if nested else [[item] for item in paths]:
+            receivers = group[0][0]
             rows = tuple(
-                sum(ring_group.rows(chunk) for way_, chunk in group if len(way_) > step) for step in range(len(visits))
+                sum(ring_group.rows(chunk) for path, chunk in group if len(path) > step)
+                for step in range(len(receivers))
             )
-            result.append(Load(home, tuple(chunk for _, chunk in group), visits, rows))
+            result.append(Payload(owner, tuple(chunk for _, chunk in group), receivers, rows))
     return tuple(result)
 
 
-def chunks_at(ring_group: RingGroup, load: Load, step: int) -> tuple[int, ...]:
-    """The chunks of a load that its visit number `step` sees, ascending."""
-    left, found = load.rows[step], []
-    for chunk in load.chunks:
+def chunks_at(ring_group: RingGroup, payload: Payload, step: int) -> tuple[int, ...]:
+    """The chunks of a payload that the receiver of ring step `step` gets, ascending."""
+    left, found = payload.rows[step], []
+    for chunk in payload.chunks:
         if left > 0:
             found.append(chunk)
             left -= ring_group.rows(chunk)

@@ -1,7 +1,7 @@
-"""What the planners know of a machine: its links, and how long attention and messages take on it.
+"""Cluster topology and cost model: nodes and links, and the time that attention and messages take on them.
 
-Times are whole femtoseconds. Integers have one order on every machine, so that no two ranks can break a tie
-differently, and a sum does not depend on the order of its terms.
+Times are integer femtoseconds. Integer comparisons and sums give the same result on every rank and in every order of
+the terms, so all ranks break ties alike.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ class Topology:
     Attributes:
         nodes: number of nodes.
         devices_per_node: ranks in each node.
-        nics_per_node: network cards of a node; device d sits next to card `d * nics_per_node // devices_per_node`.
-        intra_gbps: bandwidth of one device to another of its node, gigabytes per second, one direction.
-        inter_gbps: bandwidth of one network card, gigabytes per second, one direction.
+        nics_per_node: NICs of a node. Device d is adjacent to NIC `d * nics_per_node // devices_per_node`.
+        intra_gbps: bandwidth between two devices of a node, GB/s in one direction.
+        inter_gbps: bandwidth of one NIC, GB/s in one direction.
         intra_latency_us: time of an empty message inside a node, microseconds.
         inter_latency_us: time of an empty message between nodes, microseconds.
-        routing: transfers between nodes may use all cards of the node (`schedules.varlen.routing`).
+        routing: transfers between nodes may use all NICs of a node (`schedules.varlen.routing`).
 
     Raises:
         ValueError: a count is below one, or a bandwidth or latency is not positive.
@@ -54,27 +54,27 @@ class Topology:
         return rank // self.devices_per_node
 
     def nic_of(self, rank: int) -> int:
-        """The card, within its node, that a rank sits next to."""
+        """The NIC, numbered within its node, that is adjacent to a rank."""
         return rank % self.devices_per_node * self.nics_per_node // self.devices_per_node
 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """How long one layer takes on one device.
+    """Modelled time of one layer on one device.
 
     The defaults are fitted to measured forward times of causal attention on an H100 (64 query heads, 4 key/value heads,
-    head size 128, bf16: 1.06 ms at 4K tokens, 13.5 at 16K, 206 at 64K), and to the linear layers of a model of that
-    width at 600 TFLOP/s.
+    head size 128, bf16: 1.06 ms at 4K tokens, 13.5 ms at 16K, 206 ms at 64K), and to the linear layers of a model of
+    that width at 600 TFLOP/s.
 
     Attributes:
-        pair_fs: one query with one key, all heads.
-        token_fs: what attention costs per token whatever the document's length.
-        floor_fs: no document takes less, however short: a tile of the kernel is computed in full.
-        linear_fs: linear layers, per token.
-        kv_bytes: keys and values of one token, all heads.
+        pair_fs: attention time of one query-key pair, all heads.
+        token_fs: attention time per token, independent of the document's length.
+        floor_fs: least attention time of a document: the kernel computes a whole tile.
+        linear_fs: time of the linear layers per token.
+        kv_bytes: bytes of the keys and values of one token, all heads.
 
     Raises:
-        ValueError: a cost is negative, or attention is free.
+        ValueError: a cost is negative, or `pair_fs` is 0.
     """
 
     pair_fs: int = 96_000
@@ -91,27 +91,27 @@ class CostModel:
             raise ValueError(f"pair_fs: {self.pair_fs}: give at least 1")
 
     def share_fs(self, tokens: int, length: int) -> int:
-        """Causal attention of `tokens` queries of a document of `length` tokens, placed zigzag.
+        """Time of causal attention for a zigzag share: `tokens` queries of a document of `length` tokens.
 
-        A zigzag share holds as many early as late tokens, so its queries see (length + 1) / 2 keys on average whatever
-        the share's size: `tokens == length` is the whole document.
+        A zigzag share has as many early as late tokens, so its queries see (length + 1) / 2 keys on average for every
+        share size. `tokens == length` is the whole document.
         """
         if tokens == 0:
             return 0
         return max(self.floor_fs, tokens * ((length + 1) * self.pair_fs + 2 * self.token_fs) // 2)
 
     def attention_fs(self, pairs: int, tokens: int) -> int:
-        """Attention of `tokens` queries that see `pairs` keys in all."""
+        """Time of attention for `tokens` queries with `pairs` query-key pairs."""
         if tokens == 0:
             return 0
         return max(self.floor_fs, pairs * self.pair_fs + tokens * self.token_fs)
 
     def ring_fs(self, tokens: int, hops: int, topology: Topology, *, inter: bool) -> int:
-        """Time of a ring in which `tokens` of keys and values come in over `hops` messages."""
+        """Time to receive the keys and values of `tokens` tokens in `hops` ring steps."""
         if hops == 0:
             return 0
         gbps, latency_us = topology.intra_gbps, topology.intra_latency_us
         if inter:
-            cards = topology.nics_per_node if topology.routing else 1
-            gbps, latency_us = min(topology.inter_gbps * cards, topology.intra_gbps), topology.inter_latency_us
+            nics = topology.nics_per_node if topology.routing else 1
+            gbps, latency_us = min(topology.inter_gbps * nics, topology.intra_gbps), topology.inter_latency_us
         return tokens * self.kv_bytes * round(1e6 / gbps) + hops * round(latency_us * FS_PER_US)

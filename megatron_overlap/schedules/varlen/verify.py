@@ -1,27 +1,28 @@
-"""Plays the program of all ranks together and proves it, or names what is wrong."""
+"""Executes the messages of all ranks of a pass symbolically, and proves them or reports the fault."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
-from megatron_overlap.schedules.varlen.message_order import Trip
-from megatron_overlap.schedules.varlen.messages import visits_of, works_of
-from megatron_overlap.schedules.varlen.program import Turn
+from megatron_overlap.schedules.varlen.message_order import MessagePlan
+from megatron_overlap.schedules.varlen.messages import RingMessages
 from megatron_overlap.schedules.varlen.ring_groups import chunks_at
 from megatron_overlap.schedules.verify import ScheduleError
 
 Rows = Counter[int]
+TaskKind = Literal["compute", "send result"]
 
 
 @dataclass(frozen=True, slots=True)
-class ProgramProof:
-    """What playing a program showed.
+class MessagesProof:
+    """Result of a proof.
 
     Attributes:
-        messages: of all ranks, those to proxies included.
-        routed: of these, to proxies.
+        messages: number of messages of all ranks, those to proxies included.
+        routed: number of messages to proxies.
     """
 
     messages: int
@@ -30,10 +31,10 @@ class ProgramProof:
 
 @dataclass(slots=True)
 class _Post:
-    """An exchange that waits in a rank's queue."""
+    """One round in the queue of a rank: the message that it sends and the message that it receives."""
 
-    turn: int
-    back: bool
+    group: int
+    collects: bool
     send: int | None
     recv: int | None
 
@@ -41,163 +42,175 @@ class _Post:
 @dataclass(slots=True)
 class _Rank:
     queues: dict[str, list[_Post]] = field(default_factory=lambda: {"inter": [], "intra": []})
-    tasks: list[tuple[str, int, int, int]] = field(default_factory=list)
-    """What it still has to do, in order: visit or work, of a turn, load and step."""
+    tasks: list[tuple[TaskKind, int, int, int]] = field(default_factory=list)
+    """Remaining tasks in order: kind, ring group, payload and ring step."""
 
 
-def check(turns: Sequence[Turn], ranks: int) -> ProgramProof:
-    """Plays the program as lazily as ranks may be, on the strictest transport.
+def check_messages(groups: Sequence[RingMessages], ranks: int) -> MessagesProof:
+    """Executes the messages under the strictest assumptions: rendezvous transport and blocking ranks.
 
-    A message is played as a rendezvous: every rank has one queue for its messages between nodes and one for those
-    inside, and each exchange holds up the later ones of its queue until it is done. A rank stands still for each visit
-    in order, and passes results on only after all visits. What runs under these rules runs where ranks are quicker and
-    transports have buffers.
+    Every rank has one queue for its inter-node messages and one for its intra-node messages. Each round blocks the
+    later ones of its queue until both of its messages are done. A rank waits for each ring step in order, and sends
+    results only after all its ring steps. Messages that complete under these rules complete on faster ranks and on
+    buffered transports.
 
-    Proved: every row of a load reaches each visit once and whole; no rank sends rows that it does not hold, or a result
-    before it and those of all visits before are made; every home gets from each visit of each row its result once;
-    nothing deadlocks; every message that is sent is received.
+    Proved: every row of a payload reaches each ring step once; no rank sends rows that it does not hold; no rank sends
+    a result before it is complete; every owner gets the result of each ring step for each row once; nothing deadlocks;
+    every message that is sent is received.
 
     Args:
-        turns: of one pass.
-        ranks: of the machine.
+        groups: the ring groups of one pass.
+        ranks: number of ranks of the topology.
 
     Raises:
-        ScheduleError: naming the rank and the message at fault.
+        ScheduleError: names the rank and the message at fault.
     """
     state = [_Rank() for _ in range(ranks)]
-    for back in (False, True):
-        for number, turn in enumerate(turns):
-            trip = turn.back if back else turn.out
-            for rank in range(ranks) if trip else ():
-                queue = state[rank].queues["inter" if turn.ring_group.zone == "inter" else "intra"]
-                queue += [_Post(number, back, *pair) for pair in trip.exchanges(rank)]  # type: ignore[union-attr]
-    for what in ("visit", "work"):
-        for number, turn in enumerate(turns):
-            for place, rank in enumerate(turn.ring_group.ranks):
-                if what == "visit":
-                    visits = visits_of(turn.loads, turn.out, place, rank)
-                else:
-                    visits = works_of(turn.loads, turn.back, place, rank) if turn.back else []
-                state[rank].tasks += [(what, number, load, step) for load, step, _ in visits]
-    play = _Play(turns, state)
-    while any(play.advance(rank) for rank in range(ranks)):
+    for collects in (False, True):
+        for number, group in enumerate(groups):
+            plan = group.collect if collects else group.distribute
+            for rank in range(ranks) if plan else ():
+                queue = state[rank].queues["inter" if group.ring_group.zone == "inter" else "intra"]
+                queue += [_Post(number, collects, *pair) for pair in plan.rounds(rank)]  # type: ignore[union-attr]
+    kinds: tuple[TaskKind, ...] = ("compute", "send result")
+    for kind in kinds:
+        for number, group in enumerate(groups):
+            for position, rank in enumerate(group.ring_group.ranks):
+                steps = group.received_steps(position) if kind == "compute" else group.result_steps(position)
+                state[rank].tasks += [(kind, number, payload, step) for payload, step, _ in steps]
+    simulation = _Simulation(groups, state)
+    while any(simulation.advance(rank) for rank in range(ranks)):
         pass
-    play.finish()
-    trips: list[Trip] = [trip for turn in turns for trip in (turn.out, turn.back) if trip]
-    messages = [message for trip in trips for message in trip.messages]
-    return ProgramProof(len(messages), sum(not message.ends for message in messages))
+    simulation.finish()
+    plans: list[MessagePlan] = [plan for group in groups for plan in (group.distribute, group.collect) if plan]
+    messages = [message for plan in plans for message in plan.messages]
+    return MessagesProof(len(messages), sum(not message.is_final for message in messages))
 
 
-class _Play:
-    def __init__(self, turns: Sequence[Turn], state: list[_Rank]) -> None:
-        self._turns, self._state = turns, state
+class _Simulation:
+    def __init__(self, groups: Sequence[RingMessages], state: list[_Rank]) -> None:
+        self._groups, self._state = groups, state
         self._held: dict[tuple[int, int, int], Rows] = {}
-        """Rows of a load that a visit or its home has, by turn, load and rank."""
-        self._passed: set[tuple[int, bool, int]] = set()
-        self._made: dict[tuple[int, int, int], dict[int, Rows]] = {}
-        """Places whose result is in each row, by turn, load and the visit that has it; -1 is home."""
-        self._worked: set[tuple[int, int, int]] = set()
-        for number, turn in enumerate(turns):
-            for index, load in enumerate(turn.loads):
-                self._held[number, index, turn.ring_group.ranks[load.home]] = Rows(range(load.rows[0]))
+        """Payload rows that a rank holds, by group, payload and rank."""
+        self._delivered: set[tuple[int, bool, int]] = set()
+        self._results: dict[tuple[int, int, int], dict[int, Rows]] = {}
+        """For each row the positions whose results it includes, by group, payload and ring step; -1 is the owner."""
+        self._complete: set[tuple[int, int, int]] = set()
+        for number, group in enumerate(groups):
+            for index, payload in enumerate(group.payloads):
+                self._held[number, index, group.ring_group.ranks[payload.owner]] = Rows(range(payload.rows[0]))
 
     def advance(self, rank: int) -> bool:
-        """Does what a rank can do; whether that was anything."""
-        moved = False
+        """Executes all messages and tasks of a rank that can run; returns whether there was one."""
+        advanced = False
         for queue in self._state[rank].queues.values():
-            while queue and self._exchange(rank, queue[0]):
+            while queue and self._finish_round(rank, queue[0]):
                 queue.pop(0)
-                moved = True
+                advanced = True
         tasks = self._state[rank].tasks
-        while tasks and self._task(rank, *tasks[0]):
+        while tasks and self._run_task(rank, *tasks[0]):
             tasks.pop(0)
-            moved = True
-        return moved
+            advanced = True
+        return advanced
 
-    def _exchange(self, rank: int, post: _Post) -> bool:
-        """Tries both directions; whether both are done."""
-        trip = self._trip(post)
+    def _finish_round(self, rank: int, post: _Post) -> bool:
+        """Tries to deliver both messages of a round; returns whether both are delivered."""
+        plan = self._plan(post)
         for index in (post.send, post.recv):
-            if index is None or (post.turn, post.back, index) in self._passed:
+            if index is None or (post.group, post.collects, index) in self._delivered:
                 continue
-            message = trip.messages[index]
-            self._meets(post, index, message.to if rank == message.source else message.source)
-        return all(index is None or (post.turn, post.back, index) in self._passed for index in (post.send, post.recv))
+            message = plan.messages[index]
+            self._deliver(post, index, message.to if rank == message.source else message.source)
+        return all(
+            index is None or (post.group, post.collects, index) in self._delivered for index in (post.send, post.recv)
+        )
 
-    def _trip(self, post: _Post) -> Trip:
-        turn = self._turns[post.turn]
-        trip = turn.back if post.back else turn.out
-        assert trip is not None
-        return trip
+    def _plan(self, post: _Post) -> MessagePlan:
+        group = self._groups[post.group]
+        plan = group.collect if post.collects else group.distribute
+        assert plan is not None
+        return plan
 
-    def _meets(self, post: _Post, index: int, peer: int) -> None:
-        """Passes a message if the peer's queue has come to it and its rows are there."""
-        zone = self._turns[post.turn].ring_group.zone
+    def _deliver(self, post: _Post, index: int, peer: int) -> None:
+        """Delivers a message if it is in the current round of the peer and its rows are ready."""
+        zone = self._groups[post.group].ring_group.zone
         queue = self._state[peer].queues["inter" if zone == "inter" else "intra"]
-        if not queue or (queue[0].turn, queue[0].back) != (post.turn, post.back):
+        if not queue or (queue[0].group, queue[0].collects) != (post.group, post.collects):
             return
         if index not in (queue[0].send, queue[0].recv):
             return
-        message = self._trip(post).messages[index]
-        name = f"rank {message.source}: {'back' if post.back else 'out'} message {index}"
-        key = post.turn, message.load, message.step
+        message = self._plan(post).messages[index]
+        name = f"rank {message.source}: {'collect' if post.collects else 'distribute'} message {index}"
+        key = post.group, message.payload, message.step
         if message.after is not None:
-            before = self._trip(post).messages[message.after]
-            if (post.turn, post.back, message.after) not in self._passed:
+            before = self._plan(post).messages[message.after]
+            if (post.group, post.collects, message.after) not in self._delivered:
                 return
             if before.to != message.source or before.start > message.start or before.stop < message.stop:
-                raise ScheduleError(f"{name}: forwards what message {message.after} did not bring")
-        elif post.back and key not in self._worked:
+                raise ScheduleError(f"{name}: forwards rows that message {message.after} does not bring")
+        elif post.collects and key not in self._complete:
             return
         rows = range(message.start, message.stop)
-        if not post.back:
-            has = self._held.get((post.turn, message.load, message.source), Rows())
-            if message.after is None and not all(has[row] for row in rows):
-                raise ScheduleError(f"{name}: sends rows that it does not hold")
-            if message.ends:
-                self._held.setdefault((post.turn, message.load, message.to), Rows()).update(rows)
-        elif message.ends:
-            end = -1 if message.home else message.step + 1
-            mine = self._made[key]
-            there = self._made.setdefault((post.turn, message.load, end), {})
+        if not post.collects:
+            held = self._held.get((post.group, message.payload, message.source), Rows())
+            if message.after is None and not all(held[row] for row in rows):
+                raise ScheduleError(f"{name}: sends rows that the rank does not hold")
+            if message.is_final:
+                self._held.setdefault((post.group, message.payload, message.to), Rows()).update(rows)
+        elif message.is_final:
+            destination = -1 if message.to_owner else message.step + 1
+            sent = self._results[key]
+            received = self._results.setdefault((post.group, message.payload, destination), {})
             for row in rows:
-                there.setdefault(row, Rows()).update(mine[row])
-        self._passed.add((post.turn, post.back, index))
+                received.setdefault(row, Rows()).update(sent[row])
+        self._delivered.add((post.group, post.collects, index))
 
-    def _task(self, rank: int, what: str, number: int, index: int, step: int) -> bool:
-        turn = self._turns[number]
-        load = turn.loads[index]
-        if what == "visit":
-            has = self._held.get((number, index, rank), Rows())
-            return set(has) == set(range(load.rows[step]))
-        mine = self._made.setdefault((number, index, step), {})
-        arrived = all(mine.get(row) for row in range(load.rows[step]))
+    def _run_task(self, rank: int, kind: TaskKind, number: int, index: int, step: int) -> bool:
+        payload = self._groups[number].payloads[index]
+        if kind == "compute":
+            held = self._held.get((number, index, rank), Rows())
+            return set(held) == set(range(payload.rows[step]))
+        results = self._results.setdefault((number, index, step), {})
+        arrived = all(results.get(row) for row in range(payload.rows[step]))
         if step and not arrived:
             return False
-        for row in range(load.rows[step]):
-            mine.setdefault(row, Rows())[load.visits[step]] += 1
-        self._worked.add((number, index, step))
+        for row in range(payload.rows[step]):
+            results.setdefault(row, Rows())[payload.receivers[step]] += 1
+        self._complete.add((number, index, step))
         return True
 
     def finish(self) -> None:
-        """Raises if anything is left, or came out wrong."""
+        """Raises if a message or task is left, or if a result is wrong."""
         for rank, state in enumerate(self._state):
             for zone, queue in state.queues.items():
                 if queue:
-                    raise ScheduleError(f"rank {rank}: deadlock: {len(queue)} {zone} exchange(s) left, at {queue[0]}")
+                    raise ScheduleError(f"rank {rank}: deadlock: {len(queue)} {zone} round(s) left, first {queue[0]}")
             if state.tasks:
-                raise ScheduleError(f"rank {rank}: deadlock: waits for {state.tasks[0]}")
+                kind, number, index, step = state.tasks[0]
+                raise ScheduleError(
+                    f"rank {rank}: deadlock: cannot {kind} of group {number}, payload {index}, ring step {step}"
+                )
         for (number, index, rank), rows in self._held.items():
-            twice = [row for row, count in rows.items() if count != 1]
-            if twice:
-                raise ScheduleError(f"rank {rank}: turn {number}, load {index}: row {twice[0]} came {rows[twice[0]]} x")
-        for number, turn in enumerate(self._turns):
-            for index, load in enumerate(turn.loads):
-                homes = self._made.get((number, index, -1), {})
-                for row in range(load.rows[0]) if turn.back else ():
-                    wanted = Rows(place for step, place in enumerate(load.visits) if row < load.rows[step])
-                    if homes.get(row) != wanted:
-                        raise ScheduleError(f"turn {number}, load {index}: row {row} came home with {homes.get(row)}")
-                seen = {chunk for step in range(len(load.visits)) for chunk in chunks_at(turn.ring_group, load, step)}
-                if seen != set(load.chunks):
-                    raise ScheduleError(f"turn {number}, load {index}: chunks {seen} were seen, not {load.chunks}")
+            repeated = [row for row, count in rows.items() if count != 1]
+            if repeated:
+                raise ScheduleError(
+                    f"rank {rank}: group {number}, payload {index}: row {repeated[0]} arrives {rows[repeated[0]]} times"
+                )
+        for number, group in enumerate(self._groups):
+            for index, payload in enumerate(group.payloads):
+                results = self._results.get((number, index, -1), {})
+                for row in range(payload.rows[0]) if group.collect else ():
+                    expected = Rows(
+                        position for step, position in enumerate(payload.receivers) if row < payload.rows[step]
+                    )
+                    if results.get(row) != expected:
+                        raise ScheduleError(
+                            f"group {number}, payload {index}: the owner gets results of {results.get(row)} for row "
+                            f"{row}, not of {expected}"
+                        )
+                steps = range(len(payload.receivers))
+                received = {chunk for step in steps for chunk in chunks_at(group.ring_group, payload, step)}
+                if received != set(payload.chunks):
+                    raise ScheduleError(
+                        f"group {number}, payload {index}: chunks {received} are received, not {payload.chunks}"
+                    )

@@ -10,6 +10,7 @@ import typer
 from megatron_overlap.config import ConfigError, load_launch_config
 from megatron_overlap.config.errors import did_you_mean
 from megatron_overlap.config.resources import config_file
+from megatron_overlap.schedules.varlen.balance import describe
 from megatron_overlap.schedules.varlen.baselines import METHODS
 from megatron_overlap.schedules.varlen.topology import Topology
 from megatron_overlap.tools.plan.lengths import DISTRIBUTIONS, read_lengths, sample
@@ -61,7 +62,7 @@ def plan(
         result = METHODS[method](batch, topology, capacity=capacity or max(1, share + share // _SPARE), cost=None)
     except ValueError as error:
         raise _wrong(f"--method {method}", None, str(error)) from error
-    print(result.describe(ranks=show))
+    print(describe(result, ranks=show))
     if png is not None:
         from megatron_overlap.tools.plan.plot import draw
 

@@ -12,8 +12,8 @@ from megatron_overlap.adapters.varlen.loader import Batch, Channel, DocumentLoad
 from megatron_overlap.comm.host_group import HostGroup
 from megatron_overlap.schedules.varlen import CostModel, Topology, partition
 from megatron_overlap.schedules.varlen.baselines import ring_over_all
-from megatron_overlap.schedules.varlen.linear_layout import linear_layout
-from megatron_overlap.schedules.varlen.program import Traffic, _program, program
+from megatron_overlap.schedules.varlen.messages import Traffic, _messages_of, messages_of
+from megatron_overlap.schedules.varlen.rebalance import linear_layout
 
 Row = tuple[int, int, int, int, float]
 
@@ -98,12 +98,12 @@ def programs_made_late(group: dist.ProcessGroup, lengths: Sequence[int], tokens:
     found = []
     # What models before this one have asked for must not push out what this one needs.
     for size in range(1, 20):
-        program(partition([8], Topology(1, group.size()), capacity=8), 0, Traffic("keys", size, size), None)
+        messages_of(partition([8], Topology(1, group.size()), capacity=8), 0, Traffic("kv", size, size), None)
     for _ in range(count):
         batch = next(loader)
         channel.thread.submit(int).result()  # the loader is done with the micro-batch after
-        made = _program.cache_info().misses
-        program(batch.plan, 0, Traffic("keys", 12, 34), None)
-        found.append(_program.cache_info().misses - made)
+        made = _messages_of.cache_info().misses
+        messages_of(batch.plan, 0, Traffic("kv", 12, 34), None)
+        found.append(_messages_of.cache_info().misses - made)
     channel.close()
     return found

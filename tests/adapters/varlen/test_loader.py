@@ -7,9 +7,8 @@ import random
 import pytest
 
 from megatron_overlap.schedules.varlen import Topology, partition
-from megatron_overlap.schedules.varlen.linear_layout import cut, moved_pieces
 from megatron_overlap.schedules.varlen.plan import Piece
-from megatron_overlap.schedules.varlen.rebalance import remap_to
+from megatron_overlap.schedules.varlen.rebalance import rebalance_to, rebalanced_pieces, slice_pieces
 from tests.adapters.varlen import loader_workers as cases
 from tests.helpers.world import World
 
@@ -93,15 +92,15 @@ def test_moved_pieces_are_the_rows_that_move() -> None:
     pieces = [list(plan.pieces(0, rank)) for rank in range(4)]
     before = [[(p.document, at) for p in held for at in range(p.start, p.stop)] for held in pieces]
     counts = [len(rows) for rows in before]
-    move = remap_to(counts, [0, sum(counts) - 5, 5, 0], topology)
+    move = rebalance_to(counts, [0, sum(counts) - 5, 5, 0], topology)
     after = [rows[: move.after[rank]] + [None] * (move.after[rank] - len(rows)) for rank, rows in enumerate(before)]
     for step in move.moves:
         after[step.to][step.at : step.at + step.rows] = before[step.source][step.start : step.stop]
-    found = moved_pieces(pieces, move)
+    found = rebalanced_pieces(pieces, move)
     assert [[(p.document, at) for p in held for at in range(p.start, p.stop)] for held in found] == after
 
 
 def test_cut() -> None:
     pieces = [Piece(4, 10, 13), Piece(5, 0, 2), Piece(6, 7, 9)]
-    assert list(cut(pieces, 2, 6)) == [Piece(4, 12, 13), Piece(5, 0, 2), Piece(6, 7, 8)]
-    assert list(cut(pieces, 3, 3)) == []
+    assert list(slice_pieces(pieces, 2, 6)) == [Piece(4, 12, 13), Piece(5, 0, 2), Piece(6, 7, 8)]
+    assert list(slice_pieces(pieces, 3, 3)) == []

@@ -1,53 +1,73 @@
-"""What the workers run: balanced attention and its definition on the same batch, forward and backward."""
+"""Worker functions: balanced attention and its reference on the same batch, forward and backward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm import transport_of
-from megatron_overlap.ops import balanced_attention, reference, remap
-from megatron_overlap.ops.varlen import flash_attention as kernel
+from megatron_overlap.ops import balanced_attention, rebalance, reference
+from megatron_overlap.ops.flash_attention import Mask, partial_backward, partial_forward
 from megatron_overlap.schedules.varlen import Plan
-from megatron_overlap.schedules.varlen.linear_layout import to_linear
+from megatron_overlap.schedules.varlen.rebalance import rebalance_to_linear
+from megatron_overlap.schedules.varlen.ring_groups import Passing
 from tests.helpers.late import LateTransport
 
-SIZE = 8
+HEAD_SIZE = 8
 NAMES = ("y", "dq", "dk", "dv")
 Batch = list[torch.Tensor]
 
 
-def make(
-    group: dist.ProcessGroup,
-    plan: Plan,
-    index: int,
-    heads: int,
-    kv_heads: int,
-    seed: int,
-    layout: str = "attention",
-) -> Batch:
+@dataclass(frozen=True)
+class Heads:
+    """Numbers of query heads and key/value heads."""
+
+    heads: int
+    kv_heads: int
+
+
+GQA = Heads(heads=4, kv_heads=2)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of balanced attention."""
+
+    plan: Plan
+    heads: Heads = GQA
+    passing: Passing | None = None
+    layout: str = "attention"
+    window: int | None = None
+    softmax_scale: float | None = None
+    late: bool = True
+    """Messages complete as late as the transport contract allows."""
+
+
+def make_batch(group: dist.ProcessGroup, case: Case, index: int, seed: int) -> Batch:
     """Own rows of query, key, value and output gradient, in float64."""
     rank = dist.get_rank(group)
     generator = torch.Generator().manual_seed(seed * 64 + rank)
-    moves = to_linear(plan, index)
-    rows = (moves.before if layout == "attention" else moves.after)[rank]
-    counts = (heads, kv_heads, kv_heads, heads)
-    return [torch.randn(rows, count, SIZE, generator=generator, dtype=torch.float64) for count in counts]
+    moves = rebalance_to_linear(case.plan, index)
+    rows = (moves.before if case.layout == "attention" else moves.after)[rank]
+    heads = case.heads
+    counts = (heads.heads, heads.kv_heads, heads.kv_heads, heads.heads)
+    return [torch.randn(rows, count, HEAD_SIZE, generator=generator, dtype=torch.float64) for count in counts]
 
 
-def run(function: Callable[..., torch.Tensor], data: Batch, *args: Any, **options: Any) -> Batch:
-    """Output and gradients; zeros where the definition of an empty batch leaves none."""
-    leaves = [tensor.clone().requires_grad_() for tensor in data[:3]]
+def run(function: Callable[..., torch.Tensor], batch: Batch, *args: Any, **options: Any) -> Batch:
+    """Output and gradients; zeros if the reference of an empty batch has no gradients."""
+    leaves = [tensor.clone().requires_grad_() for tensor in batch[:3]]
     y = function(*leaves, *args, **options)
     if y.requires_grad:
-        y.backward(data[3])
+        y.backward(batch[3])
     return [y.detach(), *(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)]
 
 
-def definition(
+def reference_in_layout(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -58,44 +78,41 @@ def definition(
     layout: str,
     **options: Any,
 ) -> torch.Tensor:
-    """What `balanced_attention` equals, in both layouts."""
+    """The plain program that `balanced_attention` equals, in both layouts."""
     if layout == "attention":
         return reference.balanced_attention(q, k, v, plan, index=index, group=group, **options)
-    back = to_linear(plan, index)
-    q, k, v = (reference.move_rows(x, back.back(), group=group) for x in (q, k, v))
+    to_linear = rebalance_to_linear(plan, index)
+    q, k, v = (reference.move_rows(x, to_linear.inverse(), group=group) for x in (q, k, v))
     y = reference.balanced_attention(q, k, v, plan, index=index, group=group, **options)
-    return reference.move_rows(y, back, group=group)
+    return reference.move_rows(y, to_linear, group=group)
 
 
-def against_reference(
-    group: dist.ProcessGroup,
-    plan: Plan,
-    heads: int,
-    kv_heads: int,
-    *,
-    late: bool = True,
-    layout: str = "attention",
-    **options: Any,
-) -> list[tuple[str, int]]:
-    """In float64, equal to textbook attention of each document but for the last bits; then what was sent."""
-    transport: Any = LateTransport(group) if late else transport_of(group)
+def compare_with_reference(group: dist.ProcessGroup, case: Case) -> list[tuple[str, int]]:
+    """In float64, equal to textbook attention of each document up to the last bits. Returns the bytes sent per pass."""
+    transport: Any = LateTransport(group) if case.late else transport_of(group)
     sent: list[tuple[str, int]] = []
-    for index in range(len(plan.passes)):
-        data = make(group, plan, index, heads, kv_heads, index, layout)
-        said = {key: value for key, value in options.items() if key in ("softmax_scale", "window")}
-        expected = run(definition, data, plan, index=index, group=group, layout=layout, **said)
+    options = {"softmax_scale": case.softmax_scale, "window": case.window, "layout": case.layout}
+    for index in range(len(case.plan.passes)):
+        batch = make_batch(group, case, index, seed=index)
+        expected = run(reference_in_layout, batch, case.plan, index=index, group=group, **options)
 
-        def observe(what: str, num_bytes: int) -> None:
-            sent.append((what, num_bytes))
+        def observe(direction: str, num_bytes: int) -> None:
+            sent.append((direction, num_bytes))
 
-        options |= {"layout": layout, "observer": observe}
-        got = run(balanced_attention, data, plan, index=index, group=transport, **options)
-        for name, mine, true in zip(NAMES, got, expected, strict=True):
-            assert torch.isfinite(mine).all(), f"{name}: not finite"
-            torch.testing.assert_close(
-                mine, true, rtol=1e-10, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}"
-            )
-    if late:
+        result = run(
+            balanced_attention,
+            batch,
+            case.plan,
+            index=index,
+            group=transport,
+            passing=case.passing,
+            observer=observe,
+            **options,
+        )
+        for name, got, true in zip(NAMES, result, expected, strict=True):
+            assert torch.isfinite(got).all(), f"{name}: not finite"
+            torch.testing.assert_close(got, true, rtol=1e-10, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}")
+    if case.late:
         transport.close()
     return sent
 
@@ -103,7 +120,7 @@ def against_reference(
 def whole_documents(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, *, index: int, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Every document in one call of the kernel on one rank, which all ranks play."""
+    """Every document in one kernel call, computed by all ranks alike."""
     layout, places = reference.places_of(plan, index)
     whole = [reference._GatherRuns.apply(tensor, group, layout) for tensor in (q, k, v)]
     y = torch.zeros_like(whole[0])
@@ -115,7 +132,7 @@ def whole_documents(
 class _OneDocument(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *qkv: torch.Tensor) -> torch.Tensor:
-        ctx.result = kernel.forward(*qkv, qkv[0].shape[-1] ** -0.5, kernel.Mask(0, None))
+        ctx.result = partial_forward(*qkv, qkv[0].shape[-1] ** -0.5, Mask(0, None))
         ctx.save_for_backward(*qkv)
         return ctx.result[0].clone()
 
@@ -123,84 +140,86 @@ class _OneDocument(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         qkv = ctx.saved_tensors
         scale = qkv[0].shape[-1] ** -0.5
-        return kernel.backward(grads[0].contiguous(), *qkv, *ctx.result, scale, kernel.Mask(0, None))
+        return partial_backward(grads[0].contiguous(), *qkv, *ctx.result, scale, Mask(0, None))
 
 
-def rounding(group: dist.ProcessGroup, plan: Plan, dtype: torch.dtype, heads: int, kv_heads: int, moves: Any) -> None:
-    """As near to float64 as the same kernel on one rank is, up to the rounding of partial results.
+def compare_rounding(group: dist.ProcessGroup, case: Case, dtype: torch.dtype) -> None:
+    """The error against float64 is that of the same kernel on one rank, plus the rounding of partial results.
 
-    A partial result is rounded once, by half an eps of itself; merged, those of one query weigh 1 together, and those
-    of a gradient are terms of its sum. So what is split may be off by eps of the sum of their magnitudes, which is
-    taken from attention of magnitudes, besides twice what is not split is off.
+    A partial result is rounded once, by eps / 2 of itself. The weights of the partial results of one query sum to 1,
+    and partial gradients are terms of a sum. The allowed error is therefore twice the error on one rank plus eps of the
+    largest magnitude.
     """
     transport: Any = LateTransport(group)
-    data = [tensor.to(dtype) for tensor in make(group, plan, 0, heads, kv_heads, 5)]
-    exact = run(reference.balanced_attention, [tensor.double() for tensor in data], plan, group=group)
-    alone = run(whole_documents, data, plan, index=0, group=group)
-    got = run(balanced_attention, data, plan, group=transport, moves=moves)
-    for name, mine, one, true in zip(NAMES, got, alone, exact, strict=True):
-        assert mine.dtype == dtype
+    batch = [tensor.to(dtype) for tensor in make_batch(group, case, 0, seed=5)]
+    exact = run(reference.balanced_attention, [tensor.double() for tensor in batch], case.plan, group=group)
+    one_rank = run(whole_documents, batch, case.plan, index=0, group=group)
+    result = run(balanced_attention, batch, case.plan, group=transport, passing=case.passing)
+    for name, got, alone, true in zip(NAMES, result, one_rank, exact, strict=True):
+        assert got.dtype == dtype
         if not true.numel():
             continue
-        own_error = torch.tensor([(one.double() - true).abs().max(), true.abs().max()])
+        own_error = torch.tensor([(alone.double() - true).abs().max(), true.abs().max()])
         dist.all_reduce(own_error, op=dist.ReduceOp.MAX, group=group)
         allowed = 2 * own_error[0] + torch.finfo(dtype).eps * own_error[1]
-        off = (mine.double() - true).abs().max()
-        assert off <= allowed, f"{name}: off by {off:.2e}, allowed {allowed:.2e}"
+        error = (got.double() - true).abs().max()
+        assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
     transport.close()
 
 
-def repeated(group: dist.ProcessGroup, plan: Plan, moves: Any) -> bool:
-    """Bit for bit the same, whatever landed first."""
-    data = [tensor.float() for tensor in make(group, plan, 0, 4, 2, 3)]
+def is_deterministic(group: dist.ProcessGroup, case: Case) -> bool:
+    """Whether the results are bitwise equal for different arrival orders."""
+    batch = [tensor.float() for tensor in make_batch(group, case, 0, seed=3)]
     transport: Any = LateTransport(group)
-    results = [run(balanced_attention, data, plan, group=transport, moves=moves)]
+    results = [run(balanced_attention, batch, case.plan, group=transport, passing=case.passing)]
     transport.close()
-    results += [run(balanced_attention, data, plan, group=group, moves=moves) for _ in range(3)]
+    results += [run(balanced_attention, batch, case.plan, group=group, passing=case.passing) for _ in range(3)]
     return all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
 
-def between_linear_layers(group: dist.ProcessGroup, plan: Plan) -> None:
-    """Bit for bit what remaps before and after give."""
-    data = make(group, plan, 0, 4, 2, 3, "linear")
+def compare_with_separate_rebalancing(group: dist.ProcessGroup, plan: Plan) -> None:
+    """The linear layout is bitwise equal to rebalancing before and after attention."""
+    case = Case(plan, layout="linear")
+    batch = make_batch(group, case, 0, seed=3)
+    counts = [GQA.heads, GQA.kv_heads, GQA.kv_heads]
 
-    def apart(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        there = remap(torch.cat([q, k, v], dim=1), plan, to="attention", group=group)
-        y = balanced_attention(*there.split([4, 2, 2], dim=1), plan, group=group)
-        return remap(y, plan, to="linear", group=group)
+    def separate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        rows = rebalance(torch.cat([q, k, v], dim=1), plan, to="attention", group=group)
+        y = balanced_attention(*rows.split(counts, dim=1), plan, group=group)
+        return rebalance(y, plan, to="linear", group=group)
 
     transport: Any = LateTransport(group)
-    got = run(balanced_attention, data, plan, group=transport, layout="linear")
+    result = run(balanced_attention, batch, plan, group=transport, layout="linear")
     transport.close()
-    for mine, other in zip(got, run(apart, data), strict=True):
-        assert torch.equal(mine, other)
+    for got, other in zip(result, run(separate, batch), strict=True):
+        assert torch.equal(got, other)
 
 
-def remapped(group: dist.ProcessGroup, plan: Plan) -> None:
-    """There, and its gradient; and back again."""
+def compare_rebalancing(group: dist.ProcessGroup, plan: Plan) -> None:
+    """Rows and gradients of a rebalancing are those of the reference, and the inverse restores the rows."""
     rank = dist.get_rank(group)
     transport: Any = LateTransport(group)
     for index in range(len(plan.passes)):
-        moves = to_linear(plan, index)
+        moves = rebalance_to_linear(plan, index)
         generator = torch.Generator().manual_seed(rank)
         x = torch.randn(moves.before[rank], 3, 5, generator=generator)
-        mine, plain = x.clone().requires_grad_(), x.clone().requires_grad_()
-        y = remap(mine, plan, index=index, to="linear", group=transport)
+        moved, plain = x.clone().requires_grad_(), x.clone().requires_grad_()
+        y = rebalance(moved, plan, index=index, to="linear", group=transport)
         expected = reference.move_rows(plain, moves, group=group)
         assert torch.equal(y, expected)
         weights = torch.randn(y.shape, generator=generator)
         (y * weights).sum().backward()
         (expected * weights).sum().backward()
-        assert mine.grad is not None
+        assert moved.grad is not None
         assert plain.grad is not None
-        assert torch.equal(mine.grad, plain.grad)
-        assert torch.equal(remap(y.detach(), plan, index=index, to="attention", group=transport), x)
+        assert torch.equal(moved.grad, plain.grad)
+        assert torch.equal(rebalance(y.detach(), plan, index=index, to="attention", group=transport), x)
     transport.close()
 
 
-def refused(group: dist.ProcessGroup, plan: Plan) -> list[str]:
-    """Messages of calls that do not fit."""
-    q, k, _, _ = make(group, plan, 0, 4, 2, 1)
+def error_messages(group: dist.ProcessGroup, plan: Plan) -> list[str]:
+    """Error messages of calls with arguments that do not fit."""
+    q, k, _, _ = make_batch(group, Case(plan), 0, seed=1)
     calls: list[dict[str, Any]] = [
         {"dropout": 0.1},
         {"window": -1},
@@ -219,7 +238,7 @@ def refused(group: dist.ProcessGroup, plan: Plan) -> list[str]:
         except ValueError as error:
             messages.append(str(error))
     try:
-        remap(q[1:], plan, to="linear", group=group)
+        rebalance(q[1:], plan, to="linear", group=group)
     except ValueError as error:
         messages.append(str(error))
     return messages

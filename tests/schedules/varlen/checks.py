@@ -1,4 +1,4 @@
-"""What every plan must hold, whoever made it."""
+"""Invariants of every plan, independent of the planner."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from megatron_overlap.schedules.varlen import Plan
 
 
 def check_plan(plan: Plan, *, capacity: bool = True) -> None:
-    """Every token on one rank in one pass; capacity kept; rings well-formed; counts of the plan true."""
+    """Every token is on one rank in one pass, the capacity holds, rings are well-formed, and token counts are right."""
     covered: dict[int, list[tuple[int, int]]] = {}
     for index, part in enumerate(plan.passes):
         assert len(part.local) == plan.topology.ranks
@@ -29,9 +29,9 @@ def check_plan(plan: Plan, *, capacity: bool = True) -> None:
             assert ring.length == plan.lengths[ring.document]
             nodes = {plan.topology.node_of(rank) for rank in ring.ranks}
             assert ring.zone == ("intra" if len(nodes) == 1 else "inter")
-            for place in range(size):
-                early, late = ring.chunks(place)
-                assert ring.tokens(place) > 0
+            for position in range(size):
+                early, late = ring.chunks(position)
+                assert ring.tokens(position) > 0
                 assert 0 <= (early[1] - early[0]) - (late[1] - late[0]) <= 1
     for document, length in enumerate(plan.lengths):
         ends = 0

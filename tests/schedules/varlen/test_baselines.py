@@ -1,4 +1,4 @@
-"""The baselines hold the same rules, and the hybrid schedule is Megatron's own."""
+"""The baselines satisfy the plan invariants, and the hybrid schedule equals that of Megatron."""
 
 from __future__ import annotations
 
@@ -9,8 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_overlap.schedules.varlen import CapacityError, Topology, balance, partition
-from megatron_overlap.schedules.varlen.baselines import METHODS, all_gather, hybrid, packing, ring_over_all
-from megatron_overlap.schedules.varlen.hybrid import schedule
+from megatron_overlap.schedules.varlen.baselines import (
+    METHODS,
+    all_gather,
+    hybrid,
+    hybrid_stages,
+    packing,
+    ring_over_all,
+)
 from megatron_overlap.tools.plan.lengths import DISTRIBUTIONS, sample
 from tests.schedules.varlen.checks import check_plan
 
@@ -29,7 +35,7 @@ def test_every_token_once(lengths: list[int], nodes: int, devices: int, method: 
     check_plan(plan, capacity=method != "hybrid")
 
 
-def test_ring_cuts_everything_evenly() -> None:
+def test_ring_cuts_every_document_evenly() -> None:
     plan = ring_over_all([1000, 3, 1, 17], Topology(2, 2), capacity=300)
     assert [len(ring.ranks) for ring in plan.passes[0].rings] == [4, 3, 4]
     assert max(plan.tokens(0)) - min(plan.tokens(0)) <= 1
@@ -58,15 +64,15 @@ def test_hybrid_with_a_document_shorter_than_its_group() -> None:
     assert [len(ring.ranks) for part in plan.passes for ring in part.rings] == [3]
 
 
-def test_hybrid_refuses_what_megatron_cannot_run() -> None:
+def test_hybrid_refuses_batches_that_megatron_cannot_run() -> None:
     with pytest.raises(ValueError, match="power of two"):
         hybrid([5], Topology(1, 3), capacity=10)
     with pytest.raises(CapacityError, match="document 0 has 50 tokens"):
         hybrid([50], Topology(1, 4), capacity=10)
 
 
-class Group:
-    """What Megatron's scheduler asks of a process group."""
+class GroupOfSize:
+    """The part of a process group that Megatron's scheduler calls."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -75,35 +81,37 @@ class Group:
         return self.ranks
 
 
-def stages_of_megatron(lengths: list[int], ranks: int, capacity: int) -> list[list[list[int]]]:
+def megatron_stages(lengths: list[int], ranks: int, capacity: int) -> list[list[list[int]]]:
     module = pytest.importorskip("megatron.core.pipeline_parallel.hybrid_cp_schedule")
-    scheduler = module.BalancedCPScheduler(capacity, Group(ranks))
+    scheduler = module.BalancedCPScheduler(capacity, GroupOfSize(ranks))
     _, stages = scheduler.get_groups_and_subsamples(list(enumerate(lengths)), None)
     return [[list(documents) for documents in stage] for stage in stages]
 
 
-def stages_of_ours(lengths: list[int], ranks: int, capacity: int) -> list[list[list[int]]]:
-    return [[group.documents for group in groups for _ in group.ranks] for groups in schedule(lengths, ranks, capacity)]
+def plugin_stages(lengths: list[int], ranks: int, capacity: int) -> list[list[list[int]]]:
+    return [
+        [group.documents for group in groups for _ in group.ranks] for groups in hybrid_stages(lengths, ranks, capacity)
+    ]
 
 
-def test_hybrid_schedules_as_megatron_does() -> None:
+def test_hybrid_stages_equal_those_of_megatron() -> None:
     for distribution in DISTRIBUTIONS:
         lengths = sample(distribution, 64 * 8192, 1)
-        assert stages_of_ours(lengths, 64, 8192) == stages_of_megatron(lengths, 64, 8192)
-    for seed in (*range(60), 362, 1919):  # in the last two it matters where a run of equal work ends
+        assert plugin_stages(lengths, 64, 8192) == megatron_stages(lengths, 64, 8192)
+    for seed in (*range(60), 362, 1919):  # the last two depend on the bounds of the buckets
         rng = random.Random(seed)
         ranks, capacity = rng.choice([2, 4, 8, 16]), rng.choice([10, 50])
         longest = min([ranks * capacity, capacity * 2, capacity * 4][seed % 3], ranks * capacity)
         lengths = [rng.randrange(1, longest + 1) for _ in range(rng.randrange(1, 40))]
-        assert stages_of_ours(lengths, ranks, capacity) == stages_of_megatron(lengths, ranks, capacity)
+        assert plugin_stages(lengths, ranks, capacity) == megatron_stages(lengths, ranks, capacity)
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_balanced_is_more_even_than_hybrid(distribution: str) -> None:
+def test_balanced_has_better_balance_than_hybrid(distribution: str) -> None:
     lengths, topology = sample(distribution, 4 << 20, 0), Topology(8, 8, 8)
-    ours = balance(partition(lengths, topology, capacity=72 << 10))
-    theirs = balance(hybrid(lengths, topology, capacity=8192))
-    assert ours.attention > theirs.attention
-    assert ours.compute > theirs.compute
-    assert ours.passes < theirs.passes
-    assert ours.attention_us < theirs.attention_us
+    balanced = balance(partition(lengths, topology, capacity=72 << 10))
+    megatron = balance(hybrid(lengths, topology, capacity=8192))
+    assert balanced.attention > megatron.attention
+    assert balanced.compute > megatron.compute
+    assert balanced.passes < megatron.passes
+    assert balanced.attention_us < megatron.attention_us

@@ -1,4 +1,4 @@
-"""The partition: every token once, capacity kept, the same plan everywhere, and near the lower bound."""
+"""The partition places every token once, respects the capacity, is the same on all ranks, and is nearly optimal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_overlap.schedules.varlen import CapacityError, CostModel, Plan, Topology, balance, bin_packing, partition
+from megatron_overlap.schedules.varlen import (
+    CapacityError,
+    CostModel,
+    Plan,
+    Topology,
+    balance,
+    bin_packing,
+    describe,
+    partition,
+)
 from megatron_overlap.schedules.varlen.balance import loads
 from megatron_overlap.tools.plan.lengths import DISTRIBUTIONS, sample
 from tests.config.test_wrong_input import environment
@@ -27,8 +36,10 @@ topologies = st.builds(Topology, st.integers(1, 4), st.integers(1, 5), st.intege
 
 @settings(max_examples=150, deadline=None)
 @given(lengths=documents, topology=topologies, slack=st.integers(0, 200), passes=st.integers(1, 4))
-def test_every_token_once_and_capacity_kept(lengths: list[int], topology: Topology, slack: int, passes: int) -> None:
-    """From a batch that fills all ranks to the last token, to one that leaves them half empty."""
+def test_every_token_is_placed_once_within_the_capacity(
+    lengths: list[int], topology: Topology, slack: int, passes: int
+) -> None:
+    """From a batch that fills all ranks completely to one that leaves them half empty."""
     fewest = -(-max(sum(lengths), 1) // (topology.ranks * passes))
     capacity = max(fewest, -(-max(lengths, default=0) // topology.ranks)) + slack
     check_plan(partition(lengths, topology, capacity=capacity))
@@ -36,7 +47,7 @@ def test_every_token_once_and_capacity_kept(lengths: list[int], topology: Topolo
 
 @settings(max_examples=60, deadline=None)
 @given(lengths=documents, topology=topologies)
-def test_one_pass_wherever_one_pass_holds_the_batch(lengths: list[int], topology: Topology) -> None:
+def test_one_pass_if_it_holds_the_batch(lengths: list[int], topology: Topology) -> None:
     capacity = -(-max(sum(lengths), 1) // topology.ranks)
     assert len(partition(lengths, topology, capacity=capacity).passes) == 1
 
@@ -53,7 +64,7 @@ def test_load_does_not_depend_on_the_order_of_the_batch(
 
 
 def test_every_process_computes_the_same_plan() -> None:
-    """Other processes with other hash seeds, from a list and from a tuple."""
+    """Processes with different hash seeds, lists and tuples."""
     program = (
         "import hashlib, pickle, sys\n"
         "from megatron_overlap.schedules.varlen import Topology, partition\n"
@@ -86,19 +97,19 @@ def test_every_process_computes_the_same_plan() -> None:
 @settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 1 << 30))
 def test_near_the_lower_bound_on_published_distributions(distribution: str, seed: int) -> None:
-    """64 ranks, 4M tokens, one pass. Whatever the batch."""
-    near_the_lower_bound(sample(distribution, 4 * MILLION, seed), 72 << 10)
+    """64 ranks, 4M tokens, one pass."""
+    assert_near_the_lower_bound(sample(distribution, 4 * MILLION, seed), capacity=72 << 10)
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_near_the_lower_bound_in_many_passes(distribution: str) -> None:
-    """The same in passes with 6 % to spare; not of every batch, see the limits in docs/varlen_partition.md."""
+    """Passes with 6 % spare capacity. It does not hold for every batch, see the limits in docs/varlen_partition.md."""
     for seed in range(3):
-        near_the_lower_bound(sample(distribution, 4 * MILLION, seed), 8704)
+        assert_near_the_lower_bound(sample(distribution, 4 * MILLION, seed), capacity=8704)
 
 
-def near_the_lower_bound(lengths: list[int], capacity: int) -> None:
-    """Attention is counted by the cost model and by query-key pairs alone, which is harsher."""
+def assert_near_the_lower_bound(lengths: list[int], *, capacity: int) -> None:
+    """By the cost model, and by query-key pairs alone, which is stricter."""
     plan = partition(lengths, BIG, capacity=capacity)
     result = balance(plan)
     assert result.attention >= 0.95
@@ -110,10 +121,10 @@ def near_the_lower_bound(lengths: list[int], capacity: int) -> None:
 def pair_balance(plan: Plan) -> float:
     pairs, peaks = 0, 0
     for part in plan.passes:
-        held = [sum(plan.lengths[d] * (plan.lengths[d] + 1) // 2 for d in mine) for mine in part.local]
+        held = [sum(plan.lengths[d] * (plan.lengths[d] + 1) // 2 for d in whole) for whole in part.local]
         for ring in part.rings:
-            for place, rank in enumerate(ring.ranks):
-                held[rank] += ring.pairs(place)
+            for position, rank in enumerate(ring.ranks):
+                held[rank] += ring.pairs(position)
         pairs += sum(held)
         peaks += max(held)
     return pairs / (plan.topology.ranks * peaks)
@@ -127,7 +138,7 @@ def test_messages_are_hidden_on_published_distributions() -> None:
 
 
 def test_large_batch() -> None:
-    """100K documents on 1,024 ranks. The time is `docs/varlen_partition.md`'s business, the result is this test's."""
+    """100K documents on 1,024 ranks. `docs/varlen_partition.md` has the time."""
     lengths = sample("prolong", 310 * MILLION, 0)[:100_000]
     topology = Topology(128, 8, 8)
     capacity = -(-sum(lengths) // topology.ranks) * 17 // 16
@@ -141,19 +152,19 @@ def test_large_batch() -> None:
 
 
 def test_zones() -> None:
-    """Short documents stay whole, long ones become rings in a node each, a longer one goes over nodes."""
+    """Short documents stay whole, long ones become rings inside a node, the longest one a ring over nodes."""
     lengths = [60_500, 61_000, 200_000, *[1000] * 150]
     plan = partition(lengths, Topology(2, 4), capacity=60_000)
     check_plan(plan)
     (part,) = plan.passes
-    # The slow ones first, then the long ones: messages are posted in this order.
+    # Messages are posted in this order: inter-node rings first, then long documents.
     assert [(ring.document, ring.zone) for ring in part.rings] == [(2, "inter"), (1, "intra"), (0, "intra")]
     short = partition([1000] * 160, Topology(2, 4), capacity=60_000)
     assert not short.passes[0].rings
 
 
-def test_a_document_stays_in_its_node_where_messages_between_nodes_would_outlast_what_they_save() -> None:
-    """More than a node's fair share: over links a hundred times slower an uneven node is the faster one."""
+def test_slow_links_keep_a_document_in_its_node() -> None:
+    """A document above the mean load of a node: on slow links an uneven placement in one node is faster."""
     lengths = [30_000, *[2_000] * 12]
     slow = {"inter_gbps": 0.02, "routing": False}
     fast, limited = (partition(lengths, Topology(2, 2, **links), capacity=16_000) for links in ({}, slow))  # type: ignore[arg-type]
@@ -167,14 +178,14 @@ def test_a_document_stays_in_its_node_where_messages_between_nodes_would_outlast
     assert balance(limited).step_us < 0.5 * max(forced)
 
 
-def test_a_document_that_is_cut_anyway_gives_way_before_one_more_is_cut() -> None:
-    """No node has room for the last document: over slow links one ring between nodes is faster than two."""
+def test_a_cut_document_makes_room_before_another_is_cut() -> None:
+    """No node has room for the last document: on slow links one inter-node ring is faster than two."""
     slow = Topology(2, 2, 2, intra_gbps=0.14, inter_gbps=0.019, intra_latency_us=250, inter_latency_us=400)
     cost = CostModel(pair_fs=36_000_000, token_fs=2_400_000_000, kv_bytes=1024)
     plan = partition([1312, 295, 283, 158], slow, capacity=544, cost=cost)
     check_plan(plan)
     assert [ring.document for ring in plan.passes[0].rings] == [0]
-    # Where links cost nothing the most even plan is the fastest: nobody gives way.
+    # On fast links the plan with the best balance is the fastest.
     fast = partition([1312, 295, 283, 158], Topology(2, 2, 2), capacity=544, cost=cost)
     assert balance(fast).attention > balance(plan).attention
 
@@ -203,12 +214,12 @@ def test_equal_documents_on_equal_ranks_are_not_cut() -> None:
         pytest.param([1_000_001], Topology(1, 1), 1_000_001, id="one rank"),
         pytest.param([1] * 5000, BIG, 79, id="all of length one"),
         pytest.param([0, 0, 5, 0, 7, 0], Topology(1, 2), 6, id="empty documents"),
-        pytest.param([0, 0], Topology(2, 2), 1, id="nothing but empty documents"),
+        pytest.param([0, 0], Topology(2, 2), 1, id="only empty documents"),
         pytest.param([], Topology(2, 2), 1, id="no document"),
         pytest.param([3], BIG, 1, id="more ranks than tokens"),
         pytest.param([1, 1, 1], BIG, 10, id="more ranks than documents"),
-        pytest.param([64 * 999, 64], BIG, 1000, id="full to the last token, two documents"),
-        pytest.param([7919] * 64, BIG, 7919, id="full to the last token, whole documents fit"),
+        pytest.param([64 * 999, 64], BIG, 1000, id="full, two documents"),
+        pytest.param([7919] * 64, BIG, 7919, id="full, whole documents fit"),
         pytest.param([7919] * 63 + [7918, 1], BIG, 7919, id="full, and one document of one token"),
         pytest.param([1000] * 30 + [100_000] * 2, Topology(2, 4), 28_750, id="full, two sizes"),
         pytest.param([513] * 499, Topology(4, 4), 1000, id="half a rank and one token more"),
@@ -218,7 +229,7 @@ def test_adversarial(lengths: list[int], topology: Topology, capacity: int) -> N
     plan = partition(lengths, topology, capacity=capacity)
     check_plan(plan)
     assert balance(plan).attention > 0
-    assert plan.describe()
+    assert describe(plan)
 
 
 @pytest.mark.parametrize(
@@ -230,12 +241,12 @@ def test_adversarial(lengths: list[int], topology: Topology, capacity: int) -> N
         ({"lengths": [5], "capacity": 0}, ValueError, "capacity: 0"),
     ],
 )
-def test_refused(arguments: dict[str, object], error: type[ValueError], text: str) -> None:
+def test_invalid_arguments(arguments: dict[str, object], error: type[ValueError], text: str) -> None:
     with pytest.raises(error, match=text):
         partition(topology=Topology(2, 2), **arguments)  # type: ignore[arg-type]
 
 
-def test_capacity_that_is_asked_for_suffices() -> None:
+def test_the_capacity_in_the_error_message_suffices() -> None:
     with pytest.raises(CapacityError, match="raise capacity to 26 ") as caught:
         partition([103], Topology(2, 2), capacity=25)
     assert caught.type is CapacityError
@@ -243,7 +254,7 @@ def test_capacity_that_is_asked_for_suffices() -> None:
 
 
 def test_loads_count_every_pair_once() -> None:
-    """Attention time of a plan without the per-token and the least cost is that of all pairs, cut or not."""
+    """Without per-token cost and floor, the attention time of a plan is that of all causal pairs."""
     cost = CostModel(pair_fs=3, token_fs=0, floor_fs=0)
     lengths = [5000, 311, 97, 2, 1]
     plan = partition(lengths, Topology(2, 3), capacity=1200, cost=cost)
@@ -252,7 +263,7 @@ def test_loads_count_every_pair_once() -> None:
     assert balance(plan).lower_bound_us == pytest.approx(total / 6 / 1e9)
 
 
-def test_floor_of_short_documents() -> None:
+def test_short_documents_cost_at_least_the_floor() -> None:
     cost = CostModel(pair_fs=1, token_fs=0, floor_fs=1000)
     assert cost.share_fs(3, 3) == 1000
     assert cost.share_fs(0, 3) == 0
@@ -272,16 +283,16 @@ def test_wrong_cost(field: str) -> None:
         CostModel(**{field: -1})
 
 
-def test_plans_travel() -> None:
+def test_plans_can_be_pickled() -> None:
     plan = partition([900, 20, 3], Topology(1, 2), capacity=500)
     assert pickle.loads(pickle.dumps(plan)) == plan
 
 
-def test_what_is_longer_than_a_bin_is_cut_evenly_though_it_costs_little() -> None:
-    """A cheap document beside a dear one, which every threshold cuts: its length alone decides over how many bins."""
-    dear, cheap = bin_packing.Item(150, 10_000, 0), bin_packing.Item(150, 150, 1)
+def test_a_cheap_document_longer_than_a_bin_is_cut_evenly() -> None:
+    """An expensive document is cut at every threshold. The cheap one is cut only because of its length."""
+    expensive, cheap = bin_packing.Item(150, 10_000, 0), bin_packing.Item(150, 150, 1)
     cost = CostModel(pair_fs=1, token_fs=0, floor_fs=0)
     bins = bin_packing.Level(bins=4, capacity=120, cost=cost, message_fs=lambda item, here: 10**9, attempts=1)
-    placed = bin_packing.place(bins, [dear, cheap, bin_packing.Item(50, 50, 2), bin_packing.Item(50, 50, 3)])
+    placed = bin_packing.place(bins, [expensive, cheap, bin_packing.Item(50, 50, 2), bin_packing.Item(50, 50, 3)])
     assert placed is not None
     assert [item.tokens for each in placed.items for item in each if item.document == 1] == [75, 75]

@@ -1,4 +1,4 @@
-"""Remaps: rows arrive where they should, and no transfer plan costs less."""
+"""Rebalancing: every row arrives at its place, and no other plan of moves costs less."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_overlap.schedules.varlen import Topology, partition
-from megatron_overlap.schedules.varlen.linear_layout import to_linear
-from megatron_overlap.schedules.varlen.rebalance import Remap, remap, remap_to
+from megatron_overlap.schedules.varlen.rebalance import Rebalance, rebalance, rebalance_to, rebalance_to_linear
 from megatron_overlap.tools.plan.lengths import sample
 
 INSIDE, BETWEEN = 1, 8
 
 
-def play(plan: Remap) -> list[list[tuple[int, int]]]:
-    """Move rows named (rank, row) as the remap says; every row of the result is written once."""
-    result: list[list[tuple[int, int] | None]] = [[None] * count for count in plan.after]
-    for rank, (before, after) in enumerate(zip(plan.before, plan.after, strict=True)):
+def apply_moves(moves: Rebalance) -> list[list[tuple[int, int]]]:
+    """Moves rows named (rank, row); every row of the result is written once."""
+    result: list[list[tuple[int, int] | None]] = [[None] * count for count in moves.after]
+    for rank, (before, after) in enumerate(zip(moves.before, moves.after, strict=True)):
         for row in range(min(before, after)):
             result[rank][row] = (rank, row)
-    for move in plan.moves:
+    for move in moves.moves:
         for offset in range(move.rows):
             assert result[move.to][move.at + offset] is None
             result[move.to][move.at + offset] = (move.source, move.start + offset)
@@ -32,7 +31,7 @@ def play(plan: Remap) -> list[list[tuple[int, int]]]:
 
 
 def least_cost(tokens: Sequence[int], low: Sequence[int], high: Sequence[int], topology: Topology) -> float:
-    """The optimum of the transport problem, by HiGHS: what each rank ends with lies between `low` and `high`."""
+    """The optimum of the transport problem, by HiGHS; each rank ends with `low` to `high` tokens."""
     optimize = pytest.importorskip("scipy.optimize")
     ranks = range(topology.ranks)
     cost, rows, columns = [], [], []
@@ -49,8 +48,8 @@ def least_cost(tokens: Sequence[int], low: Sequence[int], high: Sequence[int], t
     return float(found.fun)
 
 
-def spent(plan: Remap, topology: Topology) -> int:
-    inside, between = plan.moved(topology)
+def cost_of(moves: Rebalance, topology: Topology) -> int:
+    inside, between = moves.num_moved(topology)
     return INSIDE * inside + BETWEEN * between
 
 
@@ -65,77 +64,77 @@ cases = st.tuples(st.integers(1, 4), st.integers(1, 4)).flatmap(
 @settings(max_examples=80, deadline=None)
 @given(cases)
 def test_even_and_least_cost(case: tuple[Topology, list[int]]) -> None:
-    """The optimum may choose which ranks get one token more, and still is not cheaper."""
+    """The optimum may also select the ranks with one token more, and is not cheaper."""
     topology, tokens = case
-    plan = remap(tokens, topology)
-    play(plan)
+    moves = rebalance(tokens, topology)
+    apply_moves(moves)
     share, extra = divmod(sum(tokens), topology.ranks)
-    assert sorted(plan.after, reverse=True) == [share + 1] * extra + [share] * (topology.ranks - extra)
+    assert sorted(moves.after, reverse=True) == [share + 1] * extra + [share] * (topology.ranks - extra)
     low, high = [share] * topology.ranks, [share + 1] * topology.ranks
-    assert spent(plan, topology) == pytest.approx(least_cost(tokens, low, high, topology))
+    assert cost_of(moves, topology) == pytest.approx(least_cost(tokens, low, high, topology))
 
 
 @settings(max_examples=40, deadline=None)
 @given(cases, st.data())
 def test_least_cost_to_a_given_layout(case: tuple[Topology, list[int]], data: st.DataObject) -> None:
     topology, tokens = case
-    wanted = data.draw(st.permutations(tokens))
-    plan = remap_to(tokens, wanted, topology)
-    play(plan)
-    assert spent(plan, topology) == pytest.approx(least_cost(tokens, wanted, wanted, topology))
+    target = data.draw(st.permutations(tokens))
+    moves = rebalance_to(tokens, target, topology)
+    apply_moves(moves)
+    assert cost_of(moves, topology) == pytest.approx(least_cost(tokens, target, target, topology))
 
 
 @settings(max_examples=40, deadline=None)
 @given(cases)
-def test_the_way_back_restores_every_row(case: tuple[Topology, list[int]]) -> None:
+def test_the_inverse_restores_every_row(case: tuple[Topology, list[int]]) -> None:
     topology, tokens = case
-    plan = remap(tokens, topology)
-    there = play(plan)
-    back = plan.back()
-    assert back.before == plan.after
-    for rank, rows in enumerate(play(back)):
-        assert [there[source][row] for source, row in rows] == [(rank, row) for row in range(tokens[rank])]
-    assert back.back() == plan
+    moves = rebalance(tokens, topology)
+    rebalanced = apply_moves(moves)
+    inverse = moves.inverse()
+    assert inverse.before == moves.after
+    for rank, rows in enumerate(apply_moves(inverse)):
+        assert [rebalanced[source][row] for source, row in rows] == [(rank, row) for row in range(tokens[rank])]
+    assert inverse.inverse() == moves
 
 
 def test_sends_and_receives_agree() -> None:
     topology = Topology(2, 2)
-    plan = remap([10, 0, 3, 3], topology)
-    assert plan.after == (4, 4, 4, 4)
-    assert [(m.to, m.rows) for m in plan.sends(0)] == [(1, 4), (2, 1), (3, 1)]
-    assert [(m.source, m.start, m.stop, m.at) for m in plan.receives(2)] == [(0, 8, 9, 3)]
-    assert plan.moved(topology) == (4, 2)
+    moves = rebalance([10, 0, 3, 3], topology)
+    assert moves.after == (4, 4, 4, 4)
+    assert [(m.to, m.rows) for m in moves.sends(0)] == [(1, 4), (2, 1), (3, 1)]
+    assert [(m.source, m.start, m.stop, m.at) for m in moves.receives(2)] == [(0, 8, 9, 3)]
+    assert moves.num_moved(topology) == (4, 2)
 
 
-def test_a_balanced_partition_moves_little() -> None:
+def test_a_balanced_partition_moves_few_rows() -> None:
     topology = Topology(8, 8, 8)
     plan = partition(sample("wlb", 4 << 20, 0), topology, capacity=72 << 10)
-    inside, between = remap(plan.tokens(0), topology).moved(topology)
+    inside, between = rebalance(plan.tokens(0), topology).num_moved(topology)
     assert inside + between < 0.03 * sum(plan.lengths)
 
 
-def test_refused() -> None:
+def test_invalid_arguments() -> None:
     topology = Topology(1, 2)
-    with pytest.raises(ValueError, match="one count a rank"):
-        remap([1], topology)
+    with pytest.raises(ValueError, match="one count per rank"):
+        rebalance([1], topology)
     with pytest.raises(ValueError, match="fewer than 0"):
-        remap([1, -1], topology)
+        rebalance([1, -1], topology)
     with pytest.raises(ValueError, match="same sum"):
-        remap_to([1, 2], [2, 2], topology)
+        rebalance_to([1, 2], [2, 2], topology)
 
 
-def test_rows_move_only_where_that_pays() -> None:
-    """One rank has 40 tokens more than its share: 114 us of linear layers, by the default cost model."""
+def test_rows_move_only_where_that_pays_off() -> None:
+    """One rank has 40 tokens more than the mean: 114 us of linear layers, by the default cost model."""
     plan = partition([140, 60], Topology(1, 2), capacity=140)
     plan = replace(plan, passes=(replace(plan.passes[0], local=((0,), (1,)), rings=()),))
-    assert to_linear(plan).after == (100, 100)
-    # There and back, 80 tokens of keys and values each way on a link of 1.6 GB/s: 102 us and latencies.
-    for latency_us, moves in ((5, True), (7, False)):
+    assert rebalance_to_linear(plan).after == (100, 100)
+    # Both directions, 80 tokens of keys and values each on a link of 1.6 GB/s: 102 us plus latencies.
+    for latency_us, pays_off in ((5, True), (7, False)):
         topology = replace(plan.topology, intra_gbps=1.6, intra_latency_us=latency_us)
-        found = to_linear(replace(plan, topology=topology))
-        assert found.after == ((100, 100) if moves else found.before)
-        assert bool(found.moves) == moves
-    assert to_linear(replace(plan, cost=replace(plan.cost, linear_fs=0))).moves == ()
-    # Between nodes moved rows take one card, whatever routes there are: 205 us at .8 GB/s, 102 over both.
+        found = rebalance_to_linear(replace(plan, topology=topology))
+        assert found.after == ((100, 100) if pays_off else found.before)
+        assert bool(found.moves) == pays_off
+    assert rebalance_to_linear(replace(plan, cost=replace(plan.cost, linear_fs=0))).moves == ()
+    # Between nodes the moved rows use one NIC even with routing: 205 us at 0.8 GB/s, 102 us over both NICs.
     nodes = Topology(2, 1, 2, inter_gbps=0.8, inter_latency_us=1)
-    assert to_linear(replace(plan, topology=nodes)).moves == ()
+    assert rebalance_to_linear(replace(plan, topology=nodes)).moves == ()
