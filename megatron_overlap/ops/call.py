@@ -1,4 +1,4 @@
-"""What the overlapped linear layers share: their arguments, and the GEMM that writes where it is told."""
+"""What the overlapped operations share: callback types, checks of the operands, and a GEMM into a given output."""
 
 from __future__ import annotations
 
@@ -10,41 +10,45 @@ import torch.distributed as dist
 from megatron_overlap.comm import Transport, transport_of
 
 Observer = Callable[[str, int], None]
-"""Told of each overlapped pass: `forward`, `dgrad` or `wgrad`, and the bytes that this rank sent for it."""
+"""Called for each pass with its direction (`forward`, `dgrad`, `wgrad`) and the bytes that this rank sent."""
 
 WeightDone = Callable[[], torch.Tensor | None]
-"""Called when the weight gradient is in `main_grad`; what it returns is given to autograd as the gradient."""
+"""Called when `main_grad` holds the weight gradient. Autograd gets the result as the gradient."""
 
-Keeper = Callable[[torch.Tensor, int], Callable[[], None]]
-"""Told in forward of the own rows of an input, and of the bytes of its gathered rows, one of which is kept for wgrad
-as `LinearPlan.save_gathered` says; what it returns is called when that is let go."""
+SavedInputHook = Callable[[torch.Tensor, int], Callable[[], None]]
+"""Called in forward with the own rows of an input that is saved for the weight gradient, and with the bytes of its
+gathered rows. `LinearPlan.save_gathered` selects which of the two is saved. The result is called at the release."""
 
 
-class Hold:
-    """Calls `let_go` once: when told to, or when whoever holds this is gone (a graph that is never run backward)."""
+class SavedInput:
+    """Calls `on_release` once: at `release`, or when the autograd graph is freed without a backward pass."""
 
-    def __init__(self, let_go: Callable[[], None]) -> None:
-        self._let_go: Callable[[], None] | None = let_go
+    def __init__(self, on_release: Callable[[], None]) -> None:
+        self._on_release: Callable[[], None] | None = on_release
 
-    def end(self) -> None:
-        """Lets go now."""
-        if self._let_go is not None:
-            let_go, self._let_go = self._let_go, None
-            let_go()
+    def release(self) -> None:
+        """Reports that the saved input is no longer needed."""
+        if self._on_release is not None:
+            on_release, self._on_release = self._on_release, None
+            on_release()
 
     def __del__(self) -> None:
-        self.end()
+        self.release()
 
 
 def transport_for(group: dist.ProcessGroup | Transport) -> Transport:
-    """The transport of `group`, or `group` where it is one."""
+    """The transport of `group`, or `group` itself where it is a transport."""
     return transport_of(group) if isinstance(group, dist.ProcessGroup) else group
 
 
 def check_operands(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, main_grad: torch.Tensor | None, name: str
 ) -> int:
-    """Refuses what does not fit; returns the rows at one index of the first dimension."""
+    """Checks shapes, dtypes and devices; returns the rows at one index of the first dimension.
+
+    Raises:
+        ValueError: an operand does not fit the weight.
+    """
     if x.dim() < 2 or w.dim() != 2 or x.shape[-1] != w.shape[1]:
         raise ValueError(f"{name}: shape {tuple(x.shape)} does not fit a weight of shape {tuple(w.shape)}")
     if x.dtype != w.dtype or x.device != w.device:
@@ -57,7 +61,7 @@ def check_operands(
 
 
 def gathered_rows(x: torch.Tensor, ranks: int) -> int:
-    """Rows of all ranks together, where each has as many as `x`."""
+    """Rows of all ranks, where each rank has as many rows as `x`."""
     return int(x.shape[:-1].numel()) * ranks
 
 

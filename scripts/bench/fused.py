@@ -75,10 +75,7 @@ class Bench:
         from torch.distributed import _symmetric_memory  # noqa: F401
 
         from megatron_overlap.ops import LinearPlan, all_gather_linear, linear_reduce_scatter
-        from megatron_overlap.ops.tensor_parallel.fused.linear import (
-            fused_all_gather_linear,
-            fused_linear_reduce_scatter,
-        )
+        from megatron_overlap.ops.tensor_parallel.fused.linear import FusedMethod
         from megatron_overlap.ops.tensor_parallel.fused.plan import FusedPlan
 
         gathering = op == "ag"
@@ -94,10 +91,10 @@ class Bench:
             return out
 
         found: dict[str, Callable[[], Any]] = {"serial": serial, "gemm": lambda: full @ w.t()}
-        p2p = all_gather_linear if gathering else linear_reduce_scatter
+        linear = all_gather_linear if gathering else linear_reduce_scatter
         for chunks in (1, 2):
             plan = LinearPlan(chunks_per_rank=chunks)
-            found[f"p2p {chunks}"] = lambda plan=plan: p2p(x, w, group=self.p2p, plan=plan)  # type: ignore[misc]
+            found[f"p2p {chunks}"] = lambda plan=plan: linear(x, w, group=self.p2p, plan=plan)  # type: ignore[misc]
         name = self.group.group_name
 
         def torchs() -> Any:
@@ -107,10 +104,9 @@ class Bench:
 
         found["torch fused"] = torchs
         if self.fused is not None:
-            fused = fused_all_gather_linear if gathering else fused_linear_reduce_scatter
             for values in PLANS:
-                plan = FusedPlan(**values)  # type: ignore[arg-type]
-                run = lambda plan=plan: fused(x, w, transport=self.fused, plan=plan)  # type: ignore[misc]  # noqa: E731
+                method = FusedMethod(self.fused, FusedPlan(**values))  # type: ignore[arg-type]
+                run = lambda method=method: linear(x, w, group=method)  # type: ignore[misc]  # noqa: E731
                 found[f"fused {values['mover']} {values['stores']} {values['chunk_rows']}"] = run
         return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,12 +44,3 @@ class _WholeNodes(NodesTransport):
     def close(self) -> None:
         super().close()
         self.between.close()
-
-
-def fused_op(name: str) -> Callable[..., Any]:
-    """The fused op that equals `ops.<name>`."""
-    from megatron_overlap.ops.tensor_parallel.fused import linear, linear_all_reduce
-
-    home = linear if hasattr(linear, f"fused_{name}") else linear_all_reduce
-    op: Callable[..., Any] = getattr(home, f"fused_{name}")
-    return op

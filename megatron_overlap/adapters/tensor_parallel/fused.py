@@ -12,22 +12,18 @@ import torch.distributed as dist
 from megatron_overlap.autotune.candidates import HOPPER, Candidate, Knob
 from megatron_overlap.comm import Transport
 from megatron_overlap.counters import SymmetricMemory
+from megatron_overlap.ops import all_gather_linear, copy_linear, linear_all_reduce, linear_reduce_scatter
 from megatron_overlap.ops.tensor_parallel.fused.hopper import Hopper
-from megatron_overlap.ops.tensor_parallel.fused.linear import (
-    fused_all_gather_linear,
-    fused_linear_reduce_scatter,
-    unsupported_fused_reason,
-)
-from megatron_overlap.ops.tensor_parallel.fused.linear_all_reduce import fused_copy_linear, fused_linear_all_reduce
+from megatron_overlap.ops.tensor_parallel.fused.linear import FusedMethod, unsupported_fused_reason
 from megatron_overlap.ops.tensor_parallel.fused.multi_node import FusedTransport, inside_host, open_fused
 from megatron_overlap.ops.tensor_parallel.fused.plan import FusedPlan
 from megatron_overlap.session import Session
 
 _FUSED_OPS: dict[str, Callable[..., torch.Tensor]] = {
-    "ag_gemm": fused_all_gather_linear,
-    "copy_gemm": fused_copy_linear,
-    "gemm_rs": fused_linear_reduce_scatter,
-    "gemm_ar": fused_linear_all_reduce,
+    "ag_gemm": all_gather_linear,
+    "copy_gemm": copy_linear,
+    "gemm_rs": linear_reduce_scatter,
+    "gemm_ar": linear_all_reduce,
 }
 
 
@@ -92,8 +88,9 @@ class FusedChoice:
         if knobs is None:
             knobs = HOPPER.knobs if self._hopper else ()
         transport = self._transports[group]
+        assert not isinstance(transport, str)
         known = {key: options[key] for key in ("main_grad", "weight_done", "observer") if key in options}
-        return _FUSED_OPS[op](x, w, bias, transport=transport, plan=_plan(tuple(knobs)), **known)
+        return _FUSED_OPS[op](x, w, bias, group=FusedMethod(transport, _plan(tuple(knobs))), **known)
 
     def memory(self) -> list[SymmetricMemory]:
         """What the groups hold now; nothing where no call ran fused."""

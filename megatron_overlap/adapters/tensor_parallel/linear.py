@@ -121,7 +121,7 @@ class LinearAdapter(Adapter):
             options["deferred_wgrad"] = self._deferred_wgrad
         if op == "ag_gemm":
             site = SavedSite(kind, name, op)
-            options["keeper"] = lambda x, num_bytes: counters.saved_activations.save(
+            options["on_save"] = lambda x, num_bytes: counters.saved_activations.save(
                 site, x.data_ptr(), x.nbytes, num_bytes
             )
         if fused_wgrad and weight.requires_grad and hasattr(weight, "main_grad"):

@@ -54,11 +54,17 @@ class PipelinedAllGather:
             start, stop = layout.rows(message.recv)
             transfers.append(Transfer(message, sent, into[start:stop]))
         self._p2p_work = transport.begin(transfers, op)
-        self._whole = whole or plan.pattern == "serial"
-        self._shard = shard
-        if self._whole:
-            into[own_start:own_stop].copy_(shard)
+        self._shard, self._has_own_rows = shard, False
+        if whole or plan.pattern == "serial":
+            self.copy_own_rows()
         self._pending = list(range(len(plan.work)))
+
+    def copy_own_rows(self) -> None:
+        """Copies the own rows into `full`, once."""
+        if not self._has_own_rows:
+            own_start, own_stop = self._layout.shard(self._rank)
+            self.full[own_start:own_stop].copy_(self._shard)
+            self._has_own_rows = True
 
     def _has_arrived(self, index: int) -> bool:
         return all(self._p2p_work.is_completed(k) for k in self._plan.work[index].needs)
@@ -87,7 +93,7 @@ class PipelinedAllGather:
             last = self._pending.pop(position)
         start = self._layout.rows(work[first].chunks[0])[0]
         stop = self._layout.rows(work[last].chunks[-1])[1]
-        if not self._whole and owner == self._rank:
+        if not self._has_own_rows and owner == self._rank:
             return (start, stop), self._shard
         return (start, stop), self.full[start:stop]
 
@@ -171,10 +177,13 @@ class PipelinedReduceScatter:
             self._done += 1
             self._p2p_work.mark_ready(self._done)
 
-    def finish(self) -> None:
+    def finish(self) -> torch.Tensor:
         """Adds the received partial sums to the own rows, in the order of the plan. Waits for all messages.
 
         More than two terms are summed in fp32 and rounded once.
+
+        Returns:
+            `out`.
         """
         messages, out = self._plan.messages, self._out
         # Each part is summed in the order of the plan. Parts are summed in the order of arrival.
@@ -198,6 +207,7 @@ class PipelinedReduceScatter:
                 if total is not out:
                     out[start:stop].copy_(total[start:stop])
         self._p2p_work.wait_all()
+        return out
 
 
 class PipelinedAllReduce:
@@ -230,6 +240,7 @@ class PipelinedAllReduce:
         self._landing = dict(zip(partial, landing, strict=True))
         self._num_gemms = 1 + max(index for index, work in enumerate(plan.work) if work.chunks)
         self._done = 0
+        self._finished = False
         transfers = []
         for k, message in enumerate(plan.messages):
             recv = self._landing[k] if k in self._landing else self._rows(message.recv)
@@ -249,7 +260,12 @@ class PipelinedAllReduce:
             self._advance(index + 1, wait=self._in_place)
 
     def run_beside(self, pieces: Sequence[Piece]) -> None:
-        """Runs other work after `compute`. Chunks are summed and sent between two pieces."""
+        """Runs other work after `compute`. Chunks are summed and sent between two pieces.
+
+        The `serial` pattern completes the sums first.
+        """
+        if self._plan.pattern == "serial":
+            self.finish()
         num_work = len(self._plan.work)
         for number, piece in enumerate(pieces):
             piece()
@@ -260,12 +276,25 @@ class PipelinedAllReduce:
                 share = min(1.0, (number + 1) / max(1, len(pieces) - 1))
                 self._advance(self._num_gemms + round(share * (num_work - self._num_gemms)), wait=True)
 
-    def finish(self) -> None:
-        """Computes the remaining sums. Waits until all rows of `out` are sums and all messages are complete."""
-        self._advance(len(self._plan.work), wait=True)
-        for k in self._gather_messages:
-            self._p2p_work.wait(k)
-        self._p2p_work.wait_all()
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that this rank sends."""
+        num_rows = sum(self._layout.num_chunk_rows(message.send) for message in self._plan.messages)
+        return num_rows * self._out.shape[1] * self._out.element_size()
+
+    def finish(self) -> torch.Tensor:
+        """Computes the remaining sums. Waits until all rows of `out` are sums and all messages are complete.
+
+        Returns:
+            `out`.
+        """
+        if not self._finished:
+            self._advance(len(self._plan.work), wait=True)
+            for k in self._gather_messages:
+                self._p2p_work.wait(k)
+            self._p2p_work.wait_all()
+            self._finished = True
+        return self._out
 
     def _advance(self, stop: int, *, wait: bool) -> None:
         """Does the additions of the work items before `stop`, in order, and marks their sends ready."""

@@ -89,8 +89,9 @@ def _compare(op: str, transport: Any, plan: Any, group: Any, dry: bool, seed: in
     """The largest error of each result, over what sums of rounded terms may be off by."""
     import torch
 
+    from megatron_overlap import ops
     from megatron_overlap.ops import reference
-    from megatron_overlap.ops.tensor_parallel.fused import linear, linear_all_reduce
+    from megatron_overlap.ops.tensor_parallel.fused.linear import FusedMethod
 
     device, dtype = ("cpu", torch.float16) if dry else ("cuda", torch.bfloat16)
     rows, k, f = (32, 24, 40) if dry else (1024, 512, 768)
@@ -101,9 +102,8 @@ def _compare(op: str, transport: Any, plan: Any, group: Any, dry: bool, seed: in
     w = torch.randn(f, k, generator=of_rank)
     out_rows = rows // size if op == "linear_reduce_scatter" else rows
     dy = torch.randn(out_rows, f, generator=of_all if op == "linear_all_reduce" else of_rank)
-    home = linear if hasattr(linear, f"fused_{op}") else linear_all_reduce
     mine = [tensor.to(device, dtype).requires_grad_() for tensor in (x, w)]
-    y = getattr(home, f"fused_{op}")(*mine, transport=transport, plan=plan)
+    y = getattr(ops, op)(*mine, group=FusedMethod(transport, plan))
     y.backward(dy.to(device, dtype))
     if not dry:
         torch.cuda.synchronize()

@@ -11,9 +11,10 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from megatron_overlap.comm import transport_of
 from megatron_overlap.ops import LinearPlan, copy_linear, linear_all_reduce, reference
+from megatron_overlap.ops.tensor_parallel.fused.linear import FusedMethod
 from megatron_overlap.ops.tensor_parallel.fused.plan import FusedPlan
 from megatron_overlap.ops.wgrad import DeferredWgrad
-from tests.helpers.fused import fused_op, fused_transport
+from tests.helpers.fused import fused_transport
 from tests.helpers.late import LateTransport
 from tests.helpers.numerics import assert_close_to_exact
 
@@ -71,10 +72,8 @@ def against_reference(
         # Not contiguous, as what a transpose or a narrow leaves behind.
         leaves[0] = torch.stack([x, x], dim=-1)[..., 0].requires_grad_()
         into = torch.ones(f, k, dtype=torch.float32) if main_grad else None
-        if fused:
-            y = fused_op(op)(*leaves, transport=transport, plan=plan, main_grad=into)
-        else:
-            y = OPS[op][0](*leaves, group=transport, plan=plan, main_grad=into)
+        how: Any = {"group": FusedMethod(transport, plan)} if fused else {"group": transport, "plan": plan}
+        y = OPS[op][0](*leaves, main_grad=into, **how)
         y.backward(torch.stack([dy, dy], dim=-1)[..., 0])
         wgrad = leaves[1].grad
         if into is not None:

@@ -10,10 +10,11 @@ import torch.distributed as dist
 from megatron_overlap.comm import close_transport, transport_of
 from megatron_overlap.comm.gloo import GlooTransport
 from megatron_overlap.ops import LinearPlan, all_gather_linear, linear_reduce_scatter, reference
+from megatron_overlap.ops.tensor_parallel.fused.linear import FusedMethod
 from megatron_overlap.ops.tensor_parallel.fused.plan import FusedPlan
 from megatron_overlap.ops.tensor_parallel.pipelined import PipelinedAllGather, PipelinedReduceScatter
 from megatron_overlap.schedules import ChunkLayout, all_gather_plan, reduce_scatter_plan
-from tests.helpers.fused import fused_op, fused_transport
+from tests.helpers.fused import fused_transport
 from tests.helpers.late import LateTransport
 from tests.helpers.numerics import assert_close_to_exact
 
@@ -74,12 +75,9 @@ def against_reference(
         leaves[0] = torch.stack([x, x], dim=-1)[..., 0].requires_grad_()
         into = torch.ones(f, k, dtype=torch.float32) if main_grad else None
         options = {"num_rows": rows} if op == "all_gather_linear" else {}
-        if fused:
-            y = fused_op(op)(*leaves, transport=transport, plan=plan, main_grad=into, **options)
-        elif op == "all_gather_linear":
-            y = all_gather_linear(*leaves, group=transport, plan=plan, main_grad=into, **options)
-        else:
-            y = linear_reduce_scatter(*leaves, group=transport, plan=plan, main_grad=into)
+        function: Any = all_gather_linear if op == "all_gather_linear" else linear_reduce_scatter
+        how = {"group": FusedMethod(transport, plan)} if fused else {"group": transport, "plan": plan}
+        y = function(*leaves, main_grad=into, **how, **options)
         y.backward(dy)
         wgrad = leaves[1].grad
         if into is not None:

@@ -1,10 +1,12 @@
-"""Half an op each, which the fused linears are put together from: a gather with its consumers, a GEMM that scatters.
+"""Fused all-gather and reduce-scatter on one node: kernels over symmetric memory.
 
-Where schedules, symmetric memory and kernels meet. Triton is imported when the first of them is made.
+The first operation imports Triton, not this module.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,20 +15,21 @@ from megatron_overlap.comm.symmetric.layout import gathered_bytes
 from megatron_overlap.comm.symmetric.transport import SymmetricTransport
 from megatron_overlap.ops.tensor_parallel.fused.hopper import Hopper
 from megatron_overlap.ops.tensor_parallel.fused.plan import FusedPlan
+from megatron_overlap.ops.wgrad import WeightGradient
 from megatron_overlap.schedules import ChunkLayout
 
 
 class _Kernels:
-    """Tables of row tiles, and tile shapes, for one transport."""
+    """Launchers, tile shapes and tables of row tiles for one operation."""
 
     def __init__(self, transport: SymmetricTransport, plan: FusedPlan) -> None:
         self._transport, self._plan = transport, plan
         self.programs = max(1, transport.fabric.num_sms - plan.spare_sms)
-        # Before the op begins: the first time, the kernels are tried on the device.
+        # The first use of a transport runs the self-test of the kernels, so it comes before the operation starts.
         self.hopper = Hopper.of(transport) if plan.kernel == "hopper" else None
 
     def table(self, layout: ChunkLayout, order: str, block: int | None) -> Any:
-        """A table of row tiles on the device, made once: `arrival`, `departure`, or `own` rows."""
+        """A table of row tiles on the device, cached: in order of `arrival`, in order of `departure`, or `own` rows."""
         from megatron_overlap.kernels.launch import RowTiles
         from megatron_overlap.schedules.tile_order import arrival_order, departure_order, row_tiles
 
@@ -60,7 +63,7 @@ class _Kernels:
         )
 
     def gathering(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> tuple[Any, Any]:
-        """Launcher and tile shape of a GEMM whose tiles wait."""
+        """Launcher and tile shape of a GEMM whose tiles wait for their rows."""
         from megatron_overlap.kernels.ag_gemm import ag_gemm
 
         config = self.config(a.shape[0], b)
@@ -68,7 +71,7 @@ class _Kernels:
         return found or (ag_gemm, config)
 
     def scattering(self, a: torch.Tensor, b: torch.Tensor) -> tuple[Any, Any]:
-        """Launcher and tile shape of a GEMM that stores at the owners."""
+        """Launcher and tile shape of a GEMM that stores its tiles in the memory of their owners."""
         from megatron_overlap.kernels.gemm_rs import gemm_to_owners
 
         config = self.config(a.shape[0], b)
@@ -83,15 +86,15 @@ class _Kernels:
         return (WGRAD if aligned else WGRAD_ODD)[newest(self._transport.fabric.capability)]
 
 
-class Gather:
-    """An all-gather that has been started, and what consumes it.
+class IntraNodeGather:
+    """An all-gather by copies, started by the constructor; see `Gather`. `finish` launches the kernels on its rows.
 
     Args:
         transport: of the group.
         shard: own rows `[rows, K]`, contiguous.
         num_rows: rows of all ranks.
-        op: for messages.
-        plan: how it is done.
+        op: name in error messages.
+        plan: how bytes are moved and tiles computed.
     """
 
     def __init__(
@@ -102,6 +105,43 @@ class Gather:
         half = gathered_bytes(num_rows, transport.size, shard.shape[1], shard.itemsize)
         self._op = transport.begin(half, op)
         self.full = self._op.gather(shard, self._layout, plan.mover)
+        self.num_bytes = (transport.size - 1) * shard.nbytes
+        self._launches: list[Callable[[], object]] = []
+
+    def matmul(
+        self, b: torch.Tensor, bias: torch.Tensor | None = None, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `Gather.matmul`; in order of arrival, into `out` where it is given."""
+        out = self.full.new_empty(self.full.shape[0], b.shape[1]) if out is None else out
+        self._launches.append(partial(self._launch_matmul, b, bias, out))
+        return out
+
+    def wgrad(self, wgrad: WeightGradient, *, dy: torch.Tensor | None = None, x: torch.Tensor | None = None) -> None:
+        """See `Gather.wgrad`."""
+        self.wgrad_into(*wgrad.accumulator(), dy=dy, x=x)
+
+    def wgrad_into(
+        self, out: torch.Tensor, add: bool, *, dy: torch.Tensor | None = None, x: torch.Tensor | None = None
+    ) -> None:
+        """Writes `dy.T @ x` to `out`, or adds it. The operand that is None is the gathered one."""
+        self._launches.append(partial(self._launch_wgrad, dy, x, out, add))
+
+    def rows(self, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """A copy of all rows, in `out` where it is given; complete after `finish`."""
+        out = torch.empty_like(self.full) if out is None else out
+        self._launches.append(partial(self._copy_rows, out))
+        return out
+
+    def advance(self) -> bool:
+        """See `Gather.advance`."""
+        return False
+
+    def finish(self) -> None:
+        """See `Gather.finish`."""
+        for launch in self._launches:
+            launch()
+        # Kernels that are enqueued from here on do not read the gathered rows.
+        self._op.done()
 
     def _waits(self) -> Any:
         from megatron_overlap.kernels.launch import Waits
@@ -109,56 +149,43 @@ class Gather:
         transport = self._transport
         return Waits(self._op.flags, self._op.epoch, transport.status, transport.fabric.max_polls)
 
-    def gemm(
-        self, b: torch.Tensor, bias: torch.Tensor | None = None, *, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """`gathered @ b + bias`, in the order of arrival, in `out` where that is given."""
-        out = self.full.new_empty(self.full.shape[0], b.shape[1]) if out is None else out
+    def _launch_matmul(self, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         ag_gemm, config = self._kernels.gathering(self.full, b, out)
         tiles = self._kernels.table(self._layout, "arrival", config.block_m)
         programs = self._kernels.programs
         ag_gemm(self.full, b, out, bias, tiles=tiles, waits=self._waits(), config=config, num_programs=programs)
-        return out
 
-    def weight_gradient(
-        self, dy: torch.Tensor | None, x: torch.Tensor | None, w: torch.Tensor, main_grad: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """`dy.T @ x` where one of them (None) is what is gathered: into `main_grad`, or as a gradient of its own."""
+    def _launch_wgrad(self, dy: torch.Tensor | None, x: torch.Tensor | None, out: torch.Tensor, add: bool) -> None:
         from megatron_overlap.kernels.wgrad import wgrad
 
-        out = torch.empty_like(w, memory_format=torch.contiguous_format) if main_grad is None else main_grad
+        if x is not None and x.stride(-1) != 1:
+            x = x.contiguous()
         wgrad(
             self.full if dy is None else dy,
             self.full if x is None else x,
             out,
             chunks=self._kernels.table(self._layout, "arrival", None),
             waits=self._waits(),
-            config=self._kernels.wgrad_config(w),
+            config=self._kernels.wgrad_config(out),
             num_programs=self._kernels.programs,
-            add=main_grad is not None,
+            add=add,
         )
-        return out if main_grad is None else None
 
-    def rows(self, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """All rows, once they are there, in memory of their own, or in `out`."""
+    def _copy_rows(self, out: torch.Tensor) -> None:
         num_flags = self._transport.size * self._layout.chunks_per_rank
         self._transport.wait_all(self._op.flags[:num_flags], self._op.epoch)
-        return self.full.clone() if out is None else out.copy_(self.full)
-
-    def done(self) -> None:
-        """What has been enqueued is all that reads the gathered rows."""
-        self._op.done()
+        out.copy_(self.full)
 
 
-class Scatter:
-    """A GEMM whose tiles go to their owners, and the sum of what landed here.
+class IntraNodeScatter:
+    """A GEMM whose tiles are stored in the memory of their owners, launched by the constructor; see `Scatter`.
 
     Args:
         transport: of the group.
         a: `[M, K]` all rows.
         b: `[K, N]`.
-        op: for messages.
-        plan: how it is done.
+        op: name in error messages.
+        plan: how bytes are moved and tiles computed.
     """
 
     def __init__(
@@ -188,10 +215,10 @@ class Scatter:
         gemm_to_owners(a, b, tiles=tiles, owners=owners, config=config, num_programs=self._kernels.programs)
 
     def _staged(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Addresses that make the kernel store what is not its own rank's into staging; starts the copies from there.
+        """Addresses that redirect the tiles of other owners to own staging memory; starts the copies from there.
 
-        The kernel stores at `landings[owner] + slot(rank)` and raises `flags[owner] + rank * parts + part`. Both are to
-        be the owner's slot and flags in own memory instead.
+        The kernel stores at `landings[owner] + slot(rank)` and sets `flags[owner] + rank * parts + part`. The addresses
+        returned here make both point to the slot and the flags of that owner in own memory.
         """
         transport, rank, parts = self._transport, self._transport.rank, self._layout.chunks_per_rank
         num_slot_bytes = self._landing_shape[1] * self._landing_shape[2] * self._dtype.itemsize
@@ -208,8 +235,8 @@ class Scatter:
         addresses = transport.tables[key]
         return addresses[0], addresses[1]
 
-    def sum(self) -> torch.Tensor:
-        """Own rows of the sum over ranks."""
+    def finish(self) -> torch.Tensor:
+        """See `Scatter.finish`."""
         from megatron_overlap.kernels.gemm_rs import SUM_ROWS, sum_landed
         from megatron_overlap.kernels.launch import Waits
 

@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from megatron_overlap.comm.members import Members
 from megatron_overlap.comm.transport import TransportError
+from megatron_overlap.ops import all_gather_linear, linear_reduce_scatter
+from megatron_overlap.ops.tensor_parallel.fused.linear import FusedMethod
 from megatron_overlap.schedules.hierarchical import Nodes
 from tests.helpers.fused import PoisonedFabric, fused_transport
 from tests.helpers.late import LateTransport
@@ -121,13 +123,13 @@ def protocol(
             if late_start and rank == 0:
                 time.sleep(LATE_S)
             try:
-                gather = parts.Gather(transport, a[own].contiguous(), ROWS, "test", fused_plan)
-                scatter = parts.Scatter(transport, a, b, "test", fused_plan)
+                gather = parts.IntraNodeGather(transport, a[own].contiguous(), ROWS, "test", fused_plan)
+                scatter = parts.IntraNodeScatter(transport, a, b, "test", fused_plan)
                 _as_late_as_it_may(transport, 2 * number - 1, looks, give_up_s)
-                got = [gather.gemm(b)]
-                gather.done()
+                got = [gather.matmul(b)]
+                gather.finish()
                 _as_late_as_it_may(transport, 2 * number, looks, give_up_s)
-                got.append(scatter.sum())
+                got.append(scatter.finish())
             except (TransportError, symmetric.TransportError, TimeoutError) as error:
                 wrong.append(f"round {number}: {type(error).__name__}: {error}")
                 break
@@ -163,7 +165,7 @@ def _as_late_as_it_may(transport: Any, op: int, looks: torch.Tensor, give_up_s: 
 def layers(group: dist.ProcessGroup, edits: Sequence[Edit] = (), hosts: int = 1) -> list[str]:
     """Forward and backward of both layers over memory that is forgotten on acknowledgement; what was wrong."""
     edits = tuple(edits)
-    fused = load("ops.tensor_parallel.fused.linear", edits)
+    fused, linear = load("ops.tensor_parallel.fused.linear", edits), load("ops.tensor_parallel.linear", edits)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     nodes = Nodes(hosts, size // hosts)
     members = Members(group, nodes.members(nodes.node(rank)))
@@ -178,9 +180,8 @@ def layers(group: dist.ProcessGroup, edits: Sequence[Edit] = (), hosts: int = 1)
     generator = torch.Generator().manual_seed(5)
     whole, first, second = (torch.randn(shape, generator=generator) for shape in ((8 * size, 16), (12, 16), (16, 12)))
     x, w1, w2 = (t.clone().requires_grad_() for t in (whole[8 * rank : 8 * rank + 8], first + rank, second - rank))
-    y = fused.fused_linear_reduce_scatter(
-        fused.fused_all_gather_linear(x, w1, transport=transport), w2, transport=transport
-    )
+    method = fused.FusedMethod(transport)
+    y = linear.linear_reduce_scatter(linear.all_gather_linear(x, w1, group=method), w2, group=method)
     y.square().sum().backward()
     everything = whole.double().requires_grad_()
     firsts = [(first + r).double().requires_grad_() for r in range(size)]
@@ -207,15 +208,14 @@ def recomputed(group: dist.ProcessGroup, checkpoint: bool) -> list[float]:
     """A column- and a row-parallel layer, with and without activation recomputation."""
     from torch.utils.checkpoint import checkpoint as recompute
 
-    from megatron_overlap.ops.tensor_parallel.fused.linear import fused_all_gather_linear, fused_linear_reduce_scatter
-
     transport = fused_transport(group)
+    method = FusedMethod(transport)
     generator = torch.Generator().manual_seed(7 + dist.get_rank(group))
     x, w1, w2 = (torch.randn(s, generator=generator, requires_grad=True) for s in ((8, 16), (24, 16), (16, 24)))
 
     def block(hidden: torch.Tensor) -> torch.Tensor:
-        inner = torch.relu(fused_all_gather_linear(hidden, w1, transport=transport))
-        return fused_linear_reduce_scatter(inner, w2, transport=transport)
+        inner = torch.relu(all_gather_linear(hidden, w1, group=method))
+        return linear_reduce_scatter(inner, w2, group=method)
 
     y = recompute(block, x, use_reentrant=False) if checkpoint else block(x)
     assert isinstance(y, torch.Tensor)
@@ -226,14 +226,12 @@ def recomputed(group: dist.ProcessGroup, checkpoint: bool) -> list[float]:
 
 def memory(group: dist.ProcessGroup) -> list[tuple[int, int]]:
     """Bytes of symmetric memory, and twice the largest gathered activation: before, after small, large, small ops."""
-    from megatron_overlap.ops.tensor_parallel.fused.linear import fused_all_gather_linear
-
     transport = fused_transport(group)
     sizes = [(transport.num_bytes, transport.bound_bytes)]
     largest = 0
     for rows, k in ((4, 16), (32, 64), (4, 16)):
         x = torch.randn(rows, k)
-        y = fused_all_gather_linear(x, torch.eye(k), transport=transport)
+        y = all_gather_linear(x, torch.eye(k), group=FusedMethod(transport))
         assert torch.equal(y[rows * transport.rank : rows * (transport.rank + 1)], x)
         largest = max(largest, transport.size * x.nbytes)
         assert transport.bound_bytes == 2 * largest
@@ -253,16 +251,16 @@ def refused(group: dist.ProcessGroup) -> list[str]:
     """The messages for what does not fit, and what the op after a wait in vain says."""
     from megatron_overlap.comm.symmetric.transport import SymmetricTransport
     from megatron_overlap.kernels.wait import wait_all
-    from megatron_overlap.ops.tensor_parallel.fused.linear import fused_all_gather_linear, fused_linear_reduce_scatter
 
     transport = fused_transport(group)
-    capturing = SymmetricTransport(_Capturing(Members(group)), wait_all)
+    capturing = FusedMethod(SymmetricTransport(_Capturing(Members(group)), wait_all))
+    method = FusedMethod(transport)
     x, w = torch.zeros(4, 8), torch.zeros(6, 8)
     calls = [
-        lambda: fused_all_gather_linear(torch.zeros(4, 9), w, transport=transport),
-        lambda: fused_all_gather_linear(x, w, transport=transport, num_rows=13),
-        lambda: fused_linear_reduce_scatter(torch.zeros(5, 2, 8), w, transport=transport),
-        lambda: fused_all_gather_linear(x, w, transport=capturing),
+        lambda: all_gather_linear(torch.zeros(4, 9), w, group=method),
+        lambda: all_gather_linear(x, w, group=method, num_rows=13),
+        lambda: linear_reduce_scatter(torch.zeros(5, 2, 8), w, group=method),
+        lambda: all_gather_linear(x, w, group=capturing),
     ]
     messages = []
     for call in calls:
@@ -270,11 +268,11 @@ def refused(group: dist.ProcessGroup) -> list[str]:
             call()
         except (ValueError, TransportError) as error:
             messages.append(str(error))
-    fused_all_gather_linear(x, w, transport=transport)
+    all_gather_linear(x, w, group=method)
     transport.status.fill_(1)
-    fused_all_gather_linear(x, w, transport=transport)
+    all_gather_linear(x, w, group=method)
     try:
-        fused_all_gather_linear(x, w, transport=transport)
+        all_gather_linear(x, w, group=method)
     except TransportError as error:
         messages.append(str(error))
     dist.barrier(group)

@@ -166,9 +166,9 @@ def test_a_wrong_protocol_is_caught(ranks: World, tmp_path: Path, name: str) -> 
 LAYER_MUTANTS = {
     "one half for two ops": Edit("comm.symmetric.layout", "return epoch % 2 * _aligned(self.half_bytes)", "return 0"),
     "done before wgrad": Edit(
-        "ops.tensor_parallel.fused.linear",
-        "            dw = gather.weight_gradient(dy, None, w, ctx.main_grad)\n            gather.done()",
-        "            gather.done()\n            dw = gather.weight_gradient(dy, None, w, ctx.main_grad)",
+        "ops.tensor_parallel.fused.intra_node",
+        "        for launch in self._launches:\n",
+        "        self._op.done()\n        for launch in self._launches:\n",
     ),
 }
 

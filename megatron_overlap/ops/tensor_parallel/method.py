@@ -1,0 +1,170 @@
+"""The protocol of the methods `p2p` and `fused`: what the autograd functions of the linear layers call."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from megatron_overlap.comm import BufferPool
+from megatron_overlap.ops.call import Observer, SavedInputHook
+from megatron_overlap.ops.wgrad import DeferredWgrad, Piece, WeightGradient, WgradTarget
+
+
+class InputVersion(NamedTuple):
+    """A tensor and the value of its version counter."""
+
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+
+    def unchanged_since(self, earlier: object) -> bool:
+        """Whether `earlier` is the same living tensor, without a write to it in between."""
+        if not isinstance(earlier, InputVersion) or earlier.tensor() is not self.tensor():
+            return False
+        return earlier.version == self.version
+
+
+class Gather(Protocol):
+    """An all-gather in progress. Results of the computations on its rows are complete after `finish`."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that this rank sends."""
+
+    @property
+    def full(self) -> torch.Tensor:
+        """All rows `[num_rows, K]`, complete after `finish`."""
+
+    def matmul(self, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """`full @ b + bias`."""
+
+    def wgrad(self, wgrad: WeightGradient, *, dy: torch.Tensor | None = None, x: torch.Tensor | None = None) -> None:
+        """Adds `dy.T @ x` to `wgrad`. The operand that is None is `full`."""
+
+    def advance(self) -> bool:
+        """Computes on rows that have arrived; False where there are none, or where a query would synchronise."""
+
+    def finish(self) -> None:
+        """Computes on the remaining rows as they arrive, and completes the messages."""
+
+
+class Scatter(Protocol):
+    """A GEMM whose partial sums are sent to the owners of the rows."""
+
+    def finish(self) -> torch.Tensor:
+        """Own rows of the sum over ranks."""
+
+
+class AllReduce(Protocol):
+    """A GEMM whose result is summed over ranks."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that this rank sends."""
+
+    def run_beside(self, pieces: Sequence[Piece]) -> None:
+        """Runs other work while messages are in flight."""
+
+    def finish(self) -> torch.Tensor:
+        """All rows of the sum, with the same bits on every rank."""
+
+
+class LinearMethod(ABC):
+    """Communication of the linear layers between the ranks of one group.
+
+    Attributes:
+        rank: own rank in the group.
+        size: number of ranks.
+        buffer_pool: buffers of the operations.
+        save_gathered: column-parallel forward saves the gathered input for the weight gradient.
+        wgrad_pieces: largest number of pieces of a weight gradient that runs beside an all-reduce.
+    """
+
+    rank: int
+    size: int
+    buffer_pool: BufferPool
+    save_gathered = False
+    wgrad_pieces = 1
+
+    @abstractmethod
+    def gather(
+        self, shard: torch.Tensor, num_rows: int, op: str, *, version: InputVersion | None = None, save: bool = False
+    ) -> Gather:
+        """Starts an all-gather.
+
+        Args:
+            shard: own rows `[rows, K]`, contiguous, unchanged until `finish`.
+            num_rows: rows of all ranks.
+            op: name in error messages.
+            version: of the tensor that `shard` shows. A gather of the same version may be reused.
+            save: `full` is a tensor of the caller and not a buffer.
+        """
+
+    @abstractmethod
+    def scatter(
+        self, a: torch.Tensor, b: torch.Tensor, op: str, meanwhile: Callable[[], bool] | None = None
+    ) -> Scatter:
+        """Runs `a @ b` and sends the rows of the partial sums to their owners.
+
+        Args:
+            a: `[num_rows, K]`.
+            b: `[K, N]`.
+            op: name in error messages.
+            meanwhile: see `PipelinedReduceScatter.compute`.
+        """
+
+    @abstractmethod
+    def all_reduce(self, a: torch.Tensor, b: torch.Tensor, op: str, *, work_follows: bool = False) -> AllReduce:
+        """Runs `a @ b` and starts the sum over ranks.
+
+        Args:
+            a: `[num_rows, K]`.
+            b: `[K, N]`.
+            op: name in error messages.
+            work_follows: the caller calls `run_beside`.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class LinearCall:
+    """The options of one call of a linear layer: everything but tensors that autograd differentiates.
+
+    Attributes:
+        method: communicates.
+        target: destination of the weight gradient.
+        observer: called in every pass.
+        num_rows: rows of all ranks, for an all-gather.
+        version: of the input, for an all-gather.
+        save_input: forward saves the input for the weight gradient.
+        on_save: called in forward with a saved input, for an all-gather.
+        deferred_wgrad: where the layer puts, or takes, postponed weight gradients.
+        deferred_weight: the leaf whose gradient is postponed; autograd gets a detached weight in its place.
+    """
+
+    method: LinearMethod
+    target: WgradTarget
+    observer: Observer | None = None
+    num_rows: int = 0
+    version: InputVersion | None = None
+    save_input: bool = True
+    on_save: SavedInputHook | None = None
+    deferred_wgrad: DeferredWgrad | None = None
+    deferred_weight: torch.Tensor | None = None
+
+
+class LinearContext(Protocol):
+    """What the linear layers use of the autograd context. The saved tensors are input and weight."""
+
+    call: LinearCall
+    saved_tensors: tuple[torch.Tensor, torch.Tensor]
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
+        """Saves tensors for backward."""
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Whether backward gets zeros in place of gradients that are None."""
