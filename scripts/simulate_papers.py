@@ -19,13 +19,13 @@ from megatron_overlap.config import ModelConfig
 from megatron_overlap.config.cluster import load_cluster_profile
 from megatron_overlap.config.model_presets import PRESETS
 from megatron_overlap.tools.simulate.job import Job, Recompute
-from megatron_overlap.tools.simulate.linear import Choice, Linear
-from megatron_overlap.tools.simulate.memory import memory_of
+from megatron_overlap.tools.simulate.linear import Linear, LinearOverlap
 from megatron_overlap.tools.simulate.step import StepTime, simulate_step
+from megatron_overlap.tools.simulate.sweep import memory_of
 
 PEAK = 989.4
-PLAIN = Choice("serial", save_gathered=True)
-COMPILED = Choice("compiled", "direct", chunks_per_rank=1, save_gathered=True)
+PLAIN = LinearOverlap("serial", save_gathered=True)
+COMPILED = LinearOverlap("compiled", "direct", chunks_per_rank=1, save_gathered=True)
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ def flux() -> Iterator[Row]:
         link = model.link(8)
         times = []
         for method in ("serial", "fused"):
-            times.append(Linear(model, link, Choice(method), 4096, 6144, 12288).column_forward().time_us)
-            times.append(Linear(model, link, Choice(method), 4096, 12288, 6144).row_forward().time_us)
+            times.append(Linear(model, link, LinearOverlap(method), 4096, 6144, 12288).column_forward().time_us)
+            times.append(Linear(model, link, LinearOverlap(method), 4096, 12288, 6144).row_forward().time_us)
         whats = ("AG+GEMM serial", "GEMM+RS serial", "AG+GEMM fused", "GEMM+RS fused")
         for what, shown, time in zip(whats, figures, times, strict=True):
             used = "GEMM and collective" if what == "AG+GEMM serial" else ""
@@ -88,9 +88,9 @@ def commfuse() -> Iterator[Row]:
     model = CostModel(load_cluster_profile("commfuse"))
     link = model.link(4)
     choices = {
-        "serial": Choice("serial"),
-        "sliced": Choice("sliced"),
-        "tail-free": Choice("p2p", "ring", chunks_per_rank=1, split="all"),
+        "serial": LinearOverlap("serial"),
+        "sliced": LinearOverlap("sliced"),
+        "tail-free": LinearOverlap("p2p", "ring", chunks_per_rank=1, split="all"),
     }
     for (what, choice), published in zip(choices.items(), (122.3, 83.9, 77.1), strict=True):
         first = Linear(model, link, choice, 32 * 4096, 4096, 4096).column_forward()
@@ -120,8 +120,8 @@ def torchtitan() -> Iterator[Row]:
     for what, preset, replicas, batch, recompute, published in rows:
         shape = ModelConfig.model_validate({"preset": preset, **PRESETS[preset]})
         job = Job(shape, 8192, batch, batch * replicas, tensor=8, data=replicas, recompute=recompute)
-        plain = simulate_step(replace(job, tensor_choice=PLAIN), model).step_us
-        gain = 100 * (plain / simulate_step(replace(job, tensor_choice=COMPILED), model).step_us - 1)
+        plain = simulate_step(replace(job, tensor_overlap=PLAIN), model).step_us
+        gain = 100 * (plain / simulate_step(replace(job, tensor_overlap=COMPILED), model).step_us - 1)
         yield Row("torchtitan", what, "% gain", published, gain, 3)
         if preset == "llama3_70b":
             rate = job.tokens / job.world_size / (plain * 1e-6)
@@ -166,7 +166,7 @@ def megatron() -> Iterator[Row]:
                         data=48,
                         virtual=virtual,
                         sequence_parallel=tensor > 1,
-                        tensor_choice=Choice("userbuffers"),
+                        tensor_overlap=LinearOverlap("userbuffers"),
                         gradient_bytes=2,
                     )
                 except ValueError:  # micro-batches that cannot be dealt to the stages
@@ -198,7 +198,7 @@ def nemo() -> Iterator[Row]:
             data=data,
             virtual=virtual,
             sequence_parallel=tensor > 1,
-            tensor_choice=Choice("userbuffers"),
+            tensor_overlap=LinearOverlap("userbuffers"),
             gradient_bytes=2,
         )
         layout = f"{what}, {job.label()}"

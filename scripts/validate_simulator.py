@@ -25,9 +25,9 @@ from step_times import ROOT, STEPS, Measured, apart, measure, measured, model_of
 
 from megatron_overlap.autotune.cost_model import CostModel
 from megatron_overlap.config.cluster import ClusterProfile, load_cluster_profile, with_hosts
+from megatron_overlap.tools.simulate.event_simulator import SimulatedRun
 from megatron_overlap.tools.simulate.job import job_of
-from megatron_overlap.tools.simulate.linear import Choice, Linear
-from megatron_overlap.tools.simulate.program import Played
+from megatron_overlap.tools.simulate.linear import Linear, LinearOverlap
 from megatron_overlap.tools.simulate.step import simulate_step
 
 
@@ -71,7 +71,10 @@ def linears() -> Iterator[Row]:
     """One linear layer."""
     for name in ("linear_2_hosts.json", "linear_4_hosts.json"):
         for row in json.loads((ROOT / "docs" / "results" / name).read_text(encoding="utf-8"))["rows"]:
-            for key, choice in (("serial_ms", Choice("megatron")), ("overlap_ms", Choice("p2p", split="all"))):
+            for key, choice in (
+                ("serial_ms", LinearOverlap("stock")),
+                ("overlap_ms", LinearOverlap("p2p", split="all")),
+            ):
                 yield Row(
                     f"{row['ranks']} hosts {row['op']} {row['direction']} {key[:-3]}, {row['gbps']:.2f} Gbit/s",
                     row[key],
@@ -79,17 +82,17 @@ def linears() -> Iterator[Row]:
                 )
 
 
-def linear_ms(row: dict[str, Any], choice: Choice) -> float:
+def linear_ms(row: dict[str, Any], choice: LinearOverlap) -> float:
     """A row of the linear benchmark on the model; `out_features` and `in_features` are over all ranks."""
     ranks, column = row["ranks"], row["op"] == "ag_gemm"
     model = CostModel(with_hosts(load_cluster_profile("netlab"), row["gbps"], 1))
     n = row["out_features"] // (ranks if column else 1)
     k = row["in_features"] // (1 if column else ranks)
     linear = Linear(model, model.link(ranks), choice, row["rows"], n, k)
-    played: list[Played] = [linear.column_forward() if column else linear.row_forward()]
+    simulated: list[SimulatedRun] = [linear.column_forward() if column else linear.row_forward()]
     if row["direction"] != "forward":
-        played.append(linear.column_backward() if column else linear.row_backward())
-    return sum(one.time_us for one in played) / 1e3
+        simulated.append(linear.column_backward() if column else linear.row_backward())
+    return sum(one.time_us for one in simulated) / 1e3
 
 
 def show(title: str, rows: list[Row]) -> None:

@@ -1,1 +1,1 @@
-"""What a training step takes on a cluster described by a profile. Modelled, never measured; needs no torch."""
+"""Model of the time of a training step on a cluster that a profile describes. Needs no torch and no GPU."""

@@ -1,4 +1,4 @@
-"""`megatron-overlap simulate`: what a step of a launch config would take on a cluster, without running it."""
+"""`megatron-overlap simulate`: predict the step time of a launch config on a cluster."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from megatron_overlap.config import ConfigError, load_launch_config
 from megatron_overlap.config.cluster import load_cluster_profile, with_hosts
 from megatron_overlap.config.resources import config_file
 from megatron_overlap.tools.compare.flops import CONVENTION
-from megatron_overlap.tools.simulate.job import Job, job_of, with_choice
+from megatron_overlap.tools.simulate.job import Job, job_of, with_tensor_overlap
 from megatron_overlap.tools.simulate.layer import Layers
-from megatron_overlap.tools.simulate.linear import Choice, Method
-from megatron_overlap.tools.simulate.memory import Memory, memory_of
+from megatron_overlap.tools.simulate.linear import LinearOverlap, Method
 from megatron_overlap.tools.simulate.step import StepTime, simulate_step
-from megatron_overlap.tools.simulate.sweep import Sweep, sweep
+from megatron_overlap.tools.simulate.sweep import Memory, Sweep, memory_of, sweep
 from megatron_overlap.tools.simulate.trace import trace_events, write_trace
 
-MODELLED = "Modelled, not measured: see docs/simulate.md for how far from reality it was where that is known."
+DISCLAIMER = "Simulated, not measured. docs/simulate.md lists the known errors."
 
-_WORDS: dict[Method | Literal["auto"], str] = {
+_METHOD_NAMES: dict[Method | Literal["auto"], str] = {
     "serial": "no overlap",
-    "megatron": "Megatron's own order",
+    "stock": "stock path",
     "sliced": "sliced collectives",
     "userbuffers": "userbuffers-like pipeline",
     "fused": "Flux-like fused kernels",
@@ -39,15 +38,15 @@ _WORDS: dict[Method | Literal["auto"], str] = {
 
 def simulate(
     config: Annotated[Path, typer.Argument(help="Launch config: a YAML file, or the name of a shipped one.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, over what the file says.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value; overrides the file.")] = None,
     cluster: Annotated[
         str, typer.Option("--cluster", help="Profile: a name in configs/clusters, or a YAML file.")
     ] = "h100_dgx",
     trace: Annotated[Path | None, typer.Option("--trace", help="Write the timeline (Chrome / Perfetto JSON).")] = None,
-    find: Annotated[bool, typer.Option("--sweep", help="Try every layout of as many ranks that fits.")] = False,
-    output: Annotated[Path | None, typer.Option("--json", help="Write all figures.")] = None,
+    find: Annotated[bool, typer.Option("--sweep", help="Simulate every layout with this number of ranks.")] = False,
+    output: Annotated[Path | None, typer.Option("--json", help="Write all results as JSON.")] = None,
 ) -> int:
-    """Predict a step on a cluster, without running it."""
+    """Predict the time of a training step on a cluster without running it."""
     cfg = load_launch_config(config_file(config), overrides or ())
     profile = load_cluster_profile(cluster)
     if cfg.launch.hosts is not None:
@@ -61,8 +60,9 @@ def simulate(
         raise ConfigError(str(config), key, value, remedy or rest) from error
     step = simulate_step(job, model, timeline=trace is not None)
     memory = memory_of(job)
-    choices = {"as configured": job} | {_WORDS[name]: with_choice(job, Choice(name)) for name in _WORDS}
-    methods = {name: simulate_step(other, model) for name, other in choices.items()}
+    jobs = {"as configured": job}
+    jobs |= {text: with_tensor_overlap(job, LinearOverlap(name)) for name, text in _METHOD_NAMES.items()}
+    methods = {name: simulate_step(other, model) for name, other in jobs.items()}
     found = sweep(job, model) if find else None
     content = _content(job, model, step, memory, methods, found)
     console = Console()
@@ -79,15 +79,17 @@ def simulate(
             remedy = f"{error.strerror}; give a file that can be written"
             raise ConfigError("command line", f"simulate {what}", str(path), remedy) from error
         console.print(f"{what.removeprefix('--')}: {path}", highlight=False, soft_wrap=True)
-    room = profile.device.memory_gib.value
-    if memory.total_gib > room:
-        console.print(f"does not fit: about {memory.total_gib:.0f} GiB of {room:.0f}", style="bold", highlight=False)
+    capacity = profile.device.memory_gib.value
+    if memory.total_gib > capacity:
+        console.print(
+            f"does not fit in memory: about {memory.total_gib:.0f} GiB of {capacity:.0f}", style="bold", highlight=False
+        )
         return 1
     return 0
 
 
 def figures(job: Job, model: CostModel, step: StepTime) -> dict[str, float]:
-    """What is said about a step. `mfu` counts the causal half of attention, `mfu_full_attention` all of it."""
+    """Figures of a step. `mfu` counts the causal half of attention, `mfu_full_attention` all of it."""
     seconds = step.step_us * 1e-6
     peak = model.profile.peak_tflops(job.precision)
     rate = job.flops() / job.world_size / seconds / 1e12
@@ -110,7 +112,7 @@ def _content(
     job: Job, model: CostModel, step: StepTime, memory: Memory, methods: dict[str, StepTime], found: Sweep | None
 ) -> dict[str, Any]:
     content: dict[str, Any] = {
-        "what": MODELLED,
+        "what": DISCLAIMER,
         "cluster": model.profile.name,
         "layout": job.label(),
         "ranks": job.world_size,
@@ -137,27 +139,29 @@ def _memory(memory: Memory) -> dict[str, float]:
         "parameters_and_gradients": memory.parameters_gib,
         "optimizer": memory.optimizer_gib,
         "activations": memory.activations_gib,
-        "buffer_pool": memory.workspace_gib,
+        "buffer_pool": memory.buffers_gib,
     }
 
 
 def _show(console: Console, job: Job, model: CostModel, content: dict[str, Any], found: Sweep | None) -> None:
     profile = model.profile
     console.print(f"{job.label()}, {job.world_size} ranks on {profile.name}: {profile.description}", highlight=False)
-    console.print(_table("A step, modelled (times in ms)", "tensor parallelism", content["methods"]))
+    console.print(_table("Simulated step (times in ms)", "tensor parallelism", content["methods"]))
     memory = content["memory_gib"]
     console.print(
-        f"Memory of a rank, about: {memory['total']:.0f} GiB of {profile.device.memory_gib.value:.0f} "
+        f"Estimated memory of a rank: {memory['total']:.0f} GiB of {profile.device.memory_gib.value:.0f} "
         f"({memory['parameters_and_gradients']:.0f} parameters and gradients, {memory['optimizer']:.0f} optimizer, "
         f"{memory['activations']:.0f} activations).",
         highlight=False,
         soft_wrap=True,
     )
     if found is not None:
-        title = f"Best of {found.tried} layouts, {found.too_large} do not fit in memory; modelled (times in ms)"
+        title = f"Best of {found.tried} layouts, {found.too_large} do not fit in memory; simulated (times in ms)"
         rows = {row["layout"]: row | {"gib": row["memory_gib"]["total"]} for row in content["sweep"]["best"]}
         console.print(_table(title, "layout", rows))
-    console.print(f"Tokens/s: of a device. MFU: {CONVENTION}. {MODELLED}", style="dim", highlight=False, soft_wrap=True)
+    console.print(
+        f"Tokens/s: per device. MFU: {CONVENTION}. {DISCLAIMER}", style="dim", highlight=False, soft_wrap=True
+    )
 
 
 _COLUMNS = (
@@ -170,11 +174,11 @@ _COLUMNS = (
     ("pipeline", "pipeline_ms", 1.0, 1),
     ("GiB", "gib", 1.0, 0),
 )
-"""Heading, key, factor, decimals. From `tensor` to `pipeline`: time without computation, by what is waited for."""
+"""Heading, key, factor, decimals. `tensor` to `pipeline` are exposed communication and pipeline waits."""
 
 
 def _table(title: str, first: str, rows: dict[str, dict[str, float]]) -> Table:
-    """One row a name; columns that would hold zeros alone are left out."""
+    """A table with one row per name, without columns of zeros only."""
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column(first, no_wrap=True)
     columns = [column for column in _COLUMNS if any(row.get(column[1], 0.0) > 0.0 for row in rows.values())]

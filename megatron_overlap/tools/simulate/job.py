@@ -1,4 +1,4 @@
-"""What is simulated: a model, how it is split over ranks, and how its communication is overlapped."""
+"""The simulated training step: a model, its parallel layout and its overlap methods."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Literal
 from megatron_overlap.config import LaunchConfig, ModelConfig
 from megatron_overlap.config.cluster import Precision
 from megatron_overlap.tools.compare.flops import Attention, known_model, padded_vocab_size, token_flops
-from megatron_overlap.tools.simulate.linear import Choice
+from megatron_overlap.tools.simulate.linear import LinearOverlap
 
-DataOverlap = Literal["none", "megatron"]
+DataOverlap = Literal["none", "stock"]
 Recompute = Literal["none", "selective", "full", "needed", "half"]
 
 _LAYERS_FLAG = "--num-layers-per-virtual-pipeline-stage"
@@ -22,28 +22,28 @@ _BUCKET_FLAG = "--ddp-bucket-size"
 
 @dataclass(frozen=True)
 class Job:
-    """One training step.
+    """One training step of a model.
 
     Attributes:
-        model: the shape.
-        seq_length: tokens in a sequence.
-        micro_batch_size: sequences in a micro-batch.
-        global_batch_size: sequences in a step, over all replicas.
-        tensor, context, pipeline, data: sizes of the parallel groups; ranks are dealt in this order but with `data`
-            before `pipeline`, as Megatron does.
-        virtual: model chunks of each pipeline stage; 1 is plain 1F1B.
-        sequence_parallel: activations outside the linear layers are split over the tensor ranks.
-        distributed_optimizer: optimizer state is split over the replicas.
-        recompute: what the backward computes again. Megatron's are none, selective (attention) and full; a compiler's
-            `needed` is full without what the backward has no use for (FC2 and the sum after it), and `half` is
-            torchtitan's selective "op": of the linear layers keys and the gate's second half, and all that is cheap.
-        precision: type of weights and activations.
-        tensor_choice: how tensor parallel communication is overlapped.
-        data_overlap: Megatron's flags for gradients and parameters, or none.
-        gradient_bytes: of one gradient while it is reduced; Megatron sums in fp32 unless told otherwise.
-        bucket_parameters: of which gradients are reduced together, at least; None: Megatron's own choice.
-        keeps_scores: attention is made of two products and a softmax, with all scores in memory.
-        fused_accumulation: the weight gradient's GEMM adds to the main gradient itself.
+        model: shape of the model.
+        seq_length: tokens per sequence.
+        micro_batch_size: sequences per micro-batch.
+        global_batch_size: sequences per step over all replicas.
+        tensor, context, pipeline, data: sizes of the parallel groups. Rank order as in Megatron: tensor, context, data,
+            pipeline.
+        virtual: model chunks per pipeline stage; 1 is 1F1B without interleaving.
+        sequence_parallel: whether tensor ranks shard the activations outside the linear layers.
+        distributed_optimizer: whether replicas shard the optimizer state.
+        recompute: activation recomputation. Megatron has none, selective (attention) and full. `needed`, of a compiler,
+            is full without FC2 and the addition after it. `half` is torchtitan's selective "op": the keys, the second
+            half of the gate and all elementwise operations.
+        precision: dtype of weights and activations.
+        tensor_overlap: overlap method of tensor parallel communication.
+        data_overlap: stock: Megatron's overlap flags for gradients and parameters; none: no overlap.
+        gradient_bytes: bytes of one gradient element in the reduction; Megatron reduces in fp32 by default.
+        bucket_parameters: smallest number of parameters of a gradient bucket; None: Megatron's default.
+        materializes_scores: attention consists of two products and a softmax with all scores in memory.
+        fused_accumulation: whether the wgrad GEMM accumulates into the main gradient.
     """
 
     model: ModelConfig
@@ -59,11 +59,11 @@ class Job:
     distributed_optimizer: bool = True
     recompute: Recompute = "none"
     precision: Precision = "bf16"
-    tensor_choice: Choice = Choice()
-    data_overlap: DataOverlap = "megatron"
+    tensor_overlap: LinearOverlap = LinearOverlap()
+    data_overlap: DataOverlap = "stock"
     gradient_bytes: int = 4
     bucket_parameters: int | None = None
-    keeps_scores: bool = False
+    materializes_scores: bool = False
     fused_accumulation: bool = True
 
     def __post_init__(self) -> None:
@@ -72,7 +72,7 @@ class Job:
 
     @property
     def world_size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return self.tensor * self.context * self.pipeline * self.data
 
     @property
@@ -92,7 +92,7 @@ class Job:
 
     @property
     def vocabulary(self) -> int:
-        """Rows of the embedding on all tensor ranks."""
+        """Rows of the padded embedding over all tensor ranks."""
         return padded_vocab_size(self.model.vocab_size, self.tensor)
 
     @property
@@ -105,7 +105,7 @@ class Job:
         return token_flops(self.model, self.seq_length, self.vocabulary, attention).total * self.tokens
 
     def layer_parameters(self) -> int:
-        """Parameters of one layer, on all tensor ranks."""
+        """Parameters of one layer over all tensor ranks."""
         model = self.model
         queries = model.head_size * model.num_attention_heads
         keys = model.head_size * model.num_query_groups
@@ -121,7 +121,7 @@ class Job:
         return (layers + ends * tables * (first or last)) / self.tensor
 
     def stage_tensors(self, stage: int) -> int:
-        """Parameter tensors of a pipeline stage: what the optimizer takes one by one."""
+        """Number of parameter tensors of a pipeline stage."""
         model = self.model
         norms = 2 if model.normalization == "LayerNorm" else 1
         linears = 4 * (1 + model.add_bias) + (model.add_qkv_bias and not model.add_bias)
@@ -129,13 +129,13 @@ class Job:
         return (2 * norms + linears) * model.num_layers // self.pipeline + ends
 
     def label(self) -> str:
-        """The layout in a few letters."""
+        """Short name of the layout, such as `tp8 cp1 pp4 dp2`."""
         text = f"tp{self.tensor} cp{self.context} pp{self.pipeline} dp{self.data}"
         return f"{text} vp{self.virtual}" if self.virtual > 1 else text
 
 
 def problems(job: Job) -> Sequence[str]:
-    """What makes a job impossible: field, value, remedy."""
+    """Reasons why a layout is impossible, each as `field: value: remedy`."""
     model = job.model
     found = []
     for name in ("num_attention_heads", "num_query_groups", "hidden_size", "ffn_hidden_size"):
@@ -158,20 +158,20 @@ def problems(job: Job) -> Sequence[str]:
 
 
 def job_of(config: LaunchConfig) -> Job:
-    """The job of a launch config. `method: p2p` is the plugin's schedules, `none` Megatron's own order, `auto` either.
+    """The job of a launch config. `overlap.tensor.method`: p2p is the plugin, none the stock path, auto the faster one.
 
     Raises:
-        ValueError: the config's arguments make a model or a layout that is not modelled.
+        ValueError: the simulator does not model the model or the layout of the config.
     """
     known_model(config.megatron_args)
     tensor = config.overlap.tensor
     parallel, train = config.parallel, config.train
-    choice = Choice("megatron")
+    overlap = LinearOverlap("stock")
     if tensor.method in ("auto", "p2p") and parallel.sequence_parallel:
         chunks = None if tensor.chunks_per_rank == "auto" else tensor.chunks_per_rank
-        choice = Choice(tensor.method, "direct" if tensor.schedule == "auto" else tensor.schedule, chunks)
+        overlap = LinearOverlap(tensor.method, "direct" if tensor.schedule == "auto" else tensor.schedule, chunks)
     elif tensor.method == "fused" and parallel.sequence_parallel:
-        choice = Choice("fused")
+        overlap = LinearOverlap("fused")
     return Job(
         model=config.model,
         seq_length=train.seq_length,
@@ -186,22 +186,22 @@ def job_of(config: LaunchConfig) -> Job:
         distributed_optimizer=train.distributed_optimizer,
         recompute=train.recompute,
         precision=train.precision,
-        tensor_choice=choice,
-        data_overlap="none" if config.overlap.data.method == "none" else "megatron",
+        tensor_overlap=overlap,
+        data_overlap="none" if config.overlap.data.method == "none" else "stock",
         gradient_bytes=2 if _NARROW_GRADIENTS in config.megatron_args else 4,
         bucket_parameters=_number(config, _BUCKET_FLAG),
-        keeps_scores=config.launch.device == "cpu",
+        materializes_scores=config.launch.device == "cpu",
         fused_accumulation=config.launch.device != "cpu" and train.gradient_accumulation_fusion is not False,
     )
 
 
-def with_choice(job: Job, choice: Choice) -> Job:
-    """The same job with its tensor parallel communication overlapped in another way."""
-    return replace(job, tensor_choice=choice)
+def with_tensor_overlap(job: Job, overlap: LinearOverlap) -> Job:
+    """The same job with another overlap method of tensor parallel communication."""
+    return replace(job, tensor_overlap=overlap)
 
 
 def _virtual(config: LaunchConfig) -> int:
-    """Model chunks of a stage, from Megatron's own arguments: no key of a launch config says it."""
+    """Model chunks per stage from `megatron_args`; launch configs have no key for them."""
     stages, layers_each = _number(config, _STAGES_FLAG), _number(config, _LAYERS_FLAG)
     if stages is not None:
         return stages
@@ -215,7 +215,7 @@ def _virtual(config: LaunchConfig) -> int:
 
 
 def _number(config: LaunchConfig, flag: str) -> int | None:
-    """The whole number after one of Megatron's own flags, None where it is not given."""
+    """The whole number after a flag in `megatron_args`; None: the flag is missing."""
     args = config.megatron_args
     for index, arg in enumerate(args):
         name, equals, value = arg.partition("=")

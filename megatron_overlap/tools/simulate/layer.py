@@ -1,4 +1,4 @@
-"""Forward and backward of one transformer layer, and of the ends of the model, on one rank."""
+"""Forward and backward of one transformer layer, of the embedding and of the logits on one rank."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from megatron_overlap.autotune.cost_model import (
     Link,
 )
 from megatron_overlap.config.cluster import Elementwise
+from megatron_overlap.tools.simulate.event_simulator import SimulatedRun
 from megatron_overlap.tools.simulate.job import Job
 from megatron_overlap.tools.simulate.linear import Linear
-from megatron_overlap.tools.simulate.program import Played
-from megatron_overlap.tools.simulate.rank_skew import Meeting, Op, Pass, together
+from megatron_overlap.tools.simulate.rank_skew import Op, Pass, Sync, with_rank_skew
 
-_LOSS_SUMS = 3  # over the tensor ranks: largest logit, the label's, sum of exponentials
-_BATCH_MESSAGES = 4  # from the first tensor rank: two headers, integers, the loss mask
+_LOSS_SUMS = 3  # all-reduces over tensor ranks: maximum, logit of the label, sum of exponentials
+_BATCH_MESSAGES = 4  # broadcasts of the first tensor rank: two headers, integers, the loss mask
 
-# Calls of torch in one micro-batch, forward and backward, counted on Megatron-Core 0.19.2's local layers by a
-# TorchDispatchMode: two layers against three, GPT and LLaMA, tp2 with sequence parallelism.
+# (forward, backward) calls of torch operators per micro-batch, counted with a TorchDispatchMode on the local layers of
+# Megatron-Core 0.19.2: difference of three layers and two, GPT and LLaMA, tp2 with sequence parallelism.
 _LAYER_CALLS = (65, 131)
 _ROTARY_CALLS = (54, 44)
 _FIRST_CALLS = (130, 10)
 _LAST_CALLS = (66, 50)
-# What one pass of a linear layer has more in this plugin: pieces, and messages of their rows; the mean of 18.
+# Additional calls of one pass of an overlapped linear layer, the mean of 18 passes.
 _OVERLAPPED_CALLS = 23
 
 _ATTENTION = ("scores", "repeat", "attention")
@@ -38,10 +38,10 @@ _ATTENTION = ("scores", "repeat", "attention")
 
 @dataclass(frozen=True)
 class Layers:
-    """The passes of a job on a machine.
+    """The passes of a job with the costs of a machine.
 
-    Without sequence parallelism the linear layers end in all-reduces, in Megatron's own order: the one after dgrad
-    beside wgrad unless the method is `serial`.
+    Without sequence parallelism the linear layers end in all-reduces in the order of the stock path: the all-reduce of
+    dgrad overlaps wgrad unless the method is `serial`.
     """
 
     job: Job
@@ -49,12 +49,12 @@ class Layers:
 
     @cached_property
     def tensor_link(self) -> Link:
-        """What joins tensor ranks: neighbours in a node."""
+        """Link between tensor parallel ranks, which are adjacent in a node."""
         return self.model.link(self.job.tensor)
 
     @cached_property
     def forward(self) -> Pass:
-        """One layer."""
+        """Forward of one layer."""
         return self._pass(*self._forward)
 
     @cached_property
@@ -79,7 +79,7 @@ class Layers:
 
     @cached_property
     def backward(self) -> Pass:
-        """One layer, with what it computes again."""
+        """Backward of one layer, recomputation included."""
         job = self.job
         ops = (
             *self._bias(self._row_bias, backward=True),
@@ -97,11 +97,11 @@ class Layers:
             *self._accumulated(job.layer_parameters() / job.tensor),
             *self._calls(self._layer_calls[1]),
         )
-        again = tuple(replace(op, name=f"{op.name} again") for op in self._again())
-        return self._pass(*again, *ops)
+        recomputed = tuple(replace(op, name=f"{op.name} again") for op in self._recomputed())
+        return self._pass(*recomputed, *ops)
 
-    def _again(self) -> tuple[Op, ...]:
-        """What the backward computes a second time."""
+    def _recomputed(self) -> tuple[Op, ...]:
+        """Operations that the backward computes again."""
         ops = self._forward
         match self.job.recompute:
             case "full":
@@ -111,14 +111,14 @@ class Layers:
             case "selective":
                 return tuple(op for op in ops if op.name in _ATTENTION)
             case "half":
-                cheap = tuple(op for op in ops if op.name in ("norm", "rotary", "activation"))
-                return (*cheap, self._column("keys", self._keys), self._column("gate", self._ffn))
+                elementwise = tuple(op for op in ops if op.name in ("norm", "rotary", "activation"))
+                return (*elementwise, self._column("keys", self._keys), self._column("gate", self._ffn))
             case "none":
                 return ()
 
     @cached_property
     def first(self) -> tuple[Pass, Pass]:
-        """The embedding, forward and backward: rows that are looked up, and scattered over the tensor ranks."""
+        """Forward and backward of the embedding, with the reduce-scatter over the tensor ranks."""
         job = self.job
         moved = job.rows * job.model.hidden_size
         forward = [self._memory("embedding", 3 * moved)]
@@ -135,7 +135,7 @@ class Layers:
 
     @cached_property
     def last(self) -> tuple[Pass, Pass]:
-        """The logits and the loss, forward and backward."""
+        """Forward and backward of the logits and the loss."""
         columns = self.job.vocabulary // self.job.tensor
         forward = [self._norm(), self._column("logits", columns), self._loss(columns)]
         if self.job.tensor > 1:
@@ -152,16 +152,16 @@ class Layers:
         )
 
     def _pass(self, *ops: Op) -> Pass:
-        return together(ops, self.model.late_us)
+        return with_rank_skew(ops, self.model.late_us)
 
     @property
     def boundary_bytes(self) -> float:
-        """What one rank sends to the next pipeline stage for a micro-batch."""
+        """Bytes that one rank sends to the next pipeline stage per micro-batch."""
         return self._hidden * self.model.item_bytes
 
     @property
     def _hidden(self) -> float:
-        """Elements of an activation of a rank outside the linear layers."""
+        """Elements of an activation of one rank outside the linear layers."""
         split = self.job.tensor if self.job.sequence_parallel else 1
         return self.job.rows * self.job.model.hidden_size / split
 
@@ -183,7 +183,7 @@ class Layers:
 
     @property
     def _qkv_bias(self) -> float:
-        """Elements that a bias is added to."""
+        """Elements to which the QKV bias is added."""
         return self.job.rows * self._qkv_width if self.job.model.add_bias or self.job.model.add_qkv_bias else 0
 
     @property
@@ -192,7 +192,7 @@ class Layers:
 
     @property
     def _table(self) -> float:
-        """Parameters of a rank's part of the embedding, or of the output layer."""
+        """Parameters of the embedding, or of the output layer, on one rank."""
         return self.job.vocabulary * self.job.model.hidden_size / self.job.tensor
 
     @property
@@ -218,11 +218,11 @@ class Layers:
 
     def _rotary(self, *, backward: bool = False) -> Iterable[Op]:
         if self.job.model.rotary:
-            turned = self.job.rows * (self._queries + self._keys)
-            yield self._elementwise("rotary", "rotary", turned, backward=backward)
+            elements = self.job.rows * (self._queries + self._keys)
+            yield self._elementwise("rotary", "rotary", elements, backward=backward)
 
     def _bias(self, outputs: float, *, backward: bool = False) -> Iterable[Op]:
-        """A bias, where it is not part of the GEMM; that of FC1 is part of the activation."""
+        """A bias that is not part of the GEMM. The bias of FC1 is part of the activation."""
         if outputs and self.model.profile.device.elementwise.bias is not None:
             yield self._elementwise("bias", "bias", outputs, backward=backward)
 
@@ -231,27 +231,27 @@ class Layers:
         return Op("loss grad" if backward else "loss", self.model.memory_us(moved, "loss", backward=backward))
 
     def _accumulated(self, parameters: float) -> Iterable[Op]:
-        """Gradients of a part's parameters, added to the main ones where the GEMM does not do it."""
+        """Accumulation into the main gradients, if the GEMM does not do it."""
         if not self.job.fused_accumulation:
             moved = parameters * (MAIN_GRADIENT_BYTES + self.model.item_bytes)
             yield Op("accumulate", self.model.memory_us(moved, "accumulate"))
 
     def _calls(self, calls: int) -> Iterable[Op]:
-        """The program around the operations, where it is not hidden."""
+        """Host time of torch calls, if the device does not hide it."""
         if self.model.calls_us(1):
             yield Op("calls", self.model.calls_us(calls))
 
     def _small(self, name: str, kind: Literal["message", "all_reduce"], times: int) -> Op:
-        """Messages of a number a row, or fewer."""
+        """Messages with at most one number per row."""
         if kind == "message":
             time = times * self.model.message_us(0, self.tensor_link)
         else:
             time = times * self.model.collective_us("all_reduce", 4.0 * self.job.rows, self.tensor_link)
-        return Op(name, time, tensor_us=time, meets="before")
+        return Op(name, time, tensor_us=time, sync="before")
 
     def _moved(self, name: str, kind: CollectiveKind, elements: float) -> Op:
         time = self.model.collective_us(kind, elements * self.model.item_bytes, self.tensor_link)
-        return Op(name, time, tensor_us=time, meets="before")
+        return Op(name, time, tensor_us=time, sync="before")
 
     def _column(self, name: str, columns: int, *, backward: bool = False) -> Op:
         return self._linear(name, columns, self.job.model.hidden_size, column=True, backward=backward)
@@ -264,44 +264,44 @@ class Layers:
         name = f"{name} grad" if backward else name
         if job.tensor > 1 and not job.sequence_parallel:
             return self._all_reduced(name, n, k, moved=column is backward, backward=backward)
-        linear = Linear(self.model, self.tensor_link, job.tensor_choice, job.rows, n, k)
-        if linear.choice.method == "auto":
+        linear = Linear(self.model, self.tensor_link, job.tensor_overlap, job.rows, n, k)
+        if linear.overlap.method == "auto":
             linear = _fastest(linear, column)
-        played = _played(linear, column, backward)
-        meets: Meeting | None = None
+        simulated = _simulated(linear, column, backward)
+        sync: Sync | None = None
         if job.tensor > 1:
-            meets = "before" if column is not backward else "after"
-        calls = _OVERLAPPED_CALLS if job.tensor > 1 and linear.choice.method == "p2p" else 0
-        time_us = played.time_us + self.model.calls_us(calls)
-        return Op(name, time_us, tensor_us=played.exposed_us, meets=meets, slack_us=played.slack_us)
+            sync = "before" if column is not backward else "after"
+        calls = _OVERLAPPED_CALLS if job.tensor > 1 and linear.overlap.method == "p2p" else 0
+        time_us = simulated.time_us + self.model.calls_us(calls)
+        return Op(name, time_us, tensor_us=simulated.exposed_us, sync=sync, slack_us=simulated.slack_us)
 
     def _all_reduced(self, name: str, n: int, k: int, *, moved: bool, backward: bool) -> Op:
-        """Plain tensor parallelism: the row's output and the column's input gradient are summed over all ranks."""
+        """A layer without sequence parallelism: all-reduce of the row output or of the column input gradient."""
         rows, model = self.job.rows, self.model
         gemm = model.gemm_us(rows, k, n) if backward else model.gemm_us(rows, n, k)
         wgrad = model.weight_gradient_us(n, k, rows) if backward else 0.0
         width = k if backward else n
         move = model.collective_us("all_reduce", rows * width * model.item_bytes, self.tensor_link) if moved else 0.0
-        meets: Meeting | None = "after" if moved else None
-        if not backward or self.job.tensor_choice.method == "serial":
-            return Op(name, gemm + move + wgrad, tensor_us=move, meets=meets)
-        # Beside the all-reduce wgrad runs slower; what is left of either comes after.
+        sync: Sync | None = "after" if moved else None
+        if not backward or self.job.tensor_overlap.method == "serial":
+            return Op(name, gemm + move + wgrad, tensor_us=move, sync=sync)
+        # wgrad runs slower during the all-reduce. The longer of the two ends afterwards.
         speed = model.compute_rate("collective", 2 * self.tensor_link.collective_rate)
-        beside = max(move, wgrad + min(move, wgrad / speed) * (1 - speed)) if moved else wgrad
-        return Op(name, gemm + beside, tensor_us=max(0.0, move - wgrad / speed), meets=meets)
+        concurrent = max(move, wgrad + min(move, wgrad / speed) * (1 - speed)) if moved else wgrad
+        return Op(name, gemm + concurrent, tensor_us=max(0.0, move - wgrad / speed), sync=sync)
 
     def _attention(self, *, backward: bool = False) -> Iterable[Op]:
-        """Causal attention; over context ranks as a ring, each step beside the next keys and values on their way."""
+        """Causal attention. Over context ranks a ring: each step overlaps the transfer of the next keys and values."""
         job, model = self.job, self.job.model
         name = "attention grad" if backward else "attention"
         heads = model.num_attention_heads // job.tensor
         flops = 2.0 * job.micro_batch_size * heads * model.head_size * job.seq_length**2 / job.context
-        if job.keeps_scores:
-            # All scores, also those behind the mask: two products forward, four backward.
+        if job.materializes_scores:
+            # All scores, masked ones included: two products forward, four backward.
             whole = self.model.products_us(flops * (4.0 if backward else 2.0), model.head_size, backward=backward)
             yield from self._scores(heads, backward)
         else:
-            # Two products forward and five backward, each 2 s^2 d, half of it behind the mask.
+            # Two products forward and five backward, each 2 s^2 d, half of it masked.
             whole = self.model.attention_us(flops * (2.5 if backward else 1.0), backward=backward)
         if job.context == 1:
             yield Op(name, whole)
@@ -314,7 +314,7 @@ class Layers:
         yield Op(name, time, context_us=time - whole)
 
     def _scores(self, heads: int, backward: bool) -> Iterable[Op]:
-        """What passes over the scores, and over keys and values that are repeated for every query head."""
+        """Elementwise passes over the scores, and over keys and values repeated for every query head."""
         job, model = self.job, self.job.model
         scores = job.micro_batch_size * heads * job.seq_length**2 / job.context
         yield self._elementwise("scores", "scores", scores, backward=backward)
@@ -324,8 +324,8 @@ class Layers:
 
 
 @lru_cache(maxsize=8192)
-def _played(linear: Linear, column: bool, backward: bool) -> Played:
-    """Layers of one shape are played once."""
+def _simulated(linear: Linear, column: bool, backward: bool) -> SimulatedRun:
+    """Simulated pass of a linear layer, cached by shape."""
     if column:
         return linear.column_backward() if backward else linear.column_forward()
     return linear.row_backward() if backward else linear.row_forward()

@@ -1,23 +1,23 @@
-"""Column- and row-parallel linear layers under each way to overlap them, forward and backward.
+"""Simulated column- and row-parallel linear layers with each overlap method, forward and backward.
 
-`p2p` plays the plugin's own schedules. The baselines are made of the same parts: a collective is one message of
+`p2p` simulates the plugin's schedules. The other methods consist of the same parts. A collective is one message of
 `(R-1)/R` of the buffer with the latency of `R-1` hops.
 
 | method | forward | backward |
 |---|---|---|
-| `serial` | collective, then GEMM, or the other way round | all in turn |
-| `megatron` | as serial | column: AG(x) beside dgrad, RS(dx) beside wgrad; row: AG(dy) first |
-| `sliced` | `SLICES` collectives, each beside the GEMM of another slice | as forward; column's AG(x) beside dgrad |
-| `userbuffers` | AG: ring of slices; RS: `SLICES` slices, the last one exposed | row: ring; column as megatron |
-| `fused` | one GEMM whose tiles wait for messages, or send them (Flux) | as forward |
-| `p2p` | tail-free point-to-point schedules | as forward; dgrad's last messages beside wgrad |
-| `compiled` | as p2p, a gather after a copy of the rank's own slice | row: as forward; column: serial |
+| `serial` | collective, then GEMM, or GEMM, then collective | all sequential |
+| `stock` | as serial | column: AG(x) with dgrad, RS(dx) with wgrad; row: AG(dy) first |
+| `sliced` | `SLICES` collectives, each with the GEMM of another slice | as forward; column: AG(x) with dgrad |
+| `userbuffers` | AG: ring of slices; RS: `SLICES` slices, the last one exposed | row: ring; column: as stock |
+| `fused` | one GEMM whose tiles wait for messages or send them (Flux) | as forward |
+| `p2p` | tail-free point-to-point schedules | as forward; the last dgrad messages overlap wgrad |
+| `compiled` | as p2p, the gather starts after a copy of the local slice | row: as forward; column: serial |
 
-`compiled` is PyTorch's asynchronous tensor parallelism for models that keep the weights of QKV and of the gate apart:
-the compiler joins a reduce-scatter to the one GEMM that makes its input (`_find_producer_matmul` in
-`torch/_inductor/fx_passes/micro_pipeline_tp.py`), and what a column-parallel layer's backward scatters is a sum of two
-or three. Its gather is pulled: a rank copies its slice to where its peers can read it before any GEMM begins
-(`_pipelined_multi_all_gather_and_consume` in `torch/distributed/_symmetric_memory`, which says why).
+`compiled` is PyTorch's asynchronous tensor parallelism for models with separate Q, K, V and gate weights. The compiler
+fuses a reduce-scatter with the one GEMM that makes its input (`_find_producer_matmul` in
+`torch/_inductor/fx_passes/micro_pipeline_tp.py`). The backward of a column-parallel layer scatters a sum of two or
+three GEMMs and is not fused. Peers read the gathered slices: a rank copies its slice to symmetric memory before its
+first GEMM (`_pipelined_multi_all_gather_and_consume` in `torch/distributed/_symmetric_memory`).
 """
 
 from __future__ import annotations
@@ -29,34 +29,94 @@ from typing import Literal
 
 from megatron_overlap.autotune.cost_model import CostModel, Link
 from megatron_overlap.autotune.search import MARGIN
-from megatron_overlap.schedules import ChunkLayout, Message, Plan, Work, all_gather_plan, reduce_scatter_plan
+from megatron_overlap.schedules import Chunk, ChunkLayout, Message, Plan, Work, all_gather_plan, reduce_scatter_plan
 from megatron_overlap.schedules.heuristics import default_chunks
 from megatron_overlap.schedules.plan import Collective, Pattern, Split
-from megatron_overlap.tools.simulate.event_simulator import play
-from megatron_overlap.tools.simulate.parts import NOTHING, Gemm, Moves, and_then, begun_by
-from megatron_overlap.tools.simulate.program import Played, Program, Stream, in_order
+from megatron_overlap.tools.simulate.event_simulator import Program, SimulatedRun, Stream, in_order, run_programs
 
-Method = Literal["serial", "megatron", "sliced", "userbuffers", "fused", "p2p", "compiled"]
-METHODS: tuple[Method, ...] = ("serial", "megatron", "sliced", "userbuffers", "fused", "p2p", "compiled")
+Method = Literal["serial", "stock", "sliced", "userbuffers", "fused", "p2p", "compiled"]
+METHODS: tuple[Method, ...] = ("serial", "stock", "sliced", "userbuffers", "fused", "p2p", "compiled")
 
 SLICES = 4
-"""Slices of the usual overlap, and of TransformerEngine's pipelined reduce-scatter (its default number of splits)."""
+"""Slices of a sliced collective, and default splits of TransformerEngine's pipelined reduce-scatter."""
 
 _CHUNKS = (1, 2, 4, 8)
 _Step = tuple[Literal["all_gather", "reduce_scatter", "compute"], float]
 
 
+ANY_CHUNK = Chunk(0, 0)
+"""Chunk of work whose rows do not matter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collectives:
+    """Collectives as messages: sizes in bytes, and transfer times relative to an all-gather."""
+
+    messages: tuple[Message, ...] = ()
+    sizes: tuple[float, ...] = ()
+    stretch: tuple[float, ...] = ()
+
+    def __add__(self, other: Collectives) -> Collectives:
+        return Collectives(self.messages + other.messages, self.sizes + other.sizes, self.stretch + other.stretch)
+
+
 @dataclass(frozen=True)
-class Choice:
-    """How a linear layer is overlapped.
+class Gemm:
+    """Times in us of `(rows, k) @ (k, n)`, as one GEMM and as GEMMs over some of the rows."""
+
+    model: CostModel
+    rows: int
+    n: int
+    k: int
+
+    @property
+    def whole(self) -> float:
+        """Time of one GEMM over all rows."""
+        return self.model.gemm_us(self.rows, self.n, self.k)
+
+    @property
+    def launch_us(self) -> float:
+        """Fixed time of one kernel launch."""
+        return self.model.launch_us
+
+    def rows_us(self, rows: int) -> float:
+        """Time of a separate GEMM over some of the rows."""
+        return self.model.gemm_us(rows, self.n, self.k)
+
+    def share_us(self, rows: int) -> float:
+        """Share of some of the rows in the time of one GEMM over all rows, without the launch."""
+        return (self.whole - self.launch_us) * rows / self.rows
+
+
+def preceded_by(stream: Stream, first_us: float) -> Stream:
+    """The stream with work before it that all its messages wait for."""
+    plan = replace(
+        stream.plan,
+        messages=tuple(replace(each, after_work=each.after_work + 1) for each in stream.plan.messages),
+        work=(Work((ANY_CHUNK,)), *stream.plan.work),
+    )
+    return replace(stream, plan=plan, work_us=(first_us, *stream.work_us), add_us=(0.0, *stream.add_us))
+
+
+def followed_by(stream: Stream, then_us: float) -> list[Stream]:
+    """The stream and a second stream with work after it."""
+    if not then_us:
+        return [stream]
+    plan = Plan("all_gather", "serial", stream.plan.num_ranks, 0, 1, (), (Work((ANY_CHUNK,)),))
+    return [stream, Stream(plan, (then_us,), (0.0,), ())]
+
+
+@dataclass(frozen=True)
+class LinearOverlap:
+    """Overlap method of a linear layer.
 
     Attributes:
-        method: see the table above; `auto` is what `fastest` takes of `megatron` and `p2p`.
-        pattern: of `p2p`.
-        chunks_per_rank: of `p2p` and `fused`; None is for `p2p` what the plugin takes unless told, for `fused` the
-            fastest of 1, 2, 4 and 8, as a tuner would.
-        split: of `p2p`; None takes the faster one.
-        save_gathered: a column-parallel layer keeps its gathered input for the weight gradient.
+        method: see the table above; `auto` is the faster of `stock` and `p2p`, see `Linear.fastest`.
+        pattern: message pattern of `p2p`.
+        chunks_per_rank: chunks of `p2p` and `fused`. None: the heuristics for `p2p`, the fastest of 1, 2, 4 and 8 for
+            `fused`.
+        split: split of `p2p`; None: the faster one.
+        save_gathered: a column-parallel layer saves its gathered input for the weight gradient.
     """
 
     method: Method | Literal["auto"] = "p2p"
@@ -70,77 +130,80 @@ class Choice:
 class Linear:
     """A linear layer on the ranks of one tensor parallel group, under sequence parallelism.
 
-    One rank is played for all. That is exact where rows divide evenly over ranks and chunks; where they do not, all
-    ranks are taken to have rank 0's pieces, which differ from others' by one row.
+    The simulation runs rank 0 for all ranks. That is exact if ranks and chunks divide the rows evenly. Otherwise the
+    chunks of other ranks differ from those of rank 0 by one row.
 
     Attributes:
-        model: costs.
-        link: what joins the group.
-        choice: how it is overlapped.
-        rows: gathered rows.
+        model: cost model.
+        link: link between the ranks.
+        overlap: overlap method.
+        rows: rows of the gathered activation.
         out_features: columns of this rank's output, `n`.
         in_features: columns of this rank's input, `k`.
     """
 
     model: CostModel
     link: Link
-    choice: Choice
+    overlap: LinearOverlap
     rows: int
     out_features: int
     in_features: int
 
-    def column_forward(self) -> Played:
+    def column_forward(self) -> SimulatedRun:
         """`y = all_gather(x_shard) @ w.T`."""
         return self._gather(self._gemm(self.out_features, self.in_features), self.in_features)
 
-    def row_forward(self) -> Played:
+    def row_forward(self) -> SimulatedRun:
         """`y_shard = reduce_scatter(x @ w.T)`."""
         return self._scatter(self._gemm(self.out_features, self.in_features), self.out_features)
 
-    def column_backward(self) -> Played:
+    def column_backward(self) -> SimulatedRun:
         """`dx_shard = reduce_scatter(dy @ w)`, `dw = dy.T @ all_gather(x_shard)`."""
         width = self.in_features
         dgrad = self._gemm(self.in_features, self.out_features)
-        method = self.choice.method
-        # Gathered again for wgrad, or kept: then nothing is moved for it.
-        gather = Moves() if self.choice.save_gathered else self._collective("all_gather", [self.rows], width)
+        method = self.overlap.method
+        # wgrad needs the gathered input: gathered again, or saved by the forward.
+        gather = Collectives() if self.overlap.save_gathered else self._collective("all_gather", [self.rows], width)
         needs = tuple(range(len(gather.messages)))
         if method in ("serial", "compiled") or self.link.size == 1:
-            again: list[_Step] = [("all_gather", width)] * len(needs)
-            return self._bulk([*again, ("compute", dgrad.whole), ("reduce_scatter", width), ("compute", self.wgrad_us)])
+            gathers: list[_Step] = [("all_gather", width)] * len(needs)
+            return self._sequential(
+                [*gathers, ("compute", dgrad.whole), ("reduce_scatter", width), ("compute", self.wgrad_us)]
+            )
         if method in ("p2p", "fused", "sliced"):
-            behind = self._beside(gather, (Work((NOTHING,), needs=needs),), (self.wgrad_us,))
+            wgrad = self._concurrent(gather, (Work((ANY_CHUNK,), needs=needs),), (self.wgrad_us,))
             candidates = []
-            for ahead in self._scatter_streams(dgrad, width):
-                last = len(ahead.work_us) - (not ahead.plan.work[-1].chunks)
-                order = [(0, k) for k in range(last)] + [(1, 0)] + [(0, k) for k in range(last, len(ahead.work_us))]
-                candidates.append(Program((ahead, behind), tuple(order)))
+            for scatter in self._scatter_streams(dgrad, width):
+                last = len(scatter.work_us) - (not scatter.plan.work[-1].chunks)
+                order = [(0, k) for k in range(last)] + [(1, 0)] + [(0, k) for k in range(last, len(scatter.work_us))]
+                candidates.append(Program((scatter, wgrad), tuple(order)))
             return self._best(candidates)
-        # Both collectives beside the GEMM that does not wait for them.
+        # Each collective overlaps the GEMM that does not depend on it.
         moves = gather + self._collective("reduce_scatter", [self.rows], width, after=1)
-        work = (Work((NOTHING,)), Work((NOTHING,), needs=needs), Work((), adds=(len(needs),)))
-        stream = self._beside(moves, work, (dgrad.whole, self.wgrad_us, 0.0))
+        work = (Work((ANY_CHUNK,)), Work((ANY_CHUNK,), needs=needs), Work((), adds=(len(needs),)))
+        stream = self._concurrent(moves, work, (dgrad.whole, self.wgrad_us, 0.0))
         return self._play(in_order(stream), "collective")
 
-    def row_backward(self) -> Played:
+    def row_backward(self) -> SimulatedRun:
         """`dx = all_gather(dy_shard) @ w`, `dw = all_gather(dy_shard).T @ x`."""
         width = self.out_features
         dgrad = self._gemm(self.in_features, self.out_features)
-        if self.choice.method in ("serial", "megatron") or self.link.size == 1:
-            return self._bulk([("all_gather", width), ("compute", dgrad.whole), ("compute", self.wgrad_us)])
+        if self.overlap.method in ("serial", "stock") or self.link.size == 1:
+            return self._sequential([("all_gather", width), ("compute", dgrad.whole), ("compute", self.wgrad_us)])
         return self._gather(dgrad, width, then_us=self.wgrad_us)
 
     def fastest(self, column: bool) -> Linear:
-        """What `method: auto` settles on: `p2p` where forward and backward together win more than its margin of 2 %.
+        """The method that `auto` selects: `p2p` if forward plus backward gain more than 2 %, else `stock`.
 
         Args:
-            column: a column-parallel layer, else a row-parallel one.
+            column: whether the layer is column-parallel.
         """
-        asked = self.choice.chunks_per_rank
-        counts = (None, *_CHUNKS) if asked is None else (asked,)
-        cut = [replace(self, choice=replace(self.choice, method="p2p", chunks_per_rank=count)) for count in counts]
-        ours, stock = min(cut, key=lambda one: one._both_us(column)), replace(self, choice=Choice("megatron"))
-        return ours if ours._both_us(column) < (1 - MARGIN) * stock._both_us(column) else stock
+        requested = self.overlap.chunks_per_rank
+        counts = (None, *_CHUNKS) if requested is None else (requested,)
+        overlaps = [replace(self.overlap, method="p2p", chunks_per_rank=count) for count in counts]
+        p2p = min((replace(self, overlap=each) for each in overlaps), key=lambda one: one._both_us(column))
+        stock = replace(self, overlap=LinearOverlap("stock"))
+        return p2p if p2p._both_us(column) < (1 - MARGIN) * stock._both_us(column) else stock
 
     def _both_us(self, column: bool) -> float:
         passes = (self.column_forward, self.column_backward) if column else (self.row_forward, self.row_backward)
@@ -161,15 +224,15 @@ class Linear:
     def _bytes(self, rows: float, width: int) -> float:
         return rows * width * self.model.item_bytes
 
-    def _gather(self, gemm: Gemm, width: int, then_us: float = 0.0) -> Played:
-        method = self.choice.method
-        if method in ("serial", "megatron") or self.link.size == 1:
-            return self._bulk([("all_gather", width), ("compute", gemm.whole + then_us)])
+    def _gather(self, gemm: Gemm, width: int, then_us: float = 0.0) -> SimulatedRun:
+        method = self.overlap.method
+        if method in ("serial", "stock") or self.link.size == 1:
+            return self._sequential([("all_gather", width), ("compute", gemm.whole + then_us)])
         if method == "sliced":
             moves = self._collective("all_gather", self._slices(), width)
-            work = tuple(Work((NOTHING,), needs=(k,)) for k in range(SLICES))
-            sliced = self._beside(moves, work, [gemm.rows_us(rows) for rows in self._slices()])
-            return self._play(in_order(*and_then(sliced, then_us)), "collective")
+            work = tuple(Work((ANY_CHUNK,), needs=(k,)) for k in range(SLICES))
+            sliced = self._concurrent(moves, work, [gemm.rows_us(rows) for rows in self._slices()])
+            return self._play(in_order(*followed_by(sliced, then_us)), "collective")
         if method == "userbuffers":
             streams: Iterable[Stream] = [self._stream("all_gather", gemm.rows_us, width, "ring", 1, "all")]
         elif method == "fused":
@@ -178,60 +241,62 @@ class Linear:
                 for c in self._chunks()
             ]
         else:
-            cuts = self._cuts("all_gather", width)
-            streams = [self._stream("all_gather", gemm.rows_us, width, self.choice.pattern, c, s) for c, s in cuts]
+            variants = self._variants("all_gather", width)
+            streams = [self._stream("all_gather", gemm.rows_us, width, self.overlap.pattern, c, s) for c, s in variants]
         if method == "compiled":
             copy_us = self.model.memory_us(2 * self._bytes(self.rows / self.link.size, width))
-            streams = [begun_by(stream, copy_us) for stream in streams]
-        return self._best([in_order(*and_then(stream, then_us)) for stream in streams])
+            streams = [preceded_by(stream, copy_us) for stream in streams]
+        return self._best([in_order(*followed_by(stream, then_us)) for stream in streams])
 
-    def _scatter(self, gemm: Gemm, width: int) -> Played:
-        method = self.choice.method
-        if method in ("serial", "megatron") or self.link.size == 1:
-            return self._bulk([("compute", gemm.whole), ("reduce_scatter", width)])
+    def _scatter(self, gemm: Gemm, width: int) -> SimulatedRun:
+        method = self.overlap.method
+        if method in ("serial", "stock") or self.link.size == 1:
+            return self._sequential([("compute", gemm.whole), ("reduce_scatter", width)])
         kind: Literal["copy", "collective"] = "collective" if method in ("sliced", "userbuffers") else "copy"
         return self._best([in_order(stream) for stream in self._scatter_streams(gemm, width)], kind)
 
     def _scatter_streams(self, gemm: Gemm, width: int) -> list[Stream]:
-        method = self.choice.method
+        method = self.overlap.method
         if method in ("sliced", "userbuffers"):
             moves = self._collective("reduce_scatter", self._slices(), width, after=1, each=1)
-            work = (*(Work((NOTHING,)) for _ in range(SLICES)), Work((), adds=tuple(range(SLICES))))
-            return [self._beside(moves, work, [*(gemm.rows_us(rows) for rows in self._slices()), 0.0])]
+            work = (*(Work((ANY_CHUNK,)) for _ in range(SLICES)), Work((), adds=tuple(range(SLICES))))
+            return [self._concurrent(moves, work, [*(gemm.rows_us(rows) for rows in self._slices()), 0.0])]
         if method == "fused":
             return [
                 self._stream("reduce_scatter", gemm.share_us, width, "direct", c, "all", launch_us=gemm.launch_us)
                 for c in self._chunks()
             ]
-        cuts = self._cuts("reduce_scatter", width)
-        return [self._stream("reduce_scatter", gemm.rows_us, width, self.choice.pattern, c, s) for c, s in cuts]
+        variants = self._variants("reduce_scatter", width)
+        return [self._stream("reduce_scatter", gemm.rows_us, width, self.overlap.pattern, c, s) for c, s in variants]
 
     def _slices(self) -> list[int]:
         layout = ChunkLayout(self.rows, SLICES)
         return [layout.shard_rows(index) for index in range(SLICES)]
 
     def _chunks(self) -> tuple[int, ...]:
-        return _CHUNKS if self.choice.chunks_per_rank is None else (self.choice.chunks_per_rank,)
+        return _CHUNKS if self.overlap.chunks_per_rank is None else (self.overlap.chunks_per_rank,)
 
-    def _cuts(self, collective: Collective, width: int) -> list[tuple[int, Split]]:
-        splits: tuple[Split, ...] = ("edge", "all") if self.choice.split is None else (self.choice.split,)
-        chunks = self.choice.chunks_per_rank
+    def _variants(self, collective: Collective, width: int) -> list[tuple[int, Split]]:
+        splits: tuple[Split, ...] = ("edge", "all") if self.overlap.split is None else (self.overlap.split,)
+        chunks = self.overlap.chunks_per_rank
         if chunks is None:
             chunks = default_chunks(collective, self.link.size, self.rows, int(self._bytes(1, width)))
         return [(chunks, split) for split in splits[: None if chunks > 1 else 1]]
 
-    def _collective(self, kind: Collective, rows: Sequence[int], width: int, *, after: int = 0, each: int = 0) -> Moves:
-        """Collectives over so many rows each; number k may start after `after + each * k` pieces of work."""
+    def _collective(
+        self, kind: Collective, rows: Sequence[int], width: int, *, after: int = 0, each: int = 0
+    ) -> Collectives:
+        """Collectives over `rows[k]` rows each. Collective k may start after `after + each * k` completed work."""
         part = (self.link.size - 1) / self.link.size
         slower = self.link.collective_rate / self.link.scatter_rate if kind == "reduce_scatter" else 1.0
-        return Moves(
-            tuple(Message(NOTHING, 0, NOTHING, 0, after_work=after + each * k) for k in range(len(rows))),
+        return Collectives(
+            tuple(Message(ANY_CHUNK, 0, ANY_CHUNK, 0, after_work=after + each * k) for k in range(len(rows))),
             tuple(self._bytes(piece, width) * part for piece in rows),
             (slower,) * len(rows),
         )
 
-    def _beside(self, moves: Moves, work: Sequence[Work], times: Sequence[float]) -> Stream:
-        """Collectives beside GEMMs, with nothing to add."""
+    def _concurrent(self, moves: Collectives, work: Sequence[Work], times: Sequence[float]) -> Stream:
+        """Collectives concurrent with GEMMs, without additions."""
         plan = Plan("all_gather", "serial", self.link.size, 0, 1, moves.messages, tuple(work))
         return Stream(plan, tuple(times), (0.0,) * len(times), moves.sizes, self._ring_latency, moves.stretch)
 
@@ -247,7 +312,7 @@ class Linear:
         rank: int = 0,
         launch_us: float = 0.0,
     ) -> Stream:
-        """The plugin's own plan of one rank with the times of its GEMMs, additions and messages."""
+        """The plugin's plan of one rank with the times of its GEMMs, additions and messages."""
         build = all_gather_plan if collective == "all_gather" else reduce_scatter_plan
         plan = build(self.link.size, rank, chunks_per_rank=chunks, pattern=pattern, split=split)
         layout = plan.layout(self.rows)
@@ -256,36 +321,36 @@ class Linear:
             gemm_us = time(sum(layout.num_chunk_rows(chunk) for chunk in work.chunks)) if work.chunks else 0.0
             times.append(gemm_us + (launch_us if index == 0 else 0.0))
             added = sum(layout.num_chunk_rows(plan.messages[k].recv) for k in work.adds)
-            # Terms are read once, the sum is read and written.
+            # An addition reads its terms once and reads and writes the sum.
             touched = added + 2 * min(added, layout.shard_rows(rank)) if added else 0
             additions.append(self.model.memory_us(self._bytes(touched, width)))
         sizes = tuple(self._bytes(layout.num_chunk_rows(e.send), width) for e in plan.messages)
         return Stream(plan, tuple(times), tuple(additions), sizes)
 
-    def _bulk(self, steps: Sequence[_Step]) -> Played:
-        """Collectives and GEMMs strictly in turn."""
-        moves = Moves()
+    def _sequential(self, steps: Sequence[_Step]) -> SimulatedRun:
+        """Collectives and GEMMs one after the other."""
+        moves = Collectives()
         work: list[Work] = []
         times: list[float] = []
         needs: tuple[int, ...] = ()
         for what, amount in steps:
             if what == "compute":
-                work.append(Work((NOTHING,), needs=needs))
+                work.append(Work((ANY_CHUNK,), needs=needs))
                 times.append(amount)
                 needs = ()
             elif self.link.size > 1:
                 needs = (len(moves.messages),)
                 moves += self._collective(what, [self.rows], int(amount), after=len(work))
-        return self._play(in_order(self._beside(moves, work, times)), "collective")
+        return self._play(in_order(self._concurrent(moves, work, times)), "collective")
 
-    def _best(self, programs: list[Program], kind: Literal["copy", "collective"] = "copy") -> Played:
-        return min((self._play(program, kind) for program in programs), key=lambda played: played.time_us)
+    def _best(self, programs: list[Program], kind: Literal["copy", "collective"] = "copy") -> SimulatedRun:
+        return min((self._play(program, kind) for program in programs), key=lambda simulated: simulated.time_us)
 
-    def _play(self, program: Program, kind: Literal["copy", "collective"]) -> Played:
-        return play([program], self.model, self.link, kind=kind, fold=True)
+    def _play(self, program: Program, kind: Literal["copy", "collective"]) -> SimulatedRun:
+        return run_programs([program], self.model, self.link, kind=kind, one_rank=True)
 
-    def unfolded(self, collective: Collective) -> Played:
-        """A `p2p` forward with every rank of the group played by itself.
+    def all_ranks(self, collective: Collective) -> SimulatedRun:
+        """A `p2p` forward with a separate simulation of every rank.
 
         Args:
             collective: `all_gather` for the column-parallel, `reduce_scatter` for the row-parallel forward.
@@ -294,9 +359,12 @@ class Linear:
         width = self.in_features if collective == "all_gather" else self.out_features
         groups = [
             [
-                in_order(self._stream(collective, gemm.rows_us, width, self.choice.pattern, c, s, rank=rank))
+                in_order(self._stream(collective, gemm.rows_us, width, self.overlap.pattern, c, s, rank=rank))
                 for rank in range(self.link.size)
             ]
-            for c, s in self._cuts(collective, width)
+            for c, s in self._variants(collective, width)
         ]
-        return min((play(group, self.model, self.link) for group in groups), key=lambda played: played.time_us)
+        return min(
+            (run_programs(group, self.model, self.link) for group in groups),
+            key=lambda simulated: simulated.time_us,
+        )

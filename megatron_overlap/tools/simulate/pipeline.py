@@ -1,7 +1,7 @@
-"""The order in which a pipeline stage runs its forwards and backwards: 1F1B, plain and interleaved.
+"""Order of the forwards and backwards of a pipeline stage: 1F1B, with and without interleaving.
 
 Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters (arXiv 2104.04473), section 2.2;
-number of warm-up passes as Megatron-Core counts them.
+the number of warm-up passes is that of Megatron-Core.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ class Unit(NamedTuple):
 
 
 def order(stages: int, stage: int, chunks: int, microbatches: int) -> list[Unit]:
-    """What stage `stage` of `stages` runs, in order.
+    """The units of one stage in order.
 
     Args:
-        stages: pipeline stages.
-        stage: which one.
-        chunks: model chunks of each stage; with more than one, stage s holds the pieces s, s + stages, ...
-        microbatches: of one step; with several chunks a multiple of `stages`.
+        stages: number of pipeline stages.
+        stage: index of the stage.
+        chunks: model chunks per stage. With several, stage s has the chunks s, s + stages, ...
+        microbatches: micro-batches per step; a multiple of `stages` with several chunks.
 
     Raises:
-        ValueError: several chunks, and `microbatches` no multiple of `stages`.
+        ValueError: several chunks, and `microbatches` is not a multiple of `stages`.
     """
     if chunks > 1 and microbatches % stages:
         raise ValueError(f"microbatches: {microbatches}: must be a multiple of the {stages} stages when interleaved")
@@ -45,17 +45,17 @@ def order(stages: int, stage: int, chunks: int, microbatches: int) -> list[Unit]
 
 
 def in_flight(stages: int, stage: int, chunks: int, microbatches: int) -> int:
-    """Most chunk activations that a stage holds at a time."""
-    held = most = 0
+    """Largest number of chunk activations that a stage saves at the same time."""
+    live = most = 0
     for unit in order(stages, stage, chunks, microbatches):
-        held += -1 if unit.backward else 1
-        most = max(most, held)
+        live += -1 if unit.backward else 1
+        most = max(most, live)
     return most
 
 
 def _unit(backward: bool, index: int, stages: int, chunks: int) -> Unit:
     if chunks == 1:
         return Unit(backward, 0, index)
-    group, place = divmod(index, stages * chunks)
-    chunk = place // stages
-    return Unit(backward, chunks - 1 - chunk if backward else chunk, group * stages + place % stages)
+    group, position = divmod(index, stages * chunks)
+    chunk = position // stages
+    return Unit(backward, chunks - 1 - chunk if backward else chunk, group * stages + position % stages)

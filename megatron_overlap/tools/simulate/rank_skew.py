@@ -1,4 +1,4 @@
-"""Operations of one rank, one after the other, and where its tensor parallel peers are waited for."""
+"""The operations of one rank in order, and the rank skew at their synchronization points."""
 
 from __future__ import annotations
 
@@ -6,39 +6,39 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Meeting = Literal["before", "after"]
-"""Where an operation waits for all ranks of its group: for its input, or for its result."""
+Sync = Literal["before", "after"]
+"""Where an operation synchronizes the ranks of its group: before it (input) or after it (result)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One operation of a layer in the order they run.
+    """One operation of a layer. Times are in microseconds.
 
     Attributes:
-        name: module and what it does.
-        time_us: from start to end.
-        tensor_us: part of it that waits for tensor parallel messages with nothing to compute.
-        context_us: the same, of context parallel ones.
-        meets: where the tensor ranks wait for each other: for its input, or for its result.
-        slack_us: how late the others may be without being waited for.
+        name: module and operation.
+        time_us: time from start to end.
+        tensor_us: exposed tensor parallel communication in it.
+        context_us: exposed context parallel communication in it.
+        sync: where the tensor parallel ranks synchronize; None: nowhere.
+        slack_us: skew of the peers that does not delay the rank.
     """
 
     name: str
     time_us: float
     tensor_us: float = 0.0
     context_us: float = 0.0
-    meets: Meeting | None = None
+    sync: Sync | None = None
     slack_us: float = 0.0
 
     @property
     def computed_us(self) -> float:
-        """The rest."""
+        """Time without exposed communication."""
         return self.time_us - self.tensor_us - self.context_us
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Operations that run one after the other."""
+    """Operations in order, with the sums of their times."""
 
     ops: tuple[Op, ...]
 
@@ -58,29 +58,29 @@ class Pass:
         return Pass(self.ops + other.ops)
 
 
-def together(ops: Sequence[Op], late_us: Callable[[float], float]) -> Pass:
-    """A pass in which every wait for others takes longer by what they are late.
+def with_rank_skew(ops: Sequence[Op], late_us: Callable[[float], float]) -> Pass:
+    """A pass in which each synchronization takes longer by the rank skew.
 
     Args:
-        ops: in their order.
-        late_us: by how much, from the time that all have computed since they waited for each other last. A pass of the
-            same kind is taken to come before this one.
+        ops: operations in order.
+        late_us: skew as a function of the computation time since the last synchronization. The previous pass is
+            assumed to be of the same kind.
     """
-    last = max((index for index, op in enumerate(ops) if op.meets), default=None)
+    last = max((index for index, op in enumerate(ops) if op.sync), default=None)
     if last is None:
         return Pass(tuple(ops))
-    computed = sum(op.computed_us for op in ops[last + 1 :]) + _after_meeting(ops[last])
+    computed = sum(op.computed_us for op in ops[last + 1 :]) + _after_sync(ops[last])
     made = []
     for op in ops:
-        if op.meets is None:
+        if op.sync is None:
             computed += op.computed_us
             made.append(op)
             continue
-        late = max(0.0, late_us(computed + op.computed_us - _after_meeting(op)) - op.slack_us)
+        late = max(0.0, late_us(computed + op.computed_us - _after_sync(op)) - op.slack_us)
         made.append(replace(op, time_us=op.time_us + late, tensor_us=op.tensor_us + late))
-        computed = _after_meeting(op)
+        computed = _after_sync(op)
     return Pass(tuple(made))
 
 
-def _after_meeting(op: Op) -> float:
-    return op.computed_us if op.meets == "before" else 0.0
+def _after_sync(op: Op) -> float:
+    return op.computed_us if op.sync == "before" else 0.0

@@ -1,7 +1,7 @@
-"""A whole training step: every stage's micro-batches in pipeline order, parameters that arrive, gradients that leave.
+"""Time of a training step: micro-batches of all pipeline stages, parameter all-gathers, gradient reductions, optimizer.
 
-Ranks that do the same are folded into one: all tensor and context ranks of a stage, and all replicas. What is left is
-one clock per pipeline stage. With `fold=False` every replica has clocks of its own, and collectives wait for the last.
+One rank stands for all tensor and context ranks of a stage, and one replica for all replicas, so that each pipeline
+stage has one clock. With `one_replica=False` every replica has its clocks, and collectives wait for the last replica.
 """
 
 from __future__ import annotations
@@ -9,23 +9,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron_overlap.autotune.cost_model import CollectiveKind, CostModel
+from megatron_overlap.autotune.cost_model import CLIP_BYTES, CollectiveKind, CostModel, Link
 from megatron_overlap.tools.simulate.job import Job
 from megatron_overlap.tools.simulate.layer import Layers
-from megatron_overlap.tools.simulate.optimizer import optimizer_us
 from megatron_overlap.tools.simulate.pipeline import Unit, order
 from megatron_overlap.tools.simulate.rank_skew import Pass
 
 _MIN_BUCKET_PARAMETERS = 40e6
 _BUCKET_PARAMETERS_PER_RANK = 1e6
+_STEP_SUMS = 5  # small all-reduces of a step: tokens twice, overflow, norm, loss
+# torch calls of a step outside the micro-batches, counted as in layer.py: per parameter tensor, and fixed.
+_TENSOR_CALLS = 19
+_STEP_CALLS = 60
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Something on the timeline of a stage. `lane` is compute, data (parallel) or pipeline."""
+    """One entry in the timeline of a stage. `track` is compute, data (parallel) or pipeline."""
 
     stage: int
-    lane: str
+    track: str
     name: str
     start_us: float
     stop_us: float
@@ -33,16 +36,16 @@ class Slice:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Where the time of a step goes, averaged over the stages; the parts add up to the whole.
+    """Time of a step and its parts in us, averaged over the stages. The parts add up to the step.
 
     Attributes:
-        step_us: the whole step.
-        compute_us: layers, embedding, logits and loss, waits for messages inside them left out.
-        tensor_us, context_us: waits for tensor and context parallel messages inside the layers.
-        pipeline_us: waits for other stages: the bubble, and activations on their way.
-        data_us: waits for parameters and gradients, and compute that they slowed down.
-        optimizer_us: the optimizer's own work, and what the profile says a step costs beside.
-        slices: the timeline of the first replica.
+        step_us: whole step.
+        compute_us: layers, embedding, logits and loss without exposed communication.
+        tensor_us, context_us: exposed tensor and context parallel communication.
+        pipeline_us: waits for other stages: pipeline bubble and transfers of activations.
+        data_us: exposed communication of parameters and gradients, and the slowdown of computation by it.
+        optimizer_us: optimizer and the fixed time of a step in the profile.
+        slices: timeline of the first replica.
     """
 
     step_us: float
@@ -56,7 +59,7 @@ class StepTime:
 
     @property
     def exposed_us(self) -> float:
-        """All waits."""
+        """All exposed communication and pipeline waits."""
         return self.tensor_us + self.context_us + self.pipeline_us + self.data_us
 
 
@@ -70,13 +73,13 @@ class _Stage:
     context: float = 0.0
     waited_pipeline: float = 0.0
     waited_data: float = 0.0
-    ready: dict[int, float] = field(default_factory=dict)  # gradient of a part of the stage, by part
+    ready: dict[int, float] = field(default_factory=dict)  # when the gradient of each part is complete
     slices: list[Slice] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A layer, or an end of the model: what has parameters and two passes."""
+    """A layer, the embedding or the logits: parameters, a forward and a backward."""
 
     name: str
     parameters: float
@@ -85,8 +88,8 @@ class _Part:
 
 
 class _Simulation:
-    def __init__(self, job: Job, model: CostModel, keep: bool) -> None:
-        self.job, self.model, self.keep = job, model, keep
+    def __init__(self, job: Job, model: CostModel, timeline: bool) -> None:
+        self.job, self.model, self.timeline = job, model, timeline
         self.layers = Layers(job, model)
         self.parts = [[self._chunk(stage, c) for c in range(job.virtual)] for stage in range(job.pipeline)]
         self.data_link = model.link(job.data * job.context, job.tensor)
@@ -101,24 +104,24 @@ class _Simulation:
         if stage == 0 and chunk == 0:
             parts = [_Part("embedding", table, *layers.first), *parts]
         if stage == job.pipeline - 1 and chunk == job.virtual - 1:
-            own = job.model.untie_embeddings or job.pipeline > 1
-            parts = [*parts, _Part("logits", table if own else 0.0, *layers.last)]
+            has_table = job.model.untie_embeddings or job.pipeline > 1
+            parts = [*parts, _Part("logits", table if has_table else 0.0, *layers.last)]
         return parts
 
     def buckets(self, stage: int) -> list[list[int]]:
-        """Parts of a stage, numbered over its chunks, as gradients leave: last first, joined to Megatron's size."""
+        """Gradient buckets of a stage: parts numbered over its chunks, last part first, of Megatron's bucket size."""
         sizes = [part.parameters for chunk in self.parts[stage] for part in chunk]
-        own = max(_MIN_BUCKET_PARAMETERS, _BUCKET_PARAMETERS_PER_RANK * self.data_link.size)
-        least = own if self.job.bucket_parameters is None else self.job.bucket_parameters
-        made: list[list[int]] = [[]]
+        default = max(_MIN_BUCKET_PARAMETERS, _BUCKET_PARAMETERS_PER_RANK * self.data_link.size)
+        least = default if self.job.bucket_parameters is None else self.job.bucket_parameters
+        buckets: list[list[int]] = [[]]
         for part in reversed(range(len(sizes))):
-            made[-1].append(part)
-            if sum(sizes[index] for index in made[-1]) >= least:
-                made.append([])
-        return [bucket for bucket in made if bucket]
+            buckets[-1].append(part)
+            if sum(sizes[index] for index in buckets[-1]) >= least:
+                buckets.append([])
+        return [bucket for bucket in buckets if bucket]
 
-    def moved_us(self, stage: int, bucket: Sequence[int], *, gradients: bool) -> float:
-        """Time of a bucket's collective."""
+    def collective_us(self, stage: int, bucket: Sequence[int], *, gradients: bool) -> float:
+        """Time of the collective of a bucket."""
         sizes = [part.parameters for chunk in self.parts[stage] for part in chunk]
         count = sum(sizes[index] for index in bucket)
         if not gradients:
@@ -126,63 +129,65 @@ class _Simulation:
         kind: CollectiveKind = "reduce_scatter" if self.job.distributed_optimizer else "all_reduce"
         return self.model.collective_us(kind, count * self.job.gradient_bytes, self.data_link)
 
-    def arrivals(self, stage: int) -> tuple[dict[int, float], list[Slice]]:
-        """When the parameters of each part are there: gathered first part first, from the start of the step."""
-        if not (self.job.distributed_optimizer and self.job.data_overlap == "megatron") or self.data_link.size == 1:
+    def parameter_times(self, stage: int) -> tuple[dict[int, float], list[Slice]]:
+        """Arrival times of the parameters of each part. The all-gathers start with the step, first part first."""
+        if not (self.job.distributed_optimizer and self.job.data_overlap == "stock") or self.data_link.size == 1:
             return {}, []
-        clock, there, slices = 0.0, {}, []
+        clock, parameter_times, slices = 0.0, {}, []
         for bucket in reversed(self.buckets(stage)):
-            start, clock = clock, clock + self.moved_us(stage, bucket, gradients=False)
+            start, clock = clock, clock + self.collective_us(stage, bucket, gradients=False)
             slices.append(Slice(stage, "data", "parameters", start, clock))
-            there.update(dict.fromkeys(bucket, clock))
-        return there, slices
+            parameter_times.update(dict.fromkeys(bucket, clock))
+        return parameter_times, slices
 
     def pipeline(self, slow: float) -> list[_Stage]:
-        """All stages of one replica; computation takes `slow` times as long."""
+        """Simulate all stages of one replica whose computation takes `slow` times as long."""
         job = self.job
         stages = [_Stage(order(job.pipeline, s, job.virtual, job.num_microbatches)) for s in range(job.pipeline)]
-        there = [self.arrivals(stage) for stage in range(job.pipeline)]
+        parameter_times = [self.parameter_times(stage) for stage in range(job.pipeline)]
         done: dict[tuple[Unit, int], float] = {}
-        for stage, (_, slices) in zip(stages, there, strict=True):
+        for stage, (_, slices) in zip(stages, parameter_times, strict=True):
             stage.slices += slices
-        moved = True
-        while moved:
-            moved = False
+        progress = True
+        while progress:
+            progress = False
             for number, stage in enumerate(stages):
                 while stage.at < len(stage.units):
                     needed = self._needed(stage.units[stage.at], number)
                     if needed is not None and needed not in done:
                         break
-                    self._run(number, stage, 0.0 if needed is None else done[needed], there[number][0], done, slow)
-                    moved = True
+                    self._run(
+                        number, stage, 0.0 if needed is None else done[needed], parameter_times[number][0], done, slow
+                    )
+                    progress = True
         assert all(stage.at == len(stage.units) for stage in stages)
         return stages
 
     def _needed(self, unit: Unit, stage: int) -> tuple[Unit, int] | None:
-        """What must have run elsewhere before: the same micro-batch in the piece before, or after."""
-        pieces = self.job.pipeline * self.job.virtual
-        piece = unit.chunk * self.job.pipeline + stage
-        before = piece + 1 if unit.backward else piece - 1
+        """The unit that must run first: the same micro-batch in the previous model chunk, or in the next one."""
+        num_chunks = self.job.pipeline * self.job.virtual
+        position = unit.chunk * self.job.pipeline + stage
+        before = position + 1 if unit.backward else position - 1
         if before < 0:
             return None
-        if before == pieces:
+        if before == num_chunks:
             return Unit(False, unit.chunk, unit.microbatch), stage
-        chunk, where = divmod(before, self.job.pipeline)
-        return Unit(unit.backward, chunk, unit.microbatch), where
+        chunk, other = divmod(before, self.job.pipeline)
+        return Unit(unit.backward, chunk, unit.microbatch), other
 
     def _run(
         self,
         number: int,
         stage: _Stage,
-        input_there: float,
+        input_arrival: float,
         parameters: dict[int, float],
         done: dict[tuple[Unit, int], float],
         slow: float,
     ) -> None:
         unit = stage.units[stage.at]
         stage.at += 1
-        stage.waited_pipeline += max(0.0, input_there - stage.clock)
-        stage.clock = max(stage.clock, input_there)
+        stage.waited_pipeline += max(0.0, input_arrival - stage.clock)
+        stage.clock = max(stage.clock, input_arrival)
         start = stage.clock
         parts = self.parts[number][unit.chunk]
         first_part = sum(len(chunk) for chunk in self.parts[number][: unit.chunk])
@@ -201,28 +206,28 @@ class _Simulation:
             if unit.backward and last:
                 stage.ready[first_part + index] = stage.clock
         name = f"{'backward' if unit.backward else 'forward'} {unit.microbatch}"
-        if self.keep:
-            lane = f"{name}.{unit.chunk}" if self.job.virtual > 1 else name
-            stage.slices.append(Slice(number, "compute", lane, start, stage.clock))
+        if self.timeline:
+            label = f"{name}.{unit.chunk}" if self.job.virtual > 1 else name
+            stage.slices.append(Slice(number, "compute", label, start, stage.clock))
         arrives = stage.clock
-        if self.job.pipeline > 1 and not self._at_the_end(unit, number):
+        if self.job.pipeline > 1 and not self._is_last_chunk(unit, number):
             arrives += self.hop_us
-            if self.keep:
+            if self.timeline:
                 stage.slices.append(Slice(number, "pipeline", name, stage.clock, arrives))
-            if self.job.virtual == 1:  # the plain schedule waits until its message has left
+            if self.job.virtual == 1:  # 1F1B without interleaving waits for its message
                 stage.waited_pipeline += self.hop_us
                 stage.clock = arrives
         done[unit, number] = arrives
 
-    def _at_the_end(self, unit: Unit, stage: int) -> bool:
-        piece = unit.chunk * self.job.pipeline + stage
-        return piece == (0 if unit.backward else self.job.pipeline * self.job.virtual - 1)
+    def _is_last_chunk(self, unit: Unit, stage: int) -> bool:
+        position = unit.chunk * self.job.pipeline + stage
+        return position == (0 if unit.backward else self.job.pipeline * self.job.virtual - 1)
 
     def gradients(self, number: int, replicas: Sequence[_Stage]) -> tuple[float, float, list[Slice]]:
-        """When the last gradient of a stage is reduced, how long the collectives took, and when each ran.
+        """End of the gradient reduction of a stage, the total time of its collectives, and their timeline.
 
-        Without overlap they start when everything is computed; with it a bucket leaves when it is complete in every
-        replica.
+        Without overlap the collectives start after the computation. With overlap a bucket starts when it is complete in
+        every replica.
         """
         computed = max(stage.clock for stage in replicas)
         if self.data_link.size == 1:
@@ -231,70 +236,100 @@ class _Simulation:
         slices = []
         for bucket in self.buckets(number):
             ready = max(stage.ready[part] for stage in replicas for part in bucket)
-            start = max(clock, ready if self.job.data_overlap == "megatron" else computed)
-            took = self.moved_us(number, bucket, gradients=True)
-            clock, total = start + took, total + took
+            start = max(clock, ready if self.job.data_overlap == "stock" else computed)
+            duration = self.collective_us(number, bucket, gradients=True)
+            clock, total = start + duration, total + duration
             slices.append(Slice(number, "data", "gradients", start, clock))
         return max(clock, computed), total, slices
 
 
 def simulate_step(
-    job: Job, model: CostModel, *, fold: bool = True, slow: Sequence[float] = (), timeline: bool = False
+    job: Job, model: CostModel, *, one_replica: bool = True, slow: Sequence[float] = (), timeline: bool = False
 ) -> StepTime:
-    """The time of a step and where it goes.
+    """Simulate one training step.
 
     Args:
-        job: what is trained, and how it is split.
-        model: what things cost.
-        fold: one replica stands for all.
-        slow: how many times as long computation takes in each replica, where they differ; needs `fold=False`.
-        timeline: keep the slices.
+        job: model and parallel layout.
+        model: cost model.
+        one_replica: simulate one replica for all replicas.
+        slow: factor on the computation time of each replica; needs `one_replica=False`.
+        timeline: return the timeline in `slices`.
 
     Raises:
-        ValueError: `slow` does not fit the replicas.
+        ValueError: `slow` does not have one factor per replica.
     """
-    replicas = 1 if fold else job.data
-    if slow and (fold or len(slow) != job.data):
-        raise ValueError(f"slow: {len(slow)} factors: give one for each of the {job.data} replicas, and fold=False")
+    replicas = 1 if one_replica else job.data
+    if slow and (one_replica or len(slow) != job.data):
+        raise ValueError(f"slow: {len(slow)} factors: give one per replica ({job.data}) with one_replica=False")
     simulation = _Simulation(job, model, timeline)
     factors = slow or (1.0,) * replicas
     runs = [simulation.pipeline(factor) for factor in factors]
     link = simulation.data_link
-    ends, shown, slowed = [], [], []
+    ends, timeline_slices, slowed = [], [], []
     for number in range(job.pipeline):
         end, took, slices = simulation.gradients(number, [run[number] for run in runs])
         computed = max(run[number].clock for run in runs)
-        gathered = sum(s.stop_us - s.start_us for s in simulation.arrivals(number)[1])
-        # Collectives beside computation slow it down: what they take is not seen in the order above.
+        gathered = sum(s.stop_us - s.start_us for s in simulation.parameter_times(number)[1])
+        # Concurrent collectives slow computation down; the clocks above do not include it.
         lost = 1.0 - model.compute_rate("collective", 2 * link.collective_rate) if link.size > 1 else 0.0
         hidden = max(0.0, took - (end - computed)) + max(0.0, gathered - runs[0][number].waited_data)
         slowed.append(lost * hidden)
         ends.append(end + lost * hidden)
-        shown += runs[0][number].slices + slices
+        timeline_slices += runs[0][number].slices + slices
     trained = max(ends)
     update = max(optimizer_us(job, model, stage) for stage in range(job.pipeline))
     gather = 0.0
     if job.distributed_optimizer and job.data_overlap == "none":
         gather = max(
-            sum(simulation.moved_us(s, bucket, gradients=False) for bucket in simulation.buckets(s))
+            sum(simulation.collective_us(s, bucket, gradients=False) for bucket in simulation.buckets(s))
             for s in range(job.pipeline)
         )
     step = trained + update + gather
-    own = runs[0]
-    count = len(own)
+    stages = runs[0]
+    count = len(stages)
     data = 0.0
     pipeline = 0.0
-    for number, stage in enumerate(own):
+    for number, stage in enumerate(stages):
         tail = ends[number] - stage.clock
         data += stage.waited_data + tail + gather
         pipeline += stage.waited_pipeline + trained - ends[number]
     return StepTime(
         step_us=step,
-        compute_us=sum(stage.compute for stage in own) / count,
-        tensor_us=sum(stage.tensor for stage in own) / count,
-        context_us=sum(stage.context for stage in own) / count,
+        compute_us=sum(stage.compute for stage in stages) / count,
+        tensor_us=sum(stage.tensor for stage in stages) / count,
+        context_us=sum(stage.context for stage in stages) / count,
         pipeline_us=pipeline / count,
         data_us=data / count,
         optimizer_us=update,
-        slices=tuple(shown) if timeline else (),
+        slices=tuple(timeline_slices) if timeline else (),
     )
+
+
+def optimizer_us(job: Job, model: CostModel, stage: int) -> float:
+    """Time of the optimizer step of one rank of a pipeline stage in us.
+
+    Args:
+        job: the training step.
+        model: cost model; the result includes the fixed time of a step in its profile.
+        stage: pipeline stage.
+    """
+    parameters = job.stage_parameters(stage)
+    shard = parameters / (job.data * job.context if job.distributed_optimizer else 1)
+    clip = model.memory_us(CLIP_BYTES[0] * parameters + CLIP_BYTES[1] * shard, "clip")
+    update = model.memory_us(shard * model.profile.device.optimizer_bytes.value, "update")
+    world: Link = model.link(job.world_size)
+    rounds = 2 * max(0, (job.world_size - 1).bit_length())  # reduction and broadcast over a binary tree
+    calls = model.calls_us(_TENSOR_CALLS * job.stage_tensors(stage) + _STEP_CALLS, loop=True)
+    # The all-reduces wait for the last rank.
+    late = model.late_us(clip + update) if job.world_size > 1 else 0.0
+    sums = late + _STEP_SUMS * rounds * world.latency_us + _norm_gradients_us(job, model)
+    return clip + update + calls + sums + model.profile.device.step_ms.value * 1e3
+
+
+def _norm_gradients_us(job: Job, model: CostModel) -> float:
+    """All-reduce of the fp32 norm gradients over the tensor ranks, once per step with sequence parallelism."""
+    if job.tensor == 1 or not job.sequence_parallel:
+        return 0.0
+    norms = job.model.hidden_size * (2 if job.model.normalization == "LayerNorm" else 1)
+    count = norms * (2 * job.model.num_layers / job.pipeline + 1)
+    return model.collective_us("all_reduce", 4.0 * count, model.link(job.tensor))

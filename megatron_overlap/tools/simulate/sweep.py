@@ -1,19 +1,89 @@
-"""All layouts of a job on as many ranks that fit in memory, fastest first."""
+"""Memory estimate of a layout, and the sweep over all layouts of a job that fit in memory.
+
+The estimate follows Korthikanti et al. (arXiv 2205.05198), section 4, with fused attention, which saves no scores, and
+without dropout masks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_overlap.autotune.cost_model import CostModel
+from megatron_overlap.autotune.cost_model import ITEM_BYTES, CostModel
 from megatron_overlap.tools.simulate.job import Job
-from megatron_overlap.tools.simulate.memory import Memory, memory_of
+from megatron_overlap.tools.simulate.pipeline import in_flight
 from megatron_overlap.tools.simulate.step import StepTime, simulate_step
+
+_GIB = 2.0**30
+_OPTIMIZER_BYTES = 12  # per parameter: fp32 copy and two moments
+_RESERVED_GIB = 4.0
+"""Assumed GiB of the CUDA context, library buffers and fragmentation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Memory of one rank in GiB, at the stage with the largest total."""
+
+    parameters_gib: float
+    optimizer_gib: float
+    activations_gib: float
+    buffers_gib: float
+
+    @property
+    def total_gib(self) -> float:
+        """Sum of all parts and the reserved memory."""
+        return self.parameters_gib + self.optimizer_gib + self.activations_gib + self.buffers_gib + _RESERVED_GIB
+
+
+def memory_of(job: Job) -> Memory:
+    """Memory estimate of the stage with the largest total."""
+    return max((_stage(job, stage) for stage in {0, job.pipeline - 1}), key=lambda memory: memory.total_gib)
+
+
+def _stage(job: Job, stage: int) -> Memory:
+    item = ITEM_BYTES[job.precision]
+    parameters = job.stage_parameters(stage)
+    live = in_flight(job.pipeline, stage, job.virtual, job.num_microbatches)
+    activations = live * job.layers_per_chunk * layer_activation_bytes(job)
+    if job.recompute in ("full", "needed"):
+        # The recomputed layer needs all of its activations.
+        activations = live * job.layers_per_chunk * _hidden_bytes(job) + layer_activation_bytes(job)
+    if stage == job.pipeline - 1:
+        # Logits in the training dtype and twice in fp32.
+        activations += job.rows * job.vocabulary / job.tensor * (item + 8)
+    split = job.data * job.context if job.distributed_optimizer else 1
+    # Gathered input, partial product and receive buffers of a reduce-scatter.
+    buffer_pool = 3 * job.rows * job.model.hidden_size * item if job.tensor > 1 and job.sequence_parallel else 0.0
+    gradient = 4 if job.precision != "fp32" else item  # Megatron's main gradients
+    return Memory(
+        parameters * (item + gradient) / _GIB,
+        parameters * (_OPTIMIZER_BYTES if item < 4 else 8) / split / _GIB,
+        activations / _GIB,
+        buffer_pool / _GIB,
+    )
+
+
+def layer_activation_bytes(job: Job) -> float:
+    """Bytes of the saved activations of one layer for one micro-batch on one rank."""
+    model, item = job.model, ITEM_BYTES[job.precision]
+    # Inputs of both norms, of QKV and of FC1. Only sequence parallelism shards them.
+    outside = 4 * _hidden_bytes(job)
+    queries = model.head_size * model.num_attention_heads
+    keys = model.head_size * model.num_query_groups
+    # Queries, keys, values and the attention output; output of FC1 and input of FC2.
+    attention = 2 * queries + 2 * keys
+    mlp = (3 if model.swiglu else 2) * model.ffn_hidden_size
+    return outside + job.rows * (attention + mlp) * item / job.tensor
+
+
+def _hidden_bytes(job: Job) -> float:
+    split = job.tensor if job.sequence_parallel else 1
+    return job.rows * job.model.hidden_size * ITEM_BYTES[job.precision] / split
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout, what it takes and what it needs."""
+    """A layout with its step time and memory."""
 
     job: Job
     time: StepTime
@@ -22,12 +92,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Sweep:
-    """What a sweep found.
+    """Result of a sweep.
 
     Attributes:
-        best: fastest first.
-        tried: layouts that are possible at all.
-        too_large: those of them that do not fit in memory.
+        best: fastest layouts, fastest first.
+        tried: number of possible layouts.
+        too_large: number of them that do not fit in memory.
     """
 
     best: Sequence[Candidate]
@@ -36,24 +106,24 @@ class Sweep:
 
 
 def sweep(job: Job, model: CostModel, *, keep: int = 10, context: bool = True) -> Sweep:
-    """Simulate every layout of the job's model, batch and number of ranks.
+    """Simulate every layout with the model, batch size and number of ranks of the job.
 
-    Tensor and context ranks stay inside a node in powers of two; a pipeline is plain, or interleaved with one layer a
-    chunk or with two. Micro-batches are as the job has them.
+    Tensor and context sizes are powers of two within a node. Pipelines are 1F1B, without interleaving or with one or
+    two layers per chunk. The micro-batch size is that of the job.
 
     Args:
-        job: gives everything but the layout.
-        model: what things cost, and how much memory there is.
-        keep: how many layouts to return.
-        context: also try context parallelism.
+        job: the training step; its layout is ignored.
+        model: cost model with the memory of a device.
+        keep: number of layouts to return.
+        context: whether to include context parallelism.
     """
-    room = model.profile.device.memory_gib.value
+    capacity = model.profile.device.memory_gib.value
     found: list[Candidate] = []
     tried = too_large = 0
     for layout in layouts(job, model.profile.devices_per_node, context=context):
         tried += 1
         memory = memory_of(layout)
-        if memory.total_gib > room:
+        if memory.total_gib > capacity:
             too_large += 1
             continue
         found.append(Candidate(layout, simulate_step(layout, model), memory))
@@ -62,12 +132,12 @@ def sweep(job: Job, model: CostModel, *, keep: int = 10, context: bool = True) -
 
 
 def layouts(job: Job, per_node: int, *, context: bool = True) -> Iterator[Job]:
-    """Every layout of as many ranks that is possible at all."""
+    """Every possible layout with the number of ranks of the job."""
     world, layers = job.world_size, job.model.num_layers
     for tensor in _powers(per_node):
-        for ring in _powers(per_node // tensor if context else 1):
+        for context_size in _powers(per_node // tensor if context else 1):
             for pipeline in (size for size in range(1, layers + 1) if layers % size == 0):
-                data, rest = divmod(world, tensor * ring * pipeline)
+                data, rest = divmod(world, tensor * context_size * pipeline)
                 if rest or not data:
                     continue
                 for virtual in _chunks(layers // pipeline) if pipeline > 1 else (1,):
@@ -75,13 +145,13 @@ def layouts(job: Job, per_node: int, *, context: bool = True) -> Iterator[Job]:
                         yield replace(
                             job,
                             tensor=tensor,
-                            context=ring,
+                            context=context_size,
                             pipeline=pipeline,
                             data=data,
                             virtual=virtual,
                             sequence_parallel=tensor > 1,
                         )
-                    except ValueError:  # heads, rows or the batch cannot be split so
+                    except ValueError:  # heads, rows or the batch are not divisible
                         continue
 
 

@@ -1,4 +1,4 @@
-"""Machines whose times can be worked out by hand."""
+"""Cluster profiles whose times can be computed by hand."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def number(value: float) -> dict[str, Any]:
 def profile(
     elementwise: Mapping[str, tuple[float, float]] | None = None, products: Products = (), **changes: float
 ) -> ClusterProfile:
-    """1 TFLOP/s, 1 GB/s links, memory and launches for nothing, no latency, no contention; some of it changed.
+    """A profile with 1 TFLOP/s, 1 GB/s links, free memory accesses and launches, no latency and no contention.
 
     Args:
-        elementwise: GB/s of kinds of operations, forward and backward.
-        products: TFLOP/s of attention's, forward and backward, by columns of a head.
+        elementwise: (forward, backward) GB/s by kind of operation.
+        products: (forward, backward) TFLOP/s of attention products by head size.
         changes: tflops, gbps, latency_us, between_us, launch_us, call_us, copy (contention), collective,
             host_us_per_mb, busy_us, late_us (after `LATE_AFTER_US`), devices, nics, memory_gib, memory_gbps.
     """
@@ -98,7 +98,7 @@ def machine(
 
 
 def job(**changes: Any) -> Job:
-    """A small GPT of eight layers; some of it changed."""
+    """A GPT of eight layers with changed fields."""
     shape = {"num_layers": 8, "hidden_size": 1024, "num_attention_heads": 8, "vocab_size": 128}
     shape |= {key: changes.pop(key) for key in list(changes) if key in shape}
     model = ModelConfig.model_validate({"arch": "gpt", "max_position_embeddings": 4096, **shape})

@@ -1,4 +1,4 @@
-"""What a step has between and around its GEMMs: bytes and calls counted by hand, each once."""
+"""Times of elementwise operations and of host calls, against bytes and calls counted by hand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_overlap.config import load_launch_config
 from megatron_overlap.config.cluster import load_cluster_profile
 from megatron_overlap.tools.simulate.job import Job, job_of
 from megatron_overlap.tools.simulate.layer import Layers
-from megatron_overlap.tools.simulate.linear import Choice, Linear
+from megatron_overlap.tools.simulate.linear import Linear, LinearOverlap
 from megatron_overlap.tools.simulate.rank_skew import Op
 from megatron_overlap.tools.simulate.step import simulate_step
 from tests.tools.simulate.machines import job, machine
@@ -22,7 +22,7 @@ KINDS = ("layer_norm", "add", "scores", "gelu", "loss", "accumulate", "clip", "u
 
 
 def times(ops: tuple[Op, ...]) -> dict[str, float]:
-    """Microseconds by name, operations of one name together."""
+    """Microseconds by name, summed over the operations of one name."""
     names = {op.name for op in ops}
     return {name: sum(op.time_us for op in ops if op.name == name) for name in names}
 
@@ -32,7 +32,7 @@ def slow(*kinds: str) -> dict[str, tuple[float, float]]:
 
 
 def test_operations_between_gemms_by_hand() -> None:
-    whole = job(keeps_scores=True, fused_accumulation=False)
+    whole = job(materializes_scores=True, fused_accumulation=False)
     layers = Layers(whole, machine(slow(*KINDS)))
     forward, backward = times(layers.forward.ops), times(layers.backward.ops)
     kib = ROWS * HIDDEN * 2 / 1e3  # one activation, at 1 GB/s
@@ -55,8 +55,8 @@ def test_operations_between_gemms_by_hand() -> None:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_biases_are_counted_where_they_are_not_part_of_the_gemm(sequence_parallel: bool) -> None:
-    """On a rank of two: 1,536 columns of QKV, and the rows that it has of two outputs; FC1's is in the activation."""
+def test_biases_outside_the_gemm_take_time(sequence_parallel: bool) -> None:
+    """One of two ranks: 1,536 columns of QKV and its rows of two outputs; the bias of FC1 is in the activation."""
     whole = job(tensor=2, sequence_parallel=sequence_parallel)
     assert whole.model.add_bias
     layers = Layers(whole, machine(slow("bias")))
@@ -71,33 +71,33 @@ def test_biases_are_counted_where_they_are_not_part_of_the_gemm(sequence_paralle
         assert found.get("bias", 0.0) == pytest.approx(2 * 2 * ROWS * columns / 1e3)
 
 
-def test_products_of_attention_that_keeps_its_scores() -> None:
-    """Two forward and four backward over all scores, 2 s^2 d each; with fused attention half of 2 and of 5."""
+def test_attention_products_with_materialized_scores() -> None:
+    """2 forward and 4 backward products over all scores, 2 s^2 d each; fused attention: half of 2 and of 5."""
     product = 2.0 * ROWS**2 * HIDDEN / 1e6
-    layers = Layers(job(keeps_scores=True), machine())
+    layers = Layers(job(materializes_scores=True), machine())
     assert times(layers.forward.ops)["attention"] == pytest.approx(2 * product)
     assert times(layers.backward.ops)["attention grad"] == pytest.approx(4 * product)
     fused = Layers(job(), machine())
     assert times(fused.forward.ops)["attention"] == pytest.approx(product)
     assert "scores" not in times(fused.forward.ops)
-    again = Layers(job(keeps_scores=True, recompute="selective"), machine(slow("scores")))
+    again = Layers(job(materializes_scores=True, recompute="selective"), machine(slow("scores")))
     made_again = times(again.backward.ops)
     assert made_again["attention again"] == pytest.approx(2 * product)
     assert made_again["scores again"] == pytest.approx(times(again.forward.ops)["scores"])
 
 
-def test_products_of_narrow_heads_have_a_rate_of_their_own() -> None:
-    """Eight heads of 128 columns, or sixteen of 64."""
+def test_attention_products_depend_on_the_head_size() -> None:
+    """Eight heads of size 128 against sixteen heads of size 64."""
     product = 2.0 * ROWS**2 * HIDDEN / 1e6
     rates = ((64, 0.5, 0.2), (128, 1.0, 0.25))
     for heads, forward, backward in ((16, 0.5, 0.2), (8, 1.0, 0.25)):
-        layers = Layers(job(keeps_scores=True, num_attention_heads=heads), machine(products=rates))
+        layers = Layers(job(materializes_scores=True, num_attention_heads=heads), machine(products=rates))
         assert times(layers.forward.ops)["attention"] == pytest.approx(2 * product / forward)
         assert times(layers.backward.ops)["attention grad"] == pytest.approx(4 * product / backward)
 
 
-def test_products_run_as_gemms_where_nothing_else_is_known() -> None:
-    """A fused kernel's share of the peak says nothing of products that are made apart."""
+def test_attention_products_without_a_rate_run_as_gemms() -> None:
+    """The efficiency of a fused kernel does not apply to separate products."""
     model = CostModel(load_cluster_profile("h800"))
     peak = 989.4e6
     assert model.products_us(1e9, 128) == pytest.approx(1e9 / (peak * 0.762) + 3)
@@ -106,7 +106,7 @@ def test_products_run_as_gemms_where_nothing_else_is_known() -> None:
 
 def test_keys_and_values_are_repeated_for_every_query_head() -> None:
     def layers(groups: int, rates: dict[str, tuple[float, float]]) -> Layers:
-        whole = job(keeps_scores=True)
+        whole = job(materializes_scores=True)
         return Layers(replace(whole, model=whole.model.model_copy(update={"num_query_groups": groups})), machine(rates))
 
     grouped = layers(2, slow("repeat"))
@@ -116,19 +116,19 @@ def test_keys_and_values_are_repeated_for_every_query_head() -> None:
     assert "repeat" not in times(layers(8, slow("repeat")).forward.ops)
 
 
-def test_only_queries_and_keys_are_turned() -> None:
+def test_rotary_embedding_applies_to_queries_and_keys() -> None:
     whole = job()
     turning = replace(whole, model=whole.model.model_copy(update={"rotary": True, "num_query_groups": 2}))
     layers = Layers(turning, machine(slow("rotary")))
     assert times(layers.forward.ops)["rotary"] == pytest.approx(2 * ROWS * 128 * (8 + 2) * 2 / 1e3)
 
 
-def test_a_fused_accumulation_moves_nothing_more() -> None:
+def test_fused_accumulation_adds_no_time() -> None:
     assert "accumulate" not in times(Layers(job(), machine(slow("accumulate"))).backward.ops)
 
 
-def test_the_end_of_a_step_by_hand() -> None:
-    """Main gradients zeroed and checked (8 bytes), summed and scaled (12), the update (30 in this profile)."""
+def test_optimizer_time_by_hand() -> None:
+    """Bytes per parameter: zero and check 8, norm and scale 12, update 30 in this profile."""
     whole = job(fused_accumulation=False)
     parameters = whole.stage_parameters(0)
     step = simulate_step(whole, machine(slow("clip", "update")))
@@ -138,7 +138,7 @@ def test_the_end_of_a_step_by_hand() -> None:
     assert split.optimizer_us == pytest.approx(parameters * (8 + 12 / 4 + 30 / 4) / 1e3 + 5 * 4)
 
 
-def test_gradients_of_norms_are_summed_over_tensor_ranks() -> None:
+def test_norm_gradients_are_reduced_over_tensor_ranks() -> None:
     split = job(tensor=2)
     step = simulate_step(split, machine())
     # Two norms a layer and the last one, weight and bias, fp32: half of it there and half of it back.
@@ -148,24 +148,24 @@ def test_gradients_of_norms_are_summed_over_tensor_ranks() -> None:
     )
 
 
-def test_what_the_embedding_scatters_is_gathered_backward() -> None:
+def test_embedding_backward_gathers_its_gradient() -> None:
     gathered = Layers(job(tensor=2), machine()).first[1].tensor_us
     assert gathered == pytest.approx(ROWS * HIDDEN * 2 / 2 / 1e3)
     for whole in (job(), job(tensor=2, sequence_parallel=False)):
         assert Layers(whole, machine()).first[1].tensor_us == 0.0
 
 
-def test_pieces_of_an_overlapped_pass_are_called_one_by_one() -> None:
+def test_an_overlapped_pass_has_more_host_calls() -> None:
     def calls_us(method: str) -> float:
-        choice = Choice(method)  # type: ignore[arg-type]
-        free, paid = (Layers(job(tensor=2, tensor_choice=choice), machine(call_us=us)) for us in (0.0, 1.0))
+        choice = LinearOverlap(method)  # type: ignore[arg-type]
+        free, paid = (Layers(job(tensor=2, tensor_overlap=choice), machine(call_us=us)) for us in (0.0, 1.0))
         return paid.forward.time_us - free.forward.time_us
 
-    assert calls_us("p2p") == pytest.approx(calls_us("megatron") + 4 * 23)
+    assert calls_us("p2p") == pytest.approx(calls_us("stock") + 4 * 23)
 
 
-def test_what_costs_a_micro_batch_is_paid_for_every_one() -> None:
-    """Calls of a GPT layer 65 + 131, of the ends 130 + 10 + 66 + 50."""
+def test_host_calls_of_every_micro_batch() -> None:
+    """Calls of a GPT layer: 65 + 131; of embedding and logits: 130 + 10 + 66 + 50."""
     calls = 8 * (65 + 131) + 130 + 10 + 66 + 50
     for batches in (1, 4):
         whole = job(global_batch_size=batches)
@@ -181,8 +181,8 @@ def test_what_costs_a_micro_batch_is_paid_for_every_one() -> None:
     assert turned.step_us - plain.step_us == pytest.approx(calls + 8 * (54 + 44))
 
 
-def test_calls_of_the_optimizer_cost_a_launch_each() -> None:
-    """60 of a step and 19 a tensor, in loops; where calls hide behind a device's queue, none of them."""
+def test_host_calls_of_the_optimizer() -> None:
+    """60 per step and 19 per tensor; none if the device hides host calls."""
     whole = job()
     # Twelve tensors a layer; words, positions, and weight and bias of the last norm.
     tensors = 12 * 8 + 4
@@ -195,7 +195,7 @@ def test_calls_of_the_optimizer_cost_a_launch_each() -> None:
     assert simulate_step(whole, CostModel(hidden)).optimizer_us - free == pytest.approx(3.0 * 2)
 
 
-def test_the_loss_is_summed_over_tensor_ranks() -> None:
+def test_the_loss_is_reduced_over_tensor_ranks() -> None:
     layers = Layers(job(tensor=2), machine(latency_us=1.0))
     # Three all-reduces of a number a row, in fp32; a ring of two there and back.
     assert times(layers.last[0].ops)["loss sums"] == pytest.approx(3 * (2 * 1.0 + 4 * ROWS / 1e3))
@@ -209,10 +209,12 @@ def test_compiled_hides_all_but_the_backward_of_column_layers() -> None:
     model = machine(latency_us=1.0, launch_us=1.0, gbps=20.0)
     link = model.link(4)
 
-    def linear(choice: Choice) -> Linear:
+    def linear(choice: LinearOverlap) -> Linear:
         return Linear(model, link, choice, 4096, 1024, 1024)
 
-    compiled, ours, serial = (linear(Choice(method, save_gathered=True)) for method in ("compiled", "p2p", "serial"))
+    compiled, ours, serial = (
+        linear(LinearOverlap(method, save_gathered=True)) for method in ("compiled", "p2p", "serial")
+    )
     # A quarter of the rows, read and written; nothing is gathered before.
     copy_us = model.memory_us(2 * 1024 * 1024 * model.item_bytes)
     assert copy_us > 1
@@ -225,7 +227,7 @@ def test_compiled_hides_all_but_the_backward_of_column_layers() -> None:
     assert ours.column_backward().time_us < serial.column_backward().time_us
 
 
-def test_what_a_compiler_computes_again() -> None:
+def test_recomputation_of_a_compiler() -> None:
     def again(recompute: str, **changes: bool) -> list[str]:
         model = job().model.model_copy(update=changes)
         layers = Layers(replace(job(), model=model, recompute=recompute), machine())  # type: ignore[arg-type]
@@ -238,15 +240,15 @@ def test_what_a_compiler_computes_again() -> None:
 
 def test_jobs_of_launch_configs() -> None:
     cpu = job_of(load_launch_config("configs/gpt_dp2_netlab.yaml"))
-    assert (cpu.keeps_scores, cpu.fused_accumulation, cpu.bucket_parameters) == (True, False, 800_000)
+    assert (cpu.materializes_scores, cpu.fused_accumulation, cpu.bucket_parameters) == (True, False, 800_000)
     cuda: Job = job_of(load_launch_config("configs/llama3_8b_tp8_overlap.yaml"))
-    assert (cuda.keeps_scores, cuda.fused_accumulation, cuda.bucket_parameters) == (False, True, None)
+    assert (cuda.materializes_scores, cuda.fused_accumulation, cuda.bucket_parameters) == (False, True, None)
     apart = load_launch_config("configs/llama3_8b_tp8_overlap.yaml", ["train.gradient_accumulation_fusion=false"])
     assert not job_of(apart).fused_accumulation
 
 
-def test_small_buckets_leave_earlier() -> None:
-    """All but the first layers' gradients hide behind the backward, where one bucket would leave at its end."""
-    whole = job(data=4, data_overlap="megatron")
+def test_small_buckets_start_earlier() -> None:
+    """The backward hides all but the gradients of the first layers; one bucket would start at its end."""
+    whole = job(data=4, data_overlap="stock")
     one, many = (simulate_step(replace(whole, bucket_parameters=size), machine()) for size in (None, 1))
     assert many.data_us < 0.5 * one.data_us

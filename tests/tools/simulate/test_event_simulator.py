@@ -1,4 +1,4 @@
-"""Schedules on machines whose times can be worked out by hand, and laws that hold on all of them."""
+"""The event simulator: times computed by hand, and properties of all machines."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from megatron_overlap.schedules import Chunk, Message, Plan, Work
 from megatron_overlap.schedules.heuristics import default_chunks
 from megatron_overlap.schedules.layout import part_weights
 from megatron_overlap.schedules.plan import Pattern, Split
-from megatron_overlap.tools.simulate.event_simulator import play
-from megatron_overlap.tools.simulate.linear import METHODS, SLICES, Choice, Linear
-from megatron_overlap.tools.simulate.program import Program, Stream, in_order
+from megatron_overlap.tools.simulate.event_simulator import Program, Stream, in_order, run_programs
+from megatron_overlap.tools.simulate.linear import METHODS, SLICES, Linear, LinearOverlap
 from tests.tools.simulate.machines import machine
 
 ROWS, WIDTH = 480, 100
 CHUNK = Chunk(0, 0)
 
 
-def linear(choice: Choice, ranks: int, gemm_us: float, comm_us: float, **changes: float) -> Linear:
-    """A layer whose GEMM takes `gemm_us` in one piece and whose collective takes `comm_us`."""
+def linear(choice: LinearOverlap, ranks: int, gemm_us: float, comm_us: float, **changes: float) -> Linear:
+    """A layer with a GEMM of `gemm_us` and a collective of `comm_us`."""
     gbps = ROWS * WIDTH * 2 * (ranks - 1) / ranks / comm_us / 1e3
     tflops = 2.0 * ROWS * WIDTH * WIDTH / gemm_us / 1e6
     model = machine(gbps=gbps, tflops=tflops, **changes)
@@ -34,7 +33,7 @@ def linear(choice: Choice, ranks: int, gemm_us: float, comm_us: float, **changes
 @pytest.mark.parametrize("pattern", ["ring", "direct"])
 def test_tail_free_time_of_the_paper(pattern: Pattern, ranks: int, comm_us: float) -> None:
     """T = t_c + (N - 1) max(t_c, t_m), for both collectives."""
-    layer = linear(Choice("p2p", pattern, 1, "all"), ranks, 100.0, comm_us)
+    layer = linear(LinearOverlap("p2p", pattern, 1, "all"), ranks, 100.0, comm_us)
     compute, move = 100.0 / ranks, comm_us / (ranks - 1)
     expected = compute + (ranks - 1) * max(compute, move)
     assert layer.column_forward().time_us == pytest.approx(expected)
@@ -43,8 +42,8 @@ def test_tail_free_time_of_the_paper(pattern: Pattern, ranks: int, comm_us: floa
 
 
 @pytest.mark.parametrize("parts", [2, 4])
-def test_what_is_left_over_communication_is_one_sub_slice(parts: int) -> None:
-    layer = linear(Choice("p2p", "direct", parts, "all"), 4, 100.0, 400.0)
+def test_one_chunk_of_computation_is_exposed(parts: int) -> None:
+    layer = linear(LinearOverlap("p2p", "direct", parts, "all"), 4, 100.0, 400.0)
     weights = part_weights(parts, "last")
     smallest = 100.0 / 4 * min(weights) / sum(weights)
     assert layer.column_forward().time_us == pytest.approx(400.0 + smallest)
@@ -52,13 +51,13 @@ def test_what_is_left_over_communication_is_one_sub_slice(parts: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1024, 8192])
-def test_p2p_is_cut_as_the_plugin_cuts_it_unless_told(rows: int) -> None:
-    """Also where other cuts would be faster: here one message, as each costs 100 us."""
+def test_p2p_uses_the_default_number_of_chunks(rows: int) -> None:
+    """Even if another number is faster: here one message, because each message costs 100 us."""
     model = machine(launch_us=100.0, latency_us=100.0)
     for passes, collective in (("column_forward", "all_gather"), ("row_forward", "reduce_scatter")):
         usual = default_chunks(collective, 4, rows, 1024 * 2)  # type: ignore[arg-type]
         layers = {
-            c: Linear(model, model.link(4), Choice("p2p", chunks_per_rank=c), rows, 1024, 1024)
+            c: Linear(model, model.link(4), LinearOverlap("p2p", chunks_per_rank=c), rows, 1024, 1024)
             for c in (None, 1, usual)
         }
         times = {c: getattr(layer, passes)().time_us for c, layer in layers.items()}
@@ -67,23 +66,23 @@ def test_p2p_is_cut_as_the_plugin_cuts_it_unless_told(rows: int) -> None:
 
 @pytest.mark.parametrize("column", [True, False])
 @pytest.mark.parametrize(
-    ("comm_us", "launch_us", "expected"), [(60, 0.1, "p2p"), (0.5, 0.1, "megatron"), (60, 50, "megatron")]
+    ("comm_us", "launch_us", "expected"), [(60, 0.1, "p2p"), (0.5, 0.1, "stock"), (60, 50, "stock")]
 )
 def test_auto_is_the_faster_of_both(comm_us: float, launch_us: float, expected: str, column: bool) -> None:
-    """p2p where there is something to hide; not where it is within the margin, or cut GEMMs cost more than that."""
-    layer = linear(Choice("auto"), 4, 100.0, comm_us, launch_us=launch_us)
-    assert layer.fastest(column).choice.method == expected
+    """p2p is selected only if it gains more than the margin, including the cost of smaller GEMMs."""
+    layer = linear(LinearOverlap("auto"), 4, 100.0, comm_us, launch_us=launch_us)
+    assert layer.fastest(column).overlap.method == expected
 
 
 def test_baselines_by_hand() -> None:
     def times(method: str) -> list[float]:
-        layer = linear(Choice(method), 4, 100.0, 60.0)  # type: ignore[arg-type]
+        layer = linear(LinearOverlap(method), 4, 100.0, 60.0)  # type: ignore[arg-type]
         passes = (layer.column_forward, layer.row_forward, layer.column_backward, layer.row_backward)
         return [one().time_us for one in passes]
 
     assert times("serial") == pytest.approx([160.0, 160.0, 320.0, 260.0])
     # Column: AG beside dgrad, RS beside wgrad, both shorter than the GEMM. Row: AG(dy) is exposed.
-    assert times("megatron") == pytest.approx([160.0, 160.0, 200.0, 260.0])
+    assert times("stock") == pytest.approx([160.0, 160.0, 200.0, 260.0])
     # One slice is exposed.
     assert times("sliced")[:2] == pytest.approx([100.0 + 60.0 / SLICES] * 2)
     # Nothing is exposed where all GEMM pieces are as long as all messages or longer.
@@ -92,35 +91,37 @@ def test_baselines_by_hand() -> None:
     assert times("userbuffers")[:2] == pytest.approx([100.0, 100.0 + 60.0 / SLICES])
 
 
-def test_a_gathered_input_that_is_kept_is_not_gathered_again() -> None:
-    for method, expected in (("serial", 260.0), ("megatron", 200.0)):
-        choice = Choice(method, save_gathered=True)  # type: ignore[arg-type]
-        played = linear(choice, 4, 100.0, 60.0).column_backward()
-        assert played.time_us == pytest.approx(expected)
-        assert played.sent_bytes[0] == pytest.approx(ROWS * WIDTH * 2 * 3 / 4)
+def test_a_saved_gathered_input_needs_no_second_gather() -> None:
+    for method, expected in (("serial", 260.0), ("stock", 200.0)):
+        choice = LinearOverlap(method, save_gathered=True)  # type: ignore[arg-type]
+        simulated = linear(choice, 4, 100.0, 60.0).column_backward()
+        assert simulated.time_us == pytest.approx(expected)
+        assert simulated.sent_bytes[0] == pytest.approx(ROWS * WIDTH * 2 * 3 / 4)
 
 
 @pytest.mark.parametrize("split", ["edge", "all"])
 @pytest.mark.parametrize("parts", [1, 2, 4])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("pattern", ["ring", "direct", "serial"])
-def test_one_rank_for_all_equals_all_ranks(pattern: Pattern, ranks: int, parts: int, split: Split) -> None:
-    layer = linear(Choice("p2p", pattern, parts, split), ranks, 100.0, 130.0, latency_us=2.0, launch_us=1.0, copy=0.2)
-    for collective, folded in (("all_gather", layer.column_forward()), ("reduce_scatter", layer.row_forward())):
-        unfolded = layer.unfolded(collective)  # type: ignore[arg-type]
-        assert folded.time_us == pytest.approx(unfolded.time_us)
-        assert folded.compute_us == pytest.approx(unfolded.compute_us)
-        assert unfolded.sent_bytes == pytest.approx([ROWS * WIDTH * 2 * (ranks - 1) / ranks] * ranks)
-        assert unfolded.received_bytes == pytest.approx(unfolded.sent_bytes)
-        assert folded.sent_bytes[0] == pytest.approx(unfolded.sent_bytes[0])
+def test_one_rank_equals_all_ranks(pattern: Pattern, ranks: int, parts: int, split: Split) -> None:
+    layer = linear(
+        LinearOverlap("p2p", pattern, parts, split), ranks, 100.0, 130.0, latency_us=2.0, launch_us=1.0, copy=0.2
+    )
+    for collective, one_rank in (("all_gather", layer.column_forward()), ("reduce_scatter", layer.row_forward())):
+        all_ranks = layer.all_ranks(collective)  # type: ignore[arg-type]
+        assert one_rank.time_us == pytest.approx(all_ranks.time_us)
+        assert one_rank.compute_us == pytest.approx(all_ranks.compute_us)
+        assert all_ranks.sent_bytes == pytest.approx([ROWS * WIDTH * 2 * (ranks - 1) / ranks] * ranks)
+        assert all_ranks.received_bytes == pytest.approx(all_ranks.sent_bytes)
+        assert one_rank.sent_bytes[0] == pytest.approx(all_ranks.sent_bytes[0])
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_moves_the_same_bytes(method: str) -> None:
-    layer = linear(Choice(method), 4, 100.0, 60.0)  # type: ignore[arg-type]
+    layer = linear(LinearOverlap(method), 4, 100.0, 60.0)  # type: ignore[arg-type]
     one = ROWS * WIDTH * 2 * 3 / 4
-    for played, passes in ((layer.column_forward(), 1), (layer.row_forward(), 1), (layer.row_backward(), 1)):
-        assert played.sent_bytes[0] == pytest.approx(passes * one)
+    for simulated, passes in ((layer.column_forward(), 1), (layer.row_forward(), 1), (layer.row_backward(), 1)):
+        assert simulated.sent_bytes[0] == pytest.approx(passes * one)
     assert layer.column_backward().sent_bytes[0] == pytest.approx(2 * one)
 
 
@@ -133,115 +134,117 @@ def test_two_senders_share_the_port_of_one_receiver() -> None:
     sends = tuple(Message(CHUNK, 2, CHUNK, 0) for _ in range(1))
     programs = [in_order(Stream(plan(rank, sends, ()), (), (), (1000.0,))) for rank in (0, 1)]
     programs.append(in_order(Stream(plan(2, (), ()), (), (), ())))
-    assert play(programs, model, model.link(3)).time_us == pytest.approx(2.0)
+    assert run_programs(programs, model, model.link(3)).time_us == pytest.approx(2.0)
     # To different receivers each has its own.
     apart = [
         in_order(Stream(plan(rank, (Message(CHUNK, to, CHUNK, 0),), ()), (), (), (1000.0,)))
         for rank, to in ((0, 1), (1, 2))
     ]
-    assert play([*apart, programs[2]], model, model.link(3)).time_us == pytest.approx(1.0)
+    assert run_programs([*apart, programs[2]], model, model.link(3)).time_us == pytest.approx(1.0)
 
 
-def test_max_min_leaves_what_one_cannot_use_to_the_others() -> None:
-    """Ranks 0 and 1 send to rank 2, which halves both; rank 3 sends to rank 0 at the full rate."""
+def test_max_min_gives_unused_capacity_to_other_messages() -> None:
+    """Ranks 0 and 1 send to rank 2 at half rate each; rank 3 sends to rank 0 at full rate."""
     model = machine()
     to = {0: 2, 1: 2, 3: 0}
     programs = []
     for rank in range(4):
         sends = (Message(CHUNK, to[rank], CHUNK, 0),) if rank in to else ()
         programs.append(in_order(Stream(plan(rank, sends, (), 4), (), (), (1000.0,) * len(sends))))
-    played = play(programs, model, model.link(4))
-    ends = {span.rank: span.stop_us for span in played.spans}
+    simulated = run_programs(programs, model, model.link(4))
+    ends = {span.rank: span.stop_us for span in simulated.spans}
     assert ends == pytest.approx({0: 2.0, 1: 2.0, 3: 1.0})
 
 
-def test_max_min_counts_what_the_slow_ones_take() -> None:
-    """Rank 0 sends to 1, 2 and 3, a third of its port each; rank 4 gets the other two thirds of the way into rank 2."""
+def test_max_min_subtracts_the_rates_of_slow_messages() -> None:
+    """Rank 0 sends to 1, 2 and 3, a third of its port each; rank 4 gets two thirds of the port into rank 2."""
     model = machine()
     apart = tuple(Stream(plan(0, (Message(CHUNK, to, CHUNK, 0),), (), 5), (), (), (1000.0,)) for to in (1, 2, 3))
     idle = in_order(*[Stream(plan(1, (), (), 5), (), (), ())] * 3)
     last = in_order(Stream(plan(4, (Message(CHUNK, 2, CHUNK, 4),), (), 5), (), (), (1000.0,)))
-    played = play([in_order(*apart), idle, idle, idle, last], model, model.link(5), kind="collective")
-    assert played.time_us == pytest.approx(3.0)
-    assert [span.stop_us for span in played.spans if span.rank == 4] == pytest.approx([1.5])
+    simulated = run_programs([in_order(*apart), idle, idle, idle, last], model, model.link(5), kind="collective")
+    assert simulated.time_us == pytest.approx(3.0)
+    assert [span.stop_us for span in simulated.spans if span.rank == 4] == pytest.approx([1.5])
 
 
-def test_messages_of_a_rank_leave_one_after_the_other() -> None:
-    """Of two streams too, the one that was ready first; what each costs beside its bytes passes meanwhile."""
+def test_a_rank_sends_one_message_at_a_time() -> None:
+    """Over two streams the first ready message leaves first; latencies overlap transfers."""
     first = Stream(plan(0, (Message(CHUNK, 0, CHUNK, 0),) * 2, (), 2), (), (), (4000.0, 4000.0), latency_us=1.0)
     work = (Work((CHUNK,)), Work((CHUNK,)))
     later = (Message(CHUNK, 0, CHUNK, 0, after_work=1), Message(CHUNK, 0, CHUNK, 0, after_work=2))
     second = Stream(plan(0, later, work, 2), (2.0, 30.0), (0.0, 0.0), (1000.0, 1000.0), latency_us=1.0)
     model = machine()
-    played = play([in_order(first, second)], model, model.link(2), fold=True)
-    ends = {span.name: span.stop_us for span in played.spans if span.kind == "message"}
-    assert ends == pytest.approx({"exchange 0.0": 5, "exchange 0.1": 9, "exchange 1.0": 10, "exchange 1.1": 34})
-    beside = play([in_order(first, second)], model, model.link(2), fold=True, kind="collective")
-    assert {span.name: span.stop_us for span in beside.spans}["exchange 1.0"] == pytest.approx(5)
+    simulated = run_programs([in_order(first, second)], model, model.link(2), one_rank=True)
+    ends = {span.name: span.stop_us for span in simulated.spans if span.kind == "message"}
+    assert ends == pytest.approx({"message 0.0": 5, "message 0.1": 9, "message 1.0": 10, "message 1.1": 34})
+    beside = run_programs([in_order(first, second)], model, model.link(2), one_rank=True, kind="collective")
+    assert {span.name: span.stop_us for span in beside.spans}["message 1.0"] == pytest.approx(5)
 
 
 @pytest.mark.parametrize(("compute_us", "slack_us"), [(10.0, 6.0), (4.0, 0.0), (1.0, 0.0)])
-def test_slack_is_what_messages_could_be_later_without_a_wait(compute_us: float, slack_us: float) -> None:
-    """Of two messages of 2 us the first is needed after so much computation, the second 3 us later."""
+def test_slack_is_the_delay_that_causes_no_wait(compute_us: float, slack_us: float) -> None:
+    """Two messages of 2 us: the first is needed after `compute_us`, the second 3 us later."""
     model = machine()
     work = (Work((CHUNK,)), Work((CHUNK,), needs=(0,)), Work((CHUNK,), adds=(1,)))
     stream = Stream(
         plan(0, (Message(CHUNK, 0, CHUNK, 0),) * 2, work, 2), (compute_us, 1.0, 2.0), (0.0, 0.0, 1.0), (4000.0, 2000.0)
     )
-    assert play([in_order(stream)], model, model.link(2), fold=True).slack_us == pytest.approx(slack_us)
+    assert run_programs([in_order(stream)], model, model.link(2), one_rank=True).slack_us == pytest.approx(slack_us)
     both = Stream(
         replace(stream.plan, work=(work[0], Work((CHUNK,), needs=(0, 1)))), (10.0, 1.0), (0.0, 0.0), (4e3, 2e3)
     )
-    assert play([in_order(both)], model, model.link(2), fold=True).slack_us == pytest.approx(4.0)
+    assert run_programs([in_order(both)], model, model.link(2), one_rank=True).slack_us == pytest.approx(4.0)
     nothing = Stream(plan(0, (), (Work((CHUNK,)),), 2), (compute_us,), (0.0,), ())
-    assert play([in_order(nothing)], model, model.link(2), fold=True).slack_us == 0.0
+    assert run_programs([in_order(nothing)], model, model.link(2), one_rank=True).slack_us == 0.0
 
 
-def test_what_is_forwarded_has_to_be_there() -> None:
+def test_a_message_is_forwarded_after_its_arrival() -> None:
     model = machine()
     late = Stream(plan(0, (Message(CHUNK, 1, CHUNK, 2, after_work=1),), (Work((CHUNK,)),)), (10.0,), (0.0,), (1000.0,))
     on = Stream(plan(1, (Message(CHUNK, 2, CHUNK, 0, after_message=0),), ()), (), (), (1000.0,))
     end = Stream(plan(2, (), ()), (), (), ())
-    assert play([in_order(late), in_order(on), in_order(end)], model, model.link(3)).time_us == pytest.approx(12.0)
+    assert run_programs([in_order(late), in_order(on), in_order(end)], model, model.link(3)).time_us == pytest.approx(
+        12.0
+    )
 
 
-def test_reduce_scatters_that_are_slower_than_all_gathers() -> None:
-    fast = linear(Choice("serial"), 4, 100.0, 60.0)
+def test_slower_reduce_scatters() -> None:
+    fast = linear(LinearOverlap("serial"), 4, 100.0, 60.0)
     slow = replace(fast, link=replace(fast.link, scatter_rate=fast.link.collective_rate / 2))
     assert slow.column_forward().time_us == pytest.approx(160.0)
     assert slow.row_forward().time_us == pytest.approx(220.0)
     assert slow.row_forward().sent_bytes == fast.row_forward().sent_bytes
 
 
-def test_communication_slows_computation_down_while_it_lasts() -> None:
+def test_communication_slows_computation_down() -> None:
     model = machine(copy=0.5)
     sent = (Message(CHUNK, 0, CHUNK, 0),)
     stream = Stream(plan(0, sent, (Work((CHUNK,)),), 2), (10.0,), (0.0,), (4000.0,))
-    played = play([in_order(stream)], model, model.link(2), fold=True)
+    simulated = run_programs([in_order(stream)], model, model.link(2), one_rank=True)
     # 4 us beside the message do 2 us of work; the other 8 come after.
-    assert played.time_us == pytest.approx(12.0)
-    assert played.exposed_us == pytest.approx(0.0)
-    assert played.lost_us == pytest.approx(2.0)
+    assert simulated.time_us == pytest.approx(12.0)
+    assert simulated.exposed_us == pytest.approx(0.0)
+    assert simulated.lost_us == pytest.approx(2.0)
 
 
-def test_additions_wait_for_what_they_add_and_the_gemm_does_not() -> None:
+def test_additions_wait_for_their_messages_and_the_gemm_does_not() -> None:
     model = machine()
     sent = (Message(CHUNK, 0, CHUNK, 0),)
     stream = Stream(plan(0, sent, (Work((CHUNK,), adds=(0,)),), 2), (3.0,), (1.0,), (5000.0,))
-    played = play([in_order(stream)], model, model.link(2), fold=True)
-    assert played.time_us == pytest.approx(6.0)
-    assert played.exposed_us == pytest.approx(2.0)
+    simulated = run_programs([in_order(stream)], model, model.link(2), one_rank=True)
+    assert simulated.time_us == pytest.approx(6.0)
+    assert simulated.exposed_us == pytest.approx(2.0)
 
 
-def test_programs_that_wait_for_ever_are_refused() -> None:
+def test_a_deadlock_is_refused() -> None:
     model = machine()
     stuck = Stream(plan(0, (), (Work((CHUNK,), needs=(0,)),), 2), (1.0,), (0.0,), ())
-    with pytest.raises(ValueError, match="rank 0 waits for ever at work 0"):
-        play([Program((stuck,), ((0, 0),))], model, model.link(2), fold=True)
+    with pytest.raises(ValueError, match="rank 0 is in a deadlock at work 0"):
+        run_programs([Program((stuck,), ((0, 0),))], model, model.link(2), one_rank=True)
 
 
 ANY = st.builds(
-    Choice,
+    LinearOverlap,
     st.sampled_from(METHODS),
     st.sampled_from(["ring", "direct"]),
     st.sampled_from([1, 2, 3]),
@@ -251,8 +254,8 @@ ANY = st.builds(
 
 @settings(max_examples=40, deadline=None)
 @given(ANY, st.sampled_from([2, 3, 4]), st.floats(1.0, 500.0), st.floats(1.0, 500.0), st.floats(1.01, 4.0))
-def test_slower_links_never_help_and_nothing_beats_the_roof(
-    choice: Choice, ranks: int, gemm_us: float, comm_us: float, factor: float
+def test_slower_links_never_help_and_bounds_hold(
+    choice: LinearOverlap, ranks: int, gemm_us: float, comm_us: float, factor: float
 ) -> None:
     fast = linear(choice, ranks, gemm_us, comm_us)
     slow = linear(choice, ranks, gemm_us, comm_us * factor)
@@ -262,28 +265,28 @@ def test_slower_links_never_help_and_nothing_beats_the_roof(
         ("column_backward", 2, 2),
         ("row_backward", 2, 1),
     ):
-        played, slower = getattr(fast, pass_name)(), getattr(slow, pass_name)()
+        simulated, slower = getattr(fast, pass_name)(), getattr(slow, pass_name)()
         tolerance = 1e-6 * (gemm_us + comm_us)
-        assert slower.time_us >= played.time_us - tolerance
-        assert played.time_us >= max(gemms * gemm_us, moves * comm_us) - tolerance
-        assert played.time_us <= gemms * gemm_us + moves * comm_us + tolerance
-        assert 0 <= played.exposed_us <= moves * comm_us + tolerance
+        assert slower.time_us >= simulated.time_us - tolerance
+        assert simulated.time_us >= max(gemms * gemm_us, moves * comm_us) - tolerance
+        assert simulated.time_us <= gemms * gemm_us + moves * comm_us + tolerance
+        assert 0 <= simulated.exposed_us <= moves * comm_us + tolerance
 
 
 @pytest.mark.parametrize(("compute_us", "expected"), [(100.0, 101.0), (8.0, 9.0), (5.0, 6.0), (3.0, 5.5), (0.5, 3.5)])
-def test_a_message_waits_for_a_core_until_its_rank_waits_for_it(compute_us: float, expected: float) -> None:
-    """Two messages of 1 us, one after the other; each waits for up to 2.5 us to leave, and as long to be noticed."""
+def test_a_message_waits_for_a_core_while_its_rank_computes(compute_us: float, expected: float) -> None:
+    """Two sequential messages of 1 us; each waits up to 2.5 us for a core at the sender and at the receiver."""
     model = machine(busy_us=5.0)
     moves = (Message(CHUNK, 0, CHUNK, 0), Message(CHUNK, 0, CHUNK, 0))
     work = (Work((CHUNK,)), Work((CHUNK,), needs=(0, 1)))
     program = in_order(Stream(plan(0, moves, work), (compute_us, 1.0), (0.0, 0.0), (1000.0, 1000.0)))
-    assert play([program], model, model.link(3), fold=True).time_us == pytest.approx(expected)
+    assert run_programs([program], model, model.link(3), one_rank=True).time_us == pytest.approx(expected)
 
 
-def test_what_is_forwarded_leaves_when_its_arrival_was_noticed() -> None:
-    """While the rank computes: 2.5 us to leave, 1 on the way, 2.5 to be noticed, twice."""
+def test_forwarding_waits_for_a_core_at_the_receiver() -> None:
+    """While the rank computes, twice: 2.5 us at the sender, 1 us of transfer, 2.5 us at the receiver."""
     moves = (Message(CHUNK, 0, CHUNK, 0), Message(CHUNK, 0, CHUNK, 0, after_message=0))
     program = in_order(Stream(plan(0, moves, (Work((CHUNK,)),)), (100.0,), (0.0,), (1000.0, 1000.0)))
     model = machine(busy_us=5.0)
-    played = play([program], model, model.link(3), fold=True)
-    assert [span.stop_us for span in played.spans if span.kind == "message"] == pytest.approx([6.0, 12.0])
+    simulated = run_programs([program], model, model.link(3), one_rank=True)
+    assert [span.stop_us for span in simulated.spans if span.kind == "message"] == pytest.approx([6.0, 12.0])

@@ -1,4 +1,4 @@
-"""Whole steps: the order of the pipeline, its bubble, where the time goes, folding, memory, layouts."""
+"""Simulated steps: pipeline order and bubble, parts of the time, replicas, memory and layouts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 
 from megatron_overlap.tools.simulate.job import Job
 from megatron_overlap.tools.simulate.layer import Layers
-from megatron_overlap.tools.simulate.linear import METHODS, Choice
-from megatron_overlap.tools.simulate.memory import layer_activation_bytes, memory_of
+from megatron_overlap.tools.simulate.linear import METHODS, LinearOverlap
 from megatron_overlap.tools.simulate.pipeline import Unit, in_flight, order
 from megatron_overlap.tools.simulate.step import StepTime, simulate_step
-from megatron_overlap.tools.simulate.sweep import layouts, sweep
+from megatron_overlap.tools.simulate.sweep import layer_activation_bytes, layouts, memory_of, sweep
 from megatron_overlap.tools.simulate.trace import trace_events
 from tests.tools.simulate.machines import job, machine
 
@@ -50,7 +49,7 @@ def test_interleaving_needs_micro_batches_for_every_stage() -> None:
 
 @pytest.mark.parametrize(("stages", "chunks", "microbatches"), [(2, 1, 8), (4, 1, 8), (4, 2, 8), (2, 4, 4), (8, 1, 8)])
 def test_bubble_of_the_paper(stages: int, chunks: int, microbatches: int) -> None:
-    """(p - 1) / (v m) of the ideal time: Narayanan et al., section 2.2. Free messages, no embedding to speak of."""
+    """(p - 1) / (v m) of the ideal time: Narayanan et al., section 2.2, with free messages and a small embedding."""
     step = simulate_step(
         job(pipeline=stages, virtual=chunks, global_batch_size=microbatches, hidden_size=4096), machine(gbps=1e12)
     )
@@ -59,15 +58,15 @@ def test_bubble_of_the_paper(stages: int, chunks: int, microbatches: int) -> Non
     assert step.pipeline_us / ideal == pytest.approx((stages - 1) / (chunks * microbatches), rel=0.05)
 
 
-def test_a_stage_of_the_plain_schedule_waits_until_its_message_has_left() -> None:
-    """Two stages, two micro-batches: three messages on the longest way; two if stages went on at once."""
+def test_a_stage_without_interleaving_waits_for_its_message() -> None:
+    """Two stages, two micro-batches: three messages on the critical path; two if stages did not wait."""
     split = job(pipeline=2, global_batch_size=2)
     message_us = 1024 * 1024 * 2 / 1e5
     free, costly = (simulate_step(split, machine(gbps=gbps)) for gbps in (1e12, 100.0))
     assert costly.step_us - free.step_us == pytest.approx(3 * message_us, rel=1e-6)
 
 
-@pytest.mark.parametrize("data_overlap", ["none", "megatron"])
+@pytest.mark.parametrize("data_overlap", ["none", "stock"])
 @pytest.mark.parametrize(
     "layout", [{}, {"tensor": 2}, {"pipeline": 4}, {"pipeline": 2, "virtual": 2}, {"context": 2}, {"data": 4}]
 )
@@ -80,23 +79,23 @@ def test_the_parts_add_up_to_the_step(layout: dict[str, int], data_overlap: str)
 
 
 @pytest.mark.parametrize("layout", [{"data": 4}, {"data": 2, "tensor": 2, "pipeline": 2}, {"data": 2, "context": 2}])
-def test_one_replica_for_all_equals_all_replicas(layout: dict[str, int]) -> None:
+def test_one_replica_equals_all_replicas(layout: dict[str, int]) -> None:
     model = machine(latency_us=1.0, collective=0.1, launch_us=1.0)
-    assert simulate_step(job(**layout), model) == simulate_step(job(**layout), model, fold=False)
+    assert simulate_step(job(**layout), model) == simulate_step(job(**layout), model, one_replica=False)
 
 
-def test_a_slow_replica_holds_up_the_others() -> None:
+def test_a_slow_replica_delays_the_others() -> None:
     model, split = machine(), job(data=2, global_batch_size=4)
-    even = simulate_step(split, model, fold=False)
-    late = simulate_step(split, model, fold=False, slow=(1.0, 1.5))
+    even = simulate_step(split, model, one_replica=False)
+    late = simulate_step(split, model, one_replica=False, slow=(1.0, 1.5))
     assert late.step_us > even.step_us + 0.4 * even.compute_us
     assert parts(late) == pytest.approx(late.step_us)  # replica 0's: it waits for gradients
     assert late.data_us > even.data_us
-    with pytest.raises(ValueError, match="slow: 1 factors: give one for each of the 2 replicas"):
-        simulate_step(split, model, fold=False, slow=(1.0,))
+    with pytest.raises(ValueError, match=r"slow: 1 factors: give one per replica \(2\)"):
+        simulate_step(split, model, one_replica=False, slow=(1.0,))
 
 
-def test_gradients_leave_while_earlier_layers_are_computed() -> None:
+def test_gradient_reduction_overlaps_the_backward() -> None:
     model = machine(gbps=0.05)
     hidden = simulate_step(job(data=4, hidden_size=4096), model)
     exposed = simulate_step(job(data=4, hidden_size=4096, data_overlap="none"), model)
@@ -107,8 +106,8 @@ def test_gradients_leave_while_earlier_layers_are_computed() -> None:
     assert exposed.data_us == pytest.approx(split.stage_parameters(0) * 6 * 0.75 / 50.0, rel=1e-3)
 
 
-def test_parameters_arrive_first_layers_first() -> None:
-    """Gathering takes longer than a layer's forward, so all layers but the last are computed meanwhile."""
+def test_parameters_arrive_in_layer_order() -> None:
+    """An all-gather takes longer than the forward of a layer and hides all layers but the last."""
     split = job(data=4, hidden_size=4096, gradient_bytes=0)
     model = machine(gbps=0.05)
     gathered = split.stage_parameters(0) * 2 * 0.75 / 50.0
@@ -129,7 +128,7 @@ def test_a_layer_by_hand() -> None:
 
 
 def test_flops_are_those_of_the_layers() -> None:
-    """At the peak rate what is counted takes as long as what runs, but for scores computed again in the backward."""
+    """At the peak rate the counted FLOPs take the simulated time, except recomputed scores of the backward."""
     split = job(global_batch_size=1)
     step = simulate_step(split, machine())
     attention_extra = 0.5 * 2.0 * 1024**2 * 1024 / 1e6 * 8
@@ -151,7 +150,7 @@ def test_all_reduce_without_sequence_parallelism() -> None:
     rows = 1024 * 1024 * 2
     # Two all-reduces in the forward, nothing beside them; two in the backward beside wgrad.
     assert plain.forward.tensor_us == pytest.approx(2 * rows / 1e3)
-    serial = Layers(job(tensor=2, sequence_parallel=False, tensor_choice=Choice("serial")), machine())
+    serial = Layers(job(tensor=2, sequence_parallel=False, tensor_overlap=LinearOverlap("serial")), machine())
     assert serial.backward.tensor_us == pytest.approx(2 * rows / 1e3)
     assert plain.backward.tensor_us == 0.0
 
@@ -170,7 +169,7 @@ def test_memory_by_hand() -> None:
     assert memory_of(job(recompute="full")).activations_gib < memory.activations_gib / 4
 
 
-def test_first_stage_holds_most_micro_batches() -> None:
+def test_the_first_stage_saves_most_activations() -> None:
     assert in_flight(4, 0, 1, 8) == 4
     assert in_flight(4, 3, 1, 8) == 1
     # Interleaved: 2 (p - 1) + (v - 1) p warm-up passes and the one in hand.
@@ -185,13 +184,13 @@ def test_first_stage_holds_most_micro_batches() -> None:
     st.floats(1.1, 5.0),
 )
 def test_faster_machines_are_never_slower(method: str, layout: dict[str, int], gbps: float, factor: float) -> None:
-    split = job(**layout, tensor_choice=Choice(method))  # type: ignore[arg-type]
+    split = job(**layout, tensor_overlap=LinearOverlap(method))  # type: ignore[arg-type]
     base = simulate_step(split, machine(gbps=gbps)).step_us
     assert simulate_step(split, machine(gbps=gbps * factor)).step_us <= base * (1 + 1e-9)
     assert simulate_step(split, machine(gbps=gbps, tflops=factor)).step_us <= base * (1 + 1e-9)
 
 
-def test_layouts_use_all_ranks_and_are_all_different() -> None:
+def test_layouts_use_all_ranks_and_differ() -> None:
     found = list(layouts(job(data=16, global_batch_size=16), 8))
     assert len(found) == len({one.label() for one in found}) > 10
     assert {one.world_size for one in found} == {16}
@@ -200,7 +199,7 @@ def test_layouts_use_all_ranks_and_are_all_different() -> None:
     assert all(one.context == 1 for one in layouts(job(data=16, global_batch_size=16), 8, context=False))
 
 
-def test_sweep_is_sorted_and_leaves_out_what_does_not_fit() -> None:
+def test_sweep_is_sorted_and_fits_in_memory() -> None:
     whole = job(data=8, hidden_size=2048)
     roomy = sweep(whole, machine(), keep=100)
     times = [one.time.step_us for one in roomy.best]
@@ -223,17 +222,17 @@ def test_sweep_is_sorted_and_leaves_out_what_does_not_fit() -> None:
         ({"virtual": 2}, "parallel.pipeline: 1: interleaving needs pipeline stages"),
     ],
 )
-def test_impossible_jobs_say_why(changes: dict[str, int], message: str) -> None:
+def test_impossible_jobs_are_refused(changes: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message.replace(".", r"\.")):
         job(**changes)
 
 
-def test_the_timeline_is_the_step() -> None:
+def test_the_timeline_covers_the_step() -> None:
     split: Job = job(tensor=2, pipeline=2, data=2)
     model = machine(latency_us=1.0)
     step = simulate_step(split, model, timeline=True)
     assert replace(step, slices=()) == simulate_step(split, model)
-    compute = [one for one in step.slices if one.lane == "compute"]
+    compute = [one for one in step.slices if one.track == "compute"]
     assert len(compute) == 2 * 2 * split.num_microbatches
     for stage in (0, 1):
         mine = sorted((one.start_us, one.stop_us) for one in compute if one.stage == stage)
