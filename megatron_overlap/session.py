@@ -7,10 +7,10 @@ import importlib.metadata
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
-from weakref import WeakKeyDictionary
 
 from megatron_overlap.config import ConfigError, OverlapConfig
 from megatron_overlap.counters import Counters
@@ -25,7 +25,7 @@ from megatron_overlap.tracing.events import Trace
 from megatron_overlap.version import __version__
 
 if TYPE_CHECKING:
-    from megatron_overlap.comm.buffers import BufferPool
+    from megatron_overlap.comm import Transports
 
 OFF_SWITCH = "MEGATRON_OVERLAP"
 
@@ -64,7 +64,6 @@ class Session:
         step: number of the training step that runs, from 1; 0 before the first. Megatron's training loop is followed;
             any other loop calls `next_step`.
         facts: further facts that must be equal on all ranks, besides config, versions and patches.
-        buffers: the pools of communication buffers, each with the ranks that share it.
     """
 
     def __init__(self, config: OverlapConfig, manifests: Sequence[Manifest] = ()) -> None:
@@ -74,7 +73,6 @@ class Session:
         self.trace: Trace | None = None
         self.step = 0
         self.facts: dict[str, str] = {}
-        self.buffers: WeakKeyDictionary[BufferPool, str] = WeakKeyDictionary()
         self._folder = Path()
         self._adapters: dict[type[Adapter], Adapter] = {}
         self._engine = Engine(manifests)
@@ -111,6 +109,14 @@ class Session:
     def remove(self, kind: type[Adapter]) -> None:
         """Forgets an adapter, so that the next `adapter(kind)` makes another one."""
         self._adapters.pop(kind, None)
+
+    @cached_property
+    def transports(self) -> Transports:
+        """Owner of the transports of this session; `disable` closes them."""
+        # Imported on first use: the package imports torch, which a session without communication does not need.
+        from megatron_overlap.comm import Transports
+
+        return Transports()
 
     @property
     def folder(self) -> Path:
@@ -169,7 +175,7 @@ class Session:
             not_overlapped=counters.excluded,
             autotuning=counters.autotune_lines(),
             numerics_check=dict(counters.numerics_check),
-            buffers=tuple((ranks, pool.sizes()) for pool, ranks in self.buffers.items()),
+            buffers=self._buffers(),
             symmetric_memory=None if counters.symmetric_memory is None else tuple(counters.symmetric_memory()),
         )
 
@@ -247,8 +253,15 @@ class Session:
         for adapter in self._adapters.values():
             adapter.session_changed()
 
+    def _buffers(self) -> tuple[tuple[str, dict[str, int]], ...]:
+        """Ranks and buffer sizes of every open transport."""
+        return tuple(self.transports.buffers()) if "transports" in self.__dict__ else ()
+
     def _close(self) -> None:
         errors: list[Exception] = []
+        if "transports" in self.__dict__:
+            # Runs last: other clean-ups may wait for messages.
+            self._closers.insert(0, self.transports.close)
         while self._closers:
             try:
                 self._closers.pop()()

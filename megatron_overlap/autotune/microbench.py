@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_overlap.autotune.predict import Costs
 from megatron_overlap.comm import Transport
-from megatron_overlap.comm.host_collectives import HostCollectives
+from megatron_overlap.comm.host_group import HostGroup
 from megatron_overlap.comm.transport import Transfer
 from megatron_overlap.schedules import all_gather_plan
 
@@ -28,7 +28,7 @@ _REPEATS = 5
 def probe(
     group: dist.ProcessGroup,
     transport: Transport,
-    host_collectives: HostCollectives,
+    host_group: HostGroup,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Costs:
@@ -38,12 +38,10 @@ def probe(
     times: list[float] = []
     for rows in _ROWS:
         a, out = b[:1].expand(rows, width).contiguous(), torch.empty(rows, width, dtype=dtype, device=device)
-        times.append(_us(lambda a=a, out=out: torch.mm(a, b, out=out), host_collectives, device))  # type: ignore[misc]
-    times += [_us(_message(transport, count, device), host_collectives, device) for count in (_SMALL, _LARGE)]
-    times += [
-        _us(_gather(group, transport.size, count, device), host_collectives, device) for count in (_SMALL, _LARGE)
-    ]
-    slowest = [max(column) for column in zip(*host_collectives.numbers(times), strict=True)]
+        times.append(_us(lambda a=a, out=out: torch.mm(a, b, out=out), host_group, device))  # type: ignore[misc]
+    times += [_us(_message(transport, count, device), host_group, device) for count in (_SMALL, _LARGE)]
+    times += [_us(_gather(group, transport.size, count, device), host_group, device) for count in (_SMALL, _LARGE)]
+    slowest = [max(column) for column in zip(*host_group.all_gather_floats(times), strict=True)]
     gemms, (small, large), (few, many) = slowest[: len(_ROWS)], slowest[-4:-2], slowest[-2:]
     others = max(1, transport.size - 1)
     return Costs(
@@ -60,11 +58,11 @@ def _rate(num_bytes: int, us: float) -> float:
     return num_bytes / max(us, 1.0)
 
 
-def _us(run: Callable[[], object], host_collectives: HostCollectives, device: torch.device) -> float:
+def _us(run: Callable[[], object], host_group: HostGroup, device: torch.device) -> float:
     """Median time of this rank; all ranks start together."""
     times = []
     for number in range(_REPEATS + 1):
-        host_collectives.align()
+        host_group.barrier()
         start = time.perf_counter()
         run()
         if device.type == "cuda":

@@ -28,8 +28,7 @@ from megatron_overlap.autotune.search import Decider, Settled, Stage, Turn
 from megatron_overlap.autotune.stats import Timing
 from megatron_overlap.autotune.timer import Samples, time_call
 from megatron_overlap.comm import Transport
-from megatron_overlap.comm.host_collectives import HostCollectives
-from megatron_overlap.comm.transport import store_beside
+from megatron_overlap.comm.host_group import HostGroup
 
 _FEWEST = 2
 
@@ -84,9 +83,7 @@ class Autotuner:
     ) -> None:
         self._group, self._transport = group, transport
         self._folder, self._versions = folder, dict(versions)
-        self._host_collectives = HostCollectives(
-            store_beside(group), dist.get_rank(group), dist.get_world_size(group), timeout_s
-        )
+        self._host_group = HostGroup(group, timeout_s=timeout_s, name="autotuner")
         self._costs: dict[tuple[torch.dtype, torch.device], Costs] = {}
         self._caches: dict[torch.device, ChoiceCache | None] = {}
         self._kinds: dict[object, _Kind] = {}
@@ -163,7 +160,7 @@ class Autotuner:
         """What was measured for the prediction, measured by the first call, which all ranks make."""
         key = (dtype, device)
         if key not in self._costs:
-            self._costs[key] = probe(self._group, self._transport, self._host_collectives, dtype, device)
+            self._costs[key] = probe(self._group, self._transport, self._host_group, dtype, device)
         return self._costs[key]
 
     def _open(self, call: Call, x: torch.Tensor, possible: Sequence[Candidate]) -> _Kind:
@@ -172,7 +169,7 @@ class Autotuner:
         if x.device not in self._caches:
             self._caches[x.device] = self._open_cache(x.device)
         word: dict[str, Any] = {"key": call.key}
-        if self._host_collectives.rank == 0:
+        if self._host_group.rank == 0:
             tried = shortlist(costs, call, possible, x.itemsize)
             stock_us = predict_us(costs, call, STOCK, x.itemsize)
             likely = stock_us > predict_us(costs, call, tried[0], x.itemsize)
@@ -182,7 +179,7 @@ class Autotuner:
             entry = self._known(call.key, costs.felt_rate, [*possible, *variants])
             if entry is not None:
                 word["known"] = entry.as_dict()
-        words = [json.loads(text) for text in self._host_collectives.words(json.dumps(word))]
+        words = [json.loads(text) for text in self._host_group.all_gather_text(json.dumps(word))]
         keys = [each["key"] for each in words]
         if any(key != keys[0] for key in keys):
             raise AutotuneError(
@@ -215,8 +212,8 @@ class Autotuner:
         return entry
 
     def _open_cache(self, device: torch.device) -> ChoiceCache | None:
-        hosts = self._host_collectives.words(socket.gethostname())
-        if self._folder is None or self._host_collectives.rank != 0:
+        hosts = self._host_group.all_gather_text(socket.gethostname())
+        if self._folder is None or self._host_group.rank != 0:
             return None
         cuda = device.type == "cuda"
         return ChoiceCache(
@@ -235,7 +232,7 @@ class Autotuner:
     def _agree(self, kind: _Kind) -> None:
         decider, before = kind.decider, kind.decider.choice
         mine = kind.passes()
-        calls = zip(*self._host_collectives.numbers([us for times in mine for us in times]), strict=True)
+        calls = zip(*self._host_group.all_gather_floats([us for times in mine for us in times]), strict=True)
         decider.take(kind.timings([Timing.slowest(islice(calls, len(times)), _FEWEST) for times in mine]))
         if decider.epoch != kind.epoch:
             kind.epoch, kind.samples = decider.epoch, {}

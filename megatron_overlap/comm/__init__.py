@@ -1,12 +1,21 @@
-"""Moves bytes between the ranks of a group. Knows no maths."""
+"""Moves bytes between the ranks of a group. Computes nothing."""
 
 from megatron_overlap.comm.buffers import BufferPool
-from megatron_overlap.comm.transport import (
-    P2PWork,
-    Transport,
-    TransportError,
+from megatron_overlap.comm.registry import (
+    TransportOptions,
+    Transports,
     close_transport,
     transport_of,
 )
+from megatron_overlap.comm.transport import P2PWork, Transport, TransportError
 
-__all__ = ["P2PWork", "Transport", "TransportError", "BufferPool", "close_transport", "transport_of"]
+__all__ = [
+    "BufferPool",
+    "P2PWork",
+    "Transport",
+    "TransportError",
+    "TransportOptions",
+    "Transports",
+    "close_transport",
+    "transport_of",
+]

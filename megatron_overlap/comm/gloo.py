@@ -14,14 +14,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from queue import SimpleQueue
 
 import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm.buffers import BufferPool
-from megatron_overlap.comm.transport import Transfer, TransportError, store_beside
+from megatron_overlap.comm.connection import connect_gloo, store_beside
+from megatron_overlap.comm.transport import Transfer, TransportError
 from megatron_overlap.diagnostics.flight_recorder import FlightRecorder
 from megatron_overlap.tracing.events import Trace
 
@@ -63,11 +63,8 @@ class GlooTransport:
         self.exposed_s = 0.0
         self.trace, self.channel, self.flight_recorder = trace, channel, flight_recorder
         self.ranks = dist.get_process_group_ranks(group)
-        timeout = (
-            timedelta(seconds=timeout_s) if timeout_s else group._get_backend(torch.device("cpu")).options._timeout
-        )
-        self.timeout_s = timeout.total_seconds()
-        self._group = self._connect(group, timeout)
+        self.timeout_s = timeout_s or group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        self._group = self._connect(group)
         # The first failure; nothing is said on a broken connection, so all that follow end with it at once.
         self.broken: TransportError | None = None
         self.progress = 0
@@ -87,9 +84,9 @@ class GlooTransport:
         for thread in self._threads:
             thread.start()
 
-    def _connect(self, group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroupGloo:
+    def _connect(self, group: dist.ProcessGroup) -> dist.ProcessGroupGloo:
         try:
-            return dist.ProcessGroupGloo(store_beside(group), self.rank, self.size, timeout)
+            return connect_gloo(store_beside(group), self.rank, self.size, self.timeout_s)
         except RuntimeError as error:
             raise TransportError(
                 f"rank {self.ranks[self.rank]} could not connect to all of ranks "

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm.buffers import BufferPool
+from megatron_overlap.comm.connection import store_beside
 from megatron_overlap.comm.cuda_timing import CudaEvents, CudaWorkEvents
-from megatron_overlap.comm.transport import Transfer, TransportError, store_beside
+from megatron_overlap.comm.transport import Transfer, TransportError
 from megatron_overlap.tracing.events import Trace
 
 
@@ -30,11 +31,11 @@ class NcclTransport:
         buffer_pool: where ops take their buffers.
         trace: gets the events of every p2p_work; None records none.
         channel: which of several transports of these ranks this is.
-        register: the buffer_pool's memory is NCCL's own, registered with the communicator: it need not be copied
-            through NCCL's buffers.
+        register_buffers: allocate the buffer pool from NCCL's own memory pool, registered with the communicator, so
+            that NCCL does not copy through its internal buffers.
 
     Raises:
-        TransportError: `register`, and this torch cannot.
+        TransportError: `register_buffers`, and this torch cannot.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class NcclTransport:
         buffer_pool: BufferPool | None = None,
         trace: Trace | None = None,
         channel: str = "",
-        register: bool = False,
+        register_buffers: bool = False,
     ) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
@@ -65,7 +66,7 @@ class NcclTransport:
         self._group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
         self._group._register_backend(device, dist.ProcessGroup.BackendType.NCCL, backend)
         self._device = device
-        self._pool = _registered_pool(backend, device) if register else None
+        self._pool = _registered_pool(backend, device) if register_buffers else None
         within = nullcontext if self._pool is None else partial(torch.cuda.use_mem_pool, self._pool)
         self.buffer_pool = buffer_pool if buffer_pool is not None else BufferPool(within=within)
         # Messages are short and others wait for them: let the device take them first.

@@ -1,28 +1,26 @@
-"""The transport protocol: an ordered stream of messages beside the computation."""
+"""Protocols of point-to-point transports: ordered messages between the ranks of one group, beside the computation."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 from megatron_overlap.comm.buffers import BufferPool
-from megatron_overlap.diagnostics.flight_recorder import FlightRecorder
 from megatron_overlap.schedules.plan import Message
-from megatron_overlap.tracing.events import Trace
 
 
 class TransportError(RuntimeError):
-    """A message did not arrive: names the peer, the op and the chunk; under a `FlightRecorder` also layer, step and
-    more.
+    """A message did not arrive. The text names the peer, the operation and the chunk.
 
     Args:
-        text: for people.
-        peer: global rank that was waited for; -1 where it is not one.
+        text: the message for the user.
+        peer: global rank of the peer that failed; -1 if the failure names no single peer.
+
+    Attributes:
+        explained: whether a `FlightRecorder` has added layer, step and state of the peer to the text.
     """
 
     def __init__(self, text: str, *, peer: int = -1) -> None:
@@ -33,7 +31,7 @@ class TransportError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One message with its bytes: contiguous tensors, either of which may be empty and is then not sent."""
+    """The contiguous tensors of one message. An empty `send` or `recv` is not transferred in that direction."""
 
     message: Message
     send: torch.Tensor
@@ -41,23 +39,23 @@ class Transfer:
 
 
 class P2PWork(Protocol):
-    """The messages of one op, on their way."""
+    """All messages of one operation, like `torch.distributed.Work`."""
 
     def mark_ready(self, work_done: int) -> None:
-        """Says that `work[:work_done]` of the plan is done: sends that waited for it may leave."""
+        """Allow the sends that depend on `work[:work_done]` of the plan."""
 
     def wait(self, message: int) -> None:
-        """Returns when what `message` receives may be read (on CUDA: orders the current stream after it).
+        """Return when the caller may read what `message` receives. On CUDA: order the current stream after it.
 
         Raises:
             TransportError: the peer is gone or the deadline has passed.
         """
 
     def is_completed(self, message: int) -> bool:
-        """Whether `wait` would return at once. Always False where asking would cost a synchronisation."""
+        """Return whether `wait` would return at once. Always False where the answer needs a synchronisation."""
 
     def wait_all(self) -> None:
-        """Waits until everything has landed and left: all buffers belong to the caller again.
+        """Return when all messages are sent and received, so that the caller may reuse all buffers.
 
         Raises:
             TransportError: the peer is gone or the deadline has passed.
@@ -65,9 +63,14 @@ class P2PWork(Protocol):
 
 
 class Transport(Protocol):
-    """Point-to-point messages between the ranks of one group, in the order in which they are posted.
+    """Point-to-point messages between the ranks of one group.
 
-    Every rank of the group begins the same p2p_works in the same order.
+    Every rank of the group begins the same operations in the same order.
+
+    Attributes:
+        rank: this rank in the group.
+        size: number of ranks.
+        buffer_pool: reusable buffers of the operations.
     """
 
     rank: int
@@ -76,19 +79,19 @@ class Transport(Protocol):
 
     @property
     def exposed_s(self) -> float:
-        """Seconds that computation has stood still for messages so far; 0 where it is not measured."""
+        """Seconds for which the computing thread has waited for messages; 0 if the transport does not measure it."""
 
     def begin(self, transfers: Sequence[Transfer], op: str) -> P2PWork:
-        """Posts the messages of one op. `op` is its name in messages to people."""
+        """Post the messages of one operation. `op` names it in errors and traces."""
 
     def close(self) -> None:
-        """Ends the transport's threads and streams and lets its buffers go."""
+        """Stop the threads and streams of the transport and free its buffers."""
 
 
-class Ordered:
-    """A transport that tells nobody what has landed: what is done when then depends on the plan alone.
+class OrderedTransport:
+    """A transport that never reports a message as completed: the order of computation depends on the plan alone.
 
-    The answer that ops get is the one that a device gives that cannot be asked (see `P2PWork.is_completed`).
+    Results are then bitwise reproducible.
     """
 
     def __init__(self, inner: Transport) -> None:
@@ -115,81 +118,3 @@ class _OrderedP2PWork:
 
     def is_completed(self, message: int) -> bool:
         return False
-
-
-# Keyed by the group, which owns its transports, by channel: they go when the group goes, or by close_transport.
-_TRANSPORTS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Transport]] = weakref.WeakKeyDictionary()
-
-
-def transport_of(
-    group: dist.ProcessGroup,
-    *,
-    timeout_s: float | None = None,
-    channel: str = "",
-    trace: Trace | None = None,
-    flight_recorder: FlightRecorder | None = None,
-    ordered: bool = False,
-    register: bool = False,
-) -> Transport:
-    """The transport of `group`; made by the first call, which all ranks of the group must make.
-
-    A group of its own carries the messages, so that they are never ordered behind Megatron's collectives.
-
-    Args:
-        group: a gloo or NCCL process group.
-        timeout_s: deadline of one wait in seconds, looked at by the first call; None means that of `group`.
-        channel: a name for one of several transports of the same ranks: the order in which p2p_works begin counts
-        within
-            a channel alone.
-        trace: gets events of all messages and waits, looked at by the first call.
-        flight_recorder: notes what is on its way, to tell it when a wait fails; looked at by the first call.
-        ordered: nobody is told what has landed, so that nothing depends on it; looked at by the first call.
-        register: NCCL's buffers are its own and registered with the communicator; looked at by the first call.
-
-    Raises:
-        TransportError: not all ranks of the group came within the deadline; this torch registers no buffers.
-        ValueError: the group's backend carries no point-to-point messages that this package knows.
-    """
-    transports = _TRANSPORTS.setdefault(group, {})
-    transport = transports.get(channel)
-    if transport is None:
-        backend = dist.get_backend(group)
-        if backend == "gloo":
-            from megatron_overlap.comm.gloo import GlooTransport
-
-            transport = GlooTransport(
-                group, timeout_s=timeout_s, trace=trace, channel=channel, flight_recorder=flight_recorder
-            )
-        elif backend == "nccl":
-            from megatron_overlap.comm.nccl import NcclTransport
-
-            transport = NcclTransport(group, timeout_s=timeout_s, trace=trace, channel=channel, register=register)
-        else:
-            raise ValueError(f"group: backend {backend}: overlap needs gloo or nccl")
-        if ordered:
-            transport = Ordered(transport)
-        transports[channel] = transport
-    return transport
-
-
-def close_transport(group: dist.ProcessGroup) -> None:
-    """Closes the transports of `group`, in all channels."""
-    for transport in _TRANSPORTS.pop(group, {}).values():
-        transport.close()
-
-
-def store_beside(group: dist.ProcessGroup) -> dist.Store:
-    """A key-value store that exactly the ranks of `group` share, to make one more communicator of them.
-
-    `new_group` would need every rank of the job, or, with local synchronisation, derives its name from the number of
-    groups that a rank is in, which differs between the ranks of Megatron's groups: they would wait for each other for
-    ever (seen with torch 2.13).
-    """
-    store: dist.Store = dist.distributed_c10d._get_process_group_store(group)
-    # One name a generation: a closed transport's keys must not be met by the next one's.
-    generation = _GENERATIONS.get(group, 0)
-    _GENERATIONS[group] = generation + 1
-    return dist.PrefixStore(f"megatron_overlap/{generation}", store)
-
-
-_GENERATIONS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()

@@ -135,7 +135,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, **options: bool) -> tuple[Recorder, 
 
 
 def test_buffers_are_registered_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, transport = opened(monkeypatch, register=True)
+    device, transport = opened(monkeypatch, register_buffers=True)
     transport.buffer_pool.take("landing", (3,), torch.zeros(1))
     transport.buffer_pool.take("landing", (2,), torch.zeros(1))
     pool = "pool of nccl's"
@@ -158,7 +158,7 @@ def test_a_torch_that_registers_nothing_is_named(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(Recorder, "torch", property(without))
     with pytest.raises(TransportError, match=r"overlap\.register_buffers: torch .* cannot; set it to false"):
-        opened(monkeypatch, register=True)
+        opened(monkeypatch, register_buffers=True)
 
 
 def test_the_stand_in_has_names_of_torch() -> None:

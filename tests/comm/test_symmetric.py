@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm.members import Members
+from megatron_overlap.comm.connection import store_beside
+from megatron_overlap.comm.host_group import HostGroup
 from megatron_overlap.comm.symmetric.cuda import _named, _with_deadline, local_objection, survey
 from megatron_overlap.comm.symmetric.layout import ALIGNMENT, MAX_PARTS, ArenaLayout, gathered_bytes
-from megatron_overlap.comm.transport import store_beside
 from megatron_overlap.diagnostics.consistency import first_objection
 from tests.helpers.world import World
 
@@ -82,7 +82,7 @@ def test_a_machine_without_a_gpu_says_so(world: World) -> None:
 
 def named(group: dist.ProcessGroup) -> tuple[str, list[int]]:
     rank = dist.get_rank(group)
-    members = Members(group, range(rank // 2 * 2, rank // 2 * 2 + 2))
+    members = HostGroup(group, range(rank // 2 * 2, rank // 2 * 2 + 2))
     members.barrier()
     assert members.group is None
     assert (members.rank, members.size) == (rank % 2, 2)

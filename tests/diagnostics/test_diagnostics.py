@@ -85,4 +85,3 @@ def test_ordered_bits_do_not_depend_on_who_comes_late(world: World) -> None:
     assert [told for _, told in plain] == [False] * 3
     for late in ([0.1, 0.0, 0.0], [0.0, 0.15, 0.05]):
         assert world.run(3, cases.bits, True, late) == plain
-    world.run(3, cases.close_all)

@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm import TransportError, close_transport, transport_of
+from megatron_overlap.comm import TransportError, TransportOptions, Transports
+from megatron_overlap.comm.connection import store_beside
 from megatron_overlap.comm.gloo import GlooTransport
-from megatron_overlap.comm.transport import Ordered, Transfer, store_beside
+from megatron_overlap.comm.transport import OrderedTransport, Transfer
 from megatron_overlap.diagnostics.consistency import compare
 from megatron_overlap.diagnostics.flight_recorder import FlightRecorder
 from megatron_overlap.diagnostics.heartbeat import Heartbeat
@@ -140,8 +141,9 @@ def peer_that_never_connects(group: dist.ProcessGroup) -> str:
 def bits(group: dist.ProcessGroup, ordered: bool, late_s: list[float]) -> tuple[list[int], bool]:
     """The bits of an op in bf16 whose ranks come at different times; and whether the transport told what had landed."""
     rank = dist.get_rank(group)
-    transport = transport_of(group, channel=f"bits {ordered}", ordered=ordered)
-    told = not isinstance(transport, Ordered)
+    transports = Transports()
+    transport = transports.open(group, TransportOptions(ordered=ordered))
+    told = not isinstance(transport, OrderedTransport)
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(96, 40, generator=generator).bfloat16().requires_grad_()
     w = torch.randn(24, 40, generator=generator).bfloat16().requires_grad_()
@@ -153,8 +155,6 @@ def bits(group: dist.ProcessGroup, ordered: bool, late_s: list[float]) -> tuple[
     y.backward(torch.randn(y.shape, generator=generator).bfloat16())
     assert x.grad is not None
     assert w.grad is not None
+    dist.barrier(group)
+    transports.close()
     return [hash(t.detach().float().numpy().tobytes()) for t in (y, x.grad, w.grad)], told
-
-
-def close_all(group: dist.ProcessGroup) -> None:
-    close_transport(group)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm.members import Members
+from megatron_overlap.comm.host_group import HostGroup
 from megatron_overlap.comm.symmetric.cpu import HostFabric
 from megatron_overlap.comm.symmetric.transport import SymmetricTransport
 from megatron_overlap.ops.tensor_parallel.fused.multi_node import NodesTransport
@@ -32,9 +32,9 @@ def fused_transport(group: dist.ProcessGroup, hosts: int = 1) -> Any:
     from megatron_overlap.kernels.wait import wait_all
 
     if hosts == 1:
-        return SymmetricTransport(PoisonedFabric(Members(group)), wait_all)
+        return SymmetricTransport(PoisonedFabric(HostGroup(group)), wait_all)
     nodes = Nodes(hosts, dist.get_world_size(group) // hosts)
-    members = Members(group, nodes.members(nodes.node(dist.get_rank(group))))
+    members = HostGroup(group, nodes.members(nodes.node(dist.get_rank(group))))
     return _WholeNodes(SymmetricTransport(PoisonedFabric(members), wait_all), LateTransport(group), nodes)
 
 

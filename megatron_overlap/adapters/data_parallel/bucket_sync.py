@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron_overlap.adapters.diagnostics.consistency import open_transport
 from megatron_overlap.adapters.diagnostics.reference_check import Check
 from megatron_overlap.adapters.wrapping import Method
-from megatron_overlap.comm import Transport, close_transport
+from megatron_overlap.comm import Transport
 from megatron_overlap.counters import Direction
 from megatron_overlap.ops import Gathering, GradientReduce
 from megatron_overlap.schedules.gather_scatter import MAX_RANKS
@@ -33,7 +33,6 @@ class DataParallelAdapter(Adapter):
     def __init__(self, session: Session) -> None:
         self._session = session
         self._reducers: dict[tuple[dist.ProcessGroup, bool, bool], GradientReduce] = {}
-        self._groups: set[dist.ProcessGroup] = set()
         self._check = Check.of(session)
 
     @classmethod
@@ -42,22 +41,17 @@ class DataParallelAdapter(Adapter):
         return session.adapter(cls)
 
     def close(self) -> None:
-        """Closes every transport that the session used, when what is on its way has arrived."""
+        """Waits for the sums that are in flight; the session closes the transports."""
         for reducer in self._reducers.values():
             reducer.close()
         self._reducers.clear()
-        for group in self._groups:
-            close_transport(group)
-        self._groups.clear()
 
     def drop(self) -> None:
-        """Closes them without waiting for anything."""
+        """Forgets the sums in flight without waiting for them."""
         self._reducers.clear()
-        self.close()
 
     def transport(self, group: dist.ProcessGroup, channel: str = "data") -> Transport:
         """The transport of a data parallel group; closed with the session."""
-        self._groups.add(group)
         return open_transport(self._session, group, channel)
 
     def reduce(self, bucket: torch.Tensor, group: dist.ProcessGroup, op: Any, *, whole: bool, wide: bool) -> Method:

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_overlap.comm import Transport, transport_of
-from megatron_overlap.comm.transport import store_beside
+from megatron_overlap.comm import Transport, TransportOptions
+from megatron_overlap.comm.connection import store_beside
 from megatron_overlap.config.errors import Problem
 from megatron_overlap.diagnostics.consistency import compare
 from megatron_overlap.diagnostics.flight_recorder import FlightRecorder
@@ -108,6 +108,7 @@ class ConsistencyCheck(Adapter):
         Messages in flight are abandoned: their peers may have ended.
         """
         self.session.drop_adapters()
+        self.session.transports.close()
         if self._flight_recorder is not None:
             self._flight_recorder.close()
             self._flight_recorder = None
@@ -162,24 +163,26 @@ def install(session: Session) -> None:
 
 
 def open_transport(session: Session, group: dist.ProcessGroup, channel: str = "") -> Transport:
-    """The transport of a group for a session: agreed on, watched, and as deterministic as the config says."""
-    check = session.find(ConsistencyCheck)
-    if check is None:
-        transport = transport_of(group, timeout_s=session.config.timeout_s, channel=channel, trace=session.trace)
-    else:
-        check.check_group(group)
-        transport = transport_of(
-            group,
-            timeout_s=session.config.timeout_s,
+    """Return the transport of a group and channel for a session.
+
+    The first call is collective. It compares the configurations of the ranks, and opens the transport with the timeout,
+    trace, flight recorder, ordering and buffer registration of the session.
+    """
+    transport = session.transports.find(group, channel)
+    if transport is None:
+        check = session.find(ConsistencyCheck)
+        if check is not None:
+            check.check_group(group)
+        config = session.config
+        options = TransportOptions(
             channel=channel,
+            timeout_s=config.timeout_s,
             trace=session.trace,
-            flight_recorder=check.flight_recorder,
-            ordered=session.config.deterministic,
-            register=session.config.register_buffers,
+            flight_recorder=None if check is None else check.flight_recorder,
+            ordered=config.deterministic,
+            register_buffers=config.register_buffers,
         )
-    if transport.buffer_pool not in session.buffers:
-        ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
-        session.buffers[transport.buffer_pool] = f"{channel} of ranks {ranks}" if channel else f"ranks {ranks}"
+        transport = session.transports.open(group, options)
     return transport
 
 

@@ -19,7 +19,7 @@ from megatron_overlap.adapters.tensor_parallel.fused import FusedChoice
 from megatron_overlap.adapters.tensor_parallel.layer_handoff import LayerHandoff
 from megatron_overlap.adapters.wrapping import Method, tracing, untraced
 from megatron_overlap.autotune.candidates import Candidate
-from megatron_overlap.comm import Transport, close_transport
+from megatron_overlap.comm import Transport
 from megatron_overlap.counters import SavedActivations, SavedSite
 from megatron_overlap.ops import LinearPlan, all_gather_linear, copy_linear, linear_all_reduce, linear_reduce_scatter
 from megatron_overlap.ops.wgrad import DeferredWgrad
@@ -60,7 +60,6 @@ class LinearAdapter(Adapter):
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._groups: set[dist.ProcessGroup] = set()
         tensor, deterministic = session.config.tensor, session.config.deterministic
         # A ring on the CPU overlaps by asking what has landed, which is what a deterministic run never does.
         auto: Pattern | None = "direct" if deterministic else None
@@ -88,14 +87,10 @@ class LinearAdapter(Adapter):
 
     def transport(self, group: dist.ProcessGroup) -> Transport:
         """The transport of a tensor-parallel group; closed with the session."""
-        self._groups.add(group)
         return open_transport(self._session, group)
 
     def close(self) -> None:
-        """Closes every transport that the session used."""
-        for group in self._groups:
-            close_transport(group)
-        self._groups.clear()
+        """Closes the symmetric memory; the session closes the transports."""
         self.fused.close()
 
     def drop(self) -> None:

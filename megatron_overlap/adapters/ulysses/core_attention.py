@@ -19,7 +19,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 
 from megatron_overlap.adapters.diagnostics.consistency import open_transport
 from megatron_overlap.adapters.wrapping import Method, untraced
-from megatron_overlap.comm import Transport, close_transport
+from megatron_overlap.comm import Transport
 from megatron_overlap.ops import UlyssesPlan, ulysses_attention
 from megatron_overlap.schedules import SequenceLayout
 from megatron_overlap.schedules.gather_scatter import MAX_RANKS
@@ -35,7 +35,6 @@ class UlyssesAdapter(Adapter):
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self._groups: set[dist.ProcessGroup] = set()
         wanted = session.config.ulysses
         self.plan = UlyssesPlan(
             num_groups=None if wanted.head_groups == "auto" else wanted.head_groups,
@@ -49,16 +48,7 @@ class UlyssesAdapter(Adapter):
 
     def transport(self, group: dist.ProcessGroup) -> Transport:
         """The transport of a context-parallel group; closed with the session."""
-        self._groups.add(group)
         return open_transport(self.session, group)
-
-    def close(self) -> None:
-        """Closes every transport that the session used."""
-        for group in self._groups:
-            close_transport(group)
-        self._groups.clear()
-
-    drop = close
 
     def observer(self, op: str, heads: str) -> Callable[[Any, int], None]:
         """Who counts the passes of an op."""

@@ -24,9 +24,9 @@ from torch.nn import functional
 from megatron_overlap.adapters.diagnostics.consistency import open_transport
 from megatron_overlap.adapters.varlen.loader import Batch, Channel
 from megatron_overlap.adapters.wrapping import untraced
-from megatron_overlap.comm import close_transport
 from megatron_overlap.comm.host_group import HostGroup
 from megatron_overlap.ops import balanced_attention
+from megatron_overlap.ops.varlen.executor import VarlenTransports
 from megatron_overlap.schedules.varlen import CostModel, Plan, Topology
 from megatron_overlap.schedules.varlen.baselines import METHODS
 from megatron_overlap.session import Adapter, Session
@@ -71,10 +71,9 @@ class VarlenAdapter(Adapter):
         self._wanted = session.config.varlen
         self._cost = cost
         self.group = group
-        self.channel = Channel(HostGroup(group))
-        session.add_close(lambda: close_transport(group))
+        self.channel = Channel(HostGroup(group, name="data loader"))
         session.add_close(self.channel.close)
-        open_transport(session, group)
+        self.transports = VarlenTransports.open(group, lambda channel: open_transport(session, group, channel))
         share = -(-tokens // group.size())
         self.capacity = share + -(-share // 16) if self._wanted.capacity == "auto" else self._wanted.capacity
         self.topology = self._topology()
@@ -83,7 +82,6 @@ class VarlenAdapter(Adapter):
         """Closes what was opened, without waiting for loaders."""
         self.channel.thread.shutdown(wait=False, cancel_futures=True)
         self.channel.group.close()
-        close_transport(self.group)
         self.session.remove(VarlenAdapter)
 
     @property
@@ -106,7 +104,7 @@ class VarlenAdapter(Adapter):
             key,
             value,
             plan,
-            group=self.group,
+            group=self.transports,
             softmax_scale=softmax_scale,
             layout="linear",
             observer=self._observer("balanced_attention", f"{query.shape[1]}x{query.shape[2]}"),

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_overlap.comm.members import Members
+from megatron_overlap.comm.host_group import HostGroup
 from megatron_overlap.comm.symmetric.backend import Queue
 from megatron_overlap.comm.transport import TransportError
 
@@ -93,7 +93,7 @@ class HostFabric:
         max_polls: looks at a flag before a kernel gives up.
     """
 
-    def __init__(self, members: Members, *, max_polls: int = _MAX_POLLS) -> None:
+    def __init__(self, members: HostGroup, *, max_polls: int = _MAX_POLLS) -> None:
         self.rank, self.size = members.rank, members.size
         self.ranks: Sequence[int] = members.ranks
         self.device = torch.device("cpu")

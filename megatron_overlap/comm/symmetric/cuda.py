@@ -15,9 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm.members import Members
+from megatron_overlap.comm.connection import store_beside
+from megatron_overlap.comm.host_group import HostGroup
 from megatron_overlap.comm.symmetric.backend import Queue
-from megatron_overlap.comm.transport import TransportError, store_beside
+from megatron_overlap.comm.transport import TransportError
 from megatron_overlap.diagnostics.consistency import first_objection
 from megatron_overlap.schedules.hierarchical import Nodes
 
@@ -65,7 +66,7 @@ def survey(group: dist.ProcessGroup, *, deadline_s: float = 60.0) -> Nodes | str
         return f"the group has one rank on each of {size} hosts; peers' memory is addressed inside one"
     # A new thread starts on device 0, whatever this one has chosen.
     device = torch.cuda.current_device()
-    members = Members(group, nodes.members(nodes.node(rank)))
+    members = HostGroup(group, nodes.members(nodes.node(rank)))
     text = _with_deadline(lambda: _trial(members, device), deadline_s)
     return first_objection(store, rank, size, "trial", text, deadline_s) or nodes
 
@@ -86,7 +87,7 @@ def _with_deadline(attempt: Callable[[], str], deadline_s: float) -> str:
     return answer[0] if answer else f"mapping peers' memory hangs for more than {deadline_s:g} s"
 
 
-def _trial(members: Members, device: int) -> str:
+def _trial(members: HostGroup, device: int) -> str:
     """Writes this rank's number to each peer and reads what the peers wrote; waits for it as copies do."""
     torch.cuda.set_device(device)
     fabric = CudaFabric(members)
@@ -145,7 +146,7 @@ class _StreamQueue:
         self._driver.wait(self.stream, words.data_ptr() + 4 * index, value)
 
 
-def _named(members: Members) -> str:
+def _named(members: HostGroup) -> str:
     """A name under which torch's SymmetricMemory finds the members, who are no process group of their own."""
     from torch.distributed import _symmetric_memory as symmetric
 
@@ -164,7 +165,7 @@ class CudaFabric:
         members: ranks whose memory each other can address: `survey` found nothing against them.
     """
 
-    def __init__(self, members: Members) -> None:
+    def __init__(self, members: HostGroup) -> None:
         self.rank, self.size = members.rank, members.size
         self.ranks: Sequence[int] = members.ranks
         self.device = torch.device("cuda", torch.cuda.current_device())

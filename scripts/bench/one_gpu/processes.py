@@ -54,7 +54,7 @@ def _rows(rank: int, dry: bool, deadline: float) -> Iterator[dict[str, Any]]:
     import torch
     import torch.distributed as dist
 
-    from megatron_overlap.comm.members import Members
+    from megatron_overlap.comm.host_group import HostGroup
     from megatron_overlap.comm.symmetric.cpu import HostFabric
     from megatron_overlap.comm.symmetric.cuda import CudaFabric, survey
     from megatron_overlap.comm.symmetric.transport import SymmetricTransport
@@ -72,7 +72,7 @@ def _rows(rank: int, dry: bool, deadline: float) -> Iterator[dict[str, Any]]:
         if isinstance(found, str):
             return
     for mover, stores in (("push", "remote"), ("pull", "staged"), ("ring", "remote")):
-        transport = SymmetricTransport((HostFabric if dry else CudaFabric)(Members(group)), wait_all)
+        transport = SymmetricTransport((HostFabric if dry else CudaFabric)(HostGroup(group)), wait_all)
         plan = FusedPlan(mover=mover, stores=stores, chunk_rows=8 if dry else 128)  # type: ignore[arg-type]
         for op in CASES:
             if time.perf_counter() > deadline:

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap import OverlapConfig, enable
-from megatron_overlap.comm import transport as transports
 from tests.helpers.late import LateTransport
 
 SIZES = (96, 640, 33, 500, 128, 257)
@@ -140,13 +139,13 @@ def train(group: dist.ProcessGroup, run: Run) -> dict[str, Any]:
     # Megatron's sum in fp32 is switched on for the whole process, and stays on for models that do not ask for it.
     param_and_grad_buffer.dist_reduce_scatter_func = dist.reduce_scatter_tensor
     data_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    if run.late:
-        late = transports._TRANSPORTS.setdefault(data_group, {})
-        late.update({channel: LateTransport(data_group) for channel in ("data", "data sums")})
     if run.data is None:
         return _train(group, run)
     config = OverlapConfig.model_validate({"tensor": {"method": "none"}, "data": dict(run.data)})
     with enable(config, strict=run.strict) as session:
+        if run.late:
+            for channel in ("data", "data sums"):
+                session.transports.insert(data_group, LateTransport(data_group), channel)
         made = _train(group, run)
         sites, left = session.report().sites, session.report().not_overlapped
     made["overlapped"], made["left"] = {}, dict(left)

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap import OverlapConfig, enable
-from megatron_overlap.comm import transport as transports
 from tests.adapters.tensor_parallel import linear_workers
 from tests.helpers.faulty import CorruptTransport
 
@@ -62,10 +61,11 @@ def checked(
     tensor_group = parallel_state.get_tensor_model_parallel_group()
     if corrupt is not None:
         bad = CorruptTransport(tensor_group, op=corrupt)
-        transports._TRANSPORTS.setdefault(tensor_group, {})[""] = bad
     config = {"tensor": linear_workers.TENSOR, "check": {"every": 2, **(check or {})}}
     said, error, got = io.StringIO(), "", {}
     with enable(OverlapConfig.model_validate(config)) as session:
+        if bad is not None:
+            session.transports.insert(tensor_group, bad)
         with contextlib.redirect_stdout(said):
             for _ in range(2 * steps):
                 session.next_step()

@@ -42,7 +42,7 @@ def make(
     group: dist.ProcessGroup, documents: Numbered, tokens: int, method: str = "balanced", **options: int
 ) -> tuple[DocumentLoader, Channel]:
     size = group.size()
-    channel = Channel(HostGroup(group, timeout_s=20))
+    channel = Channel(HostGroup(group, timeout_s=20, name="data loader"))
     share = -(-tokens // size)
     planner = {"balanced": partition, "ring": ring_over_all}[method]
     # Linear layers so slow that rows always move to where they are even.

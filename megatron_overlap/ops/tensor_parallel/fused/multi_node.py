@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm.buffers import BufferPool
-from megatron_overlap.comm.members import Members
+from megatron_overlap.comm.host_group import HostGroup
 from megatron_overlap.comm.symmetric.cuda import CudaFabric, survey
 from megatron_overlap.comm.symmetric.transport import SymmetricTransport
 from megatron_overlap.comm.transport import Transfer, Transport
@@ -83,7 +83,7 @@ def open_fused(group: dist.ProcessGroup, messages: Callable[[dist.ProcessGroup],
         return nodes
     from megatron_overlap.kernels.wait import wait_all
 
-    members = Members(group, nodes.members(nodes.node(dist.get_rank(group))))
+    members = HostGroup(group, nodes.members(nodes.node(dist.get_rank(group))))
     inside = SymmetricTransport(CudaFabric(members), wait_all)
     return inside if nodes.num_nodes == 1 else NodesTransport(inside, messages(group), nodes)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm.members import Members
+from megatron_overlap.comm.host_group import HostGroup
 from megatron_overlap.comm.transport import TransportError
 from megatron_overlap.ops import all_gather_linear, linear_reduce_scatter
 from megatron_overlap.ops.tensor_parallel.fused.linear import FusedMethod
@@ -97,7 +97,7 @@ def protocol(
     """
     edits = tuple(edits)
     symmetric, parts = load("comm.symmetric.transport", edits), load("ops.tensor_parallel.fused.intra_node", edits)
-    fabric = PoisonedFabric(Members(group), max_polls=MUTANTS_POLLS if edits else MAX_POLLS)
+    fabric = PoisonedFabric(HostGroup(group), max_polls=MUTANTS_POLLS if edits else MAX_POLLS)
     rank, size = fabric.rank, fabric.size
     if late_copies and rank == 0:
         fabric.copying = _LateCopies(fabric.copying, MUTANTS_LATE_S if edits else LATE_S)  # type: ignore[assignment]
@@ -168,7 +168,7 @@ def layers(group: dist.ProcessGroup, edits: Sequence[Edit] = (), hosts: int = 1)
     fused, linear = load("ops.tensor_parallel.fused.linear", edits), load("ops.tensor_parallel.linear", edits)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     nodes = Nodes(hosts, size // hosts)
-    members = Members(group, nodes.members(nodes.node(rank)))
+    members = HostGroup(group, nodes.members(nodes.node(rank)))
     fabric = PoisonedFabric(members, max_polls=MUTANTS_POLLS if edits else MAX_POLLS)
     transport = load("comm.symmetric.transport", edits).SymmetricTransport(fabric, load("kernels.wait", edits).wait_all)
     transport._allocate(4 * 32 * 16)
@@ -253,7 +253,7 @@ def refused(group: dist.ProcessGroup) -> list[str]:
     from megatron_overlap.kernels.wait import wait_all
 
     transport = fused_transport(group)
-    capturing = FusedMethod(SymmetricTransport(_Capturing(Members(group)), wait_all))
+    capturing = FusedMethod(SymmetricTransport(_Capturing(HostGroup(group)), wait_all))
     method = FusedMethod(transport)
     x, w = torch.zeros(4, 8), torch.zeros(6, 8)
     calls = [

@@ -1,0 +1,139 @@
+"""Opens, finds and closes the transports of process groups."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from megatron_overlap.comm.gloo import GlooTransport
+from megatron_overlap.comm.nccl import NcclTransport
+from megatron_overlap.comm.transport import OrderedTransport, Transport
+from megatron_overlap.diagnostics.flight_recorder import FlightRecorder
+from megatron_overlap.tracing.events import Trace
+
+CHANNELS: Mapping[str, str] = {
+    "": "layers of tensor parallelism, Ulysses and rings of varlen attention",
+    "data": "gradient reduce-scatter and parameter all-gather",
+    "data sums": "all-gather of summed gradients",
+    "intra": "rings of varlen attention inside a node, on NCCL",
+    "rebalance": "rows moved between attention and linear layout, on NCCL",
+}
+"""Channels of the package and what each carries. Operations of one channel begin in the same order on all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransportOptions:
+    """How to open one transport.
+
+    Attributes:
+        channel: key of `CHANNELS`; each channel of a group is a separate transport.
+        timeout_s: deadline of one wait in seconds; None means the timeout of the group.
+        trace: receives the events of all messages and waits.
+        flight_recorder: records operations and explains failed waits.
+        ordered: never report messages as completed, see `OrderedTransport`.
+        register_buffers: allocate NCCL buffers from its own memory pool and register them with the communicator.
+    """
+
+    channel: str = ""
+    timeout_s: float | None = None
+    trace: Trace | None = None
+    flight_recorder: FlightRecorder | None = None
+    ordered: bool = False
+    register_buffers: bool = False
+
+
+class Transports:
+    """Owner of the open transports: at most one for each process group and channel.
+
+    Args:
+        channels: channels that may be opened.
+    """
+
+    def __init__(self, channels: Mapping[str, str] = CHANNELS) -> None:
+        self._channels = channels
+        # Weak keys: the transports of a group end with the group.
+        self._open: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Transport]] = weakref.WeakKeyDictionary()
+
+    def find(self, group: dist.ProcessGroup, channel: str = "") -> Transport | None:
+        """Return the open transport of a group and channel, or None."""
+        channels = self._open.get(group)
+        return None if channels is None else channels.get(channel)
+
+    def open(self, group: dist.ProcessGroup, options: TransportOptions = TransportOptions()) -> Transport:
+        """Return the transport of `group` and `options.channel`; the first call opens it with the options.
+
+        The first call is collective. Messages use a separate communicator, so that they are never ordered behind
+        Megatron's collectives.
+
+        Raises:
+            TransportError: a rank did not connect within the deadline, or this torch cannot register buffers.
+            ValueError: the channel is not declared, or the backend of the group is neither gloo nor NCCL.
+        """
+        transport = self.find(group, options.channel)
+        if transport is None:
+            transport = _open(group, self._declared(options))
+            self.insert(group, transport, options.channel)
+        return transport
+
+    def insert(self, group: dist.ProcessGroup, transport: Transport, channel: str = "") -> None:
+        """Register an open transport, which `open` then returns."""
+        self._open.setdefault(group, {})[channel] = transport
+
+    def close(self, group: dist.ProcessGroup | None = None) -> None:
+        """Close the transports of `group` in all channels; None closes the transports of all groups."""
+        for each in list(self._open) if group is None else [group]:
+            for transport in self._open.pop(each, {}).values():
+                transport.close()
+
+    def buffers(self) -> Iterator[tuple[str, dict[str, int]]]:
+        """Iterate over the open transports: channel and ranks in words, and bytes by buffer."""
+        for group, channels in self._open.items():
+            ranks = "ranks " + ", ".join(map(str, dist.get_process_group_ranks(group)))
+            for channel, transport in channels.items():
+                yield f"{channel} of {ranks}" if channel else ranks, transport.buffer_pool.sizes()
+
+    def _declared(self, options: TransportOptions) -> TransportOptions:
+        if options.channel not in self._channels:
+            known = ", ".join(repr(channel) for channel in self._channels)
+            raise ValueError(f"channel: {options.channel!r}: not declared: use one of {known}, or add it to CHANNELS")
+        return options
+
+
+def _open(group: dist.ProcessGroup, options: TransportOptions) -> Transport:
+    backend = dist.get_backend(group)
+    if backend == "gloo":
+        transport: Transport = GlooTransport(
+            group,
+            timeout_s=options.timeout_s,
+            trace=options.trace,
+            channel=options.channel,
+            flight_recorder=options.flight_recorder,
+        )
+    elif backend == "nccl":
+        transport = NcclTransport(
+            group,
+            timeout_s=options.timeout_s,
+            trace=options.trace,
+            channel=options.channel,
+            register_buffers=options.register_buffers,
+        )
+    else:
+        raise ValueError(f"group: backend {backend}: overlap needs gloo or nccl")
+    return OrderedTransport(transport) if options.ordered else transport
+
+
+_WITHOUT_SESSION = Transports()
+"""Owner of the transports of operations that run without a session."""
+
+
+def transport_of(group: dist.ProcessGroup, channel: str = "") -> Transport:
+    """Return the transport of `group` for use without a session; the first call opens it and is collective."""
+    return _WITHOUT_SESSION.find(group, channel) or _WITHOUT_SESSION.open(group, TransportOptions(channel=channel))
+
+
+def close_transport(group: dist.ProcessGroup) -> None:
+    """Close what `transport_of` opened for `group`, in all channels."""
+    _WITHOUT_SESSION.close(group)
