@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -54,8 +53,7 @@ class Transports:
 
     def __init__(self, channels: Mapping[str, str] = CHANNELS) -> None:
         self._channels = channels
-        # Weak keys: the transports of a group end with the group.
-        self._open: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Transport]] = weakref.WeakKeyDictionary()
+        self._open: dict[dist.ProcessGroup, dict[str, Transport]] = {}
 
     def find(self, group: dist.ProcessGroup, channel: str = "") -> Transport | None:
         """Return the open transport of a group and channel, or None."""
@@ -126,7 +124,7 @@ def _open(group: dist.ProcessGroup, options: TransportOptions) -> Transport:
 
 
 _WITHOUT_SESSION = Transports()
-"""Owner of the transports of operations that run without a session."""
+"""Owner of the transports of operations that run without a session; `close_transport` closes them."""
 
 
 def transport_of(group: dist.ProcessGroup, channel: str = "") -> Transport:
