@@ -23,7 +23,7 @@ from megatron_overlap.comm import TransportError
 from megatron_overlap.comm.connection import store_beside
 from megatron_overlap.comm.gloo import GlooTransport
 from megatron_overlap.diagnostics.consistency import compare
-from megatron_overlap.diagnostics.flight_recorder import Watch
+from megatron_overlap.diagnostics.flight_recorder import FlightRecorder
 from megatron_overlap.diagnostics.heartbeat import Heartbeat
 from scripts.trust.work import CorruptionError, Work
 from tests.helpers.faulty import CorruptTransport
@@ -98,21 +98,21 @@ def _run(case: Case, rank: int, port: int, address: str, told: int, folder: Path
     found = compare(store_beside(group), rank, list(range(case.size)), "said", facts, 60)
     if found:
         return DIFFERS, found
-    watch = Watch(rank, folder, facts)
-    watch.heartbeat = Heartbeat(store_beside(group), rank, case.deadline_s, watch.doing)
+    flight_recorder = FlightRecorder(rank, folder, facts)
+    flight_recorder.heartbeat = Heartbeat(store_beside(group), rank, case.deadline_s, flight_recorder.doing)
     corrupts = case.kind == "corruption"
     every = draw.randint(1, 7) if corrupts and rank == case.victim else 0
     transport: Any = (
         CorruptTransport(group, every=0, timeout_s=case.deadline_s)
         if corrupts
-        else GlooTransport(group, timeout_s=case.deadline_s, watch=watch)
+        else GlooTransport(group, timeout_s=case.deadline_s, flight_recorder=flight_recorder)
     )
     work = Work(case.load, transport, group, check=corrupts)
     after, until = draw.randint(2, 6), None
     step = 0
     while until is None or step < until:
         step += 1
-        watch.step = step
+        flight_recorder.step = step
         if step == after:
             until = step + (CALM_STEPS if case.kind in CALM else SLOW_STEPS if case.kind == SLOW else 1 << 40)
             if rank == case.victim:
@@ -124,7 +124,7 @@ def _run(case: Case, rank: int, port: int, address: str, told: int, folder: Path
         if os.getppid() == 1:
             return OTHER, "nobody waits for this case any more"
     dist.barrier(group)
-    watch.close()
+    flight_recorder.close()
     transport.close()
     return DONE, ""
 
