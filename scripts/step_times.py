@@ -1,14 +1,12 @@
-"""Measures what `validate_simulator.py` holds the simulator against: a profile of this machine, and training steps.
+"""Measures the reference data of `validate_simulator.py`: a profile of this machine, and training steps.
 
-The profile is made of GEMMs, operations and messages that are timed by themselves (`tools/doctor/machine.py`, on two
-hosts
-of a netlab), again and again between the launches; the medians of all count. One figure, what a call of torch costs
-in the program around it, is taken from the steps of a small model which is not among those that are compared, though
-large enough that the program finds no cache as it left it. Nothing else of a step goes into the profile.
+The profile is made from separately timed GEMMs, operations and messages (`tools/doctor/machine.py`, on two hosts of a
+netlab), measured several times between the launches; the median of each figure counts. One figure comes from training
+steps: the cost of a tensor library call, from a small model that is not among the compared ones. That model is large
+enough to evict the caches.
 
-A machine may be faster at one time than at another: every variant is launched in each of some rounds, and the median of
-its launches counts. What single launches differ from that median is what no model can foretell. A pair that these
-rounds do not tell apart is launched more often.
+The speed of a machine changes over time: every variant is launched once in each of several rounds, and the median of
+its launches counts. A pair of variants that differs by less than its scatter is launched more often.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,29 +25,27 @@ from megatron_overlap.autotune.cost_model import CostModel
 from megatron_overlap.config import LaunchConfig, load_launch_config, without_overlap
 from megatron_overlap.config.cluster import ClusterProfile, load_cluster_profile, profile_folder, with_hosts
 from megatron_overlap.tools.compare.rounds import Recorded, run_rounds
-from megatron_overlap.tools.doctor import machine
-from megatron_overlap.tools.doctor.calibration import lab_tree, middle, write_profile
+from megatron_overlap.tools.doctor import calibration, machine
 from megatron_overlap.tools.launch.ranks import run_workers
 from megatron_overlap.tools.simulate.job import job_of
 from megatron_overlap.tools.simulate.step import simulate_step
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = ROOT / "docs" / "results" / "step_times.json"
-LINES_GBPS = (0.5, 8.0)
-# Lines between them, for what computation loses beside messages.
-BETWEEN_GBPS = (1.5,)
-# Steps of a launch, and those at its start that are slower than the later ones.
-ITERATIONS, SETTLING = 13, 5
-# All variants are launched so often, and the machine calibrated before each of so many of them in turn.
+LINE_GBPS = 0.5
+"""Rate of the line between the hosts during calibration."""
+ITERATIONS, WARM_UP = 13, 5
+"""Steps of a launch, and the slower steps at its start that do not count."""
 ROUNDS, CALIBRATE_EVERY = 2, 3
-# Pairs that are not told apart are launched up to so often.
-MOST_ROUNDS = 8
-_Say = Callable[[str], None]
+"""Launches of each variant, and the number of shapes between two calibrations."""
+MAX_ROUNDS = 8
+"""Launches of a pair whose difference is within its scatter."""
+_Print = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A config and what is changed in it. Its data parallel overlap, where it has one, is Megatron's own."""
+    """A config and its overrides. Data parallel overlap, where a config has it, is that of Megatron."""
 
     config: str
     overrides: tuple[str, ...]
@@ -98,7 +94,7 @@ SMALL = _llama(
 
 
 def variants(shape: Shape) -> dict[str, LaunchConfig]:
-    """`without` overlap and `with` it."""
+    """The config `without` and `with` overlap."""
     loaded = load_launch_config(ROOT / "configs" / shape.config, shape.overrides)
     if loaded.parallel.tensor > 1:
         return {"without": without_overlap(loaded), "with": loaded}
@@ -107,16 +103,16 @@ def variants(shape: Shape) -> dict[str, LaunchConfig]:
 
 
 def model_of(config: LaunchConfig, profile: ClusterProfile) -> CostModel:
-    """The profile with the config's line."""
+    """The cost model of the profile with the line rate of the config."""
     hosts = config.launch.hosts
     assert hosts is not None
     return CostModel(with_hosts(profile, hosts.gbps, hosts.ranks_per_host), config.train.precision)
 
 
 def measure(shapes: int | None, out: Path) -> None:
-    """Calibrate, train the first so many shapes, or all, and write both: on a quiet machine."""
+    """Calibrate, train the first `shapes` shapes (None: all), and write both. Needs a quiet machine."""
     chosen = SHAPES[:shapes]
-    say = _clock()
+    log = _clock()
     small = variants(SMALL)["without"]
     small_ms, found = [], []
     runs: list[dict[str, Any]] = [
@@ -124,31 +120,31 @@ def measure(shapes: int | None, out: Path) -> None:
     ]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for turn in range(ROUNDS):
-            # What comes late in one round comes early in the next.
-            for number, shape in list(enumerate(chosen))[:: -1 if turn % 2 else 1]:
+        for round_number in range(ROUNDS):
+            # Every second round is in reversed order.
+            for number, shape in list(enumerate(chosen))[:: -1 if round_number % 2 else 1]:
                 if number % CALIBRATE_EVERY == 0:
-                    found.append(_calibrate(say))
-                    small_ms.append(_times(small, folder / f"{turn}-small-{number}"))
-                shown = _train(shape, turn, folder / f"{turn}-{number}", runs[number])
-                say(f"round {turn + 1} of {ROUNDS}, {number + 1} of {len(chosen)}: {shown}")
-        found.append(_calibrate(say))
-        say(f"small model: {', '.join(f'{each:.0f}' for each in small_ms)} ms")
+                    found.append(_calibrate(log))
+                    small_ms.append(_times(small, folder / f"{round_number}-small-{number}"))
+                shown = _train(shape, round_number, folder / f"{round_number}-{number}", runs[number])
+                log(f"round {round_number + 1} of {ROUNDS}, {number + 1} of {len(chosen)}: {shown}")
+        found.append(_calibrate(log))
+        log(f"small model: {', '.join(f'{each:.0f}' for each in small_ms)} ms")
         content: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "small_steps_ms": small_ms}
         content |= {"calibrations": found, "runs": runs}
         content["profile"] = profile_content(content, folder)
     _write(out, content)
-    tell_apart(out)
+    clarify_order(out)
 
 
-def tell_apart(out: Path) -> None:
-    """Launch the pairs of a file that are not told apart again, until they are or `MOST_ROUNDS` have been."""
-    content, say = json.loads(out.read_text(encoding="utf-8")), _clock()
+def clarify_order(out: Path) -> None:
+    """Launch the pairs of a file with an unclear order again, until it is clear or after `MAX_ROUNDS` launches."""
+    content, log = json.loads(out.read_text(encoding="utf-8")), _clock()
     for run in content["runs"]:
         shape, launches_ms = Shape(run["config"], tuple(run["overrides"])), run["launches_ms"]
-        while (turn := len(launches_ms["with"])) < MOST_ROUNDS and not apart(launches_ms):
+        while (launches := len(launches_ms["with"])) < MAX_ROUNDS and not apart(launches_ms):
             with tempfile.TemporaryDirectory() as name:
-                say(f"not told apart, launched {turn} times: {_train(shape, turn, Path(name), run)}")
+                log(f"unclear order after {launches} launches: {_train(shape, launches, Path(name), run)}")
             _write(out, content)
 
 
@@ -159,7 +155,7 @@ def apart(launches_ms: Mapping[str, list[float]]) -> bool:
     return abs(statistics.mean(off) - statistics.mean(on)) > 2 * error
 
 
-def _clock() -> _Say:
+def _clock() -> _Print:
     start = time.monotonic()
     return lambda text: print(f"{time.monotonic() - start:4.0f} s  {text}", flush=True)
 
@@ -168,21 +164,27 @@ def _write(out: Path, content: Mapping[str, Any]) -> None:
     out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def _calibrate(say: _Say) -> list[dict[str, Any]]:
-    """This machine's figures, over all lines."""
-    found = []
-    tasks = [("calibrate", gbps) for gbps in LINES_GBPS] + [("beside", gbps) for gbps in BETWEEN_GBPS]
-    for task, gbps in tasks:
-        with tempfile.TemporaryDirectory() as folder:
-            run_workers(machine.__file__, [folder, task, "bf16"], 2, hosts=2, gbps=gbps, timeout_s=120)
-            found.append(json.loads(Path(folder, "rank0.json").read_text()))
-    say(f"calibrated: GEMM {found[0]['peak_tflops']:.3f} and {found[1]['peak_tflops']:.3f} TFLOP/s a rank")
+def _calibrate(log: _Print) -> dict[str, Any]:
+    """The figures of this machine, on two hosts."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_workers(machine.__file__, [folder, "calibrate", "bf16"], 2, hosts=2, gbps=LINE_GBPS, timeout_s=120)
+        found: dict[str, Any] = json.loads(Path(folder, "rank0.json").read_text())
+    log(f"calibrated: GEMM {found['peak_tflops']:.3f} TFLOP/s a rank")
     return found
 
 
-def _train(shape: Shape, turn: int, folder: Path, run: dict[str, Any]) -> str:
-    """One launch of each variant, in the other order every other turn, into `run`; returns it in words."""
-    named = list(variants(shape).items())[:: -1 if turn % 2 else 1]
+def medians(found: Sequence[Any]) -> Any:
+    """The median of every figure of several calibrations."""
+    if isinstance(found[0], Mapping):
+        return {key: medians([one[key] for one in found]) for key in found[0]}
+    if isinstance(found[0], list | tuple):
+        return [medians(part) for part in zip(*found, strict=True)]
+    return statistics.median(found)
+
+
+def _train(shape: Shape, round_number: int, folder: Path, run: dict[str, Any]) -> str:
+    """Launch each variant once, in reversed order in odd rounds, add the times to `run`, and describe them."""
+    named = list(variants(shape).items())[:: -1 if round_number % 2 else 1]
     sides = run_rounds([config for _, config in named], 1, folder)
     for (name, _), side in zip(named, sides, strict=True):
         run["launches_ms"].setdefault(name, []).append(_median(side))
@@ -196,21 +198,20 @@ def _times(config: LaunchConfig, folder: Path) -> float:
 
 
 def _median(side: Recorded) -> float:
-    return statistics.median(side.records[0].step_time_ms[SETTLING:])
+    return statistics.median(side.records[0].step_time_ms[WARM_UP:])
 
 
 def profile_content(measured: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """A profile's content, `base` by name.
+    """The content of a profile, with its base by name.
 
     Args:
-        measured: what a file of step times has: its date, calibrations and steps of the small model.
-        folder: for a file on the way.
+        measured: the date, the calibrations and the steps of the small model from a file of step times.
+        folder: for a temporary file.
     """
     found = measured["calibrations"]
-    slow, fast, *between = (middle([lines[index] for lines in found]) for index in range(len(found[0])))
-    source = f"measured beside the steps, {measured['date']}: medians of {len(found)} calibrations"
-    tree = lab_tree(slow, fast, LINES_GBPS, "bf16", source, between)
-    tree["base"] = f"{machine.BASE}.yaml"
+    source = f"measured between the steps, {measured['date']}: medians of {len(found)} calibrations"
+    tree = calibration.profile_tree(medians(found), "bf16", source, LINE_GBPS)
+    tree["base"] = f"{calibration.BASE}.yaml"
     config, small_ms = variants(SMALL)["without"], statistics.median(measured["small_steps_ms"])
 
     def modelled_ms(call_us: float) -> float:
@@ -218,29 +219,29 @@ def profile_content(measured: Mapping[str, Any], folder: Path) -> dict[str, Any]
         return simulate_step(job_of(config), model_of(config, stored(tree, folder))).step_us / 1e3
 
     free = modelled_ms(0.0)
-    each = max(0.0, (small_ms - free) / (modelled_ms(1.0) - free))
-    said = f"steps of a small model, {small_ms:.0f} ms, less what is modelled without; the only step used"
-    tree["device"]["call_us"] = {"value": each, "source": said}
+    call_us = max(0.0, (small_ms - free) / (modelled_ms(1.0) - free))
+    origin = f"steps of a small model, {small_ms:.0f} ms, minus the modelled time without calls; the only step used"
+    tree["device"]["call_us"] = {"value": call_us, "source": origin}
     return tree
 
 
 def stored(tree: Mapping[str, Any], folder: Path) -> ClusterProfile:
-    """The profile of a file's content, by way of `folder`."""
+    """The profile with this content, read from a file in `folder`."""
     path = folder / "profile.yaml"
-    write_profile(path, {**tree, "base": str(profile_folder() / tree["base"])})
+    calibration.write_profile(path, {**tree, "base": str(profile_folder() / tree["base"])})
     return load_cluster_profile(str(path))
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A shape, and by variant the step times of its launches in ms."""
+    """A shape, and the step times of its launches in ms by variant."""
 
     shape: Shape
     launches_ms: Mapping[str, list[float]]
 
 
 def measured(steps: Path) -> tuple[ClusterProfile, list[Measured]]:
-    """What a file has: the machine's profile, and its steps."""
+    """The profile and the steps of a file."""
     content = json.loads(steps.read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as name:
         profile = stored(content["profile"], Path(name))

@@ -1,14 +1,14 @@
-"""Holds the simulator against what was measured on this project's own hosts (docs/results), and prints every row.
+"""Compares the simulator with the measurements on this project's hosts (docs/results), row by row.
 
     python scripts/validate_simulator.py
     python scripts/validate_simulator.py --measure     # calibrates and measures the steps first, about 40 minutes
-    python scripts/validate_simulator.py --more        # only launches pairs again that their launches do not tell apart
+    python scripts/validate_simulator.py --more        # launches the pairs with an unclear order again first
 
-Training steps of `step_times.json` against the profile that was calibrated beside them (`step_times.py` says from
-what); layers of `linear_*.json` against the profile `netlab`; each without and with overlap. Errors are of the model;
-rows whose figures went into the profile are among the linear ones. Beside the steps stands by how much single launches
-of the same differ from their median. Which of a pair is faster is asked of all pairs, and of those whose launches tell
-it (means more than two standard errors apart).
+The training steps of `step_times.json` are compared with the profile that was calibrated between them (see
+`step_times.py`), the layers of `linear_*.json` with the profile `netlab`; each without and with overlap. Errors are
+those of the model. Some linear rows are among the figures of the profile. Beside the steps stands the deviation of
+single launches from their median. The order of a pair is checked for all pairs, and for the pairs whose means are more
+than two standard errors apart.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from step_times import ROOT, STEPS, Measured, apart, measure, measured, model_of, tell_apart, variants
+from step_times import ROOT, STEPS, Measured, apart, clarify_order, measure, measured, model_of, variants
 
 from megatron_overlap.autotune.cost_model import CostModel
 from megatron_overlap.config.cluster import ClusterProfile, load_cluster_profile, with_hosts
@@ -47,7 +47,7 @@ class Row:
 
     @property
     def scatter(self) -> list[float]:
-        """By how many percent each launch differs from their median."""
+        """Deviation of each launch from the median, in percent."""
         return [100 * (each / self.measured - 1) for each in self.launches]
 
 
@@ -62,7 +62,7 @@ def steps(profile: ClusterProfile, found: Iterable[Measured]) -> Iterator[Row]:
 
 
 def ordered(rows: list[Row]) -> list[bool]:
-    """Whether the model says rightly, of each pair without and with overlap, which one is faster."""
+    """For each pair without and with overlap: whether the model has the right order."""
     pairs = zip(rows[::2], rows[1::2], strict=True)
     return [(off.measured > on.measured) == (off.model > on.model) for off, on in pairs]
 
@@ -96,13 +96,13 @@ def linear_ms(row: dict[str, Any], choice: LinearOverlap) -> float:
 
 
 def show(title: str, rows: list[Row]) -> None:
-    """Print rows and what their errors come to."""
+    """Print rows and a summary of their errors."""
     print(f"| {title} | measured ms | model ms | error % | single launches % |\n|---|---|---|---|---|")
     for row in rows:
         scatter = ", ".join(f"{each:+.1f}" for each in row.scatter)
         print(f"| {row.what} | {row.measured:.1f} | {row.model:.1f} | {row.error:+.1f} | {scatter} |")
     print(f"\n{len(rows)} rows: {_of([row.error for row in rows])}")
-    # The middle one of each row is the median itself.
+    # The median launch of each row has a deviation of zero.
     others = [each for row in rows for each in row.scatter if each]
     if others:
         print(f"Single launches against the median of their row: {_of(others)}")
@@ -118,21 +118,21 @@ def main() -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", action="store_true", help="first measure a profile and step times anew")
-    parser.add_argument("--more", action="store_true", help="first launch pairs again that are not told apart")
-    parser.add_argument("--shapes", type=int, help="with --measure: only the first so many of them")
+    parser.add_argument("--more", action="store_true", help="first launch the pairs with an unclear order again")
+    parser.add_argument("--shapes", type=int, help="with --measure: only the first SHAPES shapes")
     parser.add_argument("--steps", type=Path, default=STEPS, help="file of profile and step times")
     options = parser.parse_args()
     if options.measure:
         measure(options.shapes, options.steps)
     if options.more:
-        tell_apart(options.steps)
+        clarify_order(options.steps)
     profile, found = measured(options.steps)
     rows = list(steps(profile, found))
     show("training step", rows)
     right = ordered(rows)
-    told = [each for each, one in zip(right, found, strict=True) if apart(one.launches_ms)]
-    print(f"Which of a pair is faster: right in {sum(right)} of {len(right)}.")
-    print(f"Of the pairs that their launches tell apart: right in {sum(told)} of {len(told)}.\n")
+    clear = [each for each, one in zip(right, found, strict=True) if apart(one.launches_ms)]
+    print(f"Order of a pair: right in {sum(right)} of {len(right)}.")
+    print(f"Order of the pairs more than two standard errors apart: right in {sum(clear)} of {len(clear)}.\n")
     show("one linear layer", list(linears()))
 
 

@@ -149,3 +149,16 @@ def test_who_has_computed_for_longer_is_later() -> None:
     assert [model.late_us(us) for us in (0.0, 5.0, 10.0, 20.0, 30.0, 50.0)] == pytest.approx([0, 2, 4, 5, 6, 8])
     with pytest.raises(ValueError, match=r"contention.late: .* in the order of what was computed"):
         late((30.0, 4.0), (10.0, 6.0))
+
+
+def test_the_time_of_a_score_is_interpolated_between_measured_head_sizes() -> None:
+    """In proportion to columns / rate; narrower heads run at the rate of the narrowest measured ones."""
+    model = machine(products=[(64, 0.04, 0.03), (128, 0.05, 0.04)], launch_us=3.0)
+    for head, forward, backward in (
+        (32, 0.04, 0.03),
+        (64, 0.04, 0.03),
+        (96, 96 / ((64 / 0.04 + 128 / 0.05) / 2), 96 / ((64 / 0.03 + 128 / 0.04) / 2)),
+        (128, 0.05, 0.04),
+    ):
+        assert model.products_us(1e6, head) == pytest.approx(1e6 / (forward * 1e6) + 3)
+        assert model.products_us(1e6, head, backward=True) == pytest.approx(1e6 / (backward * 1e6) + 3)

@@ -1,8 +1,7 @@
-"""`python -m megatron_overlap.tools.doctor.machine FOLDER TASK PRECISION`: what `doctor` runs on every rank.
+"""`python -m megatron_overlap.tools.doctor.machine FOLDER TASK PRECISION`: the program that `doctor` runs on each rank.
 
-`test` runs overlapped layers forward and backward and holds them against plain collectives; `calibrate` measures what
-the cost model needs, and a few things that it has to predict; `beside` only what computation loses beside messages.
-Rank r writes `rank{r}.json`.
+Task `test` compares overlapped layers, forward and backward, with plain collectives. Task `calibrate` measures the
+figures of a cluster profile, and a GEMM and a message to check the profile with. Rank r writes `rank{r}.json`.
 """
 
 from __future__ import annotations
@@ -18,38 +17,41 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from megatron_overlap.comm import Transport, close_transport, transport_of
 from megatron_overlap.comm.transport import Transfer
-from megatron_overlap.config.cluster import load_cluster_profile
 from megatron_overlap.ops import all_gather_linear, linear_reduce_scatter, reference
 from megatron_overlap.schedules import all_gather_plan
-from megatron_overlap.tools.doctor.elementwise_rates import FFN, HIDDEN, rates
 from megatron_overlap.tools.doctor.gemm_rate import DTYPES, gemm_tflops
-from megatron_overlap.tools.doctor.timed import alone_us, apart_us, mean_over_ranks, once_us, together_us
 
 ROWS = (32, 64, 128, 256, 512, 1024)
+HIDDEN, FFN = 1024, 1408
 LAYER = ((HIDDEN, HIDDEN), (HIDDEN, HIDDEN // 2), (2 * FFN, HIDDEN), (HIDDEN, FFN))
-"""Columns and depth of the GEMMs that are timed by rows: a layer's on one of two ranks. They are not equally fast."""
-PRODUCT = sum(columns * depth for columns, depth in LAYER)
-"""Twice this many operations for each row, all four together."""
-_WIDTH = 1024
+"""Columns and depth of the four GEMMs of a layer on one of two ranks."""
+LAYER_PRODUCT = sum(columns * depth for columns, depth in LAYER)
+"""Multiply-adds of the four GEMMs per row."""
 MESSAGES = (1 << 10, 1 << 18, 1 << 20, 1 << 22)
-CHECK_GEMM, CHECK_MESSAGE, CHECK_PIECES = (384, 1536, 768), 3 << 20, 4
-BASE = "netlab"
-"""The profile whose figures stand for what is not measured here."""
-_COLLECTIVE, _COPIED = 2 << 20, 8 << 20
-_REPEATS = 9
-_LAUNCHES = 100
-_LONG_US, _MOST_BESIDE, _BESIDE = 5e4, 40, 1 << 18
-_MESSAGES_BESIDE, _FEW_GEMMS, _MOST_GEMMS = 20, 8, 10_000
-# More than any cache: a step uses a weight once in each direction, and all others before it comes to it again.
-_EVICTED_BYTES = 512 << 20
-_LATE_ROWS, _LATE_COLUMNS, _LATE_AFTER_US, _LONGER, _MEETINGS = 256, 2048, 1e4, 4, 4
+"""Bytes."""
+CHECK_GEMM, CHECK_MESSAGE = (384, 1536, 768), 3 << 20
+HEADS = 4
+ELEMENTWISE_OUTPUTS = {"rms_norm": ROWS[-1] * HIDDEN, "swiglu": ROWS[-1] * FFN, "scores": HEADS * ROWS[-1] ** 2}
+"""Elements of the outputs of the operations that `_elementwise_us` times."""
+_COLLECTIVE_BYTES, _COPY_BYTES, _CONTENTION_BYTES = 2 << 20, 8 << 20, 1 << 18
+_EVICT_BYTES = 512 << 20
+"""More than any cache: a training step uses a weight once in each direction."""
+_LATE_ROWS, _LATE_COLUMNS, _LATE_AFTER_US, _LATE_FACTOR, _LATE_MESSAGES = 256, 2048, 1e4, 4, 4
+_REPEATS, _MIN_REPEATS, _ENOUGH_S, _OUTLIER = 9, 4, 0.25, 2.0
+_TOGETHER_REPEATS, _LAUNCHES, _BUSY_REPEATS = 11, 100, 20
+_APART_US = 1e3
+_FEW_GEMMS, _MAX_GEMMS, _MAX_CONTENTION_GEMMS, _CONTENTION_US = 8, 10_000, 40, 5e4
+
+Group = dist.ProcessGroup
+Run = Callable[[], object]
 
 
-def self_test(group: dist.ProcessGroup) -> dict[str, Any]:
-    """Largest relative difference to plain collectives, over outputs and gradients of both layers."""
+def self_test(group: Group) -> dict[str, Any]:
+    """Largest relative difference from plain collectives over outputs and gradients of both layers."""
     torch.manual_seed(dist.get_rank(group))
     size, worst = dist.get_world_size(group), 0.0
     for overlapped, plain, rows in (
@@ -68,95 +70,106 @@ def self_test(group: dist.ProcessGroup) -> dict[str, Any]:
     return {"difference": worst}
 
 
-def measure(group: dist.ProcessGroup, dtype: torch.dtype) -> dict[str, Any]:
-    """Times of GEMMs, messages, collectives, and of GEMMs beside messages, all ranks at once, in microseconds."""
-    update_bytes = load_cluster_profile(BASE).device.optimizer_bytes.value
-    peak = max(gemm_tflops(size, "cpu", dtype) for size in (512, 1024))
-    transport = transport_of(group)
-    size = transport.size
-    whole = torch.empty(_COLLECTIVE, dtype=torch.uint8)
-    shard = torch.empty(_COLLECTIVE // size, dtype=torch.uint8)
-    # What layers scatter are sums of their own type; what is reduced over copies of the model are fp32 gradients.
-    rows = torch.zeros(_COLLECTIVE // dtype.itemsize, dtype=dtype)
-    sums, part = torch.zeros(_COLLECTIVE // 4), rows[: len(rows) // size].clone()
-    source, copied = (torch.zeros(_COPIED, dtype=torch.uint8) for _ in range(2))
-    one = torch.zeros(1)
+def calibrate(group: Group, dtype: torch.dtype) -> dict[str, Any]:
+    """The figures that `calibration.profile_tree` needs: times in microseconds, on all ranks at once."""
+    transport, size = transport_of(group), dist.get_world_size(group)
+    whole = torch.empty(_COLLECTIVE_BYTES, dtype=torch.uint8)
+    shard = torch.empty(_COLLECTIVE_BYTES // size, dtype=torch.uint8)
+    # Layers scatter sums in their own type. Data parallelism reduces fp32 gradients.
+    partial_sums, gradients = (
+        torch.zeros(_COLLECTIVE_BYTES // dtype.itemsize, dtype=dtype),
+        torch.zeros(_COLLECTIVE_BYTES // 4),
+    )
+    scattered = partial_sums[: len(partial_sums) // size].clone()
+    source, copied = (torch.zeros(_COPY_BYTES, dtype=torch.uint8) for _ in range(2))
+    evicted, one = torch.zeros(_EVICT_BYTES // 4), torch.zeros(1)
 
-    def message() -> tuple[Callable[[], bool], Callable[[], object]]:
-        p2p_work = _begin(transport, MESSAGES[0])
-        return partial(p2p_work.is_completed, 0), p2p_work.wait_all
-
-    def gather() -> tuple[Callable[[], bool], Callable[[], object]]:
-        work = dist.all_gather_into_tensor(
-            whole[: size * MESSAGES[0]], shard[: MESSAGES[0]], group=group, async_op=True
-        )
-        return work.is_completed, work.wait
-
-    evicted = torch.zeros(_EVICTED_BYTES // 4)
-
-    def cold_us(run: Callable[[], object]) -> float:
-        """As in a step, where every cache was filled with something else since."""
+    def cold_us(run: Run) -> float:
         return alone_us(run, group, evicted.sum)
 
-    def layer(rows: int, *, weight_gradient: bool = False) -> float:
-        """What a layer's GEMMs take."""
-        return sum(cold_us(_gemm((rows, *of), dtype, weight_gradient=weight_gradient)) for of in LAYER)
-
-    gemm_us = {rows: layer(rows) for rows in ROWS}
-    message_us = _messages(transport, group)
+    gemm_us = {rows: sum(cold_us(_gemm(rows, *shape, dtype)) for shape in LAYER) for rows in ROWS}
+    message_us = {count: _message_us(transport, count, group) for count in MESSAGES}
+    late_counts = late_gemms(gemm_us[_LATE_ROWS] * _LATE_COLUMNS * HIDDEN / LAYER_PRODUCT)
     return {
         "ranks": size,
-        "peak_tflops": peak,
+        "peak_tflops": max(gemm_tflops(rows, "cpu", dtype) for rows in (512, 1024)),
         "gemm_us": gemm_us,
-        "weight_gradient_us": layer(ROWS[-1], weight_gradient=True),
         "message_us": message_us,
-        "late_us": [
-            _late(transport, gemms, message_us[MESSAGES[0]], dtype, group)
-            for gemms in late_gemms(gemm_us[_LATE_ROWS] * _LATE_COLUMNS * _WIDTH / PRODUCT)
-        ],
-        "busy_us": _busy(message, dtype, group),
-        "busy_collective_us": _busy(gather, dtype, group),
+        "late_us": [_late_us(transport, count, message_us[MESSAGES[0]], dtype, group) for count in late_counts],
+        "busy_us": _busy_us(transport, dtype, group),
         "all_gather_us": apart_us(lambda: dist.all_gather_into_tensor(whole, shard, group=group), group),
-        "reduce_scatter_us": apart_us(lambda: dist.reduce_scatter_tensor(part, rows, group=group), group),
-        "all_reduce_us": apart_us(lambda: dist.all_reduce(sums, group=group), group),
-        "collective_bytes": _COLLECTIVE,
-        "memory_gbps": 2 * _COPIED / alone_us(lambda: copied.copy_(source), group) / 1e3,
+        "reduce_scatter_us": apart_us(lambda: dist.reduce_scatter_tensor(scattered, partial_sums, group=group), group),
+        "all_reduce_us": apart_us(lambda: dist.all_reduce(gradients, group=group), group),
+        "collective_bytes": _COLLECTIVE_BYTES,
+        "memory_gbps": 2 * _COPY_BYTES / alone_us(lambda: copied.copy_(source), group) / 1e3,
         "launch_us": alone_us(lambda: [one.add_(1) for _ in range(_LAUNCHES)], group) / _LAUNCHES,
         **_contention(transport, dtype, group),
-        **rates(cold_us, dtype, update_bytes),
+        "elementwise_us": _elementwise_us(cold_us, dtype),
         "check": {
-            "gemm": cold_us(_gemm(CHECK_GEMM, dtype)),
-            "split gemm": cold_us(_gemm(CHECK_GEMM, dtype, pieces=CHECK_PIECES)),
-            "message": _message(transport, CHECK_MESSAGE, group),
+            "gemm": cold_us(_gemm(*CHECK_GEMM, dtype)),
+            "message": _message_us(transport, CHECK_MESSAGE, group),
         },
     }
 
 
-def beside(group: dist.ProcessGroup, dtype: torch.dtype) -> dict[str, Any]:
-    """GEMMs alone and beside messages, and messages alone, as `measure` has them."""
-    transport = transport_of(group)
-    return {"message_us": _messages(transport, group), **_contention(transport, dtype, group)}
+def alone_us(run: Run, group: Group, before: Run = lambda: None) -> float:
+    """Mean time of a computation over ranks and repeats; `before` runs before each repeat and is not timed.
+
+    A training step is a sum of such times, so the mean counts. Repeats above twice the median are left out.
+    """
+    dist.barrier(group)
+    times: list[float] = []
+    begin = time.perf_counter()
+    for number in range(_REPEATS + 2):
+        if len(times) >= _MIN_REPEATS and time.perf_counter() - begin > _ENOUGH_S:
+            break
+        before()
+        start = time.perf_counter()
+        run()
+        if number >= 2:
+            times.append((time.perf_counter() - start) * 1e6)
+    limit = _OUTLIER * statistics.median(times)
+    return _mean_over_ranks(statistics.fmean(each for each in times if each <= limit), group)
 
 
-def _messages(transport: Transport, group: dist.ProcessGroup) -> dict[int, float]:
-    return {count: _message(transport, count, group) for count in MESSAGES}
+def together_us(run: Run, group: Group) -> float:
+    """Time of communication that all ranks begin together: the lower quartile over repeats.
+
+    The upper quartiles contain the lateness of ranks, which `_late_us` measures.
+    """
+    times = [_once_us(run, group) for _ in range(_TOGETHER_REPEATS + 2)]
+    return statistics.quantiles(times[2:], n=4)[0]
 
 
-def _gemm(
-    shape: tuple[int, int, int], dtype: torch.dtype, *, pieces: int = 1, weight_gradient: bool = False
-) -> Callable[[], None]:
-    """What runs `x @ w.T` in pieces along its rows, or `dy.T @ x`."""
-    rows, columns, depth = shape
-    x, w, y = (torch.randn(*of).to(dtype) for of in ((rows, depth), (columns, depth), (rows, columns)))
+def apart_us(run: Run, group: Group) -> float:
+    """Median time of communication on the rank that begins last, as in a training step; each rank in turn is last.
 
-    def run() -> None:
-        if weight_gradient:
-            torch.mm(y.t(), x, out=w)
-            return
-        for some, into in zip(x.chunk(pieces), y.chunk(pieces), strict=True):
-            torch.mm(some, w.t(), out=into)
+    In gloo, a rank announces its receive buffer over the connection that carries its data. The announcement of the last
+    rank queues behind the data that it receives: an all-gather of two ranks takes 1.5 times as long.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    times = []
+    for number in range(_TOGETHER_REPEATS + 2):
+        last = number % size == rank
+        dist.barrier(group)
+        start = time.perf_counter()
+        while last and (time.perf_counter() - start) * 1e6 < _APART_US:
+            pass
+        run()
+        elapsed_us = (time.perf_counter() - start) * 1e6 - _APART_US
+        times.append(_mean_over_ranks(size * elapsed_us if last else 0.0, group))  # the time of the last rank
+    return statistics.median(times[2:])
 
-    return run
+
+def late_gemms(gemm_us: float) -> tuple[int, int]:
+    """Numbers of GEMMs that take about 10 and 40 ms."""
+    count = max(1, round(_LATE_AFTER_US / gemm_us))
+    return count, _LATE_FACTOR * count
+
+
+def _gemm(rows: int, columns: int, depth: int, dtype: torch.dtype) -> Run:
+    x, w, y = (torch.randn(*shape).to(dtype) for shape in ((rows, depth), (columns, depth), (rows, columns)))
+    return lambda: torch.mm(x, w.t(), out=y)
 
 
 def _begin(transport: Transport, count: int) -> Any:
@@ -165,108 +178,125 @@ def _begin(transport: Transport, count: int) -> Any:
     return transport.begin([Transfer(message, send, recv) for message in messages], "doctor")
 
 
-def _message(transport: Transport, count: int, group: dist.ProcessGroup) -> float:
-    return together_us(lambda: _begin(transport, count).finish(), group)
+def _message_us(transport: Transport, count: int, group: Group) -> float:
+    return together_us(lambda: _begin(transport, count).wait_all(), group)
 
 
-def late_gemms(gemm_us: float) -> tuple[int, int]:
-    """How many make about 10 ms, and four times as many."""
-    count = max(1, round(_LATE_AFTER_US / gemm_us))
-    return count, _LONGER * count
-
-
-def _late(
-    transport: Transport, gemms: int, message_us: float, dtype: torch.dtype, group: dist.ProcessGroup
+def _late_us(
+    transport: Transport, gemms: int, message_us: float, dtype: torch.dtype, group: Group
 ) -> tuple[float, float]:
-    """What so many GEMMs take, and how much longer a small message after them than right after a barrier."""
-    gemm = _gemm((_LATE_ROWS, _LATE_COLUMNS, _WIDTH), dtype)
+    """Time of some GEMMs, and the extra time of a small message after them compared with one after a barrier."""
+    gemm = _gemm(_LATE_ROWS, _LATE_COLUMNS, HIDDEN, dtype)
 
-    def meetings(with_messages: bool) -> None:
-        for _ in range(_MEETINGS):
+    def rounds(with_messages: bool) -> None:
+        for _ in range(_LATE_MESSAGES):
             for _ in range(gemms):
                 gemm()
             if with_messages:
-                _begin(transport, MESSAGES[0]).finish()
+                _begin(transport, MESSAGES[0]).wait_all()
 
-    pairs = [
-        (once_us(partial(meetings, False), group), once_us(partial(meetings, True), group)) for _ in range(_REPEATS)
-    ]
-    more = statistics.median(met - alone for alone, met in pairs) / _MEETINGS
-    return statistics.median(alone for alone, _ in pairs) / _MEETINGS, max(0.0, more - message_us)
+    pairs = [(_once_us(partial(rounds, False), group), _once_us(partial(rounds, True), group)) for _ in range(_REPEATS)]
+    extra = statistics.median(messages - alone for alone, messages in pairs) / _LATE_MESSAGES
+    return statistics.median(alone for alone, _ in pairs) / _LATE_MESSAGES, max(0.0, extra - message_us)
 
 
-def _busy(
-    begin: Callable[[], tuple[Callable[[], bool], Callable[[], object]]], dtype: torch.dtype, group: dist.ProcessGroup
-) -> float:
-    """How much longer something small takes while all ranks compute: its threads have to wait for a core.
+def _busy_us(transport: Transport, dtype: torch.dtype, group: Group) -> float:
+    """Extra time of a small message while all ranks compute: the threads of the message wait for a core."""
+    gemm = _gemm(ROWS[0], _LATE_COLUMNS, HIDDEN, dtype)
 
-    Args:
-        begin: starts it; returns what says whether it is done, and what waits for it.
-        dtype: of what is computed.
-        group: whose ranks take part.
-    """
-    gemm = _gemm((ROWS[0], _LATE_COLUMNS, _WIDTH), dtype)
-
-    def once(computing: bool) -> float:
+    def message_us(computing: bool) -> float:
         dist.barrier(group)
-        start, (done, finish) = time.perf_counter(), begin()
-        for _ in range(_MOST_GEMMS if computing else 0):  # what is never done is told of by `finish`
-            if done():
+        start, work = time.perf_counter(), _begin(transport, MESSAGES[0])
+        for _ in range(_MAX_GEMMS if computing else 0):  # if it never completes, `wait_all` raises the error
+            if work.is_completed(0):
                 break
             gemm()
         if not computing:
-            finish()
-        took = (time.perf_counter() - start) * 1e6
-        # A peer's part may not be done: it needs a core too.
-        for _ in range(_FEW_GEMMS if computing else 0):
-            gemm()
+            work.wait_all()
+        elapsed_us = (time.perf_counter() - start) * 1e6
         if computing:
-            finish()
-        return took
+            for _ in range(_FEW_GEMMS):  # a peer may still wait for its message: this rank stays busy
+                gemm()
+            work.wait_all()
+        return elapsed_us
 
-    alone, beside = ([once(computing) for _ in range(_MESSAGES_BESIDE)] for computing in (False, True))
-    return max(0.0, mean_over_ranks(statistics.fmean(beside) - statistics.median(alone), group))
+    alone, beside = ([message_us(computing) for _ in range(_BUSY_REPEATS)] for computing in (False, True))
+    return max(0.0, _mean_over_ranks(statistics.fmean(beside) - statistics.median(alone), group))
 
 
-def _contention(transport: Transport, dtype: torch.dtype, group: dist.ProcessGroup) -> dict[str, float]:
-    """GEMMs alone, and beside messages both ways that land before the last of them ends, in turn."""
-    a, out = torch.randn(_WIDTH, _WIDTH).to(dtype), torch.empty(_WIDTH, _WIDTH, dtype=dtype)
-    weights = [torch.randn(_WIDTH, _WIDTH).to(dtype) for _ in range(4)]
+def _contention(transport: Transport, dtype: torch.dtype, group: Group) -> dict[str, float]:
+    """Time of GEMMs alone, and beside messages in both directions that complete before the last GEMM ends."""
+    a, out = torch.randn(HIDDEN, HIDDEN).to(dtype), torch.empty(HIDDEN, HIDDEN, dtype=dtype)
+    weights = [torch.randn(HIDDEN, HIDDEN).to(dtype) for _ in range(4)]
 
-    def gemms(messages: int, count: int) -> float:
+    def gemms_us(messages: int, count: int) -> float:
         dist.barrier(group)
-        p2p_works = [_begin(transport, _BESIDE) for _ in range(messages)]
+        works = [_begin(transport, _CONTENTION_BYTES) for _ in range(messages)]
         start = time.perf_counter()
         for number in range(count):
             torch.mm(a, weights[number % len(weights)], out=out)
-        took = (time.perf_counter() - start) * 1e6
-        for p2p_work in p2p_works:
-            p2p_work.wait_all()
-        slowest = torch.tensor(took, dtype=torch.float64)
+        elapsed_us = (time.perf_counter() - start) * 1e6
+        for work in works:
+            work.wait_all()
+        slowest = torch.tensor(elapsed_us, dtype=torch.float64)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
         return float(slowest.item())
 
-    few = statistics.median(gemms(0, _FEW_GEMMS) for _ in range(3))
-    count = min(_MOST_BESIDE, max(_FEW_GEMMS, round(_LONG_US / few * _FEW_GEMMS)))
-    messages = max(1, int(0.9 * few / _FEW_GEMMS * count / _message(transport, _BESIDE, group)))
-    pairs = [(gemms(0, count), gemms(messages, count)) for _ in range(_REPEATS)]
+    gemm_us = statistics.median(gemms_us(0, _FEW_GEMMS) for _ in range(3)) / _FEW_GEMMS
+    count = min(_MAX_CONTENTION_GEMMS, max(_FEW_GEMMS, round(_CONTENTION_US / gemm_us)))
+    messages = max(1, int(0.9 * gemm_us * count / _message_us(transport, _CONTENTION_BYTES, group)))
+    pairs = [(gemms_us(0, count), gemms_us(messages, count)) for _ in range(_REPEATS)]
     alone = statistics.median(alone for alone, _ in pairs)
     lost = statistics.median(beside - alone for alone, beside in pairs)
-    return {"gemm_alone_us": alone, "gemm_beside_us": alone + lost, "beside_bytes": messages * _BESIDE}
+    return {"gemm_alone_us": alone, "gemm_beside_us": alone + lost, "beside_bytes": messages * _CONTENTION_BYTES}
+
+
+def _elementwise_us(cold_us: Callable[[Run], float], dtype: torch.dtype) -> dict[str, tuple[float, float]]:
+    """Forward and backward time of three operations between GEMMs, on inputs of `ELEMENTWISE_OUTPUTS` outputs."""
+
+    def swiglu(x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * (up + 0.0)
+
+    def scores(x: torch.Tensor) -> torch.Tensor:
+        mask = torch.triu(torch.ones(ROWS[-1], ROWS[-1]), diagonal=1).bool()
+        return torch.softmax(x.masked_fill(mask, -10000.0), dim=-1)
+
+    weight = torch.ones(HIDDEN).to(dtype)
+    operations: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], tuple[int, ...]]] = {
+        "rms_norm": (lambda x: F.rms_norm(x, (HIDDEN,), weight, 1e-5), (ROWS[-1], HIDDEN)),
+        "swiglu": (swiglu, (ROWS[-1], 2 * FFN)),
+        "scores": (scores, (HEADS, ROWS[-1], ROWS[-1])),
+    }
+    found = {}
+    for kind, (run, shape) in operations.items():
+        x = torch.randn(*shape).to(dtype).requires_grad_()
+        forward_us = cold_us(partial(run, x))
+        out = run(x)
+        backward = partial(torch.autograd.grad, out, x, torch.randn_like(out), retain_graph=True)
+        found[kind] = (forward_us, cold_us(backward))
+    return found
+
+
+def _once_us(run: Run, group: Group) -> float:
+    dist.barrier(group)
+    start = time.perf_counter()
+    run()
+    return _mean_over_ranks((time.perf_counter() - start) * 1e6, group)
+
+
+def _mean_over_ranks(us: float, group: Group) -> float:
+    total = torch.tensor(us, dtype=torch.float64)
+    dist.all_reduce(total, group=group)
+    return float(total.item()) / dist.get_world_size(group)
 
 
 def main(folder: str, task: str, precision: str) -> None:
-    """Runs one task on this rank."""
+    """Run one task on this rank."""
     dist.init_process_group("gloo")
     world = dist.group.WORLD
     assert world is not None
-    dtype = DTYPES[precision]
-    tasks: dict[str, Callable[[dist.ProcessGroup], dict[str, Any]]] = {
-        "test": self_test,
-        "calibrate": partial(measure, dtype=dtype),
-        "beside": partial(beside, dtype=dtype),
-    }
-    result = tasks[task](world)
+    result = self_test(world) if task == "test" else calibrate(world, DTYPES[precision])
     Path(folder, f"rank{dist.get_rank()}.json").write_text(json.dumps(result))
     dist.barrier()
     close_transport(world)

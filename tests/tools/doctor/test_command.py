@@ -1,0 +1,70 @@
+"""`megatron-overlap doctor`: the self-test on real ranks, environment variables, and slow precisions."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_overlap import cli
+from megatron_overlap.tools.doctor import command, gemm_rate
+
+
+def test_the_self_test_passes_and_every_feature_has_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--deadline", "120"]) == 0
+    printed = capsys.readouterr().out
+    assert "agree with plain collectives" in printed
+    for feature in ("tensor: p2p", "data: p2p", "ulysses: p2p", "in Megatron", "tensor: fused"):
+        assert feature in printed
+    assert "no CUDA device: `method: fused` runs p2p" in " ".join(printed.split())
+
+
+def test_the_self_test_fails_at_its_deadline(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--deadline", "0.1"]) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.count("not available") >= 3
+    assert "the self-test failed" in printed
+
+
+def test_harmful_environment_variables_are_named() -> None:
+    env = {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_IB_DISABLE": "0",
+        "OMP_NUM_THREADS": "100000",
+        "MEGATRON_OVERLAP": "0",
+        "HOME": "/",
+    }
+    on_gpu = [name for name, _, _ in command.environment(env, cuda=True)]
+    assert on_gpu == ["CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_P2P_DISABLE", "MEGATRON_OVERLAP", "OMP_NUM_THREADS"]
+    assert [name for name, _, _ in command.environment(env, cuda=False)] == ["MEGATRON_OVERLAP", "OMP_NUM_THREADS"]
+    assert command.environment({}, cuda=True) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--precision", "fp8"], "--precision: fp8: use fp32, bf16 or fp16"), (["--ranks", "1"], "doctor --ranks: 1")],
+)
+def test_a_wrong_request_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert cli.main(["doctor", *arguments]) == 2
+    printed = capsys.readouterr().err
+    assert len(printed.splitlines()) == 1
+    assert message in printed
+
+
+@pytest.mark.parametrize(("bf16_gflops", "default"), [(1.0, "fp32"), (12.0, "bf16"), (400.0, "bf16")])
+def test_a_precision_without_instructions_is_reported(
+    bf16_gflops: float, default: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = {"fp32": 40.0, "bf16": bf16_gflops, "fp16": 1.0}
+    monkeypatch.setattr(gemm_rate, "small_gemm_gflops", rates.__getitem__)
+    monkeypatch.setattr(gemm_rate.torch.cuda, "is_available", lambda: False)
+    assert gemm_rate.default_precision() == default
+    assert gemm_rate.slow_precision_reason("fp32") is None
+    reason = gemm_rate.slow_precision_reason("fp16")
+    assert reason is not None
+    assert "train.precision=fp32" in reason
+    assert "1.0 GFLOP/s" in reason
+
+
+def test_the_rate_of_a_small_gemm_is_plausible() -> None:
+    """No processor is below 1 GFLOP/s or above 1 PFLOP/s."""
+    assert 1 < gemm_rate.small_gemm_gflops("fp32") < 1e6
