@@ -142,7 +142,7 @@ def _elementwise(times_us: Mapping[str, Any], precision: Precision, source: str)
     modelled = sum(
         base.memory_us(moved * ELEMENTWISE_OUTPUTS[kind] * base.item_bytes, kind, backward=backward) - base.launch_us
         for kind in ELEMENTWISE_OUTPUTS
-        for backward, moved in enumerate(TOUCHED[kind])
+        for backward, moved in zip((False, True), TOUCHED[kind], strict=True)
     )
     factor = modelled / sum(sum(times) for times in times_us.values())
     rates = base.profile.device.elementwise.model_dump(exclude_none=True)

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from megatron_overlap.comm import Transport, close_transport, transport_of
 from megatron_overlap.comm.transport import Transfer
+from megatron_overlap.config.cluster import Elementwise
 from megatron_overlap.ops import all_gather_linear, linear_reduce_scatter, reference
 from megatron_overlap.schedules import all_gather_plan
 from megatron_overlap.tools.doctor.gemm_rate import DTYPES, gemm_tflops
@@ -35,7 +36,11 @@ MESSAGES = (1 << 10, 1 << 18, 1 << 20, 1 << 22)
 """Bytes."""
 CHECK_GEMM, CHECK_MESSAGE = (384, 1536, 768), 3 << 20
 HEADS = 4
-ELEMENTWISE_OUTPUTS = {"rms_norm": ROWS[-1] * HIDDEN, "swiglu": ROWS[-1] * FFN, "scores": HEADS * ROWS[-1] ** 2}
+ELEMENTWISE_OUTPUTS: dict[Elementwise, int] = {
+    "rms_norm": ROWS[-1] * HIDDEN,
+    "swiglu": ROWS[-1] * FFN,
+    "scores": HEADS * ROWS[-1] ** 2,
+}
 """Elements of the outputs of the operations that `_elementwise_us` times."""
 _COLLECTIVE_BYTES, _COPY_BYTES, _CONTENTION_BYTES = 2 << 20, 8 << 20, 1 << 18
 _EVICT_BYTES = 512 << 20
