@@ -1,13 +1,13 @@
-"""The schedule of Ulysses attention: an all-to-all there, attention by head groups, an all-to-all back.
+"""The schedule of Ulysses attention: an all-to-all to heads, attention by head groups, an all-to-all to rows.
 
-Source: the method is DeepSpeed-Ulysses (arXiv 2309.14509); hiding its all-to-alls behind the attention of other heads
-is named, not described, by Flash-Overlap / CommFuse (arXiv 2604.24013). The order below is our own.
+Source: DeepSpeed-Ulysses (arXiv 2309.14509). Flash-Overlap / CommFuse (arXiv 2604.24013) mentions the overlap of its
+all-to-alls with the attention of other heads without a schedule. The order below is that of this project.
 
     compute  produce 0 .. G-1 | attend 0 | attend 1 | ... | attend G-1 | consume 0 .. G-1
     link               in 0 | in 1 | ... | in G-1 | out 0 | ... | out G-1
 
-The link starts when the first piece is produced and ends with the last group's results; all that is inbound goes first,
-so that it never waits for an attention while something else could travel. `in g` is needed by `attend g` alone.
+The link starts when the first piece is produced and ends with the results of the last group. All inbound pieces are
+sent first, so the link never waits for an attention while another piece is ready. Only `attend g` needs `in g`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from megatron_overlap.schedules.gather_scatter import MAX_RANKS
 from megatron_overlap.schedules.layout import Chunk
 from megatron_overlap.schedules.plan import Message
 
-Way = Literal["in", "out"]
+Direction = Literal["in", "out"]
 Step = Literal["produce", "attend", "consume"]
 AllToAllPattern = Literal["direct", "serial"]
 
 
 class Piece(NamedTuple):
-    """What one message carries: run `run` of the rows of rank `rows`, for the heads of rank `heads` in `group`."""
+    """The content of one message: run `run` of the rows of rank `rows`, for the heads of rank `heads` in `group`."""
 
-    way: Way
+    direction: Direction
     group: int
     heads: int
     rows: int
@@ -36,12 +36,14 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HeadMessage:
-    """One piece out and one piece in, posted together; a rank's messages are posted in the plan's order.
+    """One piece to send and one piece to receive, posted together. A rank posts its messages in plan order.
 
     Attributes:
-        send: the piece that leaves, for rank `to`.
-        recv: the piece that arrives, from rank `source`.
-        after_work: the send may leave when `work[:after_work]` is done.
+        send: the piece that is sent.
+        to: rank that receives it.
+        recv: the piece that is received.
+        source: rank that sends it.
+        after_work: the send may start when `work[:after_work]` is done.
     """
 
     send: Piece
@@ -51,7 +53,7 @@ class HeadMessage:
     after_work: int
 
     def message(self, index: int) -> Message:
-        """The message as transports know it."""
+        """The message in the format of the transports."""
         return Message(
             Chunk(self.send.rows, index), self.to, Chunk(self.recv.rows, index), self.source, self.after_work
         )
@@ -59,14 +61,14 @@ class HeadMessage:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One piece of computation.
+    """One unit of computation.
 
     Attributes:
-        step: `produce` makes the own rows of the heads of `peers`; `attend` attends to the own heads with all rows;
-            `consume` takes the own rows of the heads of `peers`.
+        step: `produce` computes the own rows for the heads of `peers`; `attend` computes attention of the own heads
+            over all rows; `consume` reads the own rows of the results for the heads of `peers`.
         group: the head group.
-        peers: ranks whose heads these are.
-        needs: messages that must have landed before.
+        peers: ranks that own the heads.
+        needs: messages that must be received first.
     """
 
     step: Step
@@ -77,7 +79,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class AllToAllPlan:
-    """Everything one rank does in one pass of Ulysses attention. Immutable; printable by `describe`."""
+    """Messages and computation of one rank in one pass of Ulysses attention. Immutable."""
 
     pattern: AllToAllPattern
     num_ranks: int
@@ -88,7 +90,7 @@ class AllToAllPlan:
     work: tuple[Task, ...]
 
     def describe(self) -> str:
-        """The plan as text: a line a task, with the messages that it lets go."""
+        """The plan as text: one line per task, followed by the messages that may start after it."""
         lines = [
             f"ulysses {self.pattern}, rank {self.rank} of {self.num_ranks}, {self.num_groups} head group(s), "
             f"{len(self.messages)} message(s)"
@@ -98,7 +100,8 @@ class AllToAllPlan:
             heads = f" for heads of {', '.join(map(str, task.peers))}" if task.step != "attend" else ""
             lines.append(f"  {task.step} {task.group}{heads}{wait}")
             lines += [
-                f"  message {k}: {m.send.way} {m.send.group} to {m.to}, {m.recv.way} {m.recv.group} from {m.source}"
+                f"  message {k}: {m.send.direction} {m.send.group} to {m.to}, "
+                f"{m.recv.direction} {m.recv.group} from {m.source}"
                 for k, m in enumerate(self.messages)
                 if m.after_work == index + 1
             ]
@@ -108,15 +111,15 @@ class AllToAllPlan:
 def ulysses_plan(
     num_ranks: int, rank: int, *, num_groups: int = 1, num_runs: int = 1, pattern: AllToAllPattern = "direct"
 ) -> AllToAllPlan:
-    """Schedule of one pass for one rank.
+    """The schedule of one pass for one rank.
 
     Args:
         num_ranks: size of the group, 1 to 64.
         rank: this rank in the group.
         num_groups: head groups.
-        num_runs: runs of rows that each rank holds, see `SequenceLayout`: each is a message.
-        pattern: `direct` as in the picture above; `serial` sends nothing before everything is produced, attends to
-            nothing before everything has landed, and so on: the two all-to-alls fully exposed, for attribution.
+        num_runs: runs of rows that each rank holds, see `SequenceLayout`; one message each.
+        pattern: `direct` as in the diagram above; `serial` runs one phase after another (produce, send, attend, send,
+            consume), so both all-to-alls are fully exposed. Benchmarks use it to measure the overlap.
 
     Raises:
         ValueError: an argument is out of range.
@@ -132,47 +135,47 @@ def ulysses_plan(
     if pattern not in ("direct", "serial"):
         raise ValueError(f"pattern: {pattern}: use direct or serial")
     distances = range(1, num_ranks)
-    # Others first: what is produced for the own heads needs no message.
+    # The own heads come last: they need no message.
     peers = tuple((rank + distance) % num_ranks for distance in (*distances, 0))
     sources = tuple((rank - distance) % num_ranks for distance in (0, *distances))
     work: list[Task] = []
     produced: dict[tuple[int, int], int] = {}
     for group in range(num_groups):
-        # The first group leaves piece by piece: until its first message is there, the link has nothing to do.
+        # The first group is produced piece by piece, because the link is idle until its first piece is ready.
         for part in [(peer,) for peer in peers] if group == 0 else [peers]:
             work.append(Task("produce", group, part))
             produced.update(((group, peer), len(work)) for peer in part)
     all_produced = len(work)
     attended = [all_produced + group + 1 for group in range(num_groups)]
     messages: list[HeadMessage] = []
-    landed: dict[tuple[Way, int, int], list[int]] = {}
-    ways: tuple[Way, ...] = ("in", "out")
-    for way in ways:
+    received: dict[tuple[Direction, int, int], list[int]] = {}
+    directions: tuple[Direction, ...] = ("in", "out")
+    for direction in directions:
         for group in range(num_groups):
             for distance in distances:
                 to, source = (rank + distance) % num_ranks, (rank - distance) % num_ranks
-                after = produced[group, to] if way == "in" else attended[group]
+                after = produced[group, to] if direction == "in" else attended[group]
                 if pattern == "serial":
-                    after = all_produced if way == "in" else attended[-1]
+                    after = all_produced if direction == "in" else attended[-1]
                 for run in range(num_runs):
-                    landed.setdefault((way, group, source), []).append(len(messages))
-                    if way == "in":
-                        send, recv = Piece(way, group, to, rank, run), Piece(way, group, rank, source, run)
+                    received.setdefault((direction, group, source), []).append(len(messages))
+                    if direction == "in":
+                        send, recv = Piece(direction, group, to, rank, run), Piece(direction, group, rank, source, run)
                     else:
-                        send, recv = Piece(way, group, rank, to, run), Piece(way, group, source, rank, run)
+                        send, recv = Piece(direction, group, rank, to, run), Piece(direction, group, source, rank, run)
                     messages.append(HeadMessage(send, to, recv, source, after))
 
-    def needed(way: Way, groups: range, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(k for group in groups for source in ranks for k in landed.get((way, group, source), ()))
+    def needed(direction: Direction, groups: range, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(k for group in groups for source in ranks for k in received.get((direction, group, source), ()))
 
-    everything = range(num_groups)
-    for group in everything:
-        waits = everything if pattern == "serial" else range(group, group + 1)
+    all_groups = range(num_groups)
+    for group in all_groups:
+        waits = all_groups if pattern == "serial" else range(group, group + 1)
         work.append(Task("attend", group, (rank,), needed("in", waits, sources)))
-    for group in everything:
+    for group in all_groups:
         for source in sources:
             needs = (
-                needed("out", everything, sources) if pattern == "serial" else landed.get(("out", group, source), ())
+                needed("out", all_groups, sources) if pattern == "serial" else received.get(("out", group, source), ())
             )
             work.append(Task("consume", group, (source,), tuple(needs)))
     return AllToAllPlan(pattern, num_ranks, rank, num_groups, num_runs, tuple(messages), tuple(work))

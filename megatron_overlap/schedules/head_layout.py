@@ -1,4 +1,4 @@
-"""Which rows and which heads of an attention every rank has, before and after a sequence-to-head all-to-all."""
+"""Rows and heads of every rank, before and after the sequence-to-head all-to-all of Ulysses attention."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Run = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class SequenceLayout:
-    """Which rows of the whole sequence every rank has while the sequence is split.
+    """The rows of the whole sequence that each rank holds.
 
-    Rows are never padded: ranks may have different numbers of them, and a message is as long as its rows.
+    Rows are never padded. Ranks may hold different numbers of rows.
 
     Attributes:
-        runs: for each rank the runs of consecutive positions that it holds, in the order in which it holds them; all
-            ranks have the same number of runs, and some of them may be empty.
+        runs: for each rank the runs of consecutive positions that it holds, in memory order. All ranks have the same
+            number of runs; a run may be empty.
 
     Raises:
         ValueError: the runs do not cover a sequence exactly once.
@@ -39,7 +39,7 @@ class SequenceLayout:
 
     @classmethod
     def contiguous(cls, num_rows: int, num_ranks: int) -> SequenceLayout:
-        """One run a rank, in rank order; where a division leaves a remainder the first ranks have a row more."""
+        """One run per rank, in rank order. The first ranks hold one row more if the division has a remainder."""
         return cls(tuple((_cut(num_rows, num_ranks, rank),) for rank in range(num_ranks)))
 
     @classmethod
@@ -54,18 +54,18 @@ class SequenceLayout:
 
     @classmethod
     def of_lengths(cls, lengths: Sequence[int]) -> SequenceLayout:
-        """One run a rank, in rank order, of the given lengths."""
+        """One run per rank, in rank order, of the given lengths."""
         starts = [sum(lengths[:rank]) for rank in range(len(lengths))]
         return cls(tuple(((start, start + length),) for start, length in zip(starts, lengths, strict=True)))
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that share the sequence."""
+        """Number of ranks."""
         return len(self.runs)
 
     @property
     def num_runs(self) -> int:
-        """Runs that each rank has."""
+        """Number of runs of each rank."""
         return len(self.runs[0])
 
     @property
@@ -78,7 +78,7 @@ class SequenceLayout:
         return sum(stop - start for start, stop in self.runs[rank])
 
     def local_runs(self, rank: int) -> tuple[Run, ...]:
-        """The runs of `rank` as places in what it holds."""
+        """The runs of `rank` as rows of its local tensor."""
         found, position = [], 0
         for start, stop in self.runs[rank]:
             found.append((position, position + stop - start))
@@ -92,32 +92,32 @@ class Call:
 
     Attributes:
         queries: query heads, numbered over the whole layer.
-        keys: key/value heads; each serves `len(queries) / len(keys)` consecutive query heads.
-        home: the head group whose message brought these key/value heads.
+        keys: key/value heads; `len(queries) / len(keys)` consecutive query heads share one.
+        source_group: the head group whose message contains these key/value heads.
     """
 
     queries: Run
     keys: Run
-    home: int
+    source_group: int
 
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """Which heads every rank attends to, in which head group.
+    """The heads of every rank, by head group.
 
-    Where key/value heads can be dealt out evenly to ranks and groups, a group is one run of heads over all ranks, and
-    rank j has its j-th part: the heads of a group are then consecutive rows of the QKV weight and consecutive columns
-    of the output weight. Otherwise a rank has one run of query heads, cut into groups, and a key/value head that
-    several groups of a rank need travels with the first of them.
+    If key/value heads divide evenly over ranks and groups, a group is one run of heads over all ranks, and rank j owns
+    its j-th part. The heads of a group are then consecutive rows of the QKV weight and consecutive columns of the
+    output weight. Otherwise each rank owns one run of query heads, cut into groups. A key/value head that several
+    groups of a rank need is sent with the first of them.
 
     Attributes:
         num_heads: query heads, Hq.
         num_kv_heads: key/value heads, Hkv.
         num_ranks: N.
-        num_groups: G, groups that each rank's heads are cut into.
+        num_groups: G, number of groups of the heads of each rank.
 
     Raises:
-        ValueError: the numbers do not divide each other as they must.
+        ValueError: a number is below 1, or the numbers do not divide each other.
     """
 
     num_heads: int
@@ -134,7 +134,7 @@ class HeadLayout:
             raise ValueError(f"num_kv_heads: {self.num_kv_heads}: must divide num_heads {self.num_heads}")
         if self.num_groups > self.num_heads // self.num_ranks:
             raise ValueError(
-                f"num_groups: {self.num_groups}: a rank has only {self.num_heads // self.num_ranks} query heads"
+                f"num_groups: {self.num_groups}: each rank has only {self.num_heads // self.num_ranks} query heads"
             )
 
     @property
@@ -144,7 +144,7 @@ class HeadLayout:
 
     @property
     def aligned(self) -> bool:
-        """Whether a group is one run of heads over all ranks, with key/value heads of its own."""
+        """Whether a group is one run of heads over all ranks, and shares no key/value head with another group."""
         return self.num_kv_heads % (self.num_ranks * self.num_groups) == 0
 
     @property
@@ -168,22 +168,22 @@ class HeadLayout:
         return start // self.queries_per_key, (stop - 1) // self.queries_per_key + 1
 
     def first_keys(self, rank: int, group: int) -> Run:
-        """Of these, the ones that no earlier group needed: they travel with this group's queries."""
+        """The heads of `keys` that no earlier group needs: they are sent with the queries of this group."""
         start, stop = self.keys(rank, group)
         if not self.aligned and group > 0:
             start = max(start, self.keys(rank, group - 1)[1])
         return start, stop
 
     def last_keys(self, rank: int, group: int) -> Run:
-        """Of these, the ones that no later group needs: their gradient is complete after this group."""
+        """The heads of `keys` that no later group needs: their gradient is complete after this group."""
         start, stop = self.keys(rank, group)
         if not self.aligned and group < self.num_groups - 1:
             stop = min(stop, self.keys(rank, group + 1)[0])
         return start, stop
 
     @cached_property
-    def _homes(self) -> dict[tuple[int, int], int]:
-        """The group that brings a key/value head to a rank."""
+    def _source_groups(self) -> dict[tuple[int, int], int]:
+        """The group whose message contains a key/value head, by rank and head."""
         return {
             (rank, head): group
             for rank in range(self.num_ranks)
@@ -192,18 +192,18 @@ class HeadLayout:
         }
 
     def calls(self, rank: int, group: int) -> tuple[Call, ...]:
-        """The attention calls of `rank` in `group`: as few as the sharing of key/value heads allows."""
+        """The attention calls of `rank` in `group`, as few as the sharing of key/value heads permits."""
         first, last = self.queries(rank, group)
         ratio = self.queries_per_key
         found: list[Call] = []
         for head in range(*self.keys(rank, group)):
             queries = max(first, head * ratio), min(last, (head + 1) * ratio)
-            home = self._homes[rank, head]
+            source_group = self._source_groups[rank, head]
             before = found[-1] if found else None
-            if before is not None and before.home == home:
+            if before is not None and before.source_group == source_group:
                 each = (before.queries[1] - before.queries[0]) // (before.keys[1] - before.keys[0])
                 if each == queries[1] - queries[0]:
-                    found[-1] = Call((before.queries[0], queries[1]), (before.keys[0], head + 1), home)
+                    found[-1] = Call((before.queries[0], queries[1]), (before.keys[0], head + 1), source_group)
                     continue
-            found.append(Call(queries, (head, head + 1), home))
+            found.append(Call(queries, (head, head + 1), source_group))
         return tuple(found)

@@ -149,7 +149,7 @@ class UlyssesCase:
         for work, whole in arriving:
             work.wait()
             q, k, v = self._split(whole.unflatten(2, (-1, layout.queries_per_key + 2, shape.size)))
-            out, keep = flash_attention.forward(q, k, v, causal=True, scale=scale)
+            out, keep = flash_attention.sequence_forward(q, k, v, causal=True, scale=scale)
             saved.append(keep)
             results.append(self._back(out.flatten(2)))
         context = self._collect(results)
@@ -164,7 +164,7 @@ class UlyssesCase:
         for (work, whole), keep in zip(arriving, saved, strict=True):
             work.wait()
             grad = whole.unflatten(2, (-1, shape.size))
-            dq, dk, dv = flash_attention.backward(keep, grad, causal=True, scale=scale)
+            dq, dk, dv = flash_attention.sequence_backward(keep, grad, causal=True, scale=scale)
             keys = dk.shape[2]
             parts = [dq.unflatten(2, (keys, -1)), dk.unsqueeze(3), dv.unsqueeze(3)]
             results.append(self._back(torch.cat(parts, dim=3).flatten(2)))
@@ -202,11 +202,11 @@ class UlyssesCase:
         scale = shape.size**-0.5
         if forward:
             projected = flat @ self.w_qkv.t()
-            self._kept = flash_attention.forward(q, k, v, causal=True, scale=scale)[1]
+            self._kept = flash_attention.sequence_forward(q, k, v, causal=True, scale=scale)[1]
             return projected, self.context @ self.w_out.t()
         dy = self.dy.flatten(0, 1)
         first = dy @ self.w_out, dy.t() @ self.context
-        grads = flash_attention.backward(
+        grads = flash_attention.sequence_backward(
             self._kept, self.dwhole.unflatten(2, (-1, shape.size)), causal=True, scale=scale
         )
         return first, grads, self.dprojected @ self.w_qkv, self.dprojected.t() @ flat
@@ -225,7 +225,7 @@ class UlyssesCase:
         wide, narrow = self.whole, self.dwhole
         transfers = []
         for index, message in enumerate(plan.messages):
-            tensor = wide if (message.send.way == "in") == forward else narrow
+            tensor = wide if (message.send.direction == "in") == forward else narrow
             send = tensor[: self.rows]
             plain = message.message(index)
             free = type(plain)(plain.send, plain.to, plain.recv, plain.source)

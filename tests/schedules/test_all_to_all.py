@@ -1,4 +1,4 @@
-"""Ulysses schedules and layouts: proved by playing all ranks, and by counting every head and row."""
+"""Ulysses schedules are proved for all ranks; layouts cover every head and row once."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def test_proved_for_every_group_size(num_groups: int, num_runs: int, step: int) 
         assert proof.exposed_in == proof.exposed_out == (num_ranks > 1)
 
 
-def test_serial_is_correct_and_exposes_everything() -> None:
+def test_serial_is_correct_and_exposes_all_messages() -> None:
     proof = check_all_to_all(plans(4, num_groups=3, pattern="serial"))
     assert proof.exposed_in == proof.exposed_out == 3
 
 
-def test_messages_of_one_rank_go_to_others_in_turn() -> None:
+def test_message_order_of_one_rank() -> None:
     plan = ulysses_plan(4, 1, num_groups=2)
-    assert [(m.send.way, m.send.group, m.to) for m in plan.messages] == [
-        (way, group, to) for way in ("in", "out") for group in (0, 1) for to in (2, 3, 0)
+    assert [(m.send.direction, m.send.group, m.to) for m in plan.messages] == [
+        (direction, group, to) for direction in ("in", "out") for group in (0, 1) for to in (2, 3, 0)
     ]
     # The first message leaves after the first piece of work; the second group is one piece.
     assert [m.after_work for m in plan.messages[:6]] == [1, 2, 3, 5, 5, 5]
@@ -67,9 +67,9 @@ def _damage(plan: AllToAllPlan) -> list[AllToAllPlan]:
             {"after_work": 0},
         ]
         if index < len(messages) - 1:
-            # The last one would only be late.
+            # The last message would still be correct, only late.
             changes.append({"after_work": len(work)})
-        if message.send.way == "out":
+        if message.send.direction == "out":
             changes.append({"after_work": message.after_work - 1})
         for change in changes:
             changed = dataclasses.replace(message, **change)  # type: ignore[arg-type]
@@ -128,9 +128,9 @@ def test_every_head_is_attended_once_with_its_keys(data: st.DataObject) -> None:
                 assert each * len(keys) == len(queries)
                 for index, head in enumerate(queries):
                     assert keys[index // each] == head // layout.queries_per_key
-                assert set(keys) <= set(range(*layout.first_keys(rank, call.home)))
-                assert call.home <= group
-                assert not set(keys) & set(ended), "used after its gradient left"
+                assert set(keys) <= set(range(*layout.first_keys(rank, call.source_group)))
+                assert call.source_group <= group
+                assert not set(keys) & set(ended), "used after its gradient was sent"
                 inside += queries
             assert inside == list(range(*layout.queries(rank, group)))
             attended += inside
@@ -166,12 +166,12 @@ def test_groups_are_runs_of_heads_where_they_can_be() -> None:
         ("runs", lambda: SequenceLayout((((0, 2),), ()))),
     ],
 )
-def test_bad_arguments_are_named(field: str, call: object) -> None:
+def test_invalid_arguments_name_the_argument(field: str, call: object) -> None:
     with pytest.raises(ValueError, match=f"^{field}: "):
         call()  # type: ignore[operator]
 
 
-def test_describe_lists_everything() -> None:
+def test_describe_lists_all_tasks_and_messages() -> None:
     assert ulysses_plan(2, 0, num_groups=1).describe().splitlines() == [
         "ulysses direct, rank 0 of 2, 1 head group(s), 2 message(s)",
         "  produce 0 for heads of 1",

@@ -105,7 +105,7 @@ def build_model(
             multi_latent_attention=args.multi_latent_attention,
             normalization=args.normalization,
         )
-    documents = training.engine(args)
+    documents = training.varlen_adapter(args)
     if documents is not None:
         training.set_core_attention(layer, documents)
     model = GPTModel(
@@ -133,7 +133,7 @@ def build_model(
 def build_datasets(num_samples: Sequence[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
     """Train, validation and test sets, on the ranks that read data (tensor rank 0 of the outer stages)."""
     args = get_args()
-    documents = training.engine(args)
+    documents = training.varlen_adapter(args)
     if documents is not None:
         train, valid, test = document_loaders(documents, args)
         return train, valid, test
@@ -190,7 +190,7 @@ def own_positions(rows: Any, rank: int, size: int) -> torch.Tensor:
 
 def forward_step(data: Iterator[Any] | None, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
     """Loss of every token of the next micro-batch, and the function that sums them up."""
-    documents = training.engine(get_args())
+    documents = training.varlen_adapter(get_args())
     if documents is not None:
         assert data is not None
         losses, loss_mask = training.forward(next(data), model, documents)

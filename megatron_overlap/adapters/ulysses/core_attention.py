@@ -1,7 +1,7 @@
-"""Megatron's local attention under context parallelism: Ulysses, with its all-to-alls hidden.
+"""Context parallelism for Megatron's local attention: Ulysses with overlapped all-to-alls.
 
-Stock `DotProductAttention` refuses context parallelism. The rest of Megatron does not: it splits batches, positions and
-rotary embeddings in zigzag pieces, and reduces losses and gradients over the context ranks.
+Stock `DotProductAttention` refuses context parallelism. The rest of Megatron supports it: it splits batches, positions
+and rotary embeddings in zigzag order, and reduces losses and gradients over the context ranks.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from megatron_overlap.session import Adapter, Session
 
 
 class UlyssesError(ValueError):
-    """An attention layer asks for what Ulysses cannot do here; names the flag, its value and the remedy."""
+    """Ulysses does not support an option of an attention layer; names the flag, its value and the remedy."""
 
 
 class UlyssesAdapter(Adapter):
-    """What the patched attention layers of one session share: the plan, transports, and counting."""
+    """Plan, transports and counters that the patched attention layers of one session share."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -51,7 +51,7 @@ class UlyssesAdapter(Adapter):
         return open_transport(self.session, group)
 
     def observer(self, op: str, heads: str) -> Callable[[Any, int], None]:
-        """Who counts the passes of an op."""
+        """An observer that counts the passes of an operation in the report."""
 
         def observe(direction: Any, num_bytes: int) -> None:
             self.session.counters.overlapped("attention", heads, op, direction, num_bytes)
@@ -60,10 +60,10 @@ class UlyssesAdapter(Adapter):
 
 
 def attention_init(original: Method, session: Session) -> Method:
-    """Replacement of `DotProductAttention.__init__`: the same, and under context parallelism no refusal.
+    """Replacement of `DotProductAttention.__init__`: it accepts context parallelism.
 
     Raises:
-        UlyssesError: the layer asks for something that Ulysses does not do.
+        UlyssesError: the layer has an option that Ulysses does not support.
     """
     UlyssesAdapter.of(session)
 
@@ -72,7 +72,7 @@ def attention_init(original: Method, session: Session) -> Method:
         if config.context_parallel_size == 1:
             original(self, config, *args, **kwargs)
             return
-        # Stock looks at the size once, to refuse it.
+        # Stock reads the size only to refuse it.
         alone = copy.copy(config)
         alone.context_parallel_size = 1
         original(self, alone, *args, **kwargs)
@@ -85,8 +85,8 @@ def attention_init(original: Method, session: Session) -> Method:
 def attention_forward(original: Method, session: Session) -> Method:
     """Replacement of `DotProductAttention.forward`.
 
-    Equals the original on the whole sequence and the rank's tensor-parallel heads, of which every context rank gets its
-    own rows.
+    It equals the original on the whole sequence and the tensor-parallel heads of the rank. Every context rank gets its
+    own rows of the result.
     """
     adapter = UlyssesAdapter.of(session)
 
@@ -130,13 +130,13 @@ def context_group(layer: Any) -> dist.ProcessGroup:
 
 
 def scale_of(core: Any) -> float:
-    """Of the scores. Megatron's layer scaling divides before the softmax and multiplies inside: nothing is left."""
+    """The factor of the scores. Layer scaling divides before the softmax and multiplies inside it: it cancels out."""
     scale: float = core.softmax_scale
     return scale * core.layer_number if core.config.apply_query_key_layer_scaling else scale
 
 
 def _refuse(layer: Any, config: Any) -> None:
-    """Refuses, where the model is built, what a layer cannot do under Ulysses."""
+    """Refuses options of a layer that Ulysses does not support, when the model is built."""
     group = context_group(layer)
     heads, kv_heads = layer.num_attention_heads_per_partition, layer.num_query_groups_per_partition
     problems = (
@@ -156,18 +156,21 @@ def _refuse(layer: Any, config: Any) -> None:
         ),
         (
             layer.attn_mask_type is not AttnMaskType.causal,
-            f"attention mask {layer.attn_mask_type.name}: only causal self-attention has context parallelism here",
+            f"attention mask {layer.attn_mask_type.name}: use causal self-attention with context parallelism",
         ),
-        (layer.attention_type != "self", f"{layer.attention_type}-attention: only self-attention is done"),
+        (
+            layer.attention_type != "self",
+            f"{layer.attention_type}-attention: use self-attention with context parallelism",
+        ),
         (
             is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer.layer_number),
-            f"--window-size {config.window_size}: sliding windows have no context parallelism here; leave it out",
+            f"--window-size {config.window_size}: not with context parallelism; leave it out",
         ),
         (
             getattr(config, "softmax_type", "vanilla") != "vanilla",
             f"--softmax-type {getattr(config, 'softmax_type', '')}: use vanilla with context parallelism",
         ),
-        (_documents_apart(), "--reset-attention-mask: documents cannot be kept apart here; leave it out"),
+        (_separates_documents(), "--reset-attention-mask: not with context parallelism; leave it out"),
         (
             dist.get_backend(group) not in ("gloo", "nccl"),
             f"--distributed-backend {dist.get_backend(group)}: use gloo or nccl",
@@ -178,8 +181,8 @@ def _refuse(layer: Any, config: Any) -> None:
             raise UlyssesError(f"overlap.ulysses: {text}")
 
 
-def _documents_apart() -> bool:
-    """Whether Megatron's training arguments, if that is what runs, ask for a mask that is more than causal."""
+def _separates_documents() -> bool:
+    """Whether the arguments of Megatron's training separate the documents by a mask; False outside its training."""
     try:
         from megatron.training import global_vars
     except ImportError:
@@ -195,9 +198,12 @@ def _refuse_call(
     packed_seq_params: Any,
 ) -> None:
     problems = (
-        (packed_seq_params is not None, "packed sequences: not done under context parallelism; train unpacked"),
-        (attention_bias is not None, "attention bias: not done under context parallelism"),
-        (attn_mask_type is not AttnMaskType.causal, f"attention mask {attn_mask_type}: only causal is done"),
+        (packed_seq_params is not None, "packed sequences: not with context parallelism; train unpacked"),
+        (attention_bias is not None, "attention bias: not with context parallelism"),
+        (
+            attn_mask_type is not AttnMaskType.causal,
+            f"attention mask {attn_mask_type}: use causal with context parallelism",
+        ),
         (query.shape[0] != key.shape[0], "key/value cache: generate without context parallelism"),
     )
     for wrong, text in problems:

@@ -1,7 +1,7 @@
-"""Megatron's whole self-attention layer under Ulysses: the projections of some heads hide the messages of others.
+"""Megatron's whole self-attention layer under Ulysses: projections of one head group hide the messages of others.
 
-A layer that fits gets a `forward` of its own when it is built. What does not fit runs Megatron's forward, whose core
-attention is Ulysses too (`adapters/ulysses/core_attention.py`) and hides its messages behind attention alone.
+A supported layer gets an instance attribute `forward` when it is built. Other layers run the stock forward, whose core
+attention is also Ulysses (`adapters/ulysses/core_attention.py`) and hides its messages behind attention alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_overlap.session import Session
 
 
 def self_attention_init(original: Method, session: Session) -> Method:
-    """Replacement of `SelfAttention.__init__`: the same, and a layer that fits gets the fused forward."""
+    """Replacement of `SelfAttention.__init__`: it gives supported layers the fused forward."""
     adapter = UlyssesAdapter.of(session)
     layers: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -43,20 +43,20 @@ def self_attention_init(original: Method, session: Session) -> Method:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         original(self, *args, **kwargs)
-        if session.config.ulysses.fuse_projections and _fits(self):
-            # On the object: a class has layers that fit and others. Weakly, or the layer would hold itself.
+        if session.config.ulysses.fuse_projections and _is_supported(self):
+            # On the instance, because other layers of the class may be unsupported. The weak reference avoids a cycle.
             self.forward = functools.partial(_forward, adapter, weakref.ref(self))
             layers.add(self)
 
     return __init__
 
 
-def _fits(layer: Any) -> bool:
+def _is_supported(layer: Any) -> bool:
     config = layer.config
     if config.context_parallel_size == 1 or layer.pg_collection.tp.size() > 1:
         return False
     kv_heads, left = divmod(layer.num_query_groups_per_partition, config.context_parallel_size)
-    # With one key/value head a rank, attention alone has more head groups: it cuts the queries.
+    # With one key/value head per rank, `ulysses_attention` has more head groups, because it also cuts the queries.
     if left or (kv_heads == 1 and layer.num_attention_heads_per_partition > layer.num_query_groups_per_partition):
         return False
     plain = (
@@ -79,10 +79,10 @@ def _fits(layer: Any) -> bool:
 def _forward(
     adapter: UlyssesAdapter, reference: weakref.ref[Any], hidden_states: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """`forward` of one layer: equals Megatron's on the whole sequence, of which every context rank gets its rows."""
+    """`forward` of one layer: equals the stock forward on the whole sequence; every context rank gets its rows."""
     layer: Any = reference()
     cls = type(layer)
-    # Bound by name, so that what is given by position is seen too.
+    # Bind the arguments to find those that are passed by position.
     call = inspect.signature(cls.forward).bind(layer, hidden_states, *args, **kwargs)
     given = {name for name, value in call.arguments.items() if value is not None}
     known = {"self", "hidden_states", "attention_mask", "rotary_pos_emb"}
@@ -131,7 +131,7 @@ def _forward(
 
 
 def _run_pre_hooks(module: torch.nn.Module, value: torch.Tensor) -> None:
-    """What would run if the module were called: Megatron waits there for parameters that are still gathered."""
+    """Runs the pre-hooks of a module that is not called. In these Megatron waits for the gather of parameters."""
     for hook in module._forward_pre_hooks.values():
         if hook(module, (value,)) is not None:
             raise RuntimeError(

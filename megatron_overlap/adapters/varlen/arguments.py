@@ -1,6 +1,6 @@
-"""What balanced attention cannot do in Megatron, by its arguments: looked at before a model is built.
+"""Checks Megatron's arguments for options that balanced attention does not support, before the model is built.
 
-`config/varlen_validation.py` says the same of launch configs, before anything is started.
+`config/validation.py` checks launch configurations, before the processes start.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Any
 from megatron_overlap.adapters.varlen.core_attention import VarlenError
 from megatron_overlap.config.validation import REFUSED_FLAGS
 
-# Values that mean "not asked for", whatever the argument.
+# Values of an argument that is not set.
 _OFF: tuple[Any, ...] = (None, False, 0, (), [], "none", "")
 
 
 def refuse(args: Any, method: str) -> None:
-    """Refuses the first argument that does not go with `overlap.varlen`.
+    """Refuses the first argument that `overlap.varlen` does not support.
 
     Args:
-        args: Megatron's.
+        args: Megatron's arguments.
         method: `overlap.varlen.method`.
 
     Raises:
@@ -37,14 +37,14 @@ def _problems(args: Any, method: str) -> Iterator[tuple[str, Any, str]]:
                 yield flag, value, "documents come from a loader of the plugin: use external"
         elif value not in _OFF:
             yield flag, value, f"{reason}; leave it out"
-    wanted: tuple[tuple[str, Any, str], ...] = (
-        ("--pipeline-model-parallel-size", 1, "stages would need the plan: use 1"),
+    required: tuple[tuple[str, Any, str], ...] = (
+        ("--pipeline-model-parallel-size", 1, "pipeline stages do not pass the plan on: use 1"),
         ("--micro-batch-size", 1, "a micro-batch is one row of whole documents, --seq-length tokens at most: use 1"),
         ("--calculate-per-token-loss", True, "ranks hold different numbers of tokens: add it"),
-        ("--transformer-impl", "local", "its attention would not be ours: use local"),
+        ("--transformer-impl", "local", "it uses another core attention: use local"),
         ("--attention-dropout", 0.0, "use 0"),
     )
-    for flag, value, reason in wanted:
+    for flag, value, reason in required:
         found = getattr(args, flag.removeprefix("--").replace("-", "_"))
         if found != value:
             yield flag, found, reason
@@ -54,7 +54,7 @@ def _problems(args: Any, method: str) -> Iterator[tuple[str, Any, str]]:
         yield (
             "--context-parallel-size",
             args.context_parallel_size,
-            "with method masked Megatron's own attention runs, which has none: use 1",
+            "method masked uses stock attention, which has no context parallelism: use 1",
         )
     if args.mock_data:
         yield "--mock-data", True, "it reads documents: use --data-path"
@@ -63,4 +63,4 @@ def _problems(args: Any, method: str) -> Iterator[tuple[str, Any, str]]:
     for name, off in (("softmax_type", "vanilla"), ("experimental_attention_variant", None), ("qk_clip", False)):
         found = getattr(args, name, off)
         if found != off:
-            yield f"--{name.replace('_', '-')}", found, "its attention is another one; leave it out"
+            yield f"--{name.replace('_', '-')}", found, "balanced attention does not support it; leave it out"

@@ -1,7 +1,7 @@
-"""Balanced attention in Megatron: a core attention that the layer spec names, and rotary embedding by token position.
+"""Balanced attention in Megatron: a core attention module for the layer spec, and rotary embedding by token position.
 
-No patch: the spec, a subclass of `PackedSeqParams` and the model's module `rotary_pos_emb` are seams of Megatron's own.
-Outside attention the order of a rank's rows means nothing to Megatron, so that they may be anybody's.
+It needs no patch: Megatron accepts a layer spec, a subclass of `PackedSeqParams` and another `rotary_pos_emb` module.
+Outside attention Megatron does not use the order of a rank's rows, so a rank may hold any rows.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import platform
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -22,7 +23,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch.nn import functional
 
 from megatron_overlap.adapters.diagnostics.consistency import open_transport
-from megatron_overlap.adapters.varlen.loader import Batch, Channel
+from megatron_overlap.adapters.varlen.loader import Batch, LoaderThread
 from megatron_overlap.adapters.wrapping import untraced
 from megatron_overlap.comm.host_group import HostGroup
 from megatron_overlap.ops import balanced_attention
@@ -33,37 +34,37 @@ from megatron_overlap.session import Adapter, Session
 
 
 class VarlenError(ValueError):
-    """Megatron is asked for what balanced attention cannot do; names the flag, its value and the remedy."""
+    """Balanced attention does not support an argument of Megatron; names the flag, its value and the remedy."""
 
 
 @dataclass
 class PackedRows(PackedSeqParams):  # type: ignore[misc]
-    """What the attention of every layer needs to know of a micro-batch; Megatron passes it through.
+    """The micro-batch and its adapter, which Megatron passes to the attention of every layer.
 
-    `qkv_format` is `sbhd`, so that Megatron keeps off its own way with packed sequences.
+    `qkv_format` is `sbhd`, so that Megatron does not use its own support of packed sequences.
 
     Attributes:
         batch: the micro-batch; its position ids are on the device.
-        engine: who runs its plan.
+        adapter: computes attention.
     """
 
     batch: Batch | None = None
-    engine: VarlenAdapter | None = None
+    adapter: VarlenAdapter | None = None
 
     @classmethod
-    def of(cls, batch: Batch, engine: VarlenAdapter) -> PackedRows:
+    def of(cls, batch: Batch, adapter: VarlenAdapter) -> PackedRows:
         """The parameters of a micro-batch."""
-        return cls(qkv_format="sbhd", batch=batch, engine=engine)
+        return cls(qkv_format="sbhd", batch=batch, adapter=adapter)
 
 
 class VarlenAdapter(Adapter):
-    """What the attention layers and loaders of a session share: plans, messages, counting.
+    """Planner, transports and loader thread that the attention layers and loaders of a session share.
 
     Args:
-        session: closes what is opened here.
+        session: owns and closes the resources.
         group: the context-parallel ranks.
-        cost: of the model's layers.
-        tokens: most tokens of a micro-batch, over all ranks of the group.
+        cost: cost model of the model's layers.
+        tokens: largest number of tokens of a micro-batch, over all ranks of the group.
     """
 
     def __init__(self, session: Session, group: dist.ProcessGroup, cost: CostModel, tokens: int) -> None:
@@ -71,26 +72,26 @@ class VarlenAdapter(Adapter):
         self._wanted = session.config.varlen
         self._cost = cost
         self.group = group
-        self.channel = Channel(HostGroup(group, name="data loader"))
-        session.add_close(self.channel.close)
-        self.transports = VarlenTransports.open(group, lambda channel: open_transport(session, group, channel))
+        self.loader_thread = LoaderThread(HostGroup(group, name="data loader"))
+        session.add_close(self.loader_thread.close)
+        self.transports = VarlenTransports.open(group, partial(open_transport, session, group))
         share = -(-tokens // group.size())
         self.capacity = share + -(-share // 16) if self._wanted.capacity == "auto" else self._wanted.capacity
         self.topology = self._topology()
 
     def drop(self) -> None:
-        """Closes what was opened, without waiting for loaders."""
-        self.channel.thread.shutdown(wait=False, cancel_futures=True)
-        self.channel.group.close()
+        """Closes the loader thread without waiting for the loaders; the session closes the transports."""
+        self.loader_thread.executor.shutdown(wait=False, cancel_futures=True)
+        self.loader_thread.group.close()
         self.session.remove(VarlenAdapter)
 
     @property
     def masked(self) -> bool:
-        """Whether Megatron's own attention runs."""
+        """Whether stock attention with a mask runs."""
         return self._wanted.method == "masked"
 
     def plan(self, lengths: Sequence[int]) -> Plan:
-        """Where the tokens of a micro-batch are in attention; the same on every rank."""
+        """The plan of a micro-batch with documents of these lengths; the same on every rank."""
         method = "balanced" if self.masked else self._wanted.method
         return METHODS[method](lengths, self.topology, capacity=self.capacity, cost=self._cost)
 
@@ -98,7 +99,7 @@ class VarlenAdapter(Adapter):
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: Plan, softmax_scale: float
     ) -> torch.Tensor:
-        """Causal attention of each document alone: `[rows, heads, size]` in and out, in the layout of linear layers."""
+        """Causal attention of each document alone: `[rows, heads, D]` to the same shape, in the linear layout."""
         return balanced_attention(
             query,
             key,
@@ -118,7 +119,7 @@ class VarlenAdapter(Adapter):
 
     def _topology(self) -> Topology:
         wanted, ranks = self._wanted, self.group.size()
-        hosts = [host for (host,) in self.channel.group.all_gather([zlib.crc32(platform.node().encode())])]
+        hosts = [host for (host,) in self.loader_thread.group.all_gather([zlib.crc32(platform.node().encode())])]
         nodes = nodes_of(hosts) if wanted.nodes == "auto" else wanted.nodes
         if ranks % nodes:
             raise VarlenError(f"overlap.varlen.nodes: {nodes}: must divide the {ranks} context ranks, or auto")
@@ -133,17 +134,17 @@ class VarlenAdapter(Adapter):
 
 
 def nodes_of(hosts: Sequence[int]) -> int:
-    """Nodes that the ranks of a group are on, given their hosts; 1 where they are not spread evenly and in order."""
+    """Number of nodes of a group, given the host of each rank; 1 if the hosts are not even, consecutive blocks."""
     runs = [(host, len(list(run))) for host, run in groupby(hosts)]
     even = len({host for host, _ in runs}) == len(runs) and len({size for _, size in runs}) == 1
     return len(runs) if even else 1
 
 
 class BalancedCoreAttention(torch.nn.Module):
-    """Stands where Megatron's `DotProductAttention` does in a layer spec.
+    """Core attention for a layer spec, in place of Megatron's `DotProductAttention`.
 
     Raises:
-        VarlenError: the layer asks for something that balanced attention does not do.
+        VarlenError: the layer has an option that balanced attention does not support.
     """
 
     def __init__(
@@ -160,8 +161,8 @@ class BalancedCoreAttention(torch.nn.Module):
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         problems = (
             (dropout > 0, f"--attention-dropout {dropout}: use 0"),
-            (attn_mask_type is not AttnMaskType.causal, f"attention mask {attn_mask_type.name}: only causal is done"),
-            (attention_type != "self", f"{attention_type}-attention: only self-attention is done"),
+            (attn_mask_type is not AttnMaskType.causal, f"attention mask {attn_mask_type.name}: use causal"),
+            (attention_type != "self", f"{attention_type}-attention: use self-attention"),
         )
         for wrong, text in problems:
             if wrong:
@@ -178,48 +179,48 @@ class BalancedCoreAttention(torch.nn.Module):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        """`[rows, 1, heads, size]` of this rank to `[rows, 1, heads x size]`; zeros in the rows of padding."""
-        batch, engine = _rows_of(packed_seq_params)
+        """`[rows, 1, heads, D]` of this rank to `[rows, 1, heads * D]`; padding rows get zeros."""
+        batch, adapter = _batch_of(packed_seq_params)
         if attention_mask is not None or attention_bias is not None:
             raise VarlenError("overlap.varlen: attention mask or bias: attention is causal in each document; give none")
         rows = batch.num_rows
-        mine = [tensor[:rows].squeeze(1) for tensor in (query, key, value)]
-        context = engine.attend(mine[0], mine[1], mine[2], batch.plan, self._softmax_scale)
+        q, k, v = (tensor[:rows].squeeze(1) for tensor in (query, key, value))
+        context = adapter.attend(q, k, v, batch.plan, self._softmax_scale)
         return functional.pad(context.flatten(1), (0, 0, 0, len(query) - rows)).unsqueeze(1)
 
 
 class MaskedCoreAttention(DotProductAttention):  # type: ignore[misc]
-    """Megatron's own attention with a mask that keeps the documents of a row apart: what ours is checked against.
+    """Stock attention with a mask that separates the documents of a micro-batch: the reference of balanced attention.
 
-    One context rank, memory quadratic in a row's tokens.
+    It needs one context rank, and memory quadratic in the tokens of a micro-batch.
     """
 
     def __init__(self, config: Any, layer_number: int, attn_mask_type: AttnMaskType, *args: Any, **kwargs: Any) -> None:
-        # Causal has a mask of its own, which some kernels take whatever mask is given.
+        # With mask type `causal` some kernels ignore the mask argument.
         super().__init__(config, layer_number, AttnMaskType.arbitrary, *args, **kwargs)
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **kwargs: Any
     ) -> torch.Tensor:
         """See `DotProductAttention.forward`."""
-        batch, _engine = _rows_of(kwargs["packed_seq_params"])
+        batch, _adapter = _batch_of(kwargs["packed_seq_params"])
         documents = batch.documents[0]
-        apart = documents[:, None] != documents[None, :]
-        later = torch.ones_like(apart).triu(1)
-        mask = (apart | later)[None, None]
+        other_document = documents[:, None] != documents[None, :]
+        later = torch.ones_like(other_document).triu(1)
+        mask = (other_document | later)[None, None]
         result: torch.Tensor = super().forward(query, key, value, mask, AttnMaskType.arbitrary)
         return result
 
 
 class TokenRotary(torch.nn.Module):
-    """Rotary embedding by the position of each token in its document, in the place of Megatron's by row.
+    """Rotary embedding by the position of each token in its document; the stock embedding uses the row number.
 
-    Megatron asks for a length and then for the angles of so many rows. Here the length it is given, and hands back, are
-    the rows' positions.
+    Megatron calls `get_rotary_seq_len` and passes its result to `forward`. Here the result is the positions of the rows
+    instead of their number.
 
     Args:
-        embedding: Megatron's.
-        max_positions: positions are below this.
+        embedding: Megatron's rotary embedding.
+        max_positions: all positions are below this.
     """
 
     def __init__(self, embedding: torch.nn.Module, max_positions: int) -> None:
@@ -229,24 +230,24 @@ class TokenRotary(torch.nn.Module):
         self._angles: torch.Tensor | None = None
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The positions of the rows; the micro-batch is the last argument."""
-        batch, _ = _rows_of(kwargs.get("packed_seq_params", args[-1] if args else None))
+        """The positions of the rows. The micro-batch is the last argument."""
+        batch, _ = _batch_of(kwargs.get("packed_seq_params", args[-1] if args else None))
         return batch.position_ids[0]
 
     def forward(self, positions: torch.Tensor, **_: Any) -> torch.Tensor:
-        """`[rows, 1, 1, size]` angles."""
+        """Angles `[rows, 1, 1, D]`."""
         if self._angles is None or self._angles.device != positions.device:
-            # Told that rows are packed, Megatron gives the whole table and not the part of a context rank.
+            # With `packed_seq=True` Megatron returns the whole table instead of the part of a context rank.
             self._angles = self.embedding(self._max_positions, packed_seq=True).to(positions.device)
         return self._angles.index_select(0, positions)
 
 
-def _rows_of(packed_seq_params: Any) -> tuple[Batch, VarlenAdapter]:
+def _batch_of(packed_seq_params: Any) -> tuple[Batch, VarlenAdapter]:
     if not isinstance(packed_seq_params, PackedRows):
         raise VarlenError(
-            "overlap.varlen: the model was called without a micro-batch of documents: use the provided scripts, and no "
-            "inference or evaluation of another kind"
+            "overlap.varlen: the model was called without a micro-batch of documents: use the provided scripts for "
+            "training and evaluation"
         )
     assert packed_seq_params.batch is not None
-    assert packed_seq_params.engine is not None
-    return packed_seq_params.batch, packed_seq_params.engine
+    assert packed_seq_params.adapter is not None
+    return packed_seq_params.batch, packed_seq_params.adapter

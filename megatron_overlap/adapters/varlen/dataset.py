@@ -1,4 +1,4 @@
-"""Documents of Megatron's .bin/.idx pairs as they are, and the loaders of a training run."""
+"""Documents of Megatron's .bin/.idx pairs, and the loaders of a training run."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron_overlap.adapters.varlen.core_attention import VarlenAdapter, VarlenError
 from megatron_overlap.adapters.varlen.loader import DocumentLoader
 
-_PARTS = ("training", "validation", "test")
+_SPLITS = ("training", "validation", "test")
 
 
 class IndexedDocuments:
-    """A range of the documents of a pair; see `adapters.varlen.loader.Documents`.
+    """A range of the documents of a .bin/.idx pair; see `adapters.varlen.loader.Documents`.
 
-    A document of n ids has n - 1 rows, each an id and the next one. One with more rows than a micro-batch holds is cut
-    in parts that are documents of their own. One of fewer than two ids has no row, and is left out.
+    A document of n ids has n - 1 rows, each with an id and the next id. A document with more rows than a micro-batch is
+    cut into parts, which become separate documents. A document with fewer than two ids has no row and is left out.
 
     Args:
         data: the pair.
         first: number of the first document.
-        stop: number after the last one.
-        max_rows: rows of a micro-batch.
+        stop: number after the last document.
+        max_rows: largest number of rows of a document, that of a micro-batch.
     """
 
     def __init__(self, data: IndexedDataset, first: int, stop: int, max_rows: int) -> None:
@@ -34,7 +34,7 @@ class IndexedDocuments:
         rows = np.maximum(np.diff(ends[bounds]) - 1, 0)
         parts = -(-rows // max_rows)
         document = np.repeat(np.arange(len(rows)), parts)
-        # Numbers of a document's parts: 0, 1, ... again and again.
+        # Number of each part in its document: 0, 1, ...
         part = np.arange(len(document)) - np.repeat(np.cumsum(parts) - parts, parts)
         self._sequences = bounds
         self._document, self._start = document, part * max_rows
@@ -60,20 +60,21 @@ class IndexedDocuments:
 
 
 def document_loaders(adapter: VarlenAdapter, args: Any) -> tuple[DocumentLoader | None, ...]:
-    """Training, validation and test loaders of this rank; None for a part that nobody reads.
+    """Training, validation and test loaders of this rank; None for a split that the run does not read.
 
-    Micro-batches go to the data parallel copies in turn, so that an iteration reads the same documents in every layout.
+    Data-parallel replicas get the micro-batches in rotation, so an iteration reads the same documents for every number
+    of replicas.
 
     Raises:
-        VarlenError: a part that is to be read has no documents of two ids or more.
+        VarlenError: a split that the run reads has no documents of two ids or more.
     """
     data = IndexedDataset(args.data_path[0], mmap=args.mmap_bin_files)
     bounds = split_bounds(args.split or "100,0,0", len(data.document_indices) - 1)
-    read = (not args.skip_train, args.eval_iters > 0, args.eval_iters > 0)
+    is_read = (not args.skip_train, args.eval_iters > 0, args.eval_iters > 0)
     consumed = (args.consumed_train_samples, args.consumed_valid_samples, 0)
     loaders: list[DocumentLoader | None] = []
-    for part, name in enumerate(_PARTS):
-        if not read[part]:
+    for part, name in enumerate(_SPLITS):
+        if not is_read[part]:
             loaders.append(None)
             continue
         documents = IndexedDocuments(data, bounds[part], bounds[part + 1], args.seq_length)
@@ -82,7 +83,7 @@ def document_loaders(adapter: VarlenAdapter, args: Any) -> tuple[DocumentLoader 
         loaders.append(
             DocumentLoader(
                 documents,
-                adapter.channel,
+                adapter.loader_thread,
                 adapter.plan,
                 tokens=args.seq_length,
                 seed=args.seed + part,
@@ -95,8 +96,8 @@ def document_loaders(adapter: VarlenAdapter, args: Any) -> tuple[DocumentLoader 
 
 
 def split_bounds(split: str, count: int) -> list[int]:
-    """Where the parts of `count` documents begin and end, by weights as `969,30,1`."""
+    """Bounds of the splits of `count` documents, by weights such as `969,30,1`."""
     weights = [float(part) for part in split.split(",")]
-    weights += [0.0] * (len(_PARTS) - len(weights))
+    weights += [0.0] * (len(_SPLITS) - len(weights))
     ends = np.cumsum(weights) / sum(weights) * count
     return [0, *(round(float(end)) for end in ends)]

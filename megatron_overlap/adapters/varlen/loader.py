@@ -1,7 +1,7 @@
-"""Micro-batches of whole documents: read by all ranks of a group, planned, and handed to where their rows belong.
+"""Loads micro-batches of whole documents: all ranks of a group read them, plan them and exchange their rows.
 
-Everything of the next micro-batch happens on a thread while the current one is computed with: reading, gathering
-lengths, planning, exchanging; and what attention will ask of the plan.
+A thread prepares the next micro-batch during the current step: it reads documents, gathers lengths, plans, exchanges
+rows, and computes the messages of attention.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from megatron_overlap.schedules.varlen.rebalance import linear_layout
 
 Planner = Callable[[Sequence[int]], Plan]
 
-_COLUMNS = 3  # token, label, whether the row counts in the loss
-_LENGTHS_AT_ONCE = 32  # of each rank, in one gather
+_COLUMNS = 3  # token, label, loss mask
+_LENGTHS_PER_GATHER = 32  # documents of each rank
 
 
 class Documents(Protocol):
-    """Where documents come from. A rank asks for those that it reads, no others."""
+    """A source of documents. Each rank reads only its share of them."""
 
     def __len__(self) -> int:
-        """How many there are; the same on every rank."""
+        """Number of documents; the same on every rank."""
 
     def rows(self, index: int) -> int:
-        """Rows of a document: tokens that have a next one."""
+        """Rows of a document: the tokens that have a successor."""
 
     def read(self, index: int) -> np.ndarray:
-        """`[rows, 3]` int32: token, next token, 1 where the row counts in the loss."""
+        """`[rows, 3]` int32: token, next token, loss mask (0 or 1)."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch as a rank holds it in linear layers: rows `[1, T]`, the last of them padding.
+    """One micro-batch of a rank in the linear layout: rows `[1, T]`, the last of them padding.
 
     Attributes:
         tokens: input ids.
-        labels: the next ids.
-        loss_mask: 1 where a row counts, 0 in padding.
-        position_ids: of a token in its document.
-        documents: number of a row's document in the micro-batch; -1 in padding.
+        labels: next ids.
+        loss_mask: 1 for rows that count in the loss, 0 for padding.
+        position_ids: position of each token in its document.
+        documents: number of each row's document in the micro-batch; -1 for padding.
         num_rows: rows without padding.
-        plan: where the tokens are in attention: one pass.
+        plan: placement of the tokens in attention, one pass.
     """
 
     tokens: torch.Tensor
@@ -64,8 +64,8 @@ class Batch:
     plan: Plan
 
 
-class Channel:
-    """The messages and the thread of a rank's loaders. Loaders take turns, in the order in which they are asked.
+class LoaderThread:
+    """The thread and the host group of a rank's loaders. It prepares micro-batches in the order of the requests.
 
     Args:
         group: the ranks that share micro-batches.
@@ -73,32 +73,33 @@ class Channel:
 
     def __init__(self, group: HostGroup) -> None:
         self.group = group
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix="megatron_overlap_loader")
+        self.executor = ThreadPoolExecutor(1, thread_name_prefix="megatron_overlap_loader")
 
     def close(self) -> None:
-        """Waits for what was asked for: peers need this rank for it."""
-        self.thread.shutdown(wait=True)
+        """Waits for the requested micro-batches: the peers need this rank to prepare them."""
+        self.executor.shutdown(wait=True)
         self.group.close()
 
 
 class DocumentLoader:
     """An endless iterator of micro-batches.
 
-    Equal, on a group of one rank, to packing documents in order until the next would exceed `tokens`. With more ranks
-    the same micro-batches, each row on one of them.
+    On a group of one rank it equals packing documents in order until the next would exceed `tokens`. More ranks get the
+    same micro-batches, with each row on one rank.
 
-    Document number n of the stream is read by rank `n % size`, which alone needs to know its length; everybody plans
-    from the gathered lengths, so that all ranks have the same plan even where their files differ.
+    Rank `n % size` reads document number n of the stream, and only it needs the length. All ranks plan from the
+    gathered lengths, so they compute the same plan.
 
     Args:
-        documents: what is read, in an order drawn anew in every epoch.
-        channel: the ranks that share micro-batches; all make the same loaders and ask them in the same order.
-        planner: lengths to a plan of one pass.
-        tokens: most rows of a micro-batch.
-        seed: of the order.
+        documents: source of documents; their order is shuffled anew in every epoch.
+        thread: thread and group of the ranks that share micro-batches. All ranks create the same loaders and request
+            micro-batches in the same order.
+        planner: returns a plan of one pass for lengths.
+        tokens: largest number of rows of a micro-batch.
+        seed: seed of the order.
         first: number of the first micro-batch of this group.
-        stride: every so many are this group's; others belong to other groups.
-        row_multiple: a rank's rows are padded to a multiple of this, and to at least one.
+        stride: this group gets every `stride`-th micro-batch; the others belong to other groups.
+        row_multiple: the rows of a rank are padded to a multiple of this, and to at least this.
 
     Raises:
         ValueError: no document has a row, or one has more than `tokens`.
@@ -107,7 +108,7 @@ class DocumentLoader:
     def __init__(
         self,
         documents: Documents,
-        channel: Channel,
+        thread: LoaderThread,
         planner: Planner,
         *,
         tokens: int,
@@ -122,66 +123,67 @@ class DocumentLoader:
                 f"documents: the longest of {len(documents)} has {longest} rows: give documents of 1 to {tokens} rows "
                 "(two ids make a row)"
             )
-        self._documents, self._channel, self._planner = documents, channel, planner
+        self._documents, self._thread, self._planner = documents, thread, planner
         self._tokens, self._seed = tokens, seed
         self._skip, self._stride = first, stride
         self._row_multiple = row_multiple
         self._order = lru_cache(maxsize=2)(self._draw_order)
-        self._ahead: deque[int] = deque()  # lengths that are known and not used: of documents from number _next on
+        self._next_lengths: deque[int] = deque()  # gathered lengths of the documents from number _next on
         self._next = 0
-        self._coming: Future[Batch] | None = None
+        self._next_batch: Future[Batch] | None = None
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Batch:
-        coming = self._coming or self._ask()
-        batch = coming.result()
-        self._coming = self._ask()
+        future = self._next_batch or self._request()
+        batch = future.result()
+        self._next_batch = self._request()
         return batch
 
-    def _ask(self) -> Future[Batch]:
-        return self._channel.thread.submit(self._prepare)
+    def _request(self) -> Future[Batch]:
+        return self._thread.executor.submit(self._prepare)
 
     def _prepare(self) -> Batch:
         for _ in range(self._skip):
-            self._choose()
+            self._next_documents()
         self._skip = self._stride - 1
-        first, lengths = self._choose()
+        first, lengths = self._next_documents()
         plan = self._planner(lengths)
         if len(plan.passes) != 1:
             raise CapacityError(f"lengths: {sum(lengths)} tokens need {len(plan.passes)} passes: raise the capacity")
         precompute(plan)
         _, rows = linear_layout(plan)
-        return self._collect(first, plan, rows)
+        return self._exchange(first, plan, rows)
 
-    def _choose(self) -> tuple[int, list[int]]:
-        """The next micro-batch: number of its first document, and the lengths of all."""
+    def _next_documents(self) -> tuple[int, list[int]]:
+        """Number of the first document of the next micro-batch, and the lengths of all its documents."""
         first, lengths, room = self._next, list[int](), self._tokens
         while True:
-            if not self._ahead:
-                self._look_ahead()
-            if self._ahead[0] > room:
+            if not self._next_lengths:
+                self._gather_lengths()
+            if self._next_lengths[0] > room:
                 return first, lengths
-            lengths.append(self._ahead.popleft())
+            lengths.append(self._next_lengths.popleft())
             room -= lengths[-1]
             self._next += 1
 
-    def _look_ahead(self) -> None:
-        group = self._channel.group
-        numbers = range(self._next, self._next + _LENGTHS_AT_ONCE * group.size)
-        mine = [self._documents.rows(self._index(number)) for number in numbers if number % group.size == group.rank]
-        everybodys = [iter(lengths) for lengths in group.all_gather(mine)]
-        self._ahead.extend(next(everybodys[number % group.size]) for number in numbers)
+    def _gather_lengths(self) -> None:
+        group = self._thread.group
+        numbers = range(self._next, self._next + _LENGTHS_PER_GATHER * group.size)
+        own = [self._documents.rows(self._index(number)) for number in numbers if number % group.size == group.rank]
+        gathered = [iter(lengths) for lengths in group.all_gather(own)]
+        self._next_lengths.extend(next(gathered[number % group.size]) for number in numbers)
 
-    def _collect(self, first: int, plan: Plan, rows: Sequence[Sequence[Piece]]) -> Batch:
-        group = self._channel.group
+    def _exchange(self, first: int, plan: Plan, rows: Sequence[Sequence[Piece]]) -> Batch:
+        """Reads the own share of the documents and sends every rank its rows."""
+        group = self._thread.group
         read = cache(lambda document: self._read(first + document, plan.lengths[document]))
 
         def count(pieces: Sequence[Piece], reader: int) -> int:
             return sum(p.stop - p.start for p in pieces if (first + p.document) % group.size == reader)
 
-        mine = rows[group.rank]
+        own = rows[group.rank]
         sends = [
             read(piece.document)[piece.start : piece.stop]
             for pieces in rows
@@ -189,16 +191,16 @@ class DocumentLoader:
             if (first + piece.document) % group.size == group.rank
         ]
         send = torch.from_numpy(np.concatenate([np.empty((0, _COLUMNS), np.int32), *sends]))
-        received = [count(mine, reader) for reader in range(group.size)]
-        landed = group.all_to_all(send, [count(pieces, group.rank) for pieces in rows], received)
-        by_reader = torch.split(landed, received)
+        counts = [count(own, reader) for reader in range(group.size)]
+        received = group.all_to_all(send, [count(pieces, group.rank) for pieces in rows], counts)
+        by_reader = torch.split(received, counts)
         taken = [0] * group.size
         columns = []
-        for piece in mine:
+        for piece in own:
             reader, length = (first + piece.document) % group.size, piece.stop - piece.start
             columns.append(by_reader[reader][taken[reader] : taken[reader] + length])
             taken[reader] += length
-        return self._batch(torch.cat([landed.new_empty((0, _COLUMNS)), *columns]), mine, plan)
+        return self._batch(torch.cat([received.new_empty((0, _COLUMNS)), *columns]), own, plan)
 
     def _batch(self, columns: torch.Tensor, pieces: Sequence[Piece], plan: Plan) -> Batch:
         num_rows = len(columns)
@@ -221,7 +223,7 @@ class DocumentLoader:
 
     def _read(self, number: int, rows: int) -> np.ndarray:
         found = self._documents.read(self._index(number))
-        assert found.shape == (rows, _COLUMNS), "a document has as many rows as it said"
+        assert found.shape == (rows, _COLUMNS), "Documents.read and Documents.rows must agree"
         return found
 
     def _index(self, number: int) -> int:

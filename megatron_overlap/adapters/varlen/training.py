@@ -1,4 +1,4 @@
-"""What the provided training scripts do differently where they read documents as they are."""
+"""Functions of the provided training scripts for training on whole documents."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from megatron_overlap.adapters.varlen.loader import Batch
 from megatron_overlap.schedules.varlen import CostModel
 from megatron_overlap.session import current
 
-# What the default cost model was measured on: 64 heads of 128, and layers at this speed.
+# The default cost model describes 64 heads of size 128, and linear layers at 600 TFLOP/s.
 _MEASURED_WIDTH = 64 * 128
 _FS_PER_PARAMETER = 2 / 600e12 * 1e15
 
 
-def engine(args: Any) -> VarlenAdapter | None:
-    """Who runs attention over documents; None where `overlap.varlen` is off. The first call, by all ranks, makes it.
+def varlen_adapter(args: Any) -> VarlenAdapter | None:
+    """The adapter of the session; None if `overlap.varlen` is off. The first call creates it; all ranks must call.
 
     Raises:
-        VarlenError: the arguments ask for what cannot be done, or for documents with nobody to read them.
+        VarlenError: balanced attention does not support an argument, or the documents need `overlap.varlen`.
     """
     session = current()
     if session is None or session.switched_off or session.config.varlen.method == "none":
         if args.dataloader_type == "external":
-            raise VarlenError("--dataloader-type: external: only with overlap.varlen, and the plugin switched on")
+            raise VarlenError("--dataloader-type: external: needs overlap.varlen and the plugin switched on")
         return None
     adapter = session.find(VarlenAdapter)
     if adapter is None:
@@ -46,19 +46,19 @@ def engine(args: Any) -> VarlenAdapter | None:
 
 
 def set_core_attention(layer: Any, adapter: VarlenAdapter) -> None:
-    """Names our core attention in a layer spec."""
+    """Sets the core attention of a layer spec to that of the plugin."""
     core = MaskedCoreAttention if adapter.masked else BalancedCoreAttention
     layer.submodules.self_attention.submodules.core_attention = core
 
 
 def rotate_by_position(model: Any, args: Any) -> None:
-    """Makes a model's rotary embedding go by the positions of tokens; learned positions do so anyway."""
+    """Makes the rotary embedding of a model use token positions. Learned positions already do."""
     if args.position_embedding_type == "rope":
         model.rotary_pos_emb = TokenRotary(model.rotary_pos_emb, args.seq_length)
 
 
 def forward(batch: Batch, model: Any, adapter: VarlenAdapter) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss of every row `[1, T]` of a micro-batch, and which of them count."""
+    """Loss of every row of a micro-batch, and its loss mask, `[1, T]` each."""
     device = torch.device(torch.cuda.current_device())
     names = ("tokens", "labels", "loss_mask", "position_ids", "documents")
     batch = replace(batch, **{name: getattr(batch, name).to(device) for name in names})
@@ -74,7 +74,7 @@ def forward(batch: Batch, model: Any, adapter: VarlenAdapter) -> tuple[torch.Ten
 
 
 def cost_of(args: Any) -> CostModel:
-    """The default cost model for the shape of this model's layers, of which every tensor rank has a part."""
+    """The default cost model, scaled to the layers of this model on one tensor-parallel rank."""
     ranks, default = args.tensor_model_parallel_size, CostModel()
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     width, kv_width = args.kv_channels * args.num_attention_heads, args.kv_channels * groups

@@ -1,4 +1,7 @@
-"""The moving part of Ulysses attention: buffers and messages of one pass, and the order of computation around them."""
+"""One pass of Ulysses attention: the buffers and messages of both all-to-alls, and the computation between them.
+
+Source: DeepSpeed-Ulysses (arXiv 2309.14509). `schedules.all_to_all` has the order.
+"""
 
 from __future__ import annotations
 
@@ -12,33 +15,38 @@ from megatron_overlap.schedules import AllToAllPlan, SequenceLayout
 from megatron_overlap.schedules.all_to_all import Task
 
 Width = Callable[[int, int], int]
-"""`width(rank, group)`: features of one row and batch entry that a rank needs, or gives, for a head group."""
+"""`width(rank, group)`: features per row and batch entry of the heads of a rank in a head group."""
 
 Produce = Callable[[int, tuple[int, ...], list[torch.Tensor]], None]
 """`produce(group, peers, slots)`: writes the own rows for the heads of each peer, `[own rows, B, width]` each."""
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor], None]
-"""`attend(group, inside, result)`: reads all rows of the own heads, `[S, B, width]`, writes all rows of the result."""
+"""`attend(group, gathered, result)`: reads all rows of the own heads `[S, B, width]` and writes those of the result."""
 
 Consume = Callable[[int, int, torch.Tensor], None]
-"""`consume(group, peer, rows)`: takes the own rows of the result for the heads of `peer`, `[own rows, B, width]`."""
+"""`consume(group, peer, rows)`: reads the own rows of the result for the heads of `peer`, `[own rows, B, width]`."""
 
 
-class Passage:
-    """One pass: own rows of all heads become all rows of own heads, are worked on, and come back.
+class HeadAllToAll:
+    """One pass: own rows of all heads become all rows of own heads, then own rows of all results.
 
-    A piece lands at its natural place in the whole sequence, so that no layout of the sequence over ranks needs a
-    permutation, and no padding exists.
+    A received piece is written at its position in the whole sequence. No layout of the sequence over ranks needs a
+    permutation or padding.
 
     Args:
         transport: carries the pieces.
-        plan: a plan of this rank.
-        sequence: which rows each rank holds.
+        plan: plan of this rank.
+        sequence: rows of each rank.
         batch: B.
-        width_in, width_out: features inbound and outbound.
+        input_width: features of the inputs of `attend`.
+        output_width: features of the results of `attend`.
         like: dtype and device.
-        op: name in error messages.
-        keep: the inbound rows are kept after the pass: not in a buffer of the transport.
+        op: name of the operation, for errors.
+        retain_gathered: the gathered rows outlive the pass, so they are not in a buffer of the transport.
+
+    Attributes:
+        gathered: all rows of the own heads, one tensor `[S, B, width]` per group.
+        num_bytes: bytes that this rank sends.
     """
 
     def __init__(
@@ -47,47 +55,46 @@ class Passage:
         plan: AllToAllPlan,
         sequence: SequenceLayout,
         batch: int,
-        width_in: Width,
-        width_out: Width,
+        input_width: Width,
+        output_width: Width,
         like: torch.Tensor,
         op: str,
         *,
-        keep: bool,
+        retain_gathered: bool,
     ) -> None:
         self._plan, self._sequence, self._buffer_pool = plan, sequence, transport.buffer_pool
         self._rank = rank = plan.rank
-        self._batch, self._width_out, self._like = batch, width_out, like
+        self._batch, self._output_width, self._like = batch, output_width, like
         groups, rows, own = range(plan.num_groups), sequence.num_rows, sequence.rows_of(rank)
         others = [peer for peer in range(plan.num_ranks) if peer != rank]
-        self._own_in = [width_in(rank, group) for group in groups]
-        self.inside = (
-            [like.new_empty(rows, batch, width_in(rank, group)) for group in groups]
-            if keep
-            else self._take("ulysses_inside", [(rows, width_in(rank, group)) for group in groups])
+        self._own_input_widths = [input_width(rank, group) for group in groups]
+        self.gathered = (
+            [like.new_empty(rows, batch, input_width(rank, group)) for group in groups]
+            if retain_gathered
+            else self._take("ulysses_gathered", [(rows, input_width(rank, group)) for group in groups])
         )
-        """All rows of the own heads, a tensor for each group."""
-        self._result = self._take("ulysses_result", [(rows, width_out(rank, group)) for group in groups])
+        self._result = self._take("ulysses_result", [(rows, output_width(rank, group)) for group in groups])
         keys = [(group, peer) for group in groups for peer in others]
-        leaving = self._take("ulysses_leaving", [(own, width_in(peer, group)) for group, peer in keys])
-        landing = self._take("ulysses_landing", [(own, width_out(peer, group)) for group, peer in keys])
-        self._leaving = dict(zip(keys, leaving, strict=True))
-        self._landing = dict(zip(keys, landing, strict=True))
+        send = self._take("ulysses_send", [(own, input_width(peer, group)) for group, peer in keys])
+        recv = self._take("ulysses_receive", [(own, output_width(peer, group)) for group, peer in keys])
+        self._send_buffers = dict(zip(keys, send, strict=True))
+        self._recv_buffers = dict(zip(keys, recv, strict=True))
         local = [slice(*run) for run in sequence.local_runs(rank)]
         transfers = []
         for index, message in enumerate(plan.messages):
-            send, recv = message.send, message.recv
-            if send.way == "in":
-                leaves = self._leaving[send.group, send.heads][local[send.run]]
-                lands = self.inside[recv.group][slice(*sequence.runs[recv.rows][recv.run])]
+            sent, received = message.send, message.recv
+            if sent.direction == "in":
+                source = self._send_buffers[sent.group, sent.heads][local[sent.run]]
+                sink = self.gathered[received.group][slice(*sequence.runs[received.rows][received.run])]
             else:
-                leaves = self._result[send.group][slice(*sequence.runs[send.rows][send.run])]
-                lands = self._landing[recv.group, recv.heads][local[recv.run]]
-            transfers.append(Transfer(message.message(index), leaves, lands))
+                source = self._result[sent.group][slice(*sequence.runs[sent.rows][sent.run])]
+                sink = self._recv_buffers[received.group, received.heads][local[received.run]]
+            transfers.append(Transfer(message.message(index), source, sink))
         self.num_bytes = sum(transfer.send.nbytes for transfer in transfers)
-        """Bytes that this rank sends."""
         self._p2p_work = transport.begin(transfers, op)
 
     def _take(self, name: str, shapes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+        """Takes one buffer of the pool and splits it into tensors `[rows, B, width]`."""
         sizes = [rows * self._batch * width for rows, width in shapes]
         parts = self._buffer_pool.take(name, (sum(sizes),), self._like).split(sizes) if sizes else ()
         return [part.view(rows, self._batch, width) for part, (rows, width) in zip(parts, shapes, strict=True)]
@@ -101,47 +108,49 @@ class Passage:
         flush: Callable[[], None] | None = None,
         fillers: Iterable[Callable[[], None]] = (),
     ) -> None:
-        """Does the work of the plan.
+        """Executes the tasks of the plan.
 
         Args:
-            produce, attend, consume: see their types.
-            flush: called when what was consumed since the last call should be worked on.
-            fillers: further work of no fixed time; done while nothing has landed, the rest at the end.
+            produce: see `Produce`.
+            attend: see `Attend`.
+            consume: see `Consume`.
+            flush: processes the rows that were consumed since the last call. It is called before a wait and at the end.
+            fillers: further computation without a fixed order. It runs while a message is not complete; the rest runs
+                at the end.
         """
         work = self._plan.work
-        waiting = iter(fillers)
+        remaining = iter(fillers)
         for index, task in enumerate(work):
             if task.needs:
-                self._fill(task.needs, waiting)
+                self._wait(task.needs, remaining)
             if task.step == "produce":
                 self._produce(produce, task.group, task.peers)
             elif task.step == "attend":
-                attend(task.group, self.inside[task.group], self._result[task.group])
+                attend(task.group, self.gathered[task.group], self._result[task.group])
             else:
                 (peer,) = task.peers
-                rows = self._own_result(task.group) if peer == self._rank else self._landing[task.group, peer]
+                rows = self._own_result(task.group) if peer == self._rank else self._recv_buffers[task.group, peer]
                 consume(task.group, peer, rows)
                 following = work[index + 1] if index + 1 < len(work) else None
-                if flush is not None and (following is None or self._pause(task, following)):
+                if flush is not None and (following is None or self._must_flush(task, following)):
                     flush()
             self._p2p_work.mark_ready(index + 1)
-        for filler in waiting:
+        for filler in remaining:
             filler()
         self._p2p_work.wait_all()
 
-    def _pause(self, task: Task, following: Task) -> bool:
-        """Whether what has been consumed should be worked on before the next piece: that one has not landed, or, on a
-        device that cannot be asked, is of another group.
-        """
+    def _must_flush(self, task: Task, following: Task) -> bool:
+        """Whether the next piece is not complete. On CUDA, where a query would synchronise: is of another group."""
         if self._like.is_cuda:
             return following.group != task.group
-        return not self._here(following.needs)
+        return not self._are_completed(following.needs)
 
-    def _here(self, needs: tuple[int, ...]) -> bool:
+    def _are_completed(self, needs: tuple[int, ...]) -> bool:
         return all(self._p2p_work.is_completed(k) for k in needs)
 
-    def _fill(self, needs: tuple[int, ...], fillers: Iterator[Callable[[], None]]) -> None:
-        while not self._like.is_cuda and not self._here(needs):
+    def _wait(self, needs: tuple[int, ...], fillers: Iterator[Callable[[], None]]) -> None:
+        """Waits for messages; runs fillers until they are complete."""
+        while not self._like.is_cuda and not self._are_completed(needs):
             filler = next(fillers, None)
             if filler is None:
                 break
@@ -152,23 +161,24 @@ class Passage:
     def _produce(self, produce: Produce, group: int, peers: tuple[int, ...]) -> None:
         own = None
         if self._rank in peers:
-            shape = (self._sequence.rows_of(self._rank), self._batch, self._own_in[group])
+            shape = (self._sequence.rows_of(self._rank), self._batch, self._own_input_widths[group])
             own = self._buffer_pool.take("ulysses_own", shape, self._like)
-        slots = [own if peer == self._rank else self._leaving[group, peer] for peer in peers]
+        slots = [own if peer == self._rank else self._send_buffers[group, peer] for peer in peers]
         produce(group, peers, [slot for slot in slots if slot is not None])
         if own is not None:
             for (start, stop), run in zip(*self._own_runs(), strict=True):
-                self.inside[group][slice(*run)].copy_(own[start:stop])
+                self.gathered[group][slice(*run)].copy_(own[start:stop])
 
     def _own_result(self, group: int) -> torch.Tensor:
-        local, places = self._own_runs()
-        if len(places) == 1:
-            return self._result[group][slice(*places[0])]
-        shape = (self._sequence.rows_of(self._rank), self._batch, self._width_out(self._rank, group))
+        local, runs = self._own_runs()
+        if len(runs) == 1:
+            return self._result[group][slice(*runs[0])]
+        shape = (self._sequence.rows_of(self._rank), self._batch, self._output_width(self._rank, group))
         own = self._buffer_pool.take("ulysses_own", shape, self._like)
-        for (start, stop), run in zip(local, places, strict=True):
+        for (start, stop), run in zip(local, runs, strict=True):
             own[start:stop].copy_(self._result[group][slice(*run)])
         return own
 
     def _own_runs(self) -> tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]:
+        """The runs of this rank as local rows and as rows of the whole sequence."""
         return self._sequence.local_runs(self._rank), self._sequence.runs[self._rank]

@@ -1,7 +1,7 @@
-"""Ulysses attention: the sequence is split over ranks everywhere but inside attention, where heads are.
+"""Ulysses attention: ranks split the sequence outside attention and the heads inside attention.
 
-Source: DeepSpeed-Ulysses (arXiv 2309.14509). Its all-to-alls are cut by head groups here, and travel while the
-attention of other groups computes; see `schedules.all_to_all`.
+Source: DeepSpeed-Ulysses (arXiv 2309.14509). Here the all-to-alls are cut by head groups and overlap with the attention
+of other groups; see `schedules.all_to_all`.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm import BufferPool, Transport, transport_of
-from megatron_overlap.ops.ulysses.all_to_all import Passage
-from megatron_overlap.ops.ulysses.head_attention import OwnHeads
+from megatron_overlap.ops.ulysses.all_to_all import HeadAllToAll
+from megatron_overlap.ops.ulysses.head_attention import HeadAttention
 from megatron_overlap.ops.wgrad import add_wide
 from megatron_overlap.schedules import AllToAllPlan, HeadLayout, SequenceLayout, ulysses_plan
 from megatron_overlap.schedules.all_to_all import AllToAllPattern
 
 Observer = Callable[[str, int], None]
-"""Told of each pass: `forward` or `dgrad`, and the bytes that this rank sent for it."""
+"""Called after each pass with `forward` or `dgrad` and the number of bytes that this rank sent."""
 
-# Of head groups that are chosen here: what is exposed is one group of them, as long as its messages are not so small
-# that they cost more than they hide.
+# Limits of the default number of head groups. The messages of one group are exposed, so more groups expose less, but
+# smaller messages than this cost more than they hide.
 _MAX_GROUPS = 8
 _MESSAGE_BYTES = 1 << 19
 
 
 @dataclass(frozen=True, slots=True)
 class UlyssesPlan:
-    """The choice for one call: the same on every rank of the group.
+    """Options of one call; the same on every rank of the group.
 
     Attributes:
-        num_groups: head groups; None chooses by the number of heads. A smaller number is used where there are fewer
-            heads.
+        num_groups: number of head groups; None selects it by the number and size of heads. It is reduced if a rank has
+            fewer heads.
         pattern: `direct`, or `serial`: the same messages without overlap.
     """
 
@@ -49,18 +49,19 @@ class UlyssesPlan:
         if self.num_groups is not None:
             return HeadLayout(num_heads, num_kv_heads, num_ranks, most)
         layouts = [HeadLayout(num_heads, num_kv_heads, num_ranks, count) for count in range(most, 0, -1)]
-        # Groups with key/value heads of their own, if that leaves more than one; otherwise queries are cut.
+        # Prefer groups that share no key/value heads, if that leaves more than one group.
         return next((layout for layout in layouts if layout.aligned and layout.num_groups > 1), layouts[0])
 
     def most_groups(self, num_heads: int, num_kv_heads: int, num_ranks: int, head_bytes: int) -> int:
-        """Head groups, if heads can be dealt out to so many; `head_bytes` is what one head of a rank's rows takes, the
-        same number on every rank.
+        """Upper limit of the number of head groups.
+
+        `head_bytes` is the size of one head of a rank's rows. It must be the same number on every rank.
         """
-        wanted = self.num_groups
-        if wanted is None:
+        limit = self.num_groups
+        if limit is None:
             heads = num_heads // num_ranks + 2 * -(-num_kv_heads // num_ranks)
-            wanted = min(_MAX_GROUPS, max(2, heads * head_bytes // _MESSAGE_BYTES))
-        return max(1, min(wanted, num_heads // num_ranks))
+            limit = min(_MAX_GROUPS, max(2, heads * head_bytes // _MESSAGE_BYTES))
+        return max(1, min(limit, num_heads // num_ranks))
 
 
 DEFAULT_PLAN = UlyssesPlan()
@@ -80,8 +81,9 @@ def ulysses_attention(
 ) -> torch.Tensor:
     """Equals `own_rows(attention(all_rows(q), all_rows(k), all_rows(v)))`; see `ops.reference.ulysses_attention`.
 
-    Every rank sends each other rank its rows of that rank's heads, attends to all rows of its own heads, and sends the
-    results back. Key/value heads fewer than ranks are sent to every rank that needs them, and their gradients summed.
+    Every rank sends each peer its rows of the heads of that peer, computes attention of its own heads over all rows,
+    and sends the results back. If there are fewer key/value heads than ranks, each is sent to every rank that needs it,
+    and its gradients are summed.
 
     Args:
         q: `[S/N, B, Hq, D]` own rows of all query heads, positions already encoded.
@@ -89,17 +91,17 @@ def ulysses_attention(
         v: `[S/N, B, Hkv, D]` own rows of all value heads.
         group: the N ranks, or their transport.
         causal: position i sees positions 0..i of the whole sequence.
-        softmax_scale: of the scores; None is `1 / sqrt(D)`.
-        layout: which rows each rank holds; None is equally many, in rank order. Numbers of rows may differ.
-        plan: how messages are cut and ordered; the same on every rank. None uses `UlyssesPlan()`.
-        observer: called in every pass, for counting.
+        softmax_scale: factor of the scores; None is `1 / sqrt(D)`.
+        layout: rows of each rank; None is an equal number each, in rank order. Ranks may hold different numbers.
+        plan: number of head groups and order of messages; the same on every rank. None uses `UlyssesPlan()`.
+        observer: called after every pass.
 
     Returns:
         `[S/N, B, Hq, D]`, dtype of `q`.
 
     Raises:
         ValueError: shapes, dtypes or the layout do not fit each other.
-        TransportError: a peer is gone or late beyond the deadline.
+        TransportError: a peer has failed or exceeds the deadline.
     """
     transport = transport_of(group) if isinstance(group, dist.ProcessGroup) else group
     if q.dim() != 4 or k.shape != v.shape or k.dim() != 4 or (*q.shape[:2], q.shape[3]) != (*k.shape[:2], k.shape[3]):
@@ -110,14 +112,14 @@ def ulysses_attention(
     check_layout(layout, q.shape[0], transport)
     heads = (plan or DEFAULT_PLAN).heads(q.shape[2], k.shape[2], transport.size, head_bytes(q, layout, q.shape[3]))
     scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
-    attention = OwnHeads(heads, transport.rank, q.shape[3], causal, scale)
+    attention = HeadAttention(heads, transport.rank, q.shape[3], causal, scale)
     schedule = schedule_of(plan or DEFAULT_PLAN, transport, heads, layout)
     out: torch.Tensor = _Ulysses.apply(q, k, v, transport, schedule, layout, attention, observer)
     return out
 
 
 def check_layout(layout: SequenceLayout, num_rows: int, transport: Transport) -> None:
-    """Refuses a layout that is not of this group, or of these rows."""
+    """Refuses a layout that does not fit the group or the number of own rows."""
     if layout.num_ranks != transport.size:
         raise ValueError(f"layout: {layout.num_ranks} ranks: the group has {transport.size}")
     if layout.rows_of(transport.rank) != num_rows:
@@ -127,7 +129,7 @@ def check_layout(layout: SequenceLayout, num_rows: int, transport: Transport) ->
 
 
 def head_bytes(x: torch.Tensor, layout: SequenceLayout, size: int) -> int:
-    """What one head of a rank's rows takes: of the mean rank, so that ranks with other numbers of rows agree."""
+    """Bytes of one head, by the mean number of rows of a rank, so that all ranks compute the same number."""
     return layout.num_rows * x.shape[1] * size * x.element_size() // layout.num_ranks
 
 
@@ -151,7 +153,7 @@ class _Ulysses(torch.autograd.Function):
         transport: Transport,
         schedule: AllToAllPlan,
         layout: SequenceLayout,
-        attention: OwnHeads,
+        attention: HeadAttention,
         observer: Observer | None,
     ) -> torch.Tensor:
         heads = attention.heads
@@ -169,22 +171,22 @@ class _Ulysses(torch.autograd.Function):
             own = y[:, :, slice(*heads.queries(peer, group))]
             own.copy_(rows.view(own.shape))
 
-        passage = Passage(
+        all_to_all = HeadAllToAll(
             transport,
             schedule,
             layout,
             q.shape[1],
-            attention.inbound_width,
+            attention.inputs_width,
             attention.queries_width,
             q,
             "ulysses_attention",
-            keep=True,
+            retain_gathered=True,
         )
-        passage.run(produce, attention.forward, consume)
+        all_to_all.run(produce, attention.forward, consume)
         ctx.transport, ctx.schedule, ctx.layout = transport, schedule, layout
         ctx.attention, ctx.observer, ctx.shape = attention, observer, k.shape
         if observer is not None:
-            observer("forward", passage.num_bytes)
+            observer("forward", all_to_all.num_bytes)
         return y
 
     @staticmethod
@@ -202,29 +204,29 @@ class _Ulysses(torch.autograd.Function):
 
         def consume(group: int, peer: int, rows: torch.Tensor) -> None:
             queries, complete = heads.queries(peer, group), heads.last_keys(peer, group)
-            of_query, of_key, of_value = attention.split(rows, queries, complete)
-            dq[:, :, slice(*queries)].copy_(of_query)
-            keys.take(complete, of_key, of_value)
+            query_grad, key_grad, value_grad = attention.split(rows, queries, complete)
+            dq[:, :, slice(*queries)].copy_(query_grad)
+            keys.add(complete, key_grad, value_grad)
 
-        passage = Passage(
+        all_to_all = HeadAllToAll(
             transport,
             ctx.schedule,
             ctx.layout,
             dy.shape[1],
             attention.queries_width,
-            attention.gradient_width,
+            attention.gradients_width,
             dy,
             "ulysses_attention dgrad",
-            keep=False,
+            retain_gathered=False,
         )
-        passage.run(produce, attention.backward, consume)
+        all_to_all.run(produce, attention.backward, consume)
         if ctx.observer is not None:
-            ctx.observer("dgrad", passage.num_bytes)
+            ctx.observer("dgrad", all_to_all.num_bytes)
         return dq, *keys.result(), None, None, None, None, None
 
 
 class _KeyGradients:
-    """Gradients of the own rows of all key/value heads, from every rank that attended to them."""
+    """Gradients of the own rows of all key/value heads, summed over the ranks that use a head."""
 
     def __init__(self, heads: HeadLayout, shape: torch.Size, like: torch.Tensor, buffer_pool: BufferPool) -> None:
         self._own = (like.new_empty(shape), like.new_empty(shape))
@@ -232,21 +234,21 @@ class _KeyGradients:
         self._totals = self._own
         if self._shared:
             if like.element_size() < 4:
-                wide = torch.empty(0, dtype=torch.float32, device=like.device)
-                # Summed wide and rounded once, as all sums over ranks here.
-                sums = buffer_pool.take("ulysses_keys", (2, *shape), wide)
+                fp32 = torch.empty(0, dtype=torch.float32, device=like.device)
+                # Sums over ranks accumulate in fp32 and are rounded once.
+                sums = buffer_pool.take("ulysses_keys", (2, *shape), fp32)
                 self._totals = (sums[0], sums[1])
             for total in self._totals:
                 total.zero_()
 
-    def take(self, heads: tuple[int, int], of_key: torch.Tensor, of_value: torch.Tensor) -> None:
-        """Some ranks' part of the gradients of some heads."""
-        for total, term in zip(self._totals, (of_key, of_value), strict=True):
-            place = total[:, :, slice(*heads)]
+    def add(self, heads: tuple[int, int], key_grad: torch.Tensor, value_grad: torch.Tensor) -> None:
+        """Adds the gradients that one rank computed for a run of heads."""
+        for total, term in zip(self._totals, (key_grad, value_grad), strict=True):
+            own = total[:, :, slice(*heads)]
             if self._shared:
-                add_wide(place, term, self._buffer_pool)
+                add_wide(own, term, self._buffer_pool)
             else:
-                place.copy_(term)
+                own.copy_(term)
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Gradients of keys and values."""

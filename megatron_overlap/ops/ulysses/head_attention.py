@@ -1,4 +1,4 @@
-"""The attending part of Ulysses attention: all rows of one rank's heads, group by group, forward and backward."""
+"""Attention of one rank's heads over all rows, by head group, forward and backward."""
 
 from __future__ import annotations
 
@@ -6,42 +6,40 @@ import torch
 
 from megatron_overlap.ops.flash_attention import SavedSequence, sequence_backward, sequence_forward
 from megatron_overlap.schedules import HeadLayout
-from megatron_overlap.schedules.head_layout import Call
-
-Run = tuple[int, int]
+from megatron_overlap.schedules.head_layout import Call, Run
 
 
-class OwnHeads:
-    """Attention of one rank's heads; keeps what backward needs.
+class HeadAttention:
+    """Attention of the heads of one rank. It saves the tensors that backward needs.
 
-    Messages carry, for each row and batch entry, query heads, then key heads, then value heads, each of `size`
-    features: inbound the key/value heads that travel with a group, and back, in backward, the gradients of those that
-    no later group needs.
+    A message contains for each row and batch entry query heads, then key heads, then value heads, D features each.
+    Forward messages contain the key/value heads that are sent with a group. Backward messages contain the gradients of
+    those that no later group needs.
 
     Args:
-        heads: the layout.
-        rank: whose heads.
+        heads: heads of every rank and group.
+        rank: this rank.
         size: D.
         causal: row i sees rows 0..i.
-        scale: of the scores.
+        scale: factor of the scores.
     """
 
     def __init__(self, heads: HeadLayout, rank: int, size: int, causal: bool, scale: float) -> None:
         self.heads, self.size = heads, size
         self._rank, self._causal, self._scale = rank, causal, scale
-        self._inside: dict[int, torch.Tensor] = {}
+        self._gathered: dict[int, torch.Tensor] = {}
         self._saved: dict[int, list[tuple[Call, SavedSequence]]] = {}
-        self._pending: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._partial_sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def queries_width(self, rank: int, group: int) -> int:
-        """Features of the query heads alone: what attention returns, and its gradient."""
+        """Features of the query heads: of the result of attention, and of its gradient."""
         return _length(self.heads.queries(rank, group)) * self.size
 
-    def inbound_width(self, rank: int, group: int) -> int:
-        """Features of the queries, keys and values of a group."""
+    def inputs_width(self, rank: int, group: int) -> int:
+        """Features of the queries, keys and values that are sent with a group."""
         return self.queries_width(rank, group) + 2 * _length(self.heads.first_keys(rank, group)) * self.size
 
-    def gradient_width(self, rank: int, group: int) -> int:
+    def gradients_width(self, rank: int, group: int) -> int:
         """Features of the gradients that are complete after a group."""
         return self.queries_width(rank, group) + 2 * _length(self.heads.last_keys(rank, group)) * self.size
 
@@ -50,56 +48,62 @@ class OwnHeads:
         sizes = [_length(queries), _length(keys), _length(keys)]
         return tensor.view(*tensor.shape[:2], sum(sizes), self.size).split(sizes, dim=2)
 
-    def forward(self, group: int, inside: torch.Tensor, result: torch.Tensor) -> None:
-        """`Attend` of a forward pass."""
+    def forward(self, group: int, gathered: torch.Tensor, result: torch.Tensor) -> None:
+        """`all_to_all.Attend` of forward."""
         heads, rank = self.heads, self._rank
-        self._inside[group] = inside
+        self._gathered[group] = gathered
         first, last = heads.queries(rank, group)
-        query = self.split(inside, (first, last), heads.first_keys(rank, group))[0]
+        query = self.split(gathered, (first, last), heads.first_keys(rank, group))[0]
         out = result.view(*result.shape[:2], last - first, self.size)
         self._saved[group] = []
         for call in heads.calls(rank, group):
-            here = slice(call.queries[0] - first, call.queries[1] - first)
-            home = heads.first_keys(rank, call.home)
-            _, keys, values = self.split(self._inside[call.home], heads.queries(rank, call.home), home)
-            there = slice(call.keys[0] - home[0], call.keys[1] - home[0])
+            query_heads = slice(call.queries[0] - first, call.queries[1] - first)
+            source = call.source_group
+            source_keys = heads.first_keys(rank, source)
+            _, keys, values = self.split(self._gathered[source], heads.queries(rank, source), source_keys)
+            key_heads = slice(call.keys[0] - source_keys[0], call.keys[1] - source_keys[0])
             attended, saved = sequence_forward(
-                query[:, :, here], keys[:, :, there], values[:, :, there], causal=self._causal, scale=self._scale
+                query[:, :, query_heads],
+                keys[:, :, key_heads],
+                values[:, :, key_heads],
+                causal=self._causal,
+                scale=self._scale,
             )
-            out[:, :, here].copy_(attended)
+            out[:, :, query_heads].copy_(attended)
             self._saved[group].append((call, saved))
 
-    def backward(self, group: int, inside: torch.Tensor, result: torch.Tensor) -> None:
-        """`Attend` of a backward pass: `inside` is the gradient of what attention returned."""
+    def backward(self, group: int, gathered: torch.Tensor, result: torch.Tensor) -> None:
+        """`all_to_all.Attend` of backward: `gathered` is the gradient of the result of forward."""
         heads, rank = self.heads, self._rank
         first, last = heads.queries(rank, group)
         complete = heads.last_keys(rank, group)
-        grad = inside.view(*inside.shape[:2], last - first, self.size)
+        grad = gathered.view(*gathered.shape[:2], last - first, self.size)
         dq, dk, dv = self.split(result, (first, last), complete)
         for call, saved in self._saved[group]:
-            here = slice(call.queries[0] - first, call.queries[1] - first)
-            of_query, *of_keys = sequence_backward(saved, grad[:, :, here], causal=self._causal, scale=self._scale)
-            dq[:, :, here].copy_(of_query)
+            query_heads = slice(call.queries[0] - first, call.queries[1] - first)
+            query_grad, *key_grads = sequence_backward(
+                saved, grad[:, :, query_heads], causal=self._causal, scale=self._scale
+            )
+            dq[:, :, query_heads].copy_(query_grad)
             start, stop = call.keys
-            if complete[0] <= start and stop <= complete[1] and not self._pending.keys() & range(start, stop):
-                there = slice(start - complete[0], stop - complete[0])
-                dk[:, :, there].copy_(of_keys[0])
-                dv[:, :, there].copy_(of_keys[1])
+            if complete[0] <= start and stop <= complete[1] and not self._partial_sums.keys() & range(start, stop):
+                key_heads = slice(start - complete[0], stop - complete[0])
+                dk[:, :, key_heads].copy_(key_grads[0])
+                dv[:, :, key_heads].copy_(key_grads[1])
                 continue
             for head in range(start, stop):
-                terms = [of_key[:, :, head - start] for of_key in of_keys]
-                self._add(head, terms)
+                self._add(head, [key_grad[:, :, head - start] for key_grad in key_grads])
                 if head in range(*complete):
-                    for gradient, total in zip((dk, dv), self._pending.pop(head), strict=True):
+                    for gradient, total in zip((dk, dv), self._partial_sums.pop(head), strict=True):
                         gradient[:, :, head - complete[0]].copy_(total)
 
     def _add(self, head: int, terms: list[torch.Tensor]) -> None:
-        """Adds to the gradients of a key/value head that several groups use; the sum is rounded once."""
-        before = self._pending.get(head)
-        wide = [term.float() if term.element_size() < 4 else term for term in terms]
+        """Adds to the gradients of a key/value head that several groups use. The sum is rounded once."""
+        before = self._partial_sums.get(head)
+        sums = [term.float() if term.element_size() < 4 else term for term in terms]
         if before is not None:
-            wide = [total.add_(term) for total, term in zip(before, wide, strict=True)]
-        self._pending[head] = (wide[0], wide[1])
+            sums = [total.add_(term) for total, term in zip(before, sums, strict=True)]
+        self._partial_sums[head] = (sums[0], sums[1])
 
 
 def _length(run: Run) -> int:

@@ -1,7 +1,9 @@
-"""A whole self-attention layer under Ulysses: the all-to-alls are fed by the QKV projection and feed the output one.
+"""A whole self-attention layer under Ulysses: the QKV projection, attention and the output projection by head groups.
 
-Where `ulysses_attention` alone has to wait for its first head group and for its last one, here the projections of the
-other groups compute meanwhile. Forward and backward, for each group: project, send, attend, send back, project.
+`ulysses_attention` alone exposes the messages of its first and of its last head group. Here the projections of other
+groups hide them. Forward and backward run for each group: project, send, attend, send back, project.
+
+Source: DeepSpeed-Ulysses (arXiv 2309.14509); the overlap with the projections is that of this project.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_overlap.comm import BufferPool, Transport, transport_of
 from megatron_overlap.ops.call import WeightDone
-from megatron_overlap.ops.ulysses.all_to_all import Passage
+from megatron_overlap.ops.ulysses.all_to_all import HeadAllToAll
 from megatron_overlap.ops.ulysses.attention import (
     DEFAULT_PLAN,
     Observer,
@@ -23,26 +25,26 @@ from megatron_overlap.ops.ulysses.attention import (
     head_bytes,
     schedule_of,
 )
-from megatron_overlap.ops.ulysses.head_attention import OwnHeads
+from megatron_overlap.ops.ulysses.head_attention import HeadAttention
 from megatron_overlap.ops.wgrad import add_product, add_wide
 from megatron_overlap.schedules import AllToAllPlan, HeadLayout, SequenceLayout
 
 Rotate = Callable[[torch.Tensor], torch.Tensor]
-"""Encodes positions: own rows `[S/N, B, heads, D]` of query or key heads, to the same shape. Linear in its argument,
-the same for every head, and without parameters."""
+"""Encodes positions: own rows `[S/N, B, heads, D]` of query or key heads, to the same shape. It must be linear, the
+same for every head, and without parameters."""
 
-# Output rows of the weight are projected back in this many blocks, each a filler while a message is awaited.
+# The weight gradient of the output projection is computed in this many blocks of rows, while messages arrive.
 _FILLERS = 4
 
 
 class Projection(NamedTuple):
-    """A weight, and where its gradient goes.
+    """A weight and the destination of its gradient.
 
     Attributes:
         weight: `[F, K]`.
-        main_grad: buffer that the gradient is added to, as Megatron's gradient accumulation fusion does; None gives
-            autograd a gradient.
-        done: called in backward when `main_grad` holds the gradient; what it returns is given to autograd.
+        main_grad: buffer to which the gradient is added, as Megatron's gradient accumulation fusion does; None returns
+            the gradient to autograd.
+        done: called in backward after the gradient is added to `main_grad`; autograd gets its return value.
     """
 
     weight: torch.Tensor
@@ -70,22 +72,26 @@ def ulysses_self_attention(
 
     Args:
         x: `[S/N, B, H]` own rows.
-        qkv: weight `[(Hq + 2 Hkv) D, H]`, for each key/value head its query heads, the key head, the value head, as
-            Megatron's `linear_qkv`. N divides Hkv.
+        qkv: weight `[(Hq + 2 Hkv) D, H]` in the order of Megatron's `linear_qkv`: for each key/value head its query
+            heads, the key head, the value head. N divides Hkv.
         qkv_bias: `[(Hq + 2 Hkv) D]`, or None.
         out: weight `[H, Hq D]`.
         num_heads: Hq.
         num_kv_heads: Hkv.
         group: the N ranks, or their transport.
-        rotate: encodes positions of queries and keys; None leaves them.
-        causal, softmax_scale, layout, plan, observer: as in `ulysses_attention`; the observer is also told `wgrad`.
+        rotate: encodes positions of queries and keys; None does not encode positions.
+        causal: see `ulysses_attention`.
+        softmax_scale: see `ulysses_attention`.
+        layout: see `ulysses_attention`.
+        plan: see `ulysses_attention`.
+        observer: see `ulysses_attention`; also called with `wgrad`.
 
     Returns:
-        `[S/N, B, H]`, dtype of `x`; no bias is added.
+        `[S/N, B, H]`, dtype of `x`, without a bias of the output projection.
 
     Raises:
         ValueError: shapes, dtypes or the layout do not fit each other.
-        TransportError: a peer is gone or late beyond the deadline.
+        TransportError: a peer has failed or exceeds the deadline.
     """
     transport = transport_of(group) if isinstance(group, dist.ProcessGroup) else group
     plan = plan or DEFAULT_PLAN
@@ -101,12 +107,14 @@ def ulysses_self_attention(
         raise ValueError(f"x: {x.dtype}: the weights are {qkv.weight.dtype} and {out.weight.dtype}")
     layout = layout or SequenceLayout.contiguous(x.shape[0] * transport.size, transport.size)
     check_layout(layout, x.shape[0], transport)
-    # Groups of whole key/value heads: they are runs of rows of one weight, and of columns of the other.
+    # A group has whole key/value heads: consecutive rows of the QKV weight, and columns of the output weight.
     most = plan.most_groups(num_heads, num_kv_heads, transport.size, head_bytes(x, layout, size))
     counts = range(min(num_kv_heads // transport.size, most), 0, -1)
     groups = next(count for count in counts if num_kv_heads // transport.size % count == 0)
     heads = HeadLayout(num_heads, num_kv_heads, transport.size, groups)
-    attention = OwnHeads(heads, transport.rank, size, causal, size**-0.5 if softmax_scale is None else softmax_scale)
+    attention = HeadAttention(
+        heads, transport.rank, size, causal, size**-0.5 if softmax_scale is None else softmax_scale
+    )
     call = _Call(transport, schedule_of(plan, transport, heads, layout), layout, attention, qkv, out, rotate, observer)
     y: torch.Tensor = _Layer.apply(x, qkv.weight, qkv_bias, out.weight, call)
     return y
@@ -116,7 +124,7 @@ class _Call(NamedTuple):
     transport: Transport
     schedule: AllToAllPlan
     layout: SequenceLayout
-    attention: OwnHeads
+    attention: HeadAttention
     qkv: Projection
     out: Projection
     rotate: Rotate | None
@@ -127,37 +135,35 @@ class _Call(NamedTuple):
         return self.attention.heads
 
     def qkv_rows(self, rank: int, group: int) -> slice:
-        """Rows of the QKV weight that make what `rank` needs for `group`."""
+        """Rows of the QKV weight that compute the heads of `rank` in `group`."""
         per_key = (self.heads.queries_per_key + 2) * self.attention.size
         start, stop = self.heads.keys(rank, group)
         return slice(start * per_key, stop * per_key)
 
     def out_columns(self, rank: int, group: int) -> slice:
-        """Columns of the output weight that take what `rank` gives for `group`."""
+        """Columns of the output weight that multiply the results of `rank` in `group`."""
         start, stop = self.heads.queries(rank, group)
         return slice(start * self.attention.size, stop * self.attention.size)
 
     def unpack(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Views of projected rows `[rows, B, features]` in the weight's order: `[rows, B, keys, n, D]` for n queries,
-        the key, the value.
-        """
+        """Views of projected rows `[rows, B, features]`: `[rows, B, Hkv, n, D]` with n queries, one key, one value."""
         ratio = self.heads.queries_per_key
         keys = rows.shape[2] // ((ratio + 2) * self.attention.size)
         per_key = rows.view(*rows.shape[:2], keys, ratio + 2, self.attention.size)
         return per_key.split([ratio, 1, 1], dim=3)
 
     def rotated(self, heads: torch.Tensor) -> torch.Tensor:
-        """`rotate` of `[rows, B, keys, n, D]`."""
+        """`rotate` of `[rows, B, Hkv, n, D]`."""
         return heads if self.rotate is None else self.rotate(heads.flatten(2, 3)).view(heads.shape)
 
     def rotated_back(self, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient of what was rotated. Being linear, its derivative is the same everywhere: nothing is kept."""
+        """The gradient of `rotate`. It is linear, so its derivative needs no saved input."""
         if self.rotate is None:
             return grad
         with torch.enable_grad():
-            anywhere = grad.detach().requires_grad_()
-            (back,) = torch.autograd.grad(self.rotate(anywhere), anywhere, grad)
-        return back
+            any_input = grad.detach().requires_grad_()
+            (input_grad,) = torch.autograd.grad(self.rotate(any_input), any_input, grad)
+        return input_grad
 
     def pack(
         self, projected: torch.Tensor, slot: torch.Tensor, queries: tuple[int, int], keys: tuple[int, int]
@@ -204,22 +210,22 @@ class _Layer(torch.autograd.Function):
             for columns in spans.take():
                 total.add(context[:, columns], w_out[:, columns].t())
 
-        passage = Passage(
+        all_to_all = HeadAllToAll(
             transport,
             call.schedule,
             call.layout,
             batch,
-            attention.inbound_width,
+            attention.inputs_width,
             attention.queries_width,
             x,
             "ulysses_self_attention",
-            keep=True,
+            retain_gathered=True,
         )
-        passage.run(produce, attention.forward, consume, flush=flush)
+        all_to_all.run(produce, attention.forward, consume, flush=flush)
         ctx.save_for_backward(x, w_qkv, w_out, context)
         ctx.call, ctx.use_bias = call, bias is not None
         if call.observer is not None:
-            call.observer("forward", passage.num_bytes)
+            call.observer("forward", all_to_all.num_bytes)
         return total.result().unflatten(0, (rows, batch))
 
     @staticmethod
@@ -246,9 +252,9 @@ class _Layer(torch.autograd.Function):
 
         def consume(group: int, peer: int, received: torch.Tensor) -> None:
             run = call.qkv_rows(peer, group)
-            place = call.unpack(projected[:, run].unflatten(0, (rows, batch)))
+            own_parts = call.unpack(projected[:, run].unflatten(0, (rows, batch)))
             parts = attention.split(received, heads.queries(peer, group), heads.keys(peer, group))
-            for own, part, encoded in zip(place, parts, (True, True, False), strict=True):
+            for own, part, encoded in zip(own_parts, parts, (True, True, False), strict=True):
                 own.copy_((call.rotated_back(part) if encoded else part).view(own.shape))
             spans.add(run.start, run.stop)
 
@@ -269,20 +275,20 @@ class _Layer(torch.autograd.Function):
                 run = slice(start, min(start + step, w_out.shape[0]))
                 yield lambda run=run: out_wgrad.add(run, dy[:, run], context)  # type: ignore[misc]
 
-        passage = Passage(
+        all_to_all = HeadAllToAll(
             transport,
             call.schedule,
             call.layout,
             batch,
             attention.queries_width,
-            attention.gradient_width,
+            attention.gradients_width,
             x,
             "ulysses_self_attention dgrad",
-            keep=False,
+            retain_gathered=False,
         )
-        passage.run(produce, attention.backward, consume, flush=flush, fillers=fillers())
+        all_to_all.run(produce, attention.backward, consume, flush=flush, fillers=fillers())
         if call.observer is not None:
-            call.observer("dgrad", passage.num_bytes)
+            call.observer("dgrad", all_to_all.num_bytes)
             if need_qkv or need_out:
                 call.observer("wgrad", 0)
         dbias = projected.sum(0) if need_bias and ctx.use_bias else None
@@ -297,7 +303,7 @@ class _Layer(torch.autograd.Function):
 
 
 class _Spans:
-    """Runs of columns that wait to be used, joined where they touch."""
+    """Runs of columns that are ready and not yet used; adjacent runs are joined."""
 
     def __init__(self) -> None:
         self._runs: list[tuple[int, int]] = []
@@ -317,7 +323,7 @@ class _Spans:
 
 
 class _RunningSum:
-    """A sum of products that come one after the other; rounded once where they are narrow."""
+    """A sum of matrix products, accumulated in fp32 for 16-bit dtypes and rounded once."""
 
     def __init__(self, own: torch.Tensor, buffer_pool: BufferPool) -> None:
         self._own, self._buffer_pool = own, buffer_pool
@@ -332,8 +338,8 @@ class _RunningSum:
             own.addmm_(a, b)
         else:
             if self._sum is None:
-                wide = torch.empty(0, dtype=torch.float32, device=own.device)
-                self._sum = self._buffer_pool.take("ulysses_sum", own.shape, wide)
+                fp32 = torch.empty(0, dtype=torch.float32, device=own.device)
+                self._sum = self._buffer_pool.take("ulysses_sum", own.shape, fp32)
                 self._sum.copy_(own)
             product = self._buffer_pool.take("ulysses_product", own.shape, own)
             torch.mm(a, b, out=product)
@@ -349,7 +355,7 @@ class _RunningSum:
 
 
 class _Rows:
-    """The gradient of a weight whose rows come in runs, each run once and complete."""
+    """The gradient of a weight, computed in runs of rows, each run once."""
 
     def __init__(self, projection: Projection, buffer_pool: BufferPool) -> None:
         self._projection, self._buffer_pool = projection, buffer_pool
@@ -357,7 +363,7 @@ class _Rows:
         self._own = torch.empty_like(projection.weight, memory_format=torch.contiguous_format) if own else None
 
     def add(self, run: slice, dy: torch.Tensor, x: torch.Tensor) -> None:
-        """Rows `run` of `dy.T @ x`, where `dy` has these columns alone."""
+        """Computes rows `run` of `dy.T @ x`; `dy` has only the columns of `run`."""
         if self._own is not None:
             torch.mm(dy.t(), x, out=self._own[run])
         elif self._projection.main_grad is not None:
@@ -365,7 +371,7 @@ class _Rows:
             add_product(into, dy, x, self._buffer_pool)
 
     def result(self) -> torch.Tensor | None:
-        """What autograd gets."""
+        """The gradient for autograd."""
         if self._own is not None:
             return self._own
         return None if self._projection.done is None else self._projection.done()

@@ -1,4 +1,4 @@
-"""Document lengths: seeded samples of published distributions, and the real ones of a file or folder.
+"""Document lengths: seeded samples of published distributions, or lengths of a file or folder.
 
 Sources, all lengths in tokens:
 
@@ -6,8 +6,8 @@ Sources, all lengths in tokens:
   ProLong (arXiv 2410.02660) and WLB-LLM (arXiv 2503.17924): github.com/hao-ai-lab/distca at 039f2e4, `simulator/data`.
 - `prolong64k`: the mixture of ProLong's first stage (arXiv 2410.02660, section 5): code repositories and books packed
   to 65,536 tokens are 60 % of the tokens. The rest is drawn from `prolong` below 64K.
-- `arxiv`, `github`: like the parts of the Pile of that name. Published are the mean sizes, 46.61 and 5.25 KiB (arXiv
-  2101.00027, table 1). Assumed here: three bytes a token, a log-normal shape, its spread, and a cut at 256K tokens.
+- `arxiv`, `github`: the subsets of the Pile with these names. The mean sizes, 46.61 and 5.25 KiB, are published (arXiv
+  2101.00027, table 1). Assumptions: 3 bytes per token, a log-normal shape, its spread, and a cut at 256K tokens.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _BYTES_PER_TOKEN, _LONGEST = 3, 262144
 
 
 def sample(distribution: str, tokens: int, seed: int) -> list[int]:
-    """Draw documents until they have `tokens` tokens; the last one is cut to end there.
+    """Draws documents until they have `tokens` tokens; the last one is cut.
 
     Args:
         distribution: a key of `DISTRIBUTIONS`.
@@ -63,7 +63,7 @@ def sample(distribution: str, tokens: int, seed: int) -> list[int]:
         seed: the same seed gives the same lengths on every machine.
 
     Raises:
-        ValueError: no such distribution, or fewer than 0 tokens.
+        ValueError: the distribution is unknown, or `tokens` is negative.
     """
     if distribution not in DISTRIBUTIONS:
         raise ValueError(f"distribution: {distribution}: use one of {', '.join(DISTRIBUTIONS)}")
@@ -79,15 +79,15 @@ def sample(distribution: str, tokens: int, seed: int) -> list[int]:
 
 
 def read_lengths(path: Path, bytes_per_token: int = 1) -> list[int]:
-    """Lengths of real documents.
+    """Reads the lengths of documents.
 
     Args:
-        path: a text file of one length a line, or a folder whose files (`*.py`, `*.txt`, `*.rst`, `*.md`, at any depth)
-            are the documents, in the order of their paths.
-        bytes_per_token: for a folder, how many bytes count as one token.
+        path: a text file with one length per line, or a folder whose files (`*.py`, `*.txt`, `*.rst`, `*.md`, at any
+            depth) are the documents, in the order of their paths.
+        bytes_per_token: for a folder, the number of bytes per token.
 
     Raises:
-        ValueError: nothing to read, or a line is not a length.
+        ValueError: the folder or file has no documents, or a line is not a length.
     """
     if path.is_dir():
         kinds = (".py", ".txt", ".rst", ".md")
@@ -101,15 +101,15 @@ def read_lengths(path: Path, bytes_per_token: int = 1) -> list[int]:
         if not text:
             continue
         if not text.isascii() or not text.isdigit():
-            raise ValueError(f"lengths: {path}, line {number}: {text[:40]}: write one whole number a line")
+            raise ValueError(f"lengths: {path}, line {number}: {text[:40]}: write one whole number per line")
         lengths.append(int(text))
     if not lengths:
-        raise ValueError(f"lengths: {path}: the file is empty; write one length a line")
+        raise ValueError(f"lengths: {path}: the file is empty; write one length per line")
     return lengths
 
 
 def _from_ranges(ranges: tuple[Range, ...], rng: random.Random) -> Iterator[int]:
-    """A range by its share, then a length whose mean is the range's: uniform below or above the mean, chosen to fit."""
+    """Draws a range by its share, then a length, uniform below or above the mean, so that the range keeps its mean."""
     ends = list(accumulate(part.share for part in ranges))
     while True:
         part = ranges[min(bisect(ends, rng.random() * ends[-1]), len(ranges) - 1)]

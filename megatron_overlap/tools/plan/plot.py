@@ -1,4 +1,4 @@
-"""The picture of a varlen plan: which rank holds which tokens of which document, and the load of every rank."""
+"""Draws a varlen plan: the tokens and the modelled load of every rank."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def draw(plan: Plan) -> bytes:
     figure: Any = Figure(figsize=(12, height), dpi=130, layout="constrained")
     axes = figure.subplots(shown, 2, width_ratios=(2.6, 1), squeeze=False, sharey="row")
     for index in range(shown):
-        _held(axes[index][0], plan, index, ranks)
-        _load(axes[index][1], plan, index, ranks)
+        _draw_tokens(axes[index][0], plan, index, ranks)
+        _draw_load(axes[index][1], plan, index, ranks)
     result = balance(plan)
     figure.suptitle(
         f"{plan.method}: {len(plan.lengths)} documents, {sum(plan.lengths):,} tokens on {plan.topology.ranks} ranks; "
@@ -41,8 +41,8 @@ def draw(plan: Plan) -> bytes:
     figure.legend(
         handles=[
             Patch(color=_WHOLE, label="whole documents"),
-            Patch(color=_INTRA[0], label="part of a document, ring inside a node (blue, green: a ring each)"),
-            Patch(color=_INTER[0], label="part of a document, ring over nodes"),
+            Patch(color=_INTRA[0], label="part of a document, intra-node ring (one colour per ring)"),
+            Patch(color=_INTER[0], label="part of a document, inter-node ring"),
         ],
         loc="outside lower left",
         ncols=3,
@@ -54,13 +54,13 @@ def draw(plan: Plan) -> bytes:
     return out.getvalue()
 
 
-def _held(axes: Any, plan: Plan, index: int, ranks: int) -> None:
+def _draw_tokens(axes: Any, plan: Plan, index: int, ranks: int) -> None:
     part = plan.passes[index]
     left = [0] * plan.topology.ranks
     for number, ring in enumerate(part.rings):
         palette = _INTER if ring.zone == "inter" else _INTRA
-        members = [(place, rank) for place, rank in enumerate(ring.ranks) if rank < ranks]
-        counts = [ring.tokens(place) for place, _ in members]
+        members = [(position, rank) for position, rank in enumerate(ring.ranks) if rank < ranks]
+        counts = [ring.tokens(position) for position, _ in members]
         rows = [rank for _, rank in members]
         starts = [left[rank] for rank in rows]
         axes.barh(rows, counts, left=starts, height=0.86, color=palette[number % 4], edgecolor="white", lw=0.3)
@@ -77,19 +77,19 @@ def _held(axes: Any, plan: Plan, index: int, ranks: int) -> None:
     axes.axvline(plan.capacity, color=_INK, lw=0.8, ls=":")
     axes.set_ylim(ranks - 0.4, -0.6)
     axes.set_ylabel("rank")
-    _style(axes, f"Pass {index}: tokens held (dotted: capacity)", plan, ranks)
+    _style_axes(axes, f"Pass {index}: tokens held (dotted: capacity)", plan, ranks)
 
 
-def _load(axes: Any, plan: Plan, index: int, ranks: int) -> None:
+def _draw_load(axes: Any, plan: Plan, index: int, ranks: int) -> None:
     table = loads(plan, index)
     mean = sum(load.attention_fs for load in table) / len(table) / FS_PER_US
     axes.barh(range(ranks), [load.attention_fs / FS_PER_US for load in table[:ranks]], height=0.86, color=_ATTENTION)
     axes.barh(range(ranks), [load.message_fs / FS_PER_US for load in table[:ranks]], height=0.3, color=_MESSAGE)
     axes.axvline(mean, color=_INK, lw=0.8, ls=":")
-    _style(axes, "us modelled: attention, messages (thin); dotted: mean", plan, ranks)
+    _style_axes(axes, "modelled time, us: attention, messages (thin); dotted: mean", plan, ranks)
 
 
-def _style(axes: Any, title: str, plan: Plan, ranks: int) -> None:
+def _style_axes(axes: Any, title: str, plan: Plan, ranks: int) -> None:
     axes.set_title(title, fontsize=8.5, loc="left", color=_INK)
     axes.grid(axis="x", color=_GRID, lw=0.5)
     axes.set_axisbelow(True)

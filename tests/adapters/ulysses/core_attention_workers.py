@@ -1,6 +1,6 @@
-"""What the workers run: Megatron's own attention layer under context parallelism, all ranks being one context group.
+"""Worker functions: Megatron's attention layer under context parallelism; all ranks are one context group.
 
-Megatron is imported inside the functions: in a worker, after the CPU adapter, and never in the test's own process.
+The functions import Megatron, so that only worker processes import it, after the CPU adapter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HIDDEN, HEADS, KV_HEADS, SIZE = 64, 16, 8, 4
 
 
 def start(group: dist.ProcessGroup) -> None:
-    """Adapts Megatron and makes its groups."""
+    """Adapts Megatron and creates its groups."""
     if "megatron.core" not in sys.modules:
         from megatron_overlap.adapters import cpu
 
@@ -67,7 +67,7 @@ def make_layer(**changes: Any) -> Any:
 
 
 def frequencies(rows: int) -> torch.Tensor:
-    """Rotary frequencies of the own rows, as Megatron's embedding gives them."""
+    """Rotary frequencies of the own rows, from Megatron's embedding."""
     from megatron.core import parallel_state
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
@@ -78,7 +78,7 @@ def frequencies(rows: int) -> torch.Tensor:
 
 
 def textbook(layer: Any, whole: torch.Tensor) -> torch.Tensor:
-    """The layer on the whole sequence, on one rank, written out."""
+    """The layer on the whole sequence, on one rank, in plain torch."""
     qkv = whole @ layer.linear_qkv.weight.t() + layer.linear_qkv.bias
     per_key = qkv.unflatten(2, (KV_HEADS, HEADS // KV_HEADS + 2, SIZE))
     angle = torch.arange(whole.shape[0])[:, None] / 10000 ** (torch.arange(0, SIZE, 2) / SIZE)
@@ -92,10 +92,10 @@ def textbook(layer: Any, whole: torch.Tensor) -> torch.Tensor:
     return reference.attention(rotate(q), rotate(k), v).flatten(2) @ layer.linear_proj.weight.t()
 
 
-def against_textbook(
+def compare_with_textbook(
     group: dist.ProcessGroup, *, fuse: bool = True, main_grad: bool = False, recompute: bool = False, **changes: Any
 ) -> list[str]:
-    """Output, input gradient and the weight gradients summed over ranks; returns the ops that ran."""
+    """Compares output, input gradient and summed weight gradients; returns the operations that ran."""
     start(group)
     size, rank = group.size(), group.rank()
     layout = SequenceLayout.zigzag(8 * size, size)
@@ -106,10 +106,10 @@ def against_textbook(
         if recompute:
             changes |= {"recompute_granularity": "selective"}
         layer = make_layer(**changes).train()
-        waited: list[str] = []
+        hooked: list[str] = []
         for name in ("linear_qkv", "linear_proj"):
             module = getattr(layer, name)
-            module.register_forward_pre_hook(lambda *_, name=name: waited.append(name))
+            module.register_forward_pre_hook(lambda *_, name=name: hooked.append(name))
             if main_grad:
                 module.gradient_accumulation_fusion = True
                 module.weight.main_grad = torch.ones(module.weight.shape)
@@ -119,8 +119,8 @@ def against_textbook(
         assert bias is layer.linear_proj.bias
         y.backward(reference.own_rows(dwhole, layout, rank))
         sites = session.report().sites
-    assert waited == ["linear_qkv", "linear_proj"], "Megatron waits there for parameters"
-    assert "forward" not in vars(layer), "disable() puts the layer back"
+    assert hooked == ["linear_qkv", "linear_proj"], "the pre-hooks wait for parameters"
+    assert "forward" not in vars(layer), "disable() restores the layer"
     expected = whole.clone().requires_grad_()
     true = textbook(layer, expected)
     parameters = [layer.linear_qkv.weight, layer.linear_proj.weight, layer.linear_qkv.bias]
@@ -128,42 +128,42 @@ def against_textbook(
     close = {"rtol": 1e-4, "atol": 1e-5}
     torch.testing.assert_close(y, reference.own_rows(true, layout, rank), **close)
     torch.testing.assert_close(x.grad, reference.own_rows(dx, layout, rank), **close)
-    for parameter, wanted in zip(parameters, dparameters, strict=True):
+    for parameter, expected_grad in zip(parameters, dparameters, strict=True):
         if main_grad and parameter.dim() == 2:
             assert parameter.grad_added_to_main_grad
             got = parameter.main_grad - 1
         else:
             got = parameter.grad
         dist.all_reduce(got, group=group)
-        torch.testing.assert_close(got, wanted, **close)
+        torch.testing.assert_close(got, expected_grad, **close)
     return sorted({site.op for site in sites})
 
 
-def layers_are_let_go(group: dist.ProcessGroup) -> bool:
-    """A layer with a forward of its own is no cycle: it goes with its last reference."""
+def layer_is_released(group: dist.ProcessGroup) -> bool:
+    """Whether a layer with an instance attribute `forward` is freed without the garbage collector."""
     import weakref
 
     start(group)
     with enable(OverlapConfig.model_validate({"ulysses": {"method": "p2p"}})):
         layer = make_layer()
         assert "forward" in vars(layer)
-        gone = weakref.ref(layer)
+        reference_to_layer = weakref.ref(layer)
         gc.disable()
         del layer
         gc.enable()
-    return gone() is None
+    return reference_to_layer() is None
 
 
-def refused(group: dist.ProcessGroup) -> list[str]:
-    """What is said of layers and calls that Ulysses does not do, and without the plugin."""
+def error_messages(group: dist.ProcessGroup) -> list[str]:
+    """Error messages of layers and calls that Ulysses does not support; the first one is of stock Megatron."""
     from megatron_overlap.adapters.ulysses.core_attention import UlyssesError
 
     start(group)
-    texts = []
+    messages = []
     try:
         make_layer()
     except AssertionError as error:
-        texts.append(str(error))
+        messages.append(str(error))
     with enable(OverlapConfig.model_validate({"ulysses": {"method": "p2p"}})):
         for changes in (
             {"attention_dropout": 0.1},
@@ -173,7 +173,7 @@ def refused(group: dist.ProcessGroup) -> list[str]:
             try:
                 make_layer(**changes)
             except UlyssesError as error:
-                texts.append(str(error))
+                messages.append(str(error))
         core = make_layer().core_attention
         q = torch.randn(4, 1, HEADS, SIZE)
         k = torch.randn(4, 1, KV_HEADS, SIZE)
@@ -185,5 +185,5 @@ def refused(group: dist.ProcessGroup) -> list[str]:
             try:
                 core(**{"query": q, "key": k, "value": k, "attention_mask": None, **call})
             except UlyssesError as error:
-                texts.append(str(error))
-    return texts
+                messages.append(str(error))
+    return messages

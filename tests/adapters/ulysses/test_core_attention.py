@@ -1,4 +1,4 @@
-"""Megatron under context parallelism, which its local layers refuse: one layer, and whole trainings."""
+"""Context parallelism of Megatron's local layers, which stock Megatron refuses: one layer, and whole trainings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.adapters.megatron_runs import SCRIPTS, TP2_SP, assert_equal_training, train
-from tests.adapters.ulysses import core_attention_workers as cases
+from tests.adapters.ulysses import core_attention_workers as workers
 from tests.helpers.world import World, assert_same
 
 RANKS = 4
@@ -24,11 +24,11 @@ GQA = ("--group-query-attention", "--num-query-groups", "2")
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[World]:
-    """Workers of their own: Megatron's classes and groups, once made in a process, stay."""
-    workers = World(answer_s=120, adapted=True)
-    workers.run(RANKS, cases.start)
-    yield workers
-    workers.close()
+    """Separate workers, because Megatron's classes and groups cannot be unloaded."""
+    processes = World(answer_s=120, adapted=True)
+    processes.run(RANKS, workers.start)
+    yield processes
+    processes.close()
 
 
 @pytest.mark.parametrize(
@@ -43,19 +43,19 @@ def ranks() -> Iterator[World]:
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_a_layer_equals_the_textbook(ranks: World, options: dict[str, Any], op: str) -> None:
-    assert ranks.run(RANKS, cases.against_textbook, **options) == [[op]] * RANKS
+    assert ranks.run(RANKS, workers.compare_with_textbook, **options) == [[op]] * RANKS
 
 
-def test_a_layer_is_let_go(ranks: World) -> None:
-    assert ranks.run(RANKS, cases.layers_are_let_go) == [True] * RANKS
+def test_a_layer_is_released(ranks: World) -> None:
+    assert ranks.run(RANKS, workers.layer_is_released) == [True] * RANKS
 
 
-def test_what_is_not_done_is_refused_by_name(ranks: World) -> None:
-    texts = ranks.run(RANKS, cases.refused)
+def test_unsupported_options_are_named(ranks: World) -> None:
+    texts = ranks.run(RANKS, workers.error_messages)
     assert_same(texts)
-    stock, *ours = texts[0]
+    stock, *messages = texts[0]
     assert stock.startswith("Context parallelism is only supported by TEDotProductAttention!")
-    assert [text.split(": ")[1] for text in ours] == [
+    assert [text.split(": ")[1] for text in messages] == [
         "--attention-dropout 0.1",
         "--window-size (4, 0)",
         "--num-attention-heads 3",
@@ -74,7 +74,7 @@ def plugin(tmp_path: Path) -> tuple[str, str]:
 
 
 def assert_counted(run_dir: Path, op: str, *, ranks: int, layers: int = 2) -> None:
-    """Every layer's attention, both ways, on every rank."""
+    """The report counts attention of every layer, forward and backward, on every rank."""
     for rank in range(ranks):
         report = json.loads((run_dir / f"report-rank{rank}.json").read_text())
         calls = {m["direction"]: m for m in report["modules"] if m["kind"] == "attention"}
@@ -88,16 +88,16 @@ def assert_counted(run_dir: Path, op: str, *, ranks: int, layers: int = 2) -> No
 @pytest.mark.long
 def test_llama_with_tensor_and_context_ranks(plugin: tuple[str, str], tmp_path: Path) -> None:
     stock = train(tmp_path / "stock", LLAMA, 1, *GQA)
-    mine = train(tmp_path / "tp2up2", LLAMA, 4, *GQA, *CP2, *TP2_SP, "--overlap-grad-reduce", *plugin, off=False)
-    assert_equal_training(mine, stock)
+    overlapped = train(tmp_path / "tp2up2", LLAMA, 4, *GQA, *CP2, *TP2_SP, "--overlap-grad-reduce", *plugin, off=False)
+    assert_equal_training(overlapped, stock)
     assert_counted(tmp_path / "tp2up2", "ulysses", ranks=4)
 
 
 @pytest.mark.long
-def test_gpt_whose_parameters_are_gathered_while_it_runs(plugin: tuple[str, str], tmp_path: Path) -> None:
-    """The whole layer by head groups, under the distributed optimizer, several micro-batches."""
+def test_gpt_with_overlapped_parameter_gather(plugin: tuple[str, str], tmp_path: Path) -> None:
+    """The fused layer with the distributed optimizer and several micro-batches."""
     options = shlex.split("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather")
     stock = train(tmp_path / "stock", GPT, 1, "--micro-batch-size", "1")
-    mine = train(tmp_path / "up2", GPT, 2, *CP2, *options, "--micro-batch-size", "1", *plugin, off=False)
-    assert_equal_training(mine, stock)
+    overlapped = train(tmp_path / "up2", GPT, 2, *CP2, *options, "--micro-batch-size", "1", *plugin, off=False)
+    assert_equal_training(overlapped, stock)
     assert_counted(tmp_path / "up2", "ulysses_layer", ranks=2)

@@ -1,6 +1,6 @@
-"""What a worker runs: Megatron's own arguments, embedding and data files, with no training around them.
+"""Worker functions: Megatron's arguments, rotary embedding and data files, without a training.
 
-Megatron is imported inside the functions: in a worker, after the CPU adapter, and never in the test's own process.
+The functions import Megatron, so that only worker processes import it, after the CPU adapter.
 """
 
 from __future__ import annotations
@@ -23,29 +23,31 @@ def start() -> None:
         cpu.install()
 
 
-def refusals(group: dist.ProcessGroup, cfg: LaunchConfig, changes: Sequence[Sequence[str]], method: str) -> list[str]:
-    """What is said of Megatron's arguments of a launch, each time with further ones."""
+def argument_errors(
+    group: dist.ProcessGroup, cfg: LaunchConfig, flag_lists: Sequence[Sequence[str]], method: str
+) -> list[str]:
+    """The error message for the arguments of a launch with each list of further flags; empty if there is none."""
     start()
     from megatron.training.arguments import parse_args
 
     from megatron_overlap.adapters.varlen.arguments import refuse
     from megatron_overlap.adapters.varlen.core_attention import VarlenError
 
-    texts = []
-    for flags in changes:
+    messages = []
+    for flags in flag_lists:
         sys.argv = ["pretrain", *to_megatron_args(cfg), *flags]
         args = parse_args()
         try:
             refuse(args, method)
         except VarlenError as error:
-            texts.append(str(error))
+            messages.append(str(error))
         else:
-            texts.append("")
-    return texts
+            messages.append("")
+    return messages
 
 
-def core_refusals(group: dist.ProcessGroup) -> list[str]:
-    """What is said of layers and calls that the core attention does not do."""
+def core_attention_errors(group: dist.ProcessGroup) -> list[str]:
+    """Error messages of layers and calls that the core attention does not support."""
     start()
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.enums import AttnMaskType
@@ -59,7 +61,7 @@ def core_refusals(group: dist.ProcessGroup) -> list[str]:
     x = torch.zeros(1, 1, 2, 4)
     packed = PackedSeqParams(qkv_format="thd")
     causal = AttnMaskType.causal
-    texts = []
+    messages = []
     for call in (
         lambda: BalancedCoreAttention(config(0.1), 1, causal, "self"),
         lambda: BalancedCoreAttention(config(0.0), 1, AttnMaskType.padding, "self"),
@@ -71,12 +73,12 @@ def core_refusals(group: dist.ProcessGroup) -> list[str]:
         try:
             call()
         except VarlenError as error:
-            texts.append(str(error))
-    return texts
+            messages.append(str(error))
+    return messages
 
 
-def documents(group: dist.ProcessGroup, folder: Path, max_rows: int) -> list[list[list[int]]]:
-    """Every document of a pair that has documents of several sequences, an empty one, and long ones."""
+def read_documents(group: dist.ProcessGroup, folder: Path, max_rows: int) -> list[list[list[int]]]:
+    """Every document of a pair with a document of several sequences, one without rows, and a long one."""
     start()
     from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
@@ -96,11 +98,11 @@ def documents(group: dist.ProcessGroup, folder: Path, max_rows: int) -> list[lis
     return [whole.read(n).tolist() for n in range(len(whole))]
 
 
-def small_things(group: dist.ProcessGroup) -> tuple[list[int], list[list[int]]]:
-    """Nodes by hosts, and parts by weights."""
+def nodes_and_splits(group: dist.ProcessGroup) -> tuple[list[int], list[list[int]]]:
+    """Nodes by hosts, and bounds of the splits by weights."""
     start()
     from megatron_overlap.adapters.varlen.core_attention import nodes_of
     from megatron_overlap.adapters.varlen.dataset import split_bounds
 
     hosts = ([5], [5, 5, 5, 5], [5, 5, 7, 7], [5, 5, 7], [5, 7, 5, 7], [1, 2, 3])
-    return [nodes_of(ids) for ids in hosts], [split_bounds(text, 200) for text in ("100,0,0", "969,30,1", "1,1")]
+    return [nodes_of(ids) for ids in hosts], [split_bounds(weights, 200) for weights in ("100,0,0", "969,30,1", "1,1")]

@@ -1,4 +1,4 @@
-"""What the workers run: a loader over documents whose ids say where they come from."""
+"""Worker functions: a loader over documents whose token ids encode document and position."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import torch.distributed as dist
 
-from megatron_overlap.adapters.varlen.loader import Batch, Channel, DocumentLoader
+from megatron_overlap.adapters.varlen.loader import Batch, DocumentLoader, LoaderThread
 from megatron_overlap.comm.host_group import HostGroup
 from megatron_overlap.schedules.varlen import CostModel, Topology, partition
 from megatron_overlap.schedules.varlen.baselines import ring_over_all
@@ -18,8 +18,8 @@ from megatron_overlap.schedules.varlen.rebalance import linear_layout
 Row = tuple[int, int, int, int, float]
 
 
-class Numbered:
-    """Documents of given lengths; token p of document d is `1000 d + p`, its label the negative of it."""
+class NumberedDocuments:
+    """Documents of given lengths. Token p of document d is `1000 d + p`; its label is the negative."""
 
     def __init__(self, lengths: Sequence[int], broken: int | None = None) -> None:
         self._lengths = lengths
@@ -38,27 +38,27 @@ class Numbered:
         return np.stack([ids, -ids, index % 2 + 0 * ids], axis=1).astype(np.int32)
 
 
-def make(
-    group: dist.ProcessGroup, documents: Numbered, tokens: int, method: str = "balanced", **options: int
-) -> tuple[DocumentLoader, Channel]:
+def make_loader(
+    group: dist.ProcessGroup, documents: NumberedDocuments, tokens: int, method: str = "balanced", **options: int
+) -> tuple[DocumentLoader, LoaderThread]:
     size = group.size()
-    channel = Channel(HostGroup(group, timeout_s=20, name="data loader"))
+    thread = LoaderThread(HostGroup(group, timeout_s=20, name="data loader"))
     share = -(-tokens // size)
     planner = {"balanced": partition, "ring": ring_over_all}[method]
-    # Linear layers so slow that rows always move to where they are even.
-    slow = CostModel(linear_fs=10**15)
-    plan = partial(planner, topology=Topology(1, size), capacity=share + share // 16, cost=slow)
+    # With linear layers this slow, rebalancing always pays off.
+    slow_linear = CostModel(linear_fs=10**15)
+    plan = partial(planner, topology=Topology(1, size), capacity=share + share // 16, cost=slow_linear)
     options.setdefault("seed", 1)
-    return DocumentLoader(documents, channel, plan, tokens=tokens, **options), channel
+    return DocumentLoader(documents, thread, plan, tokens=tokens, **options), thread
 
 
 def rows_of(batch: Batch) -> list[Row]:
-    """(document in the micro-batch, position, token, label, counts) of every row but padding, after looking at them."""
+    """Checks a batch; returns (document, position, token, label, loss mask) of every row without padding."""
     shapes = {column.shape for column in (batch.tokens, batch.labels, batch.loss_mask, batch.position_ids)}
     assert shapes == {batch.tokens.shape}
     columns = (batch.documents, batch.position_ids, batch.tokens, batch.labels, batch.loss_mask)
     lists = [column[0].tolist() for column in columns]
-    assert not any(lists[4][batch.num_rows :]), "padding counts nothing"
+    assert not any(lists[4][batch.num_rows :]), "the loss mask of padding is 0"
     assert all(document == -1 for document in lists[0][batch.num_rows :])
     return list(zip(*(values[: batch.num_rows] for values in lists), strict=True))
 
@@ -66,44 +66,44 @@ def rows_of(batch: Batch) -> list[Row]:
 def batches(
     group: dist.ProcessGroup, lengths: Sequence[int], tokens: int, count: int, method: str = "balanced", **options: int
 ) -> list[tuple[int, list[Row]]]:
-    """Padded and real rows of this rank in the first micro-batches."""
-    loader, channel = make(group, Numbered(lengths), tokens, method, **options)
+    """Number of rows with padding, and the rows without, of this rank in the first micro-batches."""
+    loader, thread = make_loader(group, NumberedDocuments(lengths), tokens, method, **options)
     found = []
     for batch in (next(loader) for _ in range(count)):
         rows = rows_of(batch)
         _, layout = linear_layout(batch.plan)
-        mine = [(p.document, at) for p in layout[group.rank()] for at in range(p.start, p.stop)]
-        assert [row[:2] for row in rows] == mine, "rows lie as the plan says"
+        own = [(p.document, at) for p in layout[group.rank()] for at in range(p.start, p.stop)]
+        assert [row[:2] for row in rows] == own, "the rows are in the order of the plan"
         found.append((batch.tokens.shape[1], rows))
-    channel.close()
+    thread.close()
     return found
 
 
-def what_a_failing_read_does(group: dist.ProcessGroup) -> str:
-    """One rank cannot read a document and leaves; its peers must not wait for it for ever."""
-    documents = Numbered([5] * 8, broken=3 if group.rank() == 0 else None)
-    loader, channel = make(group, documents, 20)
+def exception_after_a_failed_read(group: dist.ProcessGroup) -> str:
+    """One rank cannot read a document and closes its group; its peers must get an error instead of waiting forever."""
+    documents = NumberedDocuments([5] * 8, broken=3 if group.rank() == 0 else None)
+    loader, thread = make_loader(group, documents, 20)
     try:
         for _ in range(8):
             next(loader)
     except (OSError, RuntimeError) as error:
-        channel.group.close()
+        thread.group.close()
         return type(error).__name__
     return "none"
 
 
-def programs_made_late(group: dist.ProcessGroup, lengths: Sequence[int], tokens: int, count: int) -> list[int]:
-    """Programs that a layer had to wait for, of each micro-batch."""
-    loader, channel = make(group, Numbered(lengths), tokens, "ring")
+def messages_computed_late(group: dist.ProcessGroup, lengths: Sequence[int], tokens: int, count: int) -> list[int]:
+    """Number of `messages_of` calls of a layer that are not precomputed, for each micro-batch."""
+    loader, thread = make_loader(group, NumberedDocuments(lengths), tokens, "ring")
     found = []
-    # What models before this one have asked for must not push out what this one needs.
+    # Earlier calls with other traffic must not evict the messages of this model.
     for size in range(1, 20):
         messages_of(partition([8], Topology(1, group.size()), capacity=8), 0, Traffic("kv", size, size), None)
     for _ in range(count):
         batch = next(loader)
-        channel.thread.submit(int).result()  # the loader is done with the micro-batch after
-        made = _messages_of.cache_info().misses
+        thread.executor.submit(int).result()  # the loader has prepared the next micro-batch
+        misses = _messages_of.cache_info().misses
         messages_of(batch.plan, 0, Traffic("kv", 12, 34), None)
-        found.append(_messages_of.cache_info().misses - made)
-    channel.close()
+        found.append(_messages_of.cache_info().misses - misses)
+    thread.close()
     return found

@@ -1,4 +1,4 @@
-"""Trainings on whole documents: real text, real processes, several layouts of the same tokens."""
+"""Trainings on whole documents: real text, several processes, several parallel layouts of the same tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NUM_MODULES = 60
 
 
 def write_text(folder: Path) -> Path:
-    """Docstrings of the standard library, a file each: ten to a few thousand characters. Returns the prepared data."""
+    """Writes docstrings of the standard library, one file each, and returns the prefix of the prepared data."""
     texts = folder / "texts"
     texts.mkdir(parents=True)
     modules = sorted(Path(json.__file__).parents[1].glob("*.py"))[:_NUM_MODULES]
@@ -40,12 +40,12 @@ def config(
     method: str = "balanced",
     context: int = 1,
     tensor: int = 1,
-    copies: int = 1,
+    replicas: int = 1,
     iterations: int = 4,
     arch: str = "llama",
     **train: Any,
 ) -> LaunchConfig:
-    """A tiny model; `train` are further keys of that section."""
+    """A tiny model; `train` has further keys of that section."""
     return LaunchConfig.model_validate(
         {
             "name": name,
@@ -75,15 +75,15 @@ def config(
                 "tensor": {"method": "p2p" if tensor > 1 else "none"},
                 "strict": True,
             },
-            "launch": {"device": "cpu", "ranks_per_node": context * tensor * copies, "timeout_s": 240.0},
-            # The whole weight is drawn and then cut: the same model in every layout.
+            "launch": {"device": "cpu", "ranks_per_node": context * tensor * replicas, "timeout_s": 240.0},
+            # CPU initialisation draws whole weights and then cuts them: the same model in every layout.
             "megatron_args": ["--use-cpu-initialization"],
         }
     )
 
 
 def train(folder: Path, cfg: LaunchConfig) -> tuple[dict[int, dict[str, Any]], list[dict[str, Any]]]:
-    """Runs it; the recorded rows of rank 0 by iteration, and every rank's report."""
+    """Runs the training. Returns the recorded steps of rank 0 by iteration, and the report of every rank."""
     run_dir = folder / cfg.name
     execute(plan(cfg, run_dir))
     lines = (run_dir / "steps-rank0.jsonl").read_text().splitlines()

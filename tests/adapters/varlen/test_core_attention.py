@@ -1,4 +1,4 @@
-"""Megatron trains on whole documents: the same tokens on one rank, by Megatron's own attention, say what is right."""
+"""Training on whole documents equals stock attention with a mask on one rank, for every parallel layout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from megatron_overlap.tools.launch.processes import RunError
 from tests.adapters.megatron_runs import assert_equal_training
-from tests.adapters.varlen import core_attention_workers as cases
+from tests.adapters.varlen import core_attention_workers as workers
 from tests.adapters.varlen.runs import config, train, write_text
 from tests.helpers.world import World
 
@@ -28,9 +28,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """Training of the same tokens on one rank, in Megatron's own attention with a mask."""
-    folder = tmp_path_factory.mktemp("alone")
+def one_rank(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """Training of the same tokens on one rank with stock attention and a mask."""
+    folder = tmp_path_factory.mktemp("one_rank")
 
     @cache
     def reference(iterations: int, arch: str = "llama") -> dict[int, dict[str, Any]]:
@@ -41,7 +41,7 @@ def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 
 def assert_attended(reports: list[dict[str, Any]], micro_batches: int) -> None:
-    """Every layer of every micro-batch went through the engine, forth and back, on every rank."""
+    """Balanced attention ran forward and backward in every layer of every micro-batch, on every rank."""
     for report in reports:
         calls = {(m["op"], m["direction"]): m["overlapped"] for m in report["modules"] if m["kind"] == "attention"}
         for direction in ("forward", "dgrad"):
@@ -50,16 +50,16 @@ def assert_attended(reports: list[dict[str, Any]], micro_batches: int) -> None:
 
 
 @pytest.mark.long
-def test_two_context_ranks(data: Path, alone: Reference, tmp_path: Path) -> None:
+def test_two_context_ranks(data: Path, one_rank: Reference, tmp_path: Path) -> None:
     rows, reports = train(tmp_path, config("cp2", data, context=2))
-    assert_equal_training(rows, alone(SHORT))
+    assert_equal_training(rows, one_rank(SHORT))
     assert_attended(reports, 2 * SHORT)
 
 
 @pytest.mark.long
-def test_two_context_and_two_tensor_ranks(data: Path, alone: Reference, tmp_path: Path) -> None:
+def test_two_context_and_two_tensor_ranks(data: Path, one_rank: Reference, tmp_path: Path) -> None:
     rows, reports = train(tmp_path, config("cp2tp2", data, context=2, tensor=2, distributed_optimizer=True))
-    assert_equal_training(rows, alone(SHORT))
+    assert_equal_training(rows, one_rank(SHORT))
     assert_attended(reports, 2 * SHORT)
 
 
@@ -68,11 +68,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "2 ranks": {"context": 2},
     "3 ranks": {"context": 3},
     "4 ranks": {"context": 4, "distributed_optimizer": True},
-    "2 ranks, every document cut": {"context": 2, "method": "ring"},
-    "3 ranks, all keys gathered": {"context": 3, "method": "all_gather"},
+    "2 ranks, ring": {"context": 2, "method": "ring"},
+    "3 ranks, all-gather": {"context": 3, "method": "all_gather"},
     "2 x 2 tensor ranks": {"context": 2, "tensor": 2},
     "2 x 2 tensor ranks, sharded": {"context": 2, "tensor": 2, "distributed_optimizer": True},
-    "2 x 2 copies, sharded": {"context": 2, "copies": 2, "distributed_optimizer": True},
+    "2 x 2 replicas, sharded": {"context": 2, "replicas": 2, "distributed_optimizer": True},
     "recomputed": {"context": 2, "recompute": "full"},
     "attention recomputed": {"context": 2, "recompute": "selective"},
     "gpt": {"context": 2, "arch": "gpt"},
@@ -81,17 +81,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout(layout: str, data: Path, alone: Reference, tmp_path: Path) -> None:
+def test_parallel_layouts(layout: str, data: Path, one_rank: Reference, tmp_path: Path) -> None:
     options = LAYOUTS[layout]
     if layout == "3 ranks":
-        # Megatron wants a length that 2 x 3 divides, and 768 is one.
+        # Megatron needs a sequence length that is a multiple of 2 x 3.
         assert config("x", data, context=3).train.seq_length % 6 == 0
     rows, _ = train(tmp_path, config("run", data, iterations=LONG, **options))
     assert len(rows) == LONG
-    assert_equal_training(rows, alone(LONG, options.get("arch", "llama")))
+    assert_equal_training(rows, one_rank(LONG, options.get("arch", "llama")))
 
 
-# Arguments that no key of a launch config says, or that a launch of one's own has; and what the line begins with.
+# Arguments without a key in the launch configuration, and the beginning of the error message.
 REFUSED = {
     "--mtp-num-layers 1": "--mtp-num-layers: 1: not with overlap.varlen: multi-token prediction",
     "--num-experts 2": "--num-experts: 2: not with overlap.varlen: a mixture of experts",
@@ -116,27 +116,27 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[World]:
-    """Workers of their own: Megatron, once imported and adapted, stays."""
-    workers = World(answer_s=120, adapted=True)
-    yield workers
-    workers.close()
+    """Separate workers, because imported and adapted Megatron modules cannot be unloaded."""
+    processes = World(answer_s=120, adapted=True)
+    yield processes
+    processes.close()
 
 
-def test_what_is_not_done_is_refused_by_its_argument(worker: World) -> None:
+def test_unsupported_arguments_are_named(worker: World) -> None:
     cfg = config("x", Path("data"))
-    changes = [[], *(flags.split() for flags in REFUSED)]
-    right, *texts = worker.run(1, cases.refusals, cfg, changes, "balanced")[0]
-    assert right == ""
+    flag_lists = [[], *(flags.split() for flags in REFUSED)]
+    supported, *texts = worker.run(1, workers.argument_errors, cfg, flag_lists, "balanced")[0]
+    assert supported == ""
     for text, start in zip(texts, REFUSED.values(), strict=True):
         assert text.startswith(start)
         assert "\n" not in text
-    assert worker.run(1, cases.refusals, cfg, [["--context-parallel-size", "2"]], "masked")[0][0].startswith(
+    assert worker.run(1, workers.argument_errors, cfg, [["--context-parallel-size", "2"]], "masked")[0][0].startswith(
         "--context-parallel-size: 2: not"
     )
 
 
-def test_what_a_layer_is_not_for_is_refused(worker: World) -> None:
-    texts = worker.run(1, cases.core_refusals)[0]
+def test_unsupported_layers_are_named(worker: World) -> None:
+    texts = worker.run(1, workers.core_attention_errors)[0]
     assert [text.split(": ")[2] for text in texts[:3]] == [
         "--attention-dropout 0.1",
         "attention mask padding",
@@ -146,8 +146,8 @@ def test_what_a_layer_is_not_for_is_refused(worker: World) -> None:
     assert all("without a micro-batch of documents" in text for text in texts[3:])
 
 
-def test_documents_are_read_as_they_are(worker: World, tmp_path: Path) -> None:
-    found = worker.run(1, cases.documents, tmp_path, 4)[0]
+def test_documents_of_a_pair(worker: World, tmp_path: Path) -> None:
+    found = worker.run(1, workers.read_documents, tmp_path, 4)[0]
     tokens = [[row[0] for row in document] for document in found]
     labels = [[row[1] for row in document] for document in found]
     assert tokens == [[1, 2], [4, 5, 6, 7], [10, 11, 12, 13], [14, 15]]
@@ -155,13 +155,13 @@ def test_documents_are_read_as_they_are(worker: World, tmp_path: Path) -> None:
     assert {row[2] for document in found for row in document} == {1}
 
 
-def test_nodes_and_parts(worker: World) -> None:
-    nodes, parts = worker.run(1, cases.small_things)[0]
+def test_nodes_and_splits(worker: World) -> None:
+    nodes, splits = worker.run(1, workers.nodes_and_splits)[0]
     assert nodes == [1, 1, 2, 1, 1, 3]
-    assert parts == [[0, 200, 200, 200], [0, 194, 200, 200], [0, 100, 200, 200]]
+    assert splits == [[0, 200, 200, 200], [0, 194, 200, 200], [0, 100, 200, 200]]
 
 
-def test_a_part_without_documents_is_refused_before_the_first_step(data: Path, tmp_path: Path) -> None:
+def test_an_empty_split_fails_before_the_first_step(data: Path, tmp_path: Path) -> None:
     cfg = config("empty", data, eval_iterations=1)
     cfg = cfg.model_copy(update={"data": cfg.data.model_copy(update={"split": "100,0,0"})})
     with pytest.raises(RunError, match="--split: 100,0,0: leaves no documents of two ids or more for validation"):
