@@ -1,1 +1,1 @@
-"""What an operation costs, by a model of the machine: the seed of a choice, and what `simulate` is made of."""
+"""Autotuning of linear layers by measurement, and the cost model that `simulate` shares. See `docs/choice.md`."""

@@ -1,308 +1,219 @@
-"""Which candidate serves which call of a layer: measured in turn, settled, looked at again. Pure.
+"""Successive halving over the candidates of one kind of call. Pure.
 
-Every rank of a group has a `Decider` for the same calls. What it does next follows from nothing but the number of calls
-so far and what all ranks have exchanged, and every rank gets the same of both: no rank can ever take another path than
-its peers in the same call. See `docs/choice.md`.
+Every rank of a group has a `Search` for the same calls. Its next step depends only on the number of calls and on times
+that all ranks exchanged. Both are equal on every rank, so all ranks run each call with the same candidate.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
 from typing import Literal, NamedTuple
 
 from megatron_overlap.autotune.stats import LIKELY, SURE, Timing
 
-Stage = Literal["first", "second", "third", "settled", "recheck"]
-
 MARGIN = 0.02
-"""What is won must be more than this for a candidate to replace the one that serves now: hysteresis."""
+"""A candidate replaces the base only if it is faster by more than this fraction (hysteresis)."""
 
-RUN = 2
-"""Calls of one candidate in a row. The first is not timed: what ran before it has left threads, connections and caches
-as it likes, and a path that always serves finds them as it left them itself. More than one timed would say little
-more: calls in a row take alike, until others have been at work."""
+CALLS_PER_TRIAL = 2
+"""A trial is two calls in a row, and the second is timed: another candidate has left caches, threads and connections
+in a state that the first one pays for. Further calls would add little, because successive times are correlated."""
 
-FIRST_RUNS, SECOND_RUNS, THIRD_RUNS, CHECK_RUNS = 6, 10, 16, 10
-MOST_THIRDS = 8
-_DROPPED, _CLOSE = 1.2, 1.06
-"""What takes so much longer than the best, and that for sure, is out after the first runs, and after the second: long
-measurements of what is close cost little, as any of it serves nearly as well."""
-SAMPLE_EVERY, WINDOW = 32, 512
-FIRST_CHECK, LAST_CHECK = 8192, 32768
-_TURNED_SLOWER = 1.25
-_MOST_ATTEMPTS = 6
-_MOST_REFINEMENTS = 4
-_ALL = 2**60
+FIRST_TRIALS = 5
+GAPS = (0.2, 0.1, 0.05, 0.0, 0.0)
+"""One entry a round. A candidate leaves after the round if it differs from the selected one by more than this fraction
+and beyond measurement error. Each round has twice the trials of the one before, `FIRST_TRIALS` in the first."""
+PROVISIONAL_ROUND = 2
+"""The search has a selection from this round on; later rounds measure only what is close to it."""
+RECHECK_ROUNDS = 3
+MAX_REFINEMENTS = 4
+
+TIMED_EVERY, WINDOW = 32, 512
+FIRST_RECHECK, LAST_RECHECK = 8192, 32768
+TURNED_SLOWER = 0.25
+MAX_WAITS = 6
 
 
-def calls_to_choose(num_candidates: int, num_near: int = 0) -> int:
-    """Most calls of a kind until a choice is made, if every pass is measured in time.
-
-    What is too close to be told apart then goes on being measured, for at most `MOST_THIRDS` times its last runs.
+def calls_to_select(num_candidates: int, num_neighbours: int = 0) -> int:
+    """Calls of a kind within which the search has a selection, if every trial is timed in time.
 
     Args:
-        num_candidates: measured at first.
-        num_near: measured beside the best so far, each time one of them has won.
+        num_candidates: candidates of the first round.
+        num_neighbours: neighbours of each candidate that may be selected.
     """
-    runs = FIRST_RUNS + SECOND_RUNS + THIRD_RUNS
-    refinements = _MOST_REFINEMENTS * (num_near + 1) if num_near else 0
-    return RUN * runs * (num_candidates + refinements)
+    trials = sum(FIRST_TRIALS << number for number in range(PROVISIONAL_ROUND + 1))
+    refinements = MAX_REFINEMENTS * (num_neighbours + 1) if num_neighbours else 0
+    return CALLS_PER_TRIAL * trials * (num_candidates + refinements) + 1  # the ranks exchange times before the last one
 
 
-class Turn(NamedTuple):
-    """How one call is served.
+class Step[C](NamedTuple):
+    """The candidate of one call, and whether the call is timed."""
 
-    Attributes:
-        candidate: number of the candidate.
-        timed: whether it is measured.
-    """
-
-    candidate: int
+    candidate: C
     timed: bool = False
 
-    @staticmethod
-    def run(candidate: int) -> list[Turn]:
-        """Calls in a row to measure a candidate."""
-        return [Turn(candidate), *[Turn(candidate, timed=True)] * (RUN - 1)]
 
+class Selection[C](NamedTuple):
+    """The selected candidate, its microseconds and those of the stock path (NaN: not measured), and the reason."""
 
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """A choice and the figures it rests on: microseconds, NaN where it was not measured.
-
-    Attributes:
-        candidate: number of the candidate.
-        us: its time.
-        stock_us: time of candidate 0, Megatron's own path.
-        why: what it rests on: `measured`, `cached`, `withdrawn`, `model`.
-    """
-
-    candidate: int
+    candidate: C
     us: float = math.nan
     stock_us: float = math.nan
-    why: Literal["measured", "cached", "withdrawn", "model"] = "model"
+    reason: Literal["measured", "cached", "reverted", "not measured"] = "not measured"
 
 
-class Decider:
-    """Serves calls in turn. Before each call: while `due`, message what was measured and `take` it; then `next`.
+class Search[C: Hashable]:
+    """Names the candidate of each call: before a call exchange times and `record` them while `due`, then call `next`.
 
-    Candidate 0 is Megatron's own path; the others follow in the order of the model, likeliest first.
+    Round 0 times all candidates. Each round drops those that surely differ from the best by more than `GAPS` allows,
+    and doubles the trials of the rest. The base, at first the stock path, wins ties. A recheck searches again with the
+    selected candidate as the base: after 8192 calls, then after twice as many, and earlier if that turned slower. A
+    recheck that finds the stock path faster reverts to it.
 
     Args:
-        num_candidates: how many are measured at first, at least one.
-        seed: the one that serves where nothing is known yet.
-        known: an earlier choice to start from; None measures first.
-        near: of some candidates others like them, which are measured when it wins, and so on from the best of them;
-            they may have numbers from `num_candidates` on.
-
-    Raises:
-        ValueError: there is no candidate `seed`.
+        candidates: of round 0; the first is the stock path, which runs until something is measured.
+        cached: a selection of an earlier run. It runs at once and is rechecked after `WINDOW` calls.
+        neighbours: variants of a candidate, measured beside it when it wins.
     """
 
     def __init__(
         self,
-        num_candidates: int,
+        candidates: Sequence[C],
         *,
-        seed: int,
-        known: Settled | None = None,
-        near: Mapping[int, Sequence[int]] | None = None,
+        cached: Selection[C] | None = None,
+        neighbours: Callable[[C], Sequence[C]] = lambda candidate: (),
     ) -> None:
-        if not 0 <= seed < num_candidates:
-            raise ValueError(f"seed: {seed}: there are {num_candidates} candidates")
-        self._num = num_candidates
-        self._seed = seed
-        self._near = dict(near or {})
-        self._refinements = 0
-        # What others have to beat: Megatron's own path, later the best so far, whose like are measured.
-        self._base = 0
-        self._again = False
-        self._turns: list[Turn] = []
-        self._times: dict[int, Timing] = {}
-        self._thirds = 0
+        self._candidates, self._neighbours, self._num_refinements = tuple(candidates), neighbours, 0
+        self._order = random.Random(len(candidates))  # the same on all ranks
+        self._times: dict[C, Timing] = {}
+        self._alive: tuple[C, ...] = ()
+        self._steps: list[Step[C]] = []
+        self._num_waits = self._window_start = 0
+        self._next_recheck: float = (WINDOW if cached else FIRST_RECHECK) if len(candidates) > 1 else math.inf
         self._slower = False
-        self._attempts = 0
-        self._calls = self._lent = 0
-        self.free = 0
-        """Coming calls of which is known that they run Megatron's own path, untimed, with nothing to message. A caller
-        that has no time serves one so and takes one off here, instead of asking `due` and `next`."""
-        self.withdrawals = 0
+        self.selected = cached or Selection(candidates[0])
+        self._reference = Timing(self.selected.us)
+        self.measuring = cached is None and len(candidates) > 1
+        self.calls = 0
+        """Calls so far. The caller of a stock-path call counts it here itself instead of calling `next`, as long as
+        `calls` is below `free_until`: no such call is timed or needs an exchange."""
+        self.free_until: float = 0
         self.epoch = 0
-        """Counts what is measured apart: samples of another epoch do not belong to the next `take`."""
-        self.choice = known if known is not None else Settled(seed)
-        self._challenger = max(1, seed) if known is None or known.candidate == 0 else 0
-        self._reference = Timing(math.nan if known is None else known.us)
-        self._next_check = FIRST_CHECK
-        self._since = 0
-        self.stage: Stage = "first"
-        self._order = random.Random(num_candidates)  # alike on all ranks
-        self._alive: tuple[int, ...] = ()
-        if known is not None or num_candidates == 1:
-            self._settle(self.choice)
-        else:
-            self._begin("first", FIRST_RUNS, [seed, *(each for each in range(num_candidates) if each != seed)])
-
-    @property
-    def calls(self) -> int:
-        """How many calls were served."""
-        return self._calls + self._lent - self.free
-
-    @property
-    def tried(self) -> tuple[int, ...]:
-        """Candidates that are or were measured."""
-        return tuple(sorted({*range(self._num), *self._times, *self._alive}))
+        """Times of another epoch do not belong to the next `record`."""
+        if self.measuring:
+            self._begin(self._candidates, len(GAPS))
 
     @property
     def due(self) -> bool:
-        """Whether the ranks message what they measured before the next call."""
-        if self.stage != "settled":
-            return not self._turns
-        if self.choice.candidate == 0:
-            return self._num > 1 and self.calls >= self._next_check
-        return self._since >= WINDOW
+        """Whether the ranks have to exchange times before the next call."""
+        if self._alive:
+            return not self._steps
+        if self.selected.candidate == self._candidates[0]:
+            return self.calls >= self._next_recheck
+        return self.calls - self._window_start >= WINDOW
 
     @property
-    def wanted(self) -> tuple[int, ...]:
-        """Candidates whose times the next `take` is about."""
-        if self.stage == "settled":
-            return (self.choice.candidate,)
-        return self._alive
+    def wanted(self) -> tuple[C, ...]:
+        """The candidates whose times the next `record` takes."""
+        return self._alive or (self.selected.candidate,)
 
-    def next(self) -> Turn:
-        """How the next call is served; `due` must be False."""
-        assert not self.due, "measurements have to be exchanged first"
-        served = self._lent - self.free
-        self._calls += served + 1
-        self._since += 1
-        self._lent = self.free = 0
-        if self.stage != "settled":
-            return self._turns.pop(0)
-        if self.choice.candidate == 0:
-            # There is nothing to withdraw: it is only looked at again in turn.
-            self._lent = self.free = self._next_check - self._calls if self._num > 1 else _ALL
-            return Turn(0)
-        return Turn(self.choice.candidate, timed=self._since % SAMPLE_EVERY == 0)
+    @property
+    def tried(self) -> tuple[C, ...]:
+        """The candidates that were measured, or are being measured."""
+        return tuple(dict.fromkeys([*self._candidates, *self._times, *self._alive]))
 
-    def take(self, measured: Sequence[Timing]) -> None:
-        """Goes on from what the ranks measured; every rank passes the same.
+    def next(self) -> Step[C]:
+        """The step of the next call; `due` must be False."""
+        assert not self.due, "times have to be exchanged first"
+        self.calls += 1
+        if self._steps:
+            return self._steps.pop(0)
+        if self.selected.candidate == self._candidates[0]:
+            self.free_until = self._next_recheck
+            return Step(self._candidates[0])
+        timed = (self.calls - self._window_start) % TIMED_EVERY == 0
+        return Step(self.selected.candidate, timed)
 
-        Args:
-            measured: what each of `wanted` takes all of them, in its order; NaN where some rank has no time of it.
-        """
-        if self.stage == "settled":
-            self._watch(measured[0])
-            return
-        if any(math.isnan(each.us) for each in measured):
+    def record(self, times: Sequence[Timing]) -> None:
+        """Takes the times of `wanted`, in its order and equal on all ranks; NaN where a rank has none."""
+        if not self._alive:
+            self._watch(times[0])
+        elif any(math.isnan(each.us) for each in times):
             self._wait()
-            return
-        times = dict(zip(self.wanted, measured, strict=True))
-        if self.stage == "recheck":
-            self._recheck(times)
-            return
-        self._times |= times
-        best = min(measured)
-        # What was measured so far still counts: the epoch stays.
-        if self.stage == "first":
-            alive = [c for c, each in times.items() if c == self._base or not each.out(_DROPPED, best)]
-            if len(alive) > 1:
-                self._begin("second", SECOND_RUNS, alive, fresh=False)
-                return
-        alive = [c for c, each in times.items() if not each.out(_CLOSE, best)]
-        if self.stage == "second" and len(alive) > 1:
-            self._begin("third", THIRD_RUNS, alive, fresh=False)
-            return
-        self._thirds += self.stage == "third"
-        choice = self._judge(times | {self._base: self._times[self._base]})
-        chosen = self._times[choice.candidate]
-        alive = [c for c in alive if c == choice.candidate or times[c].alike(chosen)]
-        if 0 < self._thirds < MOST_THIRDS and len(alive) > 1:
-            self.choice = choice
-            self._begin("third", THIRD_RUNS, alive, fresh=False)
-            return
-        like = [each for each in self._near.get(choice.candidate, ()) if each not in self._times]
-        if like and self._refinements < _MOST_REFINEMENTS:
-            self._refine(choice, like)
-            return
-        self._settle(choice)
-        self._reference = chosen
+        else:
+            self._num_waits = 0
+            self._times |= zip(self._alive, times, strict=True)
+            self._end_round()
 
-    def _judge(self, times: dict[int, Timing]) -> Settled:
-        base, own = self._base, self._times[0].us
-        others = {each: time for each, time in times.items() if each != base}
-        if not others:
-            return Settled(base, times[base].us, own, "measured")
-        pick = min(others, key=lambda each: others[each].us)
-        if base == 0:
-            self._challenger = pick
-        # What is not sure by now will not be, and what is no longer measured was slower for sure.
-        errors = SURE if base in self._alive and self._thirds < MOST_THIRDS else LIKELY
-        if others[pick].wins(MARGIN, times[base], errors):
-            return Settled(pick, others[pick].us, own, "measured")
-        return Settled(base, times[base].us, own, "measured")
+    def _begin(self, candidates: Sequence[C], num_rounds: int) -> None:
+        """Begins a search. The selected candidate is its base."""
+        self._base, self._round, self._num_rounds, self.free_until = self.selected.candidate, 0, num_rounds, 0
+        self.epoch += 1
+        self._begin_round(candidates)
 
-    def _refine(self, choice: Settled, like: Sequence[int]) -> None:
-        """Measures what is like the best so far, beside it."""
-        self._refinements += 1
-        self.choice, self._base, self._thirds = choice, choice.candidate, 0
-        self._begin("first", FIRST_RUNS, [choice.candidate, *like])
+    def _begin_round(self, alive: Sequence[C]) -> None:
+        self._alive, self._steps = tuple(alive), []
+        for _ in range(FIRST_TRIALS << self._round):
+            # A random order: no candidate always follows the same one.
+            for each in self._order.sample(self._alive, len(self._alive)):
+                self._steps += [Step(each), Step(each, timed=True)]
 
-    def _settle(self, choice: Settled) -> None:
-        self.choice = choice
-        if choice.candidate != 0:
-            self._challenger = 0
-        self.stage, self._turns, self._since, self._attempts = "settled", [], 0, 0
+    def _end_round(self) -> None:
+        selected, times, gap = self._select(), self._times, GAPS[self._round]
+        best = times[selected.candidate]
+        # The base stays for a second round: the gain that is reported rests on its time.
+        stays = {selected.candidate, *([self._base] if self._round == 0 else ())}
+        alive = [each for each in self._alive if each in stays or not times[each].differs(best, gap)]
+        if self.measuring and self._round >= PROVISIONAL_ROUND:
+            self.selected = selected
+        self._round += 1
+        if len(alive) > 1 and self._round < self._num_rounds:
+            self._begin_round(alive)
+            return
+        variants = [each for each in self._neighbours(selected.candidate) if each not in times]
+        if self.measuring and variants and self._num_refinements < MAX_REFINEMENTS:
+            self._num_refinements += 1
+            self.selected = selected
+            self._begin([selected.candidate, *variants], len(GAPS))
+            return
+        self._settle(selected)
+
+    def _select(self) -> Selection[C]:
+        times, base = self._times, self._base
+        best = min((each for each in self._alive if each != base), key=lambda each: times[each].us)
+        # After the last round no more certainty is to come, and a base that left the search was surely slower.
+        errors = SURE if base in self._alive and self._round < len(GAPS) - 1 else LIKELY
+        candidate = best if times[base].slower(times[best], MARGIN, errors) else base
+        return Selection(candidate, times[candidate].us, times[self._candidates[0]].us, "measured")
+
+    def _settle(self, selected: Selection[C]) -> None:
+        before, stock = self.selected, self._candidates[0]
+        if not self.measuring and selected.candidate == stock:
+            selected = selected._replace(reason="reverted" if before.candidate != stock else before.reason)
+        self._reference, self._slower = self._times.get(selected.candidate, Timing(math.nan)), False
+        self.selected, self.measuring, self._alive, self._steps = selected, False, (), []
+        self._num_waits, self._window_start = 0, self.calls
         self.epoch += 1
 
     def _watch(self, now: Timing) -> None:
-        """What the serving candidate takes now, against what it took when it was settled."""
-        self._since = 0
+        """Compares the selected candidate with its time when it was selected."""
+        self._window_start = self.calls
         self.epoch += 1
-        slower = now.out(_TURNED_SLOWER, self._reference)
-        # One window may be late by chance.
+        # Two windows in a row: one may be slow by chance.
+        slower = now.slower(self._reference, TURNED_SLOWER)
         turned, self._slower = slower and self._slower, slower
         if math.isnan(self._reference.us):
             self._reference = now
-        if turned or self.calls >= self._next_check:
-            self._reference, self._slower = Timing(math.nan), False
-            self._next_check = self.calls + min(LAST_CHECK, max(FIRST_CHECK, self.calls))
-            self._again = False
-            self._begin("recheck", CHECK_RUNS, [self.choice.candidate, self._challenger])
-
-    def _recheck(self, times: dict[int, Timing]) -> None:
-        now, challenger = self.choice.candidate, self._challenger
-        own, least = times[0].us, min(times.values())
-        if not self._again and not any(each.out(_CLOSE, least) for each in times.values()):
-            self._again = True
-            self._begin("recheck", THIRD_RUNS, self._alive, fresh=False)
-            return
-        if times[challenger].wins(MARGIN, times[now]):
-            if challenger == 0:
-                self.withdrawals += 1
-                self._challenger = now
-            self._settle(Settled(challenger, times[challenger].us, own, "withdrawn" if challenger == 0 else "measured"))
-        else:
-            self._settle(Settled(now, times[now].us, own, self.choice.why if now == 0 else "measured"))
-
-    def _begin(self, stage: Stage, runs: int, alive: Sequence[int], *, fresh: bool = True) -> None:
-        self.stage = stage
-        self._alive = tuple(alive)
-        self._turns = []
-        for number in range(runs):
-            # None always follows the same one.
-            order = self._order.sample(self._alive, len(self._alive)) if number else self._alive
-            for each in order:
-                self._turns += Turn.run(each)
-        self.epoch += fresh
+        if turned or self.calls >= self._next_recheck:
+            self._next_recheck = self.calls + min(LAST_RECHECK, max(FIRST_RECHECK, self.calls))
+            others = (each for each in self._candidates if each != self.selected.candidate)
+            self._begin([self.selected.candidate, *others], RECHECK_ROUNDS)
 
     def _wait(self) -> None:
-        """Some rank has no time of something yet, a backward pass that has not come: a little later again."""
-        self._attempts += 1
-        if self._attempts > _MOST_ATTEMPTS:
-            # It never comes (an output that nobody uses): what was known, or the model's word, stands.
-            self._settle(
-                self.choice if self.stage == "recheck" or self._refinements or self._thirds else Settled(self._seed)
-            )
+        """A backward pass has not run yet: runs more calls before the next exchange."""
+        self._num_waits += 1
+        if self._num_waits > MAX_WAITS:  # an output that nothing uses has no backward pass
+            self._settle(self.selected)
             return
-        self._turns = [Turn(self.choice.candidate)] * (len(self.wanted) * 2**self._attempts)
+        self._steps = [Step(self.selected.candidate)] * (len(self._alive) * 2**self._num_waits)

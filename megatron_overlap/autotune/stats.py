@@ -1,4 +1,4 @@
-"""A measured time that knows how sure it is. Pure."""
+"""A measured time with its standard error. Pure."""
 
 from __future__ import annotations
 
@@ -7,32 +7,23 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean, stdev
 from typing import NamedTuple
 
-# Share of the least and of the longest times that do not count.
+# Fraction of the shortest and of the longest times that a trimmed mean leaves out.
 _TRIMMED = 0.25
-# The error of few times is not known well either: so that what is `SURE` is as rare as with many (Student's t).
+# Widens the error of few times as Student's t does: `SURE` is then as rarely wrong as with many times.
 _FEW = 2.6
 SURE, LIKELY = 2.5, 1.0
-"""Standard errors of a difference from which on it is believed, and from which on it is the better guess."""
+"""Standard errors that a difference must exceed to be certain, and to be the better guess."""
 
 
 class Timing(NamedTuple):
-    """What a call takes, by the middle of its times.
-
-    Attributes:
-        us: microseconds; NaN where not measured.
-        error: their standard error.
-    """
+    """Microseconds and their standard error; `us` is NaN where nothing was measured."""
 
     us: float
     error: float = 0.0
 
     @classmethod
     def trimmed(cls, times: Sequence[float]) -> Timing:
-        """The mean without the least and the longest quarter: a few late calls change nothing.
-
-        Of times of layers it scatters less than the median, by a tenth, for which a fifth more calls would be needed.
-        Its error is Yuen's (Biometrika 61, 1974): that of times of which the outer quarters are moved in.
-        """
+        """The mean without the shortest and the longest quarter, with Yuen's error (Biometrika 61, 1974)."""
         ordered, count = sorted(times), len(times)
         cut = int(_TRIMMED * count)
         low, high = ordered[cut], ordered[-1 - cut]
@@ -44,32 +35,25 @@ class Timing(NamedTuple):
 
     @classmethod
     def slowest(cls, calls: Iterable[Sequence[float]], fewest: int) -> Timing:
-        """What calls take a group of ranks, each as long as its slowest rank: those of each rank would hide who waits.
+        """The time of calls that each take as long as their slowest rank.
 
         Args:
-            calls: of each the times of all ranks; one that some rank has no time of (NaN) does not count.
-            fewest: with less of them nothing is known: NaN.
+            calls: the times of all ranks, for each call. A call without a time on some rank (NaN) does not count.
+            fewest: calls below which the result is NaN.
         """
         times = [max(each) for each in calls if not any(map(math.isnan, each))]
         return cls.trimmed(times) if len(times) >= fewest else cls(math.nan)
 
     @classmethod
     def total(cls, parts: Sequence[Timing]) -> Timing:
-        """Of parts that were measured apart."""
+        """The sum of parts that were measured independently."""
         return cls(sum(each.us for each in parts), math.hypot(*(each.error for each in parts)))
 
-    def above(self, other: Timing, errors: float = SURE) -> bool:
-        """Whether this takes longer for sure, or by so many standard errors of the difference."""
-        return self.us - other.us > errors * math.hypot(self.error, other.error)
+    def slower(self, other: Timing, gap: float = 0.0, errors: float = SURE) -> bool:
+        """Whether this is slower by more than the fraction `gap` and by more than so many standard errors."""
+        beyond_noise = self.us - other.us > errors * math.hypot(self.error, other.error)
+        return self.us > (1 + gap) * other.us and beyond_noise
 
-    def alike(self, other: Timing) -> bool:
-        """Whether neither takes longer for sure."""
-        return not self.above(other) and not other.above(self)
-
-    def out(self, times: float, best: Timing) -> bool:
-        """Whether this takes more than so many times as long as `best`, and longer for sure."""
-        return self.us > times * best.us and self.above(best)
-
-    def wins(self, margin: float, base: Timing, errors: float = SURE) -> bool:
-        """Whether this is faster than `base` by more than a share of `margin`, and faster for sure, or by `errors`."""
-        return self.us < (1 - margin) * base.us and base.above(self, errors)
+    def differs(self, other: Timing, gap: float) -> bool:
+        """Whether either is slower than the other by more than the fraction `gap`, beyond measurement error."""
+        return self.slower(other, gap) or other.slower(self, gap)

@@ -1,9 +1,8 @@
-"""How long one call of a layer takes, forward and backward, without standing in its way.
+"""Times one call of a layer, forward and backward, without a synchronisation.
 
-The backward is not ours to call: autograd does. It is timed from hooks on the nodes that the call has put into the
-graph, from before the first of them runs until after the last; gradients that are accumulated into parameters, and
-Megatron's hooks there, are not in it. On CUDA the marks are events, and nothing waits for them: what the device has
-not reached when it is asked for is left out.
+Autograd calls the backward. Hooks on the nodes that the call added to the graph time it, from before the first node
+until after the last. Gradient accumulation into parameters is not included. On CUDA the marks are events; a time is NaN
+until the device has reached both.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from typing import Any
 
 import torch
 
-_MOST_NODES = 32
+_MAX_NODES = 32
 
 
-@dataclass
+@dataclass(slots=True)
 class Span:
-    """From one mark to another; either may be missing still."""
+    """The time between two marks: nanoseconds of the host, or CUDA events."""
 
     start: Any = None
     stop: Any = None
 
     def us(self) -> float:
-        """Microseconds; NaN where a mark is missing or the device is not there yet."""
+        """Microseconds; NaN until both marks are passed."""
         if self.start is None or self.stop is None:
             return math.nan
         if isinstance(self.start, int):
@@ -35,73 +34,49 @@ class Span:
         return self.start.elapsed_time(self.stop) * 1e3 if self.stop.query() else math.nan
 
 
-@dataclass
+@dataclass(slots=True)
 class Samples:
-    """What was measured of one candidate at one place."""
+    """The timed calls of one candidate, in their order."""
 
     forward: list[Span] = field(default_factory=list)
     backward: list[Span] = field(default_factory=list)
 
-    def passes(self, with_backward: bool) -> list[list[float]]:
-        """Microseconds of the forwards, and of the backwards, in the order of the calls; NaN where not known yet."""
-        return [[span.us() for span in spans] for spans in [self.forward] + [self.backward] * with_backward]
 
-
-def mark(device: torch.device) -> Any:
-    """Now: on the host, or where the device's current stream is."""
-    if device.type != "cuda":
-        return time.perf_counter_ns()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def time_call(
-    samples: Samples,
-    run: Callable[[], Any],
-    leaves: Sequence[torch.Tensor],
-    device: torch.device,
-) -> Any:
-    """Runs a call and adds its spans to `samples`; the backward's is filled in when the backward has run.
+def time_call(samples: Samples, run: Callable[[], Any], leaves: Sequence[torch.Tensor]) -> Any:
+    """Runs a call, adds its times to `samples`, and returns its result.
 
     Args:
-        samples: what gets the spans.
+        samples: of the candidate that runs.
         run: the call; returns the output, or a tuple that begins with it.
-        leaves: the tensors that it was called with, where its part of the graph ends.
-        device: of the tensors.
+        leaves: input and weight: the graph of the call ends there.
     """
-    span = Span(mark(device))
+
+    def mark() -> Any:
+        if not leaves[0].is_cuda:
+            return time.perf_counter_ns()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    forward, backward = Span(mark()), Span()
     result = run()
-    span.stop = mark(device)
-    samples.forward.append(span)
+    forward.stop = mark()
+    samples.forward.append(forward)
     output = result[0] if isinstance(result, tuple) else result
     if output.grad_fn is not None:
-        samples.backward.append(_backward_span(output, leaves, device))
+        samples.backward.append(backward)
+        output.grad_fn.register_prehook(lambda grads: setattr(backward, "start", mark()))
+        for node in _nodes(output.grad_fn, leaves):
+            node.register_hook(lambda inputs, outputs: setattr(backward, "stop", mark()))
     return result
 
 
-def _backward_span(output: torch.Tensor, leaves: Sequence[torch.Tensor], device: torch.device) -> Span:
-    span = Span()
-
-    def begin(grads: Any) -> None:
-        span.start = mark(device)
-
-    def end(grad_inputs: Any, grad_outputs: Any) -> None:
-        span.stop = mark(device)
-
-    assert output.grad_fn is not None
-    output.grad_fn.register_prehook(begin)
-    for node in _nodes(output.grad_fn, leaves):
-        node.register_hook(end)
-    return span
-
-
 def _nodes(last: Any, leaves: Sequence[torch.Tensor]) -> list[Any]:
-    """The nodes from `last` down to those that the leaves come from, which are not among them."""
+    """The graph nodes from `last` down to those that produced the leaves, which are not included."""
     ends = [torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves if leaf.requires_grad]
     found: list[Any] = []
     waiting = [last]
-    while waiting and len(found) < _MOST_NODES:
+    while waiting and len(found) < _MAX_NODES:
         node = waiting.pop(0)
         # A node without a next one accumulates into a parameter.
         if node is None or not node.next_functions or any(node is other for other in (*ends, *found)):

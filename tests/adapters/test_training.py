@@ -144,8 +144,8 @@ def test_halves_of_micro_batches_with_data_parallel_ranks(accumulate: Path, tmp_
 
 
 @pytest.mark.long
-def test_a_choice_made_in_the_run_changes_no_loss_and_leaves_slow_messages_alone(tmp_path: Path) -> None:
-    """Every way is tried in the first steps, so that layers switch from call to call; at the end all is Megatron's."""
+def test_autotuning_changes_no_loss_and_selects_the_stock_path_where_messages_are_slow(tmp_path: Path) -> None:
+    """Every candidate is timed in the first steps, so that layers switch from call to call; stock is selected."""
     file = tmp_path / "auto.yaml"
     tensor = {"method": "auto", "autotune_cache": str(tmp_path / "autotune")}
     file.write_text(yaml.safe_dump({"overlap": {"tensor": tensor, "strict": True}}))
@@ -155,14 +155,13 @@ def test_a_choice_made_in_the_run_changes_no_loss_and_leaves_slow_messages_alone
     assert_equal_training(mine, train(tmp_path / "stock", GPT, 2, *layout))
     reports = [json.loads((tmp_path / "mine" / f"report-rank{rank}.json").read_text()) for rank in range(2)]
     assert reports[0]["autotuning"] == reports[1]["autotuning"]
-    choices = reports[0]["autotuning"]
-    assert {choice["op"] for choice in choices} == {"ag_gemm", "gemm_rs"}
-    for choice in choices:
-        assert choice["method"] == "Megatron's own"
-        assert choice["reason"].startswith("none is faster: p2p")
-        assert choice["ms"] == choice["stock_ms"] > 0
-    assert reports[0]["totals"]["overlapped"] > 0, "p2p was tried"
-    assert reports[0]["totals"]["fallbacks"] == 0, "what is chosen is no fallback, strict or not"
+    lines = reports[0]["autotuning"]
+    assert {line["op"] for line in lines} == {"ag_gemm", "gemm_rs"}
+    for line in lines:
+        assert line["method"] == "stock"
+        assert line["reason"].startswith("none is faster: p2p")
+        assert line["ms"] == line["stock_ms"] > 0
+    assert reports[0]["totals"]["overlapped"] > 0, "p2p was timed"
+    assert reports[0]["totals"]["fallbacks"] == 0, "a selected stock path is no fallback"
     assert sum(module.get("stock_selected", 0) for module in reports[0]["modules"]) > 0
-    (kept,) = (tmp_path / "autotune").glob("*.json")
-    assert len(json.loads(kept.read_text())["choices"]) == len(choices)
+    assert len(list((tmp_path / "autotune").glob("*.json"))) == len(lines)

@@ -1,4 +1,4 @@
-"""The disk cache of choices: what is written is read, and nothing that is wrong on disk stops a run."""
+"""The autotuning cache: what is written is read again, and a damaged file never stops a run."""
 
 from __future__ import annotations
 
@@ -9,104 +9,105 @@ from pathlib import Path
 
 import pytest
 
-from megatron_overlap.autotune.cache import ChoiceCache, ChoiceCacheWarning, Entry, kept
-from megatron_overlap.autotune.candidates import STOCK, Candidate
+from megatron_overlap.autotune.cache import AutotuneCache, AutotuneCacheWarning, Entry
 
-HERE = {"torch": "2.13", "device": "a", "ranks by host": "2 2"}
-ENTRY = Entry(Candidate("p2p", "ring", 4), 60.0, 100.0, 120.0)
+ENVIRONMENT = {"torch": "2.13", "device": "a", "ranks by host": "2 2"}
+ENTRY = Entry("p2p ring x 4", 60.0, 100.0)
 
 
-def test_what_is_kept_is_read_again_and_private(tmp_path: Path) -> None:
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.json"))
+
+
+def test_an_entry_is_read_again_and_private(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "folder"
-    ChoiceCache(folder, HERE).put("a", ENTRY)
-    ChoiceCache(folder, HERE).put("b", Entry(STOCK, 1.0, 1.0, 2.0))
-    cache = ChoiceCache(folder, HERE)
+    AutotuneCache(folder, ENVIRONMENT).put("a", ENTRY)
+    AutotuneCache(folder, ENVIRONMENT).put("b", Entry("stock", 1.0, 1.0))
+    cache = AutotuneCache(folder, ENVIRONMENT)
     assert cache.get("a") == ENTRY
-    assert cache.get("b") == Entry(STOCK, 1.0, 1.0, 2.0)
+    assert cache.get("b") == Entry("stock", 1.0, 1.0)
     assert cache.get("c") is None
-    assert cache.path.stat().st_mode & 0o777 == 0o600
+    assert [path.stat().st_mode & 0o777 for path in files(folder)] == [0o600, 0o600]
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert [(key, entry) for _, key, entry in kept(folder)] == [("a", ENTRY), ("b", cache.get("b"))]
+    assert {path.suffix for path in folder.iterdir()} == {".json"}, "no temporary file is left"
+    tree = json.loads(files(folder)[0].read_text())
+    assert tree["environment"] == ENVIRONMENT
+    assert tree["call"] in ("a", "b")
 
 
-@pytest.mark.parametrize("key", list(HERE))
-def test_another_environment_finds_nothing(tmp_path: Path, key: str) -> None:
-    ChoiceCache(tmp_path, HERE).put("a", ENTRY)
+def test_a_later_entry_replaces_an_earlier_one(tmp_path: Path) -> None:
+    cache = AutotuneCache(tmp_path, ENVIRONMENT)
+    cache.put("a", ENTRY)
+    cache.put("a", Entry("stock", 2.0, 2.0))
+    assert AutotuneCache(tmp_path, ENVIRONMENT).get("a") == Entry("stock", 2.0, 2.0)
+    assert len(files(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("key", list(ENVIRONMENT))
+def test_another_environment_has_other_entries(tmp_path: Path, key: str) -> None:
+    AutotuneCache(tmp_path, ENVIRONMENT).put("a", ENTRY)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert ChoiceCache(tmp_path, {**HERE, key: "other"}).get("a") is None
+        assert AutotuneCache(tmp_path, {**ENVIRONMENT, key: "other"}).get("a") is None
 
 
 @pytest.mark.parametrize(
-    ("content", "what"),
+    ("content", "problem"),
     [
-        ("", "cannot be read"),
-        ('{"format": "mega', "cannot be read"),
-        ("\x80\x04}", "cannot be read"),
-        ("[]", "is not of this release"),
-        ('{"format": "megatron_overlap choices 0"}', "is not of this release"),
-        ({"environment": {**HERE, "torch": "2.12"}}, "is not of this release"),
-        ({"choices": []}, "has no choices"),
-        ({"choices": {"a": {**ENTRY.as_dict(), "us": -1}}}, "1 of its entries"),
-        ({"choices": {"a": {**ENTRY.as_dict(), "us": True, "method": "p3p"}}}, "1 of its entries"),
-        ({"choices": {"a": {**ENTRY.as_dict(), "chunks_per_rank": "4"}}}, "1 of its entries"),
-        ({"choices": {"a": 7}}, "1 of its entries"),
+        ("", "JSONDecodeError"),
+        ('{"format": "mega', "JSONDecodeError"),
+        ("\x80\x04}", "UnicodeDecodeError"),
+        ("[]", "TypeError"),
+        ('{"format": "megatron_overlap choices 0"}', "its format is not"),
+        ({"us": -1}, "must be positive numbers"),
+        ({"stock_us": float("nan")}, "must be positive numbers"),
+        ({"us": "fast"}, "ValueError"),
+        ({"us": None}, "TypeError"),
     ],
 )
-def test_what_means_nothing_is_ignored_with_one_warning_and_replaced(
-    tmp_path: Path, content: object, what: str
-) -> None:
-    path = ChoiceCache(tmp_path, HERE).path
-    ChoiceCache(tmp_path, HERE).put("a", ENTRY)
+def test_a_damaged_file_is_ignored_with_one_warning_and_replaced(tmp_path: Path, content: object, problem: str) -> None:
+    AutotuneCache(tmp_path, ENVIRONMENT).put("a", ENTRY)
+    (path,) = files(tmp_path)
     if isinstance(content, dict):
         content = json.dumps({**json.loads(path.read_text()), **content})
     path.write_text(str(content), encoding="latin-1")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        cache = ChoiceCache(tmp_path, HERE)
+        cache = AutotuneCache(tmp_path, ENVIRONMENT)
+        assert cache.get("a") is None
         assert cache.get("a") is None
         cache.put("b", ENTRY)
     (warning,) = caught
-    assert warning.category is ChoiceCacheWarning
-    assert what in str(warning.message)
-    assert ChoiceCache(tmp_path, HERE).get("b") == ENTRY, "what is written replaces it"
-
-
-def test_a_good_entry_beside_a_wrong_one_is_used(tmp_path: Path) -> None:
-    cache = ChoiceCache(tmp_path, HERE)
+    assert warning.category is AutotuneCacheWarning
+    assert problem in str(warning.message)
+    assert cache.get("b") == ENTRY, "the other entries are good"
     cache.put("a", ENTRY)
-    tree = json.loads(cache.path.read_text())
-    tree["choices"]["b"] = {}
-    cache.path.write_text(json.dumps(tree))
-    with pytest.warns(ChoiceCacheWarning):
-        assert ChoiceCache(tmp_path, HERE).get("a") == ENTRY
+    assert AutotuneCache(tmp_path, ENVIRONMENT).get("a") == ENTRY, "the next selection replaces it"
 
 
-def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_costs_one_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.warns(ChoiceCacheWarning, match="cannot be"):
-        cache = ChoiceCache(tmp_path / "file" / "folder", HERE)
-    cache.put("a", ENTRY)
-    assert cache.get("a") == ENTRY, "this run still has it"
+    cache = AutotuneCache(tmp_path / "file" / "folder", ENVIRONMENT)
+    with pytest.warns(AutotuneCacheWarning, match="cannot be read"):
+        assert cache.get("a") is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cache.put("a", ENTRY)
 
 
-def test_writers_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
+def test_concurrent_writers_lose_nothing(tmp_path: Path) -> None:
     def write(name: str) -> None:
-        cache = ChoiceCache(tmp_path, HERE)
+        cache = AutotuneCache(tmp_path, ENVIRONMENT)
         for number in range(10):
             cache.put(f"{name}{number}", ENTRY)
+            cache.put("shared", ENTRY)
 
     threads = [threading.Thread(target=write, args=(name,)) for name in "abcd"]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(list(kept(tmp_path))) == 40
-    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".lock"}
-
-
-def test_an_entry_belongs_to_a_link_of_about_its_rate() -> None:
-    assert ENTRY.fits(120.0)
-    assert ENTRY.fits(61.0)
-    assert not ENTRY.fits(59.0)
-    assert not ENTRY.fits(241.0)
+    assert len(files(tmp_path)) == 41
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json"}
+    cache = AutotuneCache(tmp_path, ENVIRONMENT)
+    assert {cache.get(f"{name}{number}") for name in "abcd" for number in range(10)} == {ENTRY}

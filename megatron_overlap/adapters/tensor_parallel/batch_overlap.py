@@ -96,7 +96,7 @@ def _unsupported_reason(layer: Any, given: dict[str, Any], adapter: LinearAdapte
         return ""
     if config.sequence_parallel:
         return "sequence parallelism: all-gathers and reduce-scatters are hidden by themselves"
-    if adapter.choice.wanted or adapter.fused.wanted:
+    if adapter.autotuner.enabled or adapter.fused.wanted:
         return "method auto or fused: each layer is served whole"
     if not can_be_ordered():
         return f"torch {torch.__version__} does not let a node say when it runs"

@@ -14,7 +14,7 @@ from megatron.core.utils import get_tensor_model_parallel_group_if_none
 
 from megatron_overlap.adapters.diagnostics.consistency import open_transport
 from megatron_overlap.adapters.diagnostics.reference_check import Check
-from megatron_overlap.adapters.tensor_parallel.autotune import TensorChoice
+from megatron_overlap.adapters.tensor_parallel.autotune import LinearAutotuner
 from megatron_overlap.adapters.tensor_parallel.fused import FusedChoice
 from megatron_overlap.adapters.tensor_parallel.layer_handoff import LayerHandoff
 from megatron_overlap.adapters.wrapping import Method, tracing, untraced
@@ -75,7 +75,7 @@ class LinearAdapter(Adapter):
         self.layer_handoff = LayerHandoff()
         self.check = Check.of(session)
         self.fused = FusedChoice(session, self.transport)
-        self.choice = TensorChoice(session, self.transport)
+        self.autotuner = LinearAutotuner(session)
         session.counters.saved_activations = SavedActivations(gathered=self._plan.save_gathered)
         for module, reason in _LEFT.items():
             session.counters.exclude(module, reason)
@@ -155,16 +155,16 @@ class LinearAdapter(Adapter):
         if self.half is not None:
             options, buffer_pool = self.options(kind, op, weight, into), self.transport(group).buffer_pool
             return finish(self.half.linear(op, x, weight, bias, options, buffer_pool))
-        if not self.choice.wanted or self.choice.unsupported_reason(x, into) is not None:
+        if not self.autotuner.enabled or self.autotuner.unsupported_reason(x, into) is not None:
             return finish(self.linear(kind, op, x, weight, bias, group, into))
 
         def run(candidate: Candidate) -> Any:
-            if candidate.method == "megatron":
+            if candidate.method == "stock":
                 self._session.counters.stock_selected(kind, f"{weight.shape[1]}->{weight.shape[0]}", op, "forward")
                 return own()
             return finish(self.linear(kind, op, x, weight, bias, group, into, candidate))
 
-        return self.choice.serve(
+        return self.autotuner.run(
             layer,
             kind,
             op,
@@ -174,7 +174,7 @@ class LinearAdapter(Adapter):
             into,
             run,
             lambda: self.fused.ways(op, x, group),
-            measured=not self.check.due,
+            timed=not self.check.due,
         )
 
     def linear(
@@ -228,7 +228,7 @@ def column_forward_impl(original: Method, session: Session) -> Method:
     `input @ weight.T + bias`, whose input gradient is summed over ranks.
     """
     adapter = LinearAdapter.of(session)
-    runs_stock = adapter.choice.runs_stock
+    runs_stock = adapter.autotuner.runs_stock
 
     @functools.wraps(original)
     def _forward_impl(self: Any, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -260,7 +260,7 @@ def row_forward(original: Method, session: Session) -> Method:
     `all_reduce(input @ weight.T)`; then the bias, which is returned instead of added with `skip_bias_add`.
     """
     adapter = LinearAdapter.of(session)
-    runs_stock = adapter.choice.runs_stock
+    runs_stock = adapter.autotuner.runs_stock
     own_gemm = RowParallelLinear._forward_impl
 
     @functools.wraps(original)

@@ -77,7 +77,7 @@ def _joinable(mlp: Any, x: torch.Tensor, adapter: LinearAdapter, own_gemm: Metho
     first, second = mlp.linear_fc1, mlp.linear_fc2
     if type(mlp) is not MLP or x.dim() != 3 or not x.numel() or adapter.fused.wanted:
         return False
-    if adapter.choice.wanted or adapter.check.due or adapter.half is not None:  # Each layer by itself.
+    if adapter.autotuner.enabled or adapter.check.due or adapter.half is not None:  # Each layer by itself.
         return False
     for layer, kind in ((first, ColumnParallelLinear), (second, RowParallelLinear)):
         if not isinstance(layer, kind) or type(layer).forward is not kind.forward or "forward" in vars(layer):

@@ -12,9 +12,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from megatron_overlap.autotune.candidates import KNOBS
-from megatron_overlap.autotune.predict import MAX_TRIED
-from megatron_overlap.autotune.search import calls_to_choose
+from megatron_overlap.autotune.candidates import KNOBS, max_candidates
+from megatron_overlap.autotune.search import calls_to_select
 from megatron_overlap.config import ConfigError, LaunchConfig, load_launch_config
 from megatron_overlap.config.resources import config_file
 from megatron_overlap.counters import AutotuneLine
@@ -25,8 +24,8 @@ from megatron_overlap.tools.launch.plan import execute, plan
 from megatron_overlap.tools.launch.processes import RunError
 
 _FIRST_STEPS = 2
-_KNOBS = sum(len(values) - 1 for values in KNOBS.values())
-# Margin for measurements that need more passes than planned.
+_NUM_VARIANTS = sum(len(values) - 1 for values in KNOBS.values())
+# Margin for backward passes that run late, which the search waits for.
 _MARGIN = 1.1
 
 
@@ -61,40 +60,41 @@ def tune(
     except (RunError, NetlabError) as error:
         print(f"{cfg.name}: {error}", file=sys.stderr)
         return 1
-    choices = read_choices(folder)
-    console.print(autotune_table(choices))
-    undone = sum(choice.ms is None for choice in choices)
-    if undone or not choices:
-        print(f"{cfg.name}: {undone} of {len(choices)} kinds of calls were not measured; see {folder}", file=sys.stderr)
+    lines = read_selections(folder)
+    console.print(autotune_table(lines))
+    not_measured = sum(line.ms is None for line in lines)
+    if not_measured or not lines:
+        missing = f"{not_measured} of {len(lines)} kinds of calls were not measured"
+        print(f"{cfg.name}: {missing}; see {folder}", file=sys.stderr)
         return 1
-    console.print(f"{cfg.name}: {len(choices)} choices are kept in {cfg.overlap.tensor.autotune_cache}")
+    console.print(f"{cfg.name}: {len(lines)} selections are in {cfg.overlap.tensor.autotune_cache}")
     return 0
 
 
 def short_run(name: str, cfg: LaunchConfig) -> LaunchConfig:
-    """The same job, as long as it takes to choose, with nothing saved and nothing evaluated.
+    """The same job with as many iterations as autotuning needs, without checkpoints and evaluation.
 
     Args:
         name: of the config, for errors.
         cfg: any launch config.
 
     Raises:
-        ConfigError: there is nothing to choose, or nowhere to keep it.
+        ConfigError: the config has no tensor parallelism, no autotuning or no cache.
     """
     tensor = cfg.overlap.tensor
     if cfg.parallel.tensor == 1:
-        raise ConfigError(name, "parallel.tensor", 1, "there is nothing to choose without tensor parallel ranks")
+        raise ConfigError(name, "parallel.tensor", 1, "autotuning needs tensor parallelism")
     if tensor.method != "auto":
         raise ConfigError(
             name, "overlap.tensor.method", tensor.method, "tune needs auto: add overlap.tensor.method=auto"
         )
     if tensor.autotune_cache is None:
-        raise ConfigError(name, "overlap.tensor.autotune_cache", None, "name a folder")
-    # The output layer is called once a micro-batch, all others once a layer and micro-batch. Where there are fused
-    # kernels their variants are tried in the layers; the output layer may end with fewer of them tried.
-    near = _KNOBS if cfg.launch.device == "cuda" else 0
-    layers = cfg.model.num_layers // cfg.parallel.pipeline
-    calls = max(calls_to_choose(1 + MAX_TRIED), calls_to_choose(1 + MAX_TRIED, near) / layers)
+        raise ConfigError(name, "overlap.tensor.autotune_cache", None, "name a folder for the cache")
+    # The output layer runs once a micro-batch, every other layer kind once a layer and micro-batch. Variants of fused
+    # kernels are measured in the layers; the output layer may end with fewer of them.
+    cuda = cfg.launch.device == "cuda"
+    layers, num = cfg.model.num_layers // cfg.parallel.pipeline, max_candidates(cfg.parallel.tensor, fused=cuda)
+    calls = max(calls_to_select(num), calls_to_select(num, _NUM_VARIANTS if cuda else 0) / layers)
     iterations = _FIRST_STEPS + math.ceil(_MARGIN * calls / cfg.num_microbatches)
     dump = cfg.model_dump()
     train = {
@@ -106,8 +106,8 @@ def short_run(name: str, cfg: LaunchConfig) -> LaunchConfig:
     return LaunchConfig.model_validate({**dump, "name": f"{cfg.name}_tune", "train": {**dump["train"], **train}})
 
 
-def read_choices(run_dir: Path) -> list[AutotuneLine]:
-    """What the ranks of a run have chosen: each kind of call once, by the first rank that had it."""
+def read_selections(run_dir: Path) -> list[AutotuneLine]:
+    """The selections of all ranks of a run; of each kind of call that of the first rank that has it."""
     found: dict[tuple[Any, ...], AutotuneLine] = {}
     for path in sorted(run_dir.glob("report-rank*.json")):
         for tree in json.loads(path.read_text(encoding="utf-8")).get("autotuning", ()):

@@ -1,55 +1,48 @@
-"""What the workers run for test_choice.py: Megatron's own layers under `method: auto`."""
+"""Worker functions of test_autotune.py: Megatron's linear layers under `method: auto`."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megatron_overlap import OverlapConfig, enable
-from megatron_overlap.adapters.tensor_parallel.autotune import TensorChoice
+from megatron_overlap.adapters.tensor_parallel.autotune import LinearAutotuner
 from megatron_overlap.adapters.tensor_parallel.linear import LinearAdapter
-from megatron_overlap.autotune.candidates import Candidate
-from megatron_overlap.autotune.predict import MAX_TRIED
-from megatron_overlap.autotune.search import calls_to_choose
+from megatron_overlap.autotune.candidates import STOCK, Candidate
+from megatron_overlap.autotune.search import calls_to_select
 from megatron_overlap.autotune.tuner import AutotuneError
 from megatron_overlap.session import Session
 from tests.adapters.tensor_parallel.linear_workers import make_data, make_layer, start, step
 
-# Enough for every choice to settle, and some for passes that come late.
-CALLS = calls_to_choose(1 + MAX_TRIED) + 20
-SHORT_CALLS = 66
+RANKS = 4
+# Enough for a selection of every kind of call, and some for backward passes that run late: at 16 rows a rank there are
+# six p2p candidates, and two with one chunk.
+CALLS = calls_to_select(7) + 20
+FEW_CALLS = calls_to_select(3) + 20
+FREE_CALLS = 66
 
 
 def follow(session: Session) -> list[str]:
-    """Notes what serves each call of the session from now on, those left out that take the short way."""
-    served: list[str] = []
-    choice: TensorChoice = LinearAdapter.of(session).choice
-    serve = choice.serve
+    """Records the candidate of each call of the session from now on, except calls of `runs_stock`."""
+    ran: list[str] = []
+    autotuner: LinearAutotuner = LinearAdapter.of(session).autotuner
+    autotuned = autotuner.run
 
-    def noting(
-        layer: Any,
-        kind: str,
-        op: str,
-        x: Any,
-        weight: Any,
-        group: Any,
-        into: bool,
-        run: Any,
-        fused: Any,
-        **how: Any,
-    ) -> Any:
-        def noted(candidate: Candidate) -> Any:
-            served.append(f"{op} {candidate}")
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        *before, run, fused = args
+        op = args[2]
+
+        def recorded(candidate: Candidate) -> Any:
+            ran.append(f"{op} {candidate}")
             return run(candidate)
 
-        return serve(layer, kind, op, x, weight, group, into, noted, fused, **how)
+        return autotuned(*before, recorded, fused, **kwargs)
 
-    choice.serve = noting  # type: ignore[method-assign]
-    return served
+    autotuner.run = recording  # type: ignore[method-assign]
+    return ran
 
 
 def config(folder: str | None, **tensor: Any) -> OverlapConfig:
@@ -59,9 +52,18 @@ def config(folder: str | None, **tensor: Any) -> OverlapConfig:
 def trained(
     group: dist.ProcessGroup, kinds: list[str], plain: bool, calls: int, folder: str | None, *, uneven: bool = False
 ) -> tuple[list[str], list[dict[str, Any]], str]:
-    """Layers again and again, each call held against stock; what served each call, and the choices at the end.
+    """Runs layers many times and compares each call with the stock path.
 
-    `uneven` lets every rank be slow at random, a different one each time: what ranks measure differs.
+    Args:
+        group: the ranks.
+        kinds: of the layers.
+        plain: without sequence parallelism.
+        calls: of each layer.
+        folder: of the cache.
+        uneven: every rank is slow at random, so that ranks measure different times.
+
+    Returns:
+        The candidate of each call, and the selections at the end: as data and as the printed report.
     """
     start(group)
     ranks, rank = group.size(), group.rank()
@@ -73,61 +75,74 @@ def trained(
     stock = {kind: step(fresh(kind), *data[kind]) for kind in kinds}
     generator = torch.Generator().manual_seed(rank)
     with enable(config(folder), strict=True) as session:
-        served = follow(session)
+        ran = follow(session)
         for _ in range(calls):
             for kind in kinds:
                 if uneven:
                     time.sleep(0.003 * torch.rand((), generator=generator).item())
                 mine = step(fresh(kind), *data[kind])
                 for name, value in stock[kind].items():
-                    what = f"{kind} {name} {served[-1]}"
+                    what = f"{kind} {name} {ran[-1]}"
                     torch.testing.assert_close(mine[name], value, rtol=2e-5, atol=2e-5, msg=what)
         report = session.report()
-    return served, report.as_dict()["autotuning"], report.render(width=200)
+    return ran, report.as_dict()["autotuning"], report.render(width=200)
 
 
 def evaluated(group: dist.ProcessGroup) -> list[dict[str, Any]]:
-    """Calls with no gradient, and calls whose backward never comes, beside those that are trained."""
+    """Runs calls without gradients and calls with activation recomputation; the selections at the end."""
     start(group)
     x, dy = make_data("column", torch.float32, 8 * group.size(), group.size(), group.rank())
-    with enable(config(None), strict=True) as session:
+    with enable(config(None, chunks_per_rank=1), strict=True) as session:
         layer = make_layer("column", torch.float32)
-        for _ in range(CALLS):
+        for _ in range(FEW_CALLS):
             with torch.no_grad():
                 layer(x.clone())
-        for _ in range(CALLS):
+        for _ in range(FEW_CALLS):
             step(layer, x, dy, recompute=True)
-        choices: list[dict[str, Any]] = session.report().as_dict()["autotuning"]
-        return choices
+        lines: list[dict[str, Any]] = session.report().as_dict()["autotuning"]
+        return lines
 
 
 def shared_input(group: dist.ProcessGroup) -> tuple[list[str], int]:
-    """Two layers of one input in every step: what served, and the bytes that the second one's forward sent."""
+    """Two layers of one input in every step: the candidates of all calls, and the bytes that the forwards sent."""
     start(group)
     x, dy = make_data("column", torch.float32, 8 * group.size(), group.size(), group.rank())
     layers = [make_layer("column", torch.float32) for _ in range(2)]
     with enable(config(None), strict=True) as session:
-        served = follow(session)
+        ran = follow(session)
         for _ in range(40):
             leaf = x.clone().requires_grad_()
             (layers[0](leaf)[0] + layers[1](leaf)[0]).backward(dy)
         tallies = session.report().sites
     forward = next(tally for site, tally in tallies.items() if site.direction == "forward")
-    return served, forward.moved_bytes
+    return ran, forward.moved_bytes
 
 
-def short_way(group: dist.ProcessGroup, kind: str) -> tuple[int, int, int, list[int]]:
-    """A layer that Megatron's own path serves by choice: calls that were decided, counted, and took the long way.
+class FreeCalls(NamedTuple):
+    """Calls of a layer whose selection is the stock path.
 
-    Last what each of these adds to the calls decided: another shape, no gradient, a second layer of the same input,
-    which was seen beside the first while this was measured.
+    Attributes:
+        searched: calls that the search counted.
+        counted: calls that the report counts as selected stock calls.
+        through_run: calls that did not take `runs_stock`.
+        other: what a call of another shape, one without gradients, and one with a second layer of the same input each
+            add to the calls of the search.
     """
+
+    searched: int
+    counted: int
+    through_run: int
+    other: list[int]
+
+
+def free_calls(group: dist.ProcessGroup, kind: str) -> FreeCalls:
+    """Runs a layer whose selection is the stock path; the second layer of its input ran beside it while measuring."""
     start(group)
     x, dy = make_data(kind, torch.float32, 8 * group.size(), group.size(), group.rank())
     layer, other = make_layer(kind, torch.float32), make_layer(kind, torch.float32)
     stock = step(make_layer(kind, torch.float32), x, dy)
-    with enable(config(None), strict=True) as session:
-        choice: TensorChoice = LinearAdapter.of(session).choice
+    with enable(config(None, chunks_per_rank=1, schedule="direct"), strict=True) as session:
+        autotuner: LinearAutotuner = LinearAdapter.of(session).autotuner
 
         def run(times: int) -> None:
             for _ in range(times):
@@ -138,36 +153,37 @@ def short_way(group: dist.ProcessGroup, kind: str) -> tuple[int, int, int, list[
         run(1)
         leaf = x.clone().requires_grad_()
         (layer(leaf)[0] + other(leaf)[0]).backward(dy)
-        (chooser,) = choice._choosers.values()
-        (only,) = chooser._kinds.values()
-        while only.decider.stage != "settled":
+        (of_group,) = autotuner._autotuners.values()
+        (only,) = of_group.kinds.values()
+        search = only.search
+        while search.measuring:
             run(1)
-        only.decider.choice = replace(only.decider.choice, candidate=0)
+        search.selected = search.selected._replace(candidate=STOCK)
         run(1)
-        served, calls, counted = follow(session), only.decider.calls, _own(session)
-        run(SHORT_CALLS)
-        decided, counted, long = only.decider.calls - calls, _own(session) - counted, len(served)
+        ran, calls, counted = follow(session), search.calls, _selected_stock(session)
+        run(FREE_CALLS)
+        searched, counted, through_run = search.calls - calls, _selected_stock(session) - counted, len(ran)
         others = []
-        for what in ("shape", "no gradient", "same input"):
-            calls = only.decider.calls
+        for case in ("shape", "no gradient", "same input"):
+            calls = search.calls
             leaf = x.clone().requires_grad_()
-            if what == "shape":
+            if case == "shape":
                 layer(torch.cat([x, x]))
-            elif what == "no gradient":
+            elif case == "no gradient":
                 with torch.no_grad():
                     layer(x)
             else:
                 layer(leaf), other(leaf)
-            others.append(only.decider.calls - calls)
-    return decided, counted, long, others
+            others.append(search.calls - calls)
+    return FreeCalls(searched, counted, through_run, others)
 
 
-def _own(session: Session) -> int:
+def _selected_stock(session: Session) -> int:
     return sum(tally.stock_selected for tally in session.report().sites.values())
 
 
 def different_layers(group: dist.ProcessGroup) -> str:
-    """One rank calls a layer of another shape: the error that every rank gets."""
+    """One rank calls a layer of another shape; the error that this rank gets."""
     start(group)
     with enable(config(None)):
         sequence = 8 * group.size() + group.size() * (group.rank() == 1)
