@@ -112,7 +112,7 @@ class Autotuner:
         Raises:
             AutotuneError: another rank runs another call.
         """
-        # Without sequence parallelism weight gradients move from layer to layer (ops/deferred_wgrad.py): one layer pays
+        # Without sequence parallelism weight gradients move from layer to layer (ops/wgrad.py): one layer pays
         # for the gain of another, so only the sum over all layers can be compared.
         name = ("all_reduce", call.rows, call.dtype, call.backward) if call.all_reduces else call
         kind = self.kinds.get(name)

@@ -1,8 +1,10 @@
-"""Data parallel buckets: gradients summed and parameters gathered by messages that go straight to where they belong.
+"""Data parallelism: buckets of gradients are summed, and of parameters gathered, by point-to-point messages.
 
-Source: Flash-Overlap / CommFuse (arXiv 2604.24013) claims data parallelism and gives no algorithm; this one is ours.
-The schedules are those of the linear layers: every rank sends each shard of its bucket to the shard's owner, r+1 first,
-and the owner adds. What hides the messages is the caller's: backward, the optimizer, the next forward.
+Every rank sends each shard of its bucket to the owner of the shard, rank r + 1 first, and the owner adds. The caller
+provides the computation that hides the messages: backward, the optimizer, the next forward.
+
+Source: the schedules of the linear layers. Flash-Overlap / CommFuse (arXiv 2604.24013) names data parallelism but
+gives no algorithm.
 """
 
 from __future__ import annotations
@@ -18,29 +20,29 @@ from megatron_overlap.comm.transport import Transfer
 from megatron_overlap.ops.wgrad import add_wide
 from megatron_overlap.schedules import ChunkLayout, all_gather_plan, reduce_scatter_plan
 
-# What is left to add when the last message has landed is one piece: about a millisecond of a CPU core.
+# One piece remains to be added after the last message: about 1 ms of a CPU core.
 _PIECE_BYTES = 4 * 1024 * 1024
 _MAX_PIECES = 16
 _BLOCK = 1 << 18
-"""Elements that are widened at once where narrow gradients are summed in fp32: stays in the cache."""
+"""Elements per block where bf16 or fp16 gradients are summed in fp32, so that a block stays in the cache."""
 
 _scatter_plan = lru_cache(maxsize=64)(reduce_scatter_plan)
 _gather_plan = lru_cache(maxsize=64)(all_gather_plan)
 
 
 class GradientReduce:
-    """Sums buckets over ranks, several on their way at once. Every rank begins the same buckets in the same order.
+    """Sums buckets over ranks, several at a time. Every rank begins the same buckets in the same order.
 
-    On the CPU what has landed is added when a later bucket begins, or when somebody waits. On CUDA messages and sums
-    follow each other on a stream of their own. A bucket's landing buffer, R-1 shards, is used again when it was added.
+    On the CPU, received shards are added when a later bucket begins, or in `wait`. On CUDA, messages and sums run in
+    order on a separate stream. The receive buffer of a bucket, R-1 shards, is reused after the sum.
 
     Args:
         transport: carries the partial sums.
         gather: a second transport of the same ranks, which carries the sums back to all ranks: an all-reduce. None
-            leaves each rank with the sum of its own shard: a reduce-scatter. A second one, because every rank must
-            begin a transport's p2p_works in the same order, and sums are complete when they are.
-        wide: narrow gradients are summed in fp32 and rounded once; otherwise after each addition, as a collective does.
-        pieces: messages that a shard is cut into; None chooses by its size.
+            leaves each rank with the sum of its own shard: a reduce-scatter. It is a second one because every rank
+            must begin the operations of a transport in the same order, and ranks complete sums at different times.
+        wide: sum bf16 and fp16 gradients in fp32 and round once; otherwise round after each addition, as a collective.
+        pieces: messages per shard; None chooses by its size.
     """
 
     def __init__(
@@ -48,23 +50,23 @@ class GradientReduce:
     ) -> None:
         self.transport, self.gather, self.wide, self.pieces = transport, gather, wide, pieces
         self._pending: deque[Reduction] = deque()
-        self._free_landings: list[int] = []
-        self._num_landings = 0
+        self._free_buffers: list[int] = []
+        self._num_buffers = 0
         self._stream: torch.cuda.Stream | None = None
 
     def begin(self, bucket: torch.Tensor, *, mean: bool = False) -> Reduction:
-        """Sends the other ranks' shards of `bucket`; `wait` on what is returned gives the sum.
+        """Sends the shards of other ranks in `bucket`; `wait` of the result returns when the sum is complete.
 
-        Equals `reduce_scatter(bucket)` in place: afterwards the own shard holds the sum over ranks, and the others what
-        they held before. With `gather`, `all_reduce(bucket)`.
+        Equals `reduce_scatter(bucket)` in place: afterwards the own shard holds the sum over ranks, and the other
+        shards are unchanged. With `gather`, `all_reduce(bucket)`.
 
         Args:
-            bucket: `[n]`, contiguous, n divisible by R unless there is a `gather`; not to be touched until `wait`.
+            bucket: `[n]`, contiguous, n divisible by R unless there is a `gather`; not read or written before `wait`.
             mean: divide the sum by R.
 
         Raises:
             ValueError: the bucket has another shape.
-            TransportError: a peer is gone or late beyond the deadline.
+            TransportError: a peer has ended or misses the deadline.
         """
         size = self.transport.size
         if bucket.dim() != 1 or not bucket.is_contiguous():
@@ -72,7 +74,7 @@ class GradientReduce:
         if self.gather is None and bucket.numel() % size:
             raise ValueError(f"bucket: {bucket.numel()} elements: not divisible by {size} ranks; pad it")
         if not bucket.is_cuda:
-            self._settle_landed()
+            self._add_received()
             reduction = Reduction(self, bucket, mean)
             self._pending.append(reduction)
             return reduction
@@ -85,37 +87,37 @@ class GradientReduce:
         return reduction
 
     def settle(self, last: Reduction) -> None:
-        """Waits for what is to arrive and adds it, in the order of the buckets, until `last` is complete."""
-        # With a gather all of them, before anybody waits for sums to come back: they travel together then.
+        """Waits for the pending buckets and adds them, in order, until `last` is complete."""
+        # With a gather all buckets, before a wait for the first sums: the sums then travel together.
         while self._pending and (self.gather is not None or last in self._pending):
             self._pending.popleft().add(wait=True)
 
     def close(self) -> None:
-        """Waits for everything that is still on its way."""
+        """Waits for all pending buckets."""
         while self._pending:
             self._pending[0].wait()
 
-    def take_landing(self, shape: tuple[int, int], like: torch.Tensor) -> tuple[int, torch.Tensor]:
-        """A landing buffer and its number."""
-        if self._free_landings:
-            number = heappop(self._free_landings)
+    def take_buffer(self, shape: tuple[int, int], like: torch.Tensor) -> tuple[int, torch.Tensor]:
+        """A receive buffer and its number."""
+        if self._free_buffers:
+            number = heappop(self._free_buffers)
         else:
-            number = self._num_landings
-            self._num_landings += 1
+            number = self._num_buffers
+            self._num_buffers += 1
         return number, self.transport.buffer_pool.take(f"bucket{number}", shape, like)
 
-    def return_landing(self, number: int) -> None:
-        """A landing buffer that has been read."""
-        heappush(self._free_landings, number)
+    def return_buffer(self, number: int) -> None:
+        """Makes a receive buffer available again."""
+        heappush(self._free_buffers, number)
 
-    def _settle_landed(self) -> None:
-        # In the order of the buckets: sums that go back must not overtake each other.
+    def _add_received(self) -> None:
+        # In the order of the buckets, because every rank must begin the gathers in the same order.
         while self._pending and self._pending[0].add(wait=False):
             self._pending.popleft()
 
 
 class Reduction:
-    """One bucket on its way. Made by `GradientReduce.begin`."""
+    """The pending sum of one bucket. Made by `GradientReduce.begin`."""
 
     def __init__(self, owner: GradientReduce, bucket: torch.Tensor, mean: bool) -> None:
         transport = owner.transport
@@ -126,32 +128,32 @@ class Reduction:
         self._pieces = owner.pieces or num_pieces(bucket, size)
         self._layout = ChunkLayout(bucket.numel(), size, self._pieces)
         plan = _scatter_plan(size, rank, chunks_per_rank=self._pieces)
-        self._exchanges = plan.messages
+        self._messages = plan.messages
         self._next = 0
         own = self._layout.shard_rows(rank)
-        self._number, landing = owner.take_landing((size - 1, own), bucket)
-        self._landing = []
+        self._number, buffer = owner.take_buffer((size - 1, own), bucket)
+        self._received = []
         transfers = []
         for message in plan.messages:
             start, stop = self._layout.rows(message.send)
             into = slice(*self._layout.rows_in_shard(message.recv))
-            self._landing.append(landing[(rank - message.source) % size - 1, into])
-            transfers.append(Transfer(message, bucket[start:stop], self._landing[-1]))
+            self._received.append(buffer[(rank - message.source) % size - 1, into])
+            transfers.append(Transfer(message, bucket[start:stop], self._received[-1]))
         self._p2p_work = transport.begin(transfers, "gradient reduce-scatter")
         self._p2p_work.mark_ready(len(plan.work))
 
     def add(self, *, wait: bool) -> bool:
-        """Adds the pieces that have landed, or with `wait` all; whether all are added."""
+        """Adds the received pieces, or with `wait` all pieces. Returns whether all are added."""
         while self._next < self._pieces:
-            # Exchanges go by distance, then by piece: always the same order of summation.
-            arrivals = range(self._next, len(self._exchanges), self._pieces)
-            if not wait and not all(self._p2p_work.is_completed(k) for k in arrivals):
+            # Messages are ordered by distance, then by piece, so the order of summation is fixed.
+            messages = range(self._next, len(self._messages), self._pieces)
+            if not wait and not all(self._p2p_work.is_completed(k) for k in messages):
                 return False
-            for k in arrivals:
+            for k in messages:
                 self._p2p_work.wait(k)
-            terms = [self._landing[k] for k in arrivals]
+            terms = [self._received[k] for k in messages]
             if terms:
-                start, stop = self._layout.rows(self._exchanges[arrivals[0]].recv)
+                start, stop = self._layout.rows(self._messages[messages[0]].recv)
                 self._sum(self._bucket[start:stop], terms)
             self._next += 1
             if self._next == self._pieces:
@@ -159,9 +161,9 @@ class Reduction:
         return True
 
     def _all_added(self) -> None:
-        self._owner.return_landing(self._number)
+        self._owner.return_buffer(self._number)
         if self._owner.gather is not None:
-            # The sums that come back go over what was sent.
+            # The gather overwrites the sent shards.
             self._p2p_work.wait_all()
             self._gathering = Gathering(self._owner.gather, self._bucket, "gradient all-gather")
 
@@ -191,10 +193,10 @@ class Reduction:
         self._done.record()
 
     def wait(self) -> None:
-        """Returns when the sum may be read, and the whole bucket belongs to the caller again.
+        """Returns when the sum is complete and the caller may write to the bucket.
 
         Raises:
-            TransportError: a peer is gone or late beyond the deadline.
+            TransportError: a peer has ended or misses the deadline.
         """
         if self._done is not None:
             torch.cuda.current_stream().wait_event(self._done)
@@ -210,38 +212,38 @@ class Reduction:
 
 
 class Gathering:
-    """The own shard of a bucket on its way to all ranks, and theirs on the way here.
+    """The pending all-gather of one bucket.
 
-    Equals `all_gather(shard)` in place: after `wait`, shard r of `bucket` is what rank r had there. Buckets share the
-    link in the order in which they begin.
+    Equals `all_gather(shard)` in place: after `wait`, shard r of `bucket` is the one of rank r. Buckets use the link in
+    the order in which they begin.
 
     Args:
         transport: carries the shards.
-        bucket: `[n]`, contiguous; not to be touched until `wait`.
+        bucket: `[n]`, contiguous; not read or written before `wait`.
         op: name in error messages.
     """
 
     def __init__(self, transport: Transport, bucket: torch.Tensor, op: str = "parameter all-gather") -> None:
-        self._exchanges = _gather_plan(transport.size, transport.rank).messages
+        self._messages = _gather_plan(transport.size, transport.rank).messages
         layout = ChunkLayout(bucket.numel(), transport.size)
         transfers = []
-        for message in self._exchanges:
+        for message in self._messages:
             send, recv = (slice(*layout.rows(chunk)) for chunk in (message.send, message.recv))
             transfers.append(Transfer(message, bucket[send], bucket[recv]))
         self._p2p_work = transport.begin(transfers, op)
 
     def wait(self) -> None:
-        """Returns when all shards may be read, and the own one may be written.
+        """Returns when all shards are complete and the caller may write to the own one.
 
         Raises:
-            TransportError: a peer is gone or late beyond the deadline.
+            TransportError: a peer has ended or misses the deadline.
         """
-        for index in range(len(self._exchanges)):
+        for index in range(len(self._messages)):
             self._p2p_work.wait(index)
         self._p2p_work.wait_all()
 
 
 def num_pieces(bucket: torch.Tensor, num_ranks: int) -> int:
-    """Messages that a shard is cut into, so that what waits to be added at the end is small."""
+    """Messages per shard, so that the piece that is added last is small."""
     shard_bytes = bucket.numel() * bucket.element_size() // num_ranks
     return max(1, min(_MAX_PIECES, shard_bytes // _PIECE_BYTES))

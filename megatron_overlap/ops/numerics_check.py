@@ -1,7 +1,7 @@
-"""Both paths on the same tensors: the overlapped op and the plain one, and how far apart they may be.
+"""Comparison of an overlapped operation with its reference on the same tensors, with a derived error bound.
 
-The bound is that of docs/numerics.md: as far from the exact result, in float64, as the plain path is at its worst
-element, plus what another order of the same sums and the rounding of partial results may do.
+The bound of docs/numerics.md: the largest error of the reference against float64, plus the error of another order of
+the same sums and of the rounding of partial results.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ REFERENCES: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 Judge = Callable[[Mapping[str, float]], bool]
-"""Told how much of what is allowed each result used, on this rank; says on all ranks alike whether the plain result is
-to be used. Collective."""
+"""Called with the error of each result as a share of the bound, on this rank. Returns whether to use the result of the
+reference, the same on all ranks. Collective."""
 
 Op = Callable[..., torch.Tensor]
 """`op(x, w, bias, main_grad=..., weight_done=...)`, overlapped."""
@@ -33,15 +33,15 @@ Op = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class Subject:
-    """What is compared.
+    """One comparison.
 
     Attributes:
         op: one of `REFERENCES`.
         group: the ranks.
-        rtol: largest difference from the plain path as a share of its largest element; None derives the bound.
+        rtol: largest difference from the reference as a share of its largest element; None derives the bound.
         judge: see `Judge`.
-        main_grad: buffer that the weight gradient is added to; None: autograd is given it.
-        weight_done: as the ops have it.
+        main_grad: buffer that the weight gradient is added to; None returns it to autograd.
+        weight_done: see `ops.call.WeightDone`.
     """
 
     op: str
@@ -57,8 +57,8 @@ def checked_linear(
 ) -> torch.Tensor:
     """Equals `overlapped(x, w, bias)`, and compares it with its reference, in forward and in backward.
 
-    It costs, in this call, the plain path, and with a derived bound that path in float64 twice, with their memory until
-    backward has run.
+    This call also runs the reference. With a derived bound it runs the reference twice more in float64. Their memory
+    lives until the end of backward.
     """
     y: torch.Tensor = _Checked.apply(x, w, bias, overlapped, subject)
     return y
@@ -67,13 +67,13 @@ def checked_linear(
 def share_of_allowed(
     got: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor, terms: int, ranks: int
 ) -> float:
-    """The largest error as a share of what is allowed there: above 1 is a breach.
+    """The largest error as a share of its bound: the check fails above 1.
 
     Args:
-        got, plain: the results, in the data's type.
+        got, plain: the results of the operation and of the reference, in the dtype of the data.
         exact, magnitude: the result, and the same sum over absolute values, in float64.
-        terms: of each sum.
-        ranks: whose partial results were rounded before they were added, in a ring once at every rank.
+        terms: number of terms of each sum.
+        ranks: number of ranks whose partial results were rounded before the addition; in a ring once per rank.
     """
     finite = plain.isfinite()
     if not torch.equal(got.isfinite(), finite):
@@ -100,7 +100,7 @@ def share_of_rtol(got: torch.Tensor, plain: torch.Tensor, rtol: float) -> float:
 
 
 class _Leaves:
-    """One path: its inputs as leaves of a graph of its own, and its output."""
+    """One path: its inputs as leaves of a separate graph, and its output."""
 
     def __init__(self, function: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor | None]) -> None:
         self.leaves = [None if t is None else t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
@@ -120,18 +120,18 @@ class _Checked(torch.autograd.Function):
         inputs = [x, w, bias]
         plain_op = REFERENCES[subject.op]
 
-        def plainly(*leaves: torch.Tensor | None) -> torch.Tensor:
+        def run_reference(*leaves: torch.Tensor | None) -> torch.Tensor:
             return plain_op(*leaves, group=subject.group)
 
         into = None if subject.main_grad is None or not w.requires_grad else torch.zeros_like(subject.main_grad)
 
-        def mine(*leaves: torch.Tensor | None) -> torch.Tensor:
+        def run_overlapped(*leaves: torch.Tensor | None) -> torch.Tensor:
             return overlapped(*leaves, main_grad=into)
 
-        ctx.paths = [_Leaves(mine, inputs), _Leaves(plainly, inputs)]
+        ctx.paths = [_Leaves(run_overlapped, inputs), _Leaves(run_reference, inputs)]
         if subject.rtol is None:
             for change in (torch.Tensor.double, lambda tensor: tensor.double().abs()):
-                ctx.paths.append(_Leaves(plainly, [None if t is None else _like(change(t), t) for t in inputs]))
+                ctx.paths.append(_Leaves(run_reference, [None if t is None else _like(change(t), t) for t in inputs]))
         ctx.subject, ctx.into = subject, into
         rows = x.shape[:-1].numel() * (subject.group.size() if subject.op == "ag_gemm" else 1)
         ctx.terms = {"y": w.shape[1] * subject.group.size(), "dx": w.shape[0] * subject.group.size(), "dw": rows}

@@ -1,4 +1,4 @@
-"""The plain programs that the overlapped ops are equal to. This is the definition of each."""
+"""The plain programs that define the overlapped operations, forward and backward, in torch collectives and autograd."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_overlap.schedules.varlen.rebalance import Rebalance
 
 
 class _GatherRows(torch.autograd.Function):
-    """Concatenates shards over ranks; backward sums the gradients and keeps the own rows."""
+    """`all_gather(shard)`; backward is `reduce_scatter(grad)`."""
 
     @staticmethod
     def forward(ctx, shard: torch.Tensor, group: dist.ProcessGroup, num_rows: int) -> torch.Tensor:  # type: ignore[no-untyped-def]
@@ -26,7 +26,7 @@ class _GatherRows(torch.autograd.Function):
 
 
 class _ScatterSum(torch.autograd.Function):
-    """Sums over ranks and keeps the own rows; backward concatenates the gradients."""
+    """`reduce_scatter(full)`; backward is `all_gather(grad)`."""
 
     @staticmethod
     def forward(ctx, full: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # type: ignore[no-untyped-def]
@@ -39,7 +39,7 @@ class _ScatterSum(torch.autograd.Function):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sums over ranks; backward hands the gradient, which is the same on all ranks, through."""
+    """`all_reduce(partial)`; backward is the identity, for a gradient that is the same on all ranks."""
 
     @staticmethod
     def forward(ctx, partial: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # type: ignore[no-untyped-def]
@@ -51,7 +51,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class _SumGradient(torch.autograd.Function):
-    """The same in forward; backward sums the gradient over ranks."""
+    """The identity; backward is `all_reduce(grad)`."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # type: ignore[no-untyped-def]
@@ -64,14 +64,14 @@ class _SumGradient(torch.autograd.Function):
 
 
 def sum_over_ranks(partial: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum, on every rank."""
+    """`all_reduce(partial)`."""
     total = partial.clone()
     dist.all_reduce(total, group=group)
     return total
 
 
 def gather_rows(shard: torch.Tensor, group: dist.ProcessGroup, num_rows: int) -> torch.Tensor:
-    """The shards of all ranks one after the other: `[num_rows, ...]`."""
+    """`all_gather(shard)`: the shards in order of rank, `[num_rows, ...]`."""
     layout = ChunkLayout(num_rows, dist.get_world_size(group))
     full = shard.new_zeros(num_rows, *shard.shape[1:])
     start, stop = layout.shard(dist.get_rank(group))
@@ -81,7 +81,7 @@ def gather_rows(shard: torch.Tensor, group: dist.ProcessGroup, num_rows: int) ->
 
 
 def scatter_sum(full: torch.Tensor, group: dist.ProcessGroup, num_rows: int) -> torch.Tensor:
-    """The own rows of the sum over ranks."""
+    """`reduce_scatter(full)`: the own rows of the sum over ranks."""
     total = full.clone()
     dist.all_reduce(total, group=group)
     start, stop = ChunkLayout(num_rows, dist.get_world_size(group)).shard(dist.get_rank(group))
@@ -111,7 +111,7 @@ def linear_reduce_scatter(
 
 
 class _GatherRuns(torch.autograd.Function):
-    """The rows of all ranks at their places in the whole sequence; backward sums the gradients, keeps the own rows."""
+    """`all_gather(own)` in sequence order; backward is `reduce_scatter(grad)` of the own rows."""
 
     @staticmethod
     def forward(ctx, own: torch.Tensor, group: dist.ProcessGroup, layout: SequenceLayout) -> torch.Tensor:  # type: ignore[no-untyped-def]
@@ -138,7 +138,7 @@ def own_rows(whole: torch.Tensor, layout: SequenceLayout, rank: int) -> torch.Te
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, softmax_scale: float | None = None
 ) -> torch.Tensor:
-    """Attention of `[S, B, heads, D]` in its textbook form: every score in memory."""
+    """`softmax(softmax_scale * q @ k.T + mask) @ v` per head, `[S, B, heads, D]`, with all scores in memory."""
     grouped = [tensor.repeat_interleave(q.shape[2] // k.shape[2], dim=2).permute(1, 2, 0, 3) for tensor in (k, v)]
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     scores = q.permute(1, 2, 0, 3) @ grouped[0].transpose(-1, -2) * scale
@@ -211,7 +211,7 @@ def ulysses_attention(
 def windowed_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float, window: int | None = None
 ) -> torch.Tensor:
-    """Causal attention of one document, `[L, heads, D]`; a query sees its own key and `window` before it, None all."""
+    """Causal attention of one document, `[L, heads, D]`. A query sees its own key and `window` keys before it."""
     k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * softmax_scale
     place = torch.arange(q.shape[0], device=q.device)
@@ -221,7 +221,7 @@ def windowed_attention(
 
 
 def places_of(plan: BatchPlan, index: int) -> tuple[SequenceLayout, dict[int, torch.Tensor]]:
-    """The rows of pass `index` laid one rank after the other, and for each document where its tokens are in them."""
+    """The layout of the rows of pass `index` in order of rank, and the row numbers of the tokens of each document."""
     counts = plan.tokens(index)
     parts: dict[int, list[tuple[int, torch.Tensor]]] = {}
     row = 0
@@ -244,7 +244,7 @@ def balanced_attention(
     softmax_scale: float | None = None,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Every rank gathers the rows of all, and attends to each document of pass `index` alone; the own rows of that."""
+    """`own_rows(y)`: `y` is the causal attention of each document of pass `index` in `all_gather(q)`, k and v alike."""
     layout, places = places_of(plan, index)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     whole = [_GatherRuns.apply(tensor, group, layout) for tensor in (q, k, v)]
@@ -256,13 +256,13 @@ def balanced_attention(
 
 
 def move_rows(x: torch.Tensor, moves: Rebalance, *, group: dist.ProcessGroup) -> torch.Tensor:
-    """Every rank gathers the rows of all, and picks those that `moves` gives it."""
+    """`all_gather(x)[rows]`, where `moves` defines the rows of this rank."""
     rank = dist.get_rank(group)
     layout, after = SequenceLayout.of_lengths(moves.before), moves.after[rank]
     starts = [start for ((start, _),) in layout.runs]
     picked = torch.zeros(after, dtype=torch.int64)
-    kept = min(moves.before[rank], after)
-    picked[:kept] = torch.arange(starts[rank], starts[rank] + kept)
+    num_own = min(moves.before[rank], after)
+    picked[:num_own] = torch.arange(starts[rank], starts[rank] + num_own)
     for move in moves.receives(rank):
         first = starts[move.source]
         picked[move.at : move.at + move.rows] = torch.arange(first + move.start, first + move.stop)

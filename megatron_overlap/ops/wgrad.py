@@ -148,8 +148,8 @@ class DeferredWgrad:
 
     - A row-parallel layer without sequence parallelism has no communication in backward. The column-parallel layer
       before it, whose backward comes next, has an all-reduce that is longer than its own GEMMs.
-    - Under batch overlap, both halves of a micro-batch have a product for the same weight. The products are summed
-      before autograd gets the gradient.
+    - Under batch overlap, each part of a micro-batch has a product for the same weight. The products are summed before
+      autograd gets the gradient.
 
     Each parameter gets its gradient once per pass, including hooks, as from autograd. Gradients that no caller has
     computed are computed at the end of the backward pass. `torch.autograd.grad` with respect to such a weight does not

@@ -11,7 +11,7 @@ from linear_variants import LinearCase, Run
 
 from megatron_overlap.comm import Transport
 from megatron_overlap.ops import LinearPlan, attention_linear_reduce_scatter, linear_reduce_scatter
-from megatron_overlap.ops.tensor_parallel.attention_rows import AttentionRows
+from megatron_overlap.ops.tensor_parallel.attention_projection import AttentionRows
 
 
 @dataclass(frozen=True)

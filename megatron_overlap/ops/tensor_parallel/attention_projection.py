@@ -1,33 +1,31 @@
-"""Attention and its row-parallel projection, query slice by query slice, with the reduce-scatter hidden under both.
+"""Attention and its row-parallel projection by query slices: both hide the reduce-scatter.
 
-Source: Flash-Overlap / CommFuse (arXiv 2604.24013), query-split attention: after QKV, attention and out-projection run
-per query slice in the order of the owners, and each partial output goes straight to its owner, own slice last.
-PipelinedAllReduce
-in fp32 at the owner, sub-slices and the backward are our own:
+Attention and projection run per query slice, in the order of the owners of the slices, own slice last. Each partial
+output is sent to its owner. Backward gathers the output gradient, own rows first. Arrived rows go through dgrad of the
+projection and through the attention backward of these queries, which hide the rest of the gather. The weight gradient
+of the projection fills the time without new rows. Key and value gradients accumulate in fp32.
 
-- the output gradient is gathered, own rows first;
-- rows that have landed go through the projection's dgrad and the attention backward of those queries, so that the
-  rest of the gather hides under both; key and value gradients accumulate in fp32;
-- the projection's wgrad fills the time in which nothing new is there.
+Source: Flash-Overlap / CommFuse (arXiv 2604.24013), query-split attention. The fp32 sum at the owner, the cut of slices
+into chunks, and the backward are not from the paper.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm import BufferPool, Transport, transport_of
-from megatron_overlap.ops.tensor_parallel.attention_rows import AttentionRows
-from megatron_overlap.ops.tensor_parallel.linear import Observer, WeightDone
+from megatron_overlap.comm import BufferPool, Transport
+from megatron_overlap.ops.call import Observer, WeightDone, transport_for
+from megatron_overlap.ops.flash_attention import flash_backward, flash_forward
 from megatron_overlap.ops.tensor_parallel.pipelined import PipelinedAllGather, PipelinedReduceScatter
 from megatron_overlap.ops.tensor_parallel.plan import LinearPlan
 from megatron_overlap.ops.wgrad import Spans, WeightGradient, WgradTarget, add_wide
 from megatron_overlap.schedules.heuristics import MIN_CHUNK_ROWS, most_parts
 
-# A cut costs two more kernel calls, a merge, and a GEMM of fewer rows; it buys less exposed communication.
+# One more chunk costs two kernel calls, a merge and a GEMM of fewer rows. It reduces exposed communication.
 _MIN_CHUNK_POSITIONS = 64
 _MAX_CHUNKS_PER_RANK = 16
 
@@ -50,8 +48,8 @@ def attention_linear_reduce_scatter(
 
     `attention` is `softmax(softmax_scale * q @ k.T + mask) @ v` per head; see
     `ops.reference.attention_linear_reduce_scatter`. Tensor parallelism with sequence parallelism: heads are divided
-    over the R ranks on the way in, sequence positions on the way out. Scores are never stored: backward keeps q, k, v,
-    the attention's output and one fp32 number a query and head.
+    over the R ranks in the input, sequence positions in the output. Scores are not stored. Forward saves q, k, v, the
+    attention output and one fp32 number per query and head.
 
     Args:
         q: `[S, B, Hq/R, D]` queries of this rank's heads, whole sequence; any strides with D innermost.
@@ -59,30 +57,29 @@ def attention_linear_reduce_scatter(
         v: `[S, B, Hkv/R, D]` values.
         w_shard: `[F, Hq/R * D]` own columns of the projection's weight. A bias is added to the result by the caller.
         group: the R ranks, or their transport.
-        causal: position i attends to positions 0..i only.
+        causal: position i sees positions 0..i only.
         softmax_scale: None is `D ** -0.5`.
         plan: how messages are cut and ordered; the same on every rank. None uses `LinearPlan()`.
         main_grad: `[F, Hq/R * D]` buffer that the weight gradient is added to; `w_shard` then gets no gradient, or
             what `weight_done` returns.
         weight_done: called in backward when `main_grad` holds the gradient.
-        observer: called in every pass, for counting.
+        observer: called in every pass.
 
     Returns:
-        `[S/R, B, F]`, dtype of `q`. S need not be divisible by R: positions are cut as `ChunkLayout` does.
+        `[S/R, B, F]`, dtype of `q`. S need not be divisible by R: `ChunkLayout` defines the positions of each rank.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit each other.
-        TransportError: a peer is gone or late beyond the deadline.
+        TransportError: a peer has ended or misses the deadline.
     """
-    transport = transport_of(group) if isinstance(group, dist.ProcessGroup) else group
+    transport = transport_for(group)
     _check(q, k, v, w_shard, main_grad)
     plan = plan or LinearPlan()
     if plan.chunks_per_rank is None:
         plan = replace(plan, chunks_per_rank=_num_chunks(q.shape[0] // transport.size, q.shape[1]))
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    y: torch.Tensor = _QuerySplit.apply(
-        q, k, v, w_shard, transport, plan, causal, scale, main_grad, weight_done, observer
-    )
+    call = _Call(transport, plan, causal, scale, WgradTarget(main_grad, weight_done, transport.buffer_pool), observer)
+    y: torch.Tensor = _QuerySplit.apply(q, k, v, w_shard, call)
     return y
 
 
@@ -112,96 +109,101 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, w: torch.Tensor, m
         raise ValueError(f"main_grad: shape {tuple(main_grad.shape)}: must be {tuple(w.shape)}")
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """The options of one call: everything but tensors that autograd differentiates."""
+
+    transport: Transport
+    plan: LinearPlan
+    causal: bool
+    scale: float
+    target: WgradTarget
+    observer: Observer | None
+
+
+class _Context(Protocol):
+    """The autograd context. The saved tensors are q, k, v, the weight, the attention output and its log-sum-exp."""
+
+    call: _Call
+    saved_tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: torch.Tensor) -> None:
+        """Saves tensors for backward."""
+
+
 class _QuerySplit(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        w: torch.Tensor,
-        transport: Transport,
-        plan: LinearPlan,
-        causal: bool,
-        scale: float,
-        main_grad: torch.Tensor | None,
-        weight_done: WeightDone | None,
-        observer: Observer | None,
+        ctx: _Context, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, w: torch.Tensor, call: _Call
     ) -> torch.Tensor:
+        transport = call.transport
         positions, batch, features = q.shape[0], q.shape[1], w.shape[0]
-        schedule = plan.schedule("reduce_scatter", transport, positions, batch * features * q.itemsize, q.device)
+        schedule = call.plan.schedule("reduce_scatter", transport, positions, batch * features * q.itemsize, q.device)
         layout = schedule.layout(positions)
-        # What is cut is the sequence: one row for the engine is one position with its whole batch.
+        # The schedule cuts the sequence: one row is one position with its whole batch.
         y = q.new_empty(layout.shard_rows(transport.rank), batch * features)
-        rows = AttentionRows(q, k, v, causal, scale)
+        rows = AttentionRows(q, k, v, call.causal, call.scale)
         context = q.new_empty(positions, batch, w.shape[1])
         lse = q.new_empty(batch, positions, q.shape[2], dtype=torch.float32)
 
-        def slice_of(start: int, stop: int, out: torch.Tensor) -> None:
+        def compute(start: int, stop: int, out: torch.Tensor) -> None:
             rows.forward(start, stop, context[start:stop], lse[:, start:stop])
             torch.mm(context[start:stop].flatten(0, 1), w.t(), out=out.view(-1, features))
 
-        departures = PipelinedReduceScatter(transport, schedule, layout, y, "attention_linear_reduce_scatter")
-        departures.compute(slice_of)
-        departures.finish()
+        scatter = PipelinedReduceScatter(transport, schedule, layout, y, "attention_linear_reduce_scatter")
+        scatter.compute(compute)
+        scatter.finish()
         ctx.save_for_backward(q, k, v, w, context, lse)
-        ctx.transport, ctx.plan, ctx.causal, ctx.scale = transport, plan, causal, scale
-        ctx.main_grad, ctx.weight_done, ctx.observer = main_grad, weight_done, observer
-        if observer is not None:
-            observer("forward", (positions - y.shape[0]) * y.shape[1] * y.element_size())
+        ctx.call = call
+        if call.observer is not None:
+            call.observer("forward", (positions - y.shape[0]) * y.shape[1] * y.element_size())
         return y.view(-1, batch, features)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, w, context, lse = ctx.saved_tensors
-        transport = ctx.transport
+    def backward(ctx: _Context, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (q, k, v, w, context, lse), call = ctx.saved_tensors, ctx.call
+        transport, buffer_pool = call.transport, call.transport.buffer_pool
         need_x, need_w = any(ctx.needs_input_grad[:3]), ctx.needs_input_grad[3]
         if not (need_x or need_w):
-            return (None,) * 11
+            return None, None, None, None, None
         positions, batch, features = q.shape[0], q.shape[1], w.shape[0]
         dy_shard = grads[0].contiguous().flatten(1)
-        schedule = ctx.plan.schedule(
-            "all_gather", transport, positions, batch * features * dy_shard.itemsize, dy_shard.device
-        )
-        layout = schedule.layout(positions)
-        full = transport.buffer_pool.take("gather", (positions, batch * features), dy_shard)
-        by_row = full.view(-1, features)
-        wgrad = (
-            WeightGradient(w, WgradTarget(ctx.main_grad, ctx.weight_done, transport.buffer_pool)) if need_w else None
-        )
-        inputs = (
-            _InputGradients(AttentionRows(q, k, v, ctx.causal, ctx.scale), transport.buffer_pool) if need_x else None
-        )
-        arrivals = PipelinedAllGather(
-            transport, schedule, dy_shard, layout, full, "attention_linear_reduce_scatter dgrad", whole=True
-        )
-        deferred_wgrad = Spans()
-        for (start, stop), dy in arrivals:
+        row_bytes = batch * features * dy_shard.itemsize
+        schedule = call.plan.schedule("all_gather", transport, positions, row_bytes, dy_shard.device)
+        full = buffer_pool.take("gather", (positions, batch * features), dy_shard)
+        dy_rows, context_rows = full.view(-1, features), context.flatten(0, 1)
+        wgrad = WeightGradient(w, call.target) if need_w else None
+        inputs = _InputGradients(AttentionRows(q, k, v, call.causal, call.scale), buffer_pool) if need_x else None
+        op = "attention_linear_reduce_scatter dgrad"
+        gather = PipelinedAllGather(transport, schedule, dy_shard, schedule.layout(positions), full, op, whole=True)
+        spans = Spans()
+        for (start, stop), dy in gather:
             if inputs is not None:
-                dcontext = transport.buffer_pool.take("dcontext", (stop - start, batch, w.shape[1]), q)
+                dcontext = buffer_pool.take("dcontext", (stop - start, batch, w.shape[1]), q)
                 torch.mm(dy.reshape(-1, features), w, out=dcontext.view(-1, w.shape[1]))
                 inputs.add(start, stop, dcontext, context[start:stop], lse[:, start:stop])
-            deferred_wgrad.add((start * batch, stop * batch))
-            # wgrad fills the time in which no rows are there, with all that wait.
-            if wgrad is not None and not arrivals.ready:
-                deferred_wgrad.add_to(wgrad, by_row, context.flatten(0, 1))
+            spans.add((start * batch, stop * batch))
+            # The weight gradient fills the time without new rows.
+            if wgrad is not None and not gather.ready:
+                spans.add_to(wgrad, dy_rows, context_rows)
         if wgrad is not None:
-            deferred_wgrad.add_to(wgrad, by_row, context.flatten(0, 1))
-        arrivals.finish()
+            spans.add_to(wgrad, dy_rows, context_rows)
+        gather.finish()
         dq, dk, dv = (None, None, None) if inputs is None else inputs.result()
-        dw = None
-        if wgrad is not None:
-            dw = wgrad.result()
-        if ctx.observer is not None:
-            # One gather serves both; it is counted with the first.
-            for direction in ["dgrad"] * need_x + ["wgrad"] * need_w:
-                first = direction == "dgrad" or not need_x
-                ctx.observer(direction, (transport.size - 1) * dy_shard.nbytes * first)
-        return dq, dk, dv, dw, None, None, None, None, None, None, None
+        dw = None if wgrad is None else wgrad.result()
+        if call.observer is not None:
+            # Both gradients use one gather. It is counted for the first.
+            num_bytes = (transport.size - 1) * dy_shard.nbytes
+            if need_x:
+                call.observer("dgrad", num_bytes)
+            if need_w:
+                call.observer("wgrad", 0 if need_x else num_bytes)
+        return dq, dk, dv, dw, None
 
 
 class _InputGradients:
-    """Gradients of q, k and v, accumulated over runs of queries; those of keys and values in fp32."""
+    """Gradients of q, k and v, accumulated over query ranges; those of keys and values in fp32."""
 
     def __init__(self, rows: AttentionRows, buffer_pool: BufferPool) -> None:
         self._rows, self._buffer_pool = rows, buffer_pool
@@ -214,7 +216,7 @@ class _InputGradients:
             self._dk, self._dv = (buffer_pool.take(name, k.shape, wide).zero_() for name in ("dk", "dv"))
 
     def add(self, start: int, stop: int, dcontext: torch.Tensor, context: torch.Tensor, lse: torch.Tensor) -> None:
-        """Queries `[start, stop)`; see `AttentionRows.backward`."""
+        """Adds the contribution of queries `[start, stop)`; see `AttentionRows.backward`."""
         for keys, dk, dv in self._rows.backward(start, stop, dcontext, context, lse, self._dq[start:stop]):
             add_wide(self._dk[keys], dk, self._buffer_pool)
             add_wide(self._dv[keys], dv, self._buffer_pool)
@@ -223,3 +225,169 @@ class _InputGradients:
         """dq, dk, dv in the dtype of the inputs."""
         dtype = self._rows.k.dtype
         return self._dq, self._dk.to(dtype), self._dv.to(dtype)
+
+
+class _Heads(NamedTuple):
+    """Grouped-query attention: `groups` consecutive query heads share each of the `num_kv` key and value heads."""
+
+    num_kv: int
+    groups: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRows:
+    """`softmax(scale * q @ k.T) @ v` per head, for any range of query rows.
+
+    A causal range of query rows `[start, stop)` takes two kernel calls: one for keys `[0, start)`, which all of its
+    queries see, and a causal one for the square of keys `[start, stop)`. The causal mask of torch's kernel starts at
+    the first key, so it fits a square only; a mask tensor would also compute the masked scores. The partial results
+    are merged by their log-sum-exp. Gradients need no merge: each part uses the merged result.
+
+    Attributes:
+        q: queries `[S, B, Hq, D]`, any strides with D innermost.
+        k: keys `[S, B, Hkv, D]`; Hq / Hkv consecutive query heads share a key head.
+        v: values, same shape as the keys.
+        causal: query i sees keys 0..i only.
+        scale: factor of the scores before the softmax.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    causal: bool
+    scale: float
+
+    @property
+    def _heads(self) -> _Heads:
+        num_kv = self.k.shape[2]
+        return _Heads(num_kv, self.q.shape[2] // num_kv)
+
+    def _full_keys(self, start: int) -> int:
+        """Number of keys that all queries from `start` on see."""
+        return start if self.causal else self.k.shape[0]
+
+    def forward(self, start: int, stop: int, context: torch.Tensor, lse: torch.Tensor) -> None:
+        """Computes rows `[start, stop)`.
+
+        Args:
+            start: first query row.
+            stop: query row after the last.
+            context: the result of these rows `[stop - start, B, Hq * D]`, contiguous; written.
+            lse: fp32 `[B, stop - start, Hq]`, written here: log-sum-exp of the scores, which the gradient needs.
+        """
+        heads, q = self._heads, self.q[start:stop]
+        num_keys = self._full_keys(start)
+        context = context.view(q.shape)
+        full = square = None
+        if num_keys:
+            keys = slice(0, num_keys)
+            out, log = flash_forward(
+                _group_queries(q, heads), _rows(self.k[keys]), _rows(self.v[keys]), causal=False, scale=self.scale
+            )
+            full = _ungroup_queries(out, heads), log.reshape(lse.shape[0], -1, stop - start).transpose(1, 2)
+        if self.causal:
+            keys = slice(start, stop)
+            k, v = (_repeat_heads(tensor[keys], heads) for tensor in (self.k, self.v))
+            out, log = flash_forward(_rows(q), k, v, causal=True, scale=self.scale)
+            square = out.permute(2, 0, 1, 3), log.transpose(1, 2)
+        if full is None or square is None:
+            out, log = full or square  # type: ignore[misc]
+            context.copy_(out)
+            lse.copy_(log)
+            return
+        # The share of the square in the sum of both: e^b / (e^a + e^b).
+        share = torch.sigmoid(square[1] - full[1]).transpose(0, 1).unsqueeze(-1)
+        context.copy_(torch.lerp(full[0].to(share.dtype), square[0].to(share.dtype), share))
+        torch.logaddexp(full[1], square[1], out=lse)
+
+    def backward(
+        self,
+        start: int,
+        stop: int,
+        dcontext: torch.Tensor,
+        context: torch.Tensor,
+        lse: torch.Tensor,
+        dq: torch.Tensor,
+    ) -> list[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Gradients of rows `[start, stop)`; `dq` `[stop - start, B, Hq, D]` is written.
+
+        Args:
+            start: first query row.
+            stop: query row after the last.
+            dcontext: gradient of the result of these rows `[stop - start, B, Hq * D]`, contiguous.
+            context: the result of these rows, as `forward` wrote it.
+            lse: as `forward` wrote it for these rows.
+            dq: gradient of these queries.
+
+        Returns:
+            Terms of the key and value gradients: rows, dk and dv of these rows `[rows, B, Hkv, D]`.
+        """
+        heads, q = self._heads, self.q[start:stop]
+        dcontext, context = dcontext.view(q.shape), context.view(q.shape)
+        log = lse.transpose(1, 2)
+        terms: list[tuple[slice, torch.Tensor, torch.Tensor]] = []
+        parts: list[torch.Tensor] = []
+        num_keys = self._full_keys(start)
+        if num_keys:
+            keys = slice(0, num_keys)
+            grads = flash_backward(
+                _group_queries(dcontext, heads),
+                _group_queries(q, heads),
+                _rows(self.k[keys]),
+                _rows(self.v[keys]),
+                _group_queries(context, heads),
+                log.reshape(log.shape[0], heads.num_kv, -1),
+                causal=False,
+                scale=self.scale,
+            )
+            parts.append(_ungroup_queries(grads[0], heads))
+            terms.append((keys, grads[1].permute(2, 0, 1, 3), grads[2].permute(2, 0, 1, 3)))
+        if self.causal:
+            keys = slice(start, stop)
+            grads = flash_backward(
+                _rows(dcontext),
+                _rows(q),
+                _repeat_heads(self.k[keys], heads),
+                _repeat_heads(self.v[keys], heads),
+                _rows(context),
+                log,
+                causal=True,
+                scale=self.scale,
+            )
+            parts.append(grads[0].permute(2, 0, 1, 3))
+            terms.append((keys, _sum_heads(grads[1], heads), _sum_heads(grads[2], heads)))
+        if len(parts) == 1:
+            dq.copy_(parts[0])
+        else:
+            torch.add(parts[0], parts[1], out=dq)
+        return terms
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """`[n, B, H, D]` in the layout of the kernels, `[B, H, n, D]`."""
+    return x.permute(1, 2, 0, 3)
+
+
+def _group_queries(x: torch.Tensor, heads: _Heads) -> torch.Tensor:
+    """`[n, B, Hq, D]` to `[B, Hkv, groups * n, D]`: the queries of heads that share keys become rows of one head."""
+    if heads.groups == 1:
+        return _rows(x)
+    return x.unflatten(2, (heads.num_kv, heads.groups)).permute(1, 2, 3, 0, 4).flatten(2, 3)
+
+
+def _ungroup_queries(x: torch.Tensor, heads: _Heads) -> torch.Tensor:
+    """The inverse of `_group_queries`."""
+    return x.unflatten(2, (heads.groups, -1)).permute(3, 0, 1, 2, 4).flatten(2, 3)
+
+
+def _repeat_heads(x: torch.Tensor, heads: _Heads) -> torch.Tensor:
+    """Keys or values `[n, B, Hkv, D]` repeated for each query head: `[B, Hq, n, D]`."""
+    return _rows(x if heads.groups == 1 else x.repeat_interleave(heads.groups, dim=2))
+
+
+def _sum_heads(x: torch.Tensor, heads: _Heads) -> torch.Tensor:
+    """The gradient of `_repeat_heads`: `[B, Hq, n, D]` to `[n, B, Hkv, D]`, summed over shared heads."""
+    x = x.permute(2, 0, 1, 3)
+    if heads.groups == 1:
+        return x
+    return x.unflatten(2, (heads.num_kv, heads.groups)).sum(3, dtype=torch.float32 if x.element_size() < 4 else None)

@@ -1,17 +1,16 @@
-"""Tensor parallel layers without sequence parallelism on the two halves of a micro-batch.
+"""Batch overlap: tensor-parallel layers without sequence parallelism on both parts of a split micro-batch.
 
-One half's all-reduces travel while the other half is computed. What a layer needs next of a half is that half's sum,
-and nothing of the other. So where a caller computes half a, then half b, then goes on with half a, every sum has as
-long as a half's computation to arrive, forward and backward:
+The all-reduces of one half travel while the other half is computed. Where the caller computes half a, then half b, and
+then continues with half a, every sum has the computation of one half to complete, in forward and in backward:
 
     compute   attention a | attention b | MLP a       | MLP b
     link                  | sum of a    | sum of b    | sum of a
 
-In backward autograd itself goes from node to node, the latest first. A wait is a node of its own here (`entered`),
-which is told to come as late as the other half's computation needs: see `Slots`. Weight gradients, which nothing in the
-pass needs, are put off to where there is the least to hide under, of both halves together (`DeferredWgrad`).
+In backward, autograd runs the ready node that was made last. A wait is a separate node here (`entered`); `Slots`
+moves it behind the computation of the other half. `DeferredWgrad` postpones weight gradients, which no other node
+needs, to the point with the least computation to hide messages, and sums both parts.
 
-Source: Domino (arXiv 2409.15241) for the halves of a micro-batch; the order of the backward is our own.
+Source: Domino (arXiv 2409.15241) for the split of a micro-batch. The order of the backward is not from the paper.
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ from megatron_overlap.ops.wgrad import DeferredWgrad, WgradTarget
 
 
 def can_be_ordered() -> bool:
-    """Whether this torch lets a node of autograd's graph say when it runs."""
+    """Whether this torch can change the order of nodes of the autograd graph."""
     return hasattr(torch._C._FunctionBase, "_set_sequence_nr")
 
 
 class Slots:
-    """Places in the order of a backward pass, reserved where a piece of the forward begins.
+    """Positions in the order of a backward pass, reserved at the start of a part of the forward.
 
-    Autograd runs of all nodes that are ready the one that was made last. A node that is put into a slot runs as if it
-    had been made when the slot was reserved: after everything of the pieces that began after it.
+    Of all ready nodes, autograd runs the one with the highest sequence number. A node in a slot runs as if it had been
+    made when the slot was reserved: after the nodes of the parts that started later.
     """
 
     @staticmethod
     def reserve() -> int | None:
-        """A place before all nodes that are made from now on; None where no graph is made."""
+        """A position before all nodes that are made from now on; None where autograd is disabled."""
         if not torch.is_grad_enabled():
             return None
         node = torch.empty(0, requires_grad=True).view(0).grad_fn
@@ -57,14 +56,14 @@ class Slots:
 
 
 class Reduction:
-    """An all-reduce of one tensor at a time, which its starter does not wait for.
+    """An asynchronous all-reduce of one tensor at a time, by the collective of the group.
 
-    It is the group's own collective: of what is hidden under another half nothing has to be cut, and its order among
-    other collectives of the group is the program's, which is the same on every rank.
+    The computation of the other half hides it as a whole, so it needs no chunks. All ranks call the collectives of the
+    group in program order.
 
     Args:
         group: the R ranks.
-        serial: wait at once, to measure against.
+        serial: wait in `start`, to measure the time without overlap.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, serial: bool = False) -> None:
@@ -81,10 +80,10 @@ class Reduction:
         return 2 * (ranks - 1) * tensor.nbytes // ranks
 
     def wait(self) -> None:
-        """Returns when the tensor that was started last may be read; at once if there is none.
+        """Waits for the sum of the last started tensor.
 
         Raises:
-            TransportError: the collective failed, by the group's own deadline too.
+            TransportError: the collective failed or reached the timeout of the group.
         """
         if self._work is None:
             return
@@ -93,18 +92,19 @@ class Reduction:
             work.wait()
         except RuntimeError as error:
             ranks = ", ".join(map(str, dist.get_process_group_ranks(self._group)))
-            raise TransportError(f"all-reduce of half a micro-batch among ranks {ranks}: {error}") from error
+            raise TransportError(f"all-reduce of one half of a micro-batch among ranks {ranks}: {error}") from error
 
 
 def entered(
     x: torch.Tensor, reduction: Reduction, before: Callable[[], object] | None = None, slot: int | None = None
 ) -> torch.Tensor:
-    """`x` on its way into a `column_half`; backward waits there for the sum of its gradient.
+    """`x` itself, the input of a `column_half`. Backward waits for the sum of its gradient.
 
     Args:
-        reduction: the one that the `column_half` is given.
+        x: `[S, B, K]` one half.
+        reduction: the one of the `column_half`.
         before: called in backward before the wait.
-        slot: when the wait comes, see `Slots`.
+        slot: position of the wait in the backward pass; see `Slots`.
     """
     y: torch.Tensor = _Entered.apply(x, reduction, before)
     Slots.put(y, slot)
@@ -112,7 +112,7 @@ def entered(
 
 
 def arrived(y: torch.Tensor, reduction: Reduction) -> torch.Tensor:
-    """What a `row_half` returned, when its sum is there."""
+    """The result `y` of a `row_half`, after its sum is complete."""
     result: torch.Tensor = _Arrived.apply(y, reduction)
     return result
 
@@ -122,20 +122,20 @@ def column_half(
     w: torch.Tensor,
     bias: torch.Tensor | None,
     reduction: Reduction,
-    gradients: DeferredWgrad,
-    into: WgradTarget | None = None,
+    deferred_wgrad: DeferredWgrad,
+    target: WgradTarget | None = None,
     observer: Observer | None = None,
 ) -> torch.Tensor:
-    """Equals `x @ w.T + bias`, whose input's gradient is summed over ranks by `reduction`, and awaited by `entered`.
+    """Equals `x @ w.T + bias`, whose input gradient `reduction` sums over ranks. `entered` waits for that sum.
 
     Args:
-        x: `[S, B, K]` one half, the same on every rank, as `entered` returned it; nobody else may read that.
+        x: `[S, B, K]` one half, the same on every rank: the result of `entered`, with no other use.
         w: `[F/R, K]` own rows of the weight.
         bias: `[F/R]` or None.
         reduction: for this half of this layer.
-        gradients: where the weight gradient is put.
-        into: where it goes from there.
-        observer: called in every pass, for counting.
+        deferred_wgrad: gets the weight gradient.
+        target: destination of the weight gradient.
+        observer: called in every pass.
 
     Returns:
         `[S, B, F/R]`, dtype of `x`.
@@ -143,7 +143,7 @@ def column_half(
     Raises:
         ValueError: shapes, dtypes or devices do not fit each other.
     """
-    call = _Call(x, w, bias, reduction, gradients, into or WgradTarget(), observer)
+    call = _HalfCall(x, w, bias, reduction, deferred_wgrad, target or WgradTarget(), observer)
     y: torch.Tensor = _ColumnHalf.apply(x.reshape(-1, x.shape[-1]), w.detach(), bias, call)
     return y.view(*x.shape[:-1], w.shape[0])
 
@@ -152,16 +152,16 @@ def row_half(
     x: torch.Tensor,
     w_shard: torch.Tensor,
     reduction: Reduction,
-    gradients: DeferredWgrad,
-    into: WgradTarget | None = None,
+    deferred_wgrad: DeferredWgrad,
+    target: WgradTarget | None = None,
     observer: Observer | None = None,
 ) -> torch.Tensor:
-    """`x @ w_shard.T`, which `reduction` has begun to sum over ranks: only `arrived` may read it.
+    """`x @ w_shard.T`, for which `reduction` starts the sum over ranks. Only `arrived` may read the result.
 
     Args:
         x: `[S, B, K/R]` one half.
         w_shard: `[F, K/R]` own columns of the weight.
-        reduction, gradients, into, observer: as of `column_half`.
+        reduction, deferred_wgrad, target, observer: see `column_half`.
 
     Returns:
         `[S, B, F]`, dtype of `x`.
@@ -169,13 +169,13 @@ def row_half(
     Raises:
         ValueError: shapes, dtypes or devices do not fit each other.
     """
-    call = _Call(x, w_shard, None, reduction, gradients, into or WgradTarget(), observer)
+    call = _HalfCall(x, w_shard, None, reduction, deferred_wgrad, target or WgradTarget(), observer)
     y: torch.Tensor = _RowHalf.apply(x.reshape(-1, x.shape[-1]), w_shard.detach(), call)
     return y.view(*x.shape[:-1], w_shard.shape[0])
 
 
-class _Call:
-    """What one half's GEMM in one layer keeps besides tensors."""
+class _HalfCall:
+    """The options of one GEMM: everything but tensors that autograd differentiates."""
 
     def __init__(
         self,
@@ -183,21 +183,21 @@ class _Call:
         w: torch.Tensor,
         bias: torch.Tensor | None,
         reduction: Reduction,
-        gradients: DeferredWgrad,
-        into: WgradTarget,
+        deferred_wgrad: DeferredWgrad,
+        target: WgradTarget,
         observer: Observer | None,
     ) -> None:
-        check_operands(x, w, bias, into.main_grad, "x")
+        check_operands(x, w, bias, target.main_grad, "x")
         self.weight, self.reduction = w, reduction
-        self._gradients, self._into, self._observer = gradients, into, observer
+        self._deferred_wgrad, self._target, self._observer = deferred_wgrad, target, observer
 
     def count(self, direction: str, num_bytes: int = 0) -> None:
         if self._observer is not None:
             self._observer(direction, num_bytes)
 
-    def put_off(self, dy: torch.Tensor, x: torch.Tensor | None) -> None:
+    def defer_wgrad(self, dy: torch.Tensor, x: torch.Tensor | None) -> None:
         if x is not None:
-            self._gradients.put(self.weight, dy, x, self._into)
+            self._deferred_wgrad.put(self.weight, dy, x, self._target)
             self.count("wgrad")
 
 
@@ -228,7 +228,7 @@ class _Arrived(torch.autograd.Function):
 
 class _ColumnHalf(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, call: _Call) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, call: _HalfCall) -> torch.Tensor:
         ctx.save_for_backward(x if call.weight.requires_grad else None, w)
         ctx.call = call
         call.count("forward")
@@ -242,13 +242,13 @@ class _ColumnHalf(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = dy @ w
             call.count("dgrad", call.reduction.start(dx))
-        call.put_off(dy, x)
+        call.defer_wgrad(dy, x)
         return dx, None, dy.sum(0) if ctx.needs_input_grad[2] else None, None
 
 
 class _RowHalf(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, call: _Call) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, call: _HalfCall) -> torch.Tensor:
         ctx.save_for_backward(x if call.weight.requires_grad else None, w)
         ctx.call = call
         y = torch.mm(x, w.t())
@@ -262,5 +262,5 @@ class _RowHalf(torch.autograd.Function):
         dx = dy @ w if ctx.needs_input_grad[0] else None
         if dx is not None:
             call.count("dgrad")
-        call.put_off(dy, x)
+        call.defer_wgrad(dy, x)
         return dx, None, None

@@ -77,7 +77,7 @@ def all_gather_linear(
         observer,
         num_rows=total,
         version=None if x_shard.is_inference() else InputVersion(weakref.ref(x_shard), x_shard._version),
-        # Without a graph (inference, the first pass of recomputation) nothing is saved, whatever the plan says.
+        # Without a graph (inference, the first pass of recomputation) nothing is saved, whatever the plan.
         save_input=torch.is_grad_enabled() and w.requires_grad,
         on_save=on_save,
     )

@@ -4,7 +4,7 @@ A row-parallel layer alone hides its all-reduce under its own GEMM only. Every r
 part of the rows goes through both layers before the next part; its sums travel while the next parts are computed.
 Backward runs each layer on all rows: smaller GEMMs would hide no more there, and a weight gradient stays one sum.
 
-Batch overlap hides more, but needs two halves of a micro-batch. This covers micro-batches of one.
+Batch overlap hides more, but needs a micro-batch of at least two. This also covers micro-batches of one.
 
 Source: Flash-Overlap / CommFuse (arXiv 2604.24013) for the order of the partial sums. The joint layers are not from a
 paper.

@@ -126,11 +126,11 @@ class PipelinedReduceScatter:
         features = out.shape[1]
         self._partial = self._buffer_pool.take("partial", (layout.num_rows if plan.messages else 0, features), out)
         sizes = [layout.num_chunk_rows(message.recv) for message in plan.messages]
-        self._landing = self._buffer_pool.take("landing", (sum(sizes), features), out).split(sizes)
+        self._received = self._buffer_pool.take("received", (sum(sizes), features), out).split(sizes)
         transfers = []
-        for message, landing in zip(plan.messages, self._landing, strict=True):
+        for message, received in zip(plan.messages, self._received, strict=True):
             start, stop = layout.rows(message.send)
-            transfers.append(Transfer(message, self._partial[start:stop], landing))
+            transfers.append(Transfer(message, self._partial[start:stop], received))
         self._p2p_work = transport.begin(transfers, op)
         self._done = 0
 
@@ -173,7 +173,7 @@ class PipelinedReduceScatter:
                     return
             for k in adds:
                 self._p2p_work.wait(k)
-                self._partial[slice(*self._layout.rows(self._plan.messages[k].recv))].add_(self._landing[k])
+                self._partial[slice(*self._layout.rows(self._plan.messages[k].recv))].add_(self._received[k])
             self._done += 1
             self._p2p_work.mark_ready(self._done)
 
@@ -201,7 +201,7 @@ class PipelinedReduceScatter:
             k = waiting[part].pop(0)
             self._p2p_work.wait(k)
             start, stop = self._layout.rows_in_shard(messages[k].recv)
-            add_wide(total[start:stop], self._landing[k], self._buffer_pool)
+            add_wide(total[start:stop], self._received[k], self._buffer_pool)
             if not waiting[part]:
                 del waiting[part]
                 if total is not out:
@@ -214,7 +214,7 @@ class PipelinedAllReduce:
     """An all-reduce of GEMM results. The owner of a chunk sums it, so all ranks get the same bits.
 
     The computing thread adds received chunks between its GEMMs. On the CPU it adds chunks that have arrived and does
-    not wait before `finish`. On CUDA a query for arrival would synchronise, so it adds where the plan says.
+    not wait before `finish`. On CUDA a query for arrival would synchronise, so it adds at the positions in the plan.
 
     Args:
         transport: carries partial sums and sums.
@@ -223,7 +223,7 @@ class PipelinedAllReduce:
             until they are sent: a sum arrives at the rows of its partial sum, and the owner sends it only after it
             has received that partial sum.
         op: name in error messages.
-        add_in_place: wait and add where the plan says; None chooses by the device.
+        add_in_place: wait and add at the positions in the plan; None chooses by the device.
     """
 
     def __init__(
@@ -236,14 +236,14 @@ class PipelinedAllReduce:
         self._gather_messages = [k for k, message in enumerate(plan.messages) if message.recv.owner != plan.rank]
         partial = [k for k, message in enumerate(plan.messages) if message.recv.owner == plan.rank]
         sizes = [self._layout.num_chunk_rows(plan.messages[k].recv) for k in partial]
-        landing = self._buffer_pool.take("landing", (sum(sizes), out.shape[1]), out).split(sizes)
-        self._landing = dict(zip(partial, landing, strict=True))
+        received = self._buffer_pool.take("received", (sum(sizes), out.shape[1]), out).split(sizes)
+        self._received = dict(zip(partial, received, strict=True))
         self._num_gemms = 1 + max(index for index, work in enumerate(plan.work) if work.chunks)
         self._done = 0
         self._finished = False
         transfers = []
         for k, message in enumerate(plan.messages):
-            recv = self._landing[k] if k in self._landing else self._rows(message.recv)
+            recv = self._received[k] if k in self._received else self._rows(message.recv)
             transfers.append(Transfer(message, self._rows(message.send), recv))
         self._p2p_work = transport.begin(transfers, op)
 
@@ -316,6 +316,6 @@ class PipelinedAllReduce:
             total.copy_(own)
         for k in adds:
             self._p2p_work.wait(k)
-            add_wide(total, self._landing[k], self._buffer_pool)
+            add_wide(total, self._received[k], self._buffer_pool)
         if total is not own:
             own.copy_(total)

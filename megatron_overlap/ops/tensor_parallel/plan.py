@@ -1,4 +1,4 @@
-"""How an overlapped linear layer cuts and orders its messages."""
+"""How an overlapped linear layer cuts its rows into messages and orders them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from megatron_overlap.schedules.heuristics import (
 )
 from megatron_overlap.schedules.plan import Pattern, Split
 
-# Through an MLP a part's rows pass two GEMMs and an activation, where small ones lose more (1024 rows: 4 parts 8 %, 2
-# parts 2 %), and larger ones hide as much: there is more to compute beside each message.
+# A part of an MLP is two GEMMs and an activation. Small parts cost more there than in one linear layer (1024 rows: 8 %
+# with 4 parts, 2 % with 2 parts), and large parts hide as much, with more computation for each message.
 MIN_MLP_ROWS = 256
 
 RowCollective = Literal["all_gather", "reduce_scatter"]
@@ -30,15 +30,16 @@ RowCollective = Literal["all_gather", "reduce_scatter"]
 
 @dataclass(frozen=True, slots=True)
 class LinearPlan:
-    """The choice for one op: the same on every rank of the group.
+    """How one operation is cut and ordered; the same on every rank of the group.
 
     Attributes:
-        pattern: `direct` or `ring`; `serial` is the same messages without overlap. None is the device's usual one.
-        chunks_per_rank: messages a rank's slice is cut into; None chooses by the number of rows and their bytes.
+        pattern: `direct` or `ring`; `serial` sends the same messages without overlap. None is the device default.
+        chunks_per_rank: messages per slice of a rank; None chooses by the number of rows and their bytes.
         split: `all` computes chunk by chunk, `edge` only where a chunk is exposed; None chooses by the device.
-        add_in_place: an all-reduce adds at the places that its plan names, and waits there; otherwise when messages
-            have landed. None chooses by the device.
-        save_gathered: column-parallel forward keeps the gathered input for wgrad instead of gathering it again.
+        add_in_place: an all-reduce waits and adds at the positions in the plan; otherwise after messages have arrived.
+            None chooses by the device.
+        save_gathered: column-parallel forward saves the gathered input for the weight gradient; otherwise backward
+            gathers it again.
     """
 
     pattern: Pattern | None = None
@@ -54,7 +55,7 @@ class LinearPlan:
         chunks = self.chunks_per_rank
         if chunks is None:
             chunks = default_chunks(collective, transport.size, num_rows, row_bytes)
-        # On the CPU what has landed is merged into one GEMM; on a GPU that cannot be asked without a synchronisation.
+        # On the CPU, arrived chunks are merged into one GEMM. On a GPU a query for arrival would synchronise.
         split = self.split or ("all" if device.type == "cpu" else "edge")
         pattern = self.pattern or default_pattern(device.type)
         return _schedule(collective, transport.size, transport.rank, chunks, pattern, split)
@@ -67,7 +68,7 @@ class LinearPlan:
         gathers: Gathers,
         smallest: int = MIN_CHUNK_ROWS,
     ) -> Plan:
-        """The schedule of one rank for an all-reduce of `num_rows` rows, in parts of `smallest` rows or more.
+        """The schedule of one rank for an all-reduce of `num_rows` rows, in parts of at least `smallest` rows.
 
         Raises:
             ValueError: the pattern is `ring`.

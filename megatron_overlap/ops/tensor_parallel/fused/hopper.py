@@ -1,4 +1,4 @@
-"""Which GEMMs of a fused op the Hopper kernels make: where they have proved themselves and operands suit them."""
+"""Which GEMMs of a fused operation run a Hopper kernel: where the self-test passes and the operands fit."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from megatron_overlap.comm.symmetric.transport import SymmetricTransport
 
 
 class Hopper:
-    """One transport's answer to whether Hopper kernels may run, and how often and why they did not.
+    """Whether Hopper kernels run on one transport, and why GEMMs did not use them.
 
     Args:
-        objection: why they may not, on this rank's device; empty where they may.
+        objection: why they cannot run on the device of this rank; empty where they can.
     """
 
     def __init__(self, objection: str) -> None:
         self.objection = objection
         self.not_used: Counter[str] = Counter()
-        """GEMMs that were to run a Hopper kernel and ran the portable one, by reason."""
+        """Number of GEMMs that ran the portable kernel in place of a Hopper kernel, by reason."""
 
     @classmethod
     def of(cls, transport: SymmetricTransport) -> Hopper:
-        """The transport's own. The first call tries the kernels on its device, which may take minutes."""
+        """The object of `transport`. The first call runs the self-test on its device, which can take minutes."""
         if "hopper" not in transport.tables:
             from megatron_overlap.kernels.hopper.self_test import hopper_objection
 
@@ -40,16 +40,16 @@ class Hopper:
 
     @staticmethod
     def reasons(transport: SymmetricTransport) -> dict[str, int]:
-        """`not_used` of the transport's own; empty where the kernels were never asked for."""
+        """`not_used` of `transport`; empty where no plan requested Hopper kernels."""
         found = transport.tables.get("hopper")
         return {} if found is None else dict(found.not_used)
 
     def gathering(self, a: torch.Tensor, b: torch.Tensor, config: Any, out: torch.Tensor) -> tuple[Any, Any] | None:
-        """`ag_gemm` and its tile shape; None where the portable one is to run. `config` is what that would have."""
+        """`ag_gemm` and its tile shape; None for the portable kernel, whose tile shape is `config`."""
         return self._chosen(a, b, config, out, _ag_gemm)
 
     def scattering(self, a: torch.Tensor, b: torch.Tensor, config: Any) -> tuple[Any, Any] | None:
-        """`gemm_to_owners` and its tile shape; None where the portable one is to run."""
+        """`gemm_to_owners` and its tile shape; None for the portable kernel."""
         return self._chosen(a, b, config, None, _gemm_to_owners)
 
     def _chosen(
@@ -60,7 +60,7 @@ class Hopper:
             from megatron_overlap.kernels.configs import HOPPER, HOPPER_SMALL
             from megatron_overlap.kernels.hopper.operands import objection
 
-            # The same tiles of the product as the portable kernel's; depth of a step, ring and warps are its own.
+            # The same product tiles as the portable kernel; other step depth, ring and warps.
             mine = HOPPER_SMALL if config.block_n <= HOPPER_SMALL.block_n else HOPPER
             mine = replace(mine, group=config.group)
             reason = objection(a, b, mine, out)

@@ -97,10 +97,10 @@ class NodesGather:
         nodes, layout = transport.nodes, ChunkLayout(num_rows, transport.size)
         self._schedule = nodes.gather(transport.rank)
         sizes = [layout.shard_rows(message.recv.owner) for message in self._schedule.messages]
-        landing = transport.buffer_pool.take("rail gathered", (sum(sizes), shard.shape[1]), shard)
-        self._landed = landing.split(sizes)
+        received = transport.buffer_pool.take("rail gathered", (sum(sizes), shard.shape[1]), shard)
+        self._received = received.split(sizes)
         transfers = [
-            Transfer(*each) for each in zip(self._schedule.messages, [shard] * len(sizes), self._landed, strict=True)
+            Transfer(*each) for each in zip(self._schedule.messages, [shard] * len(sizes), self._received, strict=True)
         ]
         self._p2p_work = transport.between.begin(transfers, op)
         self.num_bytes = (transport.size - 1) * shard.nbytes
@@ -150,7 +150,7 @@ class NodesGather:
                 self._p2p_work.wait(message)
             node = work.chunks[0].owner
             start, stop = nodes.rows(self._num_rows, node)
-            shard = self._landed[work.needs[0]] if work.needs else self._shard
+            shard = self._received[work.needs[0]] if work.needs else self._shard
             gather = IntraNodeGather(transport.inside, shard, stop - start, self._op, self._plan)
             for consume in self._consumers:
                 consume(gather, slice(start, stop))
@@ -171,11 +171,11 @@ class NodesScatter:
         sizes = [layout.shard_rows(message.send.owner) for message in schedule.messages]
         leaving = transport.buffer_pool.take("rail partial", (sum(sizes), width), a).split(sizes)
         own = layout.shard_rows(rank)
-        landing = transport.buffer_pool.take("rail landing", (len(sizes), own, width), a)
-        transfers = [Transfer(*each) for each in zip(schedule.messages, leaving, landing, strict=True)]
+        received = transport.buffer_pool.take("rail received", (len(sizes), own, width), a)
+        transfers = [Transfer(*each) for each in zip(schedule.messages, leaving, received, strict=True)]
         self._p2p_work = transport.between.begin(transfers, op)
         # By source node: the sum is in the order of the nodes, whatever arrives first.
-        self._parts = {nodes.node(each.source): part for each, part in zip(schedule.messages, landing, strict=True)}
+        self._parts = {nodes.node(each.source): part for each, part in zip(schedule.messages, received, strict=True)}
         computed = [work.chunks[0].owner for work in schedule.work if work.chunks]
         for number, node in enumerate(computed):
             rows = slice(*nodes.rows(a.shape[0], node))

@@ -1,4 +1,4 @@
-"""How a fused op moves and computes: what a tuner may choose, and a benchmark measures. The result is the same."""
+"""How a fused operation moves bytes and computes tiles. The result does not depend on it."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ if TYPE_CHECKING:
     from megatron_overlap.kernels.launch import GemmConfig
 
 Stores = Literal["remote", "staged"]
-"""Where a scattering GEMM stores: at the owners, or into own memory, from where copies go to the owners."""
+"""Where a scattering GEMM stores: in the memory of the owners, or in own memory, from which it is copied."""
 
 Tiles = Literal["rule", "other"]
-"""Which of an architecture's two tile shapes: as `kernels.configs.config_for` says by the number of tiles, or not."""
+"""Which of the two tile shapes of an architecture: the one of `kernels.configs.config_for`, or the other one."""
 
 Kernel = Literal["portable", "hopper"]
-"""Whose GEMMs: Triton's for every device, or those with TMA and warps of their own for loads, which have never run."""
+"""GEMM kernels: portable Triton, or Hopper kernels with TMA and load warps. Not yet run on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class FusedPlan:
-    """The same on every rank of a group.
+    """How a fused operation moves bytes and computes tiles; the same on every rank of a group.
 
     Attributes:
-        mover: who copies an all-gather: `push` and `pull` go straight, for switches; `ring` to neighbours, for PCIe.
-        stores: of a scattering GEMM. `staged` needs own memory for one more gathered activation.
-        chunk_rows: rows of a comm tile, from one GEMM tile to a whole shard; there are at most 32 of them in a shard.
-        spare_sms: SMs that a fused GEMM leaves to others.
+        mover: how an all-gather is copied: `push` and `pull` directly, for switches; `ring` to neighbours, for PCIe.
+        stores: of a scattering GEMM. `staged` needs memory for one more gathered activation.
+        chunk_rows: rows of a communication tile, from one GEMM tile to a whole shard; at most 32 tiles per shard.
+        spare_sms: SMs that a fused GEMM does not use.
         tiles: shape of GEMM tiles.
-        config: another shape than these, for experiments; None takes `tiles`.
-        kernel: `hopper` runs where `kernels.hopper.self_test` finds no objection and operands suit it, else `portable`.
+        config: an explicit shape, for experiments; None takes `tiles`.
+        kernel: `hopper` runs where the self-test passes and the operands meet its requirements, else `portable`.
 
     Raises:
         ValueError: a value is not known or out of range.
@@ -41,7 +41,7 @@ class FusedPlan:
 
     mover: Mover = "push"
     stores: Stores = "remote"
-    # A message that a link needs some microseconds for, and whole GEMM tiles.
+    # Some microseconds on a link, and a multiple of a GEMM tile.
     chunk_rows: int = 512
     spare_sms: int = 0
     tiles: Tiles = "rule"
