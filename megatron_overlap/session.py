@@ -1,12 +1,11 @@
-"""Switches the plugin on and off in this process, and keeps what belongs to one use of it."""
+"""Enables and disables the plugin in this process. A `Session` owns the patches, adapters and counters of one use."""
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -76,9 +75,12 @@ class Session:
         self._folder = Path()
         self._adapters: dict[type[Adapter], Adapter] = {}
         self._engine = Engine(manifests)
-        self._plan = Plan(())
-        self._applied: tuple[str, ...] = ()
+        self._features: set[str] = set()
+        self._findings: list[Finding] = []
+        self._applied: dict[str, str] = {}
+        """Feature of every target that was replaced."""
         self._reason = "not enabled yet"
+        self._start_hooks: list[Callable[[], object]] = []
         self._closers: list[Callable[[], object]] = []
 
     def adapter[A: Adapter](self, kind: type[A], make: Callable[[Session], A] | None = None) -> A:
@@ -130,8 +132,8 @@ class Session:
 
     @property
     def active(self) -> bool:
-        """Whether anything in Megatron is replaced by this session now."""
-        return bool(self._engine.applied)
+        """Whether a function of an overlapped feature is replaced now."""
+        return any(self._applied[target] in _FEATURES for target in self._engine.applied)
 
     @property
     def reason(self) -> str:
@@ -141,6 +143,33 @@ class Session:
     def add_close(self, close: Callable[[], object]) -> None:
         """Registers a clean-up for `disable`; the last one registered runs first."""
         self._closers.append(close)
+
+    def add_start(self, start: Callable[[], object]) -> None:
+        """Registers a function that `enable` calls after all patches are applied. Factories of patches call this."""
+        self._start_hooks.append(start)
+
+    def apply_patches(self, features: Collection[str], *, required: bool = False) -> Plan:
+        """Applies the patches of further features; a feature of an earlier call is skipped.
+
+        Args:
+            features: names of features in `patches/`.
+            required: raise where a patch is refused; default: only with a strict config.
+
+        Returns:
+            The plan, with refused patches.
+
+        Raises:
+            PatchRefusedError: a patch is refused and all are required; nothing is changed then.
+        """
+        plan = self._engine.plan(set(features) - self._features)
+        refused = [_sentence(finding) for finding in plan.refused]
+        if refused and (required or self.config.strict):
+            raise PatchRefusedError("; ".join(refused) + ("" if required else "; or set overlap.strict to false"))
+        self._engine.apply(plan, self)
+        self._features |= set(features)
+        self._findings += plan.findings
+        self._applied |= {finding.manifest.target: finding.manifest.feature for finding in plan.applicable}
+        return plan
 
     def next_step(self, number: int | None = None) -> None:
         """Begins the next training step, or step `number`."""
@@ -169,7 +198,7 @@ class Session:
             strict=self.config.strict,
             versions=installed_versions(),
             features={name: _method(self.config, name) for name in _FEATURES},
-            patches=tuple(self._line(finding) for finding in self._plan.findings),
+            patches=tuple(self._line(finding) for finding in self._findings),
             sites=counters.snapshot(),
             saved=counters.saved_activations.snapshot(),
             not_overlapped=counters.excluded,
@@ -180,11 +209,11 @@ class Session:
         )
 
     def disable(self) -> None:
-        """Puts Megatron back as it was found, then closes what was opened; does nothing the second time.
+        """Reverts all patches, then runs the clean-ups; the second call does nothing.
 
         Raises:
-            RevertRefusedError: somebody replaced what we replaced; nothing is undone then, and the session goes on.
-            ExceptionGroup: clean-ups failed; all others ran, and Megatron is as it was found.
+            RevertRefusedError: another package replaced one of our replacements; nothing is changed then.
+            ExceptionGroup: clean-ups failed; all others ran, and all patches are reverted.
         """
         was_active = self.active
         self._engine.revert()
@@ -201,39 +230,43 @@ class Session:
         self.disable()
 
     def _start(self) -> None:
-        wanted = {feature for feature in _FEATURES if _method(self.config, feature) not in _NOTHING_REPLACED}
-        self._plan = self._engine.plan(wanted)
-        refused = [_sentence(finding) for finding in self._plan.refused]
-        if refused and self.config.strict:
-            raise PatchRefusedError("; ".join(refused) + "; or set overlap.strict to false")
+        features = {feature for feature in _FEATURES if _method(self.config, feature) not in _NOTHING_REPLACED}
         try:
-            self._engine.apply(self._plan, self)
+            refused = self.apply_patches(features).refused
+            if self.active or self.config.varlen.method != "none":
+                self.apply_patches({_CONSISTENCY})
+            self._reason = self._explain([_sentence(finding) for finding in refused])
+            self._warn()
+            for start in self._start_hooks:
+                start()
         except BaseException:
+            self._engine.revert()
             self._close()
             raise
-        self._applied = tuple(self._engine.applied)
-        self._reason = self._why(refused)
-        for finding in self._plan.findings:
+
+    def _warn(self) -> None:
+        for finding in self._findings:
             if finding.verdict is not Verdict.APPLIES:
-                warnings.warn(_sentence(finding), PatchWarning, stacklevel=3)
+                warnings.warn(_sentence(finding), PatchWarning, stacklevel=4)
             if finding.stale:
-                held = ", ".join(finding.stale)
                 warnings.warn(
-                    f"{finding.manifest.target}: {held} hold it by value: calls through them are not overlapped;"
-                    " enable the plugin before they are imported",
+                    f"{finding.manifest.target}: {', '.join(finding.stale)} hold it by value: calls through them are"
+                    " not overlapped; enable the plugin before they are imported",
                     PatchWarning,
-                    stacklevel=3,
+                    stacklevel=4,
                 )
 
-    def _why(self, refused: Sequence[str]) -> str:
-        if self._applied:
-            held_back = f", {len(refused)} refused" if refused else ""
-            return f"{len(self._applied)} of Megatron's functions are replaced{held_back}"
+    def _explain(self, refused: Sequence[str]) -> str:
+        num_replaced = sum(feature in _FEATURES for feature in self._applied.values())
+        if num_replaced:
+            return f"{num_replaced} of Megatron's functions are replaced" + (
+                f", {len(refused)} refused" * bool(refused)
+            )
         if refused:
-            return f"Megatron's own path runs everywhere: {'; '.join(refused)}"
+            return f"the stock path runs everywhere: {'; '.join(refused)}"
         if self.config.varlen.method != "none":
-            return "nothing is replaced in Megatron: the provided scripts put the attention into the layer spec"
-        return "the config asks for nothing that is replaced in Megatron"
+            return "no function is replaced: the provided scripts put the attention into the layer spec"
+        return "the config asks for no feature that replaces a function of Megatron"
 
     def _stay_off(self, reason: str) -> None:
         self.switched_off = True
@@ -268,11 +301,11 @@ class Session:
             except Exception as error:
                 errors.append(error)
         if errors:
-            raise ExceptionGroup("clean-ups failed while megatron_overlap was being disabled", errors)
+            raise ExceptionGroup("clean-ups failed in Session.disable", errors)
 
 
 class _Process:
-    """The session of this process. Megatron's classes exist once in a process, so at most one can be on."""
+    """The session of this process. Megatron's classes exist once in a process, so at most one session is active."""
 
     def __init__(self) -> None:
         self.current: Session | None = None
@@ -287,23 +320,22 @@ def enable(
     strict: bool | None = None,
     manifests: Sequence[Manifest] | None = None,
 ) -> Session:
-    """Replaces what the config asks for in Megatron, all of a feature or nothing of it.
+    """Applies the patches of every feature that the config asks for: all patches of a feature, or none.
 
     Args:
-        config: the config, or the YAML file that holds it; None is the default one.
+        config: the config, or the YAML file that holds it; None is the default config.
         strict: overrides the config's `strict`.
         manifests: patches to use instead of the package's own.
 
     Returns:
-        The session. It is not active where `MEGATRON_OVERLAP=0` is set, where the config asks for nothing, or
-        where patches are refused and `strict` is false; `Session.reason` says which, and a warning each refusal.
+        The session. It is not active where `MEGATRON_OVERLAP=0` is set, where the config asks for no feature, or
+        where patches are refused and `strict` is false. `Session.reason` has the cause; each refusal is a warning.
 
     Raises:
         ConfigError: the file is wrong.
-        PatchError: the plugin is on already; with `strict`, also that a patch is refused.
-        ConfigMismatchError: Megatron's groups are there, and the ranks run different configs, versions or patches.
-        Where
-            they are not, this is looked at when Megatron makes them.
+        PatchError: a session is active already; with `strict`, also that a patch is refused.
+        ConfigMismatchError: Megatron's process groups exist, and the ranks run different configs, versions or patches.
+            Where the groups do not exist, the ranks are compared when Megatron makes them.
     """
     current = _PROCESS.current
     if current is not None and current.active:
@@ -311,16 +343,13 @@ def enable(
     config = _read(config)
     if strict is not None:
         config = config.model_copy(update={"strict": strict})
-    if _switched_off():
-        session = Session(config)
+    off = _switched_off()
+    session = Session(config, load_manifests() if manifests is None else manifests)
+    if off:
         session._stay_off(f"switched off by {OFF_SWITCH}=0")
     else:
-        session = Session(config, load_manifests() if manifests is None else manifests)
         session._start()
     _PROCESS.current = session
-    if session.active or (not session.switched_off and session.config.varlen.method != "none"):
-        # Here, and not above: it imports torch and Megatron, which are there when something of theirs is used.
-        importlib.import_module("megatron_overlap.adapters.diagnostics.consistency").install(session)
     return session
 
 
@@ -357,6 +386,7 @@ def installed_versions() -> dict[str, str | None]:
 
 
 _FEATURES = ("tensor", "attention", "joint_mlp", "split", "data", "ulysses", "varlen")
+_CONSISTENCY = "consistency"
 _NOTHING_REPLACED = ("none", "stock", "row")
 
 
@@ -368,7 +398,7 @@ def _read(config: OverlapConfig | str | Path | None) -> OverlapConfig:
 
 def _method(config: OverlapConfig, feature: str) -> str:
     if feature in ("attention", "joint_mlp", "split"):
-        # Their layers are those of tensor parallelism, so they have a key there and not a section.
+        # These features belong to tensor parallelism: they are keys of its section.
         return "none" if config.tensor.method == "none" else str(getattr(config.tensor, feature))
     return str(getattr(config, feature).method)
 

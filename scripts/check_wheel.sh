@@ -37,9 +37,9 @@ env/bin/python -c 'import megatron_overlap, sys; assert megatron_overlap.__file_
 
 say "patches"
 env/bin/megatron-overlap patches
-found=$(ls env/lib/python*/site-packages/megatron_overlap/_patches/*.yaml | wc -l)
+found=$(find env/lib/python*/site-packages/megatron_overlap/_patches -name "*.yaml" | wc -l)
 printf '%s patches in the wheel\n' "$found"
-[ "$found" -eq "$(ls "$root"/patches/*.yaml | wc -l)" ]
+[ "$found" -eq "$(find "$root/patches" -name "*.yaml" | wc -l)" ]
 
 say "doctor"
 env/bin/megatron-overlap doctor --deadline 60

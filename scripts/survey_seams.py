@@ -1,7 +1,7 @@
-"""Prints what megatron-core releases have at the patched symbols: the seam table, and the entries for patches/*.yaml.
+"""Compares megatron-core releases at the patched symbols: prints a table, and the entries for the files in patches/.
 
 Reads wheels and `pip install --target` folders without importing them. A new release is added in three steps: survey
-it, read what differs, and paste its entry under `releases:`.
+it, review the differences, and paste its entry under `releases:`.
 
     pip download --no-deps megatron-core==0.19.2 -d wheels
     python scripts/survey_seams.py wheels/*.whl
@@ -46,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     manifests = [] if symbols else load_manifests()
     console.print(_seams(releases, symbols or _all_symbols(manifests)))
     for manifest in manifests:
+        if manifest.unchecked is not None:
+            continue
         _print_entries(console, manifest, releases)
     return 0
 
@@ -64,7 +66,8 @@ def _releases(sources: Sequence[Path]) -> dict[str, SourceTree]:
 
 
 def _all_symbols(manifests: Sequence[Manifest]) -> list[str]:
-    names = [name for manifest in manifests for name in (manifest.target, *manifest.relies_on)]
+    checked = [manifest for manifest in manifests if manifest.unchecked is None]
+    names = [name for manifest in checked for name in (manifest.target, *manifest.relies_on)]
     return list(dict.fromkeys(names))
 
 

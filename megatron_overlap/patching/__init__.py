@@ -1,4 +1,4 @@
-"""Replaces attributes of other packages: reads, plans everything, applies all or nothing, reverts exactly.
+"""Replaces attributes of Megatron and torch: plans all patches, applies all or none, reverts exactly.
 
-Imports neither torch nor megatron: targets are found by name, and judged by their source text.
+Imports neither torch nor megatron: targets are found by name and judged by their source text.
 """

@@ -1,4 +1,4 @@
-"""Who holds an object by value: module and class attributes, found by identity in `sys.modules`."""
+"""Attributes of modules and classes that hold an object by value, found by identity in `sys.modules`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Binding:
 
     @property
     def module(self) -> str:
-        """The module in which the attribute is."""
+        """Name of the module that has the attribute."""
         return str(self.holder.__name__ if isinstance(self.holder, ModuleType) else self.holder.__module__)
 
     def __str__(self) -> str:
@@ -29,12 +29,12 @@ class Binding:
         return f"{self.module}:{self.holder.__qualname__}.{self.name}"
 
     def read(self) -> Any:
-        """What the attribute holds itself, past descriptors and inheritance; None where it is not its own."""
+        """The raw value in the holder's own namespace, without descriptors; None where it is inherited or missing."""
         return _namespace(self.holder).get(self.name)
 
 
 def find_loaded(target: Target) -> Binding | None:
-    """The place a target names, if its module is imported and all but its last part exist."""
+    """The attribute that a target names, if its module is imported and all but the last name exist."""
     holder: Any = sys.modules.get(target.module)
     *outer, name = target.qualname.split(".")
     for part in outer:
@@ -42,24 +42,24 @@ def find_loaded(target: Target) -> Binding | None:
     return None if holder is None else Binding(holder, name)
 
 
-def bindings_of(*things: object) -> list[list[Binding]]:
-    """For each of `things`, every attribute of an imported module, or of a class defined in one, that holds exactly it.
+def bindings_of(*objects: object) -> list[list[Binding]]:
+    """For each object, every attribute of an imported module, or of a class in one, that holds this object.
 
     Lists, dictionaries, closures and default arguments are not searched.
     """
-    found: dict[int, list[Binding]] = {id(thing): [] for thing in things}
+    found: dict[int, list[Binding]] = {id(each): [] for each in objects}
     for holder in _holders():
         for name, value in list(_namespace(holder).items()):
             if id(value) in found:
                 found[id(value)].append(Binding(holder, name))
-    return [found[id(thing)] for thing in things]
+    return [found[id(each)] for each in objects]
 
 
 def _holders() -> Iterator[Any]:
     seen: set[int] = set()
     for module in list(sys.modules.values()):
-        # Anything may stand in sys.modules; only real modules are looked into, and never by getattr, which
-        # lazy modules answer with an import.
+        # sys.modules may hold any object. Only real modules are searched, and never with getattr: a lazy module would
+        # import something.
         if not _is_a(module, ModuleType) or id(module) in seen:
             continue
         seen.add(id(module))
@@ -71,13 +71,13 @@ def _holders() -> Iterator[Any]:
 
 
 def _namespace(holder: Any) -> Mapping[str, Any]:
-    # Not vars() nor getattr: a lazy module answers those with an import.
+    # Not vars() or getattr(): a lazy module would import something.
     base = type if _is_a(holder, type) else object
     namespace: Mapping[str, Any] = base.__getattribute__(holder, "__dict__")
     return namespace
 
 
-def _is_a(thing: object, kind: type) -> bool:
-    # Not isinstance(): it asks `thing.__class__`, which proxies (torch.distributed.reduce_op is one) answer with
-    # somebody else's class, or with a warning.
-    return issubclass(type(thing), kind)
+def _is_a(value: object, kind: type) -> bool:
+    # Not isinstance(): it reads `value.__class__`, for which a proxy such as torch.distributed.reduce_op returns the
+    # class of another object, or warns.
+    return issubclass(type(value), kind)

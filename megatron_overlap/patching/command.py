@@ -1,7 +1,8 @@
-"""`megatron-overlap patches`: what is replaced in Megatron, and whether it fits the release at hand."""
+"""`megatron-overlap patches`: lists every attribute that the plugin replaces, and whether the patch fits a release."""
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -15,12 +16,16 @@ from megatron_overlap.patching.compatibility import Verdict, judge_source
 from megatron_overlap.patching.errors import ManifestError
 from megatron_overlap.patching.manifest import load_manifests
 from megatron_overlap.patching.source import (
+    PACKAGE,
     DirectoryTree,
     SourceTree,
+    Target,
     WheelTree,
     installed_tree,
     megatron_release,
 )
+
+_WIDTH = 120
 
 
 def patches(
@@ -28,29 +33,47 @@ def patches(
         Path | None,
         typer.Option(help="A megatron-core wheel, or a folder that holds megatron/core; default: the installed one."),
     ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Also print why each is replaced.")] = False,
 ) -> int:
-    """Show, for each replaced function, why it is replaced and whether the release at hand is one that was read.
+    """List every replaced attribute by feature, and whether its patch fits the given release.
 
-    Reads sources only and imports nothing of Megatron. Exit code 1: a patch is refused.
+    Reads source files and imports nothing of Megatron. Exit code 1: a patch is refused.
     """
     try:
-        manifests = load_manifests()
+        manifests = sorted(load_manifests(), key=lambda manifest: manifest.feature)
     except ManifestError as error:
         print(error, file=sys.stderr)
         return 2
     tree, release = _tree(megatron)
-    table = Table("replaced", "feature", "verdict", "because", "why this place", show_lines=True)
-    table.title = f"megatron-core {release}"
+    table = Table("feature", title=f"megatron-core {release}", title_justify="left")
+    table.add_column("replaced", overflow="fold")
+    table.add_column("verdict", no_wrap=True)
+    table.add_column("reason" if not verbose else "reason, and why this attribute is replaced")
     refused = False
-    for manifest in manifests:
-        judgement = judge_source(manifest, tree)
-        refused |= judgement.verdict is Verdict.REFUSED
-        name = manifest.target.rpartition(":")[2]
-        table.add_row(name, manifest.feature, str(judgement.verdict), judgement.reason, " ".join(manifest.why.split()))
-    # Rich would cut words at 80 columns where the output is not a terminal.
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(table)
+    for feature, group in itertools.groupby(manifests, key=lambda manifest: manifest.feature):
+        shown = feature
+        for manifest in group:
+            judgement = judge_source(manifest, tree)
+            refused |= judgement.verdict is Verdict.REFUSED
+            reason = judgement.reason
+            if verbose:
+                reason += f"\n{' '.join(manifest.why.split())}"
+                reason += f"\nNot compared: {' '.join(manifest.unchecked.split())}" if manifest.unchecked else ""
+            table.add_row(shown, _short_name(manifest.target), str(judgement.verdict), reason, end_section=verbose)
+            shown = ""
+        table.add_section()
+    # Rich cuts words at 80 columns where the output is not a terminal.
+    Console(width=None if sys.stdout.isatty() else _WIDTH).print(table)
     return 1 if refused else 0
+
+
+def _short_name(target: str) -> str:
+    """`Class.method` of Megatron; for functions, and attributes of torch, the module as well."""
+    parsed = Target.parse(target)
+    package, _, _ = parsed.module.partition(".")
+    if package != PACKAGE:
+        return f"{parsed.module}.{parsed.qualname}"
+    return parsed.qualname if "." in parsed.qualname else f"{parsed.module.rpartition('.')[2]}.{parsed.qualname}"
 
 
 def _tree(megatron: Path | None) -> tuple[SourceTree, str]:

@@ -1,4 +1,4 @@
-"""Decides whether a patch fits a release, from its manifest and that release's source text alone."""
+"""Decides whether a patch fits a release, from its manifest and the source text of that release."""
 
 from __future__ import annotations
 
@@ -6,16 +6,24 @@ import hashlib
 from dataclasses import dataclass
 from enum import StrEnum
 
-from megatron_overlap.patching.manifest import Manifest, ReadRelease
-from megatron_overlap.patching.source import Definition, SourceTree, Target, definitions, megatron_release
+from megatron_overlap.patching.manifest import Manifest, ReviewedRelease
+from megatron_overlap.patching.source import (
+    PACKAGE,
+    Definition,
+    SourceTree,
+    Target,
+    definitions,
+    megatron_release,
+)
 
 
 class Verdict(StrEnum):
-    """What may be done with one patch."""
+    """Whether a patch may be applied."""
 
     APPLIES = "applies"
-    UNREAD = "applies unread"
+    UNREVIEWED = "applies unreviewed"
     REFUSED = "refused"
+    ABSENT = "absent"
 
 
 @dataclass(frozen=True)
@@ -26,8 +34,12 @@ class Judgement:
     reason: str
 
 
+BY_NAME = Judgement(Verdict.APPLIES, "by name")
+"""The judgement of every patch with `unchecked`."""
+
+
 def judge(manifest: Manifest, definition: Definition, tree: SourceTree) -> Judgement:
-    """Compares one definition, and what the replacement relies on around it, with the releases read."""
+    """Compares a definition, and the symbols that the replacement relies on, with the reviewed releases."""
     here = megatron_release(tree) or "this version"
     same_signature = {
         name: release for name, release in manifest.releases.items() if release.signature == definition.signature
@@ -36,47 +48,56 @@ def judge(manifest: Manifest, definition: Definition, tree: SourceTree) -> Judge
         known = ", ".join(sorted({release.signature for release in manifest.releases.values()}))
         return Judgement(
             Verdict.REFUSED,
-            f"{here} has the signature {definition.signature}, and only {known} was read;"
-            " use a release that was read, or a newer megatron-overlap",
+            f"{here} has the signature {definition.signature}, and only {known} was reviewed;"
+            " use a reviewed release, or a newer megatron-overlap",
         )
     changed = {name: _changed(manifest, release, definition, tree) for name, release in same_signature.items()}
-    read = [name for name, names in changed.items() if not names]
-    if here in read:
-        return Judgement(Verdict.APPLIES, f"{here} was read")
-    if read:
-        return Judgement(Verdict.APPLIES, f"{here} has the same source as {read[-1]}, which was read")
+    equal = [name for name, names in changed.items() if not names]
+    if here in equal:
+        return Judgement(Verdict.APPLIES, f"{here} was reviewed")
+    if equal:
+        return Judgement(Verdict.APPLIES, f"{here} has the same source as {equal[-1]}, which was reviewed")
     nearest = min(reversed(changed), key=lambda name: len(changed[name]))
     if here in changed:
-        what = f"this is not the {here} that was read: it differs in {', '.join(changed[here])}"
+        difference = f"this is not the reviewed {here}: it differs in {', '.join(changed[here])}"
     else:
-        what = f"{here} was not read; from {nearest}, the nearest that was, it differs in {', '.join(changed[nearest])}"
-    return Judgement(Verdict.UNREAD, f"{what}; compare a few steps with the plugin off before you trust it")
+        difference = (
+            f"{here} was not reviewed; it differs from {nearest}, the nearest reviewed release,"
+            f" in {', '.join(changed[nearest])}"
+        )
+    return Judgement(Verdict.UNREVIEWED, f"{difference}; compare a few steps with the stock path before you rely on it")
 
 
 def judge_source(manifest: Manifest, tree: SourceTree) -> Judgement:
     """Judges a patch by a source tree, without importing the target.
 
-    Patches by others and stale bindings exist only in a running process: `Engine.plan` looks for those.
+    Foreign patches and stale bindings exist only in a running process; `Engine.plan` finds those.
     """
     target = Target.parse(manifest.target)
-    found = definitions(tree, target)
     here = megatron_release(tree) or "this version"
+    top, _, rest = target.module.partition(".")
+    package = f"{top}.{rest.partition('.')[0]}"
+    if top == PACKAGE and tree.read(package) is None:
+        return Judgement(Verdict.ABSENT, f"{here} has no {package}")
+    if manifest.unchecked is not None:
+        return BY_NAME
+    found = definitions(tree, target)
     if not found:
         return Judgement(Verdict.REFUSED, f"{here} has no {target.qualname} in {target.module}")
-    # Where the source chooses by `if`, the worst case counts: which branch is taken shows only when it runs.
-    order = [Verdict.APPLIES, Verdict.UNREAD, Verdict.REFUSED]
+    # Where the source defines the target in several branches of an `if`, the worst judgement counts.
+    order = [Verdict.APPLIES, Verdict.UNREVIEWED, Verdict.REFUSED]
     return max((judge(manifest, each, tree) for each in found), key=lambda each: order.index(each.verdict))
 
 
 def digest_of(tree: SourceTree, name: str) -> str | None:
-    """One digest for everything a tree defines under `module:qualname`; None where it defines nothing."""
+    """One digest of all that a tree defines under `module:qualname`; None where it defines nothing."""
     digests = [definition.digest for definition in definitions(tree, Target.parse(name))]
     if len(digests) < 2:
         return digests[0] if digests else None
     return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
-def _changed(manifest: Manifest, release: ReadRelease, definition: Definition, tree: SourceTree) -> list[str]:
+def _changed(manifest: Manifest, release: ReviewedRelease, definition: Definition, tree: SourceTree) -> list[str]:
     names = [] if release.digest == definition.digest else [Target.parse(manifest.target).qualname]
     for name, digest in release.relies_on.items():
         if digest_of(tree, name) != digest:

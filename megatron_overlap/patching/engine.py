@@ -1,4 +1,4 @@
-"""Plans all patches, applies all or none, reverts exactly."""
+"""Plans patches, applies all of a plan or none, and reverts exactly."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_overlap.patching.bindings import Binding, bindings_of
 from megatron_overlap.patching.compatibility import Verdict
 from megatron_overlap.patching.errors import PatchError, RevertRefusedError
 from megatron_overlap.patching.manifest import Manifest
-from megatron_overlap.patching.planning import Finding, Plan, look, plain_function, who
+from megatron_overlap.patching.planning import Finding, Plan, describe, plain_function, plan_patches
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ class Engine:
         return [each.finding.manifest.target for each in self._applied]
 
     def plan(self, features: Collection[str] | None = None) -> Plan:
-        """Looks at every target, importing its module, and changes nothing.
+        """Examines every target, imports its module, and changes nothing.
 
-        A refused patch takes the others of its feature with it: nobody tested half a feature.
+        A refused patch refuses the other patches of its feature: a feature was never tested in part.
 
         Args:
-            features: plan only the patches of these; default all.
+            features: plan only the patches of these features; default: all.
         """
-        findings = look(each for each in self.manifests if features is None or each.feature in features)
+        findings = plan_patches(each for each in self.manifests if features is None or each.feature in features)
         refused = {
             finding.manifest.feature: finding.manifest.target
             for finding in findings
@@ -58,48 +58,47 @@ class Engine:
         )
 
     def apply(self, plan: Plan, session: Any) -> None:
-        """Replaces every applicable target of `plan`; after any failure everything is as before.
+        """Replaces every applicable target of `plan`. After a failure the state is as before the call.
 
         Args:
-            plan: a fresh one; a target that changed since is a failure.
-            session: handed to the factories.
+            plan: a plan of now: a target that changed since it was made is a failure.
+            session: argument of the factories.
 
         Raises:
-            PatchError: patches are applied already, or a target changed since it was planned.
+            PatchError: a target is replaced already, or changed since it was planned.
         """
-        if self._applied:
-            raise PatchError(f"{', '.join(self.applied)}: applied already; revert first")
+        twice = [finding.manifest.target for finding in plan.applicable if finding.manifest.target in self.applied]
+        if twice:
+            raise PatchError(f"{', '.join(twice)}: applied already; revert first")
+        before = len(self._applied)
         ready = [(finding, self._make(finding, session)) for finding in plan.applicable]
         try:
             for finding, replacement in ready:
                 self._replace(finding, replacement)
         except BaseException:
-            self.revert()
+            self._undo(before)
             raise
 
     def revert(self) -> list[str]:
-        """Puts every original back: the same object, in the same places, inherited where it was inherited.
+        """Restores every original: the same object, in the same places, inherited where it was inherited.
 
-        Modules that imported a replacement by value while it was in place get the original as well.
+        Attributes that took a replacement by value in the meantime get the original as well.
 
         Returns:
-            The places outside the plan that held a replacement.
+            The attributes outside the plan that held a replacement.
 
         Raises:
-            RevertRefusedError: somebody replaced one of our replacements; nothing is changed then.
+            RevertRefusedError: another package replaced one of our replacements; nothing is changed then.
         """
         foreign = [
-            f"{site}: replaced after us by {who(site.read())}; have that undone first"
+            f"{site}: replaced after us by {describe(site.read())}; undo that first"
             for applied in self._applied
             for site in applied.changed
             if site.read() is not applied.replacement
         ]
         if foreign:
             raise RevertRefusedError("; ".join(foreign))
-        undone = []
-        while self._applied:
-            undone.append(self._applied.pop())
-            self._restore(undone[-1])
+        undone = [applied for applied in self._undo(0) if applied.finding.manifest.unchecked is None]
         late = []
         for applied, bindings in zip(undone, bindings_of(*(one.replacement for one in undone)), strict=True):
             for binding in bindings:
@@ -108,17 +107,19 @@ class Engine:
         return late
 
     def _make(self, finding: Finding, session: Any) -> Any:
-        assert finding.factory is not None
+        manifest = finding.manifest
+        if manifest.substitute is not None:
+            return finding.made_by
         function = plain_function(finding.original)
-        replacement = finding.factory(function, session)
-        if not callable(replacement):
-            raise PatchError(f"{finding.manifest.replacement}: made {replacement!r}, not a callable")
+        replacement = finding.made_by(function, session)
+        if callable(function) and not callable(replacement):
+            raise PatchError(f"{manifest.replacement}: made {replacement!r}, not a callable")
         if replacement is function:
-            raise PatchError(f"{finding.manifest.replacement}: gave back the original it was to replace")
-        if isinstance(replacement, FunctionType):
-            # Looks like the original to tracebacks and inspect, except for the module: others can see who is here.
+            raise PatchError(f"{manifest.replacement}: returned the original that it must replace")
+        if isinstance(replacement, FunctionType) and manifest.unchecked is None:
+            # Tracebacks and `inspect` show the original's names; `__module__` tells other packages who replaced it.
             replacement.__name__, replacement.__qualname__ = function.__name__, function.__qualname__
-            replacement.__module__ = finding.factory.__module__
+            replacement.__module__ = finding.made_by.__module__
             replacement.__doc__ = function.__doc__
             replacement.__dict__.setdefault("__wrapped__", function)
         if isinstance(finding.original, staticmethod | classmethod):
@@ -132,7 +133,7 @@ class Engine:
         expected = [finding.original if finding.own else None, *(finding.original for _ in finding.rebind)]
         for place, before in zip(places, expected, strict=True):
             if place.read() is not before:
-                raise PatchError(f"{place}: changed to {who(place.read())} since it was planned; plan again")
+                raise PatchError(f"{place}: changed to {describe(place.read())} since it was planned; plan again")
         changed: list[Binding] = []
         try:
             for place in places:
@@ -141,6 +142,14 @@ class Engine:
         finally:
             if changed:
                 self._applied.append(_Applied(finding, replacement, tuple(changed)))
+
+    def _undo(self, keep: int) -> list[_Applied]:
+        """Restores the originals of all but the first `keep` applied patches, last applied first."""
+        undone = []
+        while len(self._applied) > keep:
+            undone.append(self._applied.pop())
+            self._restore(undone[-1])
+        return undone
 
     def _restore(self, applied: _Applied) -> None:
         site = applied.finding.site

@@ -1,4 +1,4 @@
-"""What the patching engine refuses, and what it only warns about."""
+"""Errors and warnings of the patching engine."""
 
 
 class PatchError(ValueError):
@@ -10,12 +10,12 @@ class ManifestError(PatchError):
 
 
 class PatchRefusedError(PatchError):
-    """At least one patch is refused and the caller asked for all of them."""
+    """At least one patch is refused and the caller requires all of them."""
 
 
 class RevertRefusedError(PatchError):
-    """Somebody replaced an attribute after us; undoing ours would undo theirs, so nothing was changed."""
+    """Another package replaced an attribute after us. Undoing ours would undo theirs, so nothing was changed."""
 
 
 class PatchWarning(UserWarning):
-    """A patch applies although something about its target was not read by anybody, or it was left out."""
+    """A patch applies to source that was not reviewed, or is refused and left out."""

@@ -1,4 +1,4 @@
-"""Looks at the running process: what stands at each target, who made it, and who else holds it."""
+"""Examines the running process: the object at each target, who made it, and which attributes hold it by value."""
 
 from __future__ import annotations
 
@@ -11,23 +11,27 @@ from types import ModuleType
 from typing import Any
 
 from megatron_overlap.patching.bindings import Binding, bindings_of, find_loaded
-from megatron_overlap.patching.compatibility import Judgement, Verdict, judge
+from megatron_overlap.patching.compatibility import BY_NAME, Judgement, Verdict, judge
 from megatron_overlap.patching.manifest import Manifest
 from megatron_overlap.patching.source import Definition, ImportedTree, Target, definitions
 
-Factory = Callable[[Callable[..., Any], Any], Callable[..., Any]]
-
 
 class _RefusedError(Exception):
-    """Ends the planning of one patch; never leaves this file."""
+    """Ends the planning of one patch; caught in this module."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What planning found out about one patch.
+    """The result of planning one patch.
 
-    `stale` names those outside the target's own package who hold it by value: they are not rebound, and their
-    calls go on running Megatron's own path.
+    Attributes:
+        stale: attributes outside the target's package that hold the original by value. They are not replaced, and calls
+            through them run the stock path.
+        site: the target's attribute.
+        original: its raw value.
+        own: whether the holder has the attribute itself, and not by inheritance.
+        made_by: the factory, or the substitute.
+        rebind: attributes that are replaced with the target.
     """
 
     manifest: Manifest
@@ -37,13 +41,13 @@ class Finding:
     site: Binding | None = field(default=None, repr=False)
     original: Any = field(default=None, repr=False)
     own: bool = True
-    factory: Factory | None = field(default=None, repr=False)
+    made_by: Any = field(default=None, repr=False)
     rebind: tuple[Binding, ...] = ()
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The findings of one look at the running process."""
+    """The findings of one examination of the process."""
 
     findings: tuple[Finding, ...]
 
@@ -59,58 +63,66 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _Examined:
     site: Binding
     original: Any
     own: bool
     judgement: Judgement
-    factory: Factory
+    made_by: Any
 
 
-def look(manifests: Iterable[Manifest]) -> list[Finding]:
-    """Plans patches: imports their modules, looks at what is there, and changes nothing."""
-    seen = [(manifest, _attempt(_examine, manifest)) for manifest in manifests]
-    # One search for all of them, after the last import of any: it goes through everything in sys.modules.
-    fits = [each.original for _, each in seen if isinstance(each, _Seen)]
-    holders = iter(bindings_of(*fits))
+def plan_patches(manifests: Iterable[Manifest]) -> list[Finding]:
+    """Imports the modules of all targets and replacements, examines the targets, and changes nothing."""
+    examined = [(manifest, _attempt(_examine, manifest)) for manifest in manifests]
+    # One search for all patches, after the last import of any: it reads every attribute in sys.modules.
+    checked = [
+        each.original for manifest, each in examined if isinstance(each, _Examined) and manifest.unchecked is None
+    ]
+    holders = iter(bindings_of(*checked))
     findings = []
-    for manifest, each in seen:
-        found = _attempt(_finish, manifest, each, next(holders)) if isinstance(each, _Seen) else each
+    for manifest, each in examined:
+        found: Finding | str
+        if isinstance(each, str):
+            found = each
+        else:
+            found = _attempt(_finish, manifest, each, next(holders) if manifest.unchecked is None else [])
         findings.append(found if isinstance(found, Finding) else Finding(manifest, Verdict.REFUSED, found))
     return findings
 
 
 def _attempt[**P, T](step: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | str:
-    """What a step of the planning returns, or why the patch is refused."""
+    """The result of a step of planning, or the reason why the patch is refused."""
     try:
         return step(*args, **kwargs)
     except _RefusedError as refusal:
         return str(refusal)
 
 
-def _examine(manifest: Manifest) -> _Seen:
+def _examine(manifest: Manifest) -> _Examined:
     site, original, own = _resolve(Target.parse(manifest.target))
+    if manifest.unchecked is not None:
+        return _Examined(site, original, own, BY_NAME, _import_replacement(manifest))
     for name in manifest.relies_on:
-        # Only what is imported can be judged; what cannot be imported is then reported as missing.
+        # The imported source is judged; a module that cannot be imported is then reported as missing.
         with contextlib.suppress(ImportError):
             importlib.import_module(Target.parse(name).module)
-    judgement = judge(manifest, _shipped(site, original), ImportedTree())
+    judgement = judge(manifest, _definition_of(site, original), ImportedTree())
     if judgement.verdict is Verdict.REFUSED:
         raise _RefusedError(judgement.reason)
-    return _Seen(site, original, own, judgement, _import_factory(Target.parse(manifest.replacement)))
+    return _Examined(site, original, own, judgement, _import_replacement(manifest))
 
 
-def _finish(manifest: Manifest, seen: _Seen, holders: Iterable[Binding]) -> Finding:
-    rebind, stale = _by_value(manifest, seen.site, seen.original, holders)
+def _finish(manifest: Manifest, examined: _Examined, holders: Iterable[Binding]) -> Finding:
+    rebind, stale = _by_value(manifest, examined.site, examined.original, holders)
     return Finding(
         manifest,
-        seen.judgement.verdict,
-        seen.judgement.reason,
+        examined.judgement.verdict,
+        examined.judgement.reason,
         stale=tuple(map(str, stale)),
-        site=seen.site,
-        original=seen.original,
-        own=seen.own,
-        factory=seen.factory,
+        site=examined.site,
+        original=examined.original,
+        own=examined.own,
+        made_by=examined.made_by,
         rebind=tuple(rebind),
     )
 
@@ -124,11 +136,11 @@ def _resolve(target: Target) -> tuple[Binding, Any, bool]:
     if site is None:
         raise _RefusedError(f"{target.module} has no {target.qualname}")
     if not isinstance(site.holder, ModuleType):
-        shipped = (target.module, target.qualname.rpartition(".")[0])
-        if (site.module, site.holder.__qualname__) != shipped:
+        expected = (target.module, target.qualname.rpartition(".")[0])
+        if (site.module, site.holder.__qualname__) != expected:
             raise _RefusedError(
-                f"{':'.join(shipped)} is now {site.module}.{site.holder.__qualname__}: a class was replaced"
-                " by somebody else; undo that first, or enable this before"
+                f"{':'.join(expected)} is now {site.module}.{site.holder.__qualname__}: another package replaced the"
+                " class; undo that first, or enable this plugin before"
             )
     own = site.read()
     if own is not None:
@@ -141,33 +153,35 @@ def _resolve(target: Target) -> tuple[Binding, Any, bool]:
 
 
 def plain_function(raw: Any) -> Any:
-    """The function inside a static or class method; anything else as it is."""
+    """The function inside a static or class method; any other object as it is."""
     return raw.__func__ if isinstance(raw, staticmethod | classmethod) else raw
 
 
-def _shipped(site: Binding, raw: Any) -> Definition:
-    """The statement in the owner's own source that made `raw`; refuses whatever somebody else put there."""
+def _definition_of(site: Binding, raw: Any) -> Definition:
+    """The statement in the owner's source that made `raw`; refuses an object that another package put there."""
     owner = site.holder
     if not isinstance(owner, ModuleType):
         owner = next(base for base in owner.__mro__ if Binding(base, site.name).read() is raw)
     place = Binding(owner, site.name)
     qualname = site.name if isinstance(owner, ModuleType) else f"{owner.__qualname__}.{site.name}"
     tree = ImportedTree()
-    shipped = definitions(tree, Target(place.module, qualname))
-    if not shipped:
+    found = definitions(tree, Target(place.module, qualname))
+    if not found:
         known = tree.read(place.module) is not None
         raise _RefusedError(
-            f"{place} is {who(raw)}: replaced by somebody else, or moved; undo that first"
+            f"{place} is {describe(raw)}: another package replaced it, or it was moved; undo that first"
             if known
-            else f"the source of {place.module} is not readable, so nobody can say whether it was read"
+            else f"the source of {place.module} is not readable, so it cannot be compared with a reviewed release"
         )
     function, num_wrappers = plain_function(raw), 0
     while (inner := getattr(function, "__wrapped__", None)) is not None:
         function, num_wrappers = inner, num_wrappers + 1
-    for definition in shipped:
+    for definition in found:
         if num_wrappers <= definition.num_decorators and _made_by(function, definition):
             return definition
-    raise _RefusedError(f"{place} was already replaced by {who(raw)}; undo that first, or enable this before")
+    raise _RefusedError(
+        f"{place} was already replaced by {describe(raw)}; undo that first, or enable this plugin before"
+    )
 
 
 def _made_by(function: Any, definition: Definition) -> bool:
@@ -182,7 +196,7 @@ def _made_by(function: Any, definition: Definition) -> bool:
 def _by_value(
     manifest: Manifest, site: Binding, original: Any, holders: Iterable[Binding]
 ) -> tuple[list[Binding], list[Binding]]:
-    """Splits those who hold `original` by value into listed and harmless ones; refuses the rest."""
+    """Splits the attributes that hold `original` by value into listed and foreign ones; refuses unlisted ones."""
     function = plain_function(original)
     listed: list[Binding] = []
     for name in manifest.also_bound:
@@ -190,7 +204,7 @@ def _by_value(
         if binding is None or (held := binding.read()) is None:
             continue
         if held is not function and held is not original:
-            raise _RefusedError(f"{binding} should hold the target and holds {who(held)}; undo that first")
+            raise _RefusedError(f"{binding} must hold the target and holds {describe(held)}; undo that first")
         listed.append(binding)
     package = site.module.partition(".")[0]
     stale = []
@@ -199,39 +213,40 @@ def _by_value(
             continue
         if binding.module.partition(".")[0] == package:
             raise _RefusedError(
-                f"{binding} holds it by value and is not in also_bound: this release is laid out as none that was read"
+                f"{binding} holds it by value and is not in also_bound: no reviewed release has this layout"
             )
         stale.append(binding)
     return listed, stale
 
 
 def _is_source(binding: Binding, site: Binding) -> bool:
-    # An inherited attribute is held by the base class it comes from.
+    # The base class of an inherited attribute.
     return binding.holder in getattr(site.holder, "__mro__", ()) and binding.name == site.name
 
 
-def _import_factory(target: Target) -> Factory:
+def _import_replacement(manifest: Manifest) -> Any:
+    """The factory of a patch, or its substitute."""
+    target = Target.parse(manifest.replacement or manifest.substitute or "")
     try:
         importlib.import_module(target.module)
     except ImportError as error:
         raise _RefusedError(f"the replacement {target} cannot be imported: {error}") from error
     binding = find_loaded(target)
-    factory = None if binding is None else binding.read()
-    if not callable(factory):
+    found = None if binding is None else binding.read()
+    if found is None or (manifest.replacement is not None and not callable(found)):
         raise _RefusedError(f"the replacement {target} does not exist")
-    made: Factory = factory
-    return made
+    return found
 
 
-def who(thing: Any) -> str:
-    """Names the maker of an object: module, name, file and line."""
-    function = plain_function(thing)
-    if thing is None:
+def describe(value: Any) -> str:
+    """The maker of an object: module, name, file and line."""
+    function = plain_function(value)
+    if value is None:
         return "nothing"
     code = getattr(function, "__code__", None)
     where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
     module = getattr(function, "__module__", None) or type(function).__module__
-    # A replacement made with functools.wraps carries the original's names; its globals tell whose it is.
+    # A replacement made with functools.wraps has the original's names; its globals belong to its own module.
     module = getattr(function, "__globals__", {}).get("__name__", module)
     given = getattr(function, "__qualname__", type(function).__qualname__)
     name = given if code is None else code.co_qualname

@@ -1,7 +1,7 @@
-"""Finds a function or class in source text, and describes it by signature and by a digest of its body.
+"""Finds a function or class in source text and describes it by its signature and a digest of its body.
 
-Two releases count as "the same here" when the digests are equal. Comments, docstrings, blank lines and the
-depth of indentation do not count; every other token does.
+The digest covers every token except comments, docstrings, blank lines and the depth of indentation. Two releases have
+the same source at a place when the digests are equal.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+PACKAGE = "megatron"
+"""The package whose source is judged."""
 
 _PACKAGE_INFO = "megatron.core.package_info"
 _Definable = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -49,9 +52,9 @@ class Target:
 
 @dataclass(frozen=True)
 class Definition:
-    """One `def` or `class` statement as the source has it.
+    """One `def` or `class` statement of a source file.
 
-    `line` counts from 1 and is that of the first decorator, if any, as is `__code__.co_firstlineno`.
+    `line` counts from 1. It is the line of the first decorator, if any, like `__code__.co_firstlineno`.
     """
 
     file: str
@@ -62,10 +65,10 @@ class Definition:
 
 
 class SourceTree(Protocol):
-    """Somewhere module sources can be read from without importing them."""
+    """A place from which module sources are read without an import."""
 
     def read(self, module: str) -> tuple[str, str] | None:
-        """Gives (file name, text) of a module, or None where there is none."""
+        """Returns (file name, text) of a module, or None where the module is missing."""
         ...
 
 
@@ -90,7 +93,7 @@ class DirectoryTree:
 
 
 class WheelTree:
-    """Sources inside a wheel, read where they are."""
+    """Sources inside a wheel, which is not unpacked."""
 
     def __init__(self, wheel: Path) -> None:
         self.wheel = wheel
@@ -105,7 +108,7 @@ class WheelTree:
 
 
 class ImportedTree:
-    """Sources of the modules this process has imported: what runs here, wherever it came from."""
+    """Sources of the modules that this process imported."""
 
     def read(self, module: str) -> tuple[str, str] | None:
         loaded = sys.modules.get(module)
@@ -120,8 +123,8 @@ class ImportedTree:
         return None if text is None else (file, text)
 
 
-def installed_tree(package: str = "megatron") -> DirectoryTree | None:
-    """The folders from which `import PACKAGE` would read, found without importing; None if there are none."""
+def installed_tree(package: str = PACKAGE) -> DirectoryTree | None:
+    """The folders from which `import PACKAGE` would read; None if it is not installed. Imports nothing."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -129,7 +132,7 @@ def installed_tree(package: str = "megatron") -> DirectoryTree | None:
 
 
 def megatron_release(tree: SourceTree) -> str | None:
-    """The megatron-core release in a tree, such as `0.19.2`, read from its source; None if it has none."""
+    """The megatron-core release in a tree, such as `0.19.2`, read from its source; None if the tree has none."""
     found = tree.read(_PACKAGE_INFO)
     if found is None:
         return None
@@ -151,7 +154,7 @@ def definitions(tree: SourceTree, target: Target) -> list[Definition]:
     return list(_definitions(*found, target.qualname))
 
 
-# A definition that many patches rely on is read and digested once.
+# Many patches rely on the same definition.
 @functools.lru_cache(maxsize=256)
 def _definitions(file: str, text: str, qualname: str) -> tuple[Definition, ...]:
     return tuple(_describe(node, file, text) for node in _find(_parse(text).body, qualname.split(".")))
@@ -194,7 +197,7 @@ def _describe(node: _Definable, file: str, text: str) -> Definition:
 
 
 def _signature(arguments: ast.arguments) -> str:
-    # Annotations are left out: releases add and reword them, and no call changes by it.
+    # Annotations are left out: releases add and change them without an effect on calls.
     bare = ast.parse(f"def f({ast.unparse(arguments)}): ...").body[0]
     assert isinstance(bare, ast.FunctionDef)
     for argument in ast.walk(bare.args):
@@ -215,11 +218,11 @@ def _normal_tokens(node: _Definable, first: int, text: str) -> Iterator[str]:
         if row in docstring_rows and token.type in (tokenize.STRING, tokenize.NEWLINE):
             continue
         if row == first and token.type in (tokenize.INDENT, tokenize.DEDENT):
-            continue  # these close or open what stands around the definition
+            continue  # of the enclosing block
         if token.type == tokenize.FSTRING_START:
             f_strings.append(token.start)
         elif token.type == tokenize.FSTRING_END:
-            # Python versions split f-strings differently: the text between the quotes is taken as it stands.
+            # Python versions tokenize f-strings differently, so the text of the whole f-string is one token here.
             start_row, start_column = f_strings.pop()
             if not f_strings:
                 piece = lines[start_row - 1 : token.end[0]]

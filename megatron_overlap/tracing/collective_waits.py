@@ -1,65 +1,51 @@
-"""The waits of everybody else who uses torch.distributed in this process: Megatron's own collectives, mostly."""
+"""Times the waits for collectives that are not the plugin's, mostly Megatron's own."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_overlap.tracing.events import Kind, Trace
 
-# Waits of this package are counted where they happen, with the message that they are for.
+# The plugin records its own waits together with the message that they wait for.
 _OURS = "megatron_overlap.comm."
 _TORCH = "torch.distributed."
 
 
-class CollectiveWaits:
-    """Times every `Work.wait`, through which blocking collectives of gloo go as well as handles that are waited for.
+def timed_wait(original: Callable[..., Any], trace: Trace) -> Callable[..., Any]:
+    """A replacement of `torch.distributed.Work.wait` that adds an `OTHER_WAIT` to `trace` for every call.
 
-    On CUDA such a wait orders streams and takes the host no time: it is not measured there.
+    Blocking collectives of gloo call `wait` as well. On CUDA a wait orders streams and takes the host no time.
 
     Args:
-        trace: gets an `OTHER_WAIT` for each.
+        original: `Work.wait`.
+        trace: records the waits.
     """
+    names: dict[tuple[CodeType, bool], int] = {}
 
-    def __init__(self, trace: Trace) -> None:
-        self._trace = trace
-        self._names: dict[tuple[CodeType, bool], int] = {}
-        self._original: Any = None
-
-    def install(self) -> None:
-        """Begins."""
-        original = self._original = dist.Work.wait
-        trace = self._trace
-
-        def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
-            frame = sys._getframe(1)
-            if frame.f_globals.get("__name__", "").startswith(_OURS):
-                return original(work, *args, **kwargs)
-            start = trace.clock()
-            try:
-                return original(work, *args, **kwargs)
-            finally:
-                trace.add(Kind.OTHER_WAIT, start, trace.clock(), op=self._name(frame))
-
-        setattr(dist.Work, "wait", wait)  # noqa: B010 - mypy knows no other way
-
-    def remove(self) -> None:
-        """Ends: the class is as it was found."""
-        if self._original is not None:
-            setattr(dist.Work, "wait", self._original)  # noqa: B010
-            self._original = None
-
-    def _name(self, frame: FrameType) -> int:
-        """`all_reduce forward`: the collective, or the function that waits for a handle, and the pass."""
+    def name_of(frame: FrameType) -> int:
+        # `all_reduce forward`: the collective, or the function that waits for a handle, and the pass.
         backward = torch._C._current_graph_task_id() != -1
         key = (frame.f_code, backward)
-        if key not in self._names:
+        if key not in names:
             name = frame.f_code.co_name
             if not frame.f_globals.get("__name__", "").startswith(_TORCH):
                 name = f"handle in {frame.f_code.co_qualname}"
-            self._names[key] = self._trace.name(f"{name} {'backward' if backward else 'forward'}")
-        return self._names[key]
+            names[key] = trace.name(f"{name} {'backward' if backward else 'forward'}")
+        return names[key]
+
+    def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+        frame = sys._getframe(1)
+        if frame.f_globals.get("__name__", "").startswith(_OURS):
+            return original(work, *args, **kwargs)
+        start = trace.clock()
+        try:
+            return original(work, *args, **kwargs)
+        finally:
+            trace.add(Kind.OTHER_WAIT, start, trace.clock(), op=name_of(frame))
+
+    return wait

@@ -25,13 +25,13 @@ def prepare() -> str:
     from megatron_overlap.adapters import cpu
     from megatron_overlap.adapters.cpu import cuda_stubs, torch_patches
 
-    asked = cuda_stubs.asked_by_megatron
+    asked = cuda_stubs.called_by_megatron
 
-    def asked_by_megatron_or_its_tests(depth: int = 2) -> bool:
+    def called_by_megatron_or_its_tests(depth: int = 2) -> bool:
         name = str(sys._getframe(depth).f_globals.get("__name__", ""))
         return name.startswith("tests.") or asked(depth + 1)
 
-    torch_patches.asked_by_megatron = asked_by_megatron_or_its_tests  # type: ignore[attr-defined]
+    torch_patches.called_by_megatron = called_by_megatron_or_its_tests  # type: ignore[attr-defined]
     cpu.install()
 
     import megatron.core

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from megatron_overlap.comm.clock_sync import compare_clocks
 from megatron_overlap.comm.gloo import GlooP2PWork, GlooTransport
 from megatron_overlap.comm.transport import Transfer
 from megatron_overlap.schedules import all_gather_plan
-from megatron_overlap.tracing.collective_waits import CollectiveWaits
+from megatron_overlap.tracing.collective_waits import timed_wait
 from megatron_overlap.tracing.events import EVENT, Kind, RankEvents, Trace
 from megatron_overlap.tracing.exposed import exposed_in
 
@@ -121,11 +122,20 @@ def clocks(group: dist.ProcessGroup, ahead_ms: float) -> tuple[float, float]:
     return mark.offset_ns / 1e6, mark.error_ns / 1e6
 
 
-def others_waits(group: dist.ProcessGroup, late_s: float) -> tuple[list[tuple[str, float]], bool]:
-    """Rank 0's waits for collectives that rank 1 joins late, and whether torch is as it was found afterwards."""
-    trace, original = Trace(), dist.Work.wait
-    waits = CollectiveWaits(trace)
-    waits.install()
+def collective_waits(group: dist.ProcessGroup, late_s: float) -> list[tuple[str, float]]:
+    """Waits for collectives that rank 1 joins `late_s` late: names and seconds."""
+    trace = Trace()
+    with mock.patch.object(dist.Work, "wait", timed_wait(dist.Work.wait, trace)):
+        _collectives_with_a_late_rank(group, late_s, trace)
+    names, rows = trace.take()
+    return [
+        (names[row["op"]], (row["stop_ns"] - row["start_ns"]) / 1e9)
+        for row in _array(rows)
+        if row["kind"] == Kind.OTHER_WAIT
+    ]
+
+
+def _collectives_with_a_late_rank(group: dist.ProcessGroup, late_s: float, trace: Trace) -> None:
     rank = dist.get_rank(group)
     transport = GlooTransport(group, trace=trace)
     p2p_work = transport.begin(
@@ -139,14 +149,7 @@ def others_waits(group: dist.ProcessGroup, late_s: float) -> tuple[list[tuple[st
     time.sleep(late_s if rank else 0)
     handle = dist.all_reduce(torch.ones(1), group=group, async_op=True)
     handle.wait()
-    names, rows = trace.take()
-    waits.remove()
     transport.close()
-    found = _array(rows)
-    return (
-        [(names[row["op"]], (row["stop_ns"] - row["start_ns"]) / 1e9) for row in found if row["kind"] == 5],
-        dist.Work.wait is original,
-    )
 
 
 def _array(rows: Any) -> Any:

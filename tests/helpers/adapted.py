@@ -1,4 +1,4 @@
-"""What every worker of `World(adapted=True)` has imported: Megatron, after the CPU adapter, as in a run."""
+"""The imports of every worker of `World(adapted=True)`: Megatron, after the CPU patches, as in a run."""
 
 from megatron_overlap.adapters import cpu
 
@@ -10,5 +10,5 @@ import megatron.training.arguments  # noqa: E402, F401
 from megatron_overlap.patching.engine import Engine  # noqa: E402
 from megatron_overlap.patching.manifest import load_manifests  # noqa: E402
 
-# The sources that the patches rely on, read and digested: they do not change between workers.
-Engine(load_manifests()).plan()
+# Reads and digests the sources that the patches of a session rely on, once for all workers.
+Engine(load_manifests()).plan({"tensor", "attention", "joint_mlp", "split", "data", "ulysses", "consistency"})

@@ -63,7 +63,7 @@ def test_patches_and_schema_run_from_it(installed: Path) -> None:
     assert "model" in json.loads(schema.stdout)["properties"], schema.stderr
     patches = command(installed, "patches")
     assert patches.returncode == 0, patches.stderr
-    names = {re.search(r"target: \S+:(\S+)", file.read_text())[1] for file in (ROOT / "patches").glob("*.yaml")}  # type: ignore[index]
+    names = {re.search(r"target: \S+:(\S+)", file.read_text())[1] for file in (ROOT / "patches").rglob("*.yaml")}  # type: ignore[index]
     assert all(name in patches.stdout for name in names)
 
 

@@ -1,4 +1,4 @@
-"""Real Python packages, written to disk and imported, for the engine to work on."""
+"""Python packages, written to disk and imported, whose attributes the engine replaces."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 from megatron_overlap.patching.compatibility import digest_of
-from megatron_overlap.patching.manifest import Manifest, ReadRelease
+from megatron_overlap.patching.manifest import Manifest, ReviewedRelease
 from megatron_overlap.patching.source import ImportedTree, Target, definitions
 
 NUMBERS = itertools.count()
@@ -62,7 +62,7 @@ def lazy(original, session):
 
 
 class Packages:
-    """Writes modules into a fresh importable folder, under a package name of this test's own."""
+    """Writes modules into a fresh importable folder, under a package name that no other test uses."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -89,7 +89,7 @@ class Packages:
         relies_on: tuple[str, ...] = (),
         module: ModuleType | None = None,
     ) -> Manifest:
-        """A manifest that has read what is there now."""
+        """A manifest whose reviewed release is the current source."""
         target = Target((module or self.vendor).__name__, qualname)
         tree = ImportedTree()
         found = definitions(tree, target) or definitions(
@@ -99,11 +99,11 @@ class Packages:
             target=str(target),
             replacement=f"{self.factories.__name__}:{factory}",
             feature=feature,
-            why="the engine is tested on it, in every way",
+            why="a target for the tests of the engine",
             also_bound=list(also_bound),
             relies_on=list(relies_on),
             releases={
-                "1.0.0": ReadRelease(
+                "1.0.0": ReviewedRelease(
                     signature=found[0].signature,
                     digest=found[0].digest,
                     relies_on={name: digest_of(tree, name) for name in relies_on},
@@ -114,7 +114,7 @@ class Packages:
 
 @pytest.fixture
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Packages]:
-    """Importable packages that are forgotten after the test."""
+    """Importable packages, removed from sys.modules after the test."""
     monkeypatch.syspath_prepend(str(tmp_path))
     before = set(sys.modules)
     yield Packages(tmp_path)
@@ -125,7 +125,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Packag
 
 @pytest.fixture
 def snapshot() -> Callable[[object], Callable[[], bool]]:
-    """Remembers a namespace; the answer says whether it is the same again: the same names, the same objects."""
+    """Copies a namespace; the returned function tells whether it holds the same names and objects again."""
 
     def remember(holder: object) -> Callable[[], bool]:
         before = dict(vars(holder))

@@ -1,4 +1,4 @@
-"""The engine on real modules of our own: nothing, or everything, and back again."""
+"""The engine on packages that the test writes: it applies all patches or none, and reverts exactly."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ import pytest
 from megatron_overlap.patching.compatibility import Verdict
 from megatron_overlap.patching.engine import Engine
 from megatron_overlap.patching.errors import PatchError, RevertRefusedError
-from megatron_overlap.patching.manifest import Manifest, ReadRelease
-from megatron_overlap.patching.planning import Finding
+from megatron_overlap.patching.manifest import Manifest, ReviewedRelease
+from megatron_overlap.patching.planning import Finding, Plan
 from tests.patching.conftest import Packages
 
 Snapshot = Callable[[object], Callable[[], bool]]
@@ -43,7 +44,7 @@ def test_replaces_and_restores_a_method(packages: Packages, snapshot: Snapshot) 
     assert engine.applied == []
 
 
-def test_replacement_looks_like_the_original_but_says_whose_it_is(packages: Packages) -> None:
+def test_replacement_has_the_names_of_the_original_and_its_own_module(packages: Packages) -> None:
     original = packages.vendor.scale
     engine = applied(packages.manifest("scale"))
     replacement = packages.vendor.scale
@@ -76,7 +77,7 @@ def test_static_and_class_methods_keep_their_kind(packages: Packages, snapshot: 
     assert same()
 
 
-def test_listed_by_value_bindings_go_with_the_target(packages: Packages, snapshot: Snapshot) -> None:
+def test_listed_by_value_bindings_are_replaced_with_the_target(packages: Packages, snapshot: Snapshot) -> None:
     user = packages.write(f"{packages.vendor_name}.user", f"from {packages.vendor.__name__} import scale as doubled")
     listed = f"{user.__name__}:doubled"
     same = snapshot(user), snapshot(packages.vendor)
@@ -93,8 +94,8 @@ def test_unlisted_binding_in_the_same_package_is_refused(packages: Packages) -> 
     assert f"{user.__name__}:scale holds it by value" in finding.reason
 
 
-def test_binding_in_what_a_replacement_imports_is_found(packages: Packages) -> None:
-    """Whatever planning itself imports is searched as well, also for patches that are planned before."""
+def test_binding_in_a_module_that_a_replacement_imports_is_found(packages: Packages) -> None:
+    """The search covers modules that planning imports, also for patches that are planned before."""
     user = packages.write(f"{packages.vendor_name}.user", f"from {packages.vendor.__name__} import scale")
     other = packages.write(
         "other_factories", f"import {user.__name__}\nplain = outer = lambda original, session: original"
@@ -127,15 +128,15 @@ def test_listed_binding_that_holds_something_else_is_refused(packages: Packages)
     assert f"holds {user.__name__}.scale" in finding.reason
 
 
-def test_search_wakes_no_lazy_module_and_asks_no_proxy(packages: Packages) -> None:
+def test_search_imports_no_lazy_module_and_reads_no_proxy(packages: Packages) -> None:
     class Lazy(types.ModuleType):
         def __getattribute__(self, name: str) -> Any:
-            raise AssertionError(f"somebody asked for {name}")
+            raise AssertionError(f"{name} was read")
 
     class Proxy:
         @property
         def __class__(self) -> Any:
-            raise AssertionError("somebody asked what this is")
+            raise AssertionError("__class__ was read")
 
     packages.factories.proxy = Proxy()
     engine = Engine([packages.manifest("scale")])
@@ -144,7 +145,7 @@ def test_search_wakes_no_lazy_module_and_asks_no_proxy(packages: Packages) -> No
         assert only(engine).verdict is Verdict.APPLIES
 
 
-def test_replacement_imported_by_value_meanwhile_is_put_back_too(packages: Packages) -> None:
+def test_revert_restores_replacements_that_were_imported_by_value(packages: Packages) -> None:
     original = packages.vendor.scale
     engine = applied(packages.manifest("scale"))
     late = packages.write("late_comer", f"from {packages.vendor.__name__} import scale")
@@ -191,7 +192,7 @@ def test_class_replaced_by_a_foreign_subclass_is_refused(packages: Packages) -> 
     packages.vendor.Base = Theirs
     finding = only(Engine([manifest]))
     assert finding.verdict is Verdict.REFUSED
-    assert "Theirs: a class was replaced by somebody else" in finding.reason
+    assert "Theirs: another package replaced the class" in finding.reason
 
 
 def test_foreign_patch_after_us_stops_revert_and_nothing_changes(packages: Packages) -> None:
@@ -213,7 +214,7 @@ def test_foreign_patch_after_us_stops_revert_and_nothing_changes(packages: Packa
     assert base.plain is stock
 
 
-def test_failure_midway_undoes_what_was_done(packages: Packages) -> None:
+def test_failure_midway_restores_the_replaced_attributes(packages: Packages) -> None:
     source = """
     class Guard(type):
         locked = False
@@ -244,7 +245,7 @@ def test_failure_midway_undoes_what_was_done(packages: Packages) -> None:
     engine.revert()
 
 
-@pytest.mark.parametrize(("factory", "message"), [("fails", "no transport"), ("lazy", "gave back the original")])
+@pytest.mark.parametrize(("factory", "message"), [("fails", "no transport"), ("lazy", "returned the original")])
 def test_failing_factory_changes_nothing(packages: Packages, snapshot: Snapshot, factory: str, message: str) -> None:
     same = snapshot(packages.vendor.Base)
     engine = Engine([packages.manifest("Base.plain"), packages.manifest("Base.inherited", factory)])
@@ -274,15 +275,66 @@ def test_target_changed_between_plan_and_apply(packages: Packages) -> None:
     assert packages.vendor.Base.plain is theirs
 
 
+def test_patches_of_further_features_may_be_applied_later(packages: Packages, snapshot: Snapshot) -> None:
+    same = snapshot(packages.vendor), snapshot(packages.vendor.Base)
+    engine = Engine([packages.manifest("scale"), packages.manifest("Base.plain", "outer", feature="data")])
+    engine.apply(engine.plan({"tensor"}), session=None)
+    assert packages.vendor.Base().plain(1)[0] == "vendor"
+    engine.apply(engine.plan({"data"}), session=None)
+    assert packages.vendor.Base().plain(1)[0] == "ours"
+    engine.revert()
+    assert all(check() for check in same)
+
+
+def test_failure_of_a_later_apply_keeps_the_patches_of_the_earlier_one(packages: Packages) -> None:
+    broken = packages.manifest("Base.plain", feature="data").model_copy(update={"also_bound": []})
+    engine = Engine([packages.manifest("scale"), broken])
+    engine.apply(engine.plan({"tensor"}), session=None)
+    plan = engine.plan({"data"})
+    packages.vendor.Base.plain = lambda self, value: value
+    with pytest.raises(PatchError, match="since it was planned"):
+        engine.apply(plan, session=None)
+    assert engine.applied == [f"{packages.vendor.__name__}:scale"]
+    assert packages.vendor.scale(2) == ("ours", 4)
+    engine.revert()
+
+
+def by_name(packages: Packages, qualname: str, **keys: str) -> Manifest:
+    """A manifest without reviewed releases."""
+    content = {"target": f"{packages.vendor.__name__}:{qualname}", "feature": "tensor", "why": "a target for the tests"}
+    return Manifest.model_validate({**content, "unchecked": "the test replaces it by name", **keys})
+
+
+def test_a_patch_by_name_replaces_one_attribute_of_any_kind(packages: Packages, snapshot: Snapshot) -> None:
+    packages.vendor.table = {"any": "object"}
+    packages.factories.other_table = {"another": "object"}
+    same = snapshot(packages.vendor), snapshot(packages.vendor.Derived)
+    user = packages.write(f"{packages.vendor_name}.user", f"from {packages.vendor.__name__} import scale")
+    ours = packages.factories.__name__
+    engine = applied(
+        by_name(packages, "table", substitute=f"{ours}:other_table"),
+        by_name(packages, "scale", substitute=f"{ours}:outer"),
+        by_name(packages, "Derived.inherited", replacement=f"{ours}:outer"),
+    )
+    assert packages.vendor.table == {"another": "object"}
+    assert packages.vendor.scale is packages.factories.outer
+    assert user.scale(2) == 4, "a holder by value keeps the original"
+    assert packages.vendor.Derived().inherited(1) == ("ours", 2)
+    assert engine.revert() == []
+    assert packages.factories.outer.__name__ == "outer", "the substitute's own module keeps it"
+    assert all(check() for check in same)
+
+
 def test_second_apply_is_refused(packages: Packages) -> None:
     engine = applied(packages.manifest("scale"))
+    plan = Plan((replace(only(engine), verdict=Verdict.APPLIES),))
     with pytest.raises(PatchError, match="applied already; revert first"):
-        engine.apply(engine.plan(), session=None)
+        engine.apply(plan, session=None)
     assert packages.vendor.scale(1) == ("ours", 2)
     engine.revert()
 
 
-def test_refused_patch_holds_back_its_feature_only(packages: Packages) -> None:
+def test_a_refused_patch_refuses_its_feature_only(packages: Packages) -> None:
     missing = packages.manifest("Base.plain").model_copy(update={"target": f"{packages.vendor.__name__}:Base.gone"})
     other = packages.manifest("scale", feature="data")
     engine = Engine([packages.manifest("Base.inherited"), missing, other])
@@ -307,7 +359,7 @@ def test_refused_patch_holds_back_its_feature_only(packages: Packages) -> None:
         ({"target": "math:hypot"}, "source of math is not readable"),
     ],
 )
-def test_what_is_missing_is_named(packages: Packages, change: dict[str, str], message: str) -> None:
+def test_a_missing_module_or_attribute_is_named(packages: Packages, change: dict[str, str], message: str) -> None:
     names = {"vendor": packages.vendor.__name__, "ours": packages.factories.__name__}
     update = {key: value.format(**names) for key, value in change.items()}
     finding = only(Engine([packages.manifest("scale").model_copy(update=update)]))
@@ -315,25 +367,25 @@ def test_what_is_missing_is_named(packages: Packages, change: dict[str, str], me
     assert message in finding.reason
 
 
-def test_signature_nobody_read_is_refused(packages: Packages) -> None:
-    read = ReadRelease(signature="(value)", digest="0" * 64)
+def test_an_unreviewed_signature_is_refused(packages: Packages) -> None:
+    read = ReviewedRelease(signature="(value)", digest="0" * 64)
     finding = only(Engine([packages.manifest("scale").model_copy(update={"releases": {"1.0.0": read}})]))
     assert finding.verdict is Verdict.REFUSED
-    assert "has the signature (value, factor=2), and only (value) was read" in finding.reason
+    assert "has the signature (value, factor=2), and only (value) was reviewed" in finding.reason
 
 
-def test_body_nobody_read_applies_unread(packages: Packages) -> None:
-    read = ReadRelease(signature="(value, factor=2)", digest="0" * 64)
+def test_an_unreviewed_body_applies_unreviewed(packages: Packages) -> None:
+    read = ReviewedRelease(signature="(value, factor=2)", digest="0" * 64)
     finding = only(Engine([packages.manifest("scale").model_copy(update={"releases": {"1.0.0": read}})]))
-    assert finding.verdict is Verdict.UNREAD
-    assert "was not read; from 1.0.0, the nearest that was, it differs in scale" in finding.reason
+    assert finding.verdict is Verdict.UNREVIEWED
+    assert "was not reviewed; it differs from 1.0.0, the nearest reviewed release, in scale" in finding.reason
 
 
-def test_change_in_what_it_relies_on_applies_unread(packages: Packages) -> None:
+def test_a_change_in_a_symbol_it_relies_on_applies_unreviewed(packages: Packages) -> None:
     relied = f"{packages.vendor.__name__}:Base.inherited"
     manifest = packages.manifest("scale", relies_on=(relied,))
     assert only(Engine([manifest])).verdict is Verdict.APPLIES
     release = manifest.releases["1.0.0"].model_copy(update={"relies_on": {relied: "0" * 64}})
     finding = only(Engine([manifest.model_copy(update={"releases": {"1.0.0": release}})]))
-    assert finding.verdict is Verdict.UNREAD
+    assert finding.verdict is Verdict.UNREVIEWED
     assert "it differs in Base.inherited" in finding.reason

@@ -1,4 +1,4 @@
-"""enable, disable, report: what a person or an adapter sees of a session."""
+"""enable, disable, report and the adapters of a session."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import megatron_overlap
 from megatron_overlap import ConfigError, OverlapConfig, PatchError, Session
 from megatron_overlap.counters import Site
 from megatron_overlap.patching.errors import PatchRefusedError, PatchWarning, RevertRefusedError
-from megatron_overlap.patching.manifest import Manifest, ReadRelease
+from megatron_overlap.patching.manifest import Manifest, ReviewedRelease
 from tests.helpers.releases import run_python
 from tests.patching.conftest import Packages
 
 
 @pytest.fixture(autouse=True)
-def _nothing_enabled() -> Iterator[None]:
+def _disable_after_test() -> Iterator[None]:
     yield
     megatron_overlap.disable()
 
 
 def refused(manifest: Manifest) -> Manifest:
-    return manifest.model_copy(update={"releases": {"0.1.0": ReadRelease(signature="()", digest="0" * 64)}})
+    return manifest.model_copy(update={"releases": {"0.1.0": ReviewedRelease(signature="()", digest="0" * 64)}})
 
 
 def test_import_needs_neither_torch_nor_megatron() -> None:
@@ -85,29 +85,29 @@ def test_off_switch(packages: Packages, monkeypatch: pytest.MonkeyPatch) -> None
     assert megatron_overlap.enable(manifests=[packages.manifest("scale")]).active
 
 
-def test_feature_that_is_not_asked_for_is_not_touched(packages: Packages) -> None:
+def test_a_feature_that_the_config_disables_is_not_replaced(packages: Packages) -> None:
     config = OverlapConfig.model_validate({"tensor": {"method": "none"}})
     session = megatron_overlap.enable(config, manifests=[packages.manifest("scale")])
     assert not session.active
-    assert "asks for nothing" in session.reason
+    assert "asks for no feature" in session.reason
     assert session.report().patches == ()
     assert packages.vendor.scale(2) == 4
 
 
-def test_refused_patch_warns_and_leaves_megatron_alone(packages: Packages) -> None:
+def test_a_refused_patch_warns_and_replaces_nothing(packages: Packages) -> None:
     manifests = [refused(packages.manifest("scale")), packages.manifest("Base.plain")]
     with pytest.warns(PatchWarning, match="scale: refused: .* has the signature") as caught:
         session = megatron_overlap.enable(manifests=manifests)
     assert all(warning.filename == __file__ for warning in caught)
     assert not session.active
-    assert "Megatron's own path runs everywhere" in session.reason
+    assert "the stock path runs everywhere" in session.reason
     assert packages.vendor.Base().plain(1)[0] == "vendor"
     assert [line.applied for line in session.report().patches] == [False, False]
     with pytest.raises(PatchRefusedError, match=r"scale: refused: .*strict to false"):
         megatron_overlap.enable(strict=True, manifests=manifests)
 
 
-def test_part_of_the_features_refused(packages: Packages) -> None:
+def test_a_refused_feature_does_not_refuse_others(packages: Packages) -> None:
     manifests = [refused(packages.manifest("scale")), packages.manifest("Base.plain", feature="data")]
     with pytest.warns(PatchWarning):
         session = megatron_overlap.enable(manifests=manifests)
@@ -115,14 +115,14 @@ def test_part_of_the_features_refused(packages: Packages) -> None:
     assert session.active
 
 
-def test_stale_binding_warns(packages: Packages) -> None:
+def test_a_binding_by_value_in_another_package_warns(packages: Packages) -> None:
     packages.write("user_script", f"from {packages.vendor.__name__} import scale")
     with pytest.warns(PatchWarning, match="user_script:scale hold it by value"):
         session = megatron_overlap.enable(manifests=[packages.manifest("scale")])
     assert "user_script:scale" in session.report().render(width=200)
 
 
-def test_disable_closes_in_reverse_after_megatron_is_back(packages: Packages) -> None:
+def test_disable_reverts_and_then_closes_in_reverse_order(packages: Packages) -> None:
     session = megatron_overlap.enable(manifests=[packages.manifest("scale")])
     seen: list[tuple[str, object]] = []
     session.add_close(lambda: seen.append(("first", packages.vendor.scale(1))))
@@ -145,7 +145,7 @@ def test_failing_close_does_not_stop_the_others(packages: Packages) -> None:
     assert packages.vendor.scale(1) == 2
 
 
-def test_failing_factory_closes_what_the_others_opened(packages: Packages) -> None:
+def test_a_failing_factory_closes_the_resources_of_the_others(packages: Packages) -> None:
     closed: list[int] = []
 
     def opens(original: object, session: Session) -> object:
@@ -163,7 +163,7 @@ def test_failing_factory_closes_what_the_others_opened(packages: Packages) -> No
         megatron_overlap.report()
 
 
-def test_foreign_patch_on_top_keeps_the_session(packages: Packages) -> None:
+def test_a_foreign_patch_on_top_keeps_the_session_active(packages: Packages) -> None:
     session = megatron_overlap.enable(manifests=[packages.manifest("scale")])
     closed: list[int] = []
     session.add_close(lambda: closed.append(1))

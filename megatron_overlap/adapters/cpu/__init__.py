@@ -1,52 +1,69 @@
-"""Lets Megatron-LM run on a machine with no GPU: CPU tensors, gloo, one process per rank.
+"""Runs Megatron-LM on a machine without a GPU: CPU tensors, gloo, one process per rank.
 
-``TORCH`` and ``MEGATRON`` are the whole list of what is replaced, each entry with its reason. Nothing here is
-imported, and nothing replaced, on a machine that trains on CUDA.
+The patches are in `patches/cpu/`, each with its reason. Nothing is replaced on a machine that trains on CUDA.
 """
 
+from __future__ import annotations
+
+import importlib.util
 import logging
 import sys
 
-from megatron_overlap.adapters.cpu.megatron_patches import MEGATRON, RNG_LOGGER, QuietRngWarning
-from megatron_overlap.adapters.cpu.patcher import Adaptation, Applied
-from megatron_overlap.adapters.cpu.torch_patches import TORCH
+from megatron_overlap.adapters.cpu.megatron_patches import RNG_LOGGER, QuietRngWarning
+from megatron_overlap.patching.engine import Engine
+from megatron_overlap.patching.errors import PatchRefusedError
+from megatron_overlap.patching.manifest import load_manifests
 
-__all__ = ["MEGATRON", "TORCH", "Adaptation", "CpuMegatron", "install"]
+TORCH, MEGATRON, TRAINING = "cpu_torch", "cpu_megatron", "cpu_training"
+"""The features of the patches."""
 
 
 class CpuMegatron:
-    """The adaptations in place; ``uninstall`` puts every original back."""
+    """The patches that adapt torch and Megatron to the CPU."""
 
     def __init__(self) -> None:
-        self._applied = Applied()
+        self.engine = Engine(manifest for manifest in load_manifests() if manifest.feature.startswith("cpu_"))
         self._filter = QuietRngWarning()
 
-    def _install(self) -> None:
+    def install(self) -> None:
+        """Applies the patches.
+
+        Raises:
+            PatchRefusedError: a patch is refused; nothing is changed then.
+        """
         try:
-            self._applied.apply(TORCH)
-            # Imported by resolving the targets, hence after torch is adapted: Megatron's modules keep
-            # `torch.compile`, the tensor type names and `_lazy_call` by value.
-            self._applied.apply(MEGATRON)
+            self._apply(TORCH)
+            # Planning imports Megatron. Its modules store `torch.compile`, the tensor types and `_lazy_call` by value,
+            # so torch is patched before.
+            self._apply(MEGATRON)
+            if importlib.util.find_spec("megatron.training") is not None:  # the wheel of 0.16 has none
+                self._apply(TRAINING)
         except BaseException:
-            self._applied.revert()
+            self.engine.revert()
             raise
         logging.getLogger(RNG_LOGGER).addFilter(self._filter)
 
     def uninstall(self) -> None:
-        """Puts every original back. Modules of Megatron imported meanwhile keep what they took by value."""
+        """Restores every original. Modules of Megatron that were imported meanwhile keep what they stored by value."""
         logging.getLogger(RNG_LOGGER).removeFilter(self._filter)
-        self._applied.revert()
+        self.engine.revert()
+
+    def _apply(self, feature: str) -> None:
+        plan = self.engine.plan({feature})
+        if plan.refused:
+            raise PatchRefusedError("; ".join(f"{each.manifest.target}: {each.reason}" for each in plan.refused))
+        self.engine.apply(plan, None)
 
 
 def install() -> CpuMegatron:
-    """Adapts torch, then Megatron, for a run without a GPU.
+    """Adapts torch, then Megatron, to a machine without a GPU.
 
     Raises:
-        RuntimeError: Megatron was imported before: some of its modules have already taken what must be replaced.
-        ModuleNotFoundError: megatron-core is not installed.
+        RuntimeError: Megatron was imported before: some of its modules store originals of torch by value.
+        PatchRefusedError: a patch is refused, or megatron-core is not installed.
     """
     if "megatron.core" in sys.modules:
         raise RuntimeError("megatron.core is imported already: adapters.cpu.install() must come before it")
     adapter = CpuMegatron()
-    adapter._install()
+    adapter.install()
     return adapter

@@ -1,4 +1,4 @@
-"""CPU objects with the faces of torch.cuda's: streams, events, generators, device properties."""
+"""CPU substitutes for objects of torch.cuda: streams, events, generators, device properties, memory statistics."""
 
 import contextlib
 import resource
@@ -14,20 +14,20 @@ import torch
 CPU = torch.device("cpu")
 
 
-def asked_by_megatron(depth: int = 2) -> bool:
-    """True when the caller's caller is Megatron code or the training script.
+def called_by_megatron(depth: int = 2) -> bool:
+    """Whether the caller's caller is Megatron code or the training script.
 
-    torch itself must keep hearing the truth: its optimizers and its DataLoader would otherwise look for a driver.
+    torch itself must get true answers: its optimizers and its DataLoader would otherwise look for a CUDA driver.
 
     Args:
-        depth: frames between this function and the code that asks.
+        depth: frames between this function and the code in question.
     """
     name = str(sys._getframe(depth).f_globals.get("__name__", ""))
     return name in ("megatron", "__main__") or name.startswith("megatron.")
 
 
 class Stream:
-    """A stream on which everything is already in order: a CPU runs operations as they are called."""
+    """A stream without effect: a CPU runs operations in the order of the calls."""
 
     cuda_stream = 0
     device = CPU
@@ -64,7 +64,7 @@ class Stream:
 
 
 class Event:
-    """An event that has happened as soon as it is recorded; it keeps the host's time."""
+    """An event that completes when it is recorded; it stores the host's time."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self._recorded_s: float | None = None
@@ -88,11 +88,11 @@ class Event:
         return (end_event._recorded_s - self._recorded_s) * 1000.0
 
 
-THE_STREAM = Stream()
+_STREAM = Stream()
 
 
 class Generators:
-    """``torch.cuda.default_generators``: whatever the index, the CPU generator."""
+    """`torch.cuda.default_generators`: the CPU generator under every index."""
 
     def __getitem__(self, index: Any) -> torch.Generator:
         return torch.default_generator
@@ -101,55 +101,82 @@ class Generators:
         return 1
 
 
+DEFAULT_GENERATORS = Generators()
+
+
+def current_device() -> torch.device:
+    """The CPU device."""
+    return CPU
+
+
+def current_stream(*_: Any, **__: Any) -> Stream:
+    """The one stream."""
+    return _STREAM
+
+
+def never_capturing() -> bool:
+    """A CPU captures no CUDA graph."""
+    return False
+
+
 def null_context(*_: Any, **__: Any) -> contextlib.AbstractContextManager[None]:
-    """Stands for ``torch.cuda.stream`` and ``torch.cuda.device``; may be entered again."""
+    """A context manager without effect that can be entered again."""
     return contextlib.nullcontext()
 
 
-def nothing(*_: Any, **__: Any) -> None:
-    """Stands for calls that have no meaning on a CPU."""
+def do_nothing(*_: Any, **__: Any) -> None:
+    """Replaces calls that have no meaning on a CPU."""
 
 
 def resident_bytes(*_: Any, **__: Any) -> int:
-    """Resident set of this process now, in bytes."""
+    """Resident set size of this process, in bytes."""
     return int(psutil.Process().memory_info().rss)
 
 
 def peak_resident_bytes(*_: Any, **__: Any) -> int:
-    """Largest resident set of this process so far, in bytes."""
+    """Largest resident set size of this process so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def memory_stats(*_: Any, **__: Any) -> dict[str, int]:
-    """Any statistic may be asked for; none is kept."""
+    """0 for every statistic."""
     return defaultdict(int)
 
 
-def device_properties(*_: Any, **__: Any) -> SimpleNamespace:
-    """What ``get_device_properties`` is asked for.
+def device_capability(*_: Any, **__: Any) -> tuple[int, int]:
+    """The newest architecture that Megatron knows.
 
-    ``major`` is that of the newest architecture Megatron knows: from there on it no longer asks for
-    CUDA_DEVICE_MAX_CONNECTIONS=1, which orders kernels on a GPU and means nothing here.
+    From this architecture on Megatron does not require CUDA_DEVICE_MAX_CONNECTIONS=1, which orders kernels on a GPU.
     """
+    return (10, 0)
+
+
+def device_name(*_: Any, **__: Any) -> str:
+    """Name of the device."""
+    return "cpu"
+
+
+def device_properties(*_: Any, **__: Any) -> SimpleNamespace:
+    """The properties that Megatron reads."""
     return SimpleNamespace(
-        name="cpu",
-        major=10,
-        minor=0,
+        name=device_name(),
+        major=device_capability()[0],
+        minor=device_capability()[1],
         total_memory=psutil.virtual_memory().total,
         multi_processor_count=torch.get_num_threads(),
     )
 
 
 def get_rng_state(*_: Any, **__: Any) -> torch.Tensor:
-    """The state of the one generator there is."""
+    """The state of the CPU generator."""
     return torch.default_generator.get_state()
 
 
 def set_rng_state(new_state: torch.Tensor, *_: Any, **__: Any) -> None:
-    """Sets the state of the one generator there is."""
+    """Sets the state of the CPU generator."""
     torch.default_generator.set_state(new_state)
 
 
 def manual_seed(seed: int) -> None:
-    """Seeds the one generator there is."""
+    """Seeds the CPU generator."""
     torch.default_generator.manual_seed(int(seed))

@@ -1,39 +1,37 @@
-"""What is replaced in Megatron itself, and why."""
+"""Factories of the patches in `patches/cpu/` that replace attributes of Megatron."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from megatron_overlap.adapters.cpu import cuda_stubs
-from megatron_overlap.adapters.cpu.patcher import Adaptation
-
 RNG_LOGGER = "megatron.core.tensor_parallel.random"
 
 
-def _norm_for_sequence_parallel(original: Callable[..., Any]) -> staticmethod[..., Any]:
-    @functools.wraps(original)
+def norm_for_sequence_parallel(original: Callable[..., Any], session: object) -> Callable[..., Any]:
+    """Makes the norm without sequence parallelism and marks its parameters."""
+
     def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
         if not config.sequence_parallel:
             return original(cls, config, *args, **kwargs)
         plain = copy.copy(config)
         plain.sequence_parallel = False
         norm = original(cls, plain, *args, **kwargs)
-        # The mark by which Megatron sums these gradients over the tensor group: each rank saw its rows only.
+        # Megatron sums gradients with this mark over the tensor group: each rank normalizes its own rows.
         for parameter in norm.parameters():
             parameter.sequence_parallel = True
         return norm
 
-    return staticmethod(new)
+    return new
 
 
-def _state_before_first_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
+def state_before_first_step(original: Callable[..., Any], session: object) -> Callable[..., Any]:
+    """Makes the state of Adam that its first step would make."""
+
     def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.optimizer is not None and not self.optimizer.state:
             for group in self.optimizer.param_groups:
@@ -48,8 +46,9 @@ def _state_before_first_step(original: Callable[..., Any]) -> Callable[..., Any]
     return state_dict
 
 
-def _step_of_the_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
+def step_of_the_checkpoint(original: Callable[..., Any], session: object) -> Callable[..., Any]:
+    """Sets the step number of the checkpoint, in one tensor per parameter."""
+
     def load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         groups = state_dict.get("optimizer", {}).get("param_groups", ())
         steps = {float(group["step"]) for group in groups if group.get("step") is not None}
@@ -64,43 +63,20 @@ def _step_of_the_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_state_dict
 
 
-def _skip(original: Callable[..., Any]) -> Callable[..., Any]:
-    return cuda_stubs.nothing
+def skip_warmup(original: Callable[..., Any], session: object) -> Callable[..., Any]:
+    """Skips the warm-up of compiled kernels."""
 
+    def skip(*args: Any, **kwargs: Any) -> None:
+        return None
 
-MEGATRON: tuple[Adaptation, ...] = (
-    Adaptation(
-        "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
-        _norm_for_sequence_parallel,
-        "refuses sequence parallelism, and the norms that accept it need apex or TransformerEngine",
-    ),
-    Adaptation(
-        "megatron.training.initialize:_warmup_jit_function",
-        _skip,
-        "warms kernels that are not compiled here, with random inputs whose number depends on the layout: "
-        "with one generator for everything the initial weights would depend on it too",
-        optional=True,
-    ),
-    Adaptation(
-        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.state_dict",
-        _state_before_first_step,
-        "loading a checkpoint asks torch's Adam (used without apex and TransformerEngine) for the step number of a "
-        "state that it makes only at its first step",
-    ),
-    Adaptation(
-        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_state_dict",
-        _step_of_the_checkpoint,
-        "leaves torch's Adam with the step number it had before loading, in one tensor that all parameters share "
-        "and each would advance; and copies into fp32 parameters with autograd on, which raises",
-    ),
-)
+    return skip
 
 
 class QuietRngWarning(logging.Filter):
     """Drops one warning of the RNG tracker.
 
-    The tracker warns when the CPU generator moves while it has lent out a CUDA generator. Here they are the same
-    generator, so that it always moves.
+    The tracker warns when the state of the CPU generator changes while a CUDA generator is in use. Here they are the
+    same generator, so that its state always changes.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:

@@ -6,15 +6,15 @@ groups is checked group by group, when the first transport of a group is opened.
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_overlap.adapters.wrapping import Method
 from megatron_overlap.comm import Transport, TransportOptions
 from megatron_overlap.comm.connection import store_beside
 from megatron_overlap.config.errors import Problem
@@ -40,7 +40,6 @@ class ConsistencyCheck(Adapter):
         super().__init__(session)
         self._world: dist.ProcessGroup | None = None
         """The group of all ranks, once they passed the check."""
-        self._counts_steps = False
         self._groups: set[dist.ProcessGroup] = set()
         self._flight_recorder: FlightRecorder | None = None
 
@@ -62,6 +61,16 @@ class ConsistencyCheck(Adapter):
     def post_mortem(self, error: BaseException) -> str | None:
         """Writes the flight recorder's file after `error` ended this rank; returns its path, or None."""
         return None if self._flight_recorder is None else self._flight_recorder.post_mortem(error)
+
+    def start(self) -> None:
+        """Compares all ranks now if Megatron's groups exist.
+
+        Raises:
+            ConfigMismatchError: as for `check_all_ranks`.
+            UnsupportedConfigError: as for `check_all_ranks`.
+        """
+        if dist.is_initialized() and parallel_state.model_parallel_is_initialized():
+            self.check_all_ranks()
 
     def check_all_ranks(self) -> None:
         """Compares the facts of all ranks of the job; collective.
@@ -122,44 +131,22 @@ class ConsistencyCheck(Adapter):
             )
 
     def _count_steps(self) -> None:
-        """Counts the steps of Megatron's training loop, if this process runs it."""
-        training = sys.modules.get("megatron.training.training")
-        if training is None or self._counts_steps:
-            return
-        self._counts_steps = True
-        original, session = training.train_step, self.session
-
-        @functools.wraps(original)
-        def train_step(*args: Any, **kwargs: Any) -> Any:
-            done = kwargs.get("iteration")
-            session.next_step(None if done is None else done + 1)
-            return original(*args, **kwargs)
-
-        _put(session, training, "train_step", train_step)
+        """Follows the steps of Megatron's training loop, if this process runs it."""
+        if "megatron.training.training" in sys.modules:
+            self.session.apply_patches({"training"})
 
 
-def install(session: Session) -> None:
-    """Checks all ranks before the first step: now if Megatron's groups exist, else when they are made.
-
-    Raises:
-        ConfigMismatchError: Megatron's groups exist, and the ranks do not run the same.
-    """
+def initialize_model_parallel(original: Method, session: Session) -> Method:
+    """Factory of a patch: compares all ranks when Megatron made its groups, or at `enable` where they exist."""
     check = session.adapter(ConsistencyCheck)
-    if dist.is_initialized() and parallel_state.model_parallel_is_initialized():
-        try:
-            check.check_all_ranks()
-        except ValueError:
-            session.disable()
-            raise
-    original = parallel_state.initialize_model_parallel
+    session.add_start(check.start)
 
-    @functools.wraps(original)
-    def initialize_model_parallel(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         check.check_all_ranks()
         return result
 
-    _put(session, parallel_state, "initialize_model_parallel", initialize_model_parallel)
+    return run
 
 
 def open_transport(session: Session, group: dist.ProcessGroup, channel: str = "") -> Transport:
@@ -211,15 +198,3 @@ def deadline_of(session: Session, group: dist.ProcessGroup) -> float:
     device = torch.device("cpu" if dist.get_backend(group) == "gloo" else "cuda")
     timeout: Any = group._get_backend(device).options._timeout
     return float(timeout.total_seconds())
-
-
-def _put(session: Session, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-    original = getattr(owner, name)
-    setattr(owner, name, replacement)
-
-    def back() -> None:
-        # A later wrapper of another package stays in place; the wrapped replacement then runs the original.
-        if getattr(owner, name) is replacement:
-            setattr(owner, name, original)
-
-    session.add_close(back)

@@ -1,15 +1,234 @@
-"""What a Megatron-Core wheel lacks of a source checkout."""
+"""Runs an unmodified Megatron training script with the plugin, for `python -m megatron_overlap`.
 
+Adapts torch and Megatron to the CPU where needed, enables the plugin, adds its flags to Megatron's argument parser,
+records the steps, and reports. The script sees its usual command line plus the plugin's flags.
+"""
+
+from __future__ import annotations
+
+import argparse
 import importlib.util
+import os
+import runpy
+import sys
+import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from megatron_overlap.config import OverlapConfig, load_overlap_file
+from megatron_overlap.config.megatron_args import TE_OVERLAP, TE_OVERLAP_ADVICE
+from megatron_overlap.patching.engine import Engine
+from megatron_overlap.patching.manifest import load_manifests
+from megatron_overlap.session import Session, current, enable
+
+if TYPE_CHECKING:
+    # These import torch and Megatron, which must be adapted to the CPU first.
+    from megatron_overlap.adapters.training.step_recorder import StepRecorder
+    from megatron_overlap.adapters.wrapping import Method
+
+USAGE = (
+    "usage: python -m megatron_overlap SCRIPT ARGS... [--overlap-config FILE] [--overlap-run-dir DIR [--overlap-trace]]"
+)
+_HELPERS = "dataset_helpers"
+
+
+class UsageError(ValueError):
+    """The command line is wrong; the text is the one line to print."""
+
+
+class ScriptRun:
+    """One run of a training script under the plugin: `prepare`, `execute`, then `finish`.
+
+    Args:
+        argv: the script and its arguments.
+
+    Raises:
+        UsageError: the command line is wrong.
+        ConfigError: the config file is wrong.
+    """
+
+    def __init__(self, argv: list[str]) -> None:
+        if not argv or argv[0].startswith("-"):
+            raise UsageError(f"the first argument must be the training script; {USAGE}")
+        self._script = Path(argv[0])
+        if not self._script.is_file():
+            raise UsageError(f"{argv[0]}: no such script: give the path of a training script, e.g. pretrain_gpt.py")
+        self._argv = argv
+        self._rank = int(os.environ.get("RANK", "0"))
+        flags, _ = _flag_parser().parse_known_args(argv[1:])
+        self._read_config(flags)
+        if TE_OVERLAP in argv and self._overlap.tensor.method != "none":
+            raise UsageError(f"command line: {TE_OVERLAP}: {TE_OVERLAP_ADVICE}")
+        self._run_dir = _make_folder(flags.overlap_run_dir) if flags.overlap_run_dir else None
+        self._trace = flags.overlap_trace or self._overlap.trace
+        if self._trace and self._run_dir is None:
+            raise UsageError("command line: --overlap-trace: needs --overlap-run-dir, the folder to write events to")
+        self._session: Session | None = None
+        self._recorder: StepRecorder | None = None
+
+    def _read_config(self, flags: argparse.Namespace) -> None:
+        self._overlap, launch = OverlapConfig(), None
+        if flags.overlap_config is not None:
+            file = load_overlap_file(flags.overlap_config)
+            self._overlap, launch = file.overlap, file.launch
+        self._device = flags.overlap_device or (launch.device if launch is not None else "cuda")
+        hosts = launch.hosts if launch is not None else None
+        self._link = hosts.model_dump(mode="json") if hosts is not None else None
+
+    def prepare(self) -> None:
+        """Applies all patches, before the script imports Megatron.
+
+        Raises:
+            UsageError: Megatron is not installed.
+            ConfigError: the plugin's off switch has an invalid value.
+            PatchError: the config is strict and a patch is refused, or a patch that this run needs is refused.
+        """
+        # As `python SCRIPT` does: modules of a checkout are found beside the script, before an installed megatron.
+        sys.path[0] = str(self._script.resolve().parent)
+        sys.argv = list(self._argv)
+        if self._device == "cpu":
+            from megatron_overlap.adapters import cpu
+
+            cpu.install()
+        missing = missing_module()
+        if missing is not None:
+            raise UsageError(
+                f"{missing}: not installed: install megatron-core 0.17 or later, or run the script of a "
+                "Megatron-LM checkout"
+            )
+        self._session = session = enable(self._overlap)
+        session.apply_patches({"launch", _HELPERS}, required=True)
+        if self._run_dir is not None:
+            session.folder = self._run_dir
+            self._record(session, self._run_dir)
+        if self._rank == 0:
+            self._print_report()
+
+    def _record(self, session: Session, run_dir: Path) -> None:
+        from megatron_overlap.adapters.training.step_recorder import StepRecorder
+        from megatron_overlap.adapters.training.step_tracer import StepTracer
+        from megatron_overlap.adapters.training.train_step import TrainStep
+
+        tracer = None
+        if self._trace:
+            tracer = session.adapter(StepTracer, lambda session: StepTracer(session, run_dir, self._rank, self._device))
+            session.trace = tracer.trace
+            # On CUDA a wait orders streams and takes the host no time.
+            session.apply_patches({"tracing", *(["tracing_cpu"] if self._device == "cpu" else [])}, required=True)
+        self._recorder = StepRecorder(run_dir, self._rank, self._device, self._link, tracer)
+        session.apply_patches({"training"}, required=True)
+        session.adapter(TrainStep).observers.append(self._recorder)
+
+    def execute(self) -> None:
+        """Runs the script as `__main__`."""
+        runpy.run_path(str(self._script), run_name="__main__")
+
+    def exit_code_of(self, error: BaseException) -> int:
+        """Prints the error that ended the script, writes the flight recorder's file, and returns the exit code."""
+        from megatron_overlap.adapters.diagnostics.consistency import (
+            ConfigMismatchError,
+            ConsistencyCheck,
+            UnsupportedConfigError,
+        )
+
+        if isinstance(error, ConfigMismatchError | UnsupportedConfigError):
+            print(error, file=sys.stderr)
+            return 2
+        traceback.print_exception(error)
+        check = None if self._session is None else self._session.find(ConsistencyCheck)
+        written = None if check is None else check.post_mortem(error)
+        if written is not None:
+            print(f"rank {self._rank}: its last operations are in {written}", file=sys.stderr)
+        return 1
+
+    def finish(self, code: int) -> int:
+        """Reports, reverts all patches, closes the process groups; returns the exit code of the process."""
+        try:
+            if self._session is not None:
+                if self._rank == 0:
+                    self._print_report()
+                if self._recorder is not None:
+                    self._recorder.write_report(self._session.report().as_dict())
+            if self._recorder is not None:
+                if code == 0:
+                    self._recorder.finish_trace()
+                self._recorder.close()
+            if code == 0:
+                if self._session is not None:
+                    self._session.disable()
+                _destroy_process_groups()
+        except Exception:
+            traceback.print_exc()
+            code = code or 1
+        return code
+
+    def _print_report(self) -> None:
+        assert self._session is not None
+        print(self._session.report().render(), flush=True)
+
+
+def add_overlap_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds the plugin's flags to `parser` and returns it."""
+    group = parser.add_argument_group("megatron_overlap")
+    group.add_argument("--overlap-config", metavar="FILE", default=None, help="overlap or launch config (YAML)")
+    group.add_argument(
+        "--overlap-run-dir",
+        metavar="DIR",
+        default=None,
+        help="write steps, versions and the report of each rank here",
+    )
+    group.add_argument(
+        "--overlap-trace",
+        action="store_true",
+        help="also write when each rank computed, waited and sent; see megatron-overlap trace",
+    )
+    group.add_argument(
+        "--overlap-device",
+        choices=("cpu", "cuda"),
+        default=None,
+        help="device to train on; default: launch.device of the config, else cuda",
+    )
+    return parser
+
+
+def add_megatron_arguments(original: Method, session: Session) -> Method:
+    """Factory of a patch: Megatron's parser accepts the plugin's flags, whatever script runs."""
+
+    def add(parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
+        return add_overlap_arguments(original(parser, *args, **kwargs))
+
+    return add
+
+
+def compile_helpers(original: Method, session: Session | None) -> Method:
+    """Factory of a patch: does not run `make` where the dataset helpers are compiled and have no Makefile."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        from megatron.core.datasets import utils
+
+        compiled = importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None
+        if compiled and not Path(utils.__file__).with_name("Makefile").exists():
+            return None
+        return original(*args, **kwargs)
+
+    return run
+
+
+def use_compiled_helpers() -> None:
+    """Applies the patch of `compile_helpers`, for the provided scripts, which also run without the plugin."""
+    session = current()
+    if session is not None:
+        session.apply_patches({_HELPERS}, required=True)
+    else:
+        engine = Engine(load_manifests())
+        engine.apply(engine.plan({_HELPERS}), None)
 
 
 def missing_module() -> str | None:
-    """The module of Megatron's training loop that is not installed; None where all of it is there.
+    """The module of Megatron's training loop that is not installed; None where it is complete.
 
     Raises:
-        ModuleNotFoundError: something that is not Megatron's is missing.
+        ModuleNotFoundError: a module of another package is missing.
     """
     try:
         import megatron.training  # noqa: F401
@@ -20,19 +239,26 @@ def missing_module() -> str | None:
     return None
 
 
-def use_compiled_helpers() -> None:
-    """Keeps Megatron from running `make` where the wheel has the compiled helpers and no Makefile.
+def _flag_parser() -> argparse.ArgumentParser:
+    class OneLineParser(argparse.ArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise UsageError(f"command line: {message}")
 
-    Megatron compiles its dataset helpers at every start. A wheel carries them compiled, without the Makefile, and
-    `make` failing ends the run. In a source checkout nothing is changed.
-    """
-    from megatron.core.datasets import utils
-
-    compiled = importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None
-    makefile = Path(utils.__file__).with_name("Makefile")
-    if compiled and not makefile.exists():
-        utils.compile_helpers = _already_compiled
+    return add_overlap_arguments(OneLineParser(add_help=False, allow_abbrev=False))
 
 
-def _already_compiled(*_: Any, **__: Any) -> None:
-    pass
+def _make_folder(path: str) -> Path:
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror or "cannot be made"
+        raise UsageError(f"command line: --overlap-run-dir: {path}: {reason}: name a folder to write to") from error
+    return Path(path)
+
+
+def _destroy_process_groups() -> None:
+    import torch
+
+    # Otherwise a gloo worker thread outlives its objects and aborts the process at exit.
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -1,10 +1,8 @@
-"""Writes what each training step did: one JSON line per iteration and rank, with full precision.
+"""Writes one JSON line per training step and rank, with full precision.
 
-Megatron's log rounds losses and prints grad-norms with three decimals; comparisons need all of them. The seam is
-``megatron.training.training.train_step``, which the training loop looks up in its module at every step.
+Megatron's log rounds losses and prints grad-norms with three decimals; comparisons need all digits.
 """
 
-import functools
 import importlib.metadata
 import json
 import platform
@@ -20,24 +18,23 @@ from megatron_overlap.adapters.training.step_tracer import EVENTS, StepTracer
 from megatron_overlap.session import installed_versions
 from megatron_overlap.version import __version__
 
-# train_step returns (losses, skipped, save now, exit now, exit code, grad norm, ...) in every release read
-# (0.16.1 to 0.19.2); what follows grad norm differs.
+# train_step returns (losses, skipped, save now, exit now, exit code, grad norm, ...) in every reviewed release.
 _LOSSES, _SKIPPED, _GRAD_NORM = 0, 1, 5
 
 
-class Recorder:
-    """Records the steps of this rank into ``run_dir``.
+class StepRecorder:
+    """Records the training steps of this rank into `run_dir`; a `StepObserver`.
 
-    Files: ``steps-rank{r}.jsonl`` (one line an iteration), ``meta-rank{r}.json`` (versions, device, layout) at the
-    first step, ``report-rank{r}.json`` at the end; with a tracer ``events-rank{r}.bin``. A file of an earlier run in
-    the same folder is replaced.
+    Files: `steps-rank{r}.jsonl` (one line per iteration), `meta-rank{r}.json` (versions, device, layout) at the first
+    step, `report-rank{r}.json` at the end; with a tracer `events-rank{r}.bin`. Files of an earlier run in the same
+    folder are replaced.
 
     Args:
         run_dir: folder to write to; made if missing.
         rank: global rank, in the file names.
         device: "cpu" or "cuda".
-        link: what the config says of the network between hosts, if anything; copied into the meta file.
-        tracer: records events of every step too; None records none.
+        link: the config of the network between hosts, if any; copied into the meta file.
+        tracer: also records the events of every step; None records none.
 
     Raises:
         OSError: the folder cannot be made or written to.
@@ -57,45 +54,37 @@ class Recorder:
         self._link = link
         self._tracer = tracer
         self._iteration = 0
+        self._start_ns = 0
         run_dir.mkdir(parents=True, exist_ok=True)
         if tracer is None:
             (run_dir / EVENTS.format(rank=rank)).unlink(missing_ok=True)
         self._steps: IO[str] = (run_dir / f"steps-rank{rank}.jsonl").open("w", encoding="utf-8", buffering=1)
 
-    def install(self) -> None:
-        """Wraps Megatron's training step. Call once, before training starts."""
-        from megatron.training import training
+    def step_begins(self) -> None:
+        """Reads the clock; before the first step it writes the meta file."""
+        if self._iteration == 0:
+            self._write_meta()
+            if self._tracer is not None:
+                self._tracer.compare_clocks()
+        self._synchronize()
+        self._start_ns = time.perf_counter_ns()
 
-        original = training.train_step
-
-        @functools.wraps(original)
-        def train_step(*args: Any, **kwargs: Any) -> Any:
-            if self._iteration == 0:
-                self._write_meta()
-                if self._tracer is not None:
-                    self._tracer.compare_clocks()
-            self._synchronize()
-            start_ns = time.perf_counter_ns()
-            result = original(*args, **kwargs)
-            self._synchronize()
-            self._write_step(kwargs.get("iteration"), start_ns, time.perf_counter_ns(), result)
-            return result
-
-        training.train_step = train_step
-        if self._tracer is not None:
-            self._tracer.install()
+    def step_completed(self, iterations_before: int | None, result: Any) -> None:
+        """Writes the line of the step."""
+        self._synchronize()
+        self._write_step(iterations_before, self._start_ns, time.perf_counter_ns(), result)
 
     def write_report(self, report: dict[str, Any]) -> None:
         """Writes the session's report of this rank."""
         self._write_json(f"report-rank{self._rank}.json", report)
 
     def finish_trace(self) -> None:
-        """Compares the clocks once more; all ranks call it, after a run that went well."""
+        """Compares the clocks once more; all ranks call it after a successful run."""
         if self._tracer is not None and self._iteration:
             self._tracer.compare_clocks()
 
     def close(self) -> None:
-        """Ends the files."""
+        """Closes the files."""
         self._steps.close()
         if self._tracer is not None:
             self._tracer.close()
@@ -104,9 +93,9 @@ class Recorder:
         if self._device == "cuda":
             torch.cuda.synchronize()
 
-    def _write_step(self, previous_iteration: int | None, start_ns: int, stop_ns: int, result: Any) -> None:
-        # Megatron passes the number of iterations done so far; a resumed run does not start at 0.
-        self._iteration = previous_iteration + 1 if previous_iteration is not None else self._iteration + 1
+    def _write_step(self, iterations_before: int | None, start_ns: int, stop_ns: int, result: Any) -> None:
+        # A resumed run does not start at 0.
+        self._iteration = iterations_before + 1 if iterations_before is not None else self._iteration + 1
         row: dict[str, Any] = {
             "iteration": self._iteration,
             "step_time_ms": (stop_ns - start_ns) / 1e6,
@@ -161,7 +150,7 @@ class Recorder:
 
 
 def _loss(losses: dict[str, Any]) -> float | None:
-    """The language model's loss; None on the ranks that do not have it (all but the last pipeline stage)."""
+    """The language model's loss; None on ranks without it, which are all but those of the last pipeline stage."""
     if not losses:
         return None
     return _number(losses["lm loss"] if "lm loss" in losses else next(iter(losses.values())))

@@ -1,18 +1,17 @@
-"""Records the events of each training step, and shows what of its communication was exposed where Megatron logs.
+"""Records the events of each training step and adds the exposed communication to Megatron's logs."""
 
-Seams: ``print_rank_last`` in the module of Megatron's training loop, through which the line of an iteration goes, and
-the writers that Megatron made for TensorBoard and Weights & Biases. Both are the same in 0.16.1 to 0.19.2.
-"""
+from __future__ import annotations
 
-import functools
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from megatron_overlap.adapters.wrapping import Method
 from megatron_overlap.comm.clock_sync import compare_clocks
-from megatron_overlap.tracing.collective_waits import CollectiveWaits
+from megatron_overlap.session import Adapter, Session
+from megatron_overlap.tracing.collective_waits import timed_wait
 from megatron_overlap.tracing.events import EventFile, Kind, Trace
 from megatron_overlap.tracing.exposed import Exposed, exposed_in
 
@@ -22,10 +21,29 @@ _LOGGED = "elapsed time per iteration (ms):"
 _SERIES = "exposed communication"
 
 
-class StepTracer:
-    """Writes ``events-rank{r}.bin`` into ``run_dir``, a block a step.
+def print_rank_last(original: Method, session: Session) -> Method:
+    """Factory of a patch: Megatron's log line of an iteration also has the exposed communication."""
+    tracer = session.find(StepTracer)
+    assert tracer is not None
+
+    def run(message: Any) -> None:
+        original(f"{message}{tracer.log_text()}" if _LOGGED in str(message) else message)
+
+    return run
+
+
+def collective_wait(original: Method, session: Session) -> Method:
+    """Factory of a patch: every wait for a collective of torch.distributed is timed."""
+    tracer = session.find(StepTracer)
+    assert tracer is not None
+    return timed_wait(original, tracer.trace)
+
+
+class StepTracer(Adapter):
+    """Writes `events-rank{r}.bin` into `run_dir`, one block per step.
 
     Args:
+        session: the session; closes the file.
         run_dir: folder to write to.
         rank: global rank, in the file's name.
         device: "cpu" or "cuda".
@@ -34,30 +52,16 @@ class StepTracer:
         OSError: the file cannot be written.
     """
 
-    def __init__(self, run_dir: Path, rank: int, device: str) -> None:
+    def __init__(self, session: Session, run_dir: Path, rank: int, device: str) -> None:
+        super().__init__(session)
         self.trace = Trace()
         self._file = EventFile(run_dir / EVENTS.format(rank=rank), rank, {"device": device})
-        self._waits = CollectiveWaits(self.trace) if device == "cpu" else None
         self._since_log: list[tuple[float, float]] = []
 
-    def install(self) -> None:
-        """Begins to time waits for collectives, and adds to Megatron's log."""
-        from megatron.training import training
-
-        if self._waits is not None:
-            self._waits.install()
-        original = training.print_rank_last
-
-        @functools.wraps(original)
-        def print_rank_last(message: Any) -> None:
-            original(f"{message}{self._log_text()}" if _LOGGED in str(message) else message)
-
-        training.print_rank_last = print_rank_last
-
     def compare_clocks(self) -> None:
-        """Notes where rank 0's clock stands; every rank calls it. Without an answer the clocks are taken as equal."""
+        """Records the offset to rank 0's clock; collective. Without an answer the clocks count as equal."""
         world = dist.group.WORLD
-        if world is None:  # a script may have ended torch.distributed itself
+        if world is None:  # the script destroyed the process groups
             return
         try:
             self._file.mark(compare_clocks(world))
@@ -65,7 +69,7 @@ class StepTracer:
             warnings.warn(f"trace: the ranks' clocks could not be compared: {error}", stacklevel=2)
 
     def step(self, iteration: int, start_ns: int, stop_ns: int) -> dict[str, Any]:
-        """Writes a step's events; what of its communication was exposed, as JSON can hold it."""
+        """Writes the events of a step; returns its exposed communication as JSON can hold it."""
         self.trace.add(Kind.STEP, start_ns, stop_ns, operation=iteration)
         exposed = exposed_in(self._file.write(self.trace), start_ns, stop_ns)
         share = exposed.total_ms / ((stop_ns - start_ns) / 1e6)
@@ -77,13 +81,11 @@ class StepTracer:
         }
 
     def close(self) -> None:
-        """Ends the file, and the timing of waits."""
-        if self._waits is not None:
-            self._waits.remove()
+        """Closes the file."""
         self._file.close()
 
-    def _log_text(self) -> str:
-        """For Megatron's line: the mean over the steps since the last one, on the rank that prints it."""
+    def log_text(self) -> str:
+        """The fields for Megatron's log line: means over the steps since the last line, on the rank that prints it."""
         if not self._since_log:
             return ""
         time_ms, share = (sum(values) / len(values) for values in zip(*self._since_log, strict=True))
@@ -91,7 +93,7 @@ class StepTracer:
         return f" {_SERIES} (ms): {time_ms:.1f} | exposed share of step: {share:.1%} |"
 
     def _to_writers(self, iteration: int, exposed: Exposed, share: float) -> None:
-        """To TensorBoard and Weights & Biases, where Megatron has them on: its last rank."""
+        """Writes to TensorBoard and Weights & Biases where Megatron enables them, which is on its last rank."""
         from megatron.training import get_args
         from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 

@@ -1,4 +1,6 @@
-"""What the CPU adapter replaces, and that it takes all of it back."""
+"""The CPU patches: what they replace, for whom, and that every original is restored."""
+
+from __future__ import annotations
 
 import importlib
 import subprocess
@@ -10,34 +12,40 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from megatron_overlap.adapters.cpu import MEGATRON, TORCH
-from megatron_overlap.adapters.cpu.patcher import Adaptation, Applied, _resolve
+from megatron_overlap.adapters.cpu import TORCH
+from megatron_overlap.patching.bindings import find_loaded
+from megatron_overlap.patching.engine import Engine
+from megatron_overlap.patching.manifest import Manifest, load_manifests
+from megatron_overlap.patching.source import Target
+
+TORCH_PATCHES = [manifest for manifest in load_manifests() if manifest.feature == TORCH]
 
 
 @pytest.fixture
-def adapted() -> Iterator[None]:
-    applied = Applied()
-    applied.apply(TORCH)
-    yield
-    applied.revert()
+def adapted() -> Iterator[Engine]:
+    """torch with the CPU patches."""
+    engine = Engine(TORCH_PATCHES)
+    engine.apply(engine.plan(), None)
+    yield engine
+    engine.revert()
 
 
-def _asked_from(module: str, expression: str) -> Any:
+def _called_from(module: str, expression: str) -> Any:
     return eval(f"(lambda: {expression})()", {"__name__": module, "torch": torch})
 
 
-def test_megatron_sees_a_gpu_and_torch_hears_the_truth() -> None:
+def test_megatron_sees_a_gpu_and_other_code_gets_the_true_answer() -> None:
     truth = torch.cuda.is_available()
-    applied = Applied()
-    applied.apply(TORCH)
+    engine = Engine(TORCH_PATCHES)
+    engine.apply(engine.plan(), None)
     try:
-        assert _asked_from("torch.optim.adam", "torch.cuda.is_available()") is truth
-        assert _asked_from("megatron.core.utils", "torch.cuda.is_available()") is True
-        assert _asked_from("__main__", "torch.cuda.device_count()") == 1
-        assert _asked_from("megatron.core", "torch.ones(1).type()") == "torch.cuda.FloatTensor"
-        assert _asked_from("somewhere", "torch.ones(1).type()") == "torch.FloatTensor"
+        assert _called_from("torch.optim.adam", "torch.cuda.is_available()") is truth
+        assert _called_from("megatron.core.utils", "torch.cuda.is_available()") is True
+        assert _called_from("__main__", "torch.cuda.device_count()") == 1
+        assert _called_from("megatron.core", "torch.ones(1).type()") == "torch.cuda.FloatTensor"
+        assert _called_from("somewhere", "torch.ones(1).type()") == "torch.FloatTensor"
     finally:
-        applied.revert()
+        engine.revert()
 
 
 @pytest.mark.usefixtures("adapted")
@@ -53,12 +61,12 @@ def test_megatron_sees_a_gpu_and_torch_hears_the_truth() -> None:
         lambda: torch.nn.Linear(2, 2).cuda(torch.cuda.current_device()).weight,
     ],
 )
-def test_tensors_asked_for_on_cuda_are_on_the_cpu(make: Any) -> None:
+def test_tensors_for_cuda_are_made_on_the_cpu(make: Any) -> None:
     assert make().device.type == "cpu"
 
 
 @pytest.mark.usefixtures("adapted")
-def test_making_a_data_iterator_leaves_the_generator_alone() -> None:
+def test_making_a_data_iterator_keeps_the_random_state() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
     assert len(list(DataLoader([torch.ones(1)] * 3, num_workers=0))) == 3
@@ -79,38 +87,26 @@ def test_the_stream_context_may_be_entered_again() -> None:
     assert start.elapsed_time(end) >= 0.0
 
 
-def test_every_original_comes_back() -> None:
+def test_every_original_is_restored() -> None:
     def entries() -> list[Any]:
-        found = []
-        for adaptation in TORCH:
-            owner, name = _resolve(adaptation.target)
-            found.append(vars(owner).get(name))
-        return found
+        return [_value(manifest) for manifest in TORCH_PATCHES]
 
     before = entries()
-    applied = Applied()
-    applied.apply(TORCH)
-    assert all(now is not was for now, was in zip(entries(), before, strict=True))
-    applied.revert()
-    assert all(now is was for now, was in zip(entries(), before, strict=True))
+    engine = Engine(TORCH_PATCHES)
+    engine.apply(engine.plan(), None)
+    assert all(now is not original for now, original in zip(entries(), before, strict=True))
+    assert engine.revert() == []
+    assert all(now is original for now, original in zip(entries(), before, strict=True))
 
 
-def test_a_target_that_does_not_exist_is_an_error_unless_optional() -> None:
-    missing = Adaptation("torch.cuda:no_such_thing", lambda original: None, "test")
-    with pytest.raises(AttributeError):
-        Applied().apply([missing])
-    Applied().apply([Adaptation(missing.target, missing.make, missing.why, optional=True)])
-    assert not hasattr(torch.cuda, "no_such_thing")
+def _value(manifest: Manifest) -> Any:
+    binding = find_loaded(Target.parse(manifest.target))
+    assert binding is not None
+    return binding.read()
 
 
-def test_every_adaptation_says_why() -> None:
-    targets = [adaptation.target for adaptation in (*TORCH, *MEGATRON)]
-    assert len(set(targets)) == len(targets)
-    assert all(adaptation.why for adaptation in (*TORCH, *MEGATRON))
-
-
-def test_it_refuses_to_come_after_megatron() -> None:
-    # A module of that name is what it looks for; importing the real one takes seconds.
+def test_install_after_megatron_is_refused() -> None:
+    # The check looks for a module of this name; importing Megatron takes seconds.
     before = "import sys, types; sys.modules['megatron.core'] = types.ModuleType('megatron.core')"
     code = f"{before}\nfrom megatron_overlap.adapters import cpu\ncpu.install()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
@@ -118,7 +114,30 @@ def test_it_refuses_to_come_after_megatron() -> None:
     assert "must come before it" in done.stderr
 
 
+def test_install_patches_megatron_too_and_uninstall_restores_everything() -> None:
+    code = """
+import torch
+from megatron_overlap.adapters import cpu
+
+original = torch.cuda.is_available
+adapter = cpu.install()
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+assert DistributedOptimizer.state_dict.__module__ == "megatron_overlap.adapters.cpu.megatron_patches"
+assert WrappedTorchNorm.__new__.__module__ == "megatron_overlap.adapters.cpu.megatron_patches"
+assert len(adapter.engine.applied) == len(adapter.engine.manifests)
+adapter.uninstall()
+assert torch.cuda.is_available is original
+assert DistributedOptimizer.state_dict.__module__ == DistributedOptimizer.__module__
+assert WrappedTorchNorm.__new__.__module__ == WrappedTorchNorm.__module__
+assert adapter.engine.applied == []
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_importing_the_adapter_changes_nothing() -> None:
-    stand_ins = importlib.import_module("megatron_overlap.adapters.cpu.cuda_stubs")
-    assert torch.cuda.Stream is not stand_ins.Stream
+    stubs = importlib.import_module("megatron_overlap.adapters.cpu.cuda_stubs")
+    assert torch.cuda.Stream is not stubs.Stream
     assert torch.Tensor.to is torch._C.TensorBase.to
