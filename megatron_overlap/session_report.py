@@ -133,7 +133,7 @@ class Report:
 
     def _patch_table(self) -> Table:
         table = Table("feature", "replaced", "verdict", "reason", title="patches", title_justify="left")
-        for line in self.patches:
+        for line in sorted(self.patches, key=lambda line: line.feature):
             verdict = line.verdict if line.applied or line.verdict == "refused" else f"{line.verdict}, not applied"
             reason = line.reason
             if line.stale:

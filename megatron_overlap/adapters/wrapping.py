@@ -1,4 +1,4 @@
-"""What replacements of Megatron's methods have in common."""
+"""Helpers of the replacements of Megatron's methods."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch
 type Method = Callable[..., Any]
 
 
-# Of all ways to ask it touches least.
+# The cheapest of the equivalent functions of torch.
 tracing = torch.compiler.is_dynamo_compiling
-"""Whether `torch.compile` is reading what asks."""
+"""Whether `torch.compile` is tracing the caller."""
 
 
 def untraced(method: Method) -> Method:
-    """`method`, which `torch.compile` does not enter: it runs as it is, between the graphs of what is around it."""
+    """`method`, which `torch.compile` does not trace: it runs eagerly between the graphs before and after it."""
     eager: Method = torch.compiler.disable(method)
 
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
-        # A call of what `disable` returns costs microseconds more, so it is made only where somebody traces.
+        # A call of a disabled function costs microseconds more, so it is made only under torch.compile.
         return (eager if tracing() else method)(*args, **kwargs)
 
     return run
@@ -31,7 +31,7 @@ def untraced(method: Method) -> Method:
 
 @contextmanager
 def own_forward(module: Any, forward: Method) -> Iterator[None]:
-    """Gives one module a `forward` of its own for a while; hooks on the module go on running."""
+    """Replaces the `forward` of one module inside the context; hooks of the module still run."""
     module.forward = forward
     try:
         yield

@@ -14,6 +14,7 @@ from megatron_overlap import ConfigError, OverlapConfig, PatchError, Session
 from megatron_overlap.counters import Site
 from megatron_overlap.patching.errors import PatchRefusedError, PatchWarning, RevertRefusedError
 from megatron_overlap.patching.manifest import Manifest, ReviewedRelease
+from megatron_overlap.session import Adapter
 from tests.helpers.releases import run_python
 from tests.patching.conftest import Packages
 
@@ -204,6 +205,102 @@ def test_report_counts_and_is_json(packages: Packages) -> None:
         assert piece in text
     session.counters.overlapped("column", "qkv", "ag_gemm", "forward")
     assert report.sites[Site("column", "qkv", "ag_gemm", "forward")].overlapped == 3
+
+
+class Recording(Adapter):
+    """An adapter that records the calls of its session."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self.calls: list[object] = []
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+    def drop(self) -> None:
+        self.calls.append("drop")
+
+    def step_ended(self) -> None:
+        self.calls.append(("step ended", self.session.step))
+
+    def session_changed(self) -> None:
+        self.calls.append(("changed", self.session.step, self.session.folder.name))
+
+
+def test_a_session_makes_an_adapter_once_and_calls_it(packages: Packages, tmp_path: Path) -> None:
+    session = megatron_overlap.enable(manifests=[packages.manifest("scale")])
+    assert session.find(Recording) is None
+    adapter = session.adapter(Recording)
+    assert session.adapter(Recording) is adapter
+    assert session.find(Recording) is adapter
+    session.next_step()
+    session.next_step(5)
+    session.folder = tmp_path / "run"
+    session.drop_adapters()
+    session.disable()
+    assert adapter.calls == [
+        ("step ended", 0),
+        ("changed", 1, ""),
+        ("step ended", 1),
+        ("changed", 5, ""),
+        ("changed", 5, "run"),
+        "drop",
+        "close",
+    ]
+
+
+def test_a_removed_adapter_is_made_again() -> None:
+    session = Session(OverlapConfig())
+    first = session.adapter(Recording)
+    session.remove(Recording)
+    second = session.adapter(Recording, lambda session: Recording(session))
+    assert second is not first
+
+
+def test_factories_may_register_a_start_hook(packages: Packages) -> None:
+    seen: list[object] = []
+
+    def starts(original: object, session: Session) -> object:
+        session.add_start(lambda: seen.append(packages.vendor.scale(1)))
+        return lambda *args: "ours"
+
+    packages.factories.starts = starts
+    megatron_overlap.enable(manifests=[packages.manifest("scale", "starts")])
+    assert seen == ["ours"]
+
+
+def test_a_failing_start_hook_reverts_all_patches(packages: Packages) -> None:
+    def fails_at_start(original: object, session: Session) -> object:
+        session.add_start(lambda: 1 // 0)
+        return lambda *args: "ours"
+
+    packages.factories.fails_at_start = fails_at_start
+    with pytest.raises(ZeroDivisionError):
+        megatron_overlap.enable(manifests=[packages.manifest("scale", "fails_at_start")])
+    assert packages.vendor.scale(1) == 2
+    with pytest.raises(PatchError, match="not enabled"):
+        megatron_overlap.report()
+
+
+def test_patches_of_further_features_are_applied_once_and_reverted(packages: Packages) -> None:
+    manifests = [packages.manifest("scale"), packages.manifest("Base.plain", feature="training")]
+    session = megatron_overlap.enable(manifests=manifests)
+    assert packages.vendor.Base().plain(1)[0] == "vendor"
+    for _ in range(2):
+        session.apply_patches({"training"}, required=True)
+    assert packages.vendor.Base().plain(1)[0] == "ours"
+    assert session.reason == "1 of Megatron's functions are replaced"
+    assert [line.feature for line in session.report().patches if line.applied] == ["tensor", "training"]
+    session.disable()
+    assert packages.vendor.Base().plain(1)[0] == "vendor"
+
+
+def test_a_required_patch_that_is_refused_raises(packages: Packages) -> None:
+    session = megatron_overlap.enable(manifests=[refused(packages.manifest("Base.plain", feature="training"))])
+    session.apply_patches({"tracing"})
+    with pytest.raises(PatchRefusedError, match=r"Base\.plain: refused: .* has the signature"):
+        session.apply_patches({"training"}, required=True)
+    assert packages.vendor.Base().plain(1)[0] == "vendor"
 
 
 def test_clean_enable_warns_nothing(packages: Packages) -> None:

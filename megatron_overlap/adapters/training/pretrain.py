@@ -1,7 +1,7 @@
-"""Pretraining of a decoder-only model on Megatron's own training loop, for the provided scripts.
+"""Pretraining of a decoder-only model on Megatron's training loop, for the provided scripts.
 
-What the scripts need and the wheel does not hold: a model provider, a dataset provider, a forward step. Written
-against what is common to Megatron-Core 0.16 to 0.19, so that one text serves all of them.
+Holds the model provider, dataset provider and forward step, which the Megatron-Core wheel lacks. Uses only the interfaces
+that Megatron-Core 0.16 to 0.19 share.
 """
 
 import functools
@@ -34,15 +34,15 @@ _FLOAT_KEYS = ("loss_mask",)
 
 
 def pretrain_decoder(architecture_flags: Sequence[str] = ()) -> None:
-    """Trains until ``--train-iters``; every argument comes from the command line.
+    """Trains until `--train-iters` with the arguments of the command line.
 
     Args:
-        architecture_flags: Megatron flags the script stands for, added where the command line lacks them.
+        architecture_flags: Megatron flags of the script's architecture, added where the command line lacks them.
     """
     sys.argv[1:] = [*sys.argv[1:], *missing_flags(architecture_flags, sys.argv[1:])]
     bootstrap.use_compiled_helpers()
     datasets = functools.partial(build_datasets)
-    # Megatron's mark for a provider that all ranks must call, because it has collectives inside.
+    # Megatron then calls the provider on all ranks, as its collectives need.
     datasets.is_distributed = True
     call: dict[str, Any] = {
         "train_valid_test_dataset_provider": datasets,
@@ -59,7 +59,7 @@ def pretrain_decoder(architecture_flags: Sequence[str] = ()) -> None:
 
 
 def missing_flags(flags: Sequence[str], argv: Sequence[str]) -> list[str]:
-    """Those of ``flags`` (each with its values) that ``argv`` does not set itself."""
+    """The flags, with their values, that `argv` does not set."""
     given = {argument.partition("=")[0] for argument in argv}
     missing: list[str] = []
     keep = False
@@ -80,7 +80,7 @@ def build_model(
     """The model, or this pipeline stage's part of it.
 
     Raises:
-        ValueError: the arguments ask for what the provided scripts do not build.
+        ValueError: `--spec` is given, which the provided scripts do not support.
     """
     args = get_args()
     if args.spec is not None:
@@ -131,7 +131,7 @@ def build_model(
 
 
 def build_datasets(num_samples: Sequence[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-    """Train, validation and test sets, on the ranks that read data (tensor rank 0 of the outer stages)."""
+    """Train, validation and test sets, on the ranks that read data: tensor rank 0 of the first and last stages."""
     args = get_args()
     documents = training.varlen_adapter(args)
     if documents is not None:
@@ -151,7 +151,7 @@ def build_datasets(num_samples: Sequence[int], vp_stage: int | None = None) -> t
         reset_position_ids=args.reset_position_ids,
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
-        # Attention masks causally by itself; only documents kept apart need a mask of their own.
+        # Attention is causal without a mask tensor; only separated documents need one.
         create_attention_mask=args.reset_attention_mask,
     )
 
@@ -174,22 +174,23 @@ def next_batch(data: Iterator[dict[str, torch.Tensor]] | None) -> dict[str, torc
         batch.update(tensor_parallel.broadcast_data(["attention_mask"], rows, torch.bool))
     group = mpu.get_context_parallel_group()
     if group.size() > 1:
-        # No mask is cut: attention over context ranks is causal by itself and refuses --reset-attention-mask.
+        # The mask is not cut: attention over context ranks is causal and refuses --reset-attention-mask.
         for name in (*_INTEGER_KEYS, *_FLOAT_KEYS):
-            batch[name] = own_positions(batch[name], group.rank(), group.size())
+            batch[name] = positions_of_rank(batch[name], group.rank(), group.size())
     return batch
 
 
-def own_positions(rows: Any, rank: int, size: int) -> torch.Tensor:
-    """The part of `[B, S]` that context rank `rank` of `size` holds: pieces `rank` and `2 size - 1 - rank` of twice
-    `size`, as Megatron's rotary embedding expects.
+def positions_of_rank(rows: Any, rank: int, size: int) -> torch.Tensor:
+    """The positions of `rows [B, S]` on context rank `rank` of `size`.
+
+    Of `2 * size` equal pieces these are pieces `rank` and `2 * size - 1 - rank`, as Megatron's rotary embedding expects.
     """
     pieces = rows.chunk(2 * size, dim=1)
     return torch.cat([pieces[rank], pieces[2 * size - 1 - rank]], dim=1)
 
 
 def forward_step(data: Iterator[Any] | None, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-    """Loss of every token of the next micro-batch, and the function that sums them up."""
+    """Loss of every token of the next micro-batch, and the function that sums the losses."""
     documents = training.varlen_adapter(get_args())
     if documents is not None:
         assert data is not None
@@ -211,9 +212,9 @@ def forward_step(data: Iterator[Any] | None, model: Any) -> tuple[torch.Tensor, 
 
 
 def sum_loss(loss_mask: Any, token_losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Sum over the tokens that count, their number, and both for the log.
+    """Sum of the unmasked losses, the number of unmasked tokens, and both for the log.
 
-    Three values and not two: with two, Megatron's schedule scales the loss by the size of the context group.
+    Megatron's schedule scales the loss by the size of the context group if only two values are returned.
 
     Raises:
         FloatingPointError: the loss is not finite and ``--check-for-nan-in-loss-and-grad`` is on.
