@@ -259,9 +259,8 @@ class Session:
     def _explain(self, refused: Sequence[str]) -> str:
         num_replaced = sum(feature in _FEATURES for feature in self._applied.values())
         if num_replaced:
-            return f"{num_replaced} of Megatron's functions are replaced" + (
-                f", {len(refused)} refused" * bool(refused)
-            )
+            suffix = f", {len(refused)} refused" if refused else ""
+            return f"{num_replaced} of Megatron's functions are replaced{suffix}"
         if refused:
             return f"the stock path runs everywhere: {'; '.join(refused)}"
         if self.config.varlen.method != "none":

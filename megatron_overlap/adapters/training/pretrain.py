@@ -1,6 +1,6 @@
 """Pretraining of a decoder-only model on Megatron's training loop, for the provided scripts.
 
-Holds the model provider, dataset provider and forward step, which the Megatron-Core wheel lacks. Uses only the interfaces
+Holds the model provider, dataset provider and forward step, which the Megatron-Core wheel lacks. Uses only interfaces
 that Megatron-Core 0.16 to 0.19 share.
 """
 
@@ -183,7 +183,7 @@ def next_batch(data: Iterator[dict[str, torch.Tensor]] | None) -> dict[str, torc
 def positions_of_rank(rows: Any, rank: int, size: int) -> torch.Tensor:
     """The positions of `rows [B, S]` on context rank `rank` of `size`.
 
-    Of `2 * size` equal pieces these are pieces `rank` and `2 * size - 1 - rank`, as Megatron's rotary embedding expects.
+    Of `2 * size` equal pieces these are `rank` and `2 * size - 1 - rank`, as Megatron's rotary embedding expects.
     """
     pieces = rows.chunk(2 * size, dim=1)
     return torch.cat([pieces[rank], pieces[2 * size - 1 - rank]], dim=1)
