@@ -109,7 +109,7 @@ class ConsistencyCheck(Adapter):
             store_beside(group), dist.get_rank(group), ranks, "facts", self.session.consistency_facts(), deadline_s
         )
         if found:
-            raise ConfigMismatchError(f"the ranks do not run the same: {found}: start all of them alike")
+            raise ConfigMismatchError(f"the ranks differ: {found}: start all ranks with the same config and versions")
 
     def _reset(self) -> None:
         """Drops everything that belongs to the old process groups, as after an in-process restart.

@@ -96,7 +96,7 @@ def test_steps_that_are_not_checked_cost_nothing(ranks: World) -> None:
 )
 def test_a_rank_with_another_config_is_named_everywhere(ranks: World, other: dict[str, object], told: str) -> None:
     for text in ranks.run(RANKS, cases.disagreeing, other):
-        assert text.startswith("ConfigMismatchError: the ranks do not run the same: ")
+        assert text.startswith("ConfigMismatchError: the ranks differ: ")
         assert told in text
 
 
