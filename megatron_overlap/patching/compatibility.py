@@ -8,7 +8,6 @@ from enum import StrEnum
 
 from megatron_overlap.patching.manifest import Manifest, ReviewedRelease
 from megatron_overlap.patching.source import (
-    PACKAGE,
     Definition,
     SourceTree,
     Target,
@@ -33,6 +32,9 @@ class Judgement:
     verdict: Verdict
     reason: str
 
+
+_OPTIONAL_PACKAGE = "megatron.training"
+"""The training loop; some wheels of megatron-core lack it."""
 
 BY_NAME = Judgement(Verdict.APPLIES, "by name")
 """The judgement of every patch with `unchecked`."""
@@ -75,10 +77,8 @@ def judge_source(manifest: Manifest, tree: SourceTree) -> Judgement:
     """
     target = Target.parse(manifest.target)
     here = megatron_release(tree) or "this version"
-    top, _, rest = target.module.partition(".")
-    package = f"{top}.{rest.partition('.')[0]}"
-    if top == PACKAGE and tree.read(package) is None:
-        return Judgement(Verdict.ABSENT, f"{here} has no {package}")
+    if f"{target.module}.".startswith(f"{_OPTIONAL_PACKAGE}.") and tree.read(_OPTIONAL_PACKAGE) is None:
+        return Judgement(Verdict.ABSENT, f"{here} has no {_OPTIONAL_PACKAGE}")
     if manifest.unchecked is not None:
         return BY_NAME
     found = definitions(tree, target)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import zipfile
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_overlap.patching.manifest import load_manifests
 from megatron_overlap.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,8 +63,8 @@ def test_patches_and_schema_run_from_it(installed: Path) -> None:
     assert "model" in json.loads(schema.stdout)["properties"], schema.stderr
     patches = command(installed, "patches")
     assert patches.returncode == 0, patches.stderr
-    names = {re.search(r"target: \S+:(\S+)", file.read_text())[1] for file in (ROOT / "patches").rglob("*.yaml")}  # type: ignore[index]
-    assert all(name in patches.stdout for name in names)
+    targets = [manifest.target.rpartition(":")[2] for manifest in load_manifests(ROOT / "patches")]
+    assert all(name in patches.stdout for name in targets)
 
 
 def test_a_shipped_config_is_planned_by_its_name(installed: Path) -> None:

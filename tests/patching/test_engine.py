@@ -388,4 +388,4 @@ def test_a_change_in_a_symbol_it_relies_on_applies_unreviewed(packages: Packages
     release = manifest.releases["1.0.0"].model_copy(update={"relies_on": {relied: "0" * 64}})
     finding = only(Engine([manifest.model_copy(update={"releases": {"1.0.0": release}})]))
     assert finding.verdict is Verdict.UNREVIEWED
-    assert "it differs in Base.inherited" in finding.reason
+    assert "the nearest reviewed release, in Base.inherited" in finding.reason
