@@ -1,4 +1,4 @@
-"""What comes from outside is data: never code, never a shell's."""
+"""Input files are data: the package evaluates no code from them and passes none to a shell."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def offences(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.Call):
             name = ast.unparse(node.func)
             shell = [each for each in node.keywords if each.arg == "shell" and ast.unparse(each.value) != "False"]
-            # A loader of one's own is looked at where it is made, by what it derives from.
+            # A loader class of this package is checked by its base class.
             safe = name == "yaml.load" and any(
                 "Safe" in ast.unparse(each) or "_Loader" in ast.unparse(each) for each in node.args
             )
@@ -35,7 +35,7 @@ def offences(tree: ast.AST) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("source", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_nothing_is_unpickled_evaluated_or_given_to_a_shell(source: Path) -> None:
+def test_no_module_unpickles_evaluates_or_starts_a_shell(source: Path) -> None:
     assert list(offences(ast.parse(source.read_text(encoding="utf-8")))) == []
 
 
@@ -50,7 +50,7 @@ def test_nothing_is_unpickled_evaluated_or_given_to_a_shell(source: Path) -> Non
         "torch.load(x)",
     ],
 )
-def test_the_search_finds_what_it_looks_for(text: str) -> None:
+def test_the_search_finds_every_forbidden_form(text: str) -> None:
     assert list(offences(ast.parse(text)))
 
 
@@ -62,7 +62,7 @@ def test_the_search_finds_what_it_looks_for(text: str) -> None:
         "strict: ${{oc.eval:__import__('os').system('touch {canary}')}}",
     ],
 )
-def test_a_config_runs_nothing(text: str, tmp_path: Path) -> None:
+def test_a_config_runs_no_code(text: str, tmp_path: Path) -> None:
     canary, config = tmp_path / "canary", tmp_path / "config.yaml"
     config.write_text(text.format(canary=canary))
     with pytest.raises(ConfigError):
@@ -70,8 +70,8 @@ def test_a_config_runs_nothing(text: str, tmp_path: Path) -> None:
     assert not canary.exists()
 
 
-def test_an_override_is_never_a_shells(tmp_path: Path) -> None:
-    """What a config puts on a command line reaches the program as one word."""
+def test_an_override_is_not_interpreted_by_a_shell(tmp_path: Path) -> None:
+    """An argument of a config reaches the program as one word."""
     from megatron_overlap.config import load_launch_config
     from megatron_overlap.config.megatron_args import to_megatron_args
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the wheel holds: what installing it without dependencies would put there."""
+    """A folder with the files of the wheel, as `pip install --no-deps` would write them."""
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder / "dist")]
     done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -32,14 +32,14 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(installed: Path, *argv: str) -> subprocess.CompletedProcess[str]:
-    """The command, with the unpacked wheel before everything else and far from the repository."""
+    """Runs the command of the unpacked wheel outside the repository."""
     code = "import sys; from megatron_overlap.cli import main; sys.exit(main(sys.argv[1:]))"
     env = {**os.environ, "PYTHONPATH": str(installed) + os.pathsep + os.environ.get("PYTHONPATH", "")}
     start = [sys.executable, "-P", "-c", code, *argv]
     return subprocess.run(start, cwd=installed.parent, env=env, capture_output=True, text=True, timeout=120)
 
 
-def test_it_holds_what_a_run_needs_and_no_more(installed: Path) -> None:
+def test_the_wheel_has_the_package_and_its_resources_and_nothing_else(installed: Path) -> None:
     package = installed / "megatron_overlap"
     for folder, files in {
         "_patches": sorted((ROOT / "patches").rglob("*")),
@@ -58,7 +58,7 @@ def test_it_holds_what_a_run_needs_and_no_more(installed: Path) -> None:
     assert "megatron-overlap = megatron_overlap.cli:main" in (metadata / "entry_points.txt").read_text()
 
 
-def test_patches_and_schema_run_from_it(installed: Path) -> None:
+def test_patches_and_schema_run_from_the_wheel(installed: Path) -> None:
     schema = command(installed, "schema")
     assert "model" in json.loads(schema.stdout)["properties"], schema.stderr
     patches = command(installed, "patches")

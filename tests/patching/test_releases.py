@@ -1,4 +1,4 @@
-"""The oldest supported release, in a process of its own."""
+"""The engine on the oldest supported release, in a separate process."""
 
 from __future__ import annotations
 

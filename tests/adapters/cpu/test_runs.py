@@ -1,4 +1,4 @@
-"""Megatron trains without a GPU, and what it computes does not depend on the layout."""
+"""Megatron trains without a GPU, and its results do not depend on the parallel layout."""
 
 import json
 import time
@@ -60,16 +60,16 @@ def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
         "import os, torch\n"
         "torch.distributed.init_process_group('nccl')\n"
         "if os.environ['RANK'] == '1':\n"
-        "    raise RuntimeError('rank one gives up')\n"
+        "    raise RuntimeError('rank one fails')\n"
         "torch.distributed.all_reduce(torch.ones(4, device='cuda'))\n"
     )
     first, second = start_ranks(2, [str(script), "--overlap-device", "cpu"], env=PLUGIN_OFF, timeout_s=60)
     assert first.returncode == 1
     assert second.returncode == 1
-    assert "rank one gives up" in second.stdout
+    assert "rank one fails" in second.stdout
 
 
-def test_a_script_that_exits_passes_its_code_on(tmp_path: Path) -> None:
+def test_the_exit_code_of_a_script_is_the_exit_code_of_the_process(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import sys, beside\nsys.exit(beside.CODE)\n")
     (tmp_path / "beside.py").write_text("CODE = 7\n")
@@ -77,8 +77,8 @@ def test_a_script_that_exits_passes_its_code_on(tmp_path: Path) -> None:
     assert done.returncode == 7, done.stdout
 
 
-def test_a_script_that_fails_leaves_no_process_behind(tmp_path: Path) -> None:
-    """As Megatron's writers of checkpoints, which wait for work for ever."""
+def test_the_child_processes_of_a_failed_script_are_killed(tmp_path: Path) -> None:
+    """Megatron's checkpoint writers, for example, wait for work without a timeout."""
     script = tmp_path / "script.py"
     script.write_text(
         "import multiprocessing, sys, time\n"

@@ -1,4 +1,4 @@
-"""A real training run that records events: what it writes, and where Megatron shows it."""
+"""A training run that records events: the files it writes, and Megatron's log, TensorBoard and W&B."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder of a run with TensorBoard and Weights & Biases, and what its last rank printed."""
+    """The folder of a run with TensorBoard and Weights & Biases, and the output of its last rank."""
     folder = tmp_path_factory.mktemp("traced")
     writers = ["--tensorboard-dir", str(folder / "board"), "--wandb-save-dir", str(folder)]
     writers += ["--wandb-project", "overlap", "--wandb-exp-name", "traced"]
@@ -33,14 +33,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, done[1].stdout
 
 
-def test_every_step_has_what_was_exposed(run: tuple[Path, str]) -> None:
+def test_every_step_has_its_exposed_communication(run: tuple[Path, str]) -> None:
     record = read_run(run[0] / "run", 2, 4)
     assert record.exposed is not None
     for step, time_ms in zip(record.exposed, record.step_time_ms, strict=True):
         assert 0 < step.total_ms < time_ms
         assert any(op == "all_reduce" for op, _ in step.by_op)  # Megatron's own
         assert sum(step.by_op.values()) == pytest.approx(step.total_ms)
-    # What has nothing exposed in a step is not listed in it.
+    # A step lists only operations with exposed time.
     assert {"all_gather_linear", "linear_reduce_scatter"} & {op for step in record.exposed for op, _ in step.by_op}
     for rank in (0, 1):
         found = read_events(run[0] / "run" / f"events-rank{rank}.bin")
@@ -49,7 +49,7 @@ def test_every_step_has_what_was_exposed(run: tuple[Path, str]) -> None:
         assert found.whole
 
 
-def test_the_log_line_says_it(run: tuple[Path, str]) -> None:
+def test_the_log_line_has_the_exposed_communication(run: tuple[Path, str]) -> None:
     lines = [line for line in run[1].splitlines() if "elapsed time per iteration (ms):" in line]
     rows = _rows(run[0])
     assert len(lines) == len(rows) == 4
@@ -78,15 +78,15 @@ def test_weights_and_biases_has_the_series(run: tuple[Path, str]) -> None:
         assert shown["exposed communication/share of step"] == pytest.approx(exposed["total_ms"] / row["step_time_ms"])
         for op, way, time_ms in exposed["ops"]:
             assert shown[f"exposed communication/{op} {way} ms"] == pytest.approx(time_ms)
-        assert "lm loss" in shown  # beside Megatron's own, in the same row
+        assert "lm loss" in shown  # Megatron's series, in the same row
 
 
-def test_the_run_makes_a_trace(run: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_trace_command_reads_the_run(run: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["trace", str(run[0] / "run")]) == 0
     assert "clocks of all ranks agree" in capsys.readouterr().out
 
 
-def test_events_need_a_folder(tmp_path: Path) -> None:
+def test_trace_without_a_run_folder_is_refused(tmp_path: Path) -> None:
     config = tmp_path / "overlap.yaml"
     config.write_text("overlap: {trace: true}\n")
     (done,) = start_ranks(1, [str(SCRIPTS / "pretrain_gpt.py"), "--overlap-config", str(config)], timeout_s=60)
@@ -95,12 +95,12 @@ def test_events_need_a_folder(tmp_path: Path) -> None:
 
 
 def _rows(folder: Path) -> list[dict[str, Any]]:
-    """What the recorder wrote of the last rank's steps."""
+    """The recorded steps of the last rank."""
     return [json.loads(line) for line in (folder / "run" / "steps-rank1.jsonl").read_text().splitlines()]
 
 
 def _history(file: Path) -> dict[int, dict[str, Any]]:
-    """What an offline run of Weights & Biases holds, by step."""
+    """The history of an offline run of Weights & Biases, by step."""
     history: dict[int, dict[str, Any]] = {}
     for data in _records(file.read_bytes()):
         record = Record.FromString(data)
@@ -111,9 +111,9 @@ def _history(file: Path) -> dict[int, dict[str, Any]]:
 
 
 def _records(data: bytes) -> Iterator[bytes]:
-    """The records of a LevelDB log, which Weights & Biases keeps a run in: parts with checksum, length and kind."""
+    """The records of a LevelDB log, the file format of Weights & Biases: parts with checksum, length and kind."""
     block, header, end = 32768, struct.Struct("<IHB"), (1, 4)  # whole, or the last part
-    at, record = header.size, b""  # behind the file's own mark
+    at, record = header.size, b""  # after the header of the file
     while at < len(data):
         if block - at % block < header.size:
             at += block - at % block
