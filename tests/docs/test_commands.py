@@ -27,7 +27,7 @@ ELSEWHERE = {
     "mkdocs build": ".ci/run: mkdocs build",
     "pip install -e .": "scripts/setup.sh: --editable",
     "python scripts/survey_seams.py": (
-        "tests/patching/test_commands.py::test_survey_prints_the_entries_of_the_manifests"
+        "tests/patching/test_command.py::test_survey_prints_the_entries_of_the_manifests"
     ),
     "python scripts/rehearse_all.py": ".ci/run: scripts/rehearse_all.py",
     "python scripts/bench/fused_one_gpu.py --dry-run": (

@@ -1,4 +1,4 @@
-"""`megatron-overlap patches` and the survey script, as a person runs them."""
+"""`megatron-overlap patches` and the survey script, run as commands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FILES = [f"{module.replace('.', '/')}.py" for module in sorted(MODULES)]
 
 
 def copied(release_folder: Path, folder: Path, old: str, new: str) -> Path:
-    """The surveyed files of a release with one change in layers.py, called release 9.9.9."""
+    """Copies the surveyed files of a release as release 9.9.9, with one change in layers.py."""
     for name in FILES:
         text = (release_folder / name).read_text()
         if name.endswith("package_info.py"):

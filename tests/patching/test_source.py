@@ -1,4 +1,4 @@
-"""Definitions found in source text: what counts as the same, and what does not."""
+"""Definitions in source text: signature, line, and which changes alter the digest."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_signature_has_defaults_and_no_annotations(tmp_path: Path) -> None:
         ("class Layer:", "class Other:\n    x = 1\n\n\nclass Layer:"),
     ],
 )
-def test_what_makes_no_difference(tmp_path: Path, old: str, new: str) -> None:
+def test_comments_and_layout_do_not_change_the_digest(tmp_path: Path, old: str, new: str) -> None:
     assert old in STOCK
     assert find(tmp_path, STOCK.replace(old, new)).digest == find(tmp_path, STOCK).digest
 
@@ -75,12 +75,12 @@ def test_what_makes_no_difference(tmp_path: Path, old: str, new: str) -> None:
         ("    def forward", "    @functools.cache\n    def forward"),
     ],
 )
-def test_what_makes_a_difference(tmp_path: Path, old: str, new: str) -> None:
+def test_code_changes_the_digest(tmp_path: Path, old: str, new: str) -> None:
     assert old in STOCK
     assert find(tmp_path, STOCK.replace(old, new)).digest != find(tmp_path, STOCK).digest
 
 
-def test_docstring_that_is_the_whole_body_counts(tmp_path: Path) -> None:
+def test_a_docstring_that_is_the_whole_body_is_part_of_the_digest(tmp_path: Path) -> None:
     one, two = "def f():\n    'one'\n", "def f():\n    'two'\n"
     assert find(tmp_path, one, "f").digest != find(tmp_path, two, "f").digest
     same_row = "def f(): 'doc'; return '{}'\n"
@@ -88,14 +88,14 @@ def test_docstring_that_is_the_whole_body_counts(tmp_path: Path) -> None:
     assert first != second
 
 
-def test_line_is_where_python_says_it_is(packages: Packages) -> None:
+def test_line_is_that_of_the_code_object(packages: Packages) -> None:
     module = packages.write("decorated", "import functools\n\n@functools.cache\n@functools.lru_cache()\ndef f(): ...\n")
     (found,) = definitions(ImportedTree(), Target("decorated", "f"))
     assert found.num_decorators == 2
     assert found.line == 3 == inspect.unwrap(module.f).__code__.co_firstlineno
 
 
-def test_every_branch_is_found(tmp_path: Path) -> None:
+def test_definitions_in_every_branch_are_found(tmp_path: Path) -> None:
     source = """
     try:
         import fast
@@ -134,12 +134,12 @@ def test_wheel_and_folder_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "module", "module.f", "a:b:c", "a b:c", ":f", "module:", "m:C..f", "1m:f"])
-def test_target_that_names_nothing(text: str) -> None:
+def test_an_invalid_target_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not of the form module:attr"):
         Target.parse(text)
 
 
-def test_worst_branch_decides(packages: Packages) -> None:
+def test_the_worst_branch_decides(packages: Packages) -> None:
     manifest = packages.manifest("scale")
     module = packages.write(
         "branches", "if 1:\n    def scale(value, factor=2): ...\nelse:\n    def scale(value): ...\n"
