@@ -12,20 +12,191 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from data_parallel_variants import DataCase
-from harness import Timings, versions
+from harness import Run, Timings, run_job, versions
 
-from megatron_overlap.comm import transport_of
-from megatron_overlap.tools.launch.netlab import Netlab
-from megatron_overlap.tools.launch.ranks import run_workers
+from megatron_overlap.comm import Transport, transport_of
+from megatron_overlap.ops import Gathering, GradientReduce
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+_LEARNING_RATE = 1e-3
+
+
+class DataCase:
+    """A stack of square linear layers with one bucket each: backward, sharded Adam, next forward, in all variants.
+
+    Gradients are summed in fp32, parameters are sent in `dtype`, the optimizer's copy of a shard is fp32, as in the
+    distributed optimizer of Megatron.
+
+    Args:
+        layers: number of layers and of buckets.
+        hidden: rows and columns of each weight; divisible by the number of ranks.
+        tokens: rows of the activations on each rank.
+    """
+
+    def __init__(self, layers: int, hidden: int, tokens: int, dtype: torch.dtype, transport: Transport) -> None:
+        self.transport = transport
+        self.size, self.rank = transport.size, transport.rank
+        self.dtype, self.shape = dtype, (hidden, hidden)
+        generator = torch.Generator().manual_seed(5)
+        scale = hidden**-0.5
+        self.start = [torch.randn(hidden * hidden, generator=generator) * scale for _ in range(layers)]
+        generator.manual_seed(6 + self.rank)
+        self.x = [torch.randn(tokens, hidden, generator=generator).to(dtype) for _ in range(layers)]
+        self.dy = torch.randn(tokens, hidden, generator=generator).to(dtype)
+        shard = hidden * hidden // self.size
+        self.own = slice(self.rank * shard, (self.rank + 1) * shard)
+        self.grads = [torch.zeros(hidden * hidden) for _ in range(layers)]
+        self.weights = [torch.empty(hidden * hidden, dtype=dtype) for _ in range(layers)]
+        self.masters = [torch.empty(shard) for _ in range(layers)]
+        # Sent by the variants whose communication is independent of their computation.
+        self.idle_grads = [torch.zeros(hidden * hidden) for _ in range(layers)]
+        self.idle_weights = [torch.zeros(hidden * hidden, dtype=dtype) for _ in range(layers)]
+        self.reduce = GradientReduce(transport)
+        self.reset()
+
+    def reset(self) -> None:
+        """Restore the initial parameters and optimizers."""
+        for start, weight, master in zip(self.start, self.weights, self.masters, strict=True):
+            weight.copy_(start)
+            master.copy_(weight[self.own])
+        self.adams = [torch.optim.AdamW([master], lr=_LEARNING_RATE) for master in self.masters]
+
+    def variants(self) -> dict[str, Run]:
+        """Name to callable: one step each."""
+        layers = range(len(self.weights))
+
+        def compute() -> None:
+            self._backward(lambda layer: None)
+            for layer in layers:
+                self._step(layer)
+            self._forward(lambda layer: None)
+
+        def collectives(grads: list[torch.Tensor], weights: list[torch.Tensor]) -> list[Any]:
+            works = [self._scatter(grads[layer], async_op=True) for layer in layers]
+            return works + [self._gather(weights[layer], async_op=True) for layer in layers]
+
+        def messages(grads: list[torch.Tensor], weights: list[torch.Tensor]) -> list[Any]:
+            p2p_works: list[Any] = [self.reduce.begin(grads[layer]) for layer in layers]
+            return p2p_works + [Gathering(self.transport, weights[layer]) for layer in layers]
+
+        def serial() -> None:
+            self._backward(lambda layer: None)
+            for layer in layers:
+                self._scatter(self.grads[layer], async_op=False)
+            for layer in layers:
+                self._step(layer)
+            for layer in layers:
+                self._gather(self.weights[layer], async_op=False)
+            self._forward(lambda layer: None)
+
+        def serial_p2p() -> None:
+            self._backward(lambda layer: None)
+            _wait([self.reduce.begin(self.grads[layer]) for layer in layers])
+            for layer in layers:
+                self._step(layer)
+            _wait([Gathering(self.transport, self.weights[layer]) for layer in layers])
+            self._forward(lambda layer: None)
+
+        def roof(begin: Callable[[list[torch.Tensor], list[torch.Tensor]], list[Any]]) -> None:
+            begun = begin(self.idle_grads, self.idle_weights)
+            compute()
+            _wait(begun)
+
+        return {
+            "compute": compute,
+            "comm_collective": lambda: _wait(collectives(self.idle_grads, self.idle_weights)),
+            "comm_p2p": lambda: _wait(messages(self.idle_grads, self.idle_weights)),
+            "serial": serial,
+            "serial_p2p": serial_p2p,
+            "sliced": self._sliced,
+            "overlap": self.overlap,
+            "roof_collective": lambda: roof(collectives),
+            "roof_p2p": lambda: roof(messages),
+        }
+
+    def overlap(self) -> None:
+        """The plugin: the gradients of a bucket are sent when complete, its parameters after their optimizer step."""
+        begun: list[Any] = [None] * len(self.weights)
+
+        def send(layer: int) -> None:
+            begun[layer] = self.reduce.begin(self.grads[layer])
+
+        self._backward(send)
+        _wait(begun[::-1])
+        for layer in range(len(self.weights)):
+            self._step(layer)
+            begun[layer] = Gathering(self.transport, self.weights[layer])
+        self._forward(lambda layer: begun[layer].wait())
+
+    def _sliced(self) -> None:
+        """The overlap of Megatron: one collective for each bucket; each gather begins after the previous one."""
+        works: list[Any] = [None] * len(self.weights)
+
+        def send(layer: int) -> None:
+            works[layer] = self._scatter(self.grads[layer], async_op=True)
+
+        self._backward(send)
+        _wait(works[::-1])
+        for layer in range(len(self.weights)):
+            self._step(layer)
+        works[0] = self._gather(self.weights[0], async_op=True)
+
+        def receive(layer: int) -> None:
+            works[layer].wait()
+            if layer + 1 < len(works):
+                works[layer + 1] = self._gather(self.weights[layer + 1], async_op=True)
+
+        self._forward(receive)
+
+    def exact(self, steps: int) -> list[torch.Tensor]:
+        """The parameters after some steps of the plain program: all gradients summed, everything stepped everywhere."""
+        weights = [start.to(self.dtype) for start in self.start]
+        masters = [weight.float() for weight in weights]
+        adams = [torch.optim.AdamW([master], lr=_LEARNING_RATE) for master in masters]
+        for _ in range(steps):
+            for layer, weight in enumerate(weights):
+                grad = torch.mm(self.dy.t(), self.x[layer]).float().flatten()
+                dist.all_reduce(grad)
+                masters[layer].grad = grad
+                adams[layer].step()
+                weight.copy_(masters[layer])
+        return weights
+
+    def _backward(self, ready: Callable[[int], None]) -> None:
+        for layer in reversed(range(len(self.weights))):
+            torch.mm(self.dy, self.weights[layer].view(self.shape))
+            grad = torch.mm(self.dy.t(), self.x[layer])
+            self.grads[layer].view(self.shape).copy_(grad)
+            ready(layer)
+
+    def _step(self, layer: int) -> None:
+        self.masters[layer].grad = self.grads[layer][self.own]
+        self.adams[layer].step()
+        self.weights[layer][self.own].copy_(self.masters[layer])
+
+    def _forward(self, arrived: Callable[[int], None]) -> None:
+        for layer, weight in enumerate(self.weights):
+            arrived(layer)
+            torch.mm(self.x[layer], weight.view(self.shape).t())
+
+    def _scatter(self, grad: torch.Tensor, *, async_op: bool) -> Any:
+        return dist.reduce_scatter_tensor(grad[self.own], grad, async_op=async_op)
+
+    def _gather(self, weight: torch.Tensor, *, async_op: bool) -> Any:
+        return dist.all_gather_into_tensor(weight, weight[self.own], async_op=async_op)
+
+
+def _wait(begun: list[Any]) -> None:
+    for work in begun:
+        work.wait()
 
 
 def main() -> None:
@@ -38,7 +209,7 @@ def main() -> None:
     if args.ratios and not args.loopback:
         rates = rates_for(args)
     for gbps in rates:
-        row = launch(args, gbps)
+        row = run_job(__file__, sys.argv[1:], args.hosts, gbps, args.timeout)
         row["gbps"] = gbps
         print_row(row)
         rows.append(row)
@@ -48,29 +219,15 @@ def main() -> None:
         Path(args.json).write_text(text + "\n")
 
 
-def launch(args: argparse.Namespace, gbps: float | None, *more: str) -> dict[str, Any]:
-    """One job of all ranks at one rate."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "row.json"
-        options = [*sys.argv[1:], *more, "--worker", "--json", str(out)]
-        if gbps is None:
-            run_workers(__file__, options, args.hosts, timeout_s=args.timeout)
-        else:
-            with Netlab(args.hosts, gbps) as lab:
-                run_workers(__file__, options, args.hosts, lab=lab, timeout_s=args.timeout)
-        result: dict[str, Any] = json.loads(out.read_text())
-    return result
-
-
 def moved_bytes(args: argparse.Namespace) -> float:
-    """What a rank sends in one step: fp32 gradients, and parameters."""
+    """Bytes that a rank sends in one step: fp32 gradients, and parameters."""
     elements = args.layers * args.hidden**2 * (args.hosts - 1) / args.hosts
     return elements * (4 + DTYPES[args.dtype].itemsize)
 
 
 def rates_for(args: argparse.Namespace) -> list[float]:
     """The link rates at which communication takes `ratio` times the computation, measured over loopback."""
-    compute_ms = launch(args, None, "--probe")["compute_ms"]
+    compute_ms = run_job(__file__, [*sys.argv[1:], "--probe"], args.hosts, None, args.timeout)["compute_ms"]
     return [round(moved_bytes(args) * 8 / (ratio * compute_ms * 1e6), 3) for ratio in args.ratios]
 
 
@@ -93,7 +250,7 @@ def work(args: argparse.Namespace) -> None:
 
 
 def gate(case: DataCase) -> None:
-    """No time is taken of something that is wrong."""
+    """Check the result before anything is timed."""
     steps = 3
     for _ in range(steps):
         case.overlap()

@@ -1,4 +1,4 @@
-"""What the benchmarks share: interleaved timing over all ranks, and figures from it."""
+"""Shared by the benchmarks: interleaved timing over all ranks, figures from it, and jobs on several hosts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Run = Callable[[], object]
 
 
 def in_turn(first: Mapping[str, Run], second: Mapping[str, Run]) -> dict[str, Run]:
-    """Each variant of one pass, then the same of the next, as in training; what only one has runs alone."""
+    """Each variant of the first pass, then of the second, as in training; a variant of one pass runs alone."""
 
     def both(name: str) -> Run:
         runs = [passes[name] for passes in (first, second) if name in passes]
@@ -37,10 +37,10 @@ def in_turn(first: Mapping[str, Run], second: Mapping[str, Run]) -> dict[str, Ru
 
 
 class Timings:
-    """Wall times in ms of several variants, run in turn: each round runs all of them, in an order that rotates.
+    """Wall times in ms of several variants. Each round runs all of them, in an order that rotates.
 
-    One value a round and variant: from a barrier until the slowest rank is done. Ratios are made inside a round, so
-    that a machine that is slower for a while slows both sides.
+    One value for each round and variant: from a barrier to the end of the slowest rank. Ratios are of times of the same
+    round: a change of the machine's speed that lasts longer cancels.
     """
 
     def __init__(self, variants: Mapping[str, Callable[[], object]], rounds: int, warmup: int) -> None:
@@ -66,7 +66,7 @@ class Timings:
 
 
 def versions() -> dict[str, Any]:
-    """What a figure depends on."""
+    """Versions, kernel and processor."""
     processor = platform.processor() or platform.machine()
     try:
         with open("/proc/cpuinfo") as lines:
@@ -86,7 +86,7 @@ def run_job(script: str, argv: Sequence[str], hosts: int, gbps: float | None, ti
     """Runs `script` with `--worker --json FILE` added on every host, over links of one rate or over loopback.
 
     Returns:
-        What rank 0 wrote into FILE.
+        The content of FILE, which rank 0 writes.
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"

@@ -1,9 +1,9 @@
-"""Times an overlapped tensor-parallel linear against everything it could be compared with, over links with a real rate.
+"""Times an overlapped tensor-parallel linear and its alternatives over links with a limited rate.
 
     python scripts/bench/linear.py --hosts 2 --gbps 1.0 --rows 2048 --in-features 2048 --out-features 4096 \\
         --dtype bf16 --json linear.json
 
-One rank a host, one thread a rank. Every figure is the median over rounds in which all variants run in turn.
+One rank a host, one thread a rank. Every figure is the median over rounds; each round runs all variants.
 """
 
 from __future__ import annotations
@@ -11,21 +11,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from all_reduce_variants import OPS as ALL_REDUCE_OPS
-from all_reduce_variants import AllReduceCase
-from harness import Timings, versions
-from linear_variants import LinearCase
+from harness import Timings, run_job, versions
+from linear_cases import ALL_REDUCE_OPS, AllReduceCase, LinearCase
 
 from megatron_overlap.comm import transport_of
 from megatron_overlap.ops import LinearPlan, reference
-from megatron_overlap.tools.launch.netlab import Netlab
-from megatron_overlap.tools.launch.ranks import run_workers
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 OPS = ("ag_gemm", "gemm_rs", *ALL_REDUCE_OPS)
@@ -45,7 +40,7 @@ def main() -> None:
     if args.ratios and not args.loopback:
         rates = rates_for(args)
     for gbps in rates:
-        result = launch(args, gbps)
+        result = run_job(__file__, sys.argv[1:], args.hosts, gbps, args.timeout)
         for row in result["rows"]:
             row["gbps"] = gbps
             print_row(row)
@@ -56,26 +51,9 @@ def main() -> None:
         Path(args.json).write_text(text + "\n")
 
 
-def launch(args: argparse.Namespace, gbps: float | None) -> dict[str, Any]:
-    """One job of all ranks at one rate."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "rows.json"
-        options = [*sys.argv[1:], "--worker", "--json", str(out)]
-        if gbps is None:
-            run_workers(__file__, options, args.hosts, timeout_s=args.timeout)
-        else:
-            with Netlab(args.hosts, gbps) as lab:
-                run_workers(__file__, options, args.hosts, lab=lab, timeout_s=args.timeout)
-        result: dict[str, Any] = json.loads(out.read_text())
-    return result
-
-
 def rates_for(args: argparse.Namespace) -> list[float]:
     """The link rates at which communication takes `ratio` times the GEMM, from a GEMM measured over loopback."""
-    probe = argparse.Namespace(**{**vars(args), "ratios": None})
-    saved, sys.argv = sys.argv, [*sys.argv, "--probe"]
-    gemm_ms = launch(probe, None)["gemm_ms"]
-    sys.argv = saved
+    gemm_ms = run_job(__file__, [*sys.argv[1:], "--probe"], args.hosts, None, args.timeout)["gemm_ms"]
     features = args.out_features if args.ops == ["gemm_ar"] else args.in_features
     passes = 2 if set(args.ops) <= set(ALL_REDUCE_OPS) else 1
     moved = passes * args.rows * features * DTYPES[args.dtype].itemsize * (args.hosts - 1) / args.hosts
@@ -102,7 +80,7 @@ def work(args: argparse.Namespace) -> None:
         rows_out: dict[str, Any] = {"gemm_ms": gemm_ms}
     else:
         for op in args.ops:
-            # Without sequence parallelism a column-parallel layer communicates in backward only.
+            # A column-parallel layer without sequence parallelism communicates in backward only.
             directions = [way for way in args.directions if op != "copy_gemm" or way == "forward_backward"]
             gate(case(op, "forward_backward" if op == "copy_gemm" else "forward"))
             for direction in directions:
@@ -117,7 +95,7 @@ def work(args: argparse.Namespace) -> None:
 
 
 def gate(case: Case) -> None:
-    """No time is taken of something that is wrong."""
+    """Check the result before anything is timed."""
     group = dist.group.WORLD
     assert group is not None
     x, w = case.x.float().requires_grad_(), case.w.float()

@@ -1,4 +1,4 @@
-"""Runs the shapes that the Flash-Overlap paper measured, scaled to this machine, and prints its numbers beside.
+"""Runs the shapes of the Flash-Overlap paper, scaled to this machine, and prints the numbers of the paper beside.
 
     python scripts/bench/paper.py --json paper.json
 

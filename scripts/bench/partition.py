@@ -1,8 +1,8 @@
-"""How even the partition is on the published distributions, beside the baselines, and how long it takes to compute.
+"""Balance of the partition and of the baselines on the published distributions, and the time to compute it.
 
 python scripts/bench/partition.py --seeds 5
 
-Balances are of the cost model: no attention runs. Times are processor time of one core.
+Balances are computed by the cost model; no attention runs. Times are processor time of one core.
 """
 
 from __future__ import annotations

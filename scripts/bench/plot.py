@@ -1,4 +1,4 @@
-"""Draws what bench/linear.py measured: one panel an op and direction, time over the roof against communication : GEMM.
+"""Draws the figures of bench/linear.py: time / roof over communication : GEMM, one panel for each op and direction.
 
 python scripts/bench/plot.py linear.json [more.json ...] --output linear.png
 """
@@ -18,7 +18,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 # Colour and marker tell the variants apart in print too.
 VARIANTS = {
-    "serial_ms": ("Megatron's order", "#8c8c8c", "s"),
+    "serial_ms": ("order of Megatron", "#8c8c8c", "s"),
     "serial_p2p_ms": ("point to point, not overlapped", "#bf9000", "^"),
     "sliced_ms": ("asynchronous collective a slice", "#3d78b8", "D"),
     "overlap_ms": ("overlapped", "#c0392b", "o"),

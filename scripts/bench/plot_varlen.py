@@ -1,4 +1,4 @@
-"""Draws what bench/varlen.py measured: how many times faster balanced attention is than each way, batch by batch.
+"""Draws the figures of bench/varlen.py: the speedup of balanced attention over each method, batch by batch.
 
 python scripts/bench/plot_varlen.py varlen.json --output varlen.png
 """

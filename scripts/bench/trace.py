@@ -1,4 +1,4 @@
-"""What recording events costs: the same layers with and without a trace, in turn, on hosts joined by a link."""
+"""The cost of recording events: the same layers with and without a trace, interleaved, on hosts joined by a link."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_overlap.tracing.exposed import exposed_in
 
 
 def worker(args: argparse.Namespace) -> None:
-    """Times steps of both kinds."""
+    """Times steps with and without events."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     size, group = dist.get_world_size(), dist.group.WORLD
@@ -29,7 +29,7 @@ def worker(args: argparse.Namespace) -> None:
     up, down = (torch.randn(args.width, args.width).requires_grad_() for _ in range(2))
 
     def layers(events: Trace | None) -> None:
-        # One transport for all: what two of them differ in by themselves would be in the figure.
+        # One transport for both: two transports would add their own difference to the figure.
         transport.trace = events
         y = x
         for _ in range(args.layers):

@@ -3,7 +3,7 @@
     python scripts/bench/varlen.py --json varlen.json --png varlen.png
 
 Four ranks, two nodes: every rank is a host of a netlab with a card of its own (`--gbps`) and a faster link inside its
-node (`--intra-node-gbps`). All ways run in turn, on one kernel and one transport; ratios are made within a round.
+node (`--intra-node-gbps`). Each round runs all methods, with one kernel and transport; ratios are made within a round.
 
 The defaults stand for 64K tokens on 16 GPUs of 4K tokens each: documents are drawn from published distributions, as
 many as 64K tokens hold, and divided by `--scale`; and a rank has about a fifth of the tokens from which on a ring
@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import Timings, versions
-from varlen_variants import Batch, Engine, Layer, Messages, Way, limits, ways
+from varlen_methods import Batch, Engine, Layer, Messages, Method, limits, methods
 
 from megatron_overlap.comm import transport_of
 from megatron_overlap.ops.flash_attention import documents_forward
@@ -128,7 +128,7 @@ def work(args: argparse.Namespace) -> None:
     for name, seed in seeded:
         lengths = lengths_of(name, args.tokens, args.scale, seed)
         batch = Batch.random(lengths, shape)
-        found = ways(lengths, topology, cost, shape, transport)
+        found = methods(lengths, topology, cost, shape, transport)
         gate(found, batch, args.direction)
         for scope in args.scopes:
             for direction in args.direction:
@@ -204,11 +204,11 @@ def flops_per_s(cost: CostModel, shape: Shape) -> float:
     return 4 * shape.heads * shape.size / (cost.pair_fs * 1e-15)
 
 
-def gate(found: dict[str, Way], batch: Batch, directions: Sequence[str]) -> None:
+def gate(found: dict[str, Method], batch: Batch, directions: Sequence[str]) -> None:
     """No time is taken of something that is wrong."""
     exact = batch.exact()
-    for name, way in found.items():
-        layer = Layer(way, batch, backward="forward_backward" in directions)
+    for name, method in found.items():
+        layer = Layer(method, batch, backward="forward_backward" in directions)
         for rows, results in zip(layer.rows, layer.run(), strict=True):
             for what, got, true in zip(("y", "dq", "dk", "dv"), results, exact, strict=False):
                 off = (got.float() - true[rows]).norm() / true.norm()
@@ -217,7 +217,7 @@ def gate(found: dict[str, Way], batch: Batch, directions: Sequence[str]) -> None
 
 
 def measure(
-    found: dict[str, Way],
+    found: dict[str, Method],
     batch: Batch,
     shape: Shape,
     topology: Topology,
@@ -226,8 +226,8 @@ def measure(
     linear: bool,
     args: argparse.Namespace,
 ) -> dict[str, Any]:
-    """All ways on one batch."""
-    layers = {name: Layer(way, batch, backward=backward, linear=linear) for name, way in found.items()}
+    """All methods on one batch."""
+    layers = {name: Layer(method, batch, backward=backward, linear=linear) for name, method in found.items()}
     runs = {name: layer.run for name, layer in layers.items()}
     ours, ring, routed = found["routing"], found["ring"], found["ring_routed"]
     assert isinstance(ours, Engine)

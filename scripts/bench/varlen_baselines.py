@@ -1,4 +1,4 @@
-"""Context parallelism as others do it, on the engine's kernel and transport: all-gather of keys and values, Ulysses."""
+"""Baselines on the kernel and transport of balanced attention: all-gather of keys and values, and Ulysses."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ class AllGather:
             row += stop - start
 
     def passes(self) -> list[tuple[torch.Tensor, bool]]:
-        """See `Way.passes`."""
+        """See `Method.passes`."""
         return [(self.rows, False)]
 
     def attend(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """See `Way.attend`."""
+        """See `Method.attend`."""
         out: torch.Tensor = _Gathered.apply(q, k, v, self)
         return out
 
@@ -130,11 +130,11 @@ class AllGather:
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, way: AllGather) -> torch.Tensor:
-        both = way.gather(torch.stack([k, v], dim=1))
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, method: AllGather) -> torch.Tensor:
+        both = method.gather(torch.stack([k, v], dim=1))
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=accumulation_dtype(q.dtype))
         scale = q.shape[-1] ** -0.5
-        for rows, first, start, stop in way.pieces:
+        for rows, first, start, stop in method.pieces:
             keys, values = both[first : first + stop].unbind(1)
             if not start or stop - start <= _FEW_ROWS:
                 out[rows], lse[rows] = partial_forward(q[rows], keys, values, scale, Mask(start, None))
@@ -149,17 +149,17 @@ class _Gathered(torch.autograd.Function):
             )
             out[rows], lse[rows] = total, part_lse
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.way = way
+        ctx.method = method
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        way, dout = ctx.way, grads[0]
-        both = way.gather(torch.stack([k, v], dim=1))
+        method, dout = ctx.method, grads[0]
+        both = method.gather(torch.stack([k, v], dim=1))
         dq, dboth = torch.empty_like(q), torch.zeros(both.shape, dtype=lse.dtype)
         scale = q.shape[-1] ** -0.5
-        for rows, first, start, stop in way.pieces:
+        for rows, first, start, stop in method.pieces:
             keys, values = both[first : first + stop].unbind(1)
             mine, sums = (dout[rows], q[rows]), dboth[first : first + stop]
             results = out[rows], lse[rows]
@@ -173,7 +173,7 @@ class _Gathered(torch.autograd.Function):
                 sums[a:b, 0] += terms[1]
                 sums[a:b, 1] += terms[2]
             dq[rows] = total
-        dk, dv = way.reduce(dboth.to(q.dtype)).unbind(1)
+        dk, dv = method.reduce(dboth.to(q.dtype)).unbind(1)
         return dq, dk, dv, None
 
 
@@ -189,12 +189,12 @@ class Ulysses:
         self.bounds = [total * rank // transport.size for rank in range(transport.size + 1)]
 
     def passes(self) -> list[tuple[torch.Tensor, bool]]:
-        """See `Way.passes`."""
+        """See `Method.passes`."""
         rank = self.transport.rank
         return [(torch.arange(self.bounds[rank], self.bounds[rank + 1]), False)]
 
     def attend(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """See `Way.attend`."""
+        """See `Method.attend`."""
         out: torch.Tensor = _Ulysses.apply(q, k, v, self)
         return out
 
@@ -211,7 +211,7 @@ class Ulysses:
         return list(whole.split([x.shape[1] // size for x in tensors], dim=1))
 
     def to_rows(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """The way back."""
+        """The inverse of `to_heads`."""
         size, rank = self.transport.size, self.transport.rank
         whole = torch.cat(tensors, dim=1)
         counts = [b - a for a, b in zip(self.bounds, self.bounds[1:], strict=False)]
@@ -233,21 +233,21 @@ class Ulysses:
 
 class _Ulysses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, way: Ulysses) -> torch.Tensor:
-        mine = [x.contiguous() for x in way.to_heads(q, k, v)]
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, method: Ulysses) -> torch.Tensor:
+        mine = [x.contiguous() for x in method.to_heads(q, k, v)]
         out, lse = torch.empty_like(mine[0]), mine[0].new_empty(mine[0].shape[:2], dtype=accumulation_dtype(q.dtype))
-        documents_forward(*mine, way.lengths, q.shape[-1] ** -0.5, None, out, lse)
+        documents_forward(*mine, method.lengths, q.shape[-1] ** -0.5, None, out, lse)
         ctx.save_for_backward(*mine, out, lse)
-        ctx.way = way
-        return way.to_rows(out)[0]
+        ctx.method = method
+        return method.to_rows(out)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        dout = ctx.way.to_heads(grads[0])[0].contiguous()
+        dout = ctx.method.to_heads(grads[0])[0].contiguous()
         mine = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        documents_backward(dout, q, k, v, out, lse, ctx.way.lengths, q.shape[-1] ** -0.5, None, mine)
-        return (*ctx.way.to_rows(*mine), None)
+        documents_backward(dout, q, k, v, out, lse, ctx.method.lengths, q.shape[-1] ** -0.5, None, mine)
+        return (*ctx.method.to_rows(*mine), None)
 
 
 def _transfer(to: int, source: int, send: torch.Tensor, recv: torch.Tensor, after: int | None = None) -> Transfer:

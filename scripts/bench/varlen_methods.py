@@ -1,6 +1,6 @@
-"""The ways to attend to a batch of documents that bench/varlen.py compares: one kernel, one transport, the same data.
+"""Methods for attention over a batch of documents that bench/varlen.py compares: one kernel, transport and data set.
 
-A way says which rows of the batch a rank holds, pass by pass, and attends to them, forward and backward.
+A method determines the rows of the batch on each rank, pass by pass, and computes attention, forward and backward.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Run = Callable[[], object]
 
 @dataclass(frozen=True)
 class Batch:
-    """All of it, on every rank; documents one after the other."""
+    """The whole batch on every rank, one document after the other."""
 
     lengths: tuple[int, ...]
     q: torch.Tensor
@@ -58,14 +58,14 @@ class Batch:
         return out, *grads
 
 
-class Way(Protocol):
-    """One way to lay out and attend to a batch."""
+class Method(Protocol):
+    """One method: the layout of a batch, and its attention."""
 
     def passes(self) -> Sequence[tuple[torch.Tensor, bool]]:
-        """Rows of the batch that this rank holds in linear layers, and whether all ranks meet before."""
+        """For each pass, the rows of this rank in linear layers, and whether a barrier precedes the pass."""
 
     def attend(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Causal attention of each document alone of the rows of a pass."""
+        """Causal attention within each document over the rows of a pass."""
 
 
 class Engine:
@@ -75,7 +75,7 @@ class Engine:
         self.plan, self._transport, self._rebalanced = plan, transport, rebalanced
 
     def passes(self) -> list[tuple[torch.Tensor, bool]]:
-        """See `Way.passes`."""
+        """See `Method.passes`."""
         starts = list(accumulate(self.plan.lengths, initial=0))
         found, stage = [], 0
         for index, part in enumerate(self.plan.passes):
@@ -89,22 +89,22 @@ class Engine:
         return found
 
     def attend(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """See `Way.attend`."""
+        """See `Method.attend`."""
         layout: Layout = "linear" if self._rebalanced else "attention"
         return balanced_attention(q, k, v, self.plan, index=index, group=self._transport, layout=layout)
 
 
-def ways(
+def methods(
     lengths: Sequence[int], topology: Topology, cost: CostModel, shape: Shape, transport: Transport
-) -> dict[str, Way]:
-    """Every way by its name, the baselines first; then the parts of ours, each added to the one before."""
+) -> dict[str, Method]:
+    """All methods: the baselines, then the parts of balanced attention, each added to the previous one."""
     share = -(-sum(lengths) // topology.ranks)
     room = share + -(-share // 16)
     direct = replace(topology, routing=False)
     ring = ring_over_all(lengths, direct, capacity=room, cost=cost)
     ours = partition(lengths, topology, capacity=room, cost=cost)
     plain = without_routing(ours)
-    found: dict[str, Way] = {
+    found: dict[str, Method] = {
         "ring": Engine(ring, transport),
         "all_gather": AllGather(ring, topology, shape, transport),
         "hybrid": Engine(hybrid(lengths, direct, capacity=room, cost=cost), transport),
@@ -134,10 +134,10 @@ def one_after_the_other(plan: Plan) -> Plan:
 
 
 class Layer:
-    """A way run on a batch: attention alone, or between the linear layers of a transformer layer."""
+    """A method on a batch: attention alone, or between the linear layers of a transformer layer."""
 
-    def __init__(self, way: Way, batch: Batch, *, backward: bool, linear: bool = False) -> None:
-        self._way, self._backward, self._linear = way, backward, linear
+    def __init__(self, method: Method, batch: Batch, *, backward: bool, linear: bool = False) -> None:
+        self._method, self._backward, self._linear = method, backward, linear
         self._heads = [batch.q.shape[1], batch.k.shape[1], batch.v.shape[1]]
         width, size = batch.q.shape[1] * batch.q.shape[2], batch.q.shape[2]
         generator = torch.Generator().manual_seed(5)
@@ -151,7 +151,7 @@ class Layer:
             self._weights += [weight(width, 4 * width), weight(4 * width, width)]
         self.rows: list[torch.Tensor] = []
         self._data = []
-        for rows, meet in way.passes():
+        for rows, meet in method.passes():
             self.rows.append(rows)
             self._data.append(([x[rows] for x in (batch.q, batch.k, batch.v, batch.dout)], meet))
 
@@ -165,7 +165,7 @@ class Layer:
                 results.append(self._layer(index, q, dout))
                 continue
             leaves = [x.detach().requires_grad_(self._backward) for x in (q, k, v)]
-            out = self._way.attend(index, *leaves)
+            out = self._method.attend(index, *leaves)
             if self._backward:
                 out.backward(dout)
             results.append((out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)))
@@ -176,7 +176,7 @@ class Layer:
         x = x.flatten(1).detach().requires_grad_(self._backward)
         with torch.set_grad_enabled(self._backward):
             q, k, v = (x @ w_qkv.t()).unflatten(1, (-1, dout.shape[2])).split(self._heads, dim=1)
-            x = x + self._way.attend(index, q, k, v).flatten(1) @ w_out.t()
+            x = x + self._method.attend(index, q, k, v).flatten(1) @ w_out.t()
             x = x + torch.relu(x @ w_up.t()) @ w_down.t()
         if self._backward:
             x.backward(dout.flatten(1))
@@ -186,7 +186,7 @@ class Layer:
 
 
 class Silent:
-    """A transport that sends nothing and has everything at once: for the time of computation alone."""
+    """A transport that sends nothing and completes at once, for the time of computation alone."""
 
     def __init__(self, transport: Transport) -> None:
         self.rank, self.size = transport.rank, transport.size
@@ -194,7 +194,7 @@ class Silent:
         self._filled: set[tuple[int, int]] = set()
 
     def begin(self, transfers: Sequence[Transfer], op: str) -> Silent:
-        """What would arrive is made once, as ordinary numbers: a kernel may be slow with others."""
+        """Fills each receive buffer once with normal numbers: a kernel can be slow with others."""
         for transfer in transfers:
             key = transfer.recv.data_ptr(), transfer.recv.numel()
             if key not in self._filled:
@@ -203,20 +203,20 @@ class Silent:
         return self
 
     def mark_ready(self, work_done: int) -> None:
-        """Nothing waits."""
+        """Does nothing."""
 
     def wait(self, exchange: int) -> None:
-        """Nothing to wait for."""
+        """Returns at once."""
 
     def is_completed(self, exchange: int) -> bool:
-        """Everything has."""
+        """Always true."""
         return True
 
     def wait_all(self) -> None:
-        """Nothing is on its way."""
+        """Returns at once."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing."""
 
 
 class Messages:
@@ -267,7 +267,7 @@ class _Always(dict[Any, torch.Tensor]):
 
 
 def limits(ours: Engine, batch: Batch, shape: Shape, transport: Transport, *, backward: bool) -> dict[str, Run]:
-    """What bounds a plan of one pass: its computation alone, its messages alone, and both at once with no order."""
+    """Bounds of a plan of one pass: computation alone, messages alone, and both at once without dependencies."""
     plan, silent = ours.plan, Silent(transport)
     data = Layer(Engine(plan, transport), batch, backward=backward)
     messages = Messages(plan, shape, transport)
