@@ -33,7 +33,7 @@ TIMED = ("serial", "serial_p2p", "sliced", "row_parallel", "query_split")
 
 @dataclass(frozen=True)
 class PaperRow:
-    """A row of the paper's attention table (forward, TP = 4, d = 4096), in ms; None where it gives no number."""
+    """A row of the paper's attention table (forward, TP = 4, d = 4096), in ms; None: the paper gives no number."""
 
     batch: int
     positions: int
@@ -114,9 +114,9 @@ class AttentionCase(LinearCase):
             return torch.randn(*size, generator=generator).to(dtype)
 
         self.qkv = random(shape.heads), random(shape.kv_heads), random(shape.kv_heads)
-        # As small as trained projections are: the result is of the size of the input.
+        # Scaled as trained projections: the result has the magnitude of the input.
         self.w = self.w / self.k**0.5
-        # What the parts of backward read in variants that run it by itself.
+        # Inputs of the parts of backward in variants that run it by itself.
         self.context, self.lse = _attend(*self.qkv)
         self.x = self.context.flatten(0, 1)
 

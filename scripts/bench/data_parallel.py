@@ -1,4 +1,4 @@
-"""Times a data parallel step, with its communication hidden in every way it could be, over links with a real rate.
+"""Times a data parallel step, in variants with and without overlap, over links with a limited rate.
 
     python scripts/bench/data_parallel.py --hosts 2 --gbps 1.0 --layers 12 --hidden 768 --tokens 512 --dtype bf16 \\
         --json data_parallel.json

@@ -117,10 +117,10 @@ def machine(dry: bool) -> dict[str, Any]:
 
     found = {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda, "dry_run": dry}
     if not dry:
-        asked = ["nvidia-smi", "--query-gpu=name,driver_version,clocks.max.sm,power.limit", "--format=csv,noheader"]
+        query = ["nvidia-smi", "--query-gpu=name,driver_version,clocks.max.sm,power.limit", "--format=csv,noheader"]
         try:
             found["device"] = subprocess.run(
-                asked, capture_output=True, text=True, timeout=20, check=True
+                query, capture_output=True, text=True, timeout=20, check=True
             ).stdout.strip()
         except (OSError, subprocess.SubprocessError) as error:
             found["device"] = f"unknown: {error}"
@@ -194,8 +194,10 @@ def main() -> int:
             if found["how"] == INTERRUPTED:
                 break
             counts = f"{len(found['rows'])} rows, {found['wrong_rows']} wrong, {found['seconds']:.0f} s"
-            told = f"{name}: {counts}, {found['how']}"
-            print("\n".join([told, *(json.dumps(row) for row in found["rows"]), found.get("stderr", "")]), flush=True)
+            summary = f"{name}: {counts}, {found['how']}"
+            print(
+                "\n".join([summary, *(json.dumps(row) for row in found["rows"]), found.get("stderr", "")]), flush=True
+            )
     finally:
         figures["seconds"] = options.budget - (end - time.perf_counter())
         save(options.json, figures)
@@ -208,7 +210,7 @@ def main() -> int:
     ends = {name: figures.get(name, {"how": "left out"}) for name in names}
     bad = [name for name, found in ends.items() if found.get("wrong_rows") or found["how"] != "ended"]
     if bad:
-        print(f"not as it should be: {', '.join(bad)}", file=sys.stderr)
+        print(f"failed parts: {', '.join(bad)}", file=sys.stderr)
     return int(bool(bad))
 
 

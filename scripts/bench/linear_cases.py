@@ -53,7 +53,7 @@ class LinearCase:
         self.x = random(shard if column else rows, self.k)
         self.w = random(self.f, self.k)
         self.dy = random(rows if column else shard, self.f)
-        # What collectives read and write without a GEMM. GEMMs make their results anew, as Megatron's do: the first
+        # Buffers of collectives without a GEMM. GEMMs allocate their results, as in Megatron: the first
         # touch of fresh pages is part of every variant alike.
         self.x_full = random(rows, self.k)
         self.dy_full = random(rows, self.f)

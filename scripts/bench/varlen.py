@@ -1,16 +1,16 @@
-"""Times balanced attention against what others do with the same documents, on nodes of several limited cards.
+"""Times balanced attention and its alternatives on the same documents, on nodes with several limited network cards.
 
     python scripts/bench/varlen.py --json varlen.json --png varlen.png
 
-Four ranks, two nodes: every rank is a host of a netlab with a card of its own (`--gbps`) and a faster link inside its
+Four ranks, two nodes: every rank is a host of a netlab with one network card (`--gbps`) and a faster link inside its
 node (`--intra-node-gbps`). Each round runs all methods, with one kernel and transport; ratios are made within a round.
 
-The defaults stand for 64K tokens on 16 GPUs of 4K tokens each: documents are drawn from published distributions, as
-many as 64K tokens hold, and divided by `--scale`; and a rank has about a fifth of the tokens from which on a ring
-through one card is hidden behind attention, as 4K tokens are on an H200 with a 400 Gbit/s card. The script prints it.
+The defaults model 64K tokens on 16 GPUs with 4K tokens each. Documents are drawn from published distributions up to 64K
+tokens and divided by `--scale`. A rank has about a fifth of the tokens that hide a ring through one card behind
+attention, as with 4K tokens on an H200 with a 400 Gbit/s card. The script prints this ratio.
 
-`attention` is attention alone; `layer` has the projections and a feed-forward block around it, which is where
-rebalancing shows. Nothing is timed whose output or gradients are off.
+`attention` is attention alone; `layer` adds the projections and a feed-forward block, which rebalancing speeds up.
+Output and gradients are checked before anything is timed.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ BASELINES = ("ring", "all_gather", "ulysses", "hybrid", "packing")
 PARTS = ("partition", "engine", "routing", "remap")
 NODES, DEVICES = 2, 2
 _REPEATS = 10
-ASKED = {("long", "ring round"): 1.7, ("short", "ring"): 4.0}
-ASKED_MIXED = {"ring": 2.8, "all_gather": 1.3, "hybrid": 1.2}
+CRITERIA = {("long", "ring round"): 1.7, ("short", "ring"): 4.0}
+CRITERIA_MIXED = {"ring": 2.8, "all_gather": 1.3, "hybrid": 1.2}
 
 
 def main() -> None:
@@ -72,7 +72,9 @@ def main() -> None:
     )
     result["summary"] = summary(result["rows"])
     for line in result["summary"]:
-        print(f"{line['batch']}, {line['direction']}: {line['ratio']:.2f} x {line['over']}, asked {line['asked']}")
+        print(
+            f"{line['batch']}, {line['direction']}: {line['ratio']:.2f} x {line['over']}, criterion {line['criterion']}"
+        )
     link = {
         "kind": "loopback" if args.loopback else "netlab",
         "gbps": args.gbps,
@@ -88,24 +90,24 @@ def main() -> None:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The ratios that were asked for, of attention alone; of all mixed batches together, their geometric mean."""
+    """The ratios of the acceptance criteria for attention alone; the geometric mean over the mixed batches."""
     found = []
     for direction in sorted({row["direction"] for row in rows}):
         mine = [row for row in rows if row["direction"] == direction and row["scope"] == "attention"]
-        for (batch, over), asked in ASKED.items():
+        for (batch, over), criterion in CRITERIA.items():
             for row in mine:
                 if row["batch"] == batch:
                     ratio = row["ring_round_over_routed"] if over == "ring round" else row["gain_over"][over]
-                    found.append(_line(batch, direction, over, ratio, asked))
+                    found.append(_line(batch, direction, over, ratio, criterion))
         mixed = [row["gain_over"] for row in mine if row["batch"] in MIXES]
-        for over, asked in ASKED_MIXED.items():
+        for over, criterion in CRITERIA_MIXED.items():
             if mixed:
-                found.append(_line("mixed", direction, over, geometric_mean(gain[over] for gain in mixed), asked))
+                found.append(_line("mixed", direction, over, geometric_mean(gain[over] for gain in mixed), criterion))
     return found
 
 
-def _line(batch: str, direction: str, over: str, ratio: float, asked: float) -> dict[str, Any]:
-    return {"batch": batch, "direction": direction, "over": over, "ratio": ratio, "asked": asked}
+def _line(batch: str, direction: str, over: str, ratio: float, criterion: float) -> dict[str, Any]:
+    return {"batch": batch, "direction": direction, "over": over, "ratio": ratio, "criterion": criterion}
 
 
 def print_row(row: dict[str, Any]) -> None:
@@ -144,7 +146,7 @@ def work(args: argparse.Namespace) -> None:
                         **row,
                     }
                 )
-    # Tokens a rank from which on a ring's messages through one card take as long as its attention.
+    # Tokens of a rank with which the messages of a ring through one card take as long as its attention.
     hidden = round(2 * shape.kv_heads / shape.heads * flops_per_s(cost, shape) / (args.gbps * 1e9 / 8))
     share = args.tokens / (NODES * DEVICES) / hidden
     known = {"hidden_from_tokens": hidden, "share_of_it": share, **asdict(cost)}

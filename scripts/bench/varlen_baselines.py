@@ -24,7 +24,7 @@ from megatron_overlap.schedules.layout import Chunk
 from megatron_overlap.schedules.plan import Message
 from megatron_overlap.schedules.varlen import Plan, Topology
 
-# Up to so many rows a masked call of the kernel is cheaper than a full one, a causal one, and their merge.
+# Up to this number of rows one masked call is cheaper than a full call, a causal call and their merge.
 _FEW_ROWS = 64
 
 

@@ -121,7 +121,7 @@ def methods(
 
 
 def one_after_the_other(plan: Plan) -> Plan:
-    """The same placement with no order across rings: whole documents, then the rings of each set of ranks by itself.
+    """The same placement without an order across rings: whole documents, then the rings of each set of ranks.
 
     Each of these is a pass: its messages are posted when it begins and hidden behind its own computation alone.
     """
@@ -220,7 +220,7 @@ class Silent:
 
 
 class Messages:
-    """The messages of a plan's only pass with nothing computed, and in no order but that of the links."""
+    """The messages of the only pass of a plan, without computation, in the order of the links."""
 
     def __init__(self, plan: Plan, shape: Shape, transport: Transport) -> None:
         (self._part,) = plan.passes
