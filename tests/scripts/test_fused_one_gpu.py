@@ -101,7 +101,7 @@ def test_what_ends_a_part_leaves_what_was_measured(
     run, figures = dry(tmp_path, "--only", "split", "--only", "gemm", "--budget", "12")
     assert run.returncode == 1
     assert figures["gemm"]["how"] == "no time left"
-    assert "not as it should be: gemm" in run.stderr
+    assert "failed parts: gemm" in run.stderr
     assert script._parsed('{"a": 1') is None
     assert script._parsed("3") is None
     assert script._parsed('{"a": 1}') == {"a": 1}
