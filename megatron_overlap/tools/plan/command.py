@@ -1,4 +1,4 @@
-"""`megatron-overlap plan`: how a batch of documents would lie on the ranks, before anything runs."""
+"""`megatron-overlap plan`: the layout of a batch of documents over the ranks, computed without a run."""
 
 from __future__ import annotations
 
@@ -15,34 +15,37 @@ from megatron_overlap.schedules.varlen.baselines import METHODS
 from megatron_overlap.schedules.varlen.topology import Topology
 from megatron_overlap.tools.plan.lengths import DISTRIBUTIONS, read_lengths, sample
 
-_SPARE = 16  # without --capacity a rank may hold 1/16 more than its share of one pass
+_SPARE = 16
+"""Without --capacity, a rank holds up to 1/16 more than its share of one pass."""
 
 
 def plan(
     config: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Launch config, a file or a shipped one's name, and key=value: its ranks, nodes and tokens of a batch."
+            help="Launch config (file or name of a shipped one) and key=value: gives ranks, nodes and tokens."
         ),
     ] = None,
     lengths: Annotated[
         Path | None,
-        typer.Option("--lengths", help="File of one length a line, or folder of documents (a byte a token)."),
+        typer.Option("--lengths", help="File with one length per line, or folder of documents (one token per byte)."),
     ] = None,
     distribution: Annotated[
         str, typer.Option("--distribution", help=f"Without --lengths: {', '.join(DISTRIBUTIONS)}.")
     ] = "prolong",
     tokens: Annotated[int | None, typer.Option("--tokens", min=0, help="Tokens drawn from the distribution.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the draw.")] = 1,
-    ranks: Annotated[int | None, typer.Option("--ranks", min=1, help="Ranks that share the batch.")] = None,
-    nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="Nodes they are on.")] = None,
-    nics: Annotated[int, typer.Option("--nics", min=1, help="Network cards of a node.")] = 1,
-    capacity: Annotated[int | None, typer.Option("--capacity", min=1, help="Tokens of a rank in one pass.")] = None,
+    ranks: Annotated[int | None, typer.Option("--ranks", min=1, help="Number of ranks that share the batch.")] = None,
+    nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="Number of nodes.")] = None,
+    nics: Annotated[int, typer.Option("--nics", min=1, help="Network cards per node.")] = 1,
+    capacity: Annotated[
+        int | None, typer.Option("--capacity", min=1, help="Largest number of tokens of a rank in one pass.")
+    ] = None,
     method: Annotated[str, typer.Option("--method", help=f"One of {', '.join(METHODS)}.")] = "balanced",
-    show: Annotated[int, typer.Option("--show", min=0, help="Ranks listed for each pass.")] = 16,
-    png: Annotated[Path | None, typer.Option("--png", help="Draw the layout into this file.")] = None,
+    show: Annotated[int, typer.Option("--show", min=0, help="Number of ranks listed for each pass.")] = 16,
+    png: Annotated[Path | None, typer.Option("--png", help="File for a picture of the layout.")] = None,
 ) -> int:
-    """Print, and draw, who holds what of a batch of documents: rings, load of every rank, balance."""
+    """Print and draw the layout of a batch of documents over the ranks: rings, load of every rank, balance."""
     if config:
         launch = load_launch_config(config_file(config[0]), config[1:])
         ranks = ranks or launch.data_parallel_size * launch.parallel.context

@@ -1,4 +1,4 @@
-"""`megatron-overlap plan`."""
+"""`megatron-overlap plan`: the printed layout, its picture, and wrong requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from megatron_overlap import cli
 
 
-def test_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_layout_is_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "plan.png"
     batch = ["--distribution", "wlb", "--tokens", "300000", "--seed", "2"]
     options = [*batch, "--ranks", "8", "--nodes", "2", "--nics", "4"]
@@ -21,7 +21,7 @@ def test_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_lengths_of_a_file_and_another_method(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_lengths_of_a_file_with_another_method(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     listing = tmp_path / "lengths.txt"
     listing.write_text("4000\n100\n100\n")
     assert cli.main(["plan", "--lengths", str(listing), "--ranks", "4", "--method", "ring", "--show", "1"]) == 0
@@ -31,7 +31,7 @@ def test_lengths_of_a_file_and_another_method(tmp_path: Path, capsys: pytest.Cap
     assert "... 3 more ranks" in text
 
 
-def test_ranks_and_tokens_of_a_config(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_and_tokens_come_from_the_config(capsys: pytest.CaptureFixture[str]) -> None:
     config = Path(__file__).parents[3] / "configs" / "llama3_8b_tp8_overlap.yaml"
     overrides = ["launch.nodes=4", "train.global_batch_size=16", "train.seq_length=4096"]
     assert cli.main(["plan", str(config), *overrides]) == 0
@@ -50,7 +50,7 @@ def test_ranks_and_tokens_of_a_config(capsys: pytest.CaptureFixture[str]) -> Non
         (["nowhere.yaml"], "nowhere.yaml"),
     ],
 )
-def test_wrong_requests_take_one_line(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_request_is_one_line(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", *arguments]) == 2
     error = capsys.readouterr().err
     assert text in error

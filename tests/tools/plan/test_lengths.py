@@ -1,4 +1,4 @@
-"""Samples follow what was published, and files say what they hold."""
+"""Samples have the published distributions, and lengths are read from files and folders."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_overlap.tools.plan.lengths import DISTRIBUTIONS, PROLONG, WLB, Ran
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_seeded_and_exact(distribution: str) -> None:
+def test_a_sample_has_exactly_the_tokens_and_depends_on_its_seed(distribution: str) -> None:
     one = sample(distribution, 1_000_000, 5)
     assert sum(one) == 1_000_000
     assert min(one) > 0
@@ -19,7 +19,7 @@ def test_seeded_and_exact(distribution: str) -> None:
 
 
 @pytest.mark.parametrize(("distribution", "ranges"), [("prolong", PROLONG), ("wlb", WLB)])
-def test_shares_and_means_of_ranges(distribution: str, ranges: tuple[Range, ...]) -> None:
+def test_ranges_have_the_published_shares_and_means(distribution: str, ranges: tuple[Range, ...]) -> None:
     lengths = sample(distribution, 100_000_000, 0)
     for part in ranges:
         inside = [length for length in lengths if part.start <= length < part.stop]
@@ -29,7 +29,7 @@ def test_shares_and_means_of_ranges(distribution: str, ranges: tuple[Range, ...]
         assert abs(sum(inside) / len(inside) - part.mean) <= 3 * spread
 
 
-def test_published_shares() -> None:
+def test_long_documents_have_the_published_shares() -> None:
     """ProLong: 15.1 % of tokens are in 8-16K. WLB: 12.8 % of tokens, 67 % of the squares, in 64-128K."""
     prolong = sample("prolong", 100_000_000, 1)
     middle = [n for n in prolong if 8192 <= n < 16384]
@@ -40,7 +40,7 @@ def test_published_shares() -> None:
     assert sum(n * n for n in longest) / sum(n * n for n in wlb) == pytest.approx(0.67, abs=0.04)
 
 
-def test_mixture_of_packed_and_short() -> None:
+def test_prolong64k_has_the_published_share_of_packed_documents() -> None:
     lengths = sample("prolong64k", 20_000_000, 0)
     packed = sum(n for n in lengths if n == 65536)
     assert packed / sum(lengths) == pytest.approx(0.6, abs=0.01)
@@ -48,12 +48,12 @@ def test_mixture_of_packed_and_short() -> None:
 
 
 @pytest.mark.parametrize(("distribution", "mean"), [("arxiv", 15_910), ("github", 1_792)])
-def test_mean_of_pile_parts(distribution: str, mean: int) -> None:
+def test_parts_of_the_pile_have_the_published_means(distribution: str, mean: int) -> None:
     lengths = sample(distribution, 30_000_000, 0)
     assert sum(lengths) / len(lengths) == pytest.approx(mean, rel=0.06)
 
 
-def test_real_lengths(tmp_path: Path) -> None:
+def test_lengths_are_read_from_files_and_folders(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / "a.py").write_text("12345")
     (tmp_path / "b" / "c.txt").write_text("123")
@@ -73,7 +73,7 @@ def test_real_lengths(tmp_path: Path) -> None:
         read_lengths(tmp_path / "e") if (tmp_path / "e").mkdir() else read_lengths(tmp_path / "e")
 
 
-def test_refused() -> None:
+def test_wrong_distributions_and_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match="use one of prolong"):
         sample("nothing", 10, 0)
     with pytest.raises(ValueError, match="tokens: -1"):
