@@ -204,7 +204,10 @@ def test_a_stock_path_that_was_dropped_does_not_return_with_larger_errors() -> N
     search = new(3)
     record_times(search, {0: Timing(120, 4), 1: Timing(100, 2), 2: Timing(101, 2)}, 2)
     assert search.wanted == (1, 2)
-    record_times(search, {1: Timing(100, 15), 2: Timing(101, 15)}, len(GAPS) - 2)
+    larger_errors = {1: Timing(100, 15), 2: Timing(101, 15)}
+    record_times(search, larger_errors, 1)
+    assert (search.measuring, search.selected.candidate) == (True, 1)
+    record_times(search, larger_errors, len(GAPS) - 3)
     assert (search.measuring, search.selected.candidate) == (False, 1)
 
 
