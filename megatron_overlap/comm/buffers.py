@@ -1,4 +1,4 @@
-"""Buffers that live as long as their transport, so that a step allocates none."""
+"""Reusable communication buffers that live as long as their transport, so that a step allocates none."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch
 
 
 class BufferPool:
-    """Named buffers of one transport. A name is handed out again only after the op that took it has finished.
+    """Named buffers of one transport. `take` returns the same memory for the same name, so that an operation must have
+    finished with a name before the next one takes it.
 
-    A buffer grows to the largest size that was asked for and is never returned, as Megatron's global memory buffer.
+    A buffer grows to the largest requested size and is never freed, like Megatron's global memory buffer.
 
     Args:
-        poison: fill every buffer with NaN (integers: their largest value) each time it is handed out. For tests.
-        within: makes the context in which memory is allocated, to have it from elsewhere than usual.
+        poison: `take` fills the buffer with NaN (integers: the largest value). For tests.
+        within: makes the context in which memory is allocated, such as another memory pool.
     """
 
     def __init__(
@@ -28,13 +29,13 @@ class BufferPool:
         self._content: dict[tuple[str, torch.dtype, torch.device], tuple[torch.Tensor, object]] = {}
 
     def take(self, name: str, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        """A contiguous tensor of `shape` with the dtype and device of `like`; its content is undefined."""
+        """Return a contiguous tensor of `shape` with the dtype and device of `like` and undefined content."""
         key = (name, like.dtype, like.device)
         self._content.pop(key, None)
         size = prod(shape)
         storage = self._storage.get(key)
         if storage is None or storage.numel() < size:
-            # Free the old one first: both at once would be the peak.
+            # Free the old buffer first to lower the peak.
             self._storage.pop(key, None)
             with self._within():
                 storage = torch.empty(size, dtype=like.dtype, device=like.device)
@@ -45,26 +46,26 @@ class BufferPool:
         return buffer
 
     def remember(self, name: str, buffer: torch.Tensor, content: object) -> None:
-        """Notes what `buffer`, which was taken as `name`, holds now; forgotten when `name` is taken again."""
+        """Record the content of `buffer`, taken as `name`, until `name` is taken again."""
         self._content[name, buffer.dtype, buffer.device] = (buffer, content)
 
     def recall(self, name: str, like: torch.Tensor) -> tuple[torch.Tensor, object] | None:
-        """The buffer last taken as `name` and the note of what it still holds; None where there is no note."""
+        """Return the buffer last taken as `name` and its recorded content, or None."""
         return self._content.get((name, like.dtype, like.device))
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that all buffers hold now."""
+        """Bytes of all buffers."""
         return sum(self.sizes().values())
 
     def sizes(self) -> dict[str, int]:
-        """Bytes that each buffer holds now, by its name."""
+        """Return the bytes of each buffer by name."""
         sizes: dict[str, int] = {}
         for (name, _, _), storage in self._storage.items():
             sizes[name] = sizes.get(name, 0) + storage.nbytes
         return sizes
 
     def clear(self) -> None:
-        """Lets all buffers go."""
+        """Free all buffers."""
         self._storage.clear()
         self._content.clear()

@@ -1,4 +1,4 @@
-"""Measures the offset between the clocks of ranks by round trips of messages."""
+"""Measures the offset between the clocks of ranks from request and reply messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times on a CUDA device for a trace: pairs of CUDA events, read when the device has done them."""
+"""Times of messages and waits on a CUDA device for a trace, measured with pairs of CUDA events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_overlap.tracing.events import Kind, Trace, WorkEvents
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """Two places of a stream, and what happened between them; `transfer` is given for a message."""
+    """Two positions of a stream and the interval between them; `transfer` is set for a message."""
 
     p2p_work: WorkEvents
     kind: Kind
@@ -24,13 +24,13 @@ class _Pair:
 
 
 class CudaEvents:
-    """Keeps pairs of timing events until the trace is taken, then puts them on the host's clock.
+    """Collects pairs of timing events until the trace is taken, then converts them to the host's clock.
 
-    A wait is what passes between an event before `wait_event` and one after it on the computing stream: the first is
-    reached when the stream has computed all that was enqueued before.
+    A wait is the time between an event before `wait_event` and one after it on the computing stream. The stream reaches
+    the first event when it has executed all earlier work.
 
     Args:
-        trace: where the events go; taking it synchronises the device, so take it between steps.
+        trace: receives the events. Taking it synchronises the device, so take it between steps.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -40,17 +40,17 @@ class CudaEvents:
         trace.settle.append(self._settle)
 
     def operation(self, ranks: Sequence[int], channel: str, number: int, op: str) -> CudaWorkEvents:
-        """Where the pairs of one p2p_work go."""
+        """Return the recorder of one operation."""
         return CudaWorkEvents(self, self._trace.operation(ranks, channel, number, op))
 
     def mark(self) -> torch.cuda.Event:
-        """An event at this place of the current stream."""
+        """Record and return an event on the current stream."""
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def keep(self, pair: _Pair) -> None:
-        """Keeps a pair until the device has reached its end."""
+        """Store a pair until the trace is taken."""
         self._pairs.append(pair)
 
     def _settle(self) -> None:
@@ -67,10 +67,10 @@ class CudaEvents:
             else:
                 message = pair.transfer.message
                 if pair.transfer.send.numel():
-                    pair.p2p_work.message(Kind.SENT, start, start, pair.message, message.to, pair.transfer.send.nbytes)
+                    pair.p2p_work.message(Kind.SENT, start, start, pair.message, message.to, pair.transfer.send_bytes)
                 if pair.transfer.recv.numel():
                     pair.p2p_work.message(
-                        Kind.LANDED, start, stop, pair.message, message.source, pair.transfer.recv.nbytes
+                        Kind.RECEIVED, start, stop, pair.message, message.source, pair.transfer.recv_bytes
                     )
             self._free += [pair.start, pair.stop]
         self._pairs.clear()
@@ -78,26 +78,26 @@ class CudaEvents:
 
 
 class CudaWorkEvents:
-    """What one p2p_work on a device adds to a trace."""
+    """Records the events of one operation on a device."""
 
     def __init__(self, owner: CudaEvents, events: WorkEvents) -> None:
         self._owner, self._events = owner, events
         self._began = owner.mark()
 
     def mark(self) -> torch.cuda.Event:
-        """An event at this place of the current stream."""
+        """Record and return an event on the current stream."""
         return self._owner.mark()
 
     def waited(self, start: torch.cuda.Event, message: int) -> None:
-        """The current stream stood still between `start` and here."""
+        """Record a wait of the current stream from `start` until now."""
         self._keep(Kind.WAIT, start, message)
 
     def moved(self, start: torch.cuda.Event, message: int, transfer: Transfer) -> None:
-        """Both messages of an message went between `start` and here."""
-        self._keep(Kind.LANDED, start, message, transfer)
+        """Record the send and the receive of a message between `start` and now."""
+        self._keep(Kind.RECEIVED, start, message, transfer)
 
     def finished(self) -> None:
-        """The p2p_work ends here."""
+        """Record the end of the operation."""
         self._keep(Kind.OP, self._began)
 
     def _keep(self, kind: Kind, start: torch.cuda.Event, message: int = 0, transfer: Transfer | None = None) -> None:

@@ -1,12 +1,11 @@
-"""Point-to-point messages over gloo: a sending thread, and a receiving one for each peer, beside the computation.
+"""Point-to-point messages over gloo: one sending thread, and one receiving thread for each peer.
 
-gloo gives no way to ask whether a message has landed, and a forwarded or ordered send must be posted by somebody
-while the computing thread is inside a GEMM. Threads do both. They sleep in gloo, which lets go of the interpreter
-lock, as torch's GEMMs do. Messages of one peer land in order; those of several share the link, so each peer needs a
-thread of its own to see them land.
+gloo cannot report whether a message has arrived, and forwarded or ordered sends must be posted while the computing
+thread is inside a GEMM. Threads do both. They sleep inside gloo without the interpreter lock, as torch's GEMMs do.
+Messages of one peer arrive in order. Messages of several peers share the link, so that each peer has a thread.
 
-The computing thread posts nothing itself: gloo's own thread spins while somebody else is inside a send, and the
-scheduler prefers it to one that computes all the time (a reduce-scatter of 60 ms took 9 ms more of CPU time).
+The computing thread posts no sends: gloo's own thread spins during a send, and the scheduler prefers it to a thread
+that computes all the time (measured: 9 ms more CPU time for a reduce-scatter of 60 ms).
 """
 
 from __future__ import annotations
@@ -25,26 +24,26 @@ from megatron_overlap.comm.transport import Transfer, TransportError
 from megatron_overlap.diagnostics.flight_recorder import FlightRecorder
 from megatron_overlap.tracing.events import Trace
 
-# A tag is 31 bits: this many messages in one op, and this many ops before tags repeat, long after they have landed.
+# A tag has 31 bits: messages of one operation, and operations before tags repeat.
 _TAGS_PER_OP = 1 << 13
 _NUM_OPS = 1 << 17
 _GRACE_S = 5.0
-"""What the threads are given, beyond the deadline, to say which message did not come."""
+"""Time beyond the deadline in which the threads may report which message failed."""
 
 
 class GlooTransport:
-    """See `Transport`. Owns a gloo group, a thread for sending and one for each peer, and a buffer_pool.
+    """See `Transport`. Owns a gloo group, a sending thread, a receiving thread for each peer, and a buffer pool.
 
     Args:
-        group: the group whose ranks talk; a gloo group with the same ranks is made for the messages.
-        timeout_s: deadline of one wait in seconds; None means that of `group`.
-        buffer_pool: where ops take their buffers.
-        trace: gets the events of every p2p_work; None records none.
-        channel: which of several transports of these ranks this is.
-        flight_recorder: notes what is on its way; None notes nothing.
+        group: the ranks; the messages use a separate gloo group of the same ranks.
+        timeout_s: deadline of one wait in seconds; None means the timeout of `group`.
+        buffer_pool: buffers of the operations; None makes a new pool.
+        trace: receives the events of every operation.
+        channel: channel name for traces and the flight recorder.
+        flight_recorder: records operations and explains failed waits.
 
     Raises:
-        TransportError: not all ranks of the group came within the deadline.
+        TransportError: a rank did not connect within the deadline.
     """
 
     def __init__(
@@ -65,11 +64,11 @@ class GlooTransport:
         self.ranks = dist.get_process_group_ranks(group)
         self.timeout_s = timeout_s or group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         self._group = self._connect(group)
-        # The first failure; nothing is said on a broken connection, so all that follow end with it at once.
+        # The first failure. Every later wait raises it at once.
         self.broken: TransportError | None = None
         self.progress = 0
         self._op = 0
-        # Guards every p2p_work; told of whatever one of them may wait for.
+        # Guards the state of every operation; notified of every change of it.
         self.changed = threading.Condition()
         self._sending: list[GlooP2PWork] = []
         self._closed = False
@@ -107,28 +106,28 @@ class GlooTransport:
         return p2p_work
 
     def close(self) -> None:
-        """See `Transport.close`. Messages still on their way are given up with the group."""
+        """See `Transport.close`. Abandons messages in flight."""
         for queue in self._receivers.values():
             queue.put(None)
         with self.changed:
             self._closed = True
             self.changed.notify_all()
         for thread in self._threads:
-            # A thread that waits for a dead peer ends with the group's deadline; it is a daemon and holds up nobody.
+            # A thread that waits for a dead peer ends at the deadline of the group; it is a daemon thread.
             thread.join(timeout=1.0)
         self.buffer_pool.clear()
 
     def _receive(self, peer: int) -> None:
-        """A receiving thread's life: the messages of one peer, p2p_work by p2p_work."""
+        """Main function of a receiving thread: receives the messages of one peer, operation by operation."""
         while (p2p_work := self._receivers[peer].get()) is not None:
             p2p_work.receive_from(peer)
 
     def _send(self) -> None:
-        """The sending thread's life: the messages of each p2p_work in order, those of the oldest p2p_work first.
+        """Main function of the sending thread: posts the messages of each operation in order, oldest operation first.
 
-        A younger p2p_work's messages go past an older one that has none ready, such as a ring that waits for a chunk.
-        Nothing is waited for here but the next message to be ready: a send may have to wait until its taker has begun
-        the same op, and that may depend on another message of this rank.
+        Messages of a younger operation overtake an older operation without a ready message, such as a ring that waits
+        for a chunk. The thread never waits for a send: the receiver may begin its operation only after it has received
+        another message of this rank.
         """
         while True:
             with self.changed:
@@ -153,10 +152,10 @@ class GlooP2PWork:
         self._tag = tag
         self._changed = transport.changed
         self._work_done = 0
-        self._landed = [transfer.recv.numel() == 0 for transfer in transfers]
-        self._num_landed = 0
+        self._received = [transfer.recv.numel() == 0 for transfer in transfers]
+        self._num_received = 0
         self._num_posted = 0
-        self._sends: dict[int, dist.Work] = {}
+        self._sends: dict[int, dist.Work | _WorkGroup] = {}
         trace, number = transport.trace, tag // _TAGS_PER_OP
         self._events = trace.operation(transport.ranks, transport.channel, number, op) if trace is not None else None
         self._record = None
@@ -164,15 +163,22 @@ class GlooP2PWork:
             peers = sorted({transport.ranks[transfer.message.source] for transfer in transfers})
             self._record = transport.flight_recorder.began(op, number, transport.channel, peers)
         group = transport._group
-        # All receives are posted at once, so that gloo's sender never waits for the receiver's word. Both ends know a
-        # message by the same number: the checker proves that it is the same message of both plans.
-        self._receives: list[dist.Work | None] = []
-        for index, (transfer, landed) in enumerate(zip(transfers, self._landed, strict=True)):
+        # All receives are posted at once, so that gloo's sender never waits for the receiver. Both ranks use the same
+        # index for a message: `schedules.verify` proves that their plans agree.
+        self._receives: list[dist.Work | _WorkGroup | None] = []
+        for index, (transfer, received) in enumerate(zip(transfers, self._received, strict=True)):
+            source = transfer.message.source
+            work: dist.Work | _WorkGroup | None = None
             try:
-                work = None if landed else group.recv([transfer.recv], transfer.message.source, tag + index)
+                if not received:
+                    first = work = group.recv([transfer.recv], source, tag + index)
+                    if transfer.extra_recv:
+                        # gloo matches messages of equal tags in order.
+                        extra = [group.recv([tensor], source, tag + index) for tensor in transfer.extra_recv]
+                        work = _WorkGroup([first, *extra])
             except RuntimeError as error:
-                self._fail(self._receiving(index), transfer.message.source, error)
-                raise self._told() from error
+                self._fail(self._receiving(index), source, error)
+                raise self._failure() from error
             self._receives.append(work)
 
     def mark_ready(self, work_done: int) -> None:
@@ -183,18 +189,18 @@ class GlooP2PWork:
 
     def is_completed(self, message: int) -> bool:
         """See `P2PWork.is_completed`."""
-        return self._landed[message]
+        return self._received[message]
 
     def wait(self, message: int) -> None:
         """See `P2PWork.wait`."""
-        if not self._landed[message]:
-            self._sleep(lambda: self._landed[message], message)
+        if not self._received[message]:
+            self._wait_until(lambda: self._received[message], message)
 
     def wait_all(self) -> None:
         """See `P2PWork.wait_all`."""
         transport, num = self._transport, len(self._transfers)
-        if self._num_landed < num or self._num_posted < num:
-            self._sleep(lambda: self._num_landed == num and self._num_posted == num)
+        if self._num_received < num or self._num_posted < num:
+            self._wait_until(lambda: self._num_received == num and self._num_posted == num)
         start = time.perf_counter()
         while self._sends:
             index, work = self._sends.popitem()
@@ -202,34 +208,34 @@ class GlooP2PWork:
                 work.wait()
             except RuntimeError as error:
                 self._fail(self._sending(index), self._transfers[index].message.to, error)
-                raise self._told() from error
-        self._stood_still(start)
+                raise self._failure() from error
+        self._count_exposed(start)
         if self._record is not None and transport.flight_recorder is not None:
             transport.flight_recorder.ended(self._record)
         if self._events is not None:
             self._events.finished()
 
-    def _sleep(self, ready: Callable[[], bool], message: int = 0) -> None:
+    def _wait_until(self, ready: Callable[[], bool], message: int = 0) -> None:
         start, transport = time.perf_counter(), self._transport
         with self._changed:
             seen = transport.progress
             while not ready() and transport.broken is None:
-                # Threads give up a message in time: this ends waits that no message would, such as one for a thread
-                # that died. A link that is slow, and moves, is waited for.
+                # The threads report a failed message at the deadline. This ends waits that no thread would end, such as
+                # after a thread has died. A slow link that makes progress extends the wait.
                 stuck = not self._changed.wait(transport.timeout_s + _GRACE_S) and transport.progress == seen
                 if stuck and not ready() and transport.broken is None:
-                    self._give_up(message)
+                    self._fail_stuck(message)
                 seen = transport.progress
-        self._stood_still(start, message)
+        self._count_exposed(start, message)
         if not ready():
-            raise self._told()
+            raise self._failure()
 
-    def _give_up(self, message: int) -> None:
+    def _fail_stuck(self, message: int) -> None:
         source = self._transfers[message].message.source
-        self._fail(self._receiving(message), source, RuntimeError("nothing has moved in all this time"))
+        self._fail(self._receiving(message), source, RuntimeError("no message made progress"))
 
-    def _told(self) -> TransportError:
-        """The failure with everything that is known, said once: by the computing thread."""
+    def _failure(self) -> TransportError:
+        """Return the first failure; the first call adds the explanation of the flight recorder."""
         error, flight_recorder = self._transport.broken, self._transport.flight_recorder
         assert error is not None
         if flight_recorder is not None and not error.explained:
@@ -245,15 +251,15 @@ class GlooP2PWork:
         owner, part = self._transfers[index].message.send
         return f"send message {index} (chunk {part} of rank {self._transport.ranks[owner]}) to"
 
-    def _stood_still(self, start_s: float, message: int = 0) -> None:
-        """Counts the time from `start_s` until now as exposed."""
+    def _count_exposed(self, start_s: float, message: int = 0) -> None:
+        """Count the time from `start_s` until now as exposed."""
         took_s = time.perf_counter() - start_s
         self._transport.exposed_s += took_s
         if self._events is not None:
             self._events.waited(self._events.now() - round(took_s * 1e9), message)
 
     def receive_from(self, peer: int) -> None:
-        """A receiving thread's part: the messages of one peer."""
+        """Receive the messages of one peer; runs on its receiving thread."""
         for index, transfer in enumerate(self._transfers):
             if transfer.message.source != peer:
                 continue
@@ -265,36 +271,38 @@ class GlooP2PWork:
                     self._fail(self._receiving(index), peer, error)
                     return
                 if self._events is not None:
-                    self._events.received(index, peer, transfer.recv.nbytes)
+                    self._events.received(index, peer, transfer.recv_bytes)
             with self._changed:
-                self._landed[index] = True
-                self._num_landed += 1
+                self._received[index] = True
+                self._num_received += 1
                 self._transport.progress += 1
                 self._changed.notify_all()
 
     @property
     def has_more_to_send(self) -> bool:
-        """Whether messages have not been posted yet; a p2p_work that failed posts no more."""
+        """Whether messages remain to be posted; a failed operation posts no more."""
         return self._num_posted < len(self._transfers) and self._transport.broken is None
 
     @property
     def may_send(self) -> bool:
-        """Whether what the next message carries is there."""
+        """Whether the send buffer of the next message is complete."""
         message = self._transfers[self._num_posted].message
         forwarded = message.after_message
-        return message.after_work <= self._work_done and (forwarded is None or self._landed[forwarded])
+        return message.after_work <= self._work_done and (forwarded is None or self._received[forwarded])
 
     def send_next(self) -> None:
-        """The sending thread's part: posts the next message."""
+        """Post the next message; runs on the sending thread."""
         index = self._num_posted
         transfer = self._transfers[index]
         try:
             if transfer.send.numel():
                 if self._events is not None:
-                    self._events.sent(index, transfer.message.to, transfer.send.nbytes)
-                self._sends[index] = self._transport._group.send(
-                    [transfer.send], transfer.message.to, self._tag + index
-                )
+                    self._events.sent(index, transfer.message.to, transfer.send_bytes)
+                group, to, tag = self._transport._group, transfer.message.to, self._tag + index
+                work = group.send([transfer.send], to, tag)
+                if transfer.extra_send:
+                    work = _WorkGroup([work, *(group.send([tensor], to, tag) for tensor in transfer.extra_send)])
+                self._sends[index] = work
         except RuntimeError as error:
             self._fail(self._sending(index), transfer.message.to, error)
         with self._changed:
@@ -307,13 +315,25 @@ class GlooP2PWork:
         transport = self._transport
         with self._changed:
             if transport.broken is None:
-                # The first failure is the cause; gloo closes the pair, and what else is on its way fails after it.
+                # The first failure is the cause: gloo then closes the connection, and other messages fail as well.
                 transport.broken = TransportError(
                     f"{self._op}: rank {transport.ranks[transport.rank]} could not {what} "
                     f"rank {transport.ranks[peer]} within {transport.timeout_s:g} s: {_cause(error)}",
                     peer=transport.ranks[peer],
                 )
             self._changed.notify_all()
+
+
+class _WorkGroup:
+    """The works of one message with several tensors."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Return when all tensors of the message are sent or received."""
+        for work in self._works:
+            work.wait()
 
 
 def _cause(error: RuntimeError) -> str:

@@ -1,7 +1,7 @@
-"""Point-to-point messages over NCCL: a stream of their own, ordered against the computation by events.
+"""Point-to-point messages over NCCL on a separate stream that events order against the computation.
 
-Nothing here waits on the host, and nothing relies on the order in which the device takes work from several queues
-(CUDA_DEVICE_MAX_CONNECTIONS): every dependency is an event.
+The host never waits. Every dependency is an event, so that correctness does not depend on the order in which the device
+executes several queues (CUDA_DEVICE_MAX_CONNECTIONS).
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from megatron_overlap.tracing.events import Trace
 
 
 class NcclTransport:
-    """See `Transport`. Owns an NCCL group, a high-priority stream, events and a buffer_pool.
+    """See `Transport`. Owns an NCCL group, a high-priority stream, events and a buffer pool.
 
     Args:
-        group: the group whose ranks talk; an NCCL group with the same ranks is made for the messages.
-        timeout_s: deadline of NCCL's watchdog in seconds; None means that of `group`.
-        buffer_pool: where ops take their buffers.
-        trace: gets the events of every p2p_work; None records none.
-        channel: which of several transports of these ranks this is.
+        group: the ranks; the messages use a separate NCCL group of the same ranks.
+        timeout_s: deadline of NCCL's watchdog in seconds; None means the timeout of `group`.
+        buffer_pool: buffers of the operations; None makes a new pool.
+        trace: receives the events of every operation.
+        channel: channel name for traces.
         register_buffers: allocate the buffer pool from NCCL's own memory pool, registered with the communicator, so
             that NCCL does not copy through its internal buffers.
 
     Raises:
-        TransportError: `register_buffers`, and this torch cannot.
+        TransportError: `register_buffers` is set, and this torch cannot register buffers.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class NcclTransport:
         options._timeout = timeout
         store = store_beside(group)
         backend = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
-        # In a process group of its own, which is what can post several messages as one NCCL group call.
+        # Only a `ProcessGroup` can post several messages as one NCCL group call.
         self._group = dist.ProcessGroup(store, self.rank, self.size)
         self._group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
         self._group._register_backend(device, dist.ProcessGroup.BackendType.NCCL, backend)
@@ -69,7 +69,7 @@ class NcclTransport:
         self._pool = _registered_pool(backend, device) if register_buffers else None
         within = nullcontext if self._pool is None else partial(torch.cuda.use_mem_pool, self._pool)
         self.buffer_pool = buffer_pool if buffer_pool is not None else BufferPool(within=within)
-        # Messages are short and others wait for them: let the device take them first.
+        # Messages are short and peers wait for them: the device schedules them first.
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._free_events: list[torch.cuda.Event] = []
 
@@ -81,11 +81,11 @@ class NcclTransport:
         return NcclP2PWork(self, transfers, op, events)
 
     def event(self) -> torch.cuda.Event:
-        """An event that nobody uses; given back by `recycle`."""
+        """Return an unused event; `recycle` returns it to the pool."""
         return self._free_events.pop() if self._free_events else torch.cuda.Event()
 
     def recycle(self, events: Sequence[torch.cuda.Event]) -> None:
-        """Takes back events whose waits have all been enqueued."""
+        """Return events to the pool; all waits for them are enqueued."""
         self._free_events += events
 
     def close(self) -> None:
@@ -100,10 +100,10 @@ class NcclTransport:
 
 
 def _registered_pool(backend: Any, device: torch.device) -> Any:
-    """A memory pool whose segments, those of later too, are registered with the backend's communicator."""
+    """Return a memory pool whose present and future segments are registered with the communicator of the backend."""
     if not (hasattr(torch.cuda, "MemPool") and hasattr(backend, "register_mem_pool")):
         raise TransportError(f"overlap.register_buffers: torch {torch.__version__} cannot; set it to false")
-    # torch registers with a communicator that is there, and makes them at the first message otherwise.
+    # torch registers only with an existing communicator, and creates it at the first message otherwise.
     backend.eager_connect_single_device(device)
     pool = torch.cuda.MemPool(backend.mem_allocator)
     backend.register_mem_pool(pool)
@@ -111,7 +111,7 @@ def _registered_pool(backend: Any, device: torch.device) -> Any:
 
 
 class NcclP2PWork:
-    """See `P2PWork`. Exchanges are enqueued in order, each as soon as its send is ready."""
+    """See `P2PWork`. Enqueues messages in order, each as soon as its send is ready."""
 
     def __init__(
         self, transport: NcclTransport, transfers: Sequence[Transfer], op: str, timing: CudaWorkEvents | None
@@ -120,8 +120,8 @@ class NcclP2PWork:
         self._transfers = transfers
         self._op = op
         self._timing = timing
-        self._landed: list[torch.cuda.Event] = []
-        # Receive buffers may still be read by what the computing stream has enqueued before.
+        self._received: list[torch.cuda.Event] = []
+        # Kernels that the computing stream has enqueued may still read the receive buffers.
         self._order_after_compute()
         self.mark_ready(0)
 
@@ -134,28 +134,34 @@ class NcclP2PWork:
     def mark_ready(self, work_done: int) -> None:
         """See `P2PWork.mark_ready`."""
         transfers = self._transfers
-        first = len(self._landed)
+        first = len(self._received)
         if first == len(transfers) or transfers[first].message.after_work > work_done:
             return
         if work_done:
             self._order_after_compute()
         with torch.cuda.stream(self._transport._stream):
-            while len(self._landed) < len(transfers) and transfers[len(self._landed)].message.after_work <= work_done:
-                self._enqueue(transfers[len(self._landed)])
+            while (
+                len(self._received) < len(transfers) and transfers[len(self._received)].message.after_work <= work_done
+            ):
+                self._enqueue(transfers[len(self._received)])
 
     def _enqueue(self, transfer: Transfer) -> None:
         group, message = self._transport._group, transfer.message
         device = self._transport._device
-        index = len(self._landed)
+        index = len(self._received)
         start = self._timing.mark() if self._timing is not None else None
         try:
             if transfer.send.numel() or transfer.recv.numel():
-                # One NCCL group call for both directions: neither waits for the other.
+                # One NCCL group call for both directions: neither blocks the other.
                 group._start_coalescing(device)
                 if transfer.send.numel():
                     group.send([transfer.send], message.to, 0)
+                    for tensor in transfer.extra_send:
+                        group.send([tensor], message.to, 0)
                 if transfer.recv.numel():
                     group.recv([transfer.recv], message.source, 0)
+                    for tensor in transfer.extra_recv:
+                        group.recv([tensor], message.source, 0)
                 group._end_coalescing(device).wait()
         except RuntimeError as error:
             ranks = self._transport.ranks
@@ -165,9 +171,9 @@ class NcclP2PWork:
             ) from error
         if self._timing is not None and start is not None:
             self._timing.moved(start, index, transfer)
-        landed = self._transport.event()
-        landed.record()
-        self._landed.append(landed)
+        received = self._transport.event()
+        received.record()
+        self._received.append(received)
 
     def is_completed(self, message: int) -> bool:
         """See `P2PWork.is_completed`."""
@@ -176,15 +182,15 @@ class NcclP2PWork:
     def wait(self, message: int) -> None:
         """See `P2PWork.wait`."""
         start = self._timing.mark() if self._timing is not None else None
-        torch.cuda.current_stream().wait_event(self._landed[message])
+        torch.cuda.current_stream().wait_event(self._received[message])
         if self._timing is not None and start is not None:
             self._timing.waited(start, message)
 
     def wait_all(self) -> None:
         """See `P2PWork.wait_all`."""
-        assert len(self._landed) == len(self._transfers), "an message was never released"
-        if self._landed:
-            self.wait(len(self._landed) - 1)
-            self._transport.recycle(self._landed)
+        assert len(self._received) == len(self._transfers), "a message was never marked ready"
+        if self._received:
+            self.wait(len(self._received) - 1)
+            self._transport.recycle(self._received)
         if self._timing is not None:
             self._timing.finished()

@@ -31,11 +31,33 @@ class TransportError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """The contiguous tensors of one message. An empty `send` or `recv` is not transferred in that direction."""
+    """The contiguous tensors of one message. An empty `send` or `recv` is not transferred in that direction.
+
+    Attributes:
+        message: chunks and peers.
+        send: tensor to send.
+        recv: tensor to receive into.
+        extra_send: further tensors for the same peer, such as the scales of a quantised chunk. Sent unless `send` is
+            empty.
+        extra_recv: further tensors to receive, as many as the peer sends, with equal sizes. Received unless `recv` is
+            empty.
+    """
 
     message: Message
     send: torch.Tensor
     recv: torch.Tensor
+    extra_send: tuple[torch.Tensor, ...] = ()
+    extra_recv: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def send_bytes(self) -> int:
+        """Bytes that this rank sends."""
+        return self.send.nbytes + sum(tensor.nbytes for tensor in self.extra_send)
+
+    @property
+    def recv_bytes(self) -> int:
+        """Bytes that this rank receives."""
+        return self.recv.nbytes + sum(tensor.nbytes for tensor in self.extra_recv)
 
 
 class P2PWork(Protocol):

@@ -1,6 +1,6 @@
-"""What a rank was doing: kept in memory, and told with everything else that is known when a wait has failed.
+"""Flight recorder: records recent operations in memory, and explains a failed wait.
 
-Nothing is looked up before something fails: a flight costs two appends to a list.
+It collects details only after a failure. An operation costs two writes to a list.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ import torch
 
 from megatron_overlap.diagnostics.heartbeat import Heartbeat
 
-_FLIGHTS = 2000
-"""Last messages' ops that are kept: some steps of a model."""
+_NUM_OPERATIONS = 2000
+"""Most recent operations to record: some steps of a model."""
 _OPS = "megatron_overlap.ops."
 
 
 class FlightRecorder:
-    """The last flights of this rank, and how to tell what happened.
+    """Records the most recent operations of this rank and writes them to a file after a failure.
 
     Args:
         rank: global rank.
-        folder: where a failure is written to.
-        facts: versions and config, for the file.
+        folder: folder of the failure file.
+        facts: versions and configuration for the file.
 
     Attributes:
-        step: the training step that runs; 0 before the first, or where nobody counts.
-        heartbeat: signs of life of all ranks; None where there are none.
+        step: number of the current training step; 0 before the first step or if no caller counts steps.
+        heartbeat: heartbeats of all ranks, or None.
     """
 
     def __init__(self, rank: int, folder: Path, facts: Mapping[str, str]) -> None:
@@ -44,62 +44,62 @@ class FlightRecorder:
         self.step = 0
         self.heartbeat: Heartbeat | None = None
         self._facts = facts
-        self._flights: deque[list[Any]] = deque(maxlen=_FLIGHTS)
-        self._told: str | None = None
+        self._operations: deque[list[Any]] = deque(maxlen=_NUM_OPERATIONS)
+        self._file: str | None = None
         self._lock = threading.Lock()
 
     def began(self, op: str, number: int, channel: str, peers: list[int]) -> list[Any]:
-        """Notes that a flight begins; `ended` takes what is returned."""
+        """Record the start of an operation and return its record for `ended`."""
         record = [self.step, op, channel, number, peers, time.time(), None]
-        self._flights.append(record)
+        self._operations.append(record)
         return record
 
     def ended(self, record: list[Any]) -> None:
-        """Notes that all of a flight has landed and left."""
+        """Record that all messages of an operation have completed."""
         record[-1] = time.time()
 
     def doing(self) -> str:
-        """The step and the oldest op that is not over, in words."""
-        open_ops = [record[1] for record in list(self._flights) if record[-1] is None]
+        """Return the step and the oldest operation in flight, in words."""
+        open_ops = [record[1] for record in list(self._operations) if record[-1] is None]
         where = f"in {open_ops[0]}" if open_ops else "in no op of the plugin"
         return f"at step {self.step}, {where}"
 
     def explain(self, text: str, peer: int) -> str:
-        """What is told of a wait that failed: which layer, which step, how the peer was, and where more is written.
+        """Return the message of a failed wait: layer, step, state of the peer and the path of the failure file.
 
-        Called where the computing thread waits, so that its stack says for which layer. The first failure of a rank is
-        the one that is written; those that follow from it repeat where.
+        The computing thread calls it, so that the stack identifies the layer. Only the first failure of a rank writes a
+        file; later failures refer to it.
 
         Args:
-            text: peer, op, chunk and cause.
-            peer: global rank that was waited for.
+            text: peer, operation, chunk and cause.
+            peer: global rank of the peer.
         """
         with self._lock:
-            if self._told is not None:
-                return f"{text}; after an earlier failure, see {self._told}"
+            if self._file is not None:
+                return f"{text}; after an earlier failure, see {self._file}"
             layer = layer_of(sys._getframe(1))
             whole = f"{text}; layer {layer}, step {self.step}"
             if self.heartbeat is not None:
-                whole += f"; rank {peer}: {self.heartbeat.of(peer)}"
-            self._told = self._write(whole, traceback.format_stack())
+                whole += f"; rank {peer}: {self.heartbeat.state_of(peer)}"
+            self._file = self._write(whole, traceback.format_stack())
             if self.heartbeat is not None:
-                self.heartbeat.say(whole)
-            return f"{whole}; the last steps are in {self._told}"
+                self.heartbeat.publish_failure(whole)
+            return f"{whole}; the last steps are in {self._file}"
 
     def post_mortem(self, error: BaseException) -> str | None:
-        """Writes the file for any other error; where it is, or None where there is one already or it cannot be."""
+        """Write the failure file for any other error; return its path, or None if a file exists."""
         with self._lock:
-            if self._told is not None:
+            if self._file is not None:
                 return None
             lines = traceback.format_exception(error)
             text = f"{type(error).__name__}: {error}; {self.doing()}"
-            self._told = self._write(text, lines)
+            self._file = self._write(text, lines)
             if self.heartbeat is not None:
-                self.heartbeat.say(text)
-            return self._told
+                self.heartbeat.publish_failure(text)
+            return self._file
 
     def close(self) -> None:
-        """Ends the signs of life."""
+        """Stop the heartbeats."""
         if self.heartbeat is not None:
             self.heartbeat.close()
             self.heartbeat = None
@@ -112,7 +112,7 @@ class FlightRecorder:
             "message": text,
             "time": time.time(),
             **self._facts,
-            "operations": [dict(zip(names, record, strict=True)) for record in list(self._flights)],
+            "operations": [dict(zip(names, record, strict=True)) for record in list(self._operations)],
             "stack": stack,
         }
         try:
@@ -123,9 +123,9 @@ class FlightRecorder:
 
 
 def layer_of(frame: FrameType | None) -> str:
-    """The name in the model of the layer that runs in `frame` or above it, as `decoder.layers.3.mlp.linear_fc1`.
+    """Return the model name of the layer that runs in `frame` or a caller, such as `decoder.layers.3.mlp.linear_fc1`.
 
-    An op has its weight in a variable; of a forward without one the innermost module that is called is taken.
+    An operation holds its weight in a local variable. Without one, the innermost calling module identifies the layer.
     """
     weight: torch.Tensor | None = None
     module: torch.nn.Module | None = None
@@ -143,7 +143,7 @@ def layer_of(frame: FrameType | None) -> str:
 
 
 def _name(weight: torch.Tensor | None, module: torch.nn.Module | None) -> str:
-    """Looks through all models in memory: slow, and done once, by a process that is about to end."""
+    """Search all models in memory: slow, and called once by a process that is about to end."""
     best = ""
     address = None if weight is None else weight.data_ptr()
     for root in [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)]:

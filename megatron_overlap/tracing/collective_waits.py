@@ -1,4 +1,4 @@
-"""Times the waits for collectives that are not the plugin's, mostly Megatron's own."""
+"""Times the waits for collectives that are not the plugin's, mostly those of Megatron."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TORCH = "torch.distributed."
 
 
 def timed_wait(original: Callable[..., Any], trace: Trace) -> Callable[..., Any]:
-    """A replacement of `torch.distributed.Work.wait` that adds an `OTHER_WAIT` to `trace` for every call.
+    """A replacement of `torch.distributed.Work.wait` that adds an `COLLECTIVE_WAIT` to `trace` for every call.
 
     Blocking collectives of gloo call `wait` as well. On CUDA a wait orders streams and takes the host no time.
 
@@ -46,6 +46,6 @@ def timed_wait(original: Callable[..., Any], trace: Trace) -> Callable[..., Any]
         try:
             return original(work, *args, **kwargs)
         finally:
-            trace.add(Kind.OTHER_WAIT, start, trace.clock(), op=name_of(frame))
+            trace.add(Kind.COLLECTIVE_WAIT, start, trace.clock(), op=name_of(frame))
 
     return wait

@@ -1,7 +1,7 @@
-"""When a rank computed, waited and sent: events in memory, and the compact file that they are written to.
+"""Events of messages, waits and steps of one rank, in memory and in a compact file.
 
-A file is lines of JSON, some of which are followed by records of `EVENT`: a head, a block for each step, marks of the
-clock. What a run that was killed leaves behind can be read up to its last whole block.
+A file is a sequence of JSON lines, some followed by records of `EVENT`: a head, a block for each step, marks of the
+clock. The file of a killed run is readable up to its last complete block.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ FORMAT = "megatron_overlap events 1"
 
 
 class Kind(IntEnum):
-    """What an event is. Every one has a start and a stop on this rank's clock."""
+    """Kind of an event. Every event has a start and a stop on the clock of this rank."""
 
     STEP = 0
-    """One iteration; `op` is not used, `operation` is its number."""
+    """One training step; `op` is unused, `operation` is its number."""
     OP = 1
-    """From the first message of an op being posted until its buffers are the caller's again."""
+    """From posting the first message of an operation until the caller may reuse all buffers."""
     WAIT = 2
-    """The computing thread, or stream, stood still for a message of an op."""
+    """The computing thread or stream waited for a message."""
     SENT = 3
-    """A message was handed to the network: the buffer was ready at `start`."""
-    LANDED = 4
-    """A message arrived: it was expected from `start` on, and was there at `stop`."""
-    OTHER_WAIT = 5
-    """The computing thread stood still for communication that is not ours, Megatron's own collectives for example."""
+    """A message was posted at `start`, when its buffer was ready."""
+    RECEIVED = 4
+    """A message arrived at `stop`; its receive was posted at `start`."""
+    COLLECTIVE_WAIT = 5
+    """The computing thread waited for a collective outside this package, such as one of Megatron."""
 
 
 EVENT = np.dtype(
@@ -59,11 +59,11 @@ _MOST = {name: int(np.iinfo(EVENT[name]).max) for name in ("message", "op", "gro
 
 
 class Trace:
-    """Events of this rank, until they are taken. Threads of transports add to it: a list does both atomically.
+    """Collects the events of this rank. Threads of transports add events concurrently: list operations are atomic.
 
     Attributes:
-        clock: nanoseconds; what all events are on.
-        settle: called before events are taken, by whoever keeps some until a device is done.
+        clock: returns nanoseconds; clock of all events.
+        settle: callbacks that `take` runs first; they add events that a device has completed.
     """
 
     def __init__(self, clock: Clock = time.perf_counter_ns) -> None:
@@ -74,7 +74,7 @@ class Trace:
         self._lock = threading.Lock()
 
     def name(self, text: str) -> int:
-        """A number for an op or a group, the same for the same text."""
+        """Return the number of an operation or group name."""
         number = self._names.get(text)
         if number is None:
             with self._lock:
@@ -94,11 +94,11 @@ class Trace:
         peer: int = -1,
         num_bytes: int = 0,
     ) -> None:
-        """Adds one event."""
+        """Add one event."""
         self._rows.append((kind, message, op, group, peer, operation, num_bytes, start_ns, stop_ns))
 
     def take(self) -> tuple[list[str], list[Row]]:
-        """All names so far, and the events since the last call."""
+        """Return all names so far and the events since the last call."""
         for settle in self.settle:
             settle()
         count = len(self._rows)
@@ -107,13 +107,13 @@ class Trace:
         return list(self._names), rows
 
     def operation(self, ranks: Sequence[int], channel: str, number: int, op: str) -> WorkEvents:
-        """Where one operation's events go."""
+        """Return the recorder of one operation."""
         group = self.name(f"ranks {','.join(map(str, ranks))} {channel}".strip())
         return WorkEvents(self, self.name(op), group, number & _MOST["operation"], ranks)
 
 
 class WorkEvents:
-    """What one operation adds to a trace. `operation` and `message` name a message alike at both of its ends."""
+    """Records the events of one operation. Sender and receiver use the same `operation` and `message` numbers."""
 
     def __init__(self, trace: Trace, op: int, group: int, operation: int, ranks: Sequence[int]) -> None:
         self.now = trace.clock
@@ -123,28 +123,28 @@ class WorkEvents:
         self._start = self.now()
 
     def waited(self, start_ns: int, message: int) -> None:
-        """The computing thread stood still from `start_ns` until now."""
+        """Record a wait of the computing thread from `start_ns` until now."""
         self._trace.add(Kind.WAIT, start_ns, self.now(), message=message & 65535, **self._ids)
 
     def sent(self, message: int, peer: int, num_bytes: int) -> None:
-        """A message of this operation is posted now."""
+        """Record that a message is posted now."""
         now = self.now()
         self.message(Kind.SENT, now, now, message, peer, num_bytes)
 
     def received(self, message: int, peer: int, num_bytes: int) -> None:
-        """A message of this operation has arrived now."""
-        self.message(Kind.LANDED, self._start, self.now(), message, peer, num_bytes)
+        """Record that a message has arrived now."""
+        self.message(Kind.RECEIVED, self._start, self.now(), message, peer, num_bytes)
 
     def span(self, kind: Kind, start_ns: int, stop_ns: int, message: int) -> None:
-        """An event whose times are known, as of a device."""
+        """Record an event with known times, such as device times."""
         self._trace.add(kind, start_ns, stop_ns, message=message & 65535, **self._ids)
 
     def finished(self) -> None:
-        """All has left and landed."""
+        """Record the end of the operation."""
         self._trace.add(Kind.OP, self._start, self.now(), **self._ids)
 
     def message(self, kind: Kind, start: int, stop: int, message: int, peer: int, num_bytes: int) -> None:
-        """A message whose times are known; `peer` counts in the group."""
+        """Record a message with known times; `peer` is a group rank."""
         self._trace.add(
             kind,
             start,
@@ -157,7 +157,7 @@ class WorkEvents:
 
 
 class Mark(NamedTuple):
-    """Where another clock stands: at `at_ns` of this rank, rank 0's clock shows `at_ns + offset_ns`."""
+    """Offset to the clock of rank 0: at `at_ns` of this rank, the clock of rank 0 shows `at_ns + offset_ns`."""
 
     at_ns: int
     offset_ns: int
@@ -252,7 +252,7 @@ def read_events(path: Path) -> RankEvents:
     found.events = np.concatenate(blocks) if blocks else found.events
     named = found.events[found.events["kind"] != Kind.STEP]
     if len(named) and max(named["op"].max(), named["group"].max()) >= len(found.names):
-        raise EventFileError(f"{path}: has an event whose op or group has no name: the file is damaged")
+        raise EventFileError(f"{path}: an event refers to an unknown name: the file is damaged")
     return found
 
 

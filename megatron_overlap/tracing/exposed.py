@@ -1,4 +1,4 @@
-"""Exposed communication: how long a rank computed nothing because it waited for a message. Pure."""
+"""Exposed communication: time in which a rank waited for messages instead of computing."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _DIRECTIONS = ("forward", "backward", "dgrad", "wgrad")
 
 @dataclass(frozen=True)
 class Exposed:
-    """What one rank waited for in one step, in milliseconds.
+    """Waits of one rank in one step, in milliseconds.
 
     Attributes:
-        total_ms: time in which it waited for at least one message.
-        by_op: the same by op and direction, longest first.
+        total_ms: time with at least one wait.
+        by_op: time by operation and direction, longest first.
     """
 
     total_ms: float
@@ -26,9 +26,9 @@ class Exposed:
 
 
 def exposed_in(found: RankEvents, start_ns: int, stop_ns: int) -> Exposed:
-    """The waits between two times of this rank's clock; those that reach beyond count as far as they lie between."""
+    """Return the waits between two times of the rank's clock; a longer wait counts with the part inside."""
     events = found.events
-    waits = events[(events["kind"] == Kind.WAIT) | (events["kind"] == Kind.OTHER_WAIT)]
+    waits = events[(events["kind"] == Kind.WAIT) | (events["kind"] == Kind.COLLECTIVE_WAIT)]
     starts = np.maximum(waits["start_ns"], start_ns)
     stops = np.minimum(waits["stop_ns"], stop_ns)
     inside = stops > starts
@@ -41,7 +41,7 @@ def exposed_in(found: RankEvents, start_ns: int, stop_ns: int) -> Exposed:
 
 
 def direction_of(op: str) -> tuple[str, str]:
-    """Op and direction from the name that an op gives its messages; `-` where it has none (gradients, parameters)."""
+    """Return operation and direction from an operation name; the direction of gradients and parameters is `-`."""
     name, _, last = op.rpartition(" ")
     if last in _DIRECTIONS:
         return name, last

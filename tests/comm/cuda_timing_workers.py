@@ -110,7 +110,7 @@ def message_names(group: dist.ProcessGroup) -> tuple[set[Any], set[Any]]:
         )
         if row["kind"] == Kind.SENT:
             sent.add((*name, *ends))
-        elif row["kind"] == Kind.LANDED:
+        elif row["kind"] == Kind.RECEIVED:
             received.add((*name, *ends[::-1]))
     return sent, received
 

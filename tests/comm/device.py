@@ -1,15 +1,16 @@
-"""A recording stand-in of CUDA streams, events and an NCCL group, and a machine that plays what ranks recorded.
+"""Recording substitutes of CUDA streams, events and an NCCL group, and an executor of the recorded operations.
 
-Recording: every call puts an operation into the queue of a stream, and returns at once. What makes the host wait is
-not there, so that code which calls it fails. Playing: queues of all ranks run as a device runs them; a message needs
-both ends. `connections=1` starts operations of all streams of a rank in the order in which the host enqueued them.
+Recording: every call appends an operation to a stream and returns at once. Functions that block the host are missing,
+so that code which calls them fails. Playing: the streams of all ranks run as on devices; a message needs sender and
+receiver, and copies its bytes. `connections=1` starts the operations of all streams of a rank in the order in which the
+host enqueued them.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -26,12 +27,14 @@ class Op:
     label: Any = None
     sends: tuple[tuple[int, int, int], ...] = ()
     recvs: tuple[tuple[int, int, int], ...] = ()
+    tensors: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
+    action: Callable[[], object] | None = None
     done: bool = False
     started: bool = False
 
 
 class Recorder:
-    """The device of one rank, for code that thinks it is `torch` and `torch.distributed`."""
+    """The device of one rank, in place of `torch` and `torch.distributed`."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -125,7 +128,7 @@ class Recorder:
         yield
 
     def message(self, source: int, target: int) -> tuple[int, int, int]:
-        """The next message between two ranks: NCCL matches them in order."""
+        """Return the number of the next message between two ranks: NCCL matches them in order."""
         number = self._messages[source, target]
         self._messages[source, target] += 1
         return source, target, number
@@ -138,7 +141,7 @@ class NcclGroup:
     recorder: Recorder
     sends: list[Any] = field(default_factory=list)
     recvs: list[Any] = field(default_factory=list)
-
+    tensors: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
     backend: Any = None
 
     def _set_default_backend(self, kind: str) -> None: ...
@@ -150,13 +153,15 @@ class NcclGroup:
         return self.backend
 
     def _start_coalescing(self, device: Any) -> None:
-        self.sends, self.recvs = [], []
+        self.sends, self.recvs, self.tensors = [], [], {}
 
     def send(self, tensors: Sequence[torch.Tensor], to: int, tag: int) -> None:
         self.sends.append(self.recorder.message(self.recorder.rank, to))
+        self.tensors[self.sends[-1]] = tensors[0]
 
     def recv(self, tensors: Sequence[torch.Tensor], source: int, tag: int) -> None:
         self.recvs.append(self.recorder.message(source, self.recorder.rank))
+        self.tensors[self.recvs[-1]] = tensors[0]
 
     def _end_coalescing(self, device: Any) -> Any:
         recorder, nccl = self.recorder, SimpleNamespace(name="nccl")
@@ -164,14 +169,15 @@ class NcclGroup:
         before.record()
         with recorder.on(nccl):
             recorder.wait(before)
-            recorder.put("messages", sends=tuple(self.sends), recvs=tuple(self.recvs))
+            recorder.put("messages", sends=tuple(self.sends), recvs=tuple(self.recvs), tensors=self.tensors)
             after.record()
         return SimpleNamespace(wait=lambda: recorder.wait(after))
 
 
 def play(ranks: Sequence[Recorder], *, connections: int | None = None) -> list[str]:
-    """Runs everything that was recorded; what is left when nothing can go on (empty: no deadlock)."""
+    """Run all recorded operations; return those that remain in a deadlock."""
     recorded: list[set[Any]] = [set() for _ in ranks]
+    copied: set[tuple[int, int, int]] = set()
     progress = True
     while progress:
         progress = False
@@ -184,6 +190,7 @@ def play(ranks: Sequence[Recorder], *, connections: int | None = None) -> list[s
                     op.started = progress = True
                 if op.started and op.stream not in blocked and _finished(op, ranks):
                     op.done = progress = True
+                    _execute(op, ranks, copied)
                     if op.kind == "record":
                         recorded[rank].add(op.label)
                 else:
@@ -193,6 +200,17 @@ def play(ranks: Sequence[Recorder], *, connections: int | None = None) -> list[s
     return [
         f"rank {r}: {op.stream}: {op.kind} {op.label or ''}" for r, d in enumerate(ranks) for op in d.ops if not op.done
     ]
+
+
+def _execute(op: Op, ranks: Sequence[Recorder], copied: set[tuple[int, int, int]]) -> None:
+    """Run the work of an operation, or copy its messages before either rank may reuse the buffers."""
+    if op.action is not None:
+        op.action()
+    for message in {*op.sends, *op.recvs} - copied:
+        sent = next(each.tensors[message] for device in ranks for each in device.ops if message in each.sends)
+        received = next(each.tensors[message] for device in ranks for each in device.ops if message in each.recvs)
+        received.copy_(sent)
+        copied.add(message)
 
 
 def _finished(op: Op, ranks: Sequence[Recorder]) -> bool:

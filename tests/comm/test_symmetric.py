@@ -10,7 +10,7 @@ from megatron_overlap.comm.connection import store_beside
 from megatron_overlap.comm.host_group import HostGroup
 from megatron_overlap.comm.symmetric.cuda import _named, _with_deadline, local_objection, survey
 from megatron_overlap.comm.symmetric.layout import ALIGNMENT, MAX_PARTS, ArenaLayout, gathered_bytes
-from megatron_overlap.diagnostics.consistency import first_objection
+from megatron_overlap.diagnostics.consistency import first_unsupported_reason
 from tests.helpers.world import World
 
 
@@ -49,13 +49,13 @@ def test_counts_below_one_are_refused(num_ranks: int, half_bytes: int, name: str
 
 def agree(group: dist.ProcessGroup, objections: list[str]) -> str:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    return first_objection(store_beside(group), rank, size, "test", objections[rank], 30)
+    return first_unsupported_reason(store_beside(group), rank, size, "test", objections[rank], 30)
 
 
 def silent(group: dist.ProcessGroup) -> str:
     rank = dist.get_rank(group)
     store = store_beside(group)
-    answer = first_objection(store, rank, 3, "silence", "", 0.3) if rank != 1 else ""
+    answer = first_unsupported_reason(store, rank, 3, "silence", "", 0.3) if rank != 1 else ""
     dist.barrier(group)
     return answer
 
@@ -71,7 +71,7 @@ def test_all_ranks_give_the_same_answer(world: World) -> None:
 
 def test_a_silent_rank_does_not_hold_the_others_for_ever(world: World) -> None:
     first, _, third = world.run(3, silent)
-    assert first == third == "rank 1 of the group did not answer within 0.3 s"
+    assert first == third == "rank 1 of the group did not respond within 0.3 s"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

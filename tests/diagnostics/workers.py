@@ -1,4 +1,4 @@
-"""What the workers run in tests of agreement, signs of life and failed waits."""
+"""Functions that the workers run in tests of the consistency check, heartbeats and failed waits."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from megatron_overlap.ops import all_gather_linear
 from megatron_overlap.schedules import all_gather_plan
 
 
-def says(group: dist.ProcessGroup, said: list[dict[str, str] | None], deadline_s: float) -> tuple[str, float]:
-    """What each rank is told when rank r says `said[r]`; None says nothing. And after how long."""
+def compares(group: dist.ProcessGroup, facts_of: list[dict[str, str] | None], deadline_s: float) -> tuple[str, float]:
+    """Rank r publishes `facts_of[r]`, or nothing if it is None: return the differences and the seconds taken."""
     rank = dist.get_rank(group)
-    store, facts = store_beside(group), said[rank]
+    store, facts = store_beside(group), facts_of[rank]
     start = time.perf_counter()
     found = "" if facts is None else compare(store, rank, list(range(group.size())), "t", facts, deadline_s)
     took = time.perf_counter() - start
@@ -32,26 +32,26 @@ def says(group: dist.ProcessGroup, said: list[dict[str, str] | None], deadline_s
     return found, took
 
 
-def signs_of_life(group: dist.ProcessGroup) -> dict[str, str]:
-    """What rank 0 hears of rank 1 while it beats, after it has stopped, and after its last words."""
+def heartbeats(group: dist.ProcessGroup) -> dict[str, str]:
+    """Return the state of rank 1 that rank 0 observes: running, stopped, and after a published failure."""
     rank = dist.get_rank(group)
     heartbeat = Heartbeat(store_beside(group), rank, 2.0, lambda: f"at step {7 + rank}")
-    heard = {"never": heartbeat.of(9)}
+    heard = {"never": heartbeat.state_of(9)}
     dist.barrier(group)
     if rank == 0:
-        heard["alive"] = heartbeat.of(1)
+        heard["alive"] = heartbeat.state_of(1)
     dist.barrier(group)
     if rank == 1:
         heartbeat.close()
     dist.barrier(group)
     if rank == 0:
-        heard["silent"] = heartbeat.of(1)
+        heard["silent"] = heartbeat.state_of(1)
     dist.barrier(group)
     if rank == 1:
-        heartbeat.say("waited in vain")
+        heartbeat.publish_failure("the wait failed")
     dist.barrier(group)
     if rank == 0:
-        heard["said"] = heartbeat.of(1)
+        heard["failed"] = heartbeat.state_of(1)
         heartbeat.close()
     left = sum(thread.name == "megatron_overlap_heartbeat" for thread in threading.enumerate())
     assert left == 0
@@ -71,7 +71,7 @@ class Layer(torch.nn.Module):
 
 
 def failed_wait(group: dist.ProcessGroup, folder: str, backward: bool) -> tuple[str, dict[str, object], str]:
-    """Rank 1 does not come to an op of rank 0: what that is told, what its file says, and what a second wait says."""
+    """Rank 1 skips an operation of rank 0: return the error, the content of the file and the error of a second wait."""
     flight_recorder = FlightRecorder(dist.get_rank(group), Path(folder), {"version of x": "1"})
     transport = GlooTransport(group, timeout_s=1.0, flight_recorder=flight_recorder)
     flight_recorder.heartbeat = Heartbeat(store_beside(group), dist.get_rank(group), 1.0, flight_recorder.doing)
@@ -94,7 +94,7 @@ def failed_wait(group: dist.ProcessGroup, folder: str, backward: bool) -> tuple[
                 model["layers"][1](x)  # type: ignore[index]
             except TransportError as error:
                 texts[1] = str(error)
-            assert time.perf_counter() - start < 0.5, "a broken transport was waited for"
+            assert time.perf_counter() - start < 0.5, "a wait on a broken transport blocked"
     dist.barrier(group)
     flight_recorder.close()
     transport.close()
@@ -102,7 +102,7 @@ def failed_wait(group: dist.ProcessGroup, folder: str, backward: bool) -> tuple[
 
 
 def a_dead_thread(group: dist.ProcessGroup) -> tuple[str, float]:
-    """A wait that no message will end, because the receiving threads have gone: what it is told, and after how long."""
+    """Wait after the receiving threads have ended: return the error and the seconds taken."""
     from megatron_overlap.comm import gloo
 
     transport = GlooTransport(group, timeout_s=0.2)
@@ -125,7 +125,7 @@ def a_dead_thread(group: dist.ProcessGroup) -> tuple[str, float]:
 
 
 def peer_that_never_connects(group: dist.ProcessGroup) -> str:
-    """Rank 1 makes no transport."""
+    """Rank 1 opens no transport: return the error of rank 0."""
     text = ""
     if dist.get_rank(group) == 0:
         try:
@@ -139,11 +139,11 @@ def peer_that_never_connects(group: dist.ProcessGroup) -> str:
 
 
 def bits(group: dist.ProcessGroup, ordered: bool, late_s: list[float]) -> tuple[list[int], bool]:
-    """The bits of an op in bf16 whose ranks come at different times; and whether the transport told what had landed."""
+    """Run a bf16 operation on ranks that start at different times; return hashes, and whether messages may complete."""
     rank = dist.get_rank(group)
     transports = Transports()
     transport = transports.open(group, TransportOptions(ordered=ordered))
-    told = not isinstance(transport, OrderedTransport)
+    reports_completion = not isinstance(transport, OrderedTransport)
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(96, 40, generator=generator).bfloat16().requires_grad_()
     w = torch.randn(24, 40, generator=generator).bfloat16().requires_grad_()
@@ -157,4 +157,4 @@ def bits(group: dist.ProcessGroup, ordered: bool, late_s: list[float]) -> tuple[
     assert w.grad is not None
     dist.barrier(group)
     transports.close()
-    return [hash(t.detach().float().numpy().tobytes()) for t in (y, x.grad, w.grad)], told
+    return [hash(t.detach().float().numpy().tobytes()) for t in (y, x.grad, w.grad)], reports_completion

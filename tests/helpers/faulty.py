@@ -1,8 +1,9 @@
-"""A transport that corrupts what arrives: one bit, or one number, of chosen messages."""
+"""Transports with faults: one corrupts messages, one loses them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -13,12 +14,13 @@ from megatron_overlap.comm.transport import P2PWork, Transfer
 
 
 class CorruptTransport:
-    """Carries by gloo, and flips the highest bit of the exponent of one number of a message before it is looked at.
+    """Flips the highest exponent bit of the first number of some received messages.
 
     Args:
         group: the ranks.
-        op: whose messages are corrupted: those whose op's name contains it.
-        every: so many of them are let through before one is corrupted; 0 corrupts none.
+        op: corrupts the messages of operations whose name contains it.
+        every: corrupts one of so many messages; 0 corrupts none.
+        timeout_s: deadline of one wait in seconds; None means the timeout of `group`.
     """
 
     def __init__(
@@ -28,7 +30,7 @@ class CorruptTransport:
         self.rank, self.size = self._inner.rank, self._inner.size
         self.buffer_pool = self._inner.buffer_pool
         self.exposed_s = 0.0
-        self._op, self._every, self._seen = op, every, 0
+        self._op, self._every, self._num_messages = op, every, 0
         self.corrupted = 0
 
     def begin(self, transfers: Sequence[Transfer], op: str) -> CorruptP2PWork:
@@ -38,11 +40,11 @@ class CorruptTransport:
         self._inner.close()
 
     def arrived(self, transfer: Transfer, op: str) -> None:
-        """Corrupts the message, if it is its turn."""
+        """Count a received message, and corrupt it if it is due."""
         if not self._every or self._op not in op or not transfer.recv.numel():
             return
-        self._seen += 1
-        if self._seen % self._every:
+        self._num_messages += 1
+        if self._num_messages % self._every:
             return
         number = transfer.recv.view(-1)[:1]
         bits = number.view({4: torch.int32, 2: torch.int16}[number.element_size()])
@@ -53,14 +55,24 @@ class CorruptTransport:
 class CorruptP2PWork:
     def __init__(self, owner: CorruptTransport, inner: P2PWork, transfers: Sequence[Transfer], op: str) -> None:
         self._owner, self._inner, self._transfers, self._op = owner, inner, transfers, op
-        self._shown: set[int] = set()
+        self._completed: set[int] = set()
         self.mark_ready, self.wait_all = inner.mark_ready, inner.wait_all
 
     def is_completed(self, message: int) -> bool:
-        return message in self._shown
+        return message in self._completed
 
     def wait(self, message: int) -> None:
         self._inner.wait(message)
-        if message not in self._shown:
-            self._shown.add(message)
+        if message not in self._completed:
+            self._completed.add(message)
             self._owner.arrived(self._transfers[message], self._op)
+
+
+class LossyTransport(GlooTransport):
+    """Rank 0 never sends the first message of an operation."""
+
+    def begin(self, transfers: Sequence[Transfer], op: str) -> P2PWork:  # type: ignore[override]
+        first, *others = transfers
+        if self.rank == 0:
+            first = replace(first, send=first.send[:0], extra_send=())
+        return super().begin([first, *others], op)

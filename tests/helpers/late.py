@@ -1,4 +1,4 @@
-"""A transport that is as late as its contract allows: nothing has landed before it is waited for."""
+"""A transport with the latest arrivals that the contract allows: a message appears when the caller waits for it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megatron_overlap.comm.transport import P2PWork, Transfer
 
 
 class LateTransport:
-    """Carries by gloo into hidden buffers, and shows a chunk only when it is waited for.
+    """Receives over gloo into hidden buffers, and copies a message to its buffer when the caller waits for it.
 
-    Until then its slot is NaN, so that whoever reads early, or reads what was never waited for, gets NaN. The buffers
-    of ops are NaN each time they are handed out, so that nothing is read that an earlier op left there.
+    Until then the buffer holds NaN, so that a caller that reads without a wait reads NaN. The buffer pool fills buffers
+    with NaN as well, so that no caller reads results of an earlier operation.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -35,48 +35,47 @@ class LateTransport:
 
 class LateP2PWork:
     def __init__(self, inner: GlooTransport, transfers: Sequence[Transfer], op: str) -> None:
-        self._transfers = transfers
-        self._hidden = [torch.full_like(transfer.recv, float("nan")) for transfer in transfers]
-        self._shown: set[int] = set()
-        self._by_address = {
-            transfer.recv.data_ptr(): index for index, transfer in enumerate(transfers) if transfer.recv.numel()
-        }
-        for transfer in transfers:
-            transfer.recv.fill_(float("nan"))
-        # A forwarded chunk leaves from where it really landed: the transport may pass on what the op has not looked at.
-        sends = [
-            self._forwarded(transfer) if transfer.message.after_message is not None else transfer.send
-            for transfer in transfers
-        ]
+        self._recvs = [(transfer.recv, *transfer.extra_recv) for transfer in transfers]
+        self._hidden = [tuple(torch.full_like(recv, float("nan")) for recv in recvs) for recvs in self._recvs]
+        self._completed: set[int] = set()
+        for recvs in self._recvs:
+            for recv in recvs:
+                recv.fill_(float("nan"))
         self._p2p_work: P2PWork = inner.begin(
             [
-                replace(transfer, send=send, recv=recv)
-                for transfer, send, recv in zip(transfers, sends, self._hidden, strict=True)
+                replace(transfer, send=send, extra_send=tuple(extra_send), recv=recv, extra_recv=tuple(extra_recv))
+                for transfer, (recv, *extra_recv) in zip(transfers, self._hidden, strict=True)
+                for send, *extra_send in [self._sends(transfer)]
             ],
             op,
         )
 
-    def _forwarded(self, transfer: Transfer) -> torch.Tensor:
-        """What is sent of a chunk, where it has really landed: all of it or a run of its numbers."""
-        assert transfer.message.after_message is not None
-        shown, hidden = (
-            self._transfers[transfer.message.after_message].recv,
-            self._hidden[transfer.message.after_message],
-        )
-        first = (transfer.send.data_ptr() - shown.data_ptr()) // shown.element_size()
-        assert 0 <= first <= hidden.numel() - transfer.send.numel()
-        return hidden.view(-1)[first : first + transfer.send.numel()].view(transfer.send.shape)
+    def _sends(self, transfer: Transfer) -> list[torch.Tensor]:
+        """Return the tensors to send: those of a forwarded chunk are in the hidden buffers."""
+        sends = [transfer.send, *transfer.extra_send]
+        first = transfer.message.after_message
+        if first is None:
+            return sends
+        return [_part_of(*each) for each in zip(sends, self._recvs[first], self._hidden[first], strict=True)]
 
     def mark_ready(self, work_done: int) -> None:
         self._p2p_work.mark_ready(work_done)
 
     def is_completed(self, message: int) -> bool:
-        return message in self._shown
+        return message in self._completed
 
     def wait(self, message: int) -> None:
         self._p2p_work.wait(message)
-        self._shown.add(message)
-        self._transfers[message].recv.copy_(self._hidden[message])
+        self._completed.add(message)
+        for recv, hidden in zip(self._recvs[message], self._hidden[message], strict=True):
+            recv.copy_(hidden)
 
     def wait_all(self) -> None:
         self._p2p_work.wait_all()
+
+
+def _part_of(send: torch.Tensor, recv: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """Return the elements of `hidden` at the position that `send` has in `recv`."""
+    first = (send.data_ptr() - recv.data_ptr()) // recv.element_size()
+    assert 0 <= first <= hidden.numel() - send.numel()
+    return hidden.view(-1)[first : first + send.numel()].view(send.shape)

@@ -26,7 +26,7 @@ def written(path: Path) -> Path:
     trace.add(Kind.STEP, 0, 10 * MS, operation=7)
     file.write(trace)
     file.mark(Mark(5, -6, 7))
-    trace.add(Kind.OTHER_WAIT, 12 * MS, 15 * MS, op=trace.name("all_reduce forward"))
+    trace.add(Kind.COLLECTIVE_WAIT, 12 * MS, 15 * MS, op=trace.name("all_reduce forward"))
     trace.add(Kind.STEP, 10 * MS, 20 * MS, operation=8)
     file.write(trace)
     file.close()

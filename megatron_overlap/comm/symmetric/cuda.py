@@ -19,7 +19,7 @@ from megatron_overlap.comm.connection import store_beside
 from megatron_overlap.comm.host_group import HostGroup
 from megatron_overlap.comm.symmetric.backend import Queue
 from megatron_overlap.comm.transport import TransportError
-from megatron_overlap.diagnostics.consistency import first_objection
+from megatron_overlap.diagnostics.consistency import first_unsupported_reason
 from megatron_overlap.schedules.hierarchical import Nodes
 
 _OLDEST_CAPABILITY = (8, 0)
@@ -54,7 +54,7 @@ def survey(group: dist.ProcessGroup, *, deadline_s: float = 60.0) -> Nodes | str
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     store = store_beside(group)
-    found = first_objection(store, rank, size, "local", local_objection(), deadline_s)
+    found = first_unsupported_reason(store, rank, size, "local", local_objection(), deadline_s)
     if found:
         return found
     store.set(f"host/{rank}", socket.gethostname())
@@ -68,7 +68,7 @@ def survey(group: dist.ProcessGroup, *, deadline_s: float = 60.0) -> Nodes | str
     device = torch.cuda.current_device()
     members = HostGroup(group, nodes.members(nodes.node(rank)))
     text = _with_deadline(lambda: _trial(members, device), deadline_s)
-    return first_objection(store, rank, size, "trial", text, deadline_s) or nodes
+    return first_unsupported_reason(store, rank, size, "trial", text, deadline_s) or nodes
 
 
 def _with_deadline(attempt: Callable[[], str], deadline_s: float) -> str:

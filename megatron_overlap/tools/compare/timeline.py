@@ -166,7 +166,7 @@ def _rank_step(rank: RankEvents, role: str, zero: int, sent: dict[MessageKey, in
             for begin, end, name in intervals
         )
 
-    recorded = events_of(rank, Kind.WAIT, Kind.OTHER_WAIT)
+    recorded = events_of(rank, Kind.WAIT, Kind.COLLECTIVE_WAIT)
     waits = inside((int(row["start_ns"]), int(row["stop_ns"]), rank.names[row["op"]]) for row in recorded)
     messages = inside((one.start_ns, one.stop_ns, one.op) for one in received_messages(rank, sent))
     receiving = merged(*(np.array([interval[place] for interval in messages], np.int64) for place in (0, 1)))

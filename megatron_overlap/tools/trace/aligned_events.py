@@ -119,7 +119,7 @@ def sent_times(ranks: Sequence[RankEvents]) -> dict[MessageKey, int]:
 def received_messages(rank: RankEvents, sent_ns: dict[MessageKey, int]) -> Iterator[ReceivedMessage]:
     """The messages that a rank received, in order of receipt."""
     previous: dict[tuple[int, int], int] = {}
-    for row in np.sort(events_of(rank, Kind.LANDED), order="stop_ns"):
+    for row in np.sort(events_of(rank, Kind.RECEIVED), order="stop_ns"):
         peer, channel, stop = int(row["peer"]), int(row["group"]), int(row["stop_ns"])
         group, message = rank.names[channel], int(row["message"])
         sent = sent_ns.get((group, int(row["operation"]), message, peer, rank.rank))

@@ -152,7 +152,7 @@ def _steps(rank: RankEvents) -> Iterator[dict[str, Any]]:
 def _compute(rank: RankEvents) -> Iterator[dict[str, Any]]:
     """Steps without their waits, split where operations begin and end."""
     yield _name("thread_name", rank.rank, _COMPUTE, "compute")
-    waits = events_of(rank, Kind.WAIT, Kind.OTHER_WAIT)
+    waits = events_of(rank, Kind.WAIT, Kind.COLLECTIVE_WAIT)
     waiting = merged(waits["start_ns"], waits["stop_ns"])
     ops = [(int(row["start_ns"]), int(row["stop_ns"]), rank.names[row["op"]]) for row in events_of(rank, Kind.OP)]
     cuts = np.unique([time for start, stop, _ in ops for time in (start, stop)])
@@ -181,7 +181,7 @@ def _compute(rank: RankEvents) -> Iterator[dict[str, Any]]:
 
 def _waits(rank: RankEvents) -> Iterator[dict[str, Any]]:
     yield _name("thread_name", rank.rank, _WAITS, "waits (exposed communication)")
-    for row in events_of(rank, Kind.WAIT, Kind.OTHER_WAIT):
+    for row in events_of(rank, Kind.WAIT, Kind.COLLECTIVE_WAIT):
         details = {"message": int(row["message"])} if row["kind"] == Kind.WAIT else {"by": "a collective of Megatron"}
         yield _event(rank.names[row["op"]], rank.rank, _WAITS, int(row["start_ns"]), int(row["stop_ns"]), details)
 

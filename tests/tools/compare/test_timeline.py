@@ -43,7 +43,9 @@ def write_step(path: Path, rank: int, iteration: int, waits: list[tuple[float, f
     for number in (iteration - 1, iteration):
         at = number * 1000 + rank
         for start, stop in waits if number == iteration else []:
-            trace.add(Kind.OTHER_WAIT, round((at + start) * MS), round((at + stop) * MS), op=trace.name("sum forward"))
+            trace.add(
+                Kind.COLLECTIVE_WAIT, round((at + start) * MS), round((at + stop) * MS), op=trace.name("sum forward")
+            )
         trace.add(Kind.STEP, at * MS, round((at + length) * MS), operation=number)
         file.write(trace)
     file.close()

@@ -41,7 +41,7 @@ def _record(path: Path, rank: int, ahead: int, drift: float) -> Path:
     for number in (1, 2):
         at = 100 * number
         kinds = [(Kind.OP, 20, 70, gather), (Kind.OP, 30, 65, scatter), (Kind.SENT, 50, 50, gather)]
-        kinds += [(Kind.LANDED, 20, 60, gather), *([(Kind.WAIT, 40, 60, gather)] if rank == 0 else [])]
+        kinds += [(Kind.RECEIVED, 20, 60, gather), *([(Kind.WAIT, 40, 60, gather)] if rank == 0 else [])]
         for kind, start, stop, op in kinds:
             times = (shown(at + start), shown(at + stop))
             trace.add(kind, *times, op=op, group=group, operation=number, peer=1 - rank, num_bytes=8)
@@ -91,7 +91,7 @@ def test_a_message_starts_after_the_previous_one_is_received(tmp_path: Path) -> 
     """Two messages sent at once do not overlap: the second starts when the first is received."""
     file, trace = EventFile(tmp_path / "events-rank0.bin", 0), Trace(lambda: 0)
     for message, stop in ((0, 30), (1, 50)):
-        trace.add(Kind.LANDED, 10 * MS, stop * MS, op=trace.name("gather"), message=message, peer=1)
+        trace.add(Kind.RECEIVED, 10 * MS, stop * MS, op=trace.name("gather"), message=message, peer=1)
     trace.add(Kind.STEP, 0, 60 * MS, operation=1)
     file.write(trace)
     file.close()
