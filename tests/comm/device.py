@@ -174,32 +174,56 @@ class NcclGroup:
         return SimpleNamespace(wait=lambda: recorder.wait(after))
 
 
-def play(ranks: Sequence[Recorder], *, connections: int | None = None) -> list[str]:
-    """Run all recorded operations; return those that remain in a deadlock."""
+def play(ranks: Sequence[Recorder], *, connections: int | None = None, slow: str | None = None) -> list[str]:
+    """Run all recorded operations; return those that remain in a deadlock.
+
+    Args:
+        ranks: recorded devices.
+        connections: 1 starts the operations of a rank in the order in which the host enqueued them.
+        slow: stream whose operations run only when no other stream can continue.
+    """
     recorded: list[set[Any]] = [set() for _ in ranks]
     copied: set[tuple[int, int, int]] = set()
     progress = True
     while progress:
-        progress = False
-        for rank, device in enumerate(ranks):
-            blocked: set[str] = set()
-            for op in device.ops:
-                if op.done:
-                    continue
-                if op.stream not in blocked and not op.started and (op.kind != "wait" or op.label in recorded[rank]):
-                    op.started = progress = True
-                if op.started and op.stream not in blocked and _finished(op, ranks):
-                    op.done = progress = True
-                    _execute(op, ranks, copied)
-                    if op.kind == "record":
-                        recorded[rank].add(op.label)
-                else:
-                    blocked.add(op.stream)
-                if connections == 1 and not op.started:
-                    break
+        progress = _step(ranks, recorded, copied, connections, slow)
+        if not progress and slow is not None:
+            progress = _step(ranks, recorded, copied, connections, None, one=True)
     return [
         f"rank {r}: {op.stream}: {op.kind} {op.label or ''}" for r, d in enumerate(ranks) for op in d.ops if not op.done
     ]
+
+
+def _step(
+    ranks: Sequence[Recorder],
+    recorded: list[set[Any]],
+    copied: set[tuple[int, int, int]],
+    connections: int | None,
+    slow: str | None,
+    *,
+    one: bool = False,
+) -> bool:
+    """Run operations that can run, or only `one`; return whether any did."""
+    progress = False
+    for rank, device in enumerate(ranks):
+        blocked = {slow}
+        for op in device.ops:
+            if op.done:
+                continue
+            if op.stream not in blocked and not op.started and (op.kind != "wait" or op.label in recorded[rank]):
+                op.started = progress = True
+            if op.started and op.stream not in blocked and _finished(op, ranks):
+                op.done = progress = True
+                _execute(op, ranks, copied)
+                if op.kind == "record":
+                    recorded[rank].add(op.label)
+                if one:
+                    return True
+            else:
+                blocked.add(op.stream)
+            if connections == 1 and not op.started:
+                break
+    return progress
 
 
 def _execute(op: Op, ranks: Sequence[Recorder], copied: set[tuple[int, int, int]]) -> None:

@@ -44,8 +44,9 @@ def test_a_transport_on_the_host_fulfils_the_contract(world: World, transport: s
 
 @pytest.mark.parametrize("program", contract.PROGRAMS)
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("slow", [None, "compute", "nccl"])
 def test_nccl_fulfils_the_contract_on_its_recording_device(
-    monkeypatch: pytest.MonkeyPatch, case: str, program: str
+    monkeypatch: pytest.MonkeyPatch, slow: str | None, case: str, program: str
 ) -> None:
     devices, results = [], []
     for rank in range(CASES[case].num_ranks):
@@ -61,7 +62,7 @@ def test_nccl_fulfils_the_contract_on_its_recording_device(
             )
         )
         devices.append(device)
-    assert play(devices) == []
+    assert play(devices, slow=slow) == []
     for of_rank in results:
         assert contract.wrong(of_rank) == []
         assert len(of_rank) == num_results(case) or program == "reduce_scatter"

@@ -205,7 +205,7 @@ def _no_names(data: bytes) -> bytes:
     [
         (_no_format, "not a file of events of this release"),
         (_cut, "step 4 is not in it: the run has steps 3 to 3"),
-        (_no_names, "has an event whose op or group has no name"),
+        (_no_names, "an event refers to an unknown name"),
     ],
 )
 def test_a_damaged_file_removes_one_rank_from_the_report(
