@@ -1,4 +1,4 @@
-"""Helpers of the replacements of Megatron's methods."""
+"""Helpers of the methods that replace Megatron's."""
 
 from __future__ import annotations
 
@@ -12,26 +12,25 @@ import torch
 type Method = Callable[..., Any]
 
 
-# The cheapest of the equivalent functions of torch.
 tracing = torch.compiler.is_dynamo_compiling
-"""Whether `torch.compile` is tracing the caller."""
+"""Whether `torch.compile` traces the caller. The cheapest of torch's equivalent queries."""
 
 
 def untraced(method: Method) -> Method:
-    """`method`, which `torch.compile` does not trace: it runs eagerly between the graphs before and after it."""
+    """`method`, excluded from `torch.compile`: it runs eagerly between two graphs."""
     eager: Method = torch.compiler.disable(method)
 
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
-        # A call of a disabled function costs microseconds more, so it is made only under torch.compile.
+        # The wrapper of `torch.compiler.disable` costs microseconds, so it runs under a trace only.
         return (eager if tracing() else method)(*args, **kwargs)
 
     return run
 
 
 @contextmanager
-def own_forward(module: Any, forward: Method) -> Iterator[None]:
-    """Replaces the `forward` of one module inside the context; hooks of the module still run."""
+def replaced_forward(module: Any, forward: Method) -> Iterator[None]:
+    """Replaces the `forward` of one module inside the context. Hooks on the module still run."""
     module.forward = forward
     try:
         yield

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,19 @@ WeightDone = Callable[[], torch.Tensor | None]
 SavedInputHook = Callable[[torch.Tensor, int], Callable[[], None]]
 """Called in forward with the own rows of an input that is saved for the weight gradient, and with the bytes of its
 gathered rows. `LinearPlan.save_gathered` selects which of the two is saved. The result is called at the release."""
+
+
+class InputVersion(NamedTuple):
+    """A tensor and the value of its version counter."""
+
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+
+    def unchanged_since(self, earlier: object) -> bool:
+        """Whether `earlier` is the same living tensor, without a write to it in between."""
+        if not isinstance(earlier, InputVersion) or earlier.tensor() is not self.tensor():
+            return False
+        return earlier.version == self.version
 
 
 class SavedInput:

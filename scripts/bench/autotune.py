@@ -233,7 +233,8 @@ class Point:
         from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
         from megatron_overlap import OverlapConfig
-        from megatron_overlap.adapters.tensor_parallel.linear import LinearAdapter, column_forward_impl, row_forward
+        from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
+        from megatron_overlap.adapters.tensor_parallel.linear import column_forward_impl, row_forward
         from megatron_overlap.session import Session
 
         original = ColumnParallelLinear._forward_impl if self.column else RowParallelLinear.forward

@@ -1,4 +1,4 @@
-"""The plugin beside other features of Megatron: each trains as stock does, overlapped, or left to Megatron by name."""
+"""The plugin together with other features of Megatron: each trains as stock does, overlapped or with a reason."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FEATURES = {
     ),
 }
 LEFT = {"experts": {EXPERTS}}
-"""What is left to Megatron, and by what name; of other features nothing."""
+"""Expected fallback reasons by feature; all other features have none."""
 
 
 @pytest.mark.long

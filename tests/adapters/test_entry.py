@@ -1,4 +1,4 @@
-"""`python -m megatron_overlap`: what is wrong with a request is one line and exit code 2."""
+"""`python -m megatron_overlap`: an invalid request prints one line and exits with code 2."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from tests.adapters.megatron_runs import start_ranks
         (["SCRIPT", "--overlap-device", "cpu", "--overlap-run-dir", "SCRIPT"], "--overlap-run-dir"),
     ],
 )
-def test_a_wrong_request_is_one_line(argv: list[str], told: str, tmp_path: Path) -> None:
+def test_an_invalid_request_prints_one_line(argv: list[str], told: str, tmp_path: Path) -> None:
     files = {
         "SCRIPT": ("script.py", "raise SystemExit('must not run')\n"),
         "TYPO": ("typo.yaml", "overlap: {tensr: {method: p2p}}\n"),

@@ -1,4 +1,4 @@
-"""Runs that end before their time and are started again: by Megatron's signal handler, and by torchrun."""
+"""Interrupted runs that continue from a checkpoint: by Megatron's signal handler and by torchrun."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def end_marked(mark: dict[str, str]) -> None:
 
 
 @pytest.mark.long
-def test_a_signal_saves_and_the_next_run_goes_on(tmp_path: Path) -> None:
+def test_a_signal_saves_a_checkpoint_and_the_next_run_continues(tmp_path: Path) -> None:
     """`--exit-signal-handler`: SIGTERM on one rank ends all after the step they are in, with a checkpoint."""
     stock = train(tmp_path / "stock", GPT, 2, *TP2_SP, *MORE)
     run, saved = tmp_path / "run", tmp_path / "saved"
@@ -109,7 +109,7 @@ def reruns(tmp_path: Path, name: str, *flags: str, off: bool) -> list[int]:
 
 @pytest.mark.long
 def test_every_step_run_twice(tmp_path: Path) -> None:
-    """Megatron's mode for measuring determinism: each step's forward and backward is taken back, and made again."""
+    """Megatron's determinism mode: each step's forward and backward is undone and run again."""
     buckets = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
     flags = (*TP2_SP, *shlex.split(buckets))
     again = ("--rerun-mode", "report_stats")
@@ -137,8 +137,8 @@ def test_every_step_run_twice(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "code"), [("correct_result", 16), ("transient_error", 17)])
-def test_a_result_in_doubt_ends_as_in_stock(tmp_path: Path, kind: str, code: int) -> None:
-    """An injected error: Megatron makes the step again, and ends with a code that says what it found."""
+def test_an_injected_error_ends_as_in_stock(tmp_path: Path, kind: str, code: int) -> None:
+    """Megatron runs the step again, and exits with a code for the kind of error."""
     flags = ("--error-injection-rate", "1", "--error-injection-type", kind)
     assert reruns(tmp_path, "stock", *flags, off=True) == [code] * 2
     assert reruns(tmp_path, "mine", *flags, off=False) == [code] * 2
@@ -149,8 +149,8 @@ def test_a_result_in_doubt_ends_as_in_stock(tmp_path: Path, kind: str, code: int
 
 
 @pytest.mark.long
-def test_torchrun_starts_all_ranks_again(tmp_path: Path) -> None:
-    """A rank is killed at its first start; the second start of all goes on from the checkpoint."""
+def test_torchrun_restarts_all_ranks(tmp_path: Path) -> None:
+    """A rank is killed in the first start; the second start continues from the checkpoint."""
     stock = train(tmp_path / "stock", GPT, 2, *TP2_SP, *MORE)
     run, saved = tmp_path / "run", tmp_path / "saved"
     wrapper = tmp_path / "pretrain.py"

@@ -39,7 +39,7 @@ DATA = {("reduce_scatter", "wgrad"), ("all_gather", "forward"), ("step of a buck
 
 
 def assert_overlapped(run_dir: Path, *, ranks: int, expected: set[tuple[str, str]] = TENSOR) -> None:
-    """All of it, on every rank, and nothing else: equality is not by fallback."""
+    """Every rank overlapped all of the expected calls and no others, without a fallback."""
     for rank in range(ranks):
         report = json.loads((run_dir / f"report-rank{rank}.json").read_text())
         done = {(m["op"], m["direction"]) for m in report["modules"] if m["overlapped"]}
@@ -83,7 +83,7 @@ def test_gpt_with_data_parallel_ranks(plugin: tuple[str, str], tmp_path: Path) -
 
 @pytest.mark.long
 def test_data_parallel_with_evaluation_then_resumed_without_the_plugin(plugin: tuple[str, str], tmp_path: Path) -> None:
-    """Two micro-batches a step. Parameters are on their way when evaluation and the checkpoint ask for them."""
+    """Two micro-batches a step. All-gathers of parameters are in flight when evaluation and the checkpoint start."""
     evaluate = shlex.split("--split 90,10,0 --eval-interval 2 --eval-iters 1")
     layout = (*SHARDED, "--micro-batch-size", "1", *evaluate)
     saved = tmp_path / "saved"
@@ -102,7 +102,7 @@ def test_data_parallel_with_evaluation_then_resumed_without_the_plugin(plugin: t
 def test_gradients_added_inside_the_gemm_then_resumed_without_the_plugin(
     plugin: tuple[str, str], tmp_path: Path
 ) -> None:
-    """Into Megatron's own fp32 buffer, several micro-batches, with its hooks."""
+    """Into Megatron's fp32 buffer, with several micro-batches and Megatron's hooks."""
     layout = (*TP2_SP, "--use-distributed-optimizer", "--overlap-grad-reduce", "--micro-batch-size", "1")
     saved = tmp_path / "saved"
     save = ("--save", str(saved), "--save-interval", "2")
@@ -132,8 +132,8 @@ def test_without_sequence_parallelism(plugin: tuple[str, str], tmp_path: Path) -
 
 @pytest.mark.long
 @pytest.mark.parametrize("accumulate", [GPT, FUSED], ids=["autograd", "main_grad"])
-def test_halves_of_micro_batches_with_data_parallel_ranks(accumulate: Path, tmp_path: Path) -> None:
-    """Each weight is handed to Megatron's data parallel hooks once, by both halves together."""
+def test_batch_overlap_with_data_parallel_ranks(accumulate: Path, tmp_path: Path) -> None:
+    """Megatron's data-parallel hooks run once for each weight, with the sum over both parts of the batch."""
     file = tmp_path / "overlap.yaml"
     file.write_text(yaml.safe_dump({"overlap": {"tensor": {"method": "p2p", "split": "batch"}, "strict": True}}))
     layout = ("--tensor-model-parallel-size", "2", *SHARDED, "--micro-batch-size", "2", "--global-batch-size", "8")

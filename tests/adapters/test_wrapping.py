@@ -1,4 +1,4 @@
-"""What replacements of Megatron's methods share."""
+"""Helpers of the methods that replace Megatron's."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from tests.adapters import wrapping_workers as cases
 from tests.helpers.world import World
 
 
-def test_torch_compile_does_not_enter_what_communicates() -> None:
-    """And compiles what is before, between and after."""
+def test_torch_compile_does_not_trace_an_operation_that_communicates() -> None:
+    """It compiles the code before, between and after the operations."""
     workers = World(answer_s=120)
     try:
         for traced, graphs, equal in workers.run(2, cases.compiled):

@@ -1,4 +1,4 @@
-"""What the workers run: a replaced method inside something that `torch.compile` traces. No Megatron is needed."""
+"""Runs replaced methods inside a module that `torch.compile` traces. Needs no Megatron."""
 
 from __future__ import annotations
 

@@ -1,20 +1,21 @@
-"""Megatron's data parallel buckets on point-to-point messages; what does not fit runs Megatron's own collectives.
+"""Megatron's data-parallel buckets on point-to-point messages; an unsupported bucket runs the stock collectives.
 
-Megatron's own functions run, with the names under which they find the collectives bound to ours: what they do around
-them (NaN checks, scaling, the first batch, handles) stays theirs in every release.
+Megatron's functions run unchanged, in a copy whose global names of the collectives are bound to the functions here. So
+NaN checks, scaling, the handling of the first batch and handles are those of the installed release.
 """
 
 from __future__ import annotations
 
 import functools
 import types
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
 
 from megatron_overlap.adapters.diagnostics.consistency import open_transport
-from megatron_overlap.adapters.diagnostics.reference_check import Check
+from megatron_overlap.adapters.diagnostics.reference_check import BucketCheck, Check
 from megatron_overlap.adapters.wrapping import Method
 from megatron_overlap.comm import Transport
 from megatron_overlap.counters import Direction
@@ -24,11 +25,11 @@ from megatron_overlap.session import Adapter, Session
 
 
 class MissingFlagError(ValueError):
-    """The config asks for messages that Megatron was not told to hide."""
+    """`method: p2p` needs an overlap flag of Megatron that is off."""
 
 
 class DataParallelAdapter(Adapter):
-    """What the patched functions of one session share: transports, buckets on their way, and counting."""
+    """Transports, reductions in flight and counters of the data-parallel buckets of one session."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -51,11 +52,19 @@ class DataParallelAdapter(Adapter):
         self._reducers.clear()
 
     def transport(self, group: dist.ProcessGroup, channel: str = "data") -> Transport:
-        """The transport of a data parallel group; closed with the session."""
+        """The transport of a data-parallel group; closed with the session."""
         return open_transport(self._session, group, channel)
 
-    def reduce(self, bucket: torch.Tensor, group: dist.ProcessGroup, op: Any, *, whole: bool, wide: bool) -> Method:
-        """Begins the sum of a bucket: of all of it with `whole`, else of the own shard. What waits for it."""
+    def reduce(self, bucket: torch.Tensor, group: dist.ProcessGroup, op: Any, *, whole: bool, wide: bool) -> Waitable:
+        """Starts the reduction of a bucket.
+
+        Args:
+            bucket: gradients.
+            group: the data-parallel group.
+            op: sum or mean.
+            whole: reduce all elements; otherwise the shard of this rank.
+            wide: sum bf16 and fp16 gradients in fp32.
+        """
         assert op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG), op
         wide = wide or self._session.config.data.accumulate == "fp32"
         key = (group, whole, wide)
@@ -64,29 +73,37 @@ class DataParallelAdapter(Adapter):
             self._reducers[key] = GradientReduce(self.transport(group), gather=gather, wide=wide)
         self._count("all_reduce" if whole else "reduce_scatter", bucket, group, 2 if whole else 1)
         name = "all_reduce" if whole else "reduce_scatter"
-        compare = self._check.sums(name, bucket, group, op, whole) if self._check.due else None
-        return _then(self._reducers[key].begin(bucket, mean=op == dist.ReduceOp.AVG).wait, compare)
+        check = self._check.reduce(name, bucket, group, op, whole) if self._check.due else None
+        reduction = self._reducers[key].begin(bucket, mean=op == dist.ReduceOp.AVG)
+        return reduction if check is None else _CheckedWork(reduction, check)
 
-    def gather(self, bucket: torch.Tensor, group: dist.ProcessGroup) -> Method:
-        """Begins the all-gather of a bucket. What waits for it."""
+    def gather(self, bucket: torch.Tensor, group: dist.ProcessGroup) -> Waitable:
+        """Starts the all-gather of a bucket."""
         self._count("all_gather", bucket, group, 1)
-        compare = self._check.gathered("all_gather", bucket, group) if self._check.due else None
-        return _then(Gathering(self.transport(group), bucket).wait, compare)
+        check = self._check.gather("all_gather", bucket, group) if self._check.due else None
+        gathering = Gathering(self.transport(group), bucket)
+        return gathering if check is None else _CheckedWork(gathering, check)
 
-    def count_step(self, how: str) -> None:
-        """Counts the optimizer's step of one bucket, or of all."""
-        self._session.counters.overlapped("data", "optimizer", how, "forward")
+    def count_step(self, op: str) -> None:
+        """Counts an optimizer step of one bucket, or of all."""
+        self._session.counters.overlapped("data", "optimizer", op, "forward")
 
     def _count(self, op: str, bucket: torch.Tensor, group: dist.ProcessGroup, rounds: int) -> None:
-        others = bucket.numel() * bucket.element_size() * (group.size() - 1) // group.size()
-        self._session.counters.overlapped("data", _name(bucket), op, _direction(op), rounds * others)
+        bytes_of_peers = bucket.numel() * bucket.element_size() * (group.size() - 1) // group.size()
+        self._session.counters.overlapped("data", _name(bucket), op, _direction(op), rounds * bytes_of_peers)
 
-    def leaves(self, op: str, bucket_group: Any, flag: str | None, reason: str | None) -> bool:
-        """Whether Megatron's own path runs, because of a flag that is off or another reason; counts it then.
+    def falls_back(self, op: str, bucket_group: Any, flag: str | None, reason: str | None) -> bool:
+        """Whether the stock path runs; if so, counts it.
+
+        Args:
+            op: the collective.
+            bucket_group: Megatron's bucket group.
+            flag: a Megatron flag that is off; None if all required flags are on.
+            reason: another reason for the stock path.
 
         Raises:
-            MissingFlagError: a flag is off, and the config asks for messages by name.
-            FallbackError: the config is strict.
+            MissingFlagError: a flag is off, and the configured method is `p2p`.
+            FallbackError: the configuration is strict.
         """
         if flag is not None:
             if self._session.config.data.method == "p2p":
@@ -94,7 +111,7 @@ class DataParallelAdapter(Adapter):
                     f"overlap.data.method: p2p: needs Megatron's {flag}: add it to the launch, or use method auto"
                 )
             reason = f"Megatron's {flag} is off"
-        reason = reason or self._check.unsupported_reason(op)
+        reason = reason or self._check.fallbacks.get(op)
         if reason is None:
             return False
         for bucket in bucket_group.buckets:
@@ -105,8 +122,8 @@ class DataParallelAdapter(Adapter):
 def start_grad_sync(original: Method, session: Session) -> Method:
     """Replacement of `_ParamAndGradBucketGroup.start_grad_sync`.
 
-    Equals the original: the sum (or mean) of the buckets' gradients over the data parallel ranks, of the own shard
-    with the distributed optimizer, of everything without it.
+    Equals the original: the sum (or mean) of the buckets' gradients over the data-parallel ranks: of the shard of this
+    rank with the distributed optimizer, of all elements without it.
     """
     adapter = DataParallelAdapter.of(session)
 
@@ -122,8 +139,8 @@ def start_grad_sync(original: Method, session: Session) -> Method:
         if config.num_distributed_optimizer_instances > 1:
             reason = "several instances of the distributed optimizer"
         elif force_all_reduce:
-            reason = "gradients are reduced as a whole to be saved"
-        if adapter.leaves("reduce_scatter" if sharded else "all_reduce", self, flag, reason):
+            reason = "Megatron reduces all gradients to save them (force_all_reduce)"
+        if adapter.falls_back("reduce_scatter" if sharded else "all_reduce", self, flag, reason):
             return original(self, force_all_reduce)
         posted = _Posted()
         wide = config.reduce_scatter_with_fp32_accumulation
@@ -134,9 +151,13 @@ def start_grad_sync(original: Method, session: Session) -> Method:
         def all_reduce(tensor: Any, *, op: Any, group: Any, async_op: bool) -> _Posted:
             return posted.add(adapter.reduce(tensor, group, op, whole=True, wide=wide))
 
-        own = _Seen(torch, distributed=_Seen(dist, all_reduce=all_reduce))
-        names = {"dist_reduce_scatter_func": reduce_scatter, "_coalescing_manager": posted.manage, "torch": own}
-        return _seeing(original, names)(self, force_all_reduce)
+        torch_module = _ModuleOverlay(torch, distributed=_ModuleOverlay(dist, all_reduce=all_reduce))
+        names = {
+            "dist_reduce_scatter_func": reduce_scatter,
+            "_coalescing_manager": posted.manage,
+            "torch": torch_module,
+        }
+        return _with_globals(original, names)(self, force_all_reduce)
 
     return start
 
@@ -144,7 +165,7 @@ def start_grad_sync(original: Method, session: Session) -> Method:
 def start_param_sync(original: Method, session: Session) -> Method:
     """Replacement of `_ParamAndGradBucketGroup.start_param_sync`.
 
-    Equals the original: every rank's shard of the buckets' parameters reaches all data parallel ranks.
+    Equals the original: an all-gather of the buckets' parameters over the data-parallel ranks.
     """
     adapter = DataParallelAdapter.of(session)
 
@@ -159,7 +180,7 @@ def start_param_sync(original: Method, session: Session) -> Method:
             reason: str | None = "layer-wise distributed optimizer"
         else:
             reason = _unsupported_group_reason(group, self.buckets[0].param_data)
-        if adapter.leaves("all_gather", self, flag, reason):
+        if adapter.falls_back("all_gather", self, flag, reason):
             return original(self, force_sync)
         posted = _Posted()
 
@@ -167,7 +188,7 @@ def start_param_sync(original: Method, session: Session) -> Method:
             return posted.add(adapter.gather(output, group))
 
         names = {"dist_all_gather_func": all_gather, "_coalescing_manager": posted.manage}
-        return _seeing(original, names)(self, force_sync)
+        return _with_globals(original, names)(self, force_sync)
 
     return start
 
@@ -175,7 +196,8 @@ def start_param_sync(original: Method, session: Session) -> Method:
 def finish_param_sync(original: Method, session: Session) -> Method:
     """Replacement of `_ParamAndGradBucketGroup.finish_param_sync`.
 
-    Equals the original, which warns where the next bucket is on its way already: here that is how it should be.
+    Equals the original without its warning that the all-gather of the next bucket is in flight already: the optimizer
+    step starts all of them.
     """
 
     @functools.wraps(original)
@@ -187,27 +209,46 @@ def finish_param_sync(original: Method, session: Session) -> Method:
     return finish
 
 
+class Waitable(Protocol):
+    """A collective in flight."""
+
+    def wait(self) -> None:
+        """Returns when the collective is complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class _CheckedWork:
+    """A collective whose result is compared with the stock collective."""
+
+    work: Waitable
+    check: BucketCheck
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.check.compare()
+
+
 class _Posted:
-    """What one call has begun: stands for torch's coalescing manager, and for the handle that it leaves behind."""
+    """The collectives that one call started. Replaces torch's coalescing manager and the handle that it returns."""
 
     def __init__(self) -> None:
-        self._waits: list[Method] = []
+        self._works: list[Waitable] = []
         self._async = False
 
     def manage(self, group: dist.ProcessGroup, *, async_ops: bool = False) -> Self:
-        """Called as torch's `_coalescing_manager` is."""
+        """Has the signature of torch's `_coalescing_manager`."""
         self._async = async_ops
         return self
 
-    def add(self, wait: Method) -> Self:
-        """Notes how to wait for what has begun."""
-        self._waits.append(wait)
+    def add(self, work: Waitable) -> Self:
+        """Adds a collective that was started."""
+        self._works.append(work)
         return self
 
     def wait(self) -> None:
-        """Waits for all of it; does nothing the second time."""
-        while self._waits:
-            self._waits.pop(0)()
+        """Waits for all of them; a second call does nothing."""
+        while self._works:
+            self._works.pop(0).wait()
 
     def __enter__(self) -> Self:
         return self
@@ -217,8 +258,8 @@ class _Posted:
             self.wait()
 
 
-class _Seen:
-    """A module with some names of ours."""
+class _ModuleOverlay:
+    """A module in which some names are replaced."""
 
     def __init__(self, module: Any, **names: Any) -> None:
         self.__dict__.update(names)
@@ -228,22 +269,11 @@ class _Seen:
         return getattr(self._module, name)
 
 
-def _seeing(function: Any, names: dict[str, Any]) -> Method:
-    """`function`, finding `names` where it would find those of its module. The module is not changed."""
-    seen = {**function.__globals__, **names}
-    return types.FunctionType(function.__code__, seen, function.__name__, function.__defaults__, function.__closure__)
-
-
-def _then(wait: Method, compare: Method | None) -> Method:
-    """`wait`, and then `compare` where there is one."""
-    if compare is None:
-        return wait
-
-    def both() -> None:
-        wait()
-        compare()
-
-    return both
+def _with_globals(function: Any, names: dict[str, Any]) -> Method:
+    """A copy of `function` in which the global `names` are replaced. The module of `function` is not changed."""
+    replaced = {**function.__globals__, **names}
+    code, defaults = function.__code__, function.__defaults__
+    return types.FunctionType(code, replaced, function.__name__, defaults, function.__closure__)
 
 
 def _direction(op: str) -> Direction:
@@ -256,9 +286,9 @@ def _name(bucket: torch.Tensor) -> str:
 
 def _unsupported_group_reason(group: dist.ProcessGroup, data: torch.Tensor) -> str | None:
     if group.size() > MAX_RANKS:
-        return f"more than {MAX_RANKS} data parallel ranks"
+        return f"more than {MAX_RANKS} data-parallel ranks"
     if dist.get_backend(group) not in ("gloo", "nccl"):
-        return f"backend {dist.get_backend(group)} has no point-to-point transport here"
+        return f"process group backend {dist.get_backend(group)} has no point-to-point transport"
     if data.is_cuda and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is being captured"
     return None

@@ -1,4 +1,4 @@
-"""The distributed optimizer's step, bucket by bucket: parameters leave while the optimizer works on the next ones."""
+"""The distributed optimizer's step by buckets: the all-gather of a bucket runs during the step of the next ones."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megatron_overlap.adapters.data_parallel.bucket_sync import DataParallelAdap
 from megatron_overlap.adapters.wrapping import Method
 from megatron_overlap.session import Session
 
-# Each parameter's state is its own there, the number of its steps too: steps over disjoint parts are the whole step.
-_STEPS_EACH_ALONE = (torch.optim.Adam, torch.optim.AdamW)
+# These have a state and a step count for each parameter, so steps over disjoint subsets equal the whole step.
+_STEPS_PER_PARAMETER = (torch.optim.Adam, torch.optim.AdamW)
 
-# Lists in the optimizer that run in parallel: the model's parameters and the shards that are stepped for them.
+# Parallel lists of the optimizer: model parameters, and the shards that the inner optimizer steps.
 _MODEL_AND_SHARD = (
     ("model_float16_groups", "shard_fp32_from_float16_groups"),
     ("model_fp32_groups", "shard_fp32_groups"),
@@ -27,12 +27,12 @@ _MODEL_AND_SHARD = (
 def step_with_ready_grads(original: Method, session: Session) -> Method:
     """Replacement of `MixedPrecisionOptimizer.step_with_ready_grads`, for `DistributedOptimizer`.
 
-    Equals the original, bit by bit: steps the own shards and writes them to the model's parameters. The buckets that
-    the next forward needs first are stepped first, and each one's all-gather begins at once. Megatron begins the first
-    one in the next forward, and each of the others when the one before it has landed.
+    Equals the original bit by bit: steps the shards of this rank and writes them to the model's parameters. The buckets
+    of the first layers are stepped first, and the all-gather of each starts at once. Megatron starts the first
+    all-gather in the next forward, and each further one after the one before it is complete.
 
-    It runs after the gradients were clipped, which needs all of them, and not at all where fp16's loss scaling
-    skips a step.
+    Runs after gradient clipping, which needs all gradients. Megatron does not call it where fp16 loss scaling skips a
+    step.
     """
     adapter = DataParallelAdapter.of(session)
 
@@ -40,13 +40,13 @@ def step_with_ready_grads(original: Method, session: Session) -> Method:
     def step(self: Any) -> bool:
         if not isinstance(self, DistributedOptimizer) or not _gathers_in_forward(self):
             return original(self)
-        if reason := _unsupported_cut_reason(self):
+        if reason := _unsupported_step_reason(self):
             session.counters.exclude("step of the distributed optimizer", reason)
             return original(self)
         groups = _in_forward_order(self)
         if not groups:
             return original(self)
-        if type(self.optimizer) not in _STEPS_EACH_ALONE:
+        if type(self.optimizer) not in _STEPS_PER_PARAMETER:
             done = original(self)
             adapter.count_step("whole step, then all gathers")
             for bucket_group in groups:
@@ -55,7 +55,7 @@ def step_with_ready_grads(original: Method, session: Session) -> Method:
         done = True
         with _restored(self):
             for bucket_group, part in zip(groups, _parts(self, groups), strict=True):
-                part.show(self)
+                part.install(self)
                 done &= original(self)
                 adapter.count_step("step of a bucket, then its gather")
                 _begin_gather(bucket_group)
@@ -65,21 +65,21 @@ def step_with_ready_grads(original: Method, session: Session) -> Method:
 
 
 def _gathers_in_forward(optimizer: Any) -> bool:
-    """Whether Megatron would gather in the next forward what is stepped now."""
+    """Whether the stock path all-gathers the parameters in the next forward."""
     config = optimizer.ddp_config
     return not optimizer.is_stub_optimizer and config.overlap_param_gather and not config.use_megatron_fsdp
 
 
-def _unsupported_cut_reason(optimizer: Any) -> str | None:
-    """What keeps the step of such an optimizer whole; None if nothing does."""
+def _unsupported_step_reason(optimizer: Any) -> str | None:
+    """The reason against a step by buckets; None if it is supported."""
     config = optimizer.ddp_config
     reasons = {
-        "the pipeline schedule begins the gathers (align_param_gather)": config.align_param_gather,
-        "Megatron's own step begins the gathers": optimizer.config.overlap_param_gather_with_optimizer_step,
-        "copies from the host may be on their way after it (optimizer_cpu_offload)": (
+        "the pipeline schedule starts the all-gathers (align_param_gather)": config.align_param_gather,
+        "Megatron's step starts the all-gathers": optimizer.config.overlap_param_gather_with_optimizer_step,
+        "copies from the host may be in flight after the step (optimizer_cpu_offload)": (
             optimizer.config.optimizer_cpu_offload
         ),
-        "quantized parameters are written with collectives of their own, or later": (
+        "quantized parameters are written by other collectives or later (fp8, fp4, mxfp8)": (
             config.fp8_param_gather
             or getattr(config, "fp4_param_gather", False)
             or getattr(config, "reuse_grad_buf_for_mxfp8_param_ag", False)
@@ -89,9 +89,9 @@ def _unsupported_cut_reason(optimizer: Any) -> str | None:
 
 
 def _in_forward_order(optimizer: Any) -> list[Any]:
-    """The bucket groups of this optimizer's buffers, those of the first layers first; none where others share them.
+    """The bucket groups of this optimizer's buffers, first layers first; empty if another optimizer has some of them.
 
-    The model registers parameters in the order in which forward uses them, as Megatron's own chain of gathers assumes.
+    The model registers parameters in the order in which forward uses them. Megatron's chain of all-gathers assumes it.
     """
     own = {id(bucket) for buffer in optimizer.buffers for bucket in buffer.buckets}
     ordered = []
@@ -109,14 +109,19 @@ def _in_forward_order(optimizer: Any) -> list[Any]:
 
 def _begin_gather(bucket_group: Any) -> None:
     if bucket_group.param_gather_handle is not None:
-        # Stepped twice with no forward in between.
+        # Two steps without a forward between them.
         bucket_group.param_gather_handle.wait()
         bucket_group.param_gather_handle = None
     bucket_group.start_param_sync()
 
 
-class _Part:
-    """The optimizer's lists, of one bucket group alone: Megatron's by name, and the inner optimizer's parameters."""
+class _BucketGroupLists:
+    """The optimizer's parameter lists, restricted to one bucket group.
+
+    Attributes:
+        inner: `params` of each parameter group of the inner optimizer.
+        lists: Megatron's lists by attribute name.
+    """
 
     def __init__(self, optimizer: Any) -> None:
         self.inner: list[list[Any]] = [[] for _ in optimizer.optimizer.param_groups]
@@ -124,17 +129,17 @@ class _Part:
             name: [[] for _ in getattr(optimizer, name)] for pair in _MODEL_AND_SHARD for name in pair
         }
 
-    def show(self, optimizer: Any) -> None:
-        """Makes the optimizer, and Megatron's copies to the model, know these parameters alone."""
+    def install(self, optimizer: Any) -> None:
+        """Restricts the optimizer, and Megatron's copies to the model, to these parameters."""
         for group, parameters in zip(optimizer.optimizer.param_groups, self.inner, strict=True):
             group["params"] = parameters
         for name, groups in self.lists.items():
             setattr(optimizer, name, groups)
 
 
-def _parts(optimizer: Any, groups: list[Any]) -> list[_Part]:
-    """The optimizer's lists cut up by bucket group."""
-    parts = [_Part(optimizer) for _ in groups]
+def _parts(optimizer: Any, groups: list[Any]) -> list[_BucketGroupLists]:
+    """The optimizer's lists, split by bucket group."""
+    parts = [_BucketGroupLists(optimizer) for _ in groups]
     part_of = {parameter: part for one, part in zip(groups, parts, strict=True) for parameter in one.params}
     part_of_shard = {}
     for model_name, shard_name in _MODEL_AND_SHARD:
@@ -154,7 +159,7 @@ def _parts(optimizer: Any, groups: list[Any]) -> list[_Part]:
 
 @contextmanager
 def _restored(optimizer: Any) -> Iterator[None]:
-    """Puts the optimizer's lists back at the end."""
+    """Restores the optimizer's lists at the end of the context."""
     groups = optimizer.optimizer.param_groups
     inner = [group["params"] for group in groups]
     lists = {name: getattr(optimizer, name) for pair in _MODEL_AND_SHARD for name in pair}

@@ -1,33 +1,30 @@
-"""A Megatron transformer layer without sequence parallelism, in two halves of its micro-batch.
+"""Batch overlap: a Megatron transformer layer without sequence parallelism runs on two parts of its micro-batch.
 
-`TransformerLayer.forward` goes through norm, attention, sum, add, norm, MLP, sum, add. Here both halves do, each by
-the layer's own modules, one while the other's sum is on its way; for the length of a half's attention or MLP the linear
-layers in it are told so (`LinearAdapter.half`). See `ops/tensor_parallel/batch_overlap.py`.
+One part computes during the all-reduce of the other part. The modules of the layer run unchanged, once for each part.
+While the attention or the MLP of a part runs, `LinearAdapter.assign` gives its linear layers a `BatchOverlapBackend`.
+See `ops/tensor_parallel/batch_overlap.py` for the order.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP
 from megatron.core.utils import make_viewless_tensor
 
+from megatron_overlap.adapters.tensor_parallel.call import LayerOutput, LinearCall
+from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
+from megatron_overlap.adapters.tensor_parallel.eligibility import BATCH_DIMENSION, unsupported_layer_reason
 from megatron_overlap.adapters.tensor_parallel.layer_handoff import PendingOutput
-from megatron_overlap.adapters.tensor_parallel.linear import LinearAdapter
 from megatron_overlap.adapters.wrapping import Method, untraced
 from megatron_overlap.comm import BufferPool
 from megatron_overlap.ops.tensor_parallel.batch_overlap import (
     Reduction,
     Slots,
     arrived,
-    can_be_ordered,
     column_half,
     entered,
     row_half,
@@ -35,23 +32,20 @@ from megatron_overlap.ops.tensor_parallel.batch_overlap import (
 from megatron_overlap.ops.wgrad import DeferredWgrad, WgradTarget
 from megatron_overlap.session import Session
 
-# What a layer is given of a batch, by where the batch is; None: it has none.
-_BATCH_AT = {"attention_mask": 0, "rotary_pos_emb": None, "rotary_pos_cos": None, "rotary_pos_sin": None}
-# Parts of a layer that it may have and that are not done here.
-_RECOMPUTED = ("recompute_input_layernorm", "recompute_pre_mlp_layernorm", "recompute_mlp")
-_OFFLOADED = ("offload_attn_norm", "offload_mlp_norm")
+_POSITIONAL = ("hidden_states", "attention_mask")
 
 
 def block_forward(original: Method, session: Session) -> Method:
-    """Replacement of `TransformerBlock.forward`. Equals the original, which runs: it tells its layers who follows."""
+    """Replacement of `TransformerBlock.forward`. Runs the original, and records the order of its layers."""
     layer_handoff = LinearAdapter.of(session).layer_handoff
 
     @untraced
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # More than input and mask by position: what they are is not looked at.
-        alone = len(args) > 2 or self.config.cpu_offloading or kwargs.get("extract_layer_indices")
-        with layer_handoff.block(() if alone else self.layers):
+        # Further positional arguments are not known, and may let the block read the outputs of its layers.
+        unknown = len(args) > len(_POSITIONAL)
+        reads_outputs = unknown or self.config.cpu_offloading or kwargs.get("extract_layer_indices")
+        with layer_handoff.block(() if reads_outputs else self.layers):
             return original(self, *args, **kwargs)
 
     return forward
@@ -60,7 +54,7 @@ def block_forward(original: Method, session: Session) -> Method:
 def layer_forward(original: Method, session: Session) -> Method:
     """Replacement of `TransformerLayer.forward`.
 
-    Equals the original: every row of a micro-batch goes through a layer without the others.
+    Equals the original: the layer computes each row of a micro-batch independently of the others.
     """
     adapter = LinearAdapter.of(session)
     layer_handoff = adapter.layer_handoff
@@ -68,159 +62,168 @@ def layer_forward(original: Method, session: Session) -> Method:
     @untraced
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        names = ("hidden_states", "attention_mask")
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        x = given["hidden_states"]
-        carried = layer_handoff.take(x)
-        if carried is None:
-            reason = "positional arguments" if len(args) > len(names) else _unsupported_reason(self, given, adapter)
-            if reason is not None:
-                if reason:
-                    session.counters.fallback("layer", "transformer layer", "batch_overlap", "forward", reason)
+        arguments = {**dict(zip(_POSITIONAL, args, strict=False)), **kwargs}
+        x = arguments["hidden_states"]
+        pending = layer_handoff.take(x)
+        if pending is None:
+            if self.config.tensor_model_parallel_size == 1 or adapter.check.due:
                 return original(self, *args, **kwargs)
-            carried = PendingOutput(x, [half.contiguous for half in x.chunk(2, dim=1)], Slots.reserve())
-        result = _Layer(self, adapter).forward(carried, given)
-        follower = layer_handoff.after(self)
-        if follower is not None and _unsupported_reason(follower, given, adapter) is None:
-            return layer_handoff.hand_on(result), None
-        whole = torch.cat([half() for half in result.halves], dim=1)
+            unknown = len(args) > len(_POSITIONAL)
+            reason = "positional arguments" if unknown else _unsupported_reason(self, arguments, adapter)
+            if reason is not None:
+                session.counters.fallback("layer", "transformer layer", "batch_overlap", "forward", reason)
+                return original(self, *args, **kwargs)
+            pending = PendingOutput(x, [_InputPart(part) for part in x.chunk(2, dim=1)], Slots.reserve())
+        output = _SplitLayer(self, adapter).forward(pending, arguments)
+        follower = layer_handoff.next_layer(self)
+        if follower is not None and _unsupported_reason(follower, arguments, adapter) is None:
+            return layer_handoff.put(output), None
+        whole = torch.cat([part.complete() for part in output.parts], dim=1)
         return make_viewless_tensor(inp=whole, requires_grad=whole.requires_grad, keep_graph=True), None
 
     return forward
 
 
-def _unsupported_reason(layer: Any, given: dict[str, Any], adapter: LinearAdapter) -> str | None:
-    """Why a call is not cut in halves: a reason, the empty word where nothing would be gained, None if it is."""
-    x, config = given["hidden_states"], layer.config
-    if config.tensor_model_parallel_size == 1 or adapter.check.due:
-        return ""
-    if config.sequence_parallel:
-        return "sequence parallelism: all-gathers and reduce-scatters are hidden by themselves"
-    if adapter.autotuner.enabled or adapter.fused.wanted:
-        return "method auto or fused: each layer is served whole"
-    if not can_be_ordered():
-        return f"torch {torch.__version__} does not let a node say when it runs"
-    if x.shape[1] < 2 or x.shape[1] % 2:
-        return f"a micro-batch of {x.shape[1]} has no two equal halves"
-    others = [name for name, value in given.items() if value is not None and name not in {"hidden_states", *_BATCH_AT}]
-    if others:
-        return f"arguments that are not known here: {', '.join(others)}"
-    if type(layer.mlp) is not MLP or not isinstance(layer.self_attention, SelfAttention):
-        return "its MLP or its attention is of another kind"
-    if not isinstance(layer.cross_attention, IdentityOp):
-        return "cross-attention"
-    if not layer.self_attention.linear_proj.skip_bias_add or not layer.mlp.linear_fc2.skip_bias_add:
-        return "a row-parallel layer adds its bias itself"
-    if getattr(config, "fused_residual_rmsnorm", False) or getattr(config, "inference_fuse_tp_communication", False):
-        return "the residual is added in another layer's kernel"
-    if getattr(config, "mlp_chunks_for_training", 1) > 1:
-        return "--mlp-chunks-for-training"
-    if config.recompute_granularity is not None or any(getattr(layer, name, False) for name in _RECOMPUTED):
-        return "activation recomputation"
-    if config.cpu_offloading or any(getattr(layer, name, False) for name in _OFFLOADED):
-        return "activations are offloaded to the CPU"
-    if layer.training and (layer.hidden_dropout > 0.0 or config.attention_dropout > 0.0):
-        return "dropout: halves would draw other masks"
-    if config.fp32_residual_connection or config.fp8 or getattr(config, "fp4", None):
-        return "--fp32-residual-connection, fp8 or fp4"
-    return None
+def _unsupported_reason(layer: Any, arguments: dict[str, Any], adapter: LinearAdapter) -> str | None:
+    """The reason that a layer runs on the whole micro-batch; None if batch overlap supports it."""
+    if layer.config.sequence_parallel:
+        return "sequence parallelism: each linear layer overlaps its all-gather or reduce-scatter"
+    if adapter.autotuner.enabled or adapter.fused:
+        return "method auto or fused does not split the batch"
+    return unsupported_layer_reason(layer, arguments)
 
 
 @dataclass(frozen=True)
-class Half:
-    """One half of a micro-batch in a layer's attention, or in its MLP.
+class BatchOverlapBackend:
+    """Runs the linear layers of one part of a micro-batch in the attention or the MLP of a layer.
 
     Attributes:
-        forward: sums the row-parallel layer's output.
-        backward: sums the column-parallel layer's input gradient.
-        gradients: where weight gradients are put.
-        before: called in backward before that sum is waited for.
-        slot: when that wait comes.
+        forward: the all-reduce of the row-parallel layer's output.
+        backward: the all-reduce of the column-parallel layer's input gradient.
+        deferred_wgrad: postpones the weight gradients.
+        buffer_pool: temporary buffers of the weight gradients.
+        before: called in backward before the wait for `backward`.
+        slot: position of that wait in the order of the backward pass.
     """
 
     forward: Reduction
     backward: Reduction
-    gradients: DeferredWgrad
+    deferred_wgrad: DeferredWgrad
+    buffer_pool: BufferPool
     before: Callable[[], object] | None
     slot: int | None
 
-    def linear(
-        self,
-        op: str,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: Any,
-        options: dict[str, Any],
-        buffer_pool: BufferPool,
-    ) -> torch.Tensor:
-        """What a linear layer does in here: the sum it needs is begun, and waited for elsewhere."""
-        into = WgradTarget(options.get("main_grad"), options.get("weight_done"), buffer_pool)
-        if op == "gemm_ar":
-            return row_half(x, weight, self.forward, self.gradients, into, options["observer"])
-        x = entered(x, self.backward, self.before, self.slot)
-        return column_half(x, weight, bias, self.backward, self.gradients, into, options["observer"])
+    def unsupported_reason(self, call: LinearCall) -> str | None:
+        """See `LinearBackend`: the transformer layer was checked as a whole."""
+        return None
+
+    def run(self, call: LinearCall) -> LayerOutput:
+        """See `LinearBackend`. The all-reduce of a row-parallel layer is in flight when this returns."""
+        target, observer = call.wgrad_target, call.hooks.overlapped
+        if target is None:
+            into = WgradTarget(buffer_pool=self.buffer_pool)
+        else:
+            into = WgradTarget(target.main_grad, target.written, self.buffer_pool)
+        if call.op == "gemm_ar":
+            return call.result(row_half(call.x, call.weight, self.forward, self.deferred_wgrad, into, observer))
+        x = entered(call.x, self.backward, self.before, self.slot)
+        output = column_half(x, call.weight, call.bias, self.backward, self.deferred_wgrad, into, observer)
+        return call.result(output)
 
 
-class _Layer:
-    """One layer's call."""
+@dataclass(frozen=True, slots=True)
+class _InputPart:
+    """One part of the input of the first layer."""
 
-    def __init__(self, layer: Any, adapter: LinearAdapter) -> None:
-        self._layer, self._adapter = layer, adapter
-        self._gradients = DeferredWgrad()
-        self._group = layer.self_attention.linear_proj.tp_group
+    part: torch.Tensor
 
-    def forward(self, carried: PendingOutput, given: dict[str, Any]) -> PendingOutput:
-        layer = self._layer
-        # Backward goes the other way: b's MLP, a's MLP, b's attention, a's attention, b's MLP of the layer before. A
-        # half's sum is waited for after the next of these. The first has the other half's MLP beside it and no
-        # attention; weight gradients are computed there, and what is left of them at the last.
-        slots = [carried.slot]
-        on_way: list[tuple[Any, Reduction, torch.Tensor]] = []
-        for number, ready in enumerate(carried.halves):
-            x = ready()
-            before = functools.partial(self._gradients.run, None) if number == 0 else None
-            with self._half(before, slots[-1]) as half:
-                normed = layer.input_layernorm(x)
-                slots.append(Slots.reserve())
-                output = layer.self_attention(normed, **_half_of(given, number))
-            on_way.append((output, half.forward, x))
-        results: list[Callable[[], torch.Tensor]] = []
-        for number, each in enumerate(on_way):
-            x = self._added(layer.self_attn_bda, *each)
-            before = functools.partial(self._gradients.run, 1) if number == 1 else None
-            with self._half(before, slots[-1]) as half:
-                normed = layer.pre_mlp_layernorm(x)
-                slots.append(Slots.reserve())
-                output = layer.mlp(normed)
-            results.append(functools.partial(self._added, layer.mlp_bda, output, half.forward, x))
-        return PendingOutput(given["hidden_states"], results, slots[-1])
+    def complete(self) -> torch.Tensor:
+        """See `PendingPart`."""
+        return self.part.contiguous()
 
-    @contextmanager
-    def _half(self, before: Any, slot: int | None) -> Iterator[Half]:
-        forward, backward = (Reduction(self._group, serial=self._adapter.serial) for _ in range(2))
-        half = Half(forward, backward, self._gradients, before, slot)
-        self._adapter.half = half
-        try:
-            yield half
-        finally:
-            self._adapter.half = None
 
-    def _added(self, add: Any, output: tuple[Any, Any], reduction: Reduction, residual: torch.Tensor) -> torch.Tensor:
-        layer = self._layer
-        summed = arrived(output[0], reduction), output[1]
+@dataclass(frozen=True, slots=True)
+class _PendingAdd:
+    """Output of the attention or the MLP for one part, before dropout and residual.
+
+    Attributes:
+        layer: the transformer layer.
+        bias_dropout_add: of the layer, for this output.
+        output: output and bias of the row-parallel layer; its all-reduce may be in flight.
+        reduction: that all-reduce.
+        residual: added to the output.
+    """
+
+    layer: Any
+    bias_dropout_add: Any
+    output: tuple[Any, Any]
+    reduction: Reduction
+    residual: torch.Tensor
+
+    def complete(self) -> torch.Tensor:
+        """See `PendingPart`."""
+        layer = self.layer
+        summed = arrived(self.output[0], self.reduction), self.output[1]
         with layer.bias_dropout_add_exec_handler():
-            result: torch.Tensor = add(layer.training, layer.config.bias_dropout_fusion)(
-                summed, residual, layer.hidden_dropout
+            result: torch.Tensor = self.bias_dropout_add(layer.training, layer.config.bias_dropout_fusion)(
+                summed, self.residual, layer.hidden_dropout
             )
         return result
 
 
-def _half_of(given: dict[str, Any], number: int) -> dict[str, Any]:
-    """A half's part of what the layer was given besides the input."""
-    context = {}
-    for name, dim in _BATCH_AT.items():
-        value = given.get(name)
+class _SplitLayer:
+    """One call of a transformer layer on two parts of its micro-batch."""
+
+    def __init__(self, layer: Any, adapter: LinearAdapter) -> None:
+        self._layer, self._adapter = layer, adapter
+        self._deferred_wgrad = DeferredWgrad()
+        self._group = layer.self_attention.linear_proj.tp_group
+        self._buffer_pool = adapter.transport(self._group).buffer_pool
+
+    def forward(self, pending: PendingOutput, arguments: dict[str, Any]) -> PendingOutput:
+        """Runs attention of both parts, then the MLP of both parts.
+
+        Backward runs in the opposite order: MLP of b, MLP of a, attention of b, attention of a, MLP of b in the layer
+        before. The wait for the all-reduce of a part comes after the next of these steps. The first all-reduce has only
+        the MLP of the other part beside it, so all weight gradients postponed until then run there; the remaining ones
+        run at the last.
+        """
+        layer, attention, mlp = self._layer, self._layer.self_attention, self._layer.mlp
+        slots = [pending.slot]
+        attended: list[_PendingAdd] = []
+        for number, part in enumerate(pending.parts):
+            x = part.complete()
+            before = functools.partial(self._deferred_wgrad.run, None) if number == 0 else None
+            backend = self._backend(before, slots[-1])
+            linears = getattr(attention, "linear_qkv", None), attention.linear_proj
+            with self._adapter.assign(linears, backend):
+                normed = layer.input_layernorm(x)
+                slots.append(Slots.reserve())
+                output = attention(normed, **_part_of(arguments, number))
+            attended.append(_PendingAdd(layer, layer.self_attn_bda, output, backend.forward, x))
+        outputs: list[_PendingAdd] = []
+        for number, added in enumerate(attended):
+            x = added.complete()
+            before = functools.partial(self._deferred_wgrad.run, 1) if number == 1 else None
+            backend = self._backend(before, slots[-1])
+            with self._adapter.assign((mlp.linear_fc1, mlp.linear_fc2), backend):
+                normed = layer.pre_mlp_layernorm(x)
+                slots.append(Slots.reserve())
+                output = mlp(normed)
+            outputs.append(_PendingAdd(layer, layer.mlp_bda, output, backend.forward, x))
+        return PendingOutput(arguments["hidden_states"], outputs, slots[-1])
+
+    def _backend(self, before: Callable[[], object] | None, slot: int | None) -> BatchOverlapBackend:
+        forward, backward = (Reduction(self._group, serial=self._adapter.serial) for _ in range(2))
+        return BatchOverlapBackend(forward, backward, self._deferred_wgrad, self._buffer_pool, before, slot)
+
+
+def _part_of(arguments: dict[str, Any], number: int) -> dict[str, Any]:
+    """The arguments of the attention, besides the input, for one part of the micro-batch."""
+    part = {}
+    for name, dim in BATCH_DIMENSION.items():
+        value = arguments.get(name)
         if value is not None and dim is not None and value.shape[dim] > 1:
             value = value.chunk(2, dim=dim)[number]
-        context[name] = value
-    return context
+        part[name] = value
+    return part

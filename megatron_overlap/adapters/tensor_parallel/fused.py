@@ -1,14 +1,14 @@
-"""`overlap.tensor.method: fused` in Megatron's linears: the fused ops where they can be, p2p by name where not."""
+"""Backend `fused`: GEMM kernels that read and write the symmetric memory of peers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_overlap.adapters.tensor_parallel.call import LayerOutput, LinearCall
 from megatron_overlap.autotune.candidates import HOPPER, Candidate, Knob
 from megatron_overlap.comm import Transport
 from megatron_overlap.counters import SymmetricMemory
@@ -32,78 +32,92 @@ def _plan(knobs: tuple[Knob, ...]) -> FusedPlan:
     return FusedPlan(**dict(knobs))  # type: ignore[arg-type]
 
 
-class FusedChoice:
-    """Which calls of one session run fused, and the symmetric memory of each group that has it.
+class FusedTransports:
+    """The symmetric memory of each group that has it.
 
     Args:
-        session: whose config counts.
-        messages: the transport of messages between the ranks of a group, for groups on several hosts.
+        session: the session.
+        messages: the transport of point-to-point messages of a group, for groups on several nodes.
     """
 
     def __init__(self, session: Session, messages: Callable[[dist.ProcessGroup], Transport]) -> None:
-        self.wanted = session.config.tensor.method == "fused"
-        self._hopper = session.config.tensor.kernels == "hopper"
+        self.hopper = session.config.tensor.kernels == "hopper"
         self._counters, self._messages = session.counters, messages
         self._transports: dict[dist.ProcessGroup, FusedTransport | str] = {}
-        if self.wanted:
+        if session.config.tensor.method == "fused":
             self._counters.symmetric_memory = self.memory
 
-    def unsupported_reason(self, op: str, x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
-        """What keeps a call of `op` from running fused; None if nothing does. All ranks of `group` call alike."""
-        rows = x[..., 0].numel()
-        reason = unsupported_fused_reason(x, rows * group.size() if op == "ag_gemm" else rows, group.size())
-        if reason is not None:
-            return reason
+    def open(self, group: dist.ProcessGroup) -> FusedTransport | str:
+        """The fused transport of `group`, or the reason that it has none. The first call is collective."""
         transport = self._transports.get(group)
         if transport is None:
             transport = self._transports[group] = open_fused(group, self._messages)
-            # Method auto gets here too.
             self._counters.symmetric_memory = self.memory
-        return transport if isinstance(transport, str) else None
-
-    def ways(self, op: str, x: torch.Tensor, group: dist.ProcessGroup) -> list[Candidate]:
-        """How a call of `op` may run fused. Where kernels for Hopper are asked for the first call tries them."""
-        if self.unsupported_reason(op, x, group) is not None:
-            return []
-        transport = self._transports[group]
-        assert not isinstance(transport, str)
-        hopper = self._hopper and not Hopper.of(inside_host(transport)).objection
-        return [Candidate("fused"), *([HOPPER] if hopper else [])]
-
-    def run(
-        self,
-        op: str,
-        x: torch.Tensor,
-        w: torch.Tensor,
-        bias: Any,
-        group: dist.ProcessGroup,
-        knobs: Sequence[Knob] | None = None,
-        **options: Any,
-    ) -> Any:
-        """The fused op; `unsupported_reason` was None for it. Options that have no meaning here are left out.
-
-        Args:
-            knobs: how it is to run; None takes the defaults of the config.
-        """
-        if knobs is None:
-            knobs = HOPPER.knobs if self._hopper else ()
-        transport = self._transports[group]
-        assert not isinstance(transport, str)
-        known = {key: options[key] for key in ("main_grad", "weight_done", "observer") if key in options}
-        return _FUSED_OPS[op](x, w, bias, group=FusedMethod(transport, _plan(tuple(knobs))), **known)
+        return transport
 
     def memory(self) -> list[SymmetricMemory]:
-        """What the groups hold now; nothing where no call ran fused."""
-        open_ = [each for each in self._transports.values() if not isinstance(each, str)]
+        """Symmetric memory of each group whose calls ran fused."""
+        transports = [each for each in self._transports.values() if not isinstance(each, str)]
         return [
             SymmetricMemory(each.size, each.num_bytes, each.bound_bytes, Hopper.reasons(inside_host(each)))
-            for each in open_
+            for each in transports
             if each.num_bytes
         ]
 
     def close(self) -> None:
-        """Lets the symmetric memory of all groups go."""
+        """Frees the symmetric memory of all groups."""
         for transport in self._transports.values():
             if not isinstance(transport, str):
                 transport.close()
         self._transports.clear()
+
+
+class FusedBackend:
+    """Runs the fused operation of a call.
+
+    Args:
+        transports: of the session.
+        knobs: tuning parameters of the kernels; None uses the defaults of the configuration.
+    """
+
+    def __init__(self, transports: FusedTransports, knobs: Sequence[Knob] | None = None) -> None:
+        self._transports = transports
+        if knobs is None:
+            knobs = HOPPER.knobs if transports.hopper else ()
+        self._plan = _plan(tuple(knobs))
+
+    def unsupported_reason(self, call: LinearCall) -> str | None:
+        """See `LinearBackend`."""
+        rows, ranks = call.x[..., 0].numel(), call.group.size()
+        reason = unsupported_fused_reason(call.x, rows * ranks if call.op == "ag_gemm" else rows, ranks)
+        if reason is not None:
+            return reason
+        transport = self._transports.open(call.group)
+        return transport if isinstance(transport, str) else None
+
+    def candidates(self, call: LinearCall) -> list[Candidate]:
+        """Candidates of the autotuner. The first call for Hopper kernels tests them on the device."""
+        if self.unsupported_reason(call) is not None:
+            return []
+        transport = self._transports.open(call.group)
+        assert not isinstance(transport, str)
+        hopper = self._transports.hopper and not Hopper.of(inside_host(transport)).objection
+        return [Candidate("fused"), *([HOPPER] if hopper else [])]
+
+    def run(self, call: LinearCall) -> LayerOutput:
+        """See `LinearBackend`."""
+        return call.result(self.output(call))
+
+    def output(self, call: LinearCall, *, checked: bool = False) -> torch.Tensor:
+        """See `OverlapBackend`."""
+        transport, target = self._transports.open(call.group), call.wgrad_target
+        assert not isinstance(transport, str)
+        return _FUSED_OPS[call.op](
+            call.x,
+            call.weight,
+            call.bias,
+            group=FusedMethod(transport, self._plan),
+            main_grad=None if target is None else target.main_grad,
+            weight_done=None if target is None or checked else target.written,
+            observer=call.hooks.overlapped,
+        )

@@ -1,57 +1,69 @@
-"""What transformer layers that run in halves hand on to each other: see `adapters/tensor_parallel/batch_overlap.py`."""
+"""Layer handoff: a transformer layer under batch overlap is completed inside the next layer."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 
-class PendingOutput:
-    """A layer's result: each half as a call that waits for its sum, and the place of what was computed last."""
+class PendingPart(Protocol):
+    """One part of a split micro-batch whose all-reduce may be in flight."""
 
-    def __init__(self, x: torch.Tensor, halves: Sequence[Callable[[], torch.Tensor]], slot: int | None) -> None:
+    def complete(self) -> torch.Tensor:
+        """Waits for the all-reduce; returns the output of the layer for this part."""
+
+
+class PendingOutput:
+    """The output of a layer, in parts whose all-reduces may be in flight.
+
+    Attributes:
+        parts: of the micro-batch.
+        slot: position of the last part in the order of the backward pass; see `Slots`.
+        placeholder: what Megatron passes from layer to layer: the shape of the output, filled with NaN.
+    """
+
+    def __init__(self, x: torch.Tensor, parts: Sequence[PendingPart], slot: int | None) -> None:
         self.placeholder = x.new_full((), float("nan")).expand(x.shape)
-        self.halves, self.slot = halves, slot
+        self.parts, self.slot = parts, slot
 
 
 class LayerHandoff:
-    """What the layers of a block hand on to each other.
+    """Passes the pending output of a layer to the next layer of the same block.
 
-    A layer whose result nobody reads but the next one hands it on in halves that are still being summed. What Megatron
-    carries from one to the other is then a tensor of NaN: whoever else should read it would be noticed.
+    Only for an output that no other module reads. Megatron passes a placeholder of NaN, so that any other reader gets
+    NaN.
     """
 
     def __init__(self) -> None:
         self._next: dict[int, Any] = {}
-        self._carried: PendingOutput | None = None
+        self._pending: PendingOutput | None = None
 
     @contextmanager
     def block(self, layers: Sequence[Any]) -> Iterator[None]:
-        """While a block runs these layers, one after the other."""
+        """Inside the context a block runs `layers` in this order."""
         self._next = {id(layer): follower for layer, follower in itertools.pairwise(layers)}
         try:
             yield
         finally:
-            self._next, self._carried = {}, None
+            self._next, self._pending = {}, None
 
-    def after(self, layer: Any) -> Any:
-        """The layer that reads this one's result, if nobody else does."""
+    def next_layer(self, layer: Any) -> Any:
+        """The layer that reads the output of `layer`; None where a hook or another module may read it too."""
         follower = self._next.get(id(layer))
-        # Hooks that see the result. Those that Megatron puts before every module, for its parameter gathers, do not
-        # see what is given by name.
-        watched = layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks
-        return None if follower is None or watched or follower._forward_pre_hooks_with_kwargs else follower
+        hooked = layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks
+        # Megatron's pre-hooks for parameter gathers get no keyword arguments, so they do not read the input.
+        return None if follower is None or hooked or follower._forward_pre_hooks_with_kwargs else follower
 
-    def hand_on(self, carried: PendingOutput) -> torch.Tensor:
-        """Keeps what a layer hands on; returns what Megatron is given."""
-        self._carried = carried
-        return carried.placeholder
+    def put(self, pending: PendingOutput) -> torch.Tensor:
+        """Stores the output of a layer for the next one; returns the placeholder."""
+        self._pending = pending
+        return pending.placeholder
 
     def take(self, x: torch.Tensor) -> PendingOutput | None:
-        """What was handed on as `x`, to a layer that `after` named and that was found fit."""
-        carried, self._carried = self._carried, None
-        return carried if carried is not None and carried.placeholder is x else None
+        """The stored output whose placeholder is `x`; None if there is none."""
+        pending, self._pending = self._pending, None
+        return pending if pending is not None and pending.placeholder is x else None

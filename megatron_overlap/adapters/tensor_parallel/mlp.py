@@ -1,105 +1,117 @@
-"""Megatron's MLP without sequence parallelism: both layers by parts of the rows, so that both hide the all-reduce.
+"""Joint MLP: without sequence parallelism both linear layers of an MLP run block by block of rows.
 
-`MLP.forward` calls the first layer, an activation in one of many forms, and the second layer. The activation is all
-that is wanted of it: for the length of a call the two layers hand a part's rows in, and take them out.
+Both GEMMs then hide the all-reduce. `MLP.forward` calls the first layer, an activation of one of many forms, and the
+second layer. The original `MLP.forward` runs once for each block as the activation: for the time of that call the first
+layer returns the rows of the block, and the second layer returns its input.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.mlp import MLP
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 
-from megatron_overlap.adapters.tensor_parallel.linear import LinearAdapter, unsupported_row_reason
-from megatron_overlap.adapters.wrapping import Method, own_forward
+from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
+from megatron_overlap.adapters.tensor_parallel.eligibility import supports_joint_mlp, unsupported_row_reason
+from megatron_overlap.adapters.tensor_parallel.linear import add_row_bias
+from megatron_overlap.adapters.wrapping import Method, replaced_forward
 from megatron_overlap.ops import LayerOptions, mlp_all_reduce
 from megatron_overlap.session import Session
 
-# What `MLP.forward` is given and does not read.
+# Arguments that `MLP.forward` accepts and does not use.
 _UNUSED = ("padding_mask",)
 
 
 def mlp_forward(original: Method, session: Session) -> Method:
     """Replacement of `MLP.forward`.
 
-    Equals the original: `linear_fc2(activation(linear_fc1(hidden_states)))`. Where the two layers cannot be joined the
-    original runs, and each layer is overlapped, or not, by itself.
+    Equals the original: `linear_fc2(activation(linear_fc1(hidden_states)))`. For an unsupported call the original runs,
+    and each linear layer is overlapped alone.
     """
     adapter = LinearAdapter.of(session)
-    own_gemm = RowParallelLinear._forward_impl
+    stock_gemm = RowParallelLinear._forward_impl
 
     @functools.wraps(original)
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        given = [name for name, value in kwargs.items() if value is not None and name not in _UNUSED]
-        if args or given or not _joinable(self, hidden_states, adapter, own_gemm):
+        unknown = [name for name, value in kwargs.items() if value is not None and name not in _UNUSED]
+        if args or unknown or not _runs_joint(self, hidden_states, adapter, stock_gemm):
             return original(self, hidden_states, *args, **kwargs)
         first, second = self.linear_fc1, self.linear_fc2
-        with own_forward(first, lambda rows: (rows, None)):
-            first(hidden_states)  # For its hooks alone: Megatron waits there for parameters that are being gathered.
-
-        def between(rows: torch.Tensor) -> torch.Tensor:
-            with (
-                own_forward(first, lambda _: (rows, first.bias)),
-                own_forward(second, lambda middle: (middle, None)),
-            ):
-                middle: torch.Tensor = original(self, rows, **kwargs)[0]
-            return middle
-
-        of_first, of_second = (
-            adapter.options("mlp", op, layer.weight, layer.gradient_accumulation_fusion)
-            for op, layer in (("copy_gemm", first), ("gemm_ar", second))
-        )
+        with replaced_forward(first, _return_input):
+            first(hidden_states)  # For its hooks: one of Megatron's waits for the all-gather of the parameters.
         output = mlp_all_reduce(
             hidden_states,
             first.weight,
             second.weight,
-            between,
+            _Activation(original, self, kwargs),
             group=adapter.transport(second.tp_group),
-            plan=of_second["plan"],
-            first=_layer_options(of_first),
-            second=_layer_options(of_second),
-            deferred_wgrad=of_second["deferred_wgrad"],
+            plan=adapter.plan,
+            first=_layer_options(adapter, "copy_gemm", first),
+            second=_layer_options(adapter, "gemm_ar", second),
+            deferred_wgrad=adapter.deferred_wgrad,
         )
-        if second.skip_bias_add:
-            return output, second.bias
-        return (output if second.bias is None else output + second.bias), None
+        return add_row_bias(second, output)
 
     return forward
 
 
-def _joinable(mlp: Any, x: torch.Tensor, adapter: LinearAdapter, own_gemm: Method) -> bool:
-    """Whether the layers are Megatron's own, with an all-reduce, and nobody looks at what goes through them."""
-    if torch.compiler.is_compiling():  # What is between the layers is worth more compiled.
+@dataclass(frozen=True, slots=True)
+class _Activation:
+    """Bias and activation between the linear layers of an MLP, as a function of the first layer's output."""
+
+    original: Method
+    mlp: Any
+    kwargs: dict[str, Any]
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        first, second = self.mlp.linear_fc1, self.mlp.linear_fc2
+        with replaced_forward(first, _FirstOutput(rows, first.bias)), replaced_forward(second, _return_input):
+            middle: torch.Tensor = self.original(self.mlp, rows, **self.kwargs)[0]
+        return middle
+
+
+@dataclass(frozen=True, slots=True)
+class _FirstOutput:
+    """A forward of the first layer that returns a given output."""
+
+    rows: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self.rows, self.bias
+
+
+def _return_input(x: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return x, None
+
+
+def _runs_joint(mlp: Any, x: torch.Tensor, adapter: LinearAdapter, stock_gemm: Method) -> bool:
+    # torch.compile gains more from the operations between the layers than the joint operation does.
+    if (
+        torch.compiler.is_compiling()
+        or adapter.fused
+        or adapter.autotuner.enabled
+        or adapter.assigned
+        or adapter.check.due
+    ):
+        return False
+    if not supports_joint_mlp(mlp, x):
         return False
     first, second = mlp.linear_fc1, mlp.linear_fc2
-    if type(mlp) is not MLP or x.dim() != 3 or not x.numel() or adapter.fused.wanted:
-        return False
-    if adapter.autotuner.enabled or adapter.check.due or adapter.half is not None:  # Each layer by itself.
-        return False
-    for layer, kind in ((first, ColumnParallelLinear), (second, RowParallelLinear)):
-        if not isinstance(layer, kind) or type(layer).forward is not kind.forward or "forward" in vars(layer):
-            return False
-        if layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks:
-            return False
     group = second.tp_group
-    if group is None or group.size() == 1 or group is not first.tp_group or second.sequence_parallel:
-        return False
-    if not first.allreduce_dgrad or first.gather_output or not first.skip_bias_add or first.explicit_expert_comm:
-        return False
-    if type(first)._forward_impl is not ColumnParallelLinear._forward_impl or first.weight is None:
-        return False
-    config = mlp.config
-    if config.defer_embedding_wgrad_compute or getattr(first, "gtp_remat_size", 1) > 1:
-        return False
     return (
-        unsupported_row_reason(second, x, group, own_gemm)
+        unsupported_row_reason(second, x, group, stock_gemm)
         or adapter.unsupported_reason(x, first.weight, group, "copy_gemm")
         or adapter.unsupported_reason(x, second.weight, group, "gemm_ar")
     ) is None
 
 
-def _layer_options(options: dict[str, Any]) -> LayerOptions:
-    return LayerOptions(**{key: options[key] for key in ("main_grad", "weight_done", "observer") if key in options})
+def _layer_options(adapter: LinearAdapter, op: str, layer: Any) -> LayerOptions:
+    observer = adapter.hooks("mlp", op, layer.weight).overlapped
+    target = adapter.wgrad_target(layer.weight, layer.gradient_accumulation_fusion)
+    if target is None:
+        return LayerOptions(observer=observer)
+    return LayerOptions(main_grad=target.main_grad, weight_done=target.written, observer=observer)

@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
 
-from megatron_overlap.adapters.tensor_parallel.linear import weight_done_in_main_grad
+from megatron_overlap.adapters.tensor_parallel.call import MainGradTarget
 from megatron_overlap.adapters.ulysses.core_attention import UlyssesAdapter, context_group, scale_of
 from megatron_overlap.adapters.wrapping import Method, untraced
 from megatron_overlap.ops import Projection, ulysses_self_attention
@@ -143,7 +143,5 @@ def _run_pre_hooks(module: torch.nn.Module, value: torch.Tensor) -> None:
 def _projection(linear: Any) -> Projection:
     weight = linear.weight
     if linear.gradient_accumulation_fusion and weight.requires_grad and hasattr(weight, "main_grad"):
-        return Projection(
-            weight, weight.main_grad, functools.partial(weight_done_in_main_grad, weight, weight.main_grad)
-        )
+        return Projection(weight, weight.main_grad, MainGradTarget(weight, weight.main_grad).written)
     return Projection(weight)

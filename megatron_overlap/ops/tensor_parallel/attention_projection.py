@@ -139,8 +139,8 @@ class _QuerySplit(torch.autograd.Function):
     ) -> torch.Tensor:
         transport = call.transport
         positions, batch, features = q.shape[0], q.shape[1], w.shape[0]
-        schedule = call.plan.schedule("reduce_scatter", transport, positions, batch * features * q.itemsize, q.device)
-        layout = schedule.layout(positions)
+        row_bytes = batch * features * q.itemsize
+        schedule, layout = call.plan.schedule("reduce_scatter", transport, positions, row_bytes, q.device)
         # The schedule cuts the sequence: one row is one position with its whole batch.
         y = q.new_empty(layout.shard_rows(transport.rank), batch * features)
         rows = AttentionRows(q, k, v, call.causal, call.scale)
@@ -170,13 +170,13 @@ class _QuerySplit(torch.autograd.Function):
         positions, batch, features = q.shape[0], q.shape[1], w.shape[0]
         dy_shard = grads[0].contiguous().flatten(1)
         row_bytes = batch * features * dy_shard.itemsize
-        schedule = call.plan.schedule("all_gather", transport, positions, row_bytes, dy_shard.device)
+        schedule, layout = call.plan.schedule("all_gather", transport, positions, row_bytes, dy_shard.device)
         full = buffer_pool.take("gather", (positions, batch * features), dy_shard)
         dy_rows, context_rows = full.view(-1, features), context.flatten(0, 1)
         wgrad = WeightGradient(w, call.target) if need_w else None
         inputs = _InputGradients(AttentionRows(q, k, v, call.causal, call.scale), buffer_pool) if need_x else None
         op = "attention_linear_reduce_scatter dgrad"
-        gather = PipelinedAllGather(transport, schedule, dy_shard, schedule.layout(positions), full, op, whole=True)
+        gather = PipelinedAllGather(transport, schedule, dy_shard, layout, full, op, whole=True)
         spans = Spans()
         for (start, stop), dy in gather:
             if inputs is not None:

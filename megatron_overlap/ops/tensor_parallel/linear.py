@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm import Transport
-from megatron_overlap.ops.call import Observer, SavedInput, SavedInputHook, WeightDone, check_operands
-from megatron_overlap.ops.tensor_parallel.method import InputVersion, LinearCall, LinearContext, LinearMethod
+from megatron_overlap.ops.call import InputVersion, Observer, SavedInput, SavedInputHook, WeightDone, check_operands
+from megatron_overlap.ops.tensor_parallel.method import LinearCall, LinearContext, LinearMethod
 from megatron_overlap.ops.tensor_parallel.p2p import method_for
 from megatron_overlap.ops.tensor_parallel.plan import LinearPlan
 from megatron_overlap.ops.wgrad import WeightGradient, WgradTarget

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
 from megatron_overlap.comm import BufferPool
-from megatron_overlap.ops.call import Observer, SavedInputHook
+from megatron_overlap.ops.call import InputVersion, Observer, SavedInputHook
 from megatron_overlap.ops.wgrad import DeferredWgrad, Piece, WeightGradient, WgradTarget
-
-
-class InputVersion(NamedTuple):
-    """A tensor and the value of its version counter."""
-
-    tensor: weakref.ref[torch.Tensor]
-    version: int
-
-    def unchanged_since(self, earlier: object) -> bool:
-        """Whether `earlier` is the same living tensor, without a write to it in between."""
-        if not isinstance(earlier, InputVersion) or earlier.tensor() is not self.tensor():
-            return False
-        return earlier.version == self.version
 
 
 class Gather(Protocol):

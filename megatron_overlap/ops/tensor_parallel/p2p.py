@@ -6,13 +6,14 @@ Source: Flash-Overlap / CommFuse (arXiv 2604.24013).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm import Transport
-from megatron_overlap.ops.call import gemm_into, transport_for
-from megatron_overlap.ops.tensor_parallel.method import InputVersion, LinearMethod
+from megatron_overlap.ops.call import InputVersion, gemm_into, transport_for
+from megatron_overlap.ops.tensor_parallel.method import LinearMethod
 from megatron_overlap.ops.tensor_parallel.pipelined import (
     PipelinedAllGather,
     PipelinedAllReduce,
@@ -70,11 +71,11 @@ class P2PMethod(LinearMethod):
     ) -> PipelinedReduceScatter:
         """See `LinearMethod.scatter`."""
         num_rows, features = a.shape[0], b.shape[1]
-        schedule = self.plan.schedule("reduce_scatter", self.transport, num_rows, features * a.itemsize, a.device)
-        layout = schedule.layout(num_rows)
+        row_bytes = features * a.itemsize
+        schedule, layout = self.plan.schedule("reduce_scatter", self.transport, num_rows, row_bytes, a.device)
         out = a.new_empty(layout.shard_rows(self.rank), features)
         scatter = PipelinedReduceScatter(self.transport, schedule, layout, out, op)
-        scatter.compute(lambda start, stop, out: gemm_into(a[start:stop], b, out), meanwhile)
+        scatter.compute(partial(_gemm_rows, a, b), meanwhile)
         return scatter
 
     def all_reduce(
@@ -85,8 +86,12 @@ class P2PMethod(LinearMethod):
         schedule = self.plan.all_reduce_schedule(self.transport, a.shape[0], a.device, gathers)
         out = a.new_empty(a.shape[0], b.shape[1])
         total = PipelinedAllReduce(self.transport, schedule, out, op, add_in_place=self.plan.add_in_place)
-        total.compute(lambda start, stop, out: gemm_into(a[start:stop], b, out))
+        total.compute(partial(_gemm_rows, a, b))
         return total
+
+
+def _gemm_rows(a: torch.Tensor, b: torch.Tensor, start: int, stop: int, out: torch.Tensor) -> None:
+    gemm_into(a[start:stop], b, out)
 
 
 class _ReusedGather:
@@ -122,13 +127,12 @@ class P2PGather:
         self, method: P2PMethod, shard: torch.Tensor, num_rows: int, op: str, version: InputVersion | None, save: bool
     ) -> None:
         transport, shape = method.transport, (num_rows, shard.shape[1])
-        schedule = method.plan.schedule("all_gather", transport, num_rows, shape[1] * shard.itemsize, shard.device)
+        row_bytes = shape[1] * shard.itemsize
+        schedule, layout = method.plan.schedule("all_gather", transport, num_rows, row_bytes, shard.device)
         self.full = shard.new_empty(shape) if save else transport.buffer_pool.take("gather", shape, shard)
         self.num_bytes = (transport.size - 1) * shard.nbytes
         self._buffer_pool, self._version = transport.buffer_pool, None if save else version
-        self._gather = PipelinedAllGather(
-            transport, schedule, shard, schedule.layout(num_rows), self.full, op, whole=save
-        )
+        self._gather = PipelinedAllGather(transport, schedule, shard, layout, self.full, op, whole=save)
         self._product: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor] | None = None
         self._wgrad: tuple[WeightGradient, torch.Tensor, torch.Tensor] | None = None
         self._spans = Spans()

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from megatron_overlap.comm import Transport
-from megatron_overlap.schedules import Plan, all_gather_plan, all_reduce_plan, reduce_scatter_plan
+from megatron_overlap.schedules import ChunkLayout, Plan, all_gather_plan, all_reduce_plan, reduce_scatter_plan
 from megatron_overlap.schedules.all_reduce import Gathers
 from megatron_overlap.schedules.heuristics import (
     MAX_MESSAGES,
@@ -50,15 +50,9 @@ class LinearPlan:
 
     def schedule(
         self, collective: RowCollective, transport: Transport, num_rows: int, row_bytes: int, device: torch.device
-    ) -> Plan:
-        """The schedule of one rank for `num_rows` gathered rows of `row_bytes` each."""
-        chunks = self.chunks_per_rank
-        if chunks is None:
-            chunks = default_chunks(collective, transport.size, num_rows, row_bytes)
-        # On the CPU, arrived chunks are merged into one GEMM. On a GPU a query for arrival would synchronise.
-        split = self.split or ("all" if device.type == "cpu" else "edge")
-        pattern = self.pattern or default_pattern(device.type)
-        return _schedule(collective, transport.size, transport.rank, chunks, pattern, split)
+    ) -> tuple[Plan, ChunkLayout]:
+        """The schedule of one rank for `num_rows` gathered rows of `row_bytes` each, and the rows of its chunks."""
+        return _schedule(self, collective, transport.size, transport.rank, num_rows, row_bytes, device.type)
 
     def all_reduce_schedule(
         self,
@@ -83,10 +77,17 @@ class LinearPlan:
 
 @lru_cache(maxsize=256)
 def _schedule(
-    collective: RowCollective, size: int, rank: int, chunks_per_rank: int, pattern: Pattern, split: Split
-) -> Plan:
+    plan: LinearPlan, collective: RowCollective, size: int, rank: int, num_rows: int, row_bytes: int, device: str
+) -> tuple[Plan, ChunkLayout]:
+    chunks = plan.chunks_per_rank
+    if chunks is None:
+        chunks = default_chunks(collective, size, num_rows, row_bytes)
+    # On the CPU, arrived chunks are merged into one GEMM. On a GPU a query for arrival would synchronise.
+    split = plan.split or ("all" if device == "cpu" else "edge")
     build = all_gather_plan if collective == "all_gather" else reduce_scatter_plan
-    return build(size, rank, chunks_per_rank=chunks_per_rank, pattern=pattern, split=split)
+    pattern = plan.pattern or default_pattern(device)
+    schedule = build(size, rank, chunks_per_rank=chunks, pattern=pattern, split=split)
+    return schedule, schedule.layout(num_rows)
 
 
 @lru_cache(maxsize=256)

@@ -1,4 +1,4 @@
-"""What the workers run: Megatron's own data parallel training, with and without the plugin, on the same gradients.
+"""Runs Megatron's data-parallel training with and without the plugin, on the same gradients.
 
 The gradients are small whole numbers, so that every sum of them is exact in any order: what comes out must be equal
 bit by bit. Megatron is imported inside the functions: in a worker, after the CPU adapter.
@@ -20,11 +20,11 @@ from megatron_overlap import OverlapConfig, enable
 from tests.helpers.late import LateTransport
 
 SIZES = (96, 640, 33, 500, 128, 257)
-"""Elements of each layer's weight: buckets of several parameters, and parameters cut by the border of a shard."""
+"""Elements of each layer's weight: some buckets have several parameters, some parameters are in two shards."""
 
 
 def start(group: dist.ProcessGroup) -> str:
-    """Adapts Megatron and makes its groups, all ranks being data parallel; the release that runs."""
+    """Adapts Megatron to the CPU and makes one data-parallel group of all ranks; returns Megatron's release."""
     if "megatron.core" not in sys.modules:
         from megatron_overlap.adapters import cpu
 
@@ -67,7 +67,7 @@ class Run:
 
 
 class ForeignAdam(torch.optim.AdamW):
-    """Adam by somebody else."""
+    """An Adam of an unknown class."""
 
 
 def _model(precision: torch.dtype) -> torch.nn.Module:
@@ -125,13 +125,13 @@ def _wrapped(run: Run) -> tuple[Any, Any]:
     optimizer = get_megatron_optimizer(OptimizerConfig(**settings), [model])
     if run.foreign_adam:
         optimizer.optimizer.__class__ = ForeignAdam
-    # Only said: what moves the state runs on CUDA streams.
+    # Only the flag: the offloading itself needs CUDA streams.
     optimizer.config.optimizer_cpu_offload |= run.offloaded
     return model, optimizer
 
 
 def train(group: dist.ProcessGroup, run: Run) -> dict[str, Any]:
-    """What came out: losses, grad-norms, parameters, optimizer state, and what the plugin counted."""
+    """Returns losses, grad-norms, parameters, optimizer state and the counts of the plugin."""
     start(group)
     from megatron.core import parallel_state
     from megatron.core.distributed import param_and_grad_buffer
@@ -212,7 +212,7 @@ def _backward(model: Any, optimizer: Any, rank: int, iteration: int, part: int, 
 
 
 def compared(group: dist.ProcessGroup, run: Run, stock: Run) -> dict[str, Any]:
-    """Both trainings; whatever differs is an error. What the plugin counted."""
+    """Runs both trainings and compares all results; returns the counts of the plugin."""
     mine, theirs = train(group, run), train(group, stock)
     for key in ("losses", "norms"):
         assert _same(mine[key], theirs[key]), f"{key}: {mine[key]} {theirs[key]}"
@@ -235,7 +235,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def order_of_steps(group: dist.ProcessGroup) -> list[list[int]]:
-    """The layers whose parameters each bucket holds, in the order in which buckets are stepped."""
+    """The layers of each bucket, in the order in which the optimizer steps the buckets."""
     start(group)
     from megatron_overlap.adapters.data_parallel.optimizer_step import _in_forward_order
 
@@ -248,7 +248,7 @@ def order_of_steps(group: dist.ProcessGroup) -> list[list[int]]:
 
 
 def error_of(group: dist.ProcessGroup, run: Run) -> str:
-    """What a training with the plugin is ended by."""
+    """The error that ends a training with the plugin."""
     call: Callable[..., Any] = train
     try:
         call(group, run)
@@ -258,7 +258,7 @@ def error_of(group: dist.ProcessGroup, run: Run) -> str:
 
 
 def saved_gradients(group: dist.ProcessGroup) -> list[str]:
-    """Gradients reduced as a whole, as Megatron does where it saves them: every rank has all sums. Reasons counted."""
+    """`force_all_reduce`: every rank has all sums. Returns the counted reasons."""
     start(group)
     config = OverlapConfig.model_validate({"tensor": {"method": "none"}, "data": {"method": "auto"}})
     with enable(config) as session:
@@ -276,7 +276,7 @@ def saved_gradients(group: dist.ProcessGroup) -> list[str]:
 
 
 def names_are_untouched(group: dist.ProcessGroup) -> bool:
-    """The module's names are Megatron's own while the plugin is on, and its methods again afterwards."""
+    """The global names of Megatron's module are unchanged during a session, and its methods after it."""
     start(group)
     from megatron.core.distributed import param_and_grad_buffer as module
 

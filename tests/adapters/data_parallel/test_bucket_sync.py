@@ -1,4 +1,4 @@
-"""Megatron's data parallel training on four ranks: equal with the plugin, bit by bit."""
+"""Megatron's data-parallel training on four ranks: equal with the plugin bit by bit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ranks() -> Iterator[World]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "plain"])
 def test_equal_to_stock(ranks: World, precision: str, sharded: bool, late: bool) -> None:
-    """Four steps of two micro-batches, clipped; parameters are looked at after the second."""
+    """Four steps of two micro-batches with clipping; an evaluation after the second step reads the parameters."""
     stock = Run(precision, sharded, evaluate=(1,) if sharded else ())
     counts = ranks.run(RANKS, cases.compared, replace(stock, data=P2P, late=late), stock)
     assert_same(counts)
@@ -42,7 +42,7 @@ def test_equal_to_stock(ranks: World, precision: str, sharded: bool, late: bool)
     if not sharded:
         assert done == {"all_reduce": 4 * 4}
         return
-    assert counts[0]["under_way"] == [[True] * 4] * 4, "all gathers begin in the step"
+    assert counts[0]["under_way"] == [[True] * 4] * 4, "all all-gathers start in the step"
     assert done == {"reduce_scatter": 4 * 4, "all_gather": 4 * 4, STEPS: 4 * 4}
 
 
@@ -58,8 +58,8 @@ def test_bytes_are_those_of_the_collectives(ranks: World) -> None:
     assert sum(cases.SIZES) + 5 * len(cases.SIZES) <= elements <= sum(cases.SIZES) + 5 * len(cases.SIZES) + 2000
 
 
-def test_a_step_that_loss_scaling_skips(ranks: World) -> None:
-    """In the first iteration, and later: no parameter moves, the scale is halved, and training goes on."""
+def test_a_step_skipped_by_loss_scaling(ranks: World) -> None:
+    """In the first iteration and later: no parameter changes, the scale is halved, and training continues."""
     stock = Run("fp16", overflow=(0, 2), iterations=5)
     counts = ranks.run(RANKS, cases.compared, replace(stock, data=P2P, late=True), stock)
     assert_same(counts)
@@ -75,7 +75,7 @@ def test_an_optimizer_of_another_class_steps_as_a_whole(ranks: World) -> None:
     assert done == {"reduce_scatter": 16, "all_gather": 16, "whole step, then all gathers": 4}
 
 
-def test_an_optimizer_whose_step_may_not_be_cut_steps_as_a_whole(ranks: World) -> None:
+def test_an_unsupported_optimizer_steps_as_a_whole(ranks: World) -> None:
     stock = Run(offloaded=True)
     counts = ranks.run(RANKS, cases.compared, replace(stock, data=P2P, late=True), stock)
     assert counts[0]["overlapped"] == {"reduce_scatter": 16, "all_gather": 16}
@@ -84,17 +84,17 @@ def test_an_optimizer_whose_step_may_not_be_cut_steps_as_a_whole(ranks: World) -
     assert "optimizer_cpu_offload" in left[1]
 
 
-@pytest.mark.parametrize("how", ["megatron", "plugin"])
-def test_narrow_gradients_summed_in_fp32(ranks: World, how: str) -> None:
-    narrow = (("grad_reduce_in_fp32", False),)
-    stock = Run("bf16", ddp=(*narrow, ("reduce_scatter_with_fp32_accumulation", True)))
+@pytest.mark.parametrize("how", ["stock", "plugin"])
+def test_bf16_gradients_summed_in_fp32(ranks: World, how: str) -> None:
+    bf16_buffers = (("grad_reduce_in_fp32", False),)
+    stock = Run("bf16", ddp=(*bf16_buffers, ("reduce_scatter_with_fp32_accumulation", True)))
     own = (*P2P, ("accumulate", "fp32"))
-    mine = replace(stock, data=P2P) if how == "megatron" else replace(stock, data=own, ddp=narrow)
+    mine = replace(stock, data=P2P) if how == "stock" else replace(stock, data=own, ddp=bf16_buffers)
     assert ranks.run(RANKS, cases.compared, mine, stock)[0]["overlapped"]["reduce_scatter"] == 16
 
 
-def test_the_mean_is_taken_where_megatron_leaves_it_to_the_collective(ranks: World) -> None:
-    """gloo has no mean: the same training, scaled by Megatron before the sum."""
+def test_average_in_collective(ranks: World) -> None:
+    """gloo has no mean, so the stock run scales the gradients before the sum."""
     mine = Run(data=P2P, ddp=(("average_in_collective", True),))
     ranks.run(RANKS, cases.compared, mine, Run())
 
@@ -102,7 +102,7 @@ def test_the_mean_is_taken_where_megatron_leaves_it_to_the_collective(ranks: Wor
 OFF = (("overlap_grad_reduce", False), ("overlap_param_gather", False))
 
 
-def test_flags_that_are_off_are_named(ranks: World) -> None:
+def test_a_missing_flag_is_the_reason(ranks: World) -> None:
     stock = Run(ddp=OFF)
     counts = ranks.run(RANKS, cases.compared, replace(stock, data=(("method", "auto"),), strict=False), stock)
     off = ["Megatron's --overlap-grad-reduce is off", "Megatron's --overlap-param-gather is off"]
@@ -117,15 +117,18 @@ def test_flags_that_are_off_are_named(ranks: World) -> None:
         assert text.startswith("FallbackError: data bucket of ")
 
 
-def test_gradients_that_are_saved_are_reduced_by_megatron(ranks: World) -> None:
-    assert ranks.run(RANKS, cases.saved_gradients) == [["gradients are reduced as a whole to be saved"]] * RANKS
+def test_force_all_reduce_runs_the_stock_path(ranks: World) -> None:
+    assert (
+        ranks.run(RANKS, cases.saved_gradients)
+        == [["Megatron reduces all gradients to save them (force_all_reduce)"]] * RANKS
+    )
 
 
-def test_megatrons_module_is_not_changed(ranks: World) -> None:
+def test_the_module_of_megatron_is_not_changed(ranks: World) -> None:
     assert all(ranks.run(RANKS, cases.names_are_untouched))
 
 
-def test_the_release_is_the_one_asked_for(ranks: World) -> None:
+def test_the_expected_release_runs(ranks: World) -> None:
     releases = ranks.run(RANKS, cases.start)
     wanted = os.environ.get("EXPECTED_MEGATRON")
     assert wanted is None or set(releases) == {wanted}
@@ -133,7 +136,7 @@ def test_the_release_is_the_one_asked_for(ranks: World) -> None:
 
 @pytest.mark.long
 def test_the_oldest_release() -> None:
-    """All of the above once more, on the oldest release."""
+    """All tests above on the oldest release."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", __file__, "-k", "not oldest_release"],
         cwd=ROOT,

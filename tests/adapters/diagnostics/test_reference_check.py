@@ -59,7 +59,7 @@ def test_a_corrupted_message_stops_every_rank(ranks: World, kind: str, message: 
         assert each["error"].startswith(f"CheckError: overlap.check: {op} "), each["error"]
         # Rows that are gathered for dgrad and wgrad at once spoil both.
         off = ("dx", "dw") if (kind, tensor) == ("row", "dx") else (tensor,)
-        assert tensor == "y" or any(f"check at step 2: {name} was off by" in each["error"] for name in off)
+        assert tensor == "y" or any(f"check at step 2: the error of {name} is" in each["error"] for name in off)
         assert "on ranks 0-3: do not trust this run" in each["error"]
 
 
@@ -70,7 +70,7 @@ def test_a_breach_can_fall_back_for_that_op(ranks: World, kind: str) -> None:
     found = ranks.run(RANKS, cases.checked, kind, torch.float32, corrupt=message, check=wanted, steps=2)
     assert_same([each["reasons"] for each in found])
     ((reason, times),) = found[0]["reasons"].items()
-    assert reason.startswith("check at step 2: y was off by ")
+    assert reason.startswith("check at step 2: the error of y is ")
     assert times == 2
     assert all(each["close"] for each in found)
 

@@ -1,4 +1,4 @@
-"""What the workers run: Megatron's own SelfAttention with and without query-split attention, on the same data.
+"""Runs Megatron's SelfAttention with and without query split, on the same data.
 
 Megatron is imported inside the functions: in a worker, after the CPU adapter, and never in the test's own process.
 """
@@ -47,7 +47,7 @@ def make_data(group: dist.ProcessGroup, positions: int = 12) -> tuple[torch.Tens
     """This rank's positions of the hidden states and of the output's gradient."""
     generator = torch.Generator().manual_seed(31 + group.rank())
     shape = (positions // group.size(), BATCH, HIDDEN)
-    # As large as what norms hand over, so that softmax is far from uniform.
+    # The scale of normalised activations, so that softmax is far from uniform.
     return 4 * torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
 
 
@@ -84,7 +84,7 @@ def against_stock(
     recompute: bool = False,
     **config: Any,
 ) -> list[tuple[str, str, int, int]]:
-    """One layer with and without the plugin, both against stock in float64. Returns what ran as one op."""
+    """One layer with and without the plugin, compared with stock in float64. Returns the counted calls."""
     start(group)
     x, dy = make_data(group)
     x, dy = x.to(dtype), dy.to(dtype)
@@ -120,7 +120,7 @@ def against_stock(
 
 
 def _compare(name: str, mine: Any, stock: Any, exact: Any, shift: float) -> None:
-    """As near to float64 as stock is: not twice as far, or within rounding."""
+    """The error against float64 is at most twice that of stock, or within rounding."""
     assert (mine is None) == (stock is None) == (exact is None), name
     if exact is None:
         return
@@ -130,7 +130,7 @@ def _compare(name: str, mine: Any, stock: Any, exact: Any, shift: float) -> None
 
 
 def falls_back(group: dist.ProcessGroup, what: str, strict: bool) -> tuple[list[str], str]:
-    """A layer that is not split: the reasons counted and the error; without `strict` it must equal stock."""
+    """A layer without query split: returns the reasons and the error; without `strict` it must equal stock."""
     from megatron.core.transformer.enums import AttnMaskType
 
     from megatron_overlap.counters import FallbackError
@@ -186,7 +186,7 @@ class Causal(torch.nn.Module):
 
 
 def latent(group: dist.ProcessGroup) -> dict[tuple[str, str], int]:
-    """Megatron's multi-latent attention, equal with and without the plugin; returns how often which op ran."""
+    """Megatron's multi-latent attention, equal with and without the plugin; returns the number of calls of each op."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -227,8 +227,8 @@ def latent(group: dist.ProcessGroup) -> dict[tuple[str, str], int]:
     return counts
 
 
-def something_in_between(group: dist.ProcessGroup) -> str:
-    """A projection that is handed something else than what core attention returned: the error."""
+def operation_in_between(group: dist.ProcessGroup) -> str:
+    """The input of the projection is not the output of the core attention: returns the error."""
     start(group)
     x, dy = make_data(group)
     layer = make_attention(torch.float32)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_overlap import OverlapConfig, enable
 from megatron_overlap.adapters.tensor_parallel.autotune import LinearAutotuner
-from megatron_overlap.adapters.tensor_parallel.linear import LinearAdapter
+from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
 from megatron_overlap.autotune.candidates import STOCK, Candidate
 from megatron_overlap.autotune.search import calls_to_select
 from megatron_overlap.autotune.tuner import AutotuneError

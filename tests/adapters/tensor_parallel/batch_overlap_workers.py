@@ -1,4 +1,4 @@
-"""What the workers run: Megatron's own transformer layers, whole by stock and in halves by the plugin."""
+"""Runs Megatron's transformer layers on the stock path and with batch overlap."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.adapters.tensor_parallel.mlp_workers import _gathered_late
 from tests.ops.tensor_parallel.batch_overlap_workers import Logged
 
 HIDDEN, SEQUENCE = 16, 9
-HALVES = {"tensor": {"method": "p2p", "split": "batch"}}
+BATCH_OVERLAP = {"tensor": {"method": "p2p", "split": "batch"}}
 
 
 def make_block(group: dist.ProcessGroup, dtype: torch.dtype, **settings: Any) -> Any:
-    """A block of two layers of the local spec and a norm; the same weights whenever it is made."""
+    """A block of two layers of the local spec and a norm; the same weights on every call."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_block import TransformerBlock
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -54,7 +54,7 @@ def _step(
     x = x.clone().requires_grad_()
     mask = torch.ones(rows, rows, dtype=torch.bool).triu(1).expand(masks, 1, rows, rows).clone()
     if masks > 1:
-        mask[-1, :, 1:, 0] = True  # the last one's own
+        mask[-1, :, 1:, 0] = True  # one mask differs
     if alone:
         y = x
         for layer in block.layers:
@@ -78,12 +78,12 @@ def against_stock(
     prepare: str = "nothing",
     **settings: Any,
 ) -> tuple[dict[tuple[str, str], int], list[str]]:
-    """Output and all gradients, equal to stock. Returns calls by op and direction, and reasons of what was left.
+    """Output and all gradients, equal to stock. Returns calls by op and direction, and the reasons of fallbacks.
 
     `alone`: the layers are called without a block, and with `beside`.
     """
     start(group)
-    from megatron_overlap.adapters.tensor_parallel import batch_overlap
+    from megatron_overlap.adapters.tensor_parallel import eligibility
 
     if "activation_func" in settings:
         settings["activation_func"] = getattr(torch.nn.functional, settings["activation_func"])
@@ -98,10 +98,10 @@ def against_stock(
         return _step(block, x, dy, rows, masks, alone, beside or {})
 
     stock = run()
-    ordered = batch_overlap.can_be_ordered() and prepare != "no order"
+    ordered = eligibility.can_be_ordered() and prepare != "no order"
     with (
-        patch.object(batch_overlap, "can_be_ordered", return_value=ordered),
-        enable(OverlapConfig.model_validate(HALVES)) as session,
+        patch.object(eligibility, "can_be_ordered", return_value=ordered),
+        enable(OverlapConfig.model_validate(BATCH_OVERLAP)) as session,
     ):
         mine = run()
         sites = session.report().sites
@@ -117,7 +117,7 @@ def against_stock(
 
 
 def order(group: dist.ProcessGroup, prepare: str = "nothing") -> tuple[list[str], list[str]]:
-    """When sums of a block's two layers are begun and waited for, in forward and in backward."""
+    """The order of starts and waits of the all-reduces of two layers, in forward and in backward."""
     start(group)
     from megatron_overlap.adapters.tensor_parallel import batch_overlap
 
@@ -131,7 +131,7 @@ def order(group: dist.ProcessGroup, prepare: str = "nothing") -> tuple[list[str]
     try:
         block = make_block(group, torch.float32)
         PREPARE[prepare](block)
-        with enable(OverlapConfig.model_validate(HALVES)):
+        with enable(OverlapConfig.model_validate(BATCH_OVERLAP)):
             x = torch.randn(SEQUENCE, 2, HIDDEN, requires_grad=True)
             mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
             y = block(hidden_states=x, attention_mask=mask)
@@ -146,47 +146,47 @@ def order(group: dist.ProcessGroup, prepare: str = "nothing") -> tuple[list[str]
 def _late(block: Any) -> None:
     for layer in block.layers:
         _gathered_late(layer.mlp)
-        # As Megatron puts one on every module: it sees no input that is given by name.
+        # Megatron registers such a hook on every module. It gets no keyword arguments.
         layer.register_forward_pre_hook(lambda _, __: None)
 
 
-def _watched(block: Any) -> None:
-    """Somebody reads what the first layer returns."""
+def _hook(block: Any) -> None:
+    """A hook reads the output of the first layer."""
 
-    def look(_: Any, __: Any, output: tuple[torch.Tensor, Any]) -> None:
+    def check_finite(_: Any, __: Any, output: tuple[torch.Tensor, Any]) -> None:
         assert output[0].isfinite().all()
 
-    block.layers[0].register_forward_hook(look)
+    block.layers[0].register_forward_hook(check_finite)
 
 
-def _watched_in_backward(block: Any) -> None:
-    """Somebody waits for the gradient of what the first layer returns."""
+def _backward_hook(block: Any) -> None:
+    """A hook reads the gradient of the first layer's output."""
     block.seen = []
     block.layers[0].register_full_backward_hook(lambda *_: block.seen.append(True))
 
 
-def _watched_before(block: Any) -> None:
-    """Somebody reads what the second layer is given, by name."""
+def _pre_hook(block: Any) -> None:
+    """A hook reads the keyword arguments of the second layer."""
 
-    def look(_: Any, __: Any, given: dict[str, Any]) -> None:
+    def check_finite(_: Any, __: Any, given: dict[str, Any]) -> None:
         assert given["hidden_states"].isfinite().all()
 
-    block.layers[1].register_forward_pre_hook(look, with_kwargs=True)
+    block.layers[1].register_forward_pre_hook(check_finite, with_kwargs=True)
 
 
-def _second_whole(block: Any) -> None:
-    """The second layer is not one that runs in halves."""
+def _second_unsupported(block: Any) -> None:
+    """Batch overlap does not support the second layer."""
     block.layers[1].recompute_mlp = True
 
 
 def _another_mlp(block: Any) -> None:
-    """As an MLP of somebody's own."""
+    """The MLP is a subclass of Megatron's."""
     for layer in block.layers:
         layer.mlp.__class__ = type("Other", (type(layer.mlp),), {})
 
 
 def _cross_attention(block: Any) -> None:
-    """One that gives back what it is given; the layer drops it."""
+    """A cross-attention that returns its input."""
 
     class Other(torch.nn.Module):
         def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
@@ -197,7 +197,7 @@ def _cross_attention(block: Any) -> None:
 
 
 def _setting(name: str, value: Any) -> Any:
-    """A setting that needs TransformerEngine to make layers, and that layers of the local spec do not look at."""
+    """A setting that needs TransformerEngine; layers of the local spec do not read it."""
     return lambda block: setattr(block.config, name, value)
 
 
@@ -209,8 +209,8 @@ PREPARE = {
     "no order": lambda block: None,
     "nothing": lambda block: None,
     "late": _late,
-    "watched": _watched,
-    "watched before": _watched_before,
-    "watched in backward": _watched_in_backward,
-    "second whole": _second_whole,
+    "hook": _hook,
+    "pre-hook": _pre_hook,
+    "backward hook": _backward_hook,
+    "second unsupported": _second_unsupported,
 }

@@ -1,4 +1,4 @@
-"""What the workers run: Megatron's own layers with and without the plugin, on the same data.
+"""Runs Megatron's linear layers with and without the plugin, on the same data.
 
 Megatron is imported inside the functions: in a worker, after the CPU adapter, and never in the test's own process.
 """
@@ -27,7 +27,7 @@ OPS = {
 
 
 def start(group: dist.ProcessGroup) -> str:
-    """Adapts Megatron and makes its groups, all ranks being one tensor group; the release that runs."""
+    """Adapts Megatron to the CPU and makes one tensor-parallel group of all ranks; returns Megatron's release."""
     if "megatron.core" not in sys.modules:
         from megatron_overlap.adapters import cpu
 
@@ -86,7 +86,7 @@ def make_data(kind: str, dtype: torch.dtype, sequence: int, ranks: int, rank: in
 
 
 def step(layer: Any, x: torch.Tensor, dy: torch.Tensor, *, recompute: bool = False) -> dict[str, Any]:
-    """Forward and backward; the output, the bias that was not added, and every gradient."""
+    """Forward and backward; returns the output, the bias that was not added, and every gradient."""
     x = x.clone().requires_grad_()
     bias: list[Any] = []
 
@@ -120,7 +120,7 @@ def against_stock(
     plain: bool = False,
     tensor: dict[str, Any] | None = None,
 ) -> list[tuple[str, str, int, int]]:
-    """One layer with and without the plugin: output and gradients. Returns what was overlapped, by direction.
+    """One layer with and without the plugin: output and gradients. Returns the overlapped calls by direction.
 
     `plain` is without sequence parallelism, on a sequence that does not divide.
     """
@@ -181,7 +181,7 @@ def _double(op: Any, x: Any, w: Any, bias: Any, dy: Any, group: dist.ProcessGrou
 
 
 def falls_back(group: dist.ProcessGroup, kind: str, what: str, strict: bool) -> tuple[list[str], str]:
-    """A call that is not overlapped: the reasons counted and the error; without `strict` it must equal stock."""
+    """A call that is not overlapped: returns the reasons and the error; without `strict` it must equal stock."""
     from megatron_overlap.counters import FallbackError
 
     start(group)
@@ -237,12 +237,12 @@ def falls_back(group: dist.ProcessGroup, kind: str, what: str, strict: bool) -> 
 
 
 def in_a_capture(group: dist.ProcessGroup, kind: str) -> str | None:
-    """What keeps a call from its op while its stream is captured; of tensors that say they are on a GPU."""
+    """The reason for the stock path during a stream capture, with fake CUDA tensors."""
     from unittest import mock
 
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-    from megatron_overlap.adapters.tensor_parallel.linear import LinearAdapter
+    from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
 
     start(group)
     with enable(OverlapConfig(tensor=TENSOR)) as session, FakeTensorMode() as mode:
@@ -256,7 +256,7 @@ def in_a_capture(group: dist.ProcessGroup, kind: str) -> str | None:
 
 
 def asks_for_fused(group: dist.ProcessGroup, kind: str, plain: bool, strict: bool) -> tuple[dict[str, int], str, str]:
-    """A layer with `method: fused` where there is no GPU: what is counted and shown; it must equal p2p."""
+    """A layer with `method: fused` without a GPU: returns counts and report; it must equal p2p."""
     from megatron_overlap.counters import FallbackError
 
     start(group)
@@ -269,7 +269,7 @@ def asks_for_fused(group: dist.ProcessGroup, kind: str, plain: bool, strict: boo
             except FallbackError as error:
                 return {}, "", str(error)
             report = session.report()
-    # To the rounding of sums in the order in which rows landed.
+    # Sums differ by rounding: the order of received rows differs.
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-5)
     (tally,) = [tally for tally in report.sites.values() if tally.not_fused]
     assert tally.overlapped
@@ -278,7 +278,7 @@ def asks_for_fused(group: dist.ProcessGroup, kind: str, plain: bool, strict: boo
 
 
 def disabled_leaves_nothing(group: dist.ProcessGroup) -> int:
-    """Every attribute of every module and class of Megatron before and after; how many were replaced meanwhile."""
+    """Compares every attribute of Megatron before and after a session; returns how many the session replaced."""
     start(group)
     make_layer("row", torch.float32)
     before = _everything()

@@ -25,12 +25,12 @@ REASONS = {
     "window": "sliding-window attention",
     "dropout": "attention dropout: add --attention-dropout 0",
     "offset": "the softmax has an offset",
-    "selective": "the core attention is recomputed (--recompute-granularity selective), which is of no use here",
-    "gate": "the attention's output is gated",
+    "selective": "query split does not support recomputation of core attention (--recompute-granularity selective)",
+    "gate": "the attention output is gated",
     "plain": "query split needs --sequence-parallel",
     "padding": "the attention mask is padding, not causal",
     "mask": "an attention mask is given: add --no-create-attention-mask-in-dataloader if it is only causal",
-    "hook": "a forward hook reads the core attention's result",
+    "hook": "a forward hook reads the output of the core attention",
 }
 
 
@@ -79,25 +79,25 @@ def test_multi_latent_attention_is_overlapped_layer_by_layer(ranks: World) -> No
 
 
 @pytest.mark.parametrize("what", REASONS)
-def test_what_does_not_fit_runs_megatrons_path(ranks: World, what: str) -> None:
+def test_an_unsupported_layer_runs_the_stock_path(ranks: World, what: str) -> None:
     for reasons, error in ranks.run(RANKS, cases.falls_back, what, False):
         assert reasons == [REASONS[what]]
         assert error == ""
 
 
-def test_strict_makes_it_an_error(ranks: World) -> None:
+def test_strict_makes_a_fallback_an_error(ranks: World) -> None:
     for reasons, error in ranks.run(RANKS, cases.falls_back, "mask", True):
         assert reasons == [REASONS["mask"]]
         assert error.startswith(f"attention 16->64: query_split forward: not overlapped: {REASONS['mask']};")
 
 
-def test_what_stands_in_between_is_never_left_out(ranks: World) -> None:
-    for error in ranks.run(RANKS, cases.something_in_between):
-        assert error.startswith("something stands between core attention and output projection")
+def test_an_operation_between_the_modules_is_an_error(ranks: World) -> None:
+    for error in ranks.run(RANKS, cases.operation_in_between):
+        assert error.startswith("an unknown operation runs between core attention and output projection")
         assert error.endswith("set overlap.tensor.attention to row")
 
 
-def test_the_release_is_the_one_asked_for(ranks: World) -> None:
+def test_the_expected_release_runs(ranks: World) -> None:
     releases = ranks.run(RANKS, start)
     wanted = os.environ.get("EXPECTED_MEGATRON")
     assert wanted is None or releases == [wanted] * RANKS
@@ -105,7 +105,7 @@ def test_the_release_is_the_one_asked_for(ranks: World) -> None:
 
 @pytest.mark.long
 def test_training_is_equal_to_stock(tmp_path: Path) -> None:
-    """A LLaMA with grouped queries and rotary positions: every loss and grad-norm, and no layer left out."""
+    """A LLaMA with grouped queries and rotary positions: every loss and grad-norm, without a fallback."""
     file = tmp_path / "overlap.yaml"
     file.write_text(yaml.safe_dump({"overlap": {"tensor": cases.TENSOR, "strict": True}}))
     layout = ("--group-query-attention", "--num-query-groups", "2", *TP2_SP)
@@ -121,7 +121,7 @@ def test_training_is_equal_to_stock(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_oldest_release() -> None:
-    """All of the above but the training once more, on the oldest release; latent attention needs TE there."""
+    """All tests above except the training on the oldest release; latent attention needs TransformerEngine there."""
     others = "not oldest_release and not training and not dtype1 and not latent"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", __file__, "-k", others],

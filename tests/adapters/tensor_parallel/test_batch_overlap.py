@@ -1,4 +1,4 @@
-"""Transformer layers in two halves of a micro-batch, on four ranks: equal to stock, in the order that hides sums."""
+"""Batch overlap of Megatron's transformer layers on four ranks: equal to stock, in the order that hides all-reduces."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.helpers.world import World
 
 RANKS = 4
 SWIGLU = {"gated_linear_unit": True, "activation_func": "silu", "add_bias_linear": False}
-# Two layers of two pairs of linears each; both halves go through each, and their weight gradients come together.
+# Two layers with two pairs of linear layers each, run for both parts of the batch. The weight gradients are summed.
 CALLS = {(op, direction): 8 for op in ("copy_gemm", "gemm_ar") for direction in ("forward", "dgrad", "wgrad")}
 
 
@@ -24,9 +24,9 @@ CALLS = {(op, direction): 8 for op in ("copy_gemm", "gemm_ar") for direction in 
         ({"batch": 2, **SWIGLU, "normalization": "RMSNorm"}, torch.float32),
         (SWIGLU, torch.bfloat16),
         ({"prepare": "late"}, torch.float32),
-        ({"prepare": "watched"}, torch.float32),
-        ({"prepare": "watched before"}, torch.float32),
-        ({"prepare": "watched in backward"}, torch.float32),
+        ({"prepare": "hook"}, torch.float32),
+        ({"prepare": "pre-hook"}, torch.float32),
+        ({"prepare": "backward hook"}, torch.float32),
         ({"alone": True}, torch.float32),
     ],
     ids=[
@@ -35,9 +35,9 @@ CALLS = {(op, direction): 8 for op in ("copy_gemm", "gemm_ar") for direction in 
         "swiglu",
         "bf16",
         "gathered-late",
-        "watched",
-        "watched-before",
-        "watched-in-backward",
+        "hook",
+        "pre-hook",
+        "backward-hook",
         "without-a-block",
     ],
 )
@@ -50,17 +50,17 @@ def test_equal_to_stock(ranks: World, given: dict[str, Any], dtype: torch.dtype)
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"batch": 3}, "a micro-batch of 3 has no two equal halves"),
+        ({"batch": 3}, "a micro-batch of 3 does not split into two equal parts"),
         ({"sequence_parallel": True}, "sequence parallelism"),
         ({"recompute_granularity": "selective"}, "activation recomputation"),
         ({"fp32_residual_connection": True}, "--fp32-residual-connection"),
-        ({"hidden_dropout": 0.1}, "dropout: halves would draw other masks"),
-        ({"prepare": "another MLP"}, "its MLP or its attention is of another kind"),
+        ({"hidden_dropout": 0.1}, "dropout: the parts of a split batch would draw other masks"),
+        ({"prepare": "another MLP"}, "the MLP is not an MLP or the attention is not a SelfAttention"),
         ({"prepare": "cross-attention"}, "cross-attention"),
-        ({"alone": True, "beside": {"sequence_len_offset": 0}}, "arguments that are not known here: sequence_len_"),
+        ({"alone": True, "beside": {"sequence_len_offset": 0}}, "unknown arguments: sequence_len_"),
         ({"alone": True, "prepare": "offloading"}, "activations are offloaded to the CPU"),
         ({"alone": True, "prepare": "fp8"}, "fp8"),
-        ({"prepare": "no order"}, "does not let a node say when it runs"),
+        ({"prepare": "no order"}, "has no `_set_sequence_nr`"),
     ],
     ids=[
         "odd",
@@ -76,23 +76,23 @@ def test_equal_to_stock(ranks: World, given: dict[str, Any], dtype: torch.dtype)
         "no-order",
     ],
 )
-def test_what_stays_whole_is_named(ranks: World, given: dict[str, Any], reason: str) -> None:
+def test_an_unsupported_layer_has_a_reason(ranks: World, given: dict[str, Any], reason: str) -> None:
     for calls, reasons in ranks.run(RANKS, cases.against_stock, **given):
-        assert [why for why in reasons if reason in why], reasons
-        # By each layer's own overlap.
+        assert [each for each in reasons if reason in each], reasons
+        # Each linear layer is overlapped alone.
         assert sum(calls.values()) > 0
 
 
-def test_a_layer_that_stays_whole_is_given_all_of_it(ranks: World) -> None:
-    for calls, reasons in ranks.run(RANKS, cases.against_stock, prepare="second whole", **SWIGLU):
+def test_an_unsupported_layer_gets_the_complete_input(ranks: World) -> None:
+    for calls, reasons in ranks.run(RANKS, cases.against_stock, prepare="second unsupported", **SWIGLU):
         assert reasons == ["activation recomputation"]
-        # Recomputation runs the second MLP's forward twice, whole.
+        # Recomputation runs the forward of the second MLP twice.
         assert calls["gemm_ar", "forward"] == 4 + 3
 
 
 @pytest.mark.parametrize("prepare", ["nothing", "late"])
-def test_sums_travel_under_the_other_half(ranks: World, prepare: str) -> None:
-    """Parts 1 to 4: attention, MLP, attention, MLP. What is begun is waited for when the next but one begins."""
+def test_all_reduces_overlap_the_other_part(ranks: World, prepare: str) -> None:
+    """Steps 1 to 4: attention, MLP, attention, MLP. The wait comes when the step after the next one starts."""
     for forward, backward in ranks.run(RANKS, cases.order, prepare=prepare):
         assert forward == [
             *("start a1", "start b1", "wait a1", "start a2", "wait b1", "start b2"),

@@ -1,4 +1,4 @@
-"""Megatron's own ColumnParallelLinear and RowParallelLinear on four ranks, with and without the plugin."""
+"""Megatron's ColumnParallelLinear and RowParallelLinear on four ranks, with and without the plugin."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_equal_to_stock(ranks: World, kind: str, dtype: torch.dtype, options: di
     if plain and "tensor" in options:
         pytest.skip("an all-reduce has no ring, and gathers no input")
     counts = ranks.run(RANKS, cases.against_stock, kind, dtype, plain=plain, **options)
-    # Bytes are not compared: of rows that do not divide, ranks send one more or less.
+    # Bytes are not compared: rows are not divisible by the ranks, so their shards differ by one row.
     assert_same([[count[:3] for count in on_rank] for on_rank in counts])
     op = OPS[kind, plain]
     times = {direction: number for name, direction, number, _ in counts[0] if name == op}
@@ -58,14 +58,14 @@ def test_bytes_are_those_of_the_collectives(ranks: World) -> None:
         sent = {d: b for _, d, _, b in ranks.run(RANKS, cases.against_stock, kind, torch.float32)[0]}
         width = cases.IN if kind == "column" else cases.OUT
         once = 3 * shard * width * item
-        # The row layer's two gradients share one gather, counted with the first.
+        # Both gradients of the row layer use one all-gather. It is counted for the first.
         assert sent == {"forward": once, "dgrad": once, "wgrad": once if kind == "column" else 0}
     rows, others = (3 * RANKS + 1) * cases.BATCH, 3
     for kind, direction, width in (("column", "dgrad", cases.IN), ("row", "forward", cases.OUT)):
         plain = ranks.run(RANKS, cases.against_stock, kind, torch.float32, plain=True)
         for rank_sent in plain:
             assert [d for _, d, _, b in rank_sent if b] == [direction]
-        # All others' rows to their owners, and every own sum to all others: together twice those of three shards.
+        # Partial sums of three shards to their owners, and the sum of the own shard to three peers.
         assert sum(b for rank_sent in plain for *_, b in rank_sent) == 2 * others * rows * width * item
 
 
@@ -80,12 +80,12 @@ def test_bytes_are_those_of_the_collectives(ranks: World) -> None:
         ("column", "deferred", "deferred weight gradient of the embedding (--defer-embedding-wgrad-compute)"),
     ],
 )
-def test_what_does_not_fit_runs_megatrons_path(ranks: World, kind: str, what: str, reason: str) -> None:
+def test_an_unsupported_call_runs_the_stock_path(ranks: World, kind: str, what: str, reason: str) -> None:
     for reasons, error in ranks.run(RANKS, cases.falls_back, kind, what, False):
         assert reasons == [reason]
         assert error == ""
     name = "column 16->6" if kind == "column" else "row 4->24"
-    # The expert layers here have their flag from a config with sequence parallelism; column ones are told otherwise.
+    # The config of the expert layers has sequence parallelism; the column layer is called without it.
     plain = what in ("ring", "no reduction") or (what, kind) == ("expert", "column")
     module = f"{name}: {OPS[kind, plain]}"
     for reasons, error in ranks.run(RANKS, cases.falls_back, kind, what, True):
@@ -93,8 +93,8 @@ def test_what_does_not_fit_runs_megatrons_path(ranks: World, kind: str, what: st
         assert error.startswith(f"FallbackError: {module} forward: not overlapped: {reason};")
 
 
-def test_layers_whose_activations_are_offloaded_are_left_to_megatron(ranks: World) -> None:
-    """Which refuses them: its offloading needs TransformerEngine's layers."""
+def test_a_row_layer_with_offloaded_activations_runs_the_stock_path(ranks: World) -> None:
+    """Megatron rejects it: offloading needs TransformerEngine's layers."""
     for reasons, error in ranks.run(RANKS, cases.falls_back, "row", "offloaded", False):
         assert reasons == ["activations are offloaded to the CPU"]
         assert "CPU Offloading" in error
@@ -104,27 +104,27 @@ def test_layers_whose_activations_are_offloaded_are_left_to_megatron(ranks: Worl
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_a_cuda_graph_gets_megatrons_path(ranks: World, kind: str) -> None:
+def test_a_cuda_graph_capture_runs_the_stock_path(ranks: World, kind: str) -> None:
     assert ranks.run(RANKS, cases.in_a_capture, kind) == ["a CUDA graph is being captured"] * RANKS
 
 
-def test_a_sequence_that_does_not_divide_is_left_to_megatron(ranks: World) -> None:
-    """Which refuses it in words of its own."""
+def test_an_indivisible_sequence_runs_the_stock_path(ranks: World) -> None:
+    """Megatron rejects it with its own message."""
     for reasons, error in ranks.run(RANKS, cases.falls_back, "row", "odd", False):
         assert reasons == ["sequence length is not divisible by the tensor-parallel size 4"]
         assert "divisible" in error
 
 
-def test_column_layers_of_one_input_gather_it_once(ranks: World) -> None:
+def test_column_layers_with_the_same_input_gather_it_once(ranks: World) -> None:
     once = 3 * 3 * cases.BATCH * cases.IN * 4
     # Four calls, of three contents.
     assert ranks.run(RANKS, cases.shared_input) == [[3 * once]] * RANKS
 
 
 @pytest.mark.parametrize("choice", ["auto", "never"])
-def test_reported_memory_is_what_autograd_holds(ranks: World, choice: str) -> None:
+def test_reported_memory_equals_the_saved_tensors(ranks: World, choice: str) -> None:
     shard = 3 * cases.BATCH * cases.IN * 4
-    # Own rows of one input are kept once for both its layers; gathered rows by each.
+    # The own rows of an input are saved once for both of its layers, gathered rows by each layer.
     own, gathered = 2 * shard, 3 * RANKS * shard
     for memory in ranks.run(RANKS, cases.memory_of, choice):
         kept, otherwise = (own, gathered) if choice == "auto" else (gathered, own)
@@ -137,7 +137,7 @@ def test_reported_memory_is_what_autograd_holds(ranks: World, choice: str) -> No
 
 @pytest.mark.parametrize("plain", [False, True], ids=["sp", "no-sp"])
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_fused_without_a_gpu_is_p2p_by_name(ranks: World, kind: str, plain: bool) -> None:
+def test_fused_without_a_gpu_runs_p2p_with_a_reason(ranks: World, kind: str, plain: bool) -> None:
     reason = "fused kernels need CUDA, not cpu"
     for counted, shown, _ in ranks.run(RANKS, cases.asks_for_fused, kind, plain, strict=False):
         assert counted == {reason: 1}
@@ -147,11 +147,11 @@ def test_fused_without_a_gpu_is_p2p_by_name(ranks: World, kind: str, plain: bool
         assert f"not fused: {reason}; set overlap.tensor.method to p2p" in error
 
 
-def test_disable_leaves_megatron_as_it_was(ranks: World) -> None:
+def test_disable_restores_megatron(ranks: World) -> None:
     assert all(changed >= 2 for changed in ranks.run(RANKS, cases.disabled_leaves_nothing))
 
 
-def test_the_release_is_the_one_asked_for(ranks: World) -> None:
+def test_the_expected_release_runs(ranks: World) -> None:
     releases = ranks.run(RANKS, cases.start)
     assert_same(releases)
     wanted = os.environ.get("EXPECTED_MEGATRON")
@@ -160,7 +160,7 @@ def test_the_release_is_the_one_asked_for(ranks: World) -> None:
 
 @pytest.mark.long
 def test_the_oldest_release() -> None:
-    """All of the above once more, on the oldest release."""
+    """All tests above on the oldest release."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", __file__, "-k", "not oldest_release and not dtype1"],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""Megatron's MLP without sequence parallelism, by parts of its rows, on four ranks: equal to stock, hooks and all."""
+"""The joint MLP on four ranks: equal to Megatron's stock MLP, and hooks run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.adapters.tensor_parallel import mlp_workers as cases
 from tests.helpers.world import World
 
 RANKS = 4
-JOINED = {("mlp", "copy_gemm"), ("mlp", "gemm_ar")}
-BY_LAYER = {("column", "copy_gemm"), ("row", "gemm_ar")}
+JOINT = {("mlp", "copy_gemm"), ("mlp", "gemm_ar")}
+PER_LAYER = {("column", "copy_gemm"), ("row", "gemm_ar")}
 SWIGLU = {"gated_linear_unit": True, "activation_func": "silu", "add_bias_linear": False}
 
 
@@ -29,17 +29,17 @@ SWIGLU = {"gated_linear_unit": True, "activation_func": "silu", "add_bias_linear
 )
 def test_equal_to_stock(ranks: World, settings: dict[str, Any], recompute: bool, dtype: torch.dtype) -> None:
     for done in ranks.run(RANKS, cases.against_stock, dtype=dtype, recompute=recompute, **settings):
-        assert {(kind, op) for kind, op, *_ in done} == JOINED
+        assert {(kind, op) for kind, op, *_ in done} == JOINT
         # Recomputation runs forward twice.
         assert {(op, direction): count for _, op, direction, count in done} == {
-            **{(op, "forward"): 1 + recompute for _, op in JOINED},
-            **{(op, direction): 1 for _, op in JOINED for direction in ("dgrad", "wgrad")},
+            **{(op, "forward"): 1 + recompute for _, op in JOINT},
+            **{(op, direction): 1 for _, op in JOINT for direction in ("dgrad", "wgrad")},
         }
 
 
-def test_a_weight_that_is_still_being_gathered_is_waited_for(ranks: World) -> None:
+def test_a_parameter_gather_in_a_hook_is_awaited(ranks: World) -> None:
     for done in ranks.run(RANKS, cases.against_stock, prepare="gathered late"):
-        assert {(kind, op) for kind, op, *_ in done} == JOINED
+        assert {(kind, op) for kind, op, *_ in done} == JOINT
 
 
 def test_a_frozen_weight(ranks: World) -> None:
@@ -48,11 +48,11 @@ def test_a_frozen_weight(ranks: World) -> None:
 
 
 @pytest.mark.parametrize("prepare", ["forward hook", "backward hook", "replaced"])
-def test_layers_that_somebody_watches_stay_whole(ranks: World, prepare: str) -> None:
+def test_layers_with_hooks_run_alone(ranks: World, prepare: str) -> None:
     for done in ranks.run(RANKS, cases.against_stock, prepare=prepare):
-        assert {(kind, op) for kind, op, *_ in done} == BY_LAYER
+        assert {(kind, op) for kind, op, *_ in done} == PER_LAYER
 
 
-def test_by_layer_if_asked_for(ranks: World) -> None:
+def test_joint_mlp_none_overlaps_each_layer_alone(ranks: World) -> None:
     for done in ranks.run(RANKS, cases.against_stock, joint_mlp="none"):
-        assert {(kind, op) for kind, op, *_ in done} == BY_LAYER
+        assert {(kind, op) for kind, op, *_ in done} == PER_LAYER

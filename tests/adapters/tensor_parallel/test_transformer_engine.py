@@ -1,4 +1,4 @@
-"""TransformerEngine's layers: what the adapter reads of them is there in the sources, and its own part computes right.
+"""TransformerEngine's layers: the attributes that the adapter reads exist, and the overlapped forward is correct.
 
 TransformerEngine cannot be imported without a GPU. Its Python sources are read from its wheel, Megatron's from where
 they are installed; without the wheel (offline) that test is skipped by name.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import inspect
 import subprocess
 import sys
 import zipfile
@@ -17,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from megatron_overlap.adapters.tensor_parallel import transformer_engine as adapter
+from megatron_overlap.adapters.tensor_parallel import eligibility, transformer_engine
 from megatron_overlap.config import ConfigError, load_launch_config
 from megatron_overlap.config.megatron_args import TE_OVERLAP
 from tests.adapters.megatron_runs import start_ranks
@@ -26,7 +27,11 @@ from tests.helpers.releases import OLDEST, ROOT, megatron_folder
 from tests.helpers.world import World
 
 TE_RELEASE = "2.20.2"
-ADAPTER = ast.parse(Path(adapter.__file__).read_text())
+ADAPTER = ast.parse(Path(transformer_engine.__file__).read_text())
+ELIGIBILITY = [
+    ast.parse(inspect.getsource(function))
+    for function in (eligibility.te_communicates, eligibility.unsupported_te_reason)
+]
 EXTENSION = "megatron/core/extensions/transformer_engine.py"
 # Megatron's wrapper, and the class of TransformerEngine below it.
 CLASSES = {
@@ -99,23 +104,23 @@ def megatron_extension(release: str) -> ast.Module:
 
 @pytest.mark.parametrize("release", ["installed", OLDEST])
 @pytest.mark.parametrize("name", CLASSES)
-def test_every_field_that_is_read_is_there(engine: dict[str, ast.Module], name: str, release: str) -> None:
+def test_every_attribute_that_is_read_exists(engine: dict[str, ast.Module], name: str, release: str) -> None:
     megatron = megatron_extension(release)
     wrapper, below = CLASSES[name]
     file = "layernorm_linear" if below == "LayerNormLinear" else "linear"
     there = set_in(engine["base"], "TransformerEngineBaseModule") | set_in(engine[file], below)
     there |= set_in(megatron, wrapper) | set_in(megatron, name)
-    read = read_of(ADAPTER, "layer") | read_of(ADAPTER, "self")
+    read = set().union(*(read_of(tree, "layer") for tree in (ADAPTER, *ELIGIBILITY)))
     assert {"tp_group", "parallel_mode", "te_return_bias", "weight", "layer_norm_weight"} <= read
     if below == "Linear":
         read -= ONLY_WITH_NORM
-    torch_own = {"__dict__"}
-    assert read - there - torch_own == set()
+    torch_attributes = {"__dict__"}
+    assert read - there - torch_attributes == set()
     # The forward that is replaced takes one input.
     assert arguments_of(megatron, wrapper, "forward") == ["self", "x"]
 
 
-def test_the_norm_is_built_of_known_arguments(engine: dict[str, ast.Module]) -> None:
+def test_the_norm_has_the_arguments_that_are_passed(engine: dict[str, ast.Module]) -> None:
     for name, kind in (("layernorm", "LayerNorm"), ("rmsnorm", "RMSNorm")):
         assert {"eps", "sequence_parallel", "zero_centered_gamma"} <= set(arguments_of(engine[name], kind, "__init__"))
     for release in ("installed", OLDEST):
@@ -134,7 +139,7 @@ def ranks() -> Iterator[World]:
 @pytest.mark.parametrize("skip_bias_add", [False, True])
 @pytest.mark.parametrize("parallel", [True, False], ids=["sp", "no-sp"])
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_our_part_equals_the_unfused_program(ranks: World, kind: str, parallel: bool, skip_bias_add: bool) -> None:
+def test_equal_to_the_reference(ranks: World, kind: str, parallel: bool, skip_bias_add: bool) -> None:
     for directions in ranks.run(2, cases.against_reference, kind, parallel, skip_bias_add):
         assert directions == ["dgrad", "forward", "wgrad"]
 
@@ -142,8 +147,8 @@ def test_our_part_equals_the_unfused_program(ranks: World, kind: str, parallel: 
 @pytest.mark.parametrize(
     ("field", "value", "reason"),
     [
-        ("config.fp8", "hybrid", "fp8: TransformerEngine quantizes what it sends"),
-        ("config.tp_comm_overlap", True, "--tp-comm-overlap: TransformerEngine overlaps by itself"),
+        ("config.fp8", "hybrid", "fp8: TransformerEngine quantizes its messages"),
+        ("config.tp_comm_overlap", True, "--tp-comm-overlap: TransformerEngine overlaps communication itself"),
         ("config.delay_wgrad_compute", True, "deferred weight gradient (--delay-wgrad-compute)"),
         ("te_quant_params", "a recipe", "a quantization recipe names this layer"),
         ("weight.overwrite_main_grad", True, "the weight gradient overwrites main_grad"),
@@ -152,13 +157,13 @@ def test_our_part_equals_the_unfused_program(ranks: World, kind: str, parallel: 
         ("parallel_mode", None, None),
     ],
 )
-def test_what_is_only_there_runs_its_own_forward(ranks: World, field: str, value: Any, reason: str | None) -> None:
+def test_an_unsupported_layer_runs_the_stock_forward(ranks: World, field: str, value: Any, reason: str | None) -> None:
     for returned, reasons in ranks.run(2, cases.falls_back, field, value):
         assert returned == cases.STOCK
         assert reasons == ([reason] if reason else [])
 
 
-def test_two_overlaps_at_once_are_refused(tmp_path: Path) -> None:
+def test_tp_comm_overlap_together_with_the_plugin_is_an_error(tmp_path: Path) -> None:
     argument = f"megatron_args=[{TE_OVERLAP}]"
     config = ROOT / "configs" / "llama3_8b_tp8_overlap.yaml"
     engine = "train.transformer_impl=transformer_engine"

@@ -1,4 +1,4 @@
-"""What the workers run: the overlapped forward on a layer that has the fields of TransformerEngine's alone."""
+"""Runs the overlapped forward on a layer that has only the attributes of a TransformerEngine linear."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STOCK = ("its own forward", None)
 
 
 class Fields(torch.nn.Module):
-    """The fields alone: its own forward says that it was called."""
+    """A layer without computation: its stock forward returns `STOCK`."""
 
     def __init__(self, group: dist.ProcessGroup, kind: str, parallel: bool, skip_bias_add: bool) -> None:
         super().__init__()
@@ -36,10 +36,10 @@ class Fields(torch.nn.Module):
 
 
 def against_reference(group: dist.ProcessGroup, kind: str, parallel: bool, skip_bias_add: bool) -> list[str]:
-    """Output and all gradients beside the unfused program; the directions that were counted."""
+    """Output and all gradients, compared with the reference; returns the directions that were counted."""
     start(group)
     # After the CPU adapter: these import Megatron.
-    from megatron_overlap.adapters.tensor_parallel.linear import LinearAdapter
+    from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
     from megatron_overlap.adapters.tensor_parallel.transformer_engine import overlapped
 
     x, dy = make_data(kind, torch.float32, 3 * group.size(), group.size(), group.rank(), parallel)
@@ -65,10 +65,10 @@ def against_reference(group: dist.ProcessGroup, kind: str, parallel: bool, skip_
 
 
 def falls_back(group: dist.ProcessGroup, field: str, value: Any) -> tuple[Any, list[str]]:
-    """What a row layer with one field changed returned, and the reasons that were counted."""
+    """The output of a row layer with one attribute changed, and the reasons that were counted."""
     start(group)
     # After the CPU adapter: these import Megatron.
-    from megatron_overlap.adapters.tensor_parallel.linear import LinearAdapter
+    from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
     from megatron_overlap.adapters.tensor_parallel.transformer_engine import overlapped
 
     with enable(OverlapConfig(tensor=TENSOR)) as session:
@@ -78,6 +78,6 @@ def falls_back(group: dist.ProcessGroup, field: str, value: Any) -> tuple[Any, l
         rows = 4 * group.size() + (field == "rows")
         returned = layer(torch.zeros(rows, 2, IN // group.size()))
         reasons = [reason for tally in session.report().sites.values() for reason in tally.fallbacks]
-    # No session, no overlap, and nothing counted.
+    # Without a session the stock forward runs.
     assert layer(torch.zeros(4 * group.size(), 2, IN // group.size())) == STOCK
     return returned, reasons

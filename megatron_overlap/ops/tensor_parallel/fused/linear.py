@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from megatron_overlap.ops.call import InputVersion
 from megatron_overlap.ops.tensor_parallel.fused.intra_node import IntraNodeGather, IntraNodeScatter
 from megatron_overlap.ops.tensor_parallel.fused.multi_node import (
     FusedTransport,
@@ -21,7 +22,7 @@ from megatron_overlap.ops.tensor_parallel.fused.multi_node import (
     NodesTransport,
 )
 from megatron_overlap.ops.tensor_parallel.fused.plan import FusedPlan
-from megatron_overlap.ops.tensor_parallel.method import InputVersion, LinearMethod
+from megatron_overlap.ops.tensor_parallel.method import LinearMethod
 from megatron_overlap.ops.wgrad import Piece
 
 _DEFAULT_PLAN = FusedPlan()

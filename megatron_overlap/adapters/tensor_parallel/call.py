@@ -1,0 +1,134 @@
+"""One call of a tensor-parallel linear layer, and the protocol of the backends that run it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron_overlap.counters import Counters, SavedSite
+
+type LayerOutput = Any
+"""The result of a patched Megatron method: a tensor, or a tensor and the bias that the caller adds."""
+
+
+@dataclass(frozen=True, slots=True)
+class MainGradTarget:
+    """Destination of the weight gradient under Megatron's gradient accumulation fusion.
+
+    Attributes:
+        weight: the parameter.
+        main_grad: `weight.main_grad` at the time of the forward call.
+    """
+
+    weight: torch.Tensor
+    main_grad: torch.Tensor
+
+    def written(self) -> torch.Tensor | None:
+        """Called in backward when `main_grad` holds the gradient; autograd gets the result as the gradient.
+
+        Returns the placeholder of Megatron's stock path. Megatron's data-parallel hook runs when autograd gives the
+        weight a gradient, and reads `grad_added_to_main_grad` to skip the addition.
+        """
+        weight, main_grad = self.weight, self.main_grad
+        weight.main_grad = main_grad
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return None
+        weight.grad_added_to_main_grad = True
+        if getattr(weight, "zero_out_wgrad", False):
+            return torch.zeros(main_grad.shape, dtype=weight.dtype, device=weight.device)
+        return torch.empty(main_grad.shape, dtype=weight.dtype, device=weight.device)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearHooks:
+    """Counts the passes of one kind of layer.
+
+    Attributes:
+        counters: of the session.
+        site: kind of layer, shape of its weight, and operation.
+    """
+
+    counters: Counters
+    site: SavedSite
+
+    def overlapped(self, direction: Any, num_bytes: int) -> None:
+        """Counts an overlapped pass, `forward`, `dgrad` or `wgrad`, and the bytes that this rank sent."""
+        self.counters.overlapped(*self.site, direction, num_bytes)
+
+    def saved(self, x: torch.Tensor, gathered_bytes: int) -> Callable[[], None]:
+        """Counts an input that is saved for backward; the result is called when it is released."""
+        return self.counters.saved_activations.save(self.site, x.data_ptr(), x.nbytes, gathered_bytes)
+
+    def fallback(self, reason: str) -> None:
+        """Counts a call that runs the stock path."""
+        self.counters.fallback(*self.site, "forward", reason)
+
+    def selected_stock(self) -> None:
+        """Counts a call that runs the stock path because the autotuner selected or measures it."""
+        self.counters.stock_selected(*self.site, "forward")
+
+    def not_fused(self, reason: str) -> None:
+        """Counts a call that runs p2p although the configuration or the autotuner selects fused kernels."""
+        self.counters.not_fused(*self.site, "forward", reason)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearCall(ABC):
+    """One forward call of a tensor-parallel linear layer.
+
+    Attributes:
+        layer: the Megatron module.
+        kind: `column` or `row`.
+        op: `ag_gemm`, `copy_gemm`, `gemm_rs` or `gemm_ar`; see `ops.reference`.
+        x: input of the operation.
+        weight: weight shard of this rank.
+        bias: added by the operation; None for a row-parallel layer, whose bias is added to the sum.
+        group: the tensor-parallel group.
+        wgrad_target: destination of the weight gradient; None returns it to autograd.
+        hooks: counts the call.
+    """
+
+    layer: torch.nn.Module
+    kind: str
+    op: str
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    group: dist.ProcessGroup
+    wgrad_target: MainGradTarget | None
+    hooks: LinearHooks
+
+    @abstractmethod
+    def run_stock(self) -> LayerOutput:
+        """Runs the replaced Megatron method."""
+
+    @abstractmethod
+    def result(self, output: torch.Tensor) -> LayerOutput:
+        """The result of the Megatron method, given the output of `op`."""
+
+
+class LinearBackend(Protocol):
+    """One way to run a `LinearCall`."""
+
+    def unsupported_reason(self, call: LinearCall) -> str | None:
+        """The reason that this backend cannot run `call`; None if it can. The same on every rank of the group."""
+
+    def run(self, call: LinearCall) -> LayerOutput:
+        """Runs `call`; returns the result of the Megatron method."""
+
+
+class OverlapBackend(LinearBackend, Protocol):
+    """A backend whose operation the reference check can run on tensors of its own."""
+
+    def output(self, call: LinearCall, *, checked: bool = False) -> torch.Tensor:
+        """The output of `call.op`.
+
+        Args:
+            call: the call.
+            checked: run for the reference check: the weight gradient is not deferred, saved inputs are not counted.
+        """

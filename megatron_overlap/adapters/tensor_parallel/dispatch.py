@@ -1,0 +1,337 @@
+"""Selects the backend of each call of a tensor-parallel linear layer, and runs it.
+
+Order of selection: the stock path where `eligibility` names a reason; the backend that batch overlap assigned to the
+layer; the autotuner with `method: auto`; else the configured method, fused or p2p. In a step of the reference check the
+selected operation is compared with its reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_overlap.adapters.diagnostics.consistency import open_transport
+from megatron_overlap.adapters.diagnostics.reference_check import Check
+from megatron_overlap.adapters.tensor_parallel.autotune import LinearAutotuner
+from megatron_overlap.adapters.tensor_parallel.call import (
+    LayerOutput,
+    LinearBackend,
+    LinearCall,
+    LinearHooks,
+    MainGradTarget,
+    OverlapBackend,
+)
+from megatron_overlap.adapters.tensor_parallel.eligibility import unsupported_tensors_reason
+from megatron_overlap.adapters.tensor_parallel.fused import FusedBackend, FusedTransports
+from megatron_overlap.adapters.tensor_parallel.layer_handoff import LayerHandoff
+from megatron_overlap.autotune.candidates import Candidate
+from megatron_overlap.comm import Transport
+from megatron_overlap.counters import SavedActivations, SavedSite
+from megatron_overlap.ops import LinearPlan, all_gather_linear, copy_linear, linear_all_reduce, linear_reduce_scatter
+from megatron_overlap.ops.numerics_check import checked_linear
+from megatron_overlap.ops.wgrad import DeferredWgrad
+from megatron_overlap.schedules.plan import Pattern
+from megatron_overlap.session import Adapter, Session
+
+_NOT_OVERLAPPED = {
+    "VocabParallelEmbedding": "it has no GEMM to overlap its all-reduce or reduce-scatter with",
+    "VocabParallelCrossEntropy": "it sums a few numbers per token, not rows",
+}
+
+
+class LinearAdapter(Adapter):
+    """Backends, transports and counters of the tensor-parallel linear layers of one session.
+
+    Attributes:
+        plan: how the p2p backend cuts and orders messages.
+        deferred_wgrad: postponed weight gradients of layers without sequence parallelism.
+        assigned: the backend that batch overlap assigned to a layer, for the time of one call.
+        layer_handoff: outputs that transformer layers complete inside the next layer.
+        check: the reference check of the session.
+        autotuner: the autotuner of the session.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session, self._counters = session, session.counters
+        tensor, deterministic = session.config.tensor, session.config.deterministic
+        # On the CPU a ring asks which messages are complete. A deterministic run must not depend on that.
+        auto: Pattern | None = "direct" if deterministic else None
+        pattern: Pattern | None = auto if tensor.schedule == "auto" else tensor.schedule
+        self.plan = LinearPlan(
+            pattern=pattern,
+            chunks_per_rank=None if tensor.chunks_per_rank == "auto" else tensor.chunks_per_rank,
+            save_gathered=tensor.recompute_gather == "never",
+            add_in_place=True if deterministic else None,
+        )
+        self.deferred_wgrad = DeferredWgrad()
+        self.assigned: dict[torch.nn.Module, LinearBackend] = {}
+        self.layer_handoff = LayerHandoff()
+        self.check = Check.of(session)
+        self.autotuner = LinearAutotuner(session)
+        self._transports: dict[dist.ProcessGroup, Transport] = {}
+        self._hooks: dict[tuple[str, str, torch.Size], LinearHooks] = {}
+        self._fused_transports = FusedTransports(session, self.transport)
+        self._stock, self._p2p = StockBackend(), P2PBackend(self, self.plan)
+        self._fused, self._autotuned = FusedBackend(self._fused_transports), AutotunedBackend(self)
+        self._method: OverlapBackend = self._fused if self.fused else self._p2p
+        self._candidates: dict[Candidate, OverlapBackend] = {}
+        self._counters.saved_activations = SavedActivations(gathered=self.plan.save_gathered)
+        for module, reason in _NOT_OVERLAPPED.items():
+            self._counters.exclude(module, reason)
+
+    @classmethod
+    def of(cls, session: Session) -> LinearAdapter:
+        """The adapter of `session`; made by the first call."""
+        return session.adapter(cls)
+
+    @property
+    def fused(self) -> bool:
+        """Whether the configured method is `fused`."""
+        return self._session.config.tensor.method == "fused"
+
+    @property
+    def serial(self) -> bool:
+        """Whether the configured schedule overlaps nothing; a baseline for measurements."""
+        return self.plan.pattern == "serial"
+
+    def transport(self, group: dist.ProcessGroup) -> Transport:
+        """The transport of a tensor-parallel group; closed with the session. The first call is collective."""
+        transport = self._transports.get(group)
+        if transport is None:
+            transport = self._transports[group] = open_transport(self._session, group)
+        return transport
+
+    def hooks(self, kind: str, op: str, weight: torch.Tensor) -> LinearHooks:
+        """The counters of a kind of layer."""
+        key = kind, op, weight.shape
+        hooks = self._hooks.get(key)
+        if hooks is None:
+            site = SavedSite(kind, f"{weight.shape[1]}->{weight.shape[0]}", op)
+            hooks = self._hooks[key] = LinearHooks(self._counters, site)
+        return hooks
+
+    def wgrad_target(self, weight: torch.Tensor, fusion: bool) -> MainGradTarget | None:
+        """The destination of a weight gradient; `fusion` is Megatron's gradient accumulation fusion."""
+        if fusion and weight.requires_grad and hasattr(weight, "main_grad"):
+            return MainGradTarget(weight, weight.main_grad)
+        return None
+
+    def unsupported_reason(
+        self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, op: str
+    ) -> str | None:
+        """The reason that an operation on these tensors runs the stock path; None if it is overlapped."""
+        if op in ("gemm_ar", "copy_gemm") and self.plan.pattern == "ring":
+            return "schedule ring has no all-reduce: use direct, or --sequence-parallel"
+        if self.check.fallbacks:
+            reason = self.check.fallbacks.get(_check_name(op, weight))
+            if reason is not None:
+                return reason
+        return unsupported_tensors_reason(x, weight, group)
+
+    def run(self, call: LinearCall, layer_reason: str | None) -> LayerOutput:
+        """Runs `call` on the selected backend.
+
+        Args:
+            call: the call.
+            layer_reason: the reason of the layer for the stock path; None if it has none.
+        """
+        reason = layer_reason or self._p2p.unsupported_reason(call)
+        if reason is not None:
+            call.hooks.fallback(reason)
+            return call.run_stock()
+        if self.assigned:
+            backend = self.assigned.get(call.layer)
+            if backend is not None:
+                return backend.run(call)
+        if self.autotuner.enabled and self._autotuned.unsupported_reason(call) is None:
+            return self._autotuned.run(call)
+        return self.run_overlapped(call, self._method)
+
+    def run_overlapped(self, call: LinearCall, backend: OverlapBackend | None = None) -> LayerOutput:
+        """Runs `call` on `backend`, default the configured one; p2p where fused kernels do not support the call."""
+        backend = backend or self._method
+        if backend is not self._p2p and isinstance(backend, FusedBackend):
+            reason = backend.unsupported_reason(call)
+            if reason is not None:
+                call.hooks.not_fused(reason)
+                backend = self._p2p
+        if self.check.enabled and self.check.due:
+            return CheckedBackend(self.check, backend).run(call)
+        return backend.run(call)
+
+    def run_candidate(self, call: LinearCall, candidate: Candidate) -> LayerOutput:
+        """Runs `call` with a candidate of the autotuner."""
+        if candidate.method == "stock":
+            return self._stock.run(call)
+        backend = self._candidates.get(candidate)
+        if backend is None:
+            if candidate.method == "fused":
+                backend = FusedBackend(self._fused_transports, candidate.knobs)
+            else:
+                chunks = candidate.chunks_per_rank
+                backend = P2PBackend(self, replace(self.plan, pattern=candidate.pattern, chunks_per_rank=chunks))
+            self._candidates[candidate] = backend
+        return self.run_overlapped(call, backend)
+
+    def fused_candidates(self, call: LinearCall) -> list[Candidate]:
+        """The fused candidates of the autotuner for `call`."""
+        return self._fused.candidates(call)
+
+    @contextmanager
+    def assign(self, layers: Iterable[torch.nn.Module | None], backend: LinearBackend) -> Iterator[None]:
+        """Runs the calls of `layers` on `backend` inside the context."""
+        self.assigned = {layer: backend for layer in layers if layer is not None}
+        try:
+            yield
+        finally:
+            self.assigned = {}
+
+    def close(self) -> None:
+        """Frees the symmetric memory. The session closes the transports."""
+        self._transports.clear()
+        self._fused_transports.close()
+
+    def drop(self) -> None:
+        """Does the same, and drops the weight gradients of an interrupted backward pass."""
+        self.deferred_wgrad = DeferredWgrad()
+        self.close()
+
+
+class StockBackend:
+    """Runs the replaced Megatron method because the autotuner selected or measures it."""
+
+    def unsupported_reason(self, call: LinearCall) -> str | None:
+        """See `LinearBackend`: every call has a stock path."""
+        return None
+
+    def run(self, call: LinearCall) -> LayerOutput:
+        """See `LinearBackend`."""
+        call.hooks.selected_stock()
+        return call.run_stock()
+
+
+class P2PBackend:
+    """Runs the operation with point-to-point messages between partial GEMMs.
+
+    Args:
+        adapter: has the transports and the postponed weight gradients.
+        plan: how messages are cut and ordered.
+    """
+
+    def __init__(self, adapter: LinearAdapter, plan: LinearPlan) -> None:
+        self._adapter, self._plan = adapter, plan
+
+    def unsupported_reason(self, call: LinearCall) -> str | None:
+        """See `LinearBackend`."""
+        return self._adapter.unsupported_reason(call.x, call.weight, call.group, call.op)
+
+    def run(self, call: LinearCall) -> LayerOutput:
+        """See `LinearBackend`."""
+        return call.result(self.output(call))
+
+    def output(self, call: LinearCall, *, checked: bool = False) -> torch.Tensor:
+        """See `OverlapBackend`."""
+        target, hooks = call.wgrad_target, call.hooks
+        options: dict[str, Any] = {
+            "group": self._adapter.transport(call.group),
+            "plan": self._plan,
+            "observer": hooks.overlapped,
+        }
+        if target is not None:
+            options["main_grad"] = target.main_grad
+            options["weight_done"] = None if checked else target.written
+        if call.op == "ag_gemm":
+            on_save = None if checked else hooks.saved
+            return all_gather_linear(call.x, call.weight, call.bias, on_save=on_save, **options)
+        if call.op == "gemm_rs":
+            return linear_reduce_scatter(call.x, call.weight, call.bias, **options)
+        options["deferred_wgrad"] = None if checked else self._adapter.deferred_wgrad
+        if call.op == "copy_gemm":
+            return copy_linear(call.x, call.weight, call.bias, **options)
+        return linear_all_reduce(call.x, call.weight, call.bias, **options)
+
+
+class AutotunedBackend:
+    """Runs a call with the candidate that the autotuner of its group names.
+
+    Args:
+        adapter: runs the candidates.
+    """
+
+    def __init__(self, adapter: LinearAdapter) -> None:
+        self._adapter = adapter
+
+    def unsupported_reason(self, call: LinearCall) -> str | None:
+        """See `LinearBackend`."""
+        return self._adapter.autotuner.unsupported_reason(call.x, call.wgrad_target is not None)
+
+    def run(self, call: LinearCall) -> LayerOutput:
+        """See `LinearBackend`."""
+        adapter = self._adapter
+        return adapter.autotuner.run(
+            call.layer,
+            call.kind,
+            call.op,
+            call.x,
+            call.weight,
+            call.group,
+            call.wgrad_target is not None,
+            partial(adapter.run_candidate, call),
+            partial(adapter.fused_candidates, call),
+            timed=not adapter.check.due,
+        )
+
+
+class CheckedBackend:
+    """Runs a call on another backend and on the reference operation, and compares forward and backward.
+
+    Args:
+        check: judges the differences.
+        backend: the backend under test.
+    """
+
+    def __init__(self, check: Check, backend: OverlapBackend) -> None:
+        self._check, self._backend = check, backend
+
+    def unsupported_reason(self, call: LinearCall) -> str | None:
+        """See `LinearBackend`."""
+        return self._backend.unsupported_reason(call)
+
+    def run(self, call: LinearCall) -> LayerOutput:
+        """See `LinearBackend`."""
+        target = call.wgrad_target
+        subject = self._check.subject(
+            _check_name(call.op, call.weight),
+            call.op,
+            call.group,
+            call.x.device,
+            None if target is None else target.main_grad,
+            None if target is None else target.written,
+        )
+        operation = _CheckedOperation(self._backend, call)
+        return call.result(checked_linear(operation, call.x, call.weight, call.bias, subject))
+
+
+@dataclass(frozen=True, slots=True)
+class _CheckedOperation:
+    """The operation of a call as a function of its tensors."""
+
+    backend: OverlapBackend
+    call: LinearCall
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, main_grad: torch.Tensor | None
+    ) -> torch.Tensor:
+        target = None if main_grad is None else MainGradTarget(weight, main_grad)
+        call = replace(self.call, x=x, weight=weight, bias=bias, wgrad_target=target)
+        return self.backend.output(call, checked=True)
+
+
+def _check_name(op: str, weight: torch.Tensor) -> str:
+    return f"{op} {weight.shape[1]}->{weight.shape[0]}"

@@ -1,0 +1,233 @@
+"""Every reason that keeps a tensor-parallel call on the stock path. The report prints these texts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
+
+from megatron_overlap.adapters.wrapping import Method
+from megatron_overlap.ops.tensor_parallel.batch_overlap import can_be_ordered
+from megatron_overlap.schedules.gather_scatter import MAX_RANKS
+
+_EXPERT = "expert layer: the token dispatcher communicates, not the layer"
+_GTP = "generalized tensor parallel weights"
+_OFFLOADED = "activations are offloaded to the CPU"
+
+# Keyword arguments of `ColumnParallelLinear._forward_impl` in the supported releases.
+_COLUMN_ARGUMENTS = {
+    "bias",
+    "gradient_accumulation_fusion",
+    "allreduce_dgrad",
+    "sequence_parallel",
+    "grad_output_buffer",
+    "wgrad_deferral_limit",
+    "tp_group",
+    "gtp_remat_size",
+}
+# TransformerEngine features that change what a layer computes or sends: field of the layer's config, reason.
+_TE_FEATURES = (
+    ("fp8", "fp8: TransformerEngine quantizes its messages"),
+    ("fp4", "fp4: TransformerEngine quantizes its messages"),
+    ("tp_comm_overlap", "--tp-comm-overlap: TransformerEngine overlaps communication itself"),
+    ("delay_wgrad_compute", "deferred weight gradient (--delay-wgrad-compute)"),
+    ("symmetric_ar_type", "TransformerEngine's all-reduce in symmetric memory (symmetric_ar_type)"),
+    ("cpu_offloading", _OFFLOADED),
+)
+# Arguments of `TransformerLayer.forward` that can be split: the batch dimension; None where there is none.
+BATCH_DIMENSION = {"attention_mask": 0, "rotary_pos_emb": None, "rotary_pos_cos": None, "rotary_pos_sin": None}
+_RECOMPUTE_FIELDS = ("recompute_input_layernorm", "recompute_pre_mlp_layernorm", "recompute_mlp")
+_OFFLOAD_FIELDS = ("offload_attn_norm", "offload_mlp_norm")
+
+
+def unsupported_tensors_reason(x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup) -> str | None:
+    """The reason in the tensors, the group or the state of torch, for any layer."""
+    if group.size() > MAX_RANKS:
+        return f"more than {MAX_RANKS} tensor-parallel ranks"
+    if hasattr(weight, "__fsdp_param__"):
+        return "Megatron-FSDP shards the weight"
+    if x.dtype != weight.dtype:
+        return f"input is {x.dtype}, weight is {weight.dtype}"
+    if torch.is_autocast_enabled(x.device.type):
+        return "autocast is on"
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return "a CUDA graph is being captured"
+    backend = dist.get_backend(group)
+    if backend not in ("gloo", "nccl"):
+        return f"process group backend {backend} has no point-to-point transport"
+    return None
+
+
+def unsupported_column_reason(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """The reason in a `ColumnParallelLinear` or in the arguments of its `_forward_impl`."""
+    if args or not kwargs.keys() <= _COLUMN_ARGUMENTS:
+        unknown = sorted(kwargs.keys() - _COLUMN_ARGUMENTS)
+        return f"unknown arguments: {', '.join(unknown) or 'positional'}"
+    if layer.explicit_expert_comm:
+        return _EXPERT
+    if kwargs.get("sequence_parallel") and kwargs.get("allreduce_dgrad"):
+        return "sequence parallelism together with an all-reduce of dgrad"
+    if not kwargs.get("sequence_parallel") and not kwargs.get("allreduce_dgrad"):
+        return "the layer does not communicate (disable_grad_reduce)"
+    if kwargs.get("grad_output_buffer") is not None:
+        return "deferred weight gradient of the embedding (--defer-embedding-wgrad-compute)"
+    if kwargs.get("gtp_remat_size", 1) > 1:
+        return _GTP
+    return None
+
+
+def unsupported_row_reason(layer: Any, x: torch.Tensor, group: dist.ProcessGroup, stock_gemm: Method) -> str | None:
+    """The reason in a `RowParallelLinear`; `stock_gemm` is Megatron's `RowParallelLinear._forward_impl`."""
+    if layer.explicit_expert_comm:
+        return _EXPERT
+    if not layer.input_is_parallel:
+        return "input is not parallel"
+    if type(layer)._forward_impl is not stock_gemm:
+        return f"{type(layer).__name__} overrides the GEMM (_forward_impl)"
+    if getattr(layer, "gtp_remat_size", 1) > 1:
+        return _GTP
+    context = layer.config._cpu_offloading_context
+    if context is not None and context.inside_context is True:
+        return _OFFLOADED
+    if layer.sequence_parallel and x.shape[0] % group.size():
+        return f"sequence length is not divisible by the tensor-parallel size {group.size()}"
+    return None
+
+
+def te_communicates(layer: Any) -> bool:
+    """Whether a TransformerEngine linear communicates. In an expert, `parallel_mode` is None."""
+    return not (layer.tp_size == 1 or layer.parallel_mode is None or layer.tp_group is None)
+
+
+def unsupported_te_reason(layer: Any, kind: str, x: torch.Tensor) -> str | None:
+    """The reason in a TransformerEngine linear of `kind` column or row, or in its configuration."""
+    for field, reason in _TE_FEATURES:
+        if getattr(layer.config, field, None):
+            return reason
+    if getattr(layer, "te_quant_params", None) is not None:
+        return "a quantization recipe names this layer"
+    if layer.weight_names != ["weight"]:
+        return "the weight is split into several parameters"
+    if getattr(layer.weight, "gtp_remat_size", 1) > 1:
+        return _GTP
+    if getattr(layer.weight, "overwrite_main_grad", False):
+        return "the weight gradient overwrites main_grad"
+    if layer.fsdp_group is not None:
+        return "TransformerEngine shards the weight (FSDP)"
+    if kind == "row" and layer.sequence_parallel and x.shape[0] % layer.tp_size:
+        return f"sequence length is not divisible by the tensor-parallel size {layer.tp_size}"
+    return None
+
+
+def unsupported_attention_reason(layer: Any) -> str | None:
+    """The reason in an attention layer that keeps `overlap.tensor.attention: query_split` from it."""
+    core, projection = layer.core_attention, layer.linear_proj
+    if layer.attention_type != "self":
+        return f"{layer.attention_type} attention"
+    if type(core) is not DotProductAttention:
+        return f"core attention is {type(core).__name__}, not Megatron's local DotProductAttention"
+    if not isinstance(projection, RowParallelLinear):
+        return f"output projection is {type(projection).__name__}, not Megatron's local RowParallelLinear"
+    if not projection.sequence_parallel:
+        return "query split needs --sequence-parallel"
+    if "forward" in vars(core) or "forward" in vars(projection):
+        return "the forward of the core attention or of the output projection is replaced"
+    if core._forward_hooks:
+        return "a forward hook reads the output of the core attention"
+    if layer.checkpoint_core_attention and layer.training:
+        return "query split does not support recomputation of core attention (--recompute-granularity selective)"
+    if layer.config.attention_output_gate:
+        return "the attention output is gated"
+    if layer.config.fine_grained_activation_offloading:
+        return _OFFLOADED
+    return None
+
+
+def unsupported_core_attention_reason(
+    core: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    kwargs: dict[str, Any],
+) -> str | None:
+    """The reason in the arguments of one call of the core attention that keeps query split from it."""
+    unknown = sorted(name for name, argument in kwargs.items() if name != "attn_mask_type" and argument is not None)
+    if unknown:
+        return f"core attention is called with {', '.join(unknown)}"
+    if core.attn_mask_type is not AttnMaskType.causal:
+        return f"the attention mask is {core.attn_mask_type.name}, not causal"
+    if attention_mask is not None:
+        return "an attention mask is given: add --no-create-attention-mask-in-dataloader if it is only causal"
+    if core.training and core.attention_dropout.p > 0:
+        return "attention dropout: add --attention-dropout 0"
+    if core.softmax_offset is not None:
+        return "the softmax has an offset"
+    if core.scale_mask_softmax.window_size is not None:
+        return "sliding-window attention"
+    if query.shape[0] != key.shape[0]:
+        return "keys come from a cache"
+    if query.shape[3] != value.shape[3]:
+        return "values and keys have different head sizes"
+    if query.is_cuda and (query.dtype == torch.float32 or query.shape[3] % 8 or query.shape[3] > 256):
+        return "flash attention on CUDA needs bf16 or fp16, and a head size that is a multiple of 8 and at most 256"
+    return None
+
+
+def unsupported_layer_reason(layer: Any, arguments: dict[str, Any]) -> str | None:
+    """The reason in a transformer layer or its arguments that keeps batch overlap from it."""
+    config, x = layer.config, arguments["hidden_states"]
+    if not can_be_ordered():
+        return f"torch {torch.__version__} has no `_set_sequence_nr`, which orders the nodes of a backward pass"
+    if x.shape[1] < 2 or x.shape[1] % 2:
+        return f"a micro-batch of {x.shape[1]} does not split into two equal parts"
+    known = {"hidden_states", *BATCH_DIMENSION}
+    unknown = [name for name, value in arguments.items() if value is not None and name not in known]
+    if unknown:
+        return f"unknown arguments: {', '.join(unknown)}"
+    if type(layer.mlp) is not MLP or not isinstance(layer.self_attention, SelfAttention):
+        return "the MLP is not an MLP or the attention is not a SelfAttention of Megatron"
+    if not isinstance(layer.cross_attention, IdentityOp):
+        return "cross-attention"
+    if not layer.self_attention.linear_proj.skip_bias_add or not layer.mlp.linear_fc2.skip_bias_add:
+        return "a row-parallel layer adds its bias itself"
+    if getattr(config, "fused_residual_rmsnorm", False) or getattr(config, "inference_fuse_tp_communication", False):
+        return "the kernel of another layer adds the residual"
+    if getattr(config, "mlp_chunks_for_training", 1) > 1:
+        return "--mlp-chunks-for-training"
+    if config.recompute_granularity is not None or any(getattr(layer, name, False) for name in _RECOMPUTE_FIELDS):
+        return "activation recomputation"
+    if config.cpu_offloading or any(getattr(layer, name, False) for name in _OFFLOAD_FIELDS):
+        return _OFFLOADED
+    if layer.training and (layer.hidden_dropout > 0.0 or config.attention_dropout > 0.0):
+        return "dropout: the parts of a split batch would draw other masks"
+    if config.fp32_residual_connection or config.fp8 or getattr(config, "fp4", None):
+        return "--fp32-residual-connection, fp8 or fp4"
+    return None
+
+
+def supports_joint_mlp(mlp: Any, x: torch.Tensor) -> bool:
+    """Whether both linear layers of an MLP can run as one operation: no hooks and no sequence parallelism."""
+    first, second = mlp.linear_fc1, mlp.linear_fc2
+    if type(mlp) is not MLP or x.dim() != 3 or not x.numel():
+        return False
+    for layer, kind in ((first, ColumnParallelLinear), (second, RowParallelLinear)):
+        if not isinstance(layer, kind) or type(layer).forward is not kind.forward or "forward" in vars(layer):
+            return False
+        if layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks:
+            return False
+    group = second.tp_group
+    if group is None or group.size() == 1 or group is not first.tp_group or second.sequence_parallel:
+        return False
+    if not first.allreduce_dgrad or first.gather_output or not first.skip_bias_add or first.explicit_expert_comm:
+        return False
+    if type(first)._forward_impl is not ColumnParallelLinear._forward_impl or first.weight is None:
+        return False
+    return not mlp.config.defer_embedding_wgrad_compute and getattr(first, "gtp_remat_size", 1) == 1
