@@ -13,20 +13,20 @@ from megatron_overlap.config.megatron_args import TE_OVERLAP, TE_OVERLAP_ADVICE,
 REFUSED_FLAGS: Mapping[str, str] = MappingProxyType(
     {
         "--mtp-num-layers": "multi-token prediction needs the next rows, which other ranks hold",
-        "--num-experts": "a mixture of experts weighs its auxiliary loss by the rows of one rank",
+        "--num-experts": "the auxiliary loss of mixture of experts assumes equal numbers of rows per rank",
         "--hybrid-layer-pattern": "Mamba layers need a rank's rows in the order of the text",
         "--hybrid-override-pattern": "Mamba layers need a rank's rows in the order of the text",
         "--cuda-graph-impl": "CUDA graphs need the same shapes in every step",
         "--enable-cuda-graph": "CUDA graphs need the same shapes in every step",
         "--external-cuda-graph": "CUDA graphs need the same shapes in every step",
         "--window-size": "the plan balances full causal attention",
-        "--multi-latent-attention": "its keys and values have a shape of their own",
-        "--reset-position-ids": "positions start again with every document already",
-        "--reset-attention-mask": "documents are kept apart already",
-        "--dataloader-type": "documents come from a loader of the plugin",
-        "--hybrid-context-parallel": "it is another way to the same end",
-        "--sft": "it packs sequences by itself",
-        "--spec": "the layers are built with an attention of the plugin",
+        "--multi-latent-attention": "its keys and values have different shapes",
+        "--reset-position-ids": "positions already restart with every document",
+        "--reset-attention-mask": "attention already separates the documents",
+        "--dataloader-type": "the plugin loads the documents",
+        "--hybrid-context-parallel": "it is an alternative to overlap.varlen",
+        "--sft": "it packs sequences itself",
+        "--spec": "the plugin sets the core attention of the layer spec",
     }
 )
 
@@ -251,17 +251,19 @@ def _slurm_problems(cfg: LaunchFields) -> Iterator[Problem]:
 
 
 def _varlen_problems(cfg: LaunchFields) -> Iterator[Problem]:
-    """All that cannot run with `overlap.varlen`; nothing where it is off."""
+    """Settings that `overlap.varlen` does not support; none if it is off."""
     varlen, parallel, train, overlap = cfg.overlap.varlen, cfg.parallel, cfg.train, cfg.overlap
     if varlen.method == "none":
         return
     if parallel.pipeline > 1:
-        yield Problem("parallel.pipeline", parallel.pipeline, "use 1 with overlap.varlen: stages would need the plan")
+        yield Problem(
+            "parallel.pipeline", parallel.pipeline, "use 1 with overlap.varlen: pipeline stages do not pass the plan on"
+        )
     if varlen.method == "masked" and parallel.context > 1:
         yield Problem(
             "parallel.context",
             parallel.context,
-            "use 1 with overlap.varlen.method masked: Megatron's own attention has no context parallelism",
+            "use 1 with overlap.varlen.method masked: stock attention has no context parallelism",
         )
     if overlap.ulysses.method != "none":
         yield Problem("overlap.ulysses.method", overlap.ulysses.method, "use none with overlap.varlen")

@@ -1,14 +1,18 @@
-"""Functions of the provided training scripts for training on whole documents."""
+"""Functions of the provided training scripts for training on whole documents.
+
+`check_arguments` refuses arguments of Megatron that balanced attention does not support, before the model is built.
+`config/validation.py` checks launch configurations, before the processes start.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from megatron.core import mpu
 
-from megatron_overlap.adapters.varlen.arguments import refuse
 from megatron_overlap.adapters.varlen.core_attention import (
     BalancedCoreAttention,
     MaskedCoreAttention,
@@ -18,8 +22,12 @@ from megatron_overlap.adapters.varlen.core_attention import (
     VarlenError,
 )
 from megatron_overlap.adapters.varlen.loader import Batch
+from megatron_overlap.config.validation import REFUSED_FLAGS
 from megatron_overlap.schedules.varlen import CostModel
 from megatron_overlap.session import current
+
+# Values of an argument that is not set.
+_OFF: tuple[Any, ...] = (None, False, 0, (), [], "none", "")
 
 # The default cost model describes 64 heads of size 128, and linear layers at 600 TFLOP/s.
 _MEASURED_WIDTH = 64 * 128
@@ -39,7 +47,7 @@ def varlen_adapter(args: Any) -> VarlenAdapter | None:
         return None
     adapter = session.find(VarlenAdapter)
     if adapter is None:
-        refuse(args, session.config.varlen.method)
+        check_arguments(args, session.config.varlen.method)
         group, cost = mpu.get_context_parallel_group(), cost_of(args)
         adapter = session.adapter(VarlenAdapter, lambda session: VarlenAdapter(session, group, cost, args.seq_length))
     return adapter
@@ -92,3 +100,54 @@ def cost_of(args: Any) -> CostModel:
         linear_fs=round(parameters * _FS_PER_PARAMETER / ranks),
         kv_bytes=2 * kv_width * num_bytes // ranks,
     )
+
+
+def check_arguments(args: Any, method: str) -> None:
+    """Refuses the first argument that `overlap.varlen` does not support.
+
+    Args:
+        args: Megatron's arguments.
+        method: `overlap.varlen.method`.
+
+    Raises:
+        VarlenError: names the flag, its value, and the reason or remedy.
+    """
+    for flag, value, reason in _argument_problems(args, method):
+        raise VarlenError(f"{flag}: {value}: not with overlap.varlen: {reason}")
+
+
+def _argument_problems(args: Any, method: str) -> Iterator[tuple[str, Any, str]]:
+    for flag, reason in REFUSED_FLAGS.items():
+        value = getattr(args, flag.removeprefix("--").replace("-", "_"), None)
+        if flag == "--dataloader-type":
+            if value != "external":
+                yield flag, value, "the plugin loads the documents: use external"
+        elif value not in _OFF:
+            yield flag, value, f"{reason}; leave it out"
+    required: tuple[tuple[str, Any, str], ...] = (
+        ("--pipeline-model-parallel-size", 1, "pipeline stages do not pass the plan on: use 1"),
+        ("--micro-batch-size", 1, "a micro-batch is one row of whole documents, --seq-length tokens at most: use 1"),
+        ("--calculate-per-token-loss", True, "ranks hold different numbers of tokens: add it"),
+        ("--transformer-impl", "local", "it uses another core attention: use local"),
+        ("--attention-dropout", 0.0, "use 0"),
+    )
+    for flag, value, reason in required:
+        found = getattr(args, flag.removeprefix("--").replace("-", "_"))
+        if found != value:
+            yield flag, found, reason
+    if args.position_embedding_type not in ("rope", "learned_absolute"):
+        yield "--position-embedding-type", args.position_embedding_type, "use rope or learned_absolute"
+    if method == "masked" and args.context_parallel_size > 1:
+        yield (
+            "--context-parallel-size",
+            args.context_parallel_size,
+            "method masked uses stock attention, which has no context parallelism: use 1",
+        )
+    if args.mock_data:
+        yield "--mock-data", True, "it reads documents: use --data-path"
+    if len(args.data_path or ()) != 1:
+        yield "--data-path", args.data_path, "give the prefix of one .bin/.idx pair"
+    for name, off in (("softmax_type", "vanilla"), ("experimental_attention_variant", None), ("qk_clip", False)):
+        found = getattr(args, name, off)
+        if found != off:
+            yield f"--{name.replace('_', '-')}", found, "balanced attention does not support it; leave it out"

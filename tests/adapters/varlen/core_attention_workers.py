@@ -30,15 +30,15 @@ def argument_errors(
     start()
     from megatron.training.arguments import parse_args
 
-    from megatron_overlap.adapters.varlen.arguments import refuse
     from megatron_overlap.adapters.varlen.core_attention import VarlenError
+    from megatron_overlap.adapters.varlen.training import check_arguments
 
     messages = []
     for flags in flag_lists:
         sys.argv = ["pretrain", *to_megatron_args(cfg), *flags]
         args = parse_args()
         try:
-            refuse(args, method)
+            check_arguments(args, method)
         except VarlenError as error:
             messages.append(str(error))
         else:

@@ -94,7 +94,7 @@ def test_parallel_layouts(layout: str, data: Path, one_rank: Reference, tmp_path
 # Arguments without a key in the launch configuration, and the beginning of the error message.
 REFUSED = {
     "--mtp-num-layers 1": "--mtp-num-layers: 1: not with overlap.varlen: multi-token prediction",
-    "--num-experts 2": "--num-experts: 2: not with overlap.varlen: a mixture of experts",
+    "--num-experts 2": "--num-experts: 2: not with overlap.varlen: the auxiliary loss",
     "--cuda-graph-impl local": "--cuda-graph-impl: local: not with overlap.varlen: CUDA graphs",
     "--window-size 4,0": "--window-size: (4, 0): not with overlap.varlen: the plan balances full",
     "--multi-latent-attention": "--multi-latent-attention: True: not",
