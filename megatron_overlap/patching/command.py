@@ -46,7 +46,7 @@ def patches(
         return 2
     tree, release = _tree(megatron)
     table = Table("feature", title=f"megatron-core {release}", title_justify="left")
-    table.add_column("replaced", overflow="fold")
+    table.add_column("replaced", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     table.add_column("reason" if not verbose else "reason, and why this attribute is replaced")
     refused = False

@@ -36,7 +36,7 @@ class Judgement:
 _OPTIONAL_PACKAGE = "megatron.training"
 """The training loop; some wheels of megatron-core lack it."""
 
-BY_NAME = Judgement(Verdict.APPLIES, "by name")
+NOT_COMPARED = Judgement(Verdict.APPLIES, "not compared")
 """The judgement of every patch with `unchecked`."""
 
 
@@ -80,7 +80,7 @@ def judge_source(manifest: Manifest, tree: SourceTree) -> Judgement:
     if f"{target.module}.".startswith(f"{_OPTIONAL_PACKAGE}.") and tree.read(_OPTIONAL_PACKAGE) is None:
         return Judgement(Verdict.ABSENT, f"{here} has no {_OPTIONAL_PACKAGE}")
     if manifest.unchecked is not None:
-        return BY_NAME
+        return NOT_COMPARED
     found = definitions(tree, target)
     if not found:
         return Judgement(Verdict.REFUSED, f"{here} has no {target.qualname} in {target.module}")

@@ -117,7 +117,7 @@ class Engine:
         if replacement is function:
             raise PatchError(f"{manifest.replacement}: returned the original that it must replace")
         if isinstance(replacement, FunctionType) and manifest.unchecked is None:
-            # Tracebacks and `inspect` show the original's names; `__module__` tells other packages who replaced it.
+            # Tracebacks and `inspect` show the original's names; `__module__` names the module that replaced it.
             replacement.__name__, replacement.__qualname__ = function.__name__, function.__qualname__
             replacement.__module__ = finding.made_by.__module__
             replacement.__doc__ = function.__doc__

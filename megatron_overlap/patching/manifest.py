@@ -58,7 +58,7 @@ class Manifest(BaseModel):
         also_bound: attributes that hold the target by value and are replaced with it.
         relies_on: other symbols whose source the replacement repeats or expects.
         releases: the reviewed releases. The target's source is compared with them.
-        unchecked: why the source is not compared. The patch then replaces this attribute only, by its name.
+        unchecked: why the source is not compared. The patch then replaces this attribute alone, whatever it holds.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)

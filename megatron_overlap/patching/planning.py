@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron_overlap.patching.bindings import Binding, bindings_of, find_loaded
-from megatron_overlap.patching.compatibility import BY_NAME, Judgement, Verdict, judge
+from megatron_overlap.patching.compatibility import NOT_COMPARED, Judgement, Verdict, judge
 from megatron_overlap.patching.manifest import Manifest
 from megatron_overlap.patching.source import Definition, ImportedTree, Target, definitions
 
@@ -101,7 +101,7 @@ def _attempt[**P, T](step: Callable[P, T], *args: P.args, **kwargs: P.kwargs) ->
 def _examine(manifest: Manifest) -> _Examined:
     site, original, own = _resolve(Target.parse(manifest.target))
     if manifest.unchecked is not None:
-        return _Examined(site, original, own, BY_NAME, _import_replacement(manifest))
+        return _Examined(site, original, own, NOT_COMPARED, _import_replacement(manifest))
     for name in manifest.relies_on:
         # The imported source is judged; a module that cannot be imported is then reported as missing.
         with contextlib.suppress(ImportError):

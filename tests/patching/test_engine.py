@@ -154,7 +154,7 @@ def test_revert_restores_replacements_that_were_imported_by_value(packages: Pack
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_foreign_patch_before_us_is_refused_by_name(packages: Packages, wrapped: bool) -> None:
+def test_an_earlier_foreign_patch_is_refused_and_named(packages: Packages, wrapped: bool) -> None:
     manifest = packages.manifest("Base.plain")
     original = packages.vendor.Base.plain
 
@@ -299,22 +299,22 @@ def test_failure_of_a_later_apply_keeps_the_patches_of_the_earlier_one(packages:
     engine.revert()
 
 
-def by_name(packages: Packages, qualname: str, **keys: str) -> Manifest:
+def unchecked(packages: Packages, qualname: str, **keys: str) -> Manifest:
     """A manifest without reviewed releases."""
     content = {"target": f"{packages.vendor.__name__}:{qualname}", "feature": "tensor", "why": "a target for the tests"}
-    return Manifest.model_validate({**content, "unchecked": "the test replaces it by name", **keys})
+    return Manifest.model_validate({**content, "unchecked": "the source of this target is not compared", **keys})
 
 
-def test_a_patch_by_name_replaces_one_attribute_of_any_kind(packages: Packages, snapshot: Snapshot) -> None:
+def test_an_unchecked_patch_replaces_one_attribute_of_any_kind(packages: Packages, snapshot: Snapshot) -> None:
     packages.vendor.table = {"any": "object"}
     packages.factories.other_table = {"another": "object"}
     same = snapshot(packages.vendor), snapshot(packages.vendor.Derived)
     user = packages.write(f"{packages.vendor_name}.user", f"from {packages.vendor.__name__} import scale")
     ours = packages.factories.__name__
     engine = applied(
-        by_name(packages, "table", substitute=f"{ours}:other_table"),
-        by_name(packages, "scale", substitute=f"{ours}:outer"),
-        by_name(packages, "Derived.inherited", replacement=f"{ours}:outer"),
+        unchecked(packages, "table", substitute=f"{ours}:other_table"),
+        unchecked(packages, "scale", substitute=f"{ours}:outer"),
+        unchecked(packages, "Derived.inherited", replacement=f"{ours}:outer"),
     )
     assert packages.vendor.table == {"another": "object"}
     assert packages.vendor.scale is packages.factories.outer

@@ -174,7 +174,7 @@ def open_transport(session: Session, group: dist.ProcessGroup, channel: str = ""
 
 
 def unsupported_settings(session: Session) -> Iterator[Problem]:
-    """The settings that no rank of this job can run, as far as Megatron's arguments tell."""
+    """The settings that no rank of this job can run, as far as Megatron's arguments show."""
     args = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
     if args is None or args.seq_length is None or args.micro_batch_size is None:
         return

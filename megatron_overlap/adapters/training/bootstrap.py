@@ -1,7 +1,7 @@
 """Runs an unmodified Megatron training script with the plugin, for `python -m megatron_overlap`.
 
 Adapts torch and Megatron to the CPU where needed, enables the plugin, adds its flags to Megatron's argument parser,
-records the steps, and reports. The script sees its usual command line plus the plugin's flags.
+records the steps, and reports. The script sees its own command line plus the plugin's flags.
 """
 
 from __future__ import annotations
