@@ -17,7 +17,7 @@ _TORCH = "torch.distributed."
 
 
 def timed_wait(original: Callable[..., Any], trace: Trace) -> Callable[..., Any]:
-    """A replacement of `torch.distributed.Work.wait` that adds an `COLLECTIVE_WAIT` to `trace` for every call.
+    """A replacement of `torch.distributed.Work.wait` that adds a `COLLECTIVE_WAIT` to `trace` for every call.
 
     Blocking collectives of gloo call `wait` as well. On CUDA a wait orders streams and takes the host no time.
 

@@ -131,7 +131,7 @@ def collective_waits(group: dist.ProcessGroup, late_s: float) -> list[tuple[str,
     return [
         (names[row["op"]], (row["stop_ns"] - row["start_ns"]) / 1e9)
         for row in _array(rows)
-        if row["kind"] == Kind.OTHER_WAIT
+        if row["kind"] == Kind.COLLECTIVE_WAIT
     ]
 
 

@@ -1,4 +1,4 @@
-"""Worker processes that stay: a test sends a function to all ranks of a group and gets what each returned."""
+"""Persistent worker processes: a test runs a function on all ranks of a group and gets the result of each."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 
 SIZES = (1, 2, 3, 4)
+_START_S = 90
+"""Time for the workers to start and import torch on a busy machine, added to the deadline of the first call."""
 
 
 class World:
@@ -23,16 +25,17 @@ class World:
 
     Args:
         size: processes.
-        answer_s: how long a call may take; what imports much needs more.
+        answer_s: deadline of one call in seconds.
         sizes: the sizes of groups.
-        adapted: they are born with Megatron adapted and imported (`tests.helpers.adapted`): a server does that once
-            and every worker is a fork of it.
+        adapted: the workers are forks of a server process that has adapted and imported Megatron
+            (`tests.helpers.adapted`).
     """
 
     def __init__(
         self, size: int = max(SIZES), *, answer_s: float = 30, sizes: Sequence[int] = SIZES, adapted: bool = False
     ) -> None:
         self._answer_s, self._sizes, self._adapted = answer_s, tuple(sizes), adapted
+        self._start_s = _START_S
         context: Any = mp.get_context("forkserver" if adapted else "spawn")
         if adapted:
             context.set_forkserver_preload(["tests.helpers.adapted"])
@@ -50,23 +53,23 @@ class World:
             self._processes.append(process)
 
     def run(self, num_ranks: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Calls `function(group, *args, **kwargs)` on ranks 0..num_ranks-1; the results in order of rank.
+        """Call `function(group, *args, **kwargs)` on ranks 0 to num_ranks-1; return the results by rank.
 
         Raises:
-            AssertionError: it failed on some rank; the message has the traceback of each.
+            AssertionError: the function failed on a rank; the text has all tracebacks.
         """
         name = (function.__module__, function.__qualname__)
         for pipe in self._pipes[:num_ranks]:
             pipe.send((num_ranks, name, args, kwargs))
         answers = []
-        patience_s = self._answer_s
+        timeout_s, self._start_s = self._answer_s + self._start_s, 0
         for pipe in self._pipes[:num_ranks]:
-            answers.append(pipe.recv() if pipe.poll(patience_s) else (f"no answer within {patience_s} s", None))
+            answers.append(pipe.recv() if pipe.poll(timeout_s) else (f"no answer within {timeout_s} s", None))
             if answers[-1][0]:
-                patience_s = min(patience_s, 5.0)  # one has failed: the others may wait for it
+                timeout_s = min(timeout_s, 5.0)  # other ranks may wait for the failed rank
         failures = [f"rank {rank}:\n{text}" for rank, (text, _) in enumerate(answers) if text]
         if failures:
-            # The other ranks may be left in the middle of a collective: the next test gets fresh ones.
+            # The other ranks may be inside a collective: the next test gets new workers.
             self.close()
             self.__init__(  # type: ignore[misc]
                 len(self._pipes), answer_s=self._answer_s, sizes=self._sizes, adapted=self._adapted
