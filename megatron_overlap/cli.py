@@ -1,6 +1,6 @@
-"""The `megatron-overlap` command. Each subcommand lives in its package and is imported only when it is called.
+"""The `megatron-overlap` command. It imports the module of a subcommand only when that subcommand runs.
 
-A subcommand is a plain function with typer annotations; what it returns is the exit code, None being 0.
+A subcommand is a function with typer annotations. It returns the exit code; None means 0.
 """
 
 from __future__ import annotations
@@ -17,28 +17,37 @@ import typer
 from megatron_overlap.config.errors import ConfigError, did_you_mean
 from megatron_overlap.version import __version__
 
+# typer contains its own copy of click in some releases. Its BadParameter is a class of that copy in every release.
+_click_errors = importlib.import_module(typer.BadParameter.__module__)
+
 PROGRAM = "megatron-overlap"
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "launch": ("megatron_overlap.tools.launch.command:launch", "Run a launch config."),
-        "compare": ("megatron_overlap.tools.compare.command:compare", "Run configs interleaved and compare them."),
-        "doctor": ("megatron_overlap.tools.doctor.command:command", "Say what works on this machine, and why not."),
+        "compare": (
+            "megatron_overlap.tools.compare.command:compare",
+            "Compare configs in interleaved rounds.",
+        ),
+        "doctor": (
+            "megatron_overlap.tools.doctor.command:command",
+            "Check this machine and report what works.",
+        ),
         "tune": (
             "megatron_overlap.tools.launch.tune_command:tune",
-            "Choose how each layer runs fastest, before a run.",
+            "Measure the fastest method of each layer before a run.",
         ),
         "trace": (
             "megatron_overlap.tools.trace.command:trace",
-            "Show when each rank computed, waited and sent.",
+            "Show computation, waits and messages of each rank.",
         ),
         "simulate": (
             "megatron_overlap.tools.simulate.command:simulate",
-            "Predict a step on a cluster, without running it.",
+            "Predict the time of a training step on a cluster.",
         ),
-        "patches": ("megatron_overlap.patching.command:patches", "Show what is replaced in your Megatron."),
+        "patches": ("megatron_overlap.patching.command:patches", "Show the patches of the installed Megatron."),
         "plan": (
             "megatron_overlap.tools.plan.command:plan",
-            "Show and draw how a batch of documents is partitioned.",
+            "Show and draw the partition of a batch of documents.",
         ),
         "schema": ("megatron_overlap.config.command:schema", "Print the JSON Schema of launch configs."),
     }
@@ -49,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: arguments without the program's name; None takes the process's own.
+        argv: arguments without the name of the program; None: those of the process.
 
     Returns:
         0 done, 1 the run failed or a check did not hold, 2 the request was wrong (one line on stderr).
@@ -67,9 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _command_in(args: Sequence[str]) -> str | None:
-    """The subcommand that is asked for; None where an option answers by itself."""
+    """The name of the subcommand; None for --help and --version."""
     if not args:
-        raise _usage("command", None, f"name one of {', '.join(COMMANDS)}; --help says more")
+        raise _usage("command", None, f"use one of {', '.join(COMMANDS)}; see --help")
     first = args[0]
     if first in ("--help", "--version"):
         return None
@@ -87,23 +96,20 @@ def _run(name: str | None, args: list[str]) -> int:
         app.command(known, help=None if known == name else short)(_load(target) if known == name else _unloaded)
     try:
         result = app(args=args, prog_name=PROGRAM, standalone_mode=False)
-    except Exception as error:
-        # typer carries its own copy of click in some releases: only this method tells its usage errors in all.
-        if not hasattr(error, "format_message"):
-            raise
+    except _click_errors.ClickException as error:
         raise _explain(name, args, error) from error
     return result if isinstance(result, int) else 0
 
 
 def _root(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
-    """Hide Megatron-LM's communication behind its computation, and measure by how much."""
+    """Overlap the communication of Megatron-LM with its computation."""
     if version:
         print(f"{PROGRAM} {__version__}")
         raise typer.Exit
 
 
 def _unloaded() -> None:
-    """Stand for a command in the list of --help."""
+    """Placeholder of a subcommand in the list of --help."""
 
 
 def _load(target: str) -> Callable[..., Any]:
@@ -118,19 +124,19 @@ def _usage(key: str, value: object, remedy: str) -> ConfigError:
 
 
 def _explain(name: str | None, args: Sequence[str], error: Exception) -> ConfigError:
-    """One line for a usage error of typer."""
+    """The one-line error of a usage error of typer."""
     params = getattr(getattr(getattr(error, "ctx", None), "command", None), "params", [])
     options = [text for param in params for text in param.opts if text.startswith("-")]
     param = getattr(error, "param", None)
     option = getattr(error, "option_name", None)
     key = name or "option"
     more = f"see {PROGRAM} {key} --help"
-    if type(error).__name__ == "NoSuchOption":
+    if isinstance(error, _click_errors.NoSuchOption):
         text = str(option)
         if "." in text:
             return _usage(key, text, "unknown option; write an override as key=value, without dashes")
         return _usage(key, text, did_you_mean(text, [*options, "--help"], "option"))
-    if type(error).__name__ == "MissingParameter" and param is not None:
+    if isinstance(error, _click_errors.MissingParameter) and param is not None:
         return _usage(key, None, f"{str(param.name).upper()} is missing; {more}")
     message = str(getattr(error, "message", error)).rstrip(".")
     extra = re.fullmatch(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", message)
@@ -143,7 +149,7 @@ def _explain(name: str | None, args: Sequence[str], error: Exception) -> ConfigE
 
 
 def _given(args: Sequence[str], option: str) -> str | None:
-    """The value of an option on the command line; None when there is none."""
+    """The value of an option on the command line; None: the option has no value."""
     for index, arg in enumerate(args):
         if arg.startswith(f"{option}="):
             return arg.removeprefix(f"{option}=")

@@ -1,6 +1,6 @@
-"""A machine as numbers: what `simulate` and the cost model know of a cluster. Pure: no torch, no megatron.
+"""Cluster profiles: the rates and latencies that `simulate` and the cost model use. Pure: no torch, no megatron.
 
-Every number stands beside its source, and a file without one is refused: a model is only as good as what it was told.
+Every number has a source; a profile without sources is refused.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ Elementwise = Literal[
 
 
 class Figure(Section):
-    """A number above zero and where it is from."""
+    """A positive number and its source."""
 
     value: Annotated[float, Field(gt=0)]
     source: Text
 
 
 class Share(Section):
-    """A part of a whole, 0 to 1, and where it is from."""
+    """A fraction from 0 to 1 and its source."""
 
     value: Annotated[float, Field(ge=0, le=1)]
     source: Text
 
 
 class Cost(Section):
-    """A number that may be zero, and where it is from."""
+    """A non-negative number and its source."""
 
     value: Annotated[float, Field(ge=0)]
     source: Text
 
 
 class PeakRates(Section):
-    """Dense peak rates by type, in TFLOP/s; null: the device does not have it, or nobody looked."""
+    """Dense peak rates by dtype, in TFLOP/s; null: not supported or unknown."""
 
     bf16: Figure
     fp16: Figure | None = None
@@ -68,74 +68,74 @@ class PeakRates(Section):
 
 
 class Tile(Section):
-    """A tile of the output that one processor computes at a time."""
+    """An output tile that one processor computes at a time."""
 
     rows: Positive
     columns: Positive
     rate: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Speed of a full wave of these tiles, as a part of a full wave of the best ones."""
+    """Rate of a full wave of these tiles, relative to the best tiles."""
 
 
 class RowRate(Section):
-    """A measured point: how fast a GEMM of few rows runs."""
+    """A measured point: the rate of a GEMM with few rows."""
 
     rows: Positive
     rate: Annotated[float, Field(gt=0, le=1)]
-    """Its rate per row as a part of a large GEMM's."""
+    """Rate per row relative to a large GEMM."""
 
 
 class GemmProfile(Section):
-    """How near to the peak GEMMs of a shape come: full waves of tiles, or a measured table."""
+    """GEMM efficiency by shape: full waves of tiles, or a measured table."""
 
     efficiency: Share
-    """What full waves of the best tile reach of the peak."""
+    """Fraction of the peak that full waves of the best tile reach."""
     processors: Positive
-    """Streaming multiprocessors (GPU), or cores of one rank (CPU)."""
+    """Streaming multiprocessors of a GPU, or CPU cores of one rank."""
     tiles: Annotated[tuple[Tile, ...], Field(strict=False)] = ()
-    """Tiles to choose from; none: no quantisation."""
+    """Available tiles; none: no quantization."""
     rows: Annotated[tuple[RowRate, ...], Field(strict=False)] = ()
-    """Measured rates by number of rows, interpolated over the logarithm; none: tiles alone decide."""
+    """Measured rates by number of rows, interpolated in the logarithm; none: tiles only."""
     weight_gradient: Figure | None = None
-    """Rate of `dy.T @ x`, where both operands are read across their rows; null: as of the others. 1 is full rows."""
+    """Rate of `dy.T @ x` relative to other GEMMs; null: 1."""
     source: Text
-    """Where processors, tiles and table are from."""
+    """Source of processors, tiles and table."""
 
 
 class PassRates(Section):
-    """GB/s that a kind of operation between GEMMs reaches, of the bytes that `simulate` counts for it."""
+    """Rate of a kind of elementwise operation, in GB/s of the bytes that `simulate` counts for it."""
 
     forward: Annotated[float, Field(gt=0)]
     backward: Annotated[float, Field(gt=0)] | None = None
-    """None: as forward."""
+    """null: as forward."""
     source: Text
 
 
 class ElementwiseRates(Section):
-    """Kinds of operations that are slower than their bytes ask for, as unfused ones on a CPU; null: `memory_gbps`."""
+    """Rates below `memory_gbps`, such as those of unfused operations on a CPU; null: `memory_gbps`."""
 
     rms_norm: PassRates | None = None
     layer_norm: PassRates | None = None
     add: PassRates | None = None
     bias: PassRates | None = None
-    """A bias that is added to all rows, and its gradient, a sum over them; null: part of the GEMM."""
+    """Addition of a bias and its gradient; null: part of the GEMM."""
     rotary: PassRates | None = None
     repeat: PassRates | None = None
-    """Grouped keys and values, written out for every query head."""
+    """Repetition of grouped keys and values for every query head."""
     scores: PassRates | None = None
-    """Mask and softmax of attention that keeps its scores."""
+    """Mask and softmax of attention with materialized scores."""
     swiglu: PassRates | None = None
     gelu: PassRates | None = None
     loss: PassRates | None = None
     accumulate: PassRates | None = None
-    """Gradients added to Megatron's main ones."""
+    """Accumulation into Megatron's main gradients."""
     clip: PassRates | None = None
-    """Main gradients zeroed, summed up and scaled."""
+    """Zeroing, norm and scaling of the main gradients."""
     update: PassRates | None = None
-    """The optimizer."""
+    """Optimizer update."""
 
 
 class ProductRates(Section):
-    """TFLOP/s of the products of attention that keeps its scores, all of them counted, for heads of so many columns."""
+    """Rates of attention products with materialized scores for one head size, in TFLOP/s of all scores."""
 
     head: Positive
     forward: Annotated[float, Field(gt=0)]
@@ -144,52 +144,50 @@ class ProductRates(Section):
 
 
 class DeviceProfile(Section):
-    """One device: one GPU, or the CPU share of one rank."""
+    """One device: a GPU, or the CPU cores of one rank."""
 
     peak_tflops: PeakRates
     gemm: GemmProfile
     attention_forward: Share
-    """What a fused attention reaches of the peak, causal half counted; what the two products of one that keeps its
-    scores reach, where `elementwise` has a rate for scores: all of them counted."""
+    """Fraction of the peak of fused attention, causal half counted. If `elementwise` has a rate for scores: of
+    the two products with materialized scores, all scores counted."""
     attention_backward: Share
     products: Annotated[tuple[ProductRates, ...], Field(strict=False)] = ()
-    """What stands for the two above where scores are kept: the time of a score is a straight line between two sizes of
-    heads, and beyond the last; narrower heads run at the rate of the first."""
+    """Replaces the two fractions above with materialized scores. The time per score is linear between head sizes and
+    beyond the last; smaller heads have the rate of the first."""
     memory_gib: Figure
     memory_gbps: Figure
-    """Memory bandwidth that kernels reach, in GB/s."""
+    """Memory bandwidth of kernels, in GB/s."""
     elementwise: ElementwiseRates = ElementwiseRates()
     launch_us: Cost
-    """What one more kernel costs on the device's own stream, in microseconds."""
+    """Cost of one kernel launch on the stream, in microseconds."""
     call_us: Cost | None = None
-    """What a call of the tensor library costs in the program around it, in microseconds, where a device has no queue to
-    hide it behind; null: hidden."""
+    """Host cost of one torch call, in microseconds, on a device without an asynchronous queue; null: hidden."""
     optimizer_bytes: Figure
     """Bytes that the optimizer moves per parameter of its shard."""
     step_ms: Cost
-    """What a step costs beside what is modelled: data, logging, Python."""
+    """Fixed cost of a step outside the model: data, logging, Python."""
 
 
 class LinkProfile(Section):
-    """What joins ranks. Rates are GB/s (10^9 bytes) in each direction."""
+    """Link between ranks. Rates are GB/s (10^9 bytes) in each direction."""
 
     latency_us: Cost
     """Fixed cost of one hop or message."""
     copy_gbps: Figure
-    """What one rank's point-to-point messages reach."""
+    """Rate of the point-to-point messages of one rank."""
     collective_gbps: Figure
-    """Bus bandwidth of the library's ring collectives, per rank."""
+    """Bus bandwidth of ring collectives, per rank."""
     reduce_scatter_gbps: Figure | None = None
-    """The same of reduce-scatters, where they are slower than all-gathers."""
+    """Bus bandwidth of reduce-scatters; null: as all-gathers."""
     all_reduce_gbps: Figure | None = None
-    """The same of all-reduces, counted as if they moved as much as an all-gather; null: they are a reduce-scatter and
-    an all-gather."""
+    """Bandwidth of all-reduces relative to the bytes of an all-gather; null: a reduce-scatter and an all-gather."""
     shared_gbps: Figure | None = None
-    """What all ranks of a node together can move; null: each has its own."""
+    """Total rate of all ranks of a node; null: no shared limit."""
 
 
 class HostRates(Section):
-    """GB/s that the hosts' own work in messages (copies, sums, the kernel's protocol) reaches on any line."""
+    """Upper bounds of the rates in GB/s by host work (copies, sums, network stack), for any line rate."""
 
     copy_gbps: Figure
     collective_gbps: Figure
@@ -198,48 +196,48 @@ class HostRates(Section):
 
 
 class NodeLink(LinkProfile):
-    """What joins nodes; rates are those of one NIC."""
+    """Link between nodes; rates are per NIC."""
 
     nics_per_node: Positive
     line_gbit: Figure | None = None
-    """The line rate, in Gbit/s, at which the rates above hold, where `launch.hosts.gbps` can set another one."""
+    """Line rate of the rates above, in Gbit/s, if `launch.hosts.gbps` can change it."""
     host: HostRates | None = None
-    """What the rates above never exceed, however fast the line; null: they go in proportion to it."""
+    """Upper bounds of the rates above for any line rate; null: proportional to the line rate."""
 
 
 class Lateness(Section):
-    """By how much longer ranks wait for each other that all have computed for so long since they did so last: one of
-    them is late, and threads that carry messages have fallen asleep. Microseconds."""
+    """Rank skew after a computation time since the last synchronization, in microseconds: a rank is late, and
+    communication threads sleep."""
 
     computed_us: Figure
     late_us: Cost
 
 
 class Beside(Section):
-    """What computation loses beside so many messages: GB/s of both directions together, and part of its rate."""
+    """Slowdown of computation by concurrent messages: total GB/s of both directions, and lost fraction of the rate."""
 
     moved_gbps: Figure
     lost: Share
 
 
 class Contention(Section):
-    """What communication takes from computation that runs beside it."""
+    """Slowdown of computation by concurrent communication."""
 
     collective: Share
-    """Part of the compute rate that is lost while a collective runs."""
+    """Fraction of the compute rate that a collective takes."""
     copy_: Annotated[Share, Field(alias="copy")]
-    """The same, while point-to-point messages or copy engines run."""
+    """Fraction that point-to-point messages or copy engines take."""
     host_us_per_mb: Cost
-    """Compute time that moving 10^6 bytes in one direction takes where the processor itself moves them."""
+    """Compute time to move 10^6 bytes in one direction, if the processor moves them."""
     beside: Annotated[tuple[Beside, ...], Field(strict=False)] = ()
-    """What stands for the three above where the processor moves the bytes: between points straight, from nothing on;
-    beyond the last one as there. Empty: they count."""
+    """Replaces the three values above if the processor moves the bytes: linear between points from zero, constant
+    beyond the last one. Empty: not used."""
     busy_us: Cost | None = None
-    """What a message takes more, in microseconds, if its ranks compute: its threads wait for a core. null: nothing."""
+    """Additional time of a message whose ranks compute, in microseconds: threads wait for a core; null: 0."""
     busy_collective_us: Cost | None = None
-    """The same of a collective."""
+    """Additional time of a collective whose ranks compute."""
     late: Annotated[tuple[Lateness, ...], Field(strict=False)] = ()
-    """Between points straight, from nothing on; beyond the last one on as before it. None: not counted."""
+    """Linear between points from zero, and extrapolated beyond the last one. Empty: no skew."""
 
 
 class ClusterProfile(Section):
@@ -250,9 +248,9 @@ class ClusterProfile(Section):
     devices_per_node: Positive
     device: DeviceProfile
     inside: LinkProfile
-    """Between ranks of one node."""
+    """Link between ranks of one node."""
     between: NodeLink
-    """Between nodes."""
+    """Link between nodes."""
     contention: Contention
 
     @model_validator(mode="after")
@@ -268,14 +266,14 @@ class ClusterProfile(Section):
             ("contention.beside", moved, "what is moved, each rate"),
         ):
             if any(a >= b for a, b in itertools.pairwise(points)):
-                raise_first(iter([Problem(name, points, f"give the points in the order of {what} once")]))
+                raise_first(iter([Problem(name, points, f"give the points in ascending order of {what} once")]))
         return self
 
     def peak_tflops(self, precision: Precision) -> float:
         """Dense peak of one device.
 
         Raises:
-            ValueError: the profile has no figure for this precision.
+            ValueError: the profile has no peak for this precision.
         """
         figure: Figure | None = getattr(self.device.peak_tflops, precision)
         if figure is None:
@@ -284,10 +282,10 @@ class ClusterProfile(Section):
 
 
 def load_cluster_profile(name_or_path: str) -> ClusterProfile:
-    """Read a profile: a name from configs/clusters, or a YAML file.
+    """Read a profile by its name in configs/clusters or from a YAML file.
 
     Raises:
-        ConfigError: there is no such profile, or something in it is wrong.
+        ConfigError: the profile does not exist, or a key or value in it is wrong.
     """
     path = Path(name_or_path)
     if path.suffix not in (".yaml", ".yml"):
@@ -300,9 +298,9 @@ def load_cluster_profile(name_or_path: str) -> ClusterProfile:
 
 
 def with_hosts(profile: ClusterProfile, gbps: float, ranks_per_host: int) -> ClusterProfile:
-    """The profile with the line rate and the ranks of `launch.hosts`; unchanged where it names no line rate.
+    """The profile with the line rate and the ranks of `launch.hosts`; unchanged if it has no line rate.
 
-    Rates go in proportion to the line's, as far as the hosts' own allow.
+    Rates are proportional to the line rate up to the bounds of the hosts.
     """
     between = profile.between
     if between.line_gbit is None:
@@ -319,10 +317,10 @@ def with_hosts(profile: ClusterProfile, gbps: float, ranks_per_host: int) -> Clu
 
 
 def profile_names() -> list[str]:
-    """Names of the profiles that come with the package."""
+    """Names of the shipped profiles."""
     return sorted(path.stem for path in profile_folder().glob("*.yaml"))
 
 
 def profile_folder() -> Path:
-    """The folder with the profiles."""
+    """Folder of the shipped profiles."""
     return resource_folder("configs") / "clusters"

@@ -9,14 +9,14 @@ from megatron_overlap.config.loading import LaunchConfig
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON Schema of one config file: the launch config, `base`, and presets that fill in a model."""
+    """JSON Schema of a config file: the launch config with `base`, and optional keys for presets."""
     schema = LaunchConfig.model_json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["properties"]["base"] = {
-        "description": "Config files that this one starts from, relative to it.",
+        "description": "Base config files, relative to this file.",
         "anyOf": [{"type": "string"}, {"items": {"type": "string"}, "type": "array"}],
     }
-    # A file with a base, and a section with a preset, need not say everything themselves.
+    # Keys are optional in a file with a base and in a section with a preset.
     required = schema.pop("required")
     schema["anyOf"] = [{"required": ["base"]}, {"required": required}]
     for section in schema["$defs"].values():

@@ -17,7 +17,7 @@ class ConfigError(ValueError):
     Args:
         file: the file that holds the value, or `command line`.
         key: dotted path of the key, as a user would write it in an override.
-        value: the offending value; shown short, on one line.
+        value: the wrong value; the message shortens it to one line.
         remedy: what to write instead.
     """
 
@@ -30,12 +30,12 @@ class ConfigError(ValueError):
 
 
 def _line(text: str) -> str:
-    """Fold any text into one line."""
+    """The text on one line."""
     return " ".join(text.split())
 
 
 def show_value(value: object) -> str:
-    """A value the way YAML writes it, on one line and not longer than 80 characters."""
+    """A value in YAML syntax on one line of at most 80 characters."""
     if value is None:
         text = "null"
     elif isinstance(value, bool):
@@ -45,20 +45,20 @@ def show_value(value: object) -> str:
     else:
         text = _line(str(value))
     if len(text) > MAX_VALUE_CHARS:
-        # Both ends say most: of a path, the root and the name.
+        # Keep both ends: the root and the name of a path.
         head = (MAX_VALUE_CHARS - 3) // 2
         text = f"{text[:head]}...{text[head + 3 - MAX_VALUE_CHARS :]}"
     return text
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that looks most like `name`, or None when none is close."""
+    """The known name that is most similar to `name`; None: no name is similar."""
     matches: Sequence[str] = get_close_matches(name, list(known), n=1, cutoff=0.6)
     return matches[0] if matches else None
 
 
 def did_you_mean(name: str, known: Iterable[str], what: str = "key") -> str:
-    """A remedy for an unknown name: the nearest one, or all of them when none is near."""
+    """The remedy of an unknown name: the most similar name, or all names."""
     names = list(known)
     match = nearest(name, names)
     if match is not None:
@@ -72,7 +72,7 @@ class Problem:
 
     Attributes:
         key: dotted path below the section that was checked.
-        value: what stands there.
+        value: the wrong value.
         remedy: what to write instead.
     """
 

@@ -1,4 +1,4 @@
-"""Say what is wrong with a config in the words of the file: the key as written, and what it takes."""
+"""Validate a merged config and turn pydantic errors into one-line errors with the key of the file."""
 
 from __future__ import annotations
 
@@ -26,12 +26,17 @@ LIMITS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveM
 
 
 def validate[Model: BaseModel](model: type[Model], composed: Composed, section: str = "") -> Model:
+    """Validate a merged config, or one section of it.
+
+    Raises:
+        ConfigError: a key or a value is wrong.
+    """
     tree: Any = composed.tree.get(section) if section else composed.tree
     try:
         return model.model_validate({} if section and tree is None else tree)
     except ValidationError as error:
         errors = error.errors()
-        # A key that was misspelt makes another one missing: the first is the one to tell.
+        # A misspelt key also causes the error of a missing key: report the unknown key.
         unknown = [item for item in errors if item["type"] == "extra_forbidden"]
         raise explain(model, (unknown or errors)[0], composed, section) from error
 
@@ -40,10 +45,10 @@ def explain(model: type[BaseModel], error: ErrorDetails, composed: Composed, sec
     """One ConfigError for one validation error.
 
     Args:
-        model: what was validated.
-        error: pydantic's report.
-        composed: the config, which knows its files.
-        section: dotted path of the part that was validated; empty for all of it.
+        model: class that was validated.
+        error: error of pydantic.
+        composed: the merged config with its source files.
+        section: dotted path of the validated section; empty: the whole config.
     """
     root = model.model_json_schema()
     path, schema = _follow(root, error["loc"])
@@ -67,7 +72,7 @@ def explain(model: type[BaseModel], error: ErrorDetails, composed: Composed, sec
 
 
 def expected(schema: Schema) -> str:
-    """What a key takes, as the remedy of an error."""
+    """The accepted values of a key, as the remedy of an error."""
     if "properties" in schema:
         return f"give a section with keys such as {', '.join(list(schema['properties'])[:3])}"
     choices = [word for option in schema.get("anyOf", [schema]) for word in _choices(option)]
@@ -89,9 +94,9 @@ def _one_of(choices: Sequence[str]) -> str:
 
 
 def _follow(root: Schema, loc: Sequence[str | int]) -> tuple[list[str], Schema]:
-    """The part of an error's place that is a key in the file, and the JSON Schema there.
+    """The key path of an error location, and its JSON Schema.
 
-    pydantic adds the branch of a union to the place; such a part is in no file.
+    pydantic adds union branches to the location; they are not part of the key path.
     """
     path: list[str] = []
     schema = _target(root, root)
@@ -113,7 +118,7 @@ def _below(schema: Schema, part: str | int) -> Schema | None:
 
 
 def _target(schema: Schema, root: Schema) -> Schema:
-    """The schema with its reference followed, through `X | null` too."""
+    """The schema with its reference resolved, also of `X | null`."""
     for option in [schema, *schema.get("anyOf", [])]:
         if "$ref" in option:
             found = root["$defs"][option["$ref"].rsplit("/", 1)[-1]]

@@ -1,7 +1,7 @@
-"""Every key of a launch config, its type, default and unit. Pure: no torch, no megatron, no files.
+"""The keys of a launch config with type, default and unit. Pure: no torch, no megatron, no files.
 
-Sections are frozen and refuse unknown keys; types are strict, so that `"8"` or `true` never becomes a number.
-What one key cannot know (heads against tensor ranks, ...) is checked in `checks.py`.
+Sections are frozen and refuse unknown keys. Types are strict: `"8"` and `true` are not numbers. `validation.py` checks
+combinations of keys.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from megatron_overlap.config.types import (
 
 
 def _argument(value: object) -> object:
-    """YAML reads `--lr 0.1` split into a list as a text and a number; a command line has texts only."""
+    """Convert a number to text: YAML reads `--lr, 0.1` in a list as a text and a number."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
     return value
 
 
 class ModelConfig(Section):
-    """The model: a preset, the fields themselves, or a preset with some fields changed."""
+    """The model: a preset, all fields, or a preset with changed fields."""
 
     preset: str | None = None
-    """Name of a shape in presets.py; keys written beside it win."""
+    """Name of a shape in model_presets.py; other keys of the section override it."""
     arch: Literal["gpt", "llama"]
     num_layers: Positive
     hidden_size: Positive
     ffn_hidden_size: Positive
-    """Left out: 4 x hidden_size, or with SwiGLU 8/3 x hidden_size rounded down to a multiple of 64."""
+    """Default: 4 x hidden_size, or with SwiGLU 8/3 x hidden_size rounded down to a multiple of 64."""
     num_attention_heads: Positive
     num_query_groups: Positive
-    """Key/value heads; left out: num_attention_heads."""
+    """Key/value heads. Default: num_attention_heads."""
     kv_channels: Positive | None = None
-    """Size of one head; null: hidden_size / num_attention_heads."""
+    """Head size; null: hidden_size / num_attention_heads."""
     vocab_size: Annotated[int, Field(ge=2)]
-    """Number of token ids, end-of-document included, before Megatron pads it."""
+    """Number of token ids with end-of-document, before Megatron's padding."""
     max_position_embeddings: Positive
     normalization: Literal["LayerNorm", "RMSNorm"]
     norm_epsilon: PositiveFloat = 1e-5
@@ -62,7 +62,7 @@ class ModelConfig(Section):
     add_bias: bool
     """Biases of the linear layers."""
     add_qkv_bias: bool = False
-    """A bias of the QKV projection alone, where add_bias is false."""
+    """Bias of the QKV projection if add_bias is false."""
     hidden_dropout: Fraction = 0.0
     attention_dropout: Fraction = 0.0
     init_method_std: PositiveFloat = 0.02
@@ -70,7 +70,7 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _expand(cls, given: Any) -> Any:
-        """Put the preset and the architecture's defaults under the given keys."""
+        """Add the defaults of the preset and of the architecture to the given keys."""
         if not isinstance(given, Mapping):
             return given
         preset = given.get("preset")
@@ -96,7 +96,7 @@ class ModelConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How the model is split. The data parallel size is what the ranks leave."""
+    """Parallel sizes. The data parallel size is the number of ranks divided by their product."""
 
     tensor: Positive = 1
     context: Positive = 1
@@ -105,7 +105,7 @@ class ParallelConfig(Section):
 
     @property
     def model_size(self) -> int:
-        """Ranks that hold one copy of the model."""
+        """Ranks of one replica of the model."""
         return self.tensor * self.context * self.pipeline
 
 
@@ -121,7 +121,7 @@ class TrainConfig(Section):
     min_lr: NonNegativeFloat = 0.0
     lr_decay_style: Literal["constant", "linear", "cosine"] = "cosine"
     lr_decay_iterations: Positive | None = None
-    """Length of the decay; null: iterations. Set it when a run is to be continued with more iterations."""
+    """Iterations of the decay; null: iterations. Set it if a later run continues with more iterations."""
     lr_warmup_iterations: NonNegative = 0
     weight_decay: NonNegativeFloat = 0.01
     clip_grad: NonNegativeFloat = 1.0
@@ -129,96 +129,96 @@ class TrainConfig(Section):
     seed: Positive = 1234
     distributed_optimizer: bool = False
     gradient_accumulation_fusion: bool | None = None
-    """Accumulate weight gradients inside the GEMM; null: as Megatron does on cuda, never on cpu."""
+    """Accumulate weight gradients inside the GEMM; null: Megatron's default on cuda, false on cpu."""
     transformer_impl: Literal["local", "transformer_engine"] = "local"
-    """Whose layers; the overlap reaches the local ones."""
+    """Implementation of the layers; the overlap applies to local layers."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation recomputation; full: every layer."""
+    """Activation recomputation; full: in every layer."""
     eval_interval: Positive = 1000
     eval_iterations: NonNegative = 0
     log_interval: Positive = 1
     save: Text | None = None
     """Folder for checkpoints."""
     save_interval: Positive | None = None
-    """Iterations between checkpoints; null with a folder: at the end."""
+    """Iterations between checkpoints; null: one checkpoint at the end."""
     load: Text | None = None
-    """Folder to continue from."""
+    """Folder of the checkpoint to load."""
     checkpoint_format: Literal["torch", "torch_dist"] = "torch_dist"
 
 
 class DataConfig(Section):
-    """What the model reads. Paths are relative to the folder the command is started in."""
+    """Training data. Paths are relative to the working directory."""
 
     kind: Literal["mock", "indexed", "text"] = "mock"
-    """mock: made up; indexed: a Megatron .bin/.idx pair; text: a folder made by scripts/prepare_data.py."""
+    """mock: generated data; indexed: a Megatron .bin/.idx pair; text: a folder of scripts/prepare_data.py."""
     path: Text | None = None
-    """indexed: the prefix of the pair (or one of its files); text: the folder."""
+    """indexed: prefix of the pair, or one of its files; text: the folder."""
     split: Text | None = None
-    """Weights of training, validation and test; null: 969,30,1, or without evaluation all is for training."""
+    """Weights of training, validation and test; null: 969,30,1, or training only without evaluation."""
     workers: NonNegative | None = None
-    """Data loader processes of each rank; null: 2 on cuda, none on cpu."""
+    """Data loader processes per rank; null: 2 on cuda, 0 on cpu."""
 
 
 class HostsConfig(Section):
-    """Several hosts on this machine, as network namespaces with links of a limited rate."""
+    """Several hosts on this machine: network namespaces with rate-limited links."""
 
     hosts: Positive
     ranks_per_host: Positive = 1
     gbps: Annotated[float, Field(ge=0.001, le=100)]
-    """Rate of each host's link in each direction, in Gbit/s."""
+    """Rate of the link of each host in each direction, in Gbit/s."""
     latency_ms: Annotated[float, Field(ge=0, le=1000)] = 0.0
-    """Delay added to each direction, in milliseconds; needs netem in the kernel where it is not 0."""
+    """One-way delay, in milliseconds; a value above 0 needs netem in the kernel."""
     burst_kib: Positive | None = None
-    """What the rate limiter lets through at once after a pause, in KiB; null: what suits the rate."""
+    """Token bucket of the rate limiter, in KiB; null: 0.5 ms at the rate, at least 64."""
     fallback: Literal["error", "loopback"] = "error"
-    """What to do where this machine cannot make namespaces."""
+    """Action if this machine cannot make network namespaces."""
 
 
 class SlurmConfig(Section):
-    """What `launch --emit-slurm` writes into the batch file, beside what follows from the other keys."""
+    """Settings of `launch --emit-slurm` that do not follow from other keys."""
 
     tasks: Literal["torchrun", "ranks"] = "torchrun"
-    """torchrun: one task on each node, which starts its ranks; ranks: one task for each rank."""
+    """torchrun: one task per node, which starts its ranks; ranks: one task per rank."""
     account: Text | None = None
     partition: Text | None = None
     time: Text | None = None
-    """Time limit, as Slurm writes it: 04:00:00."""
+    """Time limit in the format of Slurm, such as 04:00:00."""
     directives: tuple[Text, ...] = Field(default=(), strict=False)
-    """Further options of sbatch, as `--exclusive`; one line each."""
+    """Additional options of sbatch, such as `--exclusive`; one per entry."""
     setup: tuple[Text, ...] = Field(default=(), strict=False)
-    """Shell lines that every task runs before Python, as `source .venv/bin/activate`."""
+    """Shell lines that every task runs before Python, such as `source .venv/bin/activate`."""
     python: Text = "python"
-    """The Python of the tasks, as it is called on the nodes or in the container."""
+    """Python command of the tasks on the nodes or in the container."""
     container_image: Text | None = None
-    """Image for srun's --container-image (enroot with pyxis); null: no container."""
+    """Image of srun --container-image (enroot with pyxis); null: no container."""
     container_mounts: tuple[Text, ...] = Field(default=(), strict=False)
-    """SOURCE:TARGET; the folder the batch file is submitted in is mounted by itself."""
+    """Mounts as SOURCE:TARGET, in addition to the submission folder and launch.output_dir."""
 
 
 class LaunchSection(Section):
-    """Where the ranks run."""
+    """Device, nodes, processes and output of the ranks."""
 
     device: Literal["cuda", "cpu"] = "cuda"
     nodes: Positive = 1
     ranks_per_node: Positive | None = None
-    """null: as many as one copy of the model needs, or what `hosts` says."""
+    """Ranks per node; null: those of one replica of the model, or hosts.ranks_per_host."""
     threads_per_rank: Positive = 1
-    """CPU threads of each rank."""
+    """CPU threads per rank."""
     entry: Text | None = None
-    """Training script; null: the provided one for model.arch."""
+    """Training script; null: the provided script for model.arch."""
     hosts: HostsConfig | None = None
     slurm: SlurmConfig = SlurmConfig()
     output_dir: Folder = "runs"
-    """Folder that gets one folder a run."""
+    """Folder of the run directories."""
     timeout_s: PositiveFloat | None = None
-    """Longest time of the whole run, in seconds."""
+    """Timeout of the whole run, in seconds; null: none."""
 
 
 class LaunchFields(Section):
-    """The sections of a launch config. `loading.LaunchConfig` adds the checks and how they are read from a file."""
+    """The sections of a launch config. `loading.LaunchConfig` adds the checks and `from_yaml`."""
 
     name: Name
-    """Letters, digits, dots, dashes and underscores: it names a folder."""
+    """Letters, digits, dots, dashes and underscores: run directories have this name."""
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
     train: TrainConfig
@@ -226,7 +226,7 @@ class LaunchFields(Section):
     overlap: OverlapFields = OverlapFields()
     launch: LaunchSection = LaunchSection()
     megatron_args: Annotated[tuple[Annotated[str, BeforeValidator(_argument)], ...], Field(strict=False)] = ()
-    """Further Megatron arguments, for what no key above says."""
+    """Additional Megatron arguments that have no key."""
 
     @property
     def world_size(self) -> int:
@@ -237,7 +237,7 @@ class LaunchFields(Section):
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks on each node, or on each of `launch.hosts`."""
+        """Ranks per node, or per host of `launch.hosts`."""
         if self.launch.hosts is not None:
             return self.launch.hosts.ranks_per_host
         if self.launch.ranks_per_node is not None:
@@ -246,15 +246,15 @@ class LaunchFields(Section):
 
     @property
     def data_parallel_size(self) -> int:
-        """Copies of the model."""
+        """Replicas of the model."""
         return self.world_size // self.parallel.model_size
 
     @property
     def num_weight_copies(self) -> int:
-        """Ranks that hold the same weights and sum their gradients: data parallel and context parallel ones."""
+        """Ranks with equal weights that reduce their gradients: data parallel x context parallel size."""
         return self.data_parallel_size * self.parallel.context
 
     @property
     def num_microbatches(self) -> int:
-        """Micro-batches each copy runs in one iteration."""
+        """Micro-batches per replica and iteration."""
         return self.train.global_batch_size // (self.train.micro_batch_size * self.data_parallel_size)

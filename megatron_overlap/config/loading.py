@@ -1,4 +1,4 @@
-"""From files and overrides to checked configs; every way to be wrong becomes one ConfigError."""
+"""Read and validate configs from YAML files and overrides. Every error is a `ConfigError`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_overlap.config.overlap import OverlapFields
 from megatron_overlap.config.validation import launch_problems
 
 DESCRIPTION = "data.json"
-"""What scripts/prepare_data.py writes about a data folder."""
+"""Description of a data folder, written by scripts/prepare_data.py."""
 
 METHOD_SECTIONS = ("tensor", "data", "ulysses", "varlen")
 
@@ -64,12 +64,12 @@ class LaunchConfig(LaunchFields):
 
 @dataclass(frozen=True)
 class OverlapFile:
-    """What `--overlap-config FILE` says to a rank.
+    """Content of the file of `--overlap-config`.
 
     Attributes:
         overlap: the overlap section.
         launch: the launch section, or its defaults.
-        config: the whole launch config, None where the file has not all of it.
+        config: the launch config; None: the file is not a complete launch config.
     """
 
     overlap: OverlapConfig
@@ -78,12 +78,12 @@ class OverlapFile:
 
 
 def load_launch_config(path: str | Path, overrides: Sequence[str] = (), *, inputs: bool = False) -> LaunchConfig:
-    """Read, compose and check a launch config.
+    """Read, merge and validate a launch config.
 
     Args:
         path: YAML file; its `base` files are read first, relative to it.
         overrides: `key=value` texts, applied last; `overlap.*.method=none` reaches every method.
-        inputs: also look whether the files it names (data, script, checkpoint) are there.
+        inputs: also check that its files (data, script, checkpoint) exist.
 
     Raises:
         ConfigError: a file, key, value or combination is wrong.
@@ -97,7 +97,7 @@ def load_launch_config(path: str | Path, overrides: Sequence[str] = (), *, input
 
 
 def missing_inputs(cfg: LaunchConfig) -> Iterator[Problem]:
-    """Every named input that cannot be used, with what makes it."""
+    """Inputs that a config names and that do not exist, with the remedy."""
     entry, load, data = cfg.launch.entry, cfg.train.load, cfg.data
     if entry is not None and not Path(entry).is_file():
         yield Problem("launch.entry", entry, "no such file; give a training script, or null")
@@ -112,11 +112,11 @@ def missing_inputs(cfg: LaunchConfig) -> Iterator[Problem]:
             remedy = f"no file {prefix}{ending}; make it with scripts/prepare_data.py --output {folder}"
             yield Problem("data.path", data.path, remedy)
     if data.kind == "text":
-        yield from _vocabulary(cfg, Path(data.path))
+        yield from _vocabulary_problems(cfg, Path(data.path))
 
 
-def _vocabulary(cfg: LaunchConfig, folder: Path) -> Iterator[Problem]:
-    """An id beyond the embedding is an index error in the middle of a step, or on a GPU worse."""
+def _vocabulary_problems(cfg: LaunchConfig, folder: Path) -> Iterator[Problem]:
+    """Compare the vocabulary of the data with the model: an id outside the embedding fails inside a step."""
     try:
         size = int(json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))["vocab_size"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -150,16 +150,16 @@ def load_overlap_file(path: str | Path, overrides: Sequence[str] = ()) -> Overla
 
 
 def dump_config(config: LaunchConfig | OverlapConfig) -> str:
-    """The config as YAML text that reads back equal, presets and bases resolved."""
+    """The config as YAML text with resolved presets and bases."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def without_overlap(config: LaunchConfig) -> LaunchConfig:
     """The same launch without the plugin: every overlap method none, `_baseline` added to the name.
 
-    Megatron's own data parallel overlap stays as it is: a comparison counts what the plugin adds, no more. Under
-    context parallelism Ulysses stays too, with its all-to-alls exposed: Megatron's local layers have no other. Where
-    documents are read as they are, they still are, every one cut over all ranks.
+    Megatron's data parallel overlap stays, so that a comparison measures the plugin only. Ulysses stays with exposed
+    all-to-alls, because Megatron's local layers have no other context parallelism. Variable-length attention becomes
+    `ring`, which shards every document over all ranks.
     """
     overlap = config.overlap
     ulysses = {**overlap.ulysses.model_dump(), "method": "none"}

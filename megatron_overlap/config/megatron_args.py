@@ -1,7 +1,6 @@
-"""A launch config as Megatron's arguments. Pure, and only flags that 0.16.1, 0.17.1, 0.18.2 and 0.19.2 all have.
+"""Convert a launch config to Megatron's arguments. Uses only flags of all of 0.16.1, 0.17.1, 0.18.2 and 0.19.2.
 
-The tables below are the one place where a key meets its flag: they make the arguments, and they refuse a flag in
-`megatron_args` that a key already gives.
+The tables map keys to flags. They also serve to refuse a flag in `megatron_args` that a key sets.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ from types import MappingProxyType
 
 from megatron_overlap.config.launch import LaunchFields
 
-# TransformerEngine overlaps the same communication by itself with this flag: two ways at once cannot be.
+# With this flag TransformerEngine overlaps the same communication, which excludes the plugin.
 TE_OVERLAP = "--tp-comm-overlap"
-TE_OVERLAP_ADVICE = "TransformerEngine then overlaps by itself; remove the flag, or use overlap.tensor.method=none"
+TE_OVERLAP_ADVICE = "TransformerEngine overlaps with this flag; remove the flag, or use overlap.tensor.method=none"
 
-# Flag with a value: the key that gives it. A null value leaves the flag out.
+# Flags with a value, and the key of the value. A null value omits the flag.
 VALUES: Mapping[str, str] = MappingProxyType(
     {
         "--num-layers": "model.num_layers",
@@ -54,7 +53,7 @@ VALUES: Mapping[str, str] = MappingProxyType(
     }
 )
 
-# Flag without a value: the key, and the value of it that sets the flag.
+# Flags without a value: the key, and its value that sets the flag.
 SWITCHES: Mapping[str, tuple[str, object]] = MappingProxyType(
     {
         "--swiglu": ("model.swiglu", True),
@@ -69,7 +68,7 @@ SWITCHES: Mapping[str, tuple[str, object]] = MappingProxyType(
     }
 )
 
-# Flags that follow from more than one key, or stand for a key in another way.
+# Flags that depend on several keys or have another form than their key.
 DERIVED: Mapping[str, str] = MappingProxyType(
     {
         "--group-query-attention": "model.num_query_groups",
@@ -98,7 +97,7 @@ DERIVED: Mapping[str, str] = MappingProxyType(
     }
 )
 
-# What a run without a GPU needs: kernels that exist there, and no process beside the ranks.
+# Flags of a run without a GPU: they disable kernels that need one.
 CPU_SWITCHES = (
     "--no-masked-softmax-fusion",
     "--no-bias-gelu-fusion",
@@ -109,19 +108,19 @@ CPU_SWITCHES = (
 )
 CPU_VALUES: Mapping[str, str] = MappingProxyType({"--distributed-backend": "gloo", "--attention-backend": "unfused"})
 
-# Documents come from the plugin's own loader; ranks hold different numbers of tokens, and each token counts the same.
+# The plugin loads the documents. Ranks have different numbers of tokens, so the loss is averaged over tokens.
 VARLEN = ("--dataloader-type=external", "--calculate-per-token-loss")
 
 
 def to_megatron_args(cfg: LaunchFields) -> list[str]:
-    """All arguments of Megatron's training script, without the script and without the plugin's own.
+    """All arguments of Megatron's training script, without the script and the arguments of the plugin.
 
     Args:
-        cfg: a checked config.
+        cfg: a validated config.
 
     Returns:
-        Flags and values, `cfg.megatron_args` last. Defaults are written out, so that two releases with different
-        defaults run the same training.
+        Flags and values, `cfg.megatron_args` last. Defaults are explicit, so that releases with different defaults run
+        the same training.
     """
     args: list[str] = []
     for flag, key in VALUES.items():
@@ -151,7 +150,7 @@ def flags_in(args: Sequence[str]) -> Iterator[tuple[int, str]]:
 
 
 def key_of(flag: str, device: str) -> str | None:
-    """The key that gives a Megatron flag on this device, None for a flag that is free."""
+    """The key that sets a Megatron flag on this device; None: no key sets it."""
     if flag in VALUES:
         return VALUES[flag]
     if flag in SWITCHES:
@@ -199,19 +198,19 @@ def _data(cfg: LaunchFields) -> Iterator[str]:
     workers = data.workers if data.workers is not None else (0 if cfg.launch.device == "cpu" else 2)
     yield from ("--num-workers", str(workers))
     if not any(flag == "--tokenizer-type" for _, flag in flags_in(cfg.megatron_args)):
-        # Token ids are all that training needs; this tokenizer reads no file.
+        # Training needs token ids only; this tokenizer reads no file.
         yield from ("--tokenizer-type", "NullTokenizer")
 
 
 def data_prefix(kind: str, path: str) -> str:
-    """What Megatron calls the data path: the .bin/.idx pair's name without its ending."""
+    """Megatron's data path: name of the .bin/.idx pair without suffix."""
     if kind == "text":
         return f"{path.rstrip('/')}/{TEXT_PREFIX}"
     return path.removesuffix(".bin").removesuffix(".idx")
 
 
 TEXT_PREFIX = "tokens"
-"""Name of the pair that scripts/prepare_data.py writes into its folder."""
+"""Name of the .bin/.idx pair of scripts/prepare_data.py."""
 
 
 def _device(cfg: LaunchFields) -> Iterator[str]:

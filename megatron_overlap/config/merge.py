@@ -1,7 +1,7 @@
-"""Put YAML files and `key=value` overrides together, and remember which of them said what.
+"""Merge YAML files and `key=value` overrides, with the source of every key.
 
-OmegaConf merges; files are read with a safe loader, and its interpolations are refused, so that reading a
-config never runs code nor looks at the environment.
+OmegaConf merges the files. A safe loader reads them and interpolations are refused: reading a config runs no code and
+does not read the environment.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ MAPPING = "a config is a mapping; start with a key such as `model:`"
 
 @dataclass(frozen=True)
 class Layer:
-    """What one file, or one override, says.
+    """The keys of one file or of one override.
 
     Attributes:
-        source: what an error shows as the file.
+        source: file name in errors.
         tree: its keys and values.
     """
 
@@ -38,12 +38,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class Composed:
-    """A config put together, before it is checked.
+    """A merged config before validation.
 
     Attributes:
-        file: the file that was asked for.
+        file: the requested file.
         tree: the merged keys and values.
-        layers: what was merged, first to last.
+        layers: the merged layers, first to last.
     """
 
     file: str
@@ -51,14 +51,14 @@ class Composed:
     layers: tuple[Layer, ...]
 
     def source_of(self, key: str) -> str:
-        """The file, or override, that said `key` last; the file asked for when none did."""
+        """The last file or override that sets `key`; the requested file if none does."""
         for layer in reversed(self.layers):
             if _holds(layer.tree, key.split(".")):
                 return layer.source
         return self.file
 
     def value_of(self, key: str) -> object:
-        """The value at a dotted key, None where there is none."""
+        """The value of a dotted key; None: the key is missing."""
         node: object = self.tree
         for part in key.split("."):
             if isinstance(node, Mapping) and part in node:
@@ -89,7 +89,7 @@ def compose(path: str | Path, overrides: Sequence[str] = (), sections: Sequence[
         sections: section names.
 
     Raises:
-        ConfigError: a file cannot be read, is no mapping, includes itself, or an override is wrong.
+        ConfigError: a file is unreadable, is not a mapping or includes itself, or an override is wrong.
     """
     file = str(path)
     layers = list(_read_layers(Path(path), None, ()))
@@ -109,22 +109,20 @@ def compose(path: str | Path, overrides: Sequence[str] = (), sections: Sequence[
 def _merge(merged: Any, layer: Layer) -> Any:
     for key, value in _leaves(layer.tree, ""):
         if isinstance(value, str) and ("${" in value or value == "???"):
-            raise ConfigError(layer.source, key, value, "configs take no interpolations; write the value itself")
+            raise ConfigError(layer.source, key, value, "configs take no interpolations; write the value")
     try:
         return OmegaConf.merge(merged, OmegaConf.create(layer.tree))
     except OmegaConfBaseException as error:
         key = str(error.full_key or next(iter(layer.tree), "?"))
         raise ConfigError(layer.source, key, str(error), "write the value in the form its key has") from error
-    except TypeError as error:  # OmegaConf's word for a list over keys, or keys over a list
+    except TypeError as error:  # OmegaConf merges a list with a mapping
         key, value = next(_clashes(OmegaConf.to_container(merged, resolve=False), layer.tree, ""))
-        was = "keys" if isinstance(value, list) else "a list"
-        raise ConfigError(
-            layer.source, key, value, f"what this is merged into has {was} there; write both alike"
-        ) from error
+        base = "keys" if isinstance(value, list) else "a list"
+        raise ConfigError(layer.source, key, value, f"the base has {base} here; use the same form in both") from error
 
 
 def _clashes(below: object, above: object, key: str) -> Iterator[tuple[str, object]]:
-    """Where one has a list and the other keys."""
+    """Keys for which one tree has a list and the other a mapping."""
     if isinstance(below, Mapping) and isinstance(above, Mapping):
         for name in above.keys() & below.keys():
             yield from _clashes(below[name], above[name], f"{key}.{name}" if key else str(name))
@@ -144,7 +142,7 @@ def _leaves(node: object, key: str) -> Iterator[tuple[str, object]]:
 
 
 def _read_layers(path: Path, named_in: str | None, above: tuple[Path, ...]) -> Iterator[Layer]:
-    """The bases of a file, then the file, each as one layer without its `base` key."""
+    """The layers of the bases of a file, then of the file, without `base` keys."""
     tree = _read(path, named_in)
     where = path.resolve()
     if where in above:
@@ -167,12 +165,12 @@ def _read(path: Path, named_in: str | None) -> Tree:
     except FileNotFoundError as error:
         raise ConfigError(file, key, value, "no such file; give the path of a YAML file") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(file, key, value, "is no UTF-8 text; give a YAML file") from error
+        raise ConfigError(file, key, value, "is not UTF-8 text; give a YAML file") from error
     except OSError as error:
         reason = (error.strerror or "cannot be read").lower()
         raise ConfigError(file, key, value, f"cannot be read ({reason}); give a readable YAML file") from error
     except ValueError as error:  # a NUL in the path
-        raise ConfigError(file, key, value, "is no file name; give the path of a YAML file") from error
+        raise ConfigError(file, key, value, "is not a file name; give the path of a YAML file") from error
     return _parse(str(path), text)
 
 
@@ -180,9 +178,9 @@ def _parse(file: str, text: str) -> Tree:
     try:
         loaded = OmegaConf.load(StringIO(text))
     except yaml.YAMLError as error:
-        line, value, remedy = _explain(error, text)
+        line, value, remedy = _syntax_error(error, text)
         raise ConfigError(file, line, value, remedy) from error
-    except OSError as error:  # OmegaConf's word for a file that holds one scalar
+    except OSError as error:  # OmegaConf raises it for a file with one scalar
         raise ConfigError(file, "(file)", text, MAPPING) from error
     except (OmegaConfBaseException, ValueError, RecursionError) as error:
         raise ConfigError(file, "(file)", str(error), "write nested keys with plain values") from error
@@ -191,19 +189,19 @@ def _parse(file: str, text: str) -> Tree:
         raise ConfigError(file, "(file)", text, MAPPING)
     for key in tree:
         if not isinstance(key, str):
-            raise ConfigError(file, str(key), tree[key], "keys are names; quote or rename this one")
+            raise ConfigError(file, str(key), tree[key], "keys are names; quote or rename this key")
     return {str(key): value for key, value in tree.items()}
 
 
-def _explain(error: yaml.YAMLError, text: str) -> tuple[str, str, str]:
+def _syntax_error(error: yaml.YAMLError, text: str) -> tuple[str, str, str]:
     """Line, its text and the remedy of a YAML syntax error."""
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or "cannot be parsed"
     if mark is None:
-        return "(file)", str(error), "is no valid YAML; correct it"
+        return "(file)", str(error), "is not valid YAML; correct it"
     lines = text.splitlines()
     shown = lines[mark.line].strip() if mark.line < len(lines) else ""
-    return f"line {mark.line + 1}", shown, f"is no valid YAML ({problem}); correct it, or the line above"
+    return f"line {mark.line + 1}", shown, f"is not valid YAML ({problem}); correct it, or the line above"
 
 
 def _parse_override(file: str, text: str, sections: Sequence[str]) -> Iterator[tuple[str, Any]]:
@@ -215,11 +213,11 @@ def _parse_override(file: str, text: str, sections: Sequence[str]) -> Iterator[t
     if not key or any(not part for part in key.split(".")):
         raise ConfigError(source, key or "(empty)", text, "name the key with dots, as train.lr=0.001")
     if key == "base" or key.startswith("base."):
-        raise ConfigError(source, key, value, "only files name a base; write it in a file")
+        raise ConfigError(source, key, value, "overrides cannot set base; set it in a file")
     try:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(source, key, value, "is no valid YAML value; quote it") from error
+        raise ConfigError(source, key, value, "is not valid YAML value; quote it") from error
     assert isinstance(parsed, dict)
     for name in sections if ".*." in key else ("",):
         yield key.replace("*", name), parsed.get("value")

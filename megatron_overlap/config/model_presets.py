@@ -1,6 +1,6 @@
-"""Model shapes by name, and what each architecture implies. Plain data, as Megatron needs the values.
+"""Presets: named model shapes and the defaults of each architecture, as plain data.
 
-A `model` section is built from three layers: the architecture's defaults, the preset, the section's own keys.
+A `model` section merges the defaults of the architecture, the preset and the keys of the section.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _shape(arch: str, layers: int, hidden: int, heads: int, vocab: int, position
 
 
 def _gpt3(layers: int, hidden: int, heads: int) -> Fields:
-    """A row of table 2.1 of the GPT-3 paper, with its tokenizer's vocabulary."""
+    """A row of table 2.1 of the GPT-3 paper with the vocabulary of its tokenizer."""
     return _shape("gpt", layers, hidden, heads, vocab=50257, positions=2048)
 
 
@@ -77,7 +77,7 @@ def _llama3(layers: int, hidden: int, heads: int, ffn: int) -> Fields:
 
 
 # The tiny vocabularies are not multiples of 128, so that every Megatron release pads them to the same size:
-# up to 0.17 its NullTokenizer counts one id more than it is given.
+# the NullTokenizer up to 0.17 adds one id.
 PRESETS: Mapping[str, Fields] = MappingProxyType(
     {
         "gpt_tiny": _shape("gpt", 2, 256, 8, vocab=4000, positions=1024),
@@ -97,7 +97,7 @@ PRESETS: Mapping[str, Fields] = MappingProxyType(
         "llama3_70b": _llama3(80, 8192, 64, ffn=28672),
         # Shapes of the Llama 3 paper (arXiv 2407.21783), table 3.
         "llama3_405b": _llama3(126, 16384, 128, ffn=53248),
-        # Mixtral of Experts (arXiv 2401.04088), table 1: one expert. How many there are is said in `megatron_args`.
+        # Mixtral of Experts (arXiv 2401.04088), table 1: one expert. `megatron_args` sets the number of experts.
         "mixtral_8x7b": _shape(
             "llama",
             32,

@@ -1,4 +1,4 @@
-"""Files that lie beside the package in a checkout and inside it in a wheel."""
+"""Package resources: folders beside the package in a checkout and inside it in a wheel."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def resource_folder(folder: str) -> Path:
-    """`patches`, `configs` or `scripts` of this installation: the checkout's folder, or what a wheel carries of it."""
+    """Path of `patches`, `configs` or `scripts`: in the wheel, or else in the checkout."""
     inside = _PACKAGE / f"_{folder}"
     return inside if inside.is_dir() else _PACKAGE.parent / folder
 
 
 def config_file(given: str | Path) -> Path:
-    """The file itself; where there is none and it is a bare name, the config of that name that comes with the package.
+    """The given file, or the shipped config of that name.
 
     Raises:
-        ConfigError: a bare name that no config has.
+        ConfigError: there is neither a file nor a shipped config of this name.
     """
     path = Path(given)
     if path.exists() or path.suffix in (".yaml", ".yml") or path.name != str(given):

@@ -1,4 +1,4 @@
-"""What all sections share: frozen, strict, no unknown keys; and the value types they are made of."""
+"""Base class of all sections (frozen, strict, no unknown keys) and the value types of their keys."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-# Of a file system's 255 bytes: a date, a rank and an ending come behind.
+# File systems allow 255 bytes; a date, a rank and a suffix follow.
 _LONGEST_NAME, _LONGEST_PATH = 200, 1000
 
 Positive = Annotated[int, Field(ge=1)]
@@ -20,7 +20,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 def _not_blank(text: str) -> str:
     if not text.strip():
-        raise PydanticCustomError("remedy", "write a text that is not empty, or null")
+        raise PydanticCustomError("remedy", "write a non-empty text, or null")
     return text
 
 
@@ -42,7 +42,7 @@ Folder = Annotated[str, AfterValidator(_is_folder)]
 
 
 class Section(BaseModel):
-    """Base of all sections."""
+    """Base class of all sections."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True

@@ -9,7 +9,7 @@ from megatron_overlap.config.errors import Problem, show_value
 from megatron_overlap.config.launch import LaunchFields
 from megatron_overlap.config.megatron_args import TE_OVERLAP, TE_OVERLAP_ADVICE, flags_in, key_of, value_at
 
-# Flags with no key of their own, and what they would need.
+# Megatron flags without a key that exclude balanced attention, and the reason.
 REFUSED_FLAGS: Mapping[str, str] = MappingProxyType(
     {
         "--mtp-num-layers": "multi-token prediction needs the next rows, which other ranks hold",
@@ -32,7 +32,7 @@ REFUSED_FLAGS: Mapping[str, str] = MappingProxyType(
 
 
 def launch_problems(cfg: LaunchFields) -> Iterator[Problem]:
-    """All combinations that cannot run, most basic first."""
+    """Combinations of keys that cannot run, most basic first."""
     yield from _model_problems(cfg)
     yield from _rank_problems(cfg)
     yield from _split_problems(cfg)
@@ -77,10 +77,10 @@ def _rank_problems(cfg: LaunchFields) -> Iterator[Problem]:
             yield Problem(
                 "launch.ranks_per_node",
                 launch.ranks_per_node,
-                "launch.hosts.ranks_per_host says it already; remove this key",
+                "launch.hosts.ranks_per_host sets it; remove this key",
             )
         if launch.nodes != 1:
-            yield Problem("launch.nodes", launch.nodes, "launch.hosts are on this one node; use 1")
+            yield Problem("launch.nodes", launch.nodes, "launch.hosts are on one node; use 1")
     size = parallel.model_size
     if cfg.world_size % size:
         if launch.hosts is not None:
@@ -139,7 +139,7 @@ def _context_problems(cfg: LaunchFields) -> Iterator[Problem]:
             yield Problem(
                 "overlap.ulysses.method",
                 method,
-                "TransformerEngine's attention has context parallelism of its own; use "
+                "TransformerEngine's attention has its own context parallelism; use "
                 "train.transformer_impl=local, or method none",
             )
         if cfg.launch.entry is None:
@@ -202,7 +202,7 @@ def _data_problems(cfg: LaunchFields) -> Iterator[Problem]:
         parts = data.split.split(",")
         numbers = [part.strip().replace(".", "", 1).isdigit() for part in parts]
         if len(parts) > 3 or not all(numbers) or sum(float(part) for part in parts) <= 0:
-            yield Problem("data.split", data.split, "give up to three weights, as 969,30,1")
+            yield Problem("data.split", data.split, "give up to three weights, such as 969,30,1")
 
 
 def _batch_overlap_problems(cfg: LaunchFields) -> Iterator[Problem]:
@@ -221,7 +221,9 @@ def _device_problems(cfg: LaunchFields) -> Iterator[Problem]:
     train, launch = cfg.train, cfg.launch
     if launch.device != "cpu":
         if launch.hosts is not None:
-            yield Problem("launch.device", launch.device, "launch.hosts needs cpu: NCCL would go around the links")
+            yield Problem(
+                "launch.device", launch.device, "launch.hosts needs cpu: NCCL does not use the rate-limited links"
+            )
         return
     if launch.nodes > 1:
         yield Problem("launch.nodes", launch.nodes, "launch.device cpu runs on one node; use 1, or launch.hosts")
@@ -238,10 +240,10 @@ def _slurm_problems(cfg: LaunchFields) -> Iterator[Problem]:
     for key in ("account", "partition", "time"):
         value = getattr(slurm, key)
         if value is not None and any(letter.isspace() for letter in value):
-            yield Problem(f"launch.slurm.{key}", value, "write it without spaces, as sbatch takes it")
+            yield Problem(f"launch.slurm.{key}", value, "write it without spaces")
     for index, line in enumerate(slurm.directives):
         if not line.startswith("-") or "\n" in line:
-            yield Problem(f"launch.slurm.directives.{index}", line, "write one option of sbatch, as --exclusive")
+            yield Problem(f"launch.slurm.directives.{index}", line, "write one option of sbatch, such as --exclusive")
     for index, mount in enumerate(slurm.container_mounts):
         if ":" not in mount or "," in mount:
             yield Problem(f"launch.slurm.container_mounts.{index}", mount, "write SOURCE:TARGET, one for each mount")
@@ -304,7 +306,7 @@ def _varlen_problems(cfg: LaunchFields) -> Iterator[Problem]:
 
 
 def _argument_problems(cfg: LaunchFields) -> Iterator[Problem]:
-    """Flags in `megatron_args` that a key gives as well: two places for one thing, and nobody knows which wins."""
+    """Flags in `megatron_args` that a key sets too."""
     for index, flag in flags_in(cfg.megatron_args):
         where = f"megatron_args.{index}"
         if flag == "--yaml-cfg":
@@ -312,10 +314,10 @@ def _argument_problems(cfg: LaunchFields) -> Iterator[Problem]:
         if flag == TE_OVERLAP and cfg.overlap.tensor.method != "none":
             yield Problem(where, flag, TE_OVERLAP_ADVICE)
         if flag == TE_OVERLAP:
-            continue  # with method none it is what the overlap is compared with
+            continue  # a baseline of the overlap, allowed with method none
         key = key_of(flag, cfg.launch.device)
         if key is None:
             continue
         value = value_at(cfg, key)
-        stands = "" if hasattr(value, "model_dump") else f", now {show_value(value)}"
-        yield Problem(where, cfg.megatron_args[index], f"{key}{stands}, says this already; change that key")
+        present = "" if hasattr(value, "model_dump") else f", now {show_value(value)}"
+        yield Problem(where, cfg.megatron_args[index], f"{key}{present}, sets this flag; change that key")

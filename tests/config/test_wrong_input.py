@@ -1,4 +1,4 @@
-"""Whatever is wrong in a config or on a command line: one line with file, key, value and remedy, and exit code 2."""
+"""Errors in configs and command lines: one line with file, key, value and remedy, and exit code 2."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.config.samples import RIGHT, write
 
 @dataclass(frozen=True)
 class Wrong:
-    """One way to be wrong.
+    """One wrong input.
 
     Attributes:
-        name: of the case.
-        key, value, remedy: what the line must hold; remedy is a part of it.
+        name: name of the case.
+        key, value, remedy: parts of the line; remedy may be a substring.
         overrides: arguments after the config.
-        text: the config; the right one when empty.
-        file: what stands before the first colon, the config's path when empty.
+        text: the config; empty: the valid one.
+        file: text before the first colon; empty: the path of the config.
     """
 
     name: str
@@ -36,12 +36,12 @@ class Wrong:
 
 
 def override(name: str, key: str, value: str, remedy: str, *overrides: str) -> Wrong:
-    """A wrong value given as `key=value`; the config itself is right."""
+    """A wrong `key=value` for a valid config."""
     return Wrong(name, key, value, remedy, overrides or (f"{key}={value}",))
 
 
 def edited(name: str, key: str, value: str, remedy: str, old: str, new: str) -> Wrong:
-    """The right config with one passage changed."""
+    """The valid config with one changed passage."""
     assert old in RIGHT
     return Wrong(name, key, value, remedy, text=RIGHT.replace(old, new))
 
@@ -49,13 +49,13 @@ def edited(name: str, key: str, value: str, remedy: str, old: str, new: str) -> 
 UNREADABLE = [
     Wrong("scalar", "hello", "null", "use one of name, model", text="hello"),
     Wrong("list", "(file)", "- a - b", "a config is a mapping", text="- a\n- b\n"),
-    Wrong("open bracket", "line 2", "b: 2", "is no valid YAML", text="a: [1\nb: 2\n"),
+    Wrong("open bracket", "line 2", "b: 2", "is not valid YAML", text="a: [1\nb: 2\n"),
     Wrong("same key twice", "line 2", "name: b", "found duplicate key name", text="name: a\nname: b\n"),
-    Wrong("tab", "line 2", "lr: 1", "is no valid YAML", text="train:\n\tlr: 1\n"),
+    Wrong("tab", "line 2", "lr: 1", "is not valid YAML", text="train:\n\tlr: 1\n"),
     Wrong("bytes", "(file)", "sample.yaml", "give a YAML file", text=b"\xff\xfe\x00"),
     Wrong("nothing", "name", "null", "missing", text="# nothing\n"),
     Wrong("number as key", "7", "seven", "keys are names", text="7: seven\n"),
-    Wrong("python tag", "line 1", "a: !!python/object/apply:os.system [ls]", "is no valid YAML",
+    Wrong("python tag", "line 1", "a: !!python/object/apply:os.system [ls]", "is not valid YAML",
           text="a: !!python/object/apply:os.system [ls]\n"),
     Wrong("base of itself", "base", "sample.yaml", "cannot include itself", text="base: sample.yaml\n"),
     Wrong("base that is not there", "base", "other.yaml", "no such file", text="base: other.yaml\n"),
@@ -74,11 +74,11 @@ WRONG_KEYS = [
         "keys over a list",
         "train.seq_length",
         "{'a': 1}",
-        "is merged into has a list there",
+        "the base has a list here",
         "train.seq_length=[1, 2]",
         "train.seq_length={a: 1}",
     ),
-    override("list over keys", "train", "[1]", "is merged into has keys there", "train=[1]"),
+    override("list over keys", "train", "[1]", "the base has keys here", "train=[1]"),
     override("every method", "overlap.tensor.methd", "none", "did you mean method?", "overlap.*.methd=none"),
     override("hosts", "launch.hosts.gbsp", "1", "did you mean gbps?", "launch.hosts.gbsp=1", "launch.hosts.hosts=2"),
 ]
@@ -168,7 +168,7 @@ WRONG_OVERRIDES = [
     override("no equals sign", "train.lr", "train.lr", "write an override as key=value", "train.lr"),
     override("no key", "(empty)", "=3", "name the key with dots", "=3"),
     override("empty part", "train..lr", "train..lr=1", "name the key with dots", "train..lr=1"),
-    override("no YAML", "train.lr", "[1", "is no valid YAML value"),
+    override("no YAML", "train.lr", "[1", "is not valid YAML value"),
     override("below a number", "train.lr", "{'x': 1}", "use a number > 0", "train.lr.x=1"),
     override("base", "base", "other.yaml", "only files name a base"),
 ]
@@ -177,7 +177,7 @@ COMPOSED = [*UNREADABLE, *WRONG_KEYS, *WRONG_VALUES, *IMPOSSIBLE, *NOT_THERE, *W
 
 COMMAND = "command line"
 COMMAND_LINES = {
-    "no command": ([], COMMAND, "command", "null", "name one of launch, compare"),
+    "no command": ([], COMMAND, "command", "null", "use one of launch, compare"),
     "command": (["lunch"], COMMAND, "command", "lunch", "did you mean launch?"),
     "option before": (["--verson"], COMMAND, "option", "--verson", "did you mean --version?"),
     "option": (["launch", "x.yaml", "--dry-rnu"], COMMAND, "launch", "--dry-rnu", "did you mean --dry-run?"),

@@ -1,7 +1,7 @@
-"""Every command that the README and the pages show is run by a test, or by CI, or is said to need GPUs.
+"""A test or CI runs every documented command, or the page states that it needs GPUs.
 
-Here: what is over in seconds, as it is shown. `test_small.py`: what takes minutes, with fewer and smaller inputs. A
-command with placeholders (CONFIG, `[key=value ...]`) is a synopsis: its subcommand and its options must exist.
+This file runs commands that take seconds. `test_shortened_commands.py` runs longer commands with smaller inputs. A
+command with placeholders (CONFIG, `[key=value ...]`) is a synopsis: its subcommand and options must exist.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import pytest
 import typer
 
 from megatron_overlap import cli
-from tests.docs.shown import COMMANDS, PLACEHOLDER
-from tests.docs.test_small import small
+from tests.docs.commands import COMMANDS, PLACEHOLDER
+from tests.docs.test_shortened_commands import shortened
 from tests.helpers.releases import ROOT
 
-# The beginning of a command, and what runs it: a test, or a script and how the command is written there.
+# The beginning of a command, and its runner: a test, or a script with its text of the command.
 ELSEWHERE = {
     "bash scripts/quickstart.sh": "scripts/new_user.sh: bash scripts/quickstart.sh",
     "bash scripts/test.sh": ".ci/run: bash scripts/test.sh",
@@ -60,7 +60,7 @@ def test_commands_are_found() -> None:
 
 
 @pytest.mark.parametrize("command", CHEAP)
-def test_it_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_documented_command_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("configs", "docs", "data"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "lengths.txt").write_text("100\n2000\n30\n")
@@ -70,7 +70,7 @@ def test_it_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("command", SYNOPSES)
-def test_a_synopsis_names_what_there_is(command: str) -> None:
+def test_a_synopsis_names_existing_options(command: str) -> None:
     words = re.findall(r"[\w=./:-]+", command)
     name = words[1]
     if name.isupper():
@@ -84,14 +84,14 @@ def test_a_synopsis_names_what_there_is(command: str) -> None:
 
 
 @pytest.mark.parametrize(("page", "command"), COMMANDS)
-def test_no_command_is_shown_that_nobody_runs(page: str, command: str) -> None:
-    if command in CHEAP_TEXTS or PLACEHOLDER.search(command) or small(command) is not None:
+def test_every_documented_command_has_a_runner(page: str, command: str) -> None:
+    if command in CHEAP_TEXTS or PLACEHOLDER.search(command) or shortened(command) is not None:
         return
     if NEEDS_GPUS.match(command):
-        assert "GPU" in section(page, command), f"{page}: say that `{command}` needs GPUs"
+        assert "GPU" in section(page, command), f"{page}: state that `{command}` needs GPUs"
         return
     place = next((where for start, where in ELSEWHERE.items() if command.startswith(start)), None)
-    assert place is not None, f"{page} shows `{command}`: say in ELSEWHERE what runs it, or in test_small.py how to"
+    assert place is not None, f"{page}: no test runs `{command}`: add it to ELSEWHERE or to test_shortened_commands.py"
     file, test, name = place.partition("::")
     if test:
         functions = [node for node in ast.parse((ROOT / file).read_text()).body if isinstance(node, ast.FunctionDef)]
@@ -102,6 +102,6 @@ def test_no_command_is_shown_that_nobody_runs(page: str, command: str) -> None:
 
 
 def section(page: str, command: str) -> str:
-    """The text from the heading above a command to the one below it."""
+    """The section of a page that contains a command."""
     file = ROOT / page if page == "README.md" else ROOT / "docs" / page
     return next(part for part in re.split(r"^#", file.read_text(), flags=re.MULTILINE) if command[:40] in part)

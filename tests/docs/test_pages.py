@@ -1,4 +1,4 @@
-"""Pages that are made from objects, or show code, say what these say."""
+"""Generated pages and quoted code agree with the package."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONFIGS = sorted((ROOT / "configs").glob("*_overlap.yaml"))
 ON_GPUS = [file for file in CONFIGS if load_launch_config(file).launch.device == "cuda"]
 
 
-def test_the_schedules_on_the_page_are_those_that_run() -> None:
+def test_the_page_quotes_the_present_schedules() -> None:
     page = (ROOT / "docs" / "how_it_works.md").read_text()
     assert f"{all_gather_plan(4, 1).describe()}\n\n{reduce_scatter_plan(4, 1).describe()}\n```" in page
 
@@ -37,8 +37,8 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 @pytest.mark.parametrize("file", ON_GPUS, ids=lambda file: file.stem)
-def test_a_config_states_what_the_simulator_expects(file: Path) -> None:
-    """Within two points of MFU, so that a better cost model does not need every file written at once."""
+def test_a_config_states_the_simulated_mfu(file: Path) -> None:
+    """The stated MFU is within two points, so that a change of the cost model need not update every file."""
     sentence = runpy.run_path(str(ROOT / "scripts" / "expected_mfu.py"))["sentence"](load_launch_config(file))
     stated = re.search(r"^# Expected, modelled: (.*)\.$", file.read_text(), flags=re.MULTILINE)
     assert stated is not None

@@ -1,4 +1,4 @@
-"""The examples of docs/recipes.md: what they use is there, and the one that can run without a GPU trains."""
+"""The examples of docs/recipes.md: the names that they use exist, and the example without a GPU trains."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RELEASES = ("nemo_run==0.11.1", "megatron-bridge==0.6.2")
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=range(len(EXAMPLES)))
-def test_what_they_use_of_this_package_is_there(example: str) -> None:
+def test_examples_use_existing_names(example: str) -> None:
     for node in ast.walk(ast.parse(example)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "megatron_overlap":
             assert hasattr(megatron_overlap, node.attr)
@@ -34,23 +34,23 @@ def test_what_they_use_of_this_package_is_there(example: str) -> None:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Both packages' files, not installed."""
+    """The files of both packages, without installation."""
     folder = tmp_path_factory.mktemp("sources")
-    kept = ROOT / ".cache" / "recipes"
-    if len(list(kept.glob("*.whl"))) < len(RELEASES):
+    cache = ROOT / ".cache" / "recipes"
+    if len(list(cache.glob("*.whl"))) < len(RELEASES):
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-        command += ["--disable-pip-version-check", "--dest", str(kept), *RELEASES]
+        command += ["--disable-pip-version-check", "--dest", str(cache), *RELEASES]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         if done.returncode != 0:
             pytest.skip(f"NeMo-Run and Megatron Bridge cannot be downloaded: {done.stderr.strip().splitlines()[-1:]}")
-    for wheel in kept.glob("*.whl"):
+    for wheel in cache.glob("*.whl"):
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(folder)
     return folder
 
 
 def names_in(path: Path) -> set[str]:
-    """What a module defines or imports."""
+    """Names that a module defines or imports."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     for node in ast.walk(tree):
@@ -60,7 +60,7 @@ def names_in(path: Path) -> set[str]:
 
 
 def fields(folder: Path, name: str) -> set[str]:
-    """Fields of the class `name`, or parameters of the function, wherever the package defines it."""
+    """Fields of the class, or parameters of the function, with this name in the package."""
     found = set()
     for path in folder.rglob("*.py"):
         text = path.read_text(encoding="utf-8")

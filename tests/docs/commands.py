@@ -1,4 +1,4 @@
-"""Commands that the README and the pages show."""
+"""The commands in the README and in the pages of the documentation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.helpers.releases import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROGRAMS = ("megatron-overlap ", "python ", "bash ", "torchrun ", "pip ", "sbatch ", "mkdocs ")
-# What a reader puts in, or the name of a subcommand alone: such a command is a synopsis.
+# A placeholder, or a subcommand without arguments: the command is a synopsis.
 PLACEHOLDER = re.compile(
     r"^megatron-overlap (?!doctor|schema|patches)\w+$"
     r"|\b(?:CONFIG|FILE|RUN_DIR|PROFILE|HOST|PORT|PATH|NAME|SHARED_FOLDER|WHEEL_OR_FOLDER|[AB]\.(?:yaml|log)|NEW)\b"
@@ -17,7 +17,7 @@ PLACEHOLDER = re.compile(
 
 
 def commands() -> list[tuple[str, str]]:
-    """Page and command, each once, of code blocks and of inline code; comments and output redirections left out."""
+    """(page, command) pairs of code blocks and inline code, each once, without comments and redirections."""
     found: dict[tuple[str, str], None] = {}
     for page in PAGES:
         text = page.read_text(encoding="utf-8").replace("\\\n", " ")

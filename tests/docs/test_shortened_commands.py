@@ -1,0 +1,172 @@
+"""Documented commands that take minutes, each with additional options that shorten it.
+
+They run in a copy of the tree, because some write into it. Later options and keys override earlier ones, so that the
+parser reads all words of the page. The daily run has one command of each kind; the others are marked `long`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron_overlap.tools.launch import netlab
+from tests.docs.commands import COMMANDS, PLACEHOLDER
+from tests.helpers.releases import ROOT
+
+HAS_NETLAB, REASON = netlab.available()
+ONE = "--ratios 1 --rounds 1 --warmup 0"
+LINEAR = "--rows 64 --in-features 64 --out-features 64 --rounds 1 --warmup 0"
+TINY = "model.num_layers=1 train.seq_length=128 train.iterations=3"
+
+
+@dataclass(frozen=True)
+class Short:
+    """How a documented command is shortened.
+
+    Attributes:
+        start: beginning of the command; the longest match applies.
+        more: options to append.
+        hosts: whether the command makes network namespaces, which not every machine allows.
+        codes: accepted exit codes: some scripts exit with 1 if a measured figure misses its target.
+        long: whether only the weekly run has the command, because it is long or repeats another one.
+    """
+
+    start: str
+    more: str = ""
+    hosts: bool = False
+    codes: tuple[int, ...] = (0,)
+    long: bool = False
+
+
+SHORTENED = (
+    Short("megatron-overlap compare configs/", f"--rounds 1 {TINY}", hosts=True, long=True),
+    Short("megatron-overlap compare configs/llama_tp2_netlab.yaml launch", f"--rounds 1 {TINY}", hosts=True, long=True),
+    Short("megatron-overlap compare --logs"),
+    Short("megatron-overlap doctor", "--deadline 60"),
+    Short("megatron-overlap doctor --calibrate", "--deadline 60", long=True),
+    Short("megatron-overlap launch configs/llama_cp2_varlen", "train.iterations=3", long=True),
+    Short("megatron-overlap launch my.yaml", TINY),
+    Short("megatron-overlap launch llama3_70b_tp4_pp8_overlap --rehearse", long=True),
+    Short("megatron-overlap launch llama3_8b_tp8_overlap --rehearse"),
+    Short("python scripts/bench/linear.py", f"{LINEAR} --ratios 1", hosts=True),
+    Short("python scripts/bench/linear.py --hosts 2 --rows", f"{LINEAR} --ratios 1", hosts=True, long=True),
+    Short("python scripts/bench/linear.py --hosts 2 --ops", f"{LINEAR} --gbps 1", hosts=True, long=True),
+    Short("python scripts/bench/plot.py"),
+    Short(
+        "python scripts/bench/choice.py", "--rows 8 --links 1,64,64 --seconds 0.2", hosts=True, codes=(0, 1), long=True
+    ),
+    Short("python scripts/bench/data_parallel.py", f"{ONE} --layers 2 --hidden 64 --tokens 64", hosts=True, long=True),
+    Short("python scripts/bench/ulysses.py", f"{ONE} --sequence 64 --hidden 64 --heads 4 --kv-heads 4", hosts=True),
+    Short(
+        "python scripts/bench/attention.py",
+        f"{ONE} --positions 64 --heads 2 --kv-heads 2 --features 32",
+        hosts=True,
+        long=True,
+    ),
+    Short("python scripts/bench/paper.py", "--shapes 1 --rounds 1 --no-attention", hosts=True, long=True),
+    Short(
+        "python scripts/bench/varlen.py",
+        "--tokens 128 --batches long --scopes attention --direction forward --rounds 1 --warmup 0 --seeds 0",
+        hosts=True,
+        long=True,
+    ),
+    Short("python scripts/bench/partition.py", "--seeds 1 --tokens 65536 --nodes 2"),
+    Short("python scripts/simulate_varlen.py", "--ranks 16 --profiles h800 --distributions prolong --seeds 1"),
+    Short("python scripts/simulate_papers.py"),
+    Short("python scripts/validate_simulator.py", "--shapes 1", hosts=True, long=True),
+    Short("python scripts/prepare_data.py", "--max-documents 8 --vocab-size 300 --force"),
+    Short("python scripts/prepare_data.py --output", "--max-documents 8 --vocab-size 300 --force", long=True),
+    Short("python scripts/equality.py", "--iterations 4 --models gpt --layouts TP2 --no-resume", long=True),
+    Short("python scripts/faults.py", "--cases 2", long=True),
+    Short("python scripts/fuzz.py --configs 10000", "--configs 20"),
+    Short("python scripts/fuzz.py --configs 0", "--calls 4"),
+    Short("python scripts/soak.py", "--steps 100", codes=(0, 1)),
+    Short("python scripts/long_run.py", "--iterations 40 --kills 1", long=True),
+    Short("python scripts/megatron_tests.py", "--ranks 2", long=True),
+    Short("python scripts/mutants.py", "--kind schedules --minutes 0.01"),
+    Short("python scripts/check_checkouts.py", "Megatron-LM", long=True),
+    Short("python scripts/expected_mfu.py", long=True),
+    Short("python scripts/fused_table.py", "--arch 80 --name ag_gemm"),
+    Short("python scripts/draw_schedule.py"),
+    Short("bash scripts/check_wheel.sh", "--shared-packages", long=True),
+    Short("bash scripts/new_user.sh", "--shared-environment", long=True),
+)
+
+
+def shortened(command: str) -> Short | None:
+    """The entry of a command in the table; None: it has none."""
+    return max(
+        (one for one in SHORTENED if command.startswith(one.start)), key=lambda one: len(one.start), default=None
+    )
+
+
+def cases() -> list[object]:
+    """Commands of the pages. Commands with equal options appear once."""
+    found = {}
+    for page, command in COMMANDS:
+        how = shortened(command)
+        if how is None or PLACEHOLDER.search(command):
+            continue
+        options = {word for word in command.split() if word.startswith("--") and word != "--json"}
+        words = tuple(word for word in command.split()[2:] if ".yaml" in word)
+        marks = [pytest.mark.long] if how.long else []
+        marks += [pytest.mark.skipif(how.hosts and not HAS_NETLAB, reason=f"no netlab: {REASON}")]
+        param = pytest.param(command, how, id=f"{page}: {command}", marks=marks)
+        found.setdefault((how.start, frozenset(options), words), param)
+    return list(found.values())
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of this repository with data, logs and a checkout of Megatron-LM."""
+    folder = tmp_path_factory.mktemp("tree")
+    for name in ("megatron_overlap", "patches", "configs", "scripts", "docs", "tests"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder / name)
+    texts = folder / "my_texts"
+    texts.mkdir()
+    for number, file in enumerate(sorted((ROOT / "docs").glob("*.md"))[:8]):
+        (texts / f"{number}.txt").write_text(file.read_text())
+    (folder / "my.yaml").write_text("base: configs/gpt_tp2_overlap.yaml\n")
+    shutil.copy(ROOT / "docs" / "results" / "linear_2_hosts.json", folder / "linear.json")
+    logs = sorted((ROOT / "tests" / "tools" / "compare" / "logs").glob("*.log"))
+    for name, log in (("base", logs[0]), ("overlap", logs[1]), ("userbuffers", logs[0])):
+        shutil.copy(log, folder / f"{name}.log")
+    unit_tests = folder / "Megatron-LM" / "tests" / "unit_tests"
+    (unit_tests / "tensor_parallel").mkdir(parents=True)
+    for package in (unit_tests.parent, unit_tests, unit_tests / "tensor_parallel"):
+        (package / "__init__.py").touch()
+    (unit_tests / "tensor_parallel" / "test_layers.py").write_text("def test_something(): pass\n")
+    shutil.copy(ROOT / "scripts" / "pretrain_gpt.py", folder / "Megatron-LM" / "pretrain_gpt.py")
+    for command in ("init", "add --all", "-c user.name=a -c user.email=a@b commit --message all"):
+        subprocess.run(["git", *command.split()], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    run(folder, "python scripts/prepare_data.py --output data/stdlib --max-documents 40 --vocab-size 1000", (0,))
+    return folder
+
+
+def run(folder: Path, command: str, codes: tuple[int, ...]) -> None:
+    """Run a command in a tree and check that the files of its options exist afterwards."""
+    words = [word.replace("~", str(folder)) for word in shlex.split(command)]
+    programs = {"python": [sys.executable], "megatron-overlap": [sys.executable, "-m", "megatron_overlap.cli"]}
+    words[:1] = programs.get(words[0], words[:1])
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
+    done = subprocess.run(words, cwd=folder, env=environment, text=True, capture_output=True, check=False)
+    assert done.returncode in codes, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "Traceback" not in done.stderr, done.stderr[-4000:]
+    for file in re.findall(r"--(?:json|png|output) (\S+\.\w+)", command):
+        assert (folder / file).stat().st_size > 100, file
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("command", "how"), cases())
+def test_a_documented_command_runs(command: str, how: Short, tree: Path) -> None:
+    run(tree, f"{command} {how.more}", how.codes)
