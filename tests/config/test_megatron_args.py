@@ -161,7 +161,7 @@ def test_a_tokenizer_of_ones_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flag", sorted({*VALUES, *SWITCHES, *DERIVED, *CPU_VALUES} - {TE_OVERLAP}))
 def test_a_flag_of_a_key_is_refused(tmp_path: Path, flag: str) -> None:
-    with pytest.raises(ConfigError, match=f"megatron_args.0: {flag}=3: .*says this already"):
+    with pytest.raises(ConfigError, match=f"megatron_args.0: {flag}=3: .*sets this flag"):
         load_launch_config(write(tmp_path), [f"megatron_args=['{flag}=3']"])
 
 

@@ -149,7 +149,7 @@ IMPOSSIBLE = [
     override("interval alone", "train.save_interval", "5", "needs train.save"),
     override("path of mock data", "data.path", "corpus", "reads no file"),
     override("no path", "data.path", "null", "needs the prefix", "data.kind=indexed"),
-    override("flag of a key", "megatron_args.0", "--lr", "train.lr, now 0.0003, says this already",
+    override("flag of a key", "megatron_args.0", "--lr", "train.lr, now 0.0003, sets this flag",
              "megatron_args=[--lr, '0.1']"),
     override("flag with a value", "megatron_args.1", "--seq-length=64", "train.seq_length, now 128",
              "megatron_args=[--foo, --seq-length=64]"),
@@ -170,7 +170,7 @@ WRONG_OVERRIDES = [
     override("empty part", "train..lr", "train..lr=1", "name the key with dots", "train..lr=1"),
     override("no YAML", "train.lr", "[1", "is not valid YAML value"),
     override("below a number", "train.lr", "{'x': 1}", "use a number > 0", "train.lr.x=1"),
-    override("base", "base", "other.yaml", "only files name a base"),
+    override("base", "base", "other.yaml", "overrides cannot set base"),
 ]
 
 COMPOSED = [*UNREADABLE, *WRONG_KEYS, *WRONG_VALUES, *IMPOSSIBLE, *NOT_THERE, *WRONG_OVERRIDES]
