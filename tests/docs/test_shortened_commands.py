@@ -61,7 +61,11 @@ SHORTENED = (
     Short("python scripts/bench/linear.py --hosts 2 --ops", f"{LINEAR} --gbps 1", hosts=True, long=True),
     Short("python scripts/bench/plot.py"),
     Short(
-        "python scripts/bench/choice.py", "--rows 8 --links 1,64,64 --seconds 0.2", hosts=True, codes=(0, 1), long=True
+        "python scripts/bench/autotune.py",
+        "--rows 8 --links 1,64,64 --seconds 0.2",
+        hosts=True,
+        codes=(0, 1),
+        long=True,
     ),
     Short("python scripts/bench/data_parallel.py", f"{ONE} --layers 2 --hidden 64 --tokens 64", hosts=True, long=True),
     Short("python scripts/bench/ulysses.py", f"{ONE} --sequence 64 --hidden 64 --heads 4 --kv-heads 4", hosts=True),
