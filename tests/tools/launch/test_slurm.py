@@ -206,7 +206,7 @@ def test_two_configs_become_an_array(tmp_path: Path, capsys: pytest.CaptureFixtu
         ),
         (
             ["--emit-slurm", "launch.slurm.directives=[exclusive]"],
-            "{config} (override): launch.slurm.directives.0: exclusive: write one option of sbatch, such as --exclusive",
+            "{config} (override): launch.slurm.directives.0: exclusive: write one option of sbatch",
         ),
         (
             ["--emit-slurm", "launch.slurm.time=1 hour"],
