@@ -1,6 +1,9 @@
-"""``python -m megatron_overlap SCRIPT ARGS... [--overlap-config FILE] [--overlap-run-dir DIR [--overlap-trace]]``.
+"""Runs an unmodified Megatron training script with the plugin on.
 
-Runs an unmodified Megatron training script with the plugin; see `adapters/training/bootstrap.py`.
+    python -m megatron_overlap SCRIPT ARGS... [--overlap-config FILE] [--overlap-run-dir DIR [--overlap-trace]]
+
+The script gets the command line that it gets without the plugin, and the flags of the plugin, which Megatron's parser
+knows.
 """
 
 import multiprocessing

@@ -1,3 +1,3 @@
 """The version of this package, in one place and importable without torch."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -1,1 +1,1 @@
-"""The only code that imports megatron: each file here adapts one part of it."""
+"""Replacements of methods of Megatron and TransformerEngine. The only code that imports them."""

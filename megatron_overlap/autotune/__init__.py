@@ -1,1 +1,1 @@
-"""Autotuning of linear layers by measurement, and the cost model that `simulate` shares. See `docs/choice.md`."""
+"""Autotuning of linear layers by measurement, and the cost model that it shares with the simulator."""

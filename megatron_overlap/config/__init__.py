@@ -1,4 +1,4 @@
-"""Configs of launches and of the overlap: schema, loading, presets, Megatron's arguments. Needs no torch."""
+"""Configuration of launches and of the overlap: schema, files, presets, arguments of Megatron. No torch."""
 
 from megatron_overlap.config.errors import ConfigError
 from megatron_overlap.config.launch import (

@@ -1,0 +1,1 @@
+"""Consistency check of the ranks, heartbeat, and flight recorder of recent operations."""

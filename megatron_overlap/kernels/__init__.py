@@ -1,1 +1,1 @@
-"""Fused GEMM kernels in Triton whose tiles wait for, or write to, peers' memory. They never choose peers."""
+"""Triton kernels of the fused operations: tiles wait for flags, or store into the memory of peers."""

@@ -1,4 +1,4 @@
-"""Layers and data parallel buckets whose communication is hidden: schedule x transport x what consumes it."""
+"""Overlapped operations: linear layers, attention and data-parallel buckets. Schedules and transports meet here."""
 
 from megatron_overlap.ops.data_parallel import Gathering, GradientReduce, Reduction
 from megatron_overlap.ops.tensor_parallel.attention_projection import attention_linear_reduce_scatter

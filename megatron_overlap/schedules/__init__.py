@@ -1,4 +1,4 @@
-"""Who sends which chunk when, and what is computed meanwhile. Pure: no torch, no megatron."""
+"""Plans as data: which rank sends which chunk when, and what it computes meanwhile. No torch, no Megatron."""
 
 from megatron_overlap.schedules.all_reduce import all_reduce_plan
 from megatron_overlap.schedules.all_to_all import AllToAllPlan, ulysses_plan

@@ -1,0 +1,1 @@
+"""What people run around a training: launch, compare, doctor, trace, plan and simulate."""

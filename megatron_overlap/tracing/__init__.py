@@ -1,0 +1,1 @@
+"""Events of messages and waits of each rank, and the exposed time that they add up to."""

@@ -6,7 +6,7 @@ import re
 
 from tests.helpers.releases import ROOT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PROGRAMS = ("megatron-overlap ", "python ", "bash ", "torchrun ", "pip ", "sbatch ", "mkdocs ")
 # A placeholder, or a subcommand without arguments: the command is a synopsis.
 PLACEHOLDER = re.compile(

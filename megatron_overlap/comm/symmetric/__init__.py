@@ -1,0 +1,1 @@
+"""Symmetric memory: buffers that every rank of a group addresses, copies, flags and acknowledgements."""
