@@ -176,9 +176,9 @@ class _QuerySplit(torch.autograd.Function):
         wgrad = WeightGradient(w, call.target) if need_w else None
         inputs = _InputGradients(AttentionRows(q, k, v, call.causal, call.scale), buffer_pool) if need_x else None
         op = "attention_linear_reduce_scatter dgrad"
-        gather = PipelinedAllGather(transport, schedule, dy_shard, layout, full, op, whole=True)
+        gather = PipelinedAllGather(transport, schedule, (dy_shard,), layout, (full,), op, whole=True)
         spans = Spans()
-        for (start, stop), dy in gather:
+        for (start, stop), (dy,) in gather:
             if inputs is not None:
                 dcontext = buffer_pool.take("dcontext", (stop - start, batch, w.shape[1]), q)
                 torch.mm(dy.reshape(-1, features), w, out=dcontext.view(-1, w.shape[1]))

@@ -153,7 +153,7 @@ class _AllGatherLinear(torch.autograd.Function):
         ctx.save_for_backward((gather.full if save_gathered else x) if call.save_input else None, w)
         ctx.call, ctx.gathered, ctx.saved_input = call, save_gathered, None
         if call.save_input and call.on_save is not None:
-            ctx.saved_input = SavedInput(call.on_save(x, gather.full.nbytes))
+            ctx.saved_input = SavedInput(call.on_save(x, call.num_rows * x.shape[1] * x.element_size()))
         if call.observer is not None:
             call.observer("forward", gather.num_bytes)
         return y

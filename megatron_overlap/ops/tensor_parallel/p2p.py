@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron_overlap.comm import Transport
 from megatron_overlap.ops.call import InputVersion, gemm_into, transport_for
+from megatron_overlap.ops.tensor_parallel.gemm import PLAIN, Gemm
 from megatron_overlap.ops.tensor_parallel.method import LinearMethod
 from megatron_overlap.ops.tensor_parallel.pipelined import (
     PipelinedAllGather,
@@ -40,19 +41,23 @@ class P2PMethod(LinearMethod):
     Args:
         transport: of the group.
         plan: how messages are cut and ordered; the same on every rank.
+        gemm: the number format of gathered rows; the same on every rank. A plan with `save_gathered` and the reuse of a
+            gather by consecutive layers have an effect with the plain format only.
     """
 
     wgrad_pieces = MAX_PIECES
 
-    def __init__(self, transport: Transport, plan: LinearPlan) -> None:
-        self.transport, self.plan = transport, plan
+    def __init__(self, transport: Transport, plan: LinearPlan, gemm: Gemm = PLAIN) -> None:
+        self.transport, self.plan, self.gemm = transport, plan, gemm
         self.rank, self.size, self.buffer_pool = transport.rank, transport.size, transport.buffer_pool
-        self.save_gathered = plan.save_gathered
+        self.save_gathered = plan.save_gathered and gemm is PLAIN
 
     def gather(
         self, shard: torch.Tensor, num_rows: int, op: str, *, version: InputVersion | None = None, save: bool = False
     ) -> P2PGather | _ReusedGather:
         """See `LinearMethod.gather`."""
+        if self.gemm is not PLAIN:
+            version = None
         full = None if save or version is None else self._reusable(shard, num_rows, version)
         return P2PGather(self, shard, num_rows, op, version, save) if full is None else _ReusedGather(full)
 
@@ -126,27 +131,39 @@ class P2PGather:
     def __init__(
         self, method: P2PMethod, shard: torch.Tensor, num_rows: int, op: str, version: InputVersion | None, save: bool
     ) -> None:
-        transport, shape = method.transport, (num_rows, shard.shape[1])
-        row_bytes = shape[1] * shard.itemsize
+        transport, self._gemm = method.transport, method.gemm
+        payload = self._gemm.encode(shard)
+        self._num_rows, self._like = num_rows, shard
+        row_bytes = sum(tensor.shape[1:].numel() * tensor.itemsize for tensor in payload)
         schedule, layout = method.plan.schedule("all_gather", transport, num_rows, row_bytes, shard.device)
-        self.full = shard.new_empty(shape) if save else transport.buffer_pool.take("gather", shape, shard)
-        self.num_bytes = (transport.size - 1) * shard.nbytes
+        self._full = tuple(
+            tensor.new_empty((num_rows, *tensor.shape[1:]))
+            if save
+            else transport.buffer_pool.take(f"gather{number or ''}", (num_rows, *tensor.shape[1:]), tensor)
+            for number, tensor in enumerate(payload)
+        )
+        self.num_bytes = (transport.size - 1) * sum(tensor.nbytes for tensor in payload)
         self._buffer_pool, self._version = transport.buffer_pool, None if save else version
-        self._gather = PipelinedAllGather(transport, schedule, shard, layout, self.full, op, whole=save)
+        self._gather = PipelinedAllGather(transport, schedule, payload, layout, self._full, op, whole=save)
         self._product: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor] | None = None
-        self._wgrad: tuple[WeightGradient, torch.Tensor, torch.Tensor] | None = None
+        self._wgrad: tuple[WeightGradient, torch.Tensor | None, torch.Tensor | None] | None = None
         self._spans = Spans()
+
+    @property
+    def full(self) -> torch.Tensor:
+        """See `Gather.full`; in the plain format."""
+        return self._full[0]
 
     def matmul(self, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """See `Gather.matmul`."""
-        out = self.full.new_empty(self.full.shape[0], b.shape[1])
+        out = self._like.new_empty(self._num_rows, b.shape[1])
         self._product = b, bias, out
         return out
 
     def wgrad(self, wgrad: WeightGradient, *, dy: torch.Tensor | None = None, x: torch.Tensor | None = None) -> None:
         """See `Gather.wgrad`."""
         self._gather.copy_own_rows()
-        self._wgrad = wgrad, self.full if dy is None else dy, self.full if x is None else x
+        self._wgrad = wgrad, dy, x
 
     def advance(self) -> bool:
         """See `Gather.advance`."""
@@ -162,15 +179,20 @@ class P2PGather:
             self._compute_next()
         self._gather.finish()
         if self._version is not None:
-            self._buffer_pool.remember("gather", self.full, self._version)
+            self._buffer_pool.remember("gather", self._full[0], self._version)
 
     def _compute_next(self) -> None:
         (start, stop), rows = self._gather.next_rows()
         if self._product is not None and start < stop:
             b, bias, out = self._product
-            gemm_into(rows, b, out[start:stop], bias)
+            self._gemm.matmul(rows, b, out[start:stop], bias)
         if self._wgrad is not None:
             self._spans.add((start, stop))
             # The product uses rows as they arrive; the weight gradient fills the time without new rows.
             if not self._gather.ready:
-                self._spans.add_to(*self._wgrad)
+                self._add_wgrad(*self._wgrad)
+
+    def _add_wgrad(self, wgrad: WeightGradient, dy: torch.Tensor | None, x: torch.Tensor | None) -> None:
+        for start, stop in self._spans.joined():
+            rows = tuple(full[start:stop] for full in self._full)
+            self._gemm.wgrad(wgrad, rows if dy is None else dy[start:stop], rows if x is None else x[start:stop])

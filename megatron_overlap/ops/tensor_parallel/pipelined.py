@@ -8,6 +8,7 @@ import torch
 
 from megatron_overlap.comm import Transport
 from megatron_overlap.comm.transport import Transfer
+from megatron_overlap.ops.tensor_parallel.gemm import Payload
 from megatron_overlap.ops.wgrad import Piece, add_wide, like_fp32
 from megatron_overlap.schedules import Chunk, ChunkLayout, PartLayout, Plan
 
@@ -24,9 +25,11 @@ class PipelinedAllGather:
     Args:
         transport: carries the shards.
         plan: an all-gather plan.
-        shard: own rows `[shard rows, K]`, contiguous, unchanged until `finish`.
+        shard: own rows: one or more contiguous tensors `[shard rows, ...]`, unchanged until `finish`. Each tensor has
+            its own messages, and tensors of fewer bytes are sent first.
         layout: rows of every chunk.
-        into: the gathered rows `[num_rows, K]`; own rows are copied into it only with `whole`.
+        into: the gathered rows, one tensor `[num_rows, ...]` for each of `shard`; own rows are copied into it only with
+            `whole`.
         op: name in error messages.
         whole: the consumer reads the own and the received rows as one tensor.
     """
@@ -35,9 +38,9 @@ class PipelinedAllGather:
         self,
         transport: Transport,
         plan: Plan,
-        shard: torch.Tensor,
+        shard: Payload,
         layout: ChunkLayout,
-        into: torch.Tensor,
+        into: Payload,
         op: str,
         *,
         whole: bool = False,
@@ -45,29 +48,37 @@ class PipelinedAllGather:
         self._plan, self._layout = plan, layout
         self._rank = plan.rank
         self.full = into
-        own_start, own_stop = layout.shard(plan.rank)
-        transfers = []
-        for message in plan.messages:
-            start, stop = layout.rows(message.send)
-            own = message.send.owner == plan.rank
-            sent = shard[start - own_start : stop - own_start] if own else into[start:stop]
-            start, stop = layout.rows(message.recv)
-            transfers.append(Transfer(message, sent, into[start:stop]))
-        self._p2p_work = transport.begin(transfers, op)
+        self._p2p_works = [
+            transport.begin(self._transfers(own, full), op)
+            for own, full in sorted(zip(shard, into, strict=True), key=lambda tensors: tensors[0].nbytes)
+        ]
         self._shard, self._has_own_rows = shard, False
         if whole or plan.pattern == "serial":
             self.copy_own_rows()
         self._pending = list(range(len(plan.work)))
 
+    def _transfers(self, shard: torch.Tensor, into: torch.Tensor) -> list[Transfer]:
+        layout, rank = self._layout, self._rank
+        own_start = layout.shard(rank)[0]
+        transfers = []
+        for message in self._plan.messages:
+            start, stop = layout.rows(message.send)
+            own = message.send.owner == rank
+            sent = shard[start - own_start : stop - own_start] if own else into[start:stop]
+            start, stop = layout.rows(message.recv)
+            transfers.append(Transfer(message, sent, into[start:stop]))
+        return transfers
+
     def copy_own_rows(self) -> None:
         """Copies the own rows into `full`, once."""
         if not self._has_own_rows:
             own_start, own_stop = self._layout.shard(self._rank)
-            self.full[own_start:own_stop].copy_(self._shard)
+            for own, full in zip(self._shard, self.full, strict=True):
+                full[own_start:own_stop].copy_(own)
             self._has_own_rows = True
 
     def _has_arrived(self, index: int) -> bool:
-        return all(self._p2p_work.is_completed(k) for k in self._plan.work[index].needs)
+        return all(work.is_completed(k) for k in self._plan.work[index].needs for work in self._p2p_works)
 
     @property
     def ready(self) -> bool:
@@ -79,13 +90,14 @@ class PipelinedAllGather:
         """Whether `next_rows` has returned all rows."""
         return not self._pending
 
-    def next_rows(self) -> tuple[Rows, torch.Tensor]:
+    def next_rows(self) -> tuple[Rows, Payload]:
         """Waits for rows; returns their range and data, joined with arrived rows next to them of the same owner."""
         work = self._plan.work
         position = next((place for place, index in enumerate(self._pending) if self._has_arrived(index)), 0)
         first = last = self._pending.pop(position)
         for k in work[first].needs:
-            self._p2p_work.wait(k)
+            for p2p_work in self._p2p_works:
+                p2p_work.wait(k)
         owner = work[first].chunks[0].owner
         while position < len(self._pending) and self._pending[position] == last + 1 and self._has_arrived(last + 1):
             if work[last + 1].chunks[0].owner != owner:
@@ -95,9 +107,9 @@ class PipelinedAllGather:
         stop = self._layout.rows(work[last].chunks[-1])[1]
         if not self._has_own_rows and owner == self._rank:
             return (start, stop), self._shard
-        return (start, stop), self.full[start:stop]
+        return (start, stop), tuple(full[start:stop] for full in self.full)
 
-    def __iter__(self) -> Iterator[tuple[Rows, torch.Tensor]]:
+    def __iter__(self) -> Iterator[tuple[Rows, Payload]]:
         while not self.done:
             rows, data = self.next_rows()
             if rows[0] < rows[1]:
@@ -105,7 +117,8 @@ class PipelinedAllGather:
 
     def finish(self) -> None:
         """Waits until the own rows are sent too."""
-        self._p2p_work.wait_all()
+        for work in self._p2p_works:
+            work.wait_all()
 
 
 class PipelinedReduceScatter:

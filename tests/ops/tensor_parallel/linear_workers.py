@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm import close_transport, transport_of
+from megatron_overlap.comm import BufferPool, close_transport, transport_of
 from megatron_overlap.comm.gloo import GlooTransport
 from megatron_overlap.ops import LinearPlan, all_gather_linear, linear_reduce_scatter, reference
 from megatron_overlap.ops.tensor_parallel.fused.linear import FusedMethod
 from megatron_overlap.ops.tensor_parallel.fused.plan import FusedPlan
+from megatron_overlap.ops.tensor_parallel.gemm import Payload
+from megatron_overlap.ops.tensor_parallel.p2p import P2PMethod
 from megatron_overlap.ops.tensor_parallel.pipelined import PipelinedAllGather, PipelinedReduceScatter
+from megatron_overlap.ops.wgrad import WeightGradient
 from megatron_overlap.schedules import ChunkLayout, all_gather_plan, reduce_scatter_plan
 from tests.helpers.fused import fused_transport
 from tests.helpers.late import LateTransport
 from tests.helpers.numerics import assert_close_to_exact
+
+
+@dataclass(frozen=True)
+class LinearCase:
+    """Shape and dtype of one linear layer: `[rows, in_features]` to `[rows, out_features]`, over all ranks."""
+
+    rows: int
+    in_features: int
+    out_features: int
+    dtype: torch.dtype = torch.float32
 
 
 def _data(group: dist.ProcessGroup, op: str, rows: int, k: int, f: int, dtype: torch.dtype, seed: int) -> Any:
@@ -265,12 +279,14 @@ def rows_in_order_of_arrival(group: dist.ProcessGroup) -> list[int]:
     layout = ChunkLayout(6, 3, 2)
     if transport.rank == 1:
         dist.barrier(group)
-    arrivals = PipelinedAllGather(transport, plan, torch.ones(2, 4), layout, torch.zeros(6, 4), "all_gather_linear")
+    arrivals = PipelinedAllGather(
+        transport, plan, (torch.ones(2, 4),), layout, (torch.zeros(6, 4),), "all_gather_linear"
+    )
     owners = []
     if transport.rank == 2:
         # Rank 0's rows land meanwhile; how long it may take is no part of the contract.
         for message in (2, 3):
-            arrivals._p2p_work.wait(message)
+            arrivals._p2p_works[0].wait(message)
         for _ in range(2):
             owners.append(arrivals.next_rows()[0][0] // 2)
     if transport.rank != 1:
@@ -327,3 +343,51 @@ def sums_do_not_depend_on_arrival(group: dist.ProcessGroup) -> bool:
         sums.append(linear_reduce_scatter(terms[rank].repeat(24, 1), torch.ones(1, 1), group=transport, plan=plan))
         transport.close()
     return torch.equal(*results) and all(bool((each == wanted).all()) for each in sums)
+
+
+class Int8Gemm:
+    """int8 data and one fp32 scale per row, a power of two. Exact for rows of `scale * [-127..127]`."""
+
+    def encode(self, rows: torch.Tensor) -> Payload:
+        largest = rows.abs().amax(dim=1, keepdim=True).clamp_min(1.0)
+        scale = torch.exp2(torch.ceil(torch.log2(largest / 127)))
+        return (rows / scale).round().to(torch.int8), scale
+
+    def matmul(self, rows: Payload, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        out.copy_(_decode(rows) @ b if bias is None else _decode(rows) @ b + bias)
+
+    def wgrad(self, wgrad: WeightGradient, dy: torch.Tensor | Payload, x: torch.Tensor | Payload) -> None:
+        dy, x = (_decode(operand) if isinstance(operand, tuple) else operand for operand in (dy, x))
+        wgrad.add(dy, x)
+
+
+def _decode(payload: Payload) -> torch.Tensor:
+    data, scale = payload
+    return data.float() * scale
+
+
+def another_number_format(group: dist.ProcessGroup, op: str, case: LinearCase, pattern: str) -> list[tuple[str, int]]:
+    """Gathered rows travel as int8 data and scales. All numbers are exact, so every result equals the reference."""
+    generator = torch.Generator().manual_seed(dist.get_rank(group))
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    own = ChunkLayout(case.rows, size).shard_rows(rank)
+    rows_in, rows_out = (own, case.rows) if op == "all_gather_linear" else (case.rows, own)
+    integers = lambda *shape: torch.randint(-8, 9, shape, generator=generator).float()  # noqa: E731
+    x, w = integers(rows_in, case.in_features), integers(case.out_features, case.in_features)
+    bias, dy = torch.ones(case.out_features), integers(rows_out, case.out_features)
+    # Rows of different scales.
+    x *= torch.exp2(torch.arange(rows_in) % 5).unsqueeze(1)
+    dy *= torch.exp2(torch.arange(rows_out) % 3).unsqueeze(1)
+    expected = _reference(op, x, w, bias, dy, group, case.rows)
+    leaves = [tensor.requires_grad_() for tensor in (x, w, bias)]
+    transport = GlooTransport(group, buffer_pool=BufferPool(poison=True))
+    method = P2PMethod(transport, LinearPlan(pattern=pattern, chunks_per_rank=3), Int8Gemm())  # type: ignore[arg-type]
+    sent: list[tuple[str, int]] = []
+    options: Any = {"num_rows": case.rows} if op == "all_gather_linear" else {}
+    function: Any = all_gather_linear if op == "all_gather_linear" else linear_reduce_scatter
+    y = function(*leaves, group=method, observer=lambda *counted: sent.append(counted), **options)
+    y.backward(dy)
+    for got, exact in zip([y.detach(), *(leaf.grad for leaf in leaves)], expected, strict=True):
+        assert torch.equal(got, exact)
+    transport.close()
+    return sent

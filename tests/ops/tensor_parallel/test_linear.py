@@ -8,6 +8,7 @@ import torch
 from megatron_overlap.ops import LinearPlan
 from tests.helpers.world import World, assert_same
 from tests.ops.tensor_parallel import linear_workers
+from tests.ops.tensor_parallel.linear_workers import LinearCase
 
 OPS = ["all_gather_linear", "linear_reduce_scatter"]
 
@@ -116,3 +117,17 @@ def test_a_ring_computes_on_while_it_waits(world: World) -> None:
 
 def test_sums_do_not_depend_on_what_arrives_first(world: World) -> None:
     assert world.run(4, linear_workers.sums_do_not_depend_on_arrival) == [True] * 4
+
+
+@pytest.mark.parametrize("pattern", ["direct", "ring", "serial"])
+@pytest.mark.parametrize("op", OPS)
+def test_rows_travel_in_another_number_format(world: World, op: str, pattern: str) -> None:
+    """int8 data and one fp32 scale per row: two tensors instead of one, in forward and in backward."""
+    case = LinearCase(rows=24, in_features=16, out_features=20)
+    gathered = case.in_features if op == "all_gather_linear" else case.out_features
+    row_bytes = gathered + 4
+    for sent in world.run(4, linear_workers.another_number_format, op, case, pattern):
+        if op == "all_gather_linear":
+            assert sent == [("forward", 18 * row_bytes), ("dgrad", 18 * gathered * 4), ("wgrad", 18 * row_bytes)]
+        else:
+            assert sent == [("forward", 18 * gathered * 4), ("dgrad", 18 * row_bytes), ("wgrad", 0)]
