@@ -25,8 +25,8 @@ class PipelinedAllGather:
     Args:
         transport: carries the shards.
         plan: an all-gather plan.
-        shard: own rows: one or more contiguous tensors `[shard rows, ...]`, unchanged until `finish`. Each tensor has
-            its own messages, and tensors of fewer bytes are sent first.
+        shard: own rows: one or more contiguous tensors `[shard rows, ...]`, unchanged until `finish`. One message carries
+            a chunk of all of them.
         layout: rows of every chunk.
         into: the gathered rows, one tensor `[num_rows, ...]` for each of `shard`; own rows are copied into it only with
             `whole`.
@@ -48,26 +48,23 @@ class PipelinedAllGather:
         self._plan, self._layout = plan, layout
         self._rank = plan.rank
         self.full = into
-        self._p2p_works = [
-            transport.begin(self._transfers(own, full), op)
-            for own, full in sorted(zip(shard, into, strict=True), key=lambda tensors: tensors[0].nbytes)
-        ]
+        own_start = layout.shard(plan.rank)[0]
+        transfers = []
+        for message in plan.messages:
+            start, stop = layout.rows(message.send)
+            own = message.send.owner == plan.rank
+            sent = tuple(
+                rows[start - own_start : stop - own_start] if own else full[start:stop]
+                for rows, full in zip(shard, into, strict=True)
+            )
+            start, stop = layout.rows(message.recv)
+            received = tuple(full[start:stop] for full in into)
+            transfers.append(Transfer(message, sent[0], received[0], sent[1:], received[1:]))
+        self._p2p_work = transport.begin(transfers, op)
         self._shard, self._has_own_rows = shard, False
         if whole or plan.pattern == "serial":
             self.copy_own_rows()
         self._pending = list(range(len(plan.work)))
-
-    def _transfers(self, shard: torch.Tensor, into: torch.Tensor) -> list[Transfer]:
-        layout, rank = self._layout, self._rank
-        own_start = layout.shard(rank)[0]
-        transfers = []
-        for message in self._plan.messages:
-            start, stop = layout.rows(message.send)
-            own = message.send.owner == rank
-            sent = shard[start - own_start : stop - own_start] if own else into[start:stop]
-            start, stop = layout.rows(message.recv)
-            transfers.append(Transfer(message, sent, into[start:stop]))
-        return transfers
 
     def copy_own_rows(self) -> None:
         """Copies the own rows into `full`, once."""
@@ -78,7 +75,7 @@ class PipelinedAllGather:
             self._has_own_rows = True
 
     def _has_arrived(self, index: int) -> bool:
-        return all(work.is_completed(k) for k in self._plan.work[index].needs for work in self._p2p_works)
+        return all(self._p2p_work.is_completed(k) for k in self._plan.work[index].needs)
 
     @property
     def ready(self) -> bool:
@@ -96,8 +93,7 @@ class PipelinedAllGather:
         position = next((place for place, index in enumerate(self._pending) if self._has_arrived(index)), 0)
         first = last = self._pending.pop(position)
         for k in work[first].needs:
-            for p2p_work in self._p2p_works:
-                p2p_work.wait(k)
+            self._p2p_work.wait(k)
         owner = work[first].chunks[0].owner
         while position < len(self._pending) and self._pending[position] == last + 1 and self._has_arrived(last + 1):
             if work[last + 1].chunks[0].owner != owner:
@@ -117,8 +113,7 @@ class PipelinedAllGather:
 
     def finish(self) -> None:
         """Waits until the own rows are sent too."""
-        for work in self._p2p_works:
-            work.wait_all()
+        self._p2p_work.wait_all()
 
 
 class PipelinedReduceScatter:

@@ -286,7 +286,7 @@ def rows_in_order_of_arrival(group: dist.ProcessGroup) -> list[int]:
     if transport.rank == 2:
         # Rank 0's rows land meanwhile; how long it may take is no part of the contract.
         for message in (2, 3):
-            arrivals._p2p_works[0].wait(message)
+            arrivals._p2p_work.wait(message)
         for _ in range(2):
             owners.append(arrivals.next_rows()[0][0] // 2)
     if transport.rank != 1:
