@@ -25,8 +25,8 @@ class PipelinedAllGather:
     Args:
         transport: carries the shards.
         plan: an all-gather plan.
-        shard: own rows: one or more contiguous tensors `[shard rows, ...]`, unchanged until `finish`. One message carries
-            a chunk of all of them.
+        shard: own rows: one or more contiguous tensors `[shard rows, ...]`, unchanged until `finish`. One message
+            carries a chunk of all of them.
         layout: rows of every chunk.
         into: the gathered rows, one tensor `[num_rows, ...]` for each of `shard`; own rows are copied into it only with
             `whole`.
