@@ -39,10 +39,10 @@ def test_without_saved_activations_the_table_is_omitted(excluded: dict[str, str]
 
 
 def test_buffers_are_reported_by_ranks_and_use() -> None:
-    sizes = {"partial": 3 * MIB, "landing": 12 * MIB}
+    sizes = {"partial": 3 * MIB, "received": 12 * MIB}
     made = replace(EMPTY, buffers=(("ranks 0, 1", sizes), ("data of ranks 0, 2", {})))
     lines = [line for line in made.render().splitlines() if "buffers" in line]
-    assert lines == ["communication buffers of ranks 0, 1: 15.0 MiB (landing 12.0, partial 3.0)"]
+    assert lines == ["communication buffers of ranks 0, 1: 15.0 MiB (received 12.0, partial 3.0)"]
     assert made.as_dict()["buffers"][0] == {"ranks": "ranks 0, 1", "bytes": sizes}
 
 

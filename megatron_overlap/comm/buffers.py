@@ -10,14 +10,14 @@ import torch
 
 
 class BufferPool:
-    """Named buffers of one transport. `take` returns the same memory for the same name, so that an operation must have
-    finished with a name before the next one takes it.
+    """Named buffers of one transport. `take` returns the same memory for the same name. An operation must finish with
+    a name before the next operation takes it.
 
     A buffer grows to the largest requested size and is never freed, like Megatron's global memory buffer.
 
     Args:
         poison: `take` fills the buffer with NaN (integers: the largest value). For tests.
-        within: makes the context in which memory is allocated, such as another memory pool.
+        within: returns the context of allocations, such as another memory pool.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class BufferPool:
         return sum(self.sizes().values())
 
     def sizes(self) -> dict[str, int]:
-        """Return the bytes of each buffer by name."""
+        """Return the bytes of each name."""
         sizes: dict[str, int] = {}
         for (name, _, _), storage in self._storage.items():
             sizes[name] = sizes.get(name, 0) + storage.nbytes

@@ -49,7 +49,7 @@ class CudaEvents:
         event.record()
         return event
 
-    def keep(self, pair: _Pair) -> None:
+    def store(self, pair: _Pair) -> None:
         """Store a pair until the trace is taken."""
         self._pairs.append(pair)
 
@@ -57,11 +57,11 @@ class CudaEvents:
         if not self._pairs:
             return
         torch.cuda.synchronize()
-        zero = self.mark()
-        zero.synchronize()
+        reference = self.mark()
+        reference.synchronize()
         now = self._trace.clock()
         for pair in self._pairs:
-            start, stop = (now - round(event.elapsed_time(zero) * 1e6) for event in (pair.start, pair.stop))
+            start, stop = (now - round(event.elapsed_time(reference) * 1e6) for event in (pair.start, pair.stop))
             if pair.transfer is None:
                 pair.p2p_work.span(pair.kind, start, stop, pair.message)
             else:
@@ -74,7 +74,7 @@ class CudaEvents:
                     )
             self._free += [pair.start, pair.stop]
         self._pairs.clear()
-        self._free.append(zero)
+        self._free.append(reference)
 
 
 class CudaWorkEvents:
@@ -90,15 +90,15 @@ class CudaWorkEvents:
 
     def waited(self, start: torch.cuda.Event, message: int) -> None:
         """Record a wait of the current stream from `start` until now."""
-        self._keep(Kind.WAIT, start, message)
+        self._store(Kind.WAIT, start, message)
 
     def moved(self, start: torch.cuda.Event, message: int, transfer: Transfer) -> None:
         """Record the send and the receive of a message between `start` and now."""
-        self._keep(Kind.RECEIVED, start, message, transfer)
+        self._store(Kind.RECEIVED, start, message, transfer)
 
     def finished(self) -> None:
         """Record the end of the operation."""
-        self._keep(Kind.OP, self._began)
+        self._store(Kind.OP, self._began)
 
-    def _keep(self, kind: Kind, start: torch.cuda.Event, message: int = 0, transfer: Transfer | None = None) -> None:
-        self._owner.keep(_Pair(self._events, kind, message, transfer, start, self._owner.mark()))
+    def _store(self, kind: Kind, start: torch.cuda.Event, message: int = 0, transfer: Transfer | None = None) -> None:
+        self._owner.store(_Pair(self._events, kind, message, transfer, start, self._owner.mark()))

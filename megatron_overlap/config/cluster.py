@@ -260,10 +260,10 @@ class ClusterProfile(Section):
         moved = [point.moved_gbps.value for point in self.contention.beside]
         heads = [point.head for point in self.device.products]
         for name, points, what in (
-            ("device.gemm.rows", rows, "their rows, each number of rows"),
-            ("device.products", heads, "columns of a head, each number"),
-            ("contention.late", computed, "what was computed, each"),
-            ("contention.beside", moved, "what is moved, each rate"),
+            ("device.gemm.rows", rows, "rows, each value"),
+            ("device.products", heads, "head size, each value"),
+            ("contention.late", computed, "computation time, each value"),
+            ("contention.beside", moved, "rate, each value"),
         ):
             if any(a >= b for a, b in itertools.pairwise(points)):
                 raise_first(iter([Problem(name, points, f"give the points in ascending order of {what} once")]))
@@ -282,7 +282,7 @@ class ClusterProfile(Section):
 
 
 def load_cluster_profile(name_or_path: str) -> ClusterProfile:
-    """Read a profile by its name in configs/clusters or from a YAML file.
+    """Read a profile from configs/clusters (by its file stem) or from a YAML file.
 
     Raises:
         ConfigError: the profile does not exist, or a key or value in it is wrong.
@@ -298,7 +298,7 @@ def load_cluster_profile(name_or_path: str) -> ClusterProfile:
 
 
 def with_hosts(profile: ClusterProfile, gbps: float, ranks_per_host: int) -> ClusterProfile:
-    """The profile with the line rate and the ranks of `launch.hosts`; unchanged if it has no line rate.
+    """Return the profile with the line rate and the ranks of `launch.hosts`; unchanged if it has no line rate.
 
     Rates are proportional to the line rate up to the bounds of the hosts.
     """
@@ -306,7 +306,7 @@ def with_hosts(profile: ClusterProfile, gbps: float, ranks_per_host: int) -> Clu
     if between.line_gbit is None:
         return profile
     scale = gbps / between.line_gbit.value
-    source = f"launch.hosts.gbps {gbps:g}, in proportion as far as the hosts allow"
+    source = f"launch.hosts.gbps {gbps:g}: proportional to the line rate, up to the limits of the hosts"
     update = {"line_gbit": Figure(value=gbps, source=source)}
     for name in HostRates.model_fields:
         figure: Figure | None = getattr(between, name)

@@ -1,6 +1,6 @@
 """Convert a launch config to Megatron's arguments. Uses only flags of all of 0.16.1, 0.17.1, 0.18.2 and 0.19.2.
 
-The tables map keys to flags. They also serve to refuse a flag in `megatron_args` that a key sets.
+The tables map keys to flags. A flag in `megatron_args` that a key sets is an error.
 """
 
 from __future__ import annotations

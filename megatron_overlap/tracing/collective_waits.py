@@ -1,4 +1,4 @@
-"""Times the waits for collectives that are not the plugin's, mostly those of Megatron."""
+"""Times the waits for collectives outside the plugin, mostly those of Megatron."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 
 from megatron_overlap.tracing.events import Kind, Trace
 
-# The plugin records its own waits together with the message that they wait for.
-_OURS = "megatron_overlap.comm."
+# The transports of the plugin record their waits with the message.
+_PLUGIN = "megatron_overlap.comm."
 _TORCH = "torch.distributed."
 
 
 def timed_wait(original: Callable[..., Any], trace: Trace) -> Callable[..., Any]:
-    """A replacement of `torch.distributed.Work.wait` that adds a `COLLECTIVE_WAIT` to `trace` for every call.
+    """Return a replacement of `torch.distributed.Work.wait` that adds a `COLLECTIVE_WAIT` to `trace` for every call.
 
-    Blocking collectives of gloo call `wait` as well. On CUDA a wait orders streams and takes the host no time.
+    Blocking collectives of gloo also call `wait`. On CUDA a wait orders streams and does not block the host.
 
     Args:
         original: `Work.wait`.
@@ -28,7 +28,7 @@ def timed_wait(original: Callable[..., Any], trace: Trace) -> Callable[..., Any]
     names: dict[tuple[CodeType, bool], int] = {}
 
     def name_of(frame: FrameType) -> int:
-        # `all_reduce forward`: the collective, or the function that waits for a handle, and the pass.
+        # The name is the collective, or the function that waits for a handle, and the pass: `all_reduce forward`.
         backward = torch._C._current_graph_task_id() != -1
         key = (frame.f_code, backward)
         if key not in names:
@@ -40,7 +40,7 @@ def timed_wait(original: Callable[..., Any], trace: Trace) -> Callable[..., Any]
 
     def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
         frame = sys._getframe(1)
-        if frame.f_globals.get("__name__", "").startswith(_OURS):
+        if frame.f_globals.get("__name__", "").startswith(_PLUGIN):
             return original(work, *args, **kwargs)
         start = trace.clock()
         try:

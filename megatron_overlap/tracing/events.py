@@ -1,7 +1,7 @@
-"""Events of messages, waits and steps of one rank, in memory and in a compact file.
+"""Events of the messages, waits and steps of one rank, in memory and in a compact file.
 
-A file is a sequence of JSON lines, some followed by records of `EVENT`: a head, a block for each step, marks of the
-clock. The file of a killed run is readable up to its last complete block.
+A file is a sequence of JSON lines: a header, one block for each step, and clock marks. The records of a block, of type
+`EVENT`, follow its line. The file of a killed run is readable up to its last complete block.
 """
 
 from __future__ import annotations
@@ -165,12 +165,12 @@ class Mark(NamedTuple):
 
 
 class EventFile:
-    """Writes one rank's events; a step at a time, so that a run that ends early leaves what it did.
+    """Writes the events of one rank step by step, so a killed run loses at most one step.
 
     Args:
-        path: replaced if it is there.
+        path: file to write; an existing file is replaced.
         rank: global rank.
-        head: what else a reader wants to know.
+        head: further fields of the header.
 
     Raises:
         OSError: the file cannot be written.
@@ -183,7 +183,7 @@ class EventFile:
         self._line({"format": FORMAT, "rank": rank, **(head or {})})
 
     def write(self, trace: Trace) -> RankEvents:
-        """Writes what was traced since the last call, and returns it."""
+        """Write and return the events since the last call."""
         names, rows = trace.take()
         block = np.array(rows, dtype=EVENT)
         new, self._num_names = names[self._num_names :], len(names)
@@ -191,11 +191,11 @@ class EventFile:
         return RankEvents(self._rank, block, names)
 
     def mark(self, mark: Mark) -> None:
-        """Writes where the other clock stands."""
+        """Write an offset to the clock of rank 0."""
         self._line({"clock": mark})
 
     def close(self) -> None:
-        """Ends the file."""
+        """Close the file."""
         self._file.close()
 
     def _line(self, content: dict[str, Any], more: bytes = b"") -> None:
@@ -204,14 +204,14 @@ class EventFile:
 
 @dataclass
 class RankEvents:
-    """What one rank's file holds.
+    """The events of one rank.
 
     Attributes:
         rank: global rank.
-        events: in the order in which they were added; times are of this rank's clock.
-        names: of ops and groups, by number.
-        marks: where rank 0's clock stood.
-        whole: false where the file ends in the middle of a block.
+        events: in order of addition, with times on the clock of this rank.
+        names: operations and groups; an event holds an index into it.
+        marks: offsets to the clock of rank 0.
+        whole: whether the file ends with a complete block.
     """
 
     rank: int
@@ -222,14 +222,14 @@ class RankEvents:
 
 
 class EventFileError(RuntimeError):
-    """A file of events cannot be read; the text names it."""
+    """A file of events cannot be read. The message names the file."""
 
 
 def read_events(path: Path) -> RankEvents:
-    """Read one rank's file.
+    """Read the file of one rank.
 
     Raises:
-        EventFileError: it is not there, or not such a file.
+        EventFileError: the file does not exist or has another format.
     """
     try:
         data = path.read_bytes()
@@ -257,7 +257,7 @@ def read_events(path: Path) -> RankEvents:
 
 
 def _lines(data: bytes) -> Any:
-    """Each line's object with the records that follow it; an empty object where the file is cut."""
+    """Yield the object of each line and its records; yield an empty object if the file is truncated."""
     at = 0
     while at < len(data):
         end = data.find(b"\n", at)
@@ -274,13 +274,13 @@ def _lines(data: bytes) -> Any:
 
 
 def steps_of(found: RankEvents) -> list[tuple[int, int, int]]:
-    """Number, start and stop of every step, in order."""
+    """Return number, start and stop of every step, in order."""
     rows = found.events[found.events["kind"] == Kind.STEP]
     return [(int(row["operation"]), int(row["start_ns"]), int(row["stop_ns"])) for row in rows]
 
 
 def merged(starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Intervals joined where they touch or overlap, in order."""
+    """Return the union of the intervals as disjoint intervals, in order."""
     joined: list[tuple[int, int]] = []
     for start, stop in sorted(zip(starts.tolist(), stops.tolist(), strict=True)):
         if joined and start <= joined[-1][1]:

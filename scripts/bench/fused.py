@@ -38,7 +38,7 @@ class Bench:
 
         from megatron_overlap.comm import transport_of
         from megatron_overlap.comm.host_group import HostGroup
-        from megatron_overlap.comm.symmetric.cpu import HostFabric
+        from megatron_overlap.comm.symmetric.cpu import CpuBackend
         from megatron_overlap.comm.symmetric.transport import SymmetricTransport
         from megatron_overlap.kernels.wait import wait_all
         from megatron_overlap.ops.tensor_parallel.fused.multi_node import FusedTransport, open_fused
@@ -52,7 +52,7 @@ class Bench:
         self.missing = {}
         opened: FusedTransport | str
         if interpret:
-            opened = SymmetricTransport(HostFabric(HostGroup(group)), wait_all)
+            opened = SymmetricTransport(CpuBackend(HostGroup(group)), wait_all)
         else:
             opened = open_fused(group, transport_of)
         if isinstance(opened, str):

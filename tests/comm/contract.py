@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_overlap.comm.gloo import GlooTransport
 from megatron_overlap.comm.host_group import HostGroup
-from megatron_overlap.comm.symmetric.cpu import HostFabric
+from megatron_overlap.comm.symmetric.cpu import CpuBackend
 from megatron_overlap.comm.symmetric.transport import SymmetricTransport
 from megatron_overlap.comm.transport import OrderedTransport, Transfer, TransportError
 from megatron_overlap.schedules import ChunkLayout, all_gather_plan, reduce_scatter_plan
@@ -154,7 +154,7 @@ def symmetric_all_gather(group: dist.ProcessGroup, case: ExchangeCase) -> list[s
                 return
         status.fill_(epoch)
 
-    transport = SymmetricTransport(HostFabric(HostGroup(group)), wait_all)
+    transport = SymmetricTransport(CpuBackend(HostGroup(group)), wait_all)
     shard_rows = case.chunks_per_rank * case.num_elements
     layout = ChunkLayout(transport.size * shard_rows, transport.size, case.chunks_per_rank)
     found = []

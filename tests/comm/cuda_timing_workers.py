@@ -1,4 +1,4 @@
-"""What the workers run in tests of events: messages whose delay is known, and clocks that are known to be apart."""
+"""Worker functions of the tests of events: messages with known delays and clocks with known offsets."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from megatron_overlap.tracing.exposed import exposed_in
 
 
 class DelayTransport(GlooTransport):
-    """Hands every message to the network `delay_s` after it could have left, and notes when that was."""
+    """Sends every message `delay_s` after it is ready and records the time."""
 
     delay_s = 0.0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.left_ns: list[int] = []
+        self.sent_ns: list[int] = []
         super().__init__(*args, **kwargs)
 
     def begin(self, transfers: Sequence[Transfer], op: str) -> GlooP2PWork:
@@ -44,16 +44,16 @@ class DelayP2PWork(GlooP2PWork):
         transport = self._transport
         assert isinstance(transport, DelayTransport)
         time.sleep(transport.delay_s)
-        transport.left_ns.append(time.perf_counter_ns())
+        transport.sent_ns.append(time.perf_counter_ns())
         super().send_next()
 
 
 def known_delays(group: dist.ProcessGroup, delays: list[tuple[str, float, float]]) -> dict[str, tuple[float, float]]:
-    """Rank 0's exposed time of each op by our events, and what it must be: both in milliseconds.
+    """Return the exposed time of each operation of rank 0 by its events, and the true time, in milliseconds.
 
     Args:
         group: two ranks.
-        delays: op, seconds after which rank 1's message leaves, seconds that rank 0 computes before it needs it.
+        delays: operation, delay of the message of rank 1 in seconds, computation of rank 0 before its wait in seconds.
     """
     trace = Trace()
     transport = DelayTransport(group, trace=trace)
@@ -70,21 +70,21 @@ def known_delays(group: dist.ProcessGroup, delays: list[tuple[str, float, float]
         p2p_work.wait(0)
         p2p_work.wait_all()
     stop_ns = time.perf_counter_ns()
-    left: list[Any] = [None, None]
-    dist.all_gather_object(left, transport.left_ns, group)
+    sent: list[Any] = [None, None]
+    dist.all_gather_object(sent, transport.sent_ns, group)
     transport.close()
     names, rows = trace.take()
     found = exposed_in(RankEvents(transport.rank, _array(rows), names), start_ns, stop_ns)
     by_op = {
         f"{name} {direction}".removesuffix(" forward"): time_ms for (name, direction), time_ms in found.by_op.items()
     }
-    truth = [max(0, sent - done) / 1e6 for sent, done in zip(left[1], computed_ns, strict=True)]
-    result = {op: (by_op.get(op, 0.0), true) for (op, _, _), true in zip(delays, truth, strict=True)}
-    return {**result, "all": (found.total_ms, sum(truth))}
+    true_ms = [max(0, stop - start) / 1e6 for stop, start in zip(sent[1], computed_ns, strict=True)]
+    result = {op: (by_op.get(op, 0.0), true) for (op, _, _), true in zip(delays, true_ms, strict=True)}
+    return {**result, "all": (found.total_ms, sum(true_ms))}
 
 
 def message_names(group: dist.ProcessGroup) -> tuple[set[Any], set[Any]]:
-    """What names the messages that this rank sent, and those that it received; the last two are the ranks."""
+    """Return the identities of the messages that this rank sent and received; the last two fields are the ranks."""
     trace = Trace()
     transport = GlooTransport(group, trace=trace, channel="test")
     for op in ("first", "second dgrad"):
@@ -116,14 +116,14 @@ def message_names(group: dist.ProcessGroup) -> tuple[set[Any], set[Any]]:
 
 
 def clocks(group: dist.ProcessGroup, ahead_ms: float) -> tuple[float, float]:
-    """Offset to rank 0 and its largest error in milliseconds, where every rank's clock is `rank * ahead_ms` ahead."""
+    """Return the offset to rank 0 and its error bound in milliseconds. Each clock is `rank * ahead_ms` ahead."""
     rank = dist.get_rank(group)
     mark = compare_clocks(group, lambda: time.perf_counter_ns() + round(rank * ahead_ms * 1e6))
     return mark.offset_ns / 1e6, mark.error_ns / 1e6
 
 
 def collective_waits(group: dist.ProcessGroup, late_s: float) -> list[tuple[str, float]]:
-    """Waits for collectives that rank 1 joins `late_s` late: names and seconds."""
+    """Return names and seconds of the waits for collectives that rank 1 joins `late_s` late."""
     trace = Trace()
     with mock.patch.object(dist.Work, "wait", timed_wait(dist.Work.wait, trace)):
         _collectives_with_a_late_rank(group, late_s, trace)

@@ -1,4 +1,4 @@
-"""Buffers are kept, grow, and are poisoned only for tests."""
+"""Buffers are reused, grow, and are poisoned only for tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from megatron_overlap.comm import BufferPool
 
 
-def test_a_buffer_is_handed_out_again() -> None:
+def test_a_buffer_is_reused() -> None:
     buffer_pool = BufferPool()
     like = torch.zeros(1, dtype=torch.bfloat16)
     first = buffer_pool.take("gather", (4, 8), like)
@@ -18,7 +18,7 @@ def test_a_buffer_is_handed_out_again() -> None:
     assert buffer_pool.num_bytes == 4 * 8 * 2
 
 
-def test_it_grows_and_lets_the_old_one_go() -> None:
+def test_a_buffer_grows_and_the_old_one_is_freed() -> None:
     buffer_pool = BufferPool()
     buffer_pool.take("gather", (4,), torch.zeros(1))
     buffer_pool.take("gather", (10,), torch.zeros(1))
@@ -27,22 +27,22 @@ def test_it_grows_and_lets_the_old_one_go() -> None:
     assert buffer_pool.num_bytes == 0
 
 
-def test_names_and_dtypes_have_their_own() -> None:
+def test_each_name_and_dtype_has_a_buffer() -> None:
     buffer_pool = BufferPool()
     one = buffer_pool.take("partial", (4,), torch.zeros(1))
     for other in (
-        buffer_pool.take("landing", (4,), torch.zeros(1)),
+        buffer_pool.take("received", (4,), torch.zeros(1)),
         buffer_pool.take("partial", (4,), torch.zeros(1, dtype=torch.float64)),
     ):
         assert one.data_ptr() != other.data_ptr()
 
 
-def test_bytes_by_name() -> None:
+def test_bytes_of_each_name() -> None:
     buffer_pool = BufferPool()
-    buffer_pool.take("landing", (4,), torch.zeros(1))
-    buffer_pool.take("landing", (4,), torch.zeros(1, dtype=torch.float64))
+    buffer_pool.take("received", (4,), torch.zeros(1))
+    buffer_pool.take("received", (4,), torch.zeros(1, dtype=torch.float64))
     buffer_pool.take("partial", (3,), torch.zeros(1))
-    assert buffer_pool.sizes() == {"landing": 16 + 32, "partial": 12}
+    assert buffer_pool.sizes() == {"received": 16 + 32, "partial": 12}
     assert buffer_pool.num_bytes == 60
 
 

@@ -1,4 +1,4 @@
-"""The gloo transport: order, deadlines that name the peer, and nothing left behind."""
+"""The gloo transport: order of messages, timeouts that name the peer, and threads that end."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from tests.comm import transport_workers
 from tests.helpers.world import World
 
 
-def test_a_missing_peer_is_named_within_the_deadline(world: World) -> None:
+def test_a_missing_peer_is_named_within_the_timeout(world: World) -> None:
     (text, took), _ = world.run(2, transport_workers.missing_peer)
-    # Its own message has no taker either: which of the two gives up first is a race.
+    # The send of rank 0 also times out. Either of the two may fail first.
     what = re.match(r"all_gather_linear: rank 0 could not (.+) rank 1 within 1 s: .", text)
     assert what is not None, text
     assert what[1] in (
@@ -21,8 +21,8 @@ def test_a_missing_peer_is_named_within_the_deadline(world: World) -> None:
     assert 0.9 < took < 10
 
 
-def test_a_send_waits_until_its_work_is_done(world: World) -> None:
-    assert world.run(2, transport_workers.sends_wait_for_release) == [[11.0, 12.0], [1.0, 2.0]]
+def test_a_send_waits_until_it_is_marked_ready(world: World) -> None:
+    assert world.run(2, transport_workers.sends_wait_for_mark_ready) == [[11.0, 12.0], [1.0, 2.0]]
 
 
 def test_closing_ends_the_threads(world: World) -> None:
@@ -30,13 +30,13 @@ def test_closing_ends_the_threads(world: World) -> None:
         assert before == after
 
 
-def test_messages_of_flights_in_the_air_stay_apart(world: World) -> None:
-    assert world.run(4, transport_workers.many_p2p_works, 20) == [True] * 4
+def test_messages_of_concurrent_operations_are_not_mixed(world: World) -> None:
+    assert world.run(4, transport_workers.many_operations, 20) == [True] * 4
 
 
-def test_a_late_peer_holds_up_nobody_else(world: World) -> None:
-    assert world.run(3, transport_workers.a_late_peer_holds_up_nobody_else)[2] == [1]
+def test_a_late_peer_does_not_block_other_peers(world: World) -> None:
+    assert world.run(3, transport_workers.a_late_peer_does_not_block_other_peers)[2] == [1]
 
 
-def test_a_ready_message_passes_one_that_is_not(world: World) -> None:
-    assert world.run(2, transport_workers.a_ready_message_passes_one_that_is_not) == [True, True]
+def test_a_ready_message_overtakes_one_that_is_not_ready(world: World) -> None:
+    assert world.run(2, transport_workers.a_ready_message_overtakes_one_that_is_not_ready) == [True, True]

@@ -1,4 +1,4 @@
-"""The NCCL transport's calls, recorded by a stand-in of streams and events: there is no GPU. NCCL itself is not run."""
+"""The calls of the NCCL transport, recorded by a model of streams and events. Runs neither a GPU nor NCCL."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZE = 4
 
 
 def record(monkeypatch: pytest.MonkeyPatch, rank: int, plans: list[Plan], *, between: bool = False) -> Recorder:
-    """One rank's device after it ran `plans`, each as an op does; `between`: collectives of Megatron's meanwhile."""
+    """Run `plans` as operations on the device model of one rank. `between` adds concurrent collectives of Megatron."""
     device = Recorder(rank, plans[0].num_ranks)
     monkeypatch.setattr(nccl, "torch", device.torch)
     monkeypatch.setattr(nccl, "dist", device.dist)
@@ -42,7 +42,7 @@ def run(transport: Any, device: Recorder, plan: Plan, number: int, between: bool
             waited.add(message)
         device.put("work", (number, index))
         p2p_work.mark_ready(index + 1)
-        if between and index == 1:  # as a bucket of gradients that is full in the middle of a layer
+        if between and index == 1:  # like a gradient bucket that fills in the middle of a layer
             full = device.event()
             full.record()
             with device.on(SimpleNamespace(name="megatron")):
@@ -54,7 +54,7 @@ def run(transport: Any, device: Recorder, plan: Plan, number: int, between: bool
 @pytest.mark.parametrize("connections", [None, 1])
 @pytest.mark.parametrize("between", [False, True], ids=["alone", "with-collectives"])
 @pytest.mark.parametrize("pattern", ["direct", "ring"])
-def test_no_order_of_the_device_is_a_deadlock(
+def test_no_execution_order_deadlocks(
     monkeypatch: pytest.MonkeyPatch, pattern: str, between: bool, connections: int | None
 ) -> None:
     def plans(rank: int) -> list[Plan]:
@@ -64,8 +64,8 @@ def test_no_order_of_the_device_is_a_deadlock(
     assert play(ranks, connections=connections) == []
 
 
-def test_ranks_that_begin_flights_in_another_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine that plays is no judge that finds everything right: a forgotten p2p_work leaves its peers waiting."""
+def test_a_missing_operation_of_one_rank_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks the device model: its replay reports peers that wait for a missing operation."""
     plans = [all_gather_plan(SIZE, rank) for rank in range(SIZE)]
     ranks = [record(monkeypatch, rank, [plans[rank]] * (1 if rank == 0 else 2)) for rank in range(SIZE)]
     left = play(ranks)
@@ -74,21 +74,21 @@ def test_ranks_that_begin_flights_in_another_order_are_found(monkeypatch: pytest
 
 @pytest.mark.parametrize("collective", PLANS)
 def test_nothing_waits_on_the_host(monkeypatch: pytest.MonkeyPatch, collective: str) -> None:
-    """The stand-in has no synchronize, query or elapsed_time: a call of one is an error. Events order messages."""
+    """The model has no synchronize, query or elapsed_time, so a call of one fails. Events order messages."""
     plan = PLANS[collective](SIZE, 1)
     device = record(monkeypatch, 1, [plan])
     kinds = [(op.stream, op.kind) for op in device.ops]
-    # What the op waits for is a wait of the computing stream, one for each message that work reads, and the last.
+    # The computing stream waits once for each message that work reads, and once at the end.
     read = sum(len(work.needs) + len(work.adds) for work in plan.work)
     assert kinds.count(("compute", "wait")) == read + 1
     assert kinds.count(("nccl", "messages")) == len(plan.messages)
-    # Each message is ordered after the computing stream, whose buffers it reads and writes.
+    # Each message follows the computing stream, whose buffers it reads and writes.
     first = kinds.index(("nccl", "messages"))
     assert kinds.index(("compute", "record")) < kinds.index(("stream 1", "wait")) < first
 
 
 def test_work_that_needs_a_message_waits_for_it_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peers that never send: everything before the first message is done, and nothing after it."""
+    """The peers never send. Only the work before the first message completes."""
     plan = all_gather_plan(SIZE, 1)
     device = record(monkeypatch, 1, [plan])
     left = play([device])
@@ -96,22 +96,22 @@ def test_work_that_needs_a_message_waits_for_it_on_the_device(monkeypatch: pytes
     assert len([line for line in left if line.startswith("rank 0: nccl: messages")]) == len(plan.messages)
 
 
-def test_the_end_of_an_op_waits_for_its_sends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a gather sends is the caller's again after `finish`: the last thing recorded is a wait."""
+def test_the_end_of_an_operation_waits_for_its_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller may reuse the sent buffers after `wait_all`, so later work of the caller waits for the sends."""
     device = record(monkeypatch, 0, [reduce_scatter_plan(SIZE, 0)])
-    device.put("work", "what the caller does next")
+    device.put("work", "later work of the caller")
     play([device])
     assert not device.ops[-1].done
 
 
-def test_a_send_leaves_after_the_work_that_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_send_follows_the_work_that_computes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = reduce_scatter_plan(SIZE, 0)
     device = record(monkeypatch, 0, [plan])
     order = [op for op in device.ops if op.kind in ("work", "messages")]
     messages = [index for index, op in enumerate(order) if op.kind == "messages"]
     for message, place in zip(plan.messages, messages, strict=True):
         assert sum(op.kind == "work" for op in order[:place]) >= message.after_work
-    # And the device knows: between that work and the message there is an event.
+    # An event between that work and the message orders them on the device.
     for index, op in enumerate(device.ops):
         if op.kind == "messages":
             before = device.ops[:index]
@@ -134,21 +134,21 @@ def opened(monkeypatch: pytest.MonkeyPatch, **options: bool) -> tuple[Recorder, 
     return device, nccl.NcclTransport(SimpleNamespace(), timeout_s=5, **options)  # type: ignore[arg-type]
 
 
-def test_buffers_are_registered_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffers_are_registered_if_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     device, transport = opened(monkeypatch, register_buffers=True)
-    transport.buffer_pool.take("landing", (3,), torch.zeros(1))
-    transport.buffer_pool.take("landing", (2,), torch.zeros(1))
+    transport.buffer_pool.take("received", (3,), torch.zeros(1))
+    transport.buffer_pool.take("received", (2,), torch.zeros(1))
     pool = "pool of nccl's"
     assert device.buffers == ["connect", f"register {pool}", f"from {pool}"]
     transport.close()
     assert device.buffers[3:] == [f"deregister {pool}", "shutdown"]
     device, transport = opened(monkeypatch)
-    transport.buffer_pool.take("landing", (3,), torch.zeros(1))
+    transport.buffer_pool.take("received", (3,), torch.zeros(1))
     transport.close()
     assert device.buffers == ["shutdown"]
 
 
-def test_a_torch_that_registers_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_without_registration_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Recorder.torch.fget  # type: ignore[attr-defined]
 
     def without(device: Recorder) -> Any:
@@ -161,7 +161,7 @@ def test_a_torch_that_registers_nothing_is_named(monkeypatch: pytest.MonkeyPatch
         opened(monkeypatch, register_buffers=True)
 
 
-def test_the_stand_in_has_names_of_torch() -> None:
+def test_the_model_uses_names_of_torch() -> None:
     names = ("eager_connect_single_device", "mem_allocator", "register_mem_pool", "deregister_mem_pool", "shutdown")
     real = pytest.importorskip("torch._C._distributed_c10d").ProcessGroupNCCL
     assert all(hasattr(real, name) for name in names)

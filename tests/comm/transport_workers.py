@@ -1,4 +1,4 @@
-"""What the workers run in tests of the transport."""
+"""Worker functions of the tests of the gloo transport."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from megatron_overlap.schedules import all_gather_plan, reduce_scatter_plan
 
 
 def missing_peer(group: dist.ProcessGroup) -> tuple[str, float]:
-    """Rank 0 waits for a message that rank 1 never sends: what it is told, and after how long."""
+    """Rank 0 waits for a message that rank 1 never sends. Returns the error message and the seconds until it."""
     transport = GlooTransport(group, timeout_s=1.0)
-    text, start = "", time.perf_counter()
+    message_text, start = "", time.perf_counter()
     if transport.rank == 0:
         plan = all_gather_plan(2, 0)
         transfers = [Transfer(message, torch.zeros(4), torch.zeros(4)) for message in plan.messages]
@@ -25,15 +25,15 @@ def missing_peer(group: dist.ProcessGroup) -> tuple[str, float]:
         try:
             p2p_work.wait(0)
         except TransportError as error:
-            text = str(error)
+            message_text = str(error)
     took = time.perf_counter() - start
     dist.barrier(group)
     transport.close()
-    return text, took
+    return message_text, took
 
 
-def sends_wait_for_release(group: dist.ProcessGroup) -> list[float]:
-    """A send leaves with what its buffer holds when the work is done, not when the p2p_work began."""
+def sends_wait_for_mark_ready(group: dist.ProcessGroup) -> list[float]:
+    """A send transmits the content of its buffer at `mark_ready`, not at `begin`."""
     transport = GlooTransport(group)
     plan = reduce_scatter_plan(2, transport.rank, chunks_per_rank=2)
     out, into = torch.zeros(2, 3), torch.full((2, 3), float("nan"))
@@ -52,7 +52,7 @@ def sends_wait_for_release(group: dist.ProcessGroup) -> list[float]:
 
 
 def threads_end(group: dist.ProcessGroup) -> tuple[int, int]:
-    """Threads of the package before, and after a transport was made and closed."""
+    """Return the number of threads of the package before a transport is opened and after it is closed."""
 
     def count() -> int:
         return sum(thread.name.startswith("megatron_overlap") for thread in threading.enumerate())
@@ -60,34 +60,34 @@ def threads_end(group: dist.ProcessGroup) -> tuple[int, int]:
     before = count()
     transport = GlooTransport(group)
     assert count() == before + 2
-    # The other rank may still be connecting to this one.
+    # The peer may still be connecting to this rank.
     dist.barrier(group)
     transport.close()
     return before, count()
 
 
-def many_p2p_works(group: dist.ProcessGroup, count: int) -> bool:
-    """Flights that begin before earlier ones have landed keep their messages apart."""
+def many_operations(group: dist.ProcessGroup, count: int) -> bool:
+    """Operations that begin before earlier ones complete receive their own messages."""
     transport = GlooTransport(group)
     plan = all_gather_plan(transport.size, transport.rank, chunks_per_rank=2, pattern="direct")
-    p2p_works, landings = [], []
+    p2p_works, received = [], []
     for number in range(count):
         sends = [torch.full((5,), float(100 * number + 10 * transport.rank + e.send.part)) for e in plan.messages]
         recvs = [torch.zeros(5) for _ in plan.messages]
         transfers = [Transfer(e, s, r) for e, s, r in zip(plan.messages, sends, recvs, strict=True)]
         p2p_works.append(transport.begin(transfers, f"p2p_work {number}"))
-        landings.append(recvs)
-    for number, (p2p_work, recvs) in enumerate(zip(p2p_works, landings, strict=True)):
+        received.append(recvs)
+    for number, (p2p_work, recvs) in enumerate(zip(p2p_works, received, strict=True)):
         p2p_work.wait_all()
-        for message, landed in zip(plan.messages, recvs, strict=True):
+        for message, recv in zip(plan.messages, recvs, strict=True):
             expected = 100 * number + 10 * message.source + message.recv.part
-            assert torch.equal(landed, torch.full((5,), float(expected)))
+            assert torch.equal(recv, torch.full((5,), float(expected)))
     transport.close()
     return True
 
 
-def a_late_peer_holds_up_nobody_else(group: dist.ProcessGroup) -> list[int]:
-    """The messages that have landed at rank 2 while rank 1, whose message is the first of its plan, has not come."""
+def a_late_peer_does_not_block_other_peers(group: dist.ProcessGroup) -> list[int]:
+    """Return the completed messages of rank 2 before rank 1 begins. Its first message comes from rank 1."""
     transport = GlooTransport(group)
     plan = all_gather_plan(3, transport.rank)
     shard = torch.full((4,), float(transport.rank))
@@ -97,32 +97,32 @@ def a_late_peer_holds_up_nobody_else(group: dist.ProcessGroup) -> list[int]:
     p2p_work = transport.begin(
         [Transfer(message, shard, into[i]) for i, message in enumerate(plan.messages)], "all_gather_linear"
     )
-    landed: list[int] = []
+    completed: list[int] = []
     if transport.rank == 2:
         p2p_work.wait(1)
-        landed = [index for index in (0, 1) if p2p_work.is_completed(index)]
+        completed = [index for index in (0, 1) if p2p_work.is_completed(index)]
     if transport.rank != 1:
         dist.barrier(group)
     p2p_work.wait_all()
     transport.close()
-    return landed
+    return completed
 
 
-def a_ready_message_passes_one_that_is_not(group: dist.ProcessGroup) -> bool:
-    """Whether a younger p2p_work's message reaches rank 1 while the older p2p_work's work has not been done."""
+def a_ready_message_overtakes_one_that_is_not_ready(group: dist.ProcessGroup) -> bool:
+    """Return whether a ready message arrives while the message of an earlier operation is not ready."""
     transport = GlooTransport(group)
-    older = reduce_scatter_plan(2, transport.rank).messages[0]
-    younger = all_gather_plan(2, transport.rank).messages[0]
+    first_message = reduce_scatter_plan(2, transport.rank).messages[0]
+    second_message = all_gather_plan(2, transport.rank).messages[0]
     into = torch.zeros(2, 3)
-    first = transport.begin([Transfer(older, torch.ones(3), into[0])], "linear_reduce_scatter")
-    second = transport.begin([Transfer(younger, torch.ones(3), into[1])], "all_gather_linear")
+    first = transport.begin([Transfer(first_message, torch.ones(3), into[0])], "linear_reduce_scatter")
+    second = transport.begin([Transfer(second_message, torch.ones(3), into[1])], "all_gather_linear")
     deadline = time.monotonic() + 10
     while not into[1].all() and time.monotonic() < deadline:
         time.sleep(0.01)
-    passed = bool(into[1].all()) and not into[0].any()
+    overtook = bool(into[1].all()) and not into[0].any()
     dist.barrier(group)
     first.mark_ready(1)
     first.wait_all()
     second.wait_all()
     transport.close()
-    return passed
+    return overtook

@@ -57,7 +57,7 @@ def test_wrong_keys_and_values_are_named(tmp_path: Path) -> None:
     assert "did you mean inside?" in refused(tmp_path, "insid: {}\n")
     assert "contention.copy.value: 2" in refused(tmp_path, "contention:\n  copy: {value: 2, source: x}\n")
     rows = "device:\n  gemm:\n    rows: [{rows: 64, rate: 0.5}, {rows: 32, rate: 0.4}]\n"
-    assert "give the points in ascending order of their rows" in refused(tmp_path, rows)
+    assert "give the points in ascending order of rows" in refused(tmp_path, rows)
 
 
 def test_an_unknown_profile_is_answered_with_the_nearest() -> None:

@@ -52,7 +52,7 @@ class Heap:
 
     def half(self, rank: int, epoch: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Rank's gathered rows or landing for op `epoch`."""
-        start = self.layout.half(epoch)
+        start = self.layout.slot(epoch)
         return self._bytes[rank, start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
 
     def flags(self, rank: int, epoch: int) -> torch.Tensor:

@@ -86,7 +86,7 @@ def _start(problem: Problem, epoch: int) -> None:
     """What a kernel finds: NaN everywhere, and the flags as the op before the last one left them."""
     problem.looks().zero_()
     for rank in range(problem.ranks):
-        num_elements = problem.heap.layout.half_bytes // problem.dtype.itemsize
+        num_elements = problem.heap.layout.slot_bytes // problem.dtype.itemsize
         forget(problem.heap.half(rank, epoch, (num_elements,), problem.dtype))
         forget(problem.out(rank))
         problem.heap.flags(rank, epoch).fill_(epoch - 2)

@@ -101,7 +101,7 @@ class FusedBackend:
             return []
         transport = self._transports.open(call.group)
         assert not isinstance(transport, str)
-        hopper = self._transports.hopper and not Hopper.of(inside_host(transport)).objection
+        hopper = self._transports.hopper and not Hopper.of(inside_host(transport)).unsupported_reason
         return [Candidate("fused"), *([HOPPER] if hopper else [])]
 
     def run(self, call: LinearCall) -> LayerOutput:

@@ -1,1 +1,1 @@
-"""Symmetric memory: buffers that every rank of a group addresses, copies, flags and acknowledgements."""
+"""Symmetric memory: buffers that every rank of a group can address, with copies, flags and acknowledgements."""

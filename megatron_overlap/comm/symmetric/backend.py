@@ -1,7 +1,7 @@
-"""What symmetric memory is made of: arenas that all ranks address, and queues that move bytes beside the kernels.
+"""Interfaces of symmetric memory: arenas that all ranks of a group address, and queues that move bytes beside kernels.
 
-Two exist: `cuda_fabric`, peers' memory and copy engines; `host_fabric`, memory shared by processes on one host, for
-kernels in Triton's interpreter. The protocol over them is one: `comm.symmetric.transport`.
+Two backends exist. `cuda.CudaBackend` uses peer memory and copy engines. `cpu.CpuBackend` uses memory shared by the
+processes of one host, for kernels in Triton's interpreter. `transport` implements one protocol over both.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ import torch
 
 
 class Queue(Protocol):
-    """Work in order, beside the caller: a CUDA stream, or a thread."""
+    """An ordered queue of work that runs concurrently with the caller: a CUDA stream or a thread."""
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies; either side may be a peer's."""
+        """Enqueue a copy. Each tensor may be in the memory of a peer."""
 
     def write(self, words: torch.Tensor, index: int, value: int) -> None:
-        """Writes `words[index] = value`, visible to all ranks after everything before it in this queue."""
+        """Enqueue `words[index] = value`. All ranks see it after all earlier work of this queue."""
 
     def wait(self, words: torch.Tensor, index: int, value: int) -> None:
-        """What comes behind it starts when `words[index] >= value`; `words` is own memory."""
+        """Block later work of this queue until `words[index] >= value`. `words` is memory of this rank."""
 
 
-class Fabric(Protocol):
-    """Memory of the ranks of one group.
+class SymmetricBackend(Protocol):
+    """Symmetric memory of the ranks of one group.
 
     Attributes:
         rank: this rank in the group.
-        size: ranks of the group.
-        ranks: the ranks' global numbers.
-        device: where the memory is.
-        computing: the queue that kernels are on; its writes come behind them.
-        copying: a queue of its own, without the help of any processor that computes.
-        capability: ten times the compute capability, for the choice of tile shapes.
-        num_sms: blocks that run at one time.
-        max_polls: looks at a flag before a kernel gives up.
+        size: number of ranks.
+        ranks: global ranks.
+        device: device of the memory.
+        computing: queue of the kernels. Its writes follow the kernels.
+        copying: queue of the copies. It uses no processor that computes.
+        capability: ten times the compute capability; selects tile shapes.
+        num_sms: number of blocks that run concurrently.
+        max_polls: number of reads of a flag before a kernel stops waiting.
     """
 
     rank: int
@@ -51,22 +51,22 @@ class Fabric(Protocol):
     max_polls: int
 
     def map(self, num_bytes: int) -> list[torch.Tensor]:
-        """A new arena of `num_bytes` on every rank, uint8, as this rank addresses each. All ranks call it.
+        """Allocate an arena of `num_bytes` on every rank and return the arenas of all ranks, uint8. Collective.
 
-        What is in it is undefined. The arenas before it may go.
+        The content is undefined. Earlier arenas become invalid.
         """
 
     def barrier(self) -> None:
-        """Returns when all ranks are here and have nothing under way."""
+        """Block until all ranks have called it and have completed their work."""
 
     def fork(self) -> None:
-        """What is put into `copying` from here on starts behind what `computing` holds now."""
+        """Order later work of `copying` after the present work of `computing`."""
 
     def join(self) -> None:
-        """What is put into `computing` from here on starts behind what `copying` holds now."""
+        """Order later work of `computing` after the present work of `copying`."""
 
-    def objection(self) -> str:
-        """What speaks against starting an op now; empty if nothing does."""
+    def unsupported_reason(self) -> str:
+        """Return why an operation cannot start now; empty if it can."""
 
     def close(self) -> None:
-        """Lets all memory go."""
+        """Free all memory."""

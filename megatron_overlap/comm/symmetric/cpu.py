@@ -1,7 +1,7 @@
-"""Symmetric memory without a GPU: memory shared by processes of one host, and a thread that copies.
+"""Symmetric memory without a GPU: memory shared by the processes of one host, and a thread that copies.
 
-For kernels in Triton's interpreter: the same ops, the same protocol and the same kernels as on GPUs, to be checked and
-never to be trained with. `method: fused` on a machine without a GPU runs p2p.
+Tests run the operations, protocol and kernels of GPUs with it, in Triton's interpreter. Training does not use it:
+`method: fused` without a GPU runs p2p.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _WAIT_S = 60.0
 _POLL_S = 0.0002
 
 
-class _Now:
-    """The computing queue: kernels are interpreted where they are called, so that everything before is done."""
+class _ImmediateQueue:
+    """The computing queue. The interpreter runs a kernel inside its call, so all earlier work is complete."""
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         to.copy_(source)
@@ -38,16 +38,16 @@ class _Now:
         deadline = time.monotonic() + _WAIT_S
         while int(words[index]) < value:
             if time.monotonic() > deadline:
-                raise TransportError(f"word {index} has not reached {value} within {_WAIT_S:g} s: {int(words[index])}")
+                raise TransportError(f"word {index}: {int(words[index])}: did not reach {value} within {_WAIT_S:g} s")
             time.sleep(_POLL_S)
 
 
-class _Thread:
-    """The copying queue."""
+class _ThreadQueue:
+    """The copying queue: a thread."""
 
     def __init__(self) -> None:
         self._work: queues.Queue[Callable[[], None] | None] = queues.Queue()
-        self._now = _Now()
+        self._immediate = _ImmediateQueue()
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -62,55 +62,55 @@ class _Thread:
             self._work.task_done()
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        self._work.put(lambda: self._now.copy(to, source))
+        self._work.put(lambda: self._immediate.copy(to, source))
 
     def write(self, words: torch.Tensor, index: int, value: int) -> None:
-        self._work.put(lambda: self._now.write(words, index, value))
+        self._work.put(lambda: self._immediate.write(words, index, value))
 
     def wait(self, words: torch.Tensor, index: int, value: int) -> None:
-        self._work.put(lambda: self._now.wait(words, index, value))
+        self._work.put(lambda: self._immediate.wait(words, index, value))
 
     def join(self) -> None:
-        """Returns when everything put here is done.
+        """Block until all work of this queue is complete.
 
         Raises:
-            TransportError: something of it failed.
+            TransportError: a copy, write or wait failed.
         """
         self._work.join()
         if self._failure is not None:
-            raise TransportError(f"copies: {self._failure}") from self._failure
+            raise TransportError(f"copy queue: {self._failure}") from self._failure
 
     def close(self) -> None:
         self._work.put(None)
         self._thread.join()
 
 
-class HostFabric:
-    """`Fabric` over files in the host's shared memory.
+class CpuBackend:
+    """`SymmetricBackend` over files in the host's shared memory.
 
     Args:
-        members: ranks on one host.
-        max_polls: looks at a flag before a kernel gives up.
+        host_group: ranks on one host.
+        max_polls: number of reads of a flag before a kernel stops waiting.
     """
 
-    def __init__(self, members: HostGroup, *, max_polls: int = _MAX_POLLS) -> None:
-        self.rank, self.size = members.rank, members.size
-        self.ranks: Sequence[int] = members.ranks
+    def __init__(self, host_group: HostGroup, *, max_polls: int = _MAX_POLLS) -> None:
+        self.rank, self.size = host_group.rank, host_group.size
+        self.ranks: Sequence[int] = host_group.ranks
         self.device = torch.device("cpu")
-        # Tile shapes as on Hopper; two blocks a kernel, so that a grid has more tiles than blocks.
+        # Tile shapes of Hopper. Two blocks per kernel: each block computes several tiles.
         self.capability, self.num_sms, self.max_polls = 90, 2, max_polls
-        self._thread = _Thread()
-        self.computing: Queue = _Now()
+        self._thread = _ThreadQueue()
+        self.computing: Queue = _ImmediateQueue()
         self.copying: Queue = self._thread
-        self._members = members
-        self._maps = 0
+        self._host_group = host_group
+        self._num_maps = 0
 
     def map(self, num_bytes: int) -> list[torch.Tensor]:
-        self._maps += 1
-        key = f"host fabric/{self._maps}"
+        self._num_maps += 1
+        key = f"symmetric memory/{self._num_maps}"
         if self.rank == 0:
-            self._members.store.set(key, tempfile.mkdtemp(prefix="overlap-", dir=_SHARED_FOLDER))
-        folder = Path(self._members.store.get(key).decode())
+            self._host_group.store.set(key, tempfile.mkdtemp(prefix="overlap-", dir=_SHARED_FOLDER))
+        folder = Path(self._host_group.store.get(key).decode())
         own = folder / str(self.rank)
         torch.from_file(str(own), shared=True, size=num_bytes, dtype=torch.uint8)
         self.barrier()
@@ -119,7 +119,7 @@ class HostFabric:
             for peer in range(self.size)
         ]
         self.barrier()
-        # Mapped by everybody: the names are not needed, and so nothing is left behind.
+        # All ranks have mapped the files. Without names, the system frees them even if a process is killed.
         own.unlink()
         self.barrier()
         if self.rank == 0:
@@ -128,15 +128,15 @@ class HostFabric:
 
     def barrier(self) -> None:
         self._thread.join()
-        self._members.barrier()
+        self._host_group.barrier()
 
     def fork(self) -> None:
-        """Nothing to do: what the computing queue holds is done."""
+        """Do nothing: the work of the computing queue is always complete."""
 
     def join(self) -> None:
         self._thread.join()
 
-    def objection(self) -> str:
+    def unsupported_reason(self) -> str:
         return ""
 
     def close(self) -> None:

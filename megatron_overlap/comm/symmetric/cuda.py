@@ -1,6 +1,6 @@
-"""Peers' memory on GPUs of one host: torch's SymmetricMemory, copy engines, and words written and awaited by streams.
+"""Symmetric memory of the GPUs of one host: torch's SymmetricMemory, copy engines, and stream memory operations.
 
-Nothing but torch is needed: no NVSHMEM, no MPI. Written for CUDA and not run on it yet.
+It requires torch only: no NVSHMEM and no MPI. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from megatron_overlap.schedules.hierarchical import Nodes
 
 _OLDEST_CAPABILITY = (8, 0)
 _TRIAL_WORDS = 256
-# A look at a flag takes about a microsecond: minutes, as the deadline of a collective.
+# A read of a flag takes about a microsecond: the limit is minutes, like the timeout of a collective.
 _MAX_POLLS = 1 << 28
 
 
-def local_objection() -> str:
-    """What speaks against symmetric memory in this process; empty if nothing does. Asks no other rank."""
+def local_unsupported_reason() -> str:
+    """Return why this process cannot use symmetric memory; empty if it can. Local: no communication."""
     if not torch.cuda.is_available():
         return "no CUDA device"
     capability = torch.cuda.get_device_capability()
@@ -46,73 +46,73 @@ def local_objection() -> str:
     return ""
 
 
-def survey(group: dist.ProcessGroup, *, deadline_s: float = 60.0) -> Nodes | str:
-    """How the ranks of `group` lie on hosts, or what speaks against symmetric memory: the same on all of them.
+def probe_symmetric_memory(group: dist.ProcessGroup, *, deadline_s: float = 60.0) -> Nodes | str:
+    """Return the placement of the ranks on hosts, or why they cannot use symmetric memory. Collective.
 
-    All ranks must call it. Tries it for real, with a deadline: the ranks of each host are mapped, each writes to each,
-    and reads.
+    All ranks return the same value. The ranks of each host map an arena, write to each peer and read the result, within
+    the deadline.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     store = store_beside(group)
-    found = first_unsupported_reason(store, rank, size, "local", local_objection(), deadline_s)
-    if found:
-        return found
+    reason = first_unsupported_reason(store, rank, size, "local", local_unsupported_reason(), deadline_s)
+    if reason:
+        return reason
     store.set(f"host/{rank}", socket.gethostname())
     try:
         nodes = Nodes.of([store.get(f"host/{other}").decode() for other in range(size)])
     except ValueError as error:
         return str(error)
     if nodes.per_node == 1 and nodes.num_nodes > 1:
-        return f"the group has one rank on each of {size} hosts; peers' memory is addressed inside one"
-    # A new thread starts on device 0, whatever this one has chosen.
+        return f"the group has one rank on each of {size} hosts; symmetric memory needs several ranks on one host"
+    # A new thread starts on device 0, not on the current device of this thread.
     device = torch.cuda.current_device()
-    members = HostGroup(group, nodes.members(nodes.node(rank)))
-    text = _with_deadline(lambda: _trial(members, device), deadline_s)
+    host_group = HostGroup(group, nodes.members(nodes.node(rank)))
+    text = _with_deadline(lambda: _trial(host_group, device), deadline_s)
     return first_unsupported_reason(store, rank, size, "trial", text, deadline_s) or nodes
 
 
 def _with_deadline(attempt: Callable[[], str], deadline_s: float) -> str:
-    """What `attempt` answers or raises; a text of its own where it hangs."""
-    answer: list[str] = []
+    """Return the result of `attempt`, its exception as text, or a message if it exceeds the deadline."""
+    results: list[str] = []
 
     def run() -> None:
         try:
-            answer.append(attempt())
+            results.append(attempt())
         except (RuntimeError, ValueError, AttributeError, NotImplementedError, OSError) as error:
-            answer.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no text'}")
+            results.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no text'}")
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(deadline_s)
-    return answer[0] if answer else f"mapping peers' memory hangs for more than {deadline_s:g} s"
+    return results[0] if results else f"mapping the memory of peers did not finish within {deadline_s:g} s"
 
 
-def _trial(members: HostGroup, device: int) -> str:
-    """Writes this rank's number to each peer and reads what the peers wrote; waits for it as copies do."""
+def _trial(host_group: HostGroup, device: int) -> str:
+    """Write this rank's number to each peer, wait for the numbers of the peers as copies do, and compare them."""
     torch.cuda.set_device(device)
-    fabric = CudaFabric(members)
-    words = [arena.view(torch.int32) for arena in fabric.map(4 * _TRIAL_WORDS)]
-    words[fabric.rank].zero_()
-    fabric.barrier()
-    for peer in range(fabric.size):
-        fabric.computing.write(words[peer], fabric.rank, fabric.rank + 1)
-    fabric.barrier()
-    for peer in range(fabric.size):
-        fabric.copying.wait(words[fabric.rank], peer, peer + 1)
+    backend = CudaBackend(host_group)
+    words = [arena.view(torch.int32) for arena in backend.map(4 * _TRIAL_WORDS)]
+    words[backend.rank].zero_()
+    backend.barrier()
+    for peer in range(backend.size):
+        backend.computing.write(words[peer], backend.rank, backend.rank + 1)
+    backend.barrier()
+    for peer in range(backend.size):
+        backend.copying.wait(words[backend.rank], peer, peer + 1)
     torch.cuda.synchronize()
-    got = words[fabric.rank][: fabric.size].tolist()
-    fabric.barrier()
-    return "" if got == list(range(1, fabric.size + 1)) else f"peers' writes did not arrive: {got}"
+    got = words[backend.rank][: backend.size].tolist()
+    backend.barrier()
+    return "" if got == list(range(1, backend.size + 1)) else f"the writes of the peers did not arrive: {got}"
 
 
 class _Driver:
-    """The one call that torch does not offer: a stream that waits for a word, without a kernel."""
+    """The driver call that torch lacks: a stream waits for a word in memory without a kernel."""
 
     def __init__(self) -> None:
         self._wait = ctypes.CDLL("libcuda.so.1").cuStreamWaitValue32_v2
 
     def wait(self, stream: torch.cuda.Stream, address: int, value: int) -> None:
-        """The stream goes on when the word at `address` is at least `value`."""
+        """Block later work of the stream until the word at `address` is at least `value`."""
         status = self._wait(
             ctypes.c_void_p(stream.cuda_stream), ctypes.c_uint64(address), ctypes.c_uint32(value), ctypes.c_uint(0)
         )
@@ -121,7 +121,7 @@ class _Driver:
 
 
 class _StreamQueue:
-    """A stream; `None` is the one that is current when something is put into it."""
+    """A queue on a stream. `None` selects the current stream at each call."""
 
     def __init__(self, stream: torch.cuda.Stream | None, driver: _Driver) -> None:
         self._stream, self._driver = stream, driver
@@ -139,42 +139,42 @@ class _StreamQueue:
         from torch.distributed import _symmetric_memory as symmetric
 
         with torch.cuda.stream(self.stream):
-            # torch takes unsigned words only.
+            # torch accepts unsigned words only.
             symmetric._SymmetricMemory.stream_write_value32(words.view(torch.uint32), index, value)
 
     def wait(self, words: torch.Tensor, index: int, value: int) -> None:
         self._driver.wait(self.stream, words.data_ptr() + 4 * index, value)
 
 
-def _named(members: HostGroup) -> str:
-    """A name under which torch's SymmetricMemory finds the members, who are no process group of their own."""
+def _register_group_name(host_group: HostGroup) -> str:
+    """Register ranks that have no process group in torch's SymmetricMemory and return the name."""
     from torch.distributed import _symmetric_memory as symmetric
 
-    # torch keeps names as long as the process lives, so that none may come twice.
-    if members.rank == 0:
-        members.store.set("name", f"megatron_overlap/{uuid.uuid4().hex}")
-    name = members.store.get("name").decode()
-    symmetric._SymmetricMemory.set_group_info(name, members.rank, members.size, members.store)
+    # torch never removes a name, so each registration needs a new one.
+    if host_group.rank == 0:
+        host_group.store.set("name", f"megatron_overlap/{uuid.uuid4().hex}")
+    name = host_group.store.get("name").decode()
+    symmetric._SymmetricMemory.set_group_info(name, host_group.rank, host_group.size, host_group.store)
     return name
 
 
-class CudaFabric:
-    """`Fabric` over torch's SymmetricMemory, on the current device.
+class CudaBackend:
+    """`SymmetricBackend` over torch's SymmetricMemory, on the current device.
 
     Args:
-        members: ranks whose memory each other can address: `survey` found nothing against them.
+        host_group: ranks for which `probe_symmetric_memory` succeeded.
     """
 
-    def __init__(self, members: HostGroup) -> None:
-        self.rank, self.size = members.rank, members.size
-        self.ranks: Sequence[int] = members.ranks
+    def __init__(self, host_group: HostGroup) -> None:
+        self.rank, self.size = host_group.rank, host_group.size
+        self.ranks: Sequence[int] = host_group.ranks
         self.device = torch.device("cuda", torch.cuda.current_device())
         properties = torch.cuda.get_device_properties(self.device)
         self.capability, self.num_sms = properties.major * 10 + properties.minor, properties.multi_processor_count
         self.max_polls = _MAX_POLLS
-        self._members, driver = members, _Driver()
-        # A group, or its name: older releases of torch have no type for it.
-        self._name: Any = members.group or _named(members)
+        self._host_group, driver = host_group, _Driver()
+        # A process group or a name. Older releases of torch have no type for both.
+        self._name: Any = host_group.group or _register_group_name(host_group)
         self._copies = torch.cuda.Stream(self.device, priority=-1)
         self.computing: Queue = _StreamQueue(None, driver)
         self.copying: Queue = _StreamQueue(self._copies, driver)
@@ -191,7 +191,7 @@ class CudaFabric:
 
     def barrier(self) -> None:
         torch.cuda.synchronize(self.device)
-        self._members.barrier()
+        self._host_group.barrier()
         torch.cuda.synchronize(self.device)
 
     def fork(self) -> None:
@@ -200,9 +200,10 @@ class CudaFabric:
     def join(self) -> None:
         torch.cuda.current_stream().wait_stream(self._copies)
 
-    def objection(self) -> str:
-        capturing = torch.cuda.is_current_stream_capturing()
-        return "a CUDA graph is being captured: a replay would raise flags to a number of the past" if capturing else ""
+    def unsupported_reason(self) -> str:
+        if torch.cuda.is_current_stream_capturing():
+            return "a CUDA graph is being captured; a replay would write the epoch of the capture to flags"
+        return ""
 
     def close(self) -> None:
         if self._arena is not None:

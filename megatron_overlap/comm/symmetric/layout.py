@@ -1,12 +1,14 @@
-"""How one rank's symmetric memory is divided. Pure arithmetic: the same on every rank, so that offsets are addresses.
+"""Layout of one rank's arena of symmetric memory. It is equal on every rank, so that an offset is an address.
 
-    half 0 | half 1 | flags of half 0 | flags of half 1 | acknowledgements | ready words
+    slot 0 | slot 1 | flags of slot 0 | flags of slot 1 | acknowledgements | ready words
 
-Op number e (1, 2, ...) of a group uses half e % 2, so that two ops may be in p2p_work: a half holds the gathered rows
-of
-an all-gather, or the landing of a reduce-scatter. Its flags are raised to e. When a rank has read all it needs of op e,
-it writes e to its acknowledgement at every peer; nobody writes into a half for op e + 2 before all have done so. A rank
-whose rows are to be pulled writes e to its ready word at every peer when they are there.
+Operation number e (1, 2, ...) of a group is its epoch. It uses slot e % 2, so two operations can be in flight. The slot
+holds the gathered rows of an all-gather or the receive buffer of a reduce-scatter.
+
+- Flags: a chunk of operation e is complete when its flag is e.
+- Acknowledgements: a rank that no longer reads its slot for operation e writes e at every peer. A rank writes into the
+  slots for operation e + 2 after all ranks have acknowledged e.
+- Ready words: a rank writes e at every peer when the peers may pull its rows of operation e.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from dataclasses import dataclass
 
 ALIGNMENT = 256
 MAX_PARTS = 32
-"""Chunks of a shard that flags are there for."""
+"""Largest number of chunks per shard: the arena has one flag for each."""
 
 _FLAG_BYTES = 4
 
@@ -25,49 +27,49 @@ def _aligned(num_bytes: int) -> int:
 
 
 def gathered_bytes(num_rows: int, num_ranks: int, features: int, itemsize: int) -> int:
-    """Bytes of half an arena that one op needs: its gathered rows, or a landing of R slots of the largest shard."""
+    """Bytes of a slot that one operation needs: R times the largest shard, for gathered rows or a receive buffer."""
     return -(-num_rows // num_ranks) * num_ranks * features * itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaLayout:
-    """Offsets in bytes into an arena for ops of at most `half_bytes`.
+    """Offsets in bytes into an arena for operations of at most `slot_bytes`.
 
     Raises:
         ValueError: a count is below one.
     """
 
     num_ranks: int
-    half_bytes: int
+    slot_bytes: int
 
     def __post_init__(self) -> None:
-        for name in ("num_ranks", "half_bytes"):
+        for name in ("num_ranks", "slot_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)}: must be at least 1")
 
     @property
     def num_flags(self) -> int:
-        """Flags of one half: one for each chunk of each rank."""
+        """Flags of one slot: one for each chunk of each rank."""
         return self.num_ranks * MAX_PARTS
 
-    def half(self, epoch: int) -> int:
-        """Offset of the half that op `epoch` uses."""
-        return epoch % 2 * _aligned(self.half_bytes)
+    def slot(self, epoch: int) -> int:
+        """Offset of the slot of operation `epoch`."""
+        return epoch % 2 * _aligned(self.slot_bytes)
 
     def flags(self, epoch: int) -> int:
-        """Offset of the flags of op `epoch`, int32 `[num_flags]`."""
-        return 2 * _aligned(self.half_bytes) + epoch % 2 * _aligned(self.num_flags * _FLAG_BYTES)
+        """Offset of the flags of operation `epoch`, int32 `[num_flags]`."""
+        return 2 * _aligned(self.slot_bytes) + epoch % 2 * _aligned(self.num_flags * _FLAG_BYTES)
 
     def acknowledgements(self, epoch: int) -> int:
-        """Offset of the epochs of this half that each rank is done with, int32 `[R]`."""
-        flags = 2 * (_aligned(self.half_bytes) + _aligned(self.num_flags * _FLAG_BYTES))
+        """Offset of the latest epoch of this slot that each rank has acknowledged, int32 `[R]`."""
+        flags = 2 * (_aligned(self.slot_bytes) + _aligned(self.num_flags * _FLAG_BYTES))
         return flags + epoch % 2 * _aligned(self.num_ranks * _FLAG_BYTES)
 
     def ready(self, epoch: int) -> int:
-        """Offset of the epochs of this half that each rank's rows may be pulled for, int32 `[R]`."""
+        """Offset of the latest epoch of this slot whose rows peers may pull from each rank, int32 `[R]`."""
         return self.acknowledgements(0) + (2 + epoch % 2) * _aligned(self.num_ranks * _FLAG_BYTES)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the arena: twice the largest gathered activation, and some kilobytes of flags."""
+        """Bytes of the arena: twice the largest gathered activation and a few kilobytes of flags."""
         return self.ready(1) + _aligned(self.num_ranks * _FLAG_BYTES)

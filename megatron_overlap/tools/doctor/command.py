@@ -23,7 +23,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megatron_overlap.comm.symmetric.cuda import local_objection
+from megatron_overlap.comm.symmetric.cuda import local_unsupported_reason
 from megatron_overlap.config import ConfigError
 from megatron_overlap.tools.doctor import calibration, machine
 from megatron_overlap.tools.doctor.gemm_rate import DTYPES, slow_precision_reason
@@ -191,7 +191,7 @@ def findings(self_test: str | None, ranks: int) -> list[Finding]:
 
 def _fused(gpus: int) -> tuple[Verdict, str]:
     """Whether the GPUs of this process can write to each other's memory, which fused kernels need."""
-    reason = local_objection()
+    reason = local_unsupported_reason()
     if reason:
         return "not available", f"{reason}: `method: fused` runs p2p"
     if gpus < 2:

@@ -55,8 +55,8 @@ def _rows(rank: int, dry: bool, deadline: float) -> Iterator[dict[str, Any]]:
     import torch.distributed as dist
 
     from megatron_overlap.comm.host_group import HostGroup
-    from megatron_overlap.comm.symmetric.cpu import HostFabric
-    from megatron_overlap.comm.symmetric.cuda import CudaFabric, survey
+    from megatron_overlap.comm.symmetric.cpu import CpuBackend
+    from megatron_overlap.comm.symmetric.cuda import CudaBackend, probe_symmetric_memory
     from megatron_overlap.comm.symmetric.transport import SymmetricTransport
     from megatron_overlap.kernels.wait import wait_all
     from megatron_overlap.ops.tensor_parallel.fused.plan import FusedPlan
@@ -67,12 +67,12 @@ def _rows(rank: int, dry: bool, deadline: float) -> Iterator[dict[str, Any]]:
     assert group is not None
     if not dry:
         torch.cuda.set_device(0)
-        found = survey(group, deadline_s=60)
+        found = probe_symmetric_memory(group, deadline_s=60)
         yield {"rank": rank, "objection": found if isinstance(found, str) else ""}
         if isinstance(found, str):
             return
     for mover, stores in (("push", "remote"), ("pull", "staged"), ("ring", "remote")):
-        transport = SymmetricTransport((HostFabric if dry else CudaFabric)(HostGroup(group)), wait_all)
+        transport = SymmetricTransport((CpuBackend if dry else CudaBackend)(HostGroup(group)), wait_all)
         plan = FusedPlan(mover=mover, stores=stores, chunk_rows=8 if dry else 128)  # type: ignore[arg-type]
         for op in CASES:
             if time.perf_counter() > deadline:

@@ -1,4 +1,4 @@
-"""Which GEMMs of a fused operation run a Hopper kernel: where the self-test passes and the operands fit."""
+"""Selects Hopper kernels for the GEMMs of a fused operation: the self-test passes and the operands fit."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from megatron_overlap.comm.symmetric.transport import SymmetricTransport
 
 
 class Hopper:
-    """Whether Hopper kernels run on one transport, and why GEMMs did not use them.
+    """Selects Hopper kernels on one transport and counts the GEMMs that did not use them.
 
     Args:
-        objection: why they cannot run on the device of this rank; empty where they can.
+        unsupported_reason: why they cannot run on the device of this rank; empty if they can.
     """
 
-    def __init__(self, objection: str) -> None:
-        self.objection = objection
+    def __init__(self, unsupported_reason: str) -> None:
+        self.unsupported_reason = unsupported_reason
         self.not_used: Counter[str] = Counter()
-        """Number of GEMMs that ran the portable kernel in place of a Hopper kernel, by reason."""
+        """Number of GEMMs that ran the portable kernel instead of a Hopper kernel, by reason."""
 
     @classmethod
     def of(cls, transport: SymmetricTransport) -> Hopper:
-        """The object of `transport`. The first call runs the self-test on its device, which can take minutes."""
+        """Return the object of `transport`. The first call runs the self-test on its device, which can take minutes."""
         if "hopper" not in transport.tables:
             from megatron_overlap.kernels.hopper.self_test import hopper_objection
 
-            device = transport.fabric.device
+            device = transport.backend.device
             transport.tables["hopper"] = cls(
                 hopper_objection(device) if device.type == "cuda" else f"Hopper kernels need CUDA, not {device.type}"
             )
@@ -40,32 +40,32 @@ class Hopper:
 
     @staticmethod
     def reasons(transport: SymmetricTransport) -> dict[str, int]:
-        """`not_used` of `transport`; empty where no plan requested Hopper kernels."""
+        """Return `not_used` of `transport`; empty if no plan requested Hopper kernels."""
         found = transport.tables.get("hopper")
         return {} if found is None else dict(found.not_used)
 
     def gathering(self, a: torch.Tensor, b: torch.Tensor, config: Any, out: torch.Tensor) -> tuple[Any, Any] | None:
-        """`ag_gemm` and its tile shape; None for the portable kernel, whose tile shape is `config`."""
+        """Return `ag_gemm` and its tile shape; None selects the portable kernel, whose tile shape is `config`."""
         return self._chosen(a, b, config, out, _ag_gemm)
 
     def scattering(self, a: torch.Tensor, b: torch.Tensor, config: Any) -> tuple[Any, Any] | None:
-        """`gemm_to_owners` and its tile shape; None for the portable kernel."""
+        """Return `gemm_to_owners` and its tile shape; None selects the portable kernel."""
         return self._chosen(a, b, config, None, _gemm_to_owners)
 
     def _chosen(
         self, a: torch.Tensor, b: torch.Tensor, config: Any, out: torch.Tensor | None, launcher: Callable[[], Any]
     ) -> tuple[Any, Any] | None:
-        reason = self.objection
+        reason = self.unsupported_reason
         if not reason:
             from megatron_overlap.kernels.configs import HOPPER, HOPPER_SMALL
             from megatron_overlap.kernels.hopper.operands import objection
 
-            # The same product tiles as the portable kernel; other step depth, ring and warps.
-            mine = HOPPER_SMALL if config.block_n <= HOPPER_SMALL.block_n else HOPPER
-            mine = replace(mine, group=config.group)
-            reason = objection(a, b, mine, out)
+            # The output tiles of the portable kernel with another depth, number of stages and number of warps.
+            hopper_config = HOPPER_SMALL if config.block_n <= HOPPER_SMALL.block_n else HOPPER
+            hopper_config = replace(hopper_config, group=config.group)
+            reason = objection(a, b, hopper_config, out)
             if not reason:
-                return launcher(), mine
+                return launcher(), hopper_config
         self.not_used[reason] += 1
         return None
 

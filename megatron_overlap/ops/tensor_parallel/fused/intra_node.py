@@ -20,16 +20,16 @@ from megatron_overlap.schedules import ChunkLayout
 
 
 class _Kernels:
-    """Launchers, tile shapes and tables of row tiles for one operation."""
+    """Kernel launchers, tile shapes and tables of row tiles for one operation."""
 
     def __init__(self, transport: SymmetricTransport, plan: FusedPlan) -> None:
         self._transport, self._plan = transport, plan
-        self.programs = max(1, transport.fabric.num_sms - plan.spare_sms)
+        self.programs = max(1, transport.backend.num_sms - plan.spare_sms)
         # The first use of a transport runs the self-test of the kernels, so it comes before the operation starts.
         self.hopper = Hopper.of(transport) if plan.kernel == "hopper" else None
 
     def table(self, layout: ChunkLayout, order: str, block: int | None) -> Any:
-        """A table of row tiles on the device, cached: in order of `arrival`, in order of `departure`, or `own` rows."""
+        """Return a cached device table of row tiles in order of `arrival` or `departure`, or of `own` rows."""
         from megatron_overlap.kernels.launch import RowTiles
         from megatron_overlap.schedules.tile_order import arrival_order, departure_order, row_tiles
 
@@ -40,7 +40,7 @@ class _Kernels:
             if order == "own":
                 chunks = [chunk for chunk in chunks if chunk.owner == transport.rank]
             tiles = row_tiles(layout, transport.rank, chunks, block)
-            transport.tables[key] = RowTiles.of(tiles, transport.fabric.device)
+            transport.tables[key] = RowTiles.of(tiles, transport.backend.device)
         return transport.tables[key]
 
     def config(self, rows: int, b: torch.Tensor) -> Any:
@@ -49,7 +49,7 @@ class _Kernels:
 
         if self._plan.config is not None:
             return self._plan.config
-        capability = self._transport.fabric.capability
+        capability = self._transport.backend.capability
         wide = ALIGNED[newest(capability)]
         depth, columns = b.shape
         aligned = columns % ALIGNMENT == 0 and depth % ALIGNMENT == 0
@@ -83,7 +83,7 @@ class _Kernels:
         from megatron_overlap.kernels.configs import ALIGNMENT, WGRAD, WGRAD_ODD, newest
 
         aligned = all(extent % ALIGNMENT == 0 for extent in w.shape)
-        return (WGRAD if aligned else WGRAD_ODD)[newest(self._transport.fabric.capability)]
+        return (WGRAD if aligned else WGRAD_ODD)[newest(self._transport.backend.capability)]
 
 
 class IntraNodeGather:
@@ -102,8 +102,8 @@ class IntraNodeGather:
     ) -> None:
         self._transport, self._kernels = transport, _Kernels(transport, plan)
         self._layout = plan.layout(num_rows, transport.size)
-        half = gathered_bytes(num_rows, transport.size, shard.shape[1], shard.itemsize)
-        self._op = transport.begin(half, op)
+        slot_bytes = gathered_bytes(num_rows, transport.size, shard.shape[1], shard.itemsize)
+        self._op = transport.begin(slot_bytes, op)
         self.full = self._op.gather(shard, self._layout, plan.mover)
         self.num_bytes = (transport.size - 1) * shard.nbytes
         self._launches: list[Callable[[], object]] = []
@@ -111,7 +111,7 @@ class IntraNodeGather:
     def matmul(
         self, b: torch.Tensor, bias: torch.Tensor | None = None, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See `Gather.matmul`; in order of arrival, into `out` where it is given."""
+        """See `Gather.matmul`. Tiles run in order of arrival; the result is in `out` if given."""
         out = self.full.new_empty(self.full.shape[0], b.shape[1]) if out is None else out
         self._launches.append(partial(self._launch_matmul, b, bias, out))
         return out
@@ -123,11 +123,11 @@ class IntraNodeGather:
     def wgrad_into(
         self, out: torch.Tensor, add: bool, *, dy: torch.Tensor | None = None, x: torch.Tensor | None = None
     ) -> None:
-        """Writes `dy.T @ x` to `out`, or adds it. The operand that is None is the gathered one."""
+        """Write `dy.T @ x` to `out`, or add it. The operand that is None is the gathered one."""
         self._launches.append(partial(self._launch_wgrad, dy, x, out, add))
 
     def rows(self, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """A copy of all rows, in `out` where it is given; complete after `finish`."""
+        """Return a copy of all rows, in `out` if given; complete after `finish`."""
         out = torch.empty_like(self.full) if out is None else out
         self._launches.append(partial(self._copy_rows, out))
         return out
@@ -140,14 +140,14 @@ class IntraNodeGather:
         """See `Gather.finish`."""
         for launch in self._launches:
             launch()
-        # Kernels that are enqueued from here on do not read the gathered rows.
-        self._op.done()
+        # Later kernels do not read the gathered rows.
+        self._op.acknowledge()
 
     def _waits(self) -> Any:
         from megatron_overlap.kernels.launch import Waits
 
         transport = self._transport
-        return Waits(self._op.flags, self._op.epoch, transport.status, transport.fabric.max_polls)
+        return Waits(self._op.flags, self._op.epoch, transport.status, transport.backend.max_polls)
 
     def _launch_matmul(self, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         ag_gemm, config = self._kernels.gathering(self.full, b, out)
@@ -196,14 +196,14 @@ class IntraNodeScatter:
         self._transport, self._kernels = transport, _Kernels(transport, plan)
         self._layout = plan.layout(a.shape[0], transport.size)
         slot_rows = -(-a.shape[0] // transport.size)
-        self._landing_shape = (transport.size, slot_rows, b.shape[1])
+        self._recv_shape = (transport.size, slot_rows, b.shape[1])
         self._dtype = a.dtype
-        half = gathered_bytes(a.shape[0], transport.size, b.shape[1], a.itemsize)
-        self._op = transport.begin(half, op)
-        landings, flags = self._staged() if plan.stores == "staged" else self._op.addresses()
+        slot_bytes = gathered_bytes(a.shape[0], transport.size, b.shape[1], a.itemsize)
+        self._op = transport.begin(slot_bytes, op)
+        recv_buffers, flags = self._staged() if plan.stores == "staged" else self._op.addresses()
         gemm_to_owners, config = self._kernels.scattering(a, b)
         owners = Owners(
-            landings=landings,
+            landings=recv_buffers,
             flags=flags,
             counters=transport.counters(self._op.epoch),
             rank=transport.rank,
@@ -215,23 +215,24 @@ class IntraNodeScatter:
         gemm_to_owners(a, b, tiles=tiles, owners=owners, config=config, num_programs=self._kernels.programs)
 
     def _staged(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Addresses that redirect the tiles of other owners to own staging memory; starts the copies from there.
+        """Start the copies from staging memory and return addresses that redirect the tiles of other owners to it.
 
-        The kernel stores at `landings[owner] + slot(rank)` and sets `flags[owner] + rank * parts + part`. The addresses
-        returned here make both point to the slot and the flags of that owner in own memory.
+        The kernel stores a tile in block `rank` of the receive buffer at `recv_buffers[owner]` and sets
+        `flags[owner] + rank * parts + part`. With the returned addresses, both are in staging memory: block `owner` and
+        its flags.
         """
         transport, rank, parts = self._transport, self._transport.rank, self._layout.chunks_per_rank
-        num_slot_bytes = self._landing_shape[1] * self._landing_shape[2] * self._dtype.itemsize
+        num_slot_bytes = self._recv_shape[1] * self._recv_shape[2] * self._dtype.itemsize
         staging = transport.staging(transport.size * num_slot_bytes)
-        departed = transport.departed(self._op.epoch)
-        self._op.deliver(staging.view(self._dtype).view(*self._landing_shape), self._layout)
+        staged_flags = transport.staged_flags(self._op.epoch)
+        self._op.send_staged(staging.view(self._dtype).view(*self._recv_shape), self._layout)
         key = ("staged", staging.data_ptr(), num_slot_bytes, parts, self._op.epoch % 2, self._op.flags.data_ptr())
         if key not in transport.tables:
-            landings = [staging.data_ptr() + (owner - rank) * num_slot_bytes for owner in range(transport.size)]
-            flags = [departed.data_ptr() + 4 * (owner - rank) * parts for owner in range(transport.size)]
-            own = self._op.half(rank, self._landing_shape, self._dtype)
-            landings[rank], flags[rank] = own.data_ptr(), self._op.flags.data_ptr()
-            transport.tables[key] = torch.tensor([landings, flags], device=staging.device)
+            recv_buffers = [staging.data_ptr() + (owner - rank) * num_slot_bytes for owner in range(transport.size)]
+            flags = [staged_flags.data_ptr() + 4 * (owner - rank) * parts for owner in range(transport.size)]
+            own = self._op.slot(rank, self._recv_shape, self._dtype)
+            recv_buffers[rank], flags[rank] = own.data_ptr(), self._op.flags.data_ptr()
+            transport.tables[key] = torch.tensor([recv_buffers, flags], device=staging.device)
         addresses = transport.tables[key]
         return addresses[0], addresses[1]
 
@@ -241,15 +242,15 @@ class IntraNodeScatter:
         from megatron_overlap.kernels.launch import Waits
 
         transport = self._transport
-        landing = self._op.half(transport.rank, self._landing_shape, self._dtype)
-        out = landing.new_empty(self._layout.shard_rows(transport.rank), self._landing_shape[2])
+        received = self._op.slot(transport.rank, self._recv_shape, self._dtype)
+        out = received.new_empty(self._layout.shard_rows(transport.rank), self._recv_shape[2])
         sum_landed(
-            landing,
+            received,
             out,
             tiles=self._kernels.table(self._layout, "own", SUM_ROWS),
-            waits=Waits(self._op.flags, self._op.epoch, transport.status, transport.fabric.max_polls),
+            waits=Waits(self._op.flags, self._op.epoch, transport.status, transport.backend.max_polls),
             parts=self._layout.chunks_per_rank,
-            num_programs=transport.fabric.num_sms * 4,
+            num_programs=transport.backend.num_sms * 4,
         )
-        self._op.done()
+        self._op.acknowledge()
         return out

@@ -1,10 +1,10 @@
-"""Method `fused`: the linear layers communicate from inside their GEMM kernels, over symmetric memory.
+"""Method `fused`: linear layers whose GEMM kernels communicate over symmetric memory.
 
-- An all-gather is done by copy engines; the tiles of the GEMM wait for their rows.
-- A reduce-scatter is a GEMM that stores its tiles in the memory of their owners, and a sum at the owners.
-- An all-reduce is that reduce-scatter followed by an all-gather of the sums.
+- All-gather: copy engines move the rows; each tile of the GEMM waits for its rows.
+- Reduce-scatter: the GEMM stores its tiles in the memory of their owners; the owners add them.
+- All-reduce: that reduce-scatter, then an all-gather of the sums.
 
-Source: Flux (arXiv 2406.06858) for the forward pass; it has no backward. Not yet run on a GPU.
+Source: Flux (arXiv 2406.06858) for the forward pass. Flux has no backward pass. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DEFAULT_PLAN = FusedPlan()
 
 
 def unsupported_fused_reason(x: torch.Tensor, num_rows: int, num_ranks: int) -> str | None:
-    """Why one call cannot use the fused kernels; None if it can."""
+    """Return why one call cannot use the fused kernels; None if it can."""
     if x.device.type != "cuda":
         return f"fused kernels need CUDA, not {x.device.type}"
     if x.dtype not in (torch.bfloat16, torch.float16):
@@ -74,7 +74,7 @@ class FusedMethod(LinearMethod):
 
 
 class FusedAllReduce:
-    """A fused GEMM + reduce-scatter, whose sums are gathered; see `AllReduce`."""
+    """A fused GEMM + reduce-scatter and an all-gather of the sums; see `AllReduce`."""
 
     def __init__(self, method: FusedMethod, a: torch.Tensor, b: torch.Tensor, op: str) -> None:
         own = method.scatter(a, b, op).finish()

@@ -1,11 +1,10 @@
 """Fused all-gather and reduce-scatter over several nodes: kernels inside a node, messages between nodes.
 
-A gather receives the rows of one rail (`schedules.hierarchical`), each row once per node. It is then one gather inside
-the own node for each node, own node first. A scatter computes the rows of other nodes first. For each of them it runs a
-GEMM + reduce-scatter inside the own node, whose sums travel along the rail while the next rows are computed.
+A gather receives the rows of one rail (`schedules.hierarchical`); each row reaches a node once. It then runs one gather
+inside the node for the rows of each node, own rows first. A scatter computes the rows of other nodes first. For each
+node it runs a GEMM + reduce-scatter inside this node and sends the sums along the rail during the next GEMM.
 
-Source: Flux (arXiv 2406.06858) for starting inter-node messages first. The rest is not from a paper. Not yet run on a
-GPU.
+Source: Flux (arXiv 2406.06858) for starting inter-node messages first. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_overlap.comm.buffers import BufferPool
 from megatron_overlap.comm.host_group import HostGroup
-from megatron_overlap.comm.symmetric.cuda import CudaFabric, survey
+from megatron_overlap.comm.symmetric.cuda import CudaBackend, probe_symmetric_memory
 from megatron_overlap.comm.symmetric.transport import SymmetricTransport
 from megatron_overlap.comm.transport import Transfer, Transport
 from megatron_overlap.ops.tensor_parallel.fused.intra_node import IntraNodeGather, IntraNodeScatter
@@ -52,11 +51,11 @@ class NodesTransport:
 
     @property
     def bound_bytes(self) -> int:
-        """See `SymmetricTransport.bound_bytes`: of the rows of one node's ranks, not of the whole group's rows."""
+        """See `SymmetricTransport.bound_bytes`; counts the rows of one node, not of the whole group."""
         return self.inside.bound_bytes
 
     def close(self) -> None:
-        """Frees the symmetric memory. `between` has another owner."""
+        """Free the symmetric memory. The caller owns `between`."""
         self.inside.close()
 
 
@@ -64,32 +63,32 @@ FusedTransport = SymmetricTransport | NodesTransport
 
 
 def inside_host(transport: FusedTransport) -> SymmetricTransport:
-    """The symmetric memory that fused operations use inside a node."""
+    """Return the symmetric memory that fused operations use inside a node."""
     return transport.inside if isinstance(transport, NodesTransport) else transport
 
 
 def open_fused(group: dist.ProcessGroup, messages: Callable[[dist.ProcessGroup], Transport]) -> FusedTransport | str:
-    """Opens the transport of fused operations between the ranks of `group`. Collective.
+    """Open the transport of fused operations between the ranks of `group`. Collective.
 
     Args:
         group: ranks with a CUDA device each.
-        messages: opens the transport between nodes; called only where the group is on several.
+        messages: opens the transport between nodes; called only if the group spans several nodes.
 
     Returns:
-        The transport, or why the group cannot have one, the same on all ranks.
+        The transport, or why the group cannot have one. All ranks return the same reason.
     """
-    nodes = survey(group)
+    nodes = probe_symmetric_memory(group)
     if isinstance(nodes, str):
         return nodes
     from megatron_overlap.kernels.wait import wait_all
 
-    members = HostGroup(group, nodes.members(nodes.node(dist.get_rank(group))))
-    inside = SymmetricTransport(CudaFabric(members), wait_all)
+    host_group = HostGroup(group, nodes.members(nodes.node(dist.get_rank(group))))
+    inside = SymmetricTransport(CudaBackend(host_group), wait_all)
     return inside if nodes.num_nodes == 1 else NodesTransport(inside, messages(group), nodes)
 
 
 class NodesGather:
-    """An all-gather over several nodes; see `Gather`. `finish` runs the computations node by node, as rows arrive."""
+    """An all-gather over several nodes; see `Gather`. `finish` computes node by node as rows arrive."""
 
     def __init__(self, transport: NodesTransport, shard: torch.Tensor, num_rows: int, op: str, plan: FusedPlan) -> None:
         self._transport, self._shard, self._num_rows = transport, shard, num_rows
@@ -109,7 +108,7 @@ class NodesGather:
 
     @property
     def full(self) -> torch.Tensor:
-        """Not available: the gathered rows of one node replace those of the node before."""
+        """Not available: the buffer holds the gathered rows of one node at a time."""
         raise NotImplementedError("a gather over several nodes has no buffer of all rows")
 
     def matmul(self, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -121,7 +120,7 @@ class NodesGather:
     def wgrad(self, wgrad: WeightGradient, *, dy: torch.Tensor | None = None, x: torch.Tensor | None = None) -> None:
         """See `Gather.wgrad`."""
         out, add = wgrad.accumulator()
-        # Without an accumulator of the caller the sum over nodes is in fp32 and rounded once.
+        # Without the accumulator of the caller, the sum over nodes is in fp32 and rounded once.
         total = out if add else torch.zeros(out.shape, dtype=torch.float32, device=out.device)
 
         def consume(gather: IntraNodeGather, rows: slice) -> None:
@@ -133,7 +132,7 @@ class NodesGather:
             self._last.append(lambda: out.copy_(total))
 
     def rows(self) -> torch.Tensor:
-        """A copy of all rows, complete after `finish`."""
+        """Return a copy of all rows, complete after `finish`."""
         out = self._shard.new_empty(self._num_rows, self._shard.shape[1])
         self._consumers.append(lambda gather, rows: gather.rows(out=out[rows]))
         return out
@@ -161,7 +160,7 @@ class NodesGather:
 
 
 class NodesScatter:
-    """A GEMM whose sums go to the owners of the rows over several nodes; see `Scatter`."""
+    """A GEMM + reduce-scatter over several nodes; see `Scatter`."""
 
     def __init__(self, transport: NodesTransport, a: torch.Tensor, b: torch.Tensor, op: str, plan: FusedPlan) -> None:
         nodes, rank = transport.nodes, transport.rank
@@ -169,26 +168,26 @@ class NodesScatter:
         schedule = nodes.scatter(rank)
         layout, width = ChunkLayout(a.shape[0], transport.size), b.shape[1]
         sizes = [layout.shard_rows(message.send.owner) for message in schedule.messages]
-        leaving = transport.buffer_pool.take("rail partial", (sum(sizes), width), a).split(sizes)
+        partials = transport.buffer_pool.take("rail partial", (sum(sizes), width), a).split(sizes)
         own = layout.shard_rows(rank)
         received = transport.buffer_pool.take("rail received", (len(sizes), own, width), a)
-        transfers = [Transfer(*each) for each in zip(schedule.messages, leaving, received, strict=True)]
+        transfers = [Transfer(*each) for each in zip(schedule.messages, partials, received, strict=True)]
         self._p2p_work = transport.between.begin(transfers, op)
-        # By source node: the sum is in the order of the nodes, whatever arrives first.
+        # By source node: the sum is in the order of the nodes, independent of the order of arrival.
         self._parts = {nodes.node(each.source): part for each, part in zip(schedule.messages, received, strict=True)}
         computed = [work.chunks[0].owner for work in schedule.work if work.chunks]
         for number, node in enumerate(computed):
             rows = slice(*nodes.rows(a.shape[0], node))
-            # One operation inside the node at a time: the next one needs the other half of the symmetric memory.
+            # One operation inside the node at a time: symmetric memory has two slots.
             part = IntraNodeScatter(transport.inside, a[rows], b, op, plan).finish()
-            if number < len(leaving):
-                leaving[number].copy_(part)
+            if number < len(partials):
+                partials[number].copy_(part)
                 self._p2p_work.mark_ready(number + 1)
             else:
                 self._parts[self._node] = part
 
     def finish(self) -> torch.Tensor:
-        """See `Scatter.finish`. The sums inside nodes travel in the dtype of the operands and are added in fp32."""
+        """See `Scatter.finish`. Messages carry sums in the dtype of the operands; additions are in fp32."""
         for message in range(len(self._parts) - 1):
             self._p2p_work.wait(message)
         own = self._parts[self._node]

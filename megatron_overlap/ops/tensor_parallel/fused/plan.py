@@ -1,4 +1,4 @@
-"""How a fused operation moves bytes and computes tiles. The result does not depend on it."""
+"""Tuning parameters of fused operations: data movement and tiles. They do not affect the result."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from megatron_overlap.kernels.launch import GemmConfig
 
 Stores = Literal["remote", "staged"]
-"""Where a scattering GEMM stores: in the memory of the owners, or in own memory, from which it is copied."""
+"""Where a scattering GEMM stores: in the memory of the owners, or in staging memory, from which copies send it."""
 
 Tiles = Literal["rule", "other"]
-"""Which of the two tile shapes of an architecture: the one of `kernels.configs.config_for`, or the other one."""
+"""Which of the two tile shapes of an architecture: the result of `kernels.configs.config_for`, or the other one."""
 
 Kernel = Literal["portable", "hopper"]
 """GEMM kernels: portable Triton, or Hopper kernels with TMA and load warps. Not yet run on a GPU."""
@@ -32,16 +32,16 @@ class FusedPlan:
         chunk_rows: rows of a communication tile, from one GEMM tile to a whole shard; at most 32 tiles per shard.
         spare_sms: SMs that a fused GEMM does not use.
         tiles: shape of GEMM tiles.
-        config: an explicit shape, for experiments; None takes `tiles`.
+        config: an explicit tile shape for experiments; None selects by `tiles`.
         kernel: `hopper` runs where the self-test passes and the operands meet its requirements, else `portable`.
 
     Raises:
-        ValueError: a value is not known or out of range.
+        ValueError: a value is unknown or out of range.
     """
 
     mover: Mover = "push"
     stores: Stores = "remote"
-    # Some microseconds on a link, and a multiple of a GEMM tile.
+    # A few microseconds on a link, and a multiple of a GEMM tile.
     chunk_rows: int = 512
     spare_sms: int = 0
     tiles: Tiles = "rule"
@@ -63,6 +63,6 @@ class FusedPlan:
             raise ValueError(f"spare_sms: {self.spare_sms}: must be at least 0")
 
     def layout(self, num_rows: int, num_ranks: int) -> ChunkLayout:
-        """Rows of each rank and comm tile."""
+        """Return the rows of each rank and communication tile."""
         parts = num_rows // num_ranks // self.chunk_rows
         return ChunkLayout(num_rows, num_ranks, max(1, min(MAX_PARTS, parts)))

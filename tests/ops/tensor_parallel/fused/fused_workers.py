@@ -1,4 +1,4 @@
-"""What interpreting workers run: the protocol of symmetric memory under an adversary, and fused layers in use."""
+"""Worker functions: the protocol of symmetric memory under adversarial timing, and fused layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_overlap.comm.transport import TransportError
 from megatron_overlap.ops import all_gather_linear, linear_reduce_scatter
 from megatron_overlap.ops.tensor_parallel.fused.linear import FusedMethod
 from megatron_overlap.schedules.hierarchical import Nodes
-from tests.helpers.fused import PoisonedFabric, fused_transport
+from tests.helpers.fused import PoisonedBackend, fused_transport
 from tests.helpers.late import LateTransport
 from tests.helpers.mutants import Edit, load
 from tests.kernels.heap import shared_tensor
@@ -24,14 +24,15 @@ from tests.kernels.looks import watched
 ROWS, K, N = 18, 8, 12
 ROUNDS = 3
 LATE_S = 0.1
-MUTANTS_LATE_S = 0.4  # what reads too early must do so even when two cores serve many
-# What is right waits long on a busy machine; what is wrong may wait for ever, and is cut short.
+# Long enough that a mutant reads too early even on a busy machine.
+MUTANTS_LATE_S = 0.4
+# A correct protocol may wait long on a busy machine. A mutant may wait forever, so its limit is short.
 MAX_POLLS, MUTANTS_POLLS = 300_000, 20_000
 GIVE_UP_S, MUTANTS_GIVE_UP_S = 120, 8
 
 
 class _LateCopies:
-    """A copying queue in which every copy takes long."""
+    """A copying queue that delays every copy."""
 
     def __init__(self, inner: Any, late_s: float) -> None:
         self._inner, self._late_s = inner, late_s
@@ -47,11 +48,11 @@ class _LateCopies:
         self._inner._work.put(late)
 
 
-class _Forgetting:
-    """A computing queue that poisons this rank's half when the rank acknowledges an operation.
+class _PoisonOnAcknowledge:
+    """A computing queue that poisons the slot of this rank when the rank acknowledges an operation.
 
-    The copy queue reads the own rows of the half until the peers have them, so it is drained first: the protocol
-    keeps the half unchanged until every peer has acknowledged, which is later than this rank's acknowledgement.
+    It drains the copy queue first. The copy queue reads the rows of this rank from the slot until all peers have
+    received them, and the protocol allows this until the last peer has acknowledged.
     """
 
     def __init__(self, inner: Any, transport: Any) -> None:
@@ -64,9 +65,9 @@ class _Forgetting:
         transport = self._transport
         layout, own = transport._layout, transport._views[transport.rank]
         if words.data_ptr() == own.data_ptr() + layout.acknowledgements(value):
-            transport.fabric.join()
-            start = layout.half(value)
-            own[start : start + layout.half_bytes].fill_(255)
+            transport.backend.join()
+            start = layout.slot(value)
+            own[start : start + layout.slot_bytes].fill_(255)
         self._inner.write(words, index, value)
 
 
@@ -83,70 +84,70 @@ def protocol(
     late_copies: bool = False,
     late_start: bool = False,
 ) -> list[str]:
-    """Rounds as in the backward of a column-parallel layer, two ops in p2p_work; rank 1 is as late as it may be.
+    """Run rounds of two concurrent operations, as a column-parallel backward does. Rank 1 is as late as possible.
 
     Args:
         plan: arguments of `FusedPlan`.
-        edits: changes of the package that must be noticed.
-        folder: shared by the ranks: how often rank 0 has looked for an acknowledgement.
-        late_copies: copies of rank 0 take long.
+        edits: mutations of the package that the run must detect.
+        folder: shared by the ranks; holds the number of times that rank 0 has read each acknowledgement.
+        late_copies: the copies of rank 0 are delayed.
         late_start: rank 0 starts each round late.
 
     Returns:
-        What was wrong.
+        The detected errors.
     """
     edits = tuple(edits)
     symmetric, parts = load("comm.symmetric.transport", edits), load("ops.tensor_parallel.fused.intra_node", edits)
-    fabric = PoisonedFabric(HostGroup(group), max_polls=MUTANTS_POLLS if edits else MAX_POLLS)
-    rank, size = fabric.rank, fabric.size
+    backend = PoisonedBackend(HostGroup(group), max_polls=MUTANTS_POLLS if edits else MAX_POLLS)
+    rank, size = backend.rank, backend.size
     if late_copies and rank == 0:
-        fabric.copying = _LateCopies(fabric.copying, MUTANTS_LATE_S if edits else LATE_S)  # type: ignore[assignment]
-    transport = symmetric.SymmetricTransport(fabric, load("kernels.wait", edits).wait_all)
+        backend.copying = _LateCopies(backend.copying, MUTANTS_LATE_S if edits else LATE_S)  # type: ignore[assignment]
+    transport = symmetric.SymmetricTransport(backend, load("kernels.wait", edits).wait_all)
     fused_plan = load("ops.tensor_parallel.fused.plan", edits).FusedPlan(chunk_rows=ROWS // size // 2, **plan)
     layout = fused_plan.layout(ROWS, size)
     own = slice(*layout.shard(rank))
     transport._allocate(4 * -(-ROWS // size) * size * max(K, N))
-    # What copies may still read of the own half is no longer needed by this rank, and so not forgotten.
+    # With pulls or late copies, peers may read the slot of this rank after its acknowledgement.
     if plan.get("mover", "push") == "push" and not late_copies:
-        fabric.computing = _Forgetting(fabric.computing, transport)  # type: ignore[assignment]
+        backend.computing = _PoisonOnAcknowledge(backend.computing, transport)  # type: ignore[assignment]
     acknowledgements = transport._words(rank, transport._layout.acknowledgements(0), 2 * 64)
     looks = shared_tensor(folder / f"looks{size}", (size, 2 * 64), torch.int32)
     if rank == 0:
         looks.zero_()
-    fabric.barrier()
+    backend.barrier()
     wrong = []
     give_up_s = MUTANTS_GIVE_UP_S if edits else GIVE_UP_S
     with watched(acknowledgements, looks[rank]):
         for number in range(1, ROUNDS + 1):
             a, b = _operands(rank, number)
-            everybody = [_operands(other, number) for other in range(size)]
+            operands = [_operands(other, number) for other in range(size)]
             if late_start and rank == 0:
                 time.sleep(LATE_S)
             try:
                 gather = parts.IntraNodeGather(transport, a[own].contiguous(), ROWS, "test", fused_plan)
                 scatter = parts.IntraNodeScatter(transport, a, b, "test", fused_plan)
-                _as_late_as_it_may(transport, 2 * number - 1, looks, give_up_s)
+                _delay_rank_1(transport, 2 * number - 1, looks, give_up_s)
                 got = [gather.matmul(b)]
                 gather.finish()
-                _as_late_as_it_may(transport, 2 * number, looks, give_up_s)
+                _delay_rank_1(transport, 2 * number, looks, give_up_s)
                 got.append(scatter.finish())
             except (TransportError, symmetric.TransportError, TimeoutError) as error:
                 wrong.append(f"round {number}: {type(error).__name__}: {error}")
                 break
-            gathered = torch.cat([x[slice(*layout.shard(other))] for other, (x, _) in enumerate(everybody)])
-            summed = torch.stack([x[own].double() @ y.double() for x, y in everybody]).sum(0)
+            gathered = torch.cat([x[slice(*layout.shard(other))] for other, (x, _) in enumerate(operands)])
+            summed = torch.stack([x[own].double() @ y.double() for x, y in operands]).sum(0)
             for name, mine, exact in zip(
                 ("gather", "scatter"), got, (gathered.double() @ b.double(), summed), strict=True
             ):
                 if not torch.allclose(mine.double(), exact, rtol=1e-4, atol=1e-4):
                     wrong.append(f"round {number}: {name} is wrong")
     if int(transport.status):
-        wrong.append(f"gave up at op {int(transport.status)}")
+        wrong.append(f"timed out at op {int(transport.status)}")
     return wrong
 
 
-def _as_late_as_it_may(transport: Any, op: int, looks: torch.Tensor, give_up_s: float) -> None:
-    """Rank 1 goes on with `op` when rank 0 waits for that, or has written for op + 2 where it must not yet."""
+def _delay_rank_1(transport: Any, op: int, looks: torch.Tensor, give_up_s: float) -> None:
+    """Block rank 1 in `op` until rank 0 waits for its acknowledgement, or has written for op + 2 too early."""
     if transport.rank != 1 or op + 2 > 2 * ROUNDS:
         return
     layout = transport._layout
@@ -158,21 +159,23 @@ def _as_late_as_it_may(transport: Any, op: int, looks: torch.Tensor, give_up_s: 
         if time.monotonic() > deadline:
             raise TimeoutError(f"op {op}: rank 0 neither waits nor writes")
         time.sleep(0.0005)
-    # What rank 0 has begun to write is written whole.
+    # Let rank 0 complete the write that it has begun.
     time.sleep(0.02)
 
 
 def layers(group: dist.ProcessGroup, edits: Sequence[Edit] = (), hosts: int = 1) -> list[str]:
-    """Forward and backward of both layers over memory that is forgotten on acknowledgement; what was wrong."""
+    """Forward and backward of both layers with slots poisoned on acknowledgement; returns the wrong tensors."""
     edits = tuple(edits)
     fused, linear = load("ops.tensor_parallel.fused.linear", edits), load("ops.tensor_parallel.linear", edits)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     nodes = Nodes(hosts, size // hosts)
     members = HostGroup(group, nodes.members(nodes.node(rank)))
-    fabric = PoisonedFabric(members, max_polls=MUTANTS_POLLS if edits else MAX_POLLS)
-    transport = load("comm.symmetric.transport", edits).SymmetricTransport(fabric, load("kernels.wait", edits).wait_all)
+    backend = PoisonedBackend(members, max_polls=MUTANTS_POLLS if edits else MAX_POLLS)
+    transport = load("comm.symmetric.transport", edits).SymmetricTransport(
+        backend, load("kernels.wait", edits).wait_all
+    )
     transport._allocate(4 * 32 * 16)
-    fabric.computing = _Forgetting(fabric.computing, transport)  # type: ignore[assignment]
+    backend.computing = _PoisonOnAcknowledge(backend.computing, transport)  # type: ignore[assignment]
     if hosts > 1:
         transport = load("ops.tensor_parallel.fused.multi_node", edits).NodesTransport(
             transport, LateTransport(group), nodes
@@ -183,20 +186,20 @@ def layers(group: dist.ProcessGroup, edits: Sequence[Edit] = (), hosts: int = 1)
     method = fused.FusedMethod(transport)
     y = linear.linear_reduce_scatter(linear.all_gather_linear(x, w1, group=method), w2, group=method)
     y.square().sum().backward()
-    everything = whole.double().requires_grad_()
+    all_rows = whole.double().requires_grad_()
     firsts = [(first + r).double().requires_grad_() for r in range(size)]
     seconds = [(second - r).double().requires_grad_() for r in range(size)]
-    true = sum(everything @ firsts[r].t() @ seconds[r].t() for r in range(size))
+    true = sum(all_rows @ firsts[r].t() @ seconds[r].t() for r in range(size))
     assert isinstance(true, torch.Tensor)
     true.square().sum().backward()
     own = slice(8 * rank, 8 * rank + 8)
     pairs = {
         "y": (y, true[own]),
-        "dx": (x.grad, everything.grad[own]),  # type: ignore[index]
+        "dx": (x.grad, all_rows.grad[own]),  # type: ignore[index]
         "dw1": (w1.grad, firsts[rank].grad),
         "dw2": (w2.grad, seconds[rank].grad),
     }
-    scale = 1e-5 * float(everything.grad.abs().max())  # type: ignore[union-attr]
+    scale = 1e-5 * float(all_rows.grad.abs().max())  # type: ignore[union-attr]
     return [
         name
         for name, (got, exact) in pairs.items()
@@ -205,7 +208,7 @@ def layers(group: dist.ProcessGroup, edits: Sequence[Edit] = (), hosts: int = 1)
 
 
 def recomputed(group: dist.ProcessGroup, checkpoint: bool) -> list[float]:
-    """A column- and a row-parallel layer, with and without activation recomputation."""
+    """Run a column- and a row-parallel layer, with or without activation recomputation."""
     from torch.utils.checkpoint import checkpoint as recompute
 
     transport = fused_transport(group)
@@ -225,7 +228,7 @@ def recomputed(group: dist.ProcessGroup, checkpoint: bool) -> list[float]:
 
 
 def memory(group: dist.ProcessGroup) -> list[tuple[int, int]]:
-    """Bytes of symmetric memory, and twice the largest gathered activation: before, after small, large, small ops."""
+    """Return bytes of symmetric memory and twice the largest gathered activation: at first and after each call."""
     transport = fused_transport(group)
     sizes = [(transport.num_bytes, transport.bound_bytes)]
     largest = 0
@@ -240,15 +243,15 @@ def memory(group: dist.ProcessGroup) -> list[tuple[int, int]]:
     return sizes
 
 
-class _Capturing(PoisonedFabric):
-    """As on a device whose stream is being captured."""
+class _Capturing(PoisonedBackend):
+    """Reports a stream capture."""
 
-    def objection(self) -> str:
+    def unsupported_reason(self) -> str:
         return "a CUDA graph is being captured"
 
 
 def refused(group: dist.ProcessGroup) -> list[str]:
-    """The messages for what does not fit, and what the op after a wait in vain says."""
+    """Return the error messages for wrong shapes, a stream capture, and an operation after a timeout."""
     from megatron_overlap.comm.symmetric.transport import SymmetricTransport
     from megatron_overlap.kernels.wait import wait_all
 

@@ -43,8 +43,8 @@ def test_what_is_not_used_has_a_reason_and_a_count() -> None:
 
 
 def transport(device: str) -> Any:
-    fabric = SimpleNamespace(device=torch.device(device), num_sms=4, capability=90)
-    return SimpleNamespace(tables={}, fabric=fabric)
+    backend = SimpleNamespace(device=torch.device(device), num_sms=4, capability=90)
+    return SimpleNamespace(tables={}, backend=backend)
 
 
 def test_a_plan_must_ask_for_them() -> None:
@@ -66,7 +66,7 @@ def test_a_transport_asks_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(self_test, "hopper_objection", objection)
     mine = transport("cuda:1")
-    assert Hopper.of(mine).objection == "the trial failed"
+    assert Hopper.of(mine).unsupported_reason == "the trial failed"
     assert Hopper.of(mine) is Hopper.of(mine)
     assert asked == [torch.device("cuda:1")]
-    assert Hopper.of(transport("cpu")).objection == "Hopper kernels need CUDA, not cpu"
+    assert Hopper.of(transport("cpu")).unsupported_reason == "Hopper kernels need CUDA, not cpu"

@@ -1,4 +1,4 @@
-"""Fused ops are equal to the same references as p2p: real autograd, real processes, kernels in the interpreter."""
+"""Fused operations equal the references of p2p, in real processes with kernels in the interpreter."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_all_reduce_equals_reference(ranks: World, op: str, plan: FusedPlan) -> 
 @pytest.mark.parametrize("main_grad", [False, True], ids=["own gradient", "main_grad"])
 @pytest.mark.parametrize("op", SEQUENCE + PLAIN)
 def test_over_two_hosts(ranks: World, op: str, main_grad: bool) -> None:
-    """Fused inside a host of two ranks, late messages between hosts; 61 rows: hosts own different numbers."""
+    """Fused inside hosts of two ranks, late messages between hosts. 61 rows: hosts own different numbers of rows."""
     case = (linear_workers if op in SEQUENCE else linear_all_reduce_workers).against_reference
     plan = FusedPlan(chunk_rows=7)
     ranks.run(4, case, op, 61, 48, 33, torch.float32, plan, late=True, main_grad=main_grad, hosts=2)
@@ -69,7 +69,7 @@ def test_activation_recomputation(ranks: World) -> None:
         assert left == pytest.approx(right, rel=1e-6)
 
 
-def test_memory_is_twice_the_largest_gathered_activation_and_none_before_it_is_used(ranks: World) -> None:
+def test_memory_is_twice_the_largest_gathered_activation_and_zero_before_the_first_operation(ranks: World) -> None:
     for sizes in ranks.run(2, fused_workers.memory):
         assert sizes[0] == (0, 0)
         assert all(bound <= num_bytes <= bound + 8192 for num_bytes, bound in sizes[1:])
@@ -77,18 +77,18 @@ def test_memory_is_twice_the_largest_gathered_activation_and_none_before_it_is_u
         assert sizes[1] < sizes[2]
 
 
-def test_what_does_not_fit_is_refused_and_a_wait_in_vain_is_told(ranks: World) -> None:
+def test_wrong_shapes_are_refused_and_a_timeout_is_reported(ranks: World) -> None:
     for rank, messages in enumerate(ranks.run(2, fused_workers.refused)):
         assert [text.split(":")[0] for text in messages] == ["x_shard", "x_shard", "x", *["all_gather_linear"] * 2]
         assert f"rank {rank}: a CUDA graph is being captured; use method p2p there" in messages[3]
-        assert f"rank {rank}: op 1 of this group waited in vain" in messages[4]
+        assert f"rank {rank}: operation 1 of this group timed out waiting for a peer" in messages[4]
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [("mover", "throw"), ("stores", "none"), ("kernel", "fast"), ("chunk_rows", 0), ("spare_sms", -1)],
 )
-def test_a_plan_that_is_not_known_is_refused(name: str, value: object) -> None:
+def test_an_unknown_plan_value_is_refused(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"{name}: {value}: must be"):
         FusedPlan(**{name: value})  # type: ignore[arg-type]
 
@@ -100,24 +100,27 @@ SITUATIONS = {
     "ring": ({"mover": "ring"}, {"late_copies": True}),
     "staged": ({"stores": "staged"}, {"late_copies": True}),
 }
-NO_BARRIER = Edit("comm.symmetric.transport", "if self._epoch > 2:", "if False:")
+NO_ACKNOWLEDGEMENT = Edit("comm.symmetric.transport", "if self._epoch > 2:", "if False:")
 FLAG, COPY = (
     "copying.write(self.flags_of(to), flag, self.epoch)",
     "copying.copy(rows_of[to][rows], rows_of[source][rows])",
 )
 MUTANTS = {
-    "missing barrier": ("push", NO_BARRIER),
-    "barrier of an older op": ("push", Edit("comm.symmetric.transport", "self._epoch - 2)", "self._epoch - 4)")),
+    "no wait for acknowledgements": ("push", NO_ACKNOWLEDGEMENT),
+    "acknowledgement of an older operation": (
+        "push",
+        Edit("comm.symmetric.transport", "self._epoch - 2)", "self._epoch - 4)"),
+    ),
     "one acknowledgement is enough": (
         "push",
-        Edit("comm.symmetric.transport", "op_.own_acknowledgements,", "op_.own_acknowledgements[:1],"),
+        Edit("comm.symmetric.transport", "operation.own_acknowledgements,", "operation.own_acknowledgements[:1],"),
     ),
     "acknowledged before it is summed": (
         "push",
         Edit(
             "ops.tensor_parallel.fused.intra_node",
-            "        landing = self._op.half(",
-            "        self._op.done()\n        landing = self._op.half(",
+            "        received = self._op.slot(",
+            "        self._op.acknowledge()\n        received = self._op.slot(",
         ),
     ),
     "stale epoch of a flag": (
@@ -136,13 +139,15 @@ MUTANTS = {
         "pull",
         Edit("comm.symmetric.transport", "copying.wait(self._ready(rank), owner, self.epoch)", "pass"),
     ),
-    "forwarded before it is there": (
+    "forwarded before it is complete": (
         "ring",
         Edit("comm.symmetric.transport", "copying.wait(self.flags, flag, self.epoch)", "pass"),
     ),
-    "taken before it is whole": (
+    "sent before it is complete": (
         "staged",
-        Edit("comm.symmetric.transport", "fabric.copying.wait(departed, owner * parts + part, self.epoch)", "pass"),
+        Edit(
+            "comm.symmetric.transport", "backend.copying.wait(staged_flags, owner * parts + part, self.epoch)", "pass"
+        ),
     ),
 }
 
@@ -153,7 +158,7 @@ def test_protocol(ranks: World, tmp_path: Path, situation: str) -> None:
     assert ranks.run(3, fused_workers.protocol, plan, (), tmp_path, **late) == [[]] * 3
 
 
-# One of them in the everyday run: each takes half a minute in the interpreter.
+# The default run includes one of them: each takes half a minute in the interpreter.
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.long] if number else []) for number, name in enumerate(MUTANTS)]
 )
@@ -164,17 +169,19 @@ def test_a_wrong_protocol_is_caught(ranks: World, tmp_path: Path, name: str) -> 
 
 
 LAYER_MUTANTS = {
-    "one half for two ops": Edit("comm.symmetric.layout", "return epoch % 2 * _aligned(self.half_bytes)", "return 0"),
-    "done before wgrad": Edit(
+    "one slot for two operations": Edit(
+        "comm.symmetric.layout", "return epoch % 2 * _aligned(self.slot_bytes)", "return 0"
+    ),
+    "acknowledged before wgrad": Edit(
         "ops.tensor_parallel.fused.intra_node",
         "        for launch in self._launches:\n",
-        "        self._op.done()\n        for launch in self._launches:\n",
+        "        self._op.acknowledge()\n        for launch in self._launches:\n",
     ),
 }
 
 
-def test_two_ops_in_flight(ranks: World) -> None:
-    """A column-parallel backward gathers and scatters at one time."""
+def test_two_operations_in_flight(ranks: World) -> None:
+    """The backward of a column-parallel layer gathers and scatters concurrently."""
     assert ranks.run(2, fused_workers.layers) == [[]] * 2
 
 
@@ -188,12 +195,12 @@ def test_layers_over_two_hosts(ranks: World) -> None:
 
 
 HOST_MUTANTS = {
-    "rows before they are there": Edit(
+    "rows before they arrive": Edit(
         "ops.tensor_parallel.fused.multi_node",
         "            for message in work.needs:\n                self._p2p_work.wait(message)\n",
         "",
     ),
-    "sums before they are there": Edit(
+    "sums before they arrive": Edit(
         "ops.tensor_parallel.fused.multi_node",
         "        for message in range(len(self._parts) - 1):\n            self._p2p_work.wait(message)\n",
         "",
