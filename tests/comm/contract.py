@@ -164,7 +164,7 @@ def symmetric_all_gather(group: dist.ProcessGroup, case: ExchangeCase) -> list[s
         transport.wait_all(operation.flags[: transport.size * case.chunks_per_rank], operation.epoch)
         shards = gathered.clone().view(transport.size, shard_rows)
         found += wrong([(shard, 10.0 * number + owner) for owner, shard in enumerate(shards)])
-        operation.done()
+        operation.acknowledge()
     dist.barrier(group)
     transport.close()
     return found

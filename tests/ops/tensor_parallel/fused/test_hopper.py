@@ -1,4 +1,4 @@
-"""When a fused op's GEMM runs a Hopper kernel, and what is told when it does not."""
+"""Selection of Hopper kernels for the GEMMs of fused operations, and the counted reasons against them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ A, B, OUT = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((64, 32), (3
 WIDE, NARROW = GemmConfig(128, 256, 64), GemmConfig(128, 128, 64, num_stages=4)
 
 
-def test_the_same_tile_of_the_product() -> None:
+def test_the_output_tile_equals_that_of_the_portable_kernel() -> None:
     hopper = Hopper("")
     assert hopper.gathering(A, B, WIDE, OUT) == (ag_gemm, HOPPER)
     assert hopper.gathering(A, B, NARROW, OUT) == (ag_gemm, HOPPER_SMALL)
@@ -31,7 +31,7 @@ def test_the_same_tile_of_the_product() -> None:
     assert not hopper.not_used
 
 
-def test_what_is_not_used_has_a_reason_and_a_count() -> None:
+def test_each_portable_gemm_is_counted_with_its_reason() -> None:
     hopper = Hopper("")
     assert hopper.gathering(A[:, :24], B[:24], WIDE, OUT) is None
     assert hopper.gathering(A[:, :24], B[:24], WIDE, OUT) is None
@@ -47,7 +47,7 @@ def transport(device: str) -> Any:
     return SimpleNamespace(tables={}, backend=backend)
 
 
-def test_a_plan_must_ask_for_them() -> None:
+def test_only_a_plan_with_hopper_selects_them() -> None:
     group = transport("cpu")
     group.tables["hopper"] = Hopper("")
     asked, default = (intra_node._Kernels(group, plan) for plan in (FusedPlan(kernel="hopper"), FusedPlan()))
@@ -57,7 +57,7 @@ def test_a_plan_must_ask_for_them() -> None:
     assert default.scattering(A, B) == (portable_gemm_to_owners, ALIGNED_SMALL[90])
 
 
-def test_a_transport_asks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transport_runs_the_self_test_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def objection(device: torch.device) -> str:
