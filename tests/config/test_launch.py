@@ -133,7 +133,7 @@ def test_the_command_prints_the_schema(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out == "megatron-overlap 0.1.0\n"
+    assert capsys.readouterr().out == "megatron-overlap 0.2.0\n"
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
