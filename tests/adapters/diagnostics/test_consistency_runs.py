@@ -33,7 +33,7 @@ def test_a_rank_with_another_config_stops_all_before_the_first_step(tmp_path: Pa
     for done in start_ranks(2, [*argv, "--overlap-config", config]):
         assert done.returncode == 2, done.stdout[-3000:]
         line = next(line for line in done.stdout.splitlines() if line.startswith("the ranks differ"))
-        assert "autotuning table: nothing on rank 0, another one on rank 1" in line
+        assert "autotuning table: not set on rank 0, another one on rank 1" in line
         assert "Traceback" not in done.stdout
     assert (run / "steps-rank0.jsonl").read_text() == ""
 
