@@ -1,8 +1,8 @@
-"""Compiles every fused kernel that ships, with no GPU, and prints what came out; the table of docs/fused.md.
+"""Compiles every fused kernel without a GPU and prints its resource usage: the table of docs/fused.md.
 
 python scripts/fused_table.py             a Markdown table
-python scripts/fused_table.py --json      a JSON line a kernel
-python scripts/fused_table.py --check     exit code 1 if any kernel is not what it should be
+python scripts/fused_table.py --json      one JSON line per kernel
+python scripts/fused_table.py --check     exit code 1 if a kernel fails a check
 """
 
 from __future__ import annotations
@@ -15,23 +15,27 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from megatron_overlap.kernels import compiled
-from megatron_overlap.kernels.configs import ARCHITECTURES, Variant, shipped
-from megatron_overlap.kernels.hopper import gluon_version
-from megatron_overlap.kernels.hopper.configs import shipped_for_hopper
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron_overlap import kernels  # noqa: E402
+from megatron_overlap.kernels.configs import ARCHITECTURES  # noqa: E402
+from megatron_overlap.kernels.hopper import gluon_version  # noqa: E402
+from scripts.kernels import compiled  # noqa: E402
+from scripts.kernels.variants import Variant, shipped, shipped_for_hopper  # noqa: E402
 
 PACKAGE = "megatron_overlap.kernels"
 
 
 def problems(variant: Variant, result: compiled.Compiled) -> list[str]:
-    """What is not as it should be; nothing where all is."""
+    """Return the failed checks of a compiled kernel."""
     found = []
     is_gemm = "BLOCK_K" in variant.constants
     odd = variant.name.endswith("odd")
     if result.stack_bytes:
-        found.append(f"spills: {result.stack_bytes} bytes of stack a thread")
+        found.append(f"spills: {result.stack_bytes} bytes of stack per thread")
     if result.shared_bytes > compiled.SHARED_LIMIT_BYTES[variant.arch]:
-        found.append(f"shared memory: {result.shared_bytes} bytes do not fit a block")
+        found.append(f"shared memory: {result.shared_bytes} bytes exceed the limit of a block")
     if is_gemm and not result.count(compiled.TENSOR_CORE[variant.arch]):
         found.append(f"no {compiled.TENSOR_CORE[variant.arch]}")
     stores = set(compiled.peer_stores(result.ptx))
@@ -39,35 +43,35 @@ def problems(variant: Variant, result: compiled.Compiled) -> list[str]:
         found.append(f"stores are not of 16 bytes: {', '.join(sorted(stores))}")
     hopper = bool(variant.descriptors)
     if is_gemm and not odd and not hopper and not result.count("cp.async.cg"):
-        found.append("nothing loads ahead of the main loop (cp.async)")
+        found.append("the main loop does not prefetch (no cp.async)")
     if hopper:
         found += hopper_problems(variant, result)
     if variant.kernel.startswith("gemm_to_owners"):
         if not compiled.barrier_before_release(result.ptx):
-            found.append("no block barrier between the stores and the counting add")
+            found.append("no block barrier between the stores and the atomic add that counts the tile")
         if not result.count(".release"):
-            found.append("no release where the flag is raised")
+            found.append("the flag is set without release semantics")
     elif not result.count(".sys.acquire"):
-        found.append("no acquire of system scope where a flag is looked at")
+        found.append("the flag is read without acquire semantics of system scope")
     return found
 
 
 def hopper_problems(variant: Variant, result: compiled.Compiled) -> list[str]:
-    """What is not as it should be in a kernel with a producer warp and a ring."""
+    """Return the failed checks that only kernels with a producer warp and a ring have."""
     found = []
     if not result.count("cp.async.bulk.tensor"):
-        found.append("nothing is loaded by TMA")
+        found.append("no TMA load")
     if not result.count("setmaxnreg.dec") or not result.count("setmaxnreg.inc"):
-        found.append("no registers move from the producer to the consumers")
-    if not compiled.slots_are_given_back_together(result.ptx):
-        found.append("a slot is given back before all consumers have read it")
+        found.append("the producer releases no registers to the consumers (setmaxnreg)")
+    if not compiled.barrier_before_slot_release(result.ptx):
+        found.append("a ring slot is released before all consumers have read it")
     if variant.kernel.startswith("ag_gemm") and not compiled.fence_before_loads(result.ptx):
-        found.append("no fence between the flag and what TMA reads")
+        found.append("no fence between the wait for a flag and the TMA load")
     return found
 
 
 def row(variant: Variant, package: str) -> dict[str, Any]:
-    """One kernel as the JSON lines have it."""
+    """Compile one variant and return its JSON line."""
     result = compiled.compile_variant(variant, package)
     return {
         "name": variant.name,
@@ -86,16 +90,18 @@ def row(variant: Variant, package: str) -> dict[str, Any]:
 
 
 def edited(edit: str) -> str:
-    """A copy of the kernels with `module|old|new` changed; returns the name of the package."""
+    """Copy the kernels with one edit, `module|old|new`, and return the name of the copied package."""
     module, old, new = edit.split("|")
-    source = Path(compiled.__file__).parent
+    source = Path(kernels.__file__).parent
     folder = Path(tempfile.mkdtemp(prefix="edited-"))
+    if not (source / (module.replace(".", "/") + ".py")).is_file():
+        raise SystemExit(f"--edit: {module}: no such module in {PACKAGE}")
     for file in source.rglob("*.py"):
         text = file.read_text()
         copy = folder / "edited_kernels" / file.relative_to(source)
         if ".".join(copy.relative_to(folder / "edited_kernels").with_suffix("").parts) == module:
             if old not in text:
-                raise SystemExit(f"--edit: {old!r}: not in {module}")
+                raise SystemExit(f"--edit: {old!r}: not found in {module}")
             text = text.replace(old, new)
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text(text.replace(PACKAGE, "edited_kernels"))
@@ -104,7 +110,7 @@ def edited(edit: str) -> str:
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """The rows as the table of docs/fused.md."""
+    """Return the rows as the Markdown table of docs/fused.md."""
     lines = [
         "| kernel | arch | tile m, n, k, stages | warps | registers | spilled | shared KiB | tensor core | stores |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -123,11 +129,11 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", type=int, choices=ARCHITECTURES, help="one architecture only")
-    parser.add_argument("--name", action="append", help="one kernel only; may be given several times, in order")
-    parser.add_argument("--json", action="store_true", help="a JSON line a kernel")
-    parser.add_argument("--check", action="store_true", help="exit 1 if a kernel is not what it should be")
-    parser.add_argument("--edit", help="module|old|new: compile a changed copy, to see that the checks notice")
+    parser.add_argument("--arch", type=int, choices=ARCHITECTURES, help="compile for this architecture only")
+    parser.add_argument("--name", action="append", help="compile this kernel only; repeat for several, in order")
+    parser.add_argument("--json", action="store_true", help="one JSON line per kernel")
+    parser.add_argument("--check", action="store_true", help="exit 1 if a kernel fails a check")
+    parser.add_argument("--edit", help="module|old|new: compile an edited copy, to test the checks")
     options = parser.parse_args()
     hopper = shipped_for_hopper() if gluon_version.available() else []
     variants = [each for each in [*shipped(), *hopper] if options.arch in (None, each.arch)]

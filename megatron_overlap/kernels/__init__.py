@@ -1,1 +1,1 @@
-"""Triton kernels of the fused operations: tiles wait for flags, or store into the memory of peers."""
+"""Triton kernels of the fused operations: GEMM tiles wait for flags or store into peer memory."""

@@ -1,7 +1,7 @@
-"""`out = gathered @ b + bias`, whose tiles wait for the rows they need while peers' rows are still on their way.
+"""`out = gathered @ b + bias`, where each GEMM tile waits for the flag of the chunk that it reads.
 
-Source: Flux (arXiv 2406.06858), all-gather + GEMM: a flag a comm tile, own rows first, tile order by arrival, comm tile
-size independent of the GEMM's tile.
+Source: Flux (arXiv 2406.06858), all-gather + GEMM: one flag per communication tile, own rows first, tiles in arrival
+order. The communication tile size is independent of the GEMM tile size.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_overlap.kernels.launch import GemmConfig, RowTiles, Waits, check_g
 
 
 def plain(gathered: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """What the kernel computes once all rows of `gathered` are there."""
+    """Return what the kernel computes after all rows of `gathered` are received."""
     out = gathered @ b
     return out if bias is None else out + bias
 
@@ -51,7 +51,7 @@ def ag_gemm_kernel(
     MAX_POLLS: tl.constexpr,
 ):
     num_columns = tl.cdiv(N, BLOCK_N)
-    # Not flattened: with a wait between the two loops that would switch the pipelining of the inner one off.
+    # flatten=False: Triton does not pipeline the inner loop of a flattened nest that contains a wait.
     for index in tl.range(tl.program_id(0), num_row_tiles * num_columns, tl.num_programs(0), flatten=False):
         row_tile, column_tile = primitives.place_by_owner(index, num_first_tiles, num_row_tiles, num_columns, GROUP)
         tile = tiles_ptr + row_tile * primitives.COLUMNS
@@ -100,20 +100,20 @@ def ag_gemm(
     config: GemmConfig,
     num_programs: int,
 ) -> None:
-    """Enqueues `out = gathered @ b + bias` on the current stream; see `plain`.
+    """Enqueue `out = gathered @ b + bias` on the current stream; see `plain`.
 
     Forward of a column-parallel layer with `b = w.t()`, dgrad of a row-parallel one with `b = w`.
 
     Args:
-        gathered: `[M, K]`; own rows are there, others land behind `waits`.
+        gathered: `[M, K]`. Own rows are valid at launch; peers' rows are valid when their flag in `waits` is set.
         b: `[K, N]`, any strides.
-        out: `[M, N]`, rows contiguous; every row of `tiles` is written, once.
+        out: `[M, N]`, rows contiguous. The kernel writes every row of `tiles` once.
         bias: `[N]`, contiguous.
         tiles: row tiles in arrival order, cut by `config.block_m`.
-        waits: the flags of remote chunks.
+        waits: flags of the remote chunks.
         config: tile shape of the GEMM.
-        num_programs: blocks of the persistent grid. All of them must fit on the device together with what raises the
-            flags; copies and flags are best enqueued before this.
+        num_programs: blocks of the persistent grid. All of them must be resident together with the kernels that set
+            the flags. Enqueue copies and flag writes before this call.
 
     Raises:
         ValueError: shapes, dtypes or strides do not fit.

@@ -1,7 +1,7 @@
-"""`out = sum over ranks of (a @ b)`, own rows: GEMM tiles are stored where their owner sums them, then summed once.
+"""`out = own rows of the sum over ranks of (a @ b)`: each rank stores GEMM tiles at their owner, which sums them once.
 
-Source: Flux (arXiv 2406.06858), GEMM + reduce-scatter: output pointers of all ranks, tile order rotated by rank, a
-local sum; own rows last as in Flash-Overlap (arXiv 2604.24013), so that the last tiles computed cross no link.
+Source: Flux (arXiv 2406.06858), GEMM + reduce-scatter: output pointers of all ranks, tile order rotated by rank, local
+sum. Own rows come last, as in Flash-Overlap (arXiv 2604.24013): the last tiles need no communication.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from megatron_overlap.kernels.launch import GemmConfig, RowTiles, Waits, check_g
 
 
 def plain(terms: list[tuple[torch.Tensor, torch.Tensor]], start: int, stop: int) -> torch.Tensor:
-    """What `gemm_to_owners` on all ranks and `sum_landed` compute for one owner; `a` and `b` of each rank."""
+    """Return the sum that `gemm_to_owners` and `sum_received` compute for the owner of rows `start` to `stop`.
+
+    `terms` contains `a` and `b` of each rank.
+    """
     products = [(a[start:stop] @ b).float() for a, b in terms]
     total = products[0]
     for product in products[1:]:
@@ -29,7 +32,7 @@ def plain(terms: list[tuple[torch.Tensor, torch.Tensor]], start: int, stop: int)
 def gemm_to_owners_kernel(
     a_ptr,
     b_ptr,
-    landings_ptr,
+    recv_buffers_ptr,
     flags_ptr,
     counters_ptr,
     tiles_ptr,
@@ -80,24 +83,23 @@ def gemm_to_owners_kernel(
             EVEN_K,
             WIDEN,
         )
-        # Alignment is said here and not in a helper: said of a helper's result it is lost, and a peer is then written
-        # to two bytes at a time.
-        landing = tl.multiple_of(tl.load(landings_ptr + owner).to(tl.pointer_type(DTYPE)), 16)
+        # Triton loses an alignment hint on the result of a helper function, and then stores two bytes at a time.
+        recv_buffer = tl.multiple_of(tl.load(recv_buffers_ptr + owner).to(tl.pointer_type(DTYPE)), 16)
         rows = tl.arange(0, BLOCK_M)
         columns = first + tl.arange(0, BLOCK_N)
-        landing += slot_offset + tl.load(tile + primitives.ROW_IN_SHARD).to(tl.int64) * N
+        recv_buffer += slot_offset + tl.load(tile + primitives.ROW_IN_SHARD).to(tl.int64) * N
         mask = rows[:, None] < num_rows
         if not EVEN_N:
             mask = mask & (columns[None, :] < N)
-        tl.store(landing + rows[:, None] * N + columns[None, :], total.to(DTYPE), mask=mask)
+        tl.store(recv_buffer + rows[:, None] * N + columns[None, :], total.to(DTYPE), mask=mask)
         flag = tl.load(flags_ptr + owner).to(tl.pointer_type(tl.int32)) + first_flag + tl.load(tile + primitives.PART)
         num_tiles = tl.load(tile + primitives.TILES_IN_CHUNK) * num_columns
         primitives.count_tile(counters_ptr + tl.load(tile + primitives.FLAG), num_tiles, flag, epoch)
 
 
 @triton.jit
-def sum_landed_kernel(
-    landing_ptr,
+def sum_received_kernel(
+    recv_buffer_ptr,
     out_ptr,
     tiles_ptr,
     flags_ptr,
@@ -128,28 +130,28 @@ def sum_landed_kernel(
             mask = mask & (columns[None, :] < N)
         offsets = start.to(tl.int64) * N + rows[:, None] * N + columns[None, :]
         total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        # In the order of the ranks, whatever landed first: the same bits in every run.
+        # Add in rank order, not in arrival order: the result is bitwise reproducible.
         for source in tl.static_range(NUM_RANKS):
             slot = tl.full((), source, dtype=tl.int64) * slot_stride
-            total += tl.load(landing_ptr + slot + offsets, mask=mask, other=0.0).to(tl.float32)
+            total += tl.load(recv_buffer_ptr + slot + offsets, mask=mask, other=0.0).to(tl.float32)
         tl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @dataclass(frozen=True, slots=True)
 class Owners:
-    """Where partial products go: memory of all ranks, as this rank addresses it.
+    """Receive buffers and flags of all ranks, as addresses that are valid on this rank.
 
     Attributes:
-        landings: int64 `[R]`, address of each owner's landing `[R sources, slot_rows, N]`; 16-byte aligned.
+        recv_buffers: int64 `[R]`, address of each owner's receive buffer `[R sources, slot_rows, N]`; 16-byte aligned.
         flags: int64 `[R]`, address of each owner's flags, int32 `[R sources, parts]`.
-        counters: int32 `[R * parts]`, own memory, 0: tiles stored so far of each chunk.
-        rank: this rank: its slot in every landing.
-        parts: chunks that a shard is cut into.
-        slot_rows: rows of one slot, at least those of the largest shard.
-        epoch: what the flags are raised to.
+        counters: int32 `[R * parts]`, own memory, initially 0: number of stored tiles of each chunk.
+        rank: this rank, which is the index of its slot in every receive buffer.
+        parts: chunks per shard.
+        slot_rows: rows of one slot, at least the rows of the largest shard.
+        epoch: value that the kernel sets the flags to.
     """
 
-    landings: torch.Tensor
+    recv_buffers: torch.Tensor
     flags: torch.Tensor
     counters: torch.Tensor
     rank: int
@@ -167,16 +169,16 @@ def gemm_to_owners(
     config: GemmConfig,
     num_programs: int,
 ) -> None:
-    """Enqueues the product of all rows, each tile stored at the owner of its rows, and a flag raised for each chunk.
+    """Enqueue `a @ b`, store each tile at the owner of its rows, and set the flag of each complete chunk.
 
-    Forward of a row-parallel layer with `b = w.t()`, dgrad of a column-parallel one with `b = w`. With `owners` that
-    names own memory it is the same GEMM into local slots, for a copy engine to fetch chunk by chunk.
+    Forward of a row-parallel layer with `b = w.t()`, dgrad of a column-parallel one with `b = w`. `owners` may contain
+    addresses of own memory: the GEMM then writes local slots, and a copy engine sends them chunk by chunk.
 
     Args:
         a: `[M, K]`, any strides.
         b: `[K, N]`, any strides.
-        tiles: row tiles in departure order, own rows last, cut by `config.block_m`.
-        owners: where they go.
+        tiles: row tiles in send order, own rows last, cut by `config.block_m`.
+        owners: receive buffers and flags of all ranks.
         config: tile shape of the GEMM.
         num_programs: blocks of the persistent grid.
 
@@ -191,7 +193,7 @@ def gemm_to_owners(
     gemm_to_owners_kernel[(min(num_programs, work),)](
         a,
         b,
-        owners.landings,
+        owners.recv_buffers,
         owners.flags,
         owners.counters,
         tiles.table,
@@ -215,8 +217,8 @@ def gemm_to_owners(
 SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 8, 512, 4
 
 
-def sum_landed(
-    landing: torch.Tensor,
+def sum_received(
+    recv_buffer: torch.Tensor,
     out: torch.Tensor,
     *,
     tiles: RowTiles,
@@ -224,29 +226,29 @@ def sum_landed(
     parts: int,
     num_programs: int,
 ) -> None:
-    """Enqueues `out = sum(landing)`, made in fp32 in the order of the ranks and rounded once.
+    """Enqueue `out = recv_buffer.sum(0)`. The kernel adds in fp32 in rank order and rounds once.
 
     Args:
-        landing: `[R, slot_rows, N]`, contiguous: what every rank computed for the own rows.
+        recv_buffer: `[R, slot_rows, N]`, contiguous: partial sums of the own rows from every rank.
         out: own rows of the sum `[rows, N]`, contiguous.
         tiles: tiles of the own rows, cut by `SUM_ROWS`.
-        waits: flags, int32 `[R * parts]`: chunk `part` from `source` is there.
-        parts: chunks that the shard is cut into.
+        waits: flags, int32 `[R * parts]`; flag `source * parts + part` is set when that chunk is received.
+        parts: chunks per shard.
         num_programs: blocks of the persistent grid.
 
     Raises:
         ValueError: shapes do not fit.
     """
-    num_ranks, slot_rows, num_columns = landing.shape
+    num_ranks, slot_rows, num_columns = recv_buffer.shape
     if out.shape[1:] != (num_columns,) or out.shape[0] > slot_rows or not (out.is_contiguous()):
-        raise ValueError(f"out: shape {tuple(out.shape)} does not fit a landing of {tuple(landing.shape)}")
+        raise ValueError(f"out: shape {tuple(out.shape)} does not fit recv_buffer of {tuple(recv_buffer.shape)}")
     if tiles.block > SUM_ROWS:
         raise ValueError(f"tiles: {tiles.block} rows; cut them by {SUM_ROWS}")
     work = tiles.count * triton.cdiv(num_columns, SUM_COLUMNS)
     if work == 0:
         return
-    sum_landed_kernel[(min(num_programs, work),)](
-        landing,
+    sum_received_kernel[(min(num_programs, work),)](
+        recv_buffer,
         out,
         tiles.table,
         waits.flags,

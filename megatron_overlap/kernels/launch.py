@@ -1,4 +1,4 @@
-"""What the kernels' launchers share on the host: tile shapes, tables, and what they refuse."""
+"""Host-side arguments of the kernels: tile shapes, tile tables, flags, and operand checks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import triton
 
 from megatron_overlap.schedules.tile_order import RowTile
 
-# A look at a flag takes about a microsecond: minutes, as the deadline of a collective.
+# One read of a flag takes about 1 us: the limit is a few minutes, like the timeout of a collective.
 MAX_POLLS = 1 << 28
 
 
@@ -23,8 +23,8 @@ class GemmConfig:
         block_m: rows of a tile.
         block_n: columns of a tile.
         block_k: depth of one step of the main loop.
-        group: row tiles that share their columns of B in the L2.
-        num_stages: steps of the main loop that are loaded ahead.
+        group: row tiles that share columns of B in the L2 cache.
+        num_stages: steps of the main loop that are prefetched.
         num_warps: warps of a block.
     """
 
@@ -36,7 +36,7 @@ class GemmConfig:
     num_warps: int = 8
 
     def constants(self) -> dict[str, int]:
-        """Arguments of a GEMM kernel and of its launch."""
+        """Return the compile-time arguments of a GEMM kernel and `num_warps`."""
         return {
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,
@@ -49,14 +49,14 @@ class GemmConfig:
 
 @dataclass(frozen=True, slots=True)
 class RowTiles:
-    """Row tiles on the device, in the order in which a kernel takes them.
+    """Row tiles on the device, in the order in which a kernel computes them.
 
     Attributes:
         table: int32 `[count, 8]`, the fields of `RowTile`.
         count: number of tiles.
-        first: how many of them, from the first one on, are own, or are others'.
-        rows: row after the last one of any tile.
-        block: most rows of one tile.
+        first: length of the leading run of tiles that are all own or all remote.
+        rows: largest `stop` of any tile.
+        block: rows of the largest tile.
     """
 
     table: torch.Tensor
@@ -67,7 +67,7 @@ class RowTiles:
 
     @classmethod
     def of(cls, tiles: Sequence[RowTile], device: torch.device | str) -> RowTiles:
-        """Puts `tiles` on `device`. Costs a copy: make a table once for each shape."""
+        """Copy `tiles` to `device`. Call it once per shape."""
         table = torch.tensor(tiles, dtype=torch.int32).reshape(len(tiles), len(RowTile._fields)).to(device)
         first = sum(1 for _ in takewhile(lambda tile: tile.remote == tiles[0].remote, tiles))
         rows = max((tile.stop for tile in tiles), default=0)
@@ -79,10 +79,10 @@ class Waits:
     """Flags that a kernel waits for.
 
     Attributes:
-        flags: int32, one a chunk, raised to `epoch` by whoever delivers it.
-        epoch: what a flag must have reached; one more with every use of the same flags, never reset.
-        status: int32 `[1]`; becomes the epoch of a wait that was given up.
-        max_polls: looks at a flag before a wait is given up.
+        flags: int32, one per chunk. The sender of a chunk sets its flag to `epoch`.
+        epoch: value that a flag must reach. It increases by 1 with every use of the same flags and is never reset.
+        status: int32 `[1]`. A kernel writes the epoch of a wait that timed out.
+        max_polls: reads of a flag before a wait times out.
     """
 
     flags: torch.Tensor
@@ -92,7 +92,7 @@ class Waits:
 
 
 def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, which was decided when triton was imported."""
+    """Whether kernels run in Triton's interpreter. Triton selects it at import."""
     return bool(triton.knobs.runtime.interpret)
 
 
@@ -104,7 +104,7 @@ def check_gemm(
     tiles: RowTiles,
     config: GemmConfig,
 ) -> None:
-    """Refuses operands that a kernel would read or write past their end.
+    """Check that a kernel neither reads nor writes past the end of its operands.
 
     Raises:
         ValueError: shapes, dtypes or strides do not fit.

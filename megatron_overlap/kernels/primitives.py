@@ -1,4 +1,4 @@
-"""What the kernels share on the device: waiting for a flag, one tile of a product, the order of tiles."""
+"""Device functions of the kernels: wait for a flag, multiply one tile, map a program index to a tile."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ COLUMNS = tl.constexpr(8)
 
 @triton.jit
 def wait_for(flag_ptr, epoch, status_ptr, MAX_POLLS: tl.constexpr):
-    """Returns when the flag has reached `epoch`; what was written before the flag was raised may then be read.
+    """Block until the flag reaches `epoch`. Data that a rank wrote before it set the flag is then visible.
 
-    Flags only grow, so that one left by an earlier op never lets a later one go. After MAX_POLLS looks the block gives
-    up, notes the epoch in `status` and goes on: the result is wrong and the host learns of it, but the device lives.
+    Flags only increase, so the flag of an earlier operation never satisfies a later wait. After MAX_POLLS reads the
+    block stops waiting, writes the epoch to `status` and continues: the result is wrong, the host reads the status, and
+    the device does not hang.
     """
     polls = 0
     seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
@@ -35,7 +36,7 @@ def wait_for(flag_ptr, epoch, status_ptr, MAX_POLLS: tl.constexpr):
 
 @triton.jit
 def place(index, num_rows, num_columns, GROUP: tl.constexpr):
-    """Row and column of tile `index`: down GROUP rows, then the next column, so that both operands stay in the L2."""
+    """Return the row and column of tile `index`: GROUP rows per column, then the next column, to reuse the L2 cache."""
     in_group = GROUP * num_columns
     first = index // in_group * GROUP
     height = tl.minimum(num_rows - first, GROUP)
@@ -44,10 +45,9 @@ def place(index, num_rows, num_columns, GROUP: tl.constexpr):
 
 @triton.jit
 def place_by_owner(index, num_first, num_rows, num_columns, GROUP: tl.constexpr):
-    """The same, but that all tiles of the `num_first` first rows come before any other: groups end there.
+    """Like `place`, with all tiles of the first `num_first` rows before any other tile: no group crosses this bound.
 
-    Else the last own rows would share a group with the first that others send, and blocks would wait for these while
-    own rows are still to be computed.
+    A group that mixes own and remote rows would make blocks wait while own rows are not yet computed.
     """
     rest = index >= num_first * num_columns
     start = tl.where(rest, num_first, 0)
@@ -75,11 +75,11 @@ def product(
     EVEN_K: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """`a[:num_rows, :K] @ b[:K, :num_columns]` in fp32, `[BLOCK_M, BLOCK_N]`; rows and columns past the end are junk.
+    """`a[:num_rows, :K] @ b[:K, :num_columns]` in fp32, `[BLOCK_M, BLOCK_N]`; undefined past the end.
 
-    WIDEN multiplies in fp32: the interpreter's dot of bf16 is wrong.
+    WIDEN multiplies in fp32, because Triton's interpreter computes a wrong bf16 dot.
     """
-    # A row that is not there is another's: rows do not mix, and it needs no mask. Only rows of this tile are read.
+    # Rows past the end read the last row of this tile instead of a mask: they do not affect other rows.
     rows = tl.minimum(tl.arange(0, BLOCK_M), num_rows - 1)
     columns = tl.arange(0, BLOCK_N)
     depth = tl.arange(0, BLOCK_K)
@@ -87,7 +87,7 @@ def product(
     b_ptrs = b_ptr + depth[:, None] * stride_bk + columns[None, :] * stride_bn
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
-        # Both operands are masked: zero times what lies behind the end would be NaN where that is NaN.
+        # Mask both operands: memory past the end may contain NaN, and 0 * NaN is NaN.
         if EVEN_K:
             a = tl.load(a_ptrs)
         else:
@@ -111,11 +111,11 @@ def product(
 
 @triton.jit
 def count_tile(counter_ptr, num_tiles, flag_ptr, epoch):
-    """Counts a stored tile; whoever counts the last one of a chunk raises the chunk's flag, maybe at a peer.
+    """Count a stored tile. The block that counts the last tile of a chunk sets the chunk's flag, local or at a peer.
 
-    What all blocks stored before they counted may be read by whoever has seen the flag. The counter is left at 0.
+    A reader of the flag sees all stores that the blocks issued before they counted. Resets the counter to 0.
     """
-    # One thread counts for the block, and may only do so when the stores of all threads are behind it.
+    # One thread counts for the block: all threads must have issued their stores before.
     tl.debug_barrier()
     before = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="sys")
     if before == num_tiles - 1:

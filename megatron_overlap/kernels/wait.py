@@ -1,4 +1,4 @@
-"""A kernel of one block that only waits: the stream behind it goes on when all flags have reached an epoch."""
+"""A kernel of one block that blocks its stream until all flags reach an epoch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_overlap.kernels.launch import MAX_POLLS
 
 
 def plain(flags: list[int], epoch: int) -> bool:
-    """When the kernel has ended."""
+    """Whether the kernel can end."""
     return all(flag >= epoch for flag in flags)
 
 
@@ -22,5 +22,5 @@ def wait_all_kernel(flags_ptr, epoch, status_ptr, num_flags, MAX_POLLS: tl.const
 
 
 def wait_all(flags: torch.Tensor, epoch: int, status: torch.Tensor, max_polls: int = MAX_POLLS) -> None:
-    """Enqueues the wait on the current stream; see `plain`. Whoever raises the flags must not wait for this stream."""
+    """Enqueue the wait on the current stream; see `plain`. The flags must not depend on this stream."""
     wait_all_kernel[(1,)](flags, epoch, status, flags.numel(), MAX_POLLS=max_polls, num_warps=1)

@@ -1,8 +1,8 @@
-"""`dw += dy.T @ x`, accumulated over chunks of rows as they arrive.
+"""`dw += dy.T @ x`, accumulated over chunks of rows in arrival order.
 
-The weight gradient that Flux (arXiv 2406.06858) leaves out. Its contraction runs over the gathered rows, so that every
-tile of `dw` needs all chunks: a launch takes the chunks `first..last` of the arrival order, and what is exposed when
-communication is slow is the first wave of tiles.
+Flux (arXiv 2406.06858) does not cover this weight gradient. It contracts over the gathered rows, so every tile of `dw`
+needs all chunks. One launch accumulates the chunks `first..last`. With slow communication the first wave of tiles is
+exposed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_overlap.kernels.launch import GemmConfig, RowTiles, Waits, interpr
 
 
 def plain(dy: torch.Tensor, x: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
-    """What the kernel computes in fp32 once all rows are there."""
+    """Return what the kernel computes in fp32 after all rows are received."""
     dw = dy.float().t() @ x.float()
     return dw if total is None else total + dw
 
@@ -64,7 +64,7 @@ def wgrad_kernel(
             dy_ptrs = dy_ptr + start.to(tl.int64) * stride_dm + depth[:, None] * stride_dm + f[None, :]
             x_ptrs = x_ptr + start.to(tl.int64) * stride_xm + depth[:, None] * stride_xm + k[None, :]
             for row in tl.range(0, num_rows, BLOCK_K, num_stages=NUM_STAGES):
-                # Rows behind the chunk are masked on both sides: they may not have landed.
+                # Mask rows past the chunk in both operands: they may not be received yet.
                 dy_mask = depth[:, None] < num_rows - row
                 x_mask = depth[:, None] < num_rows - row
                 if not EVEN_F:
@@ -99,19 +99,19 @@ def wgrad(
     first: int = 0,
     last: int | None = None,
 ) -> None:
-    """Enqueues `out (+)= dy.T @ x` over the rows of chunks `first..last`; see `plain`.
+    """Enqueue `out (+)= dy.T @ x` over the rows of chunks `first..last`; see `plain`.
 
     Args:
-        dy: `[M, F]`, rows contiguous. Either of `dy` and `x` may be the gathered one, whose rows land behind `waits`.
+        dy: `[M, F]`, rows contiguous. Either `dy` or `x` is gathered: its remote rows are valid when their flag is set.
         x: `[M, K]`, rows contiguous.
-        out: `[F, K]`, rows contiguous: fp32 main_grad, or a gradient of its own dtype.
-        chunks: one row tile a chunk, in arrival order.
-        waits: the flags of remote chunks.
+        out: `[F, K]`, rows contiguous: fp32 main_grad, or a gradient in the parameter dtype.
+        chunks: one row tile per chunk, in arrival order.
+        waits: flags of the remote chunks.
         config: tile shape: `block_m` over F, `block_n` over K, `block_k` over rows.
         num_programs: blocks of the persistent grid.
-        add: add to what `out` holds; rounding is to `out`'s dtype each time, so several launches want fp32.
+        add: add to `out` instead of overwriting it. Each launch rounds to the dtype of `out`: use fp32 for several.
         first: first chunk of this launch.
-        last: the chunk after its last one; None takes all.
+        last: index after the last chunk of this launch; None means all chunks.
 
     Raises:
         ValueError: shapes, dtypes or strides do not fit.

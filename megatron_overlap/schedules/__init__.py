@@ -1,4 +1,4 @@
-"""Plans as data: which rank sends which chunk when, and what it computes meanwhile. No torch, no Megatron."""
+"""Plans as data: the order in which each rank sends, receives and computes chunks. Needs neither torch nor Megatron."""
 
 from megatron_overlap.schedules.all_reduce import all_reduce_plan
 from megatron_overlap.schedules.all_to_all import AllToAllPlan, ulysses_plan

@@ -1,7 +1,7 @@
-"""Builder of the overlapped all-reduce after a GEMM: a reduce-scatter and an all-gather in parts, one behind the other.
+"""Builds the plan of an all-reduce that overlaps the GEMM before it: a reduce-scatter and an all-gather per part.
 
-Source: Flash-Overlap / CommFuse (arXiv 2604.24013) claims plain tensor parallelism by its tail-free reduce-scatter. The
-gather of the sums behind it, part by part, is our own.
+Source: Flash-Overlap / CommFuse (arXiv 2604.24013) applies its tail-free reduce-scatter to plain tensor parallelism.
+This project adds the all-gather of the sums, part by part.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ def all_reduce_plan(
     split: Split = "edge",
     gathers: Gathers = "between",
 ) -> Plan:
-    """Schedule of `y = all_reduce(x @ w.T)` for one rank; rows are numbered by `PartLayout`.
+    """Return the plan of `y = all_reduce(x @ w.T)` for one rank. `PartLayout` defines the rows of each chunk.
 
-    Every chunk is sent to its owner, who adds all of them and sends the sum to everybody. Part p's partial sums travel
-    while part p+1 is computed, and its whole sums while part p+2 is. The last part's own rows are computed last: of all
-    messages only that part's sums cannot leave before the last GEMM ends.
+    Each rank sends every chunk to its owner. The owner adds the partial sums and sends the sum to all ranks. Partial
+    sums of part p are sent during the GEMM of part p+1, and its sums during the GEMM of part p+2. Own rows of the last
+    part are computed last: only the sums of that part are sent after the last GEMM.
 
     Args:
         num_ranks: size of the group, 1 to 64.
         rank: this rank in the group.
         chunks_per_rank: number of parts.
-        pattern: `direct`, or `serial`, which is `direct` after one GEMM over all rows.
-        split: `edge` makes a part by one GEMM, but cuts the first part, before which nothing can be sent, and the last
-            one, after which sums still have to be; `all` makes every owner's rows by a GEMM of their own.
-        gathers: `between` sends sums as soon as they can be made; `after` sends all of them after the last partial
-            sum, for a caller who has more to compute then.
+        pattern: `direct`; or `serial`, which sends the same messages after one GEMM over all rows.
+        split: `edge` computes a part in one GEMM, except the first part, so that sending starts early, and the last
+            part, whose sums are exposed. `all` runs one GEMM per owner and part.
+        gathers: `between` sends sums as soon as they are ready. `after` sends all sums after the last partial sum, for
+            a caller that overlaps them with later computation.
 
     Raises:
         ValueError: an argument is out of range.
@@ -78,23 +78,23 @@ def all_reduce_plan(
 
     if pattern == "serial":
         compute([tuple(Chunk(owner, part) for part in parts for owner in range(num_ranks))])
-    waiting = 0
+    next_sum = 0
     for part in parts:
         runs, own = ([], []) if pattern == "serial" else _runs(num_ranks, rank, part, chunks_per_rank, split)
         compute(runs)
         send_partial_sums(part)
-        # One part late: the link always has a message to carry while the sum before it is made.
+        # Send sums one part late: the link then has partial sums to transfer while the owner adds.
         if part > 0 and gathers == "between" and pattern != "serial":
-            add_and_send_sums(waiting)
-            waiting += 1
+            add_and_send_sums(next_sum)
+            next_sum += 1
         compute(own)
-    for part in parts[waiting:]:
+    for part in parts[next_sum:]:
         add_and_send_sums(part)
     return Plan("all_reduce", pattern, num_ranks, rank, chunks_per_rank, tuple(messages), tuple(work))
 
 
 def _runs(num_ranks: int, rank: int, part: int, num_parts: int, split: Split) -> tuple[list[Run], list[Run]]:
-    """The GEMMs of one part, those before its partial sums leave and those after: runs of rows, own rows last."""
+    """Return the GEMMs of one part, as runs of rows: those before its partial sums are sent, then the own rows."""
     own = Chunk(rank, part)
     above = tuple(Chunk(owner, part) for owner in range(rank + 1, num_ranks))
     below = tuple(Chunk(owner, part) for owner in range(rank))

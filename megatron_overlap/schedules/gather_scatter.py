@@ -1,8 +1,8 @@
-"""Builders of the tail-free schedules: all-gather before a GEMM and reduce-scatter after one.
+"""Builds the tail-free plans of an all-gather before a GEMM and a reduce-scatter after a GEMM.
 
 Source: Flash-Overlap / CommFuse (arXiv 2604.24013), sections on all-gather + GEMM and GEMM + reduce-scatter. The paper
-sends whole slices around a ring. Here a slice may be cut into `chunks_per_rank` messages, so that what communication
-cannot hide is one sub-slice, and a direct pattern sends each chunk straight to where it is needed.
+sends whole slices around a ring. Here a slice is cut into `chunks_per_rank` messages, so at most one sub-slice is
+exposed. The direct pattern sends each chunk to its destination without forwarding.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ MAX_RANKS = 64
 
 
 def validate(num_ranks: int, rank: int, chunks_per_rank: int, pattern: str, split: str) -> None:
-    """Refuses what no builder can build from."""
+    """Check the arguments that all builders share.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
     if not 1 <= num_ranks <= MAX_RANKS:
         raise ValueError(f"num_ranks: {num_ranks}: must be 1 to {MAX_RANKS}; use a smaller tensor-parallel group")
     if not 0 <= rank < num_ranks:
@@ -30,20 +34,20 @@ def validate(num_ranks: int, rank: int, chunks_per_rank: int, pattern: str, spli
 def all_gather_plan(
     num_ranks: int, rank: int, *, chunks_per_rank: int = 1, pattern: Pattern = "direct", split: Split = "all"
 ) -> Plan:
-    """Schedule of `y = all_gather(x_shard) @ w.T` for one rank: own rows first, others as they arrive.
+    """Return the plan of `y = all_gather(x_shard) @ w.T` for one rank: own rows first, then slices in arrival order.
 
-    The own slice needs no message, so its GEMM hides the first arrivals; slices are computed in the order r, r-1, ...,
-    r+1 in which both patterns deliver them. The last piece of work sends and receives nothing.
+    The own slice needs no message, so its GEMM hides the first messages. Both patterns deliver slices in the order r-1,
+    r-2, ..., r+1. No message is pending during the last GEMM.
 
     Args:
         num_ranks: size of the group, 1 to 64.
         rank: this rank in the group.
-        chunks_per_rank: messages a slice is cut into.
-        pattern: `ring` forwards each chunk to r+1 (neighbour links); `direct` sends own chunks to r+1, r+2, ... in turn
-            (switches); `serial` sends as `direct` but computes nothing before everything has landed: the decomposed
-            collective without overlap, for attribution.
-        split: `all` computes every remote slice chunk by chunk; `edge` only the last one to arrive, which is the
-            only one that is exposed, so that the others keep the efficiency of a large GEMM.
+        chunks_per_rank: messages per slice.
+        pattern: `ring` forwards each chunk to r+1 (neighbour links). `direct` sends own chunks to r+1, r+2, ... in
+            order (switches). `serial` sends like `direct` and runs one GEMM after all messages are received: the
+            decomposed collective without overlap, for attribution.
+        split: `all` computes every remote slice chunk by chunk. `edge` cuts only the last slice, the only exposed one:
+            the other slices use one large GEMM each.
 
     Raises:
         ValueError: an argument is out of range.
@@ -75,33 +79,33 @@ def all_gather_plan(
                         source=owner,
                     )
                 )
-        landed = range(first, len(messages))
+        received = range(first, len(messages))
         if split == "all" or distance == num_ranks - 1:
-            work += [Work((Chunk(owner, part),), needs=(landed[part],)) for part in parts]
+            work += [Work((Chunk(owner, part),), needs=(received[part],)) for part in parts]
         else:
-            work.append(Work(tuple(Chunk(owner, part) for part in parts), needs=tuple(landed)))
+            work.append(Work(tuple(Chunk(owner, part) for part in parts), needs=tuple(received)))
     if pattern == "serial" and num_ranks > 1:
-        everything = tuple(Chunk(owner, part) for owner in range(num_ranks) for part in parts)
-        work = [Work(everything, needs=tuple(range(len(messages))))]
+        all_chunks = tuple(Chunk(owner, part) for owner in range(num_ranks) for part in parts)
+        work = [Work(all_chunks, needs=tuple(range(len(messages))))]
     return Plan("all_gather", pattern, num_ranks, rank, chunks_per_rank, tuple(messages), tuple(work))
 
 
 def reduce_scatter_plan(
     num_ranks: int, rank: int, *, chunks_per_rank: int = 1, pattern: Pattern = "direct", split: Split = "all"
 ) -> Plan:
-    """Schedule of `y_shard = reduce_scatter(x @ w.T)` for one rank: others' rows first, own rows last.
+    """Return the plan of `y_shard = reduce_scatter(x @ w.T)` for one rank: rows of other owners first, own rows last.
 
-    Every message leaves before the last GEMM starts, so the own slice hides what is still in p2p_work.
+    Every message may be sent before the last GEMM starts, so the GEMM of the own slice hides the pending messages.
 
     Args:
         num_ranks: size of the group, 1 to 64.
         rank: this rank in the group.
-        chunks_per_rank: messages a slice is cut into.
-        pattern: `ring` adds to a running partial sum that travels r -> r+1 and computes r-1, r-2, ..., r; `direct`
-            sends each partial straight to its owner, who adds all of them, and computes r+1, r+2, ..., r; `serial` is
+        chunks_per_rank: messages per slice.
+        pattern: `ring` sends a running partial sum from r to r+1 and computes r-1, r-2, ..., r. `direct` sends each
+            partial sum to its owner, which adds all of them, and computes r+1, r+2, ..., r. `serial` sends like
             `direct` after one GEMM over all rows.
-        split: `all` computes every remote slice chunk by chunk; `edge` only the first one, before which nothing can
-            be sent.
+        split: `all` computes every remote slice chunk by chunk. `edge` cuts only the first slice, so that sending
+            starts early.
 
     Raises:
         ValueError: an argument is out of range.
@@ -110,9 +114,9 @@ def reduce_scatter_plan(
     build = _ring_reduce_scatter if pattern == "ring" else _direct_reduce_scatter
     messages, work = build(num_ranks, rank, chunks_per_rank, split)
     if pattern == "serial" and num_ranks > 1:
-        everything = tuple(Chunk(owner, part) for owner in range(num_ranks) for part in range(chunks_per_rank))
-        work = [Work(everything), Work((), adds=tuple(range(len(messages))))]
-        messages = [Message(e.send, e.to, e.recv, e.source, after_work=1) for e in messages]
+        all_chunks = tuple(Chunk(owner, part) for owner in range(num_ranks) for part in range(chunks_per_rank))
+        work = [Work(all_chunks), Work((), adds=tuple(range(len(messages))))]
+        messages = [Message(m.send, m.to, m.recv, m.source, after_work=1) for m in messages]
     return Plan("reduce_scatter", pattern, num_ranks, rank, chunks_per_rank, tuple(messages), tuple(work))
 
 
@@ -124,19 +128,19 @@ def _groups(owner: int, num_parts: int, cut: bool) -> list[tuple[Chunk, ...]]:
 def _ring_reduce_scatter(num_ranks: int, rank: int, num_parts: int, split: Split) -> tuple[list[Message], list[Work]]:
     messages: list[Message] = []
     work: list[Work] = []
-    arrived: dict[Chunk, int] = {}
+    received: dict[Chunk, int] = {}
     for distance in range(1, num_ranks + 1):
         owner = (rank - distance) % num_ranks
         for chunks in _groups(owner, num_parts, distance < num_ranks and (split == "all" or distance == 1)):
-            work.append(Work(chunks, adds=tuple(arrived[chunk] for chunk in chunks if chunk in arrived)))
+            work.append(Work(chunks, adds=tuple(received[chunk] for chunk in chunks if chunk in received)))
             for chunk in chunks if distance < num_ranks else ():
-                coming = Chunk((owner - 1) % num_ranks, chunk.part)
-                arrived[coming] = len(messages)
+                incoming = Chunk((owner - 1) % num_ranks, chunk.part)
+                received[incoming] = len(messages)
                 messages.append(
                     Message(
                         send=chunk,
                         to=(rank + 1) % num_ranks,
-                        recv=coming,
+                        recv=incoming,
                         source=(rank - 1) % num_ranks,
                         after_work=len(work),
                     )

@@ -1,10 +1,10 @@
-"""A group whose ranks lie on several hosts: what travels between hosts, along rails of ranks with the same place.
+"""Plans of the inter-node messages of a group that spans several hosts, along rails of ranks with the same local index.
 
-    host 0: 0 1 2 3        rank r is at place r % P of host r // P;
-    host 1: 4 5 6 7        a rail is 0 4, or 1 5, ...: messages between hosts run along it
+    host 0: 0 1 2 3        rank r has local index r % P on host r // P;
+    host 1: 4 5 6 7        the rails are 0 4, 1 5, ...: inter-node messages stay on a rail
 
-Each row leaves its host once for every other host, and all ranks' links to other hosts are used alike. Inside a host
-the rows of a rail are then gathered, or summed, by whatever is fast there.
+Each row is sent once to every other host, and all ranks use their inter-node links equally. An intra-node method then
+gathers or sums the rows of the rails.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_overlap.schedules.plan import Message, Plan
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """How the ranks of a group lie on hosts: `per_node` ranks in a row on each of `num_nodes`.
+    """Placement of the ranks of a group: `per_node` consecutive ranks on each of `num_nodes` hosts.
 
     Raises:
         ValueError: a count is below one.
@@ -36,7 +36,7 @@ class Nodes:
 
     @classmethod
     def of(cls, hosts: Sequence[str]) -> Nodes:
-        """From the name of each rank's host, in the order of the ranks.
+        """Return the placement for the host name of each rank, in rank order.
 
         Raises:
             ValueError: hosts have different numbers of ranks, or the ranks of a host are not consecutive.
@@ -44,51 +44,51 @@ class Nodes:
         names = list(dict.fromkeys(hosts))
         counts = [hosts.count(name) for name in names]
         if len(set(counts)) > 1:
-            told = ", ".join(f"{count} on {name}" for name, count in zip(names, counts, strict=True))
-            raise ValueError(f"the hosts of the group have different numbers of its ranks: {told}")
+            found = ", ".join(f"{count} on {name}" for name, count in zip(names, counts, strict=True))
+            raise ValueError(f"the hosts of the group have different numbers of its ranks: {found}")
         if list(hosts) != [name for name in names for _ in range(counts[0])]:
             raise ValueError("the ranks of a host are not consecutive in the group")
         return cls(len(names), counts[0])
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the group."""
+        """Number of ranks of the group."""
         return self.num_nodes * self.per_node
 
     def node(self, rank: int) -> int:
-        """The host that `rank` is on."""
+        """Return the host of `rank`."""
         return rank // self.per_node
 
     def place(self, rank: int) -> int:
-        """The place of `rank` on its host."""
+        """Return the local index of `rank` on its host."""
         return rank % self.per_node
 
     def members(self, node: int) -> range:
-        """The ranks on host `node`."""
+        """Return the ranks on host `node`."""
         return range(node * self.per_node, (node + 1) * self.per_node)
 
     def rows(self, num_rows: int, node: int) -> tuple[int, int]:
-        """Start and stop row of what the ranks of host `node` own together.
+        """Return the start and stop row of the shards of all ranks on host `node`.
 
-        Cut over its ranks alone these rows give the same shards as all rows cut over the group.
+        `ChunkLayout` of these rows over the ranks of the host gives the same shards as the layout of the whole group.
         """
         layout = ChunkLayout(num_rows, self.num_ranks)
         members = self.members(node)
         return layout.shard(members[0])[0], layout.shard(members[-1])[1]
 
     def gather(self, rank: int) -> Plan:
-        """What rank `rank` sends and receives, and in which order hosts' rows are there: own ones first.
+        """Return the direct all-gather plan over hosts for `rank`: rows of the own host first.
 
-        A direct plan over hosts. Owners in its chunks are hosts in `work`, and ranks in `messages`.
+        The owner of a chunk is a host in `work` and a rank in `messages`.
         """
         return _gather(self, rank)
 
     def scatter(self, rank: int) -> Plan:
-        """In which order hosts' rows are computed, own ones last, and what is sent then; as `gather`."""
+        """Return the direct reduce-scatter plan over hosts for `rank`: own rows last. Owners as in `gather`."""
         return _scatter(self, rank)
 
 
-# Every call of an op asks for its plan.
+# Cached, because every call of an operation requests its plan.
 @lru_cache(maxsize=64)
 def _gather(nodes: Nodes, rank: int) -> Plan:
     return _along_rail(all_gather_plan(nodes.num_nodes, nodes.node(rank)), nodes, rank)

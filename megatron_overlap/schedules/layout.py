@@ -1,4 +1,4 @@
-"""How the rows of a gathered activation are divided over ranks and sub-slices."""
+"""Division of the rows of a gathered activation into shards of ranks and chunks of shards."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 Small = Literal["first", "last", "both"]
-"""Which of the parts of a slice are small: those whose message or GEMM nothing can hide."""
+"""Which parts of a slice are small: those whose message or GEMM is exposed."""
 
 
 class Chunk(NamedTuple):
-    """What one message carries: sub-slice `part` of the shard that rank `owner` owns."""
+    """Content of one message: sub-slice `part` of the shard of rank `owner`."""
 
     owner: int
     part: int
 
 
 def _cut(length: int, pieces: int, index: int) -> tuple[int, int]:
-    """Start and stop of piece `index` when `length` is cut so that the first pieces take the remainder."""
+    """Return start and stop of piece `index` of `length`. The first pieces get the remainder."""
     size, extra = divmod(length, pieces)
     start = index * size + min(index, extra)
     return start, start + size + (index < extra)
 
 
 _LARGEST = 4
-"""Rows of a slice's largest part over those of its smallest."""
+"""Ratio of the rows of the largest and the smallest part of a slice."""
 
 
 def part_weights(parts: int, small: Small | None) -> tuple[int, ...]:
-    """How a slice is divided over its parts: evenly, or doubling from the small end or ends up to 4 times as much.
+    """Return the relative sizes of the parts: equal, or doubling from the small end or ends up to a factor of 4.
 
-    What communication cannot hide is one part: the GEMM after the last message of a gather, the GEMM before the first
-    message of a scatter. A small one there costs no more messages, and the rest stay large enough for a fast GEMM.
+    One part is exposed: the GEMM after the last message of a gather, or the GEMM before the first message of a scatter.
+    A small part there reduces the exposed time without more messages. The GEMMs of the other parts stay fast.
     """
     if small is None:
         return (1,) * parts
@@ -62,10 +62,9 @@ def _check_counts(num_rows: int, num_ranks: int, chunks_per_rank: int) -> None:
 class ChunkLayout:
     """Row bounds of every shard and chunk of a `[num_rows, ...]` activation.
 
-    Shard `owner` is a contiguous run of rows, in rank order, as in Megatron's sequence parallelism; a shard is cut
-    into `chunks_per_rank` contiguous parts, of equal size or as `part_weights` says of `small`. Where an equal division
-    leaves a remainder the first pieces are one row longer, and a piece may be empty: both ends of a message know it,
-    so an empty one is not sent.
+    Shard `owner` is a contiguous run of rows, in rank order, as in Megatron's sequence parallelism. A shard is cut into
+    `chunks_per_rank` contiguous parts with the sizes of `part_weights`. If an equal division leaves a remainder, the
+    first pieces are one row longer. A piece may be empty: sender and receiver both compute this and skip the message.
 
     Raises:
         ValueError: a count is below one, or `num_rows` is negative.
@@ -80,39 +79,39 @@ class ChunkLayout:
         _check_counts(self.num_rows, self.num_ranks, self.chunks_per_rank)
 
     def shard(self, owner: int) -> tuple[int, int]:
-        """Start and stop row of the shard of `owner`."""
+        """Return the start and stop row of the shard of `owner`."""
         return _cut(self.num_rows, self.num_ranks, owner)
 
     def shard_rows(self, owner: int) -> int:
-        """Number of rows that `owner` owns."""
+        """Return the number of rows that `owner` owns."""
         start, stop = self.shard(owner)
         return stop - start
 
     def rows(self, chunk: Chunk) -> tuple[int, int]:
-        """Start and stop row of `chunk` in the gathered activation."""
+        """Return the start and stop row of `chunk` in the gathered activation."""
         first, last = self.shard(chunk.owner)
         start, stop = _cut_parts(last - first, self.chunks_per_rank, chunk.part, self.small)
         return first + start, first + stop
 
     def rows_in_shard(self, chunk: Chunk) -> tuple[int, int]:
-        """Start and stop row of `chunk` counted from the first row of its owner's shard."""
+        """Return the start and stop row of `chunk`, relative to the first row of its owner's shard."""
         first, _ = self.shard(chunk.owner)
         start, stop = self.rows(chunk)
         return start - first, stop - first
 
     def num_chunk_rows(self, chunk: Chunk) -> int:
-        """Number of rows of `chunk`; 0 when the shard has fewer rows than parts."""
+        """Return the number of rows of `chunk`; 0 if the shard has fewer rows than parts."""
         start, stop = self.rows(chunk)
         return stop - start
 
 
 @dataclass(frozen=True, slots=True)
 class PartLayout:
-    """Row bounds of every chunk of a `[num_rows, ...]` activation that no rank owns: an all-reduce cuts it as it likes.
+    """Row bounds of every chunk of a `[num_rows, ...]` activation in an all-reduce, where no rank owns a shard.
 
-    The rows are first cut into `chunks_per_rank` parts, small ones at both ends as `part_weights` says, and each part
-    into one chunk per owner, in rank order: a part is one run of rows, so that one GEMM makes all of it. Remainders of
-    a part go to its first pieces.
+    The rows are cut into `chunks_per_rank` parts, with small parts at both ends (`part_weights`). Each part is cut into
+    one chunk per owner, in rank order. A part is one run of rows, so one GEMM computes it. The first chunks of a part
+    get the remainder.
 
     Raises:
         ValueError: a count is below one, or `num_rows` is negative.
@@ -126,12 +125,12 @@ class PartLayout:
         _check_counts(self.num_rows, self.num_ranks, self.chunks_per_rank)
 
     def rows(self, chunk: Chunk) -> tuple[int, int]:
-        """Start and stop row of `chunk`."""
+        """Return the start and stop row of `chunk`."""
         first, last = _cut_parts(self.num_rows, self.chunks_per_rank, chunk.part, "both")
         start, stop = _cut(last - first, self.num_ranks, chunk.owner)
         return first + start, first + stop
 
     def num_chunk_rows(self, chunk: Chunk) -> int:
-        """Number of rows of `chunk`; may be 0."""
+        """Return the number of rows of `chunk`; may be 0."""
         start, stop = self.rows(chunk)
         return stop - start

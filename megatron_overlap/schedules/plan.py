@@ -1,4 +1,4 @@
-"""A schedule as data: the messages and the work of one rank, in order."""
+"""Plan of one rank: its messages and its computation, in order."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ Split = Literal["edge", "all"]
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message out and one message in, posted together; a rank's messages are posted in the plan's order.
+    """One chunk to send and one chunk to receive, posted together. A rank posts its messages in plan order.
 
     Attributes:
-        send: the chunk that leaves, for rank `to` of the group.
-        recv: the chunk that arrives, from rank `source`; in a reduce-scatter it is a partial sum of that chunk, and in
-            an all-reduce it is a partial sum of an own chunk, or the whole sum of another owner's.
-        after_work: the send may leave when `work[:after_work]` is done; 0 means at once.
-        after_message: the send forwards what this earlier message brought; None where it does not forward.
+        send: the chunk that is sent.
+        to: rank that receives it.
+        recv: the chunk that is received. In a reduce-scatter it is a partial sum of that chunk. In an all-reduce it is
+            a partial sum of an own chunk, or the complete sum of a chunk of another owner.
+        source: rank that sends it.
+        after_work: the send may start when `work[:after_work]` is done; 0 means at once.
+        after_message: earlier message whose received chunk this send forwards; None if it forwards no chunk.
     """
 
     send: Chunk
@@ -34,15 +36,14 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One piece of computation: a GEMM over the rows of `chunks`, and what is added to its result.
+    """One unit of computation: a GEMM over the rows of `chunks`, and the partial sums that are added to its result.
 
     Attributes:
-        chunks: chunks whose rows are one contiguous run, in the order of the rows: consecutive parts of one owner, or
-            in an all-reduce consecutive owners of one part; empty where the piece only adds. A serial plan has one
-            piece with all chunks.
-        needs: messages that must have landed before the GEMM reads its input (all-gather).
-        adds: messages whose received partial sums are added after the GEMM (reduce-scatter and
-            all-reduce).
+        chunks: chunks whose rows are one contiguous run, in row order: consecutive parts of one owner, or in an
+            all-reduce consecutive owners of one part. Empty if the unit only adds. A serial plan has one unit with all
+            chunks.
+        needs: messages that must be received before the GEMM reads its input (all-gather).
+        adds: messages whose partial sums are added after the GEMM (reduce-scatter and all-reduce).
     """
 
     chunks: tuple[Chunk, ...]
@@ -52,7 +53,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything one rank does in one overlapped collective. Immutable; printable by `describe`."""
+    """Messages and computation of one rank in one overlapped collective. Immutable; `describe` prints it."""
 
     collective: Collective
     pattern: Pattern
@@ -63,32 +64,32 @@ class Plan:
     work: tuple[Work, ...]
 
     def layout(self, num_rows: int) -> ChunkLayout:
-        """Rows of every chunk: a gather's last part is its smallest, a scatter's first."""
+        """Return the row bounds of every chunk. A gather has a small last part, a scatter a small first part."""
         small: Literal["first", "last"] = "last" if self.collective == "all_gather" else "first"
         return ChunkLayout(num_rows, self.num_ranks, self.chunks_per_rank, small)
 
     def describe(self) -> str:
-        """The plan as text: a line per piece of work with the messages that may be in p2p_work beside it."""
+        """Return the plan as text: one line per unit of work, with the messages that may start before it."""
         lines = [
             f"{self.collective} {self.pattern}, rank {self.rank} of {self.num_ranks}, "
             f"{self.chunks_per_rank} chunk(s) per rank, {len(self.messages)} message(s)"
         ]
-        released = 0
+        listed = 0
         for index, work in enumerate(self.work):
-            while released < len(self.messages) and self.messages[released].after_work <= index:
-                message = self.messages[released]
+            while listed < len(self.messages) and self.messages[listed].after_work <= index:
+                message = self.messages[listed]
                 lines.append(
-                    f"  message {released}: send {_name(message.send)} to {message.to}, "
+                    f"  message {listed}: send {_name(message.send)} to {message.to}, "
                     f"receive {_name(message.recv)} from {message.source}"
                 )
-                released += 1
+                listed += 1
             wait = f" after message {', '.join(map(str, work.needs))}" if work.needs else ""
             add = f", add message {', '.join(map(str, work.adds))}" if work.adds else ""
             compute = f"compute {' '.join(map(_name, work.chunks))}" if work.chunks else "finish"
             lines.append(f"  {compute}{wait}{add}")
         lines += [
-            f"  message {k}: send {_name(e.send)} to {e.to}, receive {_name(e.recv)} from {e.source}"
-            for k, e in enumerate(self.messages[released:], start=released)
+            f"  message {k}: send {_name(m.send)} to {m.to}, receive {_name(m.recv)} from {m.source}"
+            for k, m in enumerate(self.messages[listed:], start=listed)
         ]
         return "\n".join(lines)
 

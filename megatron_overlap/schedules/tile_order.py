@@ -1,8 +1,9 @@
-"""The order in which a fused kernel takes its row tiles: a schedule as data, which the kernel only reads.
+"""Order of the row tiles of a fused kernel, as a table that the kernel reads.
 
-A comm tile (a `Chunk`) is cut into row tiles of `block_rows`, each inside one chunk, so that a tile waits for one flag,
-or counts towards one. A gathering GEMM takes own rows first and others as the direct all-gather delivers them; a
-scattering GEMM takes others' rows first, as the direct reduce-scatter sends them, and own rows last.
+A communication tile (a `Chunk`) is cut into row tiles of `block_rows`. A row tile lies inside one chunk, so it waits
+for one flag or counts towards one flag. An all-gather GEMM computes own rows first, then the others in the order of the
+direct all-gather. A reduce-scatter GEMM computes the rows of other owners in the order of the direct reduce-scatter,
+then own rows.
 
 Source: Flux (arXiv 2406.06858), tile order by rank; own rows last as in Flash-Overlap (arXiv 2604.24013).
 """
@@ -15,17 +16,17 @@ from megatron_overlap.schedules.layout import Chunk, ChunkLayout
 
 
 class RowTile(NamedTuple):
-    """Rows that one row of GEMM tiles covers. Eight integers, as the kernels read them.
+    """The rows of one row of GEMM tiles. The kernels read its eight integers.
 
     Attributes:
         start: first row in the gathered activation.
-        stop: the row after the last one.
-        owner: whose rows they are.
-        part: which chunk of the owner's shard they lie in.
-        row_in_shard: `start`, counted from the owner's first row.
-        tiles_in_chunk: row tiles that the chunk has in all.
-        remote: 1 where the owner is another rank.
-        flag: number of the chunk over all owners, `owner * chunks_per_rank + part`.
+        stop: last row + 1.
+        owner: rank that owns the rows.
+        part: index of their chunk in the shard of the owner.
+        row_in_shard: `start`, relative to the first row of the owner.
+        tiles_in_chunk: number of row tiles of the chunk.
+        remote: 1 if the owner is another rank, else 0.
+        flag: index of the flag of the chunk, `owner * chunks_per_rank + part`.
     """
 
     start: int
@@ -39,12 +40,12 @@ class RowTile(NamedTuple):
 
 
 def arrival_order(layout: ChunkLayout, rank: int) -> list[Chunk]:
-    """Chunks as rank `rank` gets them from a direct all-gather: own ones, then those of r-1, r-2, ..., r+1."""
+    """Return the chunks in the order of a direct all-gather on `rank`: own chunks, then those of r-1, r-2, ..., r+1."""
     return [Chunk((rank - distance) % layout.num_ranks, part) for distance, part in _distances(layout, 0)]
 
 
 def departure_order(layout: ChunkLayout, rank: int) -> list[Chunk]:
-    """Chunks as a direct reduce-scatter sends them: those of r+1, r+2, ..., r-1, then own ones."""
+    """Return the chunks in the order of a direct reduce-scatter: those of r+1, r+2, ..., r-1, then own chunks."""
     return [Chunk((rank + distance) % layout.num_ranks, part) for distance, part in _distances(layout, 1)]
 
 
@@ -57,13 +58,13 @@ def _distances(layout: ChunkLayout, first: int) -> list[tuple[int, int]]:
 
 
 def row_tiles(layout: ChunkLayout, rank: int, order: list[Chunk], block_rows: int | None = None) -> list[RowTile]:
-    """The row tiles of all chunks in `order`; an empty chunk has none.
+    """Return the row tiles of all chunks in `order`. An empty chunk has no row tile.
 
     Args:
         layout: rows of every chunk.
-        rank: this rank; its own chunks are not remote.
-        order: chunks in the order in which they are to be computed.
-        block_rows: most rows of a tile; None makes one tile of each chunk.
+        rank: this rank.
+        order: chunks in the order of computation.
+        block_rows: largest number of rows of a tile; None means one tile per chunk.
 
     Raises:
         ValueError: `block_rows` is below one.

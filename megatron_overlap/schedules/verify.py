@@ -1,4 +1,4 @@
-"""Plays the plans of all ranks together and proves them, or names what is wrong."""
+"""Executes the plans of all ranks symbolically, and proves them or reports the fault."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ class ScheduleError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What playing the plans showed.
+    """Result of a proof.
 
     Attributes:
         num_messages: messages of one rank (the same on every rank).
-        tail_free: on every rank a GEMM is there to hide every message: an all-gather starts with a GEMM that needs
-            none, a reduce-scatter has released its last one before its last GEMM starts, and an all-reduce its last
-            partial sum.
-        num_after_gemms: most messages of any rank that cannot leave before its last GEMM has ended. Not 0 for an
-            all-reduce, whose last sums are made after it.
-        peak_chunks_in_flight: most chunks that any rank had landed and not yet used, with communication as fast as
-            the plan allows and computation as late: the receive slots that are enough.
+        tail_free: on every rank a GEMM can hide every message. An all-gather starts with a GEMM that needs no message.
+            A reduce-scatter may send its last message, and an all-reduce its last partial sum, before its last GEMM.
+        num_after_gemms: largest number of messages of a rank that can only be sent after its last GEMM. Positive for an
+            all-reduce, which computes its last sums after that GEMM.
+        peak_chunks_in_flight: largest number of chunks that a rank has received and not yet used, with the fastest
+            communication and the latest computation that the plan permits: the required number of receive slots.
     """
 
     num_messages: int
@@ -39,46 +38,45 @@ class Proof:
 @dataclass(slots=True)
 class _Rank:
     plan: Plan
-    exchanges_done: int = 0
-    sent: bool = False
-    received: bool = False
+    messages_done: int = 0
+    has_sent: bool = False
+    has_received: bool = False
     work_done: int = 0
     held: set[Chunk] = field(default_factory=set)
-    brought: dict[Chunk, int] = field(default_factory=dict)
+    received_by: dict[Chunk, int] = field(default_factory=dict)
     computed: Counter[Chunk] = field(default_factory=Counter)
     partial: dict[Chunk, Counter[int]] = field(default_factory=dict)
     whole: set[Chunk] = field(default_factory=set)
-    landed: dict[int, Counter[int]] = field(default_factory=dict)
+    received: dict[int, Counter[int]] = field(default_factory=dict)
     unused: set[int] = field(default_factory=set)
 
     def current(self) -> Message | None:
-        done = self.exchanges_done
+        done = self.messages_done
         return self.plan.messages[done] if done < len(self.plan.messages) else None
 
     def ready_to_send(self) -> Message | None:
         message = self.current()
-        if message is None or self.sent or message.after_work > self.work_done:
+        if message is None or self.has_sent or message.after_work > self.work_done:
             return None
         return message
 
 
 def check(plans: Sequence[Plan]) -> Proof:
-    """Plays one plan per rank and proves that together they are the collective.
+    """Execute one plan per rank and prove that together they compute the collective.
 
-    An message is played as a rendezvous, the strictest transport: it holds up the rank's later messages until its
-    send has met the matching receive of the peer and its receive the matching send. What runs under this rule runs
-    under buffered transports too.
+    Messages use a rendezvous, the strictest transport: a rank starts its next message when both the send and the
+    receive of the current one are matched by the peers. Plans that complete under this rule also complete with buffered
+    transports.
 
-    Proved: every chunk is computed once on every rank (all-gather) or summed once from every rank at its owner
-    (reduce-scatter), and every rank ends with every sum (all-reduce); no rank sends a chunk that it does not hold, or
-    a sum that is not whole, or reads a chunk that has not landed; nothing deadlocks; every message that is sent is
-    received.
+    Proved: every rank computes every chunk once (all-gather), or the owner of a chunk sums it once from every rank
+    (reduce-scatter), and every rank receives every sum (all-reduce). No rank sends a chunk that it does not hold or an
+    incomplete sum, or reads a chunk that is not received. No deadlock occurs. Every message that is sent is received.
 
     Args:
         plans: plan of rank 0, 1, ..., in order.
 
     Raises:
-        ScheduleError: naming the rank and the message or piece of work at fault.
+        ScheduleError: names the rank and the message or unit of work at fault.
     """
     size = len(plans)
     for index, plan in enumerate(plans):
@@ -88,7 +86,7 @@ def check(plans: Sequence[Plan]) -> Proof:
             )
         for k, (earlier, later) in enumerate(pairwise(plan.messages), start=1):
             if later.after_work < earlier.after_work:
-                raise ScheduleError(f"rank {index}, message {k}: may leave before message {k - 1}, which is in front")
+                raise ScheduleError(f"rank {index}, message {k}: may be sent before message {k - 1}, which precedes it")
     gather = plans[0].collective == "all_gather"
     parts = range(plans[0].chunks_per_rank)
     ranks = [_Rank(plan) for plan in plans]
@@ -100,8 +98,8 @@ def check(plans: Sequence[Plan]) -> Proof:
         moved = True
         progress = False
         while moved:
-            # All ranks get their turn: any() alone would stop at the first that moves.
-            moved = sum(_exchange(ranks, rank) for rank in ranks) > 0
+            # sum() instead of any(): every rank must try, also after the first delivery.
+            moved = sum(_deliver(ranks, rank) for rank in ranks) > 0
             progress = progress or moved
         peak = max(peak, *(len(rank.unused) for rank in ranks))
         if sum(_work(rank) for rank in ranks) == 0 and not progress:
@@ -125,71 +123,70 @@ def _tail_free(plan: Plan) -> bool:
 
 
 def _reduces(plan: Plan, message: Message) -> bool:
-    """Whether partial sums travel; otherwise what travels is kept as it is."""
+    """Whether the message contains a partial sum. Otherwise it contains a gathered chunk or a complete sum."""
     if plan.collective == "all_reduce":
         return message.recv.owner == plan.rank
     return plan.collective == "reduce_scatter"
 
 
-def _exchange(ranks: list[_Rank], sender: _Rank) -> bool:
-    """Moves the message of `sender`'s current message if both ends have come to it."""
+def _deliver(ranks: list[_Rank], sender: _Rank) -> bool:
+    """Deliver the current message of `sender` if it is also the current message of the receiver."""
     message = sender.ready_to_send()
     if message is None:
         return False
     receiver = ranks[message.to]
     expected = receiver.current()
-    if expected is None or receiver.received or expected.source != sender.plan.rank:
+    if expected is None or receiver.has_received or expected.source != sender.plan.rank:
         return False
-    where = f"rank {sender.plan.rank}, message {sender.exchanges_done}"
+    where = f"rank {sender.plan.rank}, message {sender.messages_done}"
     if expected.recv != message.send:
         raise ScheduleError(f"{where}: sends {message.send} to rank {message.to}, which expects {expected.recv}")
-    index = receiver.exchanges_done
-    if index != sender.exchanges_done:
-        raise ScheduleError(f"{where}: is message {index} of rank {message.to}; both ends must number it alike")
+    index = receiver.messages_done
+    if index != sender.messages_done:
+        raise ScheduleError(f"{where}: is message {index} of rank {message.to}; both ranks must number it alike")
     if _reduces(receiver.plan, expected):
         if message.send not in sender.partial:
             raise ScheduleError(f"{where}: sends a partial of {message.send}, which it does not hold")
-        receiver.landed[index] = sender.partial.pop(message.send)
+        receiver.received[index] = sender.partial.pop(message.send)
         receiver.unused.add(index)
     else:
-        _keep(sender, receiver, message, where)
-        receiver.landed[index] = Counter()
+        _store(sender, receiver, message, where)
+        receiver.received[index] = Counter()
         if sender.plan.collective == "all_gather":
             receiver.unused.add(index)
-    sender.sent = True
-    receiver.received = True
+    sender.has_sent = receiver.has_received = True
     for rank in (sender, receiver):
-        if rank.sent and rank.received:
-            rank.exchanges_done += 1
-            rank.sent = rank.received = False
+        if rank.has_sent and rank.has_received:
+            rank.messages_done += 1
+            rank.has_sent = rank.has_received = False
     return True
 
 
-def _keep(sender: _Rank, receiver: _Rank, message: Message, where: str) -> None:
-    """A gathered chunk, or the whole sum of one, reaches `receiver`.
+def _store(sender: _Rank, receiver: _Rank, message: Message, where: str) -> None:
+    """Store a gathered chunk or a complete sum at `receiver`.
 
-    A sum is whole when every rank's partial has reached its owner: it never lands where a partial waits to be sent.
+    A sum is complete after every rank has sent its partial sum, so it never overwrites a partial sum that is not sent.
     """
     chunk = message.send
     if chunk not in sender.held and chunk not in sender.whole:
         raise ScheduleError(f"{where}: sends {chunk}, which it does not hold")
-    # Exchanges are played one after the other; a transport sends as soon as the plan lets it.
-    if message.after_message != sender.brought.get(chunk):
-        raise ScheduleError(f"{where}: sends {chunk} after message {message.after_message}, which does not bring it")
-    index = sender.exchanges_done
+    # This function runs messages one by one, but a transport sends as early as the plan permits.
+    if message.after_message != sender.received_by.get(chunk):
+        raise ScheduleError(f"{where}: sends {chunk} after message {message.after_message}, which does not deliver it")
+    index = sender.messages_done
     if chunk in receiver.held:
         raise ScheduleError(f"rank {receiver.plan.rank}, message {index}: receives {chunk} a second time")
     receiver.held.add(chunk)
-    receiver.brought[chunk] = index
+    receiver.received_by[chunk] = index
 
 
 def _work(rank: _Rank) -> bool:
-    """Does the next piece of work if what it waits for has landed."""
+    """Run the next unit of work if the messages that it needs are received."""
     plan = rank.plan
     if rank.work_done == len(plan.work):
         return False
     work = plan.work[rank.work_done]
-    if any(k not in rank.landed for k in (*work.needs, *work.adds)):
+    if any(k not in rank.received for k in (*work.needs, *work.adds)):
         return False
     where = f"rank {plan.rank}, work {rank.work_done}"
     for chunk in work.chunks:
@@ -202,7 +199,7 @@ def _work(rank: _Rank) -> bool:
         chunk = plan.messages[k].recv
         if chunk not in rank.partial:
             raise ScheduleError(f"{where}: adds to {chunk}, which it does not hold")
-        rank.partial[chunk].update(rank.landed[k])
+        rank.partial[chunk].update(rank.received[k])
     rank.whole.update(
         chunk
         for chunk in {plan.messages[k].recv for k in work.adds}
@@ -215,9 +212,9 @@ def _work(rank: _Rank) -> bool:
 
 def _finished(rank: _Rank, size: int) -> None:
     plan = rank.plan
-    if rank.exchanges_done < len(plan.messages) or rank.work_done < len(plan.work):
+    if rank.messages_done < len(plan.messages) or rank.work_done < len(plan.work):
         raise ScheduleError(
-            f"rank {plan.rank}: deadlock at message {rank.exchanges_done} of {len(plan.messages)}, "
+            f"rank {plan.rank}: deadlock at message {rank.messages_done} of {len(plan.messages)}, "
             f"work {rank.work_done} of {len(plan.work)}"
         )
     parts = range(plan.chunks_per_rank)
@@ -232,4 +229,4 @@ def _finished(rank: _Rank, size: int) -> None:
     if plan.collective == "all_reduce":
         for chunk in (Chunk(owner, part) for owner in range(size) if owner != plan.rank for part in parts):
             if chunk not in rank.held:
-                raise ScheduleError(f"rank {plan.rank}: never gets the sum of {chunk}")
+                raise ScheduleError(f"rank {plan.rank}: never receives the sum of {chunk}")

@@ -1,4 +1,4 @@
-"""Workers that interpret kernels, and memory that they share."""
+"""Worker processes that interpret kernels, and their shared memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def four_ranks() -> Iterator[World]:
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Path:
-    """A folder whose files are memory shared by this process and the workers."""
+    """Folder of files that this process and the workers map as shared memory."""
     folder = Path("/dev/shm") / f"{tmp_path.parent.name}-{tmp_path.name}-{os.getpid()}"
     folder.mkdir()
     yield folder

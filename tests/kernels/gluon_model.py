@@ -1,11 +1,11 @@
-"""A Hopper SM in Python, as slow as it may be: what the kernels in Gluon are run on, as they are written.
+"""Python model of a Hopper SM that runs the unchanged source of the Gluon kernels with the latest permitted timing.
 
-The interpreter runs no Gluon. Here `jit` leaves a function as it is, so that a partition is a Python thread over
-tensors; one thread runs at a time, and who is next is drawn by lot at everything that others could see. What may be
-late is late: bytes of a TMA load land when drawn, and poison the slot until then; a multiplication happens when it is
-waited for; a store is seen by others when its partition meets at a barrier; TMA sees others' writes after a fence.
+Triton's interpreter does not run Gluon. Here `jit` returns the Python function, and each partition is a Python thread.
+One thread runs at a time. Each operation that other threads can observe selects the next thread at random. A TMA load
+completes at a random time, and its slot contains NaN until then. A multiplication runs when the kernel waits for it. A
+store becomes visible at the next barrier of its partition. TMA sees writes of other ranks after a fence.
 
-Not modelled: threads inside a partition, layouts, 16-byte stores, registers. For them there is the compiler's output.
+Not modelled: threads inside a partition, layouts, 16-byte stores, registers. `test_compiled.py` checks these.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Pointer:
 
 
 class Tile(torch.Tensor):
-    """A tensor of the device, with the one attribute of its type that is asked for."""
+    """A tensor of the device, with the one type attribute that the kernels use."""
 
     type = SimpleNamespace(layout=None)  # type: ignore[assignment]
 
@@ -120,7 +120,7 @@ class Slots(list[Any]):
 
 
 class TensorDescriptor:
-    """How TMA finds tiles of a matrix. It sees the matrix as it was at the block's last fence."""
+    """TMA descriptor of a matrix. TMA reads the matrix as of the last fence of the block."""
 
     def __init__(self, matrix: torch.Tensor, block: list[int], layout: Any) -> None:
         assert matrix.stride(1) == 1
@@ -133,7 +133,7 @@ class TensorDescriptor:
         return cls(matrix, block, layout)
 
     def tile(self, row: int, column: int) -> torch.Tensor:
-        """Zeros behind the end."""
+        """Return a tile, with zeros past the end of the matrix."""
         seen = _block.seen[self]
         rows, columns = self.block_type.shape
         found = torch.zeros(rows, columns, dtype=self.dtype)
@@ -143,7 +143,7 @@ class TensorDescriptor:
 
 
 def _see(descriptors: Iterable[TensorDescriptor]) -> None:
-    """The matrices as they are now are what TMA sees."""
+    """Make the current matrices visible to TMA."""
     _block.seen = {desc: desc.matrix.clone() for desc in descriptors}
 
 
@@ -155,14 +155,14 @@ def _descriptors(value: Any) -> list[TensorDescriptor]:
 
 def load_tile(desc: TensorDescriptor, where: list[int], barrier: Barrier, slot: Slot) -> None:
     tile = desc.tile(*where)
-    # From now on any byte of it may be overwritten.
+    # From now on TMA may overwrite any byte of the slot.
     slot.data.fill_(torch.nan)
 
-    def land() -> None:
+    def complete() -> None:
         slot.data.copy_(tile)
         barrier.arrive(0, -desc.block_type.nbytes)
 
-    _m().landing.append(land)
+    _m().pending_copies.append(complete)
     _m().pause()
 
 
@@ -287,12 +287,12 @@ class Launch:
         _block.stores, _block.products = [], []
         _see(_descriptors(values))
         function(*values)
-        assert not _block.products, "a multiplication that nobody waited for"
+        assert not _block.products, "a multiplication without a wait"
         _meet()
 
 
 class Kernel:
-    """What `jit` makes of a function."""
+    """Kernel function that `jit` returns."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function

@@ -1,4 +1,4 @@
-"""A symmetric heap without a GPU: an arena a rank in memory that all processes share, addressed as a peer's is."""
+"""Symmetric heap on the CPU: one arena per rank in shared memory that every process maps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from megatron_overlap.comm.symmetric.layout import ArenaLayout
 
 UNWRITTEN = 0x7FA5
-"""The upper half of a NaN that no computation makes: what nobody has written yet."""
+"""Upper half of a NaN that no computation produces. It marks unwritten memory."""
 
 
 def shared_tensor(file: Path, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -26,12 +26,12 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def forget(tensor: torch.Tensor) -> None:
-    """Makes `tensor` a poison: NaN, of a pattern that tells that it was never written."""
+    """Fill `tensor` with the NaN pattern of unwritten memory."""
     bits(tensor).fill_(UNWRITTEN if tensor.element_size() == 2 else UNWRITTEN << 16)
 
 
 def unwritten(tensor: torch.Tensor) -> torch.Tensor:
-    """Which elements were never written."""
+    """Return the mask of unwritten elements."""
     return bits(tensor) == (UNWRITTEN if tensor.element_size() == 2 else UNWRITTEN << 16)
 
 
@@ -40,8 +40,8 @@ class Heap:
     """The arenas of all ranks, as one process has mapped them.
 
     Args:
-        file: where they are.
-        layout: of every arena.
+        file: file of the shared memory.
+        layout: layout of every arena.
     """
 
     file: Path
@@ -51,15 +51,15 @@ class Heap:
         self._bytes = shared_tensor(self.file, (self.layout.num_ranks, self.layout.num_bytes), torch.uint8)
 
     def half(self, rank: int, epoch: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Rank's gathered rows or landing for op `epoch`."""
+        """Return the gathered rows or the receive buffer of `rank` for operation `epoch`."""
         start = self.layout.slot(epoch)
         return self._bytes[rank, start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
 
     def flags(self, rank: int, epoch: int) -> torch.Tensor:
-        """Rank's flags of op `epoch`."""
+        """Return the flags of `rank` for operation `epoch`."""
         start = self.layout.flags(epoch)
         return self._bytes[rank, start : start + 4 * self.layout.num_flags].view(torch.int32)
 
     def addresses(self, offset: int) -> torch.Tensor:
-        """The pointer table of `offset` in every arena: int64 `[R]`, in this process's own mapping."""
+        """Return the addresses of `offset` in every arena in the mapping of this process: int64 `[R]`."""
         return torch.tensor([arena.data_ptr() + offset for arena in self._bytes])

@@ -1,4 +1,4 @@
-"""Seeing, from inside a worker's interpreter, what a kernel does with flags."""
+"""Records in Triton's interpreter how a kernel reads and sets flags."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 @contextmanager
 def watched(flags: torch.Tensor, looks: torch.Tensor, raised: Callable[[int], None] | None = None) -> Iterator[None]:
-    """While open, each look at `flags` is counted in `looks`, and each flag raised anywhere is reported at once.
+    """While open, count each read of `flags` in `looks`, and report each flag that a kernel sets.
 
     Args:
-        flags: int32, own memory: flags that kernels wait for.
+        flags: int32, own memory, flags that kernels wait for.
         looks: int32, of the same length, in shared memory.
-        raised: called with the address of a flag right after it was raised, before the kernel goes on.
+        raised: called with the address of a flag after the kernel sets it and before the kernel continues.
     """
     from triton.runtime.interpreter import InterpreterBuilder
 

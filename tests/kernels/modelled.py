@@ -1,4 +1,4 @@
-"""The kernels in Gluon, as they are or with lines changed, loaded so that they run on `tests.kernels.gluon_model`."""
+"""Loads the Gluon kernels, unchanged or edited, on top of `tests.kernels.gluon_model`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MODEL = "tests.kernels.gluon_model"
 
 
 def modelled(module: str, edits: Sequence[Edit] = ()) -> ModuleType:
-    """`megatron_overlap.kernels.<module>` over the model; the modules of `edits` are named without `kernels`."""
+    """`megatron_overlap.kernels.<module>` on the model. `edits` name modules relative to `kernels`."""
     name = "modelled_" + hashlib.sha256(repr(tuple(edits)).encode()).hexdigest()[:12]
     if name not in sys.modules:
         folder = Path(tempfile.mkdtemp(prefix="modelled-"))
@@ -30,7 +30,7 @@ def modelled(module: str, edits: Sequence[Edit] = ()) -> ModuleType:
             text = (Path(launch.__file__).parent / _file(each)).read_text()
             for edit in edits:
                 if edit.module == each:
-                    assert text.count(edit.old) == 1, f"{each}: {edit.old!r} stands there {text.count(edit.old)}x"
+                    assert text.count(edit.old) == 1, f"{each}: {edit.old!r} occurs {text.count(edit.old)}x"
                     text = text.replace(edit.old, edit.new)
             (folder / name / _file(each)).write_text(_over_the_model(text, name))
         sys.path.insert(0, str(folder))

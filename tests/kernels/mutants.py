@@ -1,4 +1,4 @@
-"""The kernels as they are, or with lines of their source changed and loaded under another name."""
+"""Loads the kernels, unchanged or edited under another name."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ __all__ = ["Edit", "kernels"]
 
 
 def kernels(module: str, edits: Sequence[Edit] = ()) -> ModuleType:
-    """`megatron_overlap.kernels.<module>`; the modules of `edits` are named without `kernels`."""
+    """`megatron_overlap.kernels.<module>`. `edits` name modules relative to `kernels`."""
     return mutants.load(f"kernels.{module}", tuple(edit._replace(module=f"kernels.{edit.module}") for edit in edits))

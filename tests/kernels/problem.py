@@ -1,4 +1,4 @@
-"""The problems that workers and the test compute alike: operands from a seed, row layout, shared memory."""
+"""Problem that workers and the test share: operands from a seed, row layout, shared memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.kernels.heap import Heap, shared_tensor
 
 
 def _fenced(matrix: torch.Tensor) -> torch.Tensor:
-    """The same values with NaN behind the last: a kernel that reads on past the end shows it."""
+    """Return a copy of `matrix` with NaN after its end, to detect out-of-bounds reads."""
     buffer = torch.full((matrix.numel() + 4096,), torch.nan, dtype=matrix.dtype)
     fenced = buffer[: matrix.numel()].view(matrix.shape)
     return fenced.copy_(matrix)
@@ -44,7 +44,7 @@ class Problem:
     max_polls: int = 300_000
 
     def __getstate__(self) -> dict[str, object]:
-        # Each process maps the memory itself.
+        # Do not pickle the heap: each process maps the memory.
         return {key: value for key, value in self.__dict__.items() if key != "heap"}
 
     @property
@@ -76,22 +76,22 @@ class Problem:
         return torch.cat(shards)
 
     def out(self, rank: int) -> torch.Tensor:
-        """Rank's output in shared memory, so that the test sees when it is written: `[rows, n]`."""
+        """Rank's output in shared memory, so that the test can read when it is written: `[rows, n]`."""
         return shared_tensor(self.folder / f"out{rank}", (self.rows, self.n), self.dtype)
 
     def looks(self) -> torch.Tensor:
-        """How often each rank has looked at each of its flags in this epoch."""
+        """Return the number of reads of each flag by each rank in this epoch."""
         return shared_tensor(self.folder / "looks", (self.ranks, self.heap.layout.num_flags), torch.int32)
 
-    def on_the_way(self, source: int, owner: int) -> torch.Tensor:
-        """A landing of `owner` as `source` is made to see it: what it stores there waits to be delivered."""
+    def staged_rows(self, source: int, owner: int) -> torch.Tensor:
+        """Return the staging copy of the receive buffer of `owner` that `source` writes to."""
         shape = (self.ranks, self.slot_rows, self.n)
         return shared_tensor(self.folder / f"way{source}-{owner}", shape, self.dtype)
 
-    def flags_on_the_way(self, source: int, owner: int) -> torch.Tensor:
-        """The flags of `owner` as `source` is made to see them."""
+    def staged_flags(self, source: int, owner: int) -> torch.Tensor:
+        """Return the staging copy of the flags of `owner` that `source` sets."""
         return shared_tensor(self.folder / f"flags{source}-{owner}", (self.heap.layout.num_flags,), torch.int32)
 
     def in_slot(self, owner: int, part: int) -> slice:
-        """Rows of a chunk inside a slot of its owner's landing."""
+        """Return the rows of a chunk inside a slot of the receive buffer of its owner."""
         return slice(*self.layout.rows_in_shard(Chunk(owner, part)))

@@ -1,4 +1,4 @@
-"""Every kernel a user may run compiles with no GPU for every architecture, and is what it was written to be."""
+"""Every kernel variant compiles for every architecture without a GPU, and its code passes the PTX checks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-EVERYDAY = [
+DEFAULT_NAMES = [
     "ag_gemm nt bf16",
     "gemm_rs nt bf16",
     "gemm_rs nn bf16 ragged",
@@ -31,7 +31,7 @@ HOPPER = [
 
 
 def compiled(*arguments: str, cache: Path | None = None) -> list[dict[str, object]]:
-    """The rows of scripts/fused_table.py, from a process of its own: this one may be an interpreter."""
+    """Return the rows of scripts/fused_table.py. Runs a subprocess, because Triton may interpret in this process."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("TRITON_INTERPRET", None)
     if cache is not None:
@@ -55,8 +55,8 @@ def check(rows: list[dict[str, object]]) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_a_variant_of_each_kernel(arch: int) -> None:
-    rows = compiled("--arch", str(arch), *(word for name in EVERYDAY for word in ("--name", name)))
-    assert [row["name"] for row in rows] == EVERYDAY
+    rows = compiled("--arch", str(arch), *(word for name in DEFAULT_NAMES for word in ("--name", name)))
+    assert [row["name"] for row in rows] == DEFAULT_NAMES
     check(rows)
 
 
@@ -82,32 +82,32 @@ def test_all_variants(arch: int) -> None:
     ("edit", "name", "problem"),
     [
         (
-            "gemm_rs|tl.multiple_of(tl.load(landings_ptr + owner).to(tl.pointer_type(DTYPE)), 16)|"
-            "tl.load(landings_ptr + owner).to(tl.pointer_type(DTYPE))",
+            "gemm_rs|tl.multiple_of(tl.load(recv_buffers_ptr + owner).to(tl.pointer_type(DTYPE)), 16)|"
+            "tl.load(recv_buffers_ptr + owner).to(tl.pointer_type(DTYPE))",
             "gemm_rs nt bf16",
             "16 bytes",
         ),
         ("hopper.pipeline|                fence_reads(start)|                pass", "ag_gemm_sm90 nt bf16", "fence"),
         pytest.param(
-            "gemm_rs_hopper.pipeline|gl.multiple_of(gl.load(landings_ptr + owner).to(gl.pointer_type(DTYPE)), 16)|"
-            "gl.load(landings_ptr + owner).to(gl.pointer_type(DTYPE))",
+            "hopper.gemm_rs|gl.multiple_of(gl.load(recv_buffers_ptr + owner).to(gl.pointer_type(DTYPE)), 16)|"
+            "gl.load(recv_buffers_ptr + owner).to(gl.pointer_type(DTYPE))",
             "gemm_rs_sm90 nt bf16",
             "16 bytes",
             marks=pytest.mark.long,
         ),
-        pytest.param('device|"acquire"|"relaxed"', "ag_gemm nt bf16", "acquire", marks=pytest.mark.long),
-        pytest.param('device|sem="release"|sem="relaxed"', "gemm_rs nt bf16", "release", marks=pytest.mark.long),
+        pytest.param('primitives|"acquire"|"relaxed"', "ag_gemm nt bf16", "acquire", marks=pytest.mark.long),
+        pytest.param('primitives|sem="release"|sem="relaxed"', "gemm_rs nt bf16", "release", marks=pytest.mark.long),
     ],
-    ids=["alignment not said", "no fence", "alignment not said on Hopper", "no acquire", "no release"],
+    ids=["no alignment hint", "no fence", "no alignment hint on Hopper", "no acquire", "no release"],
 )
-def test_a_wrong_kernel_is_caught(edit: str, name: str, problem: str, tmp_path: Path) -> None:
+def test_an_edited_kernel_fails_its_check(edit: str, name: str, problem: str, tmp_path: Path) -> None:
     (row,) = compiled("--arch", "90", "--name", name, "--edit", edit, cache=tmp_path)
     assert any(problem in text for text in row["problems"]), row  # type: ignore[attr-defined]
 
 
-def test_a_count_before_the_barrier_is_caught() -> None:
-    """Triton 3.7 sets a barrier of its own before an atomic: without ours there is one still, so this is about text."""
-    from megatron_overlap.kernels.compiled import barrier_before_release
+def test_a_tile_count_before_the_barrier_is_caught() -> None:
+    """Tests the check on PTX text, because Triton 3.7 inserts its own barrier before an atomic."""
+    from scripts.kernels.compiled import barrier_before_release
 
     store, barrier, add = "st.global.v4.b32 [ %rd1 ], { %r1 };", "bar.sync 0;", "atom.global.sys.acq_rel.add.u32 %r2;"
     assert barrier_before_release("\n".join([store, barrier, add]))
@@ -116,21 +116,21 @@ def test_a_count_before_the_barrier_is_caught() -> None:
     assert not barrier_before_release(store)
 
 
-def test_a_slot_given_back_early_is_caught() -> None:
-    """Triton sets a barrier of its own before an arrival, too."""
-    from megatron_overlap.kernels.compiled import slots_are_given_back_together
+def test_an_early_slot_release_is_caught() -> None:
+    """Tests the check on PTX text, because Triton inserts its own barrier before an mbarrier arrival."""
+    from scripts.kernels.compiled import barrier_before_slot_release
 
-    read, barrier, arrival = "wgmma.wait_group 1;", "bar.sync 0, 256;", "mbarrier.arrive.shared::cta.b64 _, [%r1];"
-    assert slots_are_given_back_together("\n".join([read, barrier, arrival]))
-    assert not slots_are_given_back_together("\n".join([barrier, read, arrival]))
-    assert not slots_are_given_back_together("\n".join([read, barrier, arrival, read, arrival, barrier]))
-    assert not slots_are_given_back_together(read)
+    read, barrier, release = "wgmma.wait_group 1;", "bar.sync 0, 256;", "mbarrier.arrive.shared::cta.b64 _, [%r1];"
+    assert barrier_before_slot_release("\n".join([read, barrier, release]))
+    assert not barrier_before_slot_release("\n".join([barrier, read, release]))
+    assert not barrier_before_slot_release("\n".join([read, barrier, release, read, release, barrier]))
+    assert not barrier_before_slot_release(read)
 
 
 def test_a_fence_in_the_wrong_place_is_caught() -> None:
-    from megatron_overlap.kernels.compiled import fence_before_loads
+    from scripts.kernels.compiled import fence_before_loads
 
-    look, fence, load = "ld.global.sys.acquire.b32", "fence.proxy.async.global;", "cp.async.bulk.tensor.2d"
-    assert fence_before_loads("\n".join([look, fence, load]))
-    assert not fence_before_loads("\n".join([fence, look, load]))
-    assert not fence_before_loads("\n".join([look, load]))
+    acquire, fence, load = "ld.global.sys.acquire.b32", "fence.proxy.async.global;", "cp.async.bulk.tensor.2d"
+    assert fence_before_loads("\n".join([acquire, fence, load]))
+    assert not fence_before_loads("\n".join([fence, acquire, load]))
+    assert not fence_before_loads("\n".join([acquire, load]))

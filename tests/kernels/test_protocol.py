@@ -1,4 +1,4 @@
-"""The kernels of several ranks over shared memory, in Triton's interpreter, with a link as late as it may be."""
+"""Kernels of several ranks over shared memory in Triton's interpreter, with the slowest permitted link."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def test_weight_gradient(two_ranks: World, shared: Path, launches: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("parts", [2, 4])
 def test_four_ranks(four_ranks: World, shared: Path, parts: int) -> None:
-    """Shards of ten and nine rows in several chunks; dgrad's form of the weight.
+    """Shards of 10 and 9 rows in several chunks, with the weight layout of dgrad.
 
-    Row tiles are taken in groups of two here: with an odd number of own ones the last waits with the first remote one.
+    Row tiles are in groups of 2: an odd number of own tiles puts the last one in a group with the first remote one.
     """
     problem = replace(odd(shared, 4), parts=parts, transposed=False)
     assert gathering(four_ranks, problem) == NOTHING
@@ -105,18 +105,20 @@ LATE_STORE = """flag = tl.load(flags_ptr + owner).to(tl.pointer_type(tl.int32))
         flag += first_flag + tl.load(tile + primitives.PART)
         num_tiles = tl.load(tile + primitives.TILES_IN_CHUNK) * num_columns
         primitives.count_tile(counters_ptr + tl.load(tile + primitives.FLAG), num_tiles, flag, epoch)
-        tl.store(landing + rows[:, None] * N + columns[None, :], total.to(DTYPE), mask=mask)"""
+        tl.store(recv_buffer + rows[:, None] * N + columns[None, :], total.to(DTYPE), mask=mask)"""
 SCATTER_MUTANTS = {
     "missing wait": Edit(
         "gemm_rs", "primitives.wait_for(flags_ptr + source * parts + part, epoch, status_ptr, MAX_POLLS)", "pass"
     ),
     "flag before the stores": Edit(
-        "gemm_rs", "tl.store(landing + rows[:, None] * N + columns[None, :], total.to(DTYPE), mask=mask)", LATE_STORE
+        "gemm_rs",
+        "tl.store(recv_buffer + rows[:, None] * N + columns[None, :], total.to(DTYPE), mask=mask)",
+        LATE_STORE,
     ),
     "flag after the first tile": Edit("primitives", "before == num_tiles - 1", "before == 0"),
     "stale epoch": STALE,
-    "wrong owner": Edit("gemm_rs", "tl.load(landings_ptr + owner)", "tl.load(landings_ptr + 1 - owner)"),
-    "wrong slot": Edit("gemm_rs", "landing += slot_offset +", "landing +="),
+    "wrong owner": Edit("gemm_rs", "tl.load(recv_buffers_ptr + owner)", "tl.load(recv_buffers_ptr + 1 - owner)"),
+    "wrong slot": Edit("gemm_rs", "recv_buffer += slot_offset +", "recv_buffer +="),
     "flag at the wrong owner": Edit("gemm_rs", "tl.load(flags_ptr + owner)", "tl.load(flags_ptr + 1 - owner)"),
     "counter kept": Edit("primitives", 'tl.atomic_xchg(counter_ptr, 0, sem="relaxed", scope="gpu")', "pass"),
 }
@@ -132,14 +134,14 @@ WGRAD_MUTANTS = {
 }
 
 
-def everyday(mutants: dict[str, Edit], *names: str) -> list[Any]:
-    """All of them, of which only the named run every day: in the interpreter each takes its seconds."""
+def default_mutants(mutants: dict[str, Edit], *names: str) -> list[Any]:
+    """Return all mutants as parameters. Only the named ones run by default; the others are marked `long`."""
     assert set(names) <= set(mutants)
     return [pytest.param(name, marks=[] if name in names else [pytest.mark.long]) for name in mutants]
 
 
 @pytest.mark.parametrize(
-    "name", everyday(GATHER_MUTANTS, "missing wait", "stale epoch", "own rows last", "groups of several owners")
+    "name", default_mutants(GATHER_MUTANTS, "missing wait", "stale epoch", "own rows last", "groups of several owners")
 )
 def test_a_wrong_gathering_gemm_is_caught(two_ranks: World, shared: Path, name: str) -> None:
     # Three own row tiles, in groups of two.
@@ -152,7 +154,9 @@ def test_a_wrong_gathering_gemm_is_caught(two_ranks: World, shared: Path, name: 
         assert findings.idle
 
 
-@pytest.mark.parametrize("name", everyday(SCATTER_MUTANTS, "missing wait", "wrong owner", "flag before the stores"))
+@pytest.mark.parametrize(
+    "name", default_mutants(SCATTER_MUTANTS, "missing wait", "wrong owner", "flag before the stores")
+)
 def test_a_wrong_scattering_gemm_is_caught(two_ranks: World, shared: Path, name: str) -> None:
     problem = replace(odd(shared), max_polls=2000)
     findings = scattering(two_ranks, problem, edits=(SCATTER_MUTANTS[name],))
@@ -163,12 +167,12 @@ def test_a_wrong_scattering_gemm_is_caught(two_ranks: World, shared: Path, name:
 
 @pytest.mark.long
 def test_a_sum_in_another_order_is_caught(four_ranks: World, shared: Path) -> None:
-    """Of two terms any order gives the same bits, of four it does not."""
+    """The order of two terms does not change the sum; the order of four does."""
     edit = Edit("gemm_rs", "slot = tl.full((), source,", "slot = tl.full((), NUM_RANKS - 1 - source,")
     assert scattering(four_ranks, replace(odd(shared, 4), dtype=FP32), edits=(edit,), epochs=(1,)).wrong
 
 
-@pytest.mark.parametrize("name", everyday(WGRAD_MUTANTS, "missing wait"))
+@pytest.mark.parametrize("name", default_mutants(WGRAD_MUTANTS, "missing wait"))
 def test_a_wrong_weight_gradient_is_caught(two_ranks: World, shared: Path, name: str) -> None:
     problem = replace(odd(shared), max_polls=2000)
     assert gathering(two_ranks, problem, "wgrad", edits=(WGRAD_MUTANTS[name],)) != NOTHING
@@ -176,7 +180,7 @@ def test_a_wrong_weight_gradient_is_caught(two_ranks: World, shared: Path, name:
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_torch_computes_the_same(request: pytest.FixtureRequest, shared: Path, num_ranks: int) -> None:
-    """torch's own fused ops, by their fallbacks: what its users get from the same call."""
+    """Compare with the fallbacks of torch's fused operations."""
     world = request.getfixturevalue("two_ranks" if num_ranks == 2 else "four_ranks")
     problem = Problem(shared, num_ranks, rows=8 * num_ranks, n=12, k=20, parts=1, dtype=FP32)
     assert gathering(world, problem, epochs=(1,)) == NOTHING
@@ -189,7 +193,7 @@ def test_torch_computes_the_same(request: pytest.FixtureRequest, shared: Path, n
         torch.testing.assert_close(problem.out(rank)[:8], torchs[rank][1], rtol=1e-5, atol=1e-5)
 
 
-def test_a_wait_that_is_in_vain_is_given_up_and_noted(two_ranks: World) -> None:
+def test_a_wait_times_out_and_sets_the_status(two_ranks: World) -> None:
     assert two_ranks.run(2, workers.wait_for_all, [7, 8, 7], 7, ()) == [0, 0]
     assert two_ranks.run(2, workers.wait_for_all, [7, 7, 6], 7, ()) == [7, 7]
     first_only = Edit("wait", "tl.range(0, num_flags)", "tl.range(0, 1)")

@@ -1,4 +1,4 @@
-"""Threads that take turns by lot, memory by address, and bytes on their way: what `gluon_model` runs kernels on."""
+"""Random thread scheduler with memory by address and pending copies, on which `gluon_model` runs kernels."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class StuckError(Exception):
 
 
 class Machine:
-    """One launch after another: threads that take turns, memory by address, and bytes on their way.
+    """Runs one launch at a time: one random thread at a time, memory by address, pending copies.
 
     Args:
-        seed: of the lots.
-        looked: called with the address of a word that an atomic add of 0 looks at, before it does.
+        seed: seed of the random order.
+        looked: called with the address of a word before an atomic add of 0 reads it.
         raised: called with the address of a word right after an atomic exchange with release.
     """
 
@@ -28,26 +28,26 @@ class Machine:
         self.draw = random.Random(seed)
         self.looked, self.raised = looked, raised
         self.memory: dict[int, torch.Tensor] = {}
-        self.landing: list[Callable[[], None]] = []
+        self.pending_copies: list[Callable[[], None]] = []
         self._turn = threading.Condition()
         self._ready: dict[int, Callable[[], bool]] = {}
         self._running: int | None = None
         self._error: BaseException | None = None
 
     def know(self, tensor: torch.Tensor) -> int:
-        """Makes `tensor` addressable; its address."""
+        """Make `tensor` addressable and return its address."""
         self.memory[tensor.data_ptr()] = tensor.as_strided((_extent(tensor),), (1,))
         return tensor.data_ptr()
 
     def find(self, address: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
-        """The flat tensor at `address`, and the index in it."""
+        """Return the flat tensor at `address` and the index in it."""
         for base, tensor in self.memory.items():
             if base <= address < base + tensor.nbytes and tensor.dtype == dtype:
                 return tensor, (address - base) // tensor.itemsize
-        raise IndexError(f"address {address:#x} of {dtype} is nobody's")
+        raise IndexError(f"address {address:#x} of {dtype} belongs to no tensor")
 
     def run(self, works: list[Callable[[], None]]) -> None:
-        """Runs all `works`, each a thread, until the last has ended."""
+        """Run each of `works` in a thread until all have ended."""
         self._error = None
         self._ready = {number: lambda: True for number in range(len(works))}
         threads = [threading.Thread(target=self._work, args=each, daemon=True) for each in enumerate(works)]
@@ -57,8 +57,8 @@ class Machine:
             self._next()
         for thread in threads:
             thread.join()
-        while self.landing:
-            self.landing.pop(0)()
+        while self.pending_copies:
+            self.pending_copies.pop(0)()
         if self._error is not None:
             raise self._error
 
@@ -73,7 +73,7 @@ class Machine:
             self._next()
 
     def pause(self, until: Callable[[], bool] = lambda: True) -> None:
-        """Others may run; the calling thread goes on when `until` holds."""
+        """Let another thread run. The calling thread continues when `until` holds."""
         with self._turn:
             number = self._running
             assert number is not None
@@ -82,12 +82,12 @@ class Machine:
         self._await(number)
 
     def _next(self) -> None:
-        """Draws who goes on. A load lands rather early, late, or when nothing else can happen."""
+        """Select the next thread at random. A pending copy completes at random, or when no thread can continue."""
         try:
-            while self.landing and (not self._able() or self.draw.random() < 0.2):
-                self.landing.pop(self.draw.randrange(len(self.landing)))()
+            while self.pending_copies and (not self._able() or self.draw.random() < 0.2):
+                self.pending_copies.pop(self.draw.randrange(len(self.pending_copies)))()
             if self._ready and not self._able():
-                raise StuckError(f"{len(self._ready)} threads wait for ever")
+                raise StuckError(f"{len(self._ready)} threads wait forever")
         except (StuckError, AssertionError) as error:
             self._fail(error)
         able = self._able()
@@ -95,12 +95,12 @@ class Machine:
         self._turn.notify_all()
 
     def _able(self) -> list[int]:
-        """Who may go on; after an error everyone, to end."""
+        """Return the threads that can continue; after an error all threads, so that they end."""
         return [number for number, ready in self._ready.items() if self._error or ready()]
 
     def _fail(self, error: BaseException) -> None:
         self._error = self._error or error
-        self.landing.clear()
+        self.pending_copies.clear()
 
     def _await(self, number: int) -> None:
         with self._turn:

@@ -1,7 +1,7 @@
-"""The link between ranks, played by the test: as late as the contract allows, in lock-step with the kernels.
+"""Simulates the slowest permitted link between ranks, in lock-step with the kernels.
 
-A message is delivered only once its receiver has looked at its flag in vain, so that everything that could be done
-without it has been done; what was done that could not be is recorded.
+The test delivers a message after the receiver has read its unset flag, so the receiver has no other work left. It
+records results that the receiver wrote before it received their input.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.kernels.problem import Problem
 
 @dataclass
 class Message:
-    """Bytes for one flag of `receiver`."""
+    """Data that sets one flag of `receiver`."""
 
     receiver: int
     flag: int
@@ -37,7 +37,7 @@ class Message:
 
 @dataclass
 class Findings:
-    """What was wrong in all epochs; `Findings()` where all is right."""
+    """Errors of all epochs; equal to `Findings()` if there is none."""
 
     early: list[str] = field(default_factory=list)
     idle: list[str] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Findings:
 
 
 class Wire(threading.Thread):
-    """Delivers in a thread of its own, as long as it is entered."""
+    """Delivers messages in a background thread while the context is open."""
 
     def __init__(self, problem: Problem, epoch: int, messages: list[Message]) -> None:
         super().__init__(daemon=True)
@@ -61,7 +61,7 @@ class Wire(threading.Thread):
     def run(self) -> None:
         while self._messages and not self._over.is_set():
             for message in list(self._messages):
-                # Two looks: the first may have been before the last tile of the chunk before was stored.
+                # Two reads: the first may precede the store of the last tile of the previous chunk.
                 if self._looks[message.receiver, message.flag] >= 2 and message.sent():
                     if message.too_early():
                         self.early.append(f"epoch {self._epoch}: rank {message.receiver}, flag {message.flag}")
@@ -83,7 +83,7 @@ class Wire(threading.Thread):
 
 
 def _start(problem: Problem, epoch: int) -> None:
-    """What a kernel finds: NaN everywhere, and the flags as the op before the last one left them."""
+    """Fill all buffers with NaN, and set the flags to the epoch of the operation before the last one."""
     problem.looks().zero_()
     for rank in range(problem.ranks):
         num_elements = problem.heap.layout.slot_bytes // problem.dtype.itemsize
@@ -91,13 +91,13 @@ def _start(problem: Problem, epoch: int) -> None:
         forget(problem.out(rank))
         problem.heap.flags(rank, epoch).fill_(epoch - 2)
         for owner in range(problem.ranks):
-            forget(problem.on_the_way(rank, owner))
-            problem.flags_on_the_way(rank, owner).fill_(epoch - 2)
+            forget(problem.staged_rows(rank, owner))
+            problem.staged_flags(rank, owner).fill_(epoch - 2)
 
 
 def _check(findings: Findings, name: str, got: torch.Tensor, exact: torch.Tensor, terms: torch.Tensor) -> None:
-    """`got` is `exact` up to two roundings to its own type and the error of sums of `terms` in fp32."""
-    # The interpreter cuts bf16 off where a GPU rounds: a whole unit in the last place each time.
+    """Check that `got` equals `exact` within two roundings to its dtype and the error of fp32 sums of `terms`."""
+    # The interpreter truncates to bf16 where a GPU rounds: one unit in the last place each time.
     eps = torch.finfo(got.dtype).eps
     bound = 4 * eps * terms + 32 * torch.finfo(torch.float32).eps * terms
     error = (got.double() - exact).abs()
@@ -112,7 +112,7 @@ def gathering(
     edits: tuple[Edit, ...] = (),
     epochs: tuple[int, ...] = (1, 2, 3),
 ) -> Findings:
-    """Plays an all-gather into the kernels of all ranks."""
+    """Run the all-gather kernels of all ranks with simulated messages."""
     findings = Findings()
     for epoch in epochs:
         _start(problem, epoch)
@@ -156,7 +156,7 @@ def _gather_message(problem: Problem, epoch: int, whole: torch.Tensor, rank: int
         gathered[rows] = whole[rows]
 
     def idle() -> bool:
-        # Several programs run one after the other in the interpreter: the first waits before the others have begun.
+        # The interpreter runs programs one by one: the first one waits before the others start.
         return what == "gemm" and problem.programs == 1 and bool(unwritten(own).any())
 
     return Message(
@@ -172,7 +172,7 @@ def _gather_message(problem: Problem, epoch: int, whole: torch.Tensor, rank: int
 def scattering(
     world: World, problem: Problem, edits: tuple[Edit, ...] = (), epochs: tuple[int, ...] = (1, 2, 3)
 ) -> Findings:
-    """Plays the stores of all ranks into each other's landings."""
+    """Run the reduce-scatter kernels of all ranks with simulated stores to the receive buffers of peers."""
     findings = Findings()
     for epoch in epochs:
         _start(problem, epoch)
@@ -209,28 +209,28 @@ def scattering(
 
 
 def _sum_in_order(problem: Problem, rank: int, epoch: int) -> torch.Tensor:
-    """The sum of what landed, as the contract says it is made."""
+    """Return the sum of the receive buffer in rank order."""
     shape = (problem.ranks, problem.slot_rows, problem.n)
-    landing = problem.heap.half(rank, epoch, shape, problem.dtype)[:, : problem.layout.shard_rows(rank)]
-    total = torch.zeros(landing.shape[1:])
-    for term in landing:
+    recv_buffer = problem.heap.half(rank, epoch, shape, problem.dtype)[:, : problem.layout.shard_rows(rank)]
+    total = torch.zeros(recv_buffer.shape[1:])
+    for term in recv_buffer:
         total += term.float()
     if problem.dtype == torch.bfloat16:
-        # As the interpreter does it: cut off, not rounded.
+        # The interpreter truncates instead of rounding.
         return ((total.view(torch.int32) >> 16).to(torch.int16)).view(torch.bfloat16)
     return total.to(problem.dtype)
 
 
 def _scatter_message(problem: Problem, epoch: int, source: int, owner: int, part: int) -> Message:
     shape = (problem.ranks, problem.slot_rows, problem.n)
-    landing = problem.heap.half(owner, epoch, shape, problem.dtype)
+    recv_buffer = problem.heap.half(owner, epoch, shape, problem.dtype)
     rows = problem.in_slot(owner, part)
     flag = source * problem.parts + part
-    stored, there = problem.on_the_way(source, owner), problem.flags_on_the_way(source, owner)
+    stored, there = problem.staged_rows(source, owner), problem.staged_flags(source, owner)
     out = problem.out(owner)[rows]
 
     def deliver() -> None:
-        landing[source, rows] = stored[source, rows]
+        recv_buffer[source, rows] = stored[source, rows]
 
     return Message(
         owner,

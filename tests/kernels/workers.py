@@ -1,4 +1,4 @@
-"""What the interpreting workers run."""
+"""Functions that run in worker processes with Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def gather(group: dist.ProcessGroup, problem: Problem, epoch: int, what: str, ed
                     first=first,
                     last=last,
                 )
-            # The other way: the output gradient arrives, and the gradient has the type of the data.
+            # The gathered output gradient, with a weight gradient in the dtype of the data.
             narrow = torch.empty(problem.k, problem.n, dtype=problem.dtype)
             kernels("wgrad", edits).wgrad(
                 gathered, dy, narrow, chunks=chunks, waits=waits, config=config, num_programs=3, add=False
@@ -72,12 +72,12 @@ def gather(group: dist.ProcessGroup, problem: Problem, epoch: int, what: str, ed
 
 
 def scatter(group: dist.ProcessGroup, problem: Problem, epoch: int, edits: Sequence[Edit]) -> dict[str, Any]:
-    """One rank of `gemm_to_owners` and `sum_landed`; also the chunks whose flag was raised before they were whole."""
+    """One rank of `gemm_to_owners` and `sum_received`; reports flags that are set too early."""
     rank, layout = dist.get_rank(group), problem.layout
     launch, gemm_rs = kernels("launch", edits), kernels("gemm_rs", edits)
     a, b, _, _ = problem.operands(rank, epoch)
-    on_the_way = [problem.on_the_way(rank, owner) for owner in range(problem.ranks)]
-    flags_there = [problem.flags_on_the_way(rank, owner) for owner in range(problem.ranks)]
+    staged_rows = [problem.staged_rows(rank, owner) for owner in range(problem.ranks)]
+    flags_there = [problem.staged_flags(rank, owner) for owner in range(problem.ranks)]
     not_whole = []
 
     def raised(address: int) -> None:
@@ -85,7 +85,7 @@ def scatter(group: dist.ProcessGroup, problem: Problem, epoch: int, edits: Seque
             index = (address - there.data_ptr()) // 4
             if 0 <= index < there.numel():
                 source, part = divmod(index, problem.parts)
-                if unwritten(on_the_way[owner][source, problem.in_slot(owner, part)].contiguous()).any():
+                if unwritten(staged_rows[owner][source, problem.in_slot(owner, part)].contiguous()).any():
                     not_whole.append((owner, part))
 
     config = _config(launch, problem)
@@ -98,7 +98,7 @@ def scatter(group: dist.ProcessGroup, problem: Problem, epoch: int, edits: Seque
             b,
             tiles=launch.RowTiles.of(row_tiles(layout, rank, departure_order(layout, rank), config.block_m), "cpu"),
             owners=gemm_rs.Owners(
-                landings=torch.tensor([landing.data_ptr() for landing in on_the_way]),
+                recv_buffers=torch.tensor([recv_buffer.data_ptr() for recv_buffer in staged_rows]),
                 flags=torch.tensor([there.data_ptr() for there in flags_there]),
                 counters=counters,
                 rank=rank,
@@ -111,7 +111,7 @@ def scatter(group: dist.ProcessGroup, problem: Problem, epoch: int, edits: Seque
         )
         own = [chunk for chunk in arrival_order(layout, rank) if chunk.owner == rank]
         shape = (problem.ranks, problem.slot_rows, problem.n)
-        gemm_rs.sum_landed(
+        gemm_rs.sum_received(
             problem.heap.half(rank, epoch, shape, problem.dtype),
             problem.out(rank)[: layout.shard_rows(rank)],
             tiles=launch.RowTiles.of(row_tiles(layout, rank, own, gemm_rs.SUM_ROWS), "cpu"),
@@ -136,14 +136,14 @@ def torch_fused(group: dist.ProcessGroup, problem: Problem, epoch: int) -> tuple
 
 
 def wait_for_all(group: dist.ProcessGroup, flags: list[int], epoch: int, edits: Sequence[Edit]) -> int:
-    """What `wait_all` leaves in the status word when it has looked fifty times at each flag."""
+    """Return the status word after `wait_all` with at most 50 reads per flag."""
     status = torch.zeros(1, dtype=torch.int32)
     kernels("wait", edits).wait_all(torch.tensor(flags, dtype=torch.int32), epoch, status, 50)
     return int(status)
 
 
 def self_check(group: dist.ProcessGroup, kind: str, transposed: bool, edits: Sequence[Edit]) -> list[str]:
-    """What the Hopper kernels' trial finds wrong with the portable `ag_gemm` or `gemm_to_owners`."""
+    """Return the failures of the portable `ag_gemm` or `gemm_to_owners` in the self-test of the Hopper kernels."""
     from megatron_overlap.kernels.configs import HOPPER_SMALL
     from megatron_overlap.kernels.hopper import self_test
 

@@ -1,4 +1,4 @@
-"""The all-reduce schedule is proved by playing all ranks together, and every damage to it is caught."""
+"""The verifier proves the all-reduce plans and rejects damaged plans."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def prove(num_ranks: int, num_parts: int, split: str, gathers: str) -> None:
     others = num_ranks - 1
     assert proof.num_messages == 2 * others * num_parts
     assert proof.tail_free
-    # Nothing but the last part's sums waits for the last GEMM, or all sums where something else is computed after it.
+    # Only the sums of the last part follow the last GEMM; with `after` all sums do.
     assert proof.num_after_gemms == others * (1 if gathers == "between" else num_parts)
 
 
@@ -40,7 +40,7 @@ def test_proved_for_every_group_size(gathers: str, sizes: Sequence[int]) -> None
 @pytest.mark.parametrize("gathers", ["between", "after"])
 @pytest.mark.parametrize("split", ["all", "edge"])
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 4])
-def test_proved_however_it_is_cut(split: str, gathers: str, num_parts: int) -> None:
+def test_proved_for_every_split(split: str, gathers: str, num_parts: int) -> None:
     for num_ranks in SOME:
         prove(num_ranks, num_parts, split, gathers)
 
@@ -68,7 +68,7 @@ def test_others_rows_first_own_rows_last() -> None:
 @pytest.mark.parametrize("gathers", ["between", "after"])
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_every_damaged_plan_is_caught(num_ranks: int, gathers: str) -> None:
-    """Each single change to one rank's plan (a peer, a chunk, a dropped wait or add, an order) is an error."""
+    """The verifier rejects every single change to the plan of one rank: peer, chunk, dropped wait or add, order."""
     good = plans(num_ranks, chunks_per_rank=2, gathers=gathers)
     check(good)
     damaged = damage(good[1])
@@ -92,19 +92,19 @@ def damage(plan: Plan) -> list[Plan]:
             changed = dataclasses.replace(message, **change)
             damaged.append(dataclasses.replace(plan, messages=(*before, changed, *after)))
         damaged.append(dataclasses.replace(plan, messages=before + after))
-    for index, piece in enumerate(plan.work):
+    for index, unit in enumerate(plan.work):
         before, after = plan.work[:index], plan.work[index + 1 :]
-        if piece.adds:
+        if unit.adds:
             damaged.append(
-                dataclasses.replace(plan, work=(*before, dataclasses.replace(piece, adds=piece.adds[1:]), *after))
+                dataclasses.replace(plan, work=(*before, dataclasses.replace(unit, adds=unit.adds[1:]), *after))
             )
         damaged.append(dataclasses.replace(plan, work=before + after))
-        damaged.append(dataclasses.replace(plan, work=(*before, piece, piece, *after)))
+        damaged.append(dataclasses.replace(plan, work=(*before, unit, unit, *after)))
     return damaged
 
 
-def test_a_sum_that_is_not_whole_is_caught() -> None:
-    """Both ends would agree on it, and it would land where a partial waits to be sent."""
+def test_an_incomplete_sum_is_caught() -> None:
+    """Sender and receiver match, but the message would overwrite a partial sum that is not sent."""
     good = plans(2)
     gather, reduce = good[0].messages[1], good[0].messages[0]
     early = [
@@ -116,14 +116,14 @@ def test_a_sum_that_is_not_whole_is_caught() -> None:
         check(early)
 
 
-def test_sums_that_nobody_sends_are_missed() -> None:
-    """A reduce-scatter alone: every rank agrees with every other, and none has the others' sums."""
-    halves = []
+def test_missing_sums_are_caught() -> None:
+    """A reduce-scatter alone: all messages match, but no rank receives the sums of other owners."""
+    reduce_scatters = []
     for plan in plans(3):
         reduces = tuple(message for message in plan.messages if message.recv.owner == plan.rank)
-        halves.append(dataclasses.replace(plan, messages=reduces))
-    with pytest.raises(ScheduleError, match="rank 0: never gets the sum of"):
-        check(halves)
+        reduce_scatters.append(dataclasses.replace(plan, messages=reduces))
+    with pytest.raises(ScheduleError, match="rank 0: never receives the sum of"):
+        check(reduce_scatters)
 
 
 @settings(max_examples=200, deadline=None)
@@ -160,12 +160,12 @@ def test_any_size_is_proved(num_ranks: int, num_parts: int, split: str, gathers:
         ("gathers", {"gathers": "never"}),
     ],
 )
-def test_bad_arguments_are_named(field: str, options: dict[str, Any]) -> None:
+def test_invalid_arguments_name_the_argument(field: str, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"^{field}: "):
         all_reduce_plan(**{"num_ranks": 2, "rank": 0, **options})
 
 
 @pytest.mark.parametrize(("num_rows", "num_ranks", "num_parts"), [(-1, 1, 1), (1, 0, 1), (1, 1, 0)])
-def test_bad_layouts_are_refused(num_rows: int, num_ranks: int, num_parts: int) -> None:
+def test_invalid_layouts_raise(num_rows: int, num_ranks: int, num_parts: int) -> None:
     with pytest.raises(ValueError, match="must"):
         PartLayout(num_rows, num_ranks, num_parts)

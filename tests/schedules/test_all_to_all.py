@@ -98,14 +98,14 @@ def test_every_row_is_held_once(num_rows: int, num_ranks: int, zigzag: bool) -> 
         assert inside == list(range(sizes[rank]))
 
 
-def test_zigzag_is_that_of_megatron() -> None:
+def test_zigzag_equals_megatrons() -> None:
     assert SequenceLayout.zigzag(16, 2).runs == (((0, 4), (12, 16)), ((4, 8), (8, 12)))
     assert SequenceLayout.of_lengths([3, 0, 2]).runs == (((0, 3),), ((3, 3),), ((3, 5),))
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_every_head_is_attended_once_with_its_keys(data: st.DataObject) -> None:
+def test_every_head_attends_once_to_its_keys(data: st.DataObject) -> None:
     num_ranks = data.draw(st.integers(1, 12))
     per_rank = data.draw(st.integers(1, 8))
     heads = num_ranks * per_rank

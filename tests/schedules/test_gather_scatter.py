@@ -1,4 +1,4 @@
-"""Schedules are proved by playing all ranks together, for every group size that is offered."""
+"""The verifier proves the plans for every supported group size and rejects damaged plans."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def plans(collective: str, num_ranks: int, **options: object) -> list[Plan]:
     return [BUILDERS[collective](num_ranks, rank, **options) for rank in range(num_ranks)]  # type: ignore[operator]
 
 
-EVERYDAY = [*range(1, 10), 16, 31, 64]
+DEFAULT_SIZES = [*range(1, 10), 16, 31, 64]
 
 
 @pytest.mark.parametrize("split", ["all", "edge"])
@@ -35,7 +35,7 @@ EVERYDAY = [*range(1, 10), 16, 31, 64]
 @pytest.mark.parametrize("collective", BUILDERS)
 @pytest.mark.parametrize(
     ("chunks_per_rank", "sizes"),
-    [(2, EVERYDAY), *(pytest.param(chunks, range(1, 65), marks=pytest.mark.long) for chunks in (1, 2, 3))],
+    [(2, DEFAULT_SIZES), *(pytest.param(chunks, range(1, 65), marks=pytest.mark.long) for chunks in (1, 2, 3))],
 )
 def test_proved_for_every_group_size(
     collective: str, pattern: str, split: str, chunks_per_rank: int, sizes: Sequence[int]
@@ -63,8 +63,8 @@ def test_order_of_the_paper() -> None:
     assert [work.chunks[0].owner for work in direct.work if work.chunks] == [2, 3, 0, 1]
 
 
-def test_what_is_exposed_is_one_sub_slice() -> None:
-    """The last arrival of a gather, and the first departure of a scatter, wait for one chunk, not for one slice."""
+def test_one_sub_slice_is_exposed() -> None:
+    """The last GEMM of a gather and the first GEMM of a scatter compute one chunk, not one slice."""
     gather = all_gather_plan(4, 2, chunks_per_rank=4, split="edge")
     assert len(gather.work[-1].chunks) == 1
     assert [len(work.chunks) for work in gather.work[:3]] == [4, 4, 4]
@@ -77,7 +77,7 @@ def test_what_is_exposed_is_one_sub_slice() -> None:
 @pytest.mark.parametrize("collective", BUILDERS)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_every_damaged_plan_is_caught(collective: str, pattern: str, num_ranks: int) -> None:
-    """Each single change to one rank's plan (a peer, a chunk, a dropped wait or add, an order) is an error."""
+    """The verifier rejects every single change to the plan of one rank: peer, chunk, dropped wait or add, order."""
     good = plans(collective, num_ranks, chunks_per_rank=2, pattern=pattern)
     check(good)
     for damaged in _damage(good[1]):
@@ -89,32 +89,32 @@ def _damage(plan: Plan) -> list[Plan]:
     messages, work = list(plan.messages), list(plan.work)
     damaged = []
 
-    def with_exchange(index: int, **change: object) -> None:
+    def change_message(index: int, **change: object) -> None:
         changed = [*messages]
         changed[index] = dataclasses.replace(messages[index], **change)  # type: ignore[arg-type]
         damaged.append(dataclasses.replace(plan, messages=tuple(changed)))
 
     for index, message in enumerate(messages):
-        with_exchange(index, recv=Chunk(message.recv.owner, 1 - message.recv.part))
-        with_exchange(index, send=Chunk(message.send.owner, 1 - message.send.part))
-        with_exchange(index, to=plan.rank)
+        change_message(index, recv=Chunk(message.recv.owner, 1 - message.recv.part))
+        change_message(index, send=Chunk(message.send.owner, 1 - message.send.part))
+        change_message(index, to=plan.rank)
         if plan.collective == "reduce_scatter":
-            with_exchange(index, after_work=message.after_work - 1)
+            change_message(index, after_work=message.after_work - 1)
         if message.after_message is not None:
-            with_exchange(index, after_message=None)
-            with_exchange(index, after_message=message.after_message + 1)
+            change_message(index, after_message=None)
+            change_message(index, after_message=message.after_message + 1)
         shorter = messages[:index] + messages[index + 1 :]
         damaged.append(dataclasses.replace(plan, messages=tuple(shorter)))
-    for index, piece in enumerate(work):
-        if piece.needs or piece.adds:
-            unwaited = dataclasses.replace(piece, needs=(), adds=piece.adds[1:])
+    for index, unit in enumerate(work):
+        if unit.needs or unit.adds:
+            unwaited = dataclasses.replace(unit, needs=(), adds=unit.adds[1:])
             damaged.append(dataclasses.replace(plan, work=(*work[:index], unwaited, *work[index + 1 :])))
         damaged.append(dataclasses.replace(plan, work=(*work[:index], *work[index + 1 :])))
         damaged.append(dataclasses.replace(plan, work=(*work[: index + 1], *work[index:])))
     return damaged
 
 
-def test_deadlock_is_named() -> None:
+def test_deadlock_is_reported() -> None:
     good = plans("all_gather", 2)
     late = dataclasses.replace(good[0], messages=tuple(dataclasses.replace(e, after_work=2) for e in good[0].messages))
     stuck = dataclasses.replace(good[1], messages=tuple(dataclasses.replace(e, after_work=2) for e in good[1].messages))
@@ -155,7 +155,7 @@ def test_layout_covers_every_row_once(num_rows: int, num_ranks: int, chunks_per_
         ("both", 7, (1, 2, 4, 4, 4, 2, 1)),
     ],
 )
-def test_parts_are_small_where_nothing_hides_them(small: Small | None, parts: int, weights: tuple[int, ...]) -> None:
+def test_exposed_parts_are_small(small: Small | None, parts: int, weights: tuple[int, ...]) -> None:
     assert part_weights(parts, small) == weights
     layout = ChunkLayout(2 * sum(weights) * 5, 2, parts, small)
     assert [layout.num_chunk_rows(Chunk(1, part)) for part in range(parts)] == [5 * weight for weight in weights]
@@ -183,12 +183,12 @@ def test_a_gather_ends_and_a_scatter_starts_with_a_small_part() -> None:
         ("split", lambda: all_gather_plan(4, 0, split="some")),  # type: ignore[arg-type]
     ],
 )
-def test_bad_arguments_are_named(field: str, call: object) -> None:
+def test_invalid_arguments_name_the_argument(field: str, call: object) -> None:
     with pytest.raises(ValueError, match=f"^{field}: "):
         call()  # type: ignore[operator]
 
 
-def test_describe_lists_everything() -> None:
+def test_describe_lists_all_work_and_messages() -> None:
     text = reduce_scatter_plan(2, 0, chunks_per_rank=2, pattern="ring").describe()
     assert text.splitlines() == [
         "reduce_scatter ring, rank 0 of 2, 2 chunk(s) per rank, 2 message(s)",

@@ -1,4 +1,4 @@
-"""Groups on several hosts: each row leaves its host once for every other one, and shards stay what they were."""
+"""Groups on several hosts: each row is sent once to every other host, and shards do not change."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_own_host_first_in_a_gather_and_last_in_a_scatter(num_nodes: int, per_no
         assert order[0] == nodes.node(rank)
         assert sorted(order) == list(range(num_nodes))
         for work in gathered.work:
-            # What a host's rows wait for is their message from that host.
+            # The rows of a host need the message from that host.
             assert [nodes.node(gathered.messages[each].source) for each in work.needs] == [
                 owner for owner, _ in work.chunks if owner != nodes.node(rank)
             ]

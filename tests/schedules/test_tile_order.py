@@ -1,4 +1,4 @@
-"""Row tiles of the fused kernels: each row once, own rows first or last, chunks in the order of the direct plans."""
+"""Row tiles of the fused kernels cover each row once, in the order of the direct plans."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_each_row_once_and_inside_its_chunk(rows: int, num_ranks: int, parts: in
 
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("num_ranks", [2, 4, 7])
-def test_order_is_that_of_the_direct_plans(num_ranks: int, parts: int) -> None:
+def test_order_equals_that_of_the_direct_plans(num_ranks: int, parts: int) -> None:
     layout = ChunkLayout(100, num_ranks, parts)
     for rank in range(num_ranks):
         gathered = [e.recv for e in all_gather_plan(num_ranks, rank, chunks_per_rank=parts).messages]
@@ -48,7 +48,7 @@ def test_at_any_time_ranks_write_to_different_owners() -> None:
         assert len({departure_order(layout, rank)[step].owner for rank in range(8)}) == 8
 
 
-def test_a_tile_has_rows() -> None:
+def test_block_rows_must_be_positive() -> None:
     layout = ChunkLayout(4, 2)
     with pytest.raises(ValueError, match="block_rows: 0: must be at least 1"):
         row_tiles(layout, 0, arrival_order(layout, 0), 0)

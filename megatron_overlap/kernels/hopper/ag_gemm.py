@@ -1,6 +1,6 @@
-"""`kernels.ag_gemm` for Hopper: TMA, wgmma and a producer warp that waits for flags while others multiply.
+"""`kernels.ag_gemm` for Hopper: a producer warp waits for flags and loads by TMA while consumer warps run wgmma.
 
-Compiled only, never run: `kernels.hopper.self_test` must find no objection on a device before anyone uses it there.
+Training uses it only on a device where `kernels.hopper.self_test` passes. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -101,10 +101,10 @@ def ag_gemm(
     config: GemmConfig,
     num_programs: int,
 ) -> None:
-    """Equals `kernels.ag_gemm.ag_gemm`, argument by argument, for operands that TMA can load.
+    """Like `kernels.ag_gemm.ag_gemm`, with the same arguments, for operands that TMA can load.
 
     Raises:
-        ValueError: shapes, dtypes or strides do not fit, or `sm90_operands.objection` has one to the operands.
+        ValueError: shapes, dtypes or strides do not fit, or `operands.unsupported_reason` returns a reason.
     """
     check_gemm(gathered, b, out, bias, tiles, config)
     check_operands(gathered, b, config, out)

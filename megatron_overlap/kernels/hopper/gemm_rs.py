@@ -1,6 +1,6 @@
-"""`kernels.gemm_rs.gemm_to_owners` for Hopper: TMA and wgmma, tiles stored at the owner while the next one is loaded.
+"""`kernels.gemm_rs.gemm_to_owners` for Hopper: TMA and wgmma. Stores a tile at its owner while the next one loads.
 
-Compiled only, never run: `kernels.hopper.self_test` must find no objection on a device before anyone uses it there.
+Training uses it only on a device where `kernels.hopper.self_test` passes. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_overlap.kernels.launch import GemmConfig, RowTiles, check_gemm
 def gemm_to_owners_sm90_kernel(
     a_desc,
     b_desc,
-    landings_ptr,
+    recv_buffers_ptr,
     flags_ptr,
     counters_ptr,
     tiles_ptr,
@@ -42,11 +42,11 @@ def gemm_to_owners_sm90_kernel(
     ring = pipeline.make_ring(a_desc, b_desc, NUM_STAGES)
     descs = (a_desc, b_desc)
     where = (tiles_ptr, num_first_tiles, num_row_tiles, N, K)
-    there = (landings_ptr, flags_ptr, counters_ptr, slot_offset, first_flag, epoch)
+    there = (recv_buffers_ptr, flags_ptr, counters_ptr, slot_offset, first_flag, epoch)
     gl.warp_specialize(
         [
             (_store_tiles, (ring, where, there, DTYPE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_STAGES, NT)),
-            # It waits for nothing: no flag and no status is looked at.
+            # MAX_POLLS 0: the producer reads neither flags nor status.
             (
                 pipeline.produce,
                 (descs, ring, where, tiles_ptr, tiles_ptr, epoch, BLOCK_N, BLOCK_K, GROUP, NUM_STAGES, NT, 0),
@@ -71,7 +71,7 @@ def _store_tiles(
     NT: gl.constexpr,
 ):
     tiles_ptr, num_first_tiles, num_row_tiles, N, K = where
-    landings_ptr, flags_ptr, counters_ptr, slot_offset, first_flag, epoch = there
+    recv_buffers_ptr, flags_ptr, counters_ptr, slot_offset, first_flag, epoch = there
     num_columns = gl.cdiv(N, BLOCK_N)
     step = 0
     for index in range(gl.program_id(0), num_row_tiles * num_columns, gl.num_programs(0)):
@@ -81,12 +81,12 @@ def _store_tiles(
         owner = gl.load(tile + primitives.OWNER)
         first = column_tile * BLOCK_N
         total, step = pipeline.multiply(ring, step, K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, NT)
-        landing = gl.multiple_of(gl.load(landings_ptr + owner).to(gl.pointer_type(DTYPE)), 16)
-        landing += slot_offset + gl.load(tile + primitives.ROW_IN_SHARD).to(gl.int64) * N + first
-        pipeline.store_rows(landing, N, num_rows, N - first, total, DTYPE)
+        recv_buffer = gl.multiple_of(gl.load(recv_buffers_ptr + owner).to(gl.pointer_type(DTYPE)), 16)
+        recv_buffer += slot_offset + gl.load(tile + primitives.ROW_IN_SHARD).to(gl.int64) * N + first
+        pipeline.store_rows(recv_buffer, N, num_rows, N - first, total, DTYPE)
         flag = gl.load(flags_ptr + owner).to(gl.pointer_type(gl.int32)) + first_flag + gl.load(tile + primitives.PART)
         num_tiles = gl.load(tile + primitives.TILES_IN_CHUNK) * num_columns
-        # The consumers meet before they count; the producer is far ahead and is not asked to.
+        # The barrier in count_tile covers the consumer warps only, not the producer.
         primitives.count_tile(counters_ptr + gl.load(tile + primitives.FLAG), num_tiles, flag, epoch)
 
 
@@ -99,10 +99,10 @@ def gemm_to_owners(
     config: GemmConfig,
     num_programs: int,
 ) -> None:
-    """Equals `kernels.gemm_rs.gemm_to_owners`, argument by argument, for operands that TMA can load.
+    """Like `kernels.gemm_rs.gemm_to_owners`, with the same arguments, for operands that TMA can load.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or `sm90_operands.objection` has one to the operands.
+        ValueError: shapes or dtypes do not fit, or `operands.unsupported_reason` returns a reason.
     """
     check_gemm(a, b, None, None, tiles, config)
     check_operands(a, b, config)
@@ -114,7 +114,7 @@ def gemm_to_owners(
     gemm_to_owners_sm90_kernel[(min(num_programs, work),)](
         a_desc,
         b_desc,
-        owners.landings,
+        owners.recv_buffers,
         owners.flags,
         owners.counters,
         tiles.table,

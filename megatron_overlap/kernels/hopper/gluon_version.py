@@ -1,7 +1,7 @@
-"""Triton's Gluon, where the installed Triton has what the Hopper kernels need; in one spelling.
+"""Imports the parts of Triton's Gluon that the Hopper kernels use, under the same names for all supported versions.
 
-Compiled with Triton 3.6.0, 3.7.1, 3.8.0 and 3.9.0. Gluon is called experimental and changes: 3.8 calls the copy of a
-tile `async_load`, and 3.9 has that name only.
+Tested by compilation with Triton 3.6.0, 3.7.1, 3.8.0 and 3.9.0. Gluon is experimental: Triton 3.8 renamed the copy of
+a tile to `async_load`, and 3.9 has no other name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ try:
     load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
     _MISSING = ""
 except (ImportError, AttributeError) as error:
-    _MISSING = f"Triton {triton.__version__} has no Gluon for Hopper ({error}); 3.6 to 3.9 have"
+    _MISSING = f"Triton {triton.__version__} has no Gluon for Hopper ({error}); use 3.6 to 3.9"
 
 __all__ = [
     "GluonASTSource",
@@ -35,17 +35,17 @@ __all__ = [
     "jit",
     "load_tile",
     "mbarrier",
-    "objection",
+    "unsupported_reason",
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]
 
 
-def objection() -> str:
-    """Why Gluon cannot be had, in one line; empty where it can."""
+def unsupported_reason() -> str:
+    """Return in one line why Gluon is not available, or an empty string."""
     return _MISSING
 
 
 def available() -> bool:
-    """Whether the modules that are written in Gluon can be imported."""
+    """Whether the Gluon modules can be imported."""
     return not _MISSING

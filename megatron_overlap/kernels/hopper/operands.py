@@ -1,4 +1,4 @@
-"""What the Hopper kernels ask of their operands, and the descriptors by which TMA finds them. Needs no Gluon."""
+"""Operand requirements of the Hopper kernels, and TMA descriptors. Importing this module does not need Gluon."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from megatron_overlap.kernels.configs import ALIGNMENT, HOPPER_TILES
 from megatron_overlap.kernels.launch import GemmConfig
 
 LINE_BYTES = 16
-"""TMA finds rows that start at multiples of this."""
+"""TMA needs rows that start at multiples of this number of bytes."""
 
 
-def objection(a: torch.Tensor, b: torch.Tensor, config: GemmConfig, out: torch.Tensor | None = None) -> str:
-    """Why TMA and wgmma cannot make `a @ b` in tiles of `config`; empty if they can. Shapes fit each other."""
+def unsupported_reason(a: torch.Tensor, b: torch.Tensor, config: GemmConfig, out: torch.Tensor | None = None) -> str:
+    """Return why TMA and wgmma cannot compute `a @ b` in tiles of `config`, or an empty string.
+
+    The caller has checked that the shapes match.
+    """
     if a.dtype not in (torch.bfloat16, torch.float16):
         return f"Hopper kernels compute in bf16 and fp16, not {a.dtype}"
     if (config.block_m, config.block_n, config.block_k) not in HOPPER_TILES or config.num_warps != 8:
@@ -33,18 +36,18 @@ def objection(a: torch.Tensor, b: torch.Tensor, config: GemmConfig, out: torch.T
 
 
 def check_operands(a: torch.Tensor, b: torch.Tensor, config: GemmConfig, out: torch.Tensor | None = None) -> None:
-    """Refuses what `objection` objects to.
+    """Check the operands.
 
     Raises:
-        ValueError: with the reason.
+        ValueError: `unsupported_reason` returns a reason.
     """
-    reason = objection(a, b, config, out)
+    reason = unsupported_reason(a, b, config, out)
     if reason:
         raise ValueError(reason)
 
 
 def descriptors(a: torch.Tensor, b: torch.Tensor, config: GemmConfig) -> tuple[Any, Any, bool]:
-    """How TMA loads tiles of `a` and `b`, and whether `b` is a transposed weight (`nt`, depth contiguous)."""
+    """Return the TMA descriptors of `a` and `b`, and whether `b` is a transposed weight (`nt`, depth contiguous)."""
     from megatron_overlap.kernels.hopper.gluon_version import TensorDescriptor
 
     transposed = b.stride(0) == 1
@@ -58,13 +61,13 @@ def descriptors(a: torch.Tensor, b: torch.Tensor, config: GemmConfig) -> tuple[A
 
 
 def blocks_of(config: GemmConfig, form: str) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Rows and columns, as they lie in memory, of a tile of A and of B."""
+    """Return the rows and columns in memory of a tile of A and of a tile of B."""
     of_b = (config.block_n, config.block_k) if form == "nt" else (config.block_k, config.block_n)
     return (config.block_m, config.block_k), of_b
 
 
 def shared_layout(block: tuple[int, int], dtype: str) -> Any:
-    """How a tile lies in shared memory."""
+    """Return the shared memory layout of a tile."""
     from megatron_overlap.kernels.hopper.gluon_version import gl
 
     return gl.NVMMASharedLayout.get_default_for(list(block), {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype])

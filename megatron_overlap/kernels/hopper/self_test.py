@@ -1,10 +1,9 @@
-"""Whether the Hopper kernels may be used on a device: they prove themselves on it first, in a process of their own.
+"""Self-test of the Hopper kernels on a device, in a child process with a timeout, before training uses them.
 
-python -m megatron_overlap.kernels.hopper.self_test 0     on device 0: prints the objection, or nothing; exit code 0
-or 1
+python -m megatron_overlap.kernels.hopper.self_test 0     test device 0; print the failures; exit code 0 or 1
 
-They have been compiled and never run. A kernel that hangs, or reads where nothing is, would take the training process
-with it: a child process is tried, and given up at a deadline.
+A kernel that hangs or reads invalid memory would end the training process, so a child process runs the test. Not yet
+run on a GPU.
 """
 
 from __future__ import annotations
@@ -24,24 +23,23 @@ from megatron_overlap.kernels.launch import GemmConfig, RowTiles, Waits
 from megatron_overlap.schedules import ChunkLayout
 from megatron_overlap.schedules.tile_order import arrival_order, departure_order, row_tiles
 
-# Cold, it compiles some twenty kernels; the next time they are in Triton's cache.
+# The first run compiles about 20 kernels. Later runs load them from Triton's cache.
 DEADLINE_S = 300.0
 EPOCH = 7
-# Shards of 334, 333 and 333 rows: no tile ends with its chunk. Columns and depth end inside a tile, too.
+# Shards of 334, 333 and 333 rows: the last tile of each chunk, of the columns and of the depth is partial.
 ROWS, COLUMNS, DEPTH, RANKS, RANK = 1000, 400, 336, 3, 1
-# Fewer blocks than tiles: each has several, and its ring goes on from one to the next.
+# Fewer blocks than tiles: each block computes several tiles, and its ring continues across them.
 PROGRAMS = 3
 MAX_POLLS = 50
 
 
-def hopper_objection(device: torch.device | int | None = None, deadline_s: float = DEADLINE_S) -> str:
-    """Why the Hopper kernels cannot be used on `device`, in one line; empty where they have proved themselves.
+def hopper_unsupported_reason(device: torch.device | int | None = None, deadline_s: float = DEADLINE_S) -> str:
+    """Return in one line why the Hopper kernels cannot run on `device`, or an empty string if the self-test passes.
 
-    Takes seconds, some minutes the first time: ask once and keep the answer. It is this process's own; that all ranks
-    of a group choose alike is the caller's business. A group that does not is still right: flags, counts and
-    addresses are the same in both kernels.
+    Takes seconds, or minutes on the first run: call it once and store the result. Ranks of a group may get different
+    results and still work together: both kernels use the same flags, counts and addresses.
     """
-    reason = static_objection(device)
+    reason = static_unsupported_reason(device)
     if reason:
         return reason
     index = torch.cuda.current_device() if device is None else torch.device(device).index or 0
@@ -52,19 +50,19 @@ def hopper_objection(device: torch.device | int | None = None, deadline_s: float
             command, capture_output=True, text=True, env=environment, timeout=deadline_s, check=False
         )
     except subprocess.TimeoutExpired:
-        return f"Hopper kernels: the trial did not end within {deadline_s:g} s"
+        return f"Hopper kernels: the self-test did not end within {deadline_s:g} s"
     except OSError as error:
-        return f"Hopper kernels: no process for a trial: {error}"
+        return f"Hopper kernels: cannot start the self-test: {error}"
     if child.returncode == 0:
         return ""
     last = (child.stdout.strip() or child.stderr.strip() or f"exit code {child.returncode}").splitlines()[-1]
-    return f"Hopper kernels: the trial failed: {last[:300]}"
+    return f"Hopper kernels: the self-test failed: {last[:300]}"
 
 
-def static_objection(device: torch.device | int | None = None) -> str:
-    """What speaks against the Hopper kernels without running anything."""
-    if gluon_version.objection():
-        return gluon_version.objection()
+def static_unsupported_reason(device: torch.device | int | None = None) -> str:
+    """Return why the Triton version or the device cannot run the Hopper kernels, or an empty string. Runs no kernel."""
+    if gluon_version.unsupported_reason():
+        return gluon_version.unsupported_reason()
     if not torch.cuda.is_available():
         return "no CUDA device"
     capability = torch.cuda.get_device_capability(device)
@@ -73,8 +71,8 @@ def static_objection(device: torch.device | int | None = None) -> str:
     return ""
 
 
-def trial(device: str) -> Iterator[str]:
-    """What is wrong with the Hopper kernels on `device`: both forms, types and tile shapes."""
+def failures(device: str) -> Iterator[str]:
+    """Yield the failures of the Hopper kernels on `device` for both forms, data types and tile shapes."""
     from megatron_overlap.kernels.hopper.ag_gemm import ag_gemm
     from megatron_overlap.kernels.hopper.gemm_rs import gemm_to_owners
 
@@ -88,7 +86,7 @@ def trial(device: str) -> Iterator[str]:
 def gathering(
     ag_gemm: Callable[..., None], device: str, dtype: torch.dtype, config: GemmConfig, transposed: bool
 ) -> Iterator[str]:
-    """What is wrong with `ag_gemm`: the product, what it writes beside it, and that it waits."""
+    """Yield the failures of `ag_gemm`: a wrong product, writes out of bounds, missing waits."""
     name = f"ag_gemm {dtype} {config} {'nt' if transposed else 'nn'}"
     layout = ChunkLayout(ROWS, RANKS)
     a, b = _operands(device, dtype, transposed)
@@ -106,41 +104,41 @@ def gathering(
         return int(status)
 
     if multiply(EPOCH):
-        yield f"{name}: gave up waiting for flags that were raised"
+        yield f"{name}: timed out on flags that were set"
     if _is_wrong(out, a, b, bias):
         yield f"{name}: wrong product"
     guarded[config.block_m : config.block_m + ROWS] = torch.nan
     if not bool(guarded.isnan().all()):
-        yield f"{name}: wrote outside of its rows"
+        yield f"{name}: wrote outside its rows"
     if multiply(EPOCH + 1) != EPOCH + 1:
-        yield f"{name}: did not wait for flags that were not raised"
+        yield f"{name}: did not wait for flags that were not set"
 
 
 def scattering(
     gemm_to_owners: Callable[..., None], device: str, dtype: torch.dtype, config: GemmConfig, transposed: bool
 ) -> Iterator[str]:
-    """What is wrong with `gemm_to_owners`: what lands with each owner, flags and counters."""
+    """Yield the failures of `gemm_to_owners`: the rows that each owner receives, flags and counters."""
     name = f"gemm_to_owners {dtype} {config} {'nt' if transposed else 'nn'}"
     parts, slot_rows = 2, -(-ROWS // RANKS)
     layout = ChunkLayout(ROWS, RANKS, parts)
     a, b = _operands(device, dtype, transposed)
-    landings = torch.full((RANKS, RANKS, slot_rows, COLUMNS), torch.nan, device=device, dtype=dtype)
+    recv_buffers = torch.full((RANKS, RANKS, slot_rows, COLUMNS), torch.nan, device=device, dtype=dtype)
     flags = torch.zeros(RANKS, RANKS * parts, dtype=torch.int32, device=device)
     counters = torch.zeros(RANKS * parts, dtype=torch.int32, device=device)
     tiles = row_tiles(layout, RANK, departure_order(layout, RANK), config.block_m)
-    owners = Owners(_addresses(landings), _addresses(flags), counters, RANK, parts, slot_rows, EPOCH)
+    owners = Owners(_addresses(recv_buffers), _addresses(flags), counters, RANK, parts, slot_rows, EPOCH)
     gemm_to_owners(a, b, tiles=RowTiles.of(tiles, device), owners=owners, config=config, num_programs=PROGRAMS)
     for owner in range(RANKS):
         start, stop = layout.shard(owner)
-        if _is_wrong(landings[owner, RANK, : stop - start], a[start:stop], b, None):
+        if _is_wrong(recv_buffers[owner, RANK, : stop - start], a[start:stop], b, None):
             yield f"{name}: wrong product at owner {owner}"
-        landings[owner, RANK, : stop - start] = torch.nan
-    if not bool(landings.isnan().all()):
-        yield f"{name}: wrote outside of its slots"
+        recv_buffers[owner, RANK, : stop - start] = torch.nan
+    if not bool(recv_buffers.isnan().all()):
+        yield f"{name}: wrote outside its slots"
     expected = torch.zeros_like(flags)
     expected[:, RANK * parts : (RANK + 1) * parts] = EPOCH
     if not torch.equal(flags, expected) or bool(counters.any()):
-        yield f"{name}: flags or counters are not as they should be"
+        yield f"{name}: wrong flags or counters"
 
 
 def _addresses(tensors: torch.Tensor) -> torch.Tensor:
@@ -158,7 +156,7 @@ def _operands(device: str, dtype: torch.dtype, transposed: bool) -> tuple[torch.
 
 
 def _is_wrong(got: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether `got` is off by more than rounding it to its own type, and adding up its terms in fp32, may be."""
+    """Whether `got` differs from `a @ b + bias` by more than the rounding error of an fp32 sum and of its own dtype."""
     x, y = a.double(), b.double()
     added: Any = 0 if bias is None else bias.double()
     exact, terms = x @ y + added, x.abs() @ y.abs() + abs(added)
@@ -168,7 +166,7 @@ def _is_wrong(got: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.T
 def main() -> int:
     device = f"cuda:{int(sys.argv[1])}"
     torch.cuda.set_device(device)
-    found = "; ".join(trial(device))
+    found = "; ".join(failures(device))
     if found:
         print(found)
     return int(bool(found))

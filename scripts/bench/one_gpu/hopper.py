@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_overlap.kernels.hopper.self_test import hopper_objection, static_objection
+from megatron_overlap.kernels.hopper.self_test import hopper_unsupported_reason, static_unsupported_reason
 from one_gpu.device import device
 from one_gpu.parts import Rows, correct_rows, gemm_row, overlap_row
 from one_gpu.problem import Kernels
@@ -18,11 +18,11 @@ PROBLEMS = [(2048, 1024, 512), (1000, 528, 336), (777, 256, 272)]
 
 def hopper(dry: bool, deadline: float) -> Rows:
     """Their trial, then what the parts `correct`, `gemm` and `overlap` do; each row says which (`what`)."""
-    reason = "nothing interprets Gluon" if dry else static_objection()
+    reason = "nothing interprets Gluon" if dry else static_unsupported_reason()
     if reason:
         yield {"what": "trial", "left_out": reason}
         return
-    reason = hopper_objection(deadline_s=max(1.0, (deadline - time.perf_counter()) * 0.7))
+    reason = hopper_unsupported_reason(deadline_s=max(1.0, (deadline - time.perf_counter()) * 0.7))
     yield {"what": "trial", "failed": reason}
     if reason:
         return

@@ -257,12 +257,12 @@ def _scatter_row(kernels: Kernels, shape: Shape, gbps: float | None, chunk_rows:
     layout, slot_rows = ChunkLayout(shape.m, shape.ranks, parts), shape.m // shape.ranks
     a, w, y = _operands(kernels, shape)
     dtype, out = a.dtype, kernels.nan(slot_rows, shape.n, dtype=a.dtype)
-    landings = [kernels.nan(shape.ranks, slot_rows, shape.n, dtype=dtype) for _ in range(shape.ranks)]
+    recv_buffers = [kernels.nan(shape.ranks, slot_rows, shape.n, dtype=dtype) for _ in range(shape.ranks)]
     flags = [kernels.flags(shape.ranks * parts) for _ in range(shape.ranks)]
     counters = kernels.flags(shape.ranks * parts)
     sent = kernels.random(shape.ranks, slot_rows, shape.n, dtype=dtype)
     far = link.source(sent)
-    to_landing = torch.tensor([tensor.data_ptr() for tensor in landings], device=name)
+    to_recv_buffers = torch.tensor([tensor.data_ptr() for tensor in recv_buffers], device=name)
     to_flags = torch.tensor([tensor.data_ptr() for tensor in flags], device=name)
     config = kernels.config(shape.m, shape.n, shape.k)
     departures = kernels.table(layout, 0, "departure", config.block_m)
@@ -272,18 +272,18 @@ def _scatter_row(kernels: Kernels, shape: Shape, gbps: float | None, chunk_rows:
         for part in range(parts):
             start, stop = part * slot_rows // parts, (part + 1) * slot_rows // parts
             flag = flags[0].data_ptr() + 4 * (source * parts + part)
-            copies.append((landings[0][source, start:stop], far[source, start:stop], flag))
+            copies.append((recv_buffers[0][source, start:stop], far[source, start:stop], flag))
     epoch = 0
 
     def multiply(number: int) -> None:
-        owners = gemm_rs.Owners(to_landing, to_flags, counters, 0, parts, slot_rows, number)
+        owners = gemm_rs.Owners(to_recv_buffers, to_flags, counters, 0, parts, slot_rows, number)
         kernels.gemm_to_owners(
             a, w.t(), tiles=departures, owners=owners, config=config, num_programs=kernels.device.num_sms
         )
 
     def add(number: int) -> None:
         waits, programs = kernels.waits(flags[0], number), 4 * kernels.device.num_sms
-        gemm_rs.sum_landed(landings[0], out, tiles=own, waits=waits, parts=parts, num_programs=programs)
+        gemm_rs.sum_received(recv_buffers[0], out, tiles=own, waits=waits, parts=parts, num_programs=programs)
 
     def communicate() -> None:
         nonlocal epoch

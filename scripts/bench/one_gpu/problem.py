@@ -147,11 +147,11 @@ def scatter(kernels: Kernels, layout: ChunkLayout, n: int, k: int, dtype: torch.
     device, slot_rows = kernels.device, -(-layout.num_rows // layout.num_ranks)
     config, programs = kernels.config(m, n, k), max(1, kernels.device.num_sms // ranks)
     operands = [(kernels.random(m, k, dtype=dtype), kernels.random(k, n, dtype=dtype)) for _ in range(ranks)]
-    landings = [kernels.nan(ranks, slot_rows, n, dtype=dtype) for _ in range(ranks)]
+    recv_buffers = [kernels.nan(ranks, slot_rows, n, dtype=dtype) for _ in range(ranks)]
     flags, counters = ([kernels.flags(ranks * parts) for _ in range(ranks)] for _ in range(2))
     outs = [kernels.nan(layout.shard_rows(rank), n, dtype=dtype) for rank in range(ranks)]
-    to_landing, to_flags = (
-        torch.tensor([tensor.data_ptr() for tensor in tensors], device=device.name) for tensors in (landings, flags)
+    to_recv_buffers, to_flags = (
+        torch.tensor([tensor.data_ptr() for tensor in tensors], device=device.name) for tensors in (recv_buffers, flags)
     )
     tables = [kernels.table(layout, rank, "departure", config.block_m) for rank in range(ranks)]
     own = [kernels.table(layout, rank, "own", gemm_rs.SUM_ROWS) for rank in range(ranks)]
@@ -159,15 +159,15 @@ def scatter(kernels: Kernels, layout: ChunkLayout, n: int, k: int, dtype: torch.
     streams = [device.stream() for _ in range(ranks)]
     for rank in range(ranks):
         with streams[rank]:
-            owners = gemm_rs.Owners(to_landing, to_flags, counters[rank], rank, parts, slot_rows, 1)
+            owners = gemm_rs.Owners(to_recv_buffers, to_flags, counters[rank], rank, parts, slot_rows, 1)
             kernels.gemm_to_owners(
                 *operands[rank], tiles=tables[rank], owners=owners, config=config, num_programs=programs
             )
     for rank in range(ranks):
         with streams[rank]:
             waits = kernels.waits(flags[rank], 1)
-            gemm_rs.sum_landed(
-                landings[rank], outs[rank], tiles=own[rank], waits=waits, parts=parts, num_programs=programs
+            gemm_rs.sum_received(
+                recv_buffers[rank], outs[rank], tiles=own[rank], waits=waits, parts=parts, num_programs=programs
             )
     device.synchronize()
     wrong = 0

@@ -1,6 +1,6 @@
-"""Launches the Hopper kernels on a device that is not there: everything but the launch itself, a JSON line a kernel.
+"""Binds and compiles the Hopper kernels for CPU tensors without launching them. Prints one JSON line per kernel.
 
-Triton's own binding of tensors and descriptors, its specialization and its compiler, on tensors of the host.
+Runs Triton's argument binding, specialization and compiler.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from megatron_overlap.kernels import compiled
 from megatron_overlap.kernels.configs import HOPPER, HOPPER_SMALL
 from megatron_overlap.kernels.hopper import ag_gemm, gemm_rs, self_test
+from scripts.kernels.compiled import peer_stores
 
 bind = JITFunction.run
 found: list[Any] = []
@@ -35,11 +35,11 @@ triton.runtime.driver.set_active(
 )
 JITFunction.run = without_launching
 for config, transposed in ((HOPPER, True), (HOPPER_SMALL, False)):
-    # What they find is of no interest: nothing was computed.
+    # The self-test findings are ignored: no kernel runs.
     list(self_test.gathering(ag_gemm.ag_gemm, "cpu", torch.bfloat16, config, transposed))
     list(self_test.scattering(gemm_rs.gemm_to_owners, "cpu", torch.bfloat16, config, transposed))
 for kernel in found:
-    stores = sorted(set(compiled.peer_stores(kernel.asm["ptx"])))
+    stores = sorted(set(peer_stores(kernel.asm["ptx"])))
     blocks = [each["block_size"] for each in kernel.metadata.tensordesc_meta]
     figures = {"name": kernel.metadata.name, "warps": kernel.metadata.num_warps, "stores": stores, "blocks": blocks}
     print(json.dumps(figures))

@@ -1,4 +1,4 @@
-"""The Hopper kernels' own source, run on a model of their machine that is as late as it may be; see `gluon_model`."""
+"""The source of the Hopper kernels on the SM model with the latest permitted timing; see `gluon_model`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.kernels.modelled import modelled
 from tests.kernels.turns import Machine, StuckError
 
 RANKS, RANK, EPOCH = 3, 1, 5
-# Two slots go round often, and are the fewest that let a step be loaded while another is multiplied.
+# Two slots are the minimum for prefetching, and the ring wraps around often.
 RING_OF_TWO = replace(HOPPER_SMALL, num_stages=2, group=2)
 
 
@@ -47,7 +47,7 @@ def gathering(
     programs: int = 2,
     edits: Sequence[Edit] = (),
 ) -> list[str]:
-    """What is wrong with an all-gather + GEMM whose every chunk arrives when its flag was looked at in vain."""
+    """Return the failures of an all-gather + GEMM where every chunk is received after a read of its unset flag."""
     layout = ChunkLayout(rows, RANKS, 2)
     a, b, bias = operands(rows, n, k, transposed, dtype)
     gathered = torch.full_like(a, torch.nan)
@@ -80,10 +80,10 @@ def gathering(
             num_programs=programs,
         )
     found = [] if is_right(out, a, b, bias if transposed else None) else ["wrong product"]
-    found += ["gave up"] * int(status != 0)
+    found += ["timed out"] * int(status != 0)
     found += ["waited for itself"] * any(looks[2 * RANK : 2 * RANK + 2])
     guarded[config.block_m : config.block_m + rows] = torch.nan
-    return found + ["wrote beside its rows"] * (not bool(guarded.isnan().all()))
+    return found + ["wrote outside its rows"] * (not bool(guarded.isnan().all()))
 
 
 def scattering(
@@ -98,11 +98,11 @@ def scattering(
     programs: int = 2,
     edits: Sequence[Edit] = (),
 ) -> list[str]:
-    """What is wrong with a GEMM + reduce-scatter: at each owner when a flag is raised, and at the end."""
+    """Return the failures of a GEMM + reduce-scatter: at each owner when a flag is set, and at the end."""
     parts, slot_rows = 2, -(-rows // RANKS)
     layout = ChunkLayout(rows, RANKS, parts)
     a, b, _ = operands(rows, n, k, transposed, dtype)
-    landings = [torch.full((RANKS, slot_rows, n), torch.nan, dtype=dtype) for _ in range(RANKS)]
+    recv_buffers = [torch.full((RANKS, slot_rows, n), torch.nan, dtype=dtype) for _ in range(RANKS)]
     flags = [torch.zeros(RANKS * parts, dtype=torch.int32) for _ in range(RANKS)]
     counters = torch.zeros(RANKS * parts, dtype=torch.int32)
     found = []
@@ -111,12 +111,12 @@ def scattering(
         for owner, there in enumerate(flags):
             source, part = divmod((address - there.data_ptr()) // 4, parts)
             if source == RANK and bool(
-                landings[owner][RANK, slice(*layout.rows_in_shard(Chunk(owner, part)))].isnan().any()
+                recv_buffers[owner][RANK, slice(*layout.rows_in_shard(Chunk(owner, part)))].isnan().any()
             ):
                 found.append(f"chunk {part} of {owner} is not whole")
 
     machine = Machine(seed, raised=raised)
-    addresses = [torch.tensor([machine.know(tensor) for tensor in tensors]) for tensors in (landings, flags)]
+    addresses = [torch.tensor([machine.know(tensor) for tensor in tensors]) for tensors in (recv_buffers, flags)]
     tiles = RowTiles.of(row_tiles(layout, RANK, departure_order(layout, RANK), config.block_m), "cpu")
     with on(machine):
         modelled("hopper.gemm_rs", edits).gemm_to_owners(
@@ -127,19 +127,19 @@ def scattering(
             config=config,
             num_programs=programs,
         )
-    for owner, landing in enumerate(landings):
+    for owner, recv_buffer in enumerate(recv_buffers):
         span = slice(*layout.shard(owner))
-        mine = landing[RANK, : span.stop - span.start]
+        mine = recv_buffer[RANK, : span.stop - span.start]
         found += [] if is_right(mine, a[span], b) else [f"wrong product at {owner}"]
-        found += ["a flag is not raised"] * (flags[owner].tolist() != [0, 0, EPOCH, EPOCH, 0, 0])
+        found += ["a flag is not set"] * (flags[owner].tolist() != [0, 0, EPOCH, EPOCH, 0, 0])
         mine.fill_(torch.nan)
-    found += ["wrote beside its slots"] * (not all(bool(landing.isnan().all()) for landing in landings))
+    found += ["wrote outside its slots"] * (not all(bool(recv_buffer.isnan().all()) for recv_buffer in recv_buffers))
     return found + ["counters are left"] * bool(counters.any())
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("run", [gathering, scattering])
-def test_as_late_as_it_may_be(run, seed: int) -> None:  # type: ignore[no-untyped-def]
+def test_latest_permitted_timing(run, seed: int) -> None:  # type: ignore[no-untyped-def]
     assert run(seed) == []
 
 
@@ -163,17 +163,17 @@ def test_shapes(run, rows, n, k, config, transposed, dtype, programs) -> None:  
 
 RELEASE = "step + STAGES - 1, k > 0, STAGES"
 WRONG = {
-    "ring is not awaited": ("hopper.pipeline", "mbarrier.wait(empty.index(slot), phase ^ 1)", "pass"),
+    "no wait for an empty slot": ("hopper.pipeline", "mbarrier.wait(empty.index(slot), phase ^ 1)", "pass"),
     "ring starts full": ("hopper.pipeline", "empty.index(slot), phase ^ 1)", "empty.index(slot), phase)"),
-    "operands are not awaited": ("hopper.pipeline", "mbarrier.wait(full.index(slot), phase)", "pass"),
-    "phase never turns": ("hopper.pipeline", "step // STAGES & 1", "0"),
-    "phase turns too late": ("hopper.pipeline", "step // STAGES & 1", "(step - 1) // STAGES & 1"),
-    "slot given back while it is read": ("hopper.pipeline", "warpgroup_mma_wait(1, deps", "warpgroup_mma_wait(2, deps"),
-    "slot given back a step early": ("hopper.pipeline", RELEASE, "step, True, STAGES"),
-    "slot given back before the first": ("hopper.pipeline", RELEASE, "step + STAGES - 1, True, STAGES"),
-    "last slot kept": ("hopper.pipeline", "release(empty, step + STAGES - 1, True, STAGES)", "pass"),
+    "no wait for operands": ("hopper.pipeline", "mbarrier.wait(full.index(slot), phase)", "pass"),
+    "phase never changes": ("hopper.pipeline", "step // STAGES & 1", "0"),
+    "phase changes too late": ("hopper.pipeline", "step // STAGES & 1", "(step - 1) // STAGES & 1"),
+    "slot released while it is read": ("hopper.pipeline", "warpgroup_mma_wait(1, deps", "warpgroup_mma_wait(2, deps"),
+    "slot released a step early": ("hopper.pipeline", RELEASE, "step, True, STAGES"),
+    "slot released before the first": ("hopper.pipeline", RELEASE, "step + STAGES - 1, True, STAGES"),
+    "last slot not released": ("hopper.pipeline", "release(empty, step + STAGES - 1, True, STAGES)", "pass"),
     "bytes of one operand counted": ("hopper.pipeline", "a_desc.block_type.nbytes + b_desc.block_type.nbytes", "16384"),
-    "each tile starts the ring anew": (
+    "each tile restarts the ring": (
         "hopper.pipeline",
         "        first = column_tile * BLOCK_N\n",
         "        first, step = column_tile * BLOCK_N, 0\n",
@@ -196,14 +196,18 @@ WRONG_GATHERING = {
 }
 WRONG_SCATTERING = {
     "counted before it is stored": ("primitives", "    tl.debug_barrier()\n", ""),
-    "another owner": ("hopper.gemm_rs", "gl.load(landings_ptr + owner)", "gl.load(landings_ptr + (owner + 1) % 3)"),
-    "another slot": ("hopper.gemm_rs", "landing += slot_offset +", "landing +="),
+    "another owner": (
+        "hopper.gemm_rs",
+        "gl.load(recv_buffers_ptr + owner)",
+        "gl.load(recv_buffers_ptr + (owner + 1) % 3)",
+    ),
+    "another slot": ("hopper.gemm_rs", "recv_buffer += slot_offset +", "recv_buffer +="),
     "flag after the first tile": ("hopper.gemm_rs", "gl.load(tile + primitives.TILES_IN_CHUNK) * num_columns", "1"),
 }
 
 
 def noticed(run, edit: Edit) -> bool:  # type: ignore[no-untyped-def]
-    """Whether a wrong kernel does anything wrong for any of some seeds."""
+    """Whether the edited kernel fails for one of six seeds."""
     for seed in range(6):
         try:
             if run(seed, edits=(edit,)):

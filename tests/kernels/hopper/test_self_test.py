@@ -1,4 +1,4 @@
-"""What the Hopper kernels must pass before they are used: the trial itself, on kernels that can be run here."""
+"""The self-test of the Hopper kernels, applied to kernels that run on a CPU."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_the_hopper_kernel_passes_on_the_model() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_launchers_bind_as_a_device_would_have_it() -> None:
-    """Eight warps that multiply and four of which one loads; TMA takes at once what is swizzled together."""
+def test_launchers_bind_and_compile() -> None:
+    """Eight consumer warps and a producer warp group of four; TMA blocks match the swizzled layout."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     script = Path(__file__).with_name("bind.py")
     run = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, check=False)
@@ -57,49 +57,53 @@ WRONG = {
     "another epoch": (
         "ag_gemm",
         Edit("ag_gemm", "primitives.FLAG), epoch,", "primitives.FLAG), epoch + 1,"),
-        "gave up",
+        "timed out",
     ),
     "no bias": ("ag_gemm", Edit("ag_gemm", "        if HAS_BIAS:", "        if HAS_BIAS and N < 0:"), "wrong product"),
     "rows past the end": ("ag_gemm", Edit("ag_gemm", "rows[:, None] < num_rows", "rows[:, None] < BLOCK_M"), "outside"),
-    "another owner": ("gemm_to_owners", Edit("gemm_rs", "(landings_ptr + owner)", "(landings_ptr + 0)"), "at owner 1"),
+    "another owner": (
+        "gemm_to_owners",
+        Edit("gemm_rs", "(recv_buffers_ptr + owner)", "(recv_buffers_ptr + 0)"),
+        "at owner 1",
+    ),
     "flag too high": (
         "gemm_to_owners",
         Edit("primitives", "(flag_ptr, epoch, sem", "(flag_ptr, epoch + 1, sem"),
         "flags",
     ),
     "counter left": ("gemm_to_owners", Edit("primitives", "xchg(counter_ptr, 0", "xchg(counter_ptr, 1"), "counters"),
-    "another slot": ("gemm_to_owners", Edit("gemm_rs", "landing += slot_offset +", "landing +="), "outside"),
+    "another slot": ("gemm_to_owners", Edit("gemm_rs", "recv_buffer += slot_offset +", "recv_buffer +="), "outside"),
 }
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_wrong_kernels_are_refused(two_ranks: World, what: str) -> None:
+def test_edited_kernels_fail(two_ranks: World, what: str) -> None:
     kind, edit, text = WRONG[what]
     (found,) = two_ranks.run(1, workers.self_check, kind, True, (edit,))
     assert any(text in each for each in found), found
 
 
-def test_no_device_no_trial() -> None:
-    assert self_test.hopper_objection() == "no CUDA device"
+def test_no_device_no_self_test() -> None:
+    assert self_test.hopper_unsupported_reason() == "no CUDA device"
 
 
-def test_a_trial_that_fails_or_hangs_is_an_objection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The child is real; here it fails, for want of a device."""
-    monkeypatch.setattr(self_test, "static_objection", lambda device: "")
-    found = self_test.hopper_objection(torch.device("cuda", 0))
-    assert found.startswith("Hopper kernels: the trial failed: ")
+def test_a_failure_or_a_timeout_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs the real child process, which fails without a device."""
+    monkeypatch.setattr(self_test, "static_unsupported_reason", lambda device: "")
+    found = self_test.hopper_unsupported_reason(torch.device("cuda", 0))
+    assert found.startswith("Hopper kernels: the self-test failed: ")
     assert "\n" not in found
-    assert "did not end within 0.01 s" in self_test.hopper_objection(0, deadline_s=0.01)
+    assert "did not end within 0.01 s" in self_test.hopper_unsupported_reason(0, deadline_s=0.01)
 
 
-def test_what_a_device_must_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_requirements(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for capability, expected in (((9, 0), ""), ((10, 0), "not 10.0"), ((8, 0), "not 8.0")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        assert self_test.static_objection(0).endswith(expected)
-        assert bool(self_test.static_objection(0)) == bool(expected)
+        assert self_test.static_unsupported_reason(0).endswith(expected)
+        assert bool(self_test.static_unsupported_reason(0)) == bool(expected)
     monkeypatch.setattr(gluon_version, "_MISSING", "no Gluon")
-    assert self_test.static_objection(0) == "no Gluon"
+    assert self_test.static_unsupported_reason(0) == "no Gluon"
 
 
 def matrix(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -125,7 +129,7 @@ def matrix(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> torc
     ],
 )
 def test_operands(a: torch.Tensor, b: torch.Tensor, config: GemmConfig, text: str) -> None:
-    found = operands.objection(a, b, config)
+    found = operands.unsupported_reason(a, b, config)
     assert text in found
     assert bool(found) == bool(text)
     if found:
@@ -134,11 +138,11 @@ def test_operands(a: torch.Tensor, b: torch.Tensor, config: GemmConfig, text: st
 
 
 def test_output_must_be_aligned() -> None:
-    assert "out: rows" in operands.objection(matrix(8, 32), matrix(32, 48), HOPPER, matrix(8, 52)[:, :48])
+    assert "out: rows" in operands.unsupported_reason(matrix(8, 32), matrix(32, 48), HOPPER, matrix(8, 52)[:, :48])
 
 
 def test_triton_without_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shim is imported all the same, and says what is missing in one line."""
+    """The module imports without Gluon and reports in one line what is missing."""
     assert gluon_version.available()
     monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
     assert gluon_version.__file__ is not None
@@ -148,5 +152,5 @@ def test_triton_without_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
     shim = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(shim)
     assert not shim.available()
-    assert "has no Gluon for Hopper" in shim.objection()
-    assert "\n" not in shim.objection()
+    assert "has no Gluon for Hopper" in shim.unsupported_reason()
+    assert "\n" not in shim.unsupported_reason()

@@ -28,11 +28,13 @@ class Hopper:
     def of(cls, transport: SymmetricTransport) -> Hopper:
         """Return the object of `transport`. The first call runs the self-test on its device, which can take minutes."""
         if "hopper" not in transport.tables:
-            from megatron_overlap.kernels.hopper.self_test import hopper_objection
+            from megatron_overlap.kernels.hopper.self_test import hopper_unsupported_reason
 
             device = transport.backend.device
             transport.tables["hopper"] = cls(
-                hopper_objection(device) if device.type == "cuda" else f"Hopper kernels need CUDA, not {device.type}"
+                hopper_unsupported_reason(device)
+                if device.type == "cuda"
+                else f"Hopper kernels need CUDA, not {device.type}"
             )
         found = transport.tables["hopper"]
         assert isinstance(found, cls)
@@ -58,12 +60,12 @@ class Hopper:
         reason = self.unsupported_reason
         if not reason:
             from megatron_overlap.kernels.configs import HOPPER, HOPPER_SMALL
-            from megatron_overlap.kernels.hopper.operands import objection
+            from megatron_overlap.kernels.hopper.operands import unsupported_reason
 
             # The output tiles of the portable kernel with another depth, number of stages and number of warps.
             hopper_config = HOPPER_SMALL if config.block_n <= HOPPER_SMALL.block_n else HOPPER
             hopper_config = replace(hopper_config, group=config.group)
-            reason = objection(a, b, hopper_config, out)
+            reason = unsupported_reason(a, b, hopper_config, out)
             if not reason:
                 return launcher(), hopper_config
         self.not_used[reason] += 1

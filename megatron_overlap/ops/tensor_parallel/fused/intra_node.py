@@ -203,7 +203,7 @@ class IntraNodeScatter:
         recv_buffers, flags = self._staged() if plan.stores == "staged" else self._op.addresses()
         gemm_to_owners, config = self._kernels.scattering(a, b)
         owners = Owners(
-            landings=recv_buffers,
+            recv_buffers=recv_buffers,
             flags=flags,
             counters=transport.counters(self._op.epoch),
             rank=transport.rank,
@@ -238,13 +238,13 @@ class IntraNodeScatter:
 
     def finish(self) -> torch.Tensor:
         """See `Scatter.finish`."""
-        from megatron_overlap.kernels.gemm_rs import SUM_ROWS, sum_landed
+        from megatron_overlap.kernels.gemm_rs import SUM_ROWS, sum_received
         from megatron_overlap.kernels.launch import Waits
 
         transport = self._transport
         received = self._op.slot(transport.rank, self._recv_shape, self._dtype)
         out = received.new_empty(self._layout.shard_rows(transport.rank), self._recv_shape[2])
-        sum_landed(
+        sum_received(
             received,
             out,
             tiles=self._kernels.table(self._layout, "own", SUM_ROWS),

@@ -64,7 +64,7 @@ def test_a_transport_runs_the_self_test_once(monkeypatch: pytest.MonkeyPatch) ->
         asked.append(device)
         return "the trial failed"
 
-    monkeypatch.setattr(self_test, "hopper_objection", objection)
+    monkeypatch.setattr(self_test, "hopper_unsupported_reason", objection)
     mine = transport("cuda:1")
     assert Hopper.of(mine).unsupported_reason == "the trial failed"
     assert Hopper.of(mine) is Hopper.of(mine)

@@ -1,6 +1,6 @@
-"""Compiles kernels ahead of time, with no device and no driver, and reads what came out.
+"""Compiles kernels ahead of time, without a device or a driver, and checks the generated PTX.
 
-Run as a program it prints one JSON line a variant: triton must not have been imported as an interpreter.
+Triton must not run as an interpreter in this process.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron_overlap.kernels.configs import Variant
+from scripts.kernels.variants import Variant
 
 SHARED_LIMIT_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-"""Shared memory that one block may have."""
+"""Shared memory limit of one block."""
 
 TENSOR_CORE = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
-"""The instruction of each architecture's tensor cores."""
+"""Tensor core instruction of each architecture."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What a compiled kernel uses and contains.
+    """Code and resource usage of a compiled kernel.
 
     Attributes:
-        ptx: its text.
-        registers: of a thread.
-        stack_bytes: local memory of a thread; spilled registers are there.
-        shared_bytes: of a block.
+        ptx: PTX text.
+        registers: registers of a thread.
+        stack_bytes: local memory of a thread, which contains spilled registers.
+        shared_bytes: shared memory of a block.
     """
 
     ptx: str
@@ -43,12 +43,12 @@ class Compiled:
     shared_bytes: int
 
     def count(self, instruction: str) -> int:
-        """How often `instruction` stands in the PTX."""
+        """Return the number of occurrences of `instruction` in the PTX."""
         return self.ptx.count(instruction)
 
 
 def compile_variant(variant: Variant, package: str = "megatron_overlap.kernels") -> Compiled:
-    """Compiles `variant` for its architecture, from `package`; about a second."""
+    """Compile `variant` of `package` for its architecture. Takes about a second."""
     kernel = getattr(importlib.import_module(f"{package}.{variant.module}"), variant.kernel)
     constants = dict(variant.constants) | dict.fromkeys(variant.unit, 1)
     if isinstance(constants.get("DTYPE"), str):
@@ -79,7 +79,7 @@ def compile_variant(variant: Variant, package: str = "megatron_overlap.kernels")
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:
-    """Registers and stack bytes of a thread, as the assembler's own tool says."""
+    """Return the registers and stack bytes of a thread that cuobjdump reports."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -94,12 +94,12 @@ def _usage(cubin: bytes) -> tuple[int, int]:
 
 
 def peer_stores(ptx: str) -> list[str]:
-    """The store instructions to global memory that are not flags: what fills a peer's landing."""
+    """Return the store instructions to global memory that write data, not flags."""
     return re.findall(r"\bst\.(?:[a-z_]+\.)*global(?:\.[a-z0-9_]+)*", ptx)
 
 
 def barrier_before_release(ptx: str) -> bool:
-    """Whether, of a kernel that counts tiles, a block barrier stands between the last store and the counting add."""
+    """Whether a block barrier separates the last store from the atomic add that counts the tile."""
     lines = ptx.splitlines()
     adds = [k for k, line in enumerate(lines) if re.search(r"\batom\.\S*acq_rel\S*\.add", line)]
     if not adds:
@@ -109,19 +109,19 @@ def barrier_before_release(ptx: str) -> bool:
     return any("bar.sync" in line or "barrier.sync" in line for line in lines[first : adds[0]])
 
 
-def slots_are_given_back_together(ptx: str) -> bool:
-    """Whether, of a kernel with a ring, a barrier of the consumers stands before each thread that gives a slot back."""
+def barrier_before_slot_release(ptx: str) -> bool:
+    """Whether a barrier of the consumer warps precedes every mbarrier arrival that releases a ring slot."""
     lines = ptx.splitlines()
-    arrivals = [k for k, line in enumerate(lines) if "mbarrier.arrive.shared" in line]
+    releases = [k for k, line in enumerate(lines) if "mbarrier.arrive.shared" in line]
     reads = [k for k, line in enumerate(lines) if "wgmma.wait_group" in line]
-    for arrival in arrivals:
-        since = max((k for k in reads if k < arrival), default=-1)
-        if since < 0 or not any("bar.sync" in line or "barrier.sync" in line for line in lines[since:arrival]):
+    for release in releases:
+        since = max((k for k in reads if k < release), default=-1)
+        if since < 0 or not any("bar.sync" in line or "barrier.sync" in line for line in lines[since:release]):
             return False
-    return bool(arrivals)
+    return bool(releases)
 
 
 def fence_before_loads(ptx: str) -> bool:
-    """Whether, of a kernel that waits and loads by TMA, a fence to the async proxy stands between the two."""
+    """Whether a fence to the async proxy separates the wait for a flag from the first TMA load."""
     places = [ptx.rfind(".sys.acquire"), ptx.find("fence.proxy.async.global"), ptx.find("cp.async.bulk.tensor")]
     return -1 not in places and places == sorted(places)
