@@ -56,7 +56,9 @@ def test_no_two_candidates_send_the_same_messages(op: str, ranks: int, rows: int
         plan = LinearPlan(each.pattern, each.chunks_per_rank)
         return repr(
             [
-                plan.schedule(collective, SimpleNamespace(size=ranks, rank=rank), call.rows, row_bytes, device).messages  # type: ignore[arg-type]
+                plan.schedule(collective, SimpleNamespace(size=ranks, rank=rank), call.rows, row_bytes, device)[
+                    0
+                ].messages  # type: ignore[arg-type]
                 for collective in ("all_gather", "reduce_scatter")
                 for rank in range(ranks)
             ]
