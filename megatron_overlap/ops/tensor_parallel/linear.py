@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_overlap.comm import Transport
 from megatron_overlap.ops.call import InputVersion, Observer, SavedInput, SavedInputHook, WeightDone, check_operands
-from megatron_overlap.ops.tensor_parallel.method import LinearCall, LinearContext, LinearMethod
+from megatron_overlap.ops.tensor_parallel.method import LinearContext, LinearMethod, LinearOptions
 from megatron_overlap.ops.tensor_parallel.p2p import method_for
 from megatron_overlap.ops.tensor_parallel.plan import LinearPlan
 from megatron_overlap.ops.wgrad import WeightGradient, WgradTarget
@@ -71,7 +71,7 @@ def all_gather_linear(
     own = ChunkLayout(total, method.size).shard_rows(method.rank)
     if own != flat.shape[0]:
         raise ValueError(f"x_shard: {flat.shape[0]} rows: rank {method.rank} of {method.size} owns {own} of {total}")
-    call = LinearCall(
+    call = LinearOptions(
         method,
         WgradTarget(main_grad, weight_done, method.buffer_pool),
         observer,
@@ -126,7 +126,7 @@ def linear_reduce_scatter(
     rows_per_index = check_operands(x, w_shard, bias, main_grad, "x")
     if x.dim() > 2 and x.shape[0] % method.size:
         raise ValueError(f"x: {x.shape[0]} positions: not divisible by {method.size} ranks; pad the sequence")
-    call = LinearCall(method, WgradTarget(main_grad, weight_done, method.buffer_pool), observer)
+    call = LinearOptions(method, WgradTarget(main_grad, weight_done, method.buffer_pool), observer)
     y: torch.Tensor = _LinearReduceScatter.apply(x.reshape(-1, x.shape[-1]), w_shard, call)
     if bias is not None:
         y = y + bias
@@ -143,7 +143,7 @@ class _AllGatherContext(LinearContext, Protocol):
 class _AllGatherLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: _AllGatherContext, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, call: LinearCall
+        ctx: _AllGatherContext, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, call: LinearOptions
     ) -> torch.Tensor:
         method, x = call.method, x.contiguous()
         save_gathered = method.save_gathered and call.save_input
@@ -193,7 +193,7 @@ class _AllGatherLinear(torch.autograd.Function):
 
 class _LinearReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: LinearContext, x: torch.Tensor, w: torch.Tensor, call: LinearCall) -> torch.Tensor:
+    def forward(ctx: LinearContext, x: torch.Tensor, w: torch.Tensor, call: LinearOptions) -> torch.Tensor:
         y = call.method.scatter(x, w.t(), "linear_reduce_scatter").finish()
         ctx.save_for_backward(x, w)
         ctx.call = call

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_overlap.comm import Transport
 from megatron_overlap.ops.call import Observer, WeightDone, check_operands
-from megatron_overlap.ops.tensor_parallel.method import LinearCall, LinearContext, LinearMethod
+from megatron_overlap.ops.tensor_parallel.method import LinearContext, LinearMethod, LinearOptions
 from megatron_overlap.ops.tensor_parallel.p2p import method_for
 from megatron_overlap.ops.tensor_parallel.plan import LinearPlan
 from megatron_overlap.ops.wgrad import DeferredWgrad, WeightGradient, WgradTarget
@@ -61,7 +61,7 @@ def linear_all_reduce(
     method = method_for(group, plan)
     check_operands(x, w_shard, bias, main_grad, "x")
     defers = deferred_wgrad is not None and w_shard.is_leaf and w_shard.requires_grad and x.requires_grad
-    call = LinearCall(
+    call = LinearOptions(
         method,
         WgradTarget(main_grad, weight_done, method.buffer_pool),
         observer,
@@ -116,7 +116,7 @@ def copy_linear(
     """
     method = method_for(group, plan)
     check_operands(x, w, bias, main_grad, "x")
-    call = LinearCall(
+    call = LinearOptions(
         method,
         WgradTarget(main_grad, weight_done, method.buffer_pool),
         observer,
@@ -129,7 +129,7 @@ def copy_linear(
 
 class _LinearAllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: LinearContext, x: torch.Tensor, w: torch.Tensor, call: LinearCall) -> torch.Tensor:
+    def forward(ctx: LinearContext, x: torch.Tensor, w: torch.Tensor, call: LinearOptions) -> torch.Tensor:
         total = call.method.all_reduce(x, w.t(), "linear_all_reduce")
         y = total.finish()
         ctx.save_for_backward(x if call.save_input else None, w)
@@ -147,7 +147,7 @@ class _LinearAllReduce(torch.autograd.Function):
 class _CopyLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: LinearContext, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, call: LinearCall
+        ctx: LinearContext, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, call: LinearOptions
     ) -> torch.Tensor:
         y = torch.mm(x, w.t()) if bias is None else torch.addmm(bias, x, w.t())
         ctx.save_for_backward(x if call.save_input else None, w)
@@ -165,7 +165,7 @@ class _CopyLinear(torch.autograd.Function):
 
 
 def row_backward(
-    call: LinearCall, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, need_x: bool, need_w: bool
+    call: LinearOptions, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, need_x: bool, need_w: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """`dy @ w` and `dy.T @ x`, the second postponed where `call` has a `deferred_weight`. No communication."""
     dx = dy @ w if need_x else None
@@ -186,7 +186,7 @@ def row_backward(
 
 
 def column_backward(
-    call: LinearCall, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, need_x: bool, need_w: bool
+    call: LinearOptions, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, need_x: bool, need_w: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """`all_reduce(dy @ w)` and `dy.T @ x`. The second, and postponed weight gradients, hide the messages."""
     wgrad = WeightGradient(w, call.target) if need_w else None

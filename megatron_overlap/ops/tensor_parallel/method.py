@@ -116,7 +116,7 @@ class LinearMethod(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class LinearCall:
+class LinearOptions:
     """The options of one call of a linear layer: everything but tensors that autograd differentiates.
 
     Attributes:
@@ -145,7 +145,7 @@ class LinearCall:
 class LinearContext(Protocol):
     """What the linear layers use of the autograd context. The saved tensors are input and weight."""
 
-    call: LinearCall
+    call: LinearOptions
     saved_tensors: tuple[torch.Tensor, torch.Tensor]
     needs_input_grad: tuple[bool, ...]
 

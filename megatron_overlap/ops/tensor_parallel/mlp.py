@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron_overlap.comm import Transport
 from megatron_overlap.ops.call import Observer, WeightDone, check_operands, gemm_into, transport_for
 from megatron_overlap.ops.tensor_parallel.linear_all_reduce import column_backward, row_backward
-from megatron_overlap.ops.tensor_parallel.method import LinearCall, LinearContext
+from megatron_overlap.ops.tensor_parallel.method import LinearContext, LinearOptions
 from megatron_overlap.ops.tensor_parallel.p2p import P2PMethod
 from megatron_overlap.ops.tensor_parallel.pipelined import PipelinedAllReduce
 from megatron_overlap.ops.tensor_parallel.plan import MIN_MLP_ROWS, LinearPlan
@@ -109,9 +109,9 @@ def mlp_all_reduce(
 
 def _layer_call(
     method: P2PMethod, w: torch.Tensor, options: LayerOptions, deferred_wgrad: DeferredWgrad | None
-) -> LinearCall:
+) -> LinearOptions:
     target = WgradTarget(options.main_grad, options.weight_done, method.buffer_pool)
-    return LinearCall(method, target, options.observer, save_input=w.requires_grad, deferred_wgrad=deferred_wgrad)
+    return LinearOptions(method, target, options.observer, save_input=w.requires_grad, deferred_wgrad=deferred_wgrad)
 
 
 class _BackwardState:
@@ -136,7 +136,7 @@ class _MlpInput(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _MlpContext, x: torch.Tensor, w: torch.Tensor, call: LinearCall, state: _BackwardState
+        ctx: _MlpContext, x: torch.Tensor, w: torch.Tensor, call: LinearOptions, state: _BackwardState
     ) -> torch.Tensor:
         # Each part writes its gradient to `state.d_first` and returns none to autograd.
         ctx.set_materialize_grads(False)
@@ -204,7 +204,7 @@ class _MlpOutput(torch.autograd.Function):
         ctx: _MlpContext,
         w: torch.Tensor,
         hidden: torch.Tensor,
-        call: LinearCall,
+        call: LinearOptions,
         state: _BackwardState,
         total: PipelinedAllReduce,
         *parts: torch.Tensor,
