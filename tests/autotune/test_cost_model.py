@@ -134,7 +134,7 @@ def test_what_was_measured_beside_messages_stands_for_shares_and_bytes() -> None
     for kind in ("copy", "collective"):
         rates = [model.compute_rate(kind, moved) for moved in (0.0, 50.0, 100.0, 200.0, 300.0, 500.0, 1e6)]  # type: ignore[arg-type]
         assert rates == pytest.approx([1.0, 0.9, 0.8, 0.65, 0.5, 0.05, 0.05])
-    with pytest.raises(ValueError, match=r"contention.beside: .* ascending order of what is moved"):
+    with pytest.raises(ValueError, match=r"contention.beside: .* ascending order of rate"):
         beside((0.3, 0.2), (0.1, 0.3))
 
 
@@ -147,7 +147,7 @@ def test_who_has_computed_for_longer_is_later() -> None:
     assert late().late_us(1e6) == 0.0
     model = late((10.0, 4.0), (30.0, 6.0))
     assert [model.late_us(us) for us in (0.0, 5.0, 10.0, 20.0, 30.0, 50.0)] == pytest.approx([0, 2, 4, 5, 6, 8])
-    with pytest.raises(ValueError, match=r"contention.late: .* ascending order of what was computed"):
+    with pytest.raises(ValueError, match=r"contention.late: .* ascending order of computation time"):
         late((30.0, 4.0), (10.0, 6.0))
 
 

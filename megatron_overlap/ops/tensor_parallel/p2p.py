@@ -13,9 +13,10 @@ import torch.distributed as dist
 
 from megatron_overlap.comm import Transport
 from megatron_overlap.ops.call import InputVersion, gemm_into, transport_for
-from megatron_overlap.ops.tensor_parallel.gemm import PLAIN, Gemm
 from megatron_overlap.ops.tensor_parallel.method import LinearMethod
 from megatron_overlap.ops.tensor_parallel.pipelined import (
+    PLAIN,
+    Gemm,
     PipelinedAllGather,
     PipelinedAllReduce,
     PipelinedReduceScatter,

@@ -3,18 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 
 from megatron_overlap.comm import Transport
 from megatron_overlap.comm.transport import Transfer
-from megatron_overlap.ops.tensor_parallel.gemm import Payload
-from megatron_overlap.ops.wgrad import Piece, add_wide, like_fp32
+from megatron_overlap.ops.call import gemm_into
+from megatron_overlap.ops.wgrad import Piece, WeightGradient, add_wide, like_fp32
 from megatron_overlap.schedules import Chunk, ChunkLayout, PartLayout, Plan
 
 Rows = tuple[int, int]
 GemmInto = Callable[[int, int, torch.Tensor], None]
 """`gemm(start, stop, out)` writes rows `[start, stop)` of a product into `out`."""
+
+Payload = tuple[torch.Tensor, ...]
+"""The encoded rows: contiguous tensors whose first dimension is the row."""
+
+
+class Gemm(Protocol):
+    """Encodes rows for an all-gather, and multiplies encoded rows."""
+
+    def encode(self, rows: torch.Tensor) -> Payload:
+        """`rows` `[n, K]` in this format. Each row is encoded independently of the other rows."""
+
+    def matmul(self, rows: Payload, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        """`out = rows @ b + bias`."""
+
+    def wgrad(self, wgrad: WeightGradient, dy: torch.Tensor | Payload, x: torch.Tensor | Payload) -> None:
+        """Adds `dy.T @ x` to `wgrad`. One operand is encoded."""
+
+
+class PlainGemm:
+    """Rows in the dtype of the input."""
+
+    def encode(self, rows: torch.Tensor) -> Payload:
+        """See `Gemm.encode`."""
+        return (rows,)
+
+    def matmul(self, rows: Payload, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        """See `Gemm.matmul`."""
+        gemm_into(rows[0], b, out, bias)
+
+    def wgrad(self, wgrad: WeightGradient, dy: torch.Tensor | Payload, x: torch.Tensor | Payload) -> None:
+        """See `Gemm.wgrad`."""
+        wgrad.add(dy[0] if isinstance(dy, tuple) else dy, x[0] if isinstance(x, tuple) else x)
+
+
+PLAIN = PlainGemm()
 
 
 class PipelinedAllGather:

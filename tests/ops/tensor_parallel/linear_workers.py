@@ -13,9 +13,8 @@ from megatron_overlap.comm.gloo import GlooTransport
 from megatron_overlap.ops import LinearPlan, all_gather_linear, linear_reduce_scatter, reference
 from megatron_overlap.ops.tensor_parallel.fused.linear import FusedMethod
 from megatron_overlap.ops.tensor_parallel.fused.plan import FusedPlan
-from megatron_overlap.ops.tensor_parallel.gemm import Payload
 from megatron_overlap.ops.tensor_parallel.p2p import P2PMethod
-from megatron_overlap.ops.tensor_parallel.pipelined import PipelinedAllGather, PipelinedReduceScatter
+from megatron_overlap.ops.tensor_parallel.pipelined import Payload, PipelinedAllGather, PipelinedReduceScatter
 from megatron_overlap.ops.wgrad import WeightGradient
 from megatron_overlap.schedules import ChunkLayout, all_gather_plan, reduce_scatter_plan
 from tests.helpers.fused import fused_transport
