@@ -57,18 +57,6 @@ class Composed:
                 return layer.source
         return self.file
 
-    def value_of(self, key: str) -> object:
-        """The value of a dotted key; None: the key is missing."""
-        node: object = self.tree
-        for part in key.split("."):
-            if isinstance(node, Mapping) and part in node:
-                node = node[part]
-            elif isinstance(node, list) and part.isdigit() and int(part) < len(node):
-                node = node[int(part)]
-            else:
-                return None
-        return node
-
 
 def _holds(node: object, parts: Sequence[str]) -> bool:
     for part in parts:
