@@ -43,3 +43,22 @@ setup_environment() {
     .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
     printf '%s' "$wanted" > .venv/installed
 }
+
+TRANSFORMER_ENGINE="transformer_engine==2.20.2 onnx==1.23.2 onnxscript==0.7.2 onnx_ir==1.1.0 ml_dtypes==0.6.0 einops==0.8.2"
+
+# .transformer_engine with TransformerEngine's Python (54 MB), for CPU ranks with kernels in PyTorch. Not in .venv: without a
+# GPU the package raises at import, and Megatron imports it wherever it is. Without a network the tests that need it skip.
+setup_transformer_engine() {
+    if [ "$(cat .transformer_engine/installed 2>/dev/null)" = "$TRANSFORMER_ENGINE" ]; then
+        return
+    fi
+    rm -rf .transformer_engine
+    # shellcheck disable=SC2086
+    if .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --retries 1 --timeout 20 \
+        --target .transformer_engine $TRANSFORMER_ENGINE; then
+        printf '%s' "$TRANSFORMER_ENGINE" > .transformer_engine/installed
+    else
+        rm -rf .transformer_engine
+        printf 'megatron_overlap: TransformerEngine is not installed (no network?): its tests skip\n' >&2
+    fi
+}

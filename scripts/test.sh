@@ -4,5 +4,6 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/setup.sh
 setup_environment
+setup_transformer_engine
 # Two at a time: most of a test is processes that start and wait. A file stays together, with its workers.
 exec .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long" "$@"

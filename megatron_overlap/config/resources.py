@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from megatron_overlap.config.errors import ConfigError, nearest
@@ -13,6 +14,16 @@ def resource_folder(folder: str) -> Path:
     """Path of `patches`, `configs` or `scripts`: in the wheel, or else in the checkout."""
     inside = _PACKAGE / f"_{folder}"
     return inside if inside.is_dir() else _PACKAGE.parent / folder
+
+
+def transformer_engine_folder() -> Path | None:
+    """Folder with TransformerEngine's Python for ranks without a GPU; None where it is not installed.
+
+    `scripts/setup.sh` fills `.transformer_engine` of the checkout; MEGATRON_OVERLAP_TE names another folder. The
+    package must not be in the environment itself: without a GPU it raises at import, and Megatron imports it there.
+    """
+    folder = Path(os.environ.get("MEGATRON_OVERLAP_TE") or _PACKAGE.parent / ".transformer_engine")
+    return folder if (folder / "transformer_engine").is_dir() else None
 
 
 def config_file(given: str | Path) -> Path:

@@ -19,3 +19,12 @@ def ranks() -> Iterator[World]:
     workers.run(RANKS, linear_workers.start)
     yield workers
     workers.close()
+
+
+@pytest.fixture(scope="session")
+def te_ranks() -> Iterator[World]:
+    """Workers with TransformerEngine; the tests that use them carry `needs_te`."""
+    workers = World(answer_s=120, te=True)
+    workers.run(RANKS, linear_workers.start)
+    yield workers
+    workers.close()

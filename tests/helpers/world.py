@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import multiprocessing as mp
 import os
 import socket
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -29,14 +31,21 @@ class World:
         sizes: the sizes of groups.
         adapted: the workers are forks of a server process that has adapted and imported Megatron
             (`tests.helpers.adapted`).
+        te: as `adapted`, with TransformerEngine (`tests.helpers.adapted_te`).
     """
 
     def __init__(
-        self, size: int = max(SIZES), *, answer_s: float = 30, sizes: Sequence[int] = SIZES, adapted: bool = False
+        self,
+        size: int = max(SIZES),
+        *,
+        answer_s: float = 30,
+        sizes: Sequence[int] = SIZES,
+        adapted: bool = False,
+        te: bool = False,
     ) -> None:
-        self._answer_s, self._sizes, self._adapted = answer_s, tuple(sizes), adapted
+        self._answer_s, self._sizes, self._adapted, self._te = answer_s, tuple(sizes), adapted, te
         self._start_s = _START_S
-        context: Any = mp.get_context("forkserver" if adapted else "spawn")
+        context: Any = mp.get_context("forkserver" if adapted or te else "spawn")
         if adapted:
             context.set_forkserver_preload(["tests.helpers.adapted"])
         with socket.socket() as probe:
@@ -47,7 +56,8 @@ class World:
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(rank, size, port, theirs, self._sizes), daemon=True)
-            process.start()
+            with _te_server() if te else contextlib.nullcontext():
+                process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -72,7 +82,7 @@ class World:
             # The other ranks may be inside a collective: the next test gets new workers.
             self.close()
             self.__init__(  # type: ignore[misc]
-                len(self._pipes), answer_s=self._answer_s, sizes=self._sizes, adapted=self._adapted
+                len(self._pipes), answer_s=self._answer_s, sizes=self._sizes, adapted=self._adapted, te=self._te
             )
             raise AssertionError("\n".join(failures))
         return [result for _, result in answers]
@@ -81,6 +91,21 @@ class World:
         for process in self._processes:
             process.kill()
             process.join()
+
+
+_TE_SERVER = forkserver.ForkServer()
+_TE_SERVER.set_forkserver_preload(["tests.helpers.adapted_te"])
+
+
+@contextlib.contextmanager
+def _te_server() -> Iterator[None]:
+    """Processes that start inside are forks of a second server: the first one has imported Megatron without TE."""
+    connect = forkserver.connect_to_new_process
+    forkserver.connect_to_new_process = _TE_SERVER.connect_to_new_process
+    try:
+        yield
+    finally:
+        forkserver.connect_to_new_process = connect
 
 
 def _work(rank: int, size: int, port: int, pipe: Connection, sizes: Sequence[int]) -> None:

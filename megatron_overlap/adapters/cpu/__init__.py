@@ -1,6 +1,7 @@
 """Runs Megatron-LM on a machine without a GPU: CPU tensors, gloo, one process per rank.
 
-The patches are in `patches/cpu/`, each with its reason. Nothing is replaced on a machine that trains on CUDA.
+The patches are in `patches/cpu/`, each with its reason. Nothing is replaced on a machine that trains on CUDA. Where
+TransformerEngine is installed, `te_kernels` takes the place of its native module.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import importlib.util
 import logging
 import sys
 
+from megatron_overlap.adapters.cpu import te_kernels
 from megatron_overlap.adapters.cpu.megatron_patches import RNG_LOGGER, QuietRngWarning
 from megatron_overlap.patching.engine import Engine
 from megatron_overlap.patching.errors import PatchRefusedError
@@ -33,6 +35,8 @@ class CpuMegatron:
         """
         try:
             self._apply(TORCH)
+            if importlib.util.find_spec("transformer_engine") is not None:
+                te_kernels.install()  # Megatron imports TransformerEngine where it is installed.
             # Planning imports Megatron. Its modules store `torch.compile`, the tensor types and `_lazy_call` by value,
             # so torch is patched before.
             self._apply(MEGATRON)
@@ -44,7 +48,10 @@ class CpuMegatron:
         logging.getLogger(RNG_LOGGER).addFilter(self._filter)
 
     def uninstall(self) -> None:
-        """Restores every original. Modules of Megatron that were imported meanwhile keep what they stored by value."""
+        """Restores every original. Modules of Megatron that were imported meanwhile keep what they stored by value.
+
+        TransformerEngine, if it was imported, keeps the CPU kernels.
+        """
         logging.getLogger(RNG_LOGGER).removeFilter(self._filter)
         self.engine.revert()
 
@@ -59,7 +66,7 @@ def install() -> CpuMegatron:
     """Adapts torch, then Megatron, to a machine without a GPU.
 
     Raises:
-        RuntimeError: Megatron was imported before: some of its modules store originals of torch by value.
+        RuntimeError: Megatron or TransformerEngine was imported before: they store originals of torch by value.
         PatchRefusedError: a patch is refused, or megatron-core is not installed.
     """
     if "megatron.core" in sys.modules:

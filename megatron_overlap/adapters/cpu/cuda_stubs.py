@@ -14,6 +14,11 @@ import torch
 CPU = torch.device("cpu")
 
 
+def called_by_te(depth: int = 2) -> bool:
+    """Whether the caller's caller is TransformerEngine code; `depth` as in `called_by_megatron`."""
+    return str(sys._getframe(depth).f_globals.get("__name__", "")).startswith("transformer_engine.")
+
+
 def called_by_megatron(depth: int = 2) -> bool:
     """Whether the caller's caller is Megatron code or the training script.
 
@@ -104,9 +109,9 @@ class Generators:
 DEFAULT_GENERATORS = Generators()
 
 
-def current_device() -> torch.device:
-    """The CPU device."""
-    return CPU
+def current_device() -> torch.device | int:
+    """The CPU device; index 0 for TransformerEngine, which compares the result with integers."""
+    return 0 if called_by_te() else CPU
 
 
 def current_stream(*_: Any, **__: Any) -> Stream:

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 import torch._dynamo
 
-from megatron_overlap.adapters.cpu.cuda_stubs import CPU, called_by_megatron
+from megatron_overlap.adapters.cpu.cuda_stubs import CPU, called_by_megatron, called_by_te
 
 
 def _means_cuda(device: Any) -> bool:
     if type(device) is torch.device:
         return device.type == "cuda"
-    return isinstance(device, str) and device.startswith("cuda")
+    # torch takes an integer as the index of a CUDA device.
+    return type(device) is int or (isinstance(device, str) and device.startswith("cuda"))
 
 
 def on_cpu(factory: Callable[..., Any], session: object) -> Callable[..., Any]:
@@ -68,9 +69,15 @@ def identity(original: Callable[..., Any], session: object) -> Callable[..., Any
 
 
 def true_for_megatron(original: Callable[[], bool], session: object) -> Callable[[], bool]:
-    """True for Megatron; the original answer for other code."""
+    """True for Megatron and TransformerEngine; the original answer for other code."""
 
-    return lambda: called_by_megatron() or original()
+    return lambda: called_by_megatron() or called_by_te() or original()
+
+
+def on_gpu_for_te(original: Any, session: object) -> property:
+    """True for TransformerEngine, whose checks refuse CPU tensors; the original answer for other code."""
+
+    return property(lambda self: called_by_te() or original.__get__(self))
 
 
 def one_for_megatron(original: Callable[[], int], session: object) -> Callable[[], int]:

@@ -1,0 +1,443 @@
+"""PyTorch implementations of the TransformerEngine kernels that a training on CPU ranks needs.
+
+TransformerEngine (TE) is Python over a native module, `transformer_engine_torch`, whose kernels need a GPU. `install`
+puts a module of this file in its place before TE is imported: TE's Python is unchanged, and each kernel below computes
+what its CUDA counterpart computes, in plain PyTorch. A kernel without an implementation raises NotImplementedError with
+its name. Only high precision (fp32, bf16, fp16) is implemented: no FP8.
+
+Kernel names, argument orders and results are those of TE 2.20.2. The results are checked against autograd in
+tests/adapters/cpu/test_te_kernels.py. Speed and rounding of the CUDA kernels are not reproduced.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import os
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+
+NATIVE_MODULE = "transformer_engine_torch"
+_CHANGED_MODULE = "transformer_engine.common"
+_Tensor = torch.Tensor
+
+DType = enum.IntEnum(
+    "DType",
+    {
+        "kByte": 0,
+        "kInt32": 2,
+        "kFloat32": 4,
+        "kFloat16": 5,
+        "kBFloat16": 6,
+        "kFloat8E4M3": 7,
+        "kFloat8E5M2": 8,
+        "kFloat4E2M1": 10,
+    },
+)
+_TORCH_TYPES = {
+    DType.kByte: torch.uint8,
+    DType.kInt32: torch.int32,
+    DType.kFloat32: torch.float32,
+    DType.kFloat16: torch.float16,
+    DType.kBFloat16: torch.bfloat16,
+}
+_NVTE_ENUMS = {
+    "NVTE_QKV_Layout": """SB3HD SBH3D SBHD_SB2HD SBHD_SBH2D SBHD_SBHD_SBHD BS3HD BSH3D BSHD_BS2HD BSHD_BSH2D
+        BSHD_BSHD_BSHD T3HD TH3D THD_T2HD THD_TH2D THD_THD_THD SBHD_BSHD_BSHD BSHD_SBHD_SBHD THD_BSHD_BSHD THD_SBHD_SBHD
+        Paged_KV_BSHD_BSHD_BSHD Paged_KV_BSHD_SBHD_SBHD Paged_KV_SBHD_BSHD_BSHD Paged_KV_SBHD_SBHD_SBHD
+        Paged_KV_THD_BSHD_BSHD Paged_KV_THD_SBHD_SBHD BHSD_BHSD_BHSD QKV_Layout_NOT_SET""",
+    "NVTE_QKV_Format": "SBHD BSHD THD BSHD_2SBHD SBHD_2BSHD THD_2BSHD THD_2SBHD BHSD QKV_Format_NOT_SET",
+    "NVTE_Bias_Type": "NO_BIAS PRE_SCALE_BIAS POST_SCALE_BIAS ALIBI",
+    "NVTE_Mask_Type": """NO_MASK PADDING_MASK CAUSAL_MASK PADDING_CAUSAL_MASK CAUSAL_BOTTOM_RIGHT_MASK
+        PADDING_CAUSAL_BOTTOM_RIGHT_MASK""",
+    "NVTE_Softmax_Type": "VANILLA_SOFTMAX OFF_BY_ONE_SOFTMAX LEARNABLE_SOFTMAX",
+    "NVTE_Fused_Attn_Backend": "No_Backend F16_arbitrary_seqlen FP8",
+    "NVTEScalingMode": """DELAYED_TENSOR_SCALING MXFP8_1D_SCALING BLOCK_SCALING_1D BLOCK_SCALING_2D NVFP4_1D_SCALING
+        INVALID_SCALING""",
+}
+_ENUMS = {
+    "Float8BlockScaleTensorFormat": "GEMM_READY COMPACT INVALID",
+    "CommOverlapType": "RS AG",
+    "CommOverlapAlgo": """BULK_OVERLAP_AG BULK_OVERLAP_RS SPLIT_PIPELINED_AG_P2P SPLIT_PIPELINED_RS
+        SPLIT_PIPELINED_RS_P2P ATOMIC_GEMM_RS ATOMIC_GEMM_AG_P2P ATOMIC_GEMM_RS_P2P EXTERNAL_BULK_OVERLAP_AG""",
+    "FP8FwdTensors": """GEMM1_INPUT GEMM1_WEIGHT GEMM1_OUTPUT GEMM2_INPUT GEMM2_WEIGHT GEMM2_OUTPUT GEMM3_INPUT
+        GEMM3_WEIGHT GEMM3_OUTPUT""",
+    "FP8BwdTensors": "GRAD_OUTPUT1 GRAD_INPUT1 GRAD_OUTPUT2 GRAD_INPUT2 GRAD_OUTPUT3 GRAD_INPUT3",
+    "NVTERoutingMapFormat": "BYTEMAP BITMAP_U8",
+    "NVTEQBHistogramMode": "TWO_KERNEL FUSED_ATOMIC",
+}
+_COMMUNICATORS = (
+    "CommOverlapHelper",
+    "CommOverlapCore",
+    "CommOverlapBase",
+    "CommOverlapP2PBase",
+    "CommOverlap",
+    "CommOverlapP2P",
+)
+
+
+def generic_gemm(
+    a: _Tensor,
+    transpose_a: bool,
+    b: _Tensor,
+    transpose_b: bool,
+    out: _Tensor | None,
+    quantizer: Any,
+    out_dtype: int | None,
+    bias: _Tensor | None,
+    bias_dtype: int,
+    gelu: bool,
+    gelu_input: _Tensor | None,
+    grad: bool,
+    scratch: _Tensor,
+    scratch_bytes: int,
+    accumulate: bool,
+    use_split_accumulator: bool,
+    comm_overlap: Any = None,
+    comm_type: Any = None,
+    extra_output: _Tensor | None = None,
+    bulk_overlap: bool = False,
+    alpha: float = 1.0,
+    beta: float | None = None,
+) -> tuple[_Tensor, _Tensor | None, None, _Tensor | None]:
+    """`out = alpha * op(b) @ op(a)`, added to `out` with `accumulate`; cuBLAS's column-major order, read in rows.
+
+    Returns:
+        The product, the gradient of the bias (with `grad` and a bias: the sum of the rows of `b`), None, and
+        `extra_output`.
+    """
+    del bias_dtype, gelu_input, scratch, scratch_bytes, use_split_accumulator, comm_type, bulk_overlap, beta
+    _high_precision(quantizer, a, b)
+    if gelu or comm_overlap is not None:
+        raise NotImplementedError("generic_gemm: GELU and communication inside the GEMM need a GPU")
+    with torch.no_grad():
+        left, right = _rows(b), _rows(a)
+        product = (left.t() if transpose_b else left) @ (right.t() if transpose_a else right)
+        if alpha != 1.0:
+            product *= alpha
+        bias_grad = None
+        if bias is not None and grad:
+            bias_grad = left.sum(0, dtype=torch.float32).to(bias.dtype)
+        elif bias is not None:
+            product = product + bias
+        shape = product.shape if transpose_b else (*b.shape[:-1], product.shape[-1])
+        product = product.to(a.dtype if out_dtype is None else _TORCH_TYPES[DType(int(out_dtype))]).view(shape)
+        if out is not None:
+            out.add_(product) if accumulate else out.copy_(product)
+            product = out
+    return product, bias_grad, None, extra_output
+
+
+def rmsnorm_fwd(
+    x: _Tensor,
+    weight: _Tensor,
+    eps: float,
+    out: _Tensor | None,
+    quantizer: Any,
+    out_dtype: int,
+    sm_margin: int,
+    zero_centered_gamma: bool,
+) -> tuple[_Tensor, None, _Tensor]:
+    """`x * rsqrt(mean(x^2) + eps) * weight`, and the reciprocal root of every row, fp32."""
+    del sm_margin
+    _high_precision(quantizer)
+    with torch.no_grad():
+        rows = _rows(x).float()
+        rsigma = torch.rsqrt(rows.square().mean(-1) + eps)
+        y = rows * rsigma[:, None] * _gamma(weight, zero_centered_gamma)
+        return _normalized(y, x, out, out_dtype), None, rsigma
+
+
+def rmsnorm_bwd(
+    dy: _Tensor, x: _Tensor, rsigma: _Tensor, weight: _Tensor, sm_margin: int, zero_centered_gamma: bool
+) -> tuple[_Tensor, _Tensor]:
+    """Gradients of `rmsnorm_fwd` with respect to `x` and `weight`."""
+    del sm_margin
+    with torch.no_grad():
+        grad, normal = _rows(dy).float(), _rows(x).float() * rsigma[:, None]
+        scaled = grad * _gamma(weight, zero_centered_gamma)
+        dx = rsigma[:, None] * (scaled - normal * (scaled * normal).mean(-1, keepdim=True))
+        return dx.to(x.dtype).view(x.shape), (grad * normal).sum(0).to(weight.dtype)
+
+
+def rmsnorm_bwd_add(
+    dy: _Tensor,
+    x: _Tensor,
+    add: _Tensor,
+    rsigma: _Tensor,
+    weight: _Tensor,
+    sm_margin: int,
+    zero_centered_gamma: bool,
+) -> tuple[_Tensor, _Tensor]:
+    """As `rmsnorm_bwd`, with `add` added to the gradient of `x`."""
+    dx, dweight = rmsnorm_bwd(dy, x, rsigma, weight, sm_margin, zero_centered_gamma)
+    return dx + add, dweight
+
+
+def layernorm_fwd(
+    x: _Tensor,
+    weight: _Tensor,
+    bias: _Tensor | None,
+    eps: float,
+    out: _Tensor | None,
+    quantizer: Any,
+    out_dtype: int,
+    sm_margin: int,
+    zero_centered_gamma: bool,
+) -> tuple[_Tensor, _Tensor, _Tensor]:
+    """`(x - mean) * rsqrt(variance + eps) * weight + bias`, with mean and reciprocal root of every row, fp32."""
+    del sm_margin
+    _high_precision(quantizer)
+    with torch.no_grad():
+        rows = _rows(x).float()
+        mean = rows.mean(-1)
+        centred = rows - mean[:, None]
+        rsigma = torch.rsqrt(centred.square().mean(-1) + eps)
+        y = centred * rsigma[:, None] * _gamma(weight, zero_centered_gamma)
+        if bias is not None:
+            y = y + bias.float()
+        return _normalized(y, x, out, out_dtype), mean, rsigma
+
+
+def layernorm_bwd(
+    dy: _Tensor,
+    x: _Tensor,
+    mean: _Tensor,
+    rsigma: _Tensor,
+    weight: _Tensor,
+    sm_margin: int,
+    zero_centered_gamma: bool,
+) -> tuple[_Tensor, _Tensor, _Tensor]:
+    """Gradients of `layernorm_fwd` with respect to `x`, `weight` and `bias`."""
+    del sm_margin
+    with torch.no_grad():
+        grad = _rows(dy).float()
+        normal = (_rows(x).float() - mean[:, None]) * rsigma[:, None]
+        scaled = grad * _gamma(weight, zero_centered_gamma)
+        centred = scaled - scaled.mean(-1, keepdim=True) - normal * (scaled * normal).mean(-1, keepdim=True)
+        dx = (rsigma[:, None] * centred).to(x.dtype).view(x.shape)
+        return dx, (grad * normal).sum(0).to(weight.dtype), grad.sum(0).to(weight.dtype)
+
+
+def _activation(function: Callable[[_Tensor], _Tensor]) -> tuple[Callable[..., _Tensor], Callable[..., _Tensor]]:
+    def forward(x: _Tensor, quantizer: Any) -> _Tensor:
+        _high_precision(quantizer)
+        with torch.no_grad():
+            return function(x.float()).to(x.dtype)
+
+    def backward(dy: _Tensor, x: _Tensor, quantizer: Any) -> _Tensor:
+        _high_precision(quantizer)
+        with torch.enable_grad():
+            leaf = x.detach().float().requires_grad_()
+            (dx,) = torch.autograd.grad(function(leaf), leaf, dy.float())
+        return dx.to(x.dtype)
+
+    return forward, backward
+
+
+def _swiglu(x: _Tensor) -> _Tensor:
+    gate, value = x.chunk(2, -1)
+    return torch.nn.functional.silu(gate) * value
+
+
+def _gelu(x: _Tensor) -> _Tensor:
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+def multi_tensor_scale(chunk_size: int, overflow: _Tensor, lists: Sequence[Sequence[_Tensor]], scale: float) -> None:
+    """Each of the second list becomes the one of the first times `scale`; `overflow` becomes 1 at an inf or NaN."""
+    del chunk_size
+    with torch.no_grad():
+        for source, target in zip(*lists, strict=True):
+            target.copy_(source.float() * scale)
+            if not torch.isfinite(source).all():
+                overflow.fill_(1)
+
+
+def multi_tensor_scale_tensor(
+    chunk_size: int, overflow: _Tensor, lists: Sequence[Sequence[_Tensor]], scale: _Tensor
+) -> None:
+    """As `multi_tensor_scale`, by a scale that is a tensor."""
+    multi_tensor_scale(chunk_size, overflow, lists, float(scale))
+
+
+def multi_tensor_l2norm(
+    chunk_size: int, overflow: _Tensor, lists: Sequence[Sequence[_Tensor]], per_tensor: bool = False
+) -> tuple[_Tensor, _Tensor]:
+    """The Euclidean norm of all tensors together, fp32 `[1]`, and with `per_tensor` that of each one."""
+    del chunk_size, overflow
+    with torch.no_grad():
+        norms = torch.stack([tensor.float().norm() for tensor in lists[0]])
+        return norms.norm().reshape(1), norms if per_tensor else torch.empty(0)
+
+
+def multi_tensor_adam(
+    chunk_size: int,
+    overflow: _Tensor,
+    lists: Sequence[Sequence[_Tensor]],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+) -> None:
+    """One step of Adam (`mode` 0) or AdamW (`mode` 1) on lists of gradients, parameters, two moments, and, where there
+    is a fifth list, fp32 main parameters."""
+    del chunk_size, overflow
+    correction1 = 1 - beta1**step if bias_correction else 1.0
+    correction2 = 1 - beta2**step if bias_correction else 1.0
+    with torch.no_grad():
+        for grad, parameter, first, second, *main in zip(*lists, strict=True):
+            target = main[0] if main else parameter
+            gradient, value = grad.float(), target.float()
+            if mode == 0:
+                gradient = gradient + weight_decay * value
+            first.mul_(beta1).add_(gradient, alpha=1 - beta1)
+            second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            update = (first / correction1) / ((second / correction2).sqrt() + eps)
+            if mode == 1:
+                update = update + weight_decay * value
+            target.copy_(value - lr * update)
+            if main:
+                parameter.copy_(target)
+
+
+def get_fused_attn_backend(*_: Any) -> tuple[Any, str]:
+    """No fused attention: TE's own unfused attention runs."""
+    return sys.modules[NATIVE_MODULE].NVTE_Fused_Attn_Backend.NVTE_No_Backend, "there is no GPU"
+
+
+_FORWARD_SWIGLU, _BACKWARD_SWIGLU = _activation(_swiglu)
+_FORWARD_GELU, _BACKWARD_GELU = _activation(_gelu)
+KERNELS: dict[str, Callable[..., Any]] = {
+    function.__name__: function
+    for function in (
+        generic_gemm,
+        get_fused_attn_backend,
+        layernorm_bwd,
+        layernorm_fwd,
+        multi_tensor_adam,
+        multi_tensor_l2norm,
+        multi_tensor_scale,
+        multi_tensor_scale_tensor,
+        rmsnorm_bwd,
+        rmsnorm_bwd_add,
+        rmsnorm_fwd,
+    )
+} | {"swiglu": _FORWARD_SWIGLU, "dswiglu": _BACKWARD_SWIGLU, "gelu": _FORWARD_GELU, "dgelu": _BACKWARD_GELU}
+"""Every kernel that is implemented, by TE's name."""
+
+
+class NativeModule(ModuleType):
+    """`transformer_engine_torch` in PyTorch; an attribute without an implementation is a kernel that raises."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def missing(*_args: Any, **_kwargs: Any) -> Any:
+            raise NotImplementedError(f"{NATIVE_MODULE}.{name}: this kernel needs a GPU and has no CPU implementation")
+
+        return missing
+
+
+class _Refused:
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        raise NotImplementedError(f"{type(self).__name__}: userbuffers need a GPU")
+
+
+class FP8TensorMeta:
+    """Scaling factors of TE's delayed FP8 recipe; TE's Python creates and fills them."""
+
+    scale: _Tensor | None = None
+    scale_inv: _Tensor | None = None
+    amax_history: _Tensor | None = None
+
+
+def native_module() -> NativeModule:
+    """A new `transformer_engine_torch` for the installed TE."""
+    module: Any = NativeModule(NATIVE_MODULE)
+    names = dict(_NVTE_ENUMS)
+    if _te_version() < (2, 16):
+        names["NVTE_Fused_Attn_Backend"] += " F16_max512_seqlen"
+    for name, members in names.items():
+        setattr(module, name, enum.IntEnum(name, [f"NVTE_{each}" for each in members.split()], start=0))
+    for name, members in _ENUMS.items():
+        setattr(module, name, enum.IntEnum(name, members.split(), start=0))
+    for name in _COMMUNICATORS:
+        setattr(module, name, type(name, (_Refused,), {}))
+    module.DType, module.FP8TensorMeta = DType, FP8TensorMeta
+    module.get_cudnn_version, module.get_cublasLt_version = (lambda: 92000), (lambda: 130100)
+    module.get_num_cublas_streams = lambda: 4
+    for name, kernel in KERNELS.items():
+        setattr(module, name, kernel)
+    return module
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Loads `transformer_engine.common` without its libraries, and gives it `native_module` as its extension."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != _CHANGED_MODULE:
+            return None
+        spec: Any = importlib.machinery.PathFinder.find_spec(name, path, target)
+        execute = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            previous = os.environ.get("NVTE_PROJECT_BUILDING")
+            os.environ["NVTE_PROJECT_BUILDING"] = "1"
+            try:
+                execute(module)
+            finally:
+                if previous is None:
+                    del os.environ["NVTE_PROJECT_BUILDING"]
+                else:
+                    os.environ["NVTE_PROJECT_BUILDING"] = previous
+            module.load_framework_extension = lambda _framework: sys.modules.update({NATIVE_MODULE: native_module()})
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def install() -> None:
+    """Makes the next import of TE use the kernels of this file.
+
+    Raises:
+        RuntimeError: TE was imported before.
+    """
+    if "transformer_engine" in sys.modules:
+        raise RuntimeError("transformer_engine was imported before the CPU adaptation: install the adaptation first")
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def _te_version() -> tuple[int, int]:
+    major, minor = importlib.metadata.version("transformer_engine").split(".")[:2]
+    return int(major), int(minor)
+
+
+def _rows(x: _Tensor) -> _Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _gamma(weight: _Tensor, zero_centered: bool) -> _Tensor:
+    return weight.float() + 1 if zero_centered else weight.float()
+
+
+def _normalized(y: _Tensor, x: _Tensor, out: _Tensor | None, out_dtype: int) -> _Tensor:
+    y = y.to(_TORCH_TYPES[DType(int(out_dtype))]).view(x.shape)
+    return y if out is None else out.copy_(y)
+
+
+def _high_precision(quantizer: Any, *tensors: _Tensor) -> None:
+    if quantizer is not None or any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in tensors):
+        raise NotImplementedError("quantised tensors (FP8) need a GPU: the CPU kernels compute in fp32, bf16 and fp16")
