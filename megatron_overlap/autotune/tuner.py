@@ -1,7 +1,7 @@
 """Selects the candidate of each linear layer of a group by timing the calls of the training itself.
 
 `autotune.search` names the candidate of each call, the same on all ranks. This module runs and times the calls, and
-exchanges the times. See `docs/choice.md`.
+exchanges the times. See `docs/design/autotuning.md`.
 """
 
 from __future__ import annotations

@@ -208,7 +208,7 @@ def main() -> int:
     parser.add_argument("--interpret", action="store_true", help="kernels in the interpreter, on CPUs; to check only")
     options = parser.parse_args()
     if "RANK" not in os.environ:
-        parser.error("start it with torchrun --nproc-per-node N (docs/fused.md)")
+        parser.error("start it with torchrun --nproc-per-node N (docs/fused_kernels.md)")
     if options.interpret:
         if not options.check_only:
             parser.error("--interpret: the interpreter's times mean nothing: add --check-only")

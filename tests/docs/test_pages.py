@@ -1,4 +1,4 @@
-"""Generated pages and quoted code agree with the package."""
+"""Generated pages and quoted code agree with the package; links resolve; pages are within their lengths."""
 
 from __future__ import annotations
 
@@ -13,7 +13,17 @@ from megatron_overlap.config.command import json_schema
 from megatron_overlap.schedules import all_gather_plan, reduce_scatter_plan
 from tests.helpers.releases import ROOT
 
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 CONFIGS = sorted((ROOT / "configs").glob("*_overlap.yaml"))
+# A page of this documentation in a docstring, a comment or a message; not one of another project ("torchtitan docs/...").
+PAGE_NAME = re.compile(r"(?<!torchtitan )(?<!Flux )\bdocs/[\w/]+\.md\b")
+NAMES_A_PAGE = [
+    file
+    for folder in ("megatron_overlap", "scripts", "tests", "patches", "configs")
+    for file in sorted((ROOT / folder).rglob("*"))
+    if file.suffix in (".py", ".sh", ".yaml") and PAGE_NAME.search(file.read_text(encoding="utf-8"))
+]
 ON_GPUS = [file for file in CONFIGS if load_launch_config(file).launch.device == "cuda"]
 
 
@@ -33,8 +43,37 @@ def test_every_key_is_on_the_generated_page() -> None:
 
 def test_every_page_is_in_the_navigation() -> None:
     named = set(re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE))
-    docs = ROOT / "docs"
-    assert {str(page.relative_to(docs)) for page in docs.rglob("*.md")} <= named
+    assert {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} <= named
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of the headings of a page, as mkdocs and GitHub form them."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_resolve(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith(("https://", "http://")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("file", NAMES_A_PAGE, ids=lambda file: str(file.relative_to(ROOT)))
+def test_files_name_existing_pages(file: Path) -> None:
+    missing = {page for page in PAGE_NAME.findall(file.read_text(encoding="utf-8")) if not (ROOT / page).exists()}
+    assert not missing
+
+
+def test_the_readme_is_short() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 90
+    assert len(text.split()) <= 700
 
 
 @pytest.mark.parametrize("file", ON_GPUS, ids=lambda file: file.stem)

@@ -47,7 +47,7 @@ def shapes(dry: bool = False) -> list[Shape]:
 
 
 def overlap_figures(gemm_ms: float, comm_ms: float, fused_ms: float) -> dict[str, float]:
-    """Flux's effective communication time and overlap efficiency, and eta; see docs/fused.md.
+    """Flux's effective communication time and overlap efficiency, and eta; see docs/fused_kernels.md.
 
     `gemm_ms` is cuBLAS on resident data, `comm_ms` the same copies alone, `fused_ms` both in one.
     """
