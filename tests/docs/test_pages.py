@@ -16,7 +16,7 @@ from tests.helpers.releases import ROOT
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 CONFIGS = sorted((ROOT / "configs").glob("*_overlap.yaml"))
-# A page of this documentation in a docstring, a comment or a message; not one of another project ("torchtitan docs/...").
+# A page of this documentation, named in a docstring, a comment or a message; not one of another project.
 PAGE_NAME = re.compile(r"(?<!torchtitan )(?<!Flux )\bdocs/[\w/]+\.md\b")
 NAMES_A_PAGE = [
     file
