@@ -164,7 +164,7 @@ class GlooP2PWork:
             self._record = transport.flight_recorder.began(op, number, transport.channel, peers)
         group = transport._group
         # All receives are posted at once, so that gloo's sender never waits for the receiver. Both ranks use the same
-        # index for a message: `schedules.verify` proves that their plans agree.
+        # index for a message: `tests/schedules` proves that their plans agree.
         self._receives: list[dist.Work | _WorkGroup | None] = []
         for index, (transfer, received) in enumerate(zip(transfers, self._received, strict=True)):
             source = transfer.message.source

@@ -23,7 +23,7 @@ from megatron_overlap.ops.varlen.pass_kv_pass_q import Shape
 from megatron_overlap.ops.varlen.rebalance import Layout
 from megatron_overlap.schedules.varlen import CostModel, Plan, Topology, partition
 from megatron_overlap.schedules.varlen.baselines import hybrid, packing, ring_over_all
-from megatron_overlap.schedules.varlen.messages import messages_of, without_routing
+from megatron_overlap.schedules.varlen.messages import messages_of
 from megatron_overlap.schedules.varlen.plan import Pass
 from megatron_overlap.schedules.varlen.ring_groups import ring_groups
 
@@ -103,7 +103,7 @@ def methods(
     direct = replace(topology, routing=False)
     ring = ring_over_all(lengths, direct, capacity=room, cost=cost)
     ours = partition(lengths, topology, capacity=room, cost=cost)
-    plain = without_routing(ours)
+    plain = replace(ours, topology=direct)
     found: dict[str, Method] = {
         "ring": Engine(ring, transport),
         "all_gather": AllGather(ring, topology, shape, transport),

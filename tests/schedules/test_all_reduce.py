@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_overlap.schedules import Chunk, PartLayout, Plan, ScheduleError, all_reduce_plan, check
+from megatron_overlap.schedules import Chunk, PartLayout, Plan, all_reduce_plan
+from tests.schedules.verify import ScheduleError, check
 
 SOME = (1, 2, 3, 4, 5, 8, 13)
 

@@ -13,12 +13,11 @@ from megatron_overlap.schedules import (
     Chunk,
     ChunkLayout,
     Plan,
-    ScheduleError,
     all_gather_plan,
-    check,
     reduce_scatter_plan,
 )
 from megatron_overlap.schedules.layout import Small, part_weights
+from tests.schedules.verify import ScheduleError, check
 
 BUILDERS = {"all_gather": all_gather_plan, "reduce_scatter": reduce_scatter_plan}
 

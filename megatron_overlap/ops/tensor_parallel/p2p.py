@@ -24,7 +24,7 @@ from megatron_overlap.ops.tensor_parallel.pipelined import (
 from megatron_overlap.ops.tensor_parallel.plan import LinearPlan
 from megatron_overlap.ops.wgrad import MAX_PIECES, Spans, WeightGradient
 from megatron_overlap.schedules import ChunkLayout
-from megatron_overlap.schedules.all_reduce import Gathers
+from megatron_overlap.schedules.gather_scatter import Gathers
 
 _DEFAULT_PLAN = LinearPlan()
 

@@ -10,7 +10,7 @@ import torch
 
 from megatron_overlap.comm import Transport
 from megatron_overlap.schedules import ChunkLayout, Plan, all_gather_plan, all_reduce_plan, reduce_scatter_plan
-from megatron_overlap.schedules.all_reduce import Gathers
+from megatron_overlap.schedules.gather_scatter import Gathers
 from megatron_overlap.schedules.heuristics import (
     MAX_MESSAGES,
     MIN_CHUNK_ROWS,

@@ -1,6 +1,6 @@
 """One pass of Ulysses attention: the buffers and messages of both all-to-alls, and the computation between them.
 
-Source: DeepSpeed-Ulysses (arXiv 2309.14509). `schedules.all_to_all` has the order.
+Source: DeepSpeed-Ulysses (arXiv 2309.14509). `schedules.ulysses` has the order.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from megatron_overlap.comm import Transport
 from megatron_overlap.comm.transport import Transfer
 from megatron_overlap.schedules import AllToAllPlan, SequenceLayout
-from megatron_overlap.schedules.all_to_all import Task
+from megatron_overlap.schedules.ulysses import Task
 
 Width = Callable[[int, int], int]
 """`width(rank, group)`: features per row and batch entry of the heads of a rank in a head group."""

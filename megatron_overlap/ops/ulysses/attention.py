@@ -1,7 +1,7 @@
 """Ulysses attention: ranks split the sequence outside attention and the heads inside attention.
 
 Source: DeepSpeed-Ulysses (arXiv 2309.14509). Here the all-to-alls are cut by head groups and overlap with the attention
-of other groups; see `schedules.all_to_all`.
+of other groups; see `schedules.ulysses`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_overlap.ops.ulysses.all_to_all import HeadAllToAll
 from megatron_overlap.ops.ulysses.head_attention import HeadAttention
 from megatron_overlap.ops.wgrad import add_wide
 from megatron_overlap.schedules import AllToAllPlan, HeadLayout, SequenceLayout, ulysses_plan
-from megatron_overlap.schedules.all_to_all import AllToAllPattern
+from megatron_overlap.schedules.ulysses import AllToAllPattern
 
 Observer = Callable[[str, int], None]
 """Called after each pass with `forward` or `dgrad` and the number of bytes that this rank sent."""

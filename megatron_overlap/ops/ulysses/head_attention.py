@@ -6,7 +6,7 @@ import torch
 
 from megatron_overlap.ops.flash_attention import SavedSequence, sequence_backward, sequence_forward
 from megatron_overlap.schedules import HeadLayout
-from megatron_overlap.schedules.head_layout import Call, Run
+from megatron_overlap.schedules.ulysses import Call, Run
 
 
 class HeadAttention:

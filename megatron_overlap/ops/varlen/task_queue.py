@@ -66,7 +66,7 @@ class TaskQueues:
         """Runs all tasks.
 
         Without a ready or local task the rank waits: for ring steps first, inter-node before intra-node, then for
-        rebalanced rows, then for results. `schedules.varlen.verify` proves that this order cannot deadlock. Rebalanced
+        rebalanced rows, then for results. `tests/schedules/varlen` proves that this order cannot deadlock. Rebalanced
         rows come before results because their owners send them at the start, before any computation.
 
         Args:

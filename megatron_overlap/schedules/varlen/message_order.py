@@ -1,4 +1,10 @@
-"""Assigns every message of one P2PWork to a round: the order in which each rank posts its messages.
+"""Routes transfers over NICs, and assigns every message of one P2PWork to a round: the order of posting on each rank.
+
+A direct transfer between two ranks of different nodes uses one NIC while the other NICs of the node may be idle. A
+routed transfer (Zeppelin, arXiv 2509.21841, section 4.2) is split over NICs. The source dispatches each share to a
+proxy rank next to the NIC, the proxies send in parallel, and the proxies of the other node pass their shares to the
+destination. Each share is cut further into pieces, so that the three stages overlap. Routing adds two messages inside
+the nodes. It is used only where the cost model predicts a gain.
 
 In one round a rank sends at most one message and receives at most one. A forwarded message has a later round than the
 message that brings its rows. Posting in the order of rounds therefore cannot deadlock on any transport.
@@ -15,9 +21,9 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from megatron_overlap.schedules.varlen.routing import Route, plan_route
 from megatron_overlap.schedules.varlen.topology import FS_PER_US, Topology
 
+_PIECES = (1, 2, 4, 8, 16, 32)
 _Port = tuple[bool, int, int]
 """One direction of a link end: whether it sends, its node (-1 inside a node), its NIC or rank."""
 
@@ -66,6 +72,72 @@ class MessagePlan:
                     found.setdefault(message.round, [None, None])[slot] = index
         none: list[int | None] = [None, None]
         return [(*found.get(number, none),) for number in range(max(found) + 1)] if found else []  # type: ignore[misc]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The route of one transfer.
+
+    Attributes:
+        paths: for each NIC the ranks that its share passes, from the source to the destination. A direct transfer has
+            one path of two ranks.
+        pieces: number of messages of each share.
+        modelled_us: modelled time.
+    """
+
+    paths: tuple[tuple[int, ...], ...]
+    pieces: int
+    modelled_us: float
+
+
+def plan_route(source: int, to: int, num_bytes: int, topology: Topology, *, max_nics: int | None = None) -> Route:
+    """Plans one transfer. It is direct inside a node, and where routing is not modelled to be faster.
+
+    Args:
+        source: rank that holds the bytes.
+        to: rank that receives them.
+        num_bytes: bytes of the transfer.
+        topology: nodes, NICs and bandwidths; `topology.routing` False makes every transfer direct.
+        max_nics: NICs of a node that the transfer may use; None is all.
+    """
+    inside = topology.node_of(source) == topology.node_of(to)
+    gbps = topology.intra_gbps if inside else topology.inter_gbps
+    direct_us = (topology.intra_latency_us if inside else topology.inter_latency_us) + num_bytes / gbps / 1e3
+    direct = Route(((source, to),), 1, direct_us)
+    # NICs with an adjacent device: a device can send only through these.
+    usable = sorted({topology.nic_of(rank) for rank in range(topology.devices_per_node)})
+    nics = len(usable) if max_nics is None else min(max_nics, len(usable))
+    if inside or not topology.routing or nics < 2:
+        return direct
+    routed_us, pieces = min((_routed_us(num_bytes, nics, pieces, topology), pieces) for pieces in _PIECES)
+    if routed_us >= direct_us:
+        return direct
+    # The NIC next to the source comes first: it needs no dispatch. A path uses the NIC of the same number on both
+    # nodes, because rail-optimised switches connect these.
+    own = usable.index(topology.nic_of(source))
+    paths = []
+    for number in range(nics):
+        nic = usable[(own + number) % len(usable)]
+        proxies = _proxy_of(nic, source, topology), _proxy_of(nic, to, topology)
+        # A proxy may be the source or the destination itself.
+        paths.append(tuple(dict.fromkeys((source, *proxies, to))))
+    return Route(tuple(paths), pieces, routed_us)
+
+
+def _routed_us(num_bytes: int, nics: int, pieces: int, topology: Topology) -> float:
+    """Modelled time of three pipelined stages: the first piece passes all three, the rest follow at the slowest."""
+    piece_bytes = num_bytes / nics / pieces
+    local_us = topology.intra_latency_us + piece_bytes * (nics - 1) / topology.intra_gbps / 1e3
+    inter_us = topology.inter_latency_us + piece_bytes / topology.inter_gbps / 1e3
+    return local_us + inter_us + local_us + (pieces - 1) * max(local_us, inter_us)
+
+
+def _proxy_of(nic: int, rank: int, topology: Topology) -> int:
+    """`rank` if the NIC is adjacent to it, else the first adjacent device of its node."""
+    if topology.nic_of(rank) == nic:
+        return rank
+    first = topology.node_of(rank) * topology.devices_per_node
+    return next(other for other in range(first, first + topology.devices_per_node) if topology.nic_of(other) == nic)
 
 
 @dataclass(frozen=True, slots=True)

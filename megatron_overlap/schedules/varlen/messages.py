@@ -4,14 +4,14 @@ A payload goes from its owner to its receivers, one after the other (`distribute
 receivers compute results for the owner: partial attention results or partial gradients. A result follows the payload
 from receiver to receiver, each of which adds its own, and ends at the owner (`collect`).
 
-A transfer between nodes may use several NICs (`schedules.varlen.routing`): its rows are cut into parts that go through
-proxy ranks. `schedules.varlen.message_order` assigns the rounds.
+A transfer between nodes may use several NICs (`schedules.varlen.message_order`): its rows are cut into parts that go
+through proxy ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -19,7 +19,6 @@ from megatron_overlap.schedules.varlen.message_order import Links, MessagePlan, 
 from megatron_overlap.schedules.varlen.plan import Plan
 from megatron_overlap.schedules.varlen.rebalance import Rebalance
 from megatron_overlap.schedules.varlen.ring_groups import Passing, Payload, RingGroup, payloads, ring_groups
-from megatron_overlap.schedules.varlen.routing import Route
 from megatron_overlap.schedules.varlen.topology import Topology
 
 
@@ -176,11 +175,6 @@ def _max_nics(ring_group: RingGroup, groups: Sequence[RingGroup], topology: Topo
     return max(1, (2 * topology.nics_per_node * tokens(ring_group) + busiest) // (2 * busiest)) if busiest else None
 
 
-def without_routing(plan: Plan) -> Plan:
-    """The same plan on a topology whose inter-node transfers use one NIC each."""
-    return replace(plan, topology=replace(plan.topology, routing=False))
-
-
 def distribute(sent: Sequence[Payload], ranks: Sequence[int], links: Links) -> MessagePlan:
     """The messages that carry all payloads from their owners to their receivers."""
     scheduler = MessageScheduler(links)
@@ -192,10 +186,10 @@ def distribute(sent: Sequence[Payload], ranks: Sequence[int], links: Links) -> M
                 continue
             source = ranks[payload.receivers[step - 1] if step else payload.owner]
             route = links.route(source, ranks[payload.receivers[step]], payload.rows[step])
-            for part, path in zip(parts[index], _paths(route, len(parts[index])), strict=True):
+            for number, part in enumerate(parts[index]):
                 rows = part[0], min(part[1], payload.rows[step])
                 if rows[0] < rows[1]:
-                    key = index, part
+                    key, path = (index, part), route.paths[number % len(route.paths)]
                     last[key] = scheduler.add(path, index, step, rows, after=last.get(key))
     return scheduler.schedule()
 
@@ -215,12 +209,13 @@ def collect(sent: Sequence[Payload], ranks: Sequence[int], links: Links) -> Mess
             if onward:
                 transfers.insert(0, (ranks[payload.receivers[step + 1]], 0, onward, False))
             for to, first, stop, to_owner in transfers:
-                paths = _paths(links.route(source, to, stop - first), len(parts[index]))
-                for part, path in zip(parts[index], paths, strict=True):
+                paths = links.route(source, to, stop - first).paths
+                for number, part in enumerate(parts[index]):
                     rows = max(part[0], first), min(part[1], stop)
                     if rows[0] >= rows[1]:
                         continue
                     needs = received.get((index, step), ())
+                    path = paths[number % len(paths)]
                     added = scheduler.add(path, index, step, rows, needs=needs, to_owner=to_owner)
                     if not to_owner:
                         received.setdefault((index, step + 1), []).append(added)
@@ -247,19 +242,6 @@ def _parts(payload: Payload, ranks: Sequence[int], links: Links) -> list[tuple[i
     stops = [ranks[payload.owner], *(ranks[position] for position in payload.receivers)]
     for source, to, rows in zip(stops, stops[1:], payload.rows, strict=False):
         route = links.route(source, to, rows)
-        most = max(most, len(route.nic_paths) * route.pieces)
+        most = max(most, len(route.paths) * route.pieces)
     bounds = [total * part // most for part in range(most + 1)]
     return [part for part in zip(bounds, bounds[1:], strict=False) if part[0] < part[1]]
-
-
-def _paths(route: Route, parts: int) -> list[list[int]]:
-    """The ranks that each part passes. Parts use the NIC paths of the route in rotation."""
-    paths = []
-    for part in range(parts):
-        nic_path = route.nic_paths[part % len(route.nic_paths)]
-        path = [route.source]
-        for rank in (nic_path.proxy, nic_path.far_proxy, route.to):
-            if rank != path[-1]:
-                path.append(rank)
-        paths.append(path)
-    return paths

@@ -46,9 +46,6 @@ class Rebalance:
     after: tuple[int, ...]
     moves: tuple[Move, ...]
 
-    def sends(self, rank: int) -> tuple[Move, ...]:
-        return tuple(move for move in self.moves if move.source == rank)
-
     def receives(self, rank: int) -> tuple[Move, ...]:
         return tuple(move for move in self.moves if move.to == rank)
 
@@ -60,43 +57,28 @@ class Rebalance:
         ]
         return Rebalance(self.after, self.before, tuple(sorted(moves, key=lambda move: (move.source, move.start))))
 
-    def num_moved(self, topology: Topology) -> tuple[int, int]:
-        """Rows that move inside nodes, and rows that move between nodes."""
-        inside = sum(m.rows for m in self.moves if topology.node_of(m.source) == topology.node_of(m.to))
-        return inside, sum(m.rows for m in self.moves) - inside
 
-
-def rebalance(tokens: Sequence[int], topology: Topology) -> Rebalance:
-    """The cheapest rebalancing after which the ranks differ by at most one token.
-
-    The ranks with one token more are chosen such that the fewest rows move.
+def rebalance(tokens: Sequence[int], topology: Topology, target: Sequence[int] | None = None) -> Rebalance:
+    """The cheapest rebalancing to given numbers of tokens, or to numbers that differ by at most one.
 
     Args:
         tokens: tokens of each rank, for example `Plan.tokens`.
         topology: determines which ranks share a node.
+        target: tokens of each rank after the rebalancing, with the same sum. None makes them even. The ranks with one
+            token more are then chosen such that the fewest rows move.
 
     Raises:
         ValueError: the number of counts is not the number of ranks, or a count is negative.
     """
-    _check_tokens(tokens, topology)
-    return rebalance_to(tokens, _even_targets(tokens, topology), topology)
-
-
-def rebalance_to(tokens: Sequence[int], target: Sequence[int], topology: Topology) -> Rebalance:
-    """The cheapest rebalancing to given numbers of tokens.
-
-    Args:
-        tokens: tokens of each rank.
-        target: tokens of each rank after the rebalancing; the same sum.
-        topology: determines which ranks share a node.
-
-    Raises:
-        ValueError: the sums differ, the number of counts is not the number of ranks, or a count is negative.
-    """
-    _check_tokens(tokens, topology)
-    _check_tokens(target, topology)
-    if sum(tokens) != sum(target):
-        raise ValueError(f"target: {sum(target)} tokens in all: the ranks hold {sum(tokens)}; give the same sum")
+    if len(tokens) != topology.ranks:
+        raise ValueError(
+            f"tokens: {len(tokens)} counts: the topology has {topology.ranks} ranks; give one count per rank"
+        )
+    if min(tokens) < 0:
+        raise ValueError(f"tokens: {min(tokens)}: a rank cannot hold fewer than 0 tokens")
+    if target is None:
+        target = _even_targets(tokens, topology)
+    assert sum(target) == sum(tokens)
     in_place = [min(held, goal) for held, goal in zip(tokens, target, strict=True)]
     surplus = [held - keep for held, keep in zip(tokens, in_place, strict=True)]
     need = [goal - keep for goal, keep in zip(target, in_place, strict=True)]
@@ -131,7 +113,7 @@ def rebalance_to_linear(plan: Plan, index: int = 0) -> Rebalance:
         both_fs = cost.ring_fs(2 * move.rows, 2, direct, inter=inter)
         message_fs[move.source] += both_fs
         message_fs[move.to] += both_fs
-    return even if saved_fs > max(message_fs) else rebalance_to(tokens, tokens, topology)
+    return even if saved_fs > max(message_fs) else rebalance(tokens, topology, tokens)
 
 
 def linear_layout(plan: Plan, index: int = 0) -> tuple[Rebalance, tuple[tuple[Piece, ...], ...]]:
@@ -200,12 +182,3 @@ def _even_targets(tokens: Sequence[int], topology: Topology) -> list[int]:
                 excess[node] -= 1
                 extra -= 1
     return target
-
-
-def _check_tokens(tokens: Sequence[int], topology: Topology) -> None:
-    if len(tokens) != topology.ranks:
-        raise ValueError(
-            f"tokens: {len(tokens)} counts: the topology has {topology.ranks} ranks; give one count per rank"
-        )
-    if min(tokens) < 0:
-        raise ValueError(f"tokens: {min(tokens)}: a rank cannot hold fewer than 0 tokens")

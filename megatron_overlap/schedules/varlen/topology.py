@@ -23,7 +23,7 @@ class Topology:
         inter_gbps: bandwidth of one NIC, GB/s in one direction.
         intra_latency_us: time of an empty message inside a node, microseconds.
         inter_latency_us: time of an empty message between nodes, microseconds.
-        routing: transfers between nodes may use all NICs of a node (`schedules.varlen.routing`).
+        routing: transfers between nodes may use all NICs of a node (`schedules.varlen.message_order`).
 
     Raises:
         ValueError: a count is below one, or a bandwidth or latency is not positive.

@@ -329,7 +329,7 @@ def run_programs(
         one_rank: simulate rank 0 for all ranks: its messages arrive when its own messages leave.
 
     Raises:
-        ValueError: deadlock; `megatron_overlap.schedules.verify` finds its place.
+        ValueError: deadlock; `check` in `tests/schedules/verify.py` finds its place.
     """
     simulation = _Simulation(programs, model, link, kind, one_rank)
     while True:

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_overlap.schedules.varlen import Topology, partition
 from megatron_overlap.schedules.varlen.plan import Piece
-from megatron_overlap.schedules.varlen.rebalance import rebalance_to, rebalanced_pieces, slice_pieces
+from megatron_overlap.schedules.varlen.rebalance import rebalance, rebalanced_pieces, slice_pieces
 from tests.adapters.varlen import loader_workers as workers
 from tests.helpers.world import World
 
@@ -92,7 +92,7 @@ def test_rebalanced_pieces_equal_the_moved_rows() -> None:
     pieces = [list(plan.pieces(0, rank)) for rank in range(4)]
     before = [[(p.document, at) for p in held for at in range(p.start, p.stop)] for held in pieces]
     counts = [len(rows) for rows in before]
-    moves = rebalance_to(counts, [0, sum(counts) - 5, 5, 0], topology)
+    moves = rebalance(counts, topology, [0, sum(counts) - 5, 5, 0])
     after = [rows[: moves.after[rank]] + [None] * (moves.after[rank] - len(rows)) for rank, rows in enumerate(before)]
     for move in moves.moves:
         after[move.to][move.at : move.at + move.rows] = before[move.source][move.start : move.stop]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_overlap.ops import UlyssesPlan
-from megatron_overlap.schedules.all_to_all import AllToAllPattern
+from megatron_overlap.schedules.ulysses import AllToAllPattern
 from tests.helpers.world import World
 from tests.ops.ulysses import attention_workers as workers
 from tests.ops.ulysses.attention_workers import HEAD_SIZE, AttentionCase, LayerCase, Sequence

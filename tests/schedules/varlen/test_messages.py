@@ -14,8 +14,8 @@ from megatron_overlap.schedules.varlen.message_order import MessagePlan
 from megatron_overlap.schedules.varlen.messages import RingMessages, Traffic, _messages_of, messages_of, precompute
 from megatron_overlap.schedules.varlen.plan import Ring, make_ring
 from megatron_overlap.schedules.varlen.ring_groups import Passing, blocks, chunks_at
-from megatron_overlap.schedules.varlen.verify import check_messages
-from megatron_overlap.schedules.verify import ScheduleError
+from tests.schedules.varlen.verify import check_messages
+from tests.schedules.verify import ScheduleError
 
 SLOW = {"intra_gbps": 360.0, "inter_gbps": 1e-6, "intra_latency_us": 0.001, "inter_latency_us": 0.002}
 

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_overlap.schedules import ScheduleError
-from megatron_overlap.schedules.all_to_all import AllToAllPlan, ulysses_plan
-from megatron_overlap.schedules.head_layout import HeadLayout, SequenceLayout
-from megatron_overlap.schedules.verify_all_to_all import check_all_to_all
+from megatron_overlap.schedules.ulysses import AllToAllPlan, HeadLayout, SequenceLayout, ulysses_plan
+from tests.schedules.verify import ScheduleError
+from tests.schedules.verify_ulysses import check_all_to_all
 
 
 def plans(num_ranks: int, **options: object) -> list[AllToAllPlan]:

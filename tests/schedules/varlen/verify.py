@@ -10,7 +10,7 @@ from typing import Literal
 from megatron_overlap.schedules.varlen.message_order import MessagePlan
 from megatron_overlap.schedules.varlen.messages import RingMessages
 from megatron_overlap.schedules.varlen.ring_groups import chunks_at
-from megatron_overlap.schedules.verify import ScheduleError
+from tests.schedules.verify import ScheduleError
 
 Rows = Counter[int]
 TaskKind = Literal["compute", "send result"]

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron_overlap.schedules.all_to_all import AllToAllPlan, HeadMessage, Piece, Task
-from megatron_overlap.schedules.verify import ScheduleError
+from megatron_overlap.schedules.ulysses import AllToAllPlan, HeadMessage, Piece, Task
+from tests.schedules.verify import ScheduleError
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class _Rank:
 def check_all_to_all(plans: Sequence[AllToAllPlan]) -> AllToAllProof:
     """Executes one plan per rank and proves that together they equal attention between two all-to-alls.
 
-    Messages use a rendezvous, the strictest transport, as in `schedules.verify`.
+    Messages use a rendezvous, the strictest transport, as in `tests.schedules.verify`.
 
     Proved: every rank produces its rows for the heads of every rank and group once, computes attention for every group
     of its own heads once with the rows of all ranks, and consumes the results of every rank and group once; no rank
