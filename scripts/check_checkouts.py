@@ -21,8 +21,8 @@ from pathlib import Path
 from megatron_overlap.config import load_launch_config
 from megatron_overlap.config.resources import resource_folder
 from megatron_overlap.tools.launch.processes import RunError
-from megatron_overlap.tools.launch.rehearsal import Rehearsal, deviation, rehearse
-from megatron_overlap.tools.launch.run_records import RunRecordError
+from megatron_overlap.tools.launch.rehearsal import Rehearsal, rehearse
+from megatron_overlap.tools.launch.run_records import RunRecordError, deviation
 
 OVERRIDES = (
     "train.iterations=5",

@@ -23,8 +23,8 @@ from megatron_overlap.config import ConfigError, LaunchConfig, load_launch_confi
 from megatron_overlap.config.resources import resource_folder
 from megatron_overlap.tools.launch.downscale import downscale
 from megatron_overlap.tools.launch.processes import RunError
-from megatron_overlap.tools.launch.rehearsal import Rehearsal, deviation, max_local_ranks, rehearse
-from megatron_overlap.tools.launch.run_records import RunRecordError
+from megatron_overlap.tools.launch.rehearsal import Rehearsal, max_local_ranks, rehearse
+from megatron_overlap.tools.launch.run_records import RunRecordError, deviation
 
 HEAD = "| config | dry-run | downscaled to | loss apart | grad-norm apart | calls overlapped | verdict | s |"
 

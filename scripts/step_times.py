@@ -26,6 +26,7 @@ from megatron_overlap.config import LaunchConfig, load_launch_config, without_ov
 from megatron_overlap.config.cluster import ClusterProfile, load_cluster_profile, profile_folder, with_hosts
 from megatron_overlap.tools.compare.rounds import Recorded, run_rounds
 from megatron_overlap.tools.doctor import calibration, machine
+from megatron_overlap.tools.launch.netlab import Netlab
 from megatron_overlap.tools.launch.ranks import run_workers
 from megatron_overlap.tools.simulate.job import job_of
 from megatron_overlap.tools.simulate.step import simulate_step
@@ -167,7 +168,8 @@ def _write(out: Path, content: Mapping[str, Any]) -> None:
 def _calibrate(log: _Print) -> dict[str, Any]:
     """The figures of this machine, on two hosts."""
     with tempfile.TemporaryDirectory() as folder:
-        run_workers(machine.__file__, [folder, "calibrate", "bf16"], 2, hosts=2, gbps=LINE_GBPS, timeout_s=120)
+        with Netlab(hosts=2, gbps=LINE_GBPS) as lab:
+            run_workers(machine.__file__, [folder, "calibrate", "bf16"], 2, lab=lab, timeout_s=120)
         found: dict[str, Any] = json.loads(Path(folder, "rank0.json").read_text())
     log(f"calibrated: GEMM {found['peak_tflops']:.3f} TFLOP/s a rank")
     return found

@@ -162,14 +162,15 @@ class DataConfig(Section):
 class HostsConfig(Section):
     """Several hosts on this machine: network namespaces with rate-limited links."""
 
-    hosts: Positive
+    hosts: Annotated[int, Field(ge=1, le=250)]
     ranks_per_host: Positive = 1
     gbps: Annotated[float, Field(ge=0.001, le=100)]
     """Rate of the link of each host in each direction, in Gbit/s."""
     latency_ms: Annotated[float, Field(ge=0, le=1000)] = 0.0
     """One-way delay, in milliseconds; a value above 0 needs netem in the kernel."""
-    burst_kib: Positive | None = None
-    """Token bucket of the rate limiter, in KiB; null: 0.5 ms at the rate, at least 64."""
+    burst_kib: Annotated[int, Field(ge=18)] | None = None
+    """Token bucket of the rate limiter, in KiB: two frames of 9000 bytes or more; null: 0.5 ms at the rate, at least
+    64."""
     fallback: Literal["error", "loopback"] = "error"
     """Action if this machine cannot make network namespaces."""
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import progress as bars
 from rich.console import Console
 
 from megatron_overlap.config import ConfigError, LaunchConfig, dump_config, load_launch_config
@@ -34,7 +31,9 @@ from megatron_overlap.tools.compare.flops import (
 )
 from megatron_overlap.tools.compare.megatron_logs import NOTES, read_log
 from megatron_overlap.tools.compare.megatron_logs import sides as read_sides
-from megatron_overlap.tools.compare.rounds import LaunchFailedError, Progress, Selection, run_rounds, select
+from megatron_overlap.tools.compare.rounds import LaunchFailedError, Selection, run_rounds, select
+from megatron_overlap.tools.launch.command import iteration_of, progress_line
+from megatron_overlap.tools.launch.plan import unused_folder
 from megatron_overlap.tools.launch.processes import RunError
 
 
@@ -70,7 +69,9 @@ def compare(
     files, overrides = _split(configs)
     chosen = select([(file, load_launch_config(config_file(file), overrides)) for file in files], attribute=attribute)
     last = chosen.configs[-1]
-    folder = _open_folder(output if output is not None else _new_folder(last.launch.output_dir, last.name))
+    folder = _open_folder(
+        output if output is not None else unused_folder(last.launch.output_dir, f"compare-{last.name}")
+    )
     console = Console()
     try:
         result = _measure(chosen, rounds, folder, console)
@@ -92,7 +93,9 @@ def _compare_logs(files: Sequence[Path], output: Path | None, attribute: bool, p
             "command line", "compare --attribute", None, "launches one more run; leave it out with --logs"
         )
     logged = read_sides([read_log(file) for file in files], peak_tflops)
-    folder = _open_folder(output if output is not None else _new_folder("runs", logged[-1].name.replace("/", "-")))
+    folder = _open_folder(
+        output if output is not None else unused_folder("runs", f"compare-{logged[-1].name.replace('/', '-')}")
+    )
     settings = {"source": "logs", "logs": [str(file) for file in files], "notes": list(NOTES)}
     try:
         result = compare_sides(logged, settings=settings)
@@ -121,10 +124,18 @@ def _measure(chosen: Selection, rounds: int, folder: Path, console: Console) -> 
         notes.append(f"{text[0].upper()}{text[1:]}.")
         console.print(f"note: {text}", highlight=False, soft_wrap=True)
 
-    with _live(console, chosen.configs, rounds) as on_progress:
-        recorded = run_rounds(
-            chosen.configs, rounds, folder / report.RUNS_FOLDER, on_progress=on_progress, on_note=note
-        )
+    with console.status("") as status:
+
+        def on_launch(text: str) -> None:
+            console.print(text, highlight=False)
+            status.update("starting")
+
+        def on_line(rank: int, line: str) -> None:
+            if iteration_of(line) is not None:
+                status.update(progress_line(line) or "")
+
+        runs = folder / report.RUNS_FOLDER
+        recorded = run_rounds(chosen.configs, rounds, runs, on_launch=on_launch, on_line=on_line, on_note=note)
     console.print("measuring the peak rate of the device ...", highlight=False)
     name = str(recorded[0].records[0].meta.get("device_name"))
     peaks: dict[tuple[object, ...], Peak] = {}
@@ -168,58 +179,6 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     if not files:
         raise ConfigError("command line", "compare", None, "CONFIGS is missing; see megatron-overlap compare --help")
     return files, [text for text in arguments if text not in files]
-
-
-def _new_folder(output_dir: str, name: str) -> Path:
-    stem = Path(output_dir) / f"compare-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder, number = stem, 2
-    while folder.exists():
-        folder, number = stem.with_name(f"{stem.name}-{number}"), number + 1
-    return folder
-
-
-class _Live:
-    """Shows round, run, iteration and step time; without a terminal one line for each launch."""
-
-    def __init__(self, console: Console, shown: bars.Progress, configs: Sequence[LaunchConfig], rounds: int) -> None:
-        self._console = console
-        self._shown = shown
-        self._iterations = {config.name: config.train.iterations for config in configs}
-        self._launches = shown.add_task("launches", total=len(configs) * rounds, step="")
-        self._current = shown.add_task("", total=None, step="")
-        self._last: tuple[int, str] | None = None
-
-    def __call__(self, progress: Progress) -> None:
-        text = f"round {progress.round}/{progress.rounds}  {progress.name}"
-        if self._last != (progress.round, progress.name):
-            if self._last is not None:
-                self._shown.advance(self._launches)
-            self._last = (progress.round, progress.name)
-            if not self._console.is_terminal:
-                self._console.print(text, highlight=False)
-        step = f"{progress.step_time_ms:.1f} ms" if progress.step_time_ms is not None else "starting"
-        total = self._iterations[progress.name]
-        self._shown.update(self._current, description=text, total=total, completed=progress.iteration, step=step)
-
-    def finish(self) -> None:
-        """Counts the last launch."""
-        self._shown.advance(self._launches)
-        self._shown.remove_task(self._current)
-
-
-@contextmanager
-def _live(console: Console, configs: Sequence[LaunchConfig], rounds: int) -> Iterator[_Live]:
-    columns = (
-        bars.TextColumn("{task.description}"),
-        bars.BarColumn(),
-        bars.MofNCompleteColumn(),
-        bars.TextColumn("{task.fields[step]}"),
-        bars.TimeElapsedColumn(),
-    )
-    with bars.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
-        live = _Live(console, shown, configs, rounds)
-        yield live
-        live.finish()
 
 
 def _show(result: Comparison, folder: Path, console: Console) -> None:

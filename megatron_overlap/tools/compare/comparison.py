@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from megatron_overlap.tools.compare.flops import Peak
-from megatron_overlap.tools.launch.run_records import PluginReport, RunRecord, StepExposed
+from megatron_overlap.tools.launch.run_records import PluginReport, RunRecord, StepExposed, deviation
 
 WARM_UP_ITERATIONS = 2
 
@@ -33,7 +35,7 @@ class Spread:
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
         """The spread of a sample of at least one value."""
-        return cls(percentile(values, 50), percentile(values, 20), percentile(values, 80))
+        return cls(*(float(value) for value in np.percentile(values, (50, 20, 80))))
 
 
 @dataclass(frozen=True)
@@ -294,28 +296,13 @@ def _against(reference: Side, side: Side) -> AgainstReference:
     )
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The percentile of a sample, interpolated linearly between the two nearest values, as `numpy.percentile`.
-
-    Raises:
-        ValueError: there are no values.
-    """
-    if not values:
-        raise ValueError("values: none: a percentile needs at least one")
-    ordered = sorted(values)
-    position = (len(ordered) - 1) * percent / 100
-    below = math.floor(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
-
-
 def paired_ratios(reference: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> list[float]:
     """For each round, the median of the reference over the median of the other.
 
     Both ran within the same minutes: a change of the machine's speed that lasts longer cancels.
     """
     rounds = zip(reference, other, strict=True)
-    return [percentile(base, 50) / percentile(times, 50) for base, times in rounds]
+    return [median(base) / median(times) for base, times in rounds]
 
 
 def max_deviation(reference: Sequence[float | None], other: Sequence[float | None], what: str) -> float | None:
@@ -337,8 +324,7 @@ def max_deviation(reference: Sequence[float | None], other: Sequence[float | Non
             raise NotComparableError(f"{what} of iteration {index + 1}: {a} in one run and {b} in the other")
         if not math.isfinite(a):
             continue
-        difference = abs(b - a) / abs(a) if a else abs(b - a)
-        largest = difference if largest is None else max(largest, difference)
+        largest = max(largest or 0.0, deviation(a, b))
     return largest
 
 

@@ -82,27 +82,6 @@ class UnknownFlopsError(ValueError):
 
 
 @dataclass(frozen=True)
-class TokenFlops:
-    """FLOPs of one token, forward and backward.
-
-    Attributes:
-        projections: QKV and the attention output.
-        attention: scores, and their product with the values.
-        mlp: the MLP.
-        logits: the output layer.
-    """
-
-    projections: float
-    attention: float
-    mlp: float
-    logits: float
-
-    @property
-    def total(self) -> float:
-        return self.projections + self.attention + self.mlp + self.logits
-
-
-@dataclass(frozen=True)
 class Peak:
     """Peak rate of a device.
 
@@ -119,8 +98,8 @@ class Peak:
 
 def token_flops(
     model: ModelConfig, seq_length: int, padded_vocab_size: int, attention: Attention = "causal"
-) -> TokenFlops:
-    """FLOPs of one token of a full sequence, forward and backward.
+) -> dict[str, float]:
+    """FLOPs of one token of a full sequence, forward and backward, by part of the model.
 
     Args:
         model: the shape.
@@ -134,12 +113,12 @@ def token_flops(
     keys_and_values = 2 * model.head_size * model.num_query_groups
     mlp_gemms = 3 if model.swiglu else 2  # SwiGLU: gate, up and down
     keys_seen = seq_length / 2 if attention == "causal" else seq_length
-    return TokenFlops(
-        projections=float(gemm * layers * hidden * (queries + keys_and_values + queries)),
-        attention=gemm * layers * 2 * queries * keys_seen,
-        mlp=float(gemm * layers * mlp_gemms * hidden * model.ffn_hidden_size),
-        logits=float(gemm * hidden * padded_vocab_size),
-    )
+    return {
+        "projections": float(gemm * layers * hidden * (queries + keys_and_values + queries)),  # QKV and output
+        "attention": gemm * layers * 2 * queries * keys_seen,  # scores, and their product with the values
+        "mlp": float(gemm * layers * mlp_gemms * hidden * model.ffn_hidden_size),
+        "logits": float(gemm * hidden * padded_vocab_size),
+    }
 
 
 def padded_vocab_size(vocab_size: int, tensor: int, multiple: int = VOCABULARY_MULTIPLE) -> int:
@@ -161,7 +140,8 @@ def step_flops(cfg: LaunchConfig, attention: Attention = "causal") -> float:
     """
     known_model(cfg.megatron_args)
     vocabulary = padded_vocab_size(cfg.model.vocab_size, cfg.parallel.tensor, _multiple(cfg.megatron_args))
-    return token_flops(cfg.model, cfg.train.seq_length, vocabulary, attention).total * tokens_per_step(cfg)
+    each = token_flops(cfg.model, cfg.train.seq_length, vocabulary, attention)
+    return sum(each.values()) * tokens_per_step(cfg)
 
 
 def known_model(megatron_args: Sequence[str]) -> None:

@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from megatron_overlap.tools.compare.breakdown import Breakdown
 from megatron_overlap.tools.compare.comparison import Comparison
-from megatron_overlap.tools.compare.timeline import RankStep, Span, StepTimeline
+from megatron_overlap.tools.compare.traced_steps import Breakdown, RankStep, Span, StepTimeline
+from megatron_overlap.tools.launch.run_records import deviation
 
 COLORS = ("#5f6b76", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
 """Colours of the runs, distinguishable with colour blindness (Okabe and Ito)."""
@@ -260,7 +260,8 @@ def _training(axes: Any, result: Comparison) -> None:
         if place == 0:
             continue
         for kind, marker in (("losses", "o"), ("grad_norms", "^")):
-            apart = [_deviation(a, b) for a, b in zip(getattr(reference, kind), getattr(run, kind), strict=True)]
+            pairs = zip(getattr(reference, kind), getattr(run, kind), strict=True)
+            apart = [max(deviation(a, b), _SMALLEST_DEVIATION) for a, b in pairs]  # NaN stays NaN
             label = ("loss" if kind == "losses" else "grad-norm") if place == 1 else None
             deviations.plot(steps, apart, marker, color=_color(place), markersize=3.5, alpha=0.75, mew=0, label=label)
     losses.legend(fontsize=8, frameon=False)
@@ -306,9 +307,3 @@ def _two_lines(name: str) -> str:
         return name
     middle = min(breaks, key=lambda index: abs(index - len(name) / 2))
     return f"{name[: middle + 1]}\n{name[middle + 1 :]}"
-
-
-def _deviation(a: float | None, b: float | None) -> float:
-    if a is None or b is None:
-        return float("nan")
-    return max(abs(b - a) / abs(a) if a else abs(b - a), _SMALLEST_DEVIATION)

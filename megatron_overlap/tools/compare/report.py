@@ -15,9 +15,8 @@ from markupsafe import Markup
 from rich import box
 from rich.table import Table
 
-from megatron_overlap.tools.compare.breakdown import Breakdown, breakdowns, op_label
 from megatron_overlap.tools.compare.comparison import Comparison, RunSummary, Spread, comparison_content
-from megatron_overlap.tools.compare.timeline import StepTimeline, timelines
+from megatron_overlap.tools.compare.traced_steps import Breakdown, StepTimeline, breakdowns, timelines
 
 JSON_FILE, PNG_FILE, HTML_FILE = "compare.json", "compare.png", "compare.html"
 RUNS_FOLDER = "runs"
@@ -99,7 +98,6 @@ def html(result: Comparison, configs: Mapping[str, str], runs_folder: Path) -> s
     environment = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
     environment.filters["breakable"] = _breakable
     environment.filters["image"] = lambda svg: f"data:image/svg+xml;base64,{base64.b64encode(svg).decode('ascii')}"
-    parts = breakdowns(result)
     steps, step_notes = _steps(result, runs_folder)
     return environment.get_template("compare.html.j2").render(
         headline=headline(result),
@@ -108,7 +106,7 @@ def html(result: Comparison, configs: Mapping[str, str], runs_folder: Path) -> s
         overview=draw_overview(result, "svg", _caption(result)),
         timeline=draw_timelines(steps) if steps else None,
         timeline_notes=step_notes,
-        breakdowns=[(part, draw_breakdown(part)) for part in parts],
+        breakdowns=[(part, draw_breakdown(part)) for part in breakdowns(result)],
         floor_note=floor_note,
         ms=partial(_ms, form=",.1f"),
         signed=partial(_ms, form="+,.1f"),
@@ -116,7 +114,6 @@ def html(result: Comparison, configs: Mapping[str, str], runs_folder: Path) -> s
         rows=rows(result),
         notes=notes(result),
         from_logs=from_logs(result),
-        exposed=() if parts else exposed_rows(result),  # the breakdowns contain these figures
         fallbacks=fallback_lines(result),
         configs=configs,
     )
@@ -198,19 +195,6 @@ def rows(result: Comparison) -> list[Row]:
         Row("overlapped calls", tuple(_calls(run) for run in runs)),
         Row("sent by overlapped calls, MiB", tuple(_sent(run) for run in runs)),
         Row("calls on the stock path", tuple(_fallbacks(run) for run in runs)),
-    ]
-
-
-def exposed_rows(result: Comparison) -> list[Row]:
-    """Exposed communication of a step by op and direction, the mean over steps; empty if no run recorded events."""
-    recorded = [run.exposed.by_op if run.exposed is not None else None for run in result.runs]
-    largest: dict[tuple[str, str], float] = {}
-    for by_op in recorded:
-        for key, time_ms in (by_op or {}).items():
-            largest[key] = max(largest.get(key, 0.0), time_ms)
-    return [
-        Row(op_label(key), tuple(_number(None if ops is None else ops.get(key, 0.0), "{:.2f} ms") for ops in recorded))
-        for key in sorted(largest, key=lambda key: (-largest[key], key))
     ]
 
 

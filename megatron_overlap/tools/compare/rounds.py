@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +11,8 @@ from megatron_overlap.config import ConfigError, LaunchConfig, load_launch_confi
 from megatron_overlap.tools.compare.comparison import WARM_UP_ITERATIONS
 from megatron_overlap.tools.launch.netlab import NetlabError
 from megatron_overlap.tools.launch.plan import LaunchPlan, execute, plan
-from megatron_overlap.tools.launch.processes import RunError
+from megatron_overlap.tools.launch.processes import OnLine, RunError
 from megatron_overlap.tools.launch.run_records import RunRecord, RunRecordError, read_run
-
-_ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+\s*\|.*?elapsed time per iteration \(ms\):\s*([\d.]+)")
 
 # Runs that differ in one of these compute different losses.
 _MUST_AGREE = ("data.kind", "data.path", "data.split")
@@ -54,25 +50,6 @@ class Selection:
     configs: tuple[LaunchConfig, ...]
     serial: int | None
     notes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Progress of a comparison.
-
-    Attributes:
-        round: number of the round, from 1.
-        rounds: number of rounds.
-        name: name of the current run.
-        iteration: last completed iteration; 0 before the first.
-        step_time_ms: time of that iteration as Megatron logs it; None before the first.
-    """
-
-    round: int
-    rounds: int
-    name: str
-    iteration: int
-    step_time_ms: float | None
 
 
 @dataclass(frozen=True)
@@ -123,7 +100,8 @@ def run_rounds(
     rounds: int,
     folder: Path,
     *,
-    on_progress: Callable[[Progress], None] = lambda progress: None,
+    on_launch: Callable[[str], None] = lambda text: None,
+    on_line: OnLine | None = None,
     on_note: Callable[[str], None] = lambda text: None,
 ) -> list[Recorded]:
     """Launch every config once in each round, in alternating order, and read the records.
@@ -134,7 +112,8 @@ def run_rounds(
         configs: their names must differ.
         rounds: number of rounds.
         folder: gets a folder `round{i}-{name}` for each launch.
-        on_progress: called at the start of a launch and after each of its iterations.
+        on_launch: called before each launch with its round and name.
+        on_line: called with (rank, line) for every line of output.
         on_note: called with each new note, such as a fallback of the network.
 
     Raises:
@@ -155,9 +134,12 @@ def run_rounds(
 
     for number, planned in enumerate(plans, start=1):
         for index in launch_order(number, len(configs)):
-            progress = Progress(number, rounds, configs[index].name, 0, None)
-            on_progress(progress)
-            records[index].append(_launch(planned[index], progress, on_progress, note_once))
+            name = configs[index].name
+            on_launch(f"round {number}/{rounds}  {name}")
+            try:
+                records[index].append(_launch(planned[index], on_line, note_once))
+            except (RunError, NetlabError, RunRecordError) as error:
+                raise LaunchFailedError(f"round {number} of {rounds}, {name}: {error}") from error
             links[index] = link_of(planned[index])
     return [Recorded(tuple(each), link) for each, link in zip(records, links, strict=True)]
 
@@ -185,23 +167,9 @@ def link_of(launch_plan: LaunchPlan) -> dict[str, Any]:
     return {"kind": "cuda", "description": launch_plan.link}
 
 
-def _launch(
-    launch_plan: LaunchPlan,
-    start: Progress,
-    on_progress: Callable[[Progress], None],
-    on_note: Callable[[str], None],
-) -> RunRecord:
-    def on_line(rank: int, line: str) -> None:
-        found = _ITERATION.search(line)
-        if found is not None:
-            on_progress(dataclasses.replace(start, iteration=int(found[1]), step_time_ms=float(found[2])))
-
-    config = launch_plan.config
-    try:
-        execute(launch_plan, on_line=on_line, on_note=on_note)
-        return read_run(launch_plan.run_dir, config.world_size, config.train.iterations)
-    except (RunError, NetlabError, RunRecordError) as error:
-        raise LaunchFailedError(f"round {start.round} of {start.rounds}, {config.name}: {error}") from error
+def _launch(launch_plan: LaunchPlan, on_line: OnLine | None, on_note: Callable[[str], None]) -> RunRecord:
+    execute(launch_plan, on_line=on_line, on_note=on_note)
+    return read_run(launch_plan.run_dir, launch_plan.config.world_size, launch_plan.config.train.iterations)
 
 
 def _has_overlap(config: LaunchConfig) -> bool:

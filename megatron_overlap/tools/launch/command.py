@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +15,7 @@ from megatron_overlap.config import ConfigError, LaunchConfig, load_launch_confi
 from megatron_overlap.config.resources import config_file
 from megatron_overlap.tools.launch.downscale import downscale
 from megatron_overlap.tools.launch.netlab import NetlabError
-from megatron_overlap.tools.launch.plan import execute, plan
+from megatron_overlap.tools.launch.plan import execute, plan, unused_folder
 from megatron_overlap.tools.launch.processes import RunError
 from megatron_overlap.tools.launch.rehearsal import changes_table, max_local_ranks, steps_table
 from megatron_overlap.tools.launch.rehearsal import rehearse as run_rehearsal
@@ -86,7 +85,7 @@ def launch(
     cfg = load_launch_config(config, overrides or (), inputs=not dry_run)
     if cfg.launch.nodes > 1 and not dry_run:
         require_shared_options("launch", rendezvous, run_dir, cfg.launch.nodes)
-    folder = run_dir if run_dir is not None else new_run_dir(cfg)
+    folder = run_dir if run_dir is not None else unused_folder(cfg.launch.output_dir, cfg.name)
     try:
         launch_plan = plan(cfg, folder, rendezvous=rendezvous)
     except ConfigError as error:  # the plan knows the config's name; the message names its file
@@ -114,7 +113,7 @@ def _rehearse(config: Path, overrides: Sequence[str], run_dir: Path | None, max_
     """Downscale the config, run it with and without the overlap, print the changes and the verdict."""
     cfg = load_launch_config(config, overrides)
     downscaled, changes = downscale(cfg, max_ranks or max_local_ranks())
-    folder = run_dir if run_dir is not None else new_run_dir(downscaled)
+    folder = run_dir if run_dir is not None else unused_folder(cfg.launch.output_dir, downscaled.name)
     # Rich wraps at 80 columns if the output is not a terminal.
     console = Console(width=None if sys.stdout.isatty() else 150, markup=False)
     console.print(changes_table(changes))
@@ -164,15 +163,6 @@ def _emit_slurm(config: Path, arguments: list[str], baseline: str | None) -> int
         raise ConfigError("command line", "launch --emit-slurm", files[0], f"{reason}; name a file to write") from error
     print(f"{files[0]}: {len(configs)} run(s) on {configs[0].launch.nodes} node(s); submit it with: sbatch {files[0]}")
     return 0
-
-
-def new_run_dir(cfg: LaunchConfig) -> Path:
-    """An unused folder name in `launch.output_dir`: the name of the config and the time."""
-    stem = Path(cfg.launch.output_dir) / f"{cfg.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder, number = stem, 2
-    while folder.exists():
-        folder, number = stem.with_name(f"{stem.name}-{number}"), number + 1
-    return folder
 
 
 def require_shared_options(command: str, rendezvous: str | None, run_dir: Path | None, nodes: int) -> None:

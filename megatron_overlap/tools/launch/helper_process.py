@@ -289,8 +289,7 @@ def supervise(argv: list[str]) -> int:
     """`supervise LABEL OWNER_PID STATUS_FD STOP_FD PROGRAM ARGS...`: run one rank.
 
     Writes `{"code": exit code or -signal, "time": CLOCK_MONOTONIC in seconds}` to STATUS_FD when the rank ends. Kills
-    the rank and its descendants when STOP_FD has a byte or when the owner process ends. LABEL identifies the owner for
-    `orphans`.
+    the rank and its descendants when STOP_FD has a byte or when the owner process ends. LABEL names the owner in `ps`.
     """
     owner, status_fd, stop_fd, program = int(argv[1]), int(argv[2]), int(argv[3]), argv[4:]
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher sends it to the process group, for the rank

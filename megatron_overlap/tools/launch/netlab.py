@@ -20,16 +20,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from megatron_overlap.tools.launch import orphans
-
-_HELPER_FILE = str(Path(__file__).with_name("helper_process.py"))
-HELPER = (sys.executable, "-I", "-S", _HELPER_FILE)
+HELPER = (sys.executable, "-I", "-S", str(Path(__file__).with_name("helper_process.py")))
 INTERFACE = "eth0"
 INTRA_NODE_INTERFACE = "eth1"
 MAX_HOSTS = 250
 # Jumbo frames: headers take 0.7 % of the rate, against 4.4 % with frames of 1500 bytes.
 MTU_BYTES = 9000
 _NETWORK = ipaddress.ip_network("10.77.0.0/16")
+
+
+def owner_label() -> str:
+    """The word on the command line of a helper that names its owner, for people who read `ps`."""
+    return f"megatron_overlap:mo{os.getpid()}:"
 
 
 class NetlabError(RuntimeError):
@@ -202,9 +204,8 @@ class Netlab:
             raise NetlabError(f"needs Linux; this is {sys.platform}")
         if self._holder is not None:
             raise NetlabError("the lab is already open")
-        orphans.remove()
         self._holder = subprocess.Popen(
-            [*HELPER, "hold", orphans.label(), json.dumps(self._spec())],
+            [*HELPER, "hold", owner_label(), json.dumps(self._spec())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -8,15 +8,16 @@ import os
 import shlex
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_overlap.config import ConfigError, LaunchConfig, dump_config, to_megatron_args
 from megatron_overlap.config.resources import resource_folder
-from megatron_overlap.tools.launch.netlab import Link, Netlab, NetlabError
+from megatron_overlap.tools.launch.netlab import Netlab, NetlabError
 from megatron_overlap.tools.launch.processes import OnLine, RankCommand, RunResult, run_ranks
-from megatron_overlap.tools.launch.ranks import worker_commands
+from megatron_overlap.tools.launch.ranks import inside, worker_commands
 
 CONFIG_FILE, LOG_FOLDER = "config.yaml", "logs"
 ANY_RENDEZVOUS = "HEAD_NODE:29400"
@@ -70,21 +71,23 @@ def plan(cfg: LaunchConfig, run_dir: Path, *, rendezvous: str | None = None) -> 
         rendezvous: HOST:PORT of the first node, for several nodes.
 
     Raises:
-        ConfigError: launch.hosts is out of range, or the training script does not exist.
+        ConfigError: the training script does not exist.
     """
     if cfg.launch.device == "cuda":
         return _on_gpus(cfg, run_dir, rendezvous)
     lab = _lab(cfg)
     argv = [sys.executable, "-m", "megatron_overlap", *entry_args(cfg, run_dir)]
-    commands = worker_commands(
-        argv,
-        cfg.world_size,
-        lab=lab,
-        threads=cfg.launch.threads_per_rank,
-        env={"PYTHONUNBUFFERED": "1"},
-        wrap=False,
-    )
+    commands = worker_commands(argv, cfg.world_size, lab=lab, threads=cfg.launch.threads_per_rank)
     return LaunchPlan(cfg, run_dir, tuple(commands), lab, _describe(lab))
+
+
+def unused_folder(parent: str, name: str) -> Path:
+    """A folder in `parent` that does not exist: the name and the time."""
+    stem = Path(parent) / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder, number = stem, 2
+    while folder.exists():
+        folder, number = stem.with_name(f"{stem.name}-{number}"), number + 1
+    return folder
 
 
 def over_loopback(cfg: LaunchConfig) -> LaunchConfig:
@@ -135,22 +138,8 @@ def _lab(cfg: LaunchConfig) -> Netlab | None:
     hosts = cfg.launch.hosts
     if hosts is None:
         return None
-    try:
-        link = Link(hosts.gbps, hosts.latency_ms, _bytes(hosts.burst_kib))
-        return Netlab(hosts.hosts, ranks_per_host=hosts.ranks_per_host, links=[link] * hosts.hosts)
-    except ValueError as error:
-        key, value, remedy = str(error).split(": ", 2)
-        if key == "burst_bytes":
-            key, value, remedy = (
-                "burst_kib",
-                str(hosts.burst_kib),
-                "must hold two frames of 9000 bytes; use 18, or null",
-            )
-        raise ConfigError(cfg.name, f"launch.hosts.{key}", value, remedy) from error
-
-
-def _bytes(kib: int | None) -> int | None:
-    return kib * 1024 if kib is not None else None
+    burst_bytes = None if hosts.burst_kib is None else hosts.burst_kib * 1024
+    return Netlab(hosts.hosts, hosts.gbps, hosts.ranks_per_host, hosts.latency_ms, burst_bytes)
 
 
 def _describe(lab: Netlab | None) -> str:
@@ -231,11 +220,8 @@ def execute(
         on_note(f"the machine cannot make launch.hosts: {error}; running over loopback without a rate limit")
         return _run(plan(over_loopback(launch_plan.config), launch_plan.run_dir), on_line)
     with contextlib.closing(lab):
-        commands = [
-            dataclasses.replace(command, argv=lab.wrap(lab.host_of(command.rank), command.argv))
-            for command in launch_plan.commands
-        ]
-        return _run(dataclasses.replace(launch_plan, commands=tuple(commands)), on_line)
+        commands = tuple(inside(lab, launch_plan.commands))
+        return _run(dataclasses.replace(launch_plan, commands=commands), on_line)
 
 
 def _run(launch_plan: LaunchPlan, on_line: OnLine | None) -> RunResult:

@@ -8,7 +8,6 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -18,12 +17,11 @@ from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
-from megatron_overlap.tools.launch import orphans
+from megatron_overlap.tools.launch.netlab import HELPER, owner_label
 
 OnLine = Callable[[int, str], None]
 """Called with the number of a rank and one line of its output."""
 
-_SUPERVISE = (sys.executable, "-I", "-S", str(Path(__file__).with_name("helper_process.py")), "supervise")
 LAST_LINES = 20
 GRACE_S = 10.0
 """Seconds from SIGTERM to SIGKILL."""
@@ -139,10 +137,10 @@ class _Rank:
         self._log: BinaryIO = log.open("wb")
         status_read, status_write = os.pipe()
         stop_read, self._stop = os.pipe()
-        numbers = [orphans.label(), str(os.getpid()), str(status_write), str(stop_read)]
+        numbers = [owner_label(), str(os.getpid()), str(status_write), str(stop_read)]
         try:
             self.process = subprocess.Popen(
-                [*_SUPERVISE, *numbers, *command.argv],
+                [*HELPER, "supervise", *numbers, *command.argv],
                 env={**os.environ, **command.env},
                 cwd=command.cwd,
                 stdin=subprocess.DEVNULL,
@@ -358,7 +356,6 @@ def run_ranks(
     if not numbers or len(set(numbers)) != len(numbers):
         raise ValueError(f"commands: ranks {numbers}: give at least one, and each rank once")
     log_dir.mkdir(parents=True, exist_ok=True)
-    orphans.remove()
     started = time.monotonic()
     deadline = started + timeout_s if timeout_s is not None else float("inf")
     with _signals_as_exceptions():

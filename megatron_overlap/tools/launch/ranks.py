@@ -7,7 +7,8 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_overlap.tools.launch.netlab import Netlab
@@ -43,6 +44,7 @@ def rank_env(rank: int, world_size: int, ranks_per_host: int, port: int, threads
         "LOCAL_WORLD_SIZE": str(ranks_per_host),
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": str(threads),
+        "PYTHONUNBUFFERED": "1",
         **{name: value for name, value in MALLOC_ENV.items() if name not in os.environ},
     }
 
@@ -53,17 +55,9 @@ def loopback_env() -> dict[str, str]:
 
 
 def worker_commands(
-    argv: Sequence[str],
-    world_size: int,
-    *,
-    lab: Netlab | None = None,
-    threads: int = 1,
-    env: Mapping[str, str] | None = None,
-    wrap: bool = True,
+    argv: Sequence[str], world_size: int, *, lab: Netlab | None = None, threads: int = 1
 ) -> list[RankCommand]:
-    """The commands of `world_size` ranks that execute `argv` in `lab` or over loopback.
-
-    `wrap=False` omits the prefix that enters the lab; the lab then need not be open.
+    """The commands of `world_size` ranks that execute `argv` over loopback, or on the hosts of `lab` after `inside`.
 
     Raises:
         ValueError: the lab has another number of ranks.
@@ -76,71 +70,44 @@ def worker_commands(
     for rank in range(world_size):
         values = rank_env(rank, world_size, lab.ranks_per_host if lab else world_size, port, threads)
         if lab is None:
-            commands.append(RankCommand(rank, list(argv), {**values, **loopback_env(), **(env or {})}))
-            continue
-        host = lab.host_of(rank)
-        values |= {**lab.env(host), **(env or {})}
-        inside = lab.wrap(host, argv) if wrap else list(argv)
-        commands.append(RankCommand(rank, inside, values, lab.host_name(host)))
+            commands.append(RankCommand(rank, argv, values | loopback_env()))
+        else:
+            host = lab.host_of(rank)
+            commands.append(RankCommand(rank, argv, values | lab.env(host), lab.host_name(host)))
     return commands
 
 
+def inside(lab: Netlab, commands: Sequence[RankCommand]) -> list[RankCommand]:
+    """The commands with the prefix that enters the hosts of an open lab."""
+    return [replace(each, argv=lab.wrap(lab.host_of(each.rank), each.argv)) for each in commands]
+
+
 def run_workers(
-    program: str | os.PathLike[str],
+    script: str | os.PathLike[str],
     args: Sequence[str],
     world_size: int,
     *,
-    hosts: int | None = None,
-    gbps: float = 1.0,
     lab: Netlab | None = None,
-    threads: int = 1,
-    env: Mapping[str, str] | None = None,
-    log_dir: Path | None = None,
     timeout_s: float | None = None,
     on_line: OnLine | None = None,
 ) -> RunResult:
-    """Run `program` as `world_size` ranks and return when all ranks have ended.
+    """Run a Python script as `world_size` ranks and return when all ranks have ended.
 
     Args:
-        program: path of a Python script, or name of a module.
+        script: path of the script.
         args: arguments, equal for all ranks.
         world_size: number of ranks. The environment has RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
-        hosts: number of hosts of a new netlab, which share the ranks evenly. None: loopback.
-        gbps: rate of each host's link in Gbit/s, with `hosts`.
-        lab: an open lab, instead of `hosts` and `gbps`; it stays open.
-        threads: OMP_NUM_THREADS of each rank.
-        env: additions to the environment of every rank.
-        log_dir: folder of `rank{r}.log`; None: a temporary folder, which is removed after success.
+        lab: the open lab whose hosts share the ranks evenly; None: loopback.
         timeout_s, on_line: as for `run_ranks`.
 
     Raises:
-        ValueError: the hosts do not divide the ranks, or both `hosts` and `lab` are given.
-        NetlabError: this machine cannot make a lab.
-        RankFailed, RunTimeout: as for `run_ranks`.
+        ValueError: the lab has another number of ranks.
+        RankFailed, RunTimeout: as for `run_ranks`; the text names a log file, which stays.
     """
-    if hosts is not None:
-        if lab is not None:
-            raise ValueError("hosts: give hosts or lab, not both")
-        if hosts < 1 or world_size % hosts:
-            raise ValueError(f"hosts: {hosts}: must divide the {world_size} ranks")
-        with Netlab(hosts, gbps, world_size // hosts) as made:
-            return run_workers(
-                program,
-                args,
-                world_size,
-                lab=made,
-                threads=threads,
-                env=env,
-                log_dir=log_dir,
-                timeout_s=timeout_s,
-                on_line=on_line,
-            )
-    name = os.fspath(program)
-    start = [name] if name.endswith(".py") or Path(name).is_file() else ["-m", name]
-    argv = [sys.executable, "-u", *start, *args]
-    commands = worker_commands(argv, world_size, lab=lab, threads=threads, env=env)
-    folder = log_dir or Path(tempfile.mkdtemp(prefix="megatron_overlap_"))
+    commands = worker_commands([sys.executable, os.fspath(script), *args], world_size, lab=lab)
+    if lab is not None:
+        commands = inside(lab, commands)
+    folder = Path(tempfile.mkdtemp(prefix="megatron_overlap_"))
     result = run_ranks(commands, timeout_s=timeout_s, log_dir=folder, on_line=on_line)
-    if log_dir is None:  # after a failure the folder stays: the message names a log in it
-        shutil.rmtree(folder)
+    shutil.rmtree(folder)
     return result

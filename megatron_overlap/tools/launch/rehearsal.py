@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from rich.table import Table
 from megatron_overlap.config import LaunchConfig, without_overlap
 from megatron_overlap.tools.launch.downscale import Change
 from megatron_overlap.tools.launch.plan import execute, plan
-from megatron_overlap.tools.launch.run_records import PluginReport, RunRecord, read_run
+from megatron_overlap.tools.launch.run_records import PluginReport, RunRecord, deviation, read_run
 
 # Largest relative deviation from the stock path over the steps, (loss, grad-norm). fp32: the sums have another order,
 # see docs/numerics.md. bf16: one eps for the loss, which is a mean over tokens. Grad-norm: the stock path in bf16
@@ -104,13 +103,6 @@ def compare_runs(stock: RunRecord, overlapped: RunRecord, downscaled: LaunchConf
     if expected and (report is None or not report.overlapped_calls):
         failures.append("overlap.tensor is on, but no call was overlapped")
     return Rehearsal(steps, bounds, report, tuple(failures))
-
-
-def deviation(a: float | None, b: float | None) -> float:
-    """Relative deviation |b - a| / |a|. NaN if a value is missing or not finite."""
-    if a is None or b is None or not (math.isfinite(a) and math.isfinite(b)):
-        return math.nan
-    return abs(b - a) / abs(a) if a else abs(b - a)
 
 
 def changes_table(changes: Sequence[Change]) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,6 +111,13 @@ def read_run(run_dir: Path, world_size: int, iterations: int) -> RunRecord:
         report=_read_reports(run_dir, world_size),
         exposed=_exposed(steps),
     )
+
+
+def deviation(a: float | None, b: float | None) -> float:
+    """Relative deviation |b - a| / |a|. NaN if a value is missing or not finite."""
+    if a is None or b is None or not (math.isfinite(a) and math.isfinite(b)):
+        return math.nan
+    return abs(b - a) / abs(a) if a else abs(b - a)
 
 
 def _read_steps(path: Path, iterations: int) -> list[dict[str, Any]]:

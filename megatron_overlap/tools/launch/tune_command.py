@@ -18,9 +18,9 @@ from megatron_overlap.config import ConfigError, LaunchConfig, load_launch_confi
 from megatron_overlap.config.resources import config_file
 from megatron_overlap.counters import AutotuneLine
 from megatron_overlap.session_report import autotune_table
-from megatron_overlap.tools.launch.command import iteration_of, new_run_dir, require_shared_options
+from megatron_overlap.tools.launch.command import iteration_of, require_shared_options
 from megatron_overlap.tools.launch.netlab import NetlabError
-from megatron_overlap.tools.launch.plan import execute, plan
+from megatron_overlap.tools.launch.plan import execute, plan, unused_folder
 from megatron_overlap.tools.launch.processes import RunError
 
 _FIRST_STEPS = 2
@@ -44,7 +44,7 @@ def tune(
     cfg = short_run(str(config), load_launch_config(config, overrides or ()))
     if cfg.launch.nodes > 1:
         require_shared_options("tune", rendezvous, run_dir, cfg.launch.nodes)
-    folder = run_dir if run_dir is not None else new_run_dir(cfg)
+    folder = run_dir if run_dir is not None else unused_folder(cfg.launch.output_dir, cfg.name)
     # Rich wraps at 80 columns if the output is not a terminal.
     console = Console(width=None if sys.stdout.isatty() else 150, markup=False)
     try:

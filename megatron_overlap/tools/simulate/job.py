@@ -102,7 +102,7 @@ class Job:
 
     def flops(self, attention: Attention = "causal") -> float:
         """Model FLOPs of a step, in the convention of `tools.compare.flops`."""
-        return token_flops(self.model, self.seq_length, self.vocabulary, attention).total * self.tokens
+        return sum(token_flops(self.model, self.seq_length, self.vocabulary, attention).values()) * self.tokens
 
     def layer_parameters(self) -> int:
         """Parameters of one layer over all tensor ranks."""

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from megatron_overlap.tools.compare import report
-from megatron_overlap.tools.compare.breakdown import COMPUTATION, REMAINING_WAITS, Breakdown, breakdowns
 from megatron_overlap.tools.compare.comparison import Comparison, compare, comparison_content
+from megatron_overlap.tools.compare.traced_steps import COMPUTATION, REMAINING_WAITS, Breakdown, breakdowns
 from megatron_overlap.tools.launch.run_records import RunRecord, StepExposed
 from tests.tools.compare.samples import record, side
 

@@ -1,11 +1,9 @@
-"""The figures of a comparison from known records, and its statistics by hand and against numpy."""
+"""The figures of a comparison from known records."""
 
 from __future__ import annotations
 
 import math
-import random
 
-import numpy
 import pytest
 
 from megatron_overlap.tools.compare.comparison import (
@@ -15,7 +13,6 @@ from megatron_overlap.tools.compare.comparison import (
     comparison_content,
     max_deviation,
     paired_ratios,
-    percentile,
 )
 from tests.tools.compare.samples import LINK, record, side
 
@@ -92,19 +89,6 @@ def test_unknown_flops_are_null() -> None:
     assert result["runs"][0]["tflops_per_device"] is None
     assert result["runs"][0]["mfu"] is None
     assert result["runs"][0]["tokens_per_s"] > 0
-
-
-def test_percentiles_equal_those_of_numpy() -> None:
-    draw = random.Random(1)
-    for size in (1, 2, 3, 7, 40):
-        values = [draw.random() for _ in range(size)]
-        for percent in (0, 20, 50, 80, 100):
-            assert percentile(values, percent) == pytest.approx(float(numpy.percentile(values, percent)), rel=1e-12)
-
-
-def test_an_empty_sample_has_no_percentile() -> None:
-    with pytest.raises(ValueError, match="at least one"):
-        percentile([], 50)
 
 
 def test_spread_by_hand() -> None:

@@ -129,7 +129,7 @@ def test_without_permission_for_namespaces_launch_fails_or_reports_loopback(conf
     [
         (
             ["launch.hosts.hosts=252", "train.global_batch_size=126"],
-            "{config}: launch.hosts.hosts: 252: must be between",
+            "{config} (override): launch.hosts.hosts: 252: use a whole number",
         ),
         (["launch.entry=/no/such.py"], "{config} (override): launch.entry: /no/such.py: no such file"),
         (["launch.hosts.gpbs=1"], "{config} (override): launch.hosts.gpbs: 1: unknown key; did you mean gbps?"),

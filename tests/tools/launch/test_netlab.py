@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_overlap.tools.launch import netlab, orphans
+from megatron_overlap.tools.launch import netlab
 from megatron_overlap.tools.launch.netlab import Link, Netlab, NetlabError
 from megatron_overlap.tools.launch.ranks import run_workers
 from tests.tools.launch.watch import helpers_of, holders, still_held, wait_for
@@ -107,9 +107,8 @@ def test_gloo_uses_the_links(tmp_path: Path) -> None:
         "dist.destroy_process_group()\n"
     )
     lines: list[str] = []
-    run_workers(
-        script, [], 2, hosts=2, gbps=0.4, timeout_s=60, on_line=lambda rank, line: lines.append(f"{rank} {line}")
-    )
+    with Netlab(hosts=2, gbps=0.4) as lab:
+        run_workers(script, [], 2, lab=lab, timeout_s=60, on_line=lambda rank, line: lines.append(f"{rank} {line}"))
     seconds = next(float(line.split()[2]) for line in lines if line.startswith("0 seconds"))
     assert is_limited(4 * (1 << 20) * 8 / 1e9 / seconds, 0.4)
 
@@ -215,39 +214,6 @@ def test_a_killed_owner_leaves_no_helper_and_no_namespace() -> None:
         assert wait_for(lambda: not helpers_of(owner.pid) and not still_held(namespace, holder_pids))
     finally:
         os.kill(forked, signal.SIGKILL)
-
-
-def test_the_next_lab_removes_a_stopped_helper_of_a_dead_owner() -> None:
-    dead, dead_forked, dead_namespace = start_owner()
-    live, live_forked, live_namespace = start_owner()
-    try:
-        holder_pids = holders(dead_namespace)
-        for owner in (dead, live):
-            os.kill(helpers_of(owner.pid)[0], signal.SIGSTOP)
-        end(dead)
-        assert not set(orphans.find()) & set(helpers_of(live.pid))
-        with Netlab(hosts=1):
-            assert wait_for(lambda: not still_held(dead_namespace, holder_pids))
-            assert len(helpers_of(live.pid)) == 1
-            assert holders(live_namespace) == helpers_of(live.pid)
-    finally:
-        end(live)
-        for pid in (dead_forked, live_forked):
-            os.kill(pid, signal.SIGKILL)
-        orphans.remove()
-
-
-def test_the_start_time_detects_a_reused_pid(tmp_path: Path) -> None:
-    """A helper with the pid of this process and an earlier start time belongs to a dead owner."""
-    wrong = f"megatron_overlap:mo{os.getpid()}:1"
-    script = "import sys, signal; signal.pause()"
-    helper = subprocess.Popen([sys.executable, "-c", script, wrong])
-    try:
-        # A lab of another test may find and kill it first.
-        assert wait_for(lambda: helper.pid in orphans.find() or helper.poll() == -signal.SIGKILL)
-    finally:
-        helper.kill()
-        helper.wait()
 
 
 # Root without network capabilities, as in most containers. It can read a Python that root installed. The kernel needs

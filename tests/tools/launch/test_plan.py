@@ -128,8 +128,6 @@ def test_a_script_of_the_user(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("launch", "line"),
     [
-        ({"hosts": {**HOSTS, "hosts": 252}}, "tiny: launch.hosts.hosts: 252: must be between 1 and 250"),
-        ({"hosts": {**HOSTS, "burst_kib": 17}}, "tiny: launch.hosts.burst_kib: 17: must hold two frames"),
         ({"entry": "/no/such.py"}, "tiny: launch.entry: /no/such.py: no such file; give the path"),
     ],
 )
