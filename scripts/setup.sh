@@ -1,4 +1,5 @@
 # Sourced by scripts/test.sh, scripts/quickstart.sh and CI: makes .venv with all that the repository needs.
+# `bash scripts/setup.sh te` makes .transformer_engine.
 
 MINIMUM_PYTHON="3.12"
 
@@ -62,3 +63,10 @@ setup_transformer_engine() {
         printf 'megatron_overlap: TransformerEngine is not installed (no network?): its tests skip\n' >&2
     fi
 }
+
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then
+    set -euo pipefail
+    cd "$(dirname "$0")/.."
+    setup_environment
+    if [ "${1:-}" = te ]; then setup_transformer_engine; fi
+fi

@@ -227,8 +227,6 @@ def _device_problems(cfg: LaunchFields) -> Iterator[Problem]:
         return
     if launch.nodes > 1:
         yield Problem("launch.nodes", launch.nodes, "launch.device cpu runs on one node; use 1, or launch.hosts")
-    if train.transformer_impl != "local":
-        yield Problem("train.transformer_impl", train.transformer_impl, "needs launch.device cuda; use local on cpu")
     if train.precision == "fp16":
         yield Problem("train.precision", "fp16", "needs launch.device cuda; use bf16 or fp32 on cpu")
     if train.gradient_accumulation_fusion:

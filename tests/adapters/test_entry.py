@@ -7,6 +7,15 @@ import pytest
 from tests.adapters.megatron_runs import start_ranks
 
 
+def test_te_layers_without_te_name_the_remedy(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit('must not run')\n")
+    flags = ["--overlap-device", "cpu", "--transformer-impl", "transformer_engine"]
+    (done,) = start_ranks(1, [str(script), *flags], env={"MEGATRON_OVERLAP_TE": str(tmp_path)}, timeout_s=60)
+    assert done.returncode == 2, done.stdout
+    assert "scripts/setup.sh te" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("argv", "told"),
     [

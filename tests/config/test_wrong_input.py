@@ -156,7 +156,6 @@ IMPOSSIBLE = [
     override("warm-up", "train.lr_warmup_iterations", "5", "less than the 5 iterations"),
     override("fp16 on cpu", "train.precision", "fp16", "use bf16 or fp32"),
     override("nodes on cpu", "launch.nodes", "2", "one node"),
-    override("engine on cpu", "train.transformer_impl", "transformer_engine", "use local"),
     override("engine overlaps too", "megatron_args.0", "--tp-comm-overlap", "use overlap.tensor.method=none",
              "launch.device=cuda", "megatron_args=[--tp-comm-overlap]"),
     override("fusion on cpu", "train.gradient_accumulation_fusion", "true", "use false or null"),

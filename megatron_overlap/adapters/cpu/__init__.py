@@ -12,12 +12,18 @@ import sys
 
 from megatron_overlap.adapters.cpu import te_kernels
 from megatron_overlap.adapters.cpu.megatron_patches import RNG_LOGGER, QuietRngWarning
+from megatron_overlap.config.resources import transformer_engine_folder
 from megatron_overlap.patching.engine import Engine
 from megatron_overlap.patching.errors import PatchRefusedError
 from megatron_overlap.patching.manifest import load_manifests
 
 TORCH, MEGATRON, TRAINING = "cpu_torch", "cpu_megatron", "cpu_training"
 """The features of the patches."""
+
+TE_MISSING = (
+    "--transformer-impl transformer_engine: TransformerEngine is not installed: run `bash scripts/setup.sh te` in a "
+    "checkout, or name a folder that has the package in MEGATRON_OVERLAP_TE; or use local layers"
+)
 
 
 class CpuMegatron:
@@ -62,15 +68,25 @@ class CpuMegatron:
         self.engine.apply(plan, None)
 
 
-def install() -> CpuMegatron:
+def install(*, te_layers: bool = False) -> CpuMegatron:
     """Adapts torch, then Megatron, to a machine without a GPU.
 
+    Args:
+        te_layers: the run builds TransformerEngine layers: TransformerEngine is taken from its folder where it is not
+            installed.
+
     Raises:
+        ModuleNotFoundError: `te_layers`, and TransformerEngine is neither installed nor in its folder.
         RuntimeError: Megatron or TransformerEngine was imported before: they store originals of torch by value.
         PatchRefusedError: a patch is refused, or megatron-core is not installed.
     """
     if "megatron.core" in sys.modules:
         raise RuntimeError("megatron.core is imported already: adapters.cpu.install() must come before it")
+    if te_layers and importlib.util.find_spec("transformer_engine") is None:
+        folder = transformer_engine_folder()
+        if folder is None:
+            raise ModuleNotFoundError(TE_MISSING, name="transformer_engine")
+        sys.path.append(str(folder))
     adapter = CpuMegatron()
     adapter.install()
     return adapter

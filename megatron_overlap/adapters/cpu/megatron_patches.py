@@ -30,10 +30,10 @@ def norm_for_sequence_parallel(original: Callable[..., Any], session: object) ->
 
 
 def state_before_first_step(original: Callable[..., Any], session: object) -> Callable[..., Any]:
-    """Makes the state of Adam that its first step would make."""
+    """Makes the state of torch's Adam that its first step would make; other optimizers are unchanged."""
 
     def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.optimizer is not None and not self.optimizer.state:
+        if isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW) and not self.optimizer.state:
             for group in self.optimizer.param_groups:
                 for parameter in group["params"]:
                     self.optimizer.state[parameter] = {
@@ -47,14 +47,14 @@ def state_before_first_step(original: Callable[..., Any], session: object) -> Ca
 
 
 def step_of_the_checkpoint(original: Callable[..., Any], session: object) -> Callable[..., Any]:
-    """Sets the step number of the checkpoint, in one tensor per parameter."""
+    """Sets the step number of the checkpoint in torch's Adam, in one tensor per parameter."""
 
     def load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         groups = state_dict.get("optimizer", {}).get("param_groups", ())
         steps = {float(group["step"]) for group in groups if group.get("step") is not None}
         with torch.no_grad():
             result = original(self, state_dict, *args, **kwargs)
-        if self.optimizer is not None and len(steps) == 1:
+        if isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW) and len(steps) == 1:
             step = torch.tensor(steps.pop(), dtype=torch.float32)
             for state in self.optimizer.state.values():
                 state["step"] = step.clone()

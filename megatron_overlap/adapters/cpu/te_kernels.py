@@ -311,6 +311,28 @@ def multi_tensor_adam(
                 parameter.copy_(target)
 
 
+def _scaled_softmax(x: _Tensor, scale: float, mask: _Tensor | None = None) -> _Tensor:
+    """`softmax(scale * x)` over the last dimension, computed in fp32; masked elements, and rows of them, become 0."""
+    with torch.no_grad():
+        scores = x.float() * scale
+        if mask is None:
+            return torch.softmax(scores, -1).to(x.dtype)
+        return torch.softmax(scores.masked_fill(mask, -10000.0), -1).masked_fill(mask, 0).to(x.dtype)
+
+
+def _causal_softmax(x: _Tensor, scale: float) -> _Tensor:
+    """`_scaled_softmax` with a causal mask; the last query sees all keys."""
+    queries, keys = x.shape[-2:]
+    return _scaled_softmax(x, scale, torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1))
+
+
+def _scaled_softmax_backward(dy: _Tensor, y: _Tensor, scale: float) -> _Tensor:
+    """Gradient of `_scaled_softmax` with respect to `x`, from its result `y`."""
+    with torch.no_grad():
+        weighted = dy.float() * y.float()
+        return ((weighted - y.float() * weighted.sum(-1, keepdim=True)) * scale).to(y.dtype)
+
+
 def get_fused_attn_backend(*_: Any) -> tuple[Any, str]:
     """No fused attention: TE's own unfused attention runs."""
     return sys.modules[NATIVE_MODULE].NVTE_Fused_Attn_Backend.NVTE_No_Backend, "there is no GPU"
@@ -333,7 +355,20 @@ KERNELS: dict[str, Callable[..., Any]] = {
         rmsnorm_bwd_add,
         rmsnorm_fwd,
     )
-} | {"swiglu": _FORWARD_SWIGLU, "dswiglu": _BACKWARD_SWIGLU, "gelu": _FORWARD_GELU, "dgelu": _BACKWARD_GELU}
+} | {
+    "scaled_softmax_forward": _scaled_softmax,
+    "scaled_masked_softmax_forward": lambda x, mask, scale: _scaled_softmax(x, scale, mask.bool()),
+    "scaled_upper_triang_masked_softmax_forward": _causal_softmax,
+    "scaled_aligned_causal_masked_softmax_forward": _causal_softmax,
+    "scaled_softmax_backward": _scaled_softmax_backward,
+    "scaled_masked_softmax_backward": _scaled_softmax_backward,
+    "scaled_upper_triang_masked_softmax_backward": _scaled_softmax_backward,
+    "scaled_aligned_causal_masked_softmax_backward": _scaled_softmax_backward,
+    "swiglu": _FORWARD_SWIGLU,
+    "dswiglu": _BACKWARD_SWIGLU,
+    "gelu": _FORWARD_GELU,
+    "dgelu": _BACKWARD_GELU,
+}
 """Every kernel that is implemented, by TE's name."""
 
 

@@ -89,7 +89,12 @@ class ScriptRun:
         if self._device == "cpu":
             from megatron_overlap.adapters import cpu
 
-            cpu.install()
+            try:
+                cpu.install(te_layers=self._builds_te_layers())
+            except ModuleNotFoundError as error:
+                if error.name != "transformer_engine":
+                    raise
+                raise UsageError(f"command line: {error}") from error
         missing = missing_module()
         if missing is not None:
             raise UsageError(
@@ -103,6 +108,11 @@ class ScriptRun:
             self._record(session, self._run_dir)
         if self._rank == 0:
             self._print_report()
+
+    def _builds_te_layers(self) -> bool:
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        parser.add_argument("--transformer-impl")
+        return parser.parse_known_args(self._argv[1:])[0].transformer_impl == "transformer_engine"
 
     def _record(self, session: Session, run_dir: Path) -> None:
         from megatron_overlap.adapters.training.step_recorder import StepRecorder

@@ -137,6 +137,34 @@ def test_activations_equal_autograd(name: str, reference: Callable[[torch.Tensor
     torch.testing.assert_close(te_kernels.KERNELS[f"d{name}"](dy, x, None).double(), leaf.grad, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [("scaled", 8), ("scaled_masked", 8), ("scaled_upper_triang_masked", 6), ("scaled_aligned_causal_masked", 8)],
+)
+def test_softmaxes_equal_autograd(kind: str, keys: int) -> None:
+    x, dy = random(2, 3, 6, keys), random(2, 3, 6, keys, seed=4)
+    masks = {
+        "scaled": torch.zeros(6, keys, dtype=torch.bool),
+        "scaled_masked": random(6, keys) > 0.5,
+        "scaled_upper_triang_masked": torch.ones(6, 6, dtype=torch.bool).triu(1),
+        "scaled_aligned_causal_masked": torch.ones(6, 8, dtype=torch.bool).triu(3),
+    }
+    mask = masks[kind].expand(2, 1, 6, keys)
+    leaf = x.double().requires_grad_()
+    expected = torch.softmax((leaf * 0.25).masked_fill(mask, -math.inf), -1)
+    expected.backward(dy.double())
+    given = (x, mask, 0.25) if kind == "scaled_masked" else (x, 0.25)
+    y = te_kernels.KERNELS[f"{kind}_softmax_forward"](*given)
+    torch.testing.assert_close(y.double(), expected.detach(), rtol=1e-5, atol=1e-6)
+    dx = te_kernels.KERNELS[f"{kind}_softmax_backward"](dy, y, 0.25)
+    torch.testing.assert_close(dx.double(), leaf.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_softmax_of_a_row_that_is_masked_whole_is_zero() -> None:
+    y = te_kernels.KERNELS["scaled_masked_softmax_forward"](random(1, 1, 2, 4), torch.ones(1, 1, 2, 4), 1.0)
+    assert torch.equal(y, torch.zeros_like(y))
+
+
 @pytest.mark.parametrize("decoupled", [False, True])
 @pytest.mark.parametrize("main_params", [False, True])
 def test_adam_equals_torch_for_three_steps(decoupled: bool, main_params: bool) -> None:
