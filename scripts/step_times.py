@@ -1,6 +1,6 @@
 """Measures the reference data of `validate_simulator.py`: a profile of this machine, and training steps.
 
-The profile is made from separately timed GEMMs, operations and messages (`tools/doctor/machine.py`, on two hosts of a
+The profile is made from separately timed GEMMs, operations and messages (`calibrate.py`, on two hosts of a
 netlab), measured several times between the launches; the median of each figure counts. One figure comes from training
 steps: the cost of a tensor library call, from a small model that is not among the compared ones. That model is large
 enough to evict the caches.
@@ -21,20 +21,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import calibrate
+
 from megatron_overlap.autotune.cost_model import CostModel
 from megatron_overlap.config import LaunchConfig, load_launch_config, without_overlap
 from megatron_overlap.config.cluster import ClusterProfile, load_cluster_profile, profile_folder, with_hosts
 from megatron_overlap.tools.compare.rounds import Recorded, run_rounds
-from megatron_overlap.tools.doctor import calibration, machine
 from megatron_overlap.tools.launch.netlab import Netlab
-from megatron_overlap.tools.launch.ranks import run_workers
 from megatron_overlap.tools.simulate.job import job_of
 from megatron_overlap.tools.simulate.step import simulate_step
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = ROOT / "docs" / "results" / "step_times.json"
 LINE_GBPS = 0.5
-"""Rate of the line between the hosts during calibration."""
+"""Rate of the line between the hosts during calibrate."""
 ITERATIONS, WARM_UP = 13, 5
 """Steps of a launch, and the slower steps at its start that do not count."""
 ROUNDS, CALIBRATE_EVERY = 2, 3
@@ -167,10 +167,8 @@ def _write(out: Path, content: Mapping[str, Any]) -> None:
 
 def _calibrate(log: _Print) -> dict[str, Any]:
     """The figures of this machine, on two hosts."""
-    with tempfile.TemporaryDirectory() as folder:
-        with Netlab(hosts=2, gbps=LINE_GBPS) as lab:
-            run_workers(machine.__file__, [folder, "calibrate", "bf16"], 2, lab=lab, timeout_s=120)
-        found: dict[str, Any] = json.loads(Path(folder, "rank0.json").read_text())
+    with Netlab(hosts=2, gbps=LINE_GBPS) as lab:
+        found = calibrate.run_ranks(2, "bf16", lab, timeout_s=120)
     log(f"calibrated: GEMM {found['peak_tflops']:.3f} TFLOP/s a rank")
     return found
 
@@ -212,8 +210,8 @@ def profile_content(measured: Mapping[str, Any], folder: Path) -> dict[str, Any]
     """
     found = measured["calibrations"]
     source = f"measured between the steps, {measured['date']}: medians of {len(found)} calibrations"
-    tree = calibration.profile_tree(medians(found), "bf16", source, LINE_GBPS)
-    tree["base"] = f"{calibration.BASE}.yaml"
+    tree = calibrate.profile_tree(medians(found), "bf16", source, LINE_GBPS)
+    tree["base"] = f"{calibrate.BASE}.yaml"
     config, small_ms = variants(SMALL)["without"], statistics.median(measured["small_steps_ms"])
 
     def modelled_ms(call_us: float) -> float:
@@ -230,7 +228,7 @@ def profile_content(measured: Mapping[str, Any], folder: Path) -> dict[str, Any]
 def stored(tree: Mapping[str, Any], folder: Path) -> ClusterProfile:
     """The profile with this content, read from a file in `folder`."""
     path = folder / "profile.yaml"
-    calibration.write_profile(path, {**tree, "base": str(profile_folder() / tree["base"])})
+    calibrate.write_profile(path, {**tree, "base": str(profile_folder() / tree["base"])})
     return load_cluster_profile(str(path))
 
 

@@ -51,7 +51,6 @@ SHORTENED = (
     Short("megatron-overlap compare configs/llama_tp2_netlab.yaml launch", f"--rounds 1 {TINY}", hosts=True, long=True),
     Short("megatron-overlap compare --logs"),
     Short("megatron-overlap doctor", "--deadline 60"),
-    Short("megatron-overlap doctor --calibrate", "--deadline 60", long=True),
     Short("megatron-overlap launch configs/llama_cp2_varlen", "train.iterations=3", long=True),
     Short("megatron-overlap launch my.yaml", TINY),
     Short("megatron-overlap launch llama3_70b_tp4_pp8_overlap --rehearse", long=True),
@@ -67,6 +66,7 @@ SHORTENED = (
         codes=(0, 1),
         long=True,
     ),
+    Short("python scripts/calibrate.py", long=True),
     Short("python scripts/bench/data_parallel.py", f"{ONE} --layers 2 --hidden 64 --tokens 64", hosts=True, long=True),
     Short("python scripts/bench/ulysses.py", f"{ONE} --sequence 64 --hidden 64 --heads 4 --kv-heads 4", hosts=True),
     Short(

@@ -1,36 +1,36 @@
-"""`megatron-overlap doctor`: versions, devices, environment variables, a self-test on a few ranks, and calibration."""
+"""`megatron-overlap doctor`: versions, devices, environment variables, and a self-test on a few ranks."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
 import os
 import platform
 import shutil
-import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
+import torch.distributed as dist
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from megatron_overlap.comm import close_transport
 from megatron_overlap.comm.symmetric.cuda import local_unsupported_reason
-from megatron_overlap.config import ConfigError
-from megatron_overlap.tools.doctor import calibration, machine
-from megatron_overlap.tools.doctor.gemm_rate import DTYPES, slow_precision_reason
+from megatron_overlap.ops import all_gather_linear, linear_reduce_scatter, reference
+from megatron_overlap.tools.doctor.gemm_rate import slow_precision_reason
 from megatron_overlap.tools.launch.processes import RunError
 from megatron_overlap.tools.launch.ranks import run_workers
 
-TEST_DEADLINE_S, CALIBRATE_DEADLINE_S = 10.0, 60.0
+TEST_DEADLINE_S = 10.0
 VERSIONS = ("megatron-overlap", "megatron-core", "torch", "triton", "transformer-engine", "apex")
 _TOLERANCE = 1e-5
 """Relative; fp32 sums of a few terms in another order."""
@@ -52,27 +52,14 @@ def command(
     deadline: Annotated[
         float, typer.Option("--deadline", min=0.1, help="Seconds after which the self-test has failed.")
     ] = TEST_DEADLINE_S,
-    calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Also measure GEMMs and messages and write a cluster profile.")
-    ] = False,
-    output: Annotated[Path, typer.Option("--output", help="With --calibrate: the profile.")] = Path("calibrated.yaml"),
-    precision: Annotated[
-        str | None,
-        typer.Option(
-            "--precision",
-            help="With --calibrate: fp32, bf16 or fp16; default bf16, or fp32 on a processor without bf16.",
-        ),
-    ] = None,
 ) -> int:
     """Report what works on this machine, what works slower, what is not available, and the reasons."""
-    if precision is not None and precision not in DTYPES:
-        raise ConfigError("command line", "doctor --precision", precision, "use fp32, bf16 or fp16")
     console = Console()
     cuda = torch.cuda.is_available()
     console.print(", ".join(f"{name} {release}" for name, release in versions().items()), highlight=False)
     for line in devices():
         console.print(line, highlight=False, markup=False)
-    slow = slow_precision_reason(precision or "bf16")
+    slow = slow_precision_reason("bf16")
     if slow is not None:
         console.print(slow, highlight=False, soft_wrap=True)
     for name, value, remedy in environment(os.environ, cuda=cuda):
@@ -82,11 +69,7 @@ def command(
     for finding in findings(failure, ranks):
         table.add_row(finding.feature, finding.verdict, finding.reason)
     console.print(table)
-    if failure is not None:
-        return 1
-    if not calibrate:
-        return 0
-    return _calibrate(console, ranks, output, precision or ("bf16" if slow is None else "fp32"))
+    return 0 if failure is None else 1
 
 
 def versions() -> dict[str, str]:
@@ -209,11 +192,12 @@ def _self_test(console: Console, ranks: int, deadline: float) -> str | None:
     """Why the self-test failed; None if it passed."""
     console.print(f"self-test: {ranks} ranks, at most {deadline:g} s ...", highlight=False)
     start = time.perf_counter()
-    try:
-        results = _run("test", ranks, "fp32", deadline)
-    except RunError as error:
-        return str(error)
-    worst = max(result["difference"] for result in results)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            run_workers(__file__, [folder], ranks, timeout_s=deadline)
+        except RunError as error:
+            return str(error)
+        worst = max(float(Path(folder, f"rank{rank}").read_text()) for rank in range(ranks))
     if not worst <= _TOLERANCE:
         return f"overlapped layers differ from plain collectives by {worst:.1e}, more than {_TOLERANCE:.0e}"
     seconds = time.perf_counter() - start
@@ -221,30 +205,36 @@ def _self_test(console: Console, ranks: int, deadline: float) -> str | None:
     return None
 
 
-def _calibrate(console: Console, ranks: int, output: Path, precision: Any) -> int:
-    console.print(f"calibrating in {precision}, at most {CALIBRATE_DEADLINE_S:g} s ...", highlight=False)
-    try:
-        found = _run("calibrate", ranks, precision, CALIBRATE_DEADLINE_S)[0]
-    except RunError as error:
-        console.print(f"calibration failed: {error}", highlight=False, soft_wrap=True)
-        return 1
-    source = f"doctor --calibrate on {socket.gethostname()}, {time.strftime('%Y-%m-%d')}"
-    try:
-        calibration.write_profile(output, calibration.profile_tree(found, precision, source))
-    except OSError as error:
-        remedy = f"{error.strerror}; give a file that can be written"
-        raise ConfigError("command line", "doctor --output", str(output), remedy) from error
-    table = Table("not used for calibration", box=box.SIMPLE_HEAD)
-    for heading in ("measured, us", "modelled, us", "error"):
-        table.add_column(heading, justify="right")
-    for check in calibration.checks(output, found, precision):
-        table.add_row(check.what, f"{check.measured_us:.0f}", f"{check.modelled_us:.0f}", f"{check.error:+.1%}")
-    console.print(table)
-    console.print(f"{output}: for simulate --cluster {output}", highlight=False, soft_wrap=True)
-    return 0
+def _self_test_rank(folder: Path) -> None:
+    """The self-test of one rank; this file is its program. Writes the largest difference to `FOLDER/rank{r}`."""
+    dist.init_process_group("gloo")
+    world = dist.group.WORLD
+    assert world is not None
+    (folder / f"rank{dist.get_rank()}").write_text(str(largest_difference(world)))
+    dist.barrier()
+    close_transport(world)
+    dist.destroy_process_group()
 
 
-def _run(task: str, ranks: int, precision: str, deadline: float) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as folder:
-        run_workers(machine.__file__, [folder, task, precision], ranks, timeout_s=deadline)
-        return [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(ranks)]
+def largest_difference(group: dist.ProcessGroup) -> float:
+    """Largest relative difference from plain collectives over outputs and gradients of both layers."""
+    torch.manual_seed(dist.get_rank(group))
+    size, worst = dist.get_world_size(group), 0.0
+    for overlapped, plain, rows in (
+        (all_gather_linear, reference.all_gather_linear, 48),
+        (linear_reduce_scatter, reference.linear_reduce_scatter, 48 * size),
+    ):
+        x, w = torch.randn(rows, 40), torch.randn(24, 40)
+        results = []
+        for function in (overlapped, plain):
+            leaves = [tensor.clone().requires_grad_() for tensor in (x, w)]
+            y = function(leaves[0], leaves[1], group=group)
+            torch.autograd.backward(y.square().sum())
+            results.append([y.detach(), *(leaf.grad for leaf in leaves)])
+        for ours, theirs in zip(*results, strict=True):
+            worst = max(worst, float((ours - theirs).abs().max() / theirs.abs().max()))
+    return worst
+
+
+if __name__ == "__main__":
+    _self_test_rank(Path(sys.argv[1]))

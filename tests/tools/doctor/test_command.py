@@ -39,15 +39,11 @@ def test_harmful_environment_variables_are_named() -> None:
     assert command.environment({}, cuda=True) == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(["--precision", "fp8"], "--precision: fp8: use fp32, bf16 or fp16"), (["--ranks", "1"], "doctor --ranks: 1")],
-)
-def test_a_wrong_request_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
-    assert cli.main(["doctor", *arguments]) == 2
+def test_a_wrong_request_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--ranks", "1"]) == 2
     printed = capsys.readouterr().err
     assert len(printed.splitlines()) == 1
-    assert message in printed
+    assert "doctor --ranks: 1" in printed
 
 
 @pytest.mark.parametrize(("bf16_gflops", "default"), [(1.0, "fp32"), (12.0, "bf16"), (400.0, "bf16")])

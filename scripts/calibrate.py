@@ -1,16 +1,22 @@
-"""`python -m megatron_overlap.tools.doctor.machine FOLDER TASK PRECISION`: the program that `doctor` runs on each rank.
+"""Measures a cluster profile of this machine for `megatron-overlap simulate`, and the error of its cost model.
 
-Task `test` compares overlapped layers, forward and backward, with plain collectives. Task `calibrate` measures the
-figures of a cluster profile, and a GEMM and a message to check the profile with. Rank r writes `rank{r}.json`.
+    python scripts/calibrate.py [--output calibrated.yaml] [--ranks 2] [--precision fp32|bf16|fp16]
+
+The ranks run together over loopback: GEMMs of the processor, messages and collectives of gloo, also on a machine with
+GPUs. The figures that are not measured are those of the profile `netlab`. `step_times.py` calibrates with it too.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import socket
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,14 +24,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import yaml
 
+from megatron_overlap.autotune.cost_model import TOUCHED, CostModel
 from megatron_overlap.comm import Transport, close_transport, transport_of
 from megatron_overlap.comm.transport import Transfer
-from megatron_overlap.config.cluster import Elementwise
-from megatron_overlap.ops import all_gather_linear, linear_reduce_scatter, reference
+from megatron_overlap.config.cluster import Elementwise, Precision, load_cluster_profile, profile_folder
 from megatron_overlap.schedules import all_gather_plan
-from megatron_overlap.tools.doctor.gemm_rate import DTYPES, gemm_tflops
+from megatron_overlap.tools.doctor.gemm_rate import DTYPES, default_precision, gemm_tflops
+from megatron_overlap.tools.launch.netlab import Netlab
+from megatron_overlap.tools.launch.ranks import run_workers
 
+DEADLINE_S = 60.0
+BASE = "netlab"
+"""The profile with the figures that are not measured."""
 ROWS = (32, 64, 128, 256, 512, 1024)
 HIDDEN, FFN = 1024, 1408
 LAYER = ((HIDDEN, HIDDEN), (HIDDEN, HIDDEN // 2), (2 * FFN, HIDDEN), (HIDDEN, FFN))
@@ -55,28 +67,8 @@ Group = dist.ProcessGroup
 Run = Callable[[], object]
 
 
-def self_test(group: Group) -> dict[str, Any]:
-    """Largest relative difference from plain collectives over outputs and gradients of both layers."""
-    torch.manual_seed(dist.get_rank(group))
-    size, worst = dist.get_world_size(group), 0.0
-    for overlapped, plain, rows in (
-        (all_gather_linear, reference.all_gather_linear, 48),
-        (linear_reduce_scatter, reference.linear_reduce_scatter, 48 * size),
-    ):
-        x, w = torch.randn(rows, 40), torch.randn(24, 40)
-        results = []
-        for function in (overlapped, plain):
-            leaves = [tensor.clone().requires_grad_() for tensor in (x, w)]
-            y = function(leaves[0], leaves[1], group=group)
-            torch.autograd.backward(y.square().sum())
-            results.append([y.detach(), *(leaf.grad for leaf in leaves)])
-        for ours, theirs in zip(*results, strict=True):
-            worst = max(worst, float((ours - theirs).abs().max() / theirs.abs().max()))
-    return {"difference": worst}
-
-
-def calibrate(group: Group, dtype: torch.dtype) -> dict[str, Any]:
-    """The figures that `calibration.profile_tree` needs: times in microseconds, on all ranks at once."""
+def measure(group: Group, dtype: torch.dtype) -> dict[str, Any]:
+    """The figures that `profile_tree` needs: times in microseconds, on all ranks at once."""
     transport, size = transport_of(group), dist.get_world_size(group)
     whole = torch.empty(_COLLECTIVE_BYTES, dtype=torch.uint8)
     shard = torch.empty(_COLLECTIVE_BYTES // size, dtype=torch.uint8)
@@ -296,17 +288,191 @@ def _mean_over_ranks(us: float, group: Group) -> float:
     return float(total.item()) / dist.get_world_size(group)
 
 
-def main(folder: str, task: str, precision: str) -> None:
-    """Run one task on this rank."""
+@dataclass(frozen=True)
+class Check:
+    """A measurement that the profile does not use, and the time that the cost model computes for it."""
+
+    what: str
+    measured_us: float
+    modelled_us: float
+
+    @property
+    def error(self) -> float:
+        """Relative; positive where the modelled time is longer."""
+        return self.modelled_us / self.measured_us - 1
+
+
+def profile_tree(
+    found: Mapping[str, Any], precision: Precision, source: str, line_gbit: float | None = None
+) -> dict[str, Any]:
+    """The content of a profile: measured figures, and the profile `netlab` for all others.
+
+    Args:
+        found: the result of `measure` on any rank.
+        precision: type of the GEMMs.
+        source: time and place of the measurement.
+        line_gbit: rate of the line between hosts with one rank each; None: all ranks are on one host.
+    """
+    figure = partial(_figure, source=source)
+    rates = {int(rows): 2.0 * int(rows) * LAYER_PRODUCT / us for rows, us in found["gemm_us"].items()}
+    best = max(rates.values())
+    peak = max(found["peak_tflops"], best / 1e6)
+    latency, copy = fit_line({int(count): us for count, us in found["message_us"].items()})
+    moved = found["collective_bytes"] * (found["ranks"] - 1) / found["ranks"]
+    link = {
+        "latency_us": figure(latency),
+        "copy_gbps": figure(copy / 1e3),
+        "collective_gbps": figure(_rate(moved, found["all_gather_us"], latency)),
+        "reduce_scatter_gbps": figure(_rate(moved, found["reduce_scatter_us"], latency)),
+        "all_reduce_gbps": figure(_rate(moved, found["all_reduce_us"], latency)),
+    }
+    where = f"{found['ranks']} ranks over loopback"
+    if line_gbit is not None:
+        link["line_gbit"] = figure(line_gbit)
+        where = f"{found['ranks']} hosts on one machine, lines of {line_gbit:g} Gbit/s"
+    moved_rate, lost = _contention(found, copy)
+    return {
+        "base": str(profile_folder() / f"{BASE}.yaml"),
+        "name": "calibrated",
+        "description": f"{where}: {source}; other figures as {BASE}",
+        "devices_per_node": found["ranks"] if line_gbit is None else 1,
+        "device": {
+            "peak_tflops": {key: figure(peak) for key in {"bf16", precision}},
+            "gemm": {
+                "efficiency": figure(min(1.0, best / 1e6 / peak)),
+                "rows": [{"rows": rows, "rate": rate / best} for rows, rate in sorted(rates.items())],
+                "source": source,
+            },
+            "memory_gbps": figure(found["memory_gbps"]),
+            "elementwise": _elementwise(found["elementwise_us"], precision, source),
+            "launch_us": figure(found["launch_us"]),
+        },
+        "inside" if line_gbit is None else "between": link,
+        "contention": {
+            "host_us_per_mb": figure(lost / moved_rate * 1e6),
+            "busy_us": figure(found["busy_us"]),
+            "late": _lateness(found["late_us"], source),
+        },
+    }
+
+
+def fit_line(times_us: Mapping[int, float]) -> tuple[float, float]:
+    """Latency in microseconds and bytes per microsecond: the line of least relative error through message times.
+
+    A time longer than that of a larger message is replaced by it: the receiver was late.
+    """
+    times_us = {count: min(us for other, us in times_us.items() if other >= count) for count in times_us}
+    weights = {count: 1 / us**2 for count, us in times_us.items()}
+    total = sum(weights.values())
+    mean_x = sum(weights[count] * count for count in times_us) / total
+    mean_y = sum(weights[count] * us for count, us in times_us.items()) / total
+    above = sum(weights[count] * (count - mean_x) * (us - mean_y) for count, us in times_us.items())
+    slope = max(above / sum(weights[count] * (count - mean_x) ** 2 for count in times_us), 1e-9)
+    return max(0.0, mean_y - slope * mean_x), 1 / slope
+
+
+def write_profile(path: Path, tree: Mapping[str, Any]) -> None:
+    """Write the whole profile or nothing.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(yaml.safe_dump(dict(tree), sort_keys=False), encoding="utf-8")
+    new.replace(path)
+
+
+def checks(path: Path, found: Mapping[str, Any], precision: Precision) -> list[Check]:
+    """The GEMM and the message that the profile at `path` was not made from."""
+    model = CostModel(load_cluster_profile(str(path)), precision)
+    message_us = model.message_us(CHECK_MESSAGE, model.link(found["ranks"]))
+    return [
+        Check("GEMM {} x {} x {}".format(*CHECK_GEMM), found["check"]["gemm"], model.gemm_us(*CHECK_GEMM)),
+        Check(f"message of {CHECK_MESSAGE >> 20} MiB", found["check"]["message"], message_us),
+    ]
+
+
+def _figure(value: float, source: str) -> dict[str, Any]:
+    return {"value": value, "source": source}
+
+
+def _rate(moved: float, us: float, latency_us: float) -> float:
+    """GB/s of a collective without its latency."""
+    return moved / max(us - latency_us, 0.1 * us) / 1e3
+
+
+def _elementwise(times_us: Mapping[str, Any], precision: Precision, source: str) -> dict[str, Any]:
+    """All rates of the base profile, scaled by one factor: base time over measured time of the timed operations."""
+    base = CostModel(load_cluster_profile(BASE), precision)
+    modelled = sum(
+        base.memory_us(moved * ELEMENTWISE_OUTPUTS[kind] * base.item_bytes, kind, backward=backward) - base.launch_us
+        for kind in ELEMENTWISE_OUTPUTS
+        for backward, moved in zip((False, True), TOUCHED[kind], strict=True)
+    )
+    factor = modelled / sum(sum(times) for times in times_us.values())
+    rates = base.profile.device.elementwise.model_dump(exclude_none=True)
+    return {
+        kind: {key: rate * factor for key, rate in rate_of.items() if key != "source"} | {"source": source}
+        for kind, rate_of in rates.items()
+    }
+
+
+def _lateness(points: list[tuple[float, float]], source: str) -> list[dict[str, Any]]:
+    """Lateness by the time of computation before it, made monotone: noise must not give it a negative slope."""
+    result, least = [], 0.0
+    for computed_us, late_us in points:
+        least = max(least, late_us)
+        result.append({"computed_us": _figure(computed_us, source), "late_us": _figure(least, source)})
+    return result
+
+
+def _contention(found: Mapping[str, Any], copy: float) -> tuple[float, float]:
+    """Bytes per microsecond of messages in both directions, and the share of computation that is lost beside them."""
+    lost_us = max(0.0, found["gemm_beside_us"] - found["gemm_alone_us"])
+    return 2 * copy, lost_us * copy / found["beside_bytes"]
+
+
+def run_ranks(ranks: int, precision: str, lab: Netlab | None = None, timeout_s: float = DEADLINE_S) -> dict[str, Any]:
+    """The figures of rank 0 of `ranks` ranks over loopback, or on the hosts of a lab."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "found.json")
+        run_workers(__file__, ["--worker", str(out), "--precision", precision], ranks, lab=lab, timeout_s=timeout_s)
+        found: dict[str, Any] = json.loads(out.read_text())
+        return found
+
+
+def _rank(out: Path, precision: str) -> None:
     dist.init_process_group("gloo")
     world = dist.group.WORLD
     assert world is not None
-    result = self_test(world) if task == "test" else calibrate(world, DTYPES[precision])
-    Path(folder, f"rank{dist.get_rank()}.json").write_text(json.dumps(result))
+    result = measure(world, DTYPES[precision])
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(result))
     dist.barrier()
     close_transport(world)
     dist.destroy_process_group()
 
 
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("calibrated.yaml"))
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--precision", choices=tuple(DTYPES), default=None)
+    parser.add_argument("--worker", type=Path, default=None, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    precision = args.precision or default_precision()
+    if args.worker is not None:
+        _rank(args.worker, precision)
+        return 0
+    found = run_ranks(args.ranks, precision)
+    source = f"scripts/calibrate.py on {socket.gethostname()}, {time.strftime('%Y-%m-%d')}"
+    write_profile(args.output, profile_tree(found, precision, source))
+    print("not used for calibration: measured, modelled, error")
+    for check in checks(args.output, found, precision):
+        print(f"  {check.what}: {check.measured_us:.0f} us, {check.modelled_us:.0f} us, {check.error:+.1%}")
+    print(f"{args.output}: for simulate --cluster {args.output}")
+    return 0
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sys.exit(main())

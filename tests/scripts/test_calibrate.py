@@ -7,11 +7,24 @@ from typing import Any
 
 import pytest
 
-from megatron_overlap import cli
 from megatron_overlap.autotune.cost_model import TOUCHED, CostModel
 from megatron_overlap.config.cluster import load_cluster_profile, with_hosts
-from megatron_overlap.tools.doctor.calibration import BASE, checks, fit_line, profile_tree, write_profile
-from megatron_overlap.tools.doctor.machine import ELEMENTWISE_OUTPUTS, LAYER, LAYER_PRODUCT, MESSAGES, ROWS
+from scripts import calibrate
+from scripts.calibrate import (
+    BASE,
+    ELEMENTWISE_OUTPUTS,
+    LAYER,
+    LAYER_PRODUCT,
+    MESSAGES,
+    ROWS,
+    checks,
+    fit_line,
+    late_gemms,
+    profile_tree,
+    write_profile,
+)
+from tests.helpers.world import World
+from tests.scripts import calibrate_workers as workers
 
 LATENCY_US = 50.0
 ELEMENTWISE_FACTOR = 0.5
@@ -106,9 +119,26 @@ def test_the_line_through_messages() -> None:
     assert late == fit_line({0: 17.0, 1000: 17.0, 5000: 57.0}), "the receiver of the smallest message was late"
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_each_rank_in_turn_begins_last_and_its_time_counts(world: World, size: int) -> None:
+    answers = world.run(size, workers.apart)
+    (figure,) = {us for us, _ in answers}  # the same on all ranks
+    # The time without the delay before it.
+    assert 1e6 * workers.RUN_S <= figure < 1e6 * workers.RUN_S + 0.9 * workers.APART_US
+    calls = list(zip(*(starts for _, starts in answers), strict=True))
+    last = [starts.index(max(starts)) for starts in calls]
+    # On a busy machine another rank can be later by accident.
+    assert sum(rank == number % size for number, rank in enumerate(last)) > 0.7 * len(last)
+
+
+def test_lateness_is_measured_after_10_and_40_ms_of_gemms() -> None:
+    assert late_gemms(1250.0) == (8, 32)
+    assert late_gemms(1e5) == (1, 4)
+
+
 @pytest.mark.long
 def test_calibration_of_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.yaml"
-    assert cli.main(["doctor", "--deadline", "120", "--calibrate", "--output", str(path), "--precision", "fp32"]) == 0
-    assert "modelled, us" in capsys.readouterr().out
+    assert calibrate.main(["--output", str(path), "--precision", "fp32"]) == 0
+    assert "not used for calibration" in capsys.readouterr().out
     assert CostModel(load_cluster_profile(str(path)), "fp32").gemm_us(64, 64, 64) > 0

@@ -1,4 +1,4 @@
-"""The worker programs of test_machine.py."""
+"""The worker programs of test_calibrate.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from megatron_overlap.tools.doctor import machine
+from scripts import calibrate
 
 APART_US, RUN_S = 2e4, 0.005
 
@@ -20,5 +20,5 @@ def apart(group: dist.ProcessGroup) -> tuple[float, list[float]]:
         starts.append(time.monotonic())
         time.sleep(RUN_S)
 
-    with patch.object(machine, "_APART_US", APART_US):
-        return machine.apart_us(run, group), starts
+    with patch.object(calibrate, "_APART_US", APART_US):
+        return calibrate.apart_us(run, group), starts
