@@ -14,65 +14,51 @@ import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
-FORMAT = "megatron_overlap autotuning 2"
+from megatron_overlap.autotune.search import Selection
 
 
 class AutotuneCacheWarning(UserWarning):
     """A file of the cache could not be read or written; the run continues without it."""
 
 
-class Entry(NamedTuple):
-    """A selection: the name of the candidate, its microseconds and those of the stock path."""
-
-    candidate: str
-    us: float
-    stock_us: float
-
-
 class AutotuneCache:
-    """The selections of one environment.
+    """The selections of one environment, by the names of their candidates.
 
     Args:
         folder: of the files; created by the first `put`.
-        environment: everything besides the kind of call that a selection depends on.
+        environment: the releases, hardware and topology that a selection depends on.
     """
 
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
         self._folder, self._environment, self._warned = folder, dict(environment), False
 
-    def get(self, key: str) -> Entry | None:
-        """The selection for the kind of call `key`."""
+    def get(self, key: str) -> Selection[str] | None:
+        """The selection for the kind of call `key`, with the reason `cached`."""
         path = self._path(key)
         try:
             tree = json.loads(path.read_text(encoding="utf-8"))
-            if tree["format"] != FORMAT:
-                raise ValueError(f"its format is not {FORMAT!r}")
-            entry = Entry(str(tree["candidate"]), float(tree["us"]), float(tree["stock_us"]))
-            if not all(math.isfinite(us) and us > 0 for us in entry[1:]):
+            found = Selection(str(tree["candidate"]), float(tree["us"]), float(tree["stock_us"]), "cached")
+            if not all(math.isfinite(us) and us > 0 for us in (found.us, found.stock_us)):
                 raise ValueError("us and stock_us must be positive numbers")
-            return entry
+            return found
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError) as error:
             self._warn(path, "read", error)
             return None
 
-    def put(self, key: str, entry: Entry) -> None:
+    def put(self, key: str, selection: Selection[str]) -> None:
         """Writes a selection; other processes may write at the same time."""
-        tree = {"format": FORMAT, "environment": self._environment, "call": key, **entry._asdict()}
+        tree = {"environment": self._environment, "call": key, **selection._asdict()}
         path = self._path(key)
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             # Only the owner can read a file of mkstemp. After the rename a reader sees the whole file.
             number, name = tempfile.mkstemp(dir=self._folder, prefix=path.stem)
-            try:
-                with os.fdopen(number, "w", encoding="utf-8") as file:
-                    json.dump(tree, file, indent=1)
-                os.replace(name, path)
-            finally:
-                Path(name).unlink(missing_ok=True)
+            with os.fdopen(number, "w", encoding="utf-8") as file:
+                json.dump(tree, file, indent=1)
+            os.replace(name, path)
         except OSError as error:
             self._warn(path, "written", error)
 

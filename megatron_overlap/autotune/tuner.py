@@ -1,15 +1,15 @@
-"""Selects the candidate of each linear layer of a group by timing the calls of the training itself.
+"""Selects the candidate of each kind of call of a group by timing the calls of the training itself.
 
-`autotune.search` names the candidate of each call, the same on all ranks. This module runs and times the calls, and
-exchanges the times. See `docs/design/autotuning.md`.
+`autotune.search` names the candidate of each call, the same on all ranks. This module runs and times the calls without
+a synchronisation, and exchanges the times. See `docs/design/autotuning.md`.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import platform
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,19 +19,40 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.backends import cpu
 
-from megatron_overlap.autotune.cache import AutotuneCache, Entry
-from megatron_overlap.autotune.candidates import HOPPER, STOCK, Call, Candidate, fused_variants, one_knob_apart
-from megatron_overlap.autotune.search import Search, Selection, Step
-from megatron_overlap.autotune.stats import Timing
-from megatron_overlap.autotune.timer import Samples, time_call
+from megatron_overlap.autotune.cache import AutotuneCache
+from megatron_overlap.autotune.candidates import FUSED, HOPPER, STOCK, Call, Candidate
+from megatron_overlap.autotune.search import Search, Selection, Step, Timing
 from megatron_overlap.comm.host_group import HostGroup
+from megatron_overlap.schedules.heuristics import fused_settings, one_knob_apart
 
 _MIN_CALLS = 2
+_MAX_NODES = 32
 
 
 class AutotuneError(RuntimeError):
     """The ranks of a group do not run the same layers in the same order."""
+
+
+@dataclass(slots=True)
+class Span:
+    """The time between two marks: nanoseconds of the host, or CUDA events."""
+
+    start: Any = None
+    stop: Any = None
+
+    def us(self) -> float:
+        """Microseconds; NaN until both marks are passed."""
+        if self.start is None or self.stop is None:
+            return math.nan
+        if isinstance(self.start, int):
+            return (self.stop - self.start) / 1e3
+        return self.start.elapsed_time(self.stop) * 1e3 if self.stop.query() else math.nan
+
+
+type Samples = tuple[list[Span], list[Span]]
+"""The timed calls of one candidate in their order, forward and backward."""
 
 
 @dataclass(slots=True)
@@ -47,7 +68,6 @@ class Kind:
     call: Call
     search: Search[Candidate]
     step: Step[Candidate] = Step(STOCK)
-    epoch: int = 0
     samples: dict[Call, dict[Candidate, Samples]] = field(default_factory=dict)
 
     def passes(self) -> list[list[float]]:
@@ -55,8 +75,8 @@ class Kind:
         return [
             [span.us() for span in spans]
             for call, samples in self.samples.items()
-            for each in (samples.get(wanted, Samples()) for wanted in self.search.wanted)
-            for spans in [each.forward, *([each.backward] if call.backward else [])]
+            for each in self.search.wanted
+            for spans in samples.get(each, ([], []))[: 1 + call.backward]
         ]
 
     def total(self, passes: Sequence[Timing]) -> list[Timing]:
@@ -97,7 +117,7 @@ class Autotuner:
         *,
         timed: bool = True,
     ) -> tuple[Any, Candidate]:
-        """Runs one call.
+        """Runs one call; returns the result of `run`, and its candidate.
 
         Args:
             call: its kind.
@@ -105,9 +125,6 @@ class Autotuner:
             leaves: input and weight: the graph of the call ends there.
             candidates: the candidates beside the stock path; called once for each kind.
             timed: False on all ranks for a call that takes longer than others. It runs the selected candidate.
-
-        Returns:
-            The result of `run`, and its candidate.
 
         Raises:
             AutotuneError: another rank runs another call.
@@ -117,7 +134,7 @@ class Autotuner:
         name = ("all_reduce", call.rows, call.dtype, call.backward) if call.all_reduces else call
         kind = self.kinds.get(name)
         if kind is None:
-            kind = self.kinds[name] = self._open(call, candidates(), leaves[0].device)
+            kind = self.kinds[name] = self._open(call, [STOCK, *candidates()], leaves[0].device)
         if not timed:
             candidate = kind.search.selected.candidate
             return run(candidate), candidate
@@ -128,14 +145,14 @@ class Autotuner:
         candidate = kind.step.candidate
         if not kind.step.timed:
             return run(candidate), candidate
-        samples = kind.samples.setdefault(call, {}).setdefault(candidate, Samples())
-        return time_call(samples, partial(run, candidate), leaves), candidate
+        samples = kind.samples.setdefault(call, {}).setdefault(candidate, ([], []))
+        return _time_call(samples, partial(run, candidate), leaves), candidate
 
     def _open(self, call: Call, candidates: Sequence[Candidate], device: torch.device) -> Kind:
         if not self.kinds:
             self._cache = self._open_cache(device)
-        candidates = [STOCK, *candidates]
-        variants = fused_variants(call, hopper=HOPPER in candidates) if Candidate("fused") in candidates else []
+        fused = fused_settings(self._host.size, call.rows, hopper=HOPPER in candidates) if FUSED in candidates else ()
+        variants = [Candidate("fused", knobs=knobs) for knobs in fused]
         mine = f"{call.key} by {', '.join(map(str, candidates))}"
         entry = None if self._cache is None else self._cache.get(call.key)
         words = [json.loads(text) for text in self._host.all_gather_text(json.dumps([mine, entry]))]
@@ -146,12 +163,13 @@ class Autotuner:
                 "and report this"
             )
         # All ranks take the cached selection of rank 0: other ranks may have another disk.
-        name, us, stock_us = words[0][1] or (None, math.nan, math.nan)
+        name, *rest = words[0][1] or (None,)
         by_name = {str(each): each for each in (*candidates, *variants)}
-        cached = Selection(by_name[name], us, stock_us, "cached") if name in by_name else None
+        cached = Selection(by_name[name], *rest) if name in by_name else None
 
         def neighbours(candidate: Candidate) -> list[Candidate]:
-            return [each for each in variants if one_knob_apart(candidate, each)]
+            found = [each for each in variants if one_knob_apart(candidate.knobs, each.knobs)]
+            return found if candidate.method == "fused" else []
 
         return Kind(call, Search(candidates, cached=cached, neighbours=neighbours))
 
@@ -161,7 +179,7 @@ class Autotuner:
             return None
         environment = {
             "torch": torch.__version__,
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu.get_cpu_capability(),
             "threads": str(torch.get_num_threads()),
             "backend": dist.get_backend(self._group),
             "ranks by host": " ".join(str(hosts.count(host)) for host in dict.fromkeys(hosts)),
@@ -169,19 +187,51 @@ class Autotuner:
         return AutotuneCache(self._folder, self._versions | environment)
 
     def _exchange(self, kind: Kind) -> None:
-        search, before, mine = kind.search, kind.search.selected, kind.passes()
+        search, before, epoch, mine = kind.search, kind.search.selected, kind.search.epoch, kind.passes()
         calls = zip(*self._host.all_gather_floats([us for times in mine for us in times]), strict=True)
         search.record(kind.total([Timing.slowest(islice(calls, len(times)), _MIN_CALLS) for times in mine]))
-        if search.epoch != kind.epoch:
-            kind.epoch, kind.samples = search.epoch, {}
-        selected = search.selected
-        if self._cache is not None and selected != before and not math.isnan(selected.us + selected.stock_us):
-            self._cache.put(kind.call.key, Entry(str(selected.candidate), selected.us, selected.stock_us))
+        if search.epoch != epoch:
+            kind.samples = {}
+        candidate, us, stock_us, reason = search.selected
+        if self._cache is not None and search.selected != before and not math.isnan(us + stock_us):
+            self._cache.put(kind.call.key, Selection(str(candidate), us, stock_us, reason))
 
 
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+def _time_call(samples: Samples, run: Callable[[], Any], leaves: Sequence[torch.Tensor]) -> Any:
+    """Runs a call, adds its times to `samples`, and returns its result.
+
+    Hooks time the backward from before the first until after the last node that the call added to the autograd graph.
+    Gradient accumulation into parameters is not included. On CUDA the marks are events.
+    """
+
+    def mark() -> Any:
+        if not leaves[0].is_cuda:
+            return time.perf_counter_ns()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    forward, backward = Span(mark()), Span()
+    result = run()
+    forward.stop = mark()
+    samples[0].append(forward)
+    output = result[0] if isinstance(result, tuple) else result
+    if output.grad_fn is not None:
+        samples[1].append(backward)
+        output.grad_fn.register_prehook(lambda grads: setattr(backward, "start", mark()))
+        for node in _nodes(output.grad_fn, leaves):
+            node.register_hook(lambda inputs, outputs: setattr(backward, "stop", mark()))
+    return result
+
+
+def _nodes(last: Any, leaves: Sequence[torch.Tensor]) -> list[Any]:
+    """The graph nodes from `last` down to those that produced the leaves, which are not included."""
+    ends = [torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves if leaf.requires_grad]
+    found: list[Any] = []
+    waiting = [last]
+    for node in waiting:  # the loop appends to this list
+        # A node without a next one accumulates into a parameter.
+        if node is not None and node.next_functions and node not in (*ends, *found) and len(found) < _MAX_NODES:
+            found.append(node)
+            waiting += [following for following, _ in node.next_functions]
+    return found

@@ -1,6 +1,9 @@
-"""Default pattern and default number of chunks per rank. Measured on CPU hosts."""
+"""Default pattern and number of chunks per rank, measured on CPU hosts, and the settings that autotuning measures."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
 
 from megatron_overlap.schedules.layout import Small, part_weights
 from megatron_overlap.schedules.plan import Collective, Pattern
@@ -18,6 +21,23 @@ MAX_MESSAGES = 8
 # Limit for two ranks, where row counts often permit only 6 of 8 parts: 4 parts take 2-7 % less time than 6 if
 # communication takes at most as long as the GEMM, and the same time if it takes twice as long (61 and 41 rounds).
 _MAX_PARTS = 4
+
+type Knob = tuple[str, str | int]
+"""A field of `ops.tensor_parallel.fused.plan.FusedPlan` and a value that is not its default."""
+
+KNOBS: dict[str, tuple[str | int, ...]] = {
+    "mover": ("push", "pull", "ring"),
+    "stores": ("remote", "staged"),
+    "chunk_rows": (512, 128, 2048),
+    "tiles": ("rule", "other"),
+    "spare_sms": (0, 8),
+    "kernel": ("portable", "hopper"),
+}
+"""The values of each field of a fused plan that are measured, the default first."""
+
+_CHUNKS = (1, 2, 4, 8)
+# Messages of fewer rows hide less than they cost on any link.
+_MIN_MESSAGE_ROWS = 4
 
 
 def default_pattern(device_type: str) -> Pattern:
@@ -40,3 +60,64 @@ def most_parts(most: int, rows: int, smallest: int, small: Small) -> int:
     """Return the largest number of parts, at most `most`, whose smallest part has at least `smallest` rows."""
     fits = (parts for parts in range(most, 1, -1) if rows >= smallest * sum(part_weights(parts, small)))
     return next(fits, 1)
+
+
+def p2p_settings(
+    num_ranks: int,
+    num_rows: int,
+    row_bytes: int,
+    device_type: str,
+    *,
+    all_reduces: bool,
+    pattern: Pattern | None = None,
+    chunks: int | None = None,
+) -> list[tuple[Pattern | None, int | None]]:
+    """Return all pairs of a pattern and chunks per rank, the default first. No two send the same messages.
+
+    Args:
+        num_ranks, num_rows, row_bytes, device_type: as of `default_chunks` and `default_pattern`.
+        all_reduces: the layer has no sequence parallelism; its defaults are None.
+        pattern, chunks: the only value allowed; None allows all.
+    """
+    patterns: Sequence[Pattern | None] = (pattern,)
+    if pattern is None and not all_reduces:  # an all-reduce has no ring
+        default = default_pattern(device_type)
+        # Between two ranks a ring sends the same messages.
+        patterns = ("direct",) if num_ranks == 2 else (default, "direct" if default == "ring" else "ring")
+    counts: Sequence[int | None] = (chunks,)
+    if chunks is None:
+        first: int | None = None
+        if not all_reduces:
+            gathers, scatters = (
+                default_chunks(collective, num_ranks, num_rows, row_bytes)
+                for collective in ("all_gather", "reduce_scatter")
+            )
+            first = gathers if gathers == scatters else None
+        most = max(1, num_rows // num_ranks // _MIN_MESSAGE_ROWS)
+        counts = (first, *(count for count in _CHUNKS if count <= most and count != first))
+    return [(each, count) for each in patterns for count in counts]
+
+
+def max_p2p_settings(num_ranks: int) -> int:
+    """Return the largest number of settings that `p2p_settings` returns for `num_ranks` ranks."""
+    return (1 if num_ranks == 2 else 2) * (1 + len(_CHUNKS))
+
+
+def fused_settings(num_ranks: int, num_rows: int, *, hopper: bool) -> list[tuple[Knob, ...]]:
+    """Return all fused plans that differ in the work they cause, the default first. `hopper`: sm_90 kernels run."""
+    shard = num_rows // num_ranks
+    values = dict(KNOBS)
+    if num_ranks == 2:
+        values["mover"] = tuple(each for each in KNOBS["mover"] if each != "ring")  # the same copies as a push
+    default, *others = KNOBS["chunk_rows"]
+    # A tile of communication ends with its shard: chunks longer than a shard are all alike.
+    values["chunk_rows"] = (default, *(each for each in others if min(int(each), shard) != min(int(default), shard)))
+    if not hopper:
+        values["kernel"] = KNOBS["kernel"][:1]
+    plans = product(*([(name, value) for value in values[name]] for name in KNOBS))
+    return [tuple(knob for knob in plan if knob[1] != KNOBS[knob[0]][0]) for plan in plans]
+
+
+def one_knob_apart(first: Sequence[Knob], second: Sequence[Knob]) -> bool:
+    """Whether two fused plans differ in one field."""
+    return len({name for name, _ in {*first} ^ {*second}}) == 1

@@ -9,10 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_overlap.autotune.cache import AutotuneCache, AutotuneCacheWarning, Entry
+from megatron_overlap.autotune.cache import AutotuneCache, AutotuneCacheWarning
+from megatron_overlap.autotune.candidates import HOPPER, STOCK, Candidate
+from megatron_overlap.autotune.search import Selection
+from megatron_overlap.schedules.heuristics import fused_settings
 
 ENVIRONMENT = {"torch": "2.13", "device": "a", "ranks by host": "2 2"}
-ENTRY = Entry("p2p ring x 4", 60.0, 100.0)
+ENTRY = Selection("p2p ring x 4", 60.0, 100.0, "cached")
+OTHER = Selection("stock", 2.0, 2.0, "cached")
 
 
 def files(folder: Path) -> list[Path]:
@@ -22,10 +26,10 @@ def files(folder: Path) -> list[Path]:
 def test_an_entry_is_read_again_and_private(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "folder"
     AutotuneCache(folder, ENVIRONMENT).put("a", ENTRY)
-    AutotuneCache(folder, ENVIRONMENT).put("b", Entry("stock", 1.0, 1.0))
+    AutotuneCache(folder, ENVIRONMENT).put("b", OTHER)
     cache = AutotuneCache(folder, ENVIRONMENT)
     assert cache.get("a") == ENTRY
-    assert cache.get("b") == Entry("stock", 1.0, 1.0)
+    assert cache.get("b") == OTHER
     assert cache.get("c") is None
     assert [path.stat().st_mode & 0o777 for path in files(folder)] == [0o600, 0o600]
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -38,8 +42,8 @@ def test_an_entry_is_read_again_and_private(tmp_path: Path) -> None:
 def test_a_later_entry_replaces_an_earlier_one(tmp_path: Path) -> None:
     cache = AutotuneCache(tmp_path, ENVIRONMENT)
     cache.put("a", ENTRY)
-    cache.put("a", Entry("stock", 2.0, 2.0))
-    assert AutotuneCache(tmp_path, ENVIRONMENT).get("a") == Entry("stock", 2.0, 2.0)
+    cache.put("a", OTHER)
+    assert AutotuneCache(tmp_path, ENVIRONMENT).get("a") == OTHER
     assert len(files(tmp_path)) == 1
 
 
@@ -58,7 +62,7 @@ def test_another_environment_has_other_entries(tmp_path: Path, key: str) -> None
         ('{"format": "mega', "JSONDecodeError"),
         ("\x80\x04}", "UnicodeDecodeError"),
         ("[]", "TypeError"),
-        ('{"format": "megatron_overlap choices 0"}', "its format is not"),
+        ("{}", "KeyError"),
         ({"us": -1}, "must be positive numbers"),
         ({"stock_us": float("nan")}, "must be positive numbers"),
         ({"us": "fast"}, "ValueError"),
@@ -111,3 +115,19 @@ def test_concurrent_writers_lose_nothing(tmp_path: Path) -> None:
     assert {path.suffix for path in tmp_path.iterdir()} == {".json"}
     cache = AutotuneCache(tmp_path, ENVIRONMENT)
     assert {cache.get(f"{name}{number}") for name in "abcd" for number in range(10)} == {ENTRY}
+
+
+def test_names_of_candidates_identify_them() -> None:
+    """The cache and the exchange between ranks know a candidate by its name."""
+    names = {
+        "stock": STOCK,
+        "p2p": Candidate("p2p"),
+        "p2p direct": Candidate("p2p", "direct"),
+        "p2p ring x 4": Candidate("p2p", "ring", 4),
+        "p2p x 2": Candidate("p2p", None, 2),
+        "fused kernel=hopper": HOPPER,
+        "fused mover=pull spare_sms=8": Candidate("fused", knobs=(("mover", "pull"), ("spare_sms", 8))),
+    }
+    assert {str(candidate): candidate for candidate in names.values()} == names
+    variants = [Candidate("fused", knobs=knobs) for knobs in fused_settings(8, 8192, hopper=True)]
+    assert len({str(each) for each in variants}) == len(variants)

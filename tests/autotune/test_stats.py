@@ -8,7 +8,7 @@ from statistics import median, quantiles
 
 import pytest
 
-from megatron_overlap.autotune.stats import Timing
+from megatron_overlap.autotune.search import Timing
 
 
 @pytest.mark.parametrize("late", [0.0, 0.1], ids=["normal", "one in ten very late"])

@@ -55,7 +55,7 @@ class Layers:
 
     def run(self, calls: int, takes: Callable[[Candidate], Seconds], micro_batches: int = 1) -> None:
         """Runs the forwards of so many micro-batches, then their backwards, as pipelines do."""
-        call = Call("gemm_rs", *SHAPE, "float32", self.group.size())
+        call = Call("gemm_rs", *SHAPE, "float32")
         w = torch.zeros(2, requires_grad=True)
         for _ in range(calls // micro_batches):
             outputs = []
@@ -134,7 +134,7 @@ class Reverted(NamedTuple):
 def reverted(group: dist.ProcessGroup, folder: str) -> Reverted:
     """p2p is faster until it turns slower, on one rank alone."""
     # These worker processes run other tests too.
-    with patch.multiple(search, WINDOW=32, FIRST_RECHECK=64):
+    with patch.multiple(search, FIRST_RECHECK=64):
         layers = Layers(group, folder)
 
         def before(candidate: Candidate) -> Seconds:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -54,7 +53,7 @@ class LinearAdapter(Adapter):
         assigned: the backend that batch overlap assigned to a layer, for the time of one call.
         layer_handoff: outputs that transformer layers complete inside the next layer.
         check: the reference check of the session.
-        autotuner: the autotuner of the session.
+        autotuner: the backend of `method: auto`.
     """
 
     def __init__(self, session: Session) -> None:
@@ -73,12 +72,12 @@ class LinearAdapter(Adapter):
         self.assigned: dict[torch.nn.Module, LinearBackend] = {}
         self.layer_handoff = LayerHandoff()
         self.check = Check.of(session)
-        self.autotuner = LinearAutotuner(session)
         self._transports: dict[dist.ProcessGroup, Transport] = {}
         self._hooks: dict[tuple[str, str, torch.Size], LinearHooks] = {}
         self._fused_transports = FusedTransports(session, self.transport)
         self._stock, self._p2p = StockBackend(), P2PBackend(self, self.plan)
-        self._fused, self._autotuned = FusedBackend(self._fused_transports), AutotunedBackend(self)
+        self._fused = FusedBackend(self._fused_transports)
+        self.autotuner = LinearAutotuner(session, self.run_candidate, self._fused.candidates, self.check)
         self._method: OverlapBackend = self._fused if self.fused else self._p2p
         self._candidates: dict[Candidate, OverlapBackend] = {}
         self._counters.saved_activations = SavedActivations(gathered=self.plan.save_gathered)
@@ -149,8 +148,8 @@ class LinearAdapter(Adapter):
             backend = self.assigned.get(call.layer)
             if backend is not None:
                 return backend.run(call)
-        if self.autotuner.enabled and self._autotuned.unsupported_reason(call) is None:
-            return self._autotuned.run(call)
+        if self.autotuner.enabled and self.autotuner.unsupported_reason(call) is None:
+            return self.autotuner.run(call)
         return self.run_overlapped(call, self._method)
 
     def run_overlapped(self, call: LinearCall, backend: OverlapBackend | None = None) -> LayerOutput:
@@ -178,10 +177,6 @@ class LinearAdapter(Adapter):
                 backend = P2PBackend(self, replace(self.plan, pattern=candidate.pattern, chunks_per_rank=chunks))
             self._candidates[candidate] = backend
         return self.run_overlapped(call, backend)
-
-    def fused_candidates(self, call: LinearCall) -> list[Candidate]:
-        """The fused candidates of the autotuner for `call`."""
-        return self._fused.candidates(call)
 
     @contextmanager
     def assign(self, layers: Iterable[torch.nn.Module | None], backend: LinearBackend) -> Iterator[None]:
@@ -255,37 +250,6 @@ class P2PBackend:
         if call.op == "copy_gemm":
             return copy_linear(call.x, call.weight, call.bias, **options)
         return linear_all_reduce(call.x, call.weight, call.bias, **options)
-
-
-class AutotunedBackend:
-    """Runs a call with the candidate that the autotuner of its group names.
-
-    Args:
-        adapter: runs the candidates.
-    """
-
-    def __init__(self, adapter: LinearAdapter) -> None:
-        self._adapter = adapter
-
-    def unsupported_reason(self, call: LinearCall) -> str | None:
-        """See `LinearBackend`."""
-        return self._adapter.autotuner.unsupported_reason(call.x, call.wgrad_target is not None)
-
-    def run(self, call: LinearCall) -> LayerOutput:
-        """See `LinearBackend`."""
-        adapter = self._adapter
-        return adapter.autotuner.run(
-            call.layer,
-            call.kind,
-            call.op,
-            call.x,
-            call.weight,
-            call.group,
-            call.wgrad_target is not None,
-            partial(adapter.run_candidate, call),
-            partial(adapter.fused_candidates, call),
-            timed=not adapter.check.due,
-        )
 
 
 class CheckedBackend:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.adapters.tensor_parallel.call import LayerOutput, LinearCall
-from megatron_overlap.autotune.candidates import HOPPER, Candidate, Knob
+from megatron_overlap.autotune.candidates import FUSED, HOPPER, Candidate
 from megatron_overlap.comm import Transport
 from megatron_overlap.counters import SymmetricMemory
 from megatron_overlap.ops import all_gather_linear, copy_linear, linear_all_reduce, linear_reduce_scatter
@@ -17,6 +17,7 @@ from megatron_overlap.ops.tensor_parallel.fused.hopper import Hopper
 from megatron_overlap.ops.tensor_parallel.fused.linear import FusedMethod, unsupported_fused_reason
 from megatron_overlap.ops.tensor_parallel.fused.multi_node import FusedTransport, inside_host, open_fused
 from megatron_overlap.ops.tensor_parallel.fused.plan import FusedPlan
+from megatron_overlap.schedules.heuristics import Knob
 from megatron_overlap.session import Session
 
 _FUSED_OPS: dict[str, Callable[..., torch.Tensor]] = {
@@ -102,7 +103,7 @@ class FusedBackend:
         transport = self._transports.open(call.group)
         assert not isinstance(transport, str)
         hopper = self._transports.hopper and not Hopper.of(inside_host(transport)).unsupported_reason
-        return [Candidate("fused"), *([HOPPER] if hopper else [])]
+        return [FUSED, *([HOPPER] if hopper else [])]
 
     def run(self, call: LinearCall) -> LayerOutput:
         """See `LinearBackend`."""

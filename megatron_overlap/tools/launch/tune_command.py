@@ -12,11 +12,11 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from megatron_overlap.autotune.candidates import KNOBS, max_candidates
 from megatron_overlap.autotune.search import calls_to_select
 from megatron_overlap.config import ConfigError, LaunchConfig, load_launch_config
 from megatron_overlap.config.resources import config_file
 from megatron_overlap.counters import AutotuneLine
+from megatron_overlap.schedules.heuristics import KNOBS, max_p2p_settings
 from megatron_overlap.session_report import autotune_table
 from megatron_overlap.tools.launch.command import iteration_of, require_shared_options
 from megatron_overlap.tools.launch.netlab import NetlabError
@@ -93,7 +93,7 @@ def short_run(name: str, cfg: LaunchConfig) -> LaunchConfig:
     # The output layer runs once a micro-batch, every other layer kind once a layer and micro-batch. Variants of fused
     # kernels are measured in the layers; the output layer may end with fewer of them.
     cuda = cfg.launch.device == "cuda"
-    layers, num = cfg.model.num_layers // cfg.parallel.pipeline, max_candidates(cfg.parallel.tensor, fused=cuda)
+    layers, num = cfg.model.num_layers // cfg.parallel.pipeline, 1 + max_p2p_settings(cfg.parallel.tensor) + 2 * cuda
     calls = max(calls_to_select(num), calls_to_select(num, _NUM_VARIANTS if cuda else 0) / layers)
     iterations = _FIRST_STEPS + math.ceil(_MARGIN * calls / cfg.num_microbatches)
     dump = cfg.model_dump()

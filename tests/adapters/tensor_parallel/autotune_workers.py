@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron_overlap import OverlapConfig, enable
 from megatron_overlap.adapters.tensor_parallel.autotune import LinearAutotuner
+from megatron_overlap.adapters.tensor_parallel.call import LinearCall
 from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
 from megatron_overlap.autotune.candidates import STOCK, Candidate
 from megatron_overlap.autotune.search import calls_to_select
@@ -28,20 +29,14 @@ FREE_CALLS = 66
 def follow(session: Session) -> list[str]:
     """Records the candidate of each call of the session from now on, except calls of `runs_stock`."""
     ran: list[str] = []
-    autotuner: LinearAutotuner = LinearAdapter.of(session).autotuner
-    autotuned = autotuner.run
+    autotuner = LinearAdapter.of(session).autotuner
+    run = autotuner._run_candidate
 
-    def recording(*args: Any, **kwargs: Any) -> Any:
-        *before, run, fused = args
-        op = args[2]
+    def recording(call: LinearCall, candidate: Candidate) -> Any:
+        ran.append(f"{call.op} {candidate}")
+        return run(call, candidate)
 
-        def recorded(candidate: Candidate) -> Any:
-            ran.append(f"{op} {candidate}")
-            return run(candidate)
-
-        return autotuned(*before, recorded, fused, **kwargs)
-
-    autotuner.run = recording  # type: ignore[method-assign]
+    autotuner._run_candidate = recording
     return ran
 
 

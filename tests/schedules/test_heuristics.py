@@ -1,0 +1,86 @@
+"""Settings that autotuning measures: no two send the same messages, and fused ones are one field apart."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_overlap.ops.tensor_parallel.fused.plan import FusedPlan
+from megatron_overlap.ops.tensor_parallel.plan import LinearPlan
+from megatron_overlap.schedules.heuristics import (
+    KNOBS,
+    fused_settings,
+    max_p2p_settings,
+    one_knob_apart,
+    p2p_settings,
+)
+from megatron_overlap.schedules.plan import Pattern
+
+
+@pytest.mark.parametrize("all_reduces", [False, True])
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_there_are_few_settings_and_rings_only_where_they_differ(all_reduces: bool, ranks: int) -> None:
+    settings = p2p_settings(ranks, 1024, 1024, "cpu", all_reduces=all_reduces)
+    assert len(settings) == len(set(settings)) <= max_p2p_settings(ranks)
+    assert ("ring" in {pattern for pattern, _ in settings}) == (ranks > 2 and not all_reduces)
+
+
+def test_fixed_settings_leave_one() -> None:
+    fixed = p2p_settings(2, 1024, 1024, "cpu", all_reduces=False, pattern="ring", chunks=3)
+    assert fixed == [("ring", 3)]
+    few = p2p_settings(2, 16, 1024, "cpu", all_reduces=False)
+    assert [chunks for _, chunks in few] == [1, 2]
+
+
+@pytest.mark.parametrize("row_bytes", [1024, 2048])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("rows", [16, 1024, 8192])
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_no_two_settings_send_the_same_messages(row_bytes: int, ranks: int, rows: int, device_type: str) -> None:
+    rows = rows // ranks * ranks
+    device = torch.device(device_type)
+
+    def messages_of(pattern: Pattern | None, chunks: int | None) -> str:
+        plan = LinearPlan(pattern, chunks)
+        return repr(
+            [
+                plan.schedule(collective, SimpleNamespace(size=ranks, rank=rank), rows, row_bytes, device)[0].messages  # type: ignore[arg-type]
+                for collective in ("all_gather", "reduce_scatter")
+                for rank in range(ranks)
+            ]
+        )
+
+    messages = [messages_of(*each) for each in p2p_settings(ranks, rows, row_bytes, device_type, all_reduces=False)]
+    assert len(messages) == len(set(messages))
+    assert messages[0] == messages_of(None, None), "the default comes first"
+
+
+@pytest.mark.parametrize("hopper", [False, True])
+@pytest.mark.parametrize(("ranks", "rows"), [(2, 4096), (8, 4096), (8, 64)])
+def test_every_fused_setting_is_reached_from_the_default_knob_by_knob(ranks: int, rows: int, hopper: bool) -> None:
+    settings = fused_settings(ranks, rows, hopper=hopper)
+    assert settings[0] == ()
+    assert len(settings) == len(set(settings))
+    assert ((("kernel", "hopper"),) in settings) == hopper
+    assert any(("mover", "ring") in each for each in settings) == (ranks > 2)
+    sizes = {value for each in settings for name, value in each if name == "chunk_rows"}
+    assert sizes == {(2, 4096): {128, 2048}, (8, 4096): {128}, (8, 64): set()}[ranks, rows]
+    seen, new = {settings[0]}, [settings[0]]
+    while new:
+        one = new.pop()
+        fresh = [each for each in settings if each not in seen and one_knob_apart(one, each)]
+        seen |= set(fresh)
+        new += fresh
+    assert seen == set(settings)
+    assert not one_knob_apart(settings[0], settings[0])
+    assert not one_knob_apart((("mover", "pull"),), (("stores", "staged"),))
+
+
+def test_every_knob_is_a_field_of_a_fused_plan_with_its_default_first() -> None:
+    defaults = FusedPlan()
+    for name, values in KNOBS.items():
+        assert getattr(defaults, name) == values[0]
+        for value in values:
+            FusedPlan(**{name: value})  # type: ignore[arg-type]
