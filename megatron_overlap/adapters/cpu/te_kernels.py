@@ -311,6 +311,26 @@ def multi_tensor_adam(
                 parameter.copy_(target)
 
 
+def multi_tensor_adam_param_remainder(
+    chunk_size: int, overflow: _Tensor, lists: Sequence[Sequence[_Tensor]], *settings: Any
+) -> None:
+    """As `multi_tensor_adam` with fp32 main parameters that are stored as bf16 parameters and int16 remainders.
+
+    The bits of a main parameter are those of the parameter, then those of the remainder. The parameter is rounded up
+    where the remainder, read as a signed number, is negative.
+    """
+    with torch.no_grad():
+        main = []
+        for parameter, remainder in zip(lists[1], lists[4], strict=True):
+            high = parameter.view(torch.int16).int() - (remainder < 0).int()
+            main.append(((high << 16) | (remainder.int() & 0xFFFF)).view(torch.float32))
+        multi_tensor_adam(chunk_size, overflow, [lists[0], main, lists[2], lists[3]], *settings)
+        for parameter, remainder, value in zip(lists[1], lists[4], main, strict=True):
+            remainder.copy_(value.view(torch.int16).view(*value.shape, 2)[..., 0])  # the low half of each number
+            high = (value.view(torch.int32) >> 16) + (remainder < 0).int()
+            parameter.copy_(high.to(torch.int16).view(torch.bfloat16))
+
+
 def _scaled_softmax(x: _Tensor, scale: float, mask: _Tensor | None = None) -> _Tensor:
     """`softmax(scale * x)` over the last dimension, computed in fp32; masked elements, and rows of them, become 0."""
     with torch.no_grad():
@@ -348,6 +368,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
         layernorm_bwd,
         layernorm_fwd,
         multi_tensor_adam,
+        multi_tensor_adam_param_remainder,
         multi_tensor_l2norm,
         multi_tensor_scale,
         multi_tensor_scale_tensor,

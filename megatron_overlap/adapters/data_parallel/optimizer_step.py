@@ -14,14 +14,17 @@ from megatron_overlap.adapters.data_parallel.bucket_sync import DataParallelAdap
 from megatron_overlap.adapters.wrapping import Method
 from megatron_overlap.session import Session
 
-# These have a state and a step count for each parameter, so steps over disjoint subsets equal the whole step.
-_STEPS_PER_PARAMETER = (torch.optim.Adam, torch.optim.AdamW)
-
-# Parallel lists of the optimizer: model parameters, and the shards that the inner optimizer steps.
-_MODEL_AND_SHARD = (
-    ("model_float16_groups", "shard_fp32_from_float16_groups"),
-    ("model_fp32_groups", "shard_fp32_groups"),
+# The state and the update of each parameter are its own, so steps over disjoint subsets equal the whole step. The step
+# count of torch's optimizers belongs to a parameter too; that of TransformerEngine's and apex's belongs to a group.
+_STEPPED_BY_BUCKET = (
+    (torch.optim.Adam.__module__, "Adam"),
+    (torch.optim.AdamW.__module__, "AdamW"),
+    ("transformer_engine.pytorch.optimizers.fused_adam", "FusedAdam"),
+    ("apex.optimizers.fused_adam", "FusedAdam"),
 )
+
+# Lists of the optimizer that its copy to the model reads.
+_LISTS = ("model_float16_groups", "shard_fp32_from_float16_groups", "model_fp32_groups", "shard_fp32_groups")
 
 
 def step_with_ready_grads(original: Method, session: Session) -> Method:
@@ -46,17 +49,19 @@ def step_with_ready_grads(original: Method, session: Session) -> Method:
         groups = _in_forward_order(self)
         if not groups:
             return original(self)
-        if type(self.optimizer) not in _STEPS_PER_PARAMETER:
+        if reason := _whole_step_reason(self.optimizer):
+            session.counters.exclude("step of the distributed optimizer by bucket", reason)
             done = original(self)
             adapter.count_step("whole step, then all gathers")
             for bucket_group in groups:
                 _begin_gather(bucket_group)
             return done
         done = True
-        with _restored(self):
+        with _restored(self), _StepCounts(self.optimizer) as counts:
             for bucket_group, part in zip(groups, _parts(self, groups), strict=True):
                 part.install(self)
-                done &= original(self)
+                with counts.one_step():
+                    done &= original(self)
                 adapter.count_step("step of a bucket, then its gather")
                 _begin_gather(bucket_group)
         return done
@@ -86,6 +91,48 @@ def _unsupported_step_reason(optimizer: Any) -> str | None:
         ),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _whole_step_reason(inner: Any) -> str | None:
+    """The reason that the inner optimizer steps all buckets at once; None if it steps bucket by bucket."""
+    kind = type(inner)
+    if (kind.__module__, kind.__name__) not in _STEPPED_BY_BUCKET:
+        return f"{kind.__module__}.{kind.__name__}: a step over some parameters may differ from the whole step"
+    if getattr(inner, "capturable", False) and kind.__name__ == "FusedAdam":
+        return "FusedAdam(capturable=True): a CUDA graph holds the whole step"
+    return None
+
+
+class _StepCounts:
+    """The step counts of the parameter groups: several steps over disjoint parameters count as one."""
+
+    def __init__(self, inner: Any) -> None:
+        self._groups = inner.param_groups
+        self._before = [group.get("step") for group in self._groups]
+        self._after = list(self._before)
+
+    def __enter__(self) -> _StepCounts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._set(self._after)
+
+    @contextmanager
+    def one_step(self) -> Iterator[None]:
+        """Around one step: it sees the counts from before all of them."""
+        self._set(self._before)
+        yield
+        # Some releases do not count a step of a group without parameters.
+        for number, group in enumerate(self._groups):
+            if group.get("step") != self._before[number]:
+                self._after[number] = group["step"]
+
+    def _set(self, counts: list[Any]) -> None:
+        for group, count in zip(self._groups, counts, strict=True):
+            if count is not None:
+                group["step"] = count
+            else:
+                group.pop("step", None)
 
 
 def _in_forward_order(optimizer: Any) -> list[Any]:
@@ -125,9 +172,7 @@ class _BucketGroupLists:
 
     def __init__(self, optimizer: Any) -> None:
         self.inner: list[list[Any]] = [[] for _ in optimizer.optimizer.param_groups]
-        self.lists: dict[str, list[list[Any]]] = {
-            name: [[] for _ in getattr(optimizer, name)] for pair in _MODEL_AND_SHARD for name in pair
-        }
+        self.lists: dict[str, list[list[Any]]] = {name: [[] for _ in getattr(optimizer, name)] for name in _LISTS}
 
     def install(self, optimizer: Any) -> None:
         """Restricts the optimizer, and Megatron's copies to the model, to these parameters."""
@@ -142,7 +187,7 @@ def _parts(optimizer: Any, groups: list[Any]) -> list[_BucketGroupLists]:
     parts = [_BucketGroupLists(optimizer) for _ in groups]
     part_of = {parameter: part for one, part in zip(groups, parts, strict=True) for parameter in one.params}
     part_of_shard = {}
-    for model_name, shard_name in _MODEL_AND_SHARD:
+    for model_name, shard_name in (_LISTS[:2], _LISTS[2:]):
         for number, pairs in enumerate(
             zip(getattr(optimizer, model_name), getattr(optimizer, shard_name), strict=True)
         ):
@@ -151,6 +196,9 @@ def _parts(optimizer: Any, groups: list[Any]) -> list[_BucketGroupLists]:
                 part.lists[model_name][number].append(model)
                 part.lists[shard_name][number].append(shard)
                 part_of_shard[shard] = part
+    # The precision-aware optimizer has no fp32 shards: it steps the shards of the model's type.
+    for models, shards in zip(optimizer.model_float16_groups, optimizer.shard_float16_groups, strict=True):
+        part_of_shard |= {shard: part_of[model] for model, shard in zip(models, shards, strict=True)}
     for number, group in enumerate(optimizer.optimizer.param_groups):
         for shard in group["params"]:
             part_of_shard[shard].inner[number].append(shard)
@@ -162,7 +210,7 @@ def _restored(optimizer: Any) -> Iterator[None]:
     """Restores the optimizer's lists at the end of the context."""
     groups = optimizer.optimizer.param_groups
     inner = [group["params"] for group in groups]
-    lists = {name: getattr(optimizer, name) for pair in _MODEL_AND_SHARD for name in pair}
+    lists = {name: getattr(optimizer, name) for name in _LISTS}
     try:
         yield
     finally:

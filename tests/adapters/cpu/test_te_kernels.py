@@ -188,6 +188,25 @@ def test_adam_equals_torch_for_three_steps(decoupled: bool, main_params: bool) -
         assert all(torch.equal(low, high.to(dtype)) for low, high in zip(parameters, main, strict=True))
 
 
+def test_adam_with_remainders_equals_adam_with_main_parameters() -> None:
+    main = [random(6, 4), random(3)]
+    low = [each.to(torch.bfloat16) for each in main]
+    # The remainder holds the low half of the bits; the stored parameter is the nearest one, so it may be one above.
+    remainders = [each.view(torch.int16).view(*each.shape, 2)[..., 0].clone() for each in main]
+    high = [(each.view(torch.int32) >> 16).short() for each in main]
+    stored = [(h + (r < 0).short()).view(torch.bfloat16) for h, r in zip(high, remainders, strict=True)]
+    moments, others = ([[torch.zeros_like(each) for each in main] for _ in range(2)] for _ in range(2))
+    for step in (1, 2):
+        grads = [random(*each.shape, seed=step) for each in main]
+        settings = (0.1, 0.8, 0.9, 1e-6, step, 1, 1, 0.3)
+        te_kernels.multi_tensor_adam(0, torch.zeros(1), [grads, low, *moments, main], *settings)
+        lists = [grads, stored, *others, remainders]
+        te_kernels.multi_tensor_adam_param_remainder(0, torch.zeros(1), lists, *settings)
+    for value, parameter, remainder in zip(main, stored, remainders, strict=True):
+        bits = (parameter.view(torch.int16) - (remainder < 0).short()).int() << 16 | (remainder.int() & 0xFFFF)
+        assert torch.equal(bits.view(torch.float32), value)
+
+
 def test_norm_of_gradients_and_scaling_report_an_overflow() -> None:
     tensors, overflow = [random(4, 3), random(5)], torch.zeros(1, dtype=torch.int)
     total, each = te_kernels.multi_tensor_l2norm(0, overflow, [tensors], True)

@@ -197,6 +197,7 @@ def _train(group: dist.ProcessGroup, run: Run) -> dict[str, Any]:
         "under_way": under_way,
         "parameters": [parameter.detach().clone() for parameter in model.parameters()],
         "state": [{name: value.clone() for name, value in sorted(one.items())} for one in state],
+        "steps": [one.get("step") for one in inner.param_groups],
         "scale": float(optimizer.get_loss_scale()),
     }
 
@@ -214,7 +215,7 @@ def _backward(model: Any, optimizer: Any, rank: int, iteration: int, part: int, 
 def compared(group: dist.ProcessGroup, run: Run, stock: Run) -> dict[str, Any]:
     """Runs both trainings and compares all results; returns the counts of the plugin."""
     mine, theirs = train(group, run), train(group, stock)
-    for key in ("losses", "norms"):
+    for key in ("losses", "norms", "steps"):
         assert _same(mine[key], theirs[key]), f"{key}: {mine[key]} {theirs[key]}"
     assert mine["scale"] == theirs["scale"]
     for key in ("parameters", "state", "looked"):

@@ -13,6 +13,7 @@ import pytest
 from tests.adapters.data_parallel import bucket_sync_workers as cases
 from tests.adapters.data_parallel.bucket_sync_workers import Run
 from tests.helpers.releases import OLDEST, ROOT, release_environment
+from tests.helpers.te import needs_te
 from tests.helpers.world import World, assert_same
 
 RANKS = 4
@@ -73,6 +74,31 @@ def test_an_optimizer_of_another_class_steps_as_a_whole(ranks: World) -> None:
     counts = ranks.run(RANKS, cases.compared, replace(stock, data=P2P, late=True), stock)
     done = counts[0]["overlapped"]
     assert done == {"reduce_scatter": 16, "all_gather": 16, "whole step, then all gathers": 4}
+    assert "ForeignAdam" in counts[0]["left"]["step of the distributed optimizer by bucket"]
+
+
+@pytest.fixture(scope="module")
+def te_ranks() -> Iterator[World]:
+    """Workers whose optimizer is TransformerEngine's FusedAdam."""
+    workers = World(answer_s=120, te=True)
+    workers.run(RANKS, cases.start)
+    yield workers
+    workers.close()
+
+
+@needs_te
+@pytest.mark.parametrize(
+    ("precision", "settings"),
+    [("fp32", ()), ("bf16", ()), ("bf16", (("use_precision_aware_optimizer", True),))],
+    ids=["fp32", "bf16", "precision_aware"],
+)
+def test_fused_adam_steps_by_bucket(te_ranks: World, precision: str, settings: tuple[tuple[str, object], ...]) -> None:
+    """The step number belongs to a parameter group: four buckets advance it by one."""
+    stock = Run(precision, optimizer=settings, evaluate=(1,))
+    counts = te_ranks.run(RANKS, cases.compared, replace(stock, data=P2P, late=True), stock)
+    assert_same(counts)
+    assert counts[0]["overlapped"] == {"reduce_scatter": 4 * 4, "all_gather": 4 * 4, STEPS: 4 * 4}
+    assert counts[0]["under_way"] == [[True] * 4] * 4
 
 
 def test_an_unsupported_optimizer_steps_as_a_whole(ranks: World) -> None:
