@@ -6,9 +6,11 @@ The script gets the command line that it gets without the plugin, and the flags 
 knows.
 """
 
+import atexit
 import multiprocessing
 import os
 import sys
+import threading
 from typing import NoReturn
 
 from megatron_overlap.adapters.training.bootstrap import USAGE, ScriptRun, UsageError
@@ -55,14 +57,23 @@ def _leave(code: int) -> NoReturn:
     A failed rank runs no exit handlers: they and communication threads may wait for peers that wait for this rank.
     Its sockets close with the process, which ends the peers. Its child processes, such as Megatron's checkpoint
     writers, are killed here: without an exit handler they would live on.
+
+    A rank that succeeded joins its threads and runs the exit handlers, as the interpreter does. Without CUDA the
+    interpreter is not finalized: Megatron's gloo groups are never destroyed, and a thread of gloo that releases a
+    tensor during the finalization aborts the process. With CUDA the exit handlers of C libraries, such as profilers,
+    also run.
     """
+    if code == 0:
+        if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
+            sys.exit(0)
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     if code != 0:
         for child in multiprocessing.active_children():
             child.kill()
-        os._exit(code)
-    sys.exit(0)
+    os._exit(code)
 
 
 if __name__ == "__main__":

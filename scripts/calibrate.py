@@ -27,7 +27,7 @@ import torch.nn.functional as F
 import yaml
 
 from megatron_overlap.autotune.cost_model import TOUCHED, CostModel
-from megatron_overlap.comm import Transport, close_transport, transport_of
+from megatron_overlap.comm import Transport, destroy_process_groups, transport_of
 from megatron_overlap.comm.transport import Transfer
 from megatron_overlap.config.cluster import Elementwise, Precision, load_cluster_profile, profile_folder
 from megatron_overlap.schedules import all_gather_plan
@@ -448,9 +448,7 @@ def _rank(out: Path, precision: str) -> None:
     result = measure(world, DTYPES[precision])
     if dist.get_rank() == 0:
         out.write_text(json.dumps(result))
-    dist.barrier()
-    close_transport(world)
-    dist.destroy_process_group()
+    destroy_process_groups()
 
 
 def main(argv: list[str] | None = None) -> int:

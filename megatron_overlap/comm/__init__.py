@@ -5,6 +5,7 @@ from megatron_overlap.comm.registry import (
     TransportOptions,
     Transports,
     close_transport,
+    destroy_process_groups,
     transport_of,
 )
 from megatron_overlap.comm.transport import P2PWork, Transport, TransportError
@@ -17,5 +18,6 @@ __all__ = [
     "TransportOptions",
     "Transports",
     "close_transport",
+    "destroy_process_groups",
     "transport_of",
 ]

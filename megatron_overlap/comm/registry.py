@@ -135,3 +135,15 @@ def transport_of(group: dist.ProcessGroup, channel: str = "") -> Transport:
 def close_transport(group: dist.ProcessGroup) -> None:
     """Close what `transport_of` opened for `group`, in all channels."""
     _WITHOUT_SESSION.close(group)
+
+
+def destroy_process_groups() -> None:
+    """Close what `transport_of` opened and destroy all process groups; collective. A rank program ends with it.
+
+    A thread of gloo releases the tensors of a collective after the collective has returned, and needs the interpreter
+    for it. It aborts the process if the interpreter ends first. A destroyed group joins its threads, but only if no
+    transport refers to it.
+    """
+    dist.barrier()
+    _WITHOUT_SESSION.close()
+    dist.destroy_process_group()

@@ -5,6 +5,7 @@ After a failed wait, a rank uses them to distinguish a slow peer from a dead pee
 
 from __future__ import annotations
 
+import atexit
 import json
 import threading
 import time
@@ -42,9 +43,12 @@ class Heartbeat:
         self._publish()
         self._thread = threading.Thread(target=self._run, name="megatron_overlap_heartbeat", daemon=True)
         self._thread.start()
+        # A thread that returns from the store while the interpreter ends aborts the process.
+        atexit.register(self.close)
 
     def close(self) -> None:
         """Stop the thread."""
+        atexit.unregister(self.close)
         self._stop.set()
         self._thread.join(timeout=_STORE_S)
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from harness import Run, Timings, run_job, versions
 from linear_cases import LinearCase
 
-from megatron_overlap.comm import Transport, transport_of
+from megatron_overlap.comm import Transport, destroy_process_groups, transport_of
 from megatron_overlap.ops import LinearPlan, attention_linear_reduce_scatter, linear_reduce_scatter, reference
 from megatron_overlap.ops.tensor_parallel.attention_projection import AttentionRows
 
@@ -303,9 +303,7 @@ def work(args: argparse.Namespace) -> None:
             result["rows"].append(measure(case(direction), direction, args))
     if transport.rank == 0:
         Path(args.json).write_text(json.dumps(result))
-    dist.barrier()
-    transport.close()
-    dist.destroy_process_group()
+    destroy_process_groups()
 
 
 def gate(case: AttentionCase) -> None:

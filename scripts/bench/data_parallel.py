@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from harness import Run, Timings, run_job, versions
 
-from megatron_overlap.comm import Transport, transport_of
+from megatron_overlap.comm import Transport, destroy_process_groups, transport_of
 from megatron_overlap.ops import Gathering, GradientReduce
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -244,9 +244,7 @@ def work(args: argparse.Namespace) -> None:
         row = measure(case, args)
     if transport.rank == 0:
         Path(args.json).write_text(json.dumps(row))
-    dist.barrier()
-    transport.close()
-    dist.destroy_process_group()
+    destroy_process_groups()
 
 
 def gate(case: DataCase) -> None:

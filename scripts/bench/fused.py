@@ -225,6 +225,9 @@ def main() -> int:
                 file=sys.stderr,
             )
         return 2
+
+    from megatron_overlap.comm import destroy_process_groups
+
     if options.interpret:
         dist.init_process_group("gloo")
     else:
@@ -247,7 +250,7 @@ def main() -> int:
         for line in missing:
             print(f"not measured: {line}")
         print("wrong: " + "; ".join(wrong) if wrong else "all results are right")
-    dist.destroy_process_group()
+    destroy_process_groups()
     return int(bool(wrong))
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from harness import Timings, run_job, versions
 from linear_cases import ALL_REDUCE_OPS, AllReduceCase, LinearCase
 
-from megatron_overlap.comm import transport_of
+from megatron_overlap.comm import destroy_process_groups, transport_of
 from megatron_overlap.ops import LinearPlan, reference
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -88,9 +88,7 @@ def work(args: argparse.Namespace) -> None:
         rows_out = {"rows": rows}
     if transport.rank == 0:
         Path(args.json).write_text(json.dumps(rows_out))
-    dist.barrier()
-    transport.close()
-    dist.destroy_process_group()
+    destroy_process_groups()
     assert size == args.hosts
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from harness import Timings, run_job
 
+from megatron_overlap.comm import destroy_process_groups
 from megatron_overlap.comm.gloo import GlooTransport
 from megatron_overlap.ops import all_gather_linear, linear_reduce_scatter
 from megatron_overlap.tracing.events import EventFile, Kind, Trace
@@ -55,8 +56,8 @@ def worker(args: argparse.Namespace) -> None:
             "off_over_off": timings.ratio("again", "off"),
         }
         Path(args.json).write_text(json.dumps({**row, **{k: v for k, v in vars(args).items() if k != "json"}}))
-    dist.barrier()
-    dist.destroy_process_group()
+    transport.close()
+    destroy_process_groups()
 
 
 def main() -> None:

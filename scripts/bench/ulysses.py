@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from harness import Run, Timings, run_job, versions
 
-from megatron_overlap.comm import Transport, transport_of
+from megatron_overlap.comm import Transport, destroy_process_groups, transport_of
 from megatron_overlap.comm.transport import Transfer
 from megatron_overlap.ops import (
     Projection,
@@ -308,9 +308,7 @@ def work(args: argparse.Namespace) -> None:
         out = {"rows": [measure(case(direction), direction, args) for direction in args.directions]}
     if transport.rank == 0:
         Path(args.json).write_text(json.dumps(out))
-    dist.barrier()
-    transport.close()
-    dist.destroy_process_group()
+    destroy_process_groups()
 
 
 def gate(case: UlyssesCase) -> None:

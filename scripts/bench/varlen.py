@@ -31,7 +31,7 @@ import torch.distributed as dist
 from harness import Timings, versions
 from varlen_methods import Batch, Engine, Layer, Messages, Method, limits, methods
 
-from megatron_overlap.comm import transport_of
+from megatron_overlap.comm import destroy_process_groups, transport_of
 from megatron_overlap.ops.flash_attention import documents_forward
 from megatron_overlap.ops.varlen.pass_kv_pass_q import Shape
 from megatron_overlap.schedules.varlen import CostModel, Topology
@@ -152,9 +152,7 @@ def work(args: argparse.Namespace) -> None:
     known = {"hidden_from_tokens": hidden, "share_of_it": share, **asdict(cost)}
     if transport.rank == 0:
         Path(args.json).write_text(json.dumps({"rows": rows, "cost": known, "options": vars(args)}))
-    dist.barrier()
-    transport.close()
-    dist.destroy_process_group()
+    destroy_process_groups()
 
 
 def lengths_of(name: str, tokens: int, scale: int, seed: int) -> list[int]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.adapters.megatron_runs import start_ranks
+from tests.adapters.megatron_runs import PLUGIN_OFF, start_ranks
 
 
 def test_te_layers_without_te_name_the_remedy(tmp_path: Path) -> None:
@@ -14,6 +14,23 @@ def test_te_layers_without_te_name_the_remedy(tmp_path: Path) -> None:
     (done,) = start_ranks(1, [str(script), *flags], env={"MEGATRON_OVERLAP_TE": str(tmp_path)}, timeout_s=60)
     assert done.returncode == 2, done.stdout
     assert "scripts/setup.sh te" in done.stdout
+
+
+def test_a_thread_inside_torch_does_not_abort_the_end(tmp_path: Path) -> None:
+    """The thread returns to the interpreter every millisecond, as a thread of gloo that releases a tensor does."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import atexit, threading, time, torch\n"
+        "def work():\n"
+        "    while True:\n"
+        "        torch.zeros(64, 64) @ torch.zeros(64, 64)\n"
+        "threading.Thread(target=work, daemon=True).start()\n"
+        "threading.Thread(target=lambda: (time.sleep(0.5), print('joined'))).start()\n"
+        "atexit.register(print, 'exit handler')\n"
+    )
+    (done,) = start_ranks(1, [str(script), "--overlap-device", "cpu"], env=PLUGIN_OFF, timeout_s=60)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.splitlines()[-2:] == ["joined", "exit handler"]
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
+import json
+import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm import TransportOptions, Transports
+from megatron_overlap.comm import TransportOptions, Transports, destroy_process_groups, transport_of
 from megatron_overlap.comm.connection import connect_gloo, store_beside
 from megatron_overlap.comm.gloo import GlooTransport
 from megatron_overlap.comm.transport import Transfer
@@ -78,3 +82,24 @@ def transports_have_one_owner(group: dist.ProcessGroup) -> dict[str, object]:
     except ValueError as error:
         seen["undeclared"] = str(error)
     return seen
+
+
+def end_a_rank_program() -> None:
+    """Main function of a job of one rank: print the threads after `destroy_process_groups` and at the end.
+
+    At the end one transport is still open.
+    """
+    atexit.register(lambda: print(json.dumps([thread.name for thread in threading.enumerate()])))
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        transport_of(dist.group.WORLD)
+        dist.all_reduce(torch.ones(1))
+        destroy_process_groups()
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    print(json.dumps([name for name in names if "gloo" in name]))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    GlooTransport(dist.group.WORLD)
+
+
+if __name__ == "__main__":
+    end_a_rank_program()

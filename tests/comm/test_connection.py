@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -39,6 +40,16 @@ def test_transports_open_and_close_beside_busy_loops(
 def test_connecting_ends_on_no_rank_before_all_have_connected(world: World) -> None:
     for took_s in world.run(3, connection_workers.connect_with_a_slow_rank):
         assert took_s >= connection_workers.DELAY_S
+
+
+def test_a_rank_program_ends_without_threads_of_gloo() -> None:
+    """A thread that releases a tensor while the interpreter ends aborts the process."""
+    command = [sys.executable, "-m", "tests.comm.connection_workers"]
+    done = subprocess.run(command, text=True, capture_output=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    of_gloo, at_exit = map(json.loads, done.stdout.splitlines())
+    assert of_gloo == []
+    assert at_exit == ["MainThread"]
 
 
 def test_a_group_has_one_transport_for_each_channel(world: World) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -52,14 +52,14 @@ def sends_wait_for_mark_ready(group: dist.ProcessGroup) -> list[float]:
 
 
 def threads_end(group: dist.ProcessGroup) -> tuple[int, int]:
-    """Return the number of threads of the package before a transport is opened and after it is closed."""
+    """Return the number of threads of this process before a transport is opened and after it is closed."""
 
     def count() -> int:
-        return sum(thread.name.startswith("megatron_overlap") for thread in threading.enumerate())
+        return len(list(Path("/proc/self/task").iterdir()))
 
     before = count()
     transport = GlooTransport(group)
-    assert count() == before + 2
+    assert count() > before + 2
     # The peer may still be connecting to this rank.
     dist.barrier(group)
     transport.close()

@@ -23,7 +23,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megatron_overlap.comm import close_transport
+from megatron_overlap.comm import destroy_process_groups
 from megatron_overlap.comm.symmetric.cuda import local_unsupported_reason
 from megatron_overlap.ops import all_gather_linear, linear_reduce_scatter, reference
 from megatron_overlap.tools.doctor.gemm_rate import slow_precision_reason
@@ -211,9 +211,7 @@ def _self_test_rank(folder: Path) -> None:
     world = dist.group.WORLD
     assert world is not None
     (folder / f"rank{dist.get_rank()}").write_text(str(largest_difference(world)))
-    dist.barrier()
-    close_transport(world)
-    dist.destroy_process_group()
+    destroy_process_groups()
 
 
 def largest_difference(group: dist.ProcessGroup) -> float:
