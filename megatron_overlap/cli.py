@@ -37,7 +37,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "Measure the fastest method of each layer before a run.",
         ),
         "trace": (
-            "megatron_overlap.tools.trace.command:trace",
+            "megatron_overlap.tools.trace:trace",
             "Show computation, waits and messages of each rank.",
         ),
         "simulate": (
@@ -46,7 +46,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
         "patches": ("megatron_overlap.patching.command:patches", "Show the patches of the installed Megatron."),
         "plan": (
-            "megatron_overlap.tools.plan.command:plan",
+            "megatron_overlap.tools.plan:plan",
             "Show and draw the partition of a batch of documents.",
         ),
         "schema": ("megatron_overlap.config.command:schema", "Print the JSON Schema of launch configs."),

@@ -21,7 +21,7 @@ from statistics import geometric_mean
 
 from varlen_model import layer_of, times_us
 
-from megatron_overlap.tools.plan.lengths import sample
+from megatron_overlap.tools.document_lengths import sample
 
 PROFILES = ("a800", "h800", "h200")
 DISTRIBUTIONS = ("arxiv", "github", "prolong64k")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 
 from pydantic_core import PydanticCustomError
 
@@ -64,6 +66,16 @@ def did_you_mean(name: str, known: Iterable[str], what: str = "key") -> str:
     if match is not None:
         return f"unknown {what}; did you mean {match}?"
     return f"unknown {what}; use one of {', '.join(names)}"
+
+
+@contextmanager
+def writing(option: str, path: Path) -> Iterator[None]:
+    """Turns the OSError of writing a file that a command line option names into a `ConfigError`."""
+    try:
+        yield
+    except OSError as error:
+        remedy = f"{error.strerror or 'cannot be written'}; give a path that can be written"
+        raise ConfigError("command line", option, str(path), remedy) from error
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from megatron_overlap.config import ConfigError, LaunchConfig, dump_config, load_launch_config
+from megatron_overlap.config.errors import writing
 from megatron_overlap.config.resources import config_file
 from megatron_overlap.tools.compare import report
 from megatron_overlap.tools.compare.comparison import (
@@ -108,12 +109,9 @@ def _compare_logs(files: Sequence[Path], output: Path | None, attribute: bool, p
 
 
 def _open_folder(folder: Path) -> Path:
-    try:
+    with writing("compare --output", folder):
         folder.mkdir(parents=True, exist_ok=True)
         report.remove(folder)
-    except OSError as error:
-        remedy = f"{error.strerror}; give a folder that can be written"
-        raise ConfigError("command line", "compare --output", str(folder), remedy) from error
     return folder
 
 

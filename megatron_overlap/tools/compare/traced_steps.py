@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_overlap.tools.compare.comparison import Comparison, ExposedSummary, RunSummary, TypicalStep
 from megatron_overlap.tools.compare.rounds import run_folder
-from megatron_overlap.tools.trace.aligned_events import (
+from megatron_overlap.tools.trace import (
     Clock,
     MessageKey,
     align_steps,

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from megatron_overlap.config import ConfigError, LaunchConfig, load_launch_config, without_overlap
+from megatron_overlap.config.errors import writing
 from megatron_overlap.config.resources import config_file
 from megatron_overlap.tools.launch.downscale import downscale
 from megatron_overlap.tools.launch.netlab import NetlabError
@@ -156,11 +157,8 @@ def _emit_slurm(config: Path, arguments: list[str], baseline: str | None) -> int
     if not files:
         print(text, end="")
         return 0
-    try:
+    with writing("launch --emit-slurm", Path(files[0])):
         Path(files[0]).write_text(text, encoding="utf-8")
-    except OSError as error:
-        reason = (error.strerror or "cannot be written").lower()
-        raise ConfigError("command line", "launch --emit-slurm", files[0], f"{reason}; name a file to write") from error
     print(f"{files[0]}: {len(configs)} run(s) on {configs[0].launch.nodes} node(s); submit it with: sbatch {files[0]}")
     return 0
 

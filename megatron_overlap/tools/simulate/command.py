@@ -14,14 +14,13 @@ from rich.table import Table
 from megatron_overlap.autotune.cost_model import CostModel
 from megatron_overlap.config import ConfigError, load_launch_config
 from megatron_overlap.config.cluster import load_cluster_profile, with_hosts
+from megatron_overlap.config.errors import writing
 from megatron_overlap.config.resources import config_file
 from megatron_overlap.tools.compare.flops import CONVENTION
 from megatron_overlap.tools.simulate.job import Job, job_of, with_tensor_overlap
-from megatron_overlap.tools.simulate.layer import Layers
 from megatron_overlap.tools.simulate.linear import LinearOverlap, Method
 from megatron_overlap.tools.simulate.step import StepTime, simulate_step
 from megatron_overlap.tools.simulate.sweep import Memory, Sweep, memory_of, sweep
-from megatron_overlap.tools.simulate.trace import trace_events, write_trace
 
 DISCLAIMER = "Simulated, not measured. docs/simulate.md lists the known errors."
 
@@ -42,7 +41,6 @@ def simulate(
     cluster: Annotated[
         str, typer.Option("--cluster", help="Profile: a name in configs/clusters, or a YAML file.")
     ] = "h100_dgx",
-    trace: Annotated[Path | None, typer.Option("--trace", help="Write the timeline (Chrome / Perfetto JSON).")] = None,
     find: Annotated[bool, typer.Option("--sweep", help="Simulate every layout with this number of ranks.")] = False,
     output: Annotated[Path | None, typer.Option("--json", help="Write all results as JSON.")] = None,
 ) -> int:
@@ -58,7 +56,7 @@ def simulate(
         key, _, rest = str(error).partition(": ")
         value, _, remedy = rest.partition(": ")
         raise ConfigError(str(config), key, value, remedy or rest) from error
-    step = simulate_step(job, model, timeline=trace is not None)
+    step = simulate_step(job, model)
     memory = memory_of(job)
     jobs = {"as configured": job}
     jobs |= {text: with_tensor_overlap(job, LinearOverlap(name)) for name, text in _METHOD_NAMES.items()}
@@ -67,18 +65,10 @@ def simulate(
     content = _content(job, model, step, memory, methods, found)
     console = Console()
     _show(console, job, model, content, found)
-    for path, what in ((trace, "--trace"), (output, "--json")):
-        if path is None:
-            continue
-        try:
-            if what == "--trace":
-                write_trace(path, trace_events(step, Layers(job, model)))
-            else:
-                path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            remedy = f"{error.strerror}; give a file that can be written"
-            raise ConfigError("command line", f"simulate {what}", str(path), remedy) from error
-        console.print(f"{what.removeprefix('--')}: {path}", highlight=False, soft_wrap=True)
+    if output is not None:
+        with writing("simulate --json", output):
+            output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        console.print(f"json: {output}", highlight=False, soft_wrap=True)
     capacity = profile.device.memory_gib.value
     if memory.total_gib > capacity:
         console.print(

@@ -32,7 +32,7 @@ from megatron_overlap.autotune.search import MARGIN
 from megatron_overlap.schedules import Chunk, ChunkLayout, Message, Plan, Work, all_gather_plan, reduce_scatter_plan
 from megatron_overlap.schedules.heuristics import default_chunks
 from megatron_overlap.schedules.plan import Collective, Pattern, Split
-from megatron_overlap.tools.simulate.event_simulator import Program, SimulatedRun, Stream, in_order, run_programs
+from megatron_overlap.tools.simulate.event_simulator import Program, SimulatedRun, Stream, in_order, run_program
 
 Method = Literal["serial", "stock", "sliced", "userbuffers", "fused", "p2p", "compiled"]
 METHODS: tuple[Method, ...] = ("serial", "stock", "sliced", "userbuffers", "fused", "p2p", "compiled")
@@ -309,12 +309,11 @@ class Linear:
         chunks: int,
         split: Split,
         *,
-        rank: int = 0,
         launch_us: float = 0.0,
     ) -> Stream:
         """The plugin's plan of one rank with the times of its GEMMs, additions and messages."""
         build = all_gather_plan if collective == "all_gather" else reduce_scatter_plan
-        plan = build(self.link.size, rank, chunks_per_rank=chunks, pattern=pattern, split=split)
+        plan = build(self.link.size, 0, chunks_per_rank=chunks, pattern=pattern, split=split)
         layout = plan.layout(self.rows)
         times, additions = [], []
         for index, work in enumerate(plan.work):
@@ -322,7 +321,7 @@ class Linear:
             times.append(gemm_us + (launch_us if index == 0 else 0.0))
             added = sum(layout.num_chunk_rows(plan.messages[k].recv) for k in work.adds)
             # An addition reads its terms once and reads and writes the sum.
-            touched = added + 2 * min(added, layout.shard_rows(rank)) if added else 0
+            touched = added + 2 * min(added, layout.shard_rows(0)) if added else 0
             additions.append(self.model.memory_us(self._bytes(touched, width)))
         sizes = tuple(self._bytes(layout.num_chunk_rows(e.send), width) for e in plan.messages)
         return Stream(plan, tuple(times), tuple(additions), sizes)
@@ -347,24 +346,4 @@ class Linear:
         return min((self._play(program, kind) for program in programs), key=lambda simulated: simulated.time_us)
 
     def _play(self, program: Program, kind: Literal["copy", "collective"]) -> SimulatedRun:
-        return run_programs([program], self.model, self.link, kind=kind, one_rank=True)
-
-    def all_ranks(self, collective: Collective) -> SimulatedRun:
-        """A `p2p` forward with a separate simulation of every rank.
-
-        Args:
-            collective: `all_gather` for the column-parallel, `reduce_scatter` for the row-parallel forward.
-        """
-        gemm = self._gemm(self.out_features, self.in_features)
-        width = self.in_features if collective == "all_gather" else self.out_features
-        groups = [
-            [
-                in_order(self._stream(collective, gemm.rows_us, width, self.overlap.pattern, c, s, rank=rank))
-                for rank in range(self.link.size)
-            ]
-            for c, s in self._variants(collective, width)
-        ]
-        return min(
-            (run_programs(group, self.model, self.link) for group in groups),
-            key=lambda simulated: simulated.time_us,
-        )
+        return run_program(program, self.model, self.link, kind)

@@ -1,7 +1,7 @@
 """Time of a training step: micro-batches of all pipeline stages, parameter all-gathers, gradient reductions, optimizer.
 
 One rank stands for all tensor and context ranks of a stage, and one replica for all replicas, so that each pipeline
-stage has one clock. With `one_replica=False` every replica has its clocks, and collectives wait for the last replica.
+stage has one clock.
 """
 
 from __future__ import annotations
@@ -23,17 +23,6 @@ _TENSOR_CALLS = 19
 _STEP_CALLS = 60
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """One entry in the timeline of a stage. `track` is compute, data (parallel) or pipeline."""
-
-    stage: int
-    track: str
-    name: str
-    start_us: float
-    stop_us: float
-
-
 @dataclass(frozen=True)
 class StepTime:
     """Time of a step and its parts in us, averaged over the stages. The parts add up to the step.
@@ -45,7 +34,6 @@ class StepTime:
         pipeline_us: waits for other stages: pipeline bubble and transfers of activations.
         data_us: exposed communication of parameters and gradients, and the slowdown of computation by it.
         optimizer_us: optimizer and the fixed time of a step in the profile.
-        slices: timeline of the first replica.
     """
 
     step_us: float
@@ -55,7 +43,6 @@ class StepTime:
     pipeline_us: float
     data_us: float
     optimizer_us: float
-    slices: tuple[Slice, ...] = ()
 
     @property
     def exposed_us(self) -> float:
@@ -74,7 +61,6 @@ class _Stage:
     waited_pipeline: float = 0.0
     waited_data: float = 0.0
     ready: dict[int, float] = field(default_factory=dict)  # when the gradient of each part is complete
-    slices: list[Slice] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +74,8 @@ class _Part:
 
 
 class _Simulation:
-    def __init__(self, job: Job, model: CostModel, timeline: bool) -> None:
-        self.job, self.model, self.timeline = job, model, timeline
+    def __init__(self, job: Job, model: CostModel) -> None:
+        self.job, self.model = job, model
         self.layers = Layers(job, model)
         self.parts = [[self._chunk(stage, c) for c in range(job.virtual)] for stage in range(job.pipeline)]
         self.data_link = model.link(job.data * job.context, job.tensor)
@@ -129,36 +115,34 @@ class _Simulation:
         kind: CollectiveKind = "reduce_scatter" if self.job.distributed_optimizer else "all_reduce"
         return self.model.collective_us(kind, count * self.job.gradient_bytes, self.data_link)
 
-    def parameter_times(self, stage: int) -> tuple[dict[int, float], list[Slice]]:
+    def parameter_times(self, stage: int) -> dict[int, float]:
         """Arrival times of the parameters of each part. The all-gathers start with the step, first part first."""
         if not (self.job.distributed_optimizer and self.job.data_overlap == "stock") or self.data_link.size == 1:
-            return {}, []
-        clock, parameter_times, slices = 0.0, {}, []
+            return {}
+        clock, arrivals = 0.0, {}
         for bucket in reversed(self.buckets(stage)):
-            start, clock = clock, clock + self.collective_us(stage, bucket, gradients=False)
-            slices.append(Slice(stage, "data", "parameters", start, clock))
-            parameter_times.update(dict.fromkeys(bucket, clock))
-        return parameter_times, slices
+            clock += self.collective_us(stage, bucket, gradients=False)
+            arrivals.update(dict.fromkeys(bucket, clock))
+        return arrivals
 
-    def pipeline(self, slow: float) -> list[_Stage]:
-        """Simulate all stages of one replica whose computation takes `slow` times as long."""
+    def pipeline(self) -> list[_Stage]:
+        """Simulate all stages of one replica."""
         job = self.job
         stages = [_Stage(order(job.pipeline, s, job.virtual, job.num_microbatches)) for s in range(job.pipeline)]
         parameter_times = [self.parameter_times(stage) for stage in range(job.pipeline)]
         done: dict[tuple[Unit, int], float] = {}
-        for stage, (_, slices) in zip(stages, parameter_times, strict=True):
-            stage.slices += slices
         progress = True
         while progress:
             progress = False
             for number, stage in enumerate(stages):
                 while stage.at < len(stage.units):
-                    needed = self._needed(stage.units[stage.at], number)
+                    unit = stage.units[stage.at]
+                    needed = self._needed(unit, number)
                     if needed is not None and needed not in done:
                         break
-                    self._run(
-                        number, stage, 0.0 if needed is None else done[needed], parameter_times[number][0], done, slow
-                    )
+                    arrival = 0.0 if needed is None else done[needed]
+                    done[unit, number] = self._run(number, stage, unit, arrival, parameter_times[number])
+                    stage.at += 1
                     progress = True
         assert all(stage.at == len(stage.units) for stage in stages)
         return stages
@@ -175,20 +159,10 @@ class _Simulation:
         chunk, other = divmod(before, self.job.pipeline)
         return Unit(unit.backward, chunk, unit.microbatch), other
 
-    def _run(
-        self,
-        number: int,
-        stage: _Stage,
-        input_arrival: float,
-        parameters: dict[int, float],
-        done: dict[tuple[Unit, int], float],
-        slow: float,
-    ) -> None:
-        unit = stage.units[stage.at]
-        stage.at += 1
+    def _run(self, number: int, stage: _Stage, unit: Unit, input_arrival: float, parameters: dict[int, float]) -> float:
+        """Run a unit on a stage. Returns the time at which its result is in the next stage."""
         stage.waited_pipeline += max(0.0, input_arrival - stage.clock)
         stage.clock = max(stage.clock, input_arrival)
-        start = stage.clock
         parts = self.parts[number][unit.chunk]
         first_part = sum(len(chunk) for chunk in self.parts[number][: unit.chunk])
         last = unit.microbatch == self.job.num_microbatches - 1
@@ -199,83 +173,52 @@ class _Simulation:
                 stage.waited_data += arrival - stage.clock
                 stage.clock = arrival
             waits = run.tensor_us + run.context_us
-            stage.clock += (run.time_us - waits) * slow + waits
-            stage.compute += (run.time_us - waits) * slow
+            stage.clock += run.time_us
+            stage.compute += run.time_us - waits
             stage.tensor += run.tensor_us
             stage.context += run.context_us
             if unit.backward and last:
                 stage.ready[first_part + index] = stage.clock
-        name = f"{'backward' if unit.backward else 'forward'} {unit.microbatch}"
-        if self.timeline:
-            label = f"{name}.{unit.chunk}" if self.job.virtual > 1 else name
-            stage.slices.append(Slice(number, "compute", label, start, stage.clock))
         arrives = stage.clock
         if self.job.pipeline > 1 and not self._is_last_chunk(unit, number):
             arrives += self.hop_us
-            if self.timeline:
-                stage.slices.append(Slice(number, "pipeline", name, stage.clock, arrives))
             if self.job.virtual == 1:  # 1F1B without interleaving waits for its message
                 stage.waited_pipeline += self.hop_us
                 stage.clock = arrives
-        done[unit, number] = arrives
+        return arrives
 
     def _is_last_chunk(self, unit: Unit, stage: int) -> bool:
         position = unit.chunk * self.job.pipeline + stage
         return position == (0 if unit.backward else self.job.pipeline * self.job.virtual - 1)
 
-    def gradients(self, number: int, replicas: Sequence[_Stage]) -> tuple[float, float, list[Slice]]:
-        """End of the gradient reduction of a stage, the total time of its collectives, and their timeline.
+    def gradients(self, number: int, stage: _Stage) -> tuple[float, float]:
+        """End of the gradient reduction of a stage, and the total time of its collectives.
 
-        Without overlap the collectives start after the computation. With overlap a bucket starts when it is complete in
-        every replica.
+        Without overlap the collectives start after the computation. With overlap a bucket starts when it is complete.
         """
-        computed = max(stage.clock for stage in replicas)
-        if self.data_link.size == 1:
-            return computed, 0.0, []
         clock = total = 0.0
-        slices = []
-        for bucket in self.buckets(number):
-            ready = max(stage.ready[part] for stage in replicas for part in bucket)
-            start = max(clock, ready if self.job.data_overlap == "stock" else computed)
-            duration = self.collective_us(number, bucket, gradients=True)
-            clock, total = start + duration, total + duration
-            slices.append(Slice(number, "data", "gradients", start, clock))
-        return max(clock, computed), total, slices
+        if self.data_link.size > 1:
+            for bucket in self.buckets(number):
+                ready = max(stage.ready[part] for part in bucket)
+                duration = self.collective_us(number, bucket, gradients=True)
+                clock = max(clock, ready if self.job.data_overlap == "stock" else stage.clock) + duration
+                total += duration
+        return max(clock, stage.clock), total
 
 
-def simulate_step(
-    job: Job, model: CostModel, *, one_replica: bool = True, slow: Sequence[float] = (), timeline: bool = False
-) -> StepTime:
-    """Simulate one training step.
-
-    Args:
-        job: model and parallel layout.
-        model: cost model.
-        one_replica: simulate one replica for all replicas.
-        slow: factor on the computation time of each replica; needs `one_replica=False`.
-        timeline: return the timeline in `slices`.
-
-    Raises:
-        ValueError: `slow` does not have one factor per replica.
-    """
-    replicas = 1 if one_replica else job.data
-    if slow and (one_replica or len(slow) != job.data):
-        raise ValueError(f"slow: {len(slow)} factors: give one per replica ({job.data}) with one_replica=False")
-    simulation = _Simulation(job, model, timeline)
-    factors = slow or (1.0,) * replicas
-    runs = [simulation.pipeline(factor) for factor in factors]
+def simulate_step(job: Job, model: CostModel) -> StepTime:
+    """Simulate one training step."""
+    simulation = _Simulation(job, model)
+    stages = simulation.pipeline()
     link = simulation.data_link
-    ends, timeline_slices, slowed = [], [], []
-    for number in range(job.pipeline):
-        end, took, slices = simulation.gradients(number, [run[number] for run in runs])
-        computed = max(run[number].clock for run in runs)
-        gathered = sum(s.stop_us - s.start_us for s in simulation.parameter_times(number)[1])
-        # Concurrent collectives slow computation down; the clocks above do not include it.
-        lost = 1.0 - model.compute_rate("collective", 2 * link.collective_rate) if link.size > 1 else 0.0
-        hidden = max(0.0, took - (end - computed)) + max(0.0, gathered - runs[0][number].waited_data)
-        slowed.append(lost * hidden)
+    # Concurrent collectives slow computation down; the clocks of the stages do not include it.
+    lost = 1.0 - model.compute_rate("collective", 2 * link.collective_rate) if link.size > 1 else 0.0
+    ends = []
+    for number, stage in enumerate(stages):
+        end, took = simulation.gradients(number, stage)
+        gathered = max(simulation.parameter_times(number).values(), default=0.0)
+        hidden = max(0.0, took - (end - stage.clock)) + max(0.0, gathered - stage.waited_data)
         ends.append(end + lost * hidden)
-        timeline_slices += runs[0][number].slices + slices
     trained = max(ends)
     update = max(optimizer_us(job, model, stage) for stage in range(job.pipeline))
     gather = 0.0
@@ -284,24 +227,15 @@ def simulate_step(
             sum(simulation.collective_us(s, bucket, gradients=False) for bucket in simulation.buckets(s))
             for s in range(job.pipeline)
         )
-    step = trained + update + gather
-    stages = runs[0]
     count = len(stages)
-    data = 0.0
-    pipeline = 0.0
-    for number, stage in enumerate(stages):
-        tail = ends[number] - stage.clock
-        data += stage.waited_data + tail + gather
-        pipeline += stage.waited_pipeline + trained - ends[number]
     return StepTime(
-        step_us=step,
+        step_us=trained + update + gather,
         compute_us=sum(stage.compute for stage in stages) / count,
         tensor_us=sum(stage.tensor for stage in stages) / count,
         context_us=sum(stage.context for stage in stages) / count,
-        pipeline_us=pipeline / count,
-        data_us=data / count,
+        pipeline_us=sum(s.waited_pipeline + trained - end for s, end in zip(stages, ends, strict=True)) / count,
+        data_us=sum(s.waited_data + end - s.clock + gather for s, end in zip(stages, ends, strict=True)) / count,
         optimizer_us=update,
-        slices=tuple(timeline_slices) if timeline else (),
     )
 
 

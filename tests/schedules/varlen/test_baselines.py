@@ -17,7 +17,7 @@ from megatron_overlap.schedules.varlen.baselines import (
     packing,
     ring_over_all,
 )
-from megatron_overlap.tools.plan.lengths import DISTRIBUTIONS, sample
+from megatron_overlap.tools.document_lengths import DISTRIBUTIONS, sample
 from tests.schedules.varlen.checks import check_plan
 
 

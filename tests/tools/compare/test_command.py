@@ -127,7 +127,7 @@ def test_a_run_without_steps_fails_the_comparison(tmp_path: Path, capsys: pytest
         (["{config}", "{config}"], "two configs have this name"),
         (["{config}", "--rounds", "0"], "--rounds"),
         (["{config}", "train.iterations=2"], "must be at least 3"),
-        (["{config}", "--output", "{config}"], "give a folder that can be written"),
+        (["{config}", "--output", "{config}"], "give a path that can be written"),
         (["{config}", "trian.seed=2"], "train"),
         (["missing.yaml"], "missing.yaml"),
     ],

@@ -15,12 +15,12 @@ from megatron_overlap.tools.compare.plot import OP_STYLES, draw_breakdown, draw_
 from megatron_overlap.tools.compare.rounds import run_folder
 from megatron_overlap.tools.compare.traced_steps import RankStep, Span, StepTimeline, breakdowns, timelines
 from megatron_overlap.tools.launch.run_records import RunRecord, StepExposed
-from megatron_overlap.tools.trace.aligned_events import event_files
+from megatron_overlap.tools.trace import event_files
 from megatron_overlap.tracing.events import EventFile, Kind, Trace
 from tests.tools.compare.samples import record, side
 from tests.tools.compare.test_report import pictures
-from tests.tools.trace.test_trace import MS
-from tests.tools.trace.test_trace import record as record_events
+from tests.tools.test_trace import MS
+from tests.tools.test_trace import record as record_events
 
 
 def traced(times: list[float]) -> RunRecord:

@@ -21,9 +21,9 @@ ROOT = Path(__file__).resolve().parents[3]
 CONFIG = str(ROOT / "configs" / "llama3_8b_tp8_overlap.yaml")
 
 
-def test_figures_trace_and_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace, out = tmp_path / "trace.json", tmp_path / "out.json"
-    argv = ["simulate", CONFIG, "--cluster", "h100_dgx", "--sweep", "--trace", str(trace), "--json", str(out)]
+def test_figures_and_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    argv = ["simulate", CONFIG, "--cluster", "h100_dgx", "--sweep", "--json", str(out)]
     assert cli.main(argv) == 0
     shown = capsys.readouterr().out
     for text in (
@@ -46,9 +46,6 @@ def test_figures_trace_and_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[s
     best = content["sweep"]["best"]
     assert [row["step_ms"] for row in best] == sorted(row["step_ms"] for row in best)
     assert best[0]["step_ms"] <= step["step_ms"]
-    events = json.loads(trace.read_text())["traceEvents"]
-    last = max(event["ts"] + event["dur"] for event in events if event["ph"] == "X" and event["pid"] == 0)
-    assert last / 1e3 == pytest.approx(step["step_ms"] - step["optimizer_ms"], rel=0.01)
 
 
 def test_a_shipped_config_is_found_by_name(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_overlap.tools.simulate.job import Job
 from megatron_overlap.tools.simulate.layer import Layers
 from megatron_overlap.tools.simulate.linear import METHODS, LinearOverlap
 from megatron_overlap.tools.simulate.pipeline import Unit, in_flight, order
 from megatron_overlap.tools.simulate.step import StepTime, simulate_step
 from megatron_overlap.tools.simulate.sweep import layer_activation_bytes, layouts, memory_of, sweep
-from megatron_overlap.tools.simulate.trace import trace_events
 from tests.tools.simulate.machines import job, machine
 
 
@@ -76,23 +72,6 @@ def test_the_parts_add_up_to_the_step(layout: dict[str, int], data_overlap: str)
     step = simulate_step(split, model)
     assert parts(step) == pytest.approx(step.step_us)
     assert step.compute_us > 0
-
-
-@pytest.mark.parametrize("layout", [{"data": 4}, {"data": 2, "tensor": 2, "pipeline": 2}, {"data": 2, "context": 2}])
-def test_one_replica_equals_all_replicas(layout: dict[str, int]) -> None:
-    model = machine(latency_us=1.0, collective=0.1, launch_us=1.0)
-    assert simulate_step(job(**layout), model) == simulate_step(job(**layout), model, one_replica=False)
-
-
-def test_a_slow_replica_delays_the_others() -> None:
-    model, split = machine(), job(data=2, global_batch_size=4)
-    even = simulate_step(split, model, one_replica=False)
-    late = simulate_step(split, model, one_replica=False, slow=(1.0, 1.5))
-    assert late.step_us > even.step_us + 0.4 * even.compute_us
-    assert parts(late) == pytest.approx(late.step_us)  # replica 0's: it waits for gradients
-    assert late.data_us > even.data_us
-    with pytest.raises(ValueError, match=r"slow: 1 factors: give one per replica \(2\)"):
-        simulate_step(split, model, one_replica=False, slow=(1.0,))
 
 
 def test_gradient_reduction_overlaps_the_backward() -> None:
@@ -225,19 +204,3 @@ def test_sweep_is_sorted_and_fits_in_memory() -> None:
 def test_impossible_jobs_are_refused(changes: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message.replace(".", r"\.")):
         job(**changes)
-
-
-def test_the_timeline_covers_the_step() -> None:
-    split: Job = job(tensor=2, pipeline=2, data=2)
-    model = machine(latency_us=1.0)
-    step = simulate_step(split, model, timeline=True)
-    assert replace(step, slices=()) == simulate_step(split, model)
-    compute = [one for one in step.slices if one.track == "compute"]
-    assert len(compute) == 2 * 2 * split.num_microbatches
-    for stage in (0, 1):
-        mine = sorted((one.start_us, one.stop_us) for one in compute if one.stage == stage)
-        assert all(a[1] <= b[0] + 1e-6 for a, b in zip(mine, mine[1:], strict=False))
-    events = trace_events(step, Layers(split, model))
-    assert {event["ph"] for event in events} == {"M", "X"}
-    assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
-    assert sum(event["name"].startswith("forward") and event["tid"] == 0 for event in events) == len(compute) // 2

@@ -1,6 +1,7 @@
 """`megatron-overlap trace`: a Chrome trace of all ranks of a run, and a table of the exposed communication.
 
-The file opens in Perfetto (ui.perfetto.dev) and in chrome://tracing. Each rank is a process, each row a thread.
+The file opens in Perfetto (ui.perfetto.dev) and in chrome://tracing. Each rank is a process, each row a thread. The
+first part of this module puts the events of all ranks on the clock of rank 0 and pairs the messages; `compare` uses it.
 """
 
 from __future__ import annotations
@@ -10,28 +11,145 @@ import json
 import re
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import numpy.typing as npt
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from megatron_overlap.config import ConfigError
-from megatron_overlap.tools.trace.aligned_events import (
-    Clock,
-    MessageKey,
-    align_steps,
-    event_files,
-    events_of,
-    received_messages,
-    sent_times,
-)
+from megatron_overlap.config.errors import writing
 from megatron_overlap.tracing.events import EventFileError, Kind, RankEvents, merged, read_events, steps_of
 from megatron_overlap.tracing.exposed import exposed_in
+
+_FILE = re.compile(r"events-rank(\d+)\.bin")
+
+MessageKey = tuple[str, int, int, int, int]
+"""Identifies a message on all ranks: group, number of the operation, number of the message, sender, receiver."""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Converts the times of one rank to the clock of rank 0.
+
+    Clocks drift. The offset is interpolated linearly between two marks.
+    """
+
+    at_ns: tuple[int, ...]
+    offset_ns: tuple[int, ...]
+    error_ns: int | None
+    """Largest error of a mark. None: the rank has no marks, and its clock is assumed equal to that of rank 0."""
+
+    @classmethod
+    def of(cls, events: RankEvents) -> Clock:
+        """The clock of one rank."""
+        if not events.marks:
+            return cls((0,), (0,), 0 if events.rank == 0 else None)
+        marks = sorted(events.marks)
+        error = max(mark.error_ns for mark in marks)
+        return cls(tuple(mark.at_ns for mark in marks), tuple(mark.offset_ns for mark in marks), error)
+
+    def shift(self, times: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The same times on the clock of rank 0, in nanoseconds."""
+        first = self.at_ns[0]
+        # Subtract the first mark: after months of uptime a clock value has more digits than a float.
+        offsets = np.interp((times - first).astype(float), [at - first for at in self.at_ns], self.offset_ns)
+        shifted: npt.NDArray[np.int64] = times + np.rint(offsets).astype(np.int64)
+        return shifted
+
+
+@dataclass(frozen=True)
+class ReceivedMessage:
+    """One message as its receiver recorded it.
+
+    Attributes:
+        op: the operation.
+        peer: global rank of the sender.
+        group: name of the group.
+        channel: number of the group in the file of the receiver.
+        message: number of the message within the operation.
+        start_ns: earliest time at which the message can have been in transit: the sender has posted it and the receiver
+            has the previous message of the same peer and group.
+        stop_ns: time of receipt.
+        num_bytes: size.
+        sent_ns: time at which the sender posted the message; None where the events of the sender are missing.
+    """
+
+    op: str
+    peer: int
+    group: str
+    channel: int
+    message: int
+    start_ns: int
+    stop_ns: int
+    num_bytes: int
+    sent_ns: int | None
+
+
+def event_files(run_dir: Path) -> dict[int, Path]:
+    """The event files in the folder of a run by rank, in order of the ranks."""
+    files = {int(named[1]): path for path in run_dir.glob("events-rank*.bin") if (named := _FILE.fullmatch(path.name))}
+    return dict(sorted(files.items()))
+
+
+def align_steps(ranks: Sequence[RankEvents], first: int | None, last: int | None) -> list[RankEvents]:
+    """The events of steps `first` to `last`, on the clock of rank 0. None leaves that end open.
+
+    Raises:
+        ValueError: no rank has such a step.
+    """
+    aligned = []
+    for rank in ranks:
+        steps = [step for step in steps_of(rank) if (first or 0) <= step[0] <= (last or step[0])]
+        if not steps:
+            continue
+        begin, end = min(start for _, start, _ in steps), max(stop for _, _, stop in steps)
+        events = rank.events[(rank.events["stop_ns"] > begin) & (rank.events["start_ns"] < end)].copy()
+        clock = Clock.of(rank)
+        for name in ("start_ns", "stop_ns"):
+            events[name] = clock.shift(events[name])
+        aligned.append(RankEvents(rank.rank, events, rank.names, rank.marks, rank.whole))
+    if not aligned:
+        numbers = sorted({number for rank in ranks for number, _, _ in steps_of(rank)})
+        raise ValueError(f"the run has steps {numbers[0]} to {numbers[-1]}" if numbers else "the run has no whole step")
+    return aligned
+
+
+def sent_times(ranks: Sequence[RankEvents]) -> dict[MessageKey, int]:
+    """The time at which each message of all ranks was posted, in nanoseconds."""
+    return {
+        (rank.names[row["group"]], int(row["operation"]), int(row["message"]), rank.rank, int(row["peer"])): int(
+            row["start_ns"]
+        )
+        for rank in ranks
+        for row in events_of(rank, Kind.SENT)
+    }
+
+
+def received_messages(rank: RankEvents, sent_ns: dict[MessageKey, int]) -> Iterator[ReceivedMessage]:
+    """The messages that a rank received, in order of receipt."""
+    previous: dict[tuple[int, int], int] = {}
+    for row in np.sort(events_of(rank, Kind.RECEIVED), order="stop_ns"):
+        peer, channel, stop = int(row["peer"]), int(row["group"]), int(row["stop_ns"])
+        group, message = rank.names[channel], int(row["message"])
+        sent = sent_ns.get((group, int(row["operation"]), message, peer, rank.rank))
+        start = max(int(row["start_ns"]) if sent is None else sent, previous.get((peer, channel), 0))
+        previous[peer, channel] = stop
+        # The error of the clocks must not place the receipt before the start.
+        yield ReceivedMessage(
+            rank.names[row["op"]], peer, group, channel, message, min(start, stop), stop, int(row["num_bytes"]), sent
+        )
+
+
+def events_of(rank: RankEvents, *kinds: Kind) -> npt.NDArray[np.void]:
+    """The events of some kinds, in the order of the file."""
+    return rank.events[np.isin(rank.events["kind"], kinds)]
+
 
 _STEPS, _COMPUTE, _WAITS, _OPS, _MESSAGES = 0, 1, 2, 10, 100
 """Thread numbers of the rows of a rank. Rows of operations and of messages count up from theirs."""
@@ -60,11 +178,8 @@ def trace(
         raise _wrong("--steps", steps, str(error)) from error
     path = output if output is not None else run_dir / "trace.json.gz"
     metadata = {"run": str(run_dir), "clock": "of rank 0; other ranks shifted by measured offsets"}
-    try:
-        with gzip.open(path, "wt") if path.suffix == ".gz" else path.open("w") as file:
-            file.writelines(encode(trace_events(aligned), metadata))
-    except OSError as error:
-        raise _wrong("--output", path, f"{error.strerror}; give a file that can be written") from error
+    with writing("trace --output", path), gzip.open(path, "wt") if path.suffix == ".gz" else path.open("w") as file:
+        file.writelines(encode(trace_events(aligned), metadata))
     console.print(exposed_table(aligned))
     for line in notes(ranks):
         console.print(f"- {line}", highlight=False, soft_wrap=True)
@@ -247,10 +362,8 @@ def _read(run_dir: Path) -> list[RankEvents]:
     if not files:
         what = "no events in it" if run_dir.is_dir() else "no such folder"
         raise _wrong("RUN_DIR", run_dir, f"{what}; run with overlap.trace=true, and give the folder of that run")
-    console = Console(stderr=True)
-    listed = track(files.values(), "reading ranks", console=console, transient=True, disable=not console.is_terminal)
     try:
-        return [read_events(path) for path in listed]
+        return [read_events(path) for path in files.values()]
     except EventFileError as error:
         raise _wrong("RUN_DIR", run_dir, str(error)) from error
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_overlap.tools.plan.lengths import DISTRIBUTIONS, PROLONG, WLB, Range, read_lengths, sample
+from megatron_overlap.tools.document_lengths import DISTRIBUTIONS, PROLONG, WLB, Range, read_lengths, sample
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)

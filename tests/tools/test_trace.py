@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_overlap import cli
-from megatron_overlap.tools.trace.aligned_events import Clock, align_steps
-from megatron_overlap.tools.trace.command import trace_events
+from megatron_overlap.tools.trace import Clock, align_steps, trace_events
 from megatron_overlap.tracing.events import EventFile, Kind, Mark, Trace, read_events
 
 MS = 1_000_000
@@ -129,7 +128,7 @@ def test_the_command_writes_a_chrome_trace_and_prints_the_table(
         (["broken"], "not a file of events of this release"),
         (["good", "--steps", "7:9"], "--steps: 7:9: the run has steps 1 to 2"),
         (["good", "--steps", ":"], "write FIRST:LAST"),
-        (["good", "--output", "none/x.json"], "No such file or directory; give a file that can be written"),
+        (["good", "--output", "none/x.json"], "No such file or directory; give a path that can be written"),
     ],
 )
 def test_a_wrong_request_is_one_line(

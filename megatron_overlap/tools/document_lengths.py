@@ -78,13 +78,12 @@ def sample(distribution: str, tokens: int, seed: int) -> list[int]:
     return lengths
 
 
-def read_lengths(path: Path, bytes_per_token: int = 1) -> list[int]:
+def read_lengths(path: Path) -> list[int]:
     """Reads the lengths of documents.
 
     Args:
         path: a text file with one length per line, or a folder whose files (`*.py`, `*.txt`, `*.rst`, `*.md`, at any
-            depth) are the documents, in the order of their paths.
-        bytes_per_token: for a folder, the number of bytes per token.
+            depth) are the documents, in the order of their paths, with one token per byte.
 
     Raises:
         ValueError: the folder or file has no documents, or a line is not a length.
@@ -94,7 +93,7 @@ def read_lengths(path: Path, bytes_per_token: int = 1) -> list[int]:
         files = sorted(file for file in path.rglob("*") if file.suffix in kinds and file.is_file())
         if not files:
             raise ValueError(f"lengths: {path}: no {', '.join(kinds)} files in this folder")
-        return [-(-file.stat().st_size // bytes_per_token) for file in files]
+        return [file.stat().st_size for file in files]
     lengths = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         text = line.strip()

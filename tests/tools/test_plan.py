@@ -32,7 +32,7 @@ def test_the_lengths_of_a_file_with_another_method(tmp_path: Path, capsys: pytes
 
 
 def test_ranks_and_tokens_come_from_the_config(capsys: pytest.CaptureFixture[str]) -> None:
-    config = Path(__file__).parents[3] / "configs" / "llama3_8b_tp8_overlap.yaml"
+    config = Path(__file__).parents[2] / "configs" / "llama3_8b_tp8_overlap.yaml"
     overrides = ["launch.nodes=4", "train.global_batch_size=16", "train.seq_length=4096"]
     assert cli.main(["plan", str(config), *overrides]) == 0
     assert "65536 tokens on 4 ranks (4 x 1)" in capsys.readouterr().out
@@ -46,7 +46,7 @@ def test_ranks_and_tokens_come_from_the_config(capsys: pytest.CaptureFixture[str
         (["--ranks", "6", "--nodes", "4"], "plan --ranks: 6: give a multiple of the 4 nodes"),
         (["--lengths", "nowhere.txt"], "nowhere.txt: No such file or directory"),
         (["--tokens", "1000", "--capacity", "2"], "raise capacity to"),
-        (["--tokens", "1000", "--png", "/nowhere/a.png"], "give a file that can be written"),
+        (["--tokens", "1000", "--png", "/nowhere/a.png"], "give a path that can be written"),
         (["nowhere.yaml"], "nowhere.yaml"),
     ],
 )
