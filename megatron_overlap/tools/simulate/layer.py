@@ -1,8 +1,11 @@
-"""Forward and backward of one transformer layer, of the embedding and of the logits on one rank."""
+"""Forward and backward of one transformer layer, of the embedding and of the logits on one rank.
+
+A pass is the operations of a rank in order, with the rank skew at their synchronization points.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal
@@ -19,7 +22,6 @@ from megatron_overlap.config.cluster import Elementwise
 from megatron_overlap.tools.simulate.event_simulator import SimulatedRun
 from megatron_overlap.tools.simulate.job import Job
 from megatron_overlap.tools.simulate.linear import Linear
-from megatron_overlap.tools.simulate.rank_skew import Op, Pass, Sync, with_rank_skew
 
 _LOSS_SUMS = 3  # all-reduces over tensor ranks: maximum, logit of the label, sum of exponentials
 _BATCH_MESSAGES = 4  # broadcasts of the first tensor rank: two headers, integers, the loss mask
@@ -34,6 +36,86 @@ _LAST_CALLS = (66, 50)
 _OVERLAPPED_CALLS = 23
 
 _ATTENTION = ("scores", "repeat", "attention")
+
+
+Sync = Literal["before", "after"]
+"""Where an operation synchronizes the ranks of its group: before it (input) or after it (result)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation of a layer. Times are in microseconds.
+
+    Attributes:
+        name: module and operation.
+        time_us: time from start to end.
+        tensor_us: exposed tensor parallel communication in it.
+        context_us: exposed context parallel communication in it.
+        sync: where the tensor parallel ranks synchronize; None: nowhere.
+        slack_us: skew of the peers that does not delay the rank.
+    """
+
+    name: str
+    time_us: float
+    tensor_us: float = 0.0
+    context_us: float = 0.0
+    sync: Sync | None = None
+    slack_us: float = 0.0
+
+    @property
+    def computed_us(self) -> float:
+        """Time without exposed communication."""
+        return self.time_us - self.tensor_us - self.context_us
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Operations in order, with the sums of their times."""
+
+    ops: tuple[Op, ...]
+
+    @property
+    def time_us(self) -> float:
+        return sum(op.time_us for op in self.ops)
+
+    @property
+    def tensor_us(self) -> float:
+        return sum(op.tensor_us for op in self.ops)
+
+    @property
+    def context_us(self) -> float:
+        return sum(op.context_us for op in self.ops)
+
+    def __add__(self, other: Pass) -> Pass:
+        return Pass(self.ops + other.ops)
+
+
+def with_rank_skew(ops: Sequence[Op], late_us: Callable[[float], float]) -> Pass:
+    """A pass in which each synchronization takes longer by the rank skew.
+
+    Args:
+        ops: operations in order.
+        late_us: skew as a function of the computation time since the last synchronization. The previous pass is
+            assumed to be of the same kind.
+    """
+    last = max((index for index, op in enumerate(ops) if op.sync), default=None)
+    if last is None:
+        return Pass(tuple(ops))
+    computed = sum(op.computed_us for op in ops[last + 1 :]) + _after_sync(ops[last])
+    made = []
+    for op in ops:
+        if op.sync is None:
+            computed += op.computed_us
+            made.append(op)
+            continue
+        late = max(0.0, late_us(computed + op.computed_us - _after_sync(op)) - op.slack_us)
+        made.append(replace(op, time_us=op.time_us + late, tensor_us=op.tensor_us + late))
+        computed = _after_sync(op)
+    return Pass(tuple(made))
+
+
+def _after_sync(op: Op) -> float:
+    return op.computed_us if op.sync == "before" else 0.0
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 
 from megatron_overlap.autotune.cost_model import ITEM_BYTES, CostModel
 from megatron_overlap.tools.simulate.job import Job
-from megatron_overlap.tools.simulate.pipeline import in_flight
-from megatron_overlap.tools.simulate.step import StepTime, simulate_step
+from megatron_overlap.tools.simulate.step import StepTime, in_flight, simulate_step
 
 _GIB = 2.0**30
 _OPTIMIZER_BYTES = 12  # per parameter: fp32 copy and two moments

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_overlap.tools.simulate.layer import Layers
-from megatron_overlap.tools.simulate.rank_skew import Op, with_rank_skew
+from megatron_overlap.tools.simulate.layer import Layers, Op, with_rank_skew
 from megatron_overlap.tools.simulate.step import simulate_step
 from tests.tools.simulate.machines import LATE_AFTER_US, job, machine
 

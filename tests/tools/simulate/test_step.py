@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_overlap.tools.simulate.layer import Layers
 from megatron_overlap.tools.simulate.linear import METHODS, LinearOverlap
-from megatron_overlap.tools.simulate.pipeline import Unit, in_flight, order
-from megatron_overlap.tools.simulate.step import StepTime, simulate_step
+from megatron_overlap.tools.simulate.step import StepTime, Unit, in_flight, order, simulate_step
 from megatron_overlap.tools.simulate.sweep import layer_activation_bytes, layouts, memory_of, sweep
 from tests.tools.simulate.machines import job, machine
 
