@@ -49,7 +49,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "megatron_overlap.tools.plan:plan",
             "Show and draw the partition of a batch of documents.",
         ),
-        "schema": ("megatron_overlap.config.command:schema", "Print the JSON Schema of launch configs."),
+        "schema": ("megatron_overlap.config.loading:schema", "Print the JSON Schema of launch configs."),
     }
 )
 

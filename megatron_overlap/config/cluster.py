@@ -13,10 +13,9 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from megatron_overlap.config.errors import ConfigError, Problem, did_you_mean, raise_first
-from megatron_overlap.config.explain import validate
 from megatron_overlap.config.merge import compose
 from megatron_overlap.config.resources import resource_folder
-from megatron_overlap.config.types import Name, Positive, Section, Text
+from megatron_overlap.config.section import Name, Positive, Section, Text, validate
 
 Precision = Literal["fp32", "bf16", "fp16"]
 

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from megatron_overlap.config.errors import Problem, did_you_mean, raise_first
 from megatron_overlap.config.model_presets import ARCHITECTURES, PRESETS
 from megatron_overlap.config.overlap import OverlapFields
-from megatron_overlap.config.types import (
+from megatron_overlap.config.section import (
     Folder,
     Fraction,
     Name,
@@ -216,7 +216,7 @@ class LaunchSection(Section):
 
 
 class LaunchFields(Section):
-    """The sections of a launch config. `loading.LaunchConfig` adds the checks and `from_yaml`."""
+    """The sections of a launch config. `loading.LaunchConfig` adds the checks."""
 
     name: Name
     """Letters, digits, dots, dashes and underscores: run directories have this name."""

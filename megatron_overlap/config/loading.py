@@ -1,4 +1,7 @@
-"""Read and validate configs from YAML files and overrides. Every error is a `ConfigError`."""
+"""Read and validate configs from YAML files and overrides. Every error is a `ConfigError`.
+
+`megatron-overlap schema` prints the JSON Schema of launch configs, for editors.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,17 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import yaml
 from pydantic import model_validator
 
 from megatron_overlap.config.errors import ConfigError, Problem, did_you_mean, raise_first
-from megatron_overlap.config.explain import validate
 from megatron_overlap.config.launch import LaunchFields, LaunchSection
 from megatron_overlap.config.megatron_args import data_prefix
 from megatron_overlap.config.merge import compose
 from megatron_overlap.config.overlap import OverlapFields
+from megatron_overlap.config.section import validate
 from megatron_overlap.config.validation import launch_problems
 
 DESCRIPTION = "data.json"
@@ -51,15 +54,6 @@ class LaunchConfig(LaunchFields):
     def _check(self) -> Self:
         raise_first(launch_problems(self))
         return self
-
-    @classmethod
-    def from_yaml(cls, path: str | Path, overrides: Sequence[str] = ()) -> LaunchConfig:
-        """Read a launch config; see `load_launch_config`.
-
-        Raises:
-            ConfigError: the file, a key or a value is wrong.
-        """
-        return load_launch_config(path, overrides)
 
 
 @dataclass(frozen=True)
@@ -177,3 +171,24 @@ def without_overlap(config: LaunchConfig) -> LaunchConfig:
         "varlen": varlen,
     }
     return LaunchConfig.model_validate({**config.model_dump(), "name": f"{config.name}_baseline", "overlap": off})
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema of a config file: the launch config with `base`, and optional keys for presets."""
+    schema = LaunchConfig.model_json_schema()
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    schema["properties"]["base"] = {
+        "description": "Base config files, relative to this file.",
+        "anyOf": [{"type": "string"}, {"items": {"type": "string"}, "type": "array"}],
+    }
+    # Keys are optional in a file with a base and in a section with a preset.
+    required = schema.pop("required")
+    schema["anyOf"] = [{"required": ["base"]}, {"required": required}]
+    for section in schema["$defs"].values():
+        section.pop("required", None)
+    return schema
+
+
+def schema() -> None:
+    """Print the JSON Schema of launch configs."""
+    print(json.dumps(json_schema(), indent=2))

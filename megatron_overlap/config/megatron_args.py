@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 from megatron_overlap.config.launch import LaunchFields
 
@@ -135,10 +136,10 @@ def to_megatron_args(cfg: LaunchFields) -> list[str]:
 
 
 def value_at(cfg: LaunchFields, key: str) -> object:
-    """The value of a dotted key."""
-    node: object = cfg
+    """The value of a dotted key. A number in the key counts the items of a list."""
+    node: Any = cfg
     for part in key.split("."):
-        node = getattr(node, part)
+        node = node[int(part)] if part.isdigit() else getattr(node, part)
     return node
 
 

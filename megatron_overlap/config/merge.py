@@ -1,7 +1,7 @@
 """Merge YAML files and `key=value` overrides, with the source of every key.
 
-OmegaConf merges the files. A safe loader reads them and interpolations are refused: reading a config runs no code and
-does not read the environment.
+OmegaConf reads the files with a safe loader, and interpolations are refused: reading a config runs no code and does not
+read the environment.
 """
 
 from __future__ import annotations
@@ -81,41 +81,23 @@ def compose(path: str | Path, overrides: Sequence[str] = (), sections: Sequence[
     """
     file = str(path)
     layers = list(_read_layers(Path(path), None, ()))
-    merged: Any = OmegaConf.create({})
-    for layer in layers:
-        merged = _merge(merged, layer)
     for text in overrides:
         for key, value in _parse_override(file, text, sections):
-            layer = Layer(f"{file} (override)", _nest(key, value))
-            merged = _merge(merged, layer)
-            layers.append(layer)
-    tree = OmegaConf.to_container(merged, resolve=False)
-    assert isinstance(tree, dict)
-    return Composed(file, {str(key): value for key, value in tree.items()}, tuple(layers))
+            layers.append(Layer(f"{file} (override)", _nest(key, value)))
+    tree: Tree = {}
+    for layer in layers:
+        for key, value in _leaves(layer.tree, ""):
+            if isinstance(value, str) and ("${" in value or value == "???"):
+                raise ConfigError(layer.source, key, value, "configs take no interpolations; write the value")
+        tree = _merged(tree, layer.tree)
+    return Composed(file, tree, tuple(layers))
 
 
-def _merge(merged: Any, layer: Layer) -> Any:
-    for key, value in _leaves(layer.tree, ""):
-        if isinstance(value, str) and ("${" in value or value == "???"):
-            raise ConfigError(layer.source, key, value, "configs take no interpolations; write the value")
-    try:
-        return OmegaConf.merge(merged, OmegaConf.create(layer.tree))
-    except OmegaConfBaseException as error:
-        key = str(error.full_key or next(iter(layer.tree), "?"))
-        raise ConfigError(layer.source, key, str(error), "write the value in the form its key has") from error
-    except TypeError as error:  # OmegaConf merges a list with a mapping
-        key, value = next(_clashes(OmegaConf.to_container(merged, resolve=False), layer.tree, ""))
-        base = "keys" if isinstance(value, list) else "a list"
-        raise ConfigError(layer.source, key, value, f"the base has {base} here; use the same form in both") from error
-
-
-def _clashes(below: object, above: object, key: str) -> Iterator[tuple[str, object]]:
-    """Keys for which one tree has a list and the other a mapping."""
-    if isinstance(below, Mapping) and isinstance(above, Mapping):
-        for name in above.keys() & below.keys():
-            yield from _clashes(below[name], above[name], f"{key}.{name}" if key else str(name))
-    elif isinstance(below, list | Mapping) and isinstance(above, list | Mapping) and type(below) is not type(above):
-        yield key, above
+def _merged(below: Any, above: Any) -> Any:
+    """Mappings are merged key by key; any other value replaces the one below it."""
+    if isinstance(below, dict) and isinstance(above, dict):
+        return {**below, **{key: _merged(below.get(key), value) for key, value in above.items()}}
+    return above
 
 
 def _leaves(node: object, key: str) -> Iterator[tuple[str, object]]:

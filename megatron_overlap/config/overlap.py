@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from megatron_overlap.config.types import NonNegative, Positive, PositiveFloat, Section, Text
+from megatron_overlap.config.section import NonNegative, Positive, PositiveFloat, Section, Text
 
 
 class TensorOverlap(Section):

@@ -1,4 +1,4 @@
-"""Combinations of keys of a launch config that cannot run. Each check yields the first key to change and the remedy."""
+"""Combinations of keys of a launch config that cannot run: rules that name the first key to change and the remedy."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from types import MappingProxyType
 from megatron_overlap.config.errors import Problem, show_value
 from megatron_overlap.config.launch import LaunchFields
 from megatron_overlap.config.megatron_args import TE_OVERLAP, TE_OVERLAP_ADVICE, flags_in, key_of, value_at
+
+Rule = tuple[object, str, str]
+"""Whether the combination is wrong, the dotted key to change, and the remedy."""
 
 # Megatron flags without a key that exclude balanced attention, and the reason.
 REFUSED_FLAGS: Mapping[str, str] = MappingProxyType(
@@ -33,289 +36,263 @@ REFUSED_FLAGS: Mapping[str, str] = MappingProxyType(
 
 def launch_problems(cfg: LaunchFields) -> Iterator[Problem]:
     """Combinations of keys that cannot run, most basic first."""
-    yield from _model_problems(cfg)
-    yield from _rank_problems(cfg)
-    yield from _split_problems(cfg)
-    yield from _train_problems(cfg)
-    yield from _data_problems(cfg)
-    yield from _batch_overlap_problems(cfg)
-    yield from _device_problems(cfg)
-    yield from _slurm_problems(cfg)
-    yield from _varlen_problems(cfg)
-    yield from _argument_problems(cfg)
+    for rules in (
+        _model_rules,
+        _rank_rules,
+        _layout_rules,
+        _train_rules,
+        _data_rules,
+        _batch_overlap_rules,
+        _device_rules,
+        _slurm_rules,
+        _varlen_rules,
+        _argument_rules,
+    ):
+        for is_wrong, key, remedy in rules(cfg):
+            if is_wrong:
+                yield Problem(key, value_at(cfg, key), remedy)
 
 
-def _model_problems(cfg: LaunchFields) -> Iterator[Problem]:
-    model = cfg.model
-    heads = model.num_attention_heads
-    if model.kv_channels is None and model.hidden_size % heads:
-        yield Problem(
-            "model.hidden_size",
-            model.hidden_size,
-            f"must be a multiple of model.num_attention_heads {heads}, or set model.kv_channels",
-        )
-    if heads % model.num_query_groups:
-        yield Problem(
-            "model.num_query_groups",
-            model.num_query_groups,
-            f"must divide model.num_attention_heads {heads}",
-        )
-    if model.rotary and model.head_size % 2:
-        yield Problem("model.rotary", True, f"needs an even head size, not {model.head_size}; set model.kv_channels")
-    if cfg.train.seq_length > model.max_position_embeddings:
-        yield Problem(
-            "train.seq_length",
-            cfg.train.seq_length,
-            f"must not exceed model.max_position_embeddings {model.max_position_embeddings}",
-        )
+def _model_rules(cfg: LaunchFields) -> Iterator[Rule]:
+    model, heads = cfg.model, cfg.model.num_attention_heads
+    yield (
+        model.kv_channels is None and model.hidden_size % heads,
+        "model.hidden_size",
+        f"must be a multiple of model.num_attention_heads {heads}, or set model.kv_channels",
+    )
+    yield (
+        heads % model.num_query_groups,
+        "model.num_query_groups",
+        f"must divide model.num_attention_heads {heads}",
+    )
+    yield (
+        model.rotary and model.head_size % 2,
+        "model.rotary",
+        f"needs an even head size, not {model.head_size}; set model.kv_channels",
+    )
+    yield (
+        cfg.train.seq_length > model.max_position_embeddings,
+        "train.seq_length",
+        f"must not exceed model.max_position_embeddings {model.max_position_embeddings}",
+    )
 
 
-def _rank_problems(cfg: LaunchFields) -> Iterator[Problem]:
+def _rank_rules(cfg: LaunchFields) -> Iterator[Rule]:
     parallel, launch = cfg.parallel, cfg.launch
-    if launch.hosts is not None:
-        if launch.ranks_per_node is not None:
-            yield Problem(
-                "launch.ranks_per_node",
-                launch.ranks_per_node,
-                "launch.hosts.ranks_per_host sets it; remove this key",
-            )
-        if launch.nodes != 1:
-            yield Problem("launch.nodes", launch.nodes, "launch.hosts are on one node; use 1")
-    size = parallel.model_size
-    if cfg.world_size % size:
-        if launch.hosts is not None:
-            key, value = "launch.hosts.hosts", launch.hosts.hosts
-        elif launch.ranks_per_node is not None:
-            key, value = "launch.ranks_per_node", launch.ranks_per_node
-        else:
-            key, value = "launch.nodes", launch.nodes
-        yield Problem(
-            key,
-            value,
-            f"{cfg.world_size} ranks cannot be split by parallel.tensor x context x pipeline = "
-            f"{parallel.tensor} x {parallel.context} x {parallel.pipeline}; use a multiple of {size} ranks",
-        )
+    hosts, per_node, size = launch.hosts, launch.ranks_per_node, parallel.model_size
+    yield (
+        hosts is not None and per_node is not None,
+        "launch.ranks_per_node",
+        "launch.hosts.ranks_per_host sets it; remove this key",
+    )
+    yield hosts is not None and launch.nodes != 1, "launch.nodes", "launch.hosts are on one node; use 1"
+    ranks_key = "launch.nodes" if per_node is None else "launch.ranks_per_node"
+    yield (
+        cfg.world_size % size,
+        ranks_key if hosts is None else "launch.hosts.hosts",
+        f"{cfg.world_size} ranks cannot be split by parallel.tensor x context x pipeline = "
+        f"{parallel.tensor} x {parallel.context} x {parallel.pipeline}; use a multiple of {size} ranks",
+    )
 
 
-def _split_problems(cfg: LaunchFields) -> Iterator[Problem]:
-    parallel, model, train = cfg.parallel, cfg.model, cfg.train
-    tensor = parallel.tensor
-    if parallel.sequence_parallel and tensor == 1:
-        yield Problem("parallel.sequence_parallel", True, "needs parallel.tensor of 2 or more; use false with tensor 1")
-    for key in ("num_attention_heads", "num_query_groups", "hidden_size", "ffn_hidden_size"):
-        value = getattr(model, key)
-        if value % tensor:
-            yield Problem(f"model.{key}", value, f"must be a multiple of parallel.tensor {tensor}")
-    if model.num_layers % parallel.pipeline:
-        yield Problem(
-            "model.num_layers",
-            model.num_layers,
-            f"must be a multiple of parallel.pipeline {parallel.pipeline}",
-        )
-    if parallel.context > 1 and train.seq_length % (2 * parallel.context):
-        yield Problem(
-            "train.seq_length",
-            train.seq_length,
-            f"must be a multiple of 2 x parallel.context = {2 * parallel.context}",
-        )
-    if parallel.sequence_parallel and train.seq_length % (tensor * parallel.context):
-        yield Problem(
-            "train.seq_length",
-            train.seq_length,
-            f"must be a multiple of parallel.tensor x parallel.context = {tensor * parallel.context} "
-            "with parallel.sequence_parallel",
-        )
-    if parallel.context > 1 and cfg.overlap.varlen.method == "none":
-        yield from _context_problems(cfg)
-    elif parallel.context == 1 and cfg.overlap.ulysses.method == "p2p":
-        yield Problem("overlap.ulysses.method", "p2p", "needs parallel.context of 2 or more; use auto or none")
+def _layout_rules(cfg: LaunchFields) -> Iterator[Rule]:
+    parallel, model, seq_length = cfg.parallel, cfg.model, cfg.train.seq_length
+    tensor, context = parallel.tensor, parallel.context
+    yield (
+        parallel.sequence_parallel and tensor == 1,
+        "parallel.sequence_parallel",
+        "needs parallel.tensor of 2 or more; use false with tensor 1",
+    )
+    for name in ("num_attention_heads", "num_query_groups", "hidden_size", "ffn_hidden_size"):
+        yield getattr(model, name) % tensor, f"model.{name}", f"must be a multiple of parallel.tensor {tensor}"
+    yield (
+        model.num_layers % parallel.pipeline,
+        "model.num_layers",
+        f"must be a multiple of parallel.pipeline {parallel.pipeline}",
+    )
+    yield (
+        context > 1 and seq_length % (2 * context),
+        "train.seq_length",
+        f"must be a multiple of 2 x parallel.context = {2 * context}",
+    )
+    yield (
+        parallel.sequence_parallel and seq_length % (tensor * context),
+        "train.seq_length",
+        f"must be a multiple of parallel.tensor x parallel.context = {tensor * context} "
+        "with parallel.sequence_parallel",
+    )
+    if context > 1 and cfg.overlap.varlen.method == "none":
+        yield from _context_rules(cfg)
+    elif context == 1:
+        method = cfg.overlap.ulysses.method
+        yield method == "p2p", "overlap.ulysses.method", "needs parallel.context of 2 or more; use auto or none"
 
 
-def _context_problems(cfg: LaunchFields) -> Iterator[Problem]:
-    parallel, model = cfg.parallel, cfg.model
-    method = cfg.overlap.ulysses.method
+def _context_rules(cfg: LaunchFields) -> Iterator[Rule]:
+    parallel, method = cfg.parallel, cfg.overlap.ulysses.method
     if cfg.train.transformer_impl != "local":
-        if method == "p2p":
-            yield Problem(
-                "overlap.ulysses.method",
-                method,
-                "TransformerEngine's attention has its own context parallelism; use "
-                "train.transformer_impl=local, or method none",
-            )
-        if cfg.launch.entry is None:
-            yield Problem(
-                "parallel.context",
-                parallel.context,
-                "the provided scripts have context parallelism in local layers only; use "
-                "train.transformer_impl=local, or set launch.entry to a pretrain_gpt.py",
-            )
-        return
-    if method == "none":
-        yield Problem(
+        yield (
+            method == "p2p",
+            "overlap.ulysses.method",
+            "TransformerEngine's attention has its own context parallelism; use train.transformer_impl=local, or "
+            "method none",
+        )
+        yield (
+            cfg.launch.entry is None,
             "parallel.context",
-            parallel.context,
-            "Megatron's local attention has no context parallelism; use 1, overlap.ulysses.method=p2p or "
-            "overlap.varlen.method=balanced",
+            "the provided scripts have context parallelism in local layers only; use train.transformer_impl=local, or "
+            "set launch.entry to a pretrain_gpt.py",
         )
-    heads, ranks = model.num_attention_heads, parallel.tensor * parallel.context
-    if heads % ranks:
-        yield Problem(
-            "model.num_attention_heads",
-            heads,
-            f"must be a multiple of parallel.tensor x parallel.context = {ranks} with overlap.ulysses",
-        )
-    if model.attention_dropout > 0:
-        yield Problem("model.attention_dropout", model.attention_dropout, "use 0 with overlap.ulysses")
+        return
+    yield (
+        method == "none",
+        "parallel.context",
+        "Megatron's local attention has no context parallelism; use 1, overlap.ulysses.method=p2p or "
+        "overlap.varlen.method=balanced",
+    )
+    ranks = parallel.tensor * parallel.context
+    yield (
+        cfg.model.num_attention_heads % ranks,
+        "model.num_attention_heads",
+        f"must be a multiple of parallel.tensor x parallel.context = {ranks} with overlap.ulysses",
+    )
+    yield cfg.model.attention_dropout > 0, "model.attention_dropout", "use 0 with overlap.ulysses"
 
 
-def _train_problems(cfg: LaunchFields) -> Iterator[Problem]:
-    train = cfg.train
-    ranks = cfg.data_parallel_size
-    if train.global_batch_size % (train.micro_batch_size * ranks):
-        yield Problem(
-            "train.global_batch_size",
-            train.global_batch_size,
-            f"must be a multiple of train.micro_batch_size x data parallel size = "
-            f"{train.micro_batch_size} x {ranks} = {train.micro_batch_size * ranks}",
-        )
-    if train.min_lr > train.lr:
-        yield Problem("train.min_lr", train.min_lr, f"must not exceed train.lr {train.lr}")
-    decay = train.lr_decay_iterations or train.iterations
-    if train.lr_warmup_iterations >= decay:
-        yield Problem(
-            "train.lr_warmup_iterations",
-            train.lr_warmup_iterations,
-            f"must be less than the {decay} iterations of the decay",
-        )
-    if train.save_interval is not None and train.save is None:
-        yield Problem("train.save_interval", train.save_interval, "needs train.save, a folder for checkpoints")
+def _train_rules(cfg: LaunchFields) -> Iterator[Rule]:
+    train, replicas = cfg.train, cfg.data_parallel_size
+    batch, decay = train.micro_batch_size * replicas, train.lr_decay_iterations or train.iterations
+    yield (
+        train.global_batch_size % batch,
+        "train.global_batch_size",
+        f"must be a multiple of train.micro_batch_size x data parallel size = "
+        f"{train.micro_batch_size} x {replicas} = {batch}",
+    )
+    yield train.min_lr > train.lr, "train.min_lr", f"must not exceed train.lr {train.lr}"
+    yield (
+        train.lr_warmup_iterations >= decay,
+        "train.lr_warmup_iterations",
+        f"must be less than the {decay} iterations of the decay",
+    )
+    yield (
+        train.save_interval is not None and train.save is None,
+        "train.save_interval",
+        "needs train.save, a folder for checkpoints",
+    )
 
 
-def _data_problems(cfg: LaunchFields) -> Iterator[Problem]:
+def _data_rules(cfg: LaunchFields) -> Iterator[Rule]:
     data = cfg.data
-    if data.kind == "mock" and data.path is not None:
-        yield Problem("data.path", data.path, "data.kind mock reads no file; use kind indexed or text")
-    if data.kind != "mock" and data.path is None:
-        what = "prefix of a .bin/.idx pair" if data.kind == "indexed" else "folder of scripts/prepare_data.py"
-        yield Problem("data.path", None, f"data.kind {data.kind} needs the {what}")
-    if data.split is not None:
-        parts = data.split.split(",")
-        numbers = [part.strip().replace(".", "", 1).isdigit() for part in parts]
-        if len(parts) > 3 or not all(numbers) or sum(float(part) for part in parts) <= 0:
-            yield Problem("data.split", data.split, "give up to three weights, such as 969,30,1")
+    is_mock, what = data.kind == "mock", "prefix of a .bin/.idx pair"
+    if data.kind == "text":
+        what = "folder of scripts/prepare_data.py"
+    yield is_mock and data.path is not None, "data.path", "data.kind mock reads no file; use kind indexed or text"
+    yield not is_mock and data.path is None, "data.path", f"data.kind {data.kind} needs the {what}"
+    parts = [part.strip() for part in (data.split or "1").split(",")]
+    numbers = all(part.replace(".", "", 1).isdigit() for part in parts)
+    yield (
+        len(parts) > 3 or not numbers or sum(map(float, parts)) <= 0,
+        "data.split",
+        "give up to three weights, such as 969,30,1",
+    )
 
 
-def _batch_overlap_problems(cfg: LaunchFields) -> Iterator[Problem]:
+def _batch_overlap_rules(cfg: LaunchFields) -> Iterator[Rule]:
     tensor, key = cfg.overlap.tensor, "overlap.tensor.split"
     if tensor.split == "none" or tensor.method == "none":
         return
-    if tensor.method != "p2p":
-        yield Problem(key, "batch", f"overlap.tensor.method {tensor.method} does not split the batch; use p2p, or none")
-    if cfg.parallel.sequence_parallel:
-        yield Problem(key, "batch", "needs parallel.sequence_parallel false; use none")
-    if cfg.train.micro_batch_size % 2:
-        yield Problem("train.micro_batch_size", cfg.train.micro_batch_size, f"must be even with {key} batch")
+    remedy = f"overlap.tensor.method {tensor.method} does not split the batch; use p2p, or none"
+    yield tensor.method != "p2p", key, remedy
+    yield cfg.parallel.sequence_parallel, key, "needs parallel.sequence_parallel false; use none"
+    yield cfg.train.micro_batch_size % 2, "train.micro_batch_size", f"must be even with {key} batch"
 
 
-def _device_problems(cfg: LaunchFields) -> Iterator[Problem]:
-    train, launch = cfg.train, cfg.launch
-    if launch.device != "cpu":
-        if launch.hosts is not None:
-            yield Problem(
-                "launch.device", launch.device, "launch.hosts needs cpu: NCCL does not use the rate-limited links"
-            )
-        return
-    if launch.nodes > 1:
-        yield Problem("launch.nodes", launch.nodes, "launch.device cpu runs on one node; use 1, or launch.hosts")
-    if train.precision == "fp16":
-        yield Problem("train.precision", "fp16", "needs launch.device cuda; use bf16 or fp32 on cpu")
-    if train.gradient_accumulation_fusion:
-        yield Problem("train.gradient_accumulation_fusion", True, "needs launch.device cuda; use false or null on cpu")
+def _device_rules(cfg: LaunchFields) -> Iterator[Rule]:
+    train, launch, on_cpu = cfg.train, cfg.launch, cfg.launch.device == "cpu"
+    yield (
+        not on_cpu and launch.hosts is not None,
+        "launch.device",
+        "launch.hosts needs cpu: NCCL does not use the rate-limited links",
+    )
+    yield on_cpu and launch.nodes > 1, "launch.nodes", "launch.device cpu runs on one node; use 1, or launch.hosts"
+    yield (
+        on_cpu and train.precision == "fp16",
+        "train.precision",
+        "needs launch.device cuda; use bf16 or fp32 on cpu",
+    )
+    yield (
+        on_cpu and train.gradient_accumulation_fusion,
+        "train.gradient_accumulation_fusion",
+        "needs launch.device cuda; use false or null on cpu",
+    )
 
 
-def _slurm_problems(cfg: LaunchFields) -> Iterator[Problem]:
-    slurm = cfg.launch.slurm
+def _slurm_rules(cfg: LaunchFields) -> Iterator[Rule]:
+    slurm, where = cfg.launch.slurm, "launch.slurm"
     for key in ("account", "partition", "time"):
-        value = getattr(slurm, key)
-        if value is not None and any(letter.isspace() for letter in value):
-            yield Problem(f"launch.slurm.{key}", value, "write it without spaces")
+        has_space = any(letter.isspace() for letter in getattr(slurm, key) or "")
+        yield has_space, f"{where}.{key}", "write it without spaces"
     for index, line in enumerate(slurm.directives):
-        if not line.startswith("-") or "\n" in line:
-            yield Problem(f"launch.slurm.directives.{index}", line, "write one option of sbatch, such as --exclusive")
+        is_wrong = not line.startswith("-") or "\n" in line
+        yield is_wrong, f"{where}.directives.{index}", "write one option of sbatch, such as --exclusive"
     for index, mount in enumerate(slurm.container_mounts):
-        if ":" not in mount or "," in mount:
-            yield Problem(f"launch.slurm.container_mounts.{index}", mount, "write SOURCE:TARGET, one for each mount")
-    if slurm.container_mounts and slurm.container_image is None:
-        mounts = ", ".join(slurm.container_mounts)
-        yield Problem("launch.slurm.container_mounts", mounts, "needs launch.slurm.container_image; or remove it")
+        key = f"{where}.container_mounts.{index}"
+        yield ":" not in mount or "," in mount, key, "write SOURCE:TARGET, one for each mount"
+        yield slurm.container_image is None, key, "needs launch.slurm.container_image; or remove it"
 
 
-def _varlen_problems(cfg: LaunchFields) -> Iterator[Problem]:
+def _varlen_rules(cfg: LaunchFields) -> Iterator[Rule]:
     """Settings that `overlap.varlen` does not support; none if it is off."""
     varlen, parallel, train, overlap = cfg.overlap.varlen, cfg.parallel, cfg.train, cfg.overlap
     if varlen.method == "none":
         return
-    if parallel.pipeline > 1:
-        yield Problem(
-            "parallel.pipeline", parallel.pipeline, "use 1 with overlap.varlen: pipeline stages do not pass the plan on"
-        )
-    if varlen.method == "masked" and parallel.context > 1:
-        yield Problem(
-            "parallel.context",
-            parallel.context,
-            "use 1 with overlap.varlen.method masked: stock attention has no context parallelism",
-        )
-    if overlap.ulysses.method != "none":
-        yield Problem("overlap.ulysses.method", overlap.ulysses.method, "use none with overlap.varlen")
-    if overlap.tensor.attention != "row":
-        yield Problem("overlap.tensor.attention", overlap.tensor.attention, "use row with overlap.varlen")
-    if cfg.model.attention_dropout > 0:
-        yield Problem("model.attention_dropout", cfg.model.attention_dropout, "use 0 with overlap.varlen")
-    if train.micro_batch_size > 1:
-        yield Problem(
-            "train.micro_batch_size",
-            train.micro_batch_size,
-            "use 1 with overlap.varlen: a micro-batch is one row of whole documents, train.seq_length tokens at most",
-        )
-    if train.transformer_impl != "local":
-        yield Problem("train.transformer_impl", train.transformer_impl, "use local with overlap.varlen")
-    if cfg.data.kind == "mock":
-        yield Problem("data.kind", "mock", "overlap.varlen reads documents; use text or indexed")
-    if cfg.launch.entry is not None:
-        yield Problem(
-            "launch.entry", cfg.launch.entry, "use null with overlap.varlen: the provided scripts read documents"
-        )
+    used = "with overlap.varlen"
+    yield parallel.pipeline > 1, "parallel.pipeline", f"use 1 {used}: pipeline stages do not pass the plan on"
+    yield (
+        varlen.method == "masked" and parallel.context > 1,
+        "parallel.context",
+        f"use 1 {used}.method masked: stock attention has no context parallelism",
+    )
+    yield overlap.ulysses.method != "none", "overlap.ulysses.method", f"use none {used}"
+    yield overlap.tensor.attention != "row", "overlap.tensor.attention", f"use row {used}"
+    yield cfg.model.attention_dropout > 0, "model.attention_dropout", f"use 0 {used}"
+    yield (
+        train.micro_batch_size > 1,
+        "train.micro_batch_size",
+        f"use 1 {used}: a micro-batch is one row of whole documents, train.seq_length tokens at most",
+    )
+    yield train.transformer_impl != "local", "train.transformer_impl", f"use local {used}"
+    yield cfg.data.kind == "mock", "data.kind", "overlap.varlen reads documents; use text or indexed"
+    yield cfg.launch.entry is not None, "launch.entry", f"use null {used}: the provided scripts read documents"
     share = -(-train.seq_length // parallel.context)
-    if varlen.capacity != "auto" and varlen.capacity < share:
-        yield Problem(
-            "overlap.varlen.capacity",
-            varlen.capacity,
-            f"must be at least train.seq_length / parallel.context = {share}, or auto",
-        )
-    if varlen.nodes != "auto" and parallel.context % varlen.nodes:
-        yield Problem("overlap.varlen.nodes", varlen.nodes, f"must divide parallel.context {parallel.context}, or auto")
+    yield (
+        varlen.capacity != "auto" and varlen.capacity < share,
+        "overlap.varlen.capacity",
+        f"must be at least train.seq_length / parallel.context = {share}, or auto",
+    )
+    yield (
+        varlen.nodes != "auto" and parallel.context % varlen.nodes,
+        "overlap.varlen.nodes",
+        f"must divide parallel.context {parallel.context}, or auto",
+    )
     for index, flag in flags_in(cfg.megatron_args):
-        if flag in REFUSED_FLAGS:
-            yield Problem(
-                f"megatron_args.{index}",
-                cfg.megatron_args[index],
-                f"not with overlap.varlen: {REFUSED_FLAGS[flag]}; remove it",
-            )
+        yield (
+            flag in REFUSED_FLAGS,
+            f"megatron_args.{index}",
+            f"not {used}: {REFUSED_FLAGS.get(flag)}; remove it",
+        )
 
 
-def _argument_problems(cfg: LaunchFields) -> Iterator[Problem]:
+def _argument_rules(cfg: LaunchFields) -> Iterator[Rule]:
     """Flags in `megatron_args` that a key sets too."""
     for index, flag in flags_in(cfg.megatron_args):
         where = f"megatron_args.{index}"
-        if flag == "--yaml-cfg":
-            yield Problem(where, flag, "it replaces Megatron's whole argument parser; remove it")
-        if flag == TE_OVERLAP and cfg.overlap.tensor.method != "none":
-            yield Problem(where, flag, TE_OVERLAP_ADVICE)
-        if flag == TE_OVERLAP:
-            continue  # a baseline of the overlap, allowed with method none
-        key = key_of(flag, cfg.launch.device)
-        if key is None:
+        yield flag == "--yaml-cfg", where, "it replaces Megatron's whole argument parser; remove it"
+        if flag == TE_OVERLAP:  # a baseline of the overlap, allowed with method none
+            yield cfg.overlap.tensor.method != "none", where, TE_OVERLAP_ADVICE
             continue
-        value = value_at(cfg, key)
-        present = "" if hasattr(value, "model_dump") else f", now {show_value(value)}"
-        yield Problem(where, cfg.megatron_args[index], f"{key}{present}, sets this flag; change that key")
+        key = key_of(flag, cfg.launch.device)
+        if key is not None:
+            value = value_at(cfg, key)
+            present = "" if hasattr(value, "model_dump") else f", now {show_value(value)}"
+            yield True, where, f"{key}{present}, sets this flag; change that key"

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_overlap.config.command import json_schema
+from megatron_overlap.config.loading import json_schema
 
 HEAD = """# Every key
 

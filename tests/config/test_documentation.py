@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from megatron_overlap.config import LaunchConfig, OverlapConfig, load_launch_config, load_overlap_file
-from megatron_overlap.config.command import json_schema
+from megatron_overlap.config.loading import json_schema
 from megatron_overlap.config.model_presets import PRESETS
 from tests.config.samples import write
 

@@ -74,11 +74,11 @@ WRONG_KEYS = [
         "keys over a list",
         "train.seq_length",
         "{'a': 1}",
-        "the base has a list here",
+        "use a whole number",
         "train.seq_length=[1, 2]",
         "train.seq_length={a: 1}",
     ),
-    override("list over keys", "train", "[1]", "the base has keys here", "train=[1]"),
+    override("list over keys", "train", "[1]", "give a section with keys such as seq_length", "train=[1]"),
     override("every method", "overlap.tensor.methd", "none", "did you mean method?", "overlap.*.methd=none"),
     override("hosts", "launch.hosts.gbsp", "1", "did you mean gbps?", "launch.hosts.gbsp=1", "launch.hosts.hosts=2"),
 ]

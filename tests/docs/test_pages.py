@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_overlap.config import load_launch_config
-from megatron_overlap.config.command import json_schema
+from megatron_overlap.config.loading import json_schema
 from megatron_overlap.schedules import all_gather_plan, reduce_scatter_plan
 from tests.helpers.releases import ROOT
 

@@ -1,15 +1,61 @@
-"""Validate a merged config and turn pydantic errors into one-line errors with the key of the file."""
+"""The base class of all sections, the value types of their keys, and validation with one-line errors.
+
+Sections are frozen and strict, and refuse unknown keys. An error of pydantic becomes a `ConfigError` with the key and
+the file that sets it.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from megatron_overlap.config.errors import ConfigError, did_you_mean
 from megatron_overlap.config.merge import Composed
+
+# File systems allow 255 bytes; a date, a rank and a suffix follow.
+_LONGEST_NAME, _LONGEST_PATH = 200, 1000
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _not_blank(text: str) -> str:
+    if not text.strip():
+        raise PydanticCustomError("remedy", "write a non-empty text, or null")
+    return text
+
+
+def _is_name(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", text):
+        raise PydanticCustomError("remedy", "use letters, digits, dots, dashes and underscores: it names a folder")
+    return _is_folder(text)
+
+
+def _is_folder(text: str) -> str:
+    if "\0" in text or len(text.encode()) > _LONGEST_PATH or max(map(len, text.encode().split(b"/"))) > _LONGEST_NAME:
+        raise PydanticCustomError("remedy", f"use {_LONGEST_NAME} bytes at most, and no NUL: it names a folder")
+    return _not_blank(text)
+
+
+Text = Annotated[str, AfterValidator(_not_blank)]
+Name = Annotated[str, AfterValidator(_is_name)]
+Folder = Annotated[str, AfterValidator(_is_folder)]
+
+
+class Section(BaseModel):
+    """Base class of all sections."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
 
 Schema = Mapping[str, Any]
 
