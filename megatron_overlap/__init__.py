@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_overlap.config import ConfigError, OverlapConfig
     from megatron_overlap.counters import FallbackError
-    from megatron_overlap.patching.errors import PatchError
+    from megatron_overlap.patching import PatchError
     from megatron_overlap.session import Session, disable, enable, report
     from megatron_overlap.session_report import Report
     from megatron_overlap.version import __version__
@@ -26,7 +26,7 @@ _MODULES = {
     "ConfigError": "megatron_overlap.config",
     "FallbackError": "megatron_overlap.counters",
     "OverlapConfig": "megatron_overlap.config",
-    "PatchError": "megatron_overlap.patching.errors",
+    "PatchError": "megatron_overlap.patching",
     "Report": "megatron_overlap.session_report",
     "Session": "megatron_overlap.session",
     "__version__": "megatron_overlap.version",

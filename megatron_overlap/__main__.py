@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from megatron_overlap.adapters.training.bootstrap import USAGE, ScriptRun, UsageError
 from megatron_overlap.config import ConfigError
-from megatron_overlap.patching.errors import PatchError
+from megatron_overlap.patching import PatchError
 
 
 def main(argv: list[str] | None = None) -> NoReturn:

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from megatron_overlap.config import ConfigError, OverlapConfig
 from megatron_overlap.counters import Counters
-from megatron_overlap.patching.compatibility import Verdict
+from megatron_overlap.patching import PatchError, PatchRefusedError, PatchWarning
 from megatron_overlap.patching.engine import Engine
-from megatron_overlap.patching.errors import PatchError, PatchRefusedError, PatchWarning
-from megatron_overlap.patching.manifest import Manifest, load_manifests
+from megatron_overlap.patching.manifest import Manifest, Verdict, load_manifests
 from megatron_overlap.patching.planning import Finding, Plan
 from megatron_overlap.patching.source import ImportedTree, megatron_release
 from megatron_overlap.session_report import PatchLine, Report

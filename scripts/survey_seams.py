@@ -17,13 +17,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megatron_overlap.patching.compatibility import digest_of, judge_source
-from megatron_overlap.patching.manifest import Manifest, load_manifests, patches_folder
+from megatron_overlap.patching.manifest import Manifest, digest_of, judge_source, load_manifests, patches_folder
 from megatron_overlap.patching.source import (
     DirectoryTree,
     SourceTree,
     Target,
-    WheelTree,
     definitions,
     installed_tree,
     megatron_release,
@@ -53,9 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _releases(sources: Sequence[Path]) -> dict[str, SourceTree]:
-    trees: list[tuple[str, SourceTree | None]] = [
-        (str(source), WheelTree(source) if source.is_file() else DirectoryTree(source)) for source in sources
-    ]
+    trees: list[tuple[str, SourceTree | None]] = [(str(source), DirectoryTree(source)) for source in sources]
     releases: dict[str, SourceTree] = {}
     for name, tree in trees or [("this environment", installed_tree())]:
         release = None if tree is None else megatron_release(tree)

@@ -12,15 +12,13 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_overlap.config.errors import ConfigError
-from megatron_overlap.patching.compatibility import Verdict, judge_source
-from megatron_overlap.patching.errors import ManifestError
-from megatron_overlap.patching.manifest import load_manifests
+from megatron_overlap.patching import ManifestError
+from megatron_overlap.patching.manifest import Verdict, judge_source, load_manifests
 from megatron_overlap.patching.source import (
     PACKAGE,
     DirectoryTree,
     SourceTree,
     Target,
-    WheelTree,
     installed_tree,
     megatron_release,
 )
@@ -82,8 +80,7 @@ def _tree(megatron: Path | None) -> tuple[SourceTree, str]:
         tree, shown = installed_tree(), "the installed one"
         remedy = "no megatron-core is installed; pip install megatron-core, or name one with --megatron"
     else:
-        is_wheel = megatron.suffix == ".whl" and megatron.is_file()
-        tree, shown = WheelTree(megatron) if is_wheel else DirectoryTree(megatron), str(megatron)
+        tree, shown = DirectoryTree(megatron) if megatron.exists() else None, str(megatron)
         remedy = "holds no megatron-core; give a wheel, or the folder that contains megatron/core"
     release = None if tree is None else megatron_release(tree)
     if tree is None or release is None:

@@ -7,11 +7,17 @@ from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
 
-from megatron_overlap.patching.bindings import Binding, bindings_of
-from megatron_overlap.patching.compatibility import Verdict
-from megatron_overlap.patching.errors import PatchError, RevertRefusedError
-from megatron_overlap.patching.manifest import Manifest
-from megatron_overlap.patching.planning import Finding, Plan, describe, plain_function, plan_patches
+from megatron_overlap.patching import PatchError, RevertRefusedError
+from megatron_overlap.patching.manifest import Manifest, Verdict
+from megatron_overlap.patching.planning import (
+    Binding,
+    Finding,
+    Plan,
+    bindings_of,
+    describe,
+    plain_function,
+    plan_patches,
+)
 
 
 @dataclass(frozen=True)

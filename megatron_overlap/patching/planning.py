@@ -5,19 +5,90 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
-from megatron_overlap.patching.bindings import Binding, bindings_of, find_loaded
-from megatron_overlap.patching.compatibility import NOT_COMPARED, Judgement, Verdict, judge
-from megatron_overlap.patching.manifest import Manifest
+from megatron_overlap.patching.manifest import NOT_COMPARED, Manifest, Verdict, judge
 from megatron_overlap.patching.source import Definition, ImportedTree, Target, definitions
 
 
 class _RefusedError(Exception):
     """Ends the planning of one patch; caught in this module."""
+
+
+@dataclass(frozen=True)
+class Binding:
+    """An attribute `name` of a module or class."""
+
+    holder: Any
+    name: str
+
+    @property
+    def module(self) -> str:
+        """Name of the module that has the attribute."""
+        return str(self.holder.__name__ if isinstance(self.holder, ModuleType) else self.holder.__module__)
+
+    def __str__(self) -> str:
+        if isinstance(self.holder, ModuleType):
+            return f"{self.module}:{self.name}"
+        return f"{self.module}:{self.holder.__qualname__}.{self.name}"
+
+    def read(self) -> Any:
+        """The raw value in the holder's own namespace, without descriptors; None where it is inherited or missing."""
+        return _namespace(self.holder).get(self.name)
+
+
+def find_loaded(target: Target) -> Binding | None:
+    """The attribute that a target names, if its module is imported and all but the last name exist."""
+    holder: Any = sys.modules.get(target.module)
+    *outer, name = target.qualname.split(".")
+    for part in outer:
+        holder = None if holder is None else _namespace(holder).get(part)
+    return None if holder is None else Binding(holder, name)
+
+
+def bindings_of(*objects: object) -> list[list[Binding]]:
+    """For each object, every attribute of an imported module, or of a class in one, that holds this object.
+
+    Lists, dictionaries, closures and default arguments are not searched.
+    """
+    found: dict[int, list[Binding]] = {id(each): [] for each in objects}
+    for holder in _holders():
+        for name, value in list(_namespace(holder).items()):
+            if id(value) in found:
+                found[id(value)].append(Binding(holder, name))
+    return [found[id(each)] for each in objects]
+
+
+def _holders() -> Iterator[Any]:
+    seen: set[int] = set()
+    for module in list(sys.modules.values()):
+        # sys.modules may hold any object. Only real modules are searched, and never with getattr: a lazy module would
+        # import something.
+        if not _is_a(module, ModuleType) or id(module) in seen:
+            continue
+        seen.add(id(module))
+        yield module
+        for value in list(_namespace(module).values()):
+            if _is_a(value, type) and id(value) not in seen:
+                seen.add(id(value))
+                yield value
+
+
+def _namespace(holder: Any) -> Mapping[str, Any]:
+    # Not vars() or getattr(): a lazy module would import something.
+    base = type if _is_a(holder, type) else object
+    namespace: Mapping[str, Any] = base.__getattribute__(holder, "__dict__")
+    return namespace
+
+
+def _is_a(value: object, kind: type) -> bool:
+    # Not isinstance(): it reads `value.__class__`, for which a proxy such as torch.distributed.reduce_op returns the
+    # class of another object, or warns.
+    return issubclass(type(value), kind)
 
 
 @dataclass(frozen=True)
@@ -62,68 +133,43 @@ class Plan:
         return [finding for finding in self.findings if finding.verdict is not Verdict.REFUSED]
 
 
-@dataclass(frozen=True)
-class _Examined:
-    site: Binding
-    original: Any
-    own: bool
-    judgement: Judgement
-    made_by: Any
-
-
 def plan_patches(manifests: Iterable[Manifest]) -> list[Finding]:
     """Imports the modules of all targets and replacements, examines the targets, and changes nothing."""
-    examined = [(manifest, _attempt(_examine, manifest)) for manifest in manifests]
+    findings = [_or_refused(manifest, _examine, manifest) for manifest in manifests]
     # One search for all patches, after the last import of any: it reads every attribute in sys.modules.
-    checked = [
-        each.original for manifest, each in examined if isinstance(each, _Examined) and manifest.unchecked is None
+    holders = iter(bindings_of(*(each.original for each in findings if _is_compared(each))))
+    return [
+        _or_refused(each.manifest, _with_bindings, each, next(holders)) if _is_compared(each) else each
+        for each in findings
     ]
-    holders = iter(bindings_of(*checked))
-    findings = []
-    for manifest, each in examined:
-        found: Finding | str
-        if isinstance(each, str):
-            found = each
-        else:
-            found = _attempt(_finish, manifest, each, next(holders) if manifest.unchecked is None else [])
-        findings.append(found if isinstance(found, Finding) else Finding(manifest, Verdict.REFUSED, found))
-    return findings
 
 
-def _attempt[**P, T](step: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | str:
-    """The result of a step of planning, or the reason why the patch is refused."""
+def _is_compared(finding: Finding) -> bool:
+    return finding.verdict is not Verdict.REFUSED and finding.manifest.unchecked is None
+
+
+def _or_refused[**P](manifest: Manifest, step: Callable[P, Finding], *args: P.args, **kwargs: P.kwargs) -> Finding:
+    """The result of a step of planning, or a refused patch with the reason."""
     try:
         return step(*args, **kwargs)
     except _RefusedError as refusal:
-        return str(refusal)
+        return Finding(manifest, Verdict.REFUSED, str(refusal))
 
 
-def _examine(manifest: Manifest) -> _Examined:
+def _examine(manifest: Manifest) -> Finding:
     site, original, own = _resolve(Target.parse(manifest.target))
-    if manifest.unchecked is not None:
-        return _Examined(site, original, own, NOT_COMPARED, _import_replacement(manifest))
-    for name in manifest.relies_on:
-        # The imported source is judged; a module that cannot be imported is then reported as missing.
-        with contextlib.suppress(ImportError):
-            importlib.import_module(Target.parse(name).module)
-    judgement = judge(manifest, _definition_of(site, original), ImportedTree())
-    if judgement.verdict is Verdict.REFUSED:
-        raise _RefusedError(judgement.reason)
-    return _Examined(site, original, own, judgement, _import_replacement(manifest))
-
-
-def _finish(manifest: Manifest, examined: _Examined, holders: Iterable[Binding]) -> Finding:
-    rebind, stale = _by_value(manifest, examined.site, examined.original, holders)
+    judgement = NOT_COMPARED
+    if manifest.unchecked is None:
+        for name in manifest.relies_on:
+            # The imported source is judged; a module that cannot be imported is then reported as missing.
+            with contextlib.suppress(ImportError):
+                importlib.import_module(Target.parse(name).module)
+        judgement = judge(manifest, _definition_of(site, original), ImportedTree())
+        if judgement.verdict is Verdict.REFUSED:
+            raise _RefusedError(judgement.reason)
+    made_by = _import_replacement(manifest)
     return Finding(
-        manifest,
-        examined.judgement.verdict,
-        examined.judgement.reason,
-        stale=tuple(map(str, stale)),
-        site=examined.site,
-        original=examined.original,
-        own=examined.own,
-        made_by=examined.made_by,
-        rebind=tuple(rebind),
+        manifest, judgement.verdict, judgement.reason, site=site, original=original, own=own, made_by=made_by
     )
 
 
@@ -193,10 +239,10 @@ def _made_by(function: Any, definition: Definition) -> bool:
     )
 
 
-def _by_value(
-    manifest: Manifest, site: Binding, original: Any, holders: Iterable[Binding]
-) -> tuple[list[Binding], list[Binding]]:
-    """Splits the attributes that hold `original` by value into listed and foreign ones; refuses unlisted ones."""
+def _with_bindings(finding: Finding, holders: Iterable[Binding]) -> Finding:
+    """Splits the attributes that hold the original by value into listed and foreign ones; refuses unlisted ones."""
+    manifest, site, original = finding.manifest, finding.site, finding.original
+    assert site is not None
     function = plain_function(original)
     listed: list[Binding] = []
     for name in manifest.also_bound:
@@ -215,8 +261,8 @@ def _by_value(
             raise _RefusedError(
                 f"{binding} holds it by value and is not in also_bound: no reviewed release has this layout"
             )
-        stale.append(binding)
-    return listed, stale
+        stale.append(str(binding))
+    return replace(finding, stale=tuple(stale), rebind=tuple(listed))
 
 
 def _is_source(binding: Binding, site: Binding) -> bool:

@@ -72,38 +72,18 @@ class SourceTree(Protocol):
         ...
 
 
-def _candidates(module: str) -> tuple[str, str]:
-    path = module.replace(".", "/")
-    return f"{path}.py", f"{path}/__init__.py"
-
-
 class DirectoryTree:
-    """Sources under the given folders; the first folder that has a module wins, as on `sys.path`."""
+    """Sources under the given folders or wheels; the first that has a module wins, as on `sys.path`."""
 
     def __init__(self, *roots: Path) -> None:
-        self.roots: Sequence[Path] = roots
+        self.roots = [zipfile.Path(root) if root.is_file() else root for root in roots]
 
     def read(self, module: str) -> tuple[str, str] | None:
         for root in self.roots:
-            for candidate in _candidates(module):
-                file = root / candidate
+            for ending in (".py", "/__init__.py"):
+                file = root / f"{module.replace('.', '/')}{ending}"
                 if file.is_file():
                     return str(file), file.read_text(encoding="utf-8")
-        return None
-
-
-class WheelTree:
-    """Sources inside a wheel, which is not unpacked."""
-
-    def __init__(self, wheel: Path) -> None:
-        self.wheel = wheel
-
-    def read(self, module: str) -> tuple[str, str] | None:
-        with zipfile.ZipFile(self.wheel) as archive:
-            names = set(archive.namelist())
-            for candidate in _candidates(module):
-                if candidate in names:
-                    return f"{self.wheel}/{candidate}", archive.read(candidate).decode("utf-8")
         return None
 
 

@@ -12,8 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from megatron_overlap.patching.compatibility import digest_of
-from megatron_overlap.patching.manifest import Manifest, ReviewedRelease
+from megatron_overlap.patching.manifest import Manifest, ReviewedRelease, digest_of
 from megatron_overlap.patching.source import ImportedTree, Target, definitions
 
 NUMBERS = itertools.count()

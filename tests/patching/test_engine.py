@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from megatron_overlap.patching.compatibility import Verdict
+from megatron_overlap.patching import PatchError, RevertRefusedError
 from megatron_overlap.patching.engine import Engine
-from megatron_overlap.patching.errors import PatchError, RevertRefusedError
-from megatron_overlap.patching.manifest import Manifest, ReviewedRelease
+from megatron_overlap.patching.manifest import Manifest, ReviewedRelease, Verdict
 from megatron_overlap.patching.planning import Finding, Plan
 from tests.patching.conftest import Packages
 

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_overlap.patching.compatibility import Verdict, judge_source
-from megatron_overlap.patching.errors import ManifestError
-from megatron_overlap.patching.manifest import load_manifest_file, load_manifests
+from megatron_overlap.patching import ManifestError
+from megatron_overlap.patching.manifest import Verdict, judge_source, load_manifest_file, load_manifests
 from megatron_overlap.patching.source import DirectoryTree, installed_tree
 from tests.helpers.releases import NEWEST, OLDEST, megatron_folder
 

@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 import megatron_overlap
 from megatron_overlap import OverlapConfig
-from megatron_overlap.patching.errors import PatchRefusedError, PatchWarning
+from megatron_overlap.patching import PatchRefusedError, PatchWarning
 from megatron_overlap.patching.manifest import Manifest, load_manifests
 from tests.patching.conftest import Packages
 

@@ -12,7 +12,7 @@ import pytest
 import megatron_overlap
 from megatron_overlap import ConfigError, OverlapConfig, PatchError, Session
 from megatron_overlap.counters import Site
-from megatron_overlap.patching.errors import PatchRefusedError, PatchWarning, RevertRefusedError
+from megatron_overlap.patching import PatchRefusedError, PatchWarning, RevertRefusedError
 from megatron_overlap.patching.manifest import Manifest, ReviewedRelease
 from megatron_overlap.session import Adapter
 from tests.helpers.releases import run_python

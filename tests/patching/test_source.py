@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_overlap.patching.compatibility import Verdict, digest_of, judge_source
+from megatron_overlap.patching.manifest import Verdict, digest_of, judge_source
 from megatron_overlap.patching.source import (
     Definition,
     DirectoryTree,
     ImportedTree,
     Target,
-    WheelTree,
     definitions,
     megatron_release,
 )
@@ -127,7 +126,7 @@ def test_wheel_and_folder_agree(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel, "w") as archive:
         for file in core.iterdir():
             archive.write(file, file.relative_to(tmp_path))
-    trees = DirectoryTree(tmp_path), WheelTree(wheel)
+    trees = DirectoryTree(tmp_path), DirectoryTree(wheel)
     assert [megatron_release(tree) for tree in trees] == ["1.2.3rc4", "1.2.3rc4"]
     assert len({digest_of(tree, "megatron.core:Layer") for tree in trees}) == 1
     assert megatron_release(DirectoryTree(core)) is None

@@ -13,8 +13,8 @@ import sys
 from megatron_overlap.adapters.cpu import te_kernels
 from megatron_overlap.adapters.cpu.megatron_patches import RNG_LOGGER, QuietRngWarning
 from megatron_overlap.config.resources import transformer_engine_folder
+from megatron_overlap.patching import PatchRefusedError
 from megatron_overlap.patching.engine import Engine
-from megatron_overlap.patching.errors import PatchRefusedError
 from megatron_overlap.patching.manifest import load_manifests
 
 TORCH, MEGATRON, TRAINING = "cpu_torch", "cpu_megatron", "cpu_training"

@@ -13,9 +13,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from megatron_overlap.adapters.cpu import TORCH
-from megatron_overlap.patching.bindings import find_loaded
 from megatron_overlap.patching.engine import Engine
 from megatron_overlap.patching.manifest import Manifest, load_manifests
+from megatron_overlap.patching.planning import find_loaded
 from megatron_overlap.patching.source import Target
 
 TORCH_PATCHES = [manifest for manifest in load_manifests() if manifest.feature == TORCH]
