@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from megatron_overlap.config.errors import ConfigError, Problem, did_you_mean, raise_first
 from megatron_overlap.config.merge import compose
 from megatron_overlap.config.resources import resource_folder
-from megatron_overlap.config.section import Name, Positive, Section, Text, validate
+from megatron_overlap.config.section import Name, NonNegativeFloat, Positive, PositiveFloat, Section, Text, validate
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
@@ -37,25 +37,16 @@ Elementwise = Literal[
 """Operations between GEMMs: fields of `ElementwiseRates`."""
 
 
-class Figure(Section):
-    """A positive number and its source."""
+class Sourced[T](Section):
+    """A number and its source."""
 
-    value: Annotated[float, Field(gt=0)]
+    value: T
     source: Text
 
 
-class Share(Section):
-    """A fraction from 0 to 1 and its source."""
-
-    value: Annotated[float, Field(ge=0, le=1)]
-    source: Text
-
-
-class Cost(Section):
-    """A non-negative number and its source."""
-
-    value: Annotated[float, Field(ge=0)]
-    source: Text
+Figure = Sourced[PositiveFloat]
+Share = Sourced[Annotated[float, Field(ge=0, le=1)]]
+Cost = Sourced[NonNegativeFloat]
 
 
 class PeakRates(Section):
@@ -103,8 +94,8 @@ class GemmProfile(Section):
 class PassRates(Section):
     """Rate of a kind of elementwise operation, in GB/s of the bytes that `simulate` counts for it."""
 
-    forward: Annotated[float, Field(gt=0)]
-    backward: Annotated[float, Field(gt=0)] | None = None
+    forward: PositiveFloat
+    backward: PositiveFloat | None = None
     """null: as forward."""
     source: Text
 
@@ -137,8 +128,8 @@ class ProductRates(Section):
     """Rates of attention products with materialized scores for one head size, in TFLOP/s of all scores."""
 
     head: Positive
-    forward: Annotated[float, Field(gt=0)]
-    backward: Annotated[float, Field(gt=0)]
+    forward: PositiveFloat
+    backward: PositiveFloat
     source: Text
 
 

@@ -1,4 +1,4 @@
-"""The keys of a launch config with type, default and unit. Pure: no torch, no megatron, no files.
+"""The keys of a launch config with type, default and unit. No torch, no megatron.
 
 Sections are frozen and refuse unknown keys. Types are strict: `"8"` and `true` are not numbers. `validation.py` checks
 combinations of keys.
@@ -38,7 +38,7 @@ class ModelConfig(Section):
     """The model: a preset, all fields, or a preset with changed fields."""
 
     preset: str | None = None
-    """Name of a shape in model_presets.py; other keys of the section override it."""
+    """Name of a shape in configs/models/presets.yaml; other keys of the section override it."""
     arch: Literal["gpt", "llama"]
     num_layers: Positive
     hidden_size: Positive

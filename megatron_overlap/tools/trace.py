@@ -154,8 +154,6 @@ def events_of(rank: RankEvents, *kinds: Kind) -> npt.NDArray[np.void]:
 _STEPS, _COMPUTE, _WAITS, _OPS, _MESSAGES = 0, 1, 2, 10, 100
 """Thread numbers of the rows of a rank. Rows of operations and of messages count up from theirs."""
 
-_OTHER_COMPUTE = "outside of overlapped ops"
-
 
 def trace(
     run_dir: Annotated[Path, typer.Argument(help="Folder of a run that recorded events (overlap.trace: true).")],
@@ -265,33 +263,16 @@ def _steps(rank: RankEvents) -> Iterator[dict[str, Any]]:
 
 
 def _compute(rank: RankEvents) -> Iterator[dict[str, Any]]:
-    """Steps without their waits, split where operations begin and end."""
+    """The parts of the steps in which the rank did not wait."""
     yield _name("thread_name", rank.rank, _COMPUTE, "compute")
     waits = events_of(rank, Kind.WAIT, Kind.COLLECTIVE_WAIT)
     waiting = merged(waits["start_ns"], waits["stop_ns"])
-    ops = [(int(row["start_ns"]), int(row["stop_ns"]), rank.names[row["op"]]) for row in events_of(rank, Kind.OP)]
-    cuts = np.unique([time for start, stop, _ in ops for time in (start, stop)])
-    ops.sort()
-    active: list[tuple[int, int, str]] = []
-    following = 0
-    for start, stop in _without(steps_of(rank), waiting):
-        inside = cuts[np.searchsorted(cuts, start, "right") : np.searchsorted(cuts, stop, "left")].tolist()
-        previous: list[Any] = []
-        for begin, end in zip([start, *inside], [*inside, stop], strict=True):
-            while following < len(ops) and ops[following][0] <= begin:
-                active.append(ops[following])
-                following += 1
-            active = [op for op in active if op[1] > begin]
-            # The operation that began last computes; the messages of earlier ones are in flight.
-            name = active[-1][2] if active else _OTHER_COMPUTE
-            if previous and previous[0] == name:
-                previous[2] = end
-            else:
-                if previous:
-                    yield _event(previous[0], rank.rank, _COMPUTE, previous[1], previous[2])
-                previous = [name, begin, end]
-        if previous:
-            yield _event(previous[0], rank.rank, _COMPUTE, previous[1], previous[2])
+    for _, start, stop in steps_of(rank):
+        at = start
+        for begin, end in [*((b, e) for b, e in waiting if e > start and b < stop), (stop, stop)]:
+            if begin > at:
+                yield _event("compute", rank.rank, _COMPUTE, at, begin)
+            at = max(at, end)
 
 
 def _waits(rank: RankEvents) -> Iterator[dict[str, Any]]:
@@ -326,20 +307,6 @@ def _messages(rank: RankEvents, sent_ns: dict[MessageKey, int]) -> Iterator[dict
         if message.sent_ns is not None:
             details["since sent, us"] = round((message.stop_ns - message.sent_ns) / 1e3)
         yield _event(message.op, rank.rank, row, message.start_ns, message.stop_ns, details)
-
-
-def _without(steps: Sequence[tuple[int, int, int]], waiting: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """The parts of the steps in which the rank did not wait."""
-    for _, start, stop in steps:
-        at = start
-        for begin, end in waiting:
-            if end <= start or begin >= stop:
-                continue
-            if begin > at:
-                yield at, begin
-            at = max(at, end)
-        if at < stop:
-            yield at, stop
 
 
 def _name(what: str, process: int, thread: int, text: str) -> dict[str, Any]:

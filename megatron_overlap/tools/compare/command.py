@@ -33,7 +33,7 @@ from megatron_overlap.tools.compare.flops import (
 from megatron_overlap.tools.compare.megatron_logs import NOTES, read_log
 from megatron_overlap.tools.compare.megatron_logs import sides as read_sides
 from megatron_overlap.tools.compare.rounds import LaunchFailedError, Selection, run_rounds, select
-from megatron_overlap.tools.launch.command import iteration_of, progress_line
+from megatron_overlap.tools.launch.command import iterations_in
 from megatron_overlap.tools.launch.plan import unused_folder
 from megatron_overlap.tools.launch.processes import RunError
 
@@ -128,11 +128,7 @@ def _measure(chosen: Selection, rounds: int, folder: Path, console: Console) -> 
             console.print(text, highlight=False)
             status.update("starting")
 
-        def on_line(rank: int, line: str) -> None:
-            if iteration_of(line) is not None:
-                status.update(progress_line(line) or "")
-
-        runs = folder / report.RUNS_FOLDER
+        runs, on_line = folder / report.RUNS_FOLDER, iterations_in(status)
         recorded = run_rounds(chosen.configs, rounds, runs, on_launch=on_launch, on_line=on_line, on_note=note)
     console.print("measuring the peak rate of the device ...", highlight=False)
     name = str(recorded[0].records[0].meta.get("device_name"))

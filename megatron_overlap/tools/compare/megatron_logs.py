@@ -8,7 +8,7 @@ been active.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -20,11 +20,13 @@ from megatron_overlap.tools.launch.run_records import RunRecord
 
 # Searched anywhere in a line: launchers write prefixes before it, and Megatron the time.
 _ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+\s*\|")
-_TIME = re.compile(r"elapsed time per iteration \(ms\):\s*([\d.]+)")
-_THROUGHPUT = re.compile(r"throughput per GPU \(TFLOP/s/GPU\):\s*([\d.]+)")
-_BATCH = re.compile(r"global batch size:\s*(\d+)")
-_LOSS = re.compile(r"lm loss:\s*([^\s|]+)")
-_GRAD_NORM = re.compile(r"grad norm:\s*([^\s|]+)")
+_FIELDS = {
+    "step_time_ms": re.compile(r"elapsed time per iteration \(ms\):\s*([\d.]+)"),
+    "tflops": re.compile(r"throughput per GPU \(TFLOP/s/GPU\):\s*([\d.]+)"),
+    "global_batch": re.compile(r"global batch size:\s*(\d+)"),
+    "loss": re.compile(r"lm loss:\s*([^\s|]+)"),
+    "grad_norm": re.compile(r"grad norm:\s*([^\s|]+)"),
+}
 _ARGUMENT = re.compile(r"\b(world_size|seq_length) \.{2,} (\d+)\s*$")
 
 FLOPS_CONVENTION = "as Megatron logged them (--log-throughput), one decimal"
@@ -40,22 +42,11 @@ NOTES = (
 
 
 @dataclass(frozen=True)
-class LogLine:
-    """The fields of one line of iterations; None where the line lacks a field."""
-
-    step_time_ms: float
-    loss: float | None
-    grad_norm: float | None
-    tflops: float | None
-    global_batch: int | None
-
-
-@dataclass(frozen=True)
 class Log:
-    """A finished run: its lines by iteration, and two arguments from the dump, None without a dump."""
+    """A finished run: the fields of its lines by iteration, and two arguments from the dump, None without a dump."""
 
     path: Path
-    lines: dict[int, LogLine]
+    lines: dict[int, dict[str, float]]
     world_size: int | None
     seq_length: int | None
 
@@ -70,7 +61,7 @@ def read_log(path: Path) -> Log:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise _wrong(path, f"{(error.strerror or 'cannot be read').lower()}; give the log of a finished run") from error
-    lines: dict[int, LogLine] = {}
+    lines: dict[int, dict[str, float]] = {}
     arguments: dict[str, int] = {}
     for row in text.splitlines():
         found = _ITERATION.search(row)
@@ -79,10 +70,10 @@ def read_log(path: Path) -> Log:
             if named is not None:
                 arguments[named[1]] = int(named[2])
             continue
-        time = _TIME.search(row)
-        if time is None:
+        line = {name: float(value[1]) for name, field in _FIELDS.items() if (value := field.search(row))}
+        if "step_time_ms" not in line:
             continue
-        number, line = int(found[1]), _line(row, float(time[1]))
+        number = int(found[1])
         if lines.get(number) == line:  # the output of two ranks in one file
             continue
         if lines and number <= max(lines):
@@ -121,9 +112,9 @@ def _side(log: Log, common: Sequence[int], name: str, peak: Peak | None) -> Side
     rows = [log.lines[number] for number in common]
     record = RunRecord(
         iterations=tuple(common),
-        step_time_ms=tuple(row.step_time_ms for row in rows),
-        losses=tuple(row.loss for row in rows),
-        grad_norms=tuple(row.grad_norm for row in rows),
+        step_time_ms=tuple(row["step_time_ms"] for row in rows),
+        losses=tuple(row.get("loss") for row in rows),
+        grad_norms=tuple(row.get("grad_norm") for row in rows),
         peak_memory_bytes=None,
         meta={"device": None, "device_name": NOT_IN_A_LOG, "world_size": log.world_size or NOT_IN_A_LOG},
         report=None,
@@ -131,30 +122,15 @@ def _side(log: Log, common: Sequence[int], name: str, peak: Peak | None) -> Side
     return Side(name, _workload(log, rows), peak, {"kind": "log", "description": NOT_IN_A_LOG}, (record,))
 
 
-def _workload(log: Log, rows: Sequence[LogLine]) -> Workload:
+def _workload(log: Log, rows: Sequence[Mapping[str, float]]) -> Workload:
     """Tokens if all lines have the same batch size; FLOPs per device as rate x time, which all lines share."""
-    batches = {row.global_batch for row in rows}
+    batches = {row.get("global_batch") for row in rows}
     batch = batches.pop() if len(batches) == 1 else None
-    tokens = batch * log.seq_length if batch is not None and log.seq_length is not None else None
-    counted = [row.tflops * row.step_time_ms * 1e9 for row in rows[WARM_UP_ITERATIONS:] if row.tflops]
+    tokens = int(batch) * log.seq_length if batch is not None and log.seq_length is not None else None
+    counted = [row["tflops"] * row["step_time_ms"] * 1e9 for row in rows[WARM_UP_ITERATIONS:] if row.get("tflops")]
     if not counted:
         return Workload(tokens, None, "not in the log: run with --log-throughput", log.world_size)
     return Workload(tokens, median(counted) * (log.world_size or 1), FLOPS_CONVENTION, log.world_size)
-
-
-def _line(row: str, step_time_ms: float) -> LogLine:
-    batch = _BATCH.search(row)
-    return LogLine(
-        step_time_ms=step_time_ms,
-        loss=_number(_LOSS.search(row)),
-        grad_norm=_number(_GRAD_NORM.search(row)),
-        tflops=_number(_THROUGHPUT.search(row)),
-        global_batch=int(batch[1]) if batch is not None else None,
-    )
-
-
-def _number(found: re.Match[str] | None) -> float | None:
-    return float(found[1]) if found is not None else None
 
 
 def _wrong(path: Path, remedy: str) -> ConfigError:

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.status import Status
 
 from megatron_overlap.config import ConfigError, LaunchConfig, load_launch_config, without_overlap
 from megatron_overlap.config.errors import writing
@@ -17,7 +18,7 @@ from megatron_overlap.config.resources import config_file
 from megatron_overlap.tools.launch.downscale import downscale
 from megatron_overlap.tools.launch.netlab import NetlabError
 from megatron_overlap.tools.launch.plan import execute, plan, unused_folder
-from megatron_overlap.tools.launch.processes import RunError
+from megatron_overlap.tools.launch.processes import OnLine, RunError
 from megatron_overlap.tools.launch.rehearsal import changes_table, max_local_ranks, steps_table
 from megatron_overlap.tools.launch.rehearsal import rehearse as run_rehearsal
 from megatron_overlap.tools.launch.run_records import RunRecordError
@@ -205,10 +206,14 @@ def progress_line(line: str) -> str | None:
     return None
 
 
-def iteration_of(line: str) -> int | None:
-    """The number of the iteration that a line of a rank logs; None if it logs no iteration."""
-    found = _ITERATION.search(line)
-    return None if found is None else int(found[1])
+def iterations_in(status: Status) -> OnLine:
+    """Shows the iterations that the lines of the ranks log in a status line of the terminal."""
+
+    def on_line(rank: int, line: str) -> None:
+        if _ITERATION.search(line) is not None:
+            status.update(progress_line(line) or "")
+
+    return on_line
 
 
 def _plain(number: str) -> str:

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from megatron_overlap.autotune.search import calls_to_select
 from megatron_overlap.config import ConfigError, LaunchConfig, load_launch_config
@@ -18,7 +17,7 @@ from megatron_overlap.config.resources import config_file
 from megatron_overlap.counters import AutotuneLine
 from megatron_overlap.schedules.heuristics import KNOBS, max_p2p_settings
 from megatron_overlap.session_report import autotune_table
-from megatron_overlap.tools.launch.command import iteration_of, require_shared_options
+from megatron_overlap.tools.launch.command import iterations_in, require_shared_options
 from megatron_overlap.tools.launch.netlab import NetlabError
 from megatron_overlap.tools.launch.plan import execute, plan, unused_folder
 from megatron_overlap.tools.launch.processes import RunError
@@ -48,15 +47,8 @@ def tune(
     # Rich wraps at 80 columns if the output is not a terminal.
     console = Console(width=None if sys.stdout.isatty() else 150, markup=False)
     try:
-        with _bar(console) as progress:
-            task = progress.add_task(cfg.name, total=cfg.train.iterations)
-
-            def on_line(rank: int, line: str) -> None:
-                done = iteration_of(line)
-                if done is not None:
-                    progress.update(task, completed=done)
-
-            execute(plan(cfg, folder, rendezvous=rendezvous), on_line=on_line, on_note=console.print)
+        with console.status(f"{cfg.name}: {cfg.train.iterations} steps") as status:
+            execute(plan(cfg, folder, rendezvous=rendezvous), on_line=iterations_in(status), on_note=console.print)
     except (RunError, NetlabError) as error:
         print(f"{cfg.name}: {error}", file=sys.stderr)
         return 1
@@ -114,8 +106,3 @@ def read_selections(run_dir: Path) -> list[AutotuneLine]:
             line = AutotuneLine(**{name: value for name, value in tree.items() if name != "gain"})
             found.setdefault((line.module, line.op, line.rows, line.dtype, line.passes), line)
     return list(found.values())
-
-
-def _bar(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"))
-    return Progress(*columns, TimeElapsedColumn(), console=console)
