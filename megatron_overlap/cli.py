@@ -24,31 +24,19 @@ PROGRAM = "megatron-overlap"
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "launch": ("megatron_overlap.tools.launch.command:launch", "Run a launch config."),
-        "compare": (
-            "megatron_overlap.tools.compare.command:compare",
-            "Compare configs in interleaved rounds.",
-        ),
-        "doctor": (
-            "megatron_overlap.tools.doctor.command:command",
-            "Check this machine and report what works.",
-        ),
+        "compare": ("megatron_overlap.tools.compare.command:compare", "Compare configs in interleaved rounds."),
+        "doctor": ("megatron_overlap.tools.doctor.command:command", "Check this machine and report what works."),
         "tune": (
             "megatron_overlap.tools.launch.tune_command:tune",
             "Measure the fastest method of each layer before a run.",
         ),
-        "trace": (
-            "megatron_overlap.tools.trace:trace",
-            "Show computation, waits and messages of each rank.",
-        ),
+        "trace": ("megatron_overlap.tools.trace:trace", "Show computation, waits and messages of each rank."),
         "simulate": (
             "megatron_overlap.tools.simulate.command:simulate",
             "Predict the time of a training step on a cluster.",
         ),
         "patches": ("megatron_overlap.patching.command:patches", "Show the patches of the installed Megatron."),
-        "plan": (
-            "megatron_overlap.tools.plan:plan",
-            "Show and draw the partition of a batch of documents.",
-        ),
+        "plan": ("megatron_overlap.tools.plan:plan", "Show and draw the partition of a batch of documents."),
         "schema": ("megatron_overlap.config.loading:schema", "Print the JSON Schema of launch configs."),
     }
 )

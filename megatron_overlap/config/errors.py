@@ -16,11 +16,7 @@ MAX_VALUE_CHARS = 80
 class ConfigError(ValueError):
     """A config file or a command line is wrong. `str()` is one line: `file: key: value: remedy`.
 
-    Args:
-        file: the file that holds the value, or `command line`.
-        key: dotted path of the key, as a user would write it in an override.
-        value: the wrong value; the message shortens it to one line.
-        remedy: what to write instead.
+    The key is dotted, as in an override; the message shortens the value; the remedy says what to write instead.
     """
 
     def __init__(self, file: str, key: str, value: object, remedy: str) -> None:
@@ -80,13 +76,7 @@ def writing(option: str, path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Problem:
-    """A value that cannot be used.
-
-    Attributes:
-        key: dotted path below the section that was checked.
-        value: the wrong value.
-        remedy: what to write instead.
-    """
+    """A value that cannot be used, its key below the section that was checked, and what to write instead."""
 
     key: str
     value: object

@@ -33,11 +33,7 @@ class OverlapConfig(OverlapFields):
 
     @classmethod
     def from_yaml(cls, path: str | Path, overrides: Sequence[str] = ()) -> OverlapConfig:
-        """Read a launch config, or a file with the overlap section alone.
-
-        Args:
-            path: YAML file.
-            overrides: `key=value` texts. Keys start at the top of the file.
+        """Read a launch config, or a file with the overlap section alone. Overrides are `key=value` texts.
 
         Raises:
             ConfigError: the file, a key or a value is wrong.
@@ -58,13 +54,7 @@ class LaunchConfig(LaunchFields):
 
 @dataclass(frozen=True)
 class OverlapFile:
-    """Content of the file of `--overlap-config`.
-
-    Attributes:
-        overlap: the overlap section.
-        launch: the launch section, or its defaults.
-        config: the launch config; None: the file is not a complete launch config.
-    """
+    """Content of the file of `--overlap-config`: two sections, and the launch config if the file is a complete one."""
 
     overlap: OverlapConfig
     launch: LaunchSection

@@ -25,12 +25,7 @@ MAPPING = "a config is a mapping; start with a key such as `model:`"
 
 @dataclass(frozen=True)
 class Layer:
-    """The keys of one file or of one override.
-
-    Attributes:
-        source: file name in errors.
-        tree: its keys and values.
-    """
+    """The keys and values of one file or of one override. `source` is the file name in errors."""
 
     source: str
     tree: Tree
@@ -38,13 +33,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Composed:
-    """A merged config before validation.
-
-    Attributes:
-        file: the requested file.
-        tree: the merged keys and values.
-        layers: the merged layers, first to last.
-    """
+    """A merged config before validation: the requested file, the merged tree, and its layers, first to last."""
 
     file: str
     tree: Tree

@@ -88,14 +88,7 @@ def validate[Model: BaseModel](model: type[Model], composed: Composed, section: 
 
 
 def explain(model: type[BaseModel], error: ErrorDetails, composed: Composed, section: str) -> ConfigError:
-    """One ConfigError for one validation error.
-
-    Args:
-        model: class that was validated.
-        error: error of pydantic.
-        composed: the merged config with its source files.
-        section: dotted path of the validated section; empty: the whole config.
-    """
+    """One ConfigError for one validation error of `section` (empty: the whole config), which `model` validated."""
     root = model.model_json_schema()
     path, schema = _follow(root, error["loc"])
     keys = [section, *path] if section else path

@@ -60,11 +60,7 @@ def _model_rules(cfg: LaunchFields) -> Iterator[Rule]:
         "model.hidden_size",
         f"must be a multiple of model.num_attention_heads {heads}, or set model.kv_channels",
     )
-    yield (
-        heads % model.num_query_groups,
-        "model.num_query_groups",
-        f"must divide model.num_attention_heads {heads}",
-    )
+    yield (heads % model.num_query_groups, "model.num_query_groups", f"must divide model.num_attention_heads {heads}")
     yield (
         model.rotary and model.head_size % 2,
         "model.rotary",
@@ -215,11 +211,7 @@ def _device_rules(cfg: LaunchFields) -> Iterator[Rule]:
         "launch.hosts needs cpu: NCCL does not use the rate-limited links",
     )
     yield on_cpu and launch.nodes > 1, "launch.nodes", "launch.device cpu runs on one node; use 1, or launch.hosts"
-    yield (
-        on_cpu and train.precision == "fp16",
-        "train.precision",
-        "needs launch.device cuda; use bf16 or fp32 on cpu",
-    )
+    yield (on_cpu and train.precision == "fp16", "train.precision", "needs launch.device cuda; use bf16 or fp32 on cpu")
     yield (
         on_cpu and train.gradient_accumulation_fusion,
         "train.gradient_accumulation_fusion",
@@ -276,11 +268,7 @@ def _varlen_rules(cfg: LaunchFields) -> Iterator[Rule]:
         f"must divide parallel.context {parallel.context}, or auto",
     )
     for index, flag in flags_in(cfg.megatron_args):
-        yield (
-            flag in REFUSED_FLAGS,
-            f"megatron_args.{index}",
-            f"not {used}: {REFUSED_FLAGS.get(flag)}; remove it",
-        )
+        yield (flag in REFUSED_FLAGS, f"megatron_args.{index}", f"not {used}: {REFUSED_FLAGS.get(flag)}; remove it")
 
 
 def _argument_rules(cfg: LaunchFields) -> Iterator[Rule]:

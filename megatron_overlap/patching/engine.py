@@ -44,8 +44,7 @@ class Engine:
 
         A refused patch refuses the other patches of its feature: a feature was never tested in part.
 
-        Args:
-            features: plan only the patches of these features; default: all.
+        `features` limits the plan to the patches of these features.
         """
         findings = plan_patches(each for each in self.manifests if features is None or each.feature in features)
         refused = {
@@ -66,9 +65,7 @@ class Engine:
     def apply(self, plan: Plan, session: Any) -> None:
         """Replaces every applicable target of `plan`. After a failure the state is as before the call.
 
-        Args:
-            plan: a plan of now: a target that changed since it was made is a failure.
-            session: argument of the factories.
+        The factories get `session`. A target that changed since the plan was made is a failure.
 
         Raises:
             PatchError: a target is replaced already, or changed since it was planned.

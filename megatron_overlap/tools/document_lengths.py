@@ -55,12 +55,7 @@ _BYTES_PER_TOKEN, _LONGEST = 3, 262144
 
 
 def sample(distribution: str, tokens: int, seed: int) -> list[int]:
-    """Draws documents until they have `tokens` tokens; the last one is cut.
-
-    Args:
-        distribution: a key of `DISTRIBUTIONS`.
-        tokens: tokens of the batch.
-        seed: the same seed gives the same lengths on every machine.
+    """Draws documents until they have `tokens` tokens; the last one is cut. A seed gives the same lengths everywhere.
 
     Raises:
         ValueError: the distribution is unknown, or `tokens` is negative.

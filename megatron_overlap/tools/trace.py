@@ -68,15 +68,12 @@ class ReceivedMessage:
     """One message as its receiver recorded it.
 
     Attributes:
-        op: the operation.
         peer: global rank of the sender.
-        group: name of the group.
         channel: number of the group in the file of the receiver.
         message: number of the message within the operation.
         start_ns: earliest time at which the message can have been in transit: the sender has posted it and the receiver
             has the previous message of the same peer and group.
         stop_ns: time of receipt.
-        num_bytes: size.
         sent_ns: time at which the sender posted the message; None where the events of the sender are missing.
     """
 
@@ -162,8 +159,7 @@ def trace(
         typer.Option("--output", help="File of the trace, .json or .json.gz; default trace.json.gz in RUN_DIR."),
     ] = None,
     steps: Annotated[
-        str | None,
-        typer.Option("--steps", help="FIRST:LAST, FIRST:, :LAST or one number; default all steps."),
+        str | None, typer.Option("--steps", help="FIRST:LAST, FIRST:, :LAST or one number; default all steps.")
     ] = None,
 ) -> int:
     """Write a Perfetto trace of all ranks on one clock and print the exposed communication."""
@@ -228,11 +224,7 @@ def notes(ranks: Sequence[RankEvents]) -> list[str]:
 
 
 def trace_events(ranks: Sequence[RankEvents]) -> Iterator[dict[str, Any]]:
-    """The events of the Chrome trace, rank by rank. Times are in microseconds from the first event.
-
-    Args:
-        ranks: on one clock.
-    """
+    """The events of the Chrome trace of ranks on one clock. Times are in microseconds from the first event."""
     zero = min(int(rank.events["start_ns"].min()) for rank in ranks)
     sent = sent_times(ranks)
     for rank in ranks:

@@ -14,13 +14,7 @@ from megatron_overlap.config import ConfigError, LaunchConfig, dump_config, load
 from megatron_overlap.config.errors import writing
 from megatron_overlap.config.resources import config_file
 from megatron_overlap.tools.compare import report
-from megatron_overlap.tools.compare.comparison import (
-    WARM_UP_ITERATIONS,
-    Comparison,
-    NotComparableError,
-    Side,
-    Workload,
-)
+from megatron_overlap.tools.compare.comparison import WARM_UP_ITERATIONS, Comparison, NotComparableError, Side, Workload
 from megatron_overlap.tools.compare.comparison import compare as compare_sides
 from megatron_overlap.tools.compare.flops import (
     CONVENTION,

@@ -57,15 +57,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Side:
-    """All launches of one config.
-
-    Attributes:
-        name: name of the config.
-        workload: the work of one iteration.
-        peak: peak rate of the device; None if unknown.
-        link: the network between the ranks.
-        records: one for each round.
-    """
+    """All launches of one config, with one record for each round. `peak` is None if the peak rate is unknown."""
 
     name: str
     workload: Workload
@@ -83,10 +75,7 @@ class Side:
 class TypicalStep:
     """The timed step whose time is nearest to the median of all timed steps; the earlier one of two.
 
-    Attributes:
-        round: number of the round, from 1.
-        iteration: number of the iteration.
-        step_time_ms: time of the slowest rank.
+    Rounds count from 1. The time is that of the slowest rank.
     """
 
     round: int
@@ -188,10 +177,10 @@ class Comparison:
 def compare(
     sides: Sequence[Side], *, serial: int | None = None, settings: Mapping[str, Any] | None = None
 ) -> Comparison:
-    """Compare every side with the first.
+    """Compare every side with the first. All sides have the same number of rounds.
 
     Args:
-        sides: at least two, with the same number of rounds.
+        sides: at least two.
         serial: index of the run that sends the messages of the plugin without overlap; gives the attribution.
         settings: how the runs were measured, for the report.
 
@@ -307,11 +296,6 @@ def paired_ratios(reference: Sequence[Sequence[float]], other: Sequence[Sequence
 
 def max_deviation(reference: Sequence[float | None], other: Sequence[float | None], what: str) -> float | None:
     """The largest relative difference between two series of the same length; None if they share no known value.
-
-    Args:
-        reference: the values to divide by.
-        other: the values to compare with them.
-        what: names the values in the error.
 
     Raises:
         NotComparableError: at one place only one of the two is finite.

@@ -83,13 +83,7 @@ class UnknownFlopsError(ValueError):
 
 @dataclass(frozen=True)
 class Peak:
-    """Peak rate of a device.
-
-    Attributes:
-        tflops: per device (per rank on CPU), in 10^12 operations per second.
-        source: data sheet or measurement, in words.
-        measured: whether the rate was measured on this machine.
-    """
+    """Peak rate of a device (of a rank on CPU) in 10^12 operations per second, and the data sheet or measurement."""
 
     tflops: float
     source: str
@@ -101,11 +95,7 @@ def token_flops(
 ) -> dict[str, float]:
     """FLOPs of one token of a full sequence, forward and backward, by part of the model.
 
-    Args:
-        model: the shape.
-        seq_length: tokens in a sequence.
-        padded_vocab_size: rows of the output layer; see `padded_vocab_size`.
-        attention: `causal` counts half of the score matrix, `full` all of it.
+    `causal` attention counts half of the score matrix, `full` all of it.
     """
     gemm = _FORWARD_AND_BACKWARD * _MULTIPLY_ADD
     hidden, layers = model.hidden_size, model.num_layers
@@ -203,9 +193,7 @@ def measure_peak(cfg: LaunchConfig) -> Peak:
         files = [Path(folder, f"{rank}.json") for rank in range(ranks)]
         commands = [
             RankCommand(
-                rank,
-                [sys.executable, "-m", module, str(file), device, precision],
-                {"OMP_NUM_THREADS": str(threads)},
+                rank, [sys.executable, "-m", module, str(file), device, precision], {"OMP_NUM_THREADS": str(threads)}
             )
             for rank, file in enumerate(files)
         ]

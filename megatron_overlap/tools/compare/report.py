@@ -48,13 +48,7 @@ class KeyFigure:
 
 
 def write(result: Comparison, folder: Path, configs: Mapping[str, str]) -> None:
-    """Write the three files. All contents are complete before the first file is put in place; the JSON comes last.
-
-    Args:
-        result: the comparison.
-        folder: where to write; its `RUNS_FOLDER` holds the events of the launches.
-        configs: the resolved config of each run by the name of the run.
-    """
+    """Write the three files. All contents are complete before the first file is put in place; the JSON comes last."""
     from megatron_overlap.tools.compare.plot import draw_overview
 
     content = {
@@ -87,10 +81,7 @@ def table(result: Comparison) -> Table:
 def html(result: Comparison, configs: Mapping[str, str], runs_folder: Path) -> str:
     """The report as one page without scripts, other files or network access.
 
-    Args:
-        result: the comparison.
-        configs: the resolved config of each run by the name of the run.
-        runs_folder: folder of the launches and their events.
+    `configs` has the resolved config of each run by its name, `runs_folder` the events of the launches.
     """
     from megatron_overlap.tools.compare.plot import draw_breakdown, draw_overview, draw_timelines
 

@@ -42,7 +42,6 @@ class Selection:
     """The launches of a comparison, the reference first.
 
     Attributes:
-        configs: the configs to launch.
         serial: index of the run that sends the messages of the plugin without overlap; None without such a run.
         notes: changes made to the configs, for the report.
     """
@@ -110,7 +109,6 @@ def run_rounds(
 
     Args:
         configs: their names must differ.
-        rounds: number of rounds.
         folder: gets a folder `round{i}-{name}` for each launch.
         on_launch: called before each launch with its round and name.
         on_line: called with (rank, line) for every line of output.

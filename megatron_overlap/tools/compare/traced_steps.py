@@ -59,10 +59,7 @@ class Breakdown:
     timed steps. Medians do not add up: `REMAINING_WAITS` holds the median of all waits minus the listed ops.
 
     Attributes:
-        reference: name of the reference.
-        run: name of the run.
-        reference_ms: median step time of the reference.
-        run_ms: median step time of the run.
+        reference_ms, run_ms: median step times.
         changes: ops whose waits became shorter, then those whose waits became longer, remaining waits, computation.
         grouped: the ops in `REMAINING_WAITS`.
     """
@@ -146,10 +143,8 @@ class RankStep:
     """One step on one rank. All time that is not a wait counts as computation.
 
     Attributes:
-        rank: global rank.
         role: why the rank is shown when not all are: "first", "slowest", "longest wait", several joined by commas.
-        start_ms: start of the step on the clock of rank 0. The first rank starts at 0.
-        stop_ms: end of the step.
+        start_ms, stop_ms: the step on the clock of rank 0. The first rank starts at 0.
         waits: intervals in which the rank waited for communication.
         messages: intervals in which messages of overlapped ops to this rank were in transit. They can overlap.
         waited_ms: length of the union of all waits.
@@ -171,8 +166,6 @@ class StepTimeline:
     """The typical step of one run.
 
     Attributes:
-        run: name of the run.
-        step: the step.
         median_ms: median over all timed steps of the run.
         ranks: the ranks that are shown, in order.
         num_ranks: number of ranks that recorded the step.
@@ -188,12 +181,7 @@ class StepTimeline:
 
 
 def timelines(result: Comparison, folder: Path) -> tuple[list[StepTimeline], list[str]]:
-    """The timelines of all runs that recorded events, and one line for each run or file that has none.
-
-    Args:
-        result: the comparison.
-        folder: folder of the launches, see `rounds.run_folder`.
-    """
+    """The timelines of all runs that recorded events in `folder`, and one line for each run or file that has none."""
     found, missing = [], []
     for run in result.runs:
         if run.exposed is None:
@@ -224,12 +212,7 @@ def read_step(run_dir: Path, iteration: int) -> tuple[list[RankEvents], list[str
 
 
 def step_timeline(run: RunSummary, ranks: Sequence[RankEvents]) -> StepTimeline:
-    """The timeline of one step.
-
-    Args:
-        run: the run of the step.
-        ranks: the events of that step on one clock; at least one rank.
-    """
+    """The timeline of one step of a run from the events of its ranks on one clock."""
     bounds = {rank.rank: steps_of(rank)[0][1:] for rank in ranks}
     zero = min(start for start, _ in bounds.values())
     waited = {rank.rank: exposed_in(rank, *bounds[rank.rank]).total_ms for rank in ranks}

@@ -146,12 +146,7 @@ def environment(env: Mapping[str, str], *, cuda: bool) -> list[tuple[str, str, s
 
 
 def findings(self_test: str | None, ranks: int) -> list[Finding]:
-    """The verdict on each feature.
-
-    Args:
-        self_test: why the self-test failed; None if it passed.
-        ranks: number of ranks of the self-test.
-    """
+    """The verdict on each feature. `self_test` is the reason why the self-test on `ranks` ranks failed, or None."""
     cuda = torch.cuda.is_available()
     gpus = torch.cuda.device_count() if cuda else 0
     result = []

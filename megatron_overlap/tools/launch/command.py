@@ -149,10 +149,7 @@ def _emit_slurm(config: Path, arguments: list[str], baseline: str | None) -> int
         configs.insert(0, load_launch_config(config_file(baseline), overrides))
         if configs[0].name == configs[1].name:
             raise ConfigError(
-                baseline,
-                "name",
-                configs[0].name,
-                f"must differ from that in {config}: it names the run directory",
+                baseline, "name", configs[0].name, f"must differ from that in {config}: it names the run directory"
             )
     text = batch_file(configs, files[0] if files else "FILE")
     if not files:

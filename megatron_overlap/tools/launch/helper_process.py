@@ -128,10 +128,7 @@ def _make_lab(spec: dict[str, Any]) -> dict[str, Any]:
     name, mtu = spec["name"], spec["mtu_bytes"]
     switch = os.open("/proc/self/ns/net", os.O_RDONLY)
     bridge = f"{name}br"
-    _batch(
-        "ip",
-        [f"link add {bridge} type bridge stp_state 0 forward_delay 0", f"link set {bridge} mtu {mtu} up"],
-    )
+    _batch("ip", [f"link add {bridge} type bridge stp_state 0 forward_delay 0", f"link set {bridge} mtu {mtu} up"])
     hosts: list[int] = []
     tcp_refused: dict[str, str] = {}
     for index, host in enumerate(spec["hosts"]):
@@ -183,10 +180,7 @@ def _join_node(spec: dict[str, Any], index: int, switch: int, net: int) -> None:
         f"link set {port} master {bridge} up",
     ]
     if index == 0 or spec["hosts"][index - 1]["node"] != host["node"]:
-        lines[:0] = [
-            f"link add {bridge} type bridge stp_state 0 forward_delay 0",
-            f"link set {bridge} mtu {mtu} up",
-        ]
+        lines[:0] = [f"link add {bridge} type bridge stp_state 0 forward_delay 0", f"link set {bridge} mtu {mtu} up"]
     _batch("ip", lines)
     _batch("tc", [f"qdisc add dev {port} {line}" for line in spec["intra_node_qdiscs"]])
     os.setns(net, os.CLONE_NEWNET)

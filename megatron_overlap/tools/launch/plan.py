@@ -190,10 +190,7 @@ def torchrun(cfg: LaunchConfig, run_dir: Path, rendezvous: str | None) -> Sequen
 
 
 def execute(
-    launch_plan: LaunchPlan,
-    *,
-    on_line: OnLine | None = None,
-    on_note: Callable[[str], None] = lambda text: None,
+    launch_plan: LaunchPlan, *, on_line: OnLine | None = None, on_note: Callable[[str], None] = lambda text: None
 ) -> RunResult:
     """Run a plan to its end.
 

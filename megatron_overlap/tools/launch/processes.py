@@ -32,15 +32,7 @@ _SUPERVISOR_S = 5.0  # deadline of a supervisor that ends the descendants of its
 
 @dataclass(frozen=True)
 class RankCommand:
-    """One rank to start.
-
-    Attributes:
-        rank: number of the rank in the job; messages and the log file use it.
-        argv: command line.
-        env: additions to the environment of the launcher.
-        host: name of its host, for messages.
-        cwd: working directory; None: that of the launcher.
-    """
+    """One rank to start. `env` is added to the environment of the launcher; `host` is a name for messages."""
 
     rank: int
     argv: Sequence[str]
@@ -51,15 +43,7 @@ class RankCommand:
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How a rank ended.
-
-    Attributes:
-        rank: number of the rank.
-        host: name of its host.
-        code: exit code, or minus the number of the signal that killed it.
-        log: its log file.
-        last_lines: the last lines of its output.
-    """
+    """How a rank ended. `code` is its exit code, or minus the number of the signal that killed it."""
 
     rank: int
     host: str
@@ -92,9 +76,7 @@ class RunError(RuntimeError):
 class RankFailed(RunError):  # noqa: N818
     """A rank ended with an exit code other than 0 or by a signal.
 
-    Attributes:
-        end: the first rank that failed.
-        others: ranks that failed before the launcher ended the job.
+    `end` is the first rank that failed, `others` are those that failed before the launcher ended the job.
     """
 
     def __init__(self, end: RankEnd, others: Sequence[RankEnd] = ()) -> None:
@@ -108,11 +90,7 @@ class RankFailed(RunError):  # noqa: N818
 
 
 class RunTimeout(RunError):  # noqa: N818
-    """The job exceeded its timeout.
-
-    Attributes:
-        running: ranks that were still running.
-    """
+    """The job exceeded its timeout while the ranks in `running` had not ended."""
 
     def __init__(self, timeout_s: float, last_lines: Mapping[int, Sequence[str]]) -> None:
         self.running = tuple(last_lines)
@@ -340,12 +318,8 @@ def run_ranks(
     SIGKILL, their descendants included. The same happens on Ctrl-C, SIGTERM, SIGHUP and on an exception of `on_line`.
     If this process is killed by SIGKILL, the supervisors end the ranks.
 
-    Args:
-        commands: the ranks, each with a different number.
-        timeout_s: longest time of the whole job in seconds; None: no limit.
-        log_dir: folder of the logs; made if it does not exist. Logs of an earlier job are replaced.
-        on_line: called with (rank, line) for every line of output.
-        grace_s: seconds from SIGTERM to SIGKILL.
+    `timeout_s` limits the whole job. `on_line` is called with (rank, line) for every line of output. Logs of an earlier
+    job in `log_dir` are replaced.
 
     Raises:
         ValueError: no commands, or two commands for one rank.

@@ -93,12 +93,8 @@ def run_workers(
 ) -> RunResult:
     """Run a Python script as `world_size` ranks and return when all ranks have ended.
 
-    Args:
-        script: path of the script.
-        args: arguments, equal for all ranks.
-        world_size: number of ranks. The environment has RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
-        lab: the open lab whose hosts share the ranks evenly; None: loopback.
-        timeout_s, on_line: as for `run_ranks`.
+    The environment has RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. The ranks run on the hosts of an open
+    `lab`, or over loopback.
 
     Raises:
         ValueError: the lab has another number of ranks.

@@ -30,11 +30,8 @@ class PluginReport:
     """The plugin's report of one run, summed over the ranks.
 
     Attributes:
-        active: whether the plugin patched Megatron.
         reason: why it is active or not.
-        overlapped_calls: calls whose communication was overlapped.
-        sent_bytes: bytes sent by these calls.
-        fallbacks: calls that ran the stock path, with their reasons.
+        sent_bytes: bytes sent by the overlapped calls.
         not_fused: calls by reason that ran p2p although the config requests fused kernels.
     """
 
@@ -48,12 +45,7 @@ class PluginReport:
 
 @dataclass(frozen=True)
 class StepExposed:
-    """Exposed communication time of one step in ms, the mean over all ranks.
-
-    Attributes:
-        total_ms: all messages.
-        by_op: by (op, direction).
-    """
+    """Exposed communication of one step in ms, the mean over all ranks: in total, and by (op, direction)."""
 
     total_ms: float
     by_op: Mapping[tuple[str, str], float]
@@ -64,10 +56,8 @@ class RunRecord:
     """One run, aggregated over its ranks. Sequences have one value per iteration.
 
     Attributes:
-        iterations: numbers of the iterations.
         step_time_ms: step time of the slowest rank.
-        losses: None if no rank recorded a loss.
-        grad_norms: None if no rank recorded a grad-norm.
+        losses, grad_norms: None if no rank recorded a value.
         peak_memory_bytes: largest peak of a rank over the run; None if not recorded.
         meta: versions, device, layout and link of rank 0.
         report: the plugin's report; None if the plugin was off.
@@ -85,12 +75,7 @@ class RunRecord:
 
 
 def read_run(run_dir: Path, world_size: int, iterations: int) -> RunRecord:
-    """Read a run directory.
-
-    Args:
-        run_dir: folder of the run.
-        world_size: number of ranks, each with a record.
-        iterations: number of the last step of every record.
+    """Read the records of `world_size` ranks; `iterations` is the number of their last step.
 
     Raises:
         RunRecordError: a file is missing, unreadable or too short.

@@ -43,9 +43,7 @@ class Stream:
 class Program:
     """The program of one rank: streams that communicate concurrently, and one order of all their work.
 
-    Attributes:
-        streams: plans whose messages run concurrently.
-        order: (stream, index of work) in computation order.
+    `order` has (stream, index of work) in computation order.
     """
 
     streams: tuple[Stream, ...]
@@ -58,9 +56,7 @@ class SimulatedRun:
 
     Attributes:
         time_us: end of the last computation and message.
-        compute_us: computation time, slowed down by communication.
-        undisturbed_us: computation time without communication.
-        sent_bytes: bytes sent.
+        compute_us, undisturbed_us: computation time, with and without the slowdown by communication.
         arrivals_us: arrival time of each message, by stream.
         slack_us: smallest time between the arrival of a message and its use.
     """
@@ -234,13 +230,9 @@ class _Simulation:
 def run_program(
     program: Program, model: CostModel, link: Link, kind: Literal["copy", "collective"] = "copy"
 ) -> SimulatedRun:
-    """Simulate the program of one rank for all ranks: its messages arrive when its own messages leave.
+    """Simulate the program of rank 0 for all ranks: its messages arrive when its own messages leave.
 
-    Args:
-        program: the program of rank 0.
-        model: cost model; gives the slowdown of computation by communication.
-        link: link between the ranks.
-        kind: copies and point-to-point messages, or kernels of a collective.
+    The messages are copies or point-to-point messages, or kernels of a collective, which slow computation down.
 
     Raises:
         ValueError: deadlock; `megatron_overlap.schedules.verify` finds its place.

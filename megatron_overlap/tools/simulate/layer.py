@@ -228,10 +228,7 @@ class Layers:
             self._norm(backward=True),
             *self._accumulated(self._table),
         ]
-        return (
-            self._pass(*forward, *self._calls(_LAST_CALLS[0])),
-            self._pass(*backward, *self._calls(_LAST_CALLS[1])),
-        )
+        return (self._pass(*forward, *self._calls(_LAST_CALLS[0])), self._pass(*backward, *self._calls(_LAST_CALLS[1])))
 
     def _pass(self, *ops: Op) -> Pass:
         return with_rank_skew(ops, self.model.late_us)

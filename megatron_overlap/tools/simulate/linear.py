@@ -134,9 +134,6 @@ class Linear:
     chunks of other ranks differ from those of rank 0 by one row.
 
     Attributes:
-        model: cost model.
-        link: link between the ranks.
-        overlap: overlap method.
         rows: rows of the gathered activation.
         out_features: columns of this rank's output, `n`.
         in_features: columns of this rank's input, `k`.
@@ -193,11 +190,7 @@ class Linear:
         return self._gather(dgrad, width, then_us=self.wgrad_us)
 
     def fastest(self, column: bool) -> Linear:
-        """The method that `auto` selects: `p2p` if forward plus backward gain more than 2 %, else `stock`.
-
-        Args:
-            column: whether the layer is column-parallel.
-        """
+        """The method that `auto` selects: `p2p` if forward plus backward gain more than 2 %, else `stock`."""
         requested = self.overlap.chunks_per_rank
         counts = (None, *_CHUNKS) if requested is None else (requested,)
         overlaps = [replace(self.overlap, method="p2p", chunks_per_rank=count) for count in counts]

@@ -37,11 +37,7 @@ class Unit(NamedTuple):
 def order(stages: int, stage: int, chunks: int, microbatches: int) -> list[Unit]:
     """The units of one stage in order.
 
-    Args:
-        stages: number of pipeline stages.
-        stage: index of the stage.
-        chunks: model chunks per stage. With several, stage s has the chunks s, s + stages, ...
-        microbatches: micro-batches per step; a multiple of `stages` with several chunks.
+    With several model chunks per stage, stage s has the chunks s, s + stages, ...
 
     Raises:
         ValueError: several chunks, and `microbatches` is not a multiple of `stages`.
@@ -295,13 +291,7 @@ def simulate_step(job: Job, model: CostModel) -> StepTime:
 
 
 def optimizer_us(job: Job, model: CostModel, stage: int) -> float:
-    """Time of the optimizer step of one rank of a pipeline stage in us.
-
-    Args:
-        job: the training step.
-        model: cost model; the result includes the fixed time of a step in its profile.
-        stage: pipeline stage.
-    """
+    """Time of the optimizer step of one rank of a stage in us, with the fixed time of a step in the profile."""
     parameters = job.stage_parameters(stage)
     shard = parameters / (job.data * job.context if job.distributed_optimizer else 1)
     clip = model.memory_us(CLIP_BYTES[0] * parameters + CLIP_BYTES[1] * shard, "clip")
