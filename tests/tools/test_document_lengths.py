@@ -59,7 +59,6 @@ def test_lengths_are_read_from_files_and_folders(tmp_path: Path) -> None:
     (tmp_path / "b" / "c.txt").write_text("123")
     (tmp_path / "b" / "d.bin").write_text("ignored")
     assert read_lengths(tmp_path) == [5, 3]
-    assert read_lengths(tmp_path, bytes_per_token=4) == [2, 1]
     listing = tmp_path / "lengths.txt"
     listing.write_text("7\n\n 12 \n0\n")
     assert read_lengths(listing) == [7, 12, 0]

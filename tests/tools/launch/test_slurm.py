@@ -192,7 +192,7 @@ def test_two_configs_become_an_array(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["--emit-slurm", "a", "b"], "command line: launch --emit-slurm: a b: give at most one file name"),
         (
             ["--emit-slurm", "/no/folder/job.sh"],
-            "command line: launch --emit-slurm: /no/folder/job.sh: no such file or",
+            "command line: launch --emit-slurm: /no/folder/job.sh: No such file or",
         ),
         (["--baseline", "self"], "command line: launch --baseline: self: needs --emit-slurm; to run both here:"),
         (["--emit-slurm", "--baseline", "{config}"], "{config}: name: tiny: must differ from that in {config}"),
@@ -214,7 +214,7 @@ def test_two_configs_become_an_array(tmp_path: Path, capsys: pytest.CaptureFixtu
         ),
         (
             ["--emit-slurm", "launch.slurm.container_mounts=[/a:/b]"],
-            "{config} (override): launch.slurm.container_mounts: /a:/b: needs launch.slurm.container_image",
+            "{config} (override): launch.slurm.container_mounts.0: /a:/b: needs launch.slurm.container_image",
         ),
         (["--emit-slurm", "launch.slurm.tasks=both"], "{config} (override): launch.slurm.tasks: both: "),
     ],
