@@ -16,7 +16,7 @@ MAX_VALUE_CHARS = 80
 class ConfigError(ValueError):
     """A config file or a command line is wrong. `str()` is one line: `file: key: value: remedy`.
 
-    The key is dotted, as in an override; the message shortens the value; the remedy says what to write instead.
+    The key is dotted, as in an override; the message shortens the value; the remedy is what to write instead.
     """
 
     def __init__(self, file: str, key: str, value: object, remedy: str) -> None:

@@ -81,7 +81,7 @@ def table(result: Comparison) -> Table:
 def html(result: Comparison, configs: Mapping[str, str], runs_folder: Path) -> str:
     """The report as one page without scripts, other files or network access.
 
-    `configs` has the resolved config of each run by its name, `runs_folder` the events of the launches.
+    `configs` has the resolved config of each run by the name of the run, `runs_folder` the events of the launches.
     """
     from megatron_overlap.tools.compare.plot import draw_breakdown, draw_overview, draw_timelines
 

@@ -57,7 +57,7 @@ class SimulatedRun:
     Attributes:
         time_us: end of the last computation and message.
         compute_us, undisturbed_us: computation time, with and without the slowdown by communication.
-        arrivals_us: arrival time of each message, by stream.
+        arrived_us: arrival time of each message, by stream.
         slack_us: smallest time between the arrival of a message and its use.
     """
 
@@ -65,7 +65,7 @@ class SimulatedRun:
     compute_us: float
     undisturbed_us: float
     sent_bytes: float
-    arrivals_us: tuple[tuple[float, ...], ...]
+    arrived_us: tuple[tuple[float, ...], ...]
     slack_us: float
 
     @property

@@ -170,11 +170,11 @@ class _Simulation:
         """Arrival times of the parameters of each part. The all-gathers start with the step, first part first."""
         if not (self.job.distributed_optimizer and self.job.data_overlap == "stock") or self.data_link.size == 1:
             return {}
-        clock, arrivals = 0.0, {}
+        clock, arrived = 0.0, {}
         for bucket in reversed(self.buckets(stage)):
             clock += self.collective_us(stage, bucket, gradients=False)
-            arrivals.update(dict.fromkeys(bucket, clock))
-        return arrivals
+            arrived.update(dict.fromkeys(bucket, clock))
+        return arrived
 
     def pipeline(self) -> list[_Stage]:
         """Simulate all stages of one replica."""

@@ -120,9 +120,9 @@ def test_a_rank_sends_one_message_at_a_time() -> None:
     second = Stream(plan(0, later, work, 2), (2.0, 30.0), (0.0, 0.0), (1000.0, 1000.0), latency_us=1.0)
     model = machine()
     simulated = run_program(in_order(first, second), model, model.link(2))
-    assert simulated.arrivals_us == (pytest.approx((5, 9)), pytest.approx((10, 34)))
+    assert simulated.arrived_us == (pytest.approx((5, 9)), pytest.approx((10, 34)))
     beside = run_program(in_order(first, second), model, model.link(2), kind="collective")
-    assert beside.arrivals_us[1][0] == pytest.approx(5)
+    assert beside.arrived_us[1][0] == pytest.approx(5)
 
 
 @pytest.mark.parametrize(("compute_us", "slack_us"), [(10.0, 6.0), (4.0, 0.0), (1.0, 0.0)])
@@ -223,4 +223,4 @@ def test_forwarding_waits_for_a_core_at_the_receiver() -> None:
     program = in_order(Stream(plan(0, moves, (Work((CHUNK,)),)), (100.0,), (0.0,), (1000.0, 1000.0)))
     model = machine(busy_us=5.0)
     simulated = run_program(program, model, model.link(3))
-    assert simulated.arrivals_us[0] == pytest.approx((6.0, 12.0))
+    assert simulated.arrived_us[0] == pytest.approx((6.0, 12.0))
