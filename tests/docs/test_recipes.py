@@ -1,4 +1,4 @@
-"""The examples of docs/recipes.md: the names that they use exist, and the example without a GPU trains."""
+"""The examples of docs/launch.md: the names that they use exist, and the example without a GPU trains."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_overlap.config import load_launch_config
 from megatron_overlap.config.megatron_args import to_megatron_args
 from tests.helpers.releases import ROOT
 
-EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "recipes.md").read_text(), flags=re.DOTALL)
+EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "launch.md").read_text(), flags=re.DOTALL)
 (BRIDGE,) = (example for example in EXAMPLES if "megatron.bridge" in example)
 (NEMO_RUN,) = (example for example in EXAMPLES if "nemo_run" in example)
 RELEASES = ("nemo_run==0.11.1", "megatron-bridge==0.6.2")
