@@ -1,4 +1,4 @@
-"""Compiles every fused kernel without a GPU and prints its resource usage: the table of docs/fused_kernels.md.
+"""Compiles every fused kernel without a GPU and prints its resource usage: the table of docs/design/fused_protocol.md.
 
 python scripts/fused_table.py             a Markdown table
 python scripts/fused_table.py --json      one JSON line per kernel
@@ -110,7 +110,7 @@ def edited(edit: str) -> str:
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """Return the rows as the Markdown table of docs/fused_kernels.md."""
+    """Return the rows as the Markdown table of docs/design/fused_protocol.md."""
     lines = [
         "| kernel | arch | tile m, n, k, stages | warps | registers | spilled | shared KiB | tensor core | stores |",
         "|---|---|---|---|---|---|---|---|---|",

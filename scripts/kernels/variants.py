@@ -29,7 +29,7 @@ class Variant:
     """Everything that Triton needs to compile one kernel without a device.
 
     Attributes:
-        name: name in the table of docs/fused_kernels.md.
+        name: name in the table of docs/design/fused_protocol.md.
         module: module of `megatron_overlap.kernels` that defines the kernel.
         kernel: name of the kernel function.
         arch: 80, 90 (sm_90a) or 100 (sm_100a).

@@ -52,6 +52,7 @@ SHORTENED = (
     Short("megatron-overlap compare --logs"),
     Short("megatron-overlap doctor", "--deadline 60"),
     Short("megatron-overlap launch configs/llama_cp2_varlen", "train.iterations=3", long=True),
+    Short("megatron-overlap launch configs/llama_tp2_overlap", TINY, long=True),
     Short("megatron-overlap launch my.yaml", TINY),
     Short("megatron-overlap launch llama3_70b_tp4_pp8_overlap --rehearse", long=True),
     Short("megatron-overlap launch llama3_8b_tp8_overlap --rehearse"),

@@ -103,7 +103,7 @@ def test_near_the_lower_bound_on_published_distributions(distribution: str, seed
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_near_the_lower_bound_in_many_passes(distribution: str) -> None:
-    """Passes with 6 % spare capacity. It does not hold for every batch, see the limits in docs/varlen_partition.md."""
+    """Passes with 6 % spare capacity. Not every batch passes: see the limits in docs/design/varlen_planner.md."""
     for seed in range(3):
         assert_near_the_lower_bound(sample(distribution, 4 * MILLION, seed), capacity=8704)
 
@@ -138,7 +138,7 @@ def test_messages_are_hidden_on_published_distributions() -> None:
 
 
 def test_large_batch() -> None:
-    """100K documents on 1,024 ranks. `docs/varlen_partition.md` has the time."""
+    """100K documents on 1,024 ranks. `docs/design/varlen_planner.md` has the time."""
     lengths = sample("prolong", 310 * MILLION, 0)[:100_000]
     topology = Topology(128, 8, 8)
     capacity = -(-sum(lengths) // topology.ranks) * 17 // 16

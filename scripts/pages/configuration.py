@@ -1,33 +1,40 @@
-"""The page of every configuration key, from the schema: `python scripts/pages/reference.py` prints it."""
+"""The tables of docs/configuration.md, from the schema.
+
+python scripts/pages/configuration.py             # prints them
+python scripts/pages/configuration.py --write     # replaces them on the page
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from megatron_overlap.config.loading import json_schema
+from megatron_overlap.config.model_presets import PRESETS
 
-HEAD = """# Every key
-
-Made from the schema that the loader checks with (`megatron-overlap schema`); nothing here is written by hand.
-[configuration.md](configuration.md) says how files are put together and what the errors look like.
-"""
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
+GENERATED = re.compile(r"(?<=<!-- keys: begin -->\n).*(?=<!-- keys: end -->)", flags=re.DOTALL)
 
 
-def page() -> str:
-    """The page as Markdown."""
+def tables() -> str:
+    """One heading and one table for each section of the schema, and the presets."""
     schema = json_schema()
-    lines = [HEAD]
+    lines = []
     for title, section in _sections(schema, schema["$defs"], ""):
-        lines += [f"\n## {title}\n", "| key | type | default | |", "|---|---|---|---|"]
+        lines += [f"\n### {title}\n", "| key | type | default | meaning |", "|---|---|---|---|"]
         for key, what in section["properties"].items():
             if _reference(what) is not None:
                 continue
             default = f"`{json.dumps(what['default'])}`" if "default" in what else ""
             lines.append(f"| `{key}` | {_type(what)} | {default} | {_cell(what.get('description', ''))} |")
-    return "\n".join(lines) + "\n"
+        if title == "`model`":
+            lines.append(f"\nPresets: {', '.join(f'`{name}`' for name in PRESETS)}.")
+    return "\n".join(lines) + "\n\n"
 
 
 def _sections(section: dict[str, Any], defs: dict[str, Any], path: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -64,5 +71,15 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--write", action="store_true", help="replace the tables on the page")
+    if not parser.parse_args().write:
+        sys.stdout.write(tables())
+        return
+    made = tables()
+    PAGE.write_text(GENERATED.sub(lambda _: made, PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    sys.stdout.write(page())
+    main()
