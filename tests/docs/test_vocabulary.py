@@ -1,4 +1,4 @@
-"""The package uses the terms of the field: names, docstrings, comments, messages and configuration keys."""
+"""The package and its documentation use the terms of the field: names, docstrings, messages, keys and pages."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = sorted(
-    file
-    for folder, ending in (("megatron_overlap", "*.py"), ("patches", "*.yaml"), ("configs", "*.yaml"))
-    for file in (ROOT / folder).rglob(ending)
-)
+FOLDERS = (("megatron_overlap", "*.py"), ("patches", "*.yaml"), ("configs", "*.yaml"), ("docs", "*.md"))
+SOURCES = [ROOT / "README.md", *(file for folder, ending in FOLDERS for file in sorted((ROOT / folder).rglob(ending)))]
 # A term that must not occur, as a pattern over lower-case words, and the term of the field.
 TERMS = {
     "Megatron's own|own path": "stock path",
