@@ -101,6 +101,7 @@ SHORTENED = (
     Short("python scripts/expected_mfu.py", long=True),
     Short("python scripts/fused_table.py", "--arch 80 --name ag_gemm"),
     Short("python scripts/draw_schedule.py"),
+    Short("python scripts/pages/configuration.py"),
     Short("python scripts/draw_architecture.py"),
     Short("bash scripts/check_wheel.sh", "--shared-packages", long=True),
     Short("bash scripts/new_user.sh", "--shared-environment", long=True),
