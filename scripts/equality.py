@@ -3,6 +3,7 @@
 
     python scripts/prepare_data.py --output data/stdlib
     python scripts/equality.py --data data/stdlib --json docs/results/equality.json
+    python scripts/equality.py --data data/stdlib --transformer-impl transformer_engine --json equality_te.json
 
 A GPT and a LLaMA (RMSNorm, SwiGLU, RoPE, grouped queries), in every layout below, in fp32 and bf16, on text; then
 training saved half-way and continued with the plugin on, off, and switched. No GPU is needed. `docs/numerics.md` says
@@ -168,6 +169,7 @@ class Runs:
                     "lr": 1e-3,
                     "min_lr": 1e-4,
                     "lr_warmup_iterations": 2,
+                    "transformer_impl": options.transformer_impl,
                     "distributed_optimizer": layout.sharded,
                     **places,
                 },
@@ -312,6 +314,7 @@ def as_json(options: argparse.Namespace, meta: dict[str, Any], checks: Sequence[
         "complete": complete,
         "equal": complete and all(check.ok for check in checks),
         "iterations": options.iterations,
+        "transformer_impl": options.transformer_impl,
         "overlap": {"schedule": options.schedule, "chunks_per_rank": options.chunks_per_rank},
         "bounds": {"fp32": FP32_BOUND, "bf16": f"{BF16_FACTOR} x stock's own deviation from fp32"},
         **meta,
@@ -343,6 +346,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=list(ARCHITECTURES), default=list(ARCHITECTURES))
     parser.add_argument("--layouts", nargs="*", choices=layouts, default=layouts)
     parser.add_argument("--no-resume", action="store_true", help="leave the checkpoints out")
+    parser.add_argument("--transformer-impl", choices=("local", "transformer_engine"), default="local")
     parser.add_argument("--schedule", choices=("auto", "ring", "direct"), default="auto")
     parser.add_argument("--chunks-per-rank", type=int, default=2, help="messages a rank's rows are cut into")
     options = parser.parse_args(argv)

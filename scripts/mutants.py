@@ -24,6 +24,8 @@ from typing import Any
 
 import yaml
 
+from megatron_overlap.config.resources import transformer_engine_folder
+
 ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "scripts" / "trust" / "mutants.yaml"
 COPIED = ("megatron_overlap", "tests", "patches", "configs", "scripts", "pyproject.toml", "docs")
@@ -66,6 +68,9 @@ def passes(root: Path, tests: tuple[str, ...], limit_s: float) -> bool:
     """Whether the tests pass in a tree; a test run that does not end counts as failed."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not long", *tests]
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    folder = transformer_engine_folder()
+    if folder is not None:
+        environment["MEGATRON_OVERLAP_TE"] = str(folder)  # the copied tree has none, and its tests would skip
     process = subprocess.Popen(
         command, cwd=root, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
@@ -112,7 +117,8 @@ def main() -> int:
             else:
                 mutant.apply(tree)
                 verdict = "survived" if passes(tree, mutant.tests, options.limit) else "caught"
-        print(f"{mutant.number} {mutant.kind} {mutant.file}: {verdict}: {mutant.after.splitlines()[0]}", flush=True)
+        change = next(iter(mutant.after.splitlines()), "(removed)")
+        print(f"{mutant.number} {mutant.kind} {mutant.file}: {verdict}: {change}", flush=True)
         rows.append({"number": mutant.number, "kind": mutant.kind, "file": mutant.file, "verdict": verdict})
         if options.json:
             _add(options.json, rows)

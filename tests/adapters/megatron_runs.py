@@ -18,6 +18,7 @@ NO_GPU = shlex.split(
     "--no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion --no-bias-swiglu-fusion "
     "--no-persist-layer-norm --no-rope-fusion --attention-backend unfused --use-cpu-initialization"
 )
+TE_LAYERS = ["--transformer-impl", "transformer_engine"]
 # The vocabulary is padded to a multiple of (divisor x tensor size): 128 whatever the layout.
 TINY = shlex.split(
     "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --seq-length 32 "

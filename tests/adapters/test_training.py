@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.adapters.megatron_runs import SCRIPTS, TP2_SP, assert_equal_training, train
+from tests.adapters.megatron_runs import SCRIPTS, TE_LAYERS, TP2_SP, assert_equal_training, train
+from tests.helpers.te import needs_te
 
 GPT = SCRIPTS / "pretrain_gpt.py"
 LLAMA = SCRIPTS / "pretrain_llama.py"
@@ -58,6 +59,33 @@ def test_llama(plugin: tuple[str, str], tmp_path: Path) -> None:
     exact = train(tmp_path / "stock", LLAMA, 2, *layout)
     assert_equal_training(train(tmp_path / "mine", LLAMA, 2, *layout, *plugin, off=False), exact)
     assert_overlapped(tmp_path / "mine", ranks=2)
+
+
+@needs_te
+def test_llama_of_te_layers(plugin: tuple[str, str], tmp_path: Path) -> None:
+    layout = (*GQA, *TP2_SP, *TE_LAYERS)
+    exact = train(tmp_path / "stock", LLAMA, 2, *layout)
+    assert_equal_training(train(tmp_path / "mine", LLAMA, 2, *layout, *plugin, off=False), exact)
+    assert_overlapped(tmp_path / "mine", ranks=2)
+
+
+@needs_te
+@pytest.mark.long
+def test_te_layers_with_data_parallel_ranks_then_resumed_without_the_plugin(
+    plugin: tuple[str, str], tmp_path: Path
+) -> None:
+    """The optimizer is FusedAdam, whose step number belongs to a parameter group; the checkpoint holds it."""
+    layout = (*TP2_SP, *SHARDED, "--micro-batch-size", "1", *TE_LAYERS)
+    saved = tmp_path / "saved"
+    stock = train(tmp_path / "stock", GPT, 4, *layout)
+    mine = train(tmp_path / "mine", GPT, 4, *layout, "--save", str(saved), "--save-interval", "2", *plugin, off=False)
+    assert_equal_training(mine, stock)
+    assert_overlapped(tmp_path / "mine", ranks=4, expected=TENSOR | DATA)
+
+    (saved / "latest_checkpointed_iteration.txt").write_text("2")
+    resumed = train(tmp_path / "off", GPT, 4, *layout, "--load", str(saved))
+    assert sorted(resumed) == [3, 4]
+    assert_equal_training(resumed, stock)
 
 
 @pytest.mark.long

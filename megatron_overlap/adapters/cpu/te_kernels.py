@@ -57,9 +57,9 @@ _NVTE_ENUMS = {
     "NVTE_Mask_Type": """NO_MASK PADDING_MASK CAUSAL_MASK PADDING_CAUSAL_MASK CAUSAL_BOTTOM_RIGHT_MASK
         PADDING_CAUSAL_BOTTOM_RIGHT_MASK""",
     "NVTE_Softmax_Type": "VANILLA_SOFTMAX OFF_BY_ONE_SOFTMAX LEARNABLE_SOFTMAX",
-    "NVTE_Fused_Attn_Backend": "No_Backend F16_arbitrary_seqlen FP8",
+    "NVTE_Fused_Attn_Backend": "No_Backend=-1 F16_arbitrary_seqlen=1 FP8=2",
     "NVTEScalingMode": """DELAYED_TENSOR_SCALING MXFP8_1D_SCALING BLOCK_SCALING_1D BLOCK_SCALING_2D NVFP4_1D_SCALING
-        INVALID_SCALING""",
+        INVALID_SCALING=100""",
 }
 _ENUMS = {
     "Float8BlockScaleTensorFormat": "GEMM_READY COMPACT INVALID",
@@ -377,7 +377,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
         rmsnorm_fwd,
     )
 } | {
-    "scaled_softmax_forward": _scaled_softmax,
+    "scaled_softmax_forward": lambda x, scale: _scaled_softmax(x, scale),
     "scaled_masked_softmax_forward": lambda x, mask, scale: _scaled_softmax(x, scale, mask.bool()),
     "scaled_upper_triang_masked_softmax_forward": _causal_softmax,
     "scaled_aligned_causal_masked_softmax_forward": _causal_softmax,
@@ -424,11 +424,11 @@ def native_module() -> NativeModule:
     module: Any = NativeModule(NATIVE_MODULE)
     names = dict(_NVTE_ENUMS)
     if _te_version() < (2, 16):
-        names["NVTE_Fused_Attn_Backend"] += " F16_max512_seqlen"
+        names["NVTE_Fused_Attn_Backend"] += " F16_max512_seqlen=0"
     for name, members in names.items():
-        setattr(module, name, enum.IntEnum(name, [f"NVTE_{each}" for each in members.split()], start=0))
+        setattr(module, name, _enumeration(name, members, "NVTE_"))
     for name, members in _ENUMS.items():
-        setattr(module, name, enum.IntEnum(name, members.split(), start=0))
+        setattr(module, name, _enumeration(name, members))
     for name in _COMMUNICATORS:
         setattr(module, name, type(name, (_Refused,), {}))
     module.DType, module.FP8TensorMeta = DType, FP8TensorMeta
@@ -437,6 +437,17 @@ def native_module() -> NativeModule:
     for name, kernel in KERNELS.items():
         setattr(module, name, kernel)
     return module
+
+
+def _enumeration(name: str, members: str, prefix: str = "") -> Any:
+    """An enumeration from `A B=3 C`: the value of a member is given, or one more than that of the member before."""
+    values: dict[str, int] = {}
+    following = 0
+    for member in members.split():
+        short, _, value = member.partition("=")
+        values[prefix + short] = following = int(value or following)
+        following += 1
+    return enum.IntEnum(name, values)
 
 
 class _Finder(importlib.abc.MetaPathFinder):

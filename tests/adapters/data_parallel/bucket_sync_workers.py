@@ -74,11 +74,12 @@ def _model(precision: torch.dtype) -> torch.nn.Module:
     class Layer(torch.nn.Module):
         def __init__(self, size: int) -> None:
             super().__init__()
-            self.weight = torch.nn.Parameter(torch.linspace(-1, 1, size).to(precision))
+            # Two dimensions: Megatron decays only such weights, so that the optimizer has two parameter groups.
+            self.weight = torch.nn.Parameter(torch.linspace(-1, 1, size).to(precision)[:, None])
             self.bias = torch.nn.Parameter(torch.zeros(5, dtype=precision))
 
         def forward(self, total: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-            weight = (self.weight * factors[: self.weight.numel()].to(self.weight.dtype)).float().sum()
+            weight = (self.weight[:, 0] * factors[: self.weight.numel()].to(self.weight.dtype)).float().sum()
             return total + weight + (self.bias * factors[:5].to(self.bias.dtype)).float().sum()
 
     class Model(torch.nn.Module):
