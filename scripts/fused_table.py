@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron_overlap import kernels  # noqa: E402
-from megatron_overlap.kernels.configs import ARCHITECTURES  # noqa: E402
-from megatron_overlap.kernels.hopper import gluon_version  # noqa: E402
+from megatron_overlap.kernels import gluon_version  # noqa: E402
+from megatron_overlap.kernels.launch import ARCHITECTURES  # noqa: E402
 from scripts.kernels import compiled  # noqa: E402
 from scripts.kernels.variants import Variant, shipped, shipped_for_hopper  # noqa: E402
 
@@ -135,7 +135,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="exit 1 if a kernel fails a check")
     parser.add_argument("--edit", help="module|old|new: compile an edited copy, to test the checks")
     options = parser.parse_args()
-    hopper = shipped_for_hopper() if gluon_version.available() else []
+    hopper = [] if gluon_version.unsupported_reason() else shipped_for_hopper()
     variants = [each for each in [*shipped(), *hopper] if options.arch in (None, each.arch)]
     if options.name:
         variants = [each for name in options.name for each in variants if each.name == name]

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm.buffers import BufferPool
-from megatron_overlap.comm.connection import connect_gloo, store_beside
+from megatron_overlap.comm.host_group import connect_gloo, store_beside
 from megatron_overlap.comm.transport import Transfer, TransportError
 from megatron_overlap.diagnostics.flight_recorder import FlightRecorder
 from megatron_overlap.tracing.events import Trace

@@ -1,14 +1,64 @@
-"""Host-side collectives over gloo: exchange small numbers, strings and rows between the ranks of a group."""
+"""Host-side communication over gloo beside the process groups of the job: connections, small collectives, clocks."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm.connection import connect_gloo, store_beside
 from megatron_overlap.comm.transport import TransportError
+from megatron_overlap.tracing.events import Clock, Mark
+
+_ROUNDS = 20
+"""Requests per peer of a clock comparison."""
+
+
+def store_beside(group: dist.ProcessGroup) -> dist.Store:
+    """Return a key-value store that exactly the ranks of `group` share, with keys that no earlier call used.
+
+    Collective: every rank of `group` makes the same calls in the same order. `new_group` is no alternative. It needs
+    every rank of the job or, with local synchronisation, derives its name from the number of groups that a rank is in.
+    That number differs between the ranks of Megatron's groups, and they deadlock (torch 2.13).
+    """
+    store: dist.Store = dist.distributed_c10d._get_process_group_store(group)
+    # The store counts the calls of each rank, so that the count lives exactly as long as the keys that it separates.
+    generation = store.add(f"megatron_overlap/generation/{dist.get_rank(group)}", 1)
+    return dist.PrefixStore(f"megatron_overlap/{generation}", store)
+
+
+def connect_gloo(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.ProcessGroupGloo:
+    """Return a gloo process group of `size` ranks; returns on no rank before all ranks have connected.
+
+    gloo's own rendezvous ends on each rank separately. A rank that closes its group at once would break the connection
+    of a peer that still connects.
+
+    Args:
+        store: shared by exactly these ranks; its keys are new.
+        rank: this rank.
+        size: number of ranks.
+        timeout_s: deadline of the rendezvous and of each collective, in seconds.
+
+    Raises:
+        RuntimeError: a rank did not connect within the deadline.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    group = dist.ProcessGroupGloo(store, rank, size, timeout)
+    keys = [f"connected/{each}" for each in range(size)]
+    store.set(keys[rank], "")
+    _wait(store, keys, timeout)
+    return group
+
+
+def _wait(store: dist.Store, keys: Sequence[str], timeout: timedelta) -> None:
+    try:
+        store.wait(list(keys), timeout)
+    except (RuntimeError, TimeoutError) as error:
+        missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
+        if missing:
+            raise RuntimeError(f"rank {missing} of the group did not connect") from error
 
 
 class HostGroup:
@@ -121,3 +171,38 @@ class HostGroup:
     def _open(self) -> dist.ProcessGroupGloo:
         assert self._gloo is not None, "closed"
         return self._gloo
+
+
+def compare_clocks(group: dist.ProcessGroup, clock: Clock = time.perf_counter_ns, *, timeout_s: float = 30.0) -> Mark:
+    """Return the offset from this rank's clock to rank 0's clock. Collective.
+
+    Rank 0 requests the clock of each peer several times. It assumes that the peer read its clock midway between request
+    and reply. The fastest round gives the offset; half its duration bounds the error.
+
+    Raises:
+        RuntimeError: a rank did not reply within the deadline.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    # A separate group on the host: device queues and other collectives would delay the messages.
+    gloo = connect_gloo(store_beside(group), rank, size, timeout_s)
+    reading, result = torch.zeros(1, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
+    for peer in range(1, size):
+        if rank == 0:
+            best = None
+            for _ in range(_ROUNDS):
+                start = clock()
+                gloo.send([reading], peer, 0).wait()
+                gloo.recv([reading], peer, 0).wait()
+                stop = clock()
+                if best is None or stop - start < 2 * best.error_ns:
+                    peer_ns = int(reading[0])
+                    best = Mark(peer_ns, (start + stop) // 2 - peer_ns, (stop - start + 1) // 2)
+            result[:] = torch.tensor(best)
+            gloo.send([result], peer, 1).wait()
+        elif rank == peer:
+            for _ in range(_ROUNDS):
+                gloo.recv([reading], 0, 0).wait()
+                reading[0] = clock()
+                gloo.send([reading], 0, 0).wait()
+            gloo.recv([result], 0, 1).wait()
+    return Mark(*result.tolist()) if rank else Mark(clock(), 0, 0)

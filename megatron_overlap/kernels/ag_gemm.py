@@ -11,13 +11,7 @@ import triton
 import triton.language as tl
 
 from megatron_overlap.kernels import primitives
-from megatron_overlap.kernels.launch import GemmConfig, RowTiles, Waits, check_gemm, interpreted
-
-
-def plain(gathered: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return what the kernel computes after all rows of `gathered` are received."""
-    out = gathered @ b
-    return out if bias is None else out + bias
+from megatron_overlap.kernels.launch import GemmConfig, RowTiles, Waits, check_gemm, descriptors, interpreted
 
 
 @triton.jit
@@ -100,7 +94,7 @@ def ag_gemm(
     config: GemmConfig,
     num_programs: int,
 ) -> None:
-    """Enqueue `out = gathered @ b + bias` on the current stream; see `plain`.
+    """Enqueue `out = gathered @ b + bias` on the current stream.
 
     Forward of a column-parallel layer with `b = w.t()`, dgrad of a row-parallel one with `b = w`.
 
@@ -111,7 +105,7 @@ def ag_gemm(
         bias: `[N]`, contiguous.
         tiles: row tiles in arrival order, cut by `config.block_m`.
         waits: flags of the remote chunks.
-        config: tile shape of the GEMM.
+        config: tile shape of the GEMM, and which kernel computes it.
         num_programs: blocks of the persistent grid. All of them must be resident together with the kernels that set
             the flags. Enqueue copies and flag writes before this call.
 
@@ -123,26 +117,25 @@ def ag_gemm(
     work = tiles.count * triton.cdiv(num_columns, config.block_n)
     if work == 0:
         return
-    ag_gemm_kernel[(min(num_programs, work),)](
+    grid = (min(num_programs, work),)
+    flags = waits.flags, waits.status, waits.epoch
+    shared = bias if bias is not None else out, out, tiles.table, *flags, tiles.first, tiles.count, num_columns, depth
+    constants = {"HAS_BIAS": bias is not None, "MAX_POLLS": waits.max_polls, **config.constants()}
+    if config.hopper:
+        from megatron_overlap.kernels.hopper_gemm import ag_gemm_sm90_kernel
+
+        a_desc, b_desc, transposed = descriptors(gathered, b, config)
+        ag_gemm_sm90_kernel[grid](a_desc, b_desc, *shared, out.stride(0), NT=transposed, **constants)
+        return
+    ag_gemm_kernel[grid](
         gathered,
         b,
-        bias if bias is not None else out,
-        out,
-        tiles.table,
-        waits.flags,
-        waits.status,
-        waits.epoch,
-        tiles.first,
-        tiles.count,
-        num_columns,
-        depth,
+        *shared,
         *gathered.stride(),
         *b.stride(),
         out.stride(0),
         EVEN_N=num_columns % config.block_n == 0,
         EVEN_K=depth % config.block_k == 0,
-        HAS_BIAS=bias is not None,
         WIDEN=interpreted(),
-        MAX_POLLS=waits.max_polls,
-        **config.constants(),
+        **constants,
     )

@@ -13,19 +13,7 @@ import triton
 import triton.language as tl
 
 from megatron_overlap.kernels import primitives
-from megatron_overlap.kernels.launch import GemmConfig, RowTiles, Waits, check_gemm, interpreted
-
-
-def plain(terms: list[tuple[torch.Tensor, torch.Tensor]], start: int, stop: int) -> torch.Tensor:
-    """Return the sum that `gemm_to_owners` and `sum_received` compute for the owner of rows `start` to `stop`.
-
-    `terms` contains `a` and `b` of each rank.
-    """
-    products = [(a[start:stop] @ b).float() for a, b in terms]
-    total = products[0]
-    for product in products[1:]:
-        total = total + product
-    return total.to(terms[0][0].dtype)
+from megatron_overlap.kernels.launch import GemmConfig, RowTiles, Waits, check_gemm, descriptors, interpreted
 
 
 @triton.jit
@@ -179,7 +167,7 @@ def gemm_to_owners(
         b: `[K, N]`, any strides.
         tiles: row tiles in send order, own rows last, cut by `config.block_m`.
         owners: receive buffers and flags of all ranks.
-        config: tile shape of the GEMM.
+        config: tile shape of the GEMM, and which kernel computes it.
         num_programs: blocks of the persistent grid.
 
     Raises:
@@ -190,9 +178,8 @@ def gemm_to_owners(
     work = tiles.count * triton.cdiv(num_columns, config.block_n)
     if work == 0:
         return
-    gemm_to_owners_kernel[(min(num_programs, work),)](
-        a,
-        b,
+    grid = (min(num_programs, work),)
+    shared = (
         owners.recv_buffers,
         owners.flags,
         owners.counters,
@@ -204,13 +191,24 @@ def gemm_to_owners(
         tiles.count,
         num_columns,
         depth,
+    )
+    constants = {"DTYPE": TRITON_TYPES[a.dtype], **config.constants()}
+    if config.hopper:
+        from megatron_overlap.kernels.hopper_gemm import gemm_to_owners_sm90_kernel
+
+        a_desc, b_desc, transposed = descriptors(a, b, config)
+        gemm_to_owners_sm90_kernel[grid](a_desc, b_desc, *shared, NT=transposed, **constants)
+        return
+    gemm_to_owners_kernel[grid](
+        a,
+        b,
+        *shared,
         *a.stride(),
         *b.stride(),
-        DTYPE=TRITON_TYPES[a.dtype],
         EVEN_N=num_columns % config.block_n == 0,
         EVEN_K=depth % config.block_k == 0,
         WIDEN=interpreted(),
-        **config.constants(),
+        **constants,
     )
 
 

@@ -1,10 +1,16 @@
-"""Host-side arguments of the kernels: tile shapes, tile tables, flags, and operand checks."""
+"""Host-side arguments of the kernels: tile shapes and the rule that selects one, tile tables, flags, operand checks.
+
+Aligned operands use wide tiles: their columns and depth are multiples of 16, so every row starts at a multiple of 16
+bytes. The last tile may be partial. Other operands load two bytes at a time under masks and use smaller tiles, so
+that no register spills. Importing this module does not need Gluon.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Any
 
 import torch
 import triton
@@ -13,6 +19,10 @@ from megatron_overlap.schedules.tile_order import RowTile
 
 # One read of a flag takes about 1 us: the limit is a few minutes, like the timeout of a collective.
 MAX_POLLS = 1 << 28
+ALIGNMENT = 16
+"""Triton specializes a kernel for integer arguments that are multiples of this number."""
+LINE_BYTES = 16
+"""TMA needs rows that start at multiples of this number of bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +36,7 @@ class GemmConfig:
         group: row tiles that share columns of B in the L2 cache.
         num_stages: steps of the main loop that are prefetched.
         num_warps: warps of a block.
+        hopper: the GEMM kernels of `kernels.hopper_gemm`, in Gluon, compute the tiles; else the portable ones.
     """
 
     block_m: int = 128
@@ -34,6 +45,7 @@ class GemmConfig:
     group: int = 8
     num_stages: int = 3
     num_warps: int = 8
+    hopper: bool = False
 
     def constants(self) -> dict[str, int]:
         """Return the compile-time arguments of a GEMM kernel and `num_warps`."""
@@ -45,6 +57,64 @@ class GemmConfig:
             "NUM_STAGES": self.num_stages,
             "num_warps": self.num_warps,
         }
+
+
+SM80, SM90, SM100 = 80, 90, 100
+ARCHITECTURES = (SM80, SM90, SM100)
+ALIGNED = {
+    SM80: GemmConfig(128, 128, 32, 8, 4, 4),
+    SM90: GemmConfig(128, 256, 64, 8, 3, 8),
+    SM100: GemmConfig(128, 256, 64, 8, 3, 8),
+}
+# Half the columns: with few rows, fewer blocks are idle in the last wave.
+ALIGNED_SMALL = {
+    SM80: GemmConfig(64, 128, 32, 8, 4, 4),
+    SM90: GemmConfig(128, 128, 64, 8, 4, 8),
+    SM100: GemmConfig(128, 128, 64, 8, 4, 8),
+}
+# The Gluon kernels: rings of four and six slots fill the shared memory of a block.
+HOPPER = GemmConfig(128, 256, 64, 8, 4, 8, hopper=True)
+HOPPER_SMALL = GemmConfig(128, 128, 64, 8, 6, 8, hopper=True)
+ODD = dict.fromkeys(ARCHITECTURES, GemmConfig(64, 64, 32, 8, 3, 4)) | {SM100: GemmConfig(64, 64, 32, 8, 3, 8)}
+# Adding to the previous gradient doubles the live accumulator registers: wider tiles spill.
+WGRAD = {
+    SM80: GemmConfig(128, 128, 32, 8, 3, 8),
+    SM90: GemmConfig(128, 128, 64, 8, 4, 8),
+    SM100: GemmConfig(128, 128, 64, 8, 4, 8),
+}
+WGRAD_ODD = dict.fromkeys(ARCHITECTURES, GemmConfig(64, 32, 32, 8, 3, 4)) | {SM100: GemmConfig(64, 32, 16, 8, 3, 4)}
+
+
+def newest(capability: int) -> int:
+    """Return the newest known architecture whose code runs on a device of `capability`.
+
+    Raises:
+        ValueError: the device is older than sm_80.
+    """
+    known = [arch for arch in ARCHITECTURES if arch <= capability]
+    if not known:
+        raise ValueError(f"capability: sm_{capability}: fused kernels need sm_80 or newer; use method p2p")
+    return known[-1]
+
+
+def config_for(capability: int, *, aligned: bool, num_tiles: int, num_programs: int, other: bool = False) -> GemmConfig:
+    """Return the tile shape of a GEMM.
+
+    Args:
+        capability: 10 times the compute capability. A capability newer than `ARCHITECTURES` uses the newest of them.
+        aligned: columns and depth are multiples of `ALIGNMENT`.
+        num_tiles: tiles of the whole GEMM, in tiles of `ALIGNED`.
+        num_programs: blocks of the persistent grid.
+        other: return the aligned shape that this rule does not select.
+
+    Raises:
+        ValueError: the device is older than sm_80.
+    """
+    arch = newest(capability)
+    if not aligned:
+        return ODD[arch]
+    wide = num_tiles >= 2 * num_programs
+    return (ALIGNED if wide != other else ALIGNED_SMALL)[arch]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +177,7 @@ def check_gemm(
     """Check that a kernel neither reads nor writes past the end of its operands.
 
     Raises:
-        ValueError: shapes, dtypes or strides do not fit.
+        ValueError: shapes, dtypes or strides do not fit, or `tma_unsupported_reason` returns a reason.
     """
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0] or a.dtype != b.dtype:
         raise ValueError(f"b: {b.dtype} {tuple(b.shape)} does not fit a of {a.dtype} {tuple(a.shape)}")
@@ -121,3 +191,49 @@ def check_gemm(
         raise ValueError(
             f"out: {out.dtype} {tuple(out.shape)}: must be {a.dtype} ({a.shape[0]}, {b.shape[1]}), rows contiguous"
         )
+    if config.hopper and (reason := tma_unsupported_reason(a, b, out)):
+        raise ValueError(reason)
+
+
+def tma_unsupported_reason(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> str:
+    """Return why the Hopper kernels cannot compute `a @ b` of matching shapes, or an empty string."""
+    if a.dtype not in (torch.bfloat16, torch.float16):
+        return f"Hopper kernels compute in bf16 and fp16, not {a.dtype}"
+    depth, columns = b.shape
+    if not depth or depth % ALIGNMENT or columns % ALIGNMENT:
+        return f"columns {columns} and depth {depth} must be multiples of {ALIGNMENT} for Hopper kernels"
+    if 1 not in b.stride():
+        return f"b: strides {b.stride()}: one must be 1 for Hopper kernels"
+    matrices = {"a": a, "b": b.t() if b.stride(0) == 1 else b} | ({} if out is None else {"out": out})
+    for name, matrix in matrices.items():
+        row_bytes = matrix.stride(0) * matrix.itemsize
+        if matrix.stride(1) != 1 or row_bytes % LINE_BYTES or matrix.data_ptr() % LINE_BYTES:
+            return f"{name}: rows must be contiguous and start at multiples of {LINE_BYTES} bytes for Hopper kernels"
+    return ""
+
+
+def descriptors(a: torch.Tensor, b: torch.Tensor, config: GemmConfig) -> tuple[Any, Any, bool]:
+    """Return the TMA descriptors of `a` and `b`, and whether `b` is a transposed weight (`nt`, depth contiguous)."""
+    from megatron_overlap.kernels.gluon_version import TensorDescriptor
+
+    transposed = b.stride(0) == 1
+    blocks = blocks_of(config, "nt" if transposed else "nn")
+    dtype = "bf16" if a.dtype == torch.bfloat16 else "fp16"
+    found = [
+        TensorDescriptor.from_tensor(matrix, list(block), shared_layout(block, dtype))
+        for matrix, block in zip((a, b.t() if transposed else b), blocks, strict=True)
+    ]
+    return found[0], found[1], transposed
+
+
+def blocks_of(config: GemmConfig, form: str) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the rows and columns in memory of a tile of A and of a tile of B."""
+    of_b = (config.block_n, config.block_k) if form == "nt" else (config.block_k, config.block_n)
+    return (config.block_m, config.block_k), of_b
+
+
+def shared_layout(block: tuple[int, int], dtype: str) -> Any:
+    """Return the shared memory layout of a tile."""
+    from megatron_overlap.kernels.gluon_version import gl
+
+    return gl.NVMMASharedLayout.get_default_for(list(block), {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype])

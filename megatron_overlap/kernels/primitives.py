@@ -1,9 +1,12 @@
-"""Device functions of the kernels: wait for a flag, multiply one tile, map a program index to a tile."""
+"""Device functions of the kernels: wait for flags, multiply one tile, map a program index to a tile."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+
+from megatron_overlap.kernels.launch import MAX_POLLS
 
 # Columns of `schedules.tile_order.RowTile`.
 START = tl.constexpr(0)
@@ -32,6 +35,17 @@ def wait_for(flag_ptr, epoch, status_ptr, MAX_POLLS: tl.constexpr):
         polls += 1
     if seen < epoch:
         tl.atomic_xchg(status_ptr, epoch, sem="relaxed", scope="sys")
+
+
+@triton.jit
+def wait_all_kernel(flags_ptr, epoch, status_ptr, num_flags, MAX_POLLS: tl.constexpr):
+    for number in tl.range(0, num_flags):
+        wait_for(flags_ptr + number, epoch, status_ptr, MAX_POLLS)
+
+
+def wait_all(flags: torch.Tensor, epoch: int, status: torch.Tensor, max_polls: int = MAX_POLLS) -> None:
+    """Block the current stream until all flags reach `epoch`. The flags must not depend on this stream."""
+    wait_all_kernel[(1,)](flags, epoch, status, flags.numel(), MAX_POLLS=max_polls, num_warps=1)
 
 
 @triton.jit

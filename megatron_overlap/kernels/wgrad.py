@@ -15,12 +15,6 @@ from megatron_overlap.kernels import primitives
 from megatron_overlap.kernels.launch import GemmConfig, RowTiles, Waits, interpreted
 
 
-def plain(dy: torch.Tensor, x: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
-    """Return what the kernel computes in fp32 after all rows are received."""
-    dw = dy.float().t() @ x.float()
-    return dw if total is None else total + dw
-
-
 @triton.jit
 def wgrad_kernel(
     dy_ptr,
@@ -99,7 +93,7 @@ def wgrad(
     first: int = 0,
     last: int | None = None,
 ) -> None:
-    """Enqueue `out (+)= dy.T @ x` over the rows of chunks `first..last`; see `plain`.
+    """Enqueue `out (+)= dy.T @ x` over the rows of chunks `first..last`, summed in fp32.
 
     Args:
         dy: `[M, F]`, rows contiguous. Either `dy` or `x` is gathered: its remote rows are valid when their flag is set.

@@ -5,7 +5,7 @@ from megatron_overlap.ops.tensor_parallel.attention_projection import attention_
 from megatron_overlap.ops.tensor_parallel.linear import all_gather_linear, linear_reduce_scatter
 from megatron_overlap.ops.tensor_parallel.linear_all_reduce import copy_linear, linear_all_reduce
 from megatron_overlap.ops.tensor_parallel.mlp import LayerOptions, mlp_all_reduce
-from megatron_overlap.ops.tensor_parallel.plan import LinearPlan
+from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan
 from megatron_overlap.ops.ulysses.attention import UlyssesPlan, ulysses_attention
 from megatron_overlap.ops.ulysses.self_attention import Projection, ulysses_self_attention
 from megatron_overlap.ops.varlen.attention import balanced_attention

@@ -20,8 +20,8 @@ except ImportError:
 Piece = Callable[[], None]
 """A part of a computation. The caller checks for received messages between two pieces."""
 
-_WGRAD_BLOCK = 2048
-"""Output rows of one block of a bf16 or fp16 product that is added to an fp32 total."""
+_PRODUCT_ROWS = 2048
+"""Rows of one block of a bf16 or fp16 product that is added to an fp32 total."""
 _MIN_PIECE_FEATURES = 128
 """Output rows of the smallest piece of a weight gradient."""
 MAX_PIECES = 8
@@ -55,61 +55,86 @@ class WeightGradient:
     """
 
     def __init__(self, weight: torch.Tensor, target: WgradTarget, *, sum_in_fp32: bool = True) -> None:
-        self._main_grad, self._weight_done = target.main_grad, target.weight_done
-        self._buffer_pool, self._sum_in_fp32 = target.buffer_pool, sum_in_fp32
-        self._out = torch.empty_like(weight, memory_format=torch.contiguous_format) if self._main_grad is None else None
-        self._fp32_sum: torch.Tensor | None = None
-        self._empty = True
+        self._main_grad, self._weight_done, self._buffer_pool = target.main_grad, target.weight_done, target.buffer_pool
+        self._sum: ProductSum | None = None
+        if self._main_grad is None:
+            out = torch.empty_like(weight, memory_format=torch.contiguous_format)
+            self._sum = ProductSum(out, self._buffer_pool, "wgrad_sum", in_fp32=sum_in_fp32)
 
     def add(self, dy: torch.Tensor, x: torch.Tensor) -> None:
         """Adds the product of some rows: `dy` is `[rows, F]`, `x` is `[rows, K]`."""
-        if self._main_grad is not None:
-            add_product(self._main_grad, dy, x, self._buffer_pool)
-        elif self._out is not None:
-            if self._empty:
-                torch.mm(dy.t(), x, out=self._out)
-            elif self._sum_in_fp32 and self._out.element_size() < 4:
-                if self._fp32_sum is None:
-                    self._fp32_sum = self._buffer_pool.take("wgrad_sum", self._out.shape, like_fp32(self._out))
-                    self._fp32_sum.copy_(self._out)
-                add_product(self._fp32_sum, dy, x, self._buffer_pool)
-            else:
-                self._out.addmm_(dy.t(), x)
-        self._empty = False
+        if self._sum is not None:
+            self._sum.add(dy.t(), x)
+        elif self._main_grad is not None:
+            add_product(self._main_grad, dy.t(), x, self._buffer_pool)
 
     def pieces(self, dy: torch.Tensor, x: torch.Tensor, max_pieces: int = MAX_PIECES) -> list[Piece]:
         """`add(dy, x)` of all rows, cut by output rows of the weight into calls of about equal length.
 
         Each element of the gradient is one sum over all rows, whatever the number of pieces.
         """
-        self._empty = False
         features = dy.shape[1]
         size = max(_MIN_PIECE_FEATURES, -(-features // max_pieces))
-        return [partial(self._add_features, dy, x, slice(start, start + size)) for start in range(0, features, size)]
+        return [partial(self.add_features, dy, x, slice(start, start + size)) for start in range(0, features, size)]
 
-    def _add_features(self, dy: torch.Tensor, x: torch.Tensor, features: slice) -> None:
-        if self._out is not None:
-            torch.mm(dy[:, features].t(), x, out=self._out[features])
+    def add_features(self, dy: torch.Tensor, x: torch.Tensor, features: slice) -> None:
+        """Computes `features` of the gradient (rows of the weight) from all input rows; each is computed once."""
+        if self._sum is not None:
+            self._sum.is_empty = False
+            torch.mm(dy[:, features].t(), x, out=self._sum.out[features])
         elif self._main_grad is not None:
-            add_product(self._main_grad[features], dy[:, features], x, self._buffer_pool)
+            add_product(self._main_grad[features], dy[:, features].t(), x, self._buffer_pool)
 
     def accumulator(self) -> tuple[torch.Tensor, bool]:
         """The tensor for a kernel that computes the whole gradient, and whether the kernel adds to its content."""
-        self._empty = False
         if self._main_grad is not None:
             return self._main_grad, True
-        assert self._out is not None
-        return self._out, False
+        assert self._sum is not None
+        self._sum.is_empty = False
+        return self._sum.out, False
 
     def result(self) -> torch.Tensor | None:
         """The gradient for autograd; None where `main_grad` holds it and `weight_done` returns none."""
-        if self._out is None:
+        if self._sum is None:
             return None if self._weight_done is None else self._weight_done()
-        if self._empty:
-            self._out.zero_()
+        return self._sum.result()
+
+
+class ProductSum:
+    """A sum of matrix products, written to `out`.
+
+    Args:
+        out: the result; contiguous.
+        buffer_pool: provides temporary buffers.
+        name: of the fp32 buffer.
+        in_fp32: sum bf16 and fp16 products in fp32 and round once. Otherwise the sum is rounded after each product.
+    """
+
+    def __init__(self, out: torch.Tensor, buffer_pool: BufferPool, name: str, *, in_fp32: bool = True) -> None:
+        self.out, self.is_empty = out, True
+        self._buffer_pool, self._name, self._in_fp32 = buffer_pool, name, in_fp32 and out.element_size() < 4
+        self._fp32_sum: torch.Tensor | None = None
+
+    def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Adds `a @ b`."""
+        if self.is_empty:
+            torch.mm(a, b, out=self.out)
+            self.is_empty = False
+        elif self._in_fp32:
+            if self._fp32_sum is None:
+                self._fp32_sum = self._buffer_pool.take(self._name, self.out.shape, like_fp32(self.out))
+                self._fp32_sum.copy_(self.out)
+            add_product(self._fp32_sum, a, b, self._buffer_pool)
+        else:
+            self.out.addmm_(a, b)
+
+    def result(self) -> torch.Tensor:
+        """`out`, complete; zero without a product."""
+        if self.is_empty:
+            self.out.zero_()
         elif self._fp32_sum is not None:
-            self._out.copy_(self._fp32_sum)
-        return self._out
+            self.out.copy_(self._fp32_sum)
+        return self.out
 
 
 class Spans:
@@ -208,19 +233,19 @@ class _Job:
             torch.autograd.backward(self.weight, gradient)
 
 
-def add_product(total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, buffer_pool: BufferPool) -> None:
-    """`total += dy.T @ x`, where `total` may be fp32 and the operands bf16 or fp16."""
-    if total.dtype == x.dtype:
-        total.addmm_(dy.t(), x)
+def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, buffer_pool: BufferPool) -> None:
+    """`total += a @ b`, where `total` may be fp32 and the operands bf16 or fp16."""
+    if total.dtype == b.dtype:
+        total.addmm_(a, b)
         return
-    if total.is_cuda and _fused_wgrad is not None and total.dtype == torch.float32:
-        _fused_wgrad(x, dy.contiguous(), total)
+    if total.is_cuda and _fused_wgrad is not None and total.dtype == torch.float32 and b.is_contiguous():
+        _fused_wgrad(b, a.t().contiguous(), total)
         return
-    # In blocks of output rows, so that the product needs no buffer of the weight's size.
-    for start in range(0, total.shape[0], _WGRAD_BLOCK):
-        rows = slice(start, start + _WGRAD_BLOCK)
-        product = buffer_pool.take("wgrad_block", (total[rows].shape[0], total.shape[1]), x)
-        torch.mm(dy[:, rows].t(), x, out=product)
+    # In blocks of rows, so that the product needs no buffer of the size of `total`.
+    for start in range(0, total.shape[0], _PRODUCT_ROWS):
+        rows = slice(start, start + _PRODUCT_ROWS)
+        product = buffer_pool.take("product", (total[rows].shape[0], total.shape[1]), b)
+        torch.mm(a[rows], b, out=product)
         add_wide(total[rows], product, buffer_pool)
 
 

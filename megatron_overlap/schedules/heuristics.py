@@ -23,7 +23,7 @@ MAX_MESSAGES = 8
 _MAX_PARTS = 4
 
 type Knob = tuple[str, str | int]
-"""A field of `ops.tensor_parallel.fused.plan.FusedPlan` and a value that is not its default."""
+"""A field of `ops.tensor_parallel.fused.kernels.FusedPlan` and a value that is not its default."""
 
 KNOBS: dict[str, tuple[str | int, ...]] = {
     "mover": ("push", "pull", "ring"),

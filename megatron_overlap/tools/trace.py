@@ -24,8 +24,7 @@ from rich.table import Table
 
 from megatron_overlap.config import ConfigError
 from megatron_overlap.config.errors import writing
-from megatron_overlap.tracing.events import EventFileError, Kind, RankEvents, merged, read_events, steps_of
-from megatron_overlap.tracing.exposed import exposed_in
+from megatron_overlap.tracing.events import EventFileError, Kind, RankEvents, exposed_in, merged, read_events, steps_of
 
 _FILE = re.compile(r"events-rank(\d+)\.bin")
 

@@ -1,4 +1,4 @@
-"""Events of the messages, waits and steps of one rank, in memory and in a compact file.
+"""Events of the messages, waits and steps of one rank, in memory and in a compact file, and the exposed time.
 
 A file is a sequence of JSON lines: a header, one block for each step, and clock marks. The records of a block, of type
 `EVENT`, follow its line. The file of a killed run is readable up to its last complete block.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -56,6 +56,9 @@ Row = tuple[int, int, int, int, int, int, int, int, int]
 Clock = Callable[[], int]
 
 _MOST = {name: int(np.iinfo(EVENT[name]).max) for name in ("message", "op", "group", "peer", "operation", "num_bytes")}
+
+
+_DIRECTIONS = ("forward", "backward", "dgrad", "wgrad")
 
 
 class Trace:
@@ -288,3 +291,39 @@ def merged(starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> list[
         elif stop > start:
             joined.append((start, stop))
     return joined
+
+
+@dataclass(frozen=True)
+class Exposed:
+    """Exposed communication: waits of one rank in one step, in milliseconds.
+
+    Attributes:
+        total_ms: time with at least one wait.
+        by_op: time by operation and direction, longest first.
+    """
+
+    total_ms: float
+    by_op: Mapping[tuple[str, str], float]
+
+
+def exposed_in(found: RankEvents, start_ns: int, stop_ns: int) -> Exposed:
+    """Return the waits between two times of the rank's clock; a longer wait counts with the part inside."""
+    events = found.events
+    waits = events[(events["kind"] == Kind.WAIT) | (events["kind"] == Kind.COLLECTIVE_WAIT)]
+    starts = np.maximum(waits["start_ns"], start_ns)
+    stops = np.minimum(waits["stop_ns"], stop_ns)
+    inside = stops > starts
+    starts, stops, ops = starts[inside], stops[inside], waits["op"][inside]
+    by_op = {
+        direction_of(found.names[number]): int((stops - starts)[ops == number].sum()) / 1e6 for number in np.unique(ops)
+    }
+    total = sum(stop - start for start, stop in merged(starts, stops))
+    return Exposed(total / 1e6, dict(sorted(by_op.items(), key=lambda item: -item[1])))
+
+
+def direction_of(op: str) -> tuple[str, str]:
+    """Return operation and direction from an operation name; the direction of gradients and parameters is `-`."""
+    name, _, last = op.rpartition(" ")
+    if last in _DIRECTIONS:
+        return name, last
+    return op, "-" if name else "forward"

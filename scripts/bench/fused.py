@@ -38,10 +38,10 @@ class Bench:
 
         from megatron_overlap.comm import transport_of
         from megatron_overlap.comm.host_group import HostGroup
-        from megatron_overlap.comm.symmetric.cpu import CpuBackend
         from megatron_overlap.comm.symmetric.transport import SymmetricTransport
-        from megatron_overlap.kernels.wait import wait_all
+        from megatron_overlap.kernels.primitives import wait_all
         from megatron_overlap.ops.tensor_parallel.fused.multi_node import FusedTransport, open_fused
+        from scripts.kernels.cpu_backend import CpuBackend
 
         self.torch, self.group, self.interpret = torch, group, interpret
         self.rank, self.size = group.rank(), group.size()
@@ -75,8 +75,8 @@ class Bench:
         from torch.distributed import _symmetric_memory  # noqa: F401
 
         from megatron_overlap.ops import LinearPlan, all_gather_linear, linear_reduce_scatter
+        from megatron_overlap.ops.tensor_parallel.fused.kernels import FusedPlan
         from megatron_overlap.ops.tensor_parallel.fused.linear import FusedMethod
-        from megatron_overlap.ops.tensor_parallel.fused.plan import FusedPlan
 
         gathering = op == "ag"
         full = x.new_empty(x.shape[0] * self.size, x.shape[1]) if gathering else x

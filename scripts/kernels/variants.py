@@ -5,20 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from megatron_overlap.kernels.configs import (
+from megatron_overlap.kernels.gemm_rs import SUM_COLUMNS, SUM_ROWS, SUM_WARPS
+from megatron_overlap.kernels.launch import (
     ALIGNED,
     ALIGNED_SMALL,
     ARCHITECTURES,
     HOPPER,
     HOPPER_SMALL,
+    MAX_POLLS,
     ODD,
     SM90,
     WGRAD,
     WGRAD_ODD,
+    GemmConfig,
+    blocks_of,
 )
-from megatron_overlap.kernels.gemm_rs import SUM_COLUMNS, SUM_ROWS, SUM_WARPS
-from megatron_overlap.kernels.hopper.operands import blocks_of
-from megatron_overlap.kernels.launch import MAX_POLLS, GemmConfig
 
 Form = Literal["nt", "nn"]
 """`nt`: B is a transposed weight (forward). `nn`: B is a weight (dgrad)."""
@@ -153,7 +154,7 @@ def _sum(arch: int, dtype: str, num_ranks: int, even: bool) -> Variant:
 
 def _wait(arch: int) -> Variant:
     pointers = {key: _FLAG_POINTERS[key] for key in ("flags_ptr", "status_ptr")}
-    return Variant("wait for all", "wait", "wait_all_kernel", arch, 1, {"MAX_POLLS": MAX_POLLS}, pointers, ())
+    return Variant("wait for all", "primitives", "wait_all_kernel", arch, 1, {"MAX_POLLS": MAX_POLLS}, pointers, ())
 
 
 def _wgrad(name: str, arch: int, dtype: str, total: str, config: GemmConfig, *, aligned: bool) -> Variant:
@@ -200,7 +201,7 @@ def _hopper_variant(kind: str, form: Form, dtype: str, size: str, has_bias: bool
         constants |= {"DTYPE": dtype}
     return Variant(
         f"{kind}_sm90 {form} {dtype}{size}{' bias' if has_bias else ''}",
-        f"hopper.{kind}",
+        "hopper_gemm",
         kernel,
         SM90,
         config.num_warps,

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm import TransportOptions, Transports, destroy_process_groups, transport_of
-from megatron_overlap.comm.connection import connect_gloo, store_beside
 from megatron_overlap.comm.gloo import GlooTransport
+from megatron_overlap.comm.host_group import connect_gloo, store_beside
 from megatron_overlap.comm.transport import Transfer
 from megatron_overlap.schedules import all_gather_plan
 

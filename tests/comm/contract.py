@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from megatron_overlap.comm.gloo import GlooTransport
 from megatron_overlap.comm.host_group import HostGroup
-from megatron_overlap.comm.symmetric.cpu import CpuBackend
 from megatron_overlap.comm.symmetric.transport import SymmetricTransport
 from megatron_overlap.comm.transport import OrderedTransport, Transfer, TransportError
 from megatron_overlap.schedules import ChunkLayout, all_gather_plan, reduce_scatter_plan
 from megatron_overlap.schedules.plan import Pattern
+from scripts.kernels.cpu_backend import CpuBackend
 from tests.helpers.faulty import CorruptTransport, LossyTransport
 from tests.helpers.late import LateTransport
 

@@ -10,13 +10,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm.clock_sync import compare_clocks
 from megatron_overlap.comm.gloo import GlooP2PWork, GlooTransport
+from megatron_overlap.comm.host_group import compare_clocks
 from megatron_overlap.comm.transport import Transfer
 from megatron_overlap.schedules import all_gather_plan
 from megatron_overlap.tracing.collective_waits import timed_wait
-from megatron_overlap.tracing.events import EVENT, Kind, RankEvents, Trace
-from megatron_overlap.tracing.exposed import exposed_in
+from megatron_overlap.tracing.events import EVENT, Kind, RankEvents, Trace, exposed_in
 
 
 class DelayTransport(GlooTransport):

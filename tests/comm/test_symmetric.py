@@ -6,15 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm.connection import store_beside
-from megatron_overlap.comm.host_group import HostGroup
+from megatron_overlap.comm.host_group import HostGroup, store_beside
 from megatron_overlap.comm.symmetric.cuda import (
     _register_group_name,
     _with_deadline,
     local_unsupported_reason,
     probe_symmetric_memory,
 )
-from megatron_overlap.comm.symmetric.layout import ALIGNMENT, MAX_PARTS, ArenaLayout, gathered_bytes
+from megatron_overlap.comm.symmetric.transport import ALIGNMENT, MAX_PARTS, ArenaLayout, gathered_bytes
 from megatron_overlap.diagnostics.consistency import first_unsupported_reason
 from tests.helpers.world import World
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm import TransportError, TransportOptions, Transports
-from megatron_overlap.comm.connection import store_beside
 from megatron_overlap.comm.gloo import GlooTransport
+from megatron_overlap.comm.host_group import store_beside
 from megatron_overlap.comm.transport import OrderedTransport, Transfer
 from megatron_overlap.diagnostics.consistency import compare
 from megatron_overlap.diagnostics.flight_recorder import FlightRecorder

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm.host_group import HostGroup
-from megatron_overlap.comm.symmetric.cpu import CpuBackend
 from megatron_overlap.comm.symmetric.transport import SymmetricTransport
 from megatron_overlap.ops.tensor_parallel.fused.multi_node import NodesTransport
 from megatron_overlap.schedules.hierarchical import Nodes
+from scripts.kernels.cpu_backend import CpuBackend
 from tests.helpers.late import LateTransport
 
 
@@ -29,7 +29,7 @@ def fused_transport(group: dist.ProcessGroup, hosts: int = 1) -> Any:
 
     Messages between hosts arrive as late as the contract allows.
     """
-    from megatron_overlap.kernels.wait import wait_all
+    from megatron_overlap.kernels.primitives import wait_all
 
     if hosts == 1:
         return SymmetricTransport(PoisonedBackend(HostGroup(group)), wait_all)

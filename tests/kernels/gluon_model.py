@@ -340,6 +340,9 @@ gl = SimpleNamespace(
 )
 tl = SimpleNamespace(
     constexpr=lambda value: value,
+    float32=torch.float32,
+    bfloat16=torch.bfloat16,
+    float16=torch.float16,
     atomic_add=_atomic_add,
     atomic_xchg=_atomic_xchg,
     debug_barrier=_meet,

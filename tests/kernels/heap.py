@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_overlap.comm.symmetric.layout import ArenaLayout
+from megatron_overlap.comm.symmetric.transport import ArenaLayout
 
 UNWRITTEN = 0x7FA5
 """Upper half of a NaN that no computation produces. It marks unwritten memory."""

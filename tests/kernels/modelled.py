@@ -13,7 +13,7 @@ from types import ModuleType
 from megatron_overlap.kernels import launch
 from tests.helpers.mutants import Edit
 
-_MODULES = ("primitives", "hopper.pipeline", "hopper.operands", "hopper.ag_gemm", "hopper.gemm_rs")
+_MODULES = ("launch", "primitives", "hopper_gemm", "ag_gemm", "gemm_rs")
 _HERE = "megatron_overlap.kernels"
 _MODEL = "tests.kernels.gluon_model"
 
@@ -23,16 +23,15 @@ def modelled(module: str, edits: Sequence[Edit] = ()) -> ModuleType:
     name = "modelled_" + hashlib.sha256(repr(tuple(edits)).encode()).hexdigest()[:12]
     if name not in sys.modules:
         folder = Path(tempfile.mkdtemp(prefix="modelled-"))
-        for package in (folder / name, folder / name / "hopper"):
-            package.mkdir(exist_ok=True)
-            (package / "__init__.py").touch()
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").touch()
         for each in _MODULES:
-            text = (Path(launch.__file__).parent / _file(each)).read_text()
+            text = (Path(launch.__file__).parent / f"{each}.py").read_text()
             for edit in edits:
                 if edit.module == each:
                     assert text.count(edit.old) == 1, f"{each}: {edit.old!r} occurs {text.count(edit.old)}x"
                     text = text.replace(edit.old, edit.new)
-            (folder / name / _file(each)).write_text(_over_the_model(text, name))
+            (folder / name / f"{each}.py").write_text(_over_the_model(text, name))
         sys.path.insert(0, str(folder))
         importlib.import_module(name)
         importlib.import_module(f"{name}.{module}")
@@ -40,15 +39,10 @@ def modelled(module: str, edits: Sequence[Edit] = ()) -> ModuleType:
     return importlib.import_module(f"{name}.{module}")
 
 
-def _file(module: str) -> str:
-    return module.replace(".", "/") + ".py"
-
-
 def _over_the_model(text: str, name: str) -> str:
-    text = text.replace(f"{_HERE}.hopper.gluon_version", _MODEL).replace("TRITON_TYPES[a.dtype]", "a.dtype")
+    text = text.replace(f"{_HERE}.gluon_version", _MODEL).replace("TRITON_TYPES[a.dtype]", "a.dtype")
     text = text.replace("import triton.language as tl", f"from {_MODEL} import tl")
     text = text.replace("import triton\n", f"from {_MODEL} import triton\n")
     for each in _MODULES:
         text = text.replace(f"{_HERE}.{each} ", f"{name}.{each} ")
-    text = text.replace(f"from {_HERE}.hopper import pipeline", f"from {name}.hopper import pipeline")
     return text.replace(f"from {_HERE} import primitives", f"from {name} import primitives")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_overlap.comm.symmetric.layout import ArenaLayout, gathered_bytes
+from megatron_overlap.comm.symmetric.transport import ArenaLayout, gathered_bytes
 from megatron_overlap.schedules import Chunk, ChunkLayout
 from tests.kernels.heap import Heap, shared_tensor
 

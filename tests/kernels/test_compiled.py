@@ -87,9 +87,9 @@ def test_all_variants(arch: int) -> None:
             "gemm_rs nt bf16",
             "16 bytes",
         ),
-        ("hopper.pipeline|                fence_reads(start)|                pass", "ag_gemm_sm90 nt bf16", "fence"),
+        ("hopper_gemm|                fence_reads(start)|                pass", "ag_gemm_sm90 nt bf16", "fence"),
         pytest.param(
-            "hopper.gemm_rs|gl.multiple_of(gl.load(recv_buffers_ptr + owner).to(gl.pointer_type(DTYPE)), 16)|"
+            "hopper_gemm|gl.multiple_of(gl.load(recv_buffers_ptr + owner).to(gl.pointer_type(DTYPE)), 16)|"
             "gl.load(recv_buffers_ptr + owner).to(gl.pointer_type(DTYPE))",
             "gemm_rs_sm90 nt bf16",
             "16 bytes",

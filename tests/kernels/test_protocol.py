@@ -196,5 +196,5 @@ def test_torch_computes_the_same(request: pytest.FixtureRequest, shared: Path, n
 def test_a_wait_times_out_and_sets_the_status(two_ranks: World) -> None:
     assert two_ranks.run(2, workers.wait_for_all, [7, 8, 7], 7, ()) == [0, 0]
     assert two_ranks.run(2, workers.wait_for_all, [7, 7, 6], 7, ()) == [7, 7]
-    first_only = Edit("wait", "tl.range(0, num_flags)", "tl.range(0, 1)")
+    first_only = Edit("primitives", "tl.range(0, num_flags)", "tl.range(0, 1)")
     assert two_ranks.run(2, workers.wait_for_all, [7, 7, 6], 7, (first_only,)) == [0, 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -138,16 +139,16 @@ def torch_fused(group: dist.ProcessGroup, problem: Problem, epoch: int) -> tuple
 def wait_for_all(group: dist.ProcessGroup, flags: list[int], epoch: int, edits: Sequence[Edit]) -> int:
     """Return the status word after `wait_all` with at most 50 reads per flag."""
     status = torch.zeros(1, dtype=torch.int32)
-    kernels("wait", edits).wait_all(torch.tensor(flags, dtype=torch.int32), epoch, status, 50)
+    kernels("primitives", edits).wait_all(torch.tensor(flags, dtype=torch.int32), epoch, status, 50)
     return int(status)
 
 
 def self_check(group: dist.ProcessGroup, kind: str, transposed: bool, edits: Sequence[Edit]) -> list[str]:
     """Return the failures of the portable `ag_gemm` or `gemm_to_owners` in the self-test of the Hopper kernels."""
-    from megatron_overlap.kernels.configs import HOPPER_SMALL
-    from megatron_overlap.kernels.hopper import self_test
+    from megatron_overlap.kernels import hopper_self_test as self_test
+    from megatron_overlap.kernels.launch import HOPPER_SMALL
 
-    problem = ("cpu", torch.bfloat16, HOPPER_SMALL, transposed)
+    problem = ("cpu", torch.bfloat16, replace(HOPPER_SMALL, hopper=False), transposed)
     if kind == "ag_gemm":
         return list(self_test.gathering(kernels("ag_gemm", edits).ag_gemm, *problem))
     return list(self_test.scattering(kernels("gemm_rs", edits).gemm_to_owners, *problem))

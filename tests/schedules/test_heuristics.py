@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_overlap.ops.tensor_parallel.fused.plan import FusedPlan
-from megatron_overlap.ops.tensor_parallel.plan import LinearPlan
+from megatron_overlap.ops.tensor_parallel.fused.kernels import FusedPlan
+from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan
 from megatron_overlap.schedules.heuristics import (
     KNOBS,
     fused_settings,

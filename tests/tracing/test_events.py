@@ -6,8 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from megatron_overlap.tracing.events import EventFile, EventFileError, Kind, Mark, Trace, read_events, steps_of
-from megatron_overlap.tracing.exposed import direction_of, exposed_in
+from megatron_overlap.tracing.events import (
+    EventFile,
+    EventFileError,
+    Kind,
+    Mark,
+    Trace,
+    direction_of,
+    exposed_in,
+    read_events,
+    steps_of,
+)
 
 MS = 1_000_000
 

@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 
 from megatron_overlap.adapters.wrapping import Method
 from megatron_overlap.comm import Transport, TransportOptions
-from megatron_overlap.comm.connection import store_beside
+from megatron_overlap.comm.host_group import store_beside
 from megatron_overlap.config.errors import Problem
 from megatron_overlap.diagnostics.consistency import compare
 from megatron_overlap.diagnostics.flight_recorder import FlightRecorder

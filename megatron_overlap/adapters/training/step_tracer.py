@@ -9,11 +9,10 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_overlap.adapters.wrapping import Method
-from megatron_overlap.comm.clock_sync import compare_clocks
+from megatron_overlap.comm.host_group import compare_clocks
 from megatron_overlap.session import Adapter, Session
 from megatron_overlap.tracing.collective_waits import timed_wait
-from megatron_overlap.tracing.events import EventFile, Kind, Trace
-from megatron_overlap.tracing.exposed import Exposed, exposed_in
+from megatron_overlap.tracing.events import EventFile, Exposed, Kind, Trace, exposed_in
 
 EVENTS = "events-rank{rank}.bin"
 

@@ -1,7 +1,8 @@
 """Interfaces of symmetric memory: arenas that all ranks of a group address, and queues that move bytes beside kernels.
 
-Two backends exist. `cuda.CudaBackend` uses peer memory and copy engines. `cpu.CpuBackend` uses memory shared by the
-processes of one host, for kernels in Triton's interpreter. `transport` implements one protocol over both.
+Two backends exist. `cuda.CudaBackend` uses peer memory and copy engines. `CpuBackend` of
+`scripts/kernels/cpu_backend.py`, for kernels in Triton's interpreter, uses memory shared by the processes of one host.
+`transport` implements one protocol over both.
 """
 
 from __future__ import annotations

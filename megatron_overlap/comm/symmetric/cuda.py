@@ -15,8 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm.connection import store_beside
-from megatron_overlap.comm.host_group import HostGroup
+from megatron_overlap.comm.host_group import HostGroup, store_beside
 from megatron_overlap.comm.symmetric.backend import Queue
 from megatron_overlap.comm.transport import TransportError
 from megatron_overlap.diagnostics.consistency import first_unsupported_reason

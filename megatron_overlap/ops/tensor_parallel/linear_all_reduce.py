@@ -15,8 +15,7 @@ import torch.distributed as dist
 from megatron_overlap.comm import Transport
 from megatron_overlap.ops.call import Observer, WeightDone, check_operands
 from megatron_overlap.ops.tensor_parallel.method import LinearContext, LinearMethod, LinearOptions
-from megatron_overlap.ops.tensor_parallel.p2p import method_for
-from megatron_overlap.ops.tensor_parallel.plan import LinearPlan
+from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan, method_for
 from megatron_overlap.ops.wgrad import DeferredWgrad, WeightGradient, WgradTarget
 
 

@@ -23,9 +23,8 @@ from megatron_overlap.comm import Transport
 from megatron_overlap.ops.call import Observer, WeightDone, check_operands, gemm_into, transport_for
 from megatron_overlap.ops.tensor_parallel.linear_all_reduce import column_backward, row_backward
 from megatron_overlap.ops.tensor_parallel.method import LinearContext, LinearOptions
-from megatron_overlap.ops.tensor_parallel.p2p import P2PMethod
+from megatron_overlap.ops.tensor_parallel.p2p import MIN_MLP_ROWS, LinearPlan, P2PMethod
 from megatron_overlap.ops.tensor_parallel.pipelined import PipelinedAllReduce
-from megatron_overlap.ops.tensor_parallel.plan import MIN_MLP_ROWS, LinearPlan
 from megatron_overlap.ops.wgrad import DeferredWgrad, WgradTarget
 
 Between = Callable[[torch.Tensor], torch.Tensor]

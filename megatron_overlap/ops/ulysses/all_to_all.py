@@ -37,10 +37,9 @@ class HeadAllToAll:
         transport: carries the pieces.
         plan: plan of this rank.
         sequence: rows of each rank.
-        batch: B.
         input_width: features of the inputs of `attend`.
         output_width: features of the results of `attend`.
-        like: dtype and device.
+        like: dtype and device; its second dimension is B.
         op: name of the operation, for errors.
         retain_gathered: the gathered rows outlive the pass, so they are not in a buffer of the transport.
 
@@ -54,7 +53,6 @@ class HeadAllToAll:
         transport: Transport,
         plan: AllToAllPlan,
         sequence: SequenceLayout,
-        batch: int,
         input_width: Width,
         output_width: Width,
         like: torch.Tensor,
@@ -64,7 +62,8 @@ class HeadAllToAll:
     ) -> None:
         self._plan, self._sequence, self._buffer_pool = plan, sequence, transport.buffer_pool
         self._rank = rank = plan.rank
-        self._batch, self._output_width, self._like = batch, output_width, like
+        self._output_width, self._like = output_width, like
+        self._batch = batch = like.shape[1]
         groups, rows, own = range(plan.num_groups), sequence.num_rows, sequence.rows_of(rank)
         others = [peer for peer in range(plan.num_ranks) if peer != rank]
         self._own_input_widths = [input_width(rank, group) for group in groups]

@@ -6,23 +6,20 @@ of other groups; see `schedules.ulysses`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm import BufferPool, Transport, transport_of
+from megatron_overlap.comm import BufferPool, Transport
+from megatron_overlap.ops.call import Observer, transport_for
+from megatron_overlap.ops.flash_attention import SavedSequence, sequence_backward, sequence_forward
 from megatron_overlap.ops.ulysses.all_to_all import HeadAllToAll
-from megatron_overlap.ops.ulysses.head_attention import HeadAttention
-from megatron_overlap.ops.wgrad import add_wide
+from megatron_overlap.ops.wgrad import add_wide, like_fp32
 from megatron_overlap.schedules import AllToAllPlan, HeadLayout, SequenceLayout, ulysses_plan
-from megatron_overlap.schedules.ulysses import AllToAllPattern
-
-Observer = Callable[[str, int], None]
-"""Called after each pass with `forward` or `dgrad` and the number of bytes that this rank sent."""
+from megatron_overlap.schedules.ulysses import AllToAllPattern, Call, Run
 
 # Limits of the default number of head groups. The messages of one group are exposed, so more groups expose less, but
 # smaller messages than this cost more than they hide.
@@ -103,39 +100,63 @@ def ulysses_attention(
         ValueError: shapes, dtypes or the layout do not fit each other.
         TransportError: a peer has failed or exceeds the deadline.
     """
-    transport = transport_of(group) if isinstance(group, dist.ProcessGroup) else group
     if q.dim() != 4 or k.shape != v.shape or k.dim() != 4 or (*q.shape[:2], q.shape[3]) != (*k.shape[:2], k.shape[3]):
         raise ValueError(f"q: shape {tuple(q.shape)} does not fit k {tuple(k.shape)} and v {tuple(v.shape)}")
     if {q.dtype, k.dtype, v.dtype} != {q.dtype} or {q.device, k.device, v.device} != {q.device}:
         raise ValueError(f"q: {q.dtype} on {q.device}: k and v must be of the same dtype and on the same device")
-    layout = layout or SequenceLayout.contiguous(q.shape[0] * transport.size, transport.size)
-    check_layout(layout, q.shape[0], transport)
-    heads = (plan or DEFAULT_PLAN).heads(q.shape[2], k.shape[2], transport.size, head_bytes(q, layout, q.shape[3]))
+    call = UlyssesCall.of(group, layout, q, plan, observer)
+    num_heads = q.shape[2], k.shape[2]
+    heads = call.plan.heads(*num_heads, call.transport.size, call.head_bytes(q, q.shape[3]))
     scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
-    attention = HeadAttention(heads, transport.rank, q.shape[3], causal, scale)
-    schedule = schedule_of(plan or DEFAULT_PLAN, transport, heads, layout)
-    out: torch.Tensor = _Ulysses.apply(q, k, v, transport, schedule, layout, attention, observer)
+    attention = HeadAttention(heads, call.transport.rank, q.shape[3], causal, scale)
+    out: torch.Tensor = _Ulysses.apply(q, k, v, call, attention)
     return out
 
 
-def check_layout(layout: SequenceLayout, num_rows: int, transport: Transport) -> None:
-    """Refuses a layout that does not fit the group or the number of own rows."""
-    if layout.num_ranks != transport.size:
-        raise ValueError(f"layout: {layout.num_ranks} ranks: the group has {transport.size}")
-    if layout.rows_of(transport.rank) != num_rows:
-        raise ValueError(
-            f"layout: {layout.rows_of(transport.rank)} rows for rank {transport.rank}: the tensors have {num_rows}"
-        )
+class UlyssesCall(NamedTuple):
+    """The options of one call: everything but tensors that autograd differentiates."""
 
+    transport: Transport
+    layout: SequenceLayout
+    plan: UlyssesPlan
+    observer: Observer | None
 
-def head_bytes(x: torch.Tensor, layout: SequenceLayout, size: int) -> int:
-    """Bytes of one head, by the mean number of rows of a rank, so that all ranks compute the same number."""
-    return layout.num_rows * x.shape[1] * size * x.element_size() // layout.num_ranks
+    @classmethod
+    def of(
+        cls,
+        group: dist.ProcessGroup | Transport,
+        layout: SequenceLayout | None,
+        x: torch.Tensor,
+        plan: UlyssesPlan | None,
+        observer: Observer | None,
+    ) -> UlyssesCall:
+        """Fills in the defaults, and refuses a layout that does not fit the group or `x`, the own rows."""
+        transport = transport_for(group)
+        layout = layout or SequenceLayout.contiguous(x.shape[0] * transport.size, transport.size)
+        if layout.num_ranks != transport.size:
+            raise ValueError(f"layout: {layout.num_ranks} ranks: the group has {transport.size}")
+        own = layout.rows_of(transport.rank)
+        if own != x.shape[0]:
+            raise ValueError(f"layout: {own} rows for rank {transport.rank}: the tensors have {x.shape[0]}")
+        return cls(transport, layout, plan or DEFAULT_PLAN, observer)
 
+    def head_bytes(self, x: torch.Tensor, size: int) -> int:
+        """Bytes of one head, by the mean number of rows of a rank, so that all ranks compute the same number."""
+        return self.layout.num_rows * x.shape[1] * size * x.element_size() // self.layout.num_ranks
 
-def schedule_of(plan: UlyssesPlan, transport: Transport, heads: HeadLayout, layout: SequenceLayout) -> AllToAllPlan:
-    """This rank's plan."""
-    return _schedule(transport.size, transport.rank, heads.num_groups, layout.num_runs, plan.pattern)
+    def begin(self, attention: HeadAttention, like: torch.Tensor, op: str, *, backward: bool = False) -> HeadAllToAll:
+        """Starts the messages of forward, or of backward, of `attention`."""
+        size, rank, num_groups = self.transport.size, self.transport.rank, attention.heads.num_groups
+        schedule = _schedule(size, rank, num_groups, self.layout.num_runs, self.plan.pattern)
+        widths = attention.inputs_width, attention.queries_width
+        if backward:
+            widths = attention.queries_width, attention.gradients_width
+        return HeadAllToAll(self.transport, schedule, self.layout, *widths, like, op, retain_gathered=not backward)
+
+    def observe(self, direction: str, num_bytes: int) -> None:
+        """Calls the observer."""
+        if self.observer is not None:
+            self.observer(direction, num_bytes)
 
 
 @lru_cache(maxsize=256)
@@ -150,11 +171,8 @@ class _Ulysses(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        transport: Transport,
-        schedule: AllToAllPlan,
-        layout: SequenceLayout,
+        call: UlyssesCall,
         attention: HeadAttention,
-        observer: Observer | None,
     ) -> torch.Tensor:
         heads = attention.heads
         y = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -171,31 +189,18 @@ class _Ulysses(torch.autograd.Function):
             own = y[:, :, slice(*heads.queries(peer, group))]
             own.copy_(rows.view(own.shape))
 
-        all_to_all = HeadAllToAll(
-            transport,
-            schedule,
-            layout,
-            q.shape[1],
-            attention.inputs_width,
-            attention.queries_width,
-            q,
-            "ulysses_attention",
-            retain_gathered=True,
-        )
+        all_to_all = call.begin(attention, q, "ulysses_attention")
         all_to_all.run(produce, attention.forward, consume)
-        ctx.transport, ctx.schedule, ctx.layout = transport, schedule, layout
-        ctx.attention, ctx.observer, ctx.shape = attention, observer, k.shape
-        if observer is not None:
-            observer("forward", all_to_all.num_bytes)
+        ctx.call, ctx.attention, ctx.shape = call, attention, k.shape
+        call.observe("forward", all_to_all.num_bytes)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dy = grads[0]
-        attention, transport = ctx.attention, ctx.transport
-        heads = attention.heads
+        call, attention, heads = ctx.call, ctx.attention, ctx.attention.heads
         dq = torch.empty_like(dy, memory_format=torch.contiguous_format)
-        keys = _KeyGradients(heads, ctx.shape, dy, transport.buffer_pool)
+        keys = _KeyGradients(heads, ctx.shape, dy, call.transport.buffer_pool)
 
         def produce(group: int, peers: tuple[int, ...], slots: list[torch.Tensor]) -> None:
             for peer, slot in zip(peers, slots, strict=True):
@@ -208,21 +213,10 @@ class _Ulysses(torch.autograd.Function):
             dq[:, :, slice(*queries)].copy_(query_grad)
             keys.add(complete, key_grad, value_grad)
 
-        all_to_all = HeadAllToAll(
-            transport,
-            ctx.schedule,
-            ctx.layout,
-            dy.shape[1],
-            attention.queries_width,
-            attention.gradients_width,
-            dy,
-            "ulysses_attention dgrad",
-            retain_gathered=False,
-        )
+        all_to_all = call.begin(attention, dy, "ulysses_attention dgrad", backward=True)
         all_to_all.run(produce, attention.backward, consume)
-        if ctx.observer is not None:
-            ctx.observer("dgrad", all_to_all.num_bytes)
-        return dq, *keys.result(), None, None, None, None, None
+        call.observe("dgrad", all_to_all.num_bytes)
+        return dq, *keys.result(), None, None
 
 
 class _KeyGradients:
@@ -234,9 +228,8 @@ class _KeyGradients:
         self._totals = self._own
         if self._shared:
             if like.element_size() < 4:
-                fp32 = torch.empty(0, dtype=torch.float32, device=like.device)
                 # Sums over ranks accumulate in fp32 and are rounded once.
-                sums = buffer_pool.take("ulysses_keys", (2, *shape), fp32)
+                sums = buffer_pool.take("ulysses_keys", (2, *shape), like_fp32(like))
                 self._totals = (sums[0], sums[1])
             for total in self._totals:
                 total.zero_()
@@ -256,3 +249,104 @@ class _KeyGradients:
             for own, total in zip(self._own, self._totals, strict=True):
                 own.copy_(total)
         return self._own
+
+
+class HeadAttention:
+    """Attention of the heads of one rank. It saves the tensors that backward needs.
+
+    A message contains for each row and batch entry query heads, then key heads, then value heads, D features each.
+    Forward messages contain the key/value heads that are sent with a group. Backward messages contain the gradients of
+    those that no later group needs.
+
+    Args:
+        heads: heads of every rank and group.
+        rank: this rank.
+        size: D.
+        causal: row i sees rows 0..i.
+        scale: factor of the scores.
+    """
+
+    def __init__(self, heads: HeadLayout, rank: int, size: int, causal: bool, scale: float) -> None:
+        self.heads, self.size = heads, size
+        self._rank, self._causal, self._scale = rank, causal, scale
+        self._gathered: dict[int, torch.Tensor] = {}
+        self._saved: dict[int, list[tuple[Call, SavedSequence]]] = {}
+        self._partial_sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def queries_width(self, rank: int, group: int) -> int:
+        """Features of the query heads: of the result of attention, and of its gradient."""
+        return _length(self.heads.queries(rank, group)) * self.size
+
+    def inputs_width(self, rank: int, group: int) -> int:
+        """Features of the queries, keys and values that are sent with a group."""
+        return self.queries_width(rank, group) + 2 * _length(self.heads.first_keys(rank, group)) * self.size
+
+    def gradients_width(self, rank: int, group: int) -> int:
+        """Features of the gradients that are complete after a group."""
+        return self.queries_width(rank, group) + 2 * _length(self.heads.last_keys(rank, group)) * self.size
+
+    def split(self, tensor: torch.Tensor, queries: Run, keys: Run) -> tuple[torch.Tensor, ...]:
+        """Views of a message `[rows, B, width]`: queries, keys and values, `[rows, B, heads, D]` each."""
+        sizes = [_length(queries), _length(keys), _length(keys)]
+        return tensor.view(*tensor.shape[:2], sum(sizes), self.size).split(sizes, dim=2)
+
+    def forward(self, group: int, gathered: torch.Tensor, result: torch.Tensor) -> None:
+        """`all_to_all.Attend` of forward."""
+        heads, rank = self.heads, self._rank
+        self._gathered[group] = gathered
+        first, last = heads.queries(rank, group)
+        query = self.split(gathered, (first, last), heads.first_keys(rank, group))[0]
+        out = result.view(*result.shape[:2], last - first, self.size)
+        self._saved[group] = []
+        for call in heads.calls(rank, group):
+            query_heads = slice(call.queries[0] - first, call.queries[1] - first)
+            source = call.source_group
+            source_keys = heads.first_keys(rank, source)
+            _, keys, values = self.split(self._gathered[source], heads.queries(rank, source), source_keys)
+            key_heads = slice(call.keys[0] - source_keys[0], call.keys[1] - source_keys[0])
+            attended, saved = sequence_forward(
+                query[:, :, query_heads],
+                keys[:, :, key_heads],
+                values[:, :, key_heads],
+                causal=self._causal,
+                scale=self._scale,
+            )
+            out[:, :, query_heads].copy_(attended)
+            self._saved[group].append((call, saved))
+
+    def backward(self, group: int, gathered: torch.Tensor, result: torch.Tensor) -> None:
+        """`all_to_all.Attend` of backward: `gathered` is the gradient of the result of forward."""
+        heads, rank = self.heads, self._rank
+        first, last = heads.queries(rank, group)
+        complete = heads.last_keys(rank, group)
+        grad = gathered.view(*gathered.shape[:2], last - first, self.size)
+        dq, dk, dv = self.split(result, (first, last), complete)
+        for call, saved in self._saved[group]:
+            query_heads = slice(call.queries[0] - first, call.queries[1] - first)
+            query_grad, *key_grads = sequence_backward(
+                saved, grad[:, :, query_heads], causal=self._causal, scale=self._scale
+            )
+            dq[:, :, query_heads].copy_(query_grad)
+            start, stop = call.keys
+            if complete[0] <= start and stop <= complete[1] and not self._partial_sums.keys() & range(start, stop):
+                key_heads = slice(start - complete[0], stop - complete[0])
+                dk[:, :, key_heads].copy_(key_grads[0])
+                dv[:, :, key_heads].copy_(key_grads[1])
+                continue
+            for head in range(start, stop):
+                self._add(head, [key_grad[:, :, head - start] for key_grad in key_grads])
+                if head in range(*complete):
+                    for gradient, total in zip((dk, dv), self._partial_sums.pop(head), strict=True):
+                        gradient[:, :, head - complete[0]].copy_(total)
+
+    def _add(self, head: int, terms: list[torch.Tensor]) -> None:
+        """Adds to the gradients of a key/value head that several groups use. The sum is rounded once."""
+        before = self._partial_sums.get(head)
+        sums = [term.float() if term.element_size() < 4 else term for term in terms]
+        if before is not None:
+            sums = [total.add_(term) for total, term in zip(before, sums, strict=True)]
+        self._partial_sums[head] = (sums[0], sums[1])
+
+
+def _length(run: Run) -> int:
+    return max(0, run[1] - run[0])

@@ -9,25 +9,17 @@ Source: DeepSpeed-Ulysses (arXiv 2309.14509); the overlap with the projections i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm import BufferPool, Transport, transport_of
-from megatron_overlap.ops.call import WeightDone
-from megatron_overlap.ops.ulysses.all_to_all import HeadAllToAll
-from megatron_overlap.ops.ulysses.attention import (
-    DEFAULT_PLAN,
-    Observer,
-    UlyssesPlan,
-    check_layout,
-    head_bytes,
-    schedule_of,
-)
-from megatron_overlap.ops.ulysses.head_attention import HeadAttention
-from megatron_overlap.ops.wgrad import add_product, add_wide
-from megatron_overlap.schedules import AllToAllPlan, HeadLayout, SequenceLayout
+from megatron_overlap.comm import Transport
+from megatron_overlap.ops.call import Observer, WeightDone, gemm_into, transport_for
+from megatron_overlap.ops.ulysses.attention import HeadAttention, UlyssesCall, UlyssesPlan
+from megatron_overlap.ops.wgrad import ProductSum, Spans, WeightGradient, WgradTarget
+from megatron_overlap.schedules import HeadLayout, SequenceLayout
 
 Rotate = Callable[[torch.Tensor], torch.Tensor]
 """Encodes positions: own rows `[S/N, B, heads, D]` of query or key heads, to the same shape. It must be linear, the
@@ -93,10 +85,9 @@ def ulysses_self_attention(
         ValueError: shapes, dtypes or the layout do not fit each other.
         TransportError: a peer has failed or exceeds the deadline.
     """
-    transport = transport_of(group) if isinstance(group, dist.ProcessGroup) else group
-    plan = plan or DEFAULT_PLAN
-    if num_kv_heads % transport.size:
-        raise ValueError(f"num_kv_heads: {num_kv_heads}: must be a multiple of the {transport.size} ranks")
+    num_ranks = transport_for(group).size
+    if num_kv_heads % num_ranks:
+        raise ValueError(f"num_kv_heads: {num_kv_heads}: must be a multiple of the {num_ranks} ranks")
     size, left = divmod(qkv.weight.shape[0], num_heads + 2 * num_kv_heads)
     if x.dim() != 3 or left or qkv.weight.shape[1] != x.shape[2] or out.weight.shape[1] != num_heads * size:
         raise ValueError(
@@ -105,30 +96,25 @@ def ulysses_self_attention(
         )
     if not x.dtype == qkv.weight.dtype == out.weight.dtype:
         raise ValueError(f"x: {x.dtype}: the weights are {qkv.weight.dtype} and {out.weight.dtype}")
-    layout = layout or SequenceLayout.contiguous(x.shape[0] * transport.size, transport.size)
-    check_layout(layout, x.shape[0], transport)
+    options = UlyssesCall.of(group, layout, x, plan, observer)
     # A group has whole key/value heads: consecutive rows of the QKV weight, and columns of the output weight.
-    most = plan.most_groups(num_heads, num_kv_heads, transport.size, head_bytes(x, layout, size))
-    counts = range(min(num_kv_heads // transport.size, most), 0, -1)
-    groups = next(count for count in counts if num_kv_heads // transport.size % count == 0)
-    heads = HeadLayout(num_heads, num_kv_heads, transport.size, groups)
-    attention = HeadAttention(
-        heads, transport.rank, size, causal, size**-0.5 if softmax_scale is None else softmax_scale
-    )
-    call = _Call(transport, schedule_of(plan, transport, heads, layout), layout, attention, qkv, out, rotate, observer)
+    most = options.plan.most_groups(num_heads, num_kv_heads, num_ranks, options.head_bytes(x, size))
+    counts = range(min(num_kv_heads // num_ranks, most), 0, -1)
+    groups = next(count for count in counts if num_kv_heads // num_ranks % count == 0)
+    heads = HeadLayout(num_heads, num_kv_heads, num_ranks, groups)
+    scale = size**-0.5 if softmax_scale is None else softmax_scale
+    attention = HeadAttention(heads, options.transport.rank, size, causal, scale)
+    call = _Call(options, attention, qkv, out, rotate)
     y: torch.Tensor = _Layer.apply(x, qkv.weight, qkv_bias, out.weight, call)
     return y
 
 
 class _Call(NamedTuple):
-    transport: Transport
-    schedule: AllToAllPlan
-    layout: SequenceLayout
+    options: UlyssesCall
     attention: HeadAttention
     qkv: Projection
     out: Projection
     rotate: Rotate | None
-    observer: Observer | None
 
     @property
     def heads(self) -> HeadLayout:
@@ -180,23 +166,19 @@ class _Layer(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, w_qkv: torch.Tensor, bias: torch.Tensor | None, w_out: torch.Tensor, call: _Call
     ) -> torch.Tensor:
-        transport, attention, heads = call.transport, call.attention, call.heads
+        options, attention, heads = call.options, call.attention, call.heads
         rows, batch, _ = x.shape
         flat = x.flatten(0, 1)
-        buffer_pool = transport.buffer_pool
+        buffer_pool = options.transport.buffer_pool
         context = x.new_empty(rows * batch, w_out.shape[1])
-        total = _RunningSum(x.new_empty(rows * batch, w_out.shape[0]), buffer_pool)
-        spans = _Spans()
+        total = ProductSum(x.new_empty(rows * batch, w_out.shape[0]), buffer_pool, "ulysses_sum")
+        spans = Spans()
 
         def produce(group: int, peers: tuple[int, ...], slots: list[torch.Tensor]) -> None:
             runs = [call.qkv_rows(peer, group) for peer in peers]
             first, last = min(run.start for run in runs), max(run.stop for run in runs)
             projected = buffer_pool.take("ulysses_projected", (rows * batch, last - first), x)
-            weight = w_qkv[first:last].t()
-            if bias is None:
-                torch.mm(flat, weight, out=projected)
-            else:
-                torch.addmm(bias[first:last], flat, weight, out=projected)
+            gemm_into(flat, w_qkv[first:last].t(), projected, None if bias is None else bias[first:last])
             for peer, run, slot in zip(peers, runs, slots, strict=True):
                 part = projected[:, run.start - first : run.stop - first].unflatten(0, (rows, batch))
                 call.pack(part, slot, heads.queries(peer, group), heads.keys(peer, group))
@@ -204,43 +186,35 @@ class _Layer(torch.autograd.Function):
         def consume(group: int, peer: int, received: torch.Tensor) -> None:
             columns = call.out_columns(peer, group)
             context[:, columns].copy_(received.flatten(0, 1))
-            spans.add(columns.start, columns.stop)
+            spans.add((columns.start, columns.stop))
 
         def flush() -> None:
-            for columns in spans.take():
-                total.add(context[:, columns], w_out[:, columns].t())
+            for start, stop in spans.joined():
+                total.add(context[:, start:stop], w_out[:, start:stop].t())
 
-        all_to_all = HeadAllToAll(
-            transport,
-            call.schedule,
-            call.layout,
-            batch,
-            attention.inputs_width,
-            attention.queries_width,
-            x,
-            "ulysses_self_attention",
-            retain_gathered=True,
-        )
+        all_to_all = options.begin(attention, x, "ulysses_self_attention")
         all_to_all.run(produce, attention.forward, consume, flush=flush)
         ctx.save_for_backward(x, w_qkv, w_out, context)
         ctx.call, ctx.use_bias = call, bias is not None
-        if call.observer is not None:
-            call.observer("forward", all_to_all.num_bytes)
+        options.observe("forward", all_to_all.num_bytes)
         return total.result().unflatten(0, (rows, batch))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, w_qkv, w_out, context = ctx.saved_tensors
         call: _Call = ctx.call
-        transport, attention, heads = call.transport, call.attention, call.heads
+        options, attention, heads = call.options, call.attention, call.heads
         need_x, need_qkv, need_bias, need_out = ctx.needs_input_grad[:4]
         rows, batch, _ = x.shape
         flat, dy = x.flatten(0, 1), grads[0].flatten(0, 1)
-        buffer_pool = transport.buffer_pool
-        total = _RunningSum(x.new_empty(flat.shape), buffer_pool)
+        buffer_pool = options.transport.buffer_pool
+        total = ProductSum(x.new_empty(flat.shape), buffer_pool, "ulysses_sum")
         projected = buffer_pool.take("ulysses_dprojected", (rows * batch, w_qkv.shape[0]), x)
-        spans = _Spans()
-        wgrad = _Rows(call.qkv, buffer_pool) if need_qkv else None
+        spans = Spans()
+        wgrad, out_wgrad = (
+            WeightGradient(each.weight, WgradTarget(each.main_grad, each.done, buffer_pool)) if needed else None
+            for each, needed in ((call.qkv, need_qkv), (call.out, need_out))
+        )
 
         def produce(group: int, peers: tuple[int, ...], slots: list[torch.Tensor]) -> None:
             runs = [call.out_columns(peer, group) for peer in peers]
@@ -256,41 +230,27 @@ class _Layer(torch.autograd.Function):
             parts = attention.split(received, heads.queries(peer, group), heads.keys(peer, group))
             for own, part, encoded in zip(own_parts, parts, (True, True, False), strict=True):
                 own.copy_((call.rotated_back(part) if encoded else part).view(own.shape))
-            spans.add(run.start, run.stop)
+            spans.add((run.start, run.stop))
 
         def flush() -> None:
-            for run in spans.take():
+            for start, stop in spans.joined():
                 if need_x:
-                    total.add(projected[:, run], w_qkv[run])
+                    total.add(projected[:, start:stop], w_qkv[start:stop])
                 if wgrad is not None:
-                    wgrad.add(run, projected[:, run], flat)
-
-        out_wgrad = _Rows(call.out, buffer_pool) if need_out else None
+                    wgrad.add_features(projected, flat, slice(start, stop))
 
         def fillers() -> Iterator[Callable[[], None]]:
             if out_wgrad is None:
                 return
             step = -(-w_out.shape[0] // _FILLERS)
             for start in range(0, w_out.shape[0], step):
-                run = slice(start, min(start + step, w_out.shape[0]))
-                yield lambda run=run: out_wgrad.add(run, dy[:, run], context)  # type: ignore[misc]
+                yield partial(out_wgrad.add_features, dy, context, slice(start, start + step))
 
-        all_to_all = HeadAllToAll(
-            transport,
-            call.schedule,
-            call.layout,
-            batch,
-            attention.queries_width,
-            attention.gradients_width,
-            x,
-            "ulysses_self_attention dgrad",
-            retain_gathered=False,
-        )
+        all_to_all = options.begin(attention, x, "ulysses_self_attention dgrad", backward=True)
         all_to_all.run(produce, attention.backward, consume, flush=flush, fillers=fillers())
-        if call.observer is not None:
-            call.observer("dgrad", all_to_all.num_bytes)
-            if need_qkv or need_out:
-                call.observer("wgrad", 0)
+        options.observe("dgrad", all_to_all.num_bytes)
+        if need_qkv or need_out:
+            options.observe("wgrad", 0)
         dbias = projected.sum(0) if need_bias and ctx.use_bias else None
         dx = total.result().view(x.shape) if need_x else None
         return (
@@ -300,78 +260,3 @@ class _Layer(torch.autograd.Function):
             None if out_wgrad is None else out_wgrad.result(),
             None,
         )
-
-
-class _Spans:
-    """Runs of columns that are ready and not yet used; adjacent runs are joined."""
-
-    def __init__(self) -> None:
-        self._runs: list[tuple[int, int]] = []
-
-    def add(self, start: int, stop: int) -> None:
-        self._runs.append((start, stop))
-
-    def take(self) -> list[slice]:
-        joined: list[slice] = []
-        for start, stop in sorted(self._runs):
-            if joined and joined[-1].stop == start:
-                joined[-1] = slice(joined[-1].start, stop)
-            else:
-                joined.append(slice(start, stop))
-        self._runs.clear()
-        return joined
-
-
-class _RunningSum:
-    """A sum of matrix products, accumulated in fp32 for 16-bit dtypes and rounded once."""
-
-    def __init__(self, own: torch.Tensor, buffer_pool: BufferPool) -> None:
-        self._own, self._buffer_pool = own, buffer_pool
-        self._sum: torch.Tensor | None = None
-        self._empty = True
-
-    def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        own = self._own
-        if self._empty:
-            torch.mm(a, b, out=own)
-        elif own.element_size() >= 4:
-            own.addmm_(a, b)
-        else:
-            if self._sum is None:
-                fp32 = torch.empty(0, dtype=torch.float32, device=own.device)
-                self._sum = self._buffer_pool.take("ulysses_sum", own.shape, fp32)
-                self._sum.copy_(own)
-            product = self._buffer_pool.take("ulysses_product", own.shape, own)
-            torch.mm(a, b, out=product)
-            add_wide(self._sum, product, self._buffer_pool)
-        self._empty = False
-
-    def result(self) -> torch.Tensor:
-        if self._empty:
-            self._own.zero_()
-        elif self._sum is not None:
-            self._own.copy_(self._sum)
-        return self._own
-
-
-class _Rows:
-    """The gradient of a weight, computed in runs of rows, each run once."""
-
-    def __init__(self, projection: Projection, buffer_pool: BufferPool) -> None:
-        self._projection, self._buffer_pool = projection, buffer_pool
-        own = projection.main_grad is None
-        self._own = torch.empty_like(projection.weight, memory_format=torch.contiguous_format) if own else None
-
-    def add(self, run: slice, dy: torch.Tensor, x: torch.Tensor) -> None:
-        """Computes rows `run` of `dy.T @ x`; `dy` has only the columns of `run`."""
-        if self._own is not None:
-            torch.mm(dy.t(), x, out=self._own[run])
-        elif self._projection.main_grad is not None:
-            into = self._projection.main_grad[run]
-            add_product(into, dy, x, self._buffer_pool)
-
-    def result(self) -> torch.Tensor | None:
-        """The gradient for autograd."""
-        if self._own is not None:
-            return self._own
-        return None if self._projection.done is None else self._projection.done()

@@ -3,7 +3,7 @@
 Source: Zeppelin (arXiv 2509.21841, section 4.2), whose code is not public. Documents that are cut over several ranks
 form rings. Their members send each other keys and values (pass-KV) or queries (pass-Q). All messages are posted before
 the computation starts, inter-node messages first. Meanwhile a rank computes attention of its own rows, of arrived rows,
-and of its whole documents. `schedules.varlen.messages` plans the messages, `ops.varlen.task_queue` orders the
+and of its whole documents. `schedules.varlen.messages` plans the messages, `ops.varlen.ring` orders the
 computation.
 """
 

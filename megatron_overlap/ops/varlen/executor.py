@@ -20,8 +20,7 @@ from megatron_overlap.ops.call import Observer
 from megatron_overlap.ops.varlen.layout import OwnRows
 from megatron_overlap.ops.varlen.pass_kv_pass_q import RingAttention
 from megatron_overlap.ops.varlen.rebalance import InboundRows, OutboundRows
-from megatron_overlap.ops.varlen.ring import RingCall
-from megatron_overlap.ops.varlen.task_queue import Task, TaskQueues
+from megatron_overlap.ops.varlen.ring import RingCall, Task, TaskQueues
 from megatron_overlap.schedules.varlen import Plan
 from megatron_overlap.schedules.varlen.rebalance import Rebalance
 from megatron_overlap.schedules.varlen.ring_groups import Passing

@@ -22,8 +22,16 @@ from megatron_overlap.tools.trace import (
     received_messages,
     sent_times,
 )
-from megatron_overlap.tracing.events import EventFileError, Kind, RankEvents, merged, read_events, steps_of
-from megatron_overlap.tracing.exposed import direction_of, exposed_in
+from megatron_overlap.tracing.events import (
+    EventFileError,
+    Kind,
+    RankEvents,
+    direction_of,
+    exposed_in,
+    merged,
+    read_events,
+    steps_of,
+)
 
 COMPUTATION = "computation and everything else"
 REMAINING_WAITS = "remaining waits"

@@ -235,7 +235,7 @@ def run_program(
     The messages are copies or point-to-point messages, or kernels of a collective, which slow computation down.
 
     Raises:
-        ValueError: deadlock; `megatron_overlap.schedules.verify` finds its place.
+        ValueError: deadlock; `check` in `tests/schedules/verify.py` finds its place.
     """
     simulation = _Simulation(program, model, link, kind)
     while True:

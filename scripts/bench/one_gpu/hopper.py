@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_overlap.kernels.hopper.self_test import hopper_unsupported_reason, static_unsupported_reason
+from megatron_overlap.kernels.hopper_self_test import hopper_unsupported_reason, static_unsupported_reason
 from one_gpu.device import device
 from one_gpu.parts import Rows, correct_rows, gemm_row, overlap_row
 from one_gpu.problem import Kernels

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from megatron_overlap.kernels import gemm_rs
-from megatron_overlap.kernels.configs import HOPPER, HOPPER_SMALL
-from megatron_overlap.kernels.launch import GemmConfig
+from megatron_overlap.kernels.launch import HOPPER, HOPPER_SMALL, GemmConfig
 from megatron_overlap.schedules import ChunkLayout
 from one_gpu.device import device
 from one_gpu.problem import Kernels, copies_to, gather, is_wrong, scatter

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron_overlap.kernels import ag_gemm, configs, gemm_rs, launch, wgrad
+from megatron_overlap.kernels import ag_gemm, gemm_rs, launch, wgrad
 from megatron_overlap.schedules import ChunkLayout
 from megatron_overlap.schedules.tile_order import arrival_order, departure_order, row_tiles
 
@@ -21,24 +21,19 @@ class Kernels:
     def __init__(self, device: Any, hopper: bool = False) -> None:
         self.device, self.hopper = device, hopper
         self.ag_gemm, self.gemm_to_owners = ag_gemm.ag_gemm, gemm_rs.gemm_to_owners
-        if hopper:
-            from megatron_overlap.kernels.hopper import ag_gemm as hopper_ag_gemm
-            from megatron_overlap.kernels.hopper import gemm_rs as hopper_gemm_rs
-
-            self.ag_gemm, self.gemm_to_owners = hopper_ag_gemm.ag_gemm, hopper_gemm_rs.gemm_to_owners
         self.status = torch.zeros(1, dtype=torch.int32, device=device.name)
-        self.arch = configs.newest(device.capability)
+        self.arch = launch.newest(device.capability)
 
     def config(self, m: int, n: int, k: int) -> Any:
         """What the package would choose."""
-        wide = configs.ALIGNED[self.arch]
-        aligned = n % configs.ALIGNMENT == 0 and k % configs.ALIGNMENT == 0
+        wide = launch.ALIGNED[self.arch]
+        aligned = n % launch.ALIGNMENT == 0 and k % launch.ALIGNMENT == 0
         num_tiles = -(-m // wide.block_m) * -(-n // wide.block_n)
         programs = self.device.num_sms
-        found = configs.config_for(self.device.capability, aligned=aligned, num_tiles=num_tiles, num_programs=programs)
+        found = launch.config_for(self.device.capability, aligned=aligned, num_tiles=num_tiles, num_programs=programs)
         if not self.hopper:
             return found
-        return configs.HOPPER_SMALL if found.block_n <= configs.HOPPER_SMALL.block_n else configs.HOPPER
+        return launch.HOPPER_SMALL if found.block_n <= launch.HOPPER_SMALL.block_n else launch.HOPPER
 
     def table(self, layout: ChunkLayout, rank: int, order: str, block: int | None) -> Any:
         """Row tiles in `arrival` or `departure` order, or of the `own` rows."""
@@ -108,8 +103,8 @@ def gather(
     tables = [kernels.table(layout, rank, "arrival", config.block_m) for rank in range(ranks)]
     chunks = [kernels.table(layout, rank, "arrival", None) for rank in range(ranks)]
     links = [device.link(rate) for rate in rates]
-    aligned = n % configs.ALIGNMENT == 0 and k % configs.ALIGNMENT == 0
-    wgrad_config = (configs.WGRAD if aligned else configs.WGRAD_ODD)[kernels.arch]
+    aligned = n % launch.ALIGNMENT == 0 and k % launch.ALIGNMENT == 0
+    wgrad_config = (launch.WGRAD if aligned else launch.WGRAD_ODD)[kernels.arch]
     device.synchronize()
     streams = [device.stream() for _ in range(ranks)]
     for rank in range(ranks):

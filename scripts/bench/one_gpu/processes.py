@@ -55,11 +55,11 @@ def _rows(rank: int, dry: bool, deadline: float) -> Iterator[dict[str, Any]]:
     import torch.distributed as dist
 
     from megatron_overlap.comm.host_group import HostGroup
-    from megatron_overlap.comm.symmetric.cpu import CpuBackend
     from megatron_overlap.comm.symmetric.cuda import CudaBackend, probe_symmetric_memory
     from megatron_overlap.comm.symmetric.transport import SymmetricTransport
-    from megatron_overlap.kernels.wait import wait_all
-    from megatron_overlap.ops.tensor_parallel.fused.plan import FusedPlan
+    from megatron_overlap.kernels.primitives import wait_all
+    from megatron_overlap.ops.tensor_parallel.fused.kernels import FusedPlan
+    from scripts.kernels.cpu_backend import CpuBackend
 
     # The group's store is all that symmetric memory needs of it.
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)

@@ -14,8 +14,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from megatron_overlap.kernels.configs import HOPPER, HOPPER_SMALL
-from megatron_overlap.kernels.hopper import ag_gemm, gemm_rs, self_test
+from megatron_overlap.kernels import ag_gemm, gemm_rs
+from megatron_overlap.kernels import hopper_self_test as self_test
+from megatron_overlap.kernels.launch import HOPPER, HOPPER_SMALL
 from scripts.kernels.compiled import peer_stores
 
 bind = JITFunction.run

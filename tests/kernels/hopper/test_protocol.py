@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_overlap.kernels.configs import HOPPER, HOPPER_SMALL
 from megatron_overlap.kernels.gemm_rs import Owners
-from megatron_overlap.kernels.launch import GemmConfig, RowTiles, Waits
+from megatron_overlap.kernels.launch import HOPPER, HOPPER_SMALL, GemmConfig, RowTiles, Waits
 from megatron_overlap.schedules import Chunk, ChunkLayout
 from megatron_overlap.schedules.tile_order import arrival_order, departure_order, row_tiles
 from tests.helpers.mutants import Edit
@@ -69,7 +68,7 @@ def gathering(
 
     tiles = RowTiles.of(row_tiles(layout, RANK, arrival_order(layout, RANK), config.block_m), "cpu")
     with on(Machine(seed, looked=looked)):
-        modelled("hopper.ag_gemm", edits).ag_gemm(
+        modelled("ag_gemm", edits).ag_gemm(
             gathered,
             b,
             out,
@@ -119,7 +118,7 @@ def scattering(
     addresses = [torch.tensor([machine.know(tensor) for tensor in tensors]) for tensors in (recv_buffers, flags)]
     tiles = RowTiles.of(row_tiles(layout, RANK, departure_order(layout, RANK), config.block_m), "cpu")
     with on(machine):
-        modelled("hopper.gemm_rs", edits).gemm_to_owners(
+        modelled("gemm_rs", edits).gemm_to_owners(
             a,
             b,
             tiles=tiles,
@@ -163,46 +162,50 @@ def test_shapes(run, rows, n, k, config, transposed, dtype, programs) -> None:  
 
 RELEASE = "step + STAGES - 1, k > 0, STAGES"
 WRONG = {
-    "no wait for an empty slot": ("hopper.pipeline", "mbarrier.wait(empty.index(slot), phase ^ 1)", "pass"),
-    "ring starts full": ("hopper.pipeline", "empty.index(slot), phase ^ 1)", "empty.index(slot), phase)"),
-    "no wait for operands": ("hopper.pipeline", "mbarrier.wait(full.index(slot), phase)", "pass"),
-    "phase never changes": ("hopper.pipeline", "step // STAGES & 1", "0"),
-    "phase changes too late": ("hopper.pipeline", "step // STAGES & 1", "(step - 1) // STAGES & 1"),
-    "slot released while it is read": ("hopper.pipeline", "warpgroup_mma_wait(1, deps", "warpgroup_mma_wait(2, deps"),
-    "slot released a step early": ("hopper.pipeline", RELEASE, "step, True, STAGES"),
-    "slot released before the first": ("hopper.pipeline", RELEASE, "step + STAGES - 1, True, STAGES"),
-    "last slot not released": ("hopper.pipeline", "release(empty, step + STAGES - 1, True, STAGES)", "pass"),
-    "bytes of one operand counted": ("hopper.pipeline", "a_desc.block_type.nbytes + b_desc.block_type.nbytes", "16384"),
+    "no wait for an empty slot": ("hopper_gemm", "mbarrier.wait(empty.index(slot), phase ^ 1)", "pass"),
+    "ring starts full": ("hopper_gemm", "empty.index(slot), phase ^ 1)", "empty.index(slot), phase)"),
+    "no wait for operands": ("hopper_gemm", "mbarrier.wait(full.index(slot), phase)", "pass"),
+    "phase never changes": ("hopper_gemm", "step // STAGES & 1", "0"),
+    "phase changes too late": ("hopper_gemm", "step // STAGES & 1", "(step - 1) // STAGES & 1"),
+    "slot released while it is read": ("hopper_gemm", "warpgroup_mma_wait(1, deps", "warpgroup_mma_wait(2, deps"),
+    "slot released a step early": ("hopper_gemm", RELEASE, "step, True, STAGES"),
+    "slot released before the first": ("hopper_gemm", RELEASE, "step + STAGES - 1, True, STAGES"),
+    "last slot not released": ("hopper_gemm", "release(empty, step + STAGES - 1, True, STAGES)", "pass"),
+    "bytes of one operand counted": ("hopper_gemm", "a_desc.block_type.nbytes + b_desc.block_type.nbytes", "16384"),
     "each tile restarts the ring": (
-        "hopper.pipeline",
-        "        first = column_tile * BLOCK_N\n",
-        "        first, step = column_tile * BLOCK_N, 0\n",
+        "hopper_gemm",
+        "        first = column_tile * BLOCK_N\n        for k",
+        "        first, step = column_tile * BLOCK_N, 0\n        for k",
     ),
-    "short tiles stored whole": ("hopper.pipeline", "(rows < num_rows) &", "(rows >= 0) &"),
-    "columns past the end stored": ("hopper.pipeline", "& (columns < num_columns)", "& (columns >= 0)"),
+    "short tiles stored whole": ("hopper_gemm", "(rows < num_rows) &", "(rows >= 0) &"),
+    "columns past the end stored": ("hopper_gemm", "& (columns < num_columns)", "& (columns >= 0)"),
 }
 WRONG_GATHERING = {
-    "no wait": ("hopper.pipeline", "primitives.wait_for(flags_ptr", "(flags_ptr"),
-    "no fence": ("hopper.pipeline", "                fence_reads(start)\n", ""),
+    "no wait": ("hopper_gemm", "primitives.wait_for(flags_ptr", "(flags_ptr"),
+    "no fence": ("hopper_gemm", "                fence_reads(start)\n", ""),
     "fence before the wait": (
-        "hopper.pipeline",
+        "hopper_gemm",
         "primitives.wait_for(flags_ptr + gl.load(tile + primitives.FLAG), epoch, status_ptr, MAX_POLLS)\n"
         "                fence_reads(start)\n",
         "fence_reads(start)\n"
         "                primitives.wait_for("
         "flags_ptr + gl.load(tile + primitives.FLAG), epoch, status_ptr, MAX_POLLS)\n",
     ),
-    "another chunk's flag": ("hopper.pipeline", "gl.load(tile + primitives.FLAG)", "gl.load(tile + primitives.PART)"),
+    "another chunk's flag": (
+        "hopper_gemm",
+        "flags_ptr + gl.load(tile + primitives.FLAG)",
+        "flags_ptr + gl.load(tile + primitives.PART)",
+    ),
 }
 WRONG_SCATTERING = {
     "counted before it is stored": ("primitives", "    tl.debug_barrier()\n", ""),
     "another owner": (
-        "hopper.gemm_rs",
+        "hopper_gemm",
         "gl.load(recv_buffers_ptr + owner)",
         "gl.load(recv_buffers_ptr + (owner + 1) % 3)",
     ),
-    "another slot": ("hopper.gemm_rs", "recv_buffer += slot_offset +", "recv_buffer +="),
-    "flag after the first tile": ("hopper.gemm_rs", "gl.load(tile + primitives.TILES_IN_CHUNK) * num_columns", "1"),
+    "another slot": ("hopper_gemm", "recv_buffer += slot_offset +", "recv_buffer +="),
+    "flag after the first tile": ("hopper_gemm", "gl.load(tile + primitives.TILES_IN_CHUNK) * num_columns", "1"),
 }
 
 

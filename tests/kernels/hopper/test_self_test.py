@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_overlap.kernels.configs import HOPPER, HOPPER_SMALL
-from megatron_overlap.kernels.hopper import gluon_version, operands, self_test
-from megatron_overlap.kernels.launch import GemmConfig
+from megatron_overlap.kernels import gluon_version, launch
+from megatron_overlap.kernels import hopper_self_test as self_test
+from megatron_overlap.kernels.launch import HOPPER, HOPPER_SMALL
 from tests.helpers.world import World
 from tests.kernels import workers
 from tests.kernels.gluon_model import on
@@ -31,7 +31,7 @@ def test_right_kernels_pass(two_ranks: World, kind: str, transposed: bool) -> No
 
 
 def test_the_hopper_kernel_passes_on_the_model() -> None:
-    ag_gemm = modelled("hopper.ag_gemm").ag_gemm
+    ag_gemm = modelled("ag_gemm").ag_gemm
     with on(Machine(seed=0)):
         assert list(self_test.gathering(ag_gemm, "cpu", torch.bfloat16, HOPPER, True)) == []
 
@@ -111,39 +111,37 @@ def matrix(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> torc
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "config", "text"),
+    ("a", "b", "text"),
     [
-        (matrix(8, 32), matrix(32, 48), HOPPER, ""),
-        (matrix(8, 32), matrix(48, 32).t(), HOPPER_SMALL, ""),
-        (matrix(8, 32, torch.float32), matrix(32, 48, torch.float32), HOPPER, "not torch.float32"),
-        (matrix(8, 24), matrix(24, 48), HOPPER, "depth 24"),
-        (matrix(8, 32), matrix(32, 40), HOPPER, "columns 40"),
-        (matrix(8, 32), matrix(32, 96)[:, ::2], HOPPER, "b: strides"),
-        (matrix(8, 33)[:, 1:], matrix(32, 48), HOPPER, "a: rows"),
-        (matrix(8, 36)[:, :32], matrix(32, 48), HOPPER, "a: rows"),
-        (matrix(9, 32).flatten()[4:260].view(8, 32), matrix(32, 48), HOPPER, "a: rows"),
-        (matrix(32, 8).t(), matrix(32, 48), HOPPER, "a: rows"),
-        (matrix(8, 32), matrix(32, 52)[:, :48], HOPPER, "b: rows"),
-        (matrix(8, 32), matrix(32, 48), GemmConfig(128, 256, 64, num_warps=4), "8 warps"),
-        (matrix(8, 32), matrix(32, 48), GemmConfig(64, 256, 64), "tiles of"),
+        (matrix(8, 32), matrix(32, 48), ""),
+        (matrix(8, 32), matrix(48, 32).t(), ""),
+        (matrix(8, 32, torch.float32), matrix(32, 48, torch.float32), "not torch.float32"),
+        (matrix(8, 24), matrix(24, 48), "depth 24"),
+        (matrix(8, 32), matrix(32, 40), "columns 40"),
+        (matrix(8, 32), matrix(32, 96)[:, ::2], "b: strides"),
+        (matrix(8, 33)[:, 1:], matrix(32, 48), "a: rows"),
+        (matrix(8, 36)[:, :32], matrix(32, 48), "a: rows"),
+        (matrix(9, 32).flatten()[4:260].view(8, 32), matrix(32, 48), "a: rows"),
+        (matrix(32, 8).t(), matrix(32, 48), "a: rows"),
+        (matrix(8, 32), matrix(32, 52)[:, :48], "b: rows"),
     ],
 )
-def test_operands(a: torch.Tensor, b: torch.Tensor, config: GemmConfig, text: str) -> None:
-    found = operands.unsupported_reason(a, b, config)
+def test_operands(a: torch.Tensor, b: torch.Tensor, text: str) -> None:
+    found = launch.tma_unsupported_reason(a, b)
     assert text in found
     assert bool(found) == bool(text)
     if found:
         with pytest.raises(ValueError, match=text.split(":")[0]):
-            operands.check_operands(a, b, config)
+            launch.check_gemm(a, b, None, None, launch.RowTiles.of([], "cpu"), HOPPER_SMALL)
 
 
 def test_output_must_be_aligned() -> None:
-    assert "out: rows" in operands.unsupported_reason(matrix(8, 32), matrix(32, 48), HOPPER, matrix(8, 52)[:, :48])
+    assert "out: rows" in launch.tma_unsupported_reason(matrix(8, 32), matrix(32, 48), matrix(8, 52)[:, :48])
 
 
 def test_triton_without_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
     """The module imports without Gluon and reports in one line what is missing."""
-    assert gluon_version.available()
+    assert not gluon_version.unsupported_reason()
     monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
     assert gluon_version.__file__ is not None
     spec = importlib.util.spec_from_file_location("without_gluon", gluon_version.__file__)
@@ -151,6 +149,5 @@ def test_triton_without_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
     assert spec.loader is not None
     shim = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(shim)
-    assert not shim.available()
     assert "has no Gluon for Hopper" in shim.unsupported_reason()
     assert "\n" not in shim.unsupported_reason()

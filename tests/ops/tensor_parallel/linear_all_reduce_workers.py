@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from megatron_overlap.comm import transport_of
 from megatron_overlap.ops import LinearPlan, copy_linear, linear_all_reduce, reference
+from megatron_overlap.ops.tensor_parallel.fused.kernels import FusedPlan
 from megatron_overlap.ops.tensor_parallel.fused.linear import FusedMethod
-from megatron_overlap.ops.tensor_parallel.fused.plan import FusedPlan
 from megatron_overlap.ops.wgrad import DeferredWgrad
 from tests.helpers.fused import fused_transport
 from tests.helpers.late import LateTransport

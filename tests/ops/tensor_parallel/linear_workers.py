@@ -11,8 +11,8 @@ import torch.distributed as dist
 from megatron_overlap.comm import BufferPool, close_transport, transport_of
 from megatron_overlap.comm.gloo import GlooTransport
 from megatron_overlap.ops import LinearPlan, all_gather_linear, linear_reduce_scatter, reference
+from megatron_overlap.ops.tensor_parallel.fused.kernels import FusedPlan
 from megatron_overlap.ops.tensor_parallel.fused.linear import FusedMethod
-from megatron_overlap.ops.tensor_parallel.fused.plan import FusedPlan
 from megatron_overlap.ops.tensor_parallel.p2p import P2PMethod
 from megatron_overlap.ops.tensor_parallel.pipelined import Payload, PipelinedAllGather, PipelinedReduceScatter
 from megatron_overlap.ops.wgrad import WeightGradient

@@ -8,7 +8,7 @@ import torch
 
 from megatron_overlap.comm import Transport
 from megatron_overlap.ops import LinearPlan
-from megatron_overlap.ops.tensor_parallel.plan import RowCollective
+from megatron_overlap.ops.tensor_parallel.p2p import RowCollective
 
 KIB = 1024
 

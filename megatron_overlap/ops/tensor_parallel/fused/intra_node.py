@@ -11,79 +11,9 @@ from typing import Any
 
 import torch
 
-from megatron_overlap.comm.symmetric.layout import gathered_bytes
-from megatron_overlap.comm.symmetric.transport import SymmetricTransport
-from megatron_overlap.ops.tensor_parallel.fused.hopper import Hopper
-from megatron_overlap.ops.tensor_parallel.fused.plan import FusedPlan
+from megatron_overlap.comm.symmetric.transport import SymmetricTransport, gathered_bytes
+from megatron_overlap.ops.tensor_parallel.fused.kernels import FusedKernels, FusedPlan
 from megatron_overlap.ops.wgrad import WeightGradient
-from megatron_overlap.schedules import ChunkLayout
-
-
-class _Kernels:
-    """Kernel launchers, tile shapes and tables of row tiles for one operation."""
-
-    def __init__(self, transport: SymmetricTransport, plan: FusedPlan) -> None:
-        self._transport, self._plan = transport, plan
-        self.programs = max(1, transport.backend.num_sms - plan.spare_sms)
-        # The first use of a transport runs the self-test of the kernels, so it comes before the operation starts.
-        self.hopper = Hopper.of(transport) if plan.kernel == "hopper" else None
-
-    def table(self, layout: ChunkLayout, order: str, block: int | None) -> Any:
-        """Return a cached device table of row tiles in order of `arrival` or `departure`, or of `own` rows."""
-        from megatron_overlap.kernels.launch import RowTiles
-        from megatron_overlap.schedules.tile_order import arrival_order, departure_order, row_tiles
-
-        transport = self._transport
-        key = (layout, order, block)
-        if key not in transport.tables:
-            chunks = (departure_order if order == "departure" else arrival_order)(layout, transport.rank)
-            if order == "own":
-                chunks = [chunk for chunk in chunks if chunk.owner == transport.rank]
-            tiles = row_tiles(layout, transport.rank, chunks, block)
-            transport.tables[key] = RowTiles.of(tiles, transport.backend.device)
-        return transport.tables[key]
-
-    def config(self, rows: int, b: torch.Tensor) -> Any:
-        """Tile shape for a GEMM of `rows` rows with `b`."""
-        from megatron_overlap.kernels.configs import ALIGNED, ALIGNMENT, config_for, newest
-
-        if self._plan.config is not None:
-            return self._plan.config
-        capability = self._transport.backend.capability
-        wide = ALIGNED[newest(capability)]
-        depth, columns = b.shape
-        aligned = columns % ALIGNMENT == 0 and depth % ALIGNMENT == 0
-        tiles = -(-rows // wide.block_m) * -(-columns // wide.block_n)
-        return config_for(
-            capability,
-            aligned=aligned,
-            num_tiles=tiles,
-            num_programs=self.programs,
-            other=self._plan.tiles == "other",
-        )
-
-    def gathering(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> tuple[Any, Any]:
-        """Launcher and tile shape of a GEMM whose tiles wait for their rows."""
-        from megatron_overlap.kernels.ag_gemm import ag_gemm
-
-        config = self.config(a.shape[0], b)
-        found = None if self.hopper is None else self.hopper.gathering(a, b, config, out)
-        return found or (ag_gemm, config)
-
-    def scattering(self, a: torch.Tensor, b: torch.Tensor) -> tuple[Any, Any]:
-        """Launcher and tile shape of a GEMM that stores its tiles in the memory of their owners."""
-        from megatron_overlap.kernels.gemm_rs import gemm_to_owners
-
-        config = self.config(a.shape[0], b)
-        found = None if self.hopper is None else self.hopper.scattering(a, b, config)
-        return found or (gemm_to_owners, config)
-
-    def wgrad_config(self, w: torch.Tensor) -> Any:
-        """Tile shape for a weight gradient."""
-        from megatron_overlap.kernels.configs import ALIGNMENT, WGRAD, WGRAD_ODD, newest
-
-        aligned = all(extent % ALIGNMENT == 0 for extent in w.shape)
-        return (WGRAD if aligned else WGRAD_ODD)[newest(self._transport.backend.capability)]
 
 
 class IntraNodeGather:
@@ -100,7 +30,7 @@ class IntraNodeGather:
     def __init__(
         self, transport: SymmetricTransport, shard: torch.Tensor, num_rows: int, op: str, plan: FusedPlan
     ) -> None:
-        self._transport, self._kernels = transport, _Kernels(transport, plan)
+        self._transport, self._kernels = transport, FusedKernels(transport, plan)
         self._layout = plan.layout(num_rows, transport.size)
         slot_bytes = gathered_bytes(num_rows, transport.size, shard.shape[1], shard.itemsize)
         self._op = transport.begin(slot_bytes, op)
@@ -150,7 +80,9 @@ class IntraNodeGather:
         return Waits(self._op.flags, self._op.epoch, transport.status, transport.backend.max_polls)
 
     def _launch_matmul(self, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        ag_gemm, config = self._kernels.gathering(self.full, b, out)
+        from megatron_overlap.kernels.ag_gemm import ag_gemm
+
+        config = self._kernels.config(self.full, b, out)
         tiles = self._kernels.table(self._layout, "arrival", config.block_m)
         programs = self._kernels.programs
         ag_gemm(self.full, b, out, bias, tiles=tiles, waits=self._waits(), config=config, num_programs=programs)
@@ -191,9 +123,9 @@ class IntraNodeScatter:
     def __init__(
         self, transport: SymmetricTransport, a: torch.Tensor, b: torch.Tensor, op: str, plan: FusedPlan
     ) -> None:
-        from megatron_overlap.kernels.gemm_rs import Owners
+        from megatron_overlap.kernels.gemm_rs import Owners, gemm_to_owners
 
-        self._transport, self._kernels = transport, _Kernels(transport, plan)
+        self._transport, self._kernels = transport, FusedKernels(transport, plan)
         self._layout = plan.layout(a.shape[0], transport.size)
         slot_rows = -(-a.shape[0] // transport.size)
         self._recv_shape = (transport.size, slot_rows, b.shape[1])
@@ -201,7 +133,7 @@ class IntraNodeScatter:
         slot_bytes = gathered_bytes(a.shape[0], transport.size, b.shape[1], a.itemsize)
         self._op = transport.begin(slot_bytes, op)
         recv_buffers, flags = self._staged() if plan.stores == "staged" else self._op.addresses()
-        gemm_to_owners, config = self._kernels.scattering(a, b)
+        config = self._kernels.config(a, b)
         owners = Owners(
             recv_buffers=recv_buffers,
             flags=flags,

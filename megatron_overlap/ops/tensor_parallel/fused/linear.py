@@ -15,13 +15,13 @@ import torch
 
 from megatron_overlap.ops.call import InputVersion
 from megatron_overlap.ops.tensor_parallel.fused.intra_node import IntraNodeGather, IntraNodeScatter
+from megatron_overlap.ops.tensor_parallel.fused.kernels import FusedPlan
 from megatron_overlap.ops.tensor_parallel.fused.multi_node import (
     FusedTransport,
     NodesGather,
     NodesScatter,
     NodesTransport,
 )
-from megatron_overlap.ops.tensor_parallel.fused.plan import FusedPlan
 from megatron_overlap.ops.tensor_parallel.method import LinearMethod
 from megatron_overlap.ops.wgrad import Piece
 

@@ -20,7 +20,7 @@ from megatron_overlap.comm.symmetric.cuda import CudaBackend, probe_symmetric_me
 from megatron_overlap.comm.symmetric.transport import SymmetricTransport
 from megatron_overlap.comm.transport import Transfer, Transport
 from megatron_overlap.ops.tensor_parallel.fused.intra_node import IntraNodeGather, IntraNodeScatter
-from megatron_overlap.ops.tensor_parallel.fused.plan import FusedPlan
+from megatron_overlap.ops.tensor_parallel.fused.kernels import FusedPlan
 from megatron_overlap.ops.wgrad import WeightGradient
 from megatron_overlap.schedules import ChunkLayout
 from megatron_overlap.schedules.hierarchical import Nodes
@@ -80,7 +80,7 @@ def open_fused(group: dist.ProcessGroup, messages: Callable[[dist.ProcessGroup],
     nodes = probe_symmetric_memory(group)
     if isinstance(nodes, str):
         return nodes
-    from megatron_overlap.kernels.wait import wait_all
+    from megatron_overlap.kernels.primitives import wait_all
 
     host_group = HostGroup(group, nodes.members(nodes.node(dist.get_rank(group))))
     inside = SymmetricTransport(CudaBackend(host_group), wait_all)

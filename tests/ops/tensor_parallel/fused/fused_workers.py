@@ -102,8 +102,8 @@ def protocol(
     rank, size = backend.rank, backend.size
     if late_copies and rank == 0:
         backend.copying = _LateCopies(backend.copying, MUTANTS_LATE_S if edits else LATE_S)  # type: ignore[assignment]
-    transport = symmetric.SymmetricTransport(backend, load("kernels.wait", edits).wait_all)
-    fused_plan = load("ops.tensor_parallel.fused.plan", edits).FusedPlan(chunk_rows=ROWS // size // 2, **plan)
+    transport = symmetric.SymmetricTransport(backend, load("kernels.primitives", edits).wait_all)
+    fused_plan = load("ops.tensor_parallel.fused.kernels", edits).FusedPlan(chunk_rows=ROWS // size // 2, **plan)
     layout = fused_plan.layout(ROWS, size)
     own = slice(*layout.shard(rank))
     transport._allocate(4 * -(-ROWS // size) * size * max(K, N))
@@ -172,7 +172,7 @@ def layers(group: dist.ProcessGroup, edits: Sequence[Edit] = (), hosts: int = 1)
     members = HostGroup(group, nodes.members(nodes.node(rank)))
     backend = PoisonedBackend(members, max_polls=MUTANTS_POLLS if edits else MAX_POLLS)
     transport = load("comm.symmetric.transport", edits).SymmetricTransport(
-        backend, load("kernels.wait", edits).wait_all
+        backend, load("kernels.primitives", edits).wait_all
     )
     transport._allocate(4 * 32 * 16)
     backend.computing = _PoisonOnAcknowledge(backend.computing, transport)  # type: ignore[assignment]
@@ -253,7 +253,7 @@ class _Capturing(PoisonedBackend):
 def refused(group: dist.ProcessGroup) -> list[str]:
     """Return the error messages for wrong shapes, a stream capture, and an operation after a timeout."""
     from megatron_overlap.comm.symmetric.transport import SymmetricTransport
-    from megatron_overlap.kernels.wait import wait_all
+    from megatron_overlap.kernels.primitives import wait_all
 
     transport = fused_transport(group)
     capturing = FusedMethod(SymmetricTransport(_Capturing(HostGroup(group)), wait_all))

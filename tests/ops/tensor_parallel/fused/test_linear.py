@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_overlap.ops.tensor_parallel.fused.plan import FusedPlan
+from megatron_overlap.ops.tensor_parallel.fused.kernels import FusedPlan
 from tests.helpers.interpreting import interpreting_world
 from tests.helpers.mutants import Edit
 from tests.helpers.world import World, assert_same
@@ -170,7 +170,7 @@ def test_a_wrong_protocol_is_caught(ranks: World, tmp_path: Path, name: str) -> 
 
 LAYER_MUTANTS = {
     "one slot for two operations": Edit(
-        "comm.symmetric.layout", "return epoch % 2 * _aligned(self.slot_bytes)", "return 0"
+        "comm.symmetric.transport", "return epoch % 2 * _aligned(self.slot_bytes)", "return 0"
     ),
     "acknowledged before wgrad": Edit(
         "ops.tensor_parallel.fused.intra_node",

@@ -1,6 +1,6 @@
 """Self-test of the Hopper kernels on a device, in a child process with a timeout, before training uses them.
 
-python -m megatron_overlap.kernels.hopper.self_test 0     test device 0; print the failures; exit code 0 or 1
+python -m megatron_overlap.kernels.hopper_self_test 0     test device 0; print the failures; exit code 0 or 1
 
 A kernel that hangs or reads invalid memory would end the training process, so a child process runs the test. Not yet
 run on a GPU.
@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from megatron_overlap.kernels.configs import HOPPER, HOPPER_SMALL
-from megatron_overlap.kernels.gemm_rs import Owners
-from megatron_overlap.kernels.hopper import gluon_version
-from megatron_overlap.kernels.launch import GemmConfig, RowTiles, Waits
+from megatron_overlap.kernels import gluon_version
+from megatron_overlap.kernels.ag_gemm import ag_gemm
+from megatron_overlap.kernels.gemm_rs import Owners, gemm_to_owners
+from megatron_overlap.kernels.launch import HOPPER, HOPPER_SMALL, GemmConfig, RowTiles, Waits
 from megatron_overlap.schedules import ChunkLayout
 from megatron_overlap.schedules.tile_order import arrival_order, departure_order, row_tiles
 
@@ -43,7 +43,7 @@ def hopper_unsupported_reason(device: torch.device | int | None = None, deadline
     if reason:
         return reason
     index = torch.cuda.current_device() if device is None else torch.device(device).index or 0
-    command = [sys.executable, "-m", "megatron_overlap.kernels.hopper.self_test", str(index)]
+    command = [sys.executable, "-m", "megatron_overlap.kernels.hopper_self_test", str(index)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     try:
         child = subprocess.run(
@@ -73,9 +73,6 @@ def static_unsupported_reason(device: torch.device | int | None = None) -> str:
 
 def failures(device: str) -> Iterator[str]:
     """Yield the failures of the Hopper kernels on `device` for both forms, data types and tile shapes."""
-    from megatron_overlap.kernels.hopper.ag_gemm import ag_gemm
-    from megatron_overlap.kernels.hopper.gemm_rs import gemm_to_owners
-
     for dtype in (torch.bfloat16, torch.float16):
         for config in (HOPPER, HOPPER_SMALL):
             for transposed in (True, False):

@@ -1,12 +1,12 @@
-"""Main loop of the Hopper kernels: a producer warp loads tiles by TMA, and eight consumer warps multiply them by wgmma.
+"""The GEMM kernels for Hopper: a producer warp loads tiles by TMA, and eight consumer warps multiply them by wgmma.
 
 Producer and consumers iterate over the same tiles and count the same steps of depth `BLOCK_K` across all tiles. One
 slot of a ring in shared memory contains the operands of one step. The producer waits for the flag of a tile and then
 fills slots as they become `empty`. It prefetches up to the length of the ring, also across tiles: while the consumers
 store a tile, the operands of the next tile load.
 
-Importing this module fails where `kernels.hopper.gluon_version.unsupported_reason()` is not empty. Not yet run on a
-GPU.
+Importing this module fails where `kernels.gluon_version.unsupported_reason()` is not empty. Training uses it
+only on a device where `kernels.hopper_self_test` passes. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from megatron_overlap.kernels import primitives
-from megatron_overlap.kernels.hopper.gluon_version import (
+from megatron_overlap.kernels.gluon_version import (
     fence_async_shared,
     gl,
     jit,
@@ -165,3 +165,152 @@ def _store_columns(out, stride, num_rows, num_columns, block, FIRST: gl.constexp
     columns = FIRST + gl.arange(0, 128, gl.SliceLayout(0, layout))[None, :]
     mask = (rows < num_rows) & (columns < num_columns)
     gl.store(out + rows * stride + columns, gl.convert_layout(block, layout), mask=mask)
+
+
+@jit
+def ag_gemm_sm90_kernel(
+    a_desc,
+    b_desc,
+    bias_ptr,
+    out_ptr,
+    tiles_ptr,
+    flags_ptr,
+    status_ptr,
+    epoch,
+    num_first_tiles,
+    num_row_tiles,
+    N,
+    K,
+    stride_om,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
+    NT: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    MAX_POLLS: gl.constexpr,
+):
+    ring = make_ring(a_desc, b_desc, NUM_STAGES)
+    descs = (a_desc, b_desc)
+    where = (tiles_ptr, num_first_tiles, num_row_tiles, N, K)
+    gl.warp_specialize(
+        [
+            (
+                _store_products,
+                (ring, where, bias_ptr, out_ptr, stride_om, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_STAGES, NT, HAS_BIAS),
+            ),
+            (
+                produce,
+                (descs, ring, where, flags_ptr, status_ptr, epoch, BLOCK_N, BLOCK_K, GROUP, NUM_STAGES, NT, MAX_POLLS),
+            ),
+        ],
+        [1],
+        [PRODUCER_REGISTERS],
+    )
+
+
+@jit
+def _store_products(
+    ring,
+    where,
+    bias_ptr,
+    out_ptr,
+    stride_om,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+    NT: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+):
+    tiles_ptr, num_first_tiles, num_row_tiles, N, K = where
+    num_columns = gl.cdiv(N, BLOCK_N)
+    step = 0
+    for index in range(gl.program_id(0), num_row_tiles * num_columns, gl.num_programs(0)):
+        row_tile, column_tile = primitives.place_by_owner(index, num_first_tiles, num_row_tiles, num_columns, GROUP)
+        tile = tiles_ptr + row_tile * primitives.COLUMNS
+        start = gl.load(tile + primitives.START)
+        num_rows = gl.load(tile + primitives.STOP) - start
+        first = column_tile * BLOCK_N
+        total, step = multiply(ring, step, K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, NT)
+        if HAS_BIAS:
+            columns = first + gl.arange(0, BLOCK_N, gl.SliceLayout(0, total.type.layout))
+            total += gl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(gl.float32)[None, :]
+        out = out_ptr + start.to(gl.int64) * stride_om + first
+        store_rows(out, stride_om, num_rows, N - first, total, out_ptr.dtype.element_ty)
+
+
+@jit
+def gemm_to_owners_sm90_kernel(
+    a_desc,
+    b_desc,
+    recv_buffers_ptr,
+    flags_ptr,
+    counters_ptr,
+    tiles_ptr,
+    epoch,
+    slot_offset,
+    first_flag,
+    num_first_tiles,
+    num_row_tiles,
+    N,
+    K,
+    DTYPE: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
+    NT: gl.constexpr,
+):
+    ring = make_ring(a_desc, b_desc, NUM_STAGES)
+    descs = (a_desc, b_desc)
+    where = (tiles_ptr, num_first_tiles, num_row_tiles, N, K)
+    there = (recv_buffers_ptr, flags_ptr, counters_ptr, slot_offset, first_flag, epoch)
+    gl.warp_specialize(
+        [
+            (_store_partial_sums, (ring, where, there, DTYPE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_STAGES, NT)),
+            # MAX_POLLS 0: the producer reads neither flags nor status.
+            (
+                produce,
+                (descs, ring, where, tiles_ptr, tiles_ptr, epoch, BLOCK_N, BLOCK_K, GROUP, NUM_STAGES, NT, 0),
+            ),
+        ],
+        [1],
+        [PRODUCER_REGISTERS],
+    )
+
+
+@jit
+def _store_partial_sums(
+    ring,
+    where,
+    there,
+    DTYPE: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+    NT: gl.constexpr,
+):
+    tiles_ptr, num_first_tiles, num_row_tiles, N, K = where
+    recv_buffers_ptr, flags_ptr, counters_ptr, slot_offset, first_flag, epoch = there
+    num_columns = gl.cdiv(N, BLOCK_N)
+    step = 0
+    for index in range(gl.program_id(0), num_row_tiles * num_columns, gl.num_programs(0)):
+        row_tile, column_tile = primitives.place_by_owner(index, num_first_tiles, num_row_tiles, num_columns, GROUP)
+        tile = tiles_ptr + row_tile * primitives.COLUMNS
+        num_rows = gl.load(tile + primitives.STOP) - gl.load(tile + primitives.START)
+        owner = gl.load(tile + primitives.OWNER)
+        first = column_tile * BLOCK_N
+        total, step = multiply(ring, step, K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, NT)
+        recv_buffer = gl.multiple_of(gl.load(recv_buffers_ptr + owner).to(gl.pointer_type(DTYPE)), 16)
+        recv_buffer += slot_offset + gl.load(tile + primitives.ROW_IN_SHARD).to(gl.int64) * N + first
+        store_rows(recv_buffer, N, num_rows, N - first, total, DTYPE)
+        flag = gl.load(flags_ptr + owner).to(gl.pointer_type(gl.int32)) + first_flag + gl.load(tile + primitives.PART)
+        num_tiles = gl.load(tile + primitives.TILES_IN_CHUNK) * num_columns
+        # The barrier in count_tile covers the consumer warps only, not the producer.
+        primitives.count_tile(counters_ptr + gl.load(tile + primitives.FLAG), num_tiles, flag, epoch)

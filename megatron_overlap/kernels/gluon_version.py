@@ -29,7 +29,6 @@ except (ImportError, AttributeError) as error:
 __all__ = [
     "GluonASTSource",
     "TensorDescriptor",
-    "available",
     "fence_async_shared",
     "gl",
     "jit",
@@ -44,8 +43,3 @@ __all__ = [
 def unsupported_reason() -> str:
     """Return in one line why Gluon is not available, or an empty string."""
     return _MISSING
-
-
-def available() -> bool:
-    """Whether the Gluon modules can be imported."""
-    return not _MISSING

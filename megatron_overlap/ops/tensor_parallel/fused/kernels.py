@@ -1,0 +1,170 @@
+"""How a fused operation moves bytes and computes tiles: its plan, and the kernels, tile shapes and tables that follow.
+
+None of it affects the result. The first operation imports Triton, not this module.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+
+from megatron_overlap.comm.symmetric.transport import MAX_PARTS, Mover, SymmetricTransport
+from megatron_overlap.schedules import ChunkLayout
+
+if TYPE_CHECKING:
+    from megatron_overlap.kernels.launch import GemmConfig
+
+Stores = Literal["remote", "staged"]
+"""Where a scattering GEMM stores: in the memory of the owners, or in staging memory, from which copies send it."""
+
+Tiles = Literal["rule", "other"]
+"""Which of the two tile shapes of an architecture: the result of `kernels.launch.config_for`, or the other one."""
+
+Kernel = Literal["portable", "hopper"]
+"""GEMM kernels: portable Triton, or Hopper kernels with TMA and load warps. Not yet run on a GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class FusedPlan:
+    """How a fused operation moves bytes and computes tiles; the same on every rank of a group.
+
+    Attributes:
+        mover: how an all-gather is copied: `push` and `pull` directly, for switches; `ring` to neighbours, for PCIe.
+        stores: of a scattering GEMM. `staged` needs memory for one more gathered activation.
+        chunk_rows: rows of a communication tile, from one GEMM tile to a whole shard; at most 32 tiles per shard.
+        spare_sms: SMs that a fused GEMM does not use.
+        tiles: shape of GEMM tiles.
+        config: an explicit tile shape for experiments; None selects by `tiles`.
+        kernel: `hopper` runs where the self-test passes and the operands meet its requirements, else `portable`.
+
+    Raises:
+        ValueError: a value is unknown or out of range.
+    """
+
+    mover: Mover = "push"
+    stores: Stores = "remote"
+    # A few microseconds on a link, and a multiple of a GEMM tile.
+    chunk_rows: int = 512
+    spare_sms: int = 0
+    tiles: Tiles = "rule"
+    config: GemmConfig | None = field(default=None)
+    kernel: Kernel = "portable"
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("mover", get_args(Mover)),
+            ("stores", get_args(Stores)),
+            ("tiles", get_args(Tiles)),
+            ("kernel", get_args(Kernel)),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}: {getattr(self, name)}: must be one of {', '.join(known)}")
+        if self.chunk_rows < 1:
+            raise ValueError(f"chunk_rows: {self.chunk_rows}: must be at least 1")
+        if self.spare_sms < 0:
+            raise ValueError(f"spare_sms: {self.spare_sms}: must be at least 0")
+
+    def layout(self, num_rows: int, num_ranks: int) -> ChunkLayout:
+        """Return the rows of each rank and communication tile."""
+        parts = num_rows // num_ranks // self.chunk_rows
+        return ChunkLayout(num_rows, num_ranks, max(1, min(MAX_PARTS, parts)))
+
+
+class Hopper:
+    """Selects Hopper kernels on one transport and counts the GEMMs that did not use them.
+
+    Args:
+        unsupported_reason: why they cannot run on the device of this rank; empty if they can.
+    """
+
+    def __init__(self, unsupported_reason: str) -> None:
+        self.unsupported_reason = unsupported_reason
+        self.not_used: Counter[str] = Counter()
+        """Number of GEMMs that ran the portable kernel instead of a Hopper kernel, by reason."""
+
+    @classmethod
+    def of(cls, transport: SymmetricTransport) -> Hopper:
+        """Return the object of `transport`. The first call runs the self-test on its device, which can take minutes."""
+        if "hopper" not in transport.tables:
+            from megatron_overlap.kernels.hopper_self_test import hopper_unsupported_reason
+
+            device = transport.backend.device
+            transport.tables["hopper"] = cls(
+                hopper_unsupported_reason(device)
+                if device.type == "cuda"
+                else f"Hopper kernels need CUDA, not {device.type}"
+            )
+        found = transport.tables["hopper"]
+        assert isinstance(found, cls)
+        return found
+
+    @staticmethod
+    def reasons(transport: SymmetricTransport) -> dict[str, int]:
+        """Return `not_used` of `transport`; empty if no plan requested Hopper kernels."""
+        found = transport.tables.get("hopper")
+        return {} if found is None else dict(found.not_used)
+
+    def config(self, a: torch.Tensor, b: torch.Tensor, portable: GemmConfig, out: torch.Tensor | None) -> GemmConfig:
+        """Return the tile shape of a Hopper kernel for `a @ b`, or `portable` if it cannot run."""
+        from megatron_overlap.kernels.launch import HOPPER, HOPPER_SMALL, tma_unsupported_reason
+
+        reason = self.unsupported_reason or tma_unsupported_reason(a, b, out)
+        if reason:
+            self.not_used[reason] += 1
+            return portable
+        # The output tiles of the portable kernel with another depth, number of stages and number of warps.
+        config = HOPPER_SMALL if portable.block_n <= HOPPER_SMALL.block_n else HOPPER
+        return replace(config, group=portable.group)
+
+
+class FusedKernels:
+    """Tile shapes and tables of row tiles for one operation."""
+
+    def __init__(self, transport: SymmetricTransport, plan: FusedPlan) -> None:
+        self._transport, self._plan = transport, plan
+        self.programs = max(1, transport.backend.num_sms - plan.spare_sms)
+        # The first use of a transport runs the self-test of the kernels, so it comes before the operation starts.
+        self._hopper = Hopper.of(transport) if plan.kernel == "hopper" else None
+
+    def table(self, layout: ChunkLayout, order: str, block: int | None) -> Any:
+        """Return a cached device table of row tiles in order of `arrival` or `departure`, or of `own` rows."""
+        from megatron_overlap.kernels.launch import RowTiles
+        from megatron_overlap.schedules.tile_order import arrival_order, departure_order, row_tiles
+
+        transport = self._transport
+        key = (layout, order, block)
+        if key not in transport.tables:
+            chunks = (departure_order if order == "departure" else arrival_order)(layout, transport.rank)
+            if order == "own":
+                chunks = [chunk for chunk in chunks if chunk.owner == transport.rank]
+            tiles = row_tiles(layout, transport.rank, chunks, block)
+            transport.tables[key] = RowTiles.of(tiles, transport.backend.device)
+        return transport.tables[key]
+
+    def config(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> GemmConfig:
+        """Tile shape, and with it the kernel, of `a @ b`."""
+        from megatron_overlap.kernels.launch import ALIGNED, ALIGNMENT, config_for, newest
+
+        config = self._plan.config
+        if config is None:
+            capability = self._transport.backend.capability
+            wide = ALIGNED[newest(capability)]
+            depth, columns = b.shape
+            config = config_for(
+                capability,
+                aligned=columns % ALIGNMENT == 0 and depth % ALIGNMENT == 0,
+                num_tiles=-(-a.shape[0] // wide.block_m) * -(-columns // wide.block_n),
+                num_programs=self.programs,
+                other=self._plan.tiles == "other",
+            )
+        return config if self._hopper is None else self._hopper.config(a, b, config, out)
+
+    def wgrad_config(self, w: torch.Tensor) -> Any:
+        """Tile shape for a weight gradient."""
+        from megatron_overlap.kernels.launch import ALIGNMENT, WGRAD, WGRAD_ODD, newest
+
+        aligned = all(extent % ALIGNMENT == 0 for extent in w.shape)
+        return (WGRAD if aligned else WGRAD_ODD)[newest(self._transport.backend.capability)]
