@@ -397,7 +397,8 @@ def _read(config: OverlapConfig | str | Path | None) -> OverlapConfig:
 def _method(config: OverlapConfig, feature: str) -> str:
     if feature in ("attention", "joint_mlp", "split"):
         # These features belong to tensor parallelism: they are keys of its section.
-        return "none" if config.tensor.method == "none" else str(getattr(config.tensor, feature))
+        method, value = config.tensor.method, str(getattr(config.tensor, feature))
+        return "none" if method == "none" or (feature == "split" and value == "auto" != method) else value
     return str(getattr(config, feature).method)
 
 

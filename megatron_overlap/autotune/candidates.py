@@ -1,4 +1,4 @@
-"""Candidates that can run a linear layer, and the kind of call that they are compared for. Pure."""
+"""Candidates that can run a linear layer or a block, and the kind of call that they are compared for. Pure."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from megatron_overlap.schedules.plan import Pattern
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to run a linear layer, forward and backward.
+    """One way to run a linear layer or a block of transformer layers, forward and backward.
 
     Attributes:
-        method: the stock path, point-to-point messages, or fused kernels.
+        method: of a linear layer: the stock path, point-to-point messages, or fused kernels. Of a block: its linear
+            layers with their own candidates, or batch overlap.
         pattern: of p2p; None takes that of the device.
         chunks_per_rank: of p2p; None takes a number from the rows and their bytes.
         knobs: of fused: values that are not defaults, in the order of `schedules.heuristics.KNOBS`.
     """
 
-    method: Literal["stock", "p2p", "fused"]
+    method: Literal["stock", "p2p", "fused", "separate layers", "batch overlap"]
     pattern: Pattern | None = None
     chunks_per_rank: int | None = None
     knobs: tuple[Knob, ...] = ()
@@ -31,11 +32,13 @@ class Candidate:
         return " ".join((self.method, *([self.pattern] if self.pattern else ()), *chunks, *knobs))
 
 
-STOCK = Candidate("stock")
-"""The stock path, which every other candidate has to beat."""
+STOCK, SEPARATE_LAYERS = Candidate("stock"), Candidate("separate layers")
+"""The bases of a linear layer and of a block, which every other candidate has to beat."""
 
 FUSED, HOPPER = Candidate("fused"), Candidate("fused", knobs=(("kernel", "hopper"),))
 """The portable fused kernels, and those for sm_90."""
+
+BATCH_OVERLAP = Candidate("batch overlap")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,7 @@ class Call:
     """The kind of a call: calls of a group that agree in every attribute run the same candidate.
 
     Attributes:
-        op: `ag_gemm`, `gemm_rs`, `copy_gemm` or `gemm_ar`.
+        op: `ag_gemm`, `gemm_rs`, `copy_gemm` or `gemm_ar`; `block` for the layers of a transformer block.
         rows: gathered rows.
         in_features: columns of this rank's input.
         out_features: columns of this rank's output.

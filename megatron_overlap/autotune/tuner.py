@@ -123,7 +123,7 @@ class Autotuner:
             call: its kind.
             run: runs the call with a candidate; returns the output, or a tuple that begins with it.
             leaves: input and weight: the graph of the call ends there.
-            candidates: the candidates beside the stock path; called once for each kind.
+            candidates: of the call, the base first; called once for each kind.
             timed: False on all ranks for a call that takes longer than others. It runs the selected candidate.
 
         Raises:
@@ -134,7 +134,7 @@ class Autotuner:
         name = ("all_reduce", call.rows, call.dtype, call.backward) if call.all_reduces else call
         kind = self.kinds.get(name)
         if kind is None:
-            kind = self.kinds[name] = self._open(call, [STOCK, *candidates()], leaves[0].device)
+            kind = self.kinds[name] = self._open(call, candidates(), leaves[0].device)
         if not timed:
             candidate = kind.search.selected.candidate
             return run(candidate), candidate
@@ -146,7 +146,7 @@ class Autotuner:
         if not kind.step.timed:
             return run(candidate), candidate
         samples = kind.samples.setdefault(call, {}).setdefault(candidate, ([], []))
-        return _time_call(samples, partial(run, candidate), leaves), candidate
+        return _time_call(samples, partial(run, candidate), leaves, whole_pass=call.op == "block"), candidate
 
     def _open(self, call: Call, candidates: Sequence[Candidate], device: torch.device) -> Kind:
         if not self.kinds:
@@ -197,11 +197,12 @@ class Autotuner:
             self._cache.put(kind.call.key, Selection(str(candidate), us, stock_us, reason))
 
 
-def _time_call(samples: Samples, run: Callable[[], Any], leaves: Sequence[torch.Tensor]) -> Any:
+def _time_call(samples: Samples, run: Callable[[], Any], leaves: Sequence[torch.Tensor], *, whole_pass: bool) -> Any:
     """Runs a call, adds its times to `samples`, and returns its result.
 
-    Hooks time the backward from before the first until after the last node that the call added to the autograd graph.
-    Gradient accumulation into parameters is not included. On CUDA the marks are events.
+    Hooks time the backward from before the first until after the last node that the call added to the autograd graph,
+    or until the end of the backward pass. Gradient accumulation into parameters is not included, unless weight
+    gradients are deferred (`ops.wgrad`). On CUDA the marks are events.
     """
 
     def mark() -> Any:
@@ -216,11 +217,24 @@ def _time_call(samples: Samples, run: Callable[[], Any], leaves: Sequence[torch.
     forward.stop = mark()
     samples[0].append(forward)
     output = result[0] if isinstance(result, tuple) else result
-    if output.grad_fn is not None:
-        samples[1].append(backward)
-        output.grad_fn.register_prehook(lambda grads: setattr(backward, "start", mark()))
+    if output.grad_fn is None:
+        return result
+
+    def stop(*_: Any) -> None:
+        backward.stop = mark()
+
+    def stop_at_end(_: torch.Tensor) -> None:
+        handle.remove()
+        # Deferred weight gradients that no layer has computed run as earlier callbacks.
+        torch.autograd.Variable._execution_engine.queue_callback(stop)
+
+    samples[1].append(backward)
+    output.grad_fn.register_prehook(lambda grads: setattr(backward, "start", mark()))
+    if whole_pass:
+        handle = leaves[0].register_hook(stop_at_end)
+    else:
         for node in _nodes(output.grad_fn, leaves):
-            node.register_hook(lambda inputs, outputs: setattr(backward, "stop", mark()))
+            node.register_hook(stop)
     return result
 
 

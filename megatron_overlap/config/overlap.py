@@ -27,9 +27,10 @@ class TensorOverlap(Section):
     """Whether the backward gathers the input again instead of saving it."""
     attention: Literal["row", "query_split"] = "row"
     """row: attention, then the overlapped projection; query_split: both by slices of queries, with flash attention."""
-    split: Literal["none", "batch"] = "none"
+    split: Literal["auto", "none", "batch"] = "auto"
     """batch: batch overlap (Domino): a transformer layer computes one half of the micro-batch during the all-reduce of
-    the other half. Needs p2p, no sequence parallelism and an even micro-batch size."""
+    the other half. Needs p2p or auto, no sequence parallelism and an even micro-batch size. auto: with method auto,
+    where it is supported and measured to be faster."""
     joint_mlp: Literal["auto", "none"] = "auto"
     """auto: with p2p and without sequence parallelism, run both linear layers of an MLP block by block of rows, so that
     both GEMMs hide the all-reduce; none: overlap each linear layer alone."""

@@ -195,10 +195,9 @@ def _data_rules(cfg: LaunchFields) -> Iterator[Rule]:
 
 def _batch_overlap_rules(cfg: LaunchFields) -> Iterator[Rule]:
     tensor, key = cfg.overlap.tensor, "overlap.tensor.split"
-    if tensor.split == "none" or tensor.method == "none":
+    if tensor.split != "batch" or tensor.method == "none":
         return
-    remedy = f"overlap.tensor.method {tensor.method} does not split the batch; use p2p, or none"
-    yield tensor.method != "p2p", key, remedy
+    yield tensor.method == "fused", key, "overlap.tensor.method fused does not split the batch; use p2p or auto"
     yield cfg.parallel.sequence_parallel, key, "needs parallel.sequence_parallel false; use none"
     yield cfg.train.micro_batch_size % 2, "train.micro_batch_size", f"must be even with {key} batch"
 

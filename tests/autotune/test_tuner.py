@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from megatron_overlap.autotune import tuner
 from megatron_overlap.autotune.search import calls_to_select
 from tests.autotune import tuner_workers as workers
 from tests.helpers.world import World, assert_same
@@ -59,3 +63,27 @@ def test_the_cache_of_other_ranks_makes_no_difference(world: World, tmp_path: Pa
     last, again = answers[0]
     assert last[0].startswith("p2p")
     assert again == last * 5
+
+
+class _Deferring(torch.autograd.Function):
+    """Computes for a while in backward, and for longer at the end of the pass, as deferred weight gradients do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.002)
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: time.sleep(0.02))
+        return grads[0] * 2
+
+
+def test_a_whole_pass_includes_what_runs_at_its_end() -> None:
+    x = torch.ones(4, requires_grad=True)
+    samples: tuner.Samples = ([], [])
+    for whole_pass in (True, False, False):
+        tuner._time_call(samples, lambda: _Deferring.apply(x), (x,), whole_pass=whole_pass).sum().backward()
+    whole, node, _ = (span.us() for span in samples[1])
+    assert whole >= 22_000
+    assert 2_000 <= node < whole

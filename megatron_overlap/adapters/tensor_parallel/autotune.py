@@ -1,4 +1,4 @@
-"""`overlap.tensor.method: auto` in Megatron's linear layers: one `Autotuner` for each tensor-parallel group."""
+"""`overlap.tensor.method: auto` in Megatron's layers: one `Autotuner` for each tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_overlap.adapters.diagnostics.reference_check import Check
 from megatron_overlap.adapters.tensor_parallel.call import LayerOutput, LinearCall
-from megatron_overlap.autotune.candidates import STOCK, Call, Candidate
-from megatron_overlap.autotune.search import Search
+from megatron_overlap.autotune.candidates import BATCH_OVERLAP, SEPARATE_LAYERS, STOCK, Call, Candidate
+from megatron_overlap.autotune.search import Search, Step
 from megatron_overlap.autotune.tuner import Autotuner, Kind
 from megatron_overlap.counters import AutotuneLine, Tally
 from megatron_overlap.ops.call import gathered_rows
@@ -128,6 +129,32 @@ class LinearAutotuner:
             self._stock_calls[id(layer)] = _StockCall(facts, own.search, tally, group if gathers else None)
         return result
 
+    def run_block(self, layers: Sequence[Any], x: torch.Tensor, run: Callable[[Candidate], torch.Tensor]) -> Any:
+        """Runs the layers of a block without sequence parallelism with `SEPARATE_LAYERS` or `BATCH_OVERLAP`.
+
+        The comparison starts when the candidate of the separate layers is selected.
+
+        Args:
+            layers: of the block; batch overlap supports them.
+            x: input of the block.
+            run: runs the block; returns the output.
+        """
+        autotuner = self._autotuners.get(layers[0].self_attention.linear_proj.tp_group)
+        rows, dtype = gathered_rows(x, 1), str(x.dtype).removeprefix("torch.")
+        backward = _grad_enabled() and x.requires_grad
+        separate = None if autotuner is None else autotuner.kinds.get(("all_reduce", rows, dtype, backward))
+        if autotuner is None or separate is None or separate.search.measuring:
+            return run(SEPARATE_LAYERS)
+
+        def run_candidate(candidate: Candidate) -> torch.Tensor:
+            # Layers outside the block, such as the output layer, keep their candidate; their calls begin no step.
+            separate.step = Step(separate.search.selected.candidate)
+            return run(candidate)
+
+        kind = Call("block", rows, x.shape[-1], x.shape[-1], dtype, backward, f"of {len(layers)} layers")
+        candidates = SEPARATE_LAYERS, BATCH_OVERLAP
+        return autotuner.run(kind, run_candidate, (x,), lambda: candidates, timed=not self._check.due)[0]
+
     def unsupported_reason(self, call: LinearCall) -> str | None:
         """See `LinearBackend`."""
         if call.wgrad_target is not None and not call.x.is_cuda:
@@ -149,23 +176,24 @@ class LinearAutotuner:
             pattern=None if tensor.schedule == "auto" else tensor.schedule,
             chunks=None if tensor.chunks_per_rank == "auto" else tensor.chunks_per_rank,
         )
-        return [*(Candidate("p2p", *each) for each in settings), *self._fused_candidates(call)]
+        return [STOCK, *(Candidate("p2p", *each) for each in settings), *self._fused_candidates(call)]
 
 
 def _line(kind: Kind) -> AutotuneLine:
     search, selected, call = kind.search, kind.search.selected, kind.call
-    tried = ", ".join(str(each) for each in search.tried if each not in (STOCK, selected.candidate))
+    base, *others = search.tried
+    tried = ", ".join(str(each) for each in others if each != selected.candidate)
     reason = {
-        "reverted": f"reverted, as the stock path became faster: {tried}",
+        "reverted": f"reverted, as {'the stock path' if base == STOCK else base} became faster: {tried}",
         "cached": "cached by an earlier run",
         "not measured": "not measured: no backward pass followed",
-        "measured": f"none is faster: {tried}" if selected.candidate == STOCK else f"faster than {tried or STOCK}",
+        "measured": f"none is faster: {tried}" if selected.candidate == base else f"faster than {tried or base}",
     }[selected.reason]
     ms, stock_ms = (None if math.isnan(us) else us / 1e3 for us in (selected.us, selected.stock_us))
+    module = call.op if call.op == "block" else "column" if call.op in ("ag_gemm", "copy_gemm") else "row"
     together = " and all layers without sequence parallelism" if call.all_reduces else ""
     return AutotuneLine(
-        module=f"{'column' if call.op in ('ag_gemm', 'copy_gemm') else 'row'} "
-        f"{call.in_features}->{call.out_features}{together}",
+        module=" ".join(filter(None, (module, f"{call.in_features}->{call.out_features}{together}", call.variant))),
         op=call.op,
         rows=call.rows,
         dtype=call.dtype,

@@ -19,7 +19,8 @@ from megatron_overlap.adapters.tensor_parallel.call import LayerOutput, LinearCa
 from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
 from megatron_overlap.adapters.tensor_parallel.eligibility import BATCH_DIMENSION, unsupported_layer_reason
 from megatron_overlap.adapters.tensor_parallel.layer_handoff import PendingOutput
-from megatron_overlap.adapters.wrapping import Method, untraced
+from megatron_overlap.adapters.wrapping import Method, tracing, untraced
+from megatron_overlap.autotune.candidates import BATCH_OVERLAP, SEPARATE_LAYERS, Candidate
 from megatron_overlap.comm import BufferPool
 from megatron_overlap.ops.tensor_parallel.batch_overlap import (
     Reduction,
@@ -36,17 +37,52 @@ _POSITIONAL = ("hidden_states", "attention_mask")
 
 
 def block_forward(original: Method, session: Session) -> Method:
-    """Replacement of `TransformerBlock.forward`. Runs the original, and records the order of its layers."""
-    layer_handoff = LinearAdapter.of(session).layer_handoff
+    """Replacement of `TransformerBlock.forward`.
+
+    Runs the original, and records the order of its layers. With `method: auto` the autotuner selects whether the layers
+    run in batch overlap.
+    """
+    adapter = LinearAdapter.of(session)
+    layer_handoff = adapter.layer_handoff
 
     @untraced
     @functools.wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def split(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Further positional arguments are not known, and may let the block read the outputs of its layers.
         unknown = len(args) > len(_POSITIONAL)
         reads_outputs = unknown or self.config.cpu_offloading or kwargs.get("extract_layer_indices")
         with layer_handoff.block(() if reads_outputs else self.layers):
             return original(self, *args, **kwargs)
+
+    if session.config.tensor.split == "batch":
+        return split
+
+    def measured(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def run(candidate: Candidate) -> Any:
+            adapter.splits_batch = candidate == BATCH_OVERLAP
+            try:
+                return (split if adapter.splits_batch else original)(self, *args, **kwargs)
+            finally:
+                adapter.splits_batch = False
+
+        arguments = {**dict(zip(_POSITIONAL, args, strict=False)), **kwargs}
+        if not self.pre_process:
+            arguments["hidden_states"] = self.input_tensor
+        x = arguments["hidden_states"]
+        reasons = (_unsupported_reason(layer, arguments, adapter) for layer in self.layers)
+        unknown = len(args) > len(_POSITIONAL) or not isinstance(x, torch.Tensor)
+        reason = "positional arguments" if unknown else next(filter(None, reasons), None)
+        if reason is None:
+            return adapter.autotuner.run_block(self.layers, x, run)
+        session.counters.exclude("batch overlap", reason)
+        return run(SEPARATE_LAYERS)
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = self.config
+        communicates = config.tensor_model_parallel_size > 1 and not config.sequence_parallel and self.layers
+        runs_measured = communicates and adapter.autotuner.enabled and not tracing()
+        return (measured if runs_measured else original)(self, *args, **kwargs)
 
     return forward
 
@@ -60,8 +96,7 @@ def layer_forward(original: Method, session: Session) -> Method:
     layer_handoff = adapter.layer_handoff
 
     @untraced
-    @functools.wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def split(self: Any, *args: Any, **kwargs: Any) -> Any:
         arguments = {**dict(zip(_POSITIONAL, args, strict=False)), **kwargs}
         x = arguments["hidden_states"]
         pending = layer_handoff.take(x)
@@ -81,6 +116,10 @@ def layer_forward(original: Method, session: Session) -> Method:
         whole = torch.cat([part.complete() for part in output.parts], dim=1)
         return make_viewless_tensor(inp=whole, requires_grad=whole.requires_grad, keep_graph=True), None
 
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return (split if adapter.splits_batch else original)(self, *args, **kwargs)
+
     return forward
 
 
@@ -88,8 +127,8 @@ def _unsupported_reason(layer: Any, arguments: dict[str, Any], adapter: LinearAd
     """The reason that a layer runs on the whole micro-batch; None if batch overlap supports it."""
     if layer.config.sequence_parallel:
         return "sequence parallelism: each linear layer overlaps its all-gather or reduce-scatter"
-    if adapter.autotuner.enabled or adapter.fused:
-        return "method auto or fused does not split the batch"
+    if adapter.fused:
+        return "method fused does not split the batch"
     return unsupported_layer_reason(layer, arguments)
 
 

@@ -51,6 +51,7 @@ class LinearAdapter(Adapter):
         plan: how the p2p backend cuts and orders messages.
         deferred_wgrad: postponed weight gradients of layers without sequence parallelism.
         assigned: the backend that batch overlap assigned to a layer, for the time of one call.
+        splits_batch: transformer layers run in batch overlap now.
         layer_handoff: outputs that transformer layers complete inside the next layer.
         check: the reference check of the session.
         autotuner: the backend of `method: auto`.
@@ -70,6 +71,7 @@ class LinearAdapter(Adapter):
         )
         self.deferred_wgrad = DeferredWgrad()
         self.assigned: dict[torch.nn.Module, LinearBackend] = {}
+        self.splits_batch = tensor.split == "batch"
         self.layer_handoff = LayerHandoff()
         self.check = Check.of(session)
         self._transports: dict[dist.ProcessGroup, Transport] = {}

@@ -196,7 +196,10 @@ def unsupported_layer_reason(layer: Any, arguments: dict[str, Any]) -> str | Non
         return "the MLP is not an MLP or the attention is not a SelfAttention of Megatron"
     if not isinstance(layer.cross_attention, IdentityOp):
         return "cross-attention"
-    if not layer.self_attention.linear_proj.skip_bias_add or not layer.mlp.linear_fc2.skip_bias_add:
+    rows = layer.self_attention.linear_proj, layer.mlp.linear_fc2
+    if not all(isinstance(row, RowParallelLinear) for row in rows):
+        return f"the row-parallel layers are {type(rows[0]).__name__}, not Megatron's local RowParallelLinear"
+    if not all(row.skip_bias_add for row in rows):
         return "a row-parallel layer adds its bias itself"
     if getattr(config, "fused_residual_rmsnorm", False) or getattr(config, "inference_fuse_tp_communication", False):
         return "the kernel of another layer adds the residual"

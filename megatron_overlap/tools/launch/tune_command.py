@@ -87,6 +87,8 @@ def short_run(name: str, cfg: LaunchConfig) -> LaunchConfig:
     cuda = cfg.launch.device == "cuda"
     layers, num = cfg.model.num_layers // cfg.parallel.pipeline, 1 + max_p2p_settings(cfg.parallel.tensor) + 2 * cuda
     calls = max(calls_to_select(num), calls_to_select(num, _NUM_VARIANTS if cuda else 0) / layers)
+    if not cfg.parallel.sequence_parallel and tensor.split == "auto":
+        calls += calls_to_select(2)  # then batch overlap of each block is measured
     iterations = _FIRST_STEPS + math.ceil(_MARGIN * calls / cfg.num_microbatches)
     dump = cfg.model_dump()
     train = {

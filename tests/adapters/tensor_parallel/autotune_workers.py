@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -12,10 +16,12 @@ from megatron_overlap import OverlapConfig, enable
 from megatron_overlap.adapters.tensor_parallel.autotune import LinearAutotuner
 from megatron_overlap.adapters.tensor_parallel.call import LinearCall
 from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
+from megatron_overlap.autotune import search
 from megatron_overlap.autotune.candidates import STOCK, Candidate
-from megatron_overlap.autotune.search import calls_to_select
-from megatron_overlap.autotune.tuner import AutotuneError
+from megatron_overlap.autotune.search import Search, Timing, calls_to_select
+from megatron_overlap.autotune.tuner import AutotuneError, Kind
 from megatron_overlap.session import Session
+from tests.adapters.tensor_parallel.batch_overlap_workers import HIDDEN, SEQUENCE, make_block
 from tests.adapters.tensor_parallel.linear_workers import make_data, make_layer, start, step
 
 RANKS = 4
@@ -189,3 +195,94 @@ def different_layers(group: dist.ProcessGroup) -> str:
         except AutotuneError as error:
             return str(error)
     return ""
+
+
+@dataclass(frozen=True)
+class BlockCase:
+    """A block of two transformer layers without sequence parallelism under `method: auto`.
+
+    Attributes:
+        split_us, separate_us: the time of the block in batch overlap and with separate layers, given to the search.
+        batch: sequences of the micro-batch.
+        last_stage: the block gets its input from `set_input_tensor`, as on a later pipeline stage.
+        calls: most calls of the block.
+    """
+
+    split_us: float = 100
+    separate_us: float = 200
+    batch: int = 2
+    last_stage: bool = False
+    calls: int = 60
+
+
+class BlockRun(NamedTuple):
+    """What a block ran.
+
+    Attributes:
+        split: for each call, whether the block ran in batch overlap.
+        measuring: for each call, whether the separate layers were still being measured.
+        timed_outside: steps of the separate layers that were timed after a call in batch overlap.
+        lines: the selections.
+        not_overlapped: modules of the report that no method overlaps, with the reason.
+    """
+
+    split: list[bool]
+    measuring: list[bool]
+    timed_outside: int
+    lines: list[dict[str, Any]]
+    not_overlapped: dict[str, str]
+
+
+def block(group: dist.ProcessGroup, case: BlockCase) -> BlockRun:
+    """Runs a block until autotuning has selected, and compares each call with the stock path."""
+    start(group)
+    generator = torch.Generator().manual_seed(31)
+    x, dy = (torch.randn(SEQUENCE, case.batch, HIDDEN, generator=generator) for _ in range(2))
+    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+    layers = make_block(group, torch.float32)
+    layers.pre_process = not case.last_stage
+
+    def once() -> dict[str, Any]:
+        leaf = x.clone().requires_grad_()
+        layers.zero_grad(set_to_none=True)
+        layers.set_input_tensor(leaf if case.last_stage else None)
+        y = layers(hidden_states=None if case.last_stage else leaf, attention_mask=mask)
+        y.backward(dy)
+        return {"y": y.detach(), "dx": leaf.grad} | {n: p.grad for n, p in layers.named_parameters()}
+
+    times = {"separate layers": case.separate_us, "batch overlap": case.split_us, "stock": 20.0, "p2p x 1": 10.0}
+    record = Search.record
+
+    def record_given(search: Search[Candidate], measured: Sequence[Timing]) -> None:
+        """A real time that is missing stays missing."""
+        given = [Timing(times[str(each)]) for each in search.wanted]
+        record(search, [m if math.isnan(m.us) else g for m, g in zip(measured, given, strict=True)])
+
+    stock = once()
+    split, measuring, timed_outside, left = [], [], 0, case.calls
+    with (
+        patch.object(search, "FIRST_TRIALS", 2),
+        patch.object(Search, "record", record_given),
+        enable(config(None, chunks_per_rank=1), strict=True) as session,
+    ):
+        while left:
+            before = _kinds(session)
+            separate = next((kind for kind in before if kind.call.op != "block"), None)
+            calls = 0 if separate is None else separate.search.calls
+            mine = once()
+            for name, value in stock.items():
+                scale = float(value.abs().max())
+                torch.testing.assert_close(mine[name], value, rtol=0, atol=1e-5 * scale, msg=f"{name} {split[-1:]}")
+            measuring.append(separate is None or separate.search.measuring)
+            split.append(separate is not None and separate.search.calls == calls)
+            timed_outside += separate is not None and split[-1] and separate.step.timed
+            # The last calls run what is selected.
+            left = (
+                min(left - 1, 6) if all(not kind.search.measuring for kind in before[1:]) and before[1:] else left - 1
+            )
+        report = session.report().as_dict()
+    return BlockRun(split, measuring, timed_outside, report["autotuning"], report["not_overlapped"])
+
+
+def _kinds(session: Session) -> list[Kind]:
+    return [kind for each in LinearAdapter.of(session).autotuner._autotuners.values() for kind in each.kinds.values()]

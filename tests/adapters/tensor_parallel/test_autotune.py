@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.adapters.tensor_parallel import autotune_workers as workers
-from tests.adapters.tensor_parallel.autotune_workers import RANKS
+from tests.adapters.tensor_parallel.autotune_workers import RANKS, BlockCase
 from tests.helpers.world import World, assert_same
 
 
@@ -56,3 +56,35 @@ def test_ranks_that_run_different_layers_get_an_error(ranks: World) -> None:
     for text in ranks.run(RANKS, workers.different_layers):
         assert "run different layers: ag_gemm 64x16x6 float32 backward by stock, p2p" in text
         assert " | ag_gemm 72x16x6" in text
+
+
+@pytest.mark.parametrize(
+    ("case", "wins"),
+    [(BlockCase(), True), (BlockCase(last_stage=True), True), (BlockCase(split_us=300), False)],
+    ids=["faster", "faster-on-a-later-stage", "slower"],
+)
+def test_a_block_without_sequence_parallelism_is_measured_in_batch_overlap(
+    ranks: World, case: BlockCase, wins: bool
+) -> None:
+    answers = ranks.run(RANKS, workers.block, case)
+    assert_same([run.split for run in answers])
+    assert_same([run.lines for run in answers])
+    run = answers[0]
+    layers, block = run.lines
+    assert (layers["op"], layers["method"], block["op"]) == ("copy_gemm", "p2p x 1", "block")
+    assert block["module"] == "block 16->16 of 2 layers"
+    assert block["method"] == ("batch overlap" if wins else "separate layers")
+    assert block["reason"] == ("faster than separate layers" if wins else "none is faster: batch overlap")
+    assert block["gain"] == pytest.approx(1.0 if wins else 0.0)
+    assert len(run.split) < case.calls
+    assert run.split[-6:] == [wins] * 6
+    assert sum(run.split) >= 2 * 2
+    assert not any(split for split, measuring in zip(run.split, run.measuring, strict=True) if measuring)
+    assert run.timed_outside == 0, "an output layer after the block runs the selected candidate, untimed"
+
+
+def test_a_block_that_does_not_support_batch_overlap_has_a_reason_and_no_fallback(ranks: World) -> None:
+    run = ranks.run(RANKS, workers.block, BlockCase(batch=3, calls=16))[0]
+    assert [line["op"] for line in run.lines] == ["copy_gemm"]
+    assert not any(run.split)
+    assert run.not_overlapped["batch overlap"] == "a micro-batch of 3 does not split into two equal parts"
