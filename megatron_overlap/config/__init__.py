@@ -1,19 +1,10 @@
 """Configuration of launches and of the overlap: schema, files, presets, arguments of Megatron. No torch."""
 
 from megatron_overlap.config.errors import ConfigError
-from megatron_overlap.config.launch import (
-    DataConfig,
-    HostsConfig,
-    LaunchSection,
-    ModelConfig,
-    ParallelConfig,
-    SlurmConfig,
-    TrainConfig,
-)
+from megatron_overlap.config.launch import ModelConfig
 from megatron_overlap.config.loading import (
     LaunchConfig,
     OverlapConfig,
-    OverlapFile,
     dump_config,
     load_launch_config,
     load_overlap_file,
@@ -23,16 +14,9 @@ from megatron_overlap.config.megatron_args import to_megatron_args
 
 __all__ = [
     "ConfigError",
-    "DataConfig",
-    "HostsConfig",
     "LaunchConfig",
-    "LaunchSection",
     "ModelConfig",
     "OverlapConfig",
-    "OverlapFile",
-    "ParallelConfig",
-    "SlurmConfig",
-    "TrainConfig",
     "dump_config",
     "load_launch_config",
     "load_overlap_file",

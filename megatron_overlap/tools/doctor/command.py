@@ -6,12 +6,13 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -34,6 +35,24 @@ TEST_DEADLINE_S = 10.0
 VERSIONS = ("megatron-overlap", "megatron-core", "torch", "triton", "transformer-engine", "apex")
 _TOLERANCE = 1e-5
 """Relative; fp32 sums of a few terms in another order."""
+
+# Values of environment variables (regular expressions) that do harm, and the remedy.
+_ENABLED = "(?!0$).+"
+_HARMFUL_ON_GPUS = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": (
+        "1",
+        "slows data parallel, FSDP and expert overlap; the plugin orders kernels by events and does not need it. "
+        "Megatron requires it before Blackwell with tensor or context parallelism: set it only there",
+    ),
+    "CUDA_LAUNCH_BLOCKING": (_ENABLED, "disables all overlap: unset it"),
+    "NCCL_P2P_DISABLE": (_ENABLED, "GPUs exchange data through host memory: unset it"),
+    "NCCL_IB_DISABLE": (_ENABLED, "nodes use TCP: unset it"),
+}
+_HARMFUL = {
+    "NCCL_DEBUG": ("INFO|TRACE", "writes lines in every step: set it to WARN"),
+    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "checks every collective: unset it"),
+    "MEGATRON_OVERLAP": ("0", "disables the plugin: unset it"),
+}
 
 Verdict = Literal["works", "works slower", "not available"]
 
@@ -105,66 +124,31 @@ def devices() -> list[str]:
 
 def environment(env: Mapping[str, str], *, cuda: bool) -> list[tuple[str, str, str]]:
     """Variables that slow a run down or disable the plugin: name, value, and remedy."""
-    cores = os.cpu_count() or 1
-    enabled: Callable[[str], bool] = lambda value: value != "0"  # noqa: E731
-    checks: list[tuple[bool, str, Callable[[str], bool], str]] = [
-        (
-            True,
-            "CUDA_DEVICE_MAX_CONNECTIONS",
-            lambda value: value == "1",
-            "slows data parallel, FSDP and expert overlap; the plugin orders kernels by events and does not need it. "
-            "Megatron requires it before Blackwell with tensor or context parallelism: set it only there",
-        ),
-        (True, "CUDA_LAUNCH_BLOCKING", enabled, "disables all overlap: unset it"),
-        (True, "NCCL_P2P_DISABLE", enabled, "GPUs exchange data through host memory: unset it"),
-        (True, "NCCL_IB_DISABLE", enabled, "nodes use TCP: unset it"),
-        (
-            False,
-            "NCCL_DEBUG",
-            lambda value: value.upper() in ("INFO", "TRACE"),
-            "writes lines in every step: set it to WARN",
-        ),
-        (
-            False,
-            "TORCH_DISTRIBUTED_DEBUG",
-            lambda value: value.upper() == "DETAIL",
-            "checks every collective: unset it",
-        ),
-        (False, "MEGATRON_OVERLAP", lambda value: value == "0", "disables the plugin: unset it"),
-        (
-            False,
-            "OMP_NUM_THREADS",
-            lambda value: value.isdigit() and int(value) > cores,
-            f"more threads than the {cores} cores: use cores / ranks",
-        ),
-    ]
-    return [
+    rules = {**(_HARMFUL_ON_GPUS if cuda else {}), **_HARMFUL}
+    found = [
         (name, env[name], remedy)
-        for needs_cuda, name, is_bad, remedy in checks
-        if (cuda or not needs_cuda) and name in env and is_bad(env[name])
+        for name, (values, remedy) in rules.items()
+        if re.fullmatch(values, env.get(name, ""), re.IGNORECASE)
     ]
+    threads, cores = env.get("OMP_NUM_THREADS", ""), os.cpu_count() or 1
+    if threads.isdigit() and int(threads) > cores:
+        found.append(("OMP_NUM_THREADS", threads, f"more threads than the {cores} cores: use cores / ranks"))
+    return found
 
 
 def findings(self_test: str | None, ranks: int) -> list[Finding]:
     """The verdict on each feature. `self_test` is the reason why the self-test on `ranks` ranks failed, or None."""
-    cuda = torch.cuda.is_available()
-    gpus = torch.cuda.device_count() if cuda else 0
-    result = []
-    for feature in ("tensor: p2p", "data: p2p", "ulysses: p2p"):
-        if self_test is not None:
-            result.append(Finding(feature, "not available", f"the self-test failed: {self_test}"))
-        elif not cuda:
-            result.append(Finding(feature, "works slower", "no GPU: the processor both computes and copies messages"))
-        else:
-            result.append(Finding(feature, "works", f"NCCL, {gpus} GPUs; the self-test ran over gloo on {ranks} ranks"))
-    core = importlib.util.find_spec("megatron") is not None
-    result.append(
-        Finding("in Megatron", "works", "see `megatron-overlap patches`")
-        if core
-        else Finding("in Megatron", "not available", "megatron-core is not installed")
-    )
-    result.append(Finding("tensor: fused", *_fused(gpus)))
-    return result
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    p2p: tuple[Verdict, str] = ("works slower", "no GPU: the processor both computes and copies messages")
+    if self_test is not None:
+        p2p = ("not available", f"the self-test failed: {self_test}")
+    elif gpus:
+        p2p = ("works", f"NCCL, {gpus} GPUs; the self-test ran over gloo on {ranks} ranks")
+    core: tuple[Verdict, str] = ("works", "see `megatron-overlap patches`")
+    if importlib.util.find_spec("megatron") is None:
+        core = ("not available", "megatron-core is not installed")
+    features = {"tensor: p2p": p2p, "data: p2p": p2p, "ulysses: p2p": p2p, "in Megatron": core}
+    return [Finding(feature, *verdict) for feature, verdict in (*features.items(), ("tensor: fused", _fused(gpus)))]
 
 
 def _fused(gpus: int) -> tuple[Verdict, str]:

@@ -56,14 +56,13 @@ class SimulatedRun:
 
     Attributes:
         time_us: end of the last computation and message.
-        compute_us, undisturbed_us: computation time, with and without the slowdown by communication.
+        compute_us: computation time with the slowdown by communication.
         arrived_us: arrival time of each message, by stream.
         slack_us: smallest time between the arrival of a message and its use.
     """
 
     time_us: float
     compute_us: float
-    undisturbed_us: float
     sent_bytes: float
     arrived_us: tuple[tuple[float, ...], ...]
     slack_us: float
@@ -72,11 +71,6 @@ class SimulatedRun:
     def exposed_us(self) -> float:
         """Time in which the rank waits and does not compute."""
         return self.time_us - self.compute_us
-
-    @property
-    def lost_us(self) -> float:
-        """Time beyond undisturbed computation: exposed communication and slowdown of the computation."""
-        return self.time_us - self.undisturbed_us
 
 
 def in_order(*streams: Stream) -> Program:
@@ -251,7 +245,6 @@ def run_program(
     return SimulatedRun(
         simulation.now,
         simulation.compute_us,
-        math.fsum(program.streams[n].work_us[k] + program.streams[n].add_us[k] for n, k in program.order),
         simulation.sent_bytes,
         tuple(tuple(times[index] for index in sorted(times)) for times in simulation.arrived),
         0.0 if math.isinf(simulation.slack_us) else simulation.slack_us,

@@ -95,11 +95,6 @@ class StepTime:
     data_us: float
     optimizer_us: float
 
-    @property
-    def exposed_us(self) -> float:
-        """All exposed communication and pipeline waits."""
-        return self.tensor_us + self.context_us + self.pipeline_us + self.data_us
-
 
 @dataclass(slots=True)
 class _Stage:
