@@ -38,8 +38,6 @@ _SMALLEST_DEVIATION = 1e-9
 _INK, _GRID, _COMPUTE, _MESSAGE, _SAVED = "#24292f", "#d0d7de", "#d3dbe5", "#4d5a69", "#0a8f6a"
 _MIN_SHARE = 0.002
 """Ops with a smaller share of the drawn time share the last style."""
-_MIN_GAP = 0.0003
-"""Spans of one op with a smaller gap, as a part of the axis, are drawn as one: they are indistinguishable."""
 _WIDTH = 13.0
 """Inches."""
 
@@ -120,21 +118,6 @@ def op_styles(found: Sequence[StepTimeline]) -> dict[str, int]:
     return {op: place for place, op in enumerate(longest[: len(OP_STYLES) - 1])}
 
 
-def joined(spans: Sequence[Span], min_gap_ms: float) -> list[Span]:
-    """The spans of each op, joined where the gap between them is smaller than `min_gap_ms`."""
-    result: list[Span] = []
-    last: dict[str, int] = {}
-    for span in spans:
-        place = last.get(span.op)
-        if place is not None and span.start_ms - result[place].stop_ms < min_gap_ms:
-            before = result[place]
-            result[place] = Span(before.start_ms, max(before.stop_ms, span.stop_ms), span.op)
-        else:
-            last[span.op] = len(result)
-            result.append(span)
-    return result
-
-
 def _timeline(
     axes: Any, one: StepTimeline, end: float, first_end: float, axis_ms: float, styles: dict[str, int]
 ) -> None:
@@ -146,11 +129,10 @@ def _timeline(
     )
     for place, rank in enumerate(one.ranks):
         axes.broken_barh([(rank.start_ms, rank.stop_ms - rank.start_ms)], (place - 0.4, 0.5), facecolor=_COMPUTE)
-        waits = joined(rank.waits, _MIN_GAP * axis_ms)
-        for style in sorted({styles.get(span.op, len(OP_STYLES) - 1) for span in waits}):
-            mine = [span for span in waits if styles.get(span.op, len(OP_STYLES) - 1) == style]
+        for style in sorted({styles.get(span.op, len(OP_STYLES) - 1) for span in rank.waits}):
+            mine = [span for span in rank.waits if styles.get(span.op, len(OP_STYLES) - 1) == style]
             _bars(axes, mine, (place - 0.4, 0.5), *OP_STYLES[style])
-        _bars(axes, joined(rank.messages, _MIN_GAP * axis_ms), (place + 0.14, 0.18), _MESSAGE, "")
+        _bars(axes, rank.messages, (place + 0.14, 0.18), _MESSAGE, "")
     if first_end - end > 0.001 * axis_ms:
         axes.axvspan(end, first_end, facecolor="none", edgecolor="#8b98a8", ls=(0, (4, 3)))
         middle = (len(one.ranks) - 1) / 2

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 from rich import box
 from rich.table import Table
 
@@ -87,7 +85,6 @@ def html(result: Comparison, configs: Mapping[str, str], runs_folder: Path) -> s
 
     folder = PackageLoader("megatron_overlap.tools.compare")
     environment = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
-    environment.filters["breakable"] = _breakable
     environment.filters["image"] = lambda svg: f"data:image/svg+xml;base64,{base64.b64encode(svg).decode('ascii')}"
     steps, step_notes = _steps(result, runs_folder)
     return environment.get_template("compare.html.j2").render(
@@ -295,11 +292,6 @@ def _caption(result: Comparison) -> str:
 def _rounds(result: Comparison) -> str:
     rounds = len(result.headline.speedup_rounds)
     return f"{rounds} round{'s' if rounds > 1 else ''}"
-
-
-def _breakable(name: str) -> Markup:
-    """A name with line breaks allowed between its words."""
-    return Markup("<wbr>").join(re.split(r"(?<=[_.\-])(?=\w)|(?<=[a-z])(?=[A-Z])", name))
 
 
 def _ms(value: float, form: str) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_overlap.tools.compare import report
 from megatron_overlap.tools.compare.comparison import Comparison, TypicalStep, compare, comparison_content
-from megatron_overlap.tools.compare.plot import OP_STYLES, draw_breakdown, draw_timelines, joined, op_styles
+from megatron_overlap.tools.compare.plot import OP_STYLES, draw_breakdown, draw_timelines, op_styles
 from megatron_overlap.tools.compare.rounds import run_folder
 from megatron_overlap.tools.compare.traced_steps import RankStep, Span, StepTimeline, breakdowns, timelines
 from megatron_overlap.tools.launch.run_records import RunRecord, StepExposed
@@ -131,11 +131,6 @@ def test_all_runs_are_on_one_axis_with_one_style_for_each_op() -> None:
     assert ">1000<" in picture  # the axis of both ends with the longer step
     for op in ("b", "a"):
         assert picture.count(f">wait: {op}<") == 1
-
-
-def test_spans_of_one_op_with_an_invisible_gap_are_drawn_as_one() -> None:
-    spans = [Span(0, 100, "a"), Span(50, 60, "b"), Span(100.0001, 200, "a"), Span(300, 400, "a")]
-    assert joined(spans, min_gap_ms=0.3) == [Span(0, 200, "a"), Span(50, 60, "b"), Span(300, 400, "a")]
 
 
 def test_more_ops_than_styles_share_the_last_one() -> None:
