@@ -245,7 +245,7 @@ class Session:
 
     def _warn(self) -> None:
         for finding in self._findings:
-            if finding.verdict is not Verdict.APPLIES:
+            if finding.verdict not in (Verdict.APPLIES, Verdict.ABSENT):
                 warnings.warn(_sentence(finding), PatchWarning, stacklevel=4)
             if finding.stale:
                 warnings.warn(

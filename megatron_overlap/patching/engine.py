@@ -8,7 +8,7 @@ from types import FunctionType
 from typing import Any
 
 from megatron_overlap.patching import PatchError, RevertRefusedError
-from megatron_overlap.patching.manifest import Manifest, Verdict
+from megatron_overlap.patching.manifest import NOT_APPLIED, Manifest, Verdict
 from megatron_overlap.patching.planning import (
     Binding,
     Finding,
@@ -55,8 +55,7 @@ class Engine:
         return Plan(
             tuple(
                 replace(finding, verdict=Verdict.REFUSED, reason=f"belongs together with {culprit}, refused")
-                if finding.verdict is not Verdict.REFUSED
-                and (culprit := refused.get(finding.manifest.feature)) is not None
+                if finding.verdict not in NOT_APPLIED and (culprit := refused.get(finding.manifest.feature)) is not None
                 else finding
                 for finding in findings
             )

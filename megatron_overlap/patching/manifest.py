@@ -61,6 +61,7 @@ class Manifest(BaseModel):
         substitute: the object itself, instead of a factory; only with `unchecked`.
         feature: patches of one feature are applied together or not at all.
         why: the reason for this place.
+        requires: a module without which the target does not exist; the patch is then absent, not refused.
         also_bound: attributes that hold the target by value and are replaced with it.
         relies_on: other symbols whose source the replacement repeats or expects.
         releases: the reviewed releases. The target's source is compared with them.
@@ -74,6 +75,7 @@ class Manifest(BaseModel):
     substitute: TargetName | None = None
     feature: str
     why: Reason
+    requires: str | None = None
     also_bound: list[TargetName] = []
     relies_on: list[TargetName] = []
     releases: dict[str, ReviewedRelease] = {}
@@ -163,6 +165,9 @@ class Verdict(StrEnum):
     UNREVIEWED = "applies unreviewed"
     REFUSED = "refused"
     ABSENT = "absent"
+
+
+NOT_APPLIED = (Verdict.REFUSED, Verdict.ABSENT)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
-from megatron_overlap.patching.manifest import NOT_COMPARED, Manifest, Verdict, judge
+from megatron_overlap.patching.manifest import NOT_APPLIED, NOT_COMPARED, Manifest, Verdict, judge
 from megatron_overlap.patching.source import Definition, ImportedTree, Target, definitions
 
 
@@ -130,7 +130,7 @@ class Plan:
     @property
     def applicable(self) -> list[Finding]:
         """The patches that may be applied."""
-        return [finding for finding in self.findings if finding.verdict is not Verdict.REFUSED]
+        return [finding for finding in self.findings if finding.verdict not in NOT_APPLIED]
 
 
 def plan_patches(manifests: Iterable[Manifest]) -> list[Finding]:
@@ -145,7 +145,7 @@ def plan_patches(manifests: Iterable[Manifest]) -> list[Finding]:
 
 
 def _is_compared(finding: Finding) -> bool:
-    return finding.verdict is not Verdict.REFUSED and finding.manifest.unchecked is None
+    return finding.verdict not in NOT_APPLIED and finding.manifest.unchecked is None
 
 
 def _or_refused[**P](manifest: Manifest, step: Callable[P, Finding], *args: P.args, **kwargs: P.kwargs) -> Finding:
@@ -157,7 +157,13 @@ def _or_refused[**P](manifest: Manifest, step: Callable[P, Finding], *args: P.ar
 
 
 def _examine(manifest: Manifest) -> Finding:
-    site, original, own = _resolve(Target.parse(manifest.target))
+    target = Target.parse(manifest.target)
+    if manifest.requires is not None:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(target.module)
+        if manifest.requires not in sys.modules:
+            return Finding(manifest, Verdict.ABSENT, f"{target.module} runs without {manifest.requires.split('.')[0]}")
+    site, original, own = _resolve(target)
     judgement = NOT_COMPARED
     if manifest.unchecked is None:
         for name in manifest.relies_on:

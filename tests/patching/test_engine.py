@@ -333,6 +333,20 @@ def test_second_apply_is_refused(packages: Packages) -> None:
     engine.revert()
 
 
+def test_a_patch_of_a_package_that_is_not_installed_is_absent_and_refuses_nothing(packages: Packages) -> None:
+    absent = packages.manifest("Base.plain").model_copy(update={"requires": "not_installed.module"})
+    other = packages.manifest("scale")
+    engine = Engine([absent, other])
+    plan = engine.plan()
+    assert [finding.verdict for finding in plan.findings] == [Verdict.ABSENT, Verdict.APPLIES]
+    assert plan.findings[0].reason == f"{packages.vendor.__name__} runs without not_installed"
+    engine.apply(plan, session=None)
+    assert engine.applied == [other.target]
+    engine.revert()
+    present = absent.model_copy(update={"requires": packages.vendor.__name__})
+    assert only(Engine([present])).verdict is Verdict.APPLIES
+
+
 def test_a_refused_patch_refuses_its_feature_only(packages: Packages) -> None:
     missing = packages.manifest("Base.plain").model_copy(update={"target": f"{packages.vendor.__name__}:Base.gone"})
     other = packages.manifest("scale", feature="data")

@@ -53,7 +53,9 @@ def test_own_patches_apply_and_leave_nothing_behind(snapshot: Callable[[object],
         )
         session = megatron_overlap.enable(everything, strict=True)
     planned = [manifest for manifest in load_manifests() if manifest.feature in OVERLAPPED]
-    assert [line.verdict for line in session.report().patches] == ["applies"] * len(planned)
+    expected = ["absent" if manifest.requires else "applies" for manifest in planned]
+    assert [line.verdict for line in session.report().patches] == expected
+    assert not any(line.applied for line in session.report().patches if line.verdict == "absent")
     assert DotProductAttention.forward.__module__ == "megatron_overlap.adapters.ulysses.core_attention"
     assert layers.ColumnParallelLinear._forward_impl.__module__ == "megatron_overlap.adapters.tensor_parallel.linear"
     assert layers.RowParallelLinear.forward.__module__ == "megatron_overlap.adapters.tensor_parallel.linear"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -85,12 +85,14 @@ class LinearCall(ABC):
         layer: the Megatron module.
         kind: `column` or `row`.
         op: `ag_gemm`, `copy_gemm`, `gemm_rs` or `gemm_ar`; see `ops.reference`.
-        x: input of the operation.
+        x: input of the operation; with `norm`, input of the norm before it.
         weight: weight shard of this rank.
         bias: added by the operation; None for a row-parallel layer, whose bias is added to the sum.
         group: the tensor-parallel group.
         wgrad_target: destination of the weight gradient; None returns it to autograd.
         hooks: counts the call.
+        is_tunable: whether the autotuner can compare the stock path of such a call with its operation.
+        norm: of a layer that starts with a norm. Overlapped backends get a call whose `x` went through it.
     """
 
     layer: torch.nn.Module
@@ -102,6 +104,13 @@ class LinearCall(ABC):
     group: dist.ProcessGroup
     wgrad_target: MainGradTarget | None
     hooks: LinearHooks
+    is_tunable: ClassVar[bool] = True
+    norm: Callable[[torch.Tensor], torch.Tensor] | None = field(default=None, kw_only=True)
+
+    def normalized(self) -> Self:
+        """This call after its norm, which it must have."""
+        assert self.norm is not None
+        return replace(self, x=self.norm(self.x), norm=None)
 
     @abstractmethod
     def run_stock(self) -> LayerOutput:

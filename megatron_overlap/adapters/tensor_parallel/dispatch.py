@@ -149,13 +149,15 @@ class LinearAdapter(Adapter):
         if self.assigned:
             backend = self.assigned.get(call.layer)
             if backend is not None:
-                return backend.run(call)
+                return backend.run(call if call.norm is None else call.normalized())
         if self.autotuner.enabled and self.autotuner.unsupported_reason(call) is None:
             return self.autotuner.run(call)
         return self.run_overlapped(call, self._method)
 
     def run_overlapped(self, call: LinearCall, backend: OverlapBackend | None = None) -> LayerOutput:
         """Runs `call` on `backend`, default the configured one; p2p where fused kernels do not support the call."""
+        if call.norm is not None:
+            call = call.normalized()
         backend = backend or self._method
         if backend is not self._p2p and isinstance(backend, FusedBackend):
             reason = backend.unsupported_reason(call)

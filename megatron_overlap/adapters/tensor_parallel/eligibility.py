@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.extensions import transformer_engine as te_extension
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -17,7 +18,7 @@ from megatron_overlap.adapters.wrapping import Method
 from megatron_overlap.ops.tensor_parallel.batch_overlap import can_be_ordered
 from megatron_overlap.schedules.gather_scatter import MAX_RANKS
 
-_EXPERT = "expert layer: the token dispatcher communicates, not the layer"
+EXPERT = "expert layer: the token dispatcher communicates, not the layer"
 _GTP = "generalized tensor parallel weights"
 _OFFLOADED = "activations are offloaded to the CPU"
 
@@ -34,8 +35,6 @@ _COLUMN_ARGUMENTS = {
 }
 # TransformerEngine features that change what a layer computes or sends: field of the layer's config, reason.
 _TE_FEATURES = (
-    ("fp8", "fp8: TransformerEngine quantizes its messages"),
-    ("fp4", "fp4: TransformerEngine quantizes its messages"),
     ("tp_comm_overlap", "--tp-comm-overlap: TransformerEngine overlaps communication itself"),
     ("delay_wgrad_compute", "deferred weight gradient (--delay-wgrad-compute)"),
     ("symmetric_ar_type", "TransformerEngine's all-reduce in symmetric memory (symmetric_ar_type)"),
@@ -71,7 +70,7 @@ def unsupported_column_reason(layer: Any, args: tuple[Any, ...], kwargs: dict[st
         unknown = sorted(kwargs.keys() - _COLUMN_ARGUMENTS)
         return f"unknown arguments: {', '.join(unknown) or 'positional'}"
     if layer.explicit_expert_comm:
-        return _EXPERT
+        return EXPERT
     if kwargs.get("sequence_parallel") and kwargs.get("allreduce_dgrad"):
         return "sequence parallelism together with an all-reduce of dgrad"
     if not kwargs.get("sequence_parallel") and not kwargs.get("allreduce_dgrad"):
@@ -86,7 +85,7 @@ def unsupported_column_reason(layer: Any, args: tuple[Any, ...], kwargs: dict[st
 def unsupported_row_reason(layer: Any, x: torch.Tensor, group: dist.ProcessGroup, stock_gemm: Method) -> str | None:
     """The reason in a `RowParallelLinear`; `stock_gemm` is Megatron's `RowParallelLinear._forward_impl`."""
     if layer.explicit_expert_comm:
-        return _EXPERT
+        return EXPERT
     if not layer.input_is_parallel:
         return "input is not parallel"
     if type(layer)._forward_impl is not stock_gemm:
@@ -101,6 +100,19 @@ def unsupported_row_reason(layer: Any, x: torch.Tensor, group: dist.ProcessGroup
     return None
 
 
+def is_te_linear(layer: Any) -> bool:
+    """Whether a linear layer is one of Megatron's TransformerEngine classes."""
+    return "te_return_bias" in layer.__dict__
+
+
+def te_quantizes() -> bool:
+    """Whether TransformerEngine quantizes here (fp8, fp4): not in the bf16 layers of `first_last_layers_bf16`."""
+    if not te_extension.HAVE_TE:
+        return False
+    state = te_extension.FP8GlobalStateManager
+    return bool(state.is_fp8_enabled() or state.is_fp8_calibration())
+
+
 def te_communicates(layer: Any) -> bool:
     """Whether a TransformerEngine linear communicates. In an expert, `parallel_mode` is None."""
     return not (layer.tp_size == 1 or layer.parallel_mode is None or layer.tp_group is None)
@@ -108,6 +120,8 @@ def te_communicates(layer: Any) -> bool:
 
 def unsupported_te_reason(layer: Any, kind: str, x: torch.Tensor) -> str | None:
     """The reason in a TransformerEngine linear of `kind` column or row, or in its configuration."""
+    if te_quantizes():
+        return "fp8: TransformerEngine quantizes its messages"
     for field, reason in _TE_FEATURES:
         if getattr(layer.config, field, None):
             return reason
@@ -115,6 +129,8 @@ def unsupported_te_reason(layer: Any, kind: str, x: torch.Tensor) -> str | None:
         return "a quantization recipe names this layer"
     if layer.weight_names != ["weight"]:
         return "the weight is split into several parameters"
+    if type(layer.weight) is not torch.nn.Parameter:
+        return f"the weight is a {type(layer.weight).__name__}"
     if getattr(layer.weight, "gtp_remat_size", 1) > 1:
         return _GTP
     if getattr(layer.weight, "overwrite_main_grad", False):

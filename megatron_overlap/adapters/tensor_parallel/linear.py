@@ -13,7 +13,11 @@ from megatron.core.utils import get_tensor_model_parallel_group_if_none
 
 from megatron_overlap.adapters.tensor_parallel.call import LayerOutput, LinearCall
 from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
-from megatron_overlap.adapters.tensor_parallel.eligibility import unsupported_column_reason, unsupported_row_reason
+from megatron_overlap.adapters.tensor_parallel.eligibility import (
+    is_te_linear,
+    unsupported_column_reason,
+    unsupported_row_reason,
+)
 from megatron_overlap.adapters.wrapping import Method, tracing
 from megatron_overlap.session import Session
 
@@ -98,6 +102,10 @@ class RowCall(LinearCall):
 
 def add_row_bias(layer: Any, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The result of a row-parallel layer: the output with its bias, or both with `skip_bias_add`."""
+    if is_te_linear(layer):
+        if layer.te_return_bias:
+            return output, layer.bias
+        return (output + layer.bias if layer.use_bias else output), None
     if layer.skip_bias_add:
         return output, layer.bias
     return (output if layer.bias is None else output + layer.bias), None

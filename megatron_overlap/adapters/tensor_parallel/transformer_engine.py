@@ -1,9 +1,8 @@
-"""TransformerEngine's column- and row-parallel linear layers, overlapped through Megatron's backend spec provider.
+"""Replacements of the forward methods of TransformerEngine's linear layers, in the classes of Megatron.
 
-The provider returns the classes of which Megatron builds a layer. The replacements return subclasses of
-TransformerEngine's classes. Parameters, initialisation, checkpoints, norm and low precision stay TransformerEngine's;
-only the forward of a bf16, fp16 or fp32 layer that communicates is replaced. Not yet run on a GPU: the tests compare
-every attribute that is read here with the sources of TransformerEngine and Megatron.
+Parameters, initialisation, checkpoints, norm and low precision stay TransformerEngine's; only the forward of a bf16,
+fp16 or fp32 layer that communicates is replaced. Tested on CPU ranks with the kernels of `adapters/cpu/te_kernels.py`.
+Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -11,13 +10,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear
+from megatron.core.transformer.mlp import MLP
 
 from megatron_overlap.adapters.tensor_parallel.call import LayerOutput, LinearCall
 from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
-from megatron_overlap.adapters.tensor_parallel.eligibility import te_communicates, unsupported_te_reason
+from megatron_overlap.adapters.tensor_parallel.eligibility import EXPERT, te_communicates, unsupported_te_reason
+from megatron_overlap.adapters.tensor_parallel.linear import add_row_bias
 from megatron_overlap.adapters.wrapping import Method, untraced
 from megatron_overlap.session import Session
 
@@ -28,106 +30,103 @@ _OPS = {
     ("row", False): "gemm_ar",
 }
 _NORM = "_overlap_norm"
+_DUPLICATED = "every rank holds the whole weight: the layer does not communicate"
 
 
-def column_parallel_linear(original: Method, session: Session) -> Method:
-    """Replacement of `TESpecProvider.column_parallel_linear`: returns a subclass of the original's class.
+def linear_forward(original: Method, session: Session) -> Method:
+    """Replacement of the `forward` of `TELinear` and of `TELayerNormColumnParallelLinear`.
 
-    The layer equals `all_gather(x) @ weight.T + bias` under sequence parallelism; without it `x @ weight.T + bias`,
-    whose input gradient is summed over ranks.
+    Equals the original. A column-parallel layer is `all_gather(x) @ weight.T + bias` under sequence parallelism,
+    without it `x @ weight.T + bias`, whose input gradient is summed over ranks; a norm before it runs on `x`. A
+    row-parallel layer is `reduce_scatter(x @ weight.T)` under sequence parallelism, without it
+    `all_reduce(x @ weight.T)`; then the bias. A bias is returned instead of added with `skip_bias_add`.
     """
-    return _provider(original, session, "column")
-
-
-def column_parallel_layer_norm_linear(original: Method, session: Session) -> Method:
-    """Replacement of `TESpecProvider.column_parallel_layer_norm_linear`: the same for a layer that starts with a norm.
-
-    The norm is a TransformerEngine module that shares the parameters of the layer. It runs before the all-gather.
-    """
-    return _provider(original, session, "column")
-
-
-def row_parallel_linear(original: Method, session: Session) -> Method:
-    """Replacement of `TESpecProvider.row_parallel_linear`: returns a subclass of the original's class.
-
-    The layer equals `reduce_scatter(x @ weight.T)` under sequence parallelism, without it `all_reduce(x @ weight.T)`;
-    then the bias, which is returned instead of added with `skip_bias_add`.
-    """
-    return _provider(original, session, "row")
-
-
-def _provider(original: Method, session: Session, kind: str) -> Method:
     adapter = LinearAdapter.of(session)
-    classes: dict[type, type] = {}  # Megatron compares layer specs by identity.
-
-    @functools.wraps(original)
-    def provided(self: Any) -> Any:
-        base = original(self)
-        if not isinstance(base, type) or not issubclass(base, torch.nn.Module):
-            return base  # TransformerEngine is not installed, so Megatron builds no such layer.
-        if base not in classes:
-            classes[base] = overlapped(base, kind, session, adapter)
-        return classes[base]
-
-    return provided
-
-
-def overlapped(base: type, kind: str, session: Session, adapter: LinearAdapter) -> type:
-    """A subclass of one of Megatron's TransformerEngine linears whose forward is overlapped.
-
-    Args:
-        base: `TEColumnParallelLinear`, `TELayerNormColumnParallelLinear` or `TERowParallelLinear`.
-        kind: `column` or `row`.
-        session: the forward of `base` runs while the session is not active.
-        adapter: runs the calls.
-    """
-    stock_forward = base.forward
 
     @untraced
-    def forward(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if not session.active or not te_communicates(self):
-            return stock_forward(self, x)
-        return _run(self, kind, x, stock_forward, adapter)
+    @functools.wraps(original)
+    def forward(self: Any, x: torch.Tensor) -> LayerOutput:
+        if te_communicates(self):
+            call, reason = _call(self, x, original, adapter)
+            return adapter.run(call, reason)
+        if self.parallel_mode is None and self.config.tensor_model_parallel_size > 1:
+            is_expert = isinstance(self, TEColumnParallelLinear | TERowParallelLinear)
+            session.counters.exclude(type(self).__name__, EXPERT if is_expert else _DUPLICATED)
+        return original(self, x)
 
-    # Megatron-FSDP finds layers by class name.
-    return type(base.__name__, (base,), {"forward": forward, "__module__": __name__, "__doc__": base.__doc__})
+    return forward
+
+
+def grouped_linear_forward(original: Method, session: Session) -> Method:
+    """Replacement of `TEGroupedLinear.forward`: runs the original, and records that it has nothing to overlap."""
+
+    @untraced
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        session.counters.exclude(type(self).__name__, EXPERT)
+        return original(self, *args, **kwargs)
+
+    return forward
+
+
+def fused_mlp_forward(original: Method, session: Session) -> Method:
+    """Replacement of `TEFusedMLP.forward`.
+
+    Equals the original: `MLP.forward` computes the same from the same parameters, and calls the `forward` of both
+    linear layers. Where one of them is not supported, the original runs and both are counted as fallbacks.
+    """
+    adapter = LinearAdapter.of(session)
+
+    @untraced
+    @functools.wraps(original)
+    def forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+        linears = self.linear_fc1, self.linear_fc2
+        if not all(map(te_communicates, linears)):
+            return original(self, hidden_states, **kwargs)
+        checked = [_call(layer, hidden_states, original, adapter) for layer in linears]
+        reason = next((reason for _, reason in checked if reason is not None), None)
+        if reason is None:
+            return MLP.forward(self, hidden_states, **kwargs)
+        for call, _ in checked:
+            call.hooks.fallback(reason)
+        return original(self, hidden_states, **kwargs)
+
+    return forward
 
 
 @dataclass(frozen=True, slots=True)
 class TECall(LinearCall):
-    """A call of a TransformerEngine linear, with the forward of its class."""
+    """A call of a TransformerEngine linear, with the input and the forward of its class."""
 
-    stock_forward: Method
+    layer_input: torch.Tensor
+    original: Method
+    # The autotuner does not know that the stock forward includes the norm.
+    is_tunable: ClassVar[bool] = False
 
     def run_stock(self) -> LayerOutput:
         """See `LinearCall`."""
-        return self.stock_forward(self.layer, self.x)
+        return self.original(self.layer, self.layer_input)
 
     def result(self, output: torch.Tensor) -> LayerOutput:
         """See `LinearCall`."""
         layer: Any = self.layer
-        bias = layer.bias if layer.use_bias else None
-        if self.kind == "row" and bias is not None and not layer.te_return_bias:
-            output = output + bias
         layer.is_first_microbatch = False  # As Megatron's wrapper does after every forward.
-        return output, bias if layer.te_return_bias else None
+        if self.kind == "row":
+            return add_row_bias(layer, output)
+        return output, layer.bias if layer.te_return_bias else None
 
 
-def _run(layer: Any, kind: str, x: torch.Tensor, stock_forward: Method, adapter: LinearAdapter) -> LayerOutput:
-    op, group = _OPS[kind, layer.sequence_parallel], layer.tp_group
-    hooks = adapter.hooks(kind, op, layer.weight)
-    reason = unsupported_te_reason(layer, kind, x) or adapter.unsupported_reason(x, layer.weight, group, op)
-    if reason is not None:
-        hooks.fallback(reason)
-        return stock_forward(layer, x)
-    if getattr(layer, "layer_norm_weight", None) is not None:
-        x = norm_of(layer)(x)
+def _call(layer: Any, x: torch.Tensor, original: Method, adapter: LinearAdapter) -> tuple[TECall, str | None]:
+    """One call of a layer, and the reason of the layer for the stock path."""
+    kind, weight = layer.parallel_mode, layer.weight
+    op = _OPS[kind, layer.sequence_parallel]
     # A row-parallel bias is added once, to the sum.
     bias = layer.bias if kind == "column" and layer.use_bias and not layer.te_return_bias else None
-    target = adapter.wgrad_target(layer.weight, layer.fuse_wgrad_accumulation)
-    call = TECall(layer, kind, op, x, layer.weight, bias, group, target, hooks, stock_forward)
-    # Without the autotuner: the stock forward includes the norm, so its time cannot be compared.
-    return adapter.run_overlapped(call)
+    target = adapter.wgrad_target(weight, layer.fuse_wgrad_accumulation)
+    norm = norm_of(layer) if "layer_norm_weight" in layer._parameters else None
+    hooks = adapter.hooks(kind, op, weight)
+    call = TECall(layer, kind, op, x, weight, bias, layer.tp_group, target, hooks, x, original, norm=norm)
+    return call, unsupported_te_reason(layer, kind, x)
 
 
 def norm_of(layer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -135,8 +134,6 @@ def norm_of(layer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
     The norm is stored outside the layer's modules, because checkpoints and optimizers already have its parameters.
     """
-    from megatron.core.extensions.transformer_engine import TENorm
-
     norm: Any = layer.__dict__.get(_NORM)
     if norm is None:
         norm = layer.__dict__[_NORM] = TENorm(config=layer.config, hidden_size=layer.in_features, eps=layer.eps)
