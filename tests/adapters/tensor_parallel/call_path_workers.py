@@ -42,7 +42,8 @@ class Recorder:
         sending = thread.name == SEND_THREAD
         if not (sending or thread is threading.main_thread()) or thread.name in self._ended:
             return
-        if not code.co_filename.startswith(f"{PACKAGE}/"):
+        # The CPU adaptation is not on the path of a GPU machine.
+        if not code.co_filename.startswith(f"{PACKAGE}/") or code.co_filename.startswith(f"{PACKAGE}/adapters/cpu/"):
             return
         if event == "call":
             (self.sender if sending else self.caller).append(code)
