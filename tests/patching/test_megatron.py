@@ -53,8 +53,8 @@ def test_own_patches_apply_and_leave_nothing_behind(snapshot: Callable[[object],
         )
         session = megatron_overlap.enable(everything, strict=True)
     planned = [manifest for manifest in load_manifests() if manifest.feature in OVERLAPPED]
-    expected = ["absent" if manifest.requires else "applies" for manifest in planned]
-    assert [line.verdict for line in session.report().patches] == expected
+    expected = {manifest.target: "absent" if manifest.requires else "applies" for manifest in planned}
+    assert {line.target: line.verdict for line in session.report().patches} == expected
     assert not any(line.applied for line in session.report().patches if line.verdict == "absent")
     assert DotProductAttention.forward.__module__ == "megatron_overlap.adapters.ulysses.core_attention"
     assert layers.ColumnParallelLinear._forward_impl.__module__ == "megatron_overlap.adapters.tensor_parallel.linear"
