@@ -147,13 +147,7 @@ class SavedActivations:
         self._lock = threading.Lock()
 
     def save(self, site: SavedSite, address: int, shard_bytes: int, gathered_bytes: int) -> Callable[[], None]:
-        """Counts the input that one call saves.
-
-        Args:
-            site: the layer.
-            address: address of the rank's shard of the input.
-            shard_bytes: size of the shard.
-            gathered_bytes: size of the gathered input.
+        """Counts the input that one call saves; `address` is that of the rank's shard of the input.
 
         Returns:
             A function to call once, when the call releases the input.
@@ -234,15 +228,9 @@ class Counters:
         Raises:
             FallbackError: the counters are strict.
         """
-        with self._lock:
-            fallbacks = self._tallies.setdefault(Site(kind, name, op, direction), Tally()).fallbacks
-            fallbacks[reason] = fallbacks.get(reason, 0) + 1
-        if self.strict:
-            module = f"{kind} {name}".strip()
-            raise FallbackError(
-                f"{module}: {op} {direction}: not overlapped: {reason};"
-                " remove the cause, or set overlap.strict to false to run the stock path"
-            )
+        tally = self.tally(kind, name, op, direction)
+        remedy = "remove the cause, or set overlap.strict to false to run the stock path"
+        self._count(tally.fallbacks, reason, f"{kind} {name}".strip() + f": {op} {direction}: not overlapped", remedy)
 
     def not_fused(self, kind: str, name: str, op: str, direction: Direction, reason: str) -> None:
         """Counts one call that runs p2p although the config asks for fused kernels.
@@ -250,14 +238,15 @@ class Counters:
         Raises:
             FallbackError: the counters are strict.
         """
+        tally = self.tally(kind, name, op, direction)
+        remedy = "set overlap.tensor.method to p2p, or overlap.strict to false"
+        self._count(tally.not_fused, reason, f"{kind} {name}".strip() + f": {op} {direction}: not fused", remedy)
+
+    def _count(self, counts: dict[str, int], reason: str, where: str, remedy: str) -> None:
         with self._lock:
-            reasons = self._tallies.setdefault(Site(kind, name, op, direction), Tally()).not_fused
-            reasons[reason] = reasons.get(reason, 0) + 1
+            counts[reason] = counts.get(reason, 0) + 1
         if self.strict:
-            raise FallbackError(
-                f"{kind} {name}".strip() + f": {op} {direction}: not fused: {reason};"
-                " set overlap.tensor.method to p2p, or overlap.strict to false"
-            )
+            raise FallbackError(f"{where}: {reason}; {remedy}")
 
     def stock_selected(self, kind: str, name: str, op: str, direction: Direction) -> None:
         """Counts one call that runs the stock path because autotuning selected or measured it."""

@@ -83,12 +83,7 @@ class Session:
         self._closers: list[Callable[[], object]] = []
 
     def adapter[A: Adapter](self, kind: type[A], make: Callable[[Session], A] | None = None) -> A:
-        """The adapter of class `kind`; the first call makes it and registers its `close`.
-
-        Args:
-            kind: the adapter's class.
-            make: makes the adapter; default: the class itself.
-        """
+        """The adapter of class `kind`; the first call makes it, by `make` or by `kind`, and registers its `close`."""
         adapter = self.find(kind)
         if adapter is None:
             adapter = kind(self) if make is None else make(self)

@@ -33,15 +33,9 @@ _GRACE_S = 5.0
 
 
 class GlooTransport:
-    """See `Transport`. Owns a gloo group, a sending thread, a receiving thread for each peer, and a buffer pool.
+    """See `Transport`. Options as of `TransportOptions`.
 
-    Args:
-        group: the ranks; the messages use a separate gloo group of the same ranks.
-        timeout_s: deadline of one wait in seconds; None means the timeout of `group`.
-        buffer_pool: buffers of the operations; None makes a new pool.
-        trace: receives the events of every operation.
-        channel: channel name for traces and the flight recorder.
-        flight_recorder: records operations and explains failed waits.
+    Owns a gloo group of the same ranks, a sending thread, a receiving thread for each peer, and a buffer pool.
 
     Raises:
         TransportError: a rank did not connect within the deadline.
@@ -96,7 +90,6 @@ class GlooTransport:
             ) from error
 
     def begin(self, transfers: Sequence[Transfer], op: str) -> GlooP2PWork:
-        """See `Transport.begin`."""
         if len(transfers) > _TAGS_PER_OP:
             raise ValueError(f"{op}: {len(transfers)} messages: at most {_TAGS_PER_OP}; use fewer chunks per rank")
         self._op = (self._op + 1) % _NUM_OPS
@@ -189,22 +182,18 @@ class GlooP2PWork:
             self._receives.append(work)
 
     def mark_ready(self, work_done: int) -> None:
-        """See `P2PWork.mark_ready`."""
         with self._changed:
             self._work_done = work_done
             self._changed.notify_all()
 
     def is_completed(self, message: int) -> bool:
-        """See `P2PWork.is_completed`."""
         return self._received[message]
 
     def wait(self, message: int) -> None:
-        """See `P2PWork.wait`."""
         if not self._received[message]:
             self._wait_until(lambda: self._received[message], message)
 
     def wait_all(self) -> None:
-        """See `P2PWork.wait_all`."""
         transport, num = self._transport, len(self._transfers)
         if self._num_received < num or self._num_posted < num:
             self._wait_until(lambda: self._num_received == num and self._num_posted == num)
@@ -231,15 +220,12 @@ class GlooP2PWork:
                 # after a thread has died. A slow link that makes progress extends the wait.
                 stuck = not self._changed.wait(transport.timeout_s + _GRACE_S) and transport.progress == seen
                 if stuck and not ready() and transport.broken is None:
-                    self._fail_stuck(message)
+                    source = self._transfers[message].message.source
+                    self._fail(self._receiving(message), source, RuntimeError("no message made progress"))
                 seen = transport.progress
         self._count_exposed(start, message)
         if not ready():
             raise self._failure()
-
-    def _fail_stuck(self, message: int) -> None:
-        source = self._transfers[message].message.source
-        self._fail(self._receiving(message), source, RuntimeError("no message made progress"))
 
     def _failure(self) -> TransportError:
         """Return the first failure; the first call adds the explanation of the flight recorder."""

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm.transport import TransportError
+from megatron_overlap.diagnostics.consistency import silent_ranks
 from megatron_overlap.tracing.events import Clock, Mark
 
 _ROUNDS = 20
@@ -33,32 +34,19 @@ def connect_gloo(store: dist.Store, rank: int, size: int, timeout_s: float) -> d
     """Return a gloo process group of `size` ranks; returns on no rank before all ranks have connected.
 
     gloo's own rendezvous ends on each rank separately. A rank that closes its group at once would break the connection
-    of a peer that still connects.
-
-    Args:
-        store: shared by exactly these ranks; its keys are new.
-        rank: this rank.
-        size: number of ranks.
-        timeout_s: deadline of the rendezvous and of each collective, in seconds.
+    of a peer that still connects. The keys of `store` are new. `timeout_s` is the deadline of the rendezvous and of
+    each collective.
 
     Raises:
         RuntimeError: a rank did not connect within the deadline.
     """
-    timeout = timedelta(seconds=timeout_s)
-    group = dist.ProcessGroupGloo(store, rank, size, timeout)
+    group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
     keys = [f"connected/{each}" for each in range(size)]
     store.set(keys[rank], "")
-    _wait(store, keys, timeout)
+    missing = silent_ranks(store, keys, timeout_s)
+    if missing:
+        raise RuntimeError(f"rank {', '.join(map(str, missing))} of the group did not connect")
     return group
-
-
-def _wait(store: dist.Store, keys: Sequence[str], timeout: timedelta) -> None:
-    try:
-        store.wait(list(keys), timeout)
-    except (RuntimeError, TimeoutError) as error:
-        missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
-        if missing:
-            raise RuntimeError(f"rank {missing} of the group did not connect") from error
 
 
 class HostGroup:
@@ -126,12 +114,7 @@ class HostGroup:
         return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
 
     def all_to_all(self, send: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
-        """Send rows to every rank and return the rows of every rank, ordered by rank.
-
-        Args:
-            send: rows on the CPU, those for rank 0 first.
-            sent: number of rows for each rank.
-            received: number of rows from each rank.
+        """Send `sent[r]` rows to each rank r and return `received[r]` rows of each rank; rows are in order of rank.
 
         Raises:
             TransportError: a peer is gone, or the deadline has passed.

@@ -23,16 +23,9 @@ from megatron_overlap.tracing.events import Kind, Trace, WorkEvents
 
 
 class NcclTransport:
-    """See `Transport`. Owns an NCCL group, a high-priority stream, events and a buffer pool.
+    """See `Transport`. Options as of `TransportOptions`.
 
-    Args:
-        group: the ranks; the messages use a separate NCCL group of the same ranks.
-        timeout_s: deadline of NCCL's watchdog in seconds; None means the timeout of `group`.
-        buffer_pool: buffers of the operations; None makes a new pool.
-        trace: receives the events of every operation.
-        channel: channel name for traces.
-        register_buffers: allocate the buffer pool from NCCL's own memory pool, registered with the communicator, so
-            that NCCL does not copy through its internal buffers.
+    Owns an NCCL group of the same ranks, a high-priority stream, events and a buffer pool.
 
     Raises:
         TransportError: `register_buffers` is set, and this torch cannot register buffers.
@@ -43,7 +36,6 @@ class NcclTransport:
         group: dist.ProcessGroup,
         *,
         timeout_s: float | None = None,
-        buffer_pool: BufferPool | None = None,
         trace: Trace | None = None,
         channel: str = "",
         register_buffers: bool = False,
@@ -68,13 +60,12 @@ class NcclTransport:
         self._device = device
         self._pool = _registered_pool(backend, device) if register_buffers else None
         within = nullcontext if self._pool is None else partial(torch.cuda.use_mem_pool, self._pool)
-        self.buffer_pool = buffer_pool if buffer_pool is not None else BufferPool(within=within)
+        self.buffer_pool = BufferPool(within=within)
         # Messages are short and peers wait for them: the device schedules them first.
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._free_events: list[torch.cuda.Event] = []
 
     def begin(self, transfers: Sequence[Transfer], op: str) -> NcclP2PWork:
-        """See `Transport.begin`."""
         self._num_p2p_works += 1
         timing = self._timing
         events = timing.operation(self.ranks, self._channel, self._num_p2p_works, op) if timing is not None else None
@@ -89,7 +80,6 @@ class NcclTransport:
         self._free_events += events
 
     def close(self) -> None:
-        """See `Transport.close`."""
         self._free_events.clear()
         self.buffer_pool.clear()
         backend = self._group._get_backend(self._device)
@@ -132,7 +122,6 @@ class NcclP2PWork:
         self._transport.recycle([ready])
 
     def mark_ready(self, work_done: int) -> None:
-        """See `P2PWork.mark_ready`."""
         transfers = self._transfers
         first = len(self._received)
         if first == len(transfers) or transfers[first].message.after_work > work_done:
@@ -176,18 +165,15 @@ class NcclP2PWork:
         self._received.append(received)
 
     def is_completed(self, message: int) -> bool:
-        """See `P2PWork.is_completed`."""
         return False
 
     def wait(self, message: int) -> None:
-        """See `P2PWork.wait`."""
         start = self._timing.mark() if self._timing is not None else None
         torch.cuda.current_stream().wait_event(self._received[message])
         if self._timing is not None and start is not None:
             self._timing.waited(start, message)
 
     def wait_all(self) -> None:
-        """See `P2PWork.wait_all`."""
         assert len(self._received) == len(self._transfers), "a message was never marked ready"
         if self._received:
             self.wait(len(self._received) - 1)

@@ -45,14 +45,9 @@ class TransportOptions:
 
 
 class Transports:
-    """Owner of the open transports: at most one for each process group and channel.
+    """Owner of the open transports: at most one for each process group and channel."""
 
-    Args:
-        channels: channels that may be opened.
-    """
-
-    def __init__(self, channels: Mapping[str, str] = CHANNELS) -> None:
-        self._channels = channels
+    def __init__(self) -> None:
         self._open: dict[dist.ProcessGroup, dict[str, Transport]] = {}
 
     def find(self, group: dist.ProcessGroup, channel: str = "") -> Transport | None:
@@ -72,7 +67,12 @@ class Transports:
         """
         transport = self.find(group, options.channel)
         if transport is None:
-            transport = _open(group, self._declared(options))
+            if options.channel not in CHANNELS:
+                known = ", ".join(map(repr, CHANNELS))
+                raise ValueError(
+                    f"channel: {options.channel!r}: not declared: use one of {known}, or add it to CHANNELS"
+                )
+            transport = _open(group, options)
             self.insert(group, transport, options.channel)
         return transport
 
@@ -92,12 +92,6 @@ class Transports:
             ranks = "ranks " + ", ".join(map(str, dist.get_process_group_ranks(group)))
             for channel, transport in channels.items():
                 yield f"{channel} of {ranks}" if channel else ranks, transport.buffer_pool.sizes()
-
-    def _declared(self, options: TransportOptions) -> TransportOptions:
-        if options.channel not in self._channels:
-            known = ", ".join(repr(channel) for channel in self._channels)
-            raise ValueError(f"channel: {options.channel!r}: not declared: use one of {known}, or add it to CHANNELS")
-        return options
 
 
 def _open(group: dist.ProcessGroup, options: TransportOptions) -> Transport:

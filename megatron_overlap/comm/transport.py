@@ -88,11 +88,6 @@ class Transport(Protocol):
     """Point-to-point messages between the ranks of one group.
 
     Every rank of the group begins the same operations in the same order.
-
-    Attributes:
-        rank: this rank in the group.
-        size: number of ranks.
-        buffer_pool: reusable buffers of the operations.
     """
 
     rank: int
@@ -122,15 +117,12 @@ class OrderedTransport:
 
     @property
     def exposed_s(self) -> float:
-        """See `Transport.exposed_s`."""
         return self._inner.exposed_s
 
     def begin(self, transfers: Sequence[Transfer], op: str) -> P2PWork:
-        """See `Transport.begin`."""
         return _OrderedP2PWork(self._inner.begin(transfers, op))
 
     def close(self) -> None:
-        """See `Transport.close`."""
         self._inner.close()
 
 

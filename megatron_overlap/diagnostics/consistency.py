@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -14,29 +14,27 @@ _REPLY_S = 5.0
 """Time beyond the deadline in which rank 0 publishes the comparison."""
 
 
+def silent_ranks(store: dist.Store, keys: Sequence[str], deadline_s: float) -> list[int]:
+    """Wait for one key of each rank; return the ranks whose key is missing at the deadline."""
+    try:
+        store.wait(list(keys), timedelta(seconds=deadline_s))
+    except (RuntimeError, TimeoutError):
+        return [rank for rank, key in enumerate(keys) if not store.check([key])]
+    return []
+
+
 def first_unsupported_reason(
     store: dist.Store, rank: int, size: int, topic: str, reason: str, deadline_s: float
 ) -> str:
     """Return the reason of the lowest rank that cannot run a feature; empty if all ranks can. Collective.
 
     Every rank gets the same text. A rank that publishes nothing before the deadline counts as a reason. Ranks may then
-    get different texts: the caller must fail or stop communicating.
-
-    Args:
-        store: shared by exactly these ranks.
-        rank: this rank.
-        size: number of ranks.
-        topic: unique key of this decision.
-        reason: why this rank cannot; empty if it can.
-        deadline_s: deadline in seconds.
+    get different texts: the caller must fail or stop communicating. `topic` is a unique key of this decision.
     """
     store.set(f"{topic}/{rank}", reason)
     keys = [f"{topic}/{other}" for other in range(size)]
-    try:
-        store.wait(keys, timedelta(seconds=deadline_s))
-    except (RuntimeError, TimeoutError):
-        silent = [str(other) for other, key in enumerate(keys) if not store.check([key])]
-        return f"rank {', '.join(silent)} of the group did not respond within {deadline_s:g} s"
+    if silent := silent_ranks(store, keys, deadline_s):
+        return f"rank {', '.join(map(str, silent))} of the group did not respond within {deadline_s:g} s"
     for other, key in enumerate(keys):
         text = store.get(key).decode()
         if text:
@@ -50,15 +48,8 @@ def compare(
     """Return the differences between the `facts` of the ranks: the same text on every rank, empty without a difference.
 
     Rank 0 compares the facts and publishes the result, so that the number of store requests is linear in the number of
-    ranks. The text names each rank that publishes no facts before the deadline.
-
-    Args:
-        store: shared by exactly these ranks.
-        rank: this rank in the group.
-        ranks: global ranks of the group, for the text.
-        topic: unique key of this comparison.
-        facts: values that must be equal on all ranks.
-        deadline_s: deadline in seconds.
+    ranks. The text names each rank, by its global number in `ranks`, that publishes no facts before the deadline.
+    `topic` is a unique key of this comparison.
     """
     store.set(f"{topic}/{rank}", json.dumps(facts))
     if rank == 0:
@@ -72,11 +63,9 @@ def compare(
 
 def _compare(store: dist.Store, ranks: list[int], topic: str, deadline_s: float) -> str:
     keys = [f"{topic}/{index}" for index in range(len(ranks))]
-    try:
-        store.wait(keys, timedelta(seconds=deadline_s))
-    except (RuntimeError, TimeoutError):
-        silent = [str(rank) for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
-        return f"rank {', '.join(silent)}: published no configuration within {deadline_s:g} s; enable the plugin there"
+    if silent := silent_ranks(store, keys, deadline_s):
+        names = ", ".join(str(ranks[index]) for index in silent)
+        return f"rank {names}: published no configuration within {deadline_s:g} s; enable the plugin there"
     return differences({rank: json.loads(store.get(key)) for rank, key in zip(ranks, keys, strict=True)})
 
 

@@ -27,12 +27,7 @@ _OPS = "megatron_overlap.ops."
 
 
 class FlightRecorder:
-    """Records the most recent operations of this rank and writes them to a file after a failure.
-
-    Args:
-        rank: global rank.
-        folder: folder of the failure file.
-        facts: versions and configuration for the file.
+    """Records the most recent operations of this rank and writes them, with `facts`, to a file after a failure.
 
     Attributes:
         step: number of the current training step; 0 before the first step or if no caller counts steps.
@@ -69,10 +64,6 @@ class FlightRecorder:
 
         The computing thread calls it, so that the stack identifies the layer. Only the first failure of a rank writes a
         file; later failures refer to it.
-
-        Args:
-            text: peer, operation, chunk and cause.
-            peer: global rank of the peer.
         """
         with self._lock:
             if self._file is not None:

@@ -22,11 +22,8 @@ _STORE_S = 2.0
 class Heartbeat:
     """Publishes a heartbeat of this rank periodically; each rank overwrites one key of the store.
 
-    Args:
-        store: shared by the ranks; the heartbeat clones its connection if the store supports that.
-        rank: this rank.
-        deadline_s: deadline of a wait; the heartbeat period is much shorter.
-        doing: returns the current activity of this rank in words. A thread calls it.
+    A thread calls `doing`, which returns the current activity of this rank in words. The heartbeat clones its
+    connection to the store if the store supports that. Its period is much shorter than `deadline_s`, that of a wait.
     """
 
     def __init__(self, store: dist.Store, rank: int, deadline_s: float, doing: Callable[[], str]) -> None:

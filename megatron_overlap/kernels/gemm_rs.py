@@ -160,15 +160,8 @@ def gemm_to_owners(
     """Enqueue `a @ b`, store each tile at the owner of its rows, and set the flag of each complete chunk.
 
     Forward of a row-parallel layer with `b = w.t()`, dgrad of a column-parallel one with `b = w`. `owners` may contain
-    addresses of own memory: the GEMM then writes local slots, and a copy engine sends them chunk by chunk.
-
-    Args:
-        a: `[M, K]`, any strides.
-        b: `[K, N]`, any strides.
-        tiles: row tiles in send order, own rows last, cut by `config.block_m`.
-        owners: receive buffers and flags of all ranks.
-        config: tile shape of the GEMM, and which kernel computes it.
-        num_programs: blocks of the persistent grid.
+    addresses of own memory: the GEMM then writes local slots, and a copy engine sends them chunk by chunk. `tiles`
+    are in send order, own rows last. The other arguments are as of `ag_gemm`.
 
     Raises:
         ValueError: shapes or dtypes do not fit.

@@ -17,7 +17,7 @@ import torch
 
 from megatron_overlap.comm import Transport
 from megatron_overlap.comm.transport import Transfer
-from megatron_overlap.ops.wgrad import add_wide
+from megatron_overlap.ops.wgrad import add_wide, like_fp32
 from megatron_overlap.schedules import ChunkLayout, all_gather_plan, reduce_scatter_plan
 
 # One piece remains to be added after the last message: about 1 ms of a CPU core.
@@ -176,10 +176,9 @@ class Reduction:
                 own.div_(num_ranks)
             return
         buffer_pool = self._owner.transport.buffer_pool
-        like = torch.empty(0, dtype=torch.float32, device=own.device)
         for start in range(0, own.numel(), _BLOCK):
             block = slice(start, start + _BLOCK)
-            total = buffer_pool.take("bucket_sum", own[block].shape, like)
+            total = buffer_pool.take("bucket_sum", own[block].shape, like_fp32(own))
             total.copy_(own[block])
             for term in terms:
                 add_wide(total, term[block], buffer_pool)

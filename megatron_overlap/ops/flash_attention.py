@@ -32,29 +32,45 @@ Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Gradients of query, key and value."""
 
 
+TileMask = torch.Tensor | tuple[int, int]
+"""CPU: a tensor that is added to the scores. CUDA: how far a query sees to the left and to the right."""
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of sums of `dtype` values: fp32 for bf16 and fp16, otherwise `dtype`."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def flash_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    tile_mask: TileMask | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Equals `softmax(scale * q @ k.T, causal) @ v` for each head, in one kernel call.
+    """Equals `softmax(scale * q @ k.T, mask) @ v` for each head, in one kernel call.
 
     Args:
         q: `[B, Hq, n, D]`, D innermost in memory.
-        k: `[B, Hkv, m, D]`; Hq / Hkv consecutive query heads share a key head (CPU), or Hkv = Hq (CUDA).
+        k: `[B, Hkv, m, D]`; Hq / Hkv consecutive query heads share a key head.
         v: `[B, Hkv, m, D]`.
         causal: query i sees keys 0..i.
         scale: factor of the scores.
+        tile_mask: a mask of this tile.
 
     Returns:
         `[B, Hq, n, D]`, dtype of `q`, and the log-sum-exp `[B, Hq, n]` in fp32 (fp64 for fp64).
     """
-    kernel = _aten._scaled_dot_product_flash_attention if q.is_cuda else _flash_cpu
-    out, lse, *_ = kernel(q, k, v, 0.0, causal, scale=scale)
-    return out, lse
+    if not q.is_cuda:
+        out, lse = _flash_cpu(q, k, v, 0.0, causal, attn_mask=tile_mask, scale=scale)
+        return out, lse
+    out, lse, *_ = _aten._flash_attention_forward(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, None, q.shape[2], k.shape[2], 0.0, causal, False,
+        scale=scale, **_window_arguments(tile_mask),
+    )  # fmt: skip
+    return out.transpose(1, 2), lse
 
 
 def flash_backward(
@@ -67,16 +83,20 @@ def flash_backward(
     *,
     causal: bool,
     scale: float,
+    tile_mask: TileMask | None = None,
 ) -> Grads:
     """Gradients of `flash_forward`. `out` and `lse` may be merged over more keys than `k`."""
     if not q.is_cuda:
-        cpu_grads: Grads = _flash_cpu_backward(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
+        cpu_grads: Grads = _flash_cpu_backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=tile_mask, scale=scale)
         return cpu_grads
     rng = _no_rng_state(q)
-    grads: Grads = _aten._scaled_dot_product_flash_attention_backward(
-        dout, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, rng, rng, scale=scale
-    )
-    return grads
+    rows = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+    grads = _aten._flash_attention_backward(
+        *rows, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, rng, rng,
+        scale=scale, **_window_arguments(tile_mask),
+    )  # fmt: skip
+    dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
+    return dq, dk, dv
 
 
 class SavedSequence(NamedTuple):
@@ -93,13 +113,6 @@ def sequence_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, scale: float
 ) -> tuple[torch.Tensor, SavedSequence]:
     """Equals `softmax(scale * query @ key.T, causal) @ value` for each head.
-
-    Args:
-        query: `[S, B, Hq, D]`, any strides.
-        key: `[S, B, Hkv, D]`; `Hq / Hkv` consecutive query heads share a key head.
-        value: `[S, B, Hkv, D]`.
-        causal: row i sees rows 0..i.
-        scale: factor of the scores.
 
     Returns:
         `[S, B, Hq, D]`, and the tensors that `sequence_backward` needs.
@@ -147,34 +160,25 @@ class Mask(NamedTuple):
     window: int | None
 
 
-_TileMask = torch.Tensor | tuple[int, int]
-"""CPU: a tensor that is added to the scores. CUDA: how far a query sees to the left and to the right."""
-
-
 def partial_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: Mask | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Equals `softmax(scale * q @ k.T, mask) @ v` for each head: some queries with some keys of one document.
 
-    Args:
-        q: `[n, Hq, D]`, n above 0, D innermost in memory.
-        k: `[m, Hkv, D]`, m above 0; Hq / Hkv consecutive query heads share a key head.
-        v: `[m, Hkv, D]`.
-        scale: factor of the scores.
-        mask: visible keys; None is all.
+    `q` is `[n, Hq, D]`, `k` and `v` are `[m, Hkv, D]`, n and m above 0, D innermost in memory; see `flash_forward`.
 
     Returns:
         `[n, Hq, D]`, dtype of `q`, and the log-sum-exp `[n, Hq]` in fp32 (fp64 for fp64). A query without visible keys
         gets 0 and the smallest finite number.
     """
     if _is_one_call(q, k, mask):
-        return _forward(q, k, v, scale, causal=mask is not None)
+        return _forward(q, k, v, scale, mask is not None)
     assert mask is not None
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     lse_dtype = accumulation_dtype(q.dtype)
     lse = torch.full(q.shape[:2], torch.finfo(lse_dtype).min, dtype=lse_dtype, device=q.device)
     for rows, keys, tile_mask in _tiles(q, k, mask):
-        out[rows], lse[rows] = _forward(q[rows], k[keys], v[keys], scale, tile_mask=tile_mask)
+        out[rows], lse[rows] = _forward(q[rows], k[keys], v[keys], scale, False, tile_mask)
     return out, lse
 
 
@@ -190,11 +194,12 @@ def partial_backward(
 ) -> Grads:
     """The contribution of these keys to the gradients. `out` and `lse` are merged over all keys of the queries."""
     if _is_one_call(q, k, mask):
-        return _backward(dout, q, k, v, out, lse, scale, causal=mask is not None)
+        return _backward((dout, q, k, v, out), lse, scale, mask is not None)
     assert mask is not None
     grads = tuple(torch.zeros(x.shape, dtype=accumulation_dtype(x.dtype), device=x.device) for x in (q, k, v))
     for rows, keys, tile_mask in _tiles(q, k, mask):
-        parts = _backward(dout[rows], q[rows], k[keys], v[keys], out[rows], lse[rows], scale, tile_mask=tile_mask)
+        tensors = dout[rows], q[rows], k[keys], v[keys], out[rows]
+        parts = _backward(tensors, lse[rows], scale, False, tile_mask)
         for grad, place, part in zip(grads, (rows, keys, keys), parts, strict=True):
             grad[place] += part
     return grads  # type: ignore[return-value]
@@ -210,18 +215,7 @@ def documents_forward(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Causal attention of consecutive whole documents.
-
-    Args:
-        q: `[rows, Hq, D]`, the documents one after another.
-        k: `[rows, Hkv, D]`.
-        v: `[rows, Hkv, D]`.
-        lengths: rows of each document.
-        scale: factor of the scores.
-        window: see `Mask.window`.
-        out: `[rows, Hq, D]`, written.
-        lse: `[rows, Hq]`, written.
-    """
+    """Writes causal attention of consecutive whole documents to `out` `[rows, Hq, D]` and `lse` `[rows, Hq]`."""
     if q.is_cuda:
         starts, longest = _cu_seqlens(lengths, q.device), max(lengths)
         result, log, *_ = _aten._flash_attention_forward(
@@ -270,7 +264,7 @@ def _is_one_call(q: torch.Tensor, k: torch.Tensor, mask: Mask | None) -> bool:
     return mask.offset == 0 and q.shape[0] == k.shape[0] and (mask.window is None or mask.window >= k.shape[0] - 1)
 
 
-def _tiles(q: torch.Tensor, k: torch.Tensor, mask: Mask) -> Iterator[tuple[slice, slice, _TileMask]]:
+def _tiles(q: torch.Tensor, k: torch.Tensor, mask: Mask) -> Iterator[tuple[slice, slice, TileMask]]:
     """Runs of query rows that see a key, their visible keys, and the mask between both."""
     offset, window = mask
     num_keys = k.shape[0]
@@ -296,56 +290,27 @@ def _tiles(q: torch.Tensor, k: torch.Tensor, mask: Mask) -> Iterator[tuple[slice
 
 
 def _forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    *,
-    causal: bool = False,
-    tile_mask: _TileMask | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, tile_mask: TileMask | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if q.is_cuda:
-        out, lse, *_ = _aten._flash_attention_forward(
-            q[None], k[None], v[None], None, None, q.shape[0], k.shape[0], 0.0, causal, False,
-            scale=scale, **_window_arguments(tile_mask),
-        )  # fmt: skip
-        return out[0], lse[0].t()
-    out, lse = _flash_cpu(_heads(q), _heads(k), _heads(v), 0.0, causal, attn_mask=tile_mask, scale=scale)
+    out, lse = flash_forward(_heads(q), _heads(k), _heads(v), causal=causal, scale=scale, tile_mask=tile_mask)
     return out[0].transpose(0, 1), lse[0].t()
 
 
 def _backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    scale: float,
-    *,
-    causal: bool = False,
-    tile_mask: _TileMask | None = None,
+    tensors: Sequence[torch.Tensor], lse: torch.Tensor, scale: float, causal: bool, tile_mask: TileMask | None = None
 ) -> Grads:
-    if q.is_cuda:
-        rng = _no_rng_state(q)
-        grads = _aten._flash_attention_backward(
-            dout[None], q[None], k[None], v[None], out[None], lse.t()[None].contiguous(), None, None,
-            q.shape[0], k.shape[0], 0.0, causal, rng, rng, scale=scale, **_window_arguments(tile_mask),
-        )  # fmt: skip
-        dq, dk, dv = (grad[0] for grad in grads)
-        return dq, dk, dv
-    heads = (_heads(x) for x in (dout, q, k, v, out))
-    grads = _flash_cpu_backward(*heads, lse.t()[None], 0.0, causal, attn_mask=tile_mask, scale=scale)
+    dout, q, k, v, out = map(_heads, tensors)
+    grads = flash_backward(dout, q, k, v, out, lse.t()[None], causal=causal, scale=scale, tile_mask=tile_mask)
     dq, dk, dv = (grad[0].transpose(0, 1) for grad in grads)
     return dq, dk, dv
 
 
 def _heads(x: torch.Tensor) -> torch.Tensor:
-    """`[n, H, D]` in the layout of the CPU kernel, `[1, H, n, D]`."""
+    """`[n, H, D]` in the layout of `flash_forward`, `[1, H, n, D]`."""
     return x.transpose(0, 1)[None]
 
 
-def _window_arguments(tile_mask: _TileMask | None) -> dict[str, int]:
+def _window_arguments(tile_mask: TileMask | None) -> dict[str, int]:
     if tile_mask is None:
         return {}
     left, right = tile_mask

@@ -7,35 +7,35 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.schedules import ChunkLayout, SequenceLayout
+from megatron_overlap.schedules import SequenceLayout
 from megatron_overlap.schedules.varlen import Plan as BatchPlan
 from megatron_overlap.schedules.varlen.rebalance import Rebalance
 
 
-class _GatherRows(torch.autograd.Function):
-    """`all_gather(shard)`; backward is `reduce_scatter(grad)`."""
+class _Gather(torch.autograd.Function):
+    """`all_gather(own)` in sequence order; backward is `reduce_scatter(grad)` of the own rows."""
 
     @staticmethod
-    def forward(ctx, shard: torch.Tensor, group: dist.ProcessGroup, num_rows: int) -> torch.Tensor:  # type: ignore[no-untyped-def]
-        ctx.group, ctx.num_rows = group, num_rows
-        return gather_rows(shard, group, num_rows)
+    def forward(ctx, own: torch.Tensor, group: dist.ProcessGroup, layout: SequenceLayout) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        ctx.group, ctx.layout = group, layout
+        return gather_rows(own, group, layout)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[no-untyped-def]
-        return scatter_sum(grad, ctx.group, ctx.num_rows), None, None
+        return scatter_sum(grad, ctx.group, ctx.layout), None, None
 
 
-class _ScatterSum(torch.autograd.Function):
+class _Scatter(torch.autograd.Function):
     """`reduce_scatter(full)`; backward is `all_gather(grad)`."""
 
     @staticmethod
-    def forward(ctx, full: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # type: ignore[no-untyped-def]
-        ctx.group, ctx.num_rows = group, full.shape[0]
-        return scatter_sum(full, group, full.shape[0])
+    def forward(ctx, full: torch.Tensor, group: dist.ProcessGroup, layout: SequenceLayout) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        ctx.group, ctx.layout = group, layout
+        return scatter_sum(full, group, layout)
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[no-untyped-def]
-        return gather_rows(grad, ctx.group, ctx.num_rows), None
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[no-untyped-def]
+        return gather_rows(grad, ctx.group, ctx.layout), None, None
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -70,22 +70,24 @@ def sum_over_ranks(partial: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
     return total
 
 
-def gather_rows(shard: torch.Tensor, group: dist.ProcessGroup, num_rows: int) -> torch.Tensor:
-    """`all_gather(shard)`: the shards in order of rank, `[num_rows, ...]`."""
-    layout = ChunkLayout(num_rows, dist.get_world_size(group))
-    full = shard.new_zeros(num_rows, *shard.shape[1:])
-    start, stop = layout.shard(dist.get_rank(group))
-    full[start:stop] = shard
-    dist.all_reduce(full, group=group)
-    return full
+def gather_rows(own: torch.Tensor, group: dist.ProcessGroup, layout: SequenceLayout) -> torch.Tensor:
+    """`all_gather(own)`: the rows of all ranks in sequence order."""
+    whole = own.new_zeros(layout.num_rows, *own.shape[1:])
+    rank = dist.get_rank(group)
+    for place, run in zip(layout.runs[rank], layout.local_runs(rank), strict=True):
+        whole[slice(*place)] = own[slice(*run)]
+    dist.all_reduce(whole, group=group)
+    return whole
 
 
-def scatter_sum(full: torch.Tensor, group: dist.ProcessGroup, num_rows: int) -> torch.Tensor:
+def scatter_sum(full: torch.Tensor, group: dist.ProcessGroup, layout: SequenceLayout) -> torch.Tensor:
     """`reduce_scatter(full)`: the own rows of the sum over ranks."""
-    total = full.clone()
-    dist.all_reduce(total, group=group)
-    start, stop = ChunkLayout(num_rows, dist.get_world_size(group)).shard(dist.get_rank(group))
-    return total[start:stop].clone()
+    return own_rows(sum_over_ranks(full, group), layout, dist.get_rank(group))
+
+
+def own_rows(whole: torch.Tensor, layout: SequenceLayout, rank: int) -> torch.Tensor:
+    """The rows that `rank` holds."""
+    return torch.cat([whole[slice(*run)] for run in layout.runs[rank]])
 
 
 def all_gather_linear(
@@ -97,8 +99,9 @@ def all_gather_linear(
     num_rows: int | None = None,
 ) -> torch.Tensor:
     """`all_gather(x_shard) @ w.T + bias`."""
-    rows = dist.get_world_size(group) * x_shard.shape[0] if num_rows is None else num_rows
-    y = _GatherRows.apply(x_shard, group, rows) @ w.t()
+    size = dist.get_world_size(group)
+    rows = size * x_shard.shape[0] if num_rows is None else num_rows
+    y = _Gather.apply(x_shard, group, SequenceLayout.contiguous(rows, size)) @ w.t()
     return y if bias is None else y + bias
 
 
@@ -106,33 +109,9 @@ def linear_reduce_scatter(
     x: torch.Tensor, w_shard: torch.Tensor, bias: torch.Tensor | None = None, *, group: dist.ProcessGroup
 ) -> torch.Tensor:
     """`reduce_scatter(x @ w_shard.T) + bias`."""
-    y = _ScatterSum.apply(x @ w_shard.t(), group)
+    layout = SequenceLayout.contiguous(x.shape[0], dist.get_world_size(group))
+    y = _Scatter.apply(x @ w_shard.t(), group, layout)
     return y if bias is None else y + bias
-
-
-class _GatherRuns(torch.autograd.Function):
-    """`all_gather(own)` in sequence order; backward is `reduce_scatter(grad)` of the own rows."""
-
-    @staticmethod
-    def forward(ctx, own: torch.Tensor, group: dist.ProcessGroup, layout: SequenceLayout) -> torch.Tensor:  # type: ignore[no-untyped-def]
-        ctx.group, ctx.layout = group, layout
-        whole = own.new_zeros(layout.num_rows, *own.shape[1:])
-        rank = dist.get_rank(group)
-        for place, run in zip(layout.runs[rank], layout.local_runs(rank), strict=True):
-            whole[slice(*place)] = own[slice(*run)]
-        dist.all_reduce(whole, group=group)
-        return whole
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[no-untyped-def]
-        total = grad.clone()
-        dist.all_reduce(total, group=ctx.group)
-        return own_rows(total, ctx.layout, dist.get_rank(ctx.group)), None, None
-
-
-def own_rows(whole: torch.Tensor, layout: SequenceLayout, rank: int) -> torch.Tensor:
-    """The rows that `rank` holds."""
-    return torch.cat([whole[slice(*run)] for run in layout.runs[rank]])
 
 
 def attention(
@@ -203,7 +182,7 @@ def ulysses_attention(
     """`own_rows(attention(all_rows(q), all_rows(k), all_rows(v)))`."""
     size = dist.get_world_size(group)
     layout = layout or SequenceLayout.contiguous(q.shape[0] * size, size)
-    whole = (_GatherRuns.apply(tensor, group, layout) for tensor in (q, k, v))
+    whole = (_Gather.apply(tensor, group, layout) for tensor in (q, k, v))
     y = attention(*whole, causal=causal, softmax_scale=softmax_scale)
     return own_rows(y, layout, dist.get_rank(group))
 
@@ -247,7 +226,7 @@ def balanced_attention(
     """`own_rows(y)`: `y` is the causal attention of each document of pass `index` in `all_gather(q)`, k and v alike."""
     layout, places = places_of(plan, index)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    whole = [_GatherRuns.apply(tensor, group, layout) for tensor in (q, k, v)]
+    whole = [_Gather.apply(tensor, group, layout) for tensor in (q, k, v)]
     y = torch.zeros_like(whole[0])
     for rows in places.values():
         document = windowed_attention(*(tensor[rows] for tensor in whole), softmax_scale=scale, window=window)
@@ -266,4 +245,4 @@ def move_rows(x: torch.Tensor, moves: Rebalance, *, group: dist.ProcessGroup) ->
     for move in moves.receives(rank):
         first = starts[move.source]
         picked[move.at : move.at + move.rows] = torch.arange(first + move.start, first + move.stop)
-    return _GatherRuns.apply(x, group, layout)[picked.to(x.device)]
+    return _Gather.apply(x, group, layout)[picked.to(x.device)]

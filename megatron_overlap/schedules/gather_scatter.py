@@ -75,24 +75,11 @@ def all_gather_plan(
         first = len(messages)
         for part in parts:
             if pattern == "ring":
-                messages.append(
-                    Message(
-                        send=Chunk((owner + 1) % num_ranks, part),
-                        to=(rank + 1) % num_ranks,
-                        recv=Chunk(owner, part),
-                        source=(rank - 1) % num_ranks,
-                        after_message=first - chunks_per_rank + part if distance > 1 else None,
-                    )
-                )
+                forwarded, after = (owner + 1) % num_ranks, first - chunks_per_rank + part if distance > 1 else None
+                to, source = (rank + 1) % num_ranks, (rank - 1) % num_ranks
+                messages.append(Message(Chunk(forwarded, part), to, Chunk(owner, part), source, after_message=after))
             else:
-                messages.append(
-                    Message(
-                        send=Chunk(rank, part),
-                        to=(rank + distance) % num_ranks,
-                        recv=Chunk(owner, part),
-                        source=owner,
-                    )
-                )
+                messages.append(Message(Chunk(rank, part), (rank + distance) % num_ranks, Chunk(owner, part), owner))
         received = range(first, len(messages))
         if split == "all" or distance == num_ranks - 1:
             work += [Work((Chunk(owner, part),), needs=(received[part],)) for part in parts]
@@ -143,6 +130,7 @@ def _ring_reduce_scatter(num_ranks: int, rank: int, num_parts: int, split: Split
     messages: list[Message] = []
     work: list[Work] = []
     received: dict[Chunk, int] = {}
+    following, preceding = (rank + 1) % num_ranks, (rank - 1) % num_ranks
     for distance in range(1, num_ranks + 1):
         owner = (rank - distance) % num_ranks
         for chunks in _groups(owner, num_parts, distance < num_ranks and (split == "all" or distance == 1)):
@@ -150,15 +138,7 @@ def _ring_reduce_scatter(num_ranks: int, rank: int, num_parts: int, split: Split
             for chunk in chunks if distance < num_ranks else ():
                 incoming = Chunk((owner - 1) % num_ranks, chunk.part)
                 received[incoming] = len(messages)
-                messages.append(
-                    Message(
-                        send=chunk,
-                        to=(rank + 1) % num_ranks,
-                        recv=incoming,
-                        source=(rank - 1) % num_ranks,
-                        after_work=len(work),
-                    )
-                )
+                messages.append(Message(chunk, following, incoming, preceding, after_work=len(work)))
     return messages, work
 
 
@@ -166,19 +146,11 @@ def _direct_reduce_scatter(num_ranks: int, rank: int, num_parts: int, split: Spl
     messages: list[Message] = []
     work: list[Work] = []
     for distance in range(1, num_ranks):
-        owner = (rank + distance) % num_ranks
+        owner, source = (rank + distance) % num_ranks, (rank - distance) % num_ranks
         for chunks in _groups(owner, num_parts, split == "all" or distance == 1):
             work.append(Work(chunks))
             for chunk in chunks:
-                messages.append(
-                    Message(
-                        send=chunk,
-                        to=owner,
-                        recv=Chunk(rank, chunk.part),
-                        source=(rank - distance) % num_ranks,
-                        after_work=len(work),
-                    )
-                )
+                messages.append(Message(chunk, owner, Chunk(rank, chunk.part), source, after_work=len(work)))
     work.append(Work(tuple(Chunk(rank, part) for part in range(num_parts))))
     if messages:
         work.append(Work((), adds=tuple(range(len(messages)))))

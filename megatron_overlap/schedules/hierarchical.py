@@ -9,7 +9,7 @@ gathers or sums the rows of the rails.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -81,25 +81,18 @@ class Nodes:
 
         The owner of a chunk is a host in `work` and a rank in `messages`.
         """
-        return _gather(self, rank)
+        return _along_rail(all_gather_plan, self, rank)
 
     def scatter(self, rank: int) -> Plan:
         """Return the direct reduce-scatter plan over hosts for `rank`: own rows last. Owners as in `gather`."""
-        return _scatter(self, rank)
+        return _along_rail(reduce_scatter_plan, self, rank)
 
 
 # Cached, because every call of an operation requests its plan.
-@lru_cache(maxsize=64)
-def _gather(nodes: Nodes, rank: int) -> Plan:
-    return _along_rail(all_gather_plan(nodes.num_nodes, nodes.node(rank)), nodes, rank)
+@lru_cache(maxsize=128)
+def _along_rail(build: Callable[[int, int], Plan], nodes: Nodes, rank: int) -> Plan:
+    plan = build(nodes.num_nodes, nodes.node(rank))
 
-
-@lru_cache(maxsize=64)
-def _scatter(nodes: Nodes, rank: int) -> Plan:
-    return _along_rail(reduce_scatter_plan(nodes.num_nodes, nodes.node(rank)), nodes, rank)
-
-
-def _along_rail(plan: Plan, nodes: Nodes, rank: int) -> Plan:
     def on_rail(node: int) -> int:
         return node * nodes.per_node + nodes.place(rank)
 

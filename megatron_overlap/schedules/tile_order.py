@@ -41,30 +41,20 @@ class RowTile(NamedTuple):
 
 def arrival_order(layout: ChunkLayout, rank: int) -> list[Chunk]:
     """Return the chunks in the order of a direct all-gather on `rank`: own chunks, then those of r-1, r-2, ..., r+1."""
-    return [Chunk((rank - distance) % layout.num_ranks, part) for distance, part in _distances(layout, 0)]
+    owners = [(rank - distance) % layout.num_ranks for distance in range(layout.num_ranks)]
+    return [Chunk(owner, part) for owner in owners for part in range(layout.chunks_per_rank)]
 
 
 def departure_order(layout: ChunkLayout, rank: int) -> list[Chunk]:
     """Return the chunks in the order of a direct reduce-scatter: those of r+1, r+2, ..., r-1, then own chunks."""
-    return [Chunk((rank + distance) % layout.num_ranks, part) for distance, part in _distances(layout, 1)]
-
-
-def _distances(layout: ChunkLayout, first: int) -> list[tuple[int, int]]:
-    return [
-        (distance, part)
-        for distance in range(first, first + layout.num_ranks)
-        for part in range(layout.chunks_per_rank)
-    ]
+    owners = [(rank + distance) % layout.num_ranks for distance in range(1, layout.num_ranks + 1)]
+    return [Chunk(owner, part) for owner in owners for part in range(layout.chunks_per_rank)]
 
 
 def row_tiles(layout: ChunkLayout, rank: int, order: list[Chunk], block_rows: int | None = None) -> list[RowTile]:
     """Return the row tiles of all chunks in `order`. An empty chunk has no row tile.
 
-    Args:
-        layout: rows of every chunk.
-        rank: this rank.
-        order: chunks in the order of computation.
-        block_rows: largest number of rows of a tile; None means one tile per chunk.
+    A tile has at most `block_rows` rows; None means one tile per chunk.
 
     Raises:
         ValueError: `block_rows` is below one.

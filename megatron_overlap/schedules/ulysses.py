@@ -239,15 +239,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HeadMessage:
-    """One piece to send and one piece to receive, posted together. A rank posts its messages in plan order.
-
-    Attributes:
-        send: the piece that is sent.
-        to: rank that receives it.
-        recv: the piece that is received.
-        source: rank that sends it.
-        after_work: the send may start when `work[:after_work]` is done.
-    """
+    """One piece to send and one piece to receive, posted together. See `schedules.plan.Message`."""
 
     send: Piece
     to: int
@@ -291,24 +283,6 @@ class AllToAllPlan:
     num_runs: int
     messages: tuple[HeadMessage, ...]
     work: tuple[Task, ...]
-
-    def describe(self) -> str:
-        """The plan as text: one line per task, followed by the messages that may start after it."""
-        lines = [
-            f"ulysses {self.pattern}, rank {self.rank} of {self.num_ranks}, {self.num_groups} head group(s), "
-            f"{len(self.messages)} message(s)"
-        ]
-        for index, task in enumerate(self.work):
-            wait = f" after message {', '.join(map(str, task.needs))}" if task.needs else ""
-            heads = f" for heads of {', '.join(map(str, task.peers))}" if task.step != "attend" else ""
-            lines.append(f"  {task.step} {task.group}{heads}{wait}")
-            lines += [
-                f"  message {k}: {m.send.direction} {m.send.group} to {m.to}, "
-                f"{m.recv.direction} {m.recv.group} from {m.source}"
-                for k, m in enumerate(self.messages)
-                if m.after_work == index + 1
-            ]
-        return "\n".join(lines)
 
 
 def ulysses_plan(

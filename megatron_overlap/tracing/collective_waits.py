@@ -20,10 +20,6 @@ def timed_wait(original: Callable[..., Any], trace: Trace) -> Callable[..., Any]
     """Return a replacement of `torch.distributed.Work.wait` that adds a `COLLECTIVE_WAIT` to `trace` for every call.
 
     Blocking collectives of gloo also call `wait`. On CUDA a wait orders streams and does not block the host.
-
-    Args:
-        original: `Work.wait`.
-        trace: records the waits.
     """
     names: dict[tuple[CodeType, bool], int] = {}
 

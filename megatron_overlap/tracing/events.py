@@ -170,10 +170,7 @@ class Mark(NamedTuple):
 class EventFile:
     """Writes the events of one rank step by step, so a killed run loses at most one step.
 
-    Args:
-        path: file to write; an existing file is replaced.
-        rank: global rank.
-        head: further fields of the header.
+    `head` has further fields of the header.
 
     Raises:
         OSError: the file cannot be written.
@@ -207,15 +204,7 @@ class EventFile:
 
 @dataclass
 class RankEvents:
-    """The events of one rank.
-
-    Attributes:
-        rank: global rank.
-        events: in order of addition, with times on the clock of this rank.
-        names: operations and groups; an event holds an index into it.
-        marks: offsets to the clock of rank 0.
-        whole: whether the file ends with a complete block.
-    """
+    """The events of one rank, with times on its own clock; `whole` is whether the file ends with a complete block."""
 
     rank: int
     events: npt.NDArray[np.void]

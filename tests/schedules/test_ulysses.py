@@ -168,16 +168,3 @@ def test_groups_are_runs_of_heads_where_they_can_be() -> None:
 def test_invalid_arguments_name_the_argument(field: str, call: object) -> None:
     with pytest.raises(ValueError, match=f"^{field}: "):
         call()  # type: ignore[operator]
-
-
-def test_describe_lists_all_tasks_and_messages() -> None:
-    assert ulysses_plan(2, 0, num_groups=1).describe().splitlines() == [
-        "ulysses direct, rank 0 of 2, 1 head group(s), 2 message(s)",
-        "  produce 0 for heads of 1",
-        "  message 0: in 0 to 1, in 0 from 1",
-        "  produce 0 for heads of 0",
-        "  attend 0 after message 0",
-        "  message 1: out 0 to 1, out 0 from 1",
-        "  consume 0 for heads of 0",
-        "  consume 0 for heads of 1 after message 1",
-    ]

@@ -27,7 +27,7 @@ from megatron_overlap.adapters.varlen.loader import Batch, LoaderThread
 from megatron_overlap.adapters.wrapping import untraced
 from megatron_overlap.comm.host_group import HostGroup
 from megatron_overlap.ops import balanced_attention
-from megatron_overlap.ops.varlen.executor import VarlenTransports
+from megatron_overlap.ops.varlen.ring import VarlenTransports
 from megatron_overlap.schedules.varlen import CostModel, Plan, Topology
 from megatron_overlap.schedules.varlen.baselines import METHODS
 from megatron_overlap.session import Adapter, Session

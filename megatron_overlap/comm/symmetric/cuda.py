@@ -104,26 +104,13 @@ def _trial(host_group: HostGroup, device: int) -> str:
     return "" if got == list(range(1, backend.size + 1)) else f"the writes of the peers did not arrive: {got}"
 
 
-class _Driver:
-    """The driver call that torch lacks: a stream waits for a word in memory without a kernel."""
-
-    def __init__(self) -> None:
-        self._wait = ctypes.CDLL("libcuda.so.1").cuStreamWaitValue32_v2
-
-    def wait(self, stream: torch.cuda.Stream, address: int, value: int) -> None:
-        """Block later work of the stream until the word at `address` is at least `value`."""
-        status = self._wait(
-            ctypes.c_void_p(stream.cuda_stream), ctypes.c_uint64(address), ctypes.c_uint32(value), ctypes.c_uint(0)
-        )
-        if status:
-            raise TransportError(f"cuStreamWaitValue32: CUDA driver error {status}")
-
-
 class _StreamQueue:
     """A queue on a stream. `None` selects the current stream at each call."""
 
-    def __init__(self, stream: torch.cuda.Stream | None, driver: _Driver) -> None:
-        self._stream, self._driver = stream, driver
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self._stream = stream
+        # The driver call that torch lacks: a stream waits for a word in memory without a kernel.
+        self._wait_value = ctypes.CDLL("libcuda.so.1").cuStreamWaitValue32_v2
 
     @property
     def stream(self) -> torch.cuda.Stream:
@@ -142,7 +129,10 @@ class _StreamQueue:
             symmetric._SymmetricMemory.stream_write_value32(words.view(torch.uint32), index, value)
 
     def wait(self, words: torch.Tensor, index: int, value: int) -> None:
-        self._driver.wait(self.stream, words.data_ptr() + 4 * index, value)
+        stream, address = ctypes.c_void_p(self.stream.cuda_stream), ctypes.c_uint64(words.data_ptr() + 4 * index)
+        status = self._wait_value(stream, address, ctypes.c_uint32(value), ctypes.c_uint(0))
+        if status:
+            raise TransportError(f"cuStreamWaitValue32: CUDA driver error {status}")
 
 
 def _register_group_name(host_group: HostGroup) -> str:
@@ -171,12 +161,12 @@ class CudaBackend:
         properties = torch.cuda.get_device_properties(self.device)
         self.capability, self.num_sms = properties.major * 10 + properties.minor, properties.multi_processor_count
         self.max_polls = _MAX_POLLS
-        self._host_group, driver = host_group, _Driver()
+        self._host_group = host_group
         # A process group or a name. Older releases of torch have no type for both.
         self._name: Any = host_group.group or _register_group_name(host_group)
         self._copies = torch.cuda.Stream(self.device, priority=-1)
-        self.computing: Queue = _StreamQueue(None, driver)
-        self.copying: Queue = _StreamQueue(self._copies, driver)
+        self.computing: Queue = _StreamQueue(None)
+        self.copying: Queue = _StreamQueue(self._copies)
         self._arena: torch.Tensor | None = None
         self._handle: object | None = None
 

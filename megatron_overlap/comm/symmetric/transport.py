@@ -100,10 +100,6 @@ class SymmetricTransport:
     """Owns the arena of a group and numbers its operations.
 
     Every rank of the group must begin the same operations with the same sizes in the same order.
-
-    Args:
-        backend: symmetric memory of the group.
-        wait_all: orders the current stream after flags.
     """
 
     def __init__(self, backend: SymmetricBackend, wait_all: WaitAll) -> None:

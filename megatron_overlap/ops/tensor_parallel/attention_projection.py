@@ -12,7 +12,7 @@ into chunks, and the backward are not from the paper.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from megatron_overlap.ops.call import Observer, WeightDone, transport_for
 from megatron_overlap.ops.flash_attention import flash_backward, flash_forward
 from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan
 from megatron_overlap.ops.tensor_parallel.pipelined import PipelinedAllGather, PipelinedReduceScatter
-from megatron_overlap.ops.wgrad import Spans, WeightGradient, WgradTarget, add_wide
+from megatron_overlap.ops.wgrad import Spans, WeightGradient, WgradTarget, add_wide, like_fp32
 from megatron_overlap.schedules.heuristics import MIN_CHUNK_ROWS, most_parts
 
 # One more chunk costs two kernel calls, a merge and a GEMM of fewer rows. It reduces exposed communication.
@@ -121,21 +121,10 @@ class _Call:
     observer: Observer | None
 
 
-class _Context(Protocol):
-    """The autograd context. The saved tensors are q, k, v, the weight, the attention output and its log-sum-exp."""
-
-    call: _Call
-    saved_tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-    needs_input_grad: tuple[bool, ...]
-
-    def save_for_backward(self, *tensors: torch.Tensor) -> None:
-        """Saves tensors for backward."""
-
-
 class _QuerySplit(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: _Context, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, w: torch.Tensor, call: _Call
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, w: torch.Tensor, call: _Call
     ) -> torch.Tensor:
         transport = call.transport
         positions, batch, features = q.shape[0], q.shape[1], w.shape[0]
@@ -161,8 +150,9 @@ class _QuerySplit(torch.autograd.Function):
         return y.view(-1, batch, features)
 
     @staticmethod
-    def backward(ctx: _Context, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (q, k, v, w, context, lse), call = ctx.saved_tensors, ctx.call
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, w, context, lse = ctx.saved_tensors
+        call: _Call = ctx.call
         transport, buffer_pool = call.transport, call.transport.buffer_pool
         need_x, need_w = any(ctx.needs_input_grad[:3]), ctx.needs_input_grad[3]
         if not (need_x or need_w):
@@ -212,8 +202,7 @@ class _InputGradients:
         if k.element_size() == 4:
             self._dk, self._dv = (torch.zeros_like(k, memory_format=torch.contiguous_format) for _ in range(2))
         else:
-            wide = torch.empty(0, dtype=torch.float32, device=k.device)
-            self._dk, self._dv = (buffer_pool.take(name, k.shape, wide).zero_() for name in ("dk", "dv"))
+            self._dk, self._dv = (buffer_pool.take(name, k.shape, like_fp32(k)).zero_() for name in ("dk", "dv"))
 
     def add(self, start: int, stop: int, dcontext: torch.Tensor, context: torch.Tensor, lse: torch.Tensor) -> None:
         """Adds the contribution of queries `[start, stop)`; see `AttentionRows.backward`."""
@@ -227,13 +216,6 @@ class _InputGradients:
         return self._dq, self._dk.to(dtype), self._dv.to(dtype)
 
 
-class _Heads(NamedTuple):
-    """Grouped-query attention: `groups` consecutive query heads share each of the `num_kv` key and value heads."""
-
-    num_kv: int
-    groups: int
-
-
 @dataclass(frozen=True, slots=True)
 class AttentionRows:
     """`softmax(scale * q @ k.T) @ v` per head, for any range of query rows.
@@ -242,13 +224,6 @@ class AttentionRows:
     queries see, and a causal one for the square of keys `[start, stop)`. The causal mask of torch's kernel starts at
     the first key, so it fits a square only; a mask tensor would also compute the masked scores. The partial results
     are merged by their log-sum-exp. Gradients need no merge: each part uses the merged result.
-
-    Attributes:
-        q: queries `[S, B, Hq, D]`, any strides with D innermost.
-        k: keys `[S, B, Hkv, D]`; Hq / Hkv consecutive query heads share a key head.
-        v: values, same shape as the keys.
-        causal: query i sees keys 0..i only.
-        scale: factor of the scores before the softmax.
     """
 
     q: torch.Tensor
@@ -257,38 +232,25 @@ class AttentionRows:
     causal: bool
     scale: float
 
-    @property
-    def _heads(self) -> _Heads:
-        num_kv = self.k.shape[2]
-        return _Heads(num_kv, self.q.shape[2] // num_kv)
-
     def _full_keys(self, start: int) -> int:
         """Number of keys that all queries from `start` on see."""
         return start if self.causal else self.k.shape[0]
 
     def forward(self, start: int, stop: int, context: torch.Tensor, lse: torch.Tensor) -> None:
-        """Computes rows `[start, stop)`.
-
-        Args:
-            start: first query row.
-            stop: query row after the last.
-            context: the result of these rows `[stop - start, B, Hq * D]`, contiguous; written.
-            lse: fp32 `[B, stop - start, Hq]`, written here: log-sum-exp of the scores, which the gradient needs.
-        """
-        heads, q = self._heads, self.q[start:stop]
+        """Writes rows `[start, stop)` of the result `[rows, B, Hq * D]` and of the log-sum-exp `[B, rows, Hq]`."""
+        q, num_kv = self.q[start:stop], self.k.shape[2]
         num_keys = self._full_keys(start)
         context = context.view(q.shape)
         full = square = None
         if num_keys:
             keys = slice(0, num_keys)
             out, log = flash_forward(
-                _group_queries(q, heads), _rows(self.k[keys]), _rows(self.v[keys]), causal=False, scale=self.scale
+                _group_queries(q, num_kv), _rows(self.k[keys]), _rows(self.v[keys]), causal=False, scale=self.scale
             )
-            full = _ungroup_queries(out, heads), log.reshape(lse.shape[0], -1, stop - start).transpose(1, 2)
+            full = _ungroup_queries(out, stop - start), log.reshape(lse.shape[0], -1, stop - start).transpose(1, 2)
         if self.causal:
             keys = slice(start, stop)
-            k, v = (_repeat_heads(tensor[keys], heads) for tensor in (self.k, self.v))
-            out, log = flash_forward(_rows(q), k, v, causal=True, scale=self.scale)
+            out, log = flash_forward(_rows(q), _rows(self.k[keys]), _rows(self.v[keys]), causal=True, scale=self.scale)
             square = out.permute(2, 0, 1, 3), log.transpose(1, 2)
         if full is None or square is None:
             out, log = full or square  # type: ignore[misc]
@@ -309,53 +271,27 @@ class AttentionRows:
         lse: torch.Tensor,
         dq: torch.Tensor,
     ) -> list[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Gradients of rows `[start, stop)`; `dq` `[stop - start, B, Hq, D]` is written.
-
-        Args:
-            start: first query row.
-            stop: query row after the last.
-            dcontext: gradient of the result of these rows `[stop - start, B, Hq * D]`, contiguous.
-            context: the result of these rows, as `forward` wrote it.
-            lse: as `forward` wrote it for these rows.
-            dq: gradient of these queries.
+        """Gradients of rows `[start, stop)`. `forward` wrote `context` and `lse`; `dq` `[rows, B, Hq, D]` is written.
 
         Returns:
             Terms of the key and value gradients: rows, dk and dv of these rows `[rows, B, Hkv, D]`.
         """
-        heads, q = self._heads, self.q[start:stop]
-        dcontext, context = dcontext.view(q.shape), context.view(q.shape)
+        q, num_kv = self.q[start:stop], self.k.shape[2]
+        rows = dcontext.view(q.shape), q, context.view(q.shape)
         log = lse.transpose(1, 2)
+        calls: list[tuple[slice, bool, list[torch.Tensor], torch.Tensor]] = []
+        if num_keys := self._full_keys(start):
+            grouped = log.reshape(log.shape[0], num_kv, -1)
+            calls.append((slice(0, num_keys), False, [_group_queries(x, num_kv) for x in rows], grouped))
+        if self.causal:
+            calls.append((slice(start, stop), True, [_rows(x) for x in rows], log))
         terms: list[tuple[slice, torch.Tensor, torch.Tensor]] = []
         parts: list[torch.Tensor] = []
-        num_keys = self._full_keys(start)
-        if num_keys:
-            keys = slice(0, num_keys)
-            grads = flash_backward(
-                _group_queries(dcontext, heads),
-                _group_queries(q, heads),
-                _rows(self.k[keys]),
-                _rows(self.v[keys]),
-                _group_queries(context, heads),
-                log.reshape(log.shape[0], heads.num_kv, -1),
-                causal=False,
-                scale=self.scale,
-            )
-            parts.append(_ungroup_queries(grads[0], heads))
-            terms.append((keys, grads[1].permute(2, 0, 1, 3), grads[2].permute(2, 0, 1, 3)))
-        if self.causal:
-            keys = slice(start, stop)
-            grads = flash_backward(
-                _rows(dcontext),
-                _rows(q),
-                _repeat_heads(self.k[keys], heads),
-                _repeat_heads(self.v[keys], heads),
-                _rows(context),
-                log,
-                causal=True,
-                scale=self.scale,
-            )
-            parts.append(grads[0].permute(2, 0, 1, 3))
-            terms.append((keys, _sum_heads(grads[1], heads), _sum_heads(grads[2], heads)))
+        for keys, causal, (dout, queries, out), part_lse in calls:
+            k, v = _rows(self.k[keys]), _rows(self.v[keys])
+            part, dk, dv = flash_backward(dout, queries, k, v, out, part_lse, causal=causal, scale=self.scale)
+            parts.append(part.permute(2, 0, 1, 3) if causal else _ungroup_queries(part, stop - start))
+            terms.append((keys, dk.permute(2, 0, 1, 3), dv.permute(2, 0, 1, 3)))
         if len(parts) == 1:
             dq.copy_(parts[0])
         else:
@@ -368,26 +304,11 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.permute(1, 2, 0, 3)
 
 
-def _group_queries(x: torch.Tensor, heads: _Heads) -> torch.Tensor:
-    """`[n, B, Hq, D]` to `[B, Hkv, groups * n, D]`: the queries of heads that share keys become rows of one head."""
-    if heads.groups == 1:
-        return _rows(x)
-    return x.unflatten(2, (heads.num_kv, heads.groups)).permute(1, 2, 3, 0, 4).flatten(2, 3)
+def _group_queries(x: torch.Tensor, num_kv: int) -> torch.Tensor:
+    """`[n, B, Hq, D]` to `[B, Hkv, Hq / Hkv * n, D]`: the queries of heads that share keys become rows of one head."""
+    return x.unflatten(2, (num_kv, -1)).permute(1, 2, 3, 0, 4).flatten(2, 3)
 
 
-def _ungroup_queries(x: torch.Tensor, heads: _Heads) -> torch.Tensor:
+def _ungroup_queries(x: torch.Tensor, num_rows: int) -> torch.Tensor:
     """The inverse of `_group_queries`."""
-    return x.unflatten(2, (heads.groups, -1)).permute(3, 0, 1, 2, 4).flatten(2, 3)
-
-
-def _repeat_heads(x: torch.Tensor, heads: _Heads) -> torch.Tensor:
-    """Keys or values `[n, B, Hkv, D]` repeated for each query head: `[B, Hq, n, D]`."""
-    return _rows(x if heads.groups == 1 else x.repeat_interleave(heads.groups, dim=2))
-
-
-def _sum_heads(x: torch.Tensor, heads: _Heads) -> torch.Tensor:
-    """The gradient of `_repeat_heads`: `[B, Hq, n, D]` to `[n, B, Hkv, D]`, summed over shared heads."""
-    x = x.permute(2, 0, 1, 3)
-    if heads.groups == 1:
-        return x
-    return x.unflatten(2, (heads.num_kv, heads.groups)).sum(3, dtype=torch.float32 if x.element_size() < 4 else None)
+    return x.unflatten(2, (-1, num_rows)).permute(3, 0, 1, 2, 4).flatten(2, 3)

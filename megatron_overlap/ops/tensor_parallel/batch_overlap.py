@@ -98,13 +98,9 @@ class Reduction:
 def entered(
     x: torch.Tensor, reduction: Reduction, before: Callable[[], object] | None = None, slot: int | None = None
 ) -> torch.Tensor:
-    """`x` itself, the input of a `column_half`. Backward waits for the sum of its gradient.
+    """`x` itself, the input of a `column_half`. Backward calls `before`, then waits for the sum of its gradient.
 
-    Args:
-        x: `[S, B, K]` one half.
-        reduction: the one of the `column_half`.
-        before: called in backward before the wait.
-        slot: position of the wait in the backward pass; see `Slots`.
+    `slot` is the position of the wait in the backward pass; see `Slots`.
     """
     y: torch.Tensor = _Entered.apply(x, reduction, before)
     Slots.put(y, slot)

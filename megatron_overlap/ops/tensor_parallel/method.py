@@ -94,25 +94,11 @@ class LinearMethod(ABC):
     def scatter(
         self, a: torch.Tensor, b: torch.Tensor, op: str, meanwhile: Callable[[], bool] | None = None
     ) -> Scatter:
-        """Runs `a @ b` and sends the rows of the partial sums to their owners.
-
-        Args:
-            a: `[num_rows, K]`.
-            b: `[K, N]`.
-            op: name in error messages.
-            meanwhile: see `PipelinedReduceScatter.compute`.
-        """
+        """Runs `a @ b` and sends partial sums to the owners of the rows; `meanwhile` as of `PipelinedReduceScatter`."""
 
     @abstractmethod
     def all_reduce(self, a: torch.Tensor, b: torch.Tensor, op: str, *, work_follows: bool = False) -> AllReduce:
-        """Runs `a @ b` and starts the sum over ranks.
-
-        Args:
-            a: `[num_rows, K]`.
-            b: `[K, N]`.
-            op: name in error messages.
-            work_follows: the caller calls `run_beside`.
-        """
+        """Runs `a @ b` and starts the sum over ranks. With `work_follows` the caller calls `run_beside`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,7 +120,6 @@ class P2PMethod(LinearMethod):
     def gather(
         self, shard: torch.Tensor, num_rows: int, op: str, *, version: InputVersion | None = None, save: bool = False
     ) -> P2PGather | _ReusedGather:
-        """See `LinearMethod.gather`."""
         if self.gemm is not PLAIN:
             version = None
         full = None if save or version is None else self._reusable(shard, num_rows, version)
@@ -139,7 +138,6 @@ class P2PMethod(LinearMethod):
     def scatter(
         self, a: torch.Tensor, b: torch.Tensor, op: str, meanwhile: Callable[[], bool] | None = None
     ) -> PipelinedReduceScatter:
-        """See `LinearMethod.scatter`."""
         num_rows, features = a.shape[0], b.shape[1]
         row_bytes = features * a.itemsize
         schedule, layout = self.plan.schedule("reduce_scatter", self.transport, num_rows, row_bytes, a.device)
@@ -151,7 +149,6 @@ class P2PMethod(LinearMethod):
     def all_reduce(
         self, a: torch.Tensor, b: torch.Tensor, op: str, *, work_follows: bool = False
     ) -> PipelinedAllReduce:
-        """See `LinearMethod.all_reduce`."""
         gathers: Gathers = "after" if work_follows else "between"
         schedule = self.plan.all_reduce_schedule(self.transport, a.shape[0], a.device, gathers)
         out = a.new_empty(a.shape[0], b.shape[1])
@@ -173,17 +170,14 @@ class _ReusedGather:
         self.full = full
 
     def matmul(self, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """See `Gather.matmul`."""
         out = self.full.new_empty(self.full.shape[0], b.shape[1])
         gemm_into(self.full, b, out, bias)
         return out
 
     def wgrad(self, wgrad: WeightGradient, *, dy: torch.Tensor | None = None, x: torch.Tensor | None = None) -> None:
-        """See `Gather.wgrad`."""
         wgrad.add(self.full if dy is None else dy, self.full if x is None else x)
 
     def advance(self) -> bool:
-        """See `Gather.advance`."""
         return False
 
     def finish(self) -> None:
@@ -220,18 +214,15 @@ class P2PGather:
         return self._full[0]
 
     def matmul(self, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """See `Gather.matmul`."""
         out = self._like.new_empty(self._num_rows, b.shape[1])
         self._product = b, bias, out
         return out
 
     def wgrad(self, wgrad: WeightGradient, *, dy: torch.Tensor | None = None, x: torch.Tensor | None = None) -> None:
-        """See `Gather.wgrad`."""
         self._gather.copy_own_rows()
         self._wgrad = wgrad, dy, x
 
     def advance(self) -> bool:
-        """See `Gather.advance`."""
         computed = False
         while self._gather.ready:
             self._compute_next()
@@ -239,7 +230,6 @@ class P2PGather:
         return computed
 
     def finish(self) -> None:
-        """See `Gather.finish`."""
         while not self._gather.done:
             self._compute_next()
         self._gather.finish()

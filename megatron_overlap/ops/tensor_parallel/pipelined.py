@@ -38,15 +38,12 @@ class PlainGemm:
     """Rows in the dtype of the input."""
 
     def encode(self, rows: torch.Tensor) -> Payload:
-        """See `Gemm.encode`."""
         return (rows,)
 
     def matmul(self, rows: Payload, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        """See `Gemm.matmul`."""
         gemm_into(rows[0], b, out, bias)
 
     def wgrad(self, wgrad: WeightGradient, dy: torch.Tensor | Payload, x: torch.Tensor | Payload) -> None:
-        """See `Gemm.wgrad`."""
         wgrad.add(dy[0] if isinstance(dy, tuple) else dy, x[0] if isinstance(x, tuple) else x)
 
 
@@ -153,15 +150,7 @@ class PipelinedAllGather:
 
 
 class PipelinedReduceScatter:
-    """A reduce-scatter of GEMM results: rows of other owners are computed and sent first, own rows last.
-
-    Args:
-        transport: carries the partial sums.
-        plan: a reduce-scatter plan.
-        layout: rows of every chunk.
-        out: own rows of the sum `[shard rows, F]`, written here.
-        op: name in error messages.
-    """
+    """A reduce-scatter of GEMM results: rows of other owners are computed and sent first, own rows last, to `out`."""
 
     def __init__(self, transport: Transport, plan: Plan, layout: ChunkLayout, out: torch.Tensor, op: str) -> None:
         self._plan, self._layout, self._out = plan, layout, out

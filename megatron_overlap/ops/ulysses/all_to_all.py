@@ -31,17 +31,8 @@ class HeadAllToAll:
     """One pass: own rows of all heads become all rows of own heads, then own rows of all results.
 
     A received piece is written at its position in the whole sequence. No layout of the sequence over ranks needs a
-    permutation or padding.
-
-    Args:
-        transport: carries the pieces.
-        plan: plan of this rank.
-        sequence: rows of each rank.
-        input_width: features of the inputs of `attend`.
-        output_width: features of the results of `attend`.
-        like: dtype and device; its second dimension is B.
-        op: name of the operation, for errors.
-        retain_gathered: the gathered rows outlive the pass, so they are not in a buffer of the transport.
+    permutation or padding. `input_width` and `output_width` are the features of the inputs and results of `attend`.
+    With `retain_gathered` the gathered rows outlive the pass, so they are not in a buffer of the transport.
 
     Attributes:
         gathered: all rows of the own heads, one tensor `[S, B, width]` per group.

@@ -257,13 +257,6 @@ class HeadAttention:
     A message contains for each row and batch entry query heads, then key heads, then value heads, D features each.
     Forward messages contain the key/value heads that are sent with a group. Backward messages contain the gradients of
     those that no later group needs.
-
-    Args:
-        heads: heads of every rank and group.
-        rank: this rank.
-        size: D.
-        causal: row i sees rows 0..i.
-        scale: factor of the scores.
     """
 
     def __init__(self, heads: HeadLayout, rank: int, size: int, causal: bool, scale: float) -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron_overlap.comm import Transport, transport_of
 from megatron_overlap.ops.call import Observer
 from megatron_overlap.ops.flash_attention import accumulation_dtype, documents_backward, documents_forward
-from megatron_overlap.ops.varlen.executor import CallOptions, PassExecutor, VarlenTransports
+from megatron_overlap.ops.varlen.executor import PassExecutor
 from megatron_overlap.ops.varlen.pass_kv_pass_q import (
     BackwardPassKV,
     BackwardPassQ,
@@ -28,6 +28,7 @@ from megatron_overlap.ops.varlen.pass_kv_pass_q import (
     Shape,
 )
 from megatron_overlap.ops.varlen.rebalance import Layout
+from megatron_overlap.ops.varlen.ring import CallOptions, VarlenTransports
 from megatron_overlap.schedules.varlen import Plan
 from megatron_overlap.schedules.varlen.messages import PlanKey
 from megatron_overlap.schedules.varlen.rebalance import Rebalance, rebalance_to_linear
@@ -44,7 +45,6 @@ def balanced_attention(
     group: dist.ProcessGroup | Transport | VarlenTransports,
     softmax_scale: float | None = None,
     window: int | None = None,
-    dropout: float = 0.0,
     passing: Passing | None = None,
     layout: Layout = "attention",
     observer: Observer | None = None,
@@ -65,7 +65,6 @@ def balanced_attention(
         group: the ranks of the plan in order, or their transport or transports.
         softmax_scale: factor of the scores; None is `1 / sqrt(D)`.
         window: number of keys before its own position that a query sees; None is all of its document.
-        dropout: must be 0.
         passing: `kv` for pass-KV or `q` for pass-Q; None selects the one with fewer bytes, in forward and backward.
         layout: layout of the arguments and the result: `attention`, or `linear` as `ops.rebalance(to="linear")` returns
             it.
@@ -75,11 +74,11 @@ def balanced_attention(
         `[T, Hq, D]`, dtype of `q`, in the row order of `q`.
 
     Raises:
-        ValueError: shapes or dtypes do not fit each other or the plan, or dropout is not 0.
+        ValueError: shapes or dtypes do not fit each other or the plan.
         TransportError: a peer has failed or exceeds the deadline.
     """
     transports = _transports(group)
-    rebalances = _check(q, k, v, plan, index, transports.inter, window, dropout, layout)
+    rebalances = _check(q, k, v, plan, index, transports.inter, window, layout)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     options = CallOptions(transports, plan, index, scale, window, passing, rebalances, observer)
     out: torch.Tensor = _BalancedAttention.apply(q, k, v, options)
@@ -153,12 +152,9 @@ def _check(
     index: int,
     transport: Transport,
     window: int | None,
-    dropout: float,
     layout: Layout,
 ) -> tuple[Rebalance, Rebalance] | None:
     """Checks the arguments; returns `CallOptions.rebalances`."""
-    if dropout:
-        raise ValueError(f"dropout: {dropout}: balanced attention does not support it; set attention dropout to 0")
     if window is not None and window < 0:
         raise ValueError(f"window: {window}: give 0 or more keys, or None for all")
     if transport.size != plan.topology.ranks:

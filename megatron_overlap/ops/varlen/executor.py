@@ -8,22 +8,14 @@ or to rings if the rank has no whole documents. Results leave for the linear lay
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from megatron_overlap.comm import Transport
-from megatron_overlap.ops.call import Observer
 from megatron_overlap.ops.varlen.layout import OwnRows
 from megatron_overlap.ops.varlen.pass_kv_pass_q import RingAttention
 from megatron_overlap.ops.varlen.rebalance import InboundRows, OutboundRows
-from megatron_overlap.ops.varlen.ring import RingCall, Task, TaskQueues
-from megatron_overlap.schedules.varlen import Plan
-from megatron_overlap.schedules.varlen.rebalance import Rebalance
-from megatron_overlap.schedules.varlen.ring_groups import Passing
+from megatron_overlap.ops.varlen.ring import CallOptions, RingCall, Task, TaskQueues
 
 # Whole documents are computed in this many runs. Between two runs the rank checks for arrived messages.
 _LOCAL_RUNS = 16
@@ -32,65 +24,8 @@ DocumentsKernel = Callable[[slice, tuple[int, ...]], None]
 """`kernel(rows, lengths)`: computes consecutive whole documents."""
 
 
-class VarlenTransports(NamedTuple):
-    """The transports of balanced attention.
-
-    A stream executes its messages in order. On NCCL the three kinds of messages therefore have a channel each:
-    inter-node messages do not delay intra-node messages, and a rebalancing receive does not block ring results that the
-    sender of its rows waits for. Other transports use one channel.
-
-    Attributes:
-        inter: for inter-node ring groups.
-        intra: for intra-node ring groups.
-        rebalance: for rows of the linear layout.
-    """
-
-    inter: Transport
-    intra: Transport
-    rebalance: Transport
-
-    @classmethod
-    def open(cls, group: dist.ProcessGroup, open_channel: Callable[[str], Transport]) -> VarlenTransports:
-        """Opens the transports of a group; `open_channel(name)` opens the channel with this name, `""` the default."""
-        inter = open_channel("")
-        if dist.get_backend(group) != "nccl":
-            return cls(inter, inter, inter)
-        return cls(inter, open_channel("intra"), open_channel("rebalance"))
-
-
-@dataclass(frozen=True, slots=True)
-class CallOptions:
-    """Arguments of one call of balanced attention, for forward and backward.
-
-    Attributes:
-        transports: carry the messages.
-        plan: plan of the batch.
-        index: index of the pass.
-        scale: factor of the scores.
-        window: number of keys before its own position that a query sees; None is all.
-        passing: pass-KV or pass-Q; None selects the one with fewer bytes.
-        rebalances: from the layout of the arguments to the attention layout, and back; None if they are the same.
-        observer: see `balanced_attention`.
-    """
-
-    transports: VarlenTransports
-    plan: Plan
-    index: int
-    scale: float
-    window: int | None
-    passing: Passing | None
-    rebalances: tuple[Rebalance, Rebalance] | None
-    observer: Observer | None
-
-
 class PassExecutor:
-    """One pass in one direction.
-
-    Args:
-        options: arguments of the call.
-        tensors: inputs `[rows, heads, D]` in the layout of the call.
-        heads: number of heads of each result.
-        direction: `forward` or `backward`.
+    """One pass in one direction, `forward` or `backward`, of inputs `[rows, heads, D]` in the layout of the call.
 
     Attributes:
         own: the rows of this rank in the attention layout.
@@ -124,10 +59,7 @@ class PassExecutor:
         options = self._options
         queues = TaskQueues(can_query=not self._like.is_cuda)
         self._enqueue(queues, documents)
-        call = RingCall(
-            options.transports[:2], options.plan, options.index, attention, self.own, options.window, queues,
-            self._like, self._name,
-        )  # fmt: skip
+        call = RingCall(options, attention, self.own, queues, self._like, self._name)
         groups = call.begin()
         if self._outbound is not None:
             self._outbound.begin(self._num_steps)

@@ -148,36 +148,29 @@ class RowMessages:
         self.receive_rounds = tuple(number for number, (_, recv) in enumerate(pairs) if recv is not None)
         # This rank forwards these messages as a proxy.
         forwarded = [index for _, index in pairs if index is not None and not messages[index].is_final]
-        total = sum(messages[index].stop - messages[index].start for index in forwarded)
-        scratch = (
-            transport.buffer_pool.take(f"{name} proxy", (total, width), like) if total else like.new_empty(0, width)
-        )
+        sizes = [messages[index].stop - messages[index].start for index in forwarded]
         received: dict[int, torch.Tensor] = {}
-        used = 0
-        for index in forwarded:
-            rows = messages[index].stop - messages[index].start
-            received[index] = scratch[used : used + rows]
-            used += rows
+        if sizes:
+            scratch = transport.buffer_pool.take(f"{name} proxy", (sum(sizes), width), like)
+            received.update(zip(forwarded, scratch.split(sizes), strict=True))
         nothing = like.new_empty(0)
         transfers = []
         self.num_bytes = 0
         for send, recv in pairs:
             outgoing = incoming = nothing
             num_work, after_message = 0, None
-            peers = [messages[index].to for index in (send,) if index is not None]
-            peers += [messages[index].source for index in (recv,) if index is not None]
-            other = peers[0] if peers else (rank + 1) % transport.size
-            to = source = other
+            # A direction without a message names the peer of the other one.
+            other = messages[recv].source if recv is not None else (rank + 1) % transport.size
+            to = messages[send].to if send is not None else other
+            source = messages[recv].source if recv is not None else to
             if recv is not None:
                 message = messages[recv]
-                source = message.source
                 if message.is_final:
                     sink = sinks[message.payload, -1 if message.to_owner else message.step]
                     received[recv] = sink[message.start : message.stop]
                 incoming = received[recv]
             if send is not None:
                 message = messages[send]
-                to = message.to
                 if message.after is None:
                     outgoing = sources[message.payload, message.step][message.start : message.stop]
                     num_work = after_work.get((message.payload, message.step), 0)

@@ -5,9 +5,10 @@ Pass-KV sends keys and values to the ranks with the queries; pass-Q sends querie
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -17,38 +18,6 @@ from megatron_overlap.schedules.varlen.messages import Traffic
 from megatron_overlap.schedules.varlen.ring_groups import Passing
 
 Runs = Sequence[slice]
-
-
-class RingAttention(Protocol):
-    """Pass-KV or pass-Q in one direction. The rows of rings come first in all tensors of the rank."""
-
-    @property
-    def traffic(self) -> Traffic:
-        """Bytes of a payload row and of a result row."""
-
-    @property
-    def widths(self) -> tuple[int, int]:
-        """Elements of a payload row (dtype of the data) and of a result row (accumulation dtype; 0 without results)."""
-
-    def pack(self, runs: Runs, payload: torch.Tensor) -> None:
-        """Copies own rows into the rows of a payload."""
-
-    def compute_own(self, queries: Runs, keys: Runs, mask: Mask | None) -> None:
-        """Attention of own queries with own keys."""
-
-    def compute_step(
-        self, own: Runs, payload: torch.Tensor, result: torch.Tensor, runs: Runs, mask: Mask | None
-    ) -> None:
-        """Attention of own rows with rows `runs` of a payload. Results for its owner go to rows `runs` of `result`."""
-
-    def reset(self, result: torch.Tensor) -> None:
-        """Sets `result` to the result over no keys and no queries."""
-
-    def accumulate(self, result: torch.Tensor, received: torch.Tensor) -> None:
-        """Adds the received result of earlier ring steps to `result`."""
-
-    def apply_result(self, runs: Runs, result: torch.Tensor) -> None:
-        """Adds the result of all ring steps to own rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +35,7 @@ class Shape:
         return cls(q.shape[1], k.shape[1], q.shape[2], q.dtype)
 
     def widths(self, passing: Passing, backward: bool) -> tuple[int, int]:
-        """See `RingAttention.widths`."""
+        """Elements of a payload row (dtype of the data) and of a result row (accumulation dtype; 0 without results)."""
         queries, keys = self.heads * self.size, 2 * self.kv_heads * self.size
         if passing == "kv":
             return keys, keys if backward else 0
@@ -76,7 +45,7 @@ class Shape:
         return queries, queries + self.heads
 
     def traffic(self, passing: Passing, backward: bool) -> Traffic:
-        """See `RingAttention.traffic`."""
+        """Bytes of a payload row and of a result row."""
         payload, result = self.widths(passing, backward)
         return Traffic(passing, payload * self.dtype.itemsize, result * accumulation_dtype(self.dtype).itemsize)
 
@@ -90,9 +59,66 @@ class Shape:
         return "q" if row_bytes("q") < row_bytes("kv") else "kv"
 
 
+class RingAttention(ABC):
+    """Pass-KV or pass-Q in one direction. The rows of rings come first in all tensors of the rank.
+
+    Attributes:
+        passing: what travels.
+        backward: whether the direction is backward.
+    """
+
+    __slots__ = ()
+    passing: ClassVar[Passing]
+    backward: ClassVar[bool]
+
+    @property
+    @abstractmethod
+    def shape(self) -> Shape:
+        """The shape of a row."""
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """See `Shape.widths`."""
+        return self.shape.widths(self.passing, self.backward)
+
+    @property
+    def traffic(self) -> Traffic:
+        """See `Shape.traffic`."""
+        return self.shape.traffic(self.passing, self.backward)
+
+    @abstractmethod
+    def pack(self, runs: Runs, payload: torch.Tensor) -> None:
+        """Copies own rows into the rows of a payload."""
+
+    @abstractmethod
+    def compute_own(self, queries: Runs, keys: Runs, mask: Mask | None) -> None:
+        """Attention of own queries with own keys."""
+
+    @abstractmethod
+    def compute_step(
+        self, own: Runs, payload: torch.Tensor, result: torch.Tensor, runs: Runs, mask: Mask | None
+    ) -> None:
+        """Attention of own rows with rows `runs` of a payload. Results for its owner go to rows `runs` of `result`."""
+
+    def reset(self, result: torch.Tensor) -> None:
+        """Sets `result` to the result over no keys and no queries. Forward pass-KV sends no results."""
+        raise NotImplementedError
+
+    def accumulate(self, result: torch.Tensor, received: torch.Tensor) -> None:
+        """Adds the received result of earlier ring steps to `result`."""
+        raise NotImplementedError
+
+    def apply_result(self, runs: Runs, result: torch.Tensor) -> None:
+        """Adds the result of all ring steps to own rows."""
+        raise NotImplementedError
+
+
 @dataclass(slots=True)
-class ForwardPassKV:
+class ForwardPassKV(RingAttention):
     """Forward, pass-KV: the results stay with the queries."""
+
+    passing: ClassVar[Passing] = "kv"
+    backward: ClassVar[bool] = False
 
     q: torch.Tensor
     k: torch.Tensor
@@ -104,14 +130,6 @@ class ForwardPassKV:
     @property
     def shape(self) -> Shape:
         return Shape.of(self.q, self.k)
-
-    @property
-    def widths(self) -> tuple[int, int]:
-        return self.shape.widths("kv", False)
-
-    @property
-    def traffic(self) -> Traffic:
-        return self.shape.traffic("kv", False)
 
     def pack(self, runs: Runs, payload: torch.Tensor) -> None:
         both = payload.view(-1, 2, *self.k.shape[1:])
@@ -134,26 +152,11 @@ class ForwardPassKV:
         else:
             merge(self.out, self.lse, runs, *result)
 
-    def reset(self, result: torch.Tensor) -> None:
-        raise AssertionError("forward pass-KV sends no results")
-
-    def accumulate(self, result: torch.Tensor, received: torch.Tensor) -> None:
-        raise AssertionError("forward pass-KV sends no results")
-
-    def apply_result(self, runs: Runs, result: torch.Tensor) -> None:
-        raise AssertionError("forward pass-KV sends no results")
-
 
 class ForwardPassQ(ForwardPassKV):
     """Forward, pass-Q: partial results and their log-sum-exp return to the owner of the queries."""
 
-    @property
-    def widths(self) -> tuple[int, int]:
-        return self.shape.widths("q", False)
-
-    @property
-    def traffic(self) -> Traffic:
-        return self.shape.traffic("q", False)
+    passing: ClassVar[Passing] = "q"
 
     def pack(self, runs: Runs, payload: torch.Tensor) -> None:
         payload.view(-1, *self.q.shape[1:]).copy_(pick(self.q, runs))
@@ -196,8 +199,11 @@ class BackwardRows(NamedTuple):
 
 
 @dataclass(slots=True)
-class BackwardPassKV:
+class BackwardPassKV(RingAttention):
     """Backward, pass-KV: gradients of keys and values return to their owner."""
+
+    passing: ClassVar[Passing] = "kv"
+    backward: ClassVar[bool] = True
 
     rows: BackwardRows
     scale: float
@@ -205,14 +211,6 @@ class BackwardPassKV:
     @property
     def shape(self) -> Shape:
         return Shape.of(self.rows.q, self.rows.k)
-
-    @property
-    def widths(self) -> tuple[int, int]:
-        return self.shape.widths("kv", True)
-
-    @property
-    def traffic(self) -> Traffic:
-        return self.shape.traffic("kv", True)
 
     def pack(self, runs: Runs, payload: torch.Tensor) -> None:
         both = payload.view(-1, 2, *self.rows.k.shape[1:])
@@ -253,13 +251,7 @@ class BackwardPassKV:
 class BackwardPassQ(BackwardPassKV):
     """Backward, pass-Q: queries, outputs and output gradients travel; gradients of queries return to their owner."""
 
-    @property
-    def widths(self) -> tuple[int, int]:
-        return self.shape.widths("q", True)
-
-    @property
-    def traffic(self) -> Traffic:
-        return self.shape.traffic("q", True)
+    passing: ClassVar[Passing] = "q"
 
     def pack(self, runs: Runs, payload: torch.Tensor) -> None:
         parts = [pick(x, runs).flatten(1) for x in (self.rows.q, self.rows.dout, self.rows.out)]

@@ -133,12 +133,6 @@ class _MoveMessages(RowMessages):
 class InboundRows:
     """Tensors of the linear layout in the attention layout. Rows of other ranks arrive during attention with own rows.
 
-    Args:
-        transport: transport of the group.
-        moves: from the linear layout to the attention layout.
-        tensors: `[rows, heads, D]` each, in the linear layout.
-        name: name of the operation.
-
     Attributes:
         rows: the tensors in the attention layout; the rows from `num_in_place` on are valid after `wait`.
         num_in_place: rows that this rank holds in both layouts.
@@ -179,13 +173,6 @@ class InboundRows:
 
 class OutboundRows:
     """Results of attention that return to the linear layout. Each row leaves as soon as it is computed.
-
-    Args:
-        transport: transport of the group.
-        moves: from the attention layout to the linear layout.
-        heads: number of heads of each result.
-        like: dtype, device and D.
-        name: name of the operation.
 
     Attributes:
         results: `[rows in the attention layout, heads, D]` each; the caller writes them.

@@ -10,16 +10,20 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from megatron_overlap.comm import Transport
+from megatron_overlap.ops.call import Observer
 from megatron_overlap.ops.flash_attention import Mask, accumulation_dtype
 from megatron_overlap.ops.varlen.layout import OwnRows, RowMessages, join, rows_in_payload
 from megatron_overlap.ops.varlen.pass_kv_pass_q import RingAttention
 from megatron_overlap.schedules.varlen import Plan, Zone
 from megatron_overlap.schedules.varlen.messages import RingMessages, RingStep, messages_of
-from megatron_overlap.schedules.varlen.ring_groups import blocks, chunks_at
+from megatron_overlap.schedules.varlen.rebalance import Rebalance
+from megatron_overlap.schedules.varlen.ring_groups import Passing, blocks, chunks_at
 
 
 def _always() -> bool:
@@ -109,35 +113,58 @@ class TaskQueues:
         self._now_fs = max(self._now_fs, task.arrival_fs) + task.duration_fs
 
 
-@dataclass(frozen=True, slots=True)
-class RingCall:
-    """One pass in one direction, on one rank.
+class VarlenTransports(NamedTuple):
+    """The transports of balanced attention.
 
-    Attributes:
-        transports: for inter-node and for intra-node ring groups; may be the same.
-        plan: plan of the batch.
-        index: index of the pass.
-        attention: pass-KV or pass-Q in this direction.
-        own: the rows of this rank.
-        window: number of keys before its own position that a query sees; None is all.
-        queues: receives the tasks.
-        like: dtype and device of the data.
-        name: name of the operation.
+    A stream executes its messages in order. On NCCL the three kinds of messages therefore have a channel each:
+    inter-node messages do not delay intra-node messages, and a rebalancing receive does not block ring results that the
+    sender of its rows waits for. Other transports use one channel.
     """
 
-    transports: tuple[Transport, Transport]
+    inter: Transport
+    intra: Transport
+    rebalance: Transport
+
+    @classmethod
+    def open(cls, group: dist.ProcessGroup, open_channel: Callable[[str], Transport]) -> VarlenTransports:
+        """Opens the transports of a group; `open_channel(name)` opens the channel with this name, `""` the default."""
+        inter = open_channel("")
+        if dist.get_backend(group) != "nccl":
+            return cls(inter, inter, inter)
+        return cls(inter, open_channel("intra"), open_channel("rebalance"))
+
+
+@dataclass(frozen=True, slots=True)
+class CallOptions:
+    """Arguments of one call of `balanced_attention`, for forward and backward.
+
+    `rebalances` lead from the layout of the arguments to the attention layout, and back; None if they are the same.
+    """
+
+    transports: VarlenTransports
     plan: Plan
     index: int
+    scale: float
+    window: int | None
+    passing: Passing | None
+    rebalances: tuple[Rebalance, Rebalance] | None
+    observer: Observer | None
+
+
+@dataclass(frozen=True, slots=True)
+class RingCall:
+    """One pass in one direction, on one rank. The data have the dtype and device of `like`."""
+
+    options: CallOptions
     attention: RingAttention
     own: OwnRows
-    window: int | None
     queues: TaskQueues
     like: torch.Tensor
     name: str
 
     def begin(self) -> list[RingGroupRun]:
         """Posts the messages and enqueues the computation of all ring groups."""
-        groups = messages_of(self.plan, self.index, self.attention.traffic, self.window)
+        groups = messages_of(self.options.plan, self.options.index, self.attention.traffic, self.options.window)
         runs = [RingGroupRun(self, messages, number) for number, messages in enumerate(groups)]
         # Post all payloads before the first result: payloads need no computation, so no message blocks them.
         for run in runs:
@@ -154,7 +181,7 @@ class RingGroupRun:
 
     def __init__(self, call: RingCall, messages: RingMessages, number: int) -> None:
         self._call, self._messages, self._ring_group = call, messages, messages.ring_group
-        self._transport = call.transports[messages.ring_group.zone != "inter"]
+        self._transport = call.options.transports[messages.ring_group.zone != "inter"]
         self._name = f"{call.name} {number}"
         ranks, rank = messages.ring_group.ranks, self._transport.rank
         self._position = ranks.index(rank) if rank in ranks else None
@@ -228,7 +255,7 @@ class RingGroupRun:
 
     def enqueue(self) -> None:
         """Enqueues the tasks of this ring group."""
-        call, ring_group, cost = self._call, self._ring_group, self._call.plan.cost
+        call, ring_group, cost = self._call, self._ring_group, self._call.options.plan.cost
         if self._position is None:
             return
         tokens = sum(ring.tokens(self._position) for ring in ring_group.rings)
@@ -241,7 +268,7 @@ class RingGroupRun:
                 partial(self._payload_messages.is_completed, step.rounds),
                 partial(self._payload_messages.wait, step.rounds),
                 duration_fs=cost.attention_fs(tokens * rows // 2, tokens),
-                arrival_fs=cost.ring_fs(rows * (step.step + 1), step.step + 1, call.plan.topology, inter=inter),
+                arrival_fs=cost.ring_fs(rows * (step.step + 1), step.step + 1, call.options.plan.topology, inter=inter),
             )
             call.queues.ring_steps[ring_group.zone].append(task)
         if self._result_messages is None:
@@ -270,13 +297,13 @@ class RingGroupRun:
 
     def _mask(self, number: int, queries: int, keys: int, masked: bool) -> Mask | None:
         bounds = self._ring_group.rings[number].bounds
-        return Mask(bounds[queries] - bounds[keys], self._call.window) if masked else None
+        return Mask(bounds[queries] - bounds[keys], self._call.options.window) if masked else None
 
     def _compute_own(self) -> None:
         assert self._position is not None
         chunks = self._ring_group.chunks_of(self._position)
         for number, ring in enumerate(self._ring_group.rings):
-            for block in blocks(ring, chunks, chunks, self._call.window):
+            for block in blocks(ring, chunks, chunks, self._call.options.window):
                 mask = self._mask(number, block.queries[0], block.keys[0], block.masked)
                 self._call.attention.compute_own(
                     self._own_runs(number, block.queries), self._own_runs(number, block.keys), mask
@@ -295,7 +322,7 @@ class RingGroupRun:
         rows_of, is_kv = rows_in_payload(self._ring_group, payload), call.attention.traffic.passing == "kv"
         for number, ring in enumerate(self._ring_group.rings):
             queries, keys = (own_chunks, received_chunks) if is_kv else (received_chunks, own_chunks)
-            for block in blocks(ring, queries, keys, call.window):
+            for block in blocks(ring, queries, keys, call.options.window):
                 own, received = (block.queries, block.keys) if is_kv else (block.keys, block.queries)
                 runs = join([rows_of(number, chunk) for chunk in received])
                 mask = self._mask(number, block.queries[0], block.keys[0], block.masked)

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Protocol
 
 from megatron_overlap.schedules.varlen.partition import CapacityError, check_lengths, check_room, partition
 from megatron_overlap.schedules.varlen.plan import Exchange, Pass, Plan, Ring, make_ring
 from megatron_overlap.schedules.varlen.topology import CostModel, Topology
 
 _HYBRID_SLACK = 0.05
-
-
-class Planner(Protocol):
-    """The signature of every method in `METHODS`."""
-
-    def __call__(
-        self, lengths: Sequence[int], topology: Topology, *, capacity: int, cost: CostModel | None
-    ) -> Plan: ...
 
 
 def ring_over_all(lengths: Sequence[int], topology: Topology, *, capacity: int, cost: CostModel | None = None) -> Plan:
@@ -111,7 +102,7 @@ def hybrid(lengths: Sequence[int], topology: Topology, *, capacity: int, cost: C
     return Plan("hybrid", tuple(lengths), topology, cost or CostModel(), capacity, tuple(passes))
 
 
-METHODS: Mapping[str, Planner] = MappingProxyType(
+METHODS: Mapping[str, Callable[..., Plan]] = MappingProxyType(
     {
         "balanced": partition,
         "ring": ring_over_all,

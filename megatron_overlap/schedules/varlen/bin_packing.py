@@ -72,14 +72,10 @@ class Level:
 
 
 def place(level: Level, items: Sequence[Item]) -> Placement | None:
-    """Places items into bins.
+    """Places items, by falling length, into bins.
 
     The length threshold above which documents are cut starts high, which needs the fewest messages. While a bin
     overflows or the result is uneven, the placement restarts with a lower threshold.
-
-    Args:
-        level: the bins.
-        items: by falling length.
 
     Returns:
         The placement; None if items cannot be cut and do not fit.

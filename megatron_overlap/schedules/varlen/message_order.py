@@ -28,8 +28,7 @@ _Port = tuple[bool, int, int]
 """One direction of a link end: whether it sends, its node (-1 inside a node), its NIC or rank."""
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """Rows `start` to `stop` of a payload, sent from one rank to another.
 
     Attributes:
@@ -93,12 +92,7 @@ class Route:
 def plan_route(source: int, to: int, num_bytes: int, topology: Topology, *, max_nics: int | None = None) -> Route:
     """Plans one transfer. It is direct inside a node, and where routing is not modelled to be faster.
 
-    Args:
-        source: rank that holds the bytes.
-        to: rank that receives them.
-        num_bytes: bytes of the transfer.
-        topology: nodes, NICs and bandwidths; `topology.routing` False makes every transfer direct.
-        max_nics: NICs of a node that the transfer may use; None is all.
+    `max_nics` limits the NICs of a node that the transfer may use.
     """
     inside = topology.node_of(source) == topology.node_of(to)
     gbps = topology.intra_gbps if inside else topology.inter_gbps
@@ -142,13 +136,7 @@ def _proxy_of(nic: int, rank: int, topology: Topology) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """The links that carry messages, and the size of a row.
-
-    Attributes:
-        topology: nodes and NICs.
-        row_bytes: bytes of one row.
-        max_nics: see `plan_route`.
-    """
+    """The links that carry messages, and the size of a row."""
 
     topology: Topology
     row_bytes: int
@@ -175,26 +163,14 @@ class Links:
         return (True, nodes[0], topology.nic_of(source)), (False, nodes[1], topology.nic_of(to))
 
 
-class _Unordered(NamedTuple):
-    """A message without a round. `needs` are the messages that must arrive before it leaves."""
-
-    source: int
-    to: int
-    payload: int
-    step: int
-    rows: tuple[int, int]
-    after: int | None
-    is_final: bool
-    to_owner: bool
-    needs: Sequence[int]
-
-
 class MessageScheduler:
     """Collects messages, then assigns their rounds."""
 
     def __init__(self, links: Links) -> None:
         self._links = links
-        self._sent: list[_Unordered] = []
+        self._sent: list[Message] = []
+        self._needs: list[Sequence[int]] = []
+        """The messages that must arrive before a message leaves."""
 
     def add(
         self,
@@ -219,9 +195,9 @@ class MessageScheduler:
             to_owner: see `Message.to_owner`.
         """
         for hop, (source, to) in enumerate(zip(path, path[1:], strict=False)):
-            needs = needs if after is None else (after,)
+            self._needs.append(needs if after is None else (after,))
             is_final = hop == len(path) - 2
-            self._sent.append(_Unordered(source, to, payload, step, rows, after, is_final, to_owner, needs))
+            self._sent.append(Message(source, to, payload, step, *rows, 0, after, is_final, to_owner))
             after = len(self._sent) - 1
         assert after is not None
         return after
@@ -231,10 +207,10 @@ class MessageScheduler:
 
         A free port takes the ready message with the longest remaining path.
         """
-        sent, time_fs = self._sent, [self._links.time_fs(m.source, m.to, m.rows[1] - m.rows[0]) for m in self._sent]
-        followers, left_fs = _followers(sent, [sum(both) for both in time_fs])
+        sent, time_fs = self._sent, [self._links.time_fs(m.source, m.to, m.stop - m.start) for m in self._sent]
+        followers, left_fs = _followers(self._needs, [sum(both) for both in time_fs])
         ports = {(m.source, m.to): self._links.ports(m.source, m.to) for m in sent}
-        missing = [len(m.needs) for m in sent]
+        missing = [len(needs) for needs in self._needs]
         rounds, earliest, ready_fs = ([0] * len(sent) for _ in range(3))
         sends, receives = defaultdict[int, int](int), defaultdict[int, int](int)
         free_fs = defaultdict[_Port, int](int)
@@ -268,21 +244,16 @@ class MessageScheduler:
                 missing[follower] -= 1
                 if not missing[follower]:
                     heappush(events, (ready_fs[follower], follower, None))
-        return MessagePlan(
-            tuple(
-                Message(m.source, m.to, m.payload, m.step, *m.rows, number, m.after, m.is_final, m.to_owner)
-                for m, number in zip(sent, rounds, strict=True)
-            )
-        )
+        return MessagePlan(tuple(m._replace(round=number) for m, number in zip(sent, rounds, strict=True)))
 
 
-def _followers(sent: Sequence[_Unordered], time_fs: Sequence[int]) -> tuple[list[list[int]], list[int]]:
+def _followers(needs: Sequence[Sequence[int]], time_fs: Sequence[int]) -> tuple[list[list[int]], list[int]]:
     """For each message the messages that need it, and the time of the longest path that starts with it."""
-    followers: list[list[int]] = [[] for _ in sent]
-    left_fs = [0] * len(sent)
-    for index in range(len(sent) - 1, -1, -1):
+    followers: list[list[int]] = [[] for _ in needs]
+    left_fs = [0] * len(needs)
+    for index in range(len(needs) - 1, -1, -1):
         left_fs[index] += time_fs[index]
-        for need in sent[index].needs:
+        for need in needs[index]:
             followers[need].append(index)
             if left_fs[need] < left_fs[index]:
                 left_fs[need] = left_fs[index]

@@ -87,13 +87,7 @@ class RingMessages:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What travels, and its size; the same on all ranks.
-
-    Attributes:
-        passing: pass-KV or pass-Q.
-        payload_bytes: bytes of one payload row.
-        result_bytes: bytes of one result row; 0 if the receivers keep their results.
-    """
+    """What travels, and the bytes of a row; results have 0 bytes if the receivers keep them. The same on all ranks."""
 
     passing: Passing
     payload_bytes: int

@@ -25,7 +25,6 @@ def partition(
     *,
     capacity: int,
     cost: CostModel | None = None,
-    max_passes: int | None = None,
 ) -> Plan:
     """Assigns the tokens of a batch to ranks for attention, in as few passes as hold the batch.
 
@@ -41,20 +40,19 @@ def partition(
         topology: nodes and devices.
         capacity: tokens a rank may hold in one pass.
         cost: cost model; the default describes an H100.
-        max_passes: refuse batches that need more passes.
 
     Returns:
         The plan of all ranks.
 
     Raises:
-        CapacityError: a document is longer than one pass of all ranks, or more than `max_passes` are needed.
+        CapacityError: a document is longer than one pass of all ranks.
         ValueError: a length is negative, or the capacity is below one token.
     """
     cost = cost or CostModel()
     check_room(lengths, topology, capacity)
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     items = [Item(lengths[document], lengths[document], document) for document in order if lengths[document]]
-    groups = _to_passes(items, topology.ranks * capacity, cost, max_passes)
+    groups = _to_passes(items, topology.ranks * capacity, cost)
     attempts = max(_FEWEST_ATTEMPTS, min(_MOST_ATTEMPTS, _BUDGET // (len(items) + 1)))
     plan = Plan("balanced", tuple(lengths), topology, cost, capacity, ())
     return replace(plan, passes=tuple(_one_pass(group, index, plan, attempts) for index, group in enumerate(groups)))
@@ -89,20 +87,14 @@ def check_room(lengths: Sequence[int], topology: Topology, capacity: int) -> Non
         )
 
 
-def _to_passes(items: list[Item], room: int, cost: CostModel, max_passes: int | None) -> list[list[Item]]:
+def _to_passes(items: list[Item], room: int, cost: CostModel) -> list[list[Item]]:
     """Distributes whole documents over passes, attention time and tokens balanced, in as few passes as fit."""
     fewest = max(1, -(-sum(item.tokens for item in items) // room))
-    most = fewest + _MORE_PASSES if max_passes is None else max_passes
-    for count in range(fewest, most + 1):
+    for count in range(fewest, fewest + _MORE_PASSES + 1):
         found = place(Level(count, room, cost, None, _FEWEST_ATTEMPTS), items)
         if found is not None:
             return found.items
-    if max_passes is None:
-        return _first_fit(items, room)
-    raise CapacityError(
-        f"lengths: {sum(item.tokens for item in items)} tokens do not fit whole into {max_passes} pass(es) of {room}: "
-        f"raise capacity or max_passes"
-    )
+    return _first_fit(items, room)
 
 
 def _first_fit(items: list[Item], room: int) -> list[list[Item]]:

@@ -88,13 +88,9 @@ def attends(ring: Ring, queries: int, keys: int, window: int | None) -> bool:
 
 
 def blocks(ring: Ring, queries: Sequence[int], keys: Sequence[int], window: int | None) -> list[Block]:
-    """The kernel calls that compute each visible query-key pair of these chunks once.
+    """The kernel calls that compute each visible query-key pair of these chunks, both ascending, once.
 
-    Args:
-        ring: the ring that the chunks belong to.
-        queries: chunks, ascending.
-        keys: chunks, ascending.
-        window: number of keys before its own position that a query sees; None is all.
+    `window` is the number of keys before its own position that a query sees; None is all.
     """
     bounds = ring.bounds
     masked: list[Block] = []

@@ -122,7 +122,7 @@ def whole_documents(
 ) -> torch.Tensor:
     """Every document in one kernel call, computed by all ranks alike."""
     layout, places = reference.places_of(plan, index)
-    whole = [reference._GatherRuns.apply(tensor, group, layout) for tensor in (q, k, v)]
+    whole = [reference._Gather.apply(tensor, group, layout) for tensor in (q, k, v)]
     y = torch.zeros_like(whole[0])
     for rows in places.values():
         y = y.index_copy(0, rows, _OneDocument.apply(*(tensor[rows] for tensor in whole)))
@@ -221,7 +221,6 @@ def error_messages(group: dist.ProcessGroup, plan: Plan) -> list[str]:
     """Error messages of calls with arguments that do not fit."""
     q, k, _, _ = make_batch(group, Case(plan), 0, seed=1)
     calls: list[dict[str, Any]] = [
-        {"dropout": 0.1},
         {"window": -1},
         {"index": 7},
         {"k": k[:, :, :4], "v": k[:, :, :4]},

@@ -166,7 +166,6 @@ def test_rebalancing_moves_rows_and_returns_gradients(world: World, num_ranks: i
 def test_invalid_arguments_name_the_argument(world: World) -> None:
     for texts in world.run(2, workers.error_messages, one_pass([30, 20], Topology(1, 2))):
         assert [text.split(":")[0] for text in texts] == [
-            "dropout",
             "window",
             "index",
             "q",

@@ -157,7 +157,7 @@ def test_damaged_messages_are_caught(passing: Passing) -> None:
         sent = group.collect if collects else group.distribute
         assert sent is not None
         changed = list(sent.messages)
-        changed[number] = replace(changed[number], **changes)
+        changed[number] = changed[number]._replace(**changes)
         return replace(group, **{"collect" if collects else "distribute": MessagePlan(tuple(changed))})
 
     last = len(messages) - 1

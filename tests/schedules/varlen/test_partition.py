@@ -236,7 +236,6 @@ def test_adversarial(lengths: list[int], topology: Topology, capacity: int) -> N
     ("arguments", "error", "text"),
     [
         ({"lengths": [10, 41], "capacity": 10}, CapacityError, "document 1 has 41 tokens: 4 ranks hold 40"),
-        ({"lengths": [30, 30], "capacity": 10, "max_passes": 1}, CapacityError, "do not fit whole into 1 pass"),
         ({"lengths": [5, -1], "capacity": 10}, ValueError, "lengths: -1"),
         ({"lengths": [5], "capacity": 0}, ValueError, "capacity: 0"),
     ],

@@ -17,15 +17,7 @@ from megatron_overlap.ops.wgrad import WeightGradient
 
 
 class IntraNodeGather:
-    """An all-gather by copies, started by the constructor; see `Gather`. `finish` launches the kernels on its rows.
-
-    Args:
-        transport: of the group.
-        shard: own rows `[rows, K]`, contiguous.
-        num_rows: rows of all ranks.
-        op: name in error messages.
-        plan: how bytes are moved and tiles computed.
-    """
+    """An all-gather by copies, started by the constructor; see `Gather`. `finish` launches the kernels on its rows."""
 
     def __init__(
         self, transport: SymmetricTransport, shard: torch.Tensor, num_rows: int, op: str, plan: FusedPlan
@@ -47,7 +39,6 @@ class IntraNodeGather:
         return out
 
     def wgrad(self, wgrad: WeightGradient, *, dy: torch.Tensor | None = None, x: torch.Tensor | None = None) -> None:
-        """See `Gather.wgrad`."""
         self.wgrad_into(*wgrad.accumulator(), dy=dy, x=x)
 
     def wgrad_into(
@@ -63,11 +54,9 @@ class IntraNodeGather:
         return out
 
     def advance(self) -> bool:
-        """See `Gather.advance`."""
         return False
 
     def finish(self) -> None:
-        """See `Gather.finish`."""
         for launch in self._launches:
             launch()
         # Later kernels do not read the gathered rows.
@@ -110,15 +99,7 @@ class IntraNodeGather:
 
 
 class IntraNodeScatter:
-    """A GEMM whose tiles are stored in the memory of their owners, launched by the constructor; see `Scatter`.
-
-    Args:
-        transport: of the group.
-        a: `[M, K]` all rows.
-        b: `[K, N]`.
-        op: name in error messages.
-        plan: how bytes are moved and tiles computed.
-    """
+    """A GEMM whose tiles are stored in the memory of their owners, launched by the constructor; see `Scatter`."""
 
     def __init__(
         self, transport: SymmetricTransport, a: torch.Tensor, b: torch.Tensor, op: str, plan: FusedPlan
@@ -169,7 +150,6 @@ class IntraNodeScatter:
         return addresses[0], addresses[1]
 
     def finish(self) -> torch.Tensor:
-        """See `Scatter.finish`."""
         from megatron_overlap.kernels.gemm_rs import SUM_ROWS, sum_received
         from megatron_overlap.kernels.launch import Waits
 

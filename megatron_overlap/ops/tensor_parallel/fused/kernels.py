@@ -6,7 +6,7 @@ None of it affects the result. The first operation imports Triton, not this modu
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -37,7 +37,6 @@ class FusedPlan:
         chunk_rows: rows of a communication tile, from one GEMM tile to a whole shard; at most 32 tiles per shard.
         spare_sms: SMs that a fused GEMM does not use.
         tiles: shape of GEMM tiles.
-        config: an explicit tile shape for experiments; None selects by `tiles`.
         kernel: `hopper` runs where the self-test passes and the operands meet its requirements, else `portable`.
 
     Raises:
@@ -50,7 +49,6 @@ class FusedPlan:
     chunk_rows: int = 512
     spare_sms: int = 0
     tiles: Tiles = "rule"
-    config: GemmConfig | None = field(default=None)
     kernel: Kernel = "portable"
 
     def __post_init__(self) -> None:
@@ -148,18 +146,16 @@ class FusedKernels:
         """Tile shape, and with it the kernel, of `a @ b`."""
         from megatron_overlap.kernels.launch import ALIGNED, ALIGNMENT, config_for, newest
 
-        config = self._plan.config
-        if config is None:
-            capability = self._transport.backend.capability
-            wide = ALIGNED[newest(capability)]
-            depth, columns = b.shape
-            config = config_for(
-                capability,
-                aligned=columns % ALIGNMENT == 0 and depth % ALIGNMENT == 0,
-                num_tiles=-(-a.shape[0] // wide.block_m) * -(-columns // wide.block_n),
-                num_programs=self.programs,
-                other=self._plan.tiles == "other",
-            )
+        capability = self._transport.backend.capability
+        wide = ALIGNED[newest(capability)]
+        depth, columns = b.shape
+        config = config_for(
+            capability,
+            aligned=columns % ALIGNMENT == 0 and depth % ALIGNMENT == 0,
+            num_tiles=-(-a.shape[0] // wide.block_m) * -(-columns // wide.block_n),
+            num_programs=self.programs,
+            other=self._plan.tiles == "other",
+        )
         return config if self._hopper is None else self._hopper.config(a, b, config, out)
 
     def wgrad_config(self, w: torch.Tensor) -> Any:

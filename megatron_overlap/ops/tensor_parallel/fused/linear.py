@@ -54,7 +54,6 @@ class FusedMethod(LinearMethod):
     def gather(
         self, shard: torch.Tensor, num_rows: int, op: str, *, version: InputVersion | None = None, save: bool = False
     ) -> IntraNodeGather | NodesGather:
-        """See `LinearMethod.gather`."""
         assert not save
         if isinstance(self.transport, NodesTransport):
             return NodesGather(self.transport, shard, num_rows, op, self.plan)
@@ -63,13 +62,11 @@ class FusedMethod(LinearMethod):
     def scatter(
         self, a: torch.Tensor, b: torch.Tensor, op: str, meanwhile: Callable[[], bool] | None = None
     ) -> IntraNodeScatter | NodesScatter:
-        """See `LinearMethod.scatter`."""
         if isinstance(self.transport, NodesTransport):
             return NodesScatter(self.transport, a, b, op, self.plan)
         return IntraNodeScatter(self.transport, a, b, op, self.plan)
 
     def all_reduce(self, a: torch.Tensor, b: torch.Tensor, op: str, *, work_follows: bool = False) -> FusedAllReduce:
-        """See `LinearMethod.all_reduce`."""
         return FusedAllReduce(self, a, b, op)
 
 
@@ -86,11 +83,9 @@ class FusedAllReduce:
         """Bytes that this rank sends: the partial sums of other owners, and the own sums to all other ranks."""
 
     def run_beside(self, pieces: Sequence[Piece]) -> None:
-        """See `AllReduce.run_beside`."""
         for piece in pieces:
             piece()
 
     def finish(self) -> torch.Tensor:
-        """See `AllReduce.finish`."""
         self._gather.finish()
         return self._out

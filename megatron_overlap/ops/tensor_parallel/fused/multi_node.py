@@ -27,13 +27,7 @@ from megatron_overlap.schedules.hierarchical import Nodes
 
 
 class NodesTransport:
-    """Transports of a group on several nodes.
-
-    Args:
-        inside: symmetric memory of the ranks on this node.
-        between: messages between all ranks of the group.
-        nodes: which ranks each node has.
-    """
+    """Symmetric memory of the ranks of this node, and messages between all ranks of the group."""
 
     def __init__(self, inside: SymmetricTransport, between: Transport, nodes: Nodes) -> None:
         self.inside, self.between, self.nodes = inside, between, nodes
@@ -112,13 +106,11 @@ class NodesGather:
         raise NotImplementedError("a gather over several nodes has no buffer of all rows")
 
     def matmul(self, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """See `Gather.matmul`."""
         out = self._shard.new_empty(self._num_rows, b.shape[1])
         self._consumers.append(lambda gather, rows: gather.matmul(b, bias, out=out[rows]))
         return out
 
     def wgrad(self, wgrad: WeightGradient, *, dy: torch.Tensor | None = None, x: torch.Tensor | None = None) -> None:
-        """See `Gather.wgrad`."""
         out, add = wgrad.accumulator()
         # Without the accumulator of the caller, the sum over nodes is in fp32 and rounded once.
         total = out if add else torch.zeros(out.shape, dtype=torch.float32, device=out.device)
@@ -138,11 +130,9 @@ class NodesGather:
         return out
 
     def advance(self) -> bool:
-        """See `Gather.advance`."""
         return False
 
     def finish(self) -> None:
-        """See `Gather.finish`."""
         transport, nodes = self._transport, self._transport.nodes
         for work in self._schedule.work:
             for message in work.needs:
