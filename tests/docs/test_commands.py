@@ -24,6 +24,7 @@ ELSEWHERE = {
     "bash scripts/quickstart.sh": "scripts/new_user.sh: bash scripts/quickstart.sh",
     "bash scripts/test.sh": ".ci/run: bash scripts/test.sh",
     "bash .ci/run": ".ci/run: mypy",
+    "bash scripts/setup.sh te": ".github/workflows/weekly.yml: bash scripts/setup.sh te",
     "mkdocs build": ".ci/run: mkdocs build",
     "pip install -e .": "scripts/setup.sh: --editable",
     "python scripts/survey_seams.py": (
