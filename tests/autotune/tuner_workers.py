@@ -48,7 +48,7 @@ class Layers:
     def __init__(
         self, group: dist.ProcessGroup, folder: str | None, candidates: Sequence[Candidate] = (P2P, OTHER)
     ) -> None:
-        self.group, self.candidates = group, candidates
+        self.group, self.candidates = group, [STOCK, *candidates]
         path = None if folder is None else Path(folder, f"rank{group.rank()}")
         self.autotuner = Autotuner(group, folder=path, versions={"release": "1"}, timeout_s=20)
         self.ran: list[str] = []
