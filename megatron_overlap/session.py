@@ -393,7 +393,9 @@ def _method(config: OverlapConfig, feature: str) -> str:
     if feature in ("attention", "joint_mlp", "split"):
         # These features belong to tensor parallelism: they are keys of its section.
         method, value = config.tensor.method, str(getattr(config.tensor, feature))
-        return "none" if method == "none" or (feature == "split" and value == "auto" != method) else value
+        # Only the autotuner can select batch overlap for `split: auto`.
+        needs_autotuner = feature == "split" and value == "auto"
+        return "none" if method == "none" or (needs_autotuner and method != "auto") else value
     return str(getattr(config, feature).method)
 
 

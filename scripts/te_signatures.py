@@ -139,9 +139,9 @@ def run(command: list[str]) -> None:
 
 def compare(native: dict[str, Any]) -> tuple[int, list[str]]:
     """The number of compared kernels, and one line for every difference."""
-    from megatron_overlap.adapters.cpu import te_kernels
+    from megatron_overlap.adapters.cpu import te_kernels, te_module
 
-    module, problems = te_kernels.native_module(), []
+    module, problems = te_module.native_module(), []
     for name, kernel in te_kernels.KERNELS.items():
         signature = native["kernels"].get(name)
         if signature is None:

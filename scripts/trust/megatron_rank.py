@@ -43,7 +43,7 @@ def prepare() -> str:
 
 
 def _local_layers() -> None:
-    """Where tests ask for TransformerEngine's layers, which no CPU runs, they get Megatron's own."""
+    """Where tests ask for TransformerEngine's layers, they get Megatron's local ones: this run does not install it."""
     from megatron.core.models.gpt import gpt_layer_specs as specs
 
     def instead(local: Callable[..., Any], asked: Callable[..., Any]) -> Callable[..., Any]:

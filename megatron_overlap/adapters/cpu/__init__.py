@@ -1,7 +1,7 @@
 """Runs Megatron-LM on a machine without a GPU: CPU tensors, gloo, one process per rank.
 
 The patches are in `patches/cpu/`, each with its reason. Nothing is replaced on a machine that trains on CUDA. Where
-TransformerEngine is installed, `te_kernels` takes the place of its native module.
+TransformerEngine is installed, `te_module` takes the place of its native module.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib.util
 import logging
 import sys
 
-from megatron_overlap.adapters.cpu import te_kernels
+from megatron_overlap.adapters.cpu import te_module
 from megatron_overlap.adapters.cpu.megatron_patches import RNG_LOGGER, QuietRngWarning
 from megatron_overlap.config.resources import transformer_engine_folder
 from megatron_overlap.patching import PatchRefusedError
@@ -42,7 +42,7 @@ class CpuMegatron:
         try:
             self._apply(TORCH)
             if importlib.util.find_spec("transformer_engine") is not None:
-                te_kernels.install()  # Megatron imports TransformerEngine where it is installed.
+                te_module.install()  # Megatron imports TransformerEngine where it is installed.
             # Planning imports Megatron. Its modules store `torch.compile`, the tensor types and `_lazy_call` by value,
             # so torch is patched before.
             self._apply(MEGATRON)

@@ -1,30 +1,18 @@
 """PyTorch implementations of the TransformerEngine kernels that a training on CPU ranks needs.
 
-TransformerEngine (TE) is Python over a native module, `transformer_engine_torch`, whose kernels need a GPU. `install`
-puts a module of this file in its place before TE is imported: TE's Python is unchanged, and each kernel below computes
-what its CUDA counterpart computes, in plain PyTorch. A kernel without an implementation raises NotImplementedError with
-its name. Only high precision (fp32, bf16, fp16) is implemented: no FP8.
-
-Kernel names, argument orders and results are those of TE 2.20.2. The results are checked against autograd in
-tests/adapters/cpu/test_te_kernels.py. Speed and rounding of the CUDA kernels are not reproduced.
+Each computes what its CUDA counterpart computes; names, argument orders and results are those of TransformerEngine
+2.20.2. Only high precision (fp32, bf16, fp16) is implemented: no FP8. tests/adapters/cpu/test_te_kernels.py checks the
+results against autograd. Speed and rounding of the CUDA kernels are not reproduced.
 """
 
 from __future__ import annotations
 
 import enum
-import importlib.abc
-import importlib.machinery
-import importlib.metadata
-import os
-import sys
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
 
-NATIVE_MODULE = "transformer_engine_torch"
-_CHANGED_MODULE = "transformer_engine.common"
 _Tensor = torch.Tensor
 
 DType = enum.IntEnum(
@@ -47,39 +35,6 @@ _TORCH_TYPES = {
     DType.kFloat16: torch.float16,
     DType.kBFloat16: torch.bfloat16,
 }
-_NVTE_ENUMS = {
-    "NVTE_QKV_Layout": """SB3HD SBH3D SBHD_SB2HD SBHD_SBH2D SBHD_SBHD_SBHD BS3HD BSH3D BSHD_BS2HD BSHD_BSH2D
-        BSHD_BSHD_BSHD T3HD TH3D THD_T2HD THD_TH2D THD_THD_THD SBHD_BSHD_BSHD BSHD_SBHD_SBHD THD_BSHD_BSHD THD_SBHD_SBHD
-        Paged_KV_BSHD_BSHD_BSHD Paged_KV_BSHD_SBHD_SBHD Paged_KV_SBHD_BSHD_BSHD Paged_KV_SBHD_SBHD_SBHD
-        Paged_KV_THD_BSHD_BSHD Paged_KV_THD_SBHD_SBHD BHSD_BHSD_BHSD QKV_Layout_NOT_SET""",
-    "NVTE_QKV_Format": "SBHD BSHD THD BSHD_2SBHD SBHD_2BSHD THD_2BSHD THD_2SBHD BHSD QKV_Format_NOT_SET",
-    "NVTE_Bias_Type": "NO_BIAS PRE_SCALE_BIAS POST_SCALE_BIAS ALIBI",
-    "NVTE_Mask_Type": """NO_MASK PADDING_MASK CAUSAL_MASK PADDING_CAUSAL_MASK CAUSAL_BOTTOM_RIGHT_MASK
-        PADDING_CAUSAL_BOTTOM_RIGHT_MASK""",
-    "NVTE_Softmax_Type": "VANILLA_SOFTMAX OFF_BY_ONE_SOFTMAX LEARNABLE_SOFTMAX",
-    "NVTE_Fused_Attn_Backend": "No_Backend=-1 F16_arbitrary_seqlen=1 FP8=2",
-    "NVTEScalingMode": """DELAYED_TENSOR_SCALING MXFP8_1D_SCALING BLOCK_SCALING_1D BLOCK_SCALING_2D NVFP4_1D_SCALING
-        INVALID_SCALING=100""",
-}
-_ENUMS = {
-    "Float8BlockScaleTensorFormat": "GEMM_READY COMPACT INVALID",
-    "CommOverlapType": "RS AG",
-    "CommOverlapAlgo": """BULK_OVERLAP_AG BULK_OVERLAP_RS SPLIT_PIPELINED_AG_P2P SPLIT_PIPELINED_RS
-        SPLIT_PIPELINED_RS_P2P ATOMIC_GEMM_RS ATOMIC_GEMM_AG_P2P ATOMIC_GEMM_RS_P2P EXTERNAL_BULK_OVERLAP_AG""",
-    "FP8FwdTensors": """GEMM1_INPUT GEMM1_WEIGHT GEMM1_OUTPUT GEMM2_INPUT GEMM2_WEIGHT GEMM2_OUTPUT GEMM3_INPUT
-        GEMM3_WEIGHT GEMM3_OUTPUT""",
-    "FP8BwdTensors": "GRAD_OUTPUT1 GRAD_INPUT1 GRAD_OUTPUT2 GRAD_INPUT2 GRAD_OUTPUT3 GRAD_INPUT3",
-    "NVTERoutingMapFormat": "BYTEMAP BITMAP_U8",
-    "NVTEQBHistogramMode": "TWO_KERNEL FUSED_ATOMIC",
-}
-_COMMUNICATORS = (
-    "CommOverlapHelper",
-    "CommOverlapCore",
-    "CommOverlapBase",
-    "CommOverlapP2PBase",
-    "CommOverlap",
-    "CommOverlapP2P",
-)
 
 
 def generic_gemm(
@@ -353,18 +308,12 @@ def _scaled_softmax_backward(dy: _Tensor, y: _Tensor, scale: float) -> _Tensor:
         return ((weighted - y.float() * weighted.sum(-1, keepdim=True)) * scale).to(y.dtype)
 
 
-def get_fused_attn_backend(*_: Any) -> tuple[Any, str]:
-    """No fused attention: TE's own unfused attention runs."""
-    return sys.modules[NATIVE_MODULE].NVTE_Fused_Attn_Backend.NVTE_No_Backend, "there is no GPU"
-
-
 _FORWARD_SWIGLU, _BACKWARD_SWIGLU = _activation(_swiglu)
 _FORWARD_GELU, _BACKWARD_GELU = _activation(_gelu)
 KERNELS: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
         generic_gemm,
-        get_fused_attn_backend,
         layernorm_bwd,
         layernorm_fwd,
         multi_tensor_adam,
@@ -391,105 +340,6 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "dgelu": _BACKWARD_GELU,
 }
 """Every kernel that is implemented, by TE's name."""
-
-
-class NativeModule(ModuleType):
-    """`transformer_engine_torch` in PyTorch; an attribute without an implementation is a kernel that raises."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-        def missing(*_args: Any, **_kwargs: Any) -> Any:
-            raise NotImplementedError(f"{NATIVE_MODULE}.{name}: this kernel needs a GPU and has no CPU implementation")
-
-        return missing
-
-
-class _Refused:
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
-        raise NotImplementedError(f"{type(self).__name__}: userbuffers need a GPU")
-
-
-class FP8TensorMeta:
-    """Scaling factors of TE's delayed FP8 recipe; TE's Python creates and fills them."""
-
-    scale: _Tensor | None = None
-    scale_inv: _Tensor | None = None
-    amax_history: _Tensor | None = None
-
-
-def native_module() -> NativeModule:
-    """A new `transformer_engine_torch` for the installed TE."""
-    module: Any = NativeModule(NATIVE_MODULE)
-    names = dict(_NVTE_ENUMS)
-    if _te_version() < (2, 16):
-        names["NVTE_Fused_Attn_Backend"] += " F16_max512_seqlen=0"
-    for name, members in names.items():
-        setattr(module, name, _enumeration(name, members, "NVTE_"))
-    for name, members in _ENUMS.items():
-        setattr(module, name, _enumeration(name, members))
-    for name in _COMMUNICATORS:
-        setattr(module, name, type(name, (_Refused,), {}))
-    module.DType, module.FP8TensorMeta = DType, FP8TensorMeta
-    module.get_cudnn_version, module.get_cublasLt_version = (lambda: 92000), (lambda: 130100)
-    module.get_num_cublas_streams = lambda: 4
-    for name, kernel in KERNELS.items():
-        setattr(module, name, kernel)
-    return module
-
-
-def _enumeration(name: str, members: str, prefix: str = "") -> Any:
-    """An enumeration from `A B=3 C`: the value of a member is given, or one more than that of the member before."""
-    values: dict[str, int] = {}
-    following = 0
-    for member in members.split():
-        short, _, value = member.partition("=")
-        values[prefix + short] = following = int(value or following)
-        following += 1
-    return enum.IntEnum(name, values)
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Loads `transformer_engine.common` without its libraries, and gives it `native_module` as its extension."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != _CHANGED_MODULE:
-            return None
-        spec: Any = importlib.machinery.PathFinder.find_spec(name, path, target)
-        execute = spec.loader.exec_module
-
-        def exec_module(module: Any) -> None:
-            previous = os.environ.get("NVTE_PROJECT_BUILDING")
-            os.environ["NVTE_PROJECT_BUILDING"] = "1"
-            try:
-                execute(module)
-            finally:
-                if previous is None:
-                    del os.environ["NVTE_PROJECT_BUILDING"]
-                else:
-                    os.environ["NVTE_PROJECT_BUILDING"] = previous
-            module.load_framework_extension = lambda _framework: sys.modules.update({NATIVE_MODULE: native_module()})
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-
-def install() -> None:
-    """Makes the next import of TE use the kernels of this file.
-
-    Raises:
-        RuntimeError: TE was imported before.
-    """
-    if "transformer_engine" in sys.modules:
-        raise RuntimeError("transformer_engine was imported before the CPU adaptation: install the adaptation first")
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
-
-
-def _te_version() -> tuple[int, int]:
-    major, minor = importlib.metadata.version("transformer_engine").split(".")[:2]
-    return int(major), int(minor)
 
 
 def _rows(x: _Tensor) -> _Tensor:

@@ -157,8 +157,6 @@ class LinearAutotuner:
 
     def unsupported_reason(self, call: LinearCall) -> str | None:
         """See `LinearBackend`."""
-        if not call.is_tunable:
-            return "the stock forward includes the norm"
         if call.wgrad_target is not None and not call.x.is_cuda:
             return "the stock path with gradient accumulation fusion needs CUDA, so it cannot be measured"
         return None

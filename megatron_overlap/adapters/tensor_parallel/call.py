@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -91,7 +91,6 @@ class LinearCall(ABC):
         group: the tensor-parallel group.
         wgrad_target: destination of the weight gradient; None returns it to autograd.
         hooks: counts the call.
-        is_tunable: whether the autotuner can compare the stock path of such a call with its operation.
         norm: of a layer that starts with a norm. Overlapped backends get a call whose `x` went through it.
     """
 
@@ -104,7 +103,6 @@ class LinearCall(ABC):
     group: dist.ProcessGroup
     wgrad_target: MainGradTarget | None
     hooks: LinearHooks
-    is_tunable: ClassVar[bool] = True
     norm: Callable[[torch.Tensor], torch.Tensor] | None = field(default=None, kw_only=True)
 
     def normalized(self) -> Self:

@@ -96,7 +96,7 @@ def unsupported_row_reason(layer: Any, x: torch.Tensor, group: dist.ProcessGroup
     if context is not None and context.inside_context is True:
         return _OFFLOADED
     if layer.sequence_parallel and x.shape[0] % group.size():
-        return f"sequence length is not divisible by the tensor-parallel size {group.size()}"
+        return indivisible_rows_reason(group.size())
     return None
 
 
@@ -118,8 +118,13 @@ def te_communicates(layer: Any) -> bool:
     return not (layer.tp_size == 1 or layer.parallel_mode is None or layer.tp_group is None)
 
 
-def unsupported_te_reason(layer: Any, kind: str, x: torch.Tensor) -> str | None:
-    """The reason in a TransformerEngine linear of `kind` column or row, or in its configuration."""
+def indivisible_rows_reason(num_ranks: int) -> str:
+    """The reason of a row-parallel call under sequence parallelism whose rows the ranks cannot share equally."""
+    return f"sequence length is not divisible by the tensor-parallel size {num_ranks}"
+
+
+def unsupported_te_reason(layer: Any) -> str | None:
+    """The reason in a TransformerEngine linear or in its configuration."""
     if te_quantizes():
         return "fp8: TransformerEngine quantizes its messages"
     for field, reason in _TE_FEATURES:
@@ -137,8 +142,6 @@ def unsupported_te_reason(layer: Any, kind: str, x: torch.Tensor) -> str | None:
         return "the weight gradient overwrites main_grad"
     if layer.fsdp_group is not None:
         return "TransformerEngine shards the weight (FSDP)"
-    if kind == "row" and layer.sequence_parallel and x.shape[0] % layer.tp_size:
-        return f"sequence length is not divisible by the tensor-parallel size {layer.tp_size}"
     return None
 
 

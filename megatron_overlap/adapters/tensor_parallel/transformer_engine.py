@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear
@@ -18,7 +18,12 @@ from megatron.core.transformer.mlp import MLP
 
 from megatron_overlap.adapters.tensor_parallel.call import LayerOutput, LinearCall
 from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
-from megatron_overlap.adapters.tensor_parallel.eligibility import EXPERT, te_communicates, unsupported_te_reason
+from megatron_overlap.adapters.tensor_parallel.eligibility import (
+    EXPERT,
+    indivisible_rows_reason,
+    te_communicates,
+    unsupported_te_reason,
+)
 from megatron_overlap.adapters.tensor_parallel.linear import add_row_bias
 from megatron_overlap.adapters.wrapping import Method, untraced
 from megatron_overlap.session import Session
@@ -47,8 +52,7 @@ def linear_forward(original: Method, session: Session) -> Method:
     @functools.wraps(original)
     def forward(self: Any, x: torch.Tensor) -> LayerOutput:
         if te_communicates(self):
-            call, reason = _call(self, x, original, adapter)
-            return adapter.run(call, reason)
+            return adapter.run(_call(self, x, original, adapter), _unsupported_reason(self, x))
         if self.parallel_mode is None and self.config.tensor_model_parallel_size > 1:
             is_expert = isinstance(self, TEColumnParallelLinear | TERowParallelLinear)
             session.counters.exclude(type(self).__name__, EXPERT if is_expert else _DUPLICATED)
@@ -83,12 +87,12 @@ def fused_mlp_forward(original: Method, session: Session) -> Method:
         linears = self.linear_fc1, self.linear_fc2
         if not all(map(te_communicates, linears)):
             return original(self, hidden_states, **kwargs)
-        checked = [_call(layer, hidden_states, original, adapter) for layer in linears]
-        reason = next((reason for _, reason in checked if reason is not None), None)
+        reason = next(filter(None, map(unsupported_te_reason, linears)), None)
         if reason is None:
             return MLP.forward(self, hidden_states, **kwargs)
-        for call, _ in checked:
-            call.hooks.fallback(reason)
+        for layer in linears:
+            kind = layer.parallel_mode
+            adapter.hooks(kind, _OPS[kind, layer.sequence_parallel], layer.weight).fallback(reason)
         return original(self, hidden_states, **kwargs)
 
     return forward
@@ -96,16 +100,13 @@ def fused_mlp_forward(original: Method, session: Session) -> Method:
 
 @dataclass(frozen=True, slots=True)
 class TECall(LinearCall):
-    """A call of a TransformerEngine linear, with the input and the forward of its class."""
+    """A call of a TransformerEngine linear, with the forward of its class."""
 
-    layer_input: torch.Tensor
     original: Method
-    # The autotuner does not know that the stock forward includes the norm.
-    is_tunable: ClassVar[bool] = False
 
     def run_stock(self) -> LayerOutput:
-        """See `LinearCall`."""
-        return self.original(self.layer, self.layer_input)
+        """See `LinearCall`. The stock forward includes the norm, so it takes a call that is not `normalized`."""
+        return self.original(self.layer, self.x)
 
     def result(self, output: torch.Tensor) -> LayerOutput:
         """See `LinearCall`."""
@@ -116,8 +117,7 @@ class TECall(LinearCall):
         return output, layer.bias if layer.te_return_bias else None
 
 
-def _call(layer: Any, x: torch.Tensor, original: Method, adapter: LinearAdapter) -> tuple[TECall, str | None]:
-    """One call of a layer, and the reason of the layer for the stock path."""
+def _call(layer: Any, x: torch.Tensor, original: Method, adapter: LinearAdapter) -> TECall:
     kind, weight = layer.parallel_mode, layer.weight
     op = _OPS[kind, layer.sequence_parallel]
     # A row-parallel bias is added once, to the sum.
@@ -125,8 +125,13 @@ def _call(layer: Any, x: torch.Tensor, original: Method, adapter: LinearAdapter)
     target = adapter.wgrad_target(weight, layer.fuse_wgrad_accumulation)
     norm = norm_of(layer) if "layer_norm_weight" in layer._parameters else None
     hooks = adapter.hooks(kind, op, weight)
-    call = TECall(layer, kind, op, x, weight, bias, layer.tp_group, target, hooks, x, original, norm=norm)
-    return call, unsupported_te_reason(layer, kind, x)
+    return TECall(layer, kind, op, x, weight, bias, layer.tp_group, target, hooks, original, norm=norm)
+
+
+def _unsupported_reason(layer: Any, x: torch.Tensor) -> str | None:
+    if layer.parallel_mode == "row" and layer.sequence_parallel and x.shape[0] % layer.tp_size:
+        return indivisible_rows_reason(layer.tp_size)
+    return unsupported_te_reason(layer)
 
 
 def norm_of(layer: Any) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -20,6 +20,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
+    get_gpt_mtp_block_spec,
 )
 from megatron.training import arguments, get_args, get_tokenizer, pretrain
 from megatron.training.arguments import core_transformer_config_from_args
@@ -31,6 +32,16 @@ from megatron_overlap.adapters.varlen.dataset import document_loaders
 
 _INTEGER_KEYS = ("tokens", "labels", "position_ids")
 _FLOAT_KEYS = ("loss_mask",)
+# Fields of the configuration that are arguments of the layer specifications, for TransformerEngine and local layers.
+_LAYER_OPTIONS = (
+    "qk_layernorm",
+    "multi_latent_attention",
+    "qk_l2_norm",
+    "use_kitchen",
+    "use_kitchen_attention",
+    "kitchen_attention_backend",
+)
+_TE_LAYER_OPTIONS = ("use_te_activation_func", "mla_down_proj_fusion", "use_grouped_gemm_for_dense_mlp")
 
 
 def pretrain_decoder(architecture_flags: Sequence[str] = ()) -> None:
@@ -90,20 +101,10 @@ def build_model(
         )
     config = core_transformer_config_from_args(args) if config is None else config
     use_te = args.transformer_impl == "transformer_engine"
-    layer: Any
-    if args.num_experts:
-        layer = get_gpt_decoder_block_spec(
-            config, use_transformer_engine=use_te, normalization=args.normalization, vp_stage=vp_stage
-        )
-    elif use_te:
-        layer = get_gpt_layer_with_transformer_engine_spec(
-            qk_layernorm=args.qk_layernorm, multi_latent_attention=args.multi_latent_attention
-        )
-    else:
-        layer = get_gpt_layer_local_spec(
-            qk_layernorm=args.qk_layernorm,
-            multi_latent_attention=args.multi_latent_attention,
-            normalization=args.normalization,
+    layer = layer_specification(config, use_te, vp_stage)
+    if args.mtp_num_layers:
+        groups["mtp_block_spec"] = get_gpt_mtp_block_spec(
+            config, layer, use_transformer_engine=use_te, vp_stage=vp_stage
         )
     documents = training.varlen_adapter(args)
     if documents is not None:
@@ -128,6 +129,23 @@ def build_model(
     if documents is not None:
         training.rotate_by_position(model, args)
     return model
+
+
+def layer_specification(config: Any, use_te: bool, vp_stage: int | None = None) -> Any:
+    """What Megatron-LM's scripts build layers of, for a decoder without `--spec`."""
+    if config.num_moe_experts:
+        return get_gpt_decoder_block_spec(
+            config,
+            use_transformer_engine=use_te,
+            normalization=config.normalization,
+            qk_l2_norm=config.qk_l2_norm,
+            vp_stage=vp_stage,
+        )
+    # Releases have different arguments: only those that the configuration sets are given.
+    names = {name: name for name in (*_LAYER_OPTIONS, *(_TE_LAYER_OPTIONS if use_te else ("normalization",)))}
+    names |= {"use_te_op_fuser": "use_transformer_engine_op_fuser"} if use_te else {}
+    options = {name: value for name, field in names.items() if (value := getattr(config, field, None))}
+    return (get_gpt_layer_with_transformer_engine_spec if use_te else get_gpt_layer_local_spec)(**options)
 
 
 def build_datasets(num_samples: Sequence[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:

@@ -259,7 +259,7 @@ _REASONS: Mapping[str, str] = MappingProxyType(
         "train.iterations": "enough steps to include optimizer updates",
         "train.global_batch_size": "at most 2 micro-batches per stage",
         "train.precision": "the CPU does not support fp16",
-        "train.transformer_impl": "TransformerEngine needs a GPU",
+        "train.transformer_impl": "a rehearsal builds local layers",
         "train.gradient_accumulation_fusion": "apex's kernel needs a GPU",
         "data": "the data files do not exist on this machine",
         "launch": "runs on the CPUs of this machine",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_overlap.adapters.cpu import te_kernels
+from megatron_overlap.adapters.cpu import te_kernels, te_module
 from megatron_overlap.adapters.cpu.te_kernels import DType
 
 F32, BF16 = DType.kFloat32, DType.kBFloat16
@@ -222,7 +222,7 @@ def test_norm_of_gradients_and_scaling_report_an_overflow() -> None:
 
 
 def test_kernels_without_an_implementation_raise_by_name() -> None:
-    module = te_kernels.NativeModule("transformer_engine_torch")
+    module = te_module.NativeModule("transformer_engine_torch")
     with pytest.raises(NotImplementedError, match="transformer_engine_torch.fused_attn_fwd: this kernel needs a GPU"):
         module.fused_attn_fwd(1)
     with pytest.raises(NotImplementedError, match="quantised tensors"):

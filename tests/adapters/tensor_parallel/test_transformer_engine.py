@@ -12,7 +12,7 @@ from megatron_overlap.config.megatron_args import TE_OVERLAP
 from tests.adapters.conftest import RANKS
 from tests.adapters.megatron_runs import start_ranks
 from tests.adapters.tensor_parallel import transformer_engine_workers as cases
-from tests.adapters.tensor_parallel.transformer_engine_workers import Layer
+from tests.adapters.tensor_parallel.transformer_engine_workers import Layer, Model
 from tests.helpers.releases import ROOT
 from tests.helpers.te import needs_te
 from tests.helpers.world import World
@@ -102,6 +102,68 @@ def test_check_mode_compares_every_pass(te_ranks: World, kind: str) -> None:
 def test_an_unsupported_layer_runs_the_stock_forward(te_ranks: World, what: str, reason: str) -> None:
     for reasons in te_ranks.run(RANKS, cases.falls_back, Layer("row"), what):
         assert reasons == [reason]
+
+
+def test_auto_measures_every_candidate_and_lists_a_selection(te_ranks: World) -> None:
+    answers = te_ranks.run(RANKS, cases.tuned)
+    ran, lines = answers[0]
+    assert [line["op"] for line in lines] == ["ag_gemm", "gemm_rs"]
+    for line in lines:
+        assert line["ms"] > 0
+        assert line["stock_ms"] > 0, "the stock path is timed with its norm, as the other candidates are"
+    for op in ("ag_gemm", "gemm_rs"):
+        assert f"{op} stock" in ran
+        assert any(each.startswith(f"{op} p2p") for each in ran)
+
+
+def test_only_layers_that_te_quantizes_run_the_stock_path(te_ranks: World) -> None:
+    """The configuration says fp8 for all layers; those of `first_last_layers_bf16` run outside of the fp8 context."""
+    reason = "fp8: TransformerEngine quantizes its messages"
+    assert te_ranks.run(RANKS, cases.reasons_with_fp8) == [[None, reason, None]] * RANKS
+
+
+# Overlapped forwards of each model, by operation. A layer has two column- and two row-parallel linears, the output
+# layer is column-parallel, and each model has two layers.
+MODEL_CALLS = {
+    "llama": {"ag_gemm": 2 * 2 + 1, "gemm_rs": 2 * 2},
+    "gpt": {"ag_gemm": 2 * 2 + 1, "gemm_rs": 2 * 2},
+    "fused MLP": {"ag_gemm": 2 * 2 + 1, "gemm_rs": 2 * 2},
+    # One more layer, the projection of its input, and a second pass through the output layer.
+    "MTP": {"ag_gemm": 3 * 2 + 1 + 2, "gemm_rs": 3 * 2},
+    # Two up-projections in place of QKV.
+    "MLA": {"ag_gemm": 2 * 3 + 1, "gemm_rs": 2 * 2},
+    # The linears of experts do not communicate.
+    "experts": {"ag_gemm": 2 * 1 + 1, "gemm_rs": 2 * 1},
+    "hybrid": {"ag_gemm": 2 * 2 + 1, "gemm_rs": 2 * 2},
+    "BERT": {"ag_gemm": 2 * 2, "gemm_rs": 2 * 2},
+}
+
+
+@pytest.mark.parametrize("kind", MODEL_CALLS)
+def test_models_equal_stock(te_ranks: World, kind: str) -> None:
+    for calls, reasons, _ in te_ranks.run(RANKS, cases.model_against_stock, Model(kind)):
+        assert reasons == []
+        assert calls == MODEL_CALLS[kind]
+
+
+@pytest.mark.parametrize("kind", ["llama", "hybrid"])
+def test_models_in_bf16_are_as_near_to_fp32_as_stock(te_ranks: World, kind: str) -> None:
+    for calls, _, _ in te_ranks.run(RANKS, cases.model_against_stock, Model(kind, BF16)):
+        assert calls == MODEL_CALLS[kind]
+
+
+def test_experts_and_duplicated_layers_are_listed(te_ranks: World) -> None:
+    for _, _, listed in te_ranks.run(RANKS, cases.model_against_stock, Model("experts")):
+        assert any("expert layer" in reason for reason in listed.values())
+    for _, _, listed in te_ranks.run(RANKS, cases.model_against_stock, Model("MLA")):
+        assert "every rank holds the whole weight" in listed["TELinear"]
+
+
+def test_a_fused_mlp_that_is_not_supported_is_counted(te_ranks: World) -> None:
+    case = Model("fused MLP", strict=False, overwrites=True)
+    for calls, reasons, _ in te_ranks.run(RANKS, cases.model_against_stock, case):
+        assert reasons == ["the weight gradient overwrites main_grad"]
+        assert calls == {"ag_gemm": 1}, "the output layer is Megatron's"
 
 
 def test_tp_comm_overlap_together_with_the_plugin_is_an_error(tmp_path: Path) -> None:

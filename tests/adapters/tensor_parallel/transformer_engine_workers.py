@@ -55,7 +55,7 @@ def tensor_group(size: int) -> dist.ProcessGroup:
     return groups[dist.get_rank() // size]
 
 
-def make_config(group: dist.ProcessGroup, dtype: torch.dtype, **settings: Any) -> Any:
+def make_config(group: dist.ProcessGroup, dtype: torch.dtype, kind: Any = None, **settings: Any) -> Any:
     """A configuration of Megatron for `group.size()` tensor-parallel ranks."""
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.enums import AttnBackend
@@ -75,7 +75,7 @@ def make_config(group: dist.ProcessGroup, dtype: torch.dtype, **settings: Any) -
         "bias_dropout_fusion": False,
         "attention_backend": AttnBackend.unfused,
     }
-    return TransformerConfig(**{**made, **settings})
+    return (kind or TransformerConfig)(**{**made, **settings})
 
 
 def make_layer(group: dist.ProcessGroup, case: Layer) -> Any:
@@ -220,6 +220,44 @@ def against_stock(
     return calls, dict(report.numerics_check)
 
 
+def tuned(world: dist.ProcessGroup) -> tuple[list[str], list[dict[str, Any]]]:
+    """A layer with a norm and a row-parallel layer under `method: auto`; every call is equal to stock.
+
+    Returns the candidate of each call, and the selections at the end.
+    """
+    from tests.adapters.tensor_parallel.autotune_workers import CALLS, config, follow
+
+    start(world)
+    group, cases = tensor_group(2), (Layer("norm"), Layer("row"))
+    stock = [run_layer(make_layer(group, case), case, group) for case in cases]
+    exact = [exact_layer(make_layer(group, case), case, group) for case in cases]
+    with enable(config(None), strict=True) as session:
+        ran = follow(session)
+        for _ in range(CALLS):
+            for case, theirs, true in zip(cases, stock, exact, strict=True):
+                mine = run_layer(make_layer(group, case), case, group)
+                for name in theirs:
+                    compare(f"{case.kind} {name} {ran[-1]}", mine[name], theirs[name], true[name])
+        return ran, session.report().as_dict()["autotuning"]
+
+
+def reasons_with_fp8(world: dist.ProcessGroup) -> list[str | None]:
+    """The reason of one layer outside and inside of TransformerEngine's fp8 context, and in a bf16 layer inside it."""
+    start(world)
+    from transformer_engine.common.recipe import DelayedScaling
+    from transformer_engine.pytorch import fp8_autocast
+
+    from megatron_overlap.adapters.tensor_parallel.eligibility import unsupported_te_reason
+
+    layer = make_layer(tensor_group(2), Layer("column", torch.bfloat16, config={"fp8": "hybrid"}))
+    reasons = [unsupported_te_reason(layer)]
+    with fp8_autocast(enabled=True, fp8_recipe=DelayedScaling()):
+        reasons.append(unsupported_te_reason(layer))
+        with fp8_autocast(enabled=False):
+            reasons.append(unsupported_te_reason(layer))
+    return reasons
+
+
 def falls_back(world: dist.ProcessGroup, case: Layer, what: str) -> list[str]:
     """A layer that is not overlapped: equal to stock, errors too. Returns the reasons."""
     start(world)
@@ -258,3 +296,146 @@ def falls_back(world: dist.ProcessGroup, case: Layer, what: str) -> list[str]:
         assert torch.equal(mine, run())
     assert not any(tally.overlapped for tally in report.sites.values())
     return [reason for tally in report.sites.values() for reason in tally.fallbacks]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A small model of TransformerEngine's layers and one call of it.
+
+    Attributes:
+        kind: a key of `MODELS`.
+        overwrites: every weight says that its gradient overwrites `main_grad`, which the plugin does not support.
+    """
+
+    kind: str
+    dtype: torch.dtype = torch.float32
+    batch: int = 2
+    strict: bool = True
+    overwrites: bool = False
+
+
+VOCABULARY, POSITIONS = 64, 16
+LLAMA = {"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu, "add_bias_linear": False}
+
+
+def _gpt(config: Any, **spec: Any) -> Any:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    from megatron_overlap.adapters.training.pretrain import layer_specification
+
+    layer = layer_specification(config, use_te=True)
+    if config.mtp_num_layers:
+        spec["mtp_block_spec"] = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=True)
+    return GPTModel(config, layer, VOCABULARY, POSITIONS, position_embedding_type="rope", **spec)
+
+
+def _hybrid(config: Any) -> Any:
+    """Attention and MLP layers that the specification names directly, not through a provider."""
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    return HybridModel(config, hybrid_stack_spec, VOCABULARY, POSITIONS, hybrid_layer_pattern="*-*-")
+
+
+def _bert(config: Any) -> Any:
+    from megatron.core.models.bert.bert_layer_specs import get_bert_layer_with_transformer_engine_submodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlock
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    submodules = get_bert_layer_with_transformer_engine_submodules()
+    return TransformerBlock(config, ModuleSpec(module=TransformerLayer, submodules=submodules))
+
+
+MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llama": (_gpt, LLAMA),
+    "gpt": (_gpt, {"normalization": "LayerNorm", "layernorm_zero_centered_gamma": True, "qk_layernorm": True}),
+    "fused MLP": (_gpt, {**LLAMA, "use_transformer_engine_op_fuser": True}),
+    "MTP": (_gpt, {**LLAMA, "mtp_num_layers": 1}),
+    "MLA": (
+        _gpt,
+        {
+            **LLAMA,
+            "multi_latent_attention": True,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_head_dim": 8,
+            "qk_pos_emb_head_dim": 4,
+            "v_head_dim": 8,
+        },
+    ),
+    "experts": (_gpt, {**LLAMA, "num_moe_experts": 4, "moe_router_topk": 2, "moe_token_dispatcher_type": "allgather"}),
+    "hybrid": (_hybrid, {**LLAMA, "num_layers": 4}),
+    "BERT": (_bert, {"normalization": "LayerNorm"}),
+}
+
+
+def make_model(group: dist.ProcessGroup, case: Model, dtype: torch.dtype) -> Any:
+    """A model with the same random parameters on every call; norms and biases differ from their defaults."""
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import MLATransformerConfig
+
+    make, settings = MODELS[case.kind]
+    made = {"sequence_parallel": True, "ffn_hidden_size": 2 * IN, **settings}
+    kind = MLATransformerConfig if made.get("multi_latent_attention") else None
+    torch.manual_seed(17)
+    model_parallel_cuda_manual_seed(17)
+    model = make(make_config(group, dtype, kind=kind, **made)).to(dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                cut = getattr(parameter, "tensor_model_parallel", False)
+                seed = len(name) + 1000 * (group.rank() if cut else 0)
+                parameter.add_(0.2 * _random(tuple(parameter.shape), seed))
+            elif case.overwrites:
+                parameter.overwrite_main_grad = True
+    return model
+
+
+def run_model(model: Any, case: Model, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+    """The loss or output, and every gradient."""
+    if case.kind == "BERT":
+        own = POSITIONS // (group.size() if model.config.sequence_parallel else 1)
+        x = _random((own, case.batch, IN), 5 + group.rank()).to(model.config.params_dtype)
+        mask = torch.zeros(case.batch, 1, 1, POSITIONS, dtype=torch.bool)
+        mask[0, ..., -3:] = True
+        loss = model(x, mask).float().square().mean()
+    else:
+        ids = torch.randint(0, VOCABULARY, (case.batch, POSITIONS), generator=torch.Generator().manual_seed(3))
+        positions = torch.arange(POSITIONS).expand(case.batch, -1)
+        loss = model(ids, positions, None, labels=ids).float().mean()
+    loss.backward()
+    grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {"loss": loss.detach(), **grads}  # type: ignore[dict-item]
+
+
+def model_against_stock(world: dist.ProcessGroup, case: Model) -> tuple[dict[str, int], list[str], dict[str, str]]:
+    """A model, equal to stock.
+
+    In fp32 loss and gradients differ by at most 1e-5 of their norm, plus the rounding of all gradients together: some
+    gradients are sums that nearly cancel. In bf16 their error against fp32 is at most three times that of stock.
+    Returns the overlapped forwards by operation, the reasons of fallbacks, and what is not overlapped at all.
+    """
+    start(world)
+    stock = run_model(make_model(world, case, case.dtype), case, world)
+    wide = make_model(world, case, torch.float32)
+    wide.load_state_dict(make_model(world, case, case.dtype).state_dict(), strict=False)
+    exact = stock if case.dtype == torch.float32 else run_model(wide, case, world)
+    with enable(OverlapConfig.model_validate({"tensor": TENSOR}), strict=case.strict) as session:
+        mine = run_model(make_model(world, case, case.dtype), case, world)
+        report = session.report()
+    assert sorted(mine) == sorted(stock)
+    norms = torch.stack([each.double().norm() for each in exact.values()])
+    rounding = torch.finfo(torch.float32).eps * float(norms.norm())
+    for name, value in stock.items():
+        far, stock_far = (float((each.double() - exact[name].double()).norm()) for each in (mine[name], value))
+        scale = float(exact[name].double().norm())
+        allowed = 1e-5 * scale + rounding if case.dtype == torch.float32 else 3 * stock_far + 2**-8 * scale
+        assert far <= allowed, f"{name}: {far:.3e} of {scale:.3e}, stock {stock_far:.3e}"
+    calls: dict[str, int] = {}
+    for site, tally in report.sites.items():
+        if site.direction == "forward" and tally.overlapped:
+            calls[site.op] = calls.get(site.op, 0) + tally.overlapped
+    reasons = sorted({reason for tally in report.sites.values() for reason in tally.fallbacks})
+    return calls, reasons, dict(report.not_overlapped)
