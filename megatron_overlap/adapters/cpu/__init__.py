@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
+from pathlib import Path
 
 from megatron_overlap.adapters.cpu import te_module
 from megatron_overlap.adapters.cpu.megatron_patches import RNG_LOGGER, QuietRngWarning
@@ -46,7 +47,7 @@ class CpuMegatron:
             # Planning imports Megatron. Its modules store `torch.compile`, the tensor types and `_lazy_call` by value,
             # so torch is patched before.
             self._apply(MEGATRON)
-            if importlib.util.find_spec("megatron.training") is not None:  # the wheel of 0.16 has none
+            if _has_training_loop():
                 self._apply(TRAINING)
         except BaseException:
             self.engine.revert()
@@ -66,6 +67,17 @@ class CpuMegatron:
         if plan.refused:
             raise PatchRefusedError("; ".join(f"{each.manifest.target}: {each.reason}" for each in plan.refused))
         self.engine.apply(plan, None)
+
+
+def _has_training_loop() -> bool:
+    """Whether the release of megatron-core has `megatron.training`, which the wheel of 0.16 lacks.
+
+    `megatron` is a namespace package: a `megatron.training` in another folder belongs to another release.
+    """
+    core, loop = (importlib.util.find_spec(f"megatron.{name}") for name in ("core", "training"))
+    if core is None or loop is None or core.origin is None or loop.origin is None:
+        return False
+    return Path(core.origin).parents[1] == Path(loop.origin).parents[1]
 
 
 def install(*, te_layers: bool = False) -> CpuMegatron:
