@@ -124,6 +124,8 @@ def _wrapped(run: Run) -> tuple[Any, Any]:
         **dict(run.optimizer),
     }
     optimizer = get_megatron_optimizer(OptimizerConfig(**settings), [model])
+    for parameters in optimizer.param_groups:
+        parameters["weight_decay"] *= parameters["wd_mult"]  # as Megatron's scheduler does
     if run.foreign_adam:
         optimizer.optimizer.__class__ = ForeignAdam
     # Only the flag: the offloading itself needs CUDA streams.
