@@ -110,7 +110,7 @@ def fused_settings(num_ranks: int, num_rows: int, *, hopper: bool) -> list[tuple
     if num_ranks == 2:
         values["mover"] = tuple(each for each in KNOBS["mover"] if each != "ring")  # the same copies as a push
     default, *others = KNOBS["chunk_rows"]
-    # A tile of communication ends with its shard: chunks longer than a shard are all alike.
+    # No communication tile is longer than a shard, so all chunk lengths above one shard give the same tiles.
     values["chunk_rows"] = (default, *(each for each in others if min(int(each), shard) != min(int(default), shard)))
     if not hopper:
         values["kernel"] = KNOBS["kernel"][:1]
