@@ -71,6 +71,21 @@ def test_llama_of_te_layers(plugin: tuple[str, str], tmp_path: Path) -> None:
 
 @needs_te
 @pytest.mark.long
+def test_batch_overlap_of_te_layers(tmp_path: Path) -> None:
+    file = tmp_path / "overlap.yaml"
+    file.write_text(yaml.safe_dump({"overlap": {"tensor": {"method": "p2p", "split": "batch"}, "strict": True}}))
+    layout = (*GQA, "--tensor-model-parallel-size", "2", "--untie-embeddings-and-output-weights", *TE_LAYERS)
+    mine = train(tmp_path / "mine", LLAMA, 2, *layout, "--overlap-config", str(file), off=False)
+    assert_equal_training(mine, train(tmp_path / "stock", LLAMA, 2, *layout))
+    assert_overlapped(tmp_path / "mine", ranks=2, expected=tensor_calls("copy_gemm", "gemm_ar"))
+    report = json.loads((tmp_path / "mine" / "report-rank0.json").read_text())
+    columns = [m["overlapped"] for m in report["modules"] if (m["op"], m["direction"]) == ("copy_gemm", "forward")]
+    # In 4 steps of 2 micro-batches: two for each part in each of 2 layers, and the output layer.
+    assert sum(columns) == 4 * 2 * (2 * 2 * 2 + 1)
+
+
+@needs_te
+@pytest.mark.long
 def test_te_layers_with_data_parallel_ranks_then_resumed_without_the_plugin(
     plugin: tuple[str, str], tmp_path: Path
 ) -> None:

@@ -100,27 +100,37 @@ def layer_forward(original: Method, session: Session) -> Method:
         arguments = {**dict(zip(_POSITIONAL, args, strict=False)), **kwargs}
         x = arguments["hidden_states"]
         pending = layer_handoff.take(x)
+        if pending is None and (self.config.tensor_model_parallel_size == 1 or adapter.check.due):
+            return original(self, *args, **kwargs)
+        # Also for a pending output: the layer before it cannot see in which precision this one runs.
+        unknown = len(args) > len(_POSITIONAL)
+        reason = "positional arguments" if unknown else _unsupported_reason(self, arguments, adapter)
+        if reason is not None:
+            session.counters.fallback("layer", "transformer layer", "batch_overlap", "forward", reason)
+            if pending is not None:
+                x = _whole(pending)
+                args, kwargs = ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
+            return original(self, *args, **kwargs)
         if pending is None:
-            if self.config.tensor_model_parallel_size == 1 or adapter.check.due:
-                return original(self, *args, **kwargs)
-            unknown = len(args) > len(_POSITIONAL)
-            reason = "positional arguments" if unknown else _unsupported_reason(self, arguments, adapter)
-            if reason is not None:
-                session.counters.fallback("layer", "transformer layer", "batch_overlap", "forward", reason)
-                return original(self, *args, **kwargs)
             pending = PendingOutput(x, [_InputPart(part) for part in x.chunk(2, dim=1)], Slots.reserve())
         output = _SplitLayer(self, adapter).forward(pending, arguments)
         follower = layer_handoff.next_layer(self)
         if follower is not None and _unsupported_reason(follower, arguments, adapter) is None:
             return layer_handoff.put(output), None
-        whole = torch.cat([part.complete() for part in output.parts], dim=1)
-        return make_viewless_tensor(inp=whole, requires_grad=whole.requires_grad, keep_graph=True), None
+        return _whole(output), None
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return (split if adapter.splits_batch else original)(self, *args, **kwargs)
 
     return forward
+
+
+def _whole(pending: PendingOutput) -> torch.Tensor:
+    """The complete output of a layer, for the whole micro-batch."""
+    whole = torch.cat([part.complete() for part in pending.parts], dim=1)
+    viewless: torch.Tensor = make_viewless_tensor(inp=whole, requires_grad=whole.requires_grad, keep_graph=True)
+    return viewless
 
 
 def _unsupported_reason(layer: Any, arguments: dict[str, Any], adapter: LinearAdapter) -> str | None:

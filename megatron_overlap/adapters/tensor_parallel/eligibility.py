@@ -42,6 +42,8 @@ _TE_FEATURES = (
 )
 # Arguments of `TransformerLayer.forward` that can be split: the batch dimension; None where there is none.
 BATCH_DIMENSION = {"attention_mask": 0, "rotary_pos_emb": None, "rotary_pos_cos": None, "rotary_pos_sin": None}
+# Both fused MLPs of TransformerEngine run as `MLP.forward` where they communicate; None where a release has none.
+_MLPS = {MLP, *(getattr(te_extension, name, None) for name in ("TEFusedMLP", "TEFusedMLPWithGroupedLinear"))}
 _RECOMPUTE_FIELDS = ("recompute_input_layernorm", "recompute_pre_mlp_layernorm", "recompute_mlp")
 _OFFLOAD_FIELDS = ("offload_attn_norm", "offload_mlp_norm")
 
@@ -102,7 +104,7 @@ def unsupported_row_reason(layer: Any, x: torch.Tensor, group: dist.ProcessGroup
 
 def is_te_linear(layer: Any) -> bool:
     """Whether a linear layer is one of Megatron's TransformerEngine classes."""
-    return "te_return_bias" in layer.__dict__
+    return "te_return_bias" in getattr(layer, "__dict__", ())
 
 
 def te_quantizes() -> bool:
@@ -211,15 +213,20 @@ def unsupported_layer_reason(layer: Any, arguments: dict[str, Any]) -> str | Non
     unknown = [name for name, value in arguments.items() if value is not None and name not in known]
     if unknown:
         return f"unknown arguments: {', '.join(unknown)}"
-    if type(layer.mlp) is not MLP or not isinstance(layer.self_attention, SelfAttention):
+    attention, mlp = layer.self_attention, layer.mlp
+    if type(mlp) not in _MLPS or not isinstance(attention, SelfAttention):
         return "the MLP is not an MLP or the attention is not a SelfAttention of Megatron"
     if not isinstance(layer.cross_attention, IdentityOp):
         return "cross-attention"
-    rows = layer.self_attention.linear_proj, layer.mlp.linear_fc2
-    if not all(isinstance(row, RowParallelLinear) for row in rows):
-        return f"the row-parallel layers are {type(rows[0]).__name__}, not Megatron's local RowParallelLinear"
-    if not all(row.skip_bias_add for row in rows):
-        return "a row-parallel layer adds its bias itself"
+    for linear in (getattr(attention, "linear_qkv", None), attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2):
+        reason = unsupported_te_reason(linear) if is_te_linear(linear) else None
+        if reason is not None:
+            return reason
+    for row in (attention.linear_proj, mlp.linear_fc2):
+        if not is_te_linear(row) and not isinstance(row, RowParallelLinear):
+            return f"a row-parallel layer is a {type(row).__name__}, which batch overlap does not know"
+        if not (not row.use_bias or row.te_return_bias if is_te_linear(row) else row.skip_bias_add):
+            return "a row-parallel layer adds its bias itself"
     if getattr(config, "fused_residual_rmsnorm", False) or getattr(config, "inference_fuse_tp_communication", False):
         return "the kernel of another layer adds the residual"
     if getattr(config, "mlp_chunks_for_training", 1) > 1:
@@ -230,8 +237,8 @@ def unsupported_layer_reason(layer: Any, arguments: dict[str, Any]) -> str | Non
         return _OFFLOADED
     if layer.training and (layer.hidden_dropout > 0.0 or config.attention_dropout > 0.0):
         return "dropout: the parts of a split batch would draw other masks"
-    if config.fp32_residual_connection or config.fp8 or getattr(config, "fp4", None):
-        return "--fp32-residual-connection, fp8 or fp4"
+    if config.fp32_residual_connection:
+        return "--fp32-residual-connection"
     return None
 
 

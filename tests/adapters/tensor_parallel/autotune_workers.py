@@ -206,6 +206,7 @@ class BlockCase:
         batch: sequences of the micro-batch.
         last_stage: the block gets its input from `set_input_tensor`, as on a later pipeline stage.
         calls: most calls of the block.
+        te: the layers are TransformerEngine's.
     """
 
     split_us: float = 100
@@ -213,6 +214,7 @@ class BlockCase:
     batch: int = 2
     last_stage: bool = False
     calls: int = 60
+    te: bool = False
 
 
 class BlockRun(NamedTuple):
@@ -239,7 +241,7 @@ def block(group: dist.ProcessGroup, case: BlockCase) -> BlockRun:
     generator = torch.Generator().manual_seed(31)
     x, dy = (torch.randn(SEQUENCE, case.batch, HIDDEN, generator=generator) for _ in range(2))
     mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
-    layers = make_block(group, torch.float32)
+    layers = make_block(group, torch.float32, te=case.te)
     layers.pre_process = not case.last_stage
 
     def once() -> dict[str, Any]:

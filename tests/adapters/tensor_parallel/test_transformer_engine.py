@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from megatron_overlap.config import ConfigError, load_launch_config
 from megatron_overlap.config.megatron_args import TE_OVERLAP
 from tests.adapters.conftest import RANKS
 from tests.adapters.megatron_runs import start_ranks
+from tests.adapters.tensor_parallel import autotune_workers
 from tests.adapters.tensor_parallel import transformer_engine_workers as cases
 from tests.adapters.tensor_parallel.transformer_engine_workers import Layer, Model
 from tests.helpers.releases import ROOT
@@ -19,6 +21,8 @@ from tests.helpers.world import World
 
 pytestmark = needs_te
 BF16 = torch.bfloat16
+# A model without sequence parallelism whose layers run in batch overlap.
+SPLIT: dict[str, Any] = {"config": {"sequence_parallel": False}, "tensor": {"split": "batch"}}
 
 
 def overlapped(kind: str, sequence_parallel: bool, calls: int = 1, wgrad: int = 1) -> list[tuple[str, str, int]]:
@@ -116,6 +120,15 @@ def test_auto_measures_every_candidate_and_lists_a_selection(te_ranks: World) ->
         assert any(each.startswith(f"{op} p2p") for each in ran)
 
 
+@pytest.mark.parametrize("split_us", [100, 300], ids=["faster", "slower"])
+def test_auto_measures_a_block_in_batch_overlap(te_ranks: World, split_us: float) -> None:
+    run = te_ranks.run(RANKS, autotune_workers.block, autotune_workers.BlockCase(split_us, te=True))[0]
+    layers, block = run.lines
+    assert (layers["op"], block["op"]) == ("copy_gemm", "block")
+    assert block["method"] == ("batch overlap" if split_us < 200 else "separate layers")
+    assert run.split[-6:] == [split_us < 200] * 6
+
+
 def test_only_layers_that_te_quantizes_run_the_stock_path(te_ranks: World) -> None:
     """The configuration says fp8 for all layers; those of `first_last_layers_bf16` run outside of the fp8 context."""
     reason = "fp8: TransformerEngine quantizes its messages"
@@ -150,6 +163,50 @@ def test_models_equal_stock(te_ranks: World, kind: str) -> None:
 def test_models_in_bf16_are_as_near_to_fp32_as_stock(te_ranks: World, kind: str) -> None:
     for calls, _, _ in te_ranks.run(RANKS, cases.model_against_stock, Model(kind, BF16)):
         assert calls == MODEL_CALLS[kind]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["llama", "gpt", "fused MLP"])
+def test_models_in_batch_overlap_equal_stock(te_ranks: World, kind: str, dtype: torch.dtype) -> None:
+    """Each linear of a layer runs once for each part of the batch; the output layer is not split."""
+    # The gradients of query and key norms nearly cancel: bf16 leaves one digit of them, in stock too.
+    config = {"sequence_parallel": False, **({"qk_layernorm": False} if dtype == BF16 else {})}
+    case = Model(kind, dtype, config=config, tensor=SPLIT["tensor"])
+    for calls, reasons, _ in te_ranks.run(RANKS, cases.model_against_stock, case):
+        assert reasons == []
+        assert calls == {"copy_gemm": 2 * 2 * 2 + 1, "gemm_ar": 2 * 2 * 2}
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sp", "batch-overlap"])
+def test_bf16_layers_of_an_fp8_model_are_overlapped(te_ranks: World, sequence_parallel: bool) -> None:
+    """`first_last_layers_bf16`: both layers of the model run outside of the fp8 context."""
+    config = {"fp8": "hybrid", "fp8_recipe": "tensorwise", "first_last_layers_bf16": True}
+    config |= {"num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1}
+    config["sequence_parallel"] = sequence_parallel
+    case = Model("llama", BF16, config=config, tensor=SPLIT["tensor"], strict=not sequence_parallel)
+    for calls, reasons, _ in te_ranks.run(RANKS, cases.model_against_stock, case):
+        parts = 1 if sequence_parallel else 2
+        assert sorted(calls.values()) == [2 * 2 * parts, 2 * 2 * parts + 1]
+        assert not any("fp8" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "reason"),
+    [
+        ("llama", {"batch": 3}, "a micro-batch of 3 does not split into two equal parts"),
+        ("gpt", {"overwrites": True}, "the weight gradient overwrites main_grad"),
+        ("MLA", {}, "the MLP is not an MLP or the attention is not a SelfAttention of Megatron"),
+        ("hybrid", {}, "the MLP is not an MLP or the attention is not a SelfAttention of Megatron"),
+    ],
+    ids=["odd", "weight", "MLA", "hybrid"],
+)
+def test_a_layer_that_batch_overlap_does_not_support_is_counted(
+    te_ranks: World, kind: str, given: dict[str, Any], reason: str
+) -> None:
+    case = Model(kind, strict=False, **{**SPLIT, **given})
+    for calls, reasons, _ in te_ranks.run(RANKS, cases.model_against_stock, case):
+        assert reasons == [reason]
+        assert calls["copy_gemm"] > 0, "the linears that are supported are overlapped alone"
 
 
 def test_experts_and_duplicated_layers_are_listed(te_ranks: World) -> None:

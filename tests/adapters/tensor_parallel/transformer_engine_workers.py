@@ -305,6 +305,8 @@ class Model:
     Attributes:
         kind: a key of `MODELS`.
         overwrites: every weight says that its gradient overwrites `main_grad`, which the plugin does not support.
+        config: further fields of Megatron's configuration.
+        tensor: further fields of `overlap.tensor`.
     """
 
     kind: str
@@ -312,6 +314,8 @@ class Model:
     batch: int = 2
     strict: bool = True
     overwrites: bool = False
+    config: dict[str, Any] = field(default_factory=dict)
+    tensor: dict[str, Any] = field(default_factory=dict)
 
 
 VOCABULARY, POSITIONS = 64, 16
@@ -377,7 +381,7 @@ def make_model(group: dist.ProcessGroup, case: Model, dtype: torch.dtype) -> Any
     from megatron.core.transformer import MLATransformerConfig
 
     make, settings = MODELS[case.kind]
-    made = {"sequence_parallel": True, "ffn_hidden_size": 2 * IN, **settings}
+    made = {"sequence_parallel": True, "ffn_hidden_size": 2 * IN, **settings, **case.config}
     kind = MLATransformerConfig if made.get("multi_latent_attention") else None
     torch.manual_seed(17)
     model_parallel_cuda_manual_seed(17)
@@ -422,7 +426,7 @@ def model_against_stock(world: dist.ProcessGroup, case: Model) -> tuple[dict[str
     wide = make_model(world, case, torch.float32)
     wide.load_state_dict(make_model(world, case, case.dtype).state_dict(), strict=False)
     exact = stock if case.dtype == torch.float32 else run_model(wide, case, world)
-    with enable(OverlapConfig.model_validate({"tensor": TENSOR}), strict=case.strict) as session:
+    with enable(OverlapConfig.model_validate({"tensor": {**TENSOR, **case.tensor}}), strict=case.strict) as session:
         mine = run_model(make_model(world, case, case.dtype), case, world)
         report = session.report()
     assert sorted(mine) == sorted(stock)
