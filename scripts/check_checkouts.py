@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def check(checkout: Path) -> int:
     """Runs one checkout and prints its row; 1 where it failed or differs."""
     script = checkout / "pretrain_gpt.py"
-    config = resource_folder("configs") / "gpt_tp2_overlap.yaml"
+    config = resource_folder("configs") / "cpu/gpt_tp2/overlap.yaml"
     started = time.monotonic()
     try:
         cfg = load_launch_config(config, (*OVERRIDES, f"launch.entry={script}"))

@@ -45,6 +45,6 @@ say "doctor"
 env/bin/megatron-overlap doctor --deadline 60
 
 say "quickstart config, two steps, on made-up data"
-env/bin/megatron-overlap launch quickstart --run-dir run \
+env/bin/megatron-overlap launch cpu/quickstart --run-dir run \
     data.kind=mock data.path=null train.iterations=2 train.lr_warmup_iterations=0
 printf '\ncheck_wheel: passed\n'

@@ -32,12 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write the line into the configs")
     write = parser.parse_args(argv).write
-    for file in sorted(resource_folder("configs").glob("*_overlap.yaml")):
+    for file in sorted(resource_folder("configs").glob("gpu/*/overlap.yaml")):
         cfg = load_launch_config(file)
-        if cfg.launch.device != "cuda":
-            continue
         text = sentence(cfg)
-        print(f"{cfg.name.removesuffix('_overlap')}: {text}")
+        print(f"{file.parent.name}: {text}")
         if write:
             put(file, text)
     return 0

@@ -27,8 +27,7 @@ fi
 step bash scripts/quickstart.sh --rounds 1
 first=$((SECONDS - started))
 # Their own run: a config of theirs, looked at, and launched.
-step cp configs/llama_tp2_overlap.yaml my.yaml
-sed -i 's/^name: .*/name: my_run/; s#^base: base/#base: configs/base/#' my.yaml
+step cp configs/cpu/llama_tp2/overlap.yaml my.yaml
 step .venv/bin/megatron-overlap launch my.yaml --dry-run
 step .venv/bin/megatron-overlap launch my.yaml train.iterations=3
 printf '\nfirst comparison after %d s, own run after %d s; 5 commands\n' "$first" $((SECONDS - started))

@@ -8,4 +8,4 @@ cd "$(dirname "$0")/.."
 setup_environment
 .venv/bin/python scripts/prepare_data.py --output data/stdlib
 precision=$(.venv/bin/python -W ignore -m megatron_overlap.tools.doctor.gemm_rate)
-exec .venv/bin/megatron-overlap compare configs/quickstart.yaml --output runs/quickstart "train.precision=$precision" "$@"
+exec .venv/bin/megatron-overlap compare configs/cpu/quickstart.yaml --output runs/quickstart "train.precision=$precision" "$@"

@@ -31,7 +31,7 @@ HEAD = "| config | dry-run | downscaled to | loss apart | grad-norm apart | call
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("configs", nargs="*", help="names without _overlap; none: every config for GPUs")
+    parser.add_argument("configs", nargs="*", help="folders of configs/gpu; none: every config for GPUs")
     parser.add_argument("--precision", default=None, choices=("fp32", "bf16"), help="fp32 is the sharper rehearsal")
     parser.add_argument("--ranks", type=int, default=None, help="ranks of a rehearsal, if not what suits the machine")
     arguments = parser.parse_args(argv)
@@ -43,15 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def on_gpus() -> list[str]:
-    """Names of the shipped configs for GPUs that have a baseline."""
-    files = sorted(resource_folder("configs").glob("*_overlap.yaml"))
-    return [f.stem.removesuffix("_overlap") for f in files if load_launch_config(f).launch.device == "cuda"]
+    """Folders of the shipped configs for GPUs."""
+    return sorted(file.parent.name for file in resource_folder("configs").glob("gpu/*/overlap.yaml"))
 
 
 def check(name: str, overrides: Sequence[str], max_ranks: int) -> bool:
     """Plans both configs of a pair, rehearses the overlapped one, and prints the row."""
     started = time.monotonic()
-    files = [resource_folder("configs") / f"{name}_{kind}.yaml" for kind in ("baseline", "overlap")]
+    files = [resource_folder("configs") / "gpu" / name / f"{kind}.yaml" for kind in ("baseline", "overlap")]
     with contextlib.redirect_stdout(io.StringIO()):
         planned = all(cli.main(["launch", str(file), "--dry-run", *overrides]) == 0 for file in files)
     cells = ["failed", "", "", "", ""]

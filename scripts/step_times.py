@@ -53,7 +53,7 @@ class Shape:
 
 
 def _llama(*overrides: str) -> Shape:
-    return Shape("llama_tp2_netlab.yaml", (f"train.iterations={ITERATIONS}", *overrides))
+    return Shape("cpu/llama_tp2/netlab.yaml", (f"train.iterations={ITERATIONS}", *overrides))
 
 
 def _gpt(*overrides: str) -> Shape:
@@ -61,11 +61,11 @@ def _gpt(*overrides: str) -> Shape:
     more = ("model.ffn_hidden_size=3072", "model.vocab_size=4000", "model.max_position_embeddings=1024")
     hosts = ("launch.ranks_per_node=null", "launch.hosts.hosts=2", "launch.hosts.ranks_per_host=1")
     batch = ("train.global_batch_size=1", f"train.iterations={ITERATIONS}")
-    return Shape("gpt_tp2_overlap.yaml", (*shape, *more, *hosts, *batch, *overrides))
+    return Shape("cpu/gpt_tp2/overlap.yaml", (*shape, *more, *hosts, *batch, *overrides))
 
 
 def _replicas(*overrides: str) -> Shape:
-    return Shape("gpt_dp2_netlab.yaml", ("overlap.data.method=stock", f"train.iterations={ITERATIONS}", *overrides))
+    return Shape("cpu/gpt_dp2/netlab.yaml", ("overlap.data.method=stock", f"train.iterations={ITERATIONS}", *overrides))
 
 
 _NARROW = ("model.hidden_size=512", "model.ffn_hidden_size=1408")

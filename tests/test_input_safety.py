@@ -77,7 +77,8 @@ def test_an_override_is_not_interpreted_by_a_shell(tmp_path: Path) -> None:
 
     canary = tmp_path / "canary"
     config = load_launch_config(
-        ROOT / "configs" / "quickstart.yaml", ["name=x", f'megatron_args=["--wandb-exp-name=$(touch {canary}); `id`"]']
+        ROOT / "configs" / "cpu" / "quickstart.yaml",
+        ["name=x", f'megatron_args=["--wandb-exp-name=$(touch {canary}); `id`"]'],
     )
     assert any(word == f"--wandb-exp-name=$(touch {canary}); `id`" for word in to_megatron_args(config))
     assert not canary.exists()

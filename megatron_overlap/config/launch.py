@@ -219,7 +219,7 @@ class LaunchFields(Section):
     """The sections of a launch config. `loading.LaunchConfig` adds the checks."""
 
     name: Name
-    """Letters, digits, dots, dashes and underscores: run directories have this name."""
+    """Letters, digits, dots, dashes and underscores: run directories have this name. Default: from the file name."""
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
     train: TrainConfig

@@ -17,7 +17,7 @@ from pydantic import model_validator
 from megatron_overlap.config.errors import ConfigError, Problem, did_you_mean, raise_first
 from megatron_overlap.config.launch import LaunchFields, LaunchSection
 from megatron_overlap.config.megatron_args import data_prefix
-from megatron_overlap.config.merge import compose
+from megatron_overlap.config.merge import Composed, compose
 from megatron_overlap.config.overlap import OverlapFields
 from megatron_overlap.config.section import validate
 from megatron_overlap.config.validation import launch_problems
@@ -65,19 +65,31 @@ def load_launch_config(path: str | Path, overrides: Sequence[str] = (), *, input
     """Read, merge and validate a launch config.
 
     Args:
-        path: YAML file; its `base` files are read first, relative to it.
+        path: YAML file; its `base` files are read first: a file relative to it, or the name of a shipped config.
         overrides: `key=value` texts, applied last; `overlap.*.method=none` reaches every method.
         inputs: also check that its files (data, script, checkpoint) exist.
 
     Raises:
         ConfigError: a file, key, value or combination is wrong.
     """
-    composed = compose(path, overrides, METHOD_SECTIONS)
+    composed = _compose(path, overrides)
     config = validate(LaunchConfig, composed)
     if inputs:
         for problem in missing_inputs(config):
             raise ConfigError(composed.source_of(problem.key), problem.key, problem.value, problem.remedy)
     return config
+
+
+def _compose(path: str | Path, overrides: Sequence[str]) -> Composed:
+    """The merged file. A launch without a name has that of its file: `llama3_8b_tp8_overlap` for
+    `gpu/llama3_8b_tp8/overlap.yaml`, `my` for `my.yaml`.
+    """
+    composed = compose(path, overrides, METHOD_SECTIONS)
+    if "model" in composed.tree and "train" in composed.tree:
+        file = Path(path).resolve()
+        folders = f"{file.parent.name}_" if file.parent.parent.name in ("cpu", "gpu") else ""
+        composed.tree.setdefault("name", f"{folders}{file.stem}")
+    return composed
 
 
 def missing_inputs(cfg: LaunchConfig) -> Iterator[Problem]:
@@ -118,7 +130,7 @@ def load_overlap_file(path: str | Path, overrides: Sequence[str] = ()) -> Overla
     Raises:
         ConfigError: a file, key, value or combination is wrong.
     """
-    composed = compose(path, overrides, METHOD_SECTIONS)
+    composed = _compose(path, overrides)
     tree = composed.tree
     if "model" in tree and "train" in tree:
         config = validate(LaunchConfig, composed)
@@ -168,11 +180,11 @@ def json_schema() -> dict[str, Any]:
     schema = LaunchConfig.model_json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["properties"]["base"] = {
-        "description": "Base config files, relative to this file.",
+        "description": "Base config files, relative to this file, or names of shipped ones.",
         "anyOf": [{"type": "string"}, {"items": {"type": "string"}, "type": "array"}],
     }
-    # Keys are optional in a file with a base and in a section with a preset.
-    required = schema.pop("required")
+    # Keys are optional in a file with a base and in a section with a preset; the name of the file is the default name.
+    required = [key for key in schema.pop("required") if key != "name"]
     schema["anyOf"] = [{"required": ["base"]}, {"required": required}]
     for section in schema["$defs"].values():
         section.pop("required", None)

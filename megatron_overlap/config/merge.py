@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_overlap.config.errors import ConfigError
+from megatron_overlap.config.resources import shipped_config
 
 Tree = dict[str, Any]
 
@@ -113,7 +114,9 @@ def _read_layers(path: Path, named_in: str | None, above: tuple[Path, ...]) -> I
         if not isinstance(listed, list) or not all(isinstance(item, str) and item for item in listed):
             raise ConfigError(str(path), "base", bases, "give one file name or a list of them")
         for item in listed:
-            yield from _read_layers(path.parent / item, str(path), (*above, where))
+            beside = path.parent / item
+            shipped = None if beside.exists() else shipped_config(item)
+            yield from _read_layers(shipped or beside, str(path), (*above, where))
     yield Layer(str(path), tree)
 
 

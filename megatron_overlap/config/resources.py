@@ -26,21 +26,27 @@ def transformer_engine_folder() -> Path | None:
     return folder if (folder / "transformer_engine").is_dir() else None
 
 
+def shipped_config(name: str) -> Path | None:
+    """File of a name such as `gpu/llama3_8b_tp8/overlap`, with or without `configs/` and `.yaml`; None: no file."""
+    file = resource_folder("configs") / f"{name.removeprefix('configs/').removesuffix('.yaml')}.yaml"
+    return file if file.is_file() else None
+
+
 def config_file(given: str | Path) -> Path:
     """The given file, or the shipped config of that name.
 
     Raises:
         ConfigError: there is neither a file nor a shipped config of this name.
     """
-    path = Path(given)
-    if path.exists() or path.suffix in (".yaml", ".yml") or path.name != str(given):
+    path, shipped = Path(given), shipped_config(str(given))
+    if path.exists() and not path.is_dir():
         return path
-    shipped = resource_folder("configs") / f"{path.name}.yaml"
-    if shipped.is_file():
+    if shipped is not None:
         return shipped
-    names = sorted(file.stem for file in resource_folder("configs").glob("*.yaml"))
-    close = nearest(path.name, names)
-    remedy = f"did you mean {close}?" if close is not None else f"or one of {', '.join(names)}"
+    folder = resource_folder("configs")
+    files = (file for device in ("cpu", "gpu") for file in sorted((folder / device).rglob("*.yaml")))
+    close = nearest(str(given), [str(file.relative_to(folder).with_suffix("")) for file in files])
+    remedy = f"did you mean {close}?" if close is not None else "or a name such as gpu/llama3_8b_tp8/overlap"
     raise ConfigError(
-        "command line", "CONFIG", path.name, f"no such file or shipped config; give a YAML file, {remedy}"
+        "command line", "CONFIG", str(given), f"no such file or shipped config; give a YAML file, {remedy}"
     )

@@ -124,7 +124,7 @@ def test_the_command_prints_the_schema(capsys: pytest.CaptureFixture[str]) -> No
     assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
     assert {"base", "name", "model", "train", "overlap", "megatron_args"} <= set(schema["properties"])
     assert schema["additionalProperties"] is False
-    assert schema["anyOf"] == [{"required": ["base"]}, {"required": ["name", "model", "train"]}]
+    assert schema["anyOf"] == [{"required": ["base"]}, {"required": ["model", "train"]}]
     tensor = schema["$defs"]["TensorOverlap"]["properties"]
     assert tensor["method"]["enum"] == ["auto", "p2p", "fused", "none"]
     assert "description" in tensor["chunks_per_rank"]

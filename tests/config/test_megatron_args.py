@@ -22,7 +22,7 @@ from megatron_overlap.config.megatron_args import (
     value_at,
 )
 from tests.config.samples import write
-from tests.config.test_shipped import SHIPPED
+from tests.config.test_shipped import SHIPPED, short
 
 # Each list of overrides in argv[1] is parsed and validated by the Megatron that this interpreter finds.
 ASK = """
@@ -68,7 +68,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What Megatron understood, for every case, and the flags it knows."""
     file = write(tmp_path_factory.mktemp("args"))
     configs = {name: load_launch_config(file, overrides) for name, overrides in CASES.items()}
-    configs |= {shipped.stem: load_launch_config(shipped) for shipped in SHIPPED}
+    configs |= {str(shipped): load_launch_config(shipped) for shipped in SHIPPED}
     request = [(cfg.world_size, to_megatron_args(cfg)) for cfg in configs.values()]
     argv = [sys.executable, "-c", ASK, json.dumps(request)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False, env={**os.environ})
@@ -116,14 +116,14 @@ def test_megatron_understands(answers: dict[str, Any], case: str) -> None:
     assert {key: found[key] for key in EXPECTED[case]} == EXPECTED[case]
 
 
-@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", SHIPPED, ids=short)
 def test_megatron_accepts_what_is_shipped(answers: dict[str, Any], file: Path) -> None:
     """Its parser and its own checks have run on the arguments; the parallel sizes are those of the config."""
-    cfg, found = load_launch_config(file), answers[file.stem]
+    cfg, found = load_launch_config(file), answers[str(file)]
     layout = ("world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
     sizes = (cfg.world_size, cfg.parallel.tensor, cfg.parallel.pipeline, cfg.data_parallel_size)
     assert tuple(found[key] for key in layout) == sizes
-    assert found["num_experts"] == (8 if "mixtral" in file.stem else None)
+    assert found["num_experts"] == (8 if "mixtral" in str(file) else None)
 
 
 def test_every_flag_in_the_tables_is_one_of_megatron(answers: dict[str, Any]) -> None:

@@ -2,61 +2,91 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from megatron_overlap import cli
-from megatron_overlap.config import load_launch_config, to_megatron_args, without_overlap
+from megatron_overlap.config import ConfigError, LaunchConfig, load_launch_config, to_megatron_args, without_overlap
+from megatron_overlap.config.resources import config_file
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-SHIPPED = sorted(CONFIGS.glob("*.yaml"))
+SHIPPED = sorted(file for device in ("cpu", "gpu") for file in (CONFIGS / device).rglob("*.yaml"))
 
 
-@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
+def short(file: Path) -> str:
+    return str(file.relative_to(CONFIGS).with_suffix(""))
+
+
+def pair(layout: str) -> tuple[LaunchConfig, LaunchConfig]:
+    """The config with overlap and its baseline."""
+    return load_launch_config(CONFIGS / layout / "overlap.yaml"), load_launch_config(CONFIGS / layout / "baseline.yaml")
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=short)
 def test_it_plans(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["launch", str(file), "--dry-run"]) == 0
+    assert cli.main(["launch", short(file), "--dry-run"]) == 0
     shown = capsys.readouterr().out
     cfg = load_launch_config(file)
-    assert cfg.name == file.stem
+    assert cfg.name == "_".join(short(file).split("/")[1:])
+    assert cfg.launch.device == {"cpu": "cpu", "gpu": "cuda"}[short(file).split("/")[0]]
     assert all(argument in shown for argument in to_megatron_args(cfg))
 
 
+@pytest.mark.parametrize("name", ["gpu/llama3_8b_tp8/overlap", "configs/gpu/llama3_8b_tp8/overlap.yaml"])
+def test_a_shipped_config_is_found_by_its_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for spelled in (name, f"{name.removesuffix('.yaml')}.yaml", name.removesuffix(".yaml")):
+        assert config_file(spelled) == CONFIGS / "gpu" / "llama3_8b_tp8" / "overlap.yaml"
+    (tmp_path / "my.yaml").write_text(f"base: {name}\ntrain: {{lr: 0.5}}\n")
+    own = load_launch_config("my.yaml")
+    assert (own.name, own.train.lr, own.model.hidden_size) == ("my", 0.5, 4096)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama3_8b_tp8_overlap", "gpu/llama3_8b_tp8/overlp.yaml", "configs/gpu/llama3_8b_tp8"]
+)
+def test_an_unknown_name_names_the_nearest(name: str) -> None:
+    line = f"CONFIG: {name}: no such file or shipped config; give a YAML file, did you mean gpu/llama3_8b_tp8/overlap?"
+    with pytest.raises(ConfigError, match=re.escape(line)):
+        config_file(name)
+
+
 PAIRS = {
-    stem: "data" if "_dp2" in stem else "tensor"
-    for stem in (file.stem.removesuffix("_overlap") for file in SHIPPED if file.stem.endswith("_overlap"))
-    if "_up" not in stem and "_varlen" not in stem
+    layout: "data" if "_dp2" in layout else "tensor"
+    for layout in (short(file).removesuffix("/overlap") for file in SHIPPED if file.stem == "overlap")
+    if "_up" not in layout and "_varlen" not in layout
 }
 
 
-@pytest.mark.parametrize("stem", PAIRS)
-def test_a_pair_differs_by_the_plugin_alone(stem: str) -> None:
-    on, off = (load_launch_config(CONFIGS / f"{stem}_{kind}.yaml") for kind in ("overlap", "baseline"))
+@pytest.mark.parametrize("layout", PAIRS)
+def test_a_pair_differs_by_the_plugin_alone(layout: str) -> None:
+    on, off = pair(layout)
     assert to_megatron_args(on) == to_megatron_args(off)
     assert on.model_copy(update={"name": "x", "overlap": off.overlap}) == off.model_copy(update={"name": "x"})
-    assert getattr(on.overlap, PAIRS[stem]).method in ("auto", "p2p")
+    assert getattr(on.overlap, PAIRS[layout]).method in ("auto", "p2p")
     assert off.overlap.tensor.method == "none"
     # Megatron's own overlap stays: it is what the plugin is compared with.
     assert off.overlap.data.method == "stock"
 
 
-@pytest.mark.parametrize("stem", ["llama_up2", "llama3_8b_up8"])
-def test_ulysses_is_compared_with_itself_exposed(stem: str) -> None:
-    on, off = (load_launch_config(CONFIGS / f"{stem}_{kind}.yaml") for kind in ("overlap", "baseline"))
+@pytest.mark.parametrize("layout", ["cpu/llama_up2", "gpu/llama3_8b_up8"])
+def test_ulysses_is_compared_with_itself_exposed(layout: str) -> None:
+    on, off = pair(layout)
     assert to_megatron_args(on) == to_megatron_args(off)
     assert off.overlap.ulysses == without_overlap(on).overlap.ulysses
     assert off.overlap.ulysses.schedule == "serial"
 
 
 def test_documents_are_compared_with_every_one_of_them_cut() -> None:
-    on, off = (load_launch_config(CONFIGS / f"llama_cp2_varlen_{kind}.yaml") for kind in ("overlap", "baseline"))
+    on, off = pair("cpu/llama_cp2_varlen")
     assert to_megatron_args(on) == to_megatron_args(off)
     assert off.overlap == without_overlap(on).overlap.model_copy(update={"data": on.overlap.data})
-    on, off = (load_launch_config(CONFIGS / f"llama3_8b_cp8_varlen_{kind}.yaml") for kind in ("overlap", "baseline"))
+    on, off = pair("gpu/llama3_8b_cp8_varlen")
     assert to_megatron_args(on) == to_megatron_args(off)
     assert off.overlap == without_overlap(on).overlap
-    on = load_launch_config(CONFIGS / "llama_cp2_varlen_overlap.yaml")
-    alone = load_launch_config(CONFIGS / "llama_varlen_one_rank.yaml")
+    on, alone = (load_launch_config(CONFIGS / f"cpu/llama_cp2_varlen/{kind}.yaml") for kind in ("overlap", "one_rank"))
     assert (alone.world_size, alone.overlap.varlen.method) == (1, "masked")
     assert (alone.model, alone.train, alone.data) == (on.model, on.train, on.data)
 
@@ -78,28 +108,28 @@ GPUS = {
 }
 
 
-@pytest.mark.parametrize("stem", GPUS)
-def test_a_config_is_what_its_name_says_and_states_its_source(stem: str) -> None:
-    file = CONFIGS / f"{stem}_overlap.yaml"
+@pytest.mark.parametrize("layout", GPUS)
+def test_a_config_is_what_its_name_says_and_states_its_source(layout: str) -> None:
+    file = CONFIGS / "gpu" / layout / "overlap.yaml"
     cfg = load_launch_config(file)
-    assert (cfg.world_size, cfg.model.num_layers, cfg.model.hidden_size) == GPUS[stem]
+    assert (cfg.world_size, cfg.model.num_layers, cfg.model.hidden_size) == GPUS[layout]
     assert f"{cfg.world_size} GPUs" in file.read_text() or "one node of eight GPUs" in file.read_text()
     assert "arXiv" in file.read_text()
     assert cfg.ranks_per_node == 8
-    for part in stem.split("_"):
+    for part in layout.split("_"):
         for short, size in (("tp", cfg.parallel.tensor), ("pp", cfg.parallel.pipeline), ("dp", cfg.data_parallel_size)):
             if part.startswith(short):
                 assert part == f"{short}{size}"
 
 
 def test_every_config_for_gpus_is_in_the_list() -> None:
-    on_gpus = {file.stem for file in SHIPPED if load_launch_config(file).launch.device == "cuda"}
-    assert on_gpus == {f"{stem}_{kind}" for stem in GPUS for kind in ("overlap", "baseline")}
+    on_gpus = {short(file) for file in SHIPPED if file.is_relative_to(CONFIGS / "gpu")}
+    assert on_gpus == {f"gpu/{layout}/{kind}" for layout in GPUS for kind in ("overlap", "baseline")}
 
 
 def test_there_are_pairs_and_a_quickstart() -> None:
-    assert {"quickstart", "llama_tp2_netlab"} <= {file.stem for file in SHIPPED}
-    quickstart = load_launch_config(CONFIGS / "quickstart.yaml")
+    assert {"cpu/quickstart", "cpu/llama_tp2/netlab"} <= {short(file) for file in SHIPPED}
+    quickstart = load_launch_config(CONFIGS / "cpu" / "quickstart.yaml")
     assert quickstart.launch.hosts is not None
     assert quickstart.launch.hosts.fallback == "loopback"
     assert (quickstart.data.kind, quickstart.data.path) == ("text", "data/stdlib")

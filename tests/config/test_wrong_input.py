@@ -202,9 +202,9 @@ COMMAND_LINES = {
     "type": (["compare", "x.yaml", "--rounds=two"], COMMAND, "compare --rounds", "two", "integer"),
     "no value": (["launch", "x.yaml", "--run-dir"], COMMAND, "launch --run-dir", "null", "requires an argument"),
     "option of patches": (["patches", "--foo"], COMMAND, "patches", "--foo", "use one of --megatron"),
-    "nothing to compare": (["compare", "nowhere.yaml"], "nowhere.yaml", "(file)", "nowhere.yaml", "no such file"),
-    "no file": (["launch", "nowhere.yaml"], "nowhere.yaml", "(file)", "nowhere.yaml", "give the path of a YAML file"),
-    "folder": (["launch", "/"], "/", "(file)", "/", "give a readable YAML file"),
+    "nothing to compare": (["compare", "nowhere.yaml"], COMMAND, "CONFIG", "nowhere.yaml", "no such file"),
+    "no file": (["launch", "nowhere.yaml"], COMMAND, "CONFIG", "nowhere.yaml", "or a name such as"),
+    "folder": (["launch", "/"], COMMAND, "CONFIG", "/", "no such file or shipped config"),
 }
 
 

@@ -65,7 +65,7 @@ def test_a_documented_command_runs(command: str, tmp_path: Path, monkeypatch: py
     for name in ("configs", "docs", "data"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "lengths.txt").write_text("100\n2000\n30\n")
-    (tmp_path / "my.yaml").write_text("base: configs/gpt_tp2_overlap.yaml\n")
+    (tmp_path / "my.yaml").write_text("base: cpu/gpt_tp2/overlap.yaml\n")
     monkeypatch.chdir(tmp_path)
     assert cli.main(shlex.split(command)[1:]) == 0
 

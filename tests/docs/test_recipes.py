@@ -115,7 +115,7 @@ def test_nemo_run_trains_on_two_cpu_ranks(tmp_path: Path) -> None:
     (own / "shared.pth").write_text(f"{ROOT}\n{sysconfig.get_paths()['purelib']}\n")
     (tmp_path / "overlap.yaml").write_text("overlap: {tensor: {method: p2p}}\nlaunch: {device: cpu}\n")
     tiny = ("model.num_layers=1", "train.seq_length=64", "train.iterations=3")
-    arguments = to_megatron_args(load_launch_config(ROOT / "configs" / "gpt_tp2_overlap.yaml", tiny))
+    arguments = to_megatron_args(load_launch_config(ROOT / "configs" / "cpu/gpt_tp2/overlap.yaml", tiny))
     example = NEMO_RUN.replace('"--tensor-model-parallel-size", "8"', ", ".join(map(repr, arguments)))
     script = str(ROOT / "scripts" / "pretrain_gpt.py")
     example = example.replace('"pretrain_gpt.py"', repr(script)).replace("ntasks_per_node=8", "ntasks_per_node=2")

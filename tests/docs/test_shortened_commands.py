@@ -47,15 +47,15 @@ class Short:
 
 
 SHORTENED = (
-    Short("megatron-overlap compare configs/", f"--rounds 1 {TINY}", hosts=True, long=True),
-    Short("megatron-overlap compare configs/llama_tp2_netlab.yaml launch", f"--rounds 1 {TINY}", hosts=True, long=True),
+    Short("megatron-overlap compare cpu/", f"--rounds 1 {TINY}", hosts=True, long=True),
+    Short("megatron-overlap compare cpu/llama_tp2/netlab launch", f"--rounds 1 {TINY}", hosts=True, long=True),
     Short("megatron-overlap compare --logs"),
     Short("megatron-overlap doctor", "--deadline 60"),
-    Short("megatron-overlap launch configs/llama_cp2_varlen", "train.iterations=3", long=True),
-    Short("megatron-overlap launch configs/llama_tp2_overlap", TINY, long=True),
+    Short("megatron-overlap launch cpu/llama_cp2_varlen", "train.iterations=3", long=True),
+    Short("megatron-overlap launch cpu/llama_tp2/overlap", TINY, long=True),
     Short("megatron-overlap launch my.yaml", TINY),
-    Short("megatron-overlap launch llama3_70b_tp4_pp8_overlap --rehearse", long=True),
-    Short("megatron-overlap launch llama3_8b_tp8_overlap --rehearse"),
+    Short("megatron-overlap launch gpu/llama3_70b_tp4_pp8/overlap --rehearse", long=True),
+    Short("megatron-overlap launch gpu/llama3_8b_tp8/overlap --rehearse"),
     Short("python scripts/bench/linear.py", f"{LINEAR} --ratios 1", hosts=True),
     Short("python scripts/bench/linear.py --hosts 2 --rows", f"{LINEAR} --ratios 1", hosts=True, long=True),
     Short("python scripts/bench/linear.py --hosts 2 --ops", f"{LINEAR} --gbps 1", hosts=True, long=True),
@@ -143,7 +143,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts.mkdir()
     for number, file in enumerate(sorted((ROOT / "docs").glob("*.md"))[:8]):
         (texts / f"{number}.txt").write_text(file.read_text())
-    (folder / "my.yaml").write_text("base: configs/gpt_tp2_overlap.yaml\n")
+    (folder / "my.yaml").write_text("base: cpu/gpt_tp2/overlap.yaml\n")
     shutil.copy(ROOT / "docs" / "results" / "linear_2_hosts.json", folder / "linear.json")
     logs = sorted((ROOT / "tests" / "tools" / "compare" / "logs").glob("*.log"))
     for name, log in (("base", logs[0]), ("overlap", logs[1]), ("userbuffers", logs[0])):

@@ -68,7 +68,7 @@ def test_patches_and_schema_run_from_the_wheel(installed: Path) -> None:
 
 
 def test_a_shipped_config_is_planned_by_its_name(installed: Path) -> None:
-    done = command(installed, "launch", "llama_tp2_overlap", "--dry-run")
+    done = command(installed, "launch", "cpu/llama_tp2/overlap", "--dry-run")
     assert done.returncode == 0, done.stderr
     assert f"{installed}/megatron_overlap/_scripts/pretrain_llama.py" in done.stdout
     assert "RANK=1" in done.stdout
@@ -79,4 +79,4 @@ def test_a_name_that_is_not_shipped_is_one_line_with_the_nearest(installed: Path
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("command line: CONFIG: llama_tp2_overlpa: no such file or shipped config")
-    assert line.endswith("did you mean llama_tp2_overlap?")
+    assert line.endswith("did you mean cpu/llama_tp2/overlap?")

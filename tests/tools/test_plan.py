@@ -32,7 +32,7 @@ def test_the_lengths_of_a_file_with_another_method(tmp_path: Path, capsys: pytes
 
 
 def test_ranks_and_tokens_come_from_the_config(capsys: pytest.CaptureFixture[str]) -> None:
-    config = Path(__file__).parents[2] / "configs" / "llama3_8b_tp8_overlap.yaml"
+    config = Path(__file__).parents[2] / "configs" / "gpu" / "llama3_8b_tp8" / "overlap.yaml"
     overrides = ["launch.nodes=4", "train.global_batch_size=16", "train.seq_length=4096"]
     assert cli.main(["plan", str(config), *overrides]) == 0
     assert "65536 tokens on 4 ranks (4 x 1)" in capsys.readouterr().out

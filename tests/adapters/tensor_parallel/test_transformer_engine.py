@@ -225,7 +225,7 @@ def test_a_fused_mlp_that_is_not_supported_is_counted(te_ranks: World) -> None:
 
 def test_tp_comm_overlap_together_with_the_plugin_is_an_error(tmp_path: Path) -> None:
     argument = f"megatron_args=[{TE_OVERLAP}]"
-    config = ROOT / "configs" / "llama3_8b_tp8_overlap.yaml"
+    config = ROOT / "configs" / "gpu/llama3_8b_tp8/overlap.yaml"
     engine = "train.transformer_impl=transformer_engine"
     with pytest.raises(ConfigError, match=r"megatron_args.0: --tp-comm-overlap: .*overlap.tensor.method=none"):
         load_launch_config(config, [engine, argument])

@@ -16,8 +16,8 @@ from megatron_overlap.tools.launch.downscale import downscale
 from megatron_overlap.tools.launch.rehearsal import compare_runs
 from megatron_overlap.tools.launch.run_records import PluginReport, RunRecord
 
-CONFIGS = Path(__file__).parents[3] / "configs"
-ON_GPUS = [file for file in sorted(CONFIGS.glob("*_overlap.yaml")) if load_launch_config(file).launch.device == "cuda"]
+CONFIGS = Path(__file__).parents[3] / "configs" / "gpu"
+ON_GPUS = sorted(CONFIGS.glob("*/overlap.yaml"))
 
 
 def flags(cfg: LaunchConfig) -> set[str]:
@@ -25,11 +25,11 @@ def flags(cfg: LaunchConfig) -> set[str]:
 
 
 @pytest.mark.parametrize("max_ranks", [2, 4, 8])
-@pytest.mark.parametrize("file", ON_GPUS, ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", ON_GPUS, ids=lambda file: file.parent.name)
 def test_a_shipped_config_is_downscaled(file: Path, max_ranks: int, tmp_path: Path) -> None:
     """The result fits, keeps its kinds of parallelism, tensor first, and sets the same Megatron flags."""
     overrides = []
-    if "_varlen" in file.stem:
+    if "_varlen" in file.parent.name:
         for suffix in (".bin", ".idx"):
             (tmp_path / f"documents{suffix}").touch()
         overrides = ["data.kind=indexed", f"data.path={tmp_path}/documents"]
@@ -58,13 +58,13 @@ def test_a_shipped_config_is_downscaled(file: Path, max_ranks: int, tmp_path: Pa
 
 def test_balanced_attention_needs_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    cfg = load_launch_config(CONFIGS / "llama3_8b_cp8_varlen_overlap.yaml")
+    cfg = load_launch_config(CONFIGS / "llama3_8b_cp8_varlen/overlap.yaml")
     with pytest.raises(ConfigError, match="data.path: data/stdlib: .*make one with python scripts/prepare_data.py"):
         downscale(cfg, 4)
 
 
 def test_every_difference_is_named() -> None:
-    file = CONFIGS / "gpt3_175b_tp8_pp16_overlap.yaml"
+    file = CONFIGS / "gpt3_175b_tp8_pp16/overlap.yaml"
     cfg = load_launch_config(file, ["train.lr_warmup_iterations=5", "train.save=ckpt", "train.save_interval=9"])
     downscaled, changes = downscale(cfg, 4)
     named = {change.key: (change.before, change.after) for change in changes}
@@ -80,7 +80,7 @@ def test_every_difference_is_named() -> None:
 
 
 def test_the_model_keeps_its_ratios() -> None:
-    cfg = load_launch_config(CONFIGS / "llama3_70b_tp4_pp8_overlap.yaml")
+    cfg = load_launch_config(CONFIGS / "llama3_70b_tp4_pp8/overlap.yaml")
     model = downscale(cfg, 4)[0].model
     assert (model.num_layers, model.num_attention_heads, model.num_query_groups) == (2, 8, 2)
     assert model.ffn_hidden_size / model.hidden_size == pytest.approx(28672 / 8192, rel=0.05)
@@ -88,7 +88,7 @@ def test_the_model_keeps_its_ratios() -> None:
 
 
 def with_args(*args: str) -> tuple[LaunchConfig, dict[str, str]]:
-    cfg = load_launch_config(CONFIGS / "gpt3_175b_tp8_pp8_overlap.yaml", [f"megatron_args={list(args)}"])
+    cfg = load_launch_config(CONFIGS / "gpt3_175b_tp8_pp8/overlap.yaml", [f"megatron_args={list(args)}"])
     downscaled, changes = downscale(cfg, 4)
     return downscaled, {change.before: change.after for change in changes if change.key == "megatron_args"}
 
@@ -110,7 +110,7 @@ def test_interleaved_stages_are_downscaled_with_their_layers() -> None:
 
 
 def test_experts_are_downscaled() -> None:
-    cfg = load_launch_config(CONFIGS / "mixtral_8x7b_tp4_ep8_overlap.yaml")
+    cfg = load_launch_config(CONFIGS / "mixtral_8x7b_tp4_ep8/overlap.yaml")
     args = list(downscale(cfg, 2)[0].megatron_args)
     assert args[args.index("--expert-model-parallel-size") + 1] == "2"
     assert args[args.index("--num-experts") + 1] == "8"
@@ -119,7 +119,7 @@ def test_experts_are_downscaled() -> None:
 def test_transformer_engine_and_fp16_are_replaced_and_listed() -> None:
     overrides = ["train.transformer_impl=transformer_engine", "train.precision=fp16", "overlap.tensor.method=none"]
     overrides += ["parallel.tensor=4", "parallel.context=2", "launch.entry=pretrain_gpt.py"]
-    downscaled, changes = downscale(load_launch_config(CONFIGS / "gpt3_1.3b_tp8_overlap.yaml", overrides), 2)
+    downscaled, changes = downscale(load_launch_config(CONFIGS / "gpt3_1.3b_tp8/overlap.yaml", overrides), 2)
     named = {change.key: (change.before, change.after) for change in changes}
     assert named["train.transformer_impl"] == ("transformer_engine", "local")
     assert named["train.precision"] == ("fp16", "bf16")
@@ -128,7 +128,7 @@ def test_transformer_engine_and_fp16_are_replaced_and_listed() -> None:
 
 
 def downscaled_tiny(precision: str = "fp32") -> LaunchConfig:
-    return downscale(load_launch_config(CONFIGS / "llama3_8b_tp8_overlap.yaml", [f"train.precision={precision}"]), 2)[0]
+    return downscale(load_launch_config(CONFIGS / "llama3_8b_tp8/overlap.yaml", [f"train.precision={precision}"]), 2)[0]
 
 
 STOCK = RunRecord((1, 2), (1.0, 1.0), (8.0, 7.9), (3.0, 3.1), None, {}, None)
@@ -161,7 +161,7 @@ def test_nan_in_both_runs_fails() -> None:
 @pytest.mark.long
 def test_a_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The config for eight GPUs runs twice on two CPU ranks."""
-    config = CONFIGS / "llama3_8b_tp8_overlap.yaml"
+    config = CONFIGS / "llama3_8b_tp8/overlap.yaml"
     argv = ["launch", str(config), "--rehearse", "--rehearse-ranks", "2", "--run-dir", str(tmp_path)]
     assert cli.main([*argv, "train.precision=fp32"]) == 0, capsys.readouterr().err
     output = capsys.readouterr().out
@@ -180,7 +180,7 @@ def test_a_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ],
 )
 def test_a_wrong_request_prints_one_line(argv: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    config = CONFIGS / "llama3_8b_tp8_overlap.yaml"
+    config = CONFIGS / "llama3_8b_tp8/overlap.yaml"
     assert cli.main(["launch", str(config), *argv]) == 2
     (shown,) = capsys.readouterr().err.splitlines()
-    assert shown.startswith(line.format(base=CONFIGS / "base" / "gpus.yaml")), shown
+    assert shown.startswith(line.format(base=CONFIGS.parent / "base" / "gpus.yaml")), shown

@@ -179,7 +179,7 @@ def test_without_a_file_the_text_goes_to_stdout(tmp_path: Path, capsys: pytest.C
 
 def test_two_configs_become_an_array(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     configs = ROOT / "configs"
-    pair = [configs / f"gpt3_175b_tp8_pp8_{kind}.yaml" for kind in ("overlap", "baseline")]
+    pair = [configs / "gpu" / "gpt3_175b_tp8_pp8" / f"{kind}.yaml" for kind in ("overlap", "baseline")]
     assert emit(pair[0], "--emit-slurm", "--baseline", pair[1]) == 0
     text = capsys.readouterr().out
     assert "#SBATCH --array=0-1\n" in text
@@ -197,7 +197,7 @@ def test_two_configs_become_an_array(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["--baseline", "self"], "command line: launch --baseline: self: needs --emit-slurm; to run both here:"),
         (["--emit-slurm", "--baseline", "{config}"], "{config}: name: tiny: must differ from that in {config}"),
         (
-            ["--emit-slurm", "--baseline", str(ROOT / "configs" / "llama_tp2_baseline.yaml")],
+            ["--emit-slurm", "--baseline", str(ROOT / "configs" / "cpu" / "llama_tp2" / "baseline.yaml")],
             "tiny: launch.output_dir: ",
         ),
         (

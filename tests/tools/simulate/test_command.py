@@ -18,7 +18,7 @@ from megatron_overlap.tools.simulate.job import Job, job_of
 from tests.config.test_wrong_input import environment
 
 ROOT = Path(__file__).resolve().parents[3]
-CONFIG = str(ROOT / "configs" / "llama3_8b_tp8_overlap.yaml")
+CONFIG = str(ROOT / "configs" / "gpu" / "llama3_8b_tp8" / "overlap.yaml")
 
 
 def test_figures_and_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,7 +50,7 @@ def test_figures_and_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_a_shipped_config_is_found_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     """The GEMMs of GPT-3 13B on eight ranks are too small for chunks: `auto` selects the stock path for most layers."""
-    assert cli.main(["simulate", "gpt3_13b_tp8_overlap"]) == 0
+    assert cli.main(["simulate", "gpu/gpt3_13b_tp8/overlap"]) == 0
     shown = capsys.readouterr().out
     steps = [re.search(rf"{name} +([\d.]+)", shown) for name in ("plugin, auto", "stock path", "plugin, p2p")]
     auto, stock, p2p = (float(step[1]) for step in steps if step)
@@ -83,7 +83,7 @@ def test_a_wrong_request_prints_one_line(more: list[str], message: str, capsys: 
 def test_launch_hosts_set_the_link_rate(tmp_path: Path) -> None:
     def step_ms(gbps: float) -> float:
         out = tmp_path / f"{gbps}.json"
-        config = str(ROOT / "configs" / "llama_tp2_netlab.yaml")
+        config = str(ROOT / "configs" / "cpu" / "llama_tp2" / "netlab.yaml")
         argv = ["simulate", config, f"launch.hosts.gbps={gbps}", "--cluster", "netlab", "--json", str(out)]
         assert cli.main(argv) == 0
         return float(json.loads(out.read_text())["methods"]["no overlap"]["step_ms"])

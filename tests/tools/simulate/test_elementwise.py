@@ -238,11 +238,11 @@ def test_recomputation_of_a_compiler() -> None:
 
 
 def test_jobs_of_launch_configs() -> None:
-    cpu = job_of(load_launch_config("configs/gpt_dp2_netlab.yaml"))
+    cpu = job_of(load_launch_config("configs/cpu/gpt_dp2/netlab.yaml"))
     assert (cpu.materializes_scores, cpu.fused_accumulation, cpu.bucket_parameters) == (True, False, 800_000)
-    cuda: Job = job_of(load_launch_config("configs/llama3_8b_tp8_overlap.yaml"))
+    cuda: Job = job_of(load_launch_config("configs/gpu/llama3_8b_tp8/overlap.yaml"))
     assert (cuda.materializes_scores, cuda.fused_accumulation, cuda.bucket_parameters) == (False, True, None)
-    apart = load_launch_config("configs/llama3_8b_tp8_overlap.yaml", ["train.gradient_accumulation_fusion=false"])
+    apart = load_launch_config("configs/gpu/llama3_8b_tp8/overlap.yaml", ["train.gradient_accumulation_fusion=false"])
     assert not job_of(apart).fused_accumulation
 
 
