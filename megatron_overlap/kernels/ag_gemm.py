@@ -14,7 +14,7 @@ from megatron_overlap.kernels import primitives
 from megatron_overlap.kernels.launch import GemmConfig, RowTiles, Waits, check_gemm, descriptors, interpreted
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["epoch"])
 def ag_gemm_kernel(
     a_ptr,
     b_ptr,

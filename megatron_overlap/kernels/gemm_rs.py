@@ -16,7 +16,7 @@ from megatron_overlap.kernels import primitives
 from megatron_overlap.kernels.launch import GemmConfig, RowTiles, Waits, check_gemm, descriptors, interpreted
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["epoch"])
 def gemm_to_owners_kernel(
     a_ptr,
     b_ptr,
@@ -85,7 +85,7 @@ def gemm_to_owners_kernel(
         primitives.count_tile(counters_ptr + tl.load(tile + primitives.FLAG), num_tiles, flag, epoch)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["epoch"])
 def sum_received_kernel(
     recv_buffer_ptr,
     out_ptr,

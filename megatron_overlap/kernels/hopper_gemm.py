@@ -167,7 +167,7 @@ def _store_columns(out, stride, num_rows, num_columns, block, FIRST: gl.constexp
     gl.store(out + rows * stride + columns, gl.convert_layout(block, layout), mask=mask)
 
 
-@jit
+@jit(do_not_specialize=["epoch"])
 def ag_gemm_sm90_kernel(
     a_desc,
     b_desc,
@@ -242,7 +242,7 @@ def _store_products(
         store_rows(out, stride_om, num_rows, N - first, total, out_ptr.dtype.element_ty)
 
 
-@jit
+@jit(do_not_specialize=["epoch"])
 def gemm_to_owners_sm90_kernel(
     a_desc,
     b_desc,

@@ -37,7 +37,7 @@ def wait_for(flag_ptr, epoch, status_ptr, MAX_POLLS: tl.constexpr):
         tl.atomic_xchg(status_ptr, epoch, sem="relaxed", scope="sys")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["epoch", "num_flags"])
 def wait_all_kernel(flags_ptr, epoch, status_ptr, num_flags, MAX_POLLS: tl.constexpr):
     for number in tl.range(0, num_flags):
         wait_for(flags_ptr + number, epoch, status_ptr, MAX_POLLS)

@@ -15,7 +15,7 @@ from megatron_overlap.kernels import primitives
 from megatron_overlap.kernels.launch import GemmConfig, RowTiles, Waits, interpreted
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["epoch"])
 def wgrad_kernel(
     dy_ptr,
     x_ptr,

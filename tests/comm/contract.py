@@ -148,7 +148,10 @@ def run_on_workers(group: dist.ProcessGroup, name: str, program: str, case: Exch
 def symmetric_all_gather(group: dist.ProcessGroup, case: ExchangeCase) -> list[str]:
     """Gather shards by copies into symmetric memory of the host; return the wrong results."""
 
+    waits: list[int] = []
+
     def wait_all(flags: torch.Tensor, epoch: int, status: torch.Tensor, max_polls: int) -> None:
+        waits.append(epoch)
         for _ in range(max_polls):
             if bool((flags >= epoch).all()):
                 return
@@ -165,6 +168,8 @@ def symmetric_all_gather(group: dist.ProcessGroup, case: ExchangeCase) -> list[s
         shards = gathered.clone().view(transport.size, shard_rows)
         found += wrong([(shard, 10.0 * number + owner) for owner, shard in enumerate(shards)])
         operation.acknowledge()
+    if waits[0] != 0:
+        found.append("the kernel that waits is not loaded before the first operation")
     dist.barrier(group)
     transport.close()
     return found

@@ -304,8 +304,8 @@ class Kernel:
         return Launch(self._function, grid)
 
 
-def jit(function: Callable[..., Any]) -> Kernel:
-    return Kernel(function)
+def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    return Kernel if function is None else Kernel(function)
 
 
 gl = SimpleNamespace(

@@ -168,10 +168,14 @@ class SymmetricTransport:
         return self._staged_flags[epoch % 2]
 
     def staging(self, num_bytes: int) -> torch.Tensor:
-        """Memory of this rank for chunks to send by copies. Later work follows all earlier copies from it."""
+        """Memory of this rank for chunks to send by copies, after all earlier copies from it.
+
+        Later copies follow the present work, but not the GEMM that the caller enqueues next: they wait for its flags.
+        """
         self.backend.join()
         if self._staging.numel() < num_bytes:
             self._staging = torch.empty(num_bytes, dtype=torch.uint8, device=self.backend.device)
+        self.backend.fork()
         return self._staging[:num_bytes]
 
     def _allocate(self, slot_bytes: int) -> None:
@@ -186,6 +190,8 @@ class SymmetricTransport:
         words.zero_()
         for epoch in (0, 1):
             self._words(self.rank, layout.acknowledgements(epoch), self.size).fill_(self._epoch)
+        # Loads the kernel. Loading waits for all streams, and a stream may later wait for a peer.
+        self.wait_all(self._words(self.rank, layout.acknowledgements(0), self.size), self._epoch)
         bases = [view.data_ptr() for view in self._views]
         starts = [(layout.slot(epoch), layout.flags(epoch)) for epoch in (0, 1)]
         table = [[[base + start for base in bases] for start in both] for both in starts]
@@ -281,11 +287,14 @@ class SymmetricOp:
         return self._transport._words(peer, self._layout.ready(self.epoch), self._transport.size)
 
     def send_staged(self, staged: torch.Tensor, layout: ChunkLayout) -> None:
-        """Copy chunks from `staged`, `[R owners, rows, N]`, to the receive buffers of their owners as they complete."""
+        """Copy chunks from `staged`, `[R owners, rows, N]`, to the receive buffers of their owners as they complete.
+
+        Call it after the launch of the GEMM that completes them: a stream that waits delays later launches of modules
+        that are not loaded, and with one hardware queue all later work.
+        """
         transport, parts = self._transport, layout.chunks_per_rank
         backend, rank, size = transport.backend, transport.rank, transport.size
         staged_flags = transport.staged_flags(self.epoch)
-        backend.fork()
         for distance in range(1, size):
             owner = (rank + distance) % size
             received = self.slot(owner, tuple(staged.shape), staged.dtype)[rank]

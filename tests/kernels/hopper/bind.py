@@ -1,11 +1,14 @@
 """Binds and compiles the Hopper kernels for CPU tensors without launching them. Prints one JSON line per kernel.
 
-Runs Triton's argument binding, specialization and compiler.
+Runs Triton's argument binding, specialization and compiler. With `epochs`, binds every kernel for the epochs 1 to 64
+without compiling it, and prints the number of launches and of compiled variants of each kernel.
 """
 
 from __future__ import annotations
 
 import json
+import sys
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,17 +17,40 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from megatron_overlap.kernels import ag_gemm, gemm_rs
+from megatron_overlap.kernels import ag_gemm, gemm_rs, primitives, wgrad
 from megatron_overlap.kernels import hopper_self_test as self_test
-from megatron_overlap.kernels.launch import HOPPER, HOPPER_SMALL
+from megatron_overlap.kernels.launch import ALIGNED, HOPPER, HOPPER_SMALL, WGRAD, RowTiles, Waits
+from megatron_overlap.schedules.tile_order import RowTile
 from scripts.kernels.compiled import peer_stores
 
 bind = JITFunction.run
 found: list[Any] = []
+launches: Counter[str] = Counter()
+variants: set[tuple[str, str]] = set()
 
 
 def without_launching(self: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> None:
+    launches[self.fn.__name__] += 1
     found.append(bind(self, *arguments, grid=grid, warmup=True, **named))
+
+
+def without_compiling(self: Any, key: str, *_: object) -> None:
+    variants.add((self.fn.__name__, key))
+
+
+def launch_all(epoch: int) -> None:
+    """Launch every kernel of one operation."""
+    self_test.EPOCH = epoch
+    for config in (ALIGNED[90], HOPPER):
+        list(self_test.gathering(ag_gemm.ag_gemm, "cpu", torch.bfloat16, config, True))
+        list(self_test.scattering(gemm_rs.gemm_to_owners, "cpu", torch.bfloat16, config, True))
+    tiles = RowTiles.of([RowTile(0, 8, 0, 0, 0, 1, False, 0)], "cpu")
+    waits = Waits(torch.zeros(2, dtype=torch.int32), epoch, torch.zeros(1, dtype=torch.int32))
+    x, total = torch.zeros(8, 512), torch.zeros(512, 512)
+    gemm_rs.sum_received(torch.zeros(2, 8, 512), x, tiles=tiles, waits=waits, parts=1, num_programs=1)
+    wgrad.wgrad(x, x, total, chunks=tiles, waits=waits, config=WGRAD[90], num_programs=1, add=True)
+    for num_flags in (2, 16):
+        primitives.wait_all(torch.zeros(num_flags, dtype=torch.int32), epoch, waits.status)
 
 
 triton.runtime.driver.set_active(
@@ -35,6 +61,13 @@ triton.runtime.driver.set_active(
     )
 )
 JITFunction.run = without_launching
+if sys.argv[1:] == ["epochs"]:
+    self_test._is_wrong = lambda *_: False
+    JITFunction._do_compile = without_compiling
+    for number in range(1, 65):
+        launch_all(number)
+    print(json.dumps({name: (count, sum(each == name for each, _ in variants)) for name, count in launches.items()}))
+    raise SystemExit
 for config, transposed in ((HOPPER, True), (HOPPER_SMALL, False)):
     # The self-test findings are ignored: no kernel runs.
     list(self_test.gathering(ag_gemm.ag_gemm, "cpu", torch.bfloat16, config, transposed))

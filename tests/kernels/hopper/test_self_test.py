@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,14 +37,29 @@ def test_the_hopper_kernel_passes_on_the_model() -> None:
         assert list(self_test.gathering(ag_gemm, "cpu", torch.bfloat16, HOPPER, True)) == []
 
 
+def bound(*arguments: str) -> list[dict[str, Any]]:
+    """Return the rows that bind.py prints."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    command = [sys.executable, str(Path(__file__).with_name("bind.py")), *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert run.returncode == 0, run.stderr
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+def test_the_epoch_selects_no_variant_of_a_kernel() -> None:
+    """A variant is a module, and a module that is loaded during a run waits for all streams."""
+    (kernels,) = bound("epochs")
+    names = ["ag_gemm_kernel", "gemm_to_owners_kernel", "sum_received_kernel", "wgrad_kernel", "wait_all_kernel"]
+    assert sorted(kernels) == sorted([*names, "ag_gemm_sm90_kernel", "gemm_to_owners_sm90_kernel"])
+    for name, (launches, variants) in kernels.items():
+        assert launches >= 64, name
+        assert variants == 1, name
+
+
 @pytest.mark.timeout(300)
 def test_launchers_bind_and_compile() -> None:
     """Eight consumer warps and a producer warp group of four; TMA blocks match the swizzled layout."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    script = Path(__file__).with_name("bind.py")
-    run = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, check=False)
-    assert run.returncode == 0, run.stderr
-    rows = [json.loads(line) for line in run.stdout.splitlines()]
+    rows = bound()
     names = ["ag_gemm_sm90_kernel", "ag_gemm_sm90_kernel", "gemm_to_owners_sm90_kernel"]
     assert [row["name"] for row in rows] == names * 2
     assert [row["blocks"][1] for row in rows] == [[256, 64]] * 3 + [[64, 64]] * 3

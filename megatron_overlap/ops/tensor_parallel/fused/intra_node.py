@@ -113,7 +113,11 @@ class IntraNodeScatter:
         self._dtype = a.dtype
         slot_bytes = gathered_bytes(a.shape[0], transport.size, b.shape[1], a.itemsize)
         self._op = transport.begin(slot_bytes, op)
-        recv_buffers, flags = self._staged() if plan.stores == "staged" else self._op.addresses()
+        staged = None
+        if plan.stores == "staged":
+            staged = transport.staging(transport.size * slot_rows * b.shape[1] * a.itemsize)
+            staged = staged.view(a.dtype).view(*self._recv_shape)
+        recv_buffers, flags = self._op.addresses() if staged is None else self._staged_addresses(staged)
         config = self._kernels.config(a, b)
         owners = Owners(
             recv_buffers=recv_buffers,
@@ -126,26 +130,26 @@ class IntraNodeScatter:
         )
         tiles = self._kernels.table(self._layout, "departure", config.block_m)
         gemm_to_owners(a, b, tiles=tiles, owners=owners, config=config, num_programs=self._kernels.programs)
+        if staged is not None:
+            self._op.send_staged(staged, self._layout)
 
-    def _staged(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Start the copies from staging memory and return addresses that redirect the tiles of other owners to it.
+    def _staged_addresses(self, staged: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return addresses that redirect the tiles of other owners to `staged`, `[R owners, rows, N]`.
 
         The kernel stores a tile in block `rank` of the receive buffer at `recv_buffers[owner]` and sets
         `flags[owner] + rank * parts + part`. With the returned addresses, both are in staging memory: block `owner` and
         its flags.
         """
         transport, rank, parts = self._transport, self._transport.rank, self._layout.chunks_per_rank
-        num_slot_bytes = self._recv_shape[1] * self._recv_shape[2] * self._dtype.itemsize
-        staging = transport.staging(transport.size * num_slot_bytes)
+        num_slot_bytes = staged[0].nbytes
         staged_flags = transport.staged_flags(self._op.epoch)
-        self._op.send_staged(staging.view(self._dtype).view(*self._recv_shape), self._layout)
-        key = ("staged", staging.data_ptr(), num_slot_bytes, parts, self._op.epoch % 2, self._op.flags.data_ptr())
+        key = ("staged", staged.data_ptr(), num_slot_bytes, parts, self._op.epoch % 2, self._op.flags.data_ptr())
         if key not in transport.tables:
-            recv_buffers = [staging.data_ptr() + (owner - rank) * num_slot_bytes for owner in range(transport.size)]
+            recv_buffers = [staged.data_ptr() + (owner - rank) * num_slot_bytes for owner in range(transport.size)]
             flags = [staged_flags.data_ptr() + 4 * (owner - rank) * parts for owner in range(transport.size)]
             own = self._op.slot(rank, self._recv_shape, self._dtype)
             recv_buffers[rank], flags[rank] = own.data_ptr(), self._op.flags.data_ptr()
-            transport.tables[key] = torch.tensor([recv_buffers, flags], device=staging.device)
+            transport.tables[key] = torch.tensor([recv_buffers, flags], device=staged.device)
         addresses = transport.tables[key]
         return addresses[0], addresses[1]
 

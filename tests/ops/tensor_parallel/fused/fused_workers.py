@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -71,6 +73,37 @@ class _PoisonOnAcknowledge:
         self._inner.write(words, index, value)
 
 
+class _LateGemm:
+    """The launch of a scattering GEMM, which returns before the GEMM runs, and a copying queue that checks its order.
+
+    Attributes:
+        wrong: waits of the copying queue that were enqueued before the launch.
+    """
+
+    def __init__(self, launch: Any, copying: Any) -> None:
+        self._launch, self._copying, self._thread, self.wrong = launch, copying, threading.Thread(), 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._copying, name)
+
+    def __call__(self, *operands: torch.Tensor, **options: Any) -> None:
+        def late() -> None:
+            time.sleep(LATE_S)
+            self._launch(*operands, **options)
+
+        self._thread = threading.Thread(target=late)
+        self._thread.start()
+
+    def wait(self, words: torch.Tensor, index: int, value: int) -> None:
+        self.wrong += self._thread.ident is None
+        self._copying.wait(words, index, value)
+
+    def join(self) -> None:
+        """Block until the GEMM is complete."""
+        self._thread.join()
+        self._thread = threading.Thread()
+
+
 def _operands(rank: int, op: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(op * 64 + rank)
     return torch.randn(ROWS, K, generator=generator), torch.randn(K, N, generator=generator)
@@ -83,6 +116,7 @@ def protocol(
     folder: Path,
     late_copies: bool = False,
     late_start: bool = False,
+    late_gemm: bool = False,
 ) -> list[str]:
     """Run rounds of two concurrent operations, as a column-parallel backward does. Rank 1 is as late as possible.
 
@@ -92,6 +126,7 @@ def protocol(
         folder: shared by the ranks; holds the number of times that rank 0 has read each acknowledgement.
         late_copies: the copies of rank 0 are delayed.
         late_start: rank 0 starts each round late.
+        late_gemm: the scattering GEMM runs later than its launch returns, and the copying queue waits for it.
 
     Returns:
         The detected errors.
@@ -116,8 +151,15 @@ def protocol(
         looks.zero_()
     backend.barrier()
     wrong = []
+    launches = load("kernels.gemm_rs", edits)
+    late = _LateGemm(launches.gemm_to_owners, backend.copying)
+    if late_gemm:
+        backend.copying = late  # type: ignore[assignment]
     give_up_s = MUTANTS_GIVE_UP_S if edits else GIVE_UP_S
-    with watched(acknowledgements, looks[rank]):
+    with (
+        watched(acknowledgements, looks[rank]),
+        patch.object(launches, "gemm_to_owners", late if late_gemm else launches.gemm_to_owners),
+    ):
         for number in range(1, ROUNDS + 1):
             a, b = _operands(rank, number)
             operands = [_operands(other, number) for other in range(size)]
@@ -126,6 +168,8 @@ def protocol(
             try:
                 gather = parts.IntraNodeGather(transport, a[own].contiguous(), ROWS, "test", fused_plan)
                 scatter = parts.IntraNodeScatter(transport, a, b, "test", fused_plan)
+                if late_gemm:
+                    late.join()
                 _delay_rank_1(transport, 2 * number - 1, looks, give_up_s)
                 got = [gather.matmul(b)]
                 gather.finish()
@@ -141,6 +185,8 @@ def protocol(
             ):
                 if not torch.allclose(mine.double(), exact, rtol=1e-4, atol=1e-4):
                     wrong.append(f"round {number}: {name} is wrong")
+    if late.wrong:
+        wrong.append(f"{late.wrong} copies wait before the GEMM is launched")
     if int(transport.status):
         wrong.append(f"timed out at op {int(transport.status)}")
     return wrong

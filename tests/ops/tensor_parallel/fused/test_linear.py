@@ -98,7 +98,7 @@ SITUATIONS = {
     "late push": ({}, {"late_copies": True}),
     "pull": ({"mover": "pull"}, {"late_start": True}),
     "ring": ({"mover": "ring"}, {"late_copies": True}),
-    "staged": ({"stores": "staged"}, {"late_copies": True}),
+    "staged": ({"stores": "staged"}, {"late_gemm": True}),
 }
 NO_ACKNOWLEDGEMENT = Edit("comm.symmetric.transport", "if self._epoch > 2:", "if False:")
 FLAG, COPY = (
@@ -147,6 +147,14 @@ MUTANTS = {
         "staged",
         Edit(
             "comm.symmetric.transport", "backend.copying.wait(staged_flags, owner * parts + part, self.epoch)", "pass"
+        ),
+    ),
+    "waits before the GEMM is launched": (
+        "staged",
+        Edit(
+            "ops.tensor_parallel.fused.intra_node",
+            "        config = self._kernels.config(a, b)\n",
+            "        self._op.send_staged(staged, self._layout)\n        config = self._kernels.config(a, b)\n",
         ),
     ),
 }
