@@ -330,7 +330,7 @@ def profile_tree(
     if line_gbit is not None:
         link["line_gbit"] = figure(line_gbit)
         where = f"{found['ranks']} hosts on one machine, lines of {line_gbit:g} Gbit/s"
-    moved_rate, lost = _contention(found, copy)
+    moved_rate, lost = _lost_computation(found, copy)
     return {
         "base": str(profile_folder() / f"{BASE}.yaml"),
         "name": "calibrated",
@@ -426,7 +426,7 @@ def _lateness(points: list[tuple[float, float]], source: str) -> list[dict[str, 
     return result
 
 
-def _contention(found: Mapping[str, Any], copy: float) -> tuple[float, float]:
+def _lost_computation(found: Mapping[str, Any], copy: float) -> tuple[float, float]:
     """Bytes per microsecond of messages in both directions, and the share of computation that is lost beside them."""
     lost_us = max(0.0, found["gemm_beside_us"] - found["gemm_alone_us"])
     return 2 * copy, lost_us * copy / found["beside_bytes"]

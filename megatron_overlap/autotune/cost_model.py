@@ -1,9 +1,8 @@
 """The cost model: GEMMs by shape, memory traffic, messages and collectives, on a machine given by a profile. Pure.
 
 A GEMM is `waves x one tile`: its output is cut into tiles, a wave is as many tiles as there are processors, and a
-wave that is not full takes as long as one that is. So many small GEMMs cost more than one large one: the split
-penalty needs no parameter of its own. A message is `latency + bytes / rate` (alpha-beta); a ring collective is N - 1
-of them. All results are modelled, none is measured.
+wave that is not full takes as long as one that is. So many small GEMMs cost more than one large one. A message is
+`latency + bytes / rate` (alpha-beta); a ring collective is N - 1 of them. All results are modelled, none is measured.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ TOUCHED: Mapping[Elementwise, tuple[float, float]] = MappingProxyType(
         "rms_norm": (4, 7),
         "layer_norm": (4, 7),
         "add": (3, 0),
-        "bias": (2, 1),
         "rotary": (2, 2),
         "repeat": (1, 1),  # of what is read and written together
         "scores": (4, 12),
@@ -116,18 +114,6 @@ class CostModel:
         """
         return _gemm_us(self.profile, self.precision, m, n, k)
 
-    def weight_gradient_us(self, n: int, k: int, rows: int) -> float:
-        """Time of `[rows, n].T x [rows, k]`."""
-        if self.profile.device.gemm.weight_gradient is None:
-            return self.gemm_us(n, k, rows)
-        return _gemm_us(self.profile, self.precision, n, k, rows, self.profile.device.gemm.weight_gradient.value)
-
-    def split_penalty(self, m: int, n: int, k: int, pieces: int) -> float:
-        """Time of the GEMM cut into `pieces` along m, over its time in one piece."""
-        size, longer = divmod(m, pieces)
-        parts = longer * self.gemm_us(size + 1, n, k) + (pieces - longer) * self.gemm_us(size, n, k)
-        return parts / self.gemm_us(m, n, k)
-
     def memory_us(self, num_bytes: float, kind: Elementwise | None = None, *, backward: bool = False) -> float:
         """Time of an operation that reads and writes `num_bytes` in all, at the rate of its kind where there is one."""
         if num_bytes <= 0:
@@ -156,20 +142,12 @@ class CostModel:
         device = self.profile.device
         return self._at_share(flops, (device.attention_backward if backward else device.attention_forward).value)
 
-    def products_us(self, flops: float, head: int, *, backward: bool = False) -> float:
-        """Time of the products of attention that keeps its scores: at a GEMM's rate where the profile has no other.
+    def products_us(self, flops: float, *, backward: bool = False) -> float:
+        """Time of the products of attention that keeps its scores; `flops` includes those of masked scores.
 
-        Args:
-            flops: operations, those for scores behind the mask among them.
-            head: columns of a head.
-            backward: of the gradients.
+        Their rate is that of attention if the profile has a rate of the scores, else that of a GEMM.
         """
         device = self.profile.device
-        if device.products:
-            # Every score is written or read: narrow heads have little work for that.
-            rates = [(rate.head, rate.backward if backward else rate.forward) for rate in device.products]
-            per_score = _between([(columns, columns / (rate * _US)) for columns, rate in rates], head)
-            return flops / head * per_score + self.launch_us
         if device.elementwise.scores is not None:
             return self.attention_us(flops, backward=backward)
         return self._at_share(flops, device.gemm.efficiency.value)
@@ -187,8 +165,7 @@ class CostModel:
         per_node = profile.devices_per_node
         together = min(size, max(1, per_node // stride))
         inside = profile.inside
-        share = math.inf if inside.shared_gbps is None else inside.shared_gbps.value / min(per_node, size * stride)
-        copy, gather, scatter, reduce = (min(rate, share) for rate in _rates(inside))
+        copy, gather, scatter, reduce = _rates(inside)
         latency = inside.latency_us.value
         ring_latency = (size - 1) * latency
         if size > together:
@@ -224,10 +201,10 @@ class CostModel:
         times = {"all_gather": gather, "reduce_scatter": scatter, "all_reduce": both}
         return times[kind] + self.launch_us
 
-    def busy_us(self, kind: Literal["collective", "copy"]) -> float:
-        """What a message, or a collective, takes more because its ranks compute."""
-        contention = self.profile.contention
-        busy = contention.busy_us if kind == "copy" else contention.busy_collective_us
+    @property
+    def busy_us(self) -> float:
+        """What a message takes more because its ranks compute."""
+        busy = self.profile.contention.busy_us
         return 0.0 if busy is None else busy.value
 
     def late_us(self, computed_us: float) -> float:
@@ -243,9 +220,6 @@ class CostModel:
             bytes_per_us: what this rank sends and receives meanwhile, both directions together.
         """
         contention = self.profile.contention
-        if contention.beside:
-            points = [(point.moved_gbps.value * 1e3, point.lost.value) for point in contention.beside]
-            return max(_LEAST_RATE, 1.0 - _between(points, min(bytes_per_us, points[-1][0])))
         lost = contention.collective.value if kind == "collective" else contention.copy_.value
         host = contention.host_us_per_mb.value * bytes_per_us / _MEGABYTE
         return max(_LEAST_RATE, 1.0 - lost - host)
@@ -286,8 +260,7 @@ def _gemm_us_cached(key: tuple[float, ...], tiles: tuple[tuple[int, int, float],
     return max(compute, traffic)
 
 
-def _gemm_us(profile: ClusterProfile, precision: Precision, m: int, n: int, k: int, rate: float | None = None) -> float:
-    """`rate` stands for that of the table."""
+def _gemm_us(profile: ClusterProfile, precision: Precision, m: int, n: int, k: int) -> float:
     if 0 in (m, n, k):
         return 0.0
     device = profile.device
@@ -295,8 +268,7 @@ def _gemm_us(profile: ClusterProfile, precision: Precision, m: int, n: int, k: i
     peak = profile.peak_tflops(precision) * 1e12 * gemm.efficiency.value
     key = (peak, gemm.processors, device.memory_gbps.value * 1e9, ITEM_BYTES[precision])
     tiles = tuple((tile.rows, tile.columns, tile.rate) for tile in gemm.tiles)
-    rate = _row_rate(profile, m) if rate is None else rate
-    return _gemm_us_cached(key, tiles, m, n, k) / rate + device.launch_us.value
+    return _gemm_us_cached(key, tiles, m, n, k) / _row_rate(profile, m) + device.launch_us.value
 
 
 def _row_rate(profile: ClusterProfile, m: int) -> float:

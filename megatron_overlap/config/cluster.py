@@ -23,7 +23,6 @@ Elementwise = Literal[
     "rms_norm",
     "layer_norm",
     "add",
-    "bias",
     "rotary",
     "repeat",
     "scores",
@@ -85,8 +84,6 @@ class GemmProfile(Section):
     """Available tiles; none: no quantization."""
     rows: Annotated[tuple[RowRate, ...], Field(strict=False)] = ()
     """Measured rates by number of rows, interpolated in the logarithm; none: tiles only."""
-    weight_gradient: Figure | None = None
-    """Rate of `dy.T @ x` relative to other GEMMs; null: 1."""
     source: Text
     """Source of processors, tiles and table."""
 
@@ -106,8 +103,6 @@ class ElementwiseRates(Section):
     rms_norm: PassRates | None = None
     layer_norm: PassRates | None = None
     add: PassRates | None = None
-    bias: PassRates | None = None
-    """Addition of a bias and its gradient; null: part of the GEMM."""
     rotary: PassRates | None = None
     repeat: PassRates | None = None
     """Repetition of grouped keys and values for every query head."""
@@ -124,15 +119,6 @@ class ElementwiseRates(Section):
     """Optimizer update."""
 
 
-class ProductRates(Section):
-    """Rates of attention products with materialized scores for one head size, in TFLOP/s of all scores."""
-
-    head: Positive
-    forward: PositiveFloat
-    backward: PositiveFloat
-    source: Text
-
-
 class DeviceProfile(Section):
     """One device: a GPU, or the CPU cores of one rank."""
 
@@ -142,9 +128,6 @@ class DeviceProfile(Section):
     """Fraction of the peak of fused attention, causal half counted. If `elementwise` has a rate for scores: of
     the two products with materialized scores, all scores counted."""
     attention_backward: Share
-    products: Annotated[tuple[ProductRates, ...], Field(strict=False)] = ()
-    """Replaces the two fractions above with materialized scores. The time per score is linear between head sizes and
-    beyond the last; smaller heads have the rate of the first."""
     memory_gib: Figure
     memory_gbps: Figure
     """Memory bandwidth of kernels, in GB/s."""
@@ -172,8 +155,6 @@ class LinkProfile(Section):
     """Bus bandwidth of reduce-scatters; null: as all-gathers."""
     all_reduce_gbps: Figure | None = None
     """Bandwidth of all-reduces relative to the bytes of an all-gather; null: a reduce-scatter and an all-gather."""
-    shared_gbps: Figure | None = None
-    """Total rate of all ranks of a node; null: no shared limit."""
 
 
 class HostRates(Section):
@@ -203,13 +184,6 @@ class Lateness(Section):
     late_us: Cost
 
 
-class Beside(Section):
-    """Slowdown of computation by concurrent messages: total GB/s of both directions, and lost fraction of the rate."""
-
-    moved_gbps: Figure
-    lost: Share
-
-
 class Contention(Section):
     """Slowdown of computation by concurrent communication."""
 
@@ -219,13 +193,8 @@ class Contention(Section):
     """Fraction that point-to-point messages or copy engines take."""
     host_us_per_mb: Cost
     """Compute time to move 10^6 bytes in one direction, if the processor moves them."""
-    beside: Annotated[tuple[Beside, ...], Field(strict=False)] = ()
-    """Replaces the three values above if the processor moves the bytes: linear between points from zero, constant
-    beyond the last one. Empty: not used."""
     busy_us: Cost | None = None
     """Additional time of a message whose ranks compute, in microseconds: threads wait for a core; null: 0."""
-    busy_collective_us: Cost | None = None
-    """Additional time of a collective whose ranks compute."""
     late: Annotated[tuple[Lateness, ...], Field(strict=False)] = ()
     """Linear between points from zero, and extrapolated beyond the last one. Empty: no skew."""
 
@@ -247,13 +216,9 @@ class ClusterProfile(Section):
     def _check(self) -> Self:
         rows = [point.rows for point in self.device.gemm.rows]
         computed = [point.computed_us.value for point in self.contention.late]
-        moved = [point.moved_gbps.value for point in self.contention.beside]
-        heads = [point.head for point in self.device.products]
         for name, points, what in (
             ("device.gemm.rows", rows, "rows, each value"),
-            ("device.products", heads, "head size, each value"),
             ("contention.late", computed, "computation time, each value"),
-            ("contention.beside", moved, "rate, each value"),
         ):
             if any(a >= b for a, b in itertools.pairwise(points)):
                 raise_first(iter([Problem(name, points, f"give the points in ascending order of {what} once")]))

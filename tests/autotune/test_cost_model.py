@@ -24,22 +24,12 @@ def test_a_gemm_is_its_operations_over_the_rate() -> None:
     assert machine(launch_us=7.0).gemm_us(0, 1000, 500) == 0.0
 
 
-def test_weight_gradients_have_a_rate_of_their_own_if_the_profile_says_so() -> None:
-    rows = [{"rows": 100, "rate": 0.5}, {"rows": 1000, "rate": 1.0}]
-    assert with_gemm(rows=rows).weight_gradient_us(100, 1000, 500) == pytest.approx(205.0)  # as 100 rows
-    model = with_gemm(rows=rows, weight_gradient=number(0.25))
-    assert model.weight_gradient_us(100, 1000, 500) == pytest.approx(405.0)
-    assert model.gemm_us(100, 1000, 500) == pytest.approx(205.0)
-
-
 def test_a_wave_that_is_not_full_takes_as_long_as_one_that_is() -> None:
     model = with_gemm(processors=10, tiles=[{"rows": 100, "columns": 100}])
     wave = 2.0 * 100 * 100 * 500 * 10 / 1e12 * 1e6
     assert model.gemm_us(100, 100, 500) == pytest.approx(wave + 5)  # one tile of ten
     assert model.gemm_us(1000, 100, 500) == pytest.approx(wave + 5)  # ten
     assert model.gemm_us(1001, 100, 500) == pytest.approx(2 * wave + 5)  # eleven
-    # Ten pieces are ten waves and ten launches where one was enough.
-    assert model.split_penalty(1000, 100, 500, 10) == pytest.approx(10 * (wave + 5) / (wave + 5))
 
 
 def test_the_best_tile_is_taken_and_the_memory_is_a_roof() -> None:
@@ -124,20 +114,6 @@ def test_more_rows_never_take_less(m: int, n: int, k: int, more: int) -> None:
     assert model.gemm_us(m + more, n, k) >= model.gemm_us(m, n, k) - 1e-9
 
 
-def test_what_was_measured_beside_messages_stands_for_shares_and_bytes() -> None:
-    def beside(*points: tuple[float, float]) -> CostModel:
-        tree = profile().model_dump(by_alias=True)
-        tree["contention"]["beside"] = [{"moved_gbps": number(rate), "lost": number(lost)} for rate, lost in points]
-        return CostModel(ClusterProfile.model_validate(tree))
-
-    model = beside((0.1, 0.2), (0.3, 0.5), (0.5, 1.0))
-    for kind in ("copy", "collective"):
-        rates = [model.compute_rate(kind, moved) for moved in (0.0, 50.0, 100.0, 200.0, 300.0, 500.0, 1e6)]  # type: ignore[arg-type]
-        assert rates == pytest.approx([1.0, 0.9, 0.8, 0.65, 0.5, 0.05, 0.05])
-    with pytest.raises(ValueError, match=r"contention.beside: .* ascending order of rate"):
-        beside((0.3, 0.2), (0.1, 0.3))
-
-
 def test_who_has_computed_for_longer_is_later() -> None:
     def late(*points: tuple[float, float]) -> CostModel:
         tree = profile().model_dump(by_alias=True)
@@ -149,16 +125,3 @@ def test_who_has_computed_for_longer_is_later() -> None:
     assert [model.late_us(us) for us in (0.0, 5.0, 10.0, 20.0, 30.0, 50.0)] == pytest.approx([0, 2, 4, 5, 6, 8])
     with pytest.raises(ValueError, match=r"contention.late: .* ascending order of computation time"):
         late((30.0, 4.0), (10.0, 6.0))
-
-
-def test_the_time_of_a_score_is_interpolated_between_measured_head_sizes() -> None:
-    """In proportion to columns / rate; narrower heads run at the rate of the narrowest measured ones."""
-    model = machine(products=[(64, 0.04, 0.03), (128, 0.05, 0.04)], launch_us=3.0)
-    for head, forward, backward in (
-        (32, 0.04, 0.03),
-        (64, 0.04, 0.03),
-        (96, 96 / ((64 / 0.04 + 128 / 0.05) / 2), 96 / ((64 / 0.03 + 128 / 0.04) / 2)),
-        (128, 0.05, 0.04),
-    ):
-        assert model.products_us(1e6, head) == pytest.approx(1e6 / (forward * 1e6) + 3)
-        assert model.products_us(1e6, head, backward=True) == pytest.approx(1e6 / (backward * 1e6) + 3)

@@ -99,7 +99,7 @@ class _Simulation:
         self.program, self.model, self.link, self.kind = program, model, link, kind
         self.port_rate = link.copy_rate if kind == "copy" else link.collective_rate
         # Half of the delay is before a message leaves, half before the receiver processes it.
-        self.busy_us = model.busy_us(kind) / 2
+        self.busy_us = model.busy_us / 2 if kind == "copy" else 0.0
         self.now = 0.0
         self.next_work = 0
         self.computing = False

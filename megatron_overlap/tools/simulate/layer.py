@@ -144,17 +144,14 @@ class Layers:
         return (
             self._norm(),
             self._column("qkv", self._qkv_width),
-            *self._bias(self._qkv_bias),
             *self._rotary(),
             *self._attention(),
             self._row("proj", self._queries),
-            *self._bias(self._row_bias),
             self._elementwise("add", "add", self._hidden),
             self._norm(),
             self._column("fc1", self._ffn * (2 if self.job.model.swiglu else 1)),
             self._activation(),
             self._row("fc2", self._ffn),
-            *self._bias(self._row_bias),
             self._elementwise("add", "add", self._hidden),
             *self._calls(self._layer_calls[0]),
         )
@@ -164,16 +161,13 @@ class Layers:
         """Backward of one layer, recomputation included."""
         job = self.job
         ops = (
-            *self._bias(self._row_bias, backward=True),
             self._row("fc2", self._ffn, backward=True),
             self._activation(backward=True),
             self._column("fc1", self._ffn * (2 if job.model.swiglu else 1), backward=True),
             self._norm(backward=True),
-            *self._bias(self._row_bias, backward=True),
             self._row("proj", self._queries, backward=True),
             *self._attention(backward=True),
             *self._rotary(backward=True),
-            *self._bias(self._qkv_bias, backward=True),
             self._column("qkv", self._qkv_width, backward=True),
             self._norm(backward=True),
             *self._accumulated(job.layer_parameters() / job.tensor),
@@ -261,15 +255,6 @@ class Layers:
         return self.job.model.head_size * self.job.model.num_query_groups // self.job.tensor
 
     @property
-    def _qkv_bias(self) -> float:
-        """Elements to which the QKV bias is added."""
-        return self.job.rows * self._qkv_width if self.job.model.add_bias or self.job.model.add_qkv_bias else 0
-
-    @property
-    def _row_bias(self) -> float:
-        return self._hidden if self.job.model.add_bias else 0
-
-    @property
     def _table(self) -> float:
         """Parameters of the embedding, or of the output layer, on one rank."""
         return self.job.vocabulary * self.job.model.hidden_size / self.job.tensor
@@ -299,11 +284,6 @@ class Layers:
         if self.job.model.rotary:
             elements = self.job.rows * (self._queries + self._keys)
             yield self._elementwise("rotary", "rotary", elements, backward=backward)
-
-    def _bias(self, outputs: float, *, backward: bool = False) -> Iterable[Op]:
-        """A bias that is not part of the GEMM. The bias of FC1 is part of the activation."""
-        if outputs and self.model.profile.device.elementwise.bias is not None:
-            yield self._elementwise("bias", "bias", outputs, backward=backward)
 
     def _loss(self, columns: int, *, backward: bool = False) -> Op:
         moved = LOSS_BYTES[backward] * self.job.rows * columns
@@ -358,7 +338,7 @@ class Layers:
         """A layer without sequence parallelism: all-reduce of the row output or of the column input gradient."""
         rows, model = self.job.rows, self.model
         gemm = model.gemm_us(rows, k, n) if backward else model.gemm_us(rows, n, k)
-        wgrad = model.weight_gradient_us(n, k, rows) if backward else 0.0
+        wgrad = model.gemm_us(n, k, rows) if backward else 0.0
         width = k if backward else n
         move = model.collective_us("all_reduce", rows * width * model.item_bytes, self.tensor_link) if moved else 0.0
         sync: Sync | None = "after" if moved else None
@@ -377,7 +357,7 @@ class Layers:
         flops = 2.0 * job.micro_batch_size * heads * model.head_size * job.seq_length**2 / job.context
         if job.materializes_scores:
             # All scores, masked ones included: two products forward, four backward.
-            whole = self.model.products_us(flops * (4.0 if backward else 2.0), model.head_size, backward=backward)
+            whole = self.model.products_us(flops * (4.0 if backward else 2.0), backward=backward)
             yield from self._scores(heads, backward)
         else:
             # Two products forward and five backward, each 2 s^2 d, half of it masked.

@@ -205,7 +205,7 @@ class Linear:
     @cached_property
     def wgrad_us(self) -> float:
         """`dw = dy.T @ x` over all rows."""
-        return self.model.weight_gradient_us(self.out_features, self.in_features, self.rows)
+        return self.model.gemm_us(self.out_features, self.in_features, self.rows)
 
     @property
     def _ring_latency(self) -> float:

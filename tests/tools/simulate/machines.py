@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_overlap.autotune.cost_model import CostModel
@@ -11,21 +11,17 @@ from megatron_overlap.config.cluster import ClusterProfile
 from megatron_overlap.tools.simulate.job import Job
 
 LATE_AFTER_US = 1e4
-type Products = Sequence[tuple[int, float, float]]
 
 
 def number(value: float) -> dict[str, Any]:
     return {"value": value, "source": "made up for a test"}
 
 
-def profile(
-    elementwise: Mapping[str, tuple[float, float]] | None = None, products: Products = (), **changes: float
-) -> ClusterProfile:
+def profile(elementwise: Mapping[str, tuple[float, float]] | None = None, **changes: float) -> ClusterProfile:
     """A profile with 1 TFLOP/s, 1 GB/s links, free memory accesses and launches, no latency and no contention.
 
     Args:
         elementwise: (forward, backward) GB/s by kind of operation.
-        products: (forward, backward) TFLOP/s of attention products by head size.
         changes: tflops, gbps, latency_us, between_us, launch_us, call_us, copy (contention), collective,
             host_us_per_mb, busy_us, late_us (after `LATE_AFTER_US`), devices, nics, memory_gib, memory_gbps.
     """
@@ -62,10 +58,6 @@ def profile(
                 "gemm": {"efficiency": number(1.0), "processors": 1, "source": "made up"},
                 "attention_forward": number(1.0),
                 "attention_backward": number(1.0),
-                "products": [
-                    {"head": head, "forward": forward, "backward": backward, "source": "made up for a test"}
-                    for head, forward, backward in products
-                ],
                 "memory_gib": number(given["memory_gib"]),
                 "memory_gbps": number(given["memory_gbps"]),
                 "launch_us": number(given["launch_us"]),
@@ -84,17 +76,14 @@ def profile(
                 "copy": number(given["copy"]),
                 "host_us_per_mb": number(given["host_us_per_mb"]),
                 "busy_us": number(given["busy_us"]),
-                "busy_collective_us": number(given["busy_us"]),
                 "late": [{"computed_us": number(LATE_AFTER_US), "late_us": number(given["late_us"])}],
             },
         }
     )
 
 
-def machine(
-    elementwise: Mapping[str, tuple[float, float]] | None = None, products: Products = (), **changes: float
-) -> CostModel:
-    return CostModel(profile(elementwise, products, **changes))
+def machine(elementwise: Mapping[str, tuple[float, float]] | None = None, **changes: float) -> CostModel:
+    return CostModel(profile(elementwise, **changes))
 
 
 def job(**changes: Any) -> Job:
