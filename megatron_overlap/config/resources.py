@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
 from megatron_overlap.config.errors import ConfigError, nearest
 
 _PACKAGE = Path(__file__).resolve().parents[1]
+
+TE_MISSING = (
+    "TransformerEngine is not installed: run `bash scripts/setup.sh te` in a checkout, or name a folder that has the "
+    "package in MEGATRON_OVERLAP_TE; or use local layers"
+)
 
 
 def resource_folder(folder: str) -> Path:
@@ -30,6 +36,11 @@ def shipped_config(name: str) -> Path | None:
     """File of a name such as `gpu/llama3_8b_tp8/overlap`, with or without `configs/` and `.yaml`; None: no file."""
     file = resource_folder("configs") / f"{name.removeprefix('configs/').removesuffix('.yaml')}.yaml"
     return file if file.is_file() else None
+
+
+def transformer_engine_available() -> bool:
+    """Whether ranks without a GPU find TransformerEngine: in the environment or in its folder."""
+    return importlib.util.find_spec("transformer_engine") is not None or transformer_engine_folder() is not None
 
 
 def config_file(given: str | Path) -> Path:

@@ -13,18 +13,13 @@ from pathlib import Path
 
 from megatron_overlap.adapters.cpu import te_module
 from megatron_overlap.adapters.cpu.megatron_patches import RNG_LOGGER, QuietRngWarning
-from megatron_overlap.config.resources import transformer_engine_folder
+from megatron_overlap.config.resources import TE_MISSING, transformer_engine_folder
 from megatron_overlap.patching import PatchRefusedError
 from megatron_overlap.patching.engine import Engine
 from megatron_overlap.patching.manifest import load_manifests
 
 TORCH, MEGATRON, TRAINING = "cpu_torch", "cpu_megatron", "cpu_training"
 """The features of the patches."""
-
-TE_MISSING = (
-    "--transformer-impl transformer_engine: TransformerEngine is not installed: run `bash scripts/setup.sh te` in a "
-    "checkout, or name a folder that has the package in MEGATRON_OVERLAP_TE; or use local layers"
-)
 
 
 class CpuMegatron:
@@ -97,7 +92,7 @@ def install(*, te_layers: bool = False) -> CpuMegatron:
     if te_layers and importlib.util.find_spec("transformer_engine") is None:
         folder = transformer_engine_folder()
         if folder is None:
-            raise ModuleNotFoundError(TE_MISSING, name="transformer_engine")
+            raise ModuleNotFoundError(f"--transformer-impl transformer_engine: {TE_MISSING}", name="transformer_engine")
         sys.path.append(str(folder))
     adapter = CpuMegatron()
     adapter.install()

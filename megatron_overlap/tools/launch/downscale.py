@@ -1,11 +1,11 @@
 """Downscale a launch config so that a machine without a GPU runs it in about a minute.
 
-The function maps a config to a config. The only state of the machine that it reads is whether the data files exist.
+The function maps a config to a config. Of the machine it reads whether the data files and TransformerEngine exist.
 
 The rules, in order:
 
 1. Ranks: every parallel size above 1 becomes 2. If the product exceeds the limit, sizes become 1 in the order data,
-   pipeline, context, tensor. Context also becomes 1 if only TransformerEngine's attention supports it.
+   pipeline, context, tensor. Context also becomes 1 if only fused attention kernels support it.
 2. Model: one layer per pipeline stage and at least two layers. Query heads and key/value heads keep their ratio, have
    32 columns and are as few as the tensor ranks allow. The MLP keeps its ratio to the hidden size.
 3. Training: 3 steps, sequences of 128 tokens, one sequence per micro-batch, at most 2 micro-batches per stage. No
@@ -27,6 +27,7 @@ from typing import Any
 from megatron_overlap.config import ConfigError, LaunchConfig
 from megatron_overlap.config.loading import missing_inputs
 from megatron_overlap.config.megatron_args import CPU_SWITCHES, flags_in
+from megatron_overlap.config.resources import TE_MISSING, transformer_engine_available
 
 ITERATIONS = 3
 SEQ_LENGTH = 128
@@ -91,8 +92,11 @@ def downscale(cfg: LaunchConfig, max_ranks: int) -> tuple[LaunchConfig, list[Cha
         the downscaled config, named `NAME_rehearsal`, and its differences from `cfg`.
 
     Raises:
-        ConfigError: balanced attention needs documents, and the data files do not exist.
+        ConfigError: balanced attention needs documents and the data files do not exist, or the layers need
+            TransformerEngine and it is not installed.
     """
+    if cfg.train.transformer_impl == "transformer_engine" and not transformer_engine_available():
+        raise ConfigError(cfg.name, "train.transformer_impl", "transformer_engine", TE_MISSING)
     has_data = cfg.data.kind != "mock" and not any(p.key == "data.path" for p in missing_inputs(cfg))
     if cfg.overlap.varlen.method != "none" and not has_data:
         remedy = "overlap.varlen needs a document data set; make one with python scripts/prepare_data.py"
@@ -150,7 +154,7 @@ def _downscaled_ranks(cfg: LaunchConfig, max_ranks: int) -> dict[str, int]:
     }
     sizes = {kind: min(size, 2) for kind, size in full.items()}
     if cfg.overlap.ulysses.method == "none" and cfg.overlap.varlen.method == "none":
-        sizes["context"] = 1  # the local attention replaces TransformerEngine's and has no context parallelism
+        sizes["context"] = 1  # the unfused attention of a CPU has no context parallelism
     for kind in ("data", "pipeline", "context", "tensor"):
         if math.prod(sizes.values()) > max_ranks:
             sizes[kind] = 1
@@ -190,7 +194,6 @@ def _downscaled_train(cfg: LaunchConfig) -> dict[str, Any]:
         "lr_warmup_iterations": min(train.lr_warmup_iterations, 1),
         "precision": "bf16" if train.precision == "fp16" else train.precision,
         "gradient_accumulation_fusion": None,
-        "transformer_impl": "local",
         "eval_iterations": 0,
         "log_interval": 1,
         "save": None,
@@ -259,7 +262,6 @@ _REASONS: Mapping[str, str] = MappingProxyType(
         "train.iterations": "enough steps to include optimizer updates",
         "train.global_batch_size": "at most 2 micro-batches per stage",
         "train.precision": "the CPU does not support fp16",
-        "train.transformer_impl": "a rehearsal builds local layers",
         "train.gradient_accumulation_fusion": "apex's kernel needs a GPU",
         "data": "the data files do not exist on this machine",
         "launch": "runs on the CPUs of this machine",
@@ -282,7 +284,7 @@ def _differences(cfg: LaunchConfig, downscaled: LaunchConfig, sizes: Mapping[str
                 continue
             reason = _REASONS.get(key, _REASONS.get(section, "not part of a rehearsal"))
             if key == "parallel.context" and small == 1:
-                reason = "the local attention has no context parallelism"
+                reason = "the unfused attention of a CPU has no context parallelism"
             elif section == "parallel" and small == 1:
                 reason = "too many ranks for this machine"
             yield Change(key, _as_yaml(full), _as_yaml(small), reason)

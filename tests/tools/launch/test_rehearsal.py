@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from megatron_overlap.config.megatron_args import CPU_SWITCHES, CPU_VALUES, flag
 from megatron_overlap.tools.launch.downscale import downscale
 from megatron_overlap.tools.launch.rehearsal import compare_runs
 from megatron_overlap.tools.launch.run_records import PluginReport, RunRecord
+from tests.helpers.te import needs_te
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "gpu"
 ON_GPUS = sorted(CONFIGS.glob("*/overlap.yaml"))
@@ -116,15 +118,27 @@ def test_experts_are_downscaled() -> None:
     assert args[args.index("--num-experts") + 1] == "8"
 
 
-def test_transformer_engine_and_fp16_are_replaced_and_listed() -> None:
+@needs_te
+def test_fp16_is_replaced_and_transformer_engine_is_kept() -> None:
     overrides = ["train.transformer_impl=transformer_engine", "train.precision=fp16", "overlap.tensor.method=none"]
     overrides += ["parallel.tensor=4", "parallel.context=2", "launch.entry=pretrain_gpt.py"]
     downscaled, changes = downscale(load_launch_config(CONFIGS / "gpt3_1.3b_tp8/overlap.yaml", overrides), 2)
     named = {change.key: (change.before, change.after) for change in changes}
-    assert named["train.transformer_impl"] == ("transformer_engine", "local")
+    assert downscaled.train.transformer_impl == "transformer_engine"
     assert named["train.precision"] == ("fp16", "bf16")
     assert named["parallel.context"] == ("2", "1")
     assert downscaled.train.precision == "bf16"
+
+
+def test_te_layers_need_transformer_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MEGATRON_OVERLAP_TE", str(tmp_path))
+    config = str(CONFIGS / "llama3_8b_tp8/overlap.yaml")
+    assert cli.main(["launch", config, "--rehearse", "train.transformer_impl=transformer_engine"]) == 2
+    (shown,) = capsys.readouterr().err.splitlines()
+    assert "train.transformer_impl: transformer_engine: TransformerEngine is not installed" in shown
+    assert "bash scripts/setup.sh te" in shown
 
 
 def downscaled_tiny(precision: str = "fp32") -> LaunchConfig:
@@ -158,16 +172,20 @@ def test_nan_in_both_runs_fails() -> None:
     assert len(compare_runs(broken, broken, downscaled_tiny()).failures) == 2
 
 
+@needs_te
 @pytest.mark.long
 def test_a_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The config for eight GPUs runs twice on two CPU ranks."""
+    """The config for eight GPUs runs twice on two CPU ranks, with its TransformerEngine layers."""
     config = CONFIGS / "llama3_8b_tp8/overlap.yaml"
     argv = ["launch", str(config), "--rehearse", "--rehearse-ranks", "2", "--run-dir", str(tmp_path)]
-    assert cli.main([*argv, "train.precision=fp32"]) == 0, capsys.readouterr().err
+    overrides = ["train.precision=fp32", "train.transformer_impl=transformer_engine"]
+    assert cli.main([*argv, *overrides]) == 0, capsys.readouterr().err
     output = capsys.readouterr().out
     assert "rehearsal passed" in output
     assert "parallel.tensor" in output
     runs = sorted(path.name for path in tmp_path.iterdir())
+    log = (tmp_path / "llama3_8b_tp8_overlap_rehearsal" / "logs" / "rank0.log").read_text()
+    assert re.search(r"transformer_impl \.+ transformer_engine", log), log
     assert runs == ["llama3_8b_tp8_overlap_rehearsal", "llama3_8b_tp8_overlap_rehearsal_baseline"]
 
 
