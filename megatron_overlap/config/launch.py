@@ -38,29 +38,29 @@ class ModelConfig(Section):
     """The model: a preset, all fields, or a preset with changed fields."""
 
     preset: str | None = None
-    """Name of a shape in configs/models/presets.yaml; other keys of the section override it."""
+    """A shape of the list below; other keys override it."""
     arch: Literal["gpt", "llama"]
     num_layers: Positive
     hidden_size: Positive
     ffn_hidden_size: Positive
-    """Default: 4 x hidden_size, or with SwiGLU 8/3 x hidden_size rounded down to a multiple of 64."""
+    """Default: 4 x hidden_size; with SwiGLU 8/3 x, rounded down to a multiple of 64."""
     num_attention_heads: Positive
     num_query_groups: Positive
     """Key/value heads. Default: num_attention_heads."""
     kv_channels: Positive | None = None
     """Head size; null: hidden_size / num_attention_heads."""
     vocab_size: Annotated[int, Field(ge=2)]
-    """Number of token ids with end-of-document, before Megatron's padding."""
+    """Token ids with end-of-document, before Megatron's padding."""
     max_position_embeddings: Positive
     normalization: Literal["LayerNorm", "RMSNorm"]
     norm_epsilon: PositiveFloat = 1e-5
     swiglu: bool
     rotary: bool
-    """Rotary position embedding; false: learned absolute positions."""
+    """false: learned absolute positions."""
     rotary_base: Positive = 10000
     untie_embeddings: bool
     add_bias: bool
-    """Biases of the linear layers."""
+    """Biases of linear layers."""
     add_qkv_bias: bool = False
     """Bias of the QKV projection if add_bias is false."""
     hidden_dropout: Fraction = 0.0
@@ -121,19 +121,18 @@ class TrainConfig(Section):
     min_lr: NonNegativeFloat = 0.0
     lr_decay_style: Literal["constant", "linear", "cosine"] = "cosine"
     lr_decay_iterations: Positive | None = None
-    """Iterations of the decay; null: iterations. Set it if a later run continues with more iterations."""
+    """null: iterations. Set it if a later run continues longer."""
     lr_warmup_iterations: NonNegative = 0
     weight_decay: NonNegativeFloat = 0.01
     clip_grad: NonNegativeFloat = 1.0
-    """Largest gradient norm; 0 turns clipping off."""
+    """Largest gradient norm; 0: no clipping."""
     seed: Positive = 1234
     distributed_optimizer: bool = False
     gradient_accumulation_fusion: bool | None = None
-    """Accumulate weight gradients inside the GEMM; null: Megatron's default on cuda, false on cpu."""
+    """null: Megatron's default on cuda, false on cpu."""
     transformer_impl: Literal["local", "transformer_engine"] = "local"
-    """Implementation of the layers; the overlap applies to local layers."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation recomputation; full: in every layer."""
+    """Activation recomputation."""
     eval_interval: Positive = 1000
     eval_iterations: NonNegative = 0
     log_interval: Positive = 1
@@ -150,11 +149,11 @@ class DataConfig(Section):
     """Training data. Paths are relative to the working directory."""
 
     kind: Literal["mock", "indexed", "text"] = "mock"
-    """mock: generated data; indexed: a Megatron .bin/.idx pair; text: a folder of scripts/prepare_data.py."""
+    """mock: generated; indexed: a Megatron .bin/.idx pair; text: a folder of scripts/prepare_data.py."""
     path: Text | None = None
-    """indexed: prefix of the pair, or one of its files; text: the folder."""
+    """Prefix of the pair, one of its files, or the folder."""
     split: Text | None = None
-    """Weights of training, validation and test; null: 969,30,1, or training only without evaluation."""
+    """Weights of training, validation, test; null: 969,30,1, or without evaluation training only."""
     workers: NonNegative | None = None
     """Data loader processes per rank; null: 2 on cuda, 0 on cpu."""
 
@@ -165,14 +164,13 @@ class HostsConfig(Section):
     hosts: Annotated[int, Field(ge=1, le=250)]
     ranks_per_host: Positive = 1
     gbps: Annotated[float, Field(ge=0.001, le=100)]
-    """Rate of the link of each host in each direction, in Gbit/s."""
+    """Rate of each link and direction, in 10^9 bits per second."""
     latency_ms: Annotated[float, Field(ge=0, le=1000)] = 0.0
-    """One-way delay, in milliseconds; a value above 0 needs netem in the kernel."""
+    """One-way delay, in milliseconds; needs netem in the kernel."""
     burst_kib: Annotated[int, Field(ge=18)] | None = None
-    """Token bucket of the rate limiter, in KiB: two frames of 9000 bytes or more; null: 0.5 ms at the rate, at least
-    64."""
+    """Token bucket of the rate limiter, in KiB; null: 0.5 ms of traffic, at least 64."""
     fallback: Literal["error", "loopback"] = "error"
-    """Action if this machine cannot make network namespaces."""
+    """loopback: no rate limits if the machine cannot create namespaces."""
 
 
 class SlurmConfig(Section):
@@ -183,17 +181,17 @@ class SlurmConfig(Section):
     account: Text | None = None
     partition: Text | None = None
     time: Text | None = None
-    """Time limit in the format of Slurm, such as 04:00:00."""
+    """Time limit, such as 04:00:00."""
     directives: tuple[Text, ...] = Field(default=(), strict=False)
-    """Additional options of sbatch, such as `--exclusive`; one per entry."""
+    """More options of sbatch, such as `--exclusive`."""
     setup: tuple[Text, ...] = Field(default=(), strict=False)
-    """Shell lines that every task runs before Python, such as `source .venv/bin/activate`."""
+    """Shell lines before Python, such as `source .venv/bin/activate`."""
     python: Text = "python"
-    """Python command of the tasks on the nodes or in the container."""
+    """Python command on the nodes or in the container."""
     container_image: Text | None = None
-    """Image of srun --container-image (enroot with pyxis); null: no container."""
+    """enroot image for pyxis (`srun --container-image`)."""
     container_mounts: tuple[Text, ...] = Field(default=(), strict=False)
-    """Mounts as SOURCE:TARGET, in addition to the submission folder and launch.output_dir."""
+    """SOURCE:TARGET; the submission folder and launch.output_dir are always mounted."""
 
 
 class LaunchSection(Section):
@@ -202,7 +200,7 @@ class LaunchSection(Section):
     device: Literal["cuda", "cpu"] = "cuda"
     nodes: Positive = 1
     ranks_per_node: Positive | None = None
-    """Ranks per node; null: those of one replica of the model, or hosts.ranks_per_host."""
+    """null: those of one replica of the model, or hosts.ranks_per_host."""
     threads_per_rank: Positive = 1
     """CPU threads per rank."""
     entry: Text | None = None
@@ -210,16 +208,16 @@ class LaunchSection(Section):
     hosts: HostsConfig | None = None
     slurm: SlurmConfig = SlurmConfig()
     output_dir: Folder = "runs"
-    """Folder of the run directories."""
+    """Folder of run directories."""
     timeout_s: PositiveFloat | None = None
-    """Timeout of the whole run, in seconds; null: none."""
+    """Deadline of the whole run, in seconds."""
 
 
 class LaunchFields(Section):
     """The sections of a launch config. `loading.LaunchConfig` adds the checks."""
 
     name: Name
-    """Letters, digits, dots, dashes and underscores: run directories have this name. Default: from the file name."""
+    """Letters, digits, dots, dashes, underscores; names the run directory. Default: from the file name."""
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
     train: TrainConfig
@@ -227,7 +225,7 @@ class LaunchFields(Section):
     overlap: OverlapFields = OverlapFields()
     launch: LaunchSection = LaunchSection()
     megatron_args: Annotated[tuple[Annotated[str, BeforeValidator(_argument)], ...], Field(strict=False)] = ()
-    """Additional Megatron arguments that have no key."""
+    """Megatron arguments that have no key."""
 
     @property
     def world_size(self) -> int:

@@ -11,85 +11,82 @@ class TensorOverlap(Section):
     """Overlap of the all-gathers, reduce-scatters and all-reduces of tensor parallelism."""
 
     method: Literal["auto", "p2p", "fused", "none"] = "auto"
-    """p2p: point-to-point messages between partial GEMMs; fused: kernels that read and write the memory of peers on
-    NVIDIA GPUs of one host, with p2p as the fallback; none: the stock path; auto: the fastest method, measured in the
-    run."""
+    """p2p: messages between partial GEMMs; fused: kernels that access the memory of peers, with p2p as the fallback;
+    none: the stock path; auto: the fastest, measured in the run."""
     kernels: Literal["portable", "hopper"] = "portable"
-    """GEMM kernels of fused. portable: for all GPUs since sm_80; hopper: warp-specialized kernels with TMA for sm_90,
-    after a self-test on the device; auto then measures both. hopper: Not yet run on a GPU."""
+    """Kernels of fused. portable: sm_80 and newer; hopper: warp-specialized kernels with TMA on sm_90, after a
+    self-test."""
     autotune_cache: Text | None = "~/.cache/megatron_overlap/autotune"
-    """Folder with the autotuning results of earlier runs; null reads and writes none."""
+    """Folder of selections from earlier runs; null: none."""
     schedule: Literal["auto", "ring", "direct", "serial"] = "auto"
-    """Message pattern: ring or direct; serial: as direct, but without concurrent computation, as a reference."""
+    """direct: each chunk goes straight to its destination; ring: to the neighbour; auto: ring on the CPU, else direct;
+    serial: direct without overlap, as a reference."""
     chunks_per_rank: Literal["auto"] | Positive = "auto"
-    """Chunks per rank; more chunks expose less communication and cost more per-message overhead."""
+    """Messages per rank and operation. auto: at most 4, of at least 128 rows and 256 KiB, about 8 per operation."""
     recompute_gather: Literal["auto", "always", "never"] = "auto"
-    """Whether the backward gathers the input again instead of saving it."""
+    """never: save the gathered input for wgrad: R times the memory, one all-gather less."""
     attention: Literal["row", "query_split"] = "row"
-    """row: attention, then the overlapped projection; query_split: both by slices of queries, with flash attention."""
+    """query_split: attention and its output projection by slices of queries; row: the projection alone."""
     split: Literal["auto", "none", "batch"] = "auto"
-    """batch: batch overlap (Domino): a transformer layer computes one half of the micro-batch during the all-reduce of
-    the other half. Needs p2p or auto, no sequence parallelism and an even micro-batch size. auto: with method auto,
-    where it is supported and measured to be faster."""
+    """batch: batch overlap; needs p2p or auto, no sequence parallelism, and an even micro-batch size; auto: where
+    method auto measures it as faster."""
     joint_mlp: Literal["auto", "none"] = "auto"
-    """auto: with p2p and without sequence parallelism, run both linear layers of an MLP block by block of rows, so that
-    both GEMMs hide the all-reduce; none: overlap each linear layer alone."""
+    """auto: with p2p and without sequence parallelism, both linear layers of an MLP hide one all-reduce; none: each
+    layer alone."""
 
 
 class DataOverlap(Section):
     """Overlap of data parallel gradient reduction and parameter gathering."""
 
     method: Literal["auto", "p2p", "stock", "none"] = "auto"
-    """p2p: point-to-point messages; stock: Megatron's collectives; auto: p2p, or stock where p2p is not supported. All
-    three turn Megatron's overlap flags on; none: no overlap."""
+    """p2p: messages; stock: Megatron's collectives with its overlap flags; auto: p2p, or stock as a counted fallback;
+    none: without the flags."""
     accumulate: Literal["auto", "fp32"] = "auto"
-    """fp32: accumulate bf16 and fp16 gradients in fp32 and round once; auto: in their dtype, as collectives do."""
+    """fp32: add bf16 and fp16 gradients in fp32 and round once; auto: in their dtype, as collectives do."""
 
 
 class UlyssesOverlap(Section):
     """Ulysses attention: context parallelism of the local layers, and the overlap of its all-to-alls."""
 
     method: Literal["auto", "p2p", "none"] = "none"
-    """p2p: point-to-point messages between head groups; auto: the fastest method; none: no Ulysses."""
+    """p2p, auto: Ulysses if there are context ranks; none: no Ulysses."""
     schedule: Literal["auto", "direct", "serial"] = "auto"
-    """serial: as direct, but without concurrent computation, as a reference."""
+    """serial: the same messages without overlap, as a reference."""
     head_groups: Literal["auto"] | Positive = "auto"
-    """Head groups per rank; more groups expose less communication."""
+    """Head groups per rank; auto: 2 to 8, with messages of 512 KiB or more."""
     fuse_projections: bool = True
-    """Run the QKV and output projections by head groups too, if supported; they hide the first and last all-to-all."""
+    """Also run the projections by head groups, if supported."""
 
 
 class VarlenOverlap(Section):
     """Variable-length attention: documents without padding, balanced over the context ranks."""
 
     method: Literal["balanced", "ring", "all_gather", "masked", "none"] = "none"
-    """balanced: each document on the fewest ranks that keep the load balanced. Baselines: ring and all_gather shard
-    every document over all ranks; masked runs all documents of a row on one rank with the stock attention."""
+    """balanced: each document on the fewest ranks that balance the load. Baselines: ring and all_gather cut every
+    document over all ranks; masked is stock attention on one rank."""
     capacity: Literal["auto"] | Positive = "auto"
-    """Most attention tokens of one rank; auto: train.seq_length / context ranks plus 1/16."""
+    """Most attention tokens of a rank; auto: train.seq_length / context ranks plus 1/16."""
     nodes: Literal["auto"] | Positive = "auto"
     """Nodes of a context group; auto: from the host names."""
     nics_per_node: Positive = 1
     """NICs per node."""
     intra_gbps: PositiveFloat = 360.0
-    """Intra-node bandwidth of one rank, in GB/s."""
+    """Bandwidth of one rank inside its node, in GB/s."""
     inter_gbps: PositiveFloat = 48.0
     """Bandwidth of one NIC, in GB/s."""
     routing: bool = True
-    """Whether an inter-node transfer may use all NICs of its nodes."""
+    """A transfer between nodes may use all of their NICs."""
 
 
 class CheckOverlap(Section):
     """Reference check: run the plugin and the plain program on the same tensors and compare the results."""
 
     every: NonNegative = 0
-    """Interval between checked steps; 0: no checks."""
+    """Steps between checks; 0: none."""
     rtol: Literal["derived"] | PositiveFloat = "derived"
-    """derived: the bound of docs/numerics.md, from the error of the plain program; a number: largest difference
-    relative to the largest element."""
+    """derived: the bound of docs/numerics.md; a number: largest difference over the largest element."""
     on_mismatch: Literal["error", "fallback"] = "error"
-    """error: raise on every rank of the group; fallback: use the reference result, and from then on the stock path for
-    that operation."""
+    """error: raise on every rank of the group; fallback: the stock path for that operation from then on."""
 
 
 class OverlapFields(Section):
@@ -100,14 +97,13 @@ class OverlapFields(Section):
     ulysses: UlyssesOverlap = UlyssesOverlap()
     varlen: VarlenOverlap = VarlenOverlap()
     strict: bool = False
-    """Raise an error for every fallback to the stock path."""
+    """Every fallback to the stock path is an error."""
     timeout_s: PositiveFloat | None = None
-    """Timeout of a wait for a peer, in seconds; null: that of the process group."""
+    """Deadline of a wait for a peer, in seconds; null: that of the process group."""
     deterministic: bool = False
-    """Bitwise equal results in all runs and after restarts: the plan fixes the order of all sums, independently of the
-    order of arrival."""
+    """Bitwise reproducible runs: the plan alone fixes the order of all sums."""
     check: CheckOverlap = CheckOverlap()
     register_buffers: bool = False
-    """NCCL: allocate message buffers with NCCL's allocator and register them with the communicator."""
+    """NCCL: allocate message buffers with NCCL's allocator and register them."""
     trace: bool = False
-    """Record computation, waits and messages of each rank in the run directory; see `megatron-overlap trace`."""
+    """Record computation, waits and messages of each rank for `megatron-overlap trace`."""

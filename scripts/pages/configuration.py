@@ -26,12 +26,10 @@ def tables() -> str:
     schema = json_schema()
     lines = []
     for title, section in _sections(schema, schema["$defs"], ""):
-        lines += [f"\n### {title}\n", "| key | type | default | meaning |", "|---|---|---|---|"]
+        lines += [f"\n### {title}\n", "| key | type, **default** | meaning |", "|---|---|---|"]
         for key, what in section["properties"].items():
-            if _reference(what) is not None:
-                continue
-            default = f"`{json.dumps(what['default'])}`" if "default" in what else ""
-            lines.append(f"| `{key}` | {_type(what)} | {default} | {_cell(what.get('description', ''))} |")
+            if _reference(what) is None:
+                lines.append(f"| `{key}` | {_values(what)} | {_cell(what.get('description', ''))} |")
         if title == "`model`":
             lines.append(f"\nPresets: {', '.join(f'`{name}`' for name in PRESETS)}.")
     return "\n".join(lines) + "\n\n"
@@ -53,15 +51,27 @@ def _reference(what: dict[str, Any]) -> str | None:
     return None
 
 
+def _values(what: dict[str, Any]) -> str:
+    """The type, with the default in bold."""
+    if "default" not in what:
+        return _type(what)
+    default = f"`{json.dumps(what['default'])}`".replace('"', "")
+    values = _type(what)
+    return values.replace(default, f"**{default}**") if default in values else f"{values}, **{default}**"
+
+
 def _type(what: dict[str, Any]) -> str:
     if "anyOf" in what:
-        return ", ".join(_type(option) for option in what["anyOf"])
+        return ", ".join(_type(option) for option in what["anyOf"] if option.get("type") != "null")
     if "enum" in what:
         return ", ".join(f"`{value}`" for value in what["enum"])
     if "const" in what:
         return f"`{what['const']}`"
-    bounds = [f"{sign} {what[key]}" for key, sign in _BOUNDS if key in what]
-    return " ".join([str(what.get("type", "any")), *bounds])
+    kind = str(what.get("type", "any"))
+    bounds = {key: what[key] for key, _ in _BOUNDS if key in what}
+    if bounds in ({"minimum": 1}, {"exclusiveMinimum": 0}):
+        return f"positive {kind}"
+    return " ".join([kind, *(f"{sign} {bounds[key]}" for key, sign in _BOUNDS if key in bounds)])
 
 
 _BOUNDS = (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="), ("exclusiveMaximum", "<"))
