@@ -378,7 +378,7 @@ def installed_versions() -> dict[str, str | None]:
     }
 
 
-_FEATURES = ("tensor", "attention", "joint_mlp", "split", "data", "ulysses", "varlen")
+_FEATURES = ("tensor", "attention", "split", "data", "ulysses", "varlen")
 _CONSISTENCY = "consistency"
 _NOTHING_REPLACED = ("none", "stock", "row")
 
@@ -390,7 +390,7 @@ def _read(config: OverlapConfig | str | Path | None) -> OverlapConfig:
 
 
 def _method(config: OverlapConfig, feature: str) -> str:
-    if feature in ("attention", "joint_mlp", "split"):
+    if feature in ("attention", "split"):
         # These features belong to tensor parallelism: they are keys of its section.
         method, value = config.tensor.method, str(getattr(config.tensor, feature))
         # Only the autotuner can select batch overlap for `split: auto`.

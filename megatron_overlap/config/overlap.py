@@ -30,9 +30,6 @@ class TensorOverlap(Section):
     split: Literal["auto", "none", "batch"] = "auto"
     """batch: batch overlap; needs p2p or auto, no sequence parallelism, and an even micro-batch size; auto: where
     method auto measures it as faster."""
-    joint_mlp: Literal["auto", "none"] = "auto"
-    """auto: with p2p and without sequence parallelism, both linear layers of an MLP hide one all-reduce; none: each
-    layer alone."""
 
 
 class DataOverlap(Section):

@@ -4,7 +4,6 @@ from megatron_overlap.ops.data_parallel import Gathering, GradientReduce, Reduct
 from megatron_overlap.ops.tensor_parallel.attention_projection import attention_linear_reduce_scatter
 from megatron_overlap.ops.tensor_parallel.linear import all_gather_linear, linear_reduce_scatter
 from megatron_overlap.ops.tensor_parallel.linear_all_reduce import copy_linear, linear_all_reduce
-from megatron_overlap.ops.tensor_parallel.mlp import LayerOptions, mlp_all_reduce
 from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan
 from megatron_overlap.ops.ulysses.attention import UlyssesPlan, ulysses_attention
 from megatron_overlap.ops.ulysses.self_attention import Projection, ulysses_self_attention
@@ -14,7 +13,6 @@ from megatron_overlap.ops.varlen.rebalance import rebalance
 __all__ = [
     "Gathering",
     "GradientReduce",
-    "LayerOptions",
     "LinearPlan",
     "Projection",
     "Reduction",
@@ -25,7 +23,6 @@ __all__ = [
     "copy_linear",
     "linear_all_reduce",
     "linear_reduce_scatter",
-    "mlp_all_reduce",
     "rebalance",
     "ulysses_attention",
     "ulysses_self_attention",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 
@@ -155,18 +153,6 @@ def copy_linear(
     """`x @ w.T + bias`, where `x` is the same on all ranks: its gradient is the sum over them."""
     y = _SumGradient.apply(x, group) @ w.t()
     return y if bias is None else y + bias
-
-
-def mlp_all_reduce(
-    x: torch.Tensor,
-    w1: torch.Tensor,
-    w2_shard: torch.Tensor,
-    between: Callable[[torch.Tensor], torch.Tensor],
-    *,
-    group: dist.ProcessGroup,
-) -> torch.Tensor:
-    """`all_reduce(between(copy(x) @ w1.T) @ w2_shard.T)`."""
-    return linear_all_reduce(between(copy_linear(x, w1, group=group)), w2_shard, group=group)
 
 
 def ulysses_attention(

@@ -29,7 +29,7 @@ from tests.patching.conftest import Packages
 
 Future = Callable[[str, str], list[Manifest]]
 LINEARS = (layers.ColumnParallelLinear, layers.RowParallelLinear)
-OVERLAPPED = {"tensor", "attention", "joint_mlp", "split", "data", "ulysses", "consistency"}
+OVERLAPPED = {"tensor", "attention", "split", "data", "ulysses", "consistency"}
 """Features that the session of this test applies."""
 CLASSES = (*LINEARS, Attention, DotProductAttention, TransformerBlock, TransformerLayer)
 

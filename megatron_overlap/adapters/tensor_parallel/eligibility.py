@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.extensions import transformer_engine as te_extension
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -240,23 +240,3 @@ def unsupported_layer_reason(layer: Any, arguments: dict[str, Any]) -> str | Non
     if config.fp32_residual_connection:
         return "--fp32-residual-connection"
     return None
-
-
-def supports_joint_mlp(mlp: Any, x: torch.Tensor) -> bool:
-    """Whether both linear layers of an MLP can run as one operation: no hooks and no sequence parallelism."""
-    first, second = mlp.linear_fc1, mlp.linear_fc2
-    if type(mlp) is not MLP or x.dim() != 3 or not x.numel():
-        return False
-    for layer, kind in ((first, ColumnParallelLinear), (second, RowParallelLinear)):
-        if not isinstance(layer, kind) or type(layer).forward is not kind.forward or "forward" in vars(layer):
-            return False
-        if layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks:
-            return False
-    group = second.tp_group
-    if group is None or group.size() == 1 or group is not first.tp_group or second.sequence_parallel:
-        return False
-    if not first.allreduce_dgrad or first.gather_output or not first.skip_bias_add or first.explicit_expert_comm:
-        return False
-    if type(first)._forward_impl is not ColumnParallelLinear._forward_impl or first.weight is None:
-        return False
-    return not mlp.config.defer_embedding_wgrad_compute and getattr(first, "gtp_remat_size", 1) == 1

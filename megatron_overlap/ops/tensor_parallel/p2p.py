@@ -35,10 +35,6 @@ from megatron_overlap.schedules.heuristics import (
 )
 from megatron_overlap.schedules.plan import Pattern, Split
 
-# A part of an MLP is two GEMMs and an activation. Small parts cost more there than in one linear layer (1024 rows: 8 %
-# with 4 parts, 2 % with 2 parts), and large parts hide as much, with more computation for each message.
-MIN_MLP_ROWS = 256
-
 RowCollective = Literal["all_gather", "reduce_scatter"]
 """The collectives of sequence parallelism, where ranks own rows."""
 
@@ -69,15 +65,8 @@ class LinearPlan:
         """The schedule of one rank for `num_rows` gathered rows of `row_bytes` each, and the rows of its chunks."""
         return _schedule(self, collective, transport.size, transport.rank, num_rows, row_bytes, device.type)
 
-    def all_reduce_schedule(
-        self,
-        transport: Transport,
-        num_rows: int,
-        device: torch.device,
-        gathers: Gathers,
-        smallest: int = MIN_CHUNK_ROWS,
-    ) -> Plan:
-        """The schedule of one rank for an all-reduce of `num_rows` rows, in parts of at least `smallest` rows.
+    def all_reduce_schedule(self, transport: Transport, num_rows: int, device: torch.device, gathers: Gathers) -> Plan:
+        """The schedule of one rank for an all-reduce of `num_rows` rows.
 
         Raises:
             ValueError: the pattern is `ring`.
@@ -85,7 +74,7 @@ class LinearPlan:
         chunks = self.chunks_per_rank
         if chunks is None:
             # A part is one GEMM over the rows of all owners.
-            chunks = most_parts(MAX_MESSAGES, num_rows, smallest, "both")
+            chunks = most_parts(MAX_MESSAGES, num_rows, MIN_CHUNK_ROWS, "both")
         split = self.split or "edge"
         return _all_reduce_schedule(transport.size, transport.rank, chunks, self.pattern or "direct", split, gathers)
 

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from megatron_overlap import OverlapConfig, enable
 from tests.adapters.tensor_parallel.linear_workers import start
-from tests.adapters.tensor_parallel.mlp_workers import _gathered_late
 from tests.ops.tensor_parallel.batch_overlap_workers import Logged
 
 HIDDEN, SEQUENCE = 16, 9
@@ -142,6 +141,18 @@ def order(group: dist.ProcessGroup, prepare: str = "nothing") -> tuple[list[str]
     finally:
         batch_overlap.Reduction = original  # type: ignore[misc]
     return forward, [line.replace(" backward", "") for line in log]
+
+
+def _gathered_late(mlp: Any) -> None:
+    """As Megatron's --overlap-param-gather: a layer's weight is there when its hook has run, and NaN before."""
+    for layer in (mlp.linear_fc1, mlp.linear_fc2):
+        weight = layer.weight.detach().clone()
+        layer.weight.data.fill_(float("nan"))
+
+        def wait(layer: Any, _: Any, weight: torch.Tensor = weight) -> None:
+            layer.weight.data.copy_(weight)
+
+        layer.register_forward_pre_hook(wait)
 
 
 def _late(block: Any) -> None:
