@@ -154,15 +154,16 @@ def without_overlap(config: LaunchConfig) -> LaunchConfig:
     """The same launch without the plugin: every overlap method none, `_baseline` added to the name.
 
     Megatron's data parallel overlap stays, so that a comparison measures the plugin only. Ulysses stays with exposed
-    all-to-alls, because Megatron's local layers have no other context parallelism. Variable-length attention becomes
-    `ring`, which shards every document over all ranks.
+    all-to-alls where Megatron has no context parallelism: in local layers, and on the CPU. Variable-length
+    attention becomes `ring`, which shards every document over all ranks.
     """
     overlap = config.overlap
     ulysses = {**overlap.ulysses.model_dump(), "method": "none"}
     varlen = overlap.varlen.model_dump()
     if varlen["method"] in ("balanced", "all_gather"):
         varlen["method"] = "ring"
-    if config.parallel.context > 1 and varlen["method"] == "none" and config.train.transformer_impl == "local":
+    has_stock = config.train.transformer_impl != "local" and config.launch.device != "cpu"
+    if config.parallel.context > 1 and varlen["method"] == "none" and not has_stock:
         ulysses = {**overlap.ulysses.model_dump(), "schedule": "serial"}
     data = "none" if overlap.data.method == "none" else "stock"
     off = {

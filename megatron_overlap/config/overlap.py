@@ -43,7 +43,7 @@ class DataOverlap(Section):
 
 
 class UlyssesOverlap(Section):
-    """Ulysses attention: context parallelism of the local layers, and the overlap of its all-to-alls."""
+    """Ulysses attention: context parallelism by heads, and the overlap of its all-to-alls."""
 
     method: Literal["auto", "p2p", "none"] = "none"
     """p2p, auto: Ulysses if there are context ranks; none: no Ulysses."""

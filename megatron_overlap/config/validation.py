@@ -125,27 +125,17 @@ def _layout_rules(cfg: LaunchFields) -> Iterator[Rule]:
 
 
 def _context_rules(cfg: LaunchFields) -> Iterator[Rule]:
-    parallel, method = cfg.parallel, cfg.overlap.ulysses.method
-    if cfg.train.transformer_impl != "local":
+    parallel = cfg.parallel
+    if cfg.overlap.ulysses.method == "none":
+        what = "Megatron's local attention has no context parallelism"
+        if cfg.train.transformer_impl != "local":
+            what = "TransformerEngine's own context parallelism needs launch.device cuda"
         yield (
-            method == "p2p",
-            "overlap.ulysses.method",
-            "TransformerEngine's attention has its own context parallelism; use train.transformer_impl=local, or "
-            "method none",
-        )
-        yield (
-            cfg.launch.entry is None,
+            cfg.train.transformer_impl == "local" or cfg.launch.device == "cpu",
             "parallel.context",
-            "the provided scripts have context parallelism in local layers only; use train.transformer_impl=local, or "
-            "set launch.entry to a pretrain_gpt.py",
+            f"{what}; use 1, overlap.ulysses.method=p2p or overlap.varlen.method=balanced",
         )
         return
-    yield (
-        method == "none",
-        "parallel.context",
-        "Megatron's local attention has no context parallelism; use 1, overlap.ulysses.method=p2p or "
-        "overlap.varlen.method=balanced",
-    )
     ranks = parallel.tensor * parallel.context
     yield (
         cfg.model.num_attention_heads % ranks,

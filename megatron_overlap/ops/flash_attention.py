@@ -13,7 +13,7 @@ Three layouts, by function:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -30,6 +30,10 @@ _TILE_ROWS = 256
 
 Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Gradients of query, key and value."""
+
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Attention of whole sequences as a function of query `[S, B, Hq, D]`, key and value `[S, B, Hkv, D]`, to `[S, B, Hq,
+D]`. Autograd differentiates it."""
 
 
 TileMask = torch.Tensor | tuple[int, int]
@@ -110,9 +114,15 @@ class SavedSequence(NamedTuple):
 
 
 def sequence_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    kernel: Kernel | None = None,
 ) -> tuple[torch.Tensor, SavedSequence]:
-    """Equals `softmax(scale * query @ key.T, causal) @ value` for each head.
+    """Equals `softmax(scale * query @ key.T, causal) @ value` for each head, or `kernel(query, key, value)`.
 
     Returns:
         `[S, B, Hq, D]`, and the tensors that `sequence_backward` needs.
@@ -121,12 +131,15 @@ def sequence_forward(
     logsumexp = None
     if q.numel() == 0:
         out = torch.zeros_like(q)
-    elif q.is_cuda:
-        # torch selects the kernel. Its graph over detached inputs is saved for backward.
+    elif kernel is not None or q.is_cuda:
+        # The graph of the kernel over detached inputs is saved for backward.
         q, k, v = (tensor.detach().requires_grad_() for tensor in (q, k, v))
-        grouped = q.shape[1] != k.shape[1]
         with torch.enable_grad():
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
+            if kernel is not None:
+                out = kernel(*(tensor.permute(2, 0, 1, 3) for tensor in (q, k, v))).permute(1, 2, 0, 3)
+            else:  # torch selects the kernel
+                grouped = q.shape[1] != k.shape[1]
+                out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
     else:
         # On the CPU, `scaled_dot_product_attention` would repeat the key/value heads in memory.
         out, logsumexp = _flash_cpu(q, k, v, 0.0, causal, scale=scale)

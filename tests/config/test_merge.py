@@ -115,6 +115,16 @@ def test_ulysses_without_overlap_is_ulysses_exposed(tmp_path: Path) -> None:
     cfg = load_launch_config(write(tmp_path), ["parallel.context=2", "overlap.ulysses.method=p2p"])
     off = without_overlap(cfg).overlap.ulysses
     assert (off.method, off.schedule) == ("p2p", "serial")
+    engine = load_launch_config(
+        write(tmp_path),
+        ["parallel.context=2", "overlap.ulysses.method=p2p", "train.transformer_impl=transformer_engine"],
+    )
+    assert without_overlap(engine).overlap.ulysses.schedule == "serial"
+    on_gpus = load_launch_config(
+        write(tmp_path),
+        ["parallel.context=2", "launch.device=cuda", "train.transformer_impl=transformer_engine"],
+    )
+    assert without_overlap(on_gpus).overlap.ulysses.method == "none", "TransformerEngine's own context parallelism"
 
 
 def test_the_overlap_of_a_launch_config(tmp_path: Path) -> None:

@@ -137,6 +137,8 @@ IMPOSSIBLE = [
              "launch.device=cuda", "launch.hosts={hosts: 2, gbps: 1}"),
     override("context", "parallel.context", "2", "no context parallelism; use 1, overlap.ulysses.method=p2p or",
              "parallel.context=2", "launch.ranks_per_node=4"),
+    override("context of TE on the CPU", "parallel.context", "2", "context parallelism needs launch.device",
+             "parallel.context=2", "launch.ranks_per_node=4", "train.transformer_impl=transformer_engine"),
     override("ulysses alone", "overlap.ulysses.method", "p2p", "needs parallel.context of 2 or more"),
     override("ulysses heads", "model.num_attention_heads", "8", "parallel.tensor x parallel.context = 16",
              "parallel.context=8", "overlap.ulysses.method=p2p"),

@@ -1,7 +1,7 @@
-"""Context parallelism for Megatron's local attention: Ulysses with overlapped all-to-alls.
+"""Context parallelism for Megatron's attention, local and TransformerEngine's: Ulysses with overlapped all-to-alls.
 
-Stock `DotProductAttention` refuses context parallelism. The rest of Megatron supports it: it splits batches, positions
-and rotary embeddings in zigzag order, and reduces losses and gradients over the context ranks.
+Stock `DotProductAttention` refuses context parallelism; `TEDotProductAttention` has its own. The rest of Megatron
+splits batches, positions and rotary embeddings in zigzag order, and reduces losses and gradients over context ranks.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from megatron_overlap.adapters.diagnostics.consistency import open_transport
+from megatron_overlap.adapters.tensor_parallel.eligibility import te_quantizes
 from megatron_overlap.adapters.wrapping import Method, untraced
 from megatron_overlap.comm import Transport
 from megatron_overlap.ops import UlyssesPlan, ulysses_attention
@@ -105,7 +106,11 @@ def attention_forward(original: Method, session: Session) -> Method:
         if self.config.context_parallel_size == 1:
             return original(self, query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
         group = context_group(self)
-        _refuse_call(query, key, attn_mask_type or self.attn_mask_type, attention_bias, packed_seq_params)
+        text = _unsupported_call_reason(
+            query, key, value, attn_mask_type or self.attn_mask_type, attention_bias, packed_seq_params
+        )
+        if text is not None:
+            raise UlyssesError(f"overlap.ulysses: {text}")
         rows, _, heads, size = query.shape
         context = ulysses_attention(
             query,
@@ -135,50 +140,133 @@ def scale_of(core: Any) -> float:
     return scale * core.layer_number if core.config.apply_query_key_layer_scaling else scale
 
 
+def te_attention_forward(original: Method, session: Session) -> Method:
+    """Replacement of `TEDotProductAttention.forward`.
+
+    Equals the original with TransformerEngine's context parallelism. The kernel of each head group is the original
+    without context parallelism, so TransformerEngine selects flash, fused or unfused attention. A call that Ulysses
+    does not support runs the original and is counted.
+    """
+    adapter = UlyssesAdapter.of(session)
+
+    @untraced
+    @functools.wraps(original)
+    def forward(
+        self: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        group = self.cp_group
+        if group is None:
+            return original(
+                self, query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params, **kwargs
+            )
+        rows, _, heads, size = query.shape
+        reason = unsupported_te_core_reason(self) or _unsupported_call_reason(
+            query, key, value, attn_mask_type, attention_bias, packed_seq_params
+        )
+        if reason is not None:
+            session.counters.fallback("attention", f"{heads}x{size}", "ulysses", "forward", reason)
+            if query.device.type == "cpu":
+                raise UlyssesError(
+                    f"overlap.ulysses: {reason}. TransformerEngine's own context parallelism needs a GPU"
+                )
+            return original(
+                self, query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params, **kwargs
+            )
+        context = ulysses_attention(
+            query,
+            key,
+            value,
+            group=adapter.transport(group),
+            layout=SequenceLayout.zigzag(rows * group.size(), group.size()),
+            plan=adapter.plan,
+            observer=adapter.observer("ulysses", f"{heads}x{size}"),
+            kernel=functools.partial(te_kernel, self, **kwargs),
+        )
+        return context.flatten(2)
+
+    return forward
+
+
+def te_kernel(core: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """`ops.flash_attention.Kernel` of a TransformerEngine attention: its forward on some heads of one rank."""
+    before = core.cp_group, core.num_gqa_groups_per_partition
+    # TransformerEngine checks the number of key/value heads.
+    core.cp_group, core.num_gqa_groups_per_partition = None, key.shape[2]
+    try:
+        context: torch.Tensor = core.forward(query, key, value, None, AttnMaskType.causal, **kwargs)
+    finally:
+        core.cp_group, core.num_gqa_groups_per_partition = before
+    return context.view(query.shape)
+
+
+def unsupported_te_core_reason(core: Any) -> str | None:
+    """The reason in a TransformerEngine attention under context parallelism that keeps Ulysses from it."""
+    config, group = core.config, core.cp_group
+    if isinstance(group, list):
+        return "--cp-comm-type a2a+p2p: not with Ulysses"
+    if te_quantizes():
+        return "fp8: TransformerEngine quantizes its messages"
+    if getattr(config, "qk_clip", False) or getattr(config, "log_max_attention_logit", False):
+        return "--qk-clip or --log-max-attention-logit: not with Ulysses"
+    heads, kv_heads = config.num_attention_heads // core.tp_size, core.num_gqa_groups_per_partition
+    mask, kind = AttnMaskType[core.attn_mask_type], core.attention_type
+    return _unsupported_reason(config, group, core.tp_size, heads, kv_heads, core.attention_dropout, mask, kind)
+
+
 def _refuse(layer: Any, config: Any) -> None:
-    """Refuses options of a layer that Ulysses does not support, when the model is built."""
-    group = context_group(layer)
+    """Refuses options of a local layer that Ulysses does not support, when the model is built."""
     heads, kv_heads = layer.num_attention_heads_per_partition, layer.num_query_groups_per_partition
+    mask, kind, dropout = layer.attn_mask_type, layer.attention_type, layer.attention_dropout.p
+    group, tensor_size = context_group(layer), layer.tp_group.size()
+    text = _unsupported_reason(config, group, tensor_size, heads, kv_heads, dropout, mask, kind)
+    if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer.layer_number):
+        text = f"--window-size {config.window_size}: not with Ulysses; leave it out"
+    if text is not None:
+        raise UlyssesError(f"overlap.ulysses: {text}")
+
+
+def _unsupported_reason(
+    config: Any,
+    group: dist.ProcessGroup,
+    tensor_size: int,
+    heads: int,
+    kv_heads: int,
+    dropout: float,
+    mask: AttnMaskType,
+    kind: str,
+) -> str | None:
+    """The reason in an attention layer; `heads` and `kv_heads` are those of one tensor-parallel rank."""
+    softmax = getattr(config, "softmax_type", "vanilla")
     problems = (
         (group.size() > MAX_RANKS, f"--context-parallel-size {group.size()}: use at most {MAX_RANKS}"),
         (
             heads % group.size() != 0,
             f"--num-attention-heads {config.num_attention_heads}: must be a multiple of tensor x context parallel size "
-            f"= {layer.tp_group.size()} x {group.size()}",
+            f"= {tensor_size} x {group.size()}",
         ),
         (
             heads % kv_heads != 0,
             f"--num-query-groups {config.num_query_groups}: must divide --num-attention-heads",
         ),
-        (
-            layer.attention_dropout.p > 0,
-            f"--attention-dropout {layer.attention_dropout.p}: use 0 with context parallelism",
-        ),
-        (
-            layer.attn_mask_type is not AttnMaskType.causal,
-            f"attention mask {layer.attn_mask_type.name}: use causal self-attention with context parallelism",
-        ),
-        (
-            layer.attention_type != "self",
-            f"{layer.attention_type}-attention: use self-attention with context parallelism",
-        ),
-        (
-            is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer.layer_number),
-            f"--window-size {config.window_size}: not with context parallelism; leave it out",
-        ),
-        (
-            getattr(config, "softmax_type", "vanilla") != "vanilla",
-            f"--softmax-type {getattr(config, 'softmax_type', '')}: use vanilla with context parallelism",
-        ),
-        (_separates_documents(), "--reset-attention-mask: not with context parallelism; leave it out"),
+        (dropout > 0, f"--attention-dropout {dropout}: use 0 with Ulysses"),
+        (mask is not AttnMaskType.causal, f"attention mask {mask.name}: use causal self-attention with Ulysses"),
+        (kind != "self", f"{kind}-attention: use self-attention with Ulysses"),
+        (softmax != "vanilla", f"--softmax-type {softmax}: use vanilla with Ulysses"),
+        (_separates_documents(), "--reset-attention-mask: not with Ulysses; leave it out"),
         (
             dist.get_backend(group) not in ("gloo", "nccl"),
             f"--distributed-backend {dist.get_backend(group)}: use gloo or nccl",
         ),
     )
-    for wrong, text in problems:
-        if wrong:
-            raise UlyssesError(f"overlap.ulysses: {text}")
+    return next((text for wrong, text in problems if wrong), None)
 
 
 def _separates_documents() -> bool:
@@ -190,22 +278,20 @@ def _separates_documents() -> bool:
     return bool(getattr(global_vars._GLOBAL_ARGS, "reset_attention_mask", False))
 
 
-def _refuse_call(
+def _unsupported_call_reason(
     query: torch.Tensor,
     key: torch.Tensor,
+    value: torch.Tensor,
     attn_mask_type: AttnMaskType,
     attention_bias: torch.Tensor | None,
     packed_seq_params: Any,
-) -> None:
+) -> str | None:
+    """The reason in the arguments of one call."""
     problems = (
-        (packed_seq_params is not None, "packed sequences: not with context parallelism; train unpacked"),
-        (attention_bias is not None, "attention bias: not with context parallelism"),
-        (
-            attn_mask_type is not AttnMaskType.causal,
-            f"attention mask {attn_mask_type}: use causal with context parallelism",
-        ),
+        (packed_seq_params is not None, "packed sequences: not with Ulysses; train unpacked"),
+        (attention_bias is not None, "attention bias: not with Ulysses"),
+        (attn_mask_type is not AttnMaskType.causal, f"attention mask {attn_mask_type}: use causal with Ulysses"),
         (query.shape[0] != key.shape[0], "key/value cache: generate without context parallelism"),
+        (key.shape != value.shape, "keys and values of different head sizes: not with Ulysses"),
     )
-    for wrong, text in problems:
-        if wrong:
-            raise UlyssesError(f"overlap.ulysses: {text}")
+    return next((text for wrong, text in problems if wrong), None)

@@ -12,16 +12,26 @@ import weakref
 from typing import Any
 
 import torch
+from megatron.core.extensions import transformer_engine as te_extension
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
     _yarn_get_concentration_factor_from_config,
 )
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 
 from megatron_overlap.adapters.tensor_parallel.call import MainGradTarget
-from megatron_overlap.adapters.ulysses.core_attention import UlyssesAdapter, context_group, scale_of
+from megatron_overlap.adapters.tensor_parallel.eligibility import is_te_linear, unsupported_te_reason
+from megatron_overlap.adapters.tensor_parallel.transformer_engine import norm_of
+from megatron_overlap.adapters.ulysses.core_attention import (
+    UlyssesAdapter,
+    context_group,
+    scale_of,
+    te_kernel,
+    unsupported_te_core_reason,
+)
 from megatron_overlap.adapters.wrapping import Method, untraced
 from megatron_overlap.ops import Projection, ulysses_self_attention
 from megatron_overlap.schedules import SequenceLayout
@@ -59,11 +69,8 @@ def _is_supported(layer: Any) -> bool:
     # With one key/value head per rank, `ulysses_attention` has more head groups, because it also cuts the queries.
     if left or (kv_heads == 1 and layer.num_attention_heads_per_partition > layer.num_query_groups_per_partition):
         return False
-    plain = (
-        type(layer.linear_qkv) is ColumnParallelLinear
-        and type(layer.linear_proj) is RowParallelLinear
-        and type(layer.core_attention) is DotProductAttention
-        and all(isinstance(norm, IdentityOp | None) for norm in (layer.q_layernorm, layer.k_layernorm))
+    plain = (_is_local(layer) or _is_te(layer)) and all(
+        isinstance(norm, IdentityOp | None) for norm in (layer.q_layernorm, layer.k_layernorm)
     )
     switches = ("attention_output_gate", "fine_grained_activation_offloading", "cpu_offloading", "test_mode", "fp8")
     return (
@@ -72,6 +79,24 @@ def _is_supported(layer: Any) -> bool:
         and not any(getattr(config, name, False) for name in switches)
         and getattr(layer.linear_qkv, "gtp_remat_size", 1) == getattr(layer.linear_proj, "gtp_remat_size", 1) == 1
         and _yarn_get_concentration_factor_from_config(config) == 1.0
+    )
+
+
+def _is_local(layer: Any) -> bool:
+    return (
+        type(layer.linear_qkv) is ColumnParallelLinear
+        and type(layer.linear_proj) is RowParallelLinear
+        and type(layer.core_attention) is DotProductAttention
+    )
+
+
+def _is_te(layer: Any) -> bool:
+    return (
+        type(layer.linear_qkv) in (te_extension.TELayerNormColumnParallelLinear, te_extension.TEColumnParallelLinear)
+        and type(layer.linear_proj) is te_extension.TERowParallelLinear
+        and type(layer.core_attention) is te_extension.TEDotProductAttention
+        and layer.attn_mask_type is AttnMaskType.causal
+        and unsupported_te_core_reason(layer.core_attention) is None
     )
 
 
@@ -97,6 +122,7 @@ def _forward(
         or any(hasattr(module.weight, "__fsdp_param__") for module in modules)
         or layer.core_attention._forward_hooks
         or layer.core_attention._forward_pre_hooks
+        or any(is_te_linear(module) and unsupported_te_reason(module) for module in modules)
     ):
         return cls.forward(layer, hidden_states, *args, **kwargs)
     for module in modules:
@@ -110,24 +136,31 @@ def _forward(
     def rotate(heads: torch.Tensor) -> torch.Tensor:
         return apply_rotary_pos_emb(heads, freqs, config=config, cp_group=group)
 
-    core = layer.core_attention
+    core, (qkv, out) = layer.core_attention, modules
+    kernel = None
+    if is_te_linear(qkv):
+        kernel = functools.partial(te_kernel, core)
+        if "layer_norm_weight" in qkv._parameters:
+            hidden_states = norm_of(qkv)(hidden_states)
+        qkv.is_first_microbatch = out.is_first_microbatch = False  # As Megatron's wrappers do after every forward.
     output = ulysses_self_attention(
         hidden_states,
-        _projection(layer.linear_qkv),
-        layer.linear_qkv.bias,
-        _projection(layer.linear_proj),
+        _projection(qkv),
+        _bias(qkv),
+        _projection(out),
         num_heads=layer.num_attention_heads_per_partition,
         num_kv_heads=layer.num_query_groups_per_partition,
         group=adapter.transport(group),
         rotate=None if freqs is None else rotate,
-        softmax_scale=scale_of(core),
+        softmax_scale=scale_of(core) if kernel is None else None,
         layout=SequenceLayout.zigzag(hidden_states.shape[0] * group.size(), group.size()),
         plan=adapter.plan,
         observer=adapter.observer(
             "ulysses_layer", f"{layer.num_attention_heads_per_partition}x{layer.hidden_size_per_attention_head}"
         ),
+        kernel=kernel,
     )
-    return output, layer.linear_proj.bias
+    return output, _bias(out)
 
 
 def _run_pre_hooks(module: torch.nn.Module, value: torch.Tensor) -> None:
@@ -140,8 +173,15 @@ def _run_pre_hooks(module: torch.nn.Module, value: torch.Tensor) -> None:
             )
 
 
+def _bias(linear: Any) -> torch.Tensor | None:
+    """The bias; TransformerEngine has an empty tensor in place of none."""
+    bias: torch.Tensor | None = linear.bias
+    return None if is_te_linear(linear) and not linear.use_bias else bias
+
+
 def _projection(linear: Any) -> Projection:
     weight = linear.weight
-    if linear.gradient_accumulation_fusion and weight.requires_grad and hasattr(weight, "main_grad"):
+    fused = linear.fuse_wgrad_accumulation if is_te_linear(linear) else linear.gradient_accumulation_fusion
+    if fused and weight.requires_grad and hasattr(weight, "main_grad"):
         return Projection(weight, weight.main_grad, MainGradTarget(weight, weight.main_grad).written)
     return Projection(weight)

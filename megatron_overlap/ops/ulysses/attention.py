@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_overlap.comm import BufferPool, Transport
 from megatron_overlap.ops.call import Observer, transport_for
-from megatron_overlap.ops.flash_attention import SavedSequence, sequence_backward, sequence_forward
+from megatron_overlap.ops.flash_attention import Kernel, SavedSequence, sequence_backward, sequence_forward
 from megatron_overlap.ops.ulysses.all_to_all import HeadAllToAll
 from megatron_overlap.ops.wgrad import add_wide, like_fp32
 from megatron_overlap.schedules import AllToAllPlan, HeadLayout, SequenceLayout, ulysses_plan
@@ -75,6 +75,7 @@ def ulysses_attention(
     layout: SequenceLayout | None = None,
     plan: UlyssesPlan | None = None,
     observer: Observer | None = None,
+    kernel: Kernel | None = None,
 ) -> torch.Tensor:
     """Equals `own_rows(attention(all_rows(q), all_rows(k), all_rows(v)))`; see `ops.reference.ulysses_attention`.
 
@@ -92,6 +93,8 @@ def ulysses_attention(
         layout: rows of each rank; None is an equal number each, in rank order. Ranks may hold different numbers.
         plan: number of head groups and order of messages; the same on every rank. None uses `UlyssesPlan()`.
         observer: called after every pass.
+        kernel: computes attention of some heads in place of the kernel of torch; `causal` and `softmax_scale` are then
+            unused. It is called for the heads of each group, in the same order on every rank.
 
     Returns:
         `[S/N, B, Hq, D]`, dtype of `q`.
@@ -108,7 +111,7 @@ def ulysses_attention(
     num_heads = q.shape[2], k.shape[2]
     heads = call.plan.heads(*num_heads, call.transport.size, call.head_bytes(q, q.shape[3]))
     scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
-    attention = HeadAttention(heads, call.transport.rank, q.shape[3], causal, scale)
+    attention = HeadAttention(heads, call.transport.rank, q.shape[3], causal, scale, kernel)
     out: torch.Tensor = _Ulysses.apply(q, k, v, call, attention)
     return out
 
@@ -259,9 +262,11 @@ class HeadAttention:
     those that no later group needs.
     """
 
-    def __init__(self, heads: HeadLayout, rank: int, size: int, causal: bool, scale: float) -> None:
+    def __init__(
+        self, heads: HeadLayout, rank: int, size: int, causal: bool, scale: float, kernel: Kernel | None
+    ) -> None:
         self.heads, self.size = heads, size
-        self._rank, self._causal, self._scale = rank, causal, scale
+        self._rank, self._causal, self._scale, self._kernel = rank, causal, scale, kernel
         self._gathered: dict[int, torch.Tensor] = {}
         self._saved: dict[int, list[tuple[Call, SavedSequence]]] = {}
         self._partial_sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -303,6 +308,7 @@ class HeadAttention:
                 values[:, :, key_heads],
                 causal=self._causal,
                 scale=self._scale,
+                kernel=self._kernel,
             )
             out[:, :, query_heads].copy_(attended)
             self._saved[group].append((call, saved))

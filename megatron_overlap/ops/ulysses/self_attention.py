@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megatron_overlap.comm import Transport
 from megatron_overlap.ops.call import Observer, WeightDone, gemm_into, transport_for
+from megatron_overlap.ops.flash_attention import Kernel
 from megatron_overlap.ops.ulysses.attention import HeadAttention, UlyssesCall, UlyssesPlan
 from megatron_overlap.ops.wgrad import ProductSum, Spans, WeightGradient, WgradTarget
 from megatron_overlap.schedules import HeadLayout, SequenceLayout
@@ -59,6 +60,7 @@ def ulysses_self_attention(
     layout: SequenceLayout | None = None,
     plan: UlyssesPlan | None = None,
     observer: Observer | None = None,
+    kernel: Kernel | None = None,
 ) -> torch.Tensor:
     """Equals `ulysses_attention(rotate(q), rotate(k), v) @ w_out.T` with `q, k, v = split(x @ w_qkv.T + b_qkv)`.
 
@@ -77,6 +79,7 @@ def ulysses_self_attention(
         layout: see `ulysses_attention`.
         plan: see `ulysses_attention`.
         observer: see `ulysses_attention`; also called with `wgrad`.
+        kernel: see `ulysses_attention`.
 
     Returns:
         `[S/N, B, H]`, dtype of `x`, without a bias of the output projection.
@@ -103,7 +106,7 @@ def ulysses_self_attention(
     groups = next(count for count in counts if num_kv_heads // num_ranks % count == 0)
     heads = HeadLayout(num_heads, num_kv_heads, num_ranks, groups)
     scale = size**-0.5 if softmax_scale is None else softmax_scale
-    attention = HeadAttention(heads, options.transport.rank, size, causal, scale)
+    attention = HeadAttention(heads, options.transport.rank, size, causal, scale, kernel)
     call = _Call(options, attention, qkv, out, rotate)
     y: torch.Tensor = _Layer.apply(x, qkv.weight, qkv_bias, out.weight, call)
     return y

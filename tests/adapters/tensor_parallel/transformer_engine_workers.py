@@ -417,8 +417,6 @@ def run_model(model: Any, case: Model, group: dist.ProcessGroup) -> dict[str, to
 def model_against_stock(world: dist.ProcessGroup, case: Model) -> tuple[dict[str, int], list[str], dict[str, str]]:
     """A model, equal to stock.
 
-    In fp32 loss and gradients differ by at most 1e-5 of their norm, plus the rounding of all gradients together: some
-    gradients are sums that nearly cancel. In bf16 their error against fp32 is at most three times that of stock.
     Returns the overlapped forwards by operation, the reasons of fallbacks, and what is not overlapped at all.
     """
     start(world)
@@ -429,17 +427,31 @@ def model_against_stock(world: dist.ProcessGroup, case: Model) -> tuple[dict[str
     with enable(OverlapConfig.model_validate({"tensor": {**TENSOR, **case.tensor}}), strict=case.strict) as session:
         mine = run_model(make_model(world, case, case.dtype), case, world)
         report = session.report()
+    assert_near_stock(mine, stock, exact, case.dtype)
+    return *calls_of(report), dict(report.not_overlapped)
+
+
+def assert_near_stock(
+    mine: dict[str, torch.Tensor], stock: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], dtype: torch.dtype
+) -> None:
+    """In fp32 loss and gradients differ by at most 1e-5 of their norm, plus the rounding of all gradients together:
+    some gradients are sums that nearly cancel. In bf16 their error against fp32, `exact`, is at most three times that
+    of stock."""
     assert sorted(mine) == sorted(stock)
     norms = torch.stack([each.double().norm() for each in exact.values()])
     rounding = torch.finfo(torch.float32).eps * float(norms.norm())
     for name, value in stock.items():
         far, stock_far = (float((each.double() - exact[name].double()).norm()) for each in (mine[name], value))
         scale = float(exact[name].double().norm())
-        allowed = 1e-5 * scale + rounding if case.dtype == torch.float32 else 3 * stock_far + 2**-8 * scale
+        allowed = 1e-5 * scale + rounding if dtype == torch.float32 else 3 * stock_far + 2**-8 * scale
         assert far <= allowed, f"{name}: {far:.3e} of {scale:.3e}, stock {stock_far:.3e}"
+
+
+def calls_of(report: Any) -> tuple[dict[str, int], list[str]]:
+    """The overlapped forwards by operation, and the reasons of fallbacks."""
     calls: dict[str, int] = {}
     for site, tally in report.sites.items():
         if site.direction == "forward" and tally.overlapped:
             calls[site.op] = calls.get(site.op, 0) + tally.overlapped
     reasons = sorted({reason for tally in report.sites.values() for reason in tally.fallbacks})
-    return calls, reasons, dict(report.not_overlapped)
+    return calls, reasons

@@ -1,12 +1,16 @@
-"""Worker functions: Megatron's attention layer under context parallelism; all ranks are one context group.
+"""Worker functions: Megatron's attention layer and TransformerEngine models under context parallelism.
 
 The functions import Megatron, so that only worker processes import it, after the CPU adapter.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +19,15 @@ import torch.distributed as dist
 from megatron_overlap import OverlapConfig, enable
 from megatron_overlap.ops import reference
 from megatron_overlap.schedules import SequenceLayout
+from tests.adapters.tensor_parallel.transformer_engine_workers import (
+    POSITIONS,
+    TENSOR,
+    VOCABULARY,
+    Model,
+    assert_near_stock,
+    calls_of,
+    make_model,
+)
 
 HIDDEN, HEADS, KV_HEADS, SIZE = 64, 16, 8, 4
 
@@ -187,3 +200,146 @@ def error_messages(group: dist.ProcessGroup) -> list[str]:
             except UlyssesError as error:
                 messages.append(str(error))
     return messages
+
+
+@functools.cache
+def _megatron_groups(tensor: int, context: int) -> dict[str, Any]:
+    """The state of `parallel_state` for a layout. Made once: groups of gloo have threads and are never freed."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tensor, context_parallel_size=context)
+    return _state_of(parallel_state)
+
+
+def _state_of(parallel_state: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(parallel_state).items() if name.startswith("_") and name.isupper()}
+
+
+@contextlib.contextmanager
+def megatron_groups(tensor: int, context: int) -> Iterator[None]:
+    """Megatron's groups of another layout inside the context."""
+    from megatron.core import parallel_state
+
+    before = _state_of(parallel_state)
+    vars(parallel_state).update(_megatron_groups(tensor, context))
+    try:
+        yield
+    finally:
+        vars(parallel_state).update(before)
+
+
+def make_te_model(case: Model, tensor: int, context: int, main_grad: bool = False) -> Any:
+    """A model of TransformerEngine layers; with `main_grad` the attention adds weight gradients to that buffer."""
+    from megatron.core import parallel_state
+
+    config = {"context_parallel_size": context, "sequence_parallel": tensor > 1, **case.config}
+    group = parallel_state.get_tensor_model_parallel_group()
+    model = make_model(group, replace(case, config=config), case.dtype)
+    for layer in model.decoder.layers if main_grad else ():
+        for linear in (layer.self_attention.linear_qkv, layer.self_attention.linear_proj):
+            linear.fuse_wgrad_accumulation = True
+            linear.weight.main_grad = torch.zeros(linear.weight.shape)
+            linear.weight.grad_added_to_main_grad = False
+    return model
+
+
+def run_te_model(model: Any, case: Model) -> dict[str, torch.Tensor]:
+    """Mean loss over all positions and every gradient, fp32, summed over context ranks.
+
+    Gradients of parameters that Megatron marks `sequence_parallel` are also summed over tensor-parallel ranks.
+    """
+    from megatron.core import parallel_state
+
+    from megatron_overlap.adapters.training.pretrain import positions_of_rank
+
+    context = parallel_state.get_context_parallel_group()
+    ids = torch.randint(0, VOCABULARY, (case.batch, POSITIONS), generator=torch.Generator().manual_seed(3))
+    positions = torch.arange(POSITIONS).expand(case.batch, -1)
+    if context.size() > 1:
+        ids, positions = (positions_of_rank(each, context.rank(), context.size()) for each in (ids, positions))
+    loss = model(ids, positions, None, labels=ids).float().sum() / (case.batch * POSITIONS)
+    loss.backward()
+    found = {"loss": loss.detach()}
+    for name, parameter in model.named_parameters():
+        used = getattr(parameter, "main_grad", None)
+        if used is not None:
+            assert parameter.grad_added_to_main_grad
+        found[name] = (parameter.grad if used is None else used).float()
+        if getattr(parameter, "sequence_parallel", False):
+            dist.all_reduce(found[name], group=parallel_state.get_tensor_model_parallel_group())
+    for value in found.values():
+        dist.all_reduce(value, group=context)
+    return found
+
+
+def te_model_against_stock(
+    group: dist.ProcessGroup, case: Model, tensor: int = 1, main_grad: bool = False
+) -> tuple[dict[str, int], list[str]]:
+    """A model with two context ranks, equal to stock TransformerEngine with one. Returns as `calls_of`."""
+    wide = replace(case, dtype=torch.float32)
+    with megatron_groups(tensor, 1):
+        model = make_te_model(case, tensor, 1)
+        stock = run_te_model(model, case)
+        exact_model = make_te_model(wide, tensor, 1)
+        exact_model.load_state_dict(model.state_dict(), strict=False)
+        exact = run_te_model(exact_model, wide)
+    config = OverlapConfig.model_validate({"tensor": TENSOR, "ulysses": {"method": "p2p"}})
+    with megatron_groups(tensor, 2), enable(config, strict=True) as session:
+        model = make_te_model(case, tensor, 2, main_grad)
+        mine = run_te_model(model, case)
+        report = session.report()
+        for layer in model.decoder.layers:
+            attention = layer.self_attention
+            linears = (attention.linear_qkv, attention.linear_proj)
+            assert not any(linear.is_first_microbatch for linear in linears)
+            core = attention.core_attention
+            assert core.cp_group.size() == 2
+            assert core.num_gqa_groups_per_partition == core.num_gqa_groups // tensor
+    assert_near_stock(mine, stock, exact, case.dtype)
+    return calls_of(report)
+
+
+def te_fallbacks(group: dist.ProcessGroup, changes: dict[str, Any], strict: bool) -> tuple[str, list[str]]:
+    """The error of a model that Ulysses does not support, on the CPU, and the reasons that were counted."""
+    config = OverlapConfig.model_validate({"ulysses": {"method": "p2p"}})
+    case = Model("llama", config=changes)
+    with megatron_groups(1, 2), enable(config, strict=strict) as session:
+        try:
+            run_te_model(make_te_model(case, 1, 2), case)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}", calls_of(session.report())[1]
+    return "", []
+
+
+def te_fallback_calls(group: dist.ProcessGroup) -> list[str]:
+    """Calls that Ulysses does not support reach TransformerEngine with its context parallelism; returns the reasons.
+
+    Tensors without data stand for those of a GPU, and the method of TransformerEngine is recorded.
+    """
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.enums import AttnMaskType
+    from transformer_engine.pytorch import DotProductAttention
+
+    calls: list[Any] = []
+
+    def record(self: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(self.cp_group.size())
+        return query.flatten(2)
+
+    config = OverlapConfig.model_validate({"ulysses": {"method": "p2p"}})
+    q, k = (torch.empty(4, 1, heads, 4, device="meta") for heads in (4, 4))
+    causal, stock = AttnMaskType.causal, DotProductAttention.forward
+    with megatron_groups(1, 2), enable(config) as session:
+        core = make_te_model(Model("llama"), 1, 2).decoder.layers[0].self_attention.core_attention
+        DotProductAttention.forward = record
+        try:
+            core(q, k, k, None, causal, packed_seq_params=PackedSeqParams(qkv_format="thd"))
+            core(q, k, k, None, causal, attention_bias=torch.zeros(1))
+            core(q, k, k, None, AttnMaskType.no_mask)
+            core(q, torch.cat([k, k]), torch.cat([k, k]), None, causal)
+            core(q, k, k[..., :2], None, causal)
+        finally:
+            DotProductAttention.forward = stock
+        assert calls == [2] * 5
+        return calls_of(session.report())[1]
