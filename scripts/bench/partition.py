@@ -11,8 +11,9 @@ import argparse
 import statistics
 import time
 
+from placements import METHODS
+
 from megatron_overlap.schedules.varlen import Balance, Topology, balance, partition
-from megatron_overlap.schedules.varlen.baselines import METHODS
 from megatron_overlap.tools.document_lengths import DISTRIBUTIONS, sample
 
 HYBRID_TOKENS = 8192  # the longest share of a document that a rank takes under hybrid context parallelism

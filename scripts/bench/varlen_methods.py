@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from placements import hybrid, packing
 from varlen_baselines import AllGather, Ulysses
 
 from megatron_overlap.comm import BufferPool, Transport
@@ -22,7 +23,7 @@ from megatron_overlap.ops.varlen.layout import RowMessages
 from megatron_overlap.ops.varlen.pass_kv_pass_q import Shape
 from megatron_overlap.ops.varlen.rebalance import Layout
 from megatron_overlap.schedules.varlen import CostModel, Plan, Topology, partition
-from megatron_overlap.schedules.varlen.baselines import hybrid, packing, ring_over_all
+from megatron_overlap.schedules.varlen.baselines import ring_over_all
 from megatron_overlap.schedules.varlen.messages import messages_of
 from megatron_overlap.schedules.varlen.plan import Pass
 from megatron_overlap.schedules.varlen.ring_groups import ring_groups

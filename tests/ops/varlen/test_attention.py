@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from megatron_overlap.ops.varlen.pass_kv_pass_q import Shape
 from megatron_overlap.schedules.varlen import CostModel, Plan, Topology, partition
-from megatron_overlap.schedules.varlen.baselines import METHODS
 from megatron_overlap.schedules.varlen.ring_groups import Passing
+from scripts.bench.placements import METHODS
 from tests.helpers.world import World
 from tests.ops.varlen import attention_workers as workers
 from tests.ops.varlen.attention_workers import GQA, HEAD_SIZE, Case, Heads
