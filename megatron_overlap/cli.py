@@ -3,8 +3,6 @@
 A subcommand is a function with typer annotations. It returns the exit code; None means 0.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

@@ -3,8 +3,6 @@
 The adapters count; `session_report.py` shows the counts. All counters are safe to use from autograd's threads.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace

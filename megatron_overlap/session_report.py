@@ -1,7 +1,5 @@
 """The report of a session on one rank: as JSON, as a rich table, as plain text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any

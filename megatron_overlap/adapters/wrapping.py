@@ -1,7 +1,5 @@
 """Helpers of the methods that replace Megatron's."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ A folder of JSON files, one for each kind of call in each environment (hardware,
 to their user, written beside their place and renamed. Files that cannot be read are ignored with one warning.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

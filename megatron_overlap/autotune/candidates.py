@@ -1,7 +1,5 @@
 """Candidates that can run a linear layer or a block, and the kind of call that they are compared for. Pure."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -5,8 +5,6 @@ wave that is not full takes as long as one that is. So many small GEMMs cost mor
 `latency + bytes / rate` (alpha-beta); a ring collective is N - 1 of them. All results are modelled, none is measured.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

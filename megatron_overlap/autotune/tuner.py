@@ -4,8 +4,6 @@
 a synchronisation, and exchanges the times. See `docs/design/autotuning.md`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import socket

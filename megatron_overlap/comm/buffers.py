@@ -1,7 +1,5 @@
 """Reusable communication buffers that live as long as their transport, so that a step allocates none."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import prod

@@ -1,7 +1,5 @@
 """Host-side communication over gloo beside the process groups of the job: connections, small collectives, clocks."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from datetime import timedelta

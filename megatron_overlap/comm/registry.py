@@ -1,7 +1,5 @@
 """Opens, finds and closes the transports of process groups."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Protocols of point-to-point transports: ordered messages between the ranks of one group, beside the computation."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol

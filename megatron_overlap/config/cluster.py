@@ -3,8 +3,6 @@
 Every number has a source; a profile without sources is refused.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`ConfigError`, the one-line error of a wrong configuration, and `Problem`, a finding of a check."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

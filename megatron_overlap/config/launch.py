@@ -4,8 +4,6 @@ Sections are frozen and refuse unknown keys. Types are strict: `"8"` and `true` 
 combinations of keys.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 

@@ -3,8 +3,6 @@
 The tables map keys to flags. A flag in `megatron_args` that a key sets is an error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any

@@ -4,8 +4,6 @@ OmegaConf reads the files with a safe loader, and interpolations are refused: re
 read the environment.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO

@@ -3,8 +3,6 @@
 A `model` section merges the defaults of the architecture, the preset and the keys of the section.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 

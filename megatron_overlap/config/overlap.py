@@ -1,7 +1,5 @@
 """The keys of the `overlap` section: overlap methods and their settings. Every package above imports them."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from megatron_overlap.config.section import NonNegative, Positive, PositiveFloat, Section, Text

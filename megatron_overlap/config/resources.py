@@ -1,7 +1,5 @@
 """Package resources: folders beside the package in a checkout and inside it in a wheel."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from pathlib import Path

@@ -4,8 +4,6 @@ Sections are frozen and strict, and refuse unknown keys. An error of pydantic be
 the file that sets it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """Combinations of keys of a launch config that cannot run: rules that name the first key to change and the remedy."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 

@@ -1,7 +1,5 @@
 """Consistency of the ranks of a group, checked over their store with a deadline."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from datetime import timedelta

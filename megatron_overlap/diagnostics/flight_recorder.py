@@ -3,8 +3,6 @@
 It collects details only after a failure. An operation costs two writes to a list.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import sys

@@ -3,8 +3,6 @@
 After a failed wait, a rank uses them to distinguish a slow peer from a dead peer.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import threading

@@ -4,8 +4,6 @@ Source: Flux (arXiv 2406.06858), all-gather + GEMM: one flag per communication t
 order. The communication tile size is independent of the GEMM tile size.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

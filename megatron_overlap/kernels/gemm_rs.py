@@ -4,8 +4,6 @@ Source: Flux (arXiv 2406.06858), GEMM + reduce-scatter: output pointers of all r
 sum. Own rows come last, as in Flash-Overlap (arXiv 2604.24013): the last tiles need no communication.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -4,8 +4,6 @@ Tested by compilation with Triton 3.6.0, 3.7.1, 3.8.0 and 3.9.0. Gluon is experi
 a tile to `async_load`, and 3.9 has no other name.
 """
 
-from __future__ import annotations
-
 import triton
 
 try:

@@ -9,8 +9,6 @@ Importing this module fails where `kernels.gluon_version.unsupported_reason()` i
 only on a device where `kernels.hopper_self_test` passes. Not yet run on a GPU.
 """
 
-from __future__ import annotations
-
 import triton.language as tl
 
 from megatron_overlap.kernels import primitives

@@ -6,8 +6,6 @@ A kernel that hangs or reads invalid memory would end the training process, so a
 run on a GPU.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

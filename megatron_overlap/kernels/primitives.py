@@ -1,7 +1,5 @@
 """Device functions of the kernels: wait for flags, multiply one tile, map a program index to a tile."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -5,8 +5,6 @@ needs all chunks. One launch accumulates the chunks `first..last`. With slow com
 exposed.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """What the overlapped operations share: callback types, checks of the operands, and a GEMM into a given output."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import NamedTuple

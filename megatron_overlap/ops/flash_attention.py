@@ -11,8 +11,6 @@ Three layouts, by function:
 - `partial_*` and `documents_*`: rows of documents, `[rows, H, D]`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple

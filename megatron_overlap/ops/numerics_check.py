@@ -4,8 +4,6 @@ The bound of docs/numerics.md: the largest error of the reference against float6
 the same sums and of the rounding of partial results.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The plain programs that define the overlapped operations, forward and backward, in torch collectives and autograd."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

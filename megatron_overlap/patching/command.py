@@ -1,7 +1,5 @@
 """`megatron-overlap patches`: lists every attribute that the plugin replaces, and whether the patch fits a release."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Plans patches, applies all of a plan or none, and reverts exactly."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from types import FunctionType

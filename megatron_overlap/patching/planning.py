@@ -1,7 +1,5 @@
 """Examines the running process: the object at each target, who made it, and which attributes hold it by value."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

@@ -6,8 +6,6 @@ exposed. The direct pattern sends each chunk to its destination without forwardi
 reduce-scatter to plain tensor parallelism; this project adds the all-gather of the sums, part by part.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from megatron_overlap.schedules.layout import Chunk

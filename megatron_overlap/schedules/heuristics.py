@@ -1,7 +1,5 @@
 """Default pattern and number of chunks per rank, measured on CPU hosts, and the settings that autotuning measures."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 

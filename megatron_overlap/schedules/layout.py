@@ -1,7 +1,5 @@
 """Division of the rows of a gathered activation into shards of ranks and chunks of shards."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, NamedTuple

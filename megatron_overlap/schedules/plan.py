@@ -1,7 +1,5 @@
 """Plan of one rank: its messages and its computation, in order."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

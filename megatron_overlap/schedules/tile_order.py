@@ -8,8 +8,6 @@ then own rows.
 Source: Flux (arXiv 2406.06858), tile order by rank; own rows last as in Flash-Overlap (arXiv 2604.24013).
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from megatron_overlap.schedules.layout import Chunk, ChunkLayout

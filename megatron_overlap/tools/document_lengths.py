@@ -10,8 +10,6 @@ Sources, all lengths in tokens:
   2101.00027, table 1). Assumptions: 3 bytes per token, a log-normal shape, its spread, and a cut at 256K tokens.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from bisect import bisect

@@ -1,7 +1,5 @@
 """`megatron-overlap plan`: print and draw the layout of a batch of documents over the ranks, computed without a run."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Annotated, Any

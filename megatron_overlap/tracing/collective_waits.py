@@ -1,7 +1,5 @@
 """Times the waits for collectives outside the plugin, mostly those of Megatron."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from types import CodeType, FrameType

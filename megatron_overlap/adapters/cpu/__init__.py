@@ -4,8 +4,6 @@ The patches are in `patches/cpu/`, each with its reason. Nothing is replaced on 
 TransformerEngine is installed, `te_module` takes the place of its native module.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import sys

@@ -1,7 +1,5 @@
 """Factories of the patches in `patches/cpu/` that replace attributes of Megatron."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Callable

@@ -5,8 +5,6 @@ Each computes what its CUDA counterpart computes; names, argument orders and res
 results against autograd. Speed and rounding of the CUDA kernels are not reproduced.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -6,8 +6,6 @@ implementation raises NotImplementedError with its name. Enumerations are those 
 `scripts/te_signatures.py` compares them and the kernels with the true module.
 """
 
-from __future__ import annotations
-
 import enum
 import importlib.abc
 import importlib.machinery

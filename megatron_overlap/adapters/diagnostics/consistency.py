@@ -4,8 +4,6 @@ The check runs when Megatron makes its process groups, or at `enable` where they
 groups is checked group by group, when the first transport of a group is opened.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from typing import Any

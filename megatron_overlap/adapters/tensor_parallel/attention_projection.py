@@ -5,8 +5,6 @@
 the projection runs the joint operation. Hooks on both modules still run. An unsupported call runs both originals.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`overlap.tensor.method: auto` in Megatron's layers: one `Autotuner` for each tensor-parallel group."""
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ While the attention or the MLP of a part runs, `LinearAdapter.assign` gives its 
 See `ops/tensor_parallel/batch_overlap.py` for the order.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

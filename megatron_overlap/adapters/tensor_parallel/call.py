@@ -1,7 +1,5 @@
 """One call of a tensor-parallel linear layer, and the protocol of the backends that run it."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

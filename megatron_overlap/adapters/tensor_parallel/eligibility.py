@@ -1,7 +1,5 @@
 """Every reason that keeps a tensor-parallel call on the stock path. The report prints these texts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

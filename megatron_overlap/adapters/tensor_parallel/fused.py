@@ -1,7 +1,5 @@
 """Backend `fused`: GEMM kernels that read and write the symmetric memory of peers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """Layer handoff: a transformer layer under batch overlap is completed inside the next layer."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

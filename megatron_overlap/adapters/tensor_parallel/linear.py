@@ -1,7 +1,5 @@
 """Replacements of the forward methods of Megatron's column- and row-parallel linear layers."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Any

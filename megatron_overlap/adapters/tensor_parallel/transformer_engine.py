@@ -5,8 +5,6 @@ fp16 or fp32 layer that communicates is replaced. Tested on CPU ranks with the k
 Not yet run on a GPU.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Records the events of each training step and adds the exposed communication to Megatron's logs."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

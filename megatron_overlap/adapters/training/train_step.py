@@ -1,7 +1,5 @@
 """The patch of Megatron's `train_step`: counts the session's steps and calls observers before and after each step."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 from megatron_overlap.adapters.wrapping import Method

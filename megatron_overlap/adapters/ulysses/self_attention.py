@@ -4,8 +4,6 @@ A supported layer gets an instance attribute `forward` when it is built. Other l
 attention is also Ulysses (`adapters/ulysses/core_attention.py`) and hides its messages behind attention alone.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import weakref

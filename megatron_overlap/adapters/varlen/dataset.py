@@ -1,7 +1,5 @@
 """Documents of Megatron's .bin/.idx pairs, and the loaders of a training run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

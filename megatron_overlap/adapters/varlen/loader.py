@@ -4,8 +4,6 @@ A thread prepares the next micro-batch during the current step: it reads documen
 rows, and computes the messages of attention.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

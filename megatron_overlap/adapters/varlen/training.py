@@ -4,8 +4,6 @@
 `config/validation.py` checks launch configurations, before the processes start.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

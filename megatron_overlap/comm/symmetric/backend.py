@@ -5,8 +5,6 @@ Two backends exist. `cuda.CudaBackend` uses peer memory and copy engines. `CpuBa
 `transport` implements one protocol over both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 

@@ -3,8 +3,6 @@
 It requires torch only: no NVSHMEM and no MPI. Not yet run on a GPU.
 """
 
-from __future__ import annotations
-
 import ctypes
 import socket
 import threading

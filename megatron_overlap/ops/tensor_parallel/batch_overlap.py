@@ -13,8 +13,6 @@ needs, to the point with the least computation to hide messages, and sums both p
 Source: Domino (arXiv 2409.15241) for the split of a micro-batch. The order of the backward is not from the paper.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

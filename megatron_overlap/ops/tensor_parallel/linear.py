@@ -7,8 +7,6 @@ gathers the output gradient once; dgrad and weight gradient use the same rows as
 Source: Flash-Overlap / CommFuse (arXiv 2604.24013) for the forward order. The backward order is not from a paper.
 """
 
-from __future__ import annotations
-
 import weakref
 from typing import Protocol
 

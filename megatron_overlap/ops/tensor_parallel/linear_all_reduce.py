@@ -7,8 +7,6 @@ Source: Flash-Overlap / CommFuse (arXiv 2604.24013) for the order of the partial
 the backward order are not from a paper.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

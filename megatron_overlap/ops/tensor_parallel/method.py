@@ -1,7 +1,5 @@
 """The protocol of the methods `p2p` and `fused`: what the autograd functions of the linear layers call."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

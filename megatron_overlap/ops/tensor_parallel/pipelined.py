@@ -1,7 +1,5 @@
 """Collectives that overlap with GEMMs: rows are consumed as they arrive, partial sums are sent as they are produced."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 

@@ -3,8 +3,6 @@
 Source: DeepSpeed-Ulysses (arXiv 2309.14509). `schedules.ulysses` has the order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch

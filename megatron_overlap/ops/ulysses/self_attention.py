@@ -6,8 +6,6 @@ groups hide them. Forward and backward run for each group: project, send, attend
 Source: DeepSpeed-Ulysses (arXiv 2309.14509); the overlap with the projections is that of this project.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple

@@ -7,8 +7,6 @@ and of its whole documents. `schedules.varlen.messages` plans the messages, `ops
 computation.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 

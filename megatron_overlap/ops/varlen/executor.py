@@ -5,8 +5,6 @@ arrive while the rank computes with its own. They are last in the attention layo
 or to rings if the rank has no whole documents. Results leave for the linear layout as soon as they are computed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 

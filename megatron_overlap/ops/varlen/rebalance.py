@@ -3,8 +3,6 @@
 Source: Zeppelin (arXiv 2509.21841, section 4.3).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """The cost of a plan: load of every rank, balance and lower bound, as numbers and as text."""
 
-from __future__ import annotations
-
 import operator
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Other placements of a batch in the same plan format, for comparison: one engine executes them all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 

@@ -6,8 +6,6 @@ each into the bin with the least attention time. Short documents go to the bin w
 is too long for one bin is cut over several.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -13,8 +13,6 @@ A stream executes its messages in posting order, so a message whose rows are not
 therefore follow the modelled order in which the links deliver the rows of each message.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ A transfer between nodes may use several NICs (`schedules.varlen.message_order`)
 through proxy ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Hierarchical partition of documents over passes, nodes and devices (Zeppelin, arXiv 2509.21841, section 4.1)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

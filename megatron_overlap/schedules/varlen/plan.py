@@ -1,7 +1,5 @@
 """A partition as data: which tokens of which document are on which rank, in which pass, in which ring. Immutable."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate

@@ -9,8 +9,6 @@ round and a late chunk only to position 0, because no query of a later position 
 exchanged. A full ring group therefore sends a quarter fewer rows than an all-gather.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal

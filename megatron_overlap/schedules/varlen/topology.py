@@ -4,8 +4,6 @@ Times are integer femtoseconds. Integer comparisons and sums give the same resul
 the terms, so all ranks break ties alike.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 FS_PER_US = 10**9

@@ -1,7 +1,5 @@
 """`megatron-overlap compare`: launches configs in interleaved rounds and reports the speedup and its spread."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

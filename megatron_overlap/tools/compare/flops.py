@@ -9,8 +9,6 @@ higher for the same step: `attention="full"` gives theirs.
 Peak rates are dense. Data sheets often print the figure with sparsity first, which is twice as much.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import statistics

@@ -5,8 +5,6 @@ Checked with Megatron-LM 0.16.1 and 0.19: `training_log` in `megatron/training/t
 been active.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

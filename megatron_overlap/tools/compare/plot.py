@@ -1,7 +1,5 @@
 """The pictures of a comparison: the overview, one step of each run, and the breakdown of a step time."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from typing import Any, Literal

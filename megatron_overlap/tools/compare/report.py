@@ -1,7 +1,5 @@
 """Writes a comparison: the table for the terminal, compare.json, compare.png and compare.html."""
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The launches of a comparison: which configs, whether they are comparable, and their interleaved execution."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

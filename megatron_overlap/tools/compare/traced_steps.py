@@ -3,8 +3,6 @@
 The breakdown explains how the step time of the reference becomes that of another run: waits by op, and computation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`megatron-overlap doctor`: versions, devices, environment variables, and a self-test on a few ranks."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import os

@@ -9,8 +9,6 @@ On processors without bf16 instructions, PyTorch computes bf16 GEMMs with scalar
 0.8 GFLOP/s, fp32 GEMMs 46 GFLOP/s.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys

@@ -1,7 +1,5 @@
 """`megatron-overlap launch`: run a launch config, print its plan, rehearse it on CPUs or write a Slurm batch file."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Sequence

@@ -15,8 +15,6 @@ The rules, in order:
 The list of changes names every difference from the config.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -9,8 +9,6 @@ starts in about 15 ms and depends on nothing that the launched program needs.
 - `supervise` runs one rank. All processes that the rank started end with the rank or with its launcher.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

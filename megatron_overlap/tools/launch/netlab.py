@@ -6,8 +6,6 @@ and no clean-up can remove the lab of another owner. The bridge has its own name
 routes of the machine do not change.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import json
 import os

@@ -1,7 +1,5 @@
 """Plan a launch: the command of every rank. `plan` is pure; `execute` makes the run directory and runs the ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

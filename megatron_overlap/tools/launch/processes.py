@@ -1,7 +1,5 @@
 """Run the ranks of a job on this machine and end all their processes if one rank fails or the launcher ends."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

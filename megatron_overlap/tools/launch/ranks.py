@@ -1,7 +1,5 @@
 """Run N copies of a program as the ranks of one job, over loopback or in a netlab."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """Rehearsal of a launch: run its downscaled config on CPUs with and without the overlap and compare both runs."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

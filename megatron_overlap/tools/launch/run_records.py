@@ -1,7 +1,5 @@
 """Read the records in a run directory: steps, versions and the plugin's report, aggregated over the ranks."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ from Slurm (`SLURM_NODEID`, `SLURM_PROCID`), so that adjacent tasks of the job a
 torchrun's rendezvous would number the nodes in their order of arrival.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass

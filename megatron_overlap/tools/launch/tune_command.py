@@ -1,7 +1,5 @@
 """`megatron-overlap tune`: fill the autotuning cache with a short run of the same job."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

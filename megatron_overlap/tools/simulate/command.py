@@ -1,7 +1,5 @@
 """`megatron-overlap simulate`: predict the step time of a launch config on a cluster."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal

@@ -6,8 +6,6 @@ ready. Collectives of several streams run concurrently and share the port of the
 computation, which runs slower while the rank communicates.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

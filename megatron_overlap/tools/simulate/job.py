@@ -1,7 +1,5 @@
 """The simulated training step: a model, its parallel layout and its overlap methods."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal

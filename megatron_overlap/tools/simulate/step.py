@@ -8,8 +8,6 @@ Language Model Training on GPU Clusters (arXiv 2104.04473), section 2.2; the num
 Megatron-Core.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple

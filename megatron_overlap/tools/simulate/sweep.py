@@ -4,8 +4,6 @@ The estimate follows Korthikanti et al. (arXiv 2205.05198), section 4, with fuse
 without dropout masks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 

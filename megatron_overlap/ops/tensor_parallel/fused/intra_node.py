@@ -3,8 +3,6 @@
 The first operation imports Triton, not this module.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -7,8 +7,6 @@ node it runs a GEMM + reduce-scatter inside this node and sends the sums along t
 Source: Flux (arXiv 2406.06858) for starting inter-node messages first. Not yet run on a GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
