@@ -10,10 +10,18 @@ import pytest
 from tests.helpers.world import World
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    """Worker processes that live as long as the test run."""
+    """Four workers. Their end costs less than their idle threads of gloo, which poll."""
     workers = World()
+    yield workers
+    workers.close()
+
+
+@pytest.fixture(scope="module")
+def interpreting() -> Iterator[World]:
+    """Four workers that run Triton kernels in its interpreter, which is slow."""
+    workers = World(answer_s=900, interpreted=True)
     yield workers
     workers.close()
 

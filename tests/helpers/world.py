@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import multiprocessing as mp
 import os
@@ -19,18 +20,29 @@ import torch.distributed as dist
 
 SIZES = (1, 2, 3, 4)
 _START_S = 90
-"""Time for the workers to start and import torch on a busy machine, added to the deadline of the first call."""
+"""Time for the server to import torch or Megatron on a busy machine, added to the deadline of the first call."""
+
+_PRELOADED = {
+    "plain": ["tests.helpers.world", "megatron_overlap.ops", "megatron_overlap.session"],
+    "interpreted": ["tests.helpers.interpreted"],
+    "adapted": ["tests.helpers.adapted"],
+    "te": ["tests.helpers.adapted_te"],
+}
+_SERVERS: dict[str, forkserver.ForkServer] = {}
+"""Imports of the workers by their kind, and the server process of each kind that has run."""
 
 
 class World:
     """Four processes joined by gloo over loopback, with a group of the first n for every n.
 
+    They are forks of a server process, which imports torch once for all worlds of the test run.
+
     Args:
         size: processes.
         answer_s: deadline of one call in seconds.
         sizes: the sizes of groups.
-        adapted: the workers are forks of a server process that has adapted and imported Megatron
-            (`tests.helpers.adapted`).
+        interpreted: Triton is its interpreter (`tests.helpers.interpreted`).
+        adapted: Megatron is imported and adapted (`tests.helpers.adapted`).
         te: as `adapted`, with TransformerEngine (`tests.helpers.adapted_te`).
     """
 
@@ -40,14 +52,17 @@ class World:
         *,
         answer_s: float = 30,
         sizes: Sequence[int] = SIZES,
+        interpreted: bool = False,
         adapted: bool = False,
         te: bool = False,
     ) -> None:
-        self._answer_s, self._sizes, self._adapted, self._te = answer_s, tuple(sizes), adapted, te
+        self._answer_s, self._sizes = answer_s, tuple(sizes)
+        self._kind = "te" if te else "adapted" if adapted else "interpreted" if interpreted else "plain"
+        self._open(size)
+
+    def _open(self, size: int) -> None:
         self._start_s = _START_S
-        context: Any = mp.get_context("forkserver" if adapted or te else "spawn")
-        if adapted:
-            context.set_forkserver_preload(["tests.helpers.adapted"])
+        context = mp.get_context("forkserver")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -56,7 +71,7 @@ class World:
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(rank, size, port, theirs, self._sizes), daemon=True)
-            with _te_server() if te else contextlib.nullcontext():
+            with _server(self._kind):
                 process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -81,9 +96,7 @@ class World:
         if failures:
             # The other ranks may be inside a collective: the next test gets new workers.
             self.close()
-            self.__init__(  # type: ignore[misc]
-                len(self._pipes), answer_s=self._answer_s, sizes=self._sizes, adapted=self._adapted, te=self._te
-            )
+            self._open(len(self._pipes))
             raise AssertionError("\n".join(failures))
         return [result for _, result in answers]
 
@@ -93,15 +106,14 @@ class World:
             process.join()
 
 
-_TE_SERVER = forkserver.ForkServer()
-_TE_SERVER.set_forkserver_preload(["tests.helpers.adapted_te"])
-
-
 @contextlib.contextmanager
-def _te_server() -> Iterator[None]:
-    """Processes that start inside are forks of a second server: the first one has imported Megatron without TE."""
+def _server(kind: str) -> Iterator[None]:
+    """Processes that start inside are forks of the server of this kind; multiprocessing itself has one server."""
+    if kind not in _SERVERS:
+        _SERVERS[kind] = forkserver.ForkServer()
+        _SERVERS[kind].set_forkserver_preload(_PRELOADED[kind])
     connect = forkserver.connect_to_new_process
-    forkserver.connect_to_new_process = _TE_SERVER.connect_to_new_process
+    forkserver.connect_to_new_process = _SERVERS[kind].connect_to_new_process
     try:
         yield
     finally:
@@ -111,6 +123,7 @@ def _te_server() -> Iterator[None]:
 def _work(rank: int, size: int, port: int, pipe: Connection, sizes: Sequence[int]) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
+    gc.freeze()  # A full collection would visit all objects of the imports, and copy their pages.
     dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=60))
     groups = {n: dist.new_group(list(range(n))) for n in sizes if n <= size}
     while True:

@@ -1,31 +1,11 @@
-"""Worker processes that interpret kernels, and their shared memory."""
+"""Shared memory of the tests of kernels."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from tests.helpers.interpreting import interpreting_world
-from tests.helpers.world import World
-
-
-@pytest.fixture(scope="session")
-def two_ranks() -> Iterator[World]:
-    """Two interpreting workers."""
-    workers = interpreting_world(2)
-    yield workers
-    workers.close()
-
-
-@pytest.fixture(scope="session")
-def four_ranks() -> Iterator[World]:
-    """Four interpreting workers."""
-    workers = interpreting_world(4)
-    yield workers
-    workers.close()
 
 
 @pytest.fixture

@@ -25,30 +25,30 @@ def odd(shared: Path, ranks: int = 2) -> Problem:
     return Problem(shared, ranks, rows=37, n=19, k=35, parts=2, dtype=BF16)
 
 
-def test_gathering_gemm(two_ranks: World, shared: Path) -> None:
-    assert gathering(two_ranks, replace(odd(shared), bias=True, parts=3)) == NOTHING
+def test_gathering_gemm(interpreting: World, shared: Path) -> None:
+    assert gathering(interpreting, replace(odd(shared), bias=True, parts=3)) == NOTHING
 
 
-def test_scattering_gemm(two_ranks: World, shared: Path) -> None:
-    assert scattering(two_ranks, odd(shared)) == NOTHING
+def test_scattering_gemm(interpreting: World, shared: Path) -> None:
+    assert scattering(interpreting, odd(shared)) == NOTHING
 
 
 @pytest.mark.parametrize("launches", WGRAD)
-def test_weight_gradient(two_ranks: World, shared: Path, launches: str) -> None:
-    assert gathering(two_ranks, odd(shared), launches) == NOTHING
+def test_weight_gradient(interpreting: World, shared: Path, launches: str) -> None:
+    assert gathering(interpreting, odd(shared), launches) == NOTHING
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("parts", [2, 4])
-def test_four_ranks(four_ranks: World, shared: Path, parts: int) -> None:
+def test_four_ranks(interpreting: World, shared: Path, parts: int) -> None:
     """Shards of 10 and 9 rows in several chunks, with the weight layout of dgrad.
 
     Row tiles are in groups of 2: an odd number of own tiles puts the last one in a group with the first remote one.
     """
     problem = replace(odd(shared, 4), parts=parts, transposed=False)
-    assert gathering(four_ranks, problem) == NOTHING
-    assert scattering(four_ranks, problem) == NOTHING
-    assert gathering(four_ranks, problem, "wgrad") == NOTHING
+    assert gathering(interpreting, problem) == NOTHING
+    assert scattering(interpreting, problem) == NOTHING
+    assert gathering(interpreting, problem, "wgrad") == NOTHING
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
@@ -63,7 +63,7 @@ def test_four_ranks(four_ranks: World, shared: Path, parts: int) -> None:
     ],
 )
 def test_shapes(
-    two_ranks: World,
+    interpreting: World,
     shared: Path,
     dtype: torch.dtype,
     rows: int,
@@ -75,9 +75,9 @@ def test_shapes(
 ) -> None:
     """Whole tiles and parts of tiles, one row a chunk, several programs, both forms of the weight."""
     problem = Problem(shared, 2, rows, n, k, parts, dtype, transposed, programs=programs)
-    assert scattering(two_ranks, problem, epochs=(4, 5)) == NOTHING
+    assert scattering(interpreting, problem, epochs=(4, 5)) == NOTHING
     for what in ["gemm", *WGRAD] if programs == 1 else ["gemm"]:
-        assert gathering(two_ranks, problem, what, epochs=(4, 5)) == NOTHING
+        assert gathering(interpreting, problem, what, epochs=(4, 5)) == NOTHING
 
 
 STALE = Edit("primitives", "while (seen < epoch)", "while (seen < 1)")
@@ -143,10 +143,10 @@ def default_mutants(mutants: dict[str, Edit], *names: str) -> list[Any]:
 @pytest.mark.parametrize(
     "name", default_mutants(GATHER_MUTANTS, "missing wait", "stale epoch", "own rows last", "groups of several owners")
 )
-def test_a_wrong_gathering_gemm_is_caught(two_ranks: World, shared: Path, name: str) -> None:
+def test_a_wrong_gathering_gemm_is_caught(interpreting: World, shared: Path, name: str) -> None:
     # Three own row tiles, in groups of two.
     problem = replace(odd(shared), max_polls=2000, parts=3)
-    findings = gathering(two_ranks, problem, edits=(GATHER_MUTANTS[name],))
+    findings = gathering(interpreting, problem, edits=(GATHER_MUTANTS[name],))
     assert findings != NOTHING
     if name in ("missing wait", "stale epoch"):
         assert findings.early
@@ -157,44 +157,43 @@ def test_a_wrong_gathering_gemm_is_caught(two_ranks: World, shared: Path, name: 
 @pytest.mark.parametrize(
     "name", default_mutants(SCATTER_MUTANTS, "missing wait", "wrong owner", "flag before the stores")
 )
-def test_a_wrong_scattering_gemm_is_caught(two_ranks: World, shared: Path, name: str) -> None:
+def test_a_wrong_scattering_gemm_is_caught(interpreting: World, shared: Path, name: str) -> None:
     problem = replace(odd(shared), max_polls=2000)
-    findings = scattering(two_ranks, problem, edits=(SCATTER_MUTANTS[name],))
+    findings = scattering(interpreting, problem, edits=(SCATTER_MUTANTS[name],))
     assert findings != NOTHING
     if name.startswith(("flag before", "flag after")):
         assert findings.not_whole
 
 
 @pytest.mark.long
-def test_a_sum_in_another_order_is_caught(four_ranks: World, shared: Path) -> None:
+def test_a_sum_in_another_order_is_caught(interpreting: World, shared: Path) -> None:
     """The order of two terms does not change the sum; the order of four does."""
     edit = Edit("gemm_rs", "slot = tl.full((), source,", "slot = tl.full((), NUM_RANKS - 1 - source,")
-    assert scattering(four_ranks, replace(odd(shared, 4), dtype=FP32), edits=(edit,), epochs=(1,)).wrong
+    assert scattering(interpreting, replace(odd(shared, 4), dtype=FP32), edits=(edit,), epochs=(1,)).wrong
 
 
 @pytest.mark.parametrize("name", default_mutants(WGRAD_MUTANTS, "missing wait"))
-def test_a_wrong_weight_gradient_is_caught(two_ranks: World, shared: Path, name: str) -> None:
+def test_a_wrong_weight_gradient_is_caught(interpreting: World, shared: Path, name: str) -> None:
     problem = replace(odd(shared), max_polls=2000)
-    assert gathering(two_ranks, problem, "wgrad", edits=(WGRAD_MUTANTS[name],)) != NOTHING
+    assert gathering(interpreting, problem, "wgrad", edits=(WGRAD_MUTANTS[name],)) != NOTHING
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_torch_computes_the_same(request: pytest.FixtureRequest, shared: Path, num_ranks: int) -> None:
+def test_torch_computes_the_same(interpreting: World, shared: Path, num_ranks: int) -> None:
     """Compare with the fallbacks of torch's fused operations."""
-    world = request.getfixturevalue("two_ranks" if num_ranks == 2 else "four_ranks")
     problem = Problem(shared, num_ranks, rows=8 * num_ranks, n=12, k=20, parts=1, dtype=FP32)
-    assert gathering(world, problem, epochs=(1,)) == NOTHING
+    assert gathering(interpreting, problem, epochs=(1,)) == NOTHING
     out = [problem.out(rank).clone() for rank in range(num_ranks)]
-    torchs = world.run(num_ranks, workers.torch_fused, problem, 1)
+    torchs = interpreting.run(num_ranks, workers.torch_fused, problem, 1)
     for rank in range(num_ranks):
         torch.testing.assert_close(out[rank], torchs[rank][0], rtol=1e-5, atol=1e-5)
-    assert scattering(world, problem, epochs=(1,)) == NOTHING
+    assert scattering(interpreting, problem, epochs=(1,)) == NOTHING
     for rank in range(num_ranks):
         torch.testing.assert_close(problem.out(rank)[:8], torchs[rank][1], rtol=1e-5, atol=1e-5)
 
 
-def test_a_wait_times_out_and_sets_the_status(two_ranks: World) -> None:
-    assert two_ranks.run(2, workers.wait_for_all, [7, 8, 7], 7, ()) == [0, 0]
-    assert two_ranks.run(2, workers.wait_for_all, [7, 7, 6], 7, ()) == [7, 7]
+def test_a_wait_times_out_and_sets_the_status(interpreting: World) -> None:
+    assert interpreting.run(2, workers.wait_for_all, [7, 8, 7], 7, ()) == [0, 0]
+    assert interpreting.run(2, workers.wait_for_all, [7, 7, 6], 7, ()) == [7, 7]
     first_only = Edit("primitives", "tl.range(0, num_flags)", "tl.range(0, 1)")
-    assert two_ranks.run(2, workers.wait_for_all, [7, 7, 6], 7, (first_only,)) == [0, 0]
+    assert interpreting.run(2, workers.wait_for_all, [7, 7, 6], 7, (first_only,)) == [0, 0]

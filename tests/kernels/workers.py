@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -143,12 +144,19 @@ def wait_for_all(group: dist.ProcessGroup, flags: list[int], epoch: int, edits: 
     return int(status)
 
 
-def self_check(group: dist.ProcessGroup, kind: str, transposed: bool, edits: Sequence[Edit]) -> list[str]:
-    """Return the failures of the portable `ag_gemm` or `gemm_to_owners` in the self-test of the Hopper kernels."""
+def self_check(
+    group: dist.ProcessGroup, kind: str, transposed: bool, edits: Sequence[Edit] = (), whole: bool = False
+) -> list[str]:
+    """Return the failures of the portable `ag_gemm` or `gemm_to_owners` in the self-test of the Hopper kernels.
+
+    Without `whole` the product has two tiles of columns and of depth, of which the last is partial as in the self-test.
+    """
     from megatron_overlap.kernels import hopper_self_test as self_test
     from megatron_overlap.kernels.launch import HOPPER_SMALL
 
+    extents = (self_test.COLUMNS, self_test.DEPTH) if whole else (80, 80)
     problem = ("cpu", torch.bfloat16, replace(HOPPER_SMALL, hopper=False), transposed)
-    if kind == "ag_gemm":
-        return list(self_test.gathering(kernels("ag_gemm", edits).ag_gemm, *problem))
-    return list(self_test.scattering(kernels("gemm_rs", edits).gemm_to_owners, *problem))
+    with patch.multiple(self_test, COLUMNS=extents[0], DEPTH=extents[1]):
+        if kind == "ag_gemm":
+            return list(self_test.gathering(kernels("ag_gemm", edits).ag_gemm, *problem))
+        return list(self_test.scattering(kernels("gemm_rs", edits).gemm_to_owners, *problem))

@@ -24,11 +24,12 @@ from tests.kernels.mutants import Edit
 from tests.kernels.turns import Machine
 
 
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.long)], ids=["small", "whole"])
 @pytest.mark.parametrize("transposed", [True, False], ids=["nt", "nn"])
 @pytest.mark.parametrize("kind", ["ag_gemm", "gemm_to_owners"])
-def test_right_kernels_pass(two_ranks: World, kind: str, transposed: bool) -> None:
+def test_right_kernels_pass(interpreting: World, kind: str, transposed: bool, whole: bool) -> None:
     """The portable kernels, interpreted."""
-    assert two_ranks.run(1, workers.self_check, kind, transposed, ()) == [[]]
+    assert interpreting.run(1, workers.self_check, kind, transposed, whole=whole) == [[]]
 
 
 def test_the_hopper_kernel_passes_on_the_model() -> None:
@@ -93,9 +94,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_edited_kernels_fail(two_ranks: World, what: str) -> None:
+def test_edited_kernels_fail(interpreting: World, what: str) -> None:
     kind, edit, text = WRONG[what]
-    (found,) = two_ranks.run(1, workers.self_check, kind, True, (edit,))
+    (found,) = interpreting.run(1, workers.self_check, kind, True, (edit,))
     assert any(text in each for each in found), found
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_overlap.ops.tensor_parallel.fused.kernels import FusedPlan
-from tests.helpers.interpreting import interpreting_world
 from tests.helpers.mutants import Edit
 from tests.helpers.world import World, assert_same
 from tests.ops.tensor_parallel import linear_all_reduce_workers, linear_workers
@@ -24,61 +22,57 @@ PLANS = {
 }
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[World]:
-    """Four interpreting workers."""
-    workers = interpreting_world(4)
-    yield workers
-    workers.close()
-
-
 @pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
 @pytest.mark.parametrize("op", SEQUENCE)
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_equals_reference(ranks: World, num_ranks: int, op: str, plan: FusedPlan) -> None:
+def test_equals_reference(interpreting: World, num_ranks: int, op: str, plan: FusedPlan) -> None:
     """61 rows: shards and chunks differ in length."""
-    ranks.run(num_ranks, linear_workers.against_reference, op, 61, 48, 33, torch.float32, plan, late=False)
+    interpreting.run(num_ranks, linear_workers.against_reference, op, 61, 48, 33, torch.float32, plan, late=False)
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
 @pytest.mark.parametrize("op", PLAIN)
-def test_all_reduce_equals_reference(ranks: World, op: str, plan: FusedPlan) -> None:
-    bits = ranks.run(4, linear_all_reduce_workers.against_reference, op, 61, 48, 33, torch.float32, plan, late=False)
+def test_all_reduce_equals_reference(interpreting: World, op: str, plan: FusedPlan) -> None:
+    bits = interpreting.run(
+        4, linear_all_reduce_workers.against_reference, op, 61, 48, 33, torch.float32, plan, late=False
+    )
     assert_same(bits)
 
 
 @pytest.mark.parametrize("main_grad", [False, True], ids=["own gradient", "main_grad"])
 @pytest.mark.parametrize("op", SEQUENCE + PLAIN)
-def test_over_two_hosts(ranks: World, op: str, main_grad: bool) -> None:
+def test_over_two_hosts(interpreting: World, op: str, main_grad: bool) -> None:
     """Fused inside hosts of two ranks, late messages between hosts. 61 rows: hosts own different numbers of rows."""
     case = (linear_workers if op in SEQUENCE else linear_all_reduce_workers).against_reference
     plan = FusedPlan(chunk_rows=7)
-    ranks.run(4, case, op, 61, 48, 33, torch.float32, plan, late=True, main_grad=main_grad, hosts=2)
+    interpreting.run(4, case, op, 61, 48, 33, torch.float32, plan, late=True, main_grad=main_grad, hosts=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
 @pytest.mark.parametrize("op", SEQUENCE + PLAIN)
-def test_weight_gradient_goes_into_main_grad(ranks: World, op: str, dtype: torch.dtype) -> None:
+def test_weight_gradient_goes_into_main_grad(interpreting: World, op: str, dtype: torch.dtype) -> None:
     case = (linear_workers if op in SEQUENCE else linear_all_reduce_workers).against_reference
-    ranks.run(2, case, op, 40, 32, 48, dtype, FusedPlan(), late=False, main_grad=True)
+    interpreting.run(2, case, op, 40, 32, 48, dtype, FusedPlan(), late=False, main_grad=True)
 
 
-def test_activation_recomputation(ranks: World) -> None:
-    plain, again = (ranks.run(2, fused_workers.recomputed, checkpoint) for checkpoint in (False, True))
+def test_activation_recomputation(interpreting: World) -> None:
+    plain, again = (interpreting.run(2, fused_workers.recomputed, checkpoint) for checkpoint in (False, True))
     for left, right in zip(plain, again, strict=True):
         assert left == pytest.approx(right, rel=1e-6)
 
 
-def test_memory_is_twice_the_largest_gathered_activation_and_zero_before_the_first_operation(ranks: World) -> None:
-    for sizes in ranks.run(2, fused_workers.memory):
+def test_memory_is_twice_the_largest_gathered_activation_and_zero_before_the_first_operation(
+    interpreting: World,
+) -> None:
+    for sizes in interpreting.run(2, fused_workers.memory):
         assert sizes[0] == (0, 0)
         assert all(bound <= num_bytes <= bound + 8192 for num_bytes, bound in sizes[1:])
         assert sizes[2] == sizes[3]
         assert sizes[1] < sizes[2]
 
 
-def test_wrong_shapes_are_refused_and_a_timeout_is_reported(ranks: World) -> None:
-    for rank, messages in enumerate(ranks.run(2, fused_workers.refused)):
+def test_wrong_shapes_are_refused_and_a_timeout_is_reported(interpreting: World) -> None:
+    for rank, messages in enumerate(interpreting.run(2, fused_workers.refused)):
         assert [text.split(":")[0] for text in messages] == ["x_shard", "x_shard", "x", *["all_gather_linear"] * 2]
         assert f"rank {rank}: a CUDA graph is being captured; use method p2p there" in messages[3]
         assert f"rank {rank}: operation 1 of this group timed out waiting for a peer" in messages[4]
@@ -161,19 +155,19 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)
-def test_protocol(ranks: World, tmp_path: Path, situation: str) -> None:
+def test_protocol(interpreting: World, tmp_path: Path, situation: str) -> None:
     plan, late = SITUATIONS[situation]
-    assert ranks.run(3, fused_workers.protocol, plan, (), tmp_path, **late) == [[]] * 3
+    assert interpreting.run(3, fused_workers.protocol, plan, (), tmp_path, **late) == [[]] * 3
 
 
 # The default run includes one of them: each takes half a minute in the interpreter.
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.long] if number else []) for number, name in enumerate(MUTANTS)]
 )
-def test_a_wrong_protocol_is_caught(ranks: World, tmp_path: Path, name: str) -> None:
+def test_a_wrong_protocol_is_caught(interpreting: World, tmp_path: Path, name: str) -> None:
     situation, edit = MUTANTS[name]
     plan, late = SITUATIONS[situation]
-    assert any(ranks.run(3, fused_workers.protocol, plan, (edit,), tmp_path, **late))
+    assert any(interpreting.run(3, fused_workers.protocol, plan, (edit,), tmp_path, **late))
 
 
 LAYER_MUTANTS = {
@@ -188,18 +182,18 @@ LAYER_MUTANTS = {
 }
 
 
-def test_two_operations_in_flight(ranks: World) -> None:
+def test_two_operations_in_flight(interpreting: World) -> None:
     """The backward of a column-parallel layer gathers and scatters concurrently."""
-    assert ranks.run(2, fused_workers.layers) == [[]] * 2
+    assert interpreting.run(2, fused_workers.layers) == [[]] * 2
 
 
 @pytest.mark.parametrize("name", LAYER_MUTANTS)
-def test_a_wrong_layer_is_caught(ranks: World, name: str) -> None:
-    assert any(ranks.run(2, fused_workers.layers, (LAYER_MUTANTS[name],)))
+def test_a_wrong_layer_is_caught(interpreting: World, name: str) -> None:
+    assert any(interpreting.run(2, fused_workers.layers, (LAYER_MUTANTS[name],)))
 
 
-def test_layers_over_two_hosts(ranks: World) -> None:
-    assert ranks.run(4, fused_workers.layers, hosts=2) == [[]] * 4
+def test_layers_over_two_hosts(interpreting: World) -> None:
+    assert interpreting.run(4, fused_workers.layers, hosts=2) == [[]] * 4
 
 
 HOST_MUTANTS = {
@@ -225,5 +219,5 @@ HOST_MUTANTS = {
 
 
 @pytest.mark.parametrize("name", HOST_MUTANTS)
-def test_wrong_layers_over_two_hosts_are_caught(ranks: World, name: str) -> None:
-    assert any(ranks.run(4, fused_workers.layers, (HOST_MUTANTS[name],), hosts=2))
+def test_wrong_layers_over_two_hosts_are_caught(interpreting: World, name: str) -> None:
+    assert any(interpreting.run(4, fused_workers.layers, (HOST_MUTANTS[name],), hosts=2))
