@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from dataclasses import dataclass
 from enum import StrEnum
@@ -31,7 +32,7 @@ def _digest(text: str) -> str:
 
 
 _SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""The parser of libyaml is ten times faster, and every `enable` reads all files."""
+"""The parser of libyaml is ten times faster, and every training process reads all files."""
 
 TargetName = Annotated[str, AfterValidator(_target)]
 Digest = Annotated[str, AfterValidator(_digest)]
@@ -135,7 +136,15 @@ def load_manifests(folder: Path | None = None) -> list[Manifest]:
     Raises:
         ManifestError: a file is wrong, the folder has no file, or two manifests have the same target.
     """
-    folder = patches_folder() if folder is None else folder
+    return list(_own_manifests()) if folder is None else _read_manifests(folder)
+
+
+@functools.cache
+def _own_manifests() -> list[Manifest]:
+    return _read_manifests(patches_folder())
+
+
+def _read_manifests(folder: Path) -> list[Manifest]:
     files = sorted(folder.rglob("*.yaml"))
     if not files:
         raise ManifestError(f"{folder}: no *.yaml here: reinstall megatron-overlap")

@@ -12,6 +12,9 @@ from typing import Any
 from megatron_overlap.patching.manifest import NOT_APPLIED, NOT_COMPARED, Manifest, Verdict, judge
 from megatron_overlap.patching.source import Definition, ImportedTree, Target, definitions
 
+_DEPENDENCIES = sys.stdlib_module_names | {"torch", "sympy", "mpmath", "numpy", "triton"}
+"""Packages that never import Megatron or TransformerEngine; they have two thirds of all attributes."""
+
 
 class _RefusedError(Exception):
     """Ends the planning of one patch; caught in this module."""
@@ -51,10 +54,11 @@ def find_loaded(target: Target) -> Binding | None:
 def bindings_of(*objects: object) -> list[list[Binding]]:
     """For each object, every attribute of an imported module, or of a class in one, that holds this object.
 
-    Lists, dictionaries, closures and default arguments are not searched.
+    Lists, dictionaries, closures and default arguments are not searched; `_DEPENDENCIES` only for objects of their own.
     """
     found: dict[int, list[Binding]] = {id(each): [] for each in objects}
-    for holder in _holders() if found else ():
+    packages = {str(getattr(each, "__module__", "builtins")).partition(".")[0] for each in objects}
+    for holder in _holders(_DEPENDENCIES if packages.isdisjoint(_DEPENDENCIES) else frozenset()) if found else ():
         names = dict(_namespace(holder))
         if found.keys().isdisjoint(map(id, names.values())):
             continue
@@ -64,7 +68,8 @@ def bindings_of(*objects: object) -> list[list[Binding]]:
     return [found[id(each)] for each in objects]
 
 
-def _holders() -> Iterator[Any]:
+def _holders(without: frozenset[str]) -> Iterator[Any]:
+    """The modules of all packages but `without`, and their classes."""
     seen: set[int] = set()
     for module in list(sys.modules.values()):
         # sys.modules may hold any object. Only real modules are searched, and never with getattr: a lazy module would
@@ -72,6 +77,8 @@ def _holders() -> Iterator[Any]:
         if not _is_a(module, ModuleType) or id(module) in seen:
             continue
         seen.add(id(module))
+        if str(_namespace(module).get("__name__")).partition(".")[0] in without:
+            continue
         yield module
         # The test of `_is_a` inline: it runs a million times.
         for value in [each for each in dict(_namespace(module)).values() if issubclass(type(each), type)]:

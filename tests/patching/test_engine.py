@@ -14,7 +14,7 @@ import pytest
 from megatron_overlap.patching import PatchError, RevertRefusedError
 from megatron_overlap.patching.engine import Engine
 from megatron_overlap.patching.manifest import Manifest, ReviewedRelease, Verdict
-from megatron_overlap.patching.planning import Finding, Plan
+from megatron_overlap.patching.planning import Finding, Plan, bindings_of
 from tests.patching.conftest import Packages
 
 Snapshot = Callable[[object], Callable[[], bool]]
@@ -41,6 +41,19 @@ def test_replaces_and_restores_a_method(packages: Packages, snapshot: Snapshot) 
     assert engine.revert() == []
     assert same()
     assert engine.applied == []
+
+
+def test_packages_below_megatron_are_searched_for_their_own_objects_alone(packages: Packages) -> None:
+    ours, theirs = packages.vendor.scale, functools.partial
+    setattr(types, packages.vendor_name, ours)
+    try:
+        (found,) = bindings_of(ours)
+        assert [str(binding) for binding in found] == [f"{packages.vendor.__name__}:scale"]
+        found, held = bindings_of(ours, theirs)
+        assert f"types:{packages.vendor_name}" in map(str, found)
+        assert "functools:partial" in map(str, held)
+    finally:
+        delattr(types, packages.vendor_name)
 
 
 def test_replacement_has_the_names_of_the_original_and_its_own_module(packages: Packages) -> None:
