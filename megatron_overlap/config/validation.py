@@ -20,6 +20,9 @@ REFUSED_FLAGS: Mapping[str, str] = MappingProxyType(
         "--cuda-graph-impl": "CUDA graphs need the same shapes in every step",
         "--enable-cuda-graph": "CUDA graphs need the same shapes in every step",
         "--external-cuda-graph": "CUDA graphs need the same shapes in every step",
+        "--fp8-format": "its GEMMs need rows in multiples of 32, and a rank holds any number of rows",
+        "--fp4-format": "its GEMMs need rows in multiples of 32, and a rank holds any number of rows",
+        "--tp-comm-overlap": "userbuffers need the same number of rows in every step",
         "--window-size": "the plan balances full causal attention",
         "--multi-latent-attention": "its keys and values have different shapes",
         "--reset-position-ids": "positions already restart with every document",
@@ -203,8 +206,6 @@ def _varlen_rules(cfg: LaunchFields) -> Iterator[Rule]:
     if train.micro_batch_size > 1:
         what = "a micro-batch is one row of whole documents, train.seq_length tokens at most"
         yield "train.micro_batch_size", f"use 1 {used}: {what}"
-    if train.transformer_impl != "local":
-        yield "train.transformer_impl", f"use local {used}"
     if cfg.data.kind == "mock":
         yield "data.kind", "overlap.varlen reads documents; use text or indexed"
     if cfg.launch.entry is not None:

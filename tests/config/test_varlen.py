@@ -27,11 +27,6 @@ REFUSED = {
     "query split": (("overlap.tensor.attention=query_split",), "overlap.tensor.attention", "use row"),
     "dropout": (("model.attention_dropout=0.1",), "model.attention_dropout", "use 0"),
     "micro-batch": (("train.micro_batch_size=2",), "train.micro_batch_size", "use 1"),
-    "engine": (
-        ("launch.device=cuda", "train.transformer_impl=transformer_engine", "overlap.tensor.method=none"),
-        "train.transformer_impl",
-        "use local",
-    ),
     "mock data": (("data.kind=mock", "data.path="), "data.kind", "use text or indexed"),
     "script": (("launch.entry=x.py",), "launch.entry", "use null"),
     "mask": (("overlap.varlen.method=masked",), "parallel.context", "use 1"),

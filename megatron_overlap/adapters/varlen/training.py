@@ -116,7 +116,7 @@ def check_arguments(args: Any, method: str) -> None:
 
 def _argument_problems(args: Any, method: str) -> Iterator[tuple[str, Any, str]]:
     for flag, reason in REFUSED_FLAGS.items():
-        value = getattr(args, flag.removeprefix("--").replace("-", "_"), None)
+        value = getattr(args, flag.removeprefix("--").removesuffix("-format").replace("-", "_"), None)
         if flag == "--dataloader-type":
             if value != "external":
                 yield flag, value, "the plugin loads the documents: use external"
@@ -126,7 +126,6 @@ def _argument_problems(args: Any, method: str) -> Iterator[tuple[str, Any, str]]
         ("--pipeline-model-parallel-size", 1, "pipeline stages do not pass the plan on: use 1"),
         ("--micro-batch-size", 1, "a micro-batch is one row of whole documents, --seq-length tokens at most: use 1"),
         ("--calculate-per-token-loss", True, "ranks hold different numbers of tokens: add it"),
-        ("--transformer-impl", "local", "it uses another core attention: use local"),
         ("--attention-dropout", 0.0, "use 0"),
     )
     for flag, value, reason in required:

@@ -375,8 +375,11 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def make_model(group: dist.ProcessGroup, case: Model, dtype: torch.dtype) -> Any:
-    """A model with the same random parameters on every call; norms and biases differ from their defaults."""
+def make_model(group: dist.ProcessGroup, case: Model, dtype: torch.dtype, build: Any = None) -> Any:
+    """A model with the same random parameters on every call; norms and biases differ from their defaults.
+
+    `build` makes it of a configuration, in place of the function in `MODELS`.
+    """
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import MLATransformerConfig
 
@@ -385,7 +388,7 @@ def make_model(group: dist.ProcessGroup, case: Model, dtype: torch.dtype) -> Any
     kind = MLATransformerConfig if made.get("multi_latent_attention") else None
     torch.manual_seed(17)
     model_parallel_cuda_manual_seed(17)
-    model = make(make_config(group, dtype, kind=kind, **made)).to(dtype)
+    model = (build or make)(make_config(group, dtype, kind=kind, **made)).to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:

@@ -245,10 +245,7 @@ def make_te_model(case: Model, tensor: int, context: int, main_grad: bool = Fals
 
 
 def run_te_model(model: Any, case: Model) -> dict[str, torch.Tensor]:
-    """Mean loss over all positions and every gradient, fp32, summed over context ranks.
-
-    Gradients of parameters that Megatron marks `sequence_parallel` are also summed over tensor-parallel ranks.
-    """
+    """Mean loss over all positions, and every gradient."""
     from megatron.core import parallel_state
 
     from megatron_overlap.adapters.training.pretrain import positions_of_rank
@@ -260,6 +257,16 @@ def run_te_model(model: Any, case: Model) -> dict[str, torch.Tensor]:
         ids, positions = (positions_of_rank(each, context.rank(), context.size()) for each in (ids, positions))
     loss = model(ids, positions, None, labels=ids).float().sum() / (case.batch * POSITIONS)
     loss.backward()
+    return gradients(model, loss)
+
+
+def gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Loss and every gradient, fp32, summed over context ranks.
+
+    Gradients of parameters that Megatron marks `sequence_parallel` are also summed over tensor-parallel ranks.
+    """
+    from megatron.core import parallel_state
+
     found = {"loss": loss.detach()}
     for name, parameter in model.named_parameters():
         used = getattr(parameter, "main_grad", None)
@@ -269,7 +276,7 @@ def run_te_model(model: Any, case: Model) -> dict[str, torch.Tensor]:
         if getattr(parameter, "sequence_parallel", False):
             dist.all_reduce(found[name], group=parallel_state.get_tensor_model_parallel_group())
     for value in found.values():
-        dist.all_reduce(value, group=context)
+        dist.all_reduce(value, group=parallel_state.get_context_parallel_group())
     return found
 
 

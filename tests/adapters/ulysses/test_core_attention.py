@@ -75,7 +75,7 @@ TE_MODELS: dict[str, tuple[Model, dict[str, Any], dict[str, int]]] = {
     "main_grad": (Model("llama"), {"main_grad": True}, {"ulysses_layer": 2}),
     "biases": (Model("gpt", config={"qk_layernorm": False}), {}, {"ulysses_layer": 2}),
     "window": (Model("llama", config={"window_size": (5, 0)}), {}, {"ulysses_layer": 2}),
-    "norms of queries and keys": (Model("gpt"), {}, {"ulysses": 2}),
+    "norms of queries and keys": (Model("gpt", config={"window_size": (5, 0)}), {}, {"ulysses": 2}),
     "few key/value heads": (Model("llama", config={"num_query_groups": 1}), {}, {"ulysses": 2}),
     "tensor ranks": (Model("llama"), {"tensor": 2}, {"ulysses": 2, "ag_gemm": 5, "gemm_rs": 4}),
     "tensor ranks bf16": (Model("llama", BF16), {"tensor": 2}, {"ulysses": 2, "ag_gemm": 5, "gemm_rs": 4}),

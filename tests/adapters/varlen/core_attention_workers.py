@@ -7,13 +7,28 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_overlap import OverlapConfig, enable
 from megatron_overlap.config import LaunchConfig, to_megatron_args
+from megatron_overlap.schedules.varlen import CostModel
+from tests.adapters.tensor_parallel.transformer_engine_workers import (
+    POSITIONS,
+    TENSOR,
+    VOCABULARY,
+    Model,
+    assert_near_stock,
+    calls_of,
+    make_model,
+)
+from tests.adapters.ulysses.core_attention_workers import gradients, megatron_groups
 
 
 def start() -> None:
@@ -106,3 +121,74 @@ def nodes_and_splits(group: dist.ProcessGroup) -> tuple[list[int], list[list[int
 
     hosts = ([5], [5, 5, 5, 5], [5, 5, 7, 7], [5, 5, 7], [5, 7, 5, 7], [1, 2, 3])
     return [nodes_of(ids) for ids in hosts], [split_bounds(weights, 200) for weights in ("100,0,0", "969,30,1", "1,1")]
+
+
+TOKENS = 40
+
+
+class _Documents:
+    """Documents of random ids; the micro-batch that they fill has long and short ones."""
+
+    lengths = (21, 3, 9, 6)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def rows(self, index: int) -> int:
+        return self.lengths[index]
+
+    def read(self, index: int) -> np.ndarray:
+        ids = np.random.default_rng(index).integers(0, VOCABULARY, self.lengths[index] + 1)
+        return np.stack([ids[:-1], ids[1:], np.ones(self.lengths[index])], axis=1).astype(np.int32)
+
+
+def _run_documents(
+    case: Model, tensor: int, context: int, overlap: dict[str, Any], state: dict[str, torch.Tensor] | None = None
+) -> tuple[dict[str, torch.Tensor], Any, dict[str, torch.Tensor]]:
+    """Mean loss and every gradient of one micro-batch; the report; the parameters, which are `state` where given."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+
+    from megatron_overlap.adapters.training.pretrain import layer_specification
+    from megatron_overlap.adapters.varlen import training
+    from megatron_overlap.adapters.varlen.core_attention import VarlenAdapter
+    from megatron_overlap.adapters.varlen.loader import DocumentLoader
+
+    with megatron_groups(tensor, context), enable(OverlapConfig.model_validate(overlap), strict=True) as session:
+        group = parallel_state.get_context_parallel_group()
+        adapter = session.adapter(VarlenAdapter, lambda session: VarlenAdapter(session, group, CostModel(), TOKENS))
+
+        def build(config: Any) -> Any:
+            layer = layer_specification(config, use_te=True)
+            training.set_core_attention(layer, adapter)
+            model = GPTModel(config, layer, VOCABULARY, POSITIONS, position_embedding_type="rope")
+            training.rotate_by_position(model, SimpleNamespace(position_embedding_type="rope", seq_length=TOKENS))
+            return model
+
+        config = {"context_parallel_size": context, "sequence_parallel": tensor > 1}
+        tensor_group = parallel_state.get_tensor_model_parallel_group()
+        model = make_model(tensor_group, replace(case, config=config), case.dtype, build)
+        if state is not None:
+            model.load_state_dict(state, strict=False)
+        loader = DocumentLoader(
+            _Documents(), adapter.loader_thread, adapter.plan, tokens=TOKENS, seed=3, row_multiple=tensor
+        )
+        losses, mask = training.forward(next(loader), model, adapter)
+        total = (losses.float() * mask).sum()
+        num_tokens = mask.sum()
+        dist.all_reduce(num_tokens, group=group)
+        loss = total / num_tokens
+        loss.backward()
+        return gradients(model, loss), session.report(), model.state_dict()
+
+
+def te_model_against_stock(
+    group: dist.ProcessGroup, tensor: int, dtype: torch.dtype
+) -> tuple[dict[str, int], list[str]]:
+    """A model of TransformerEngine layers on two context ranks, equal to one rank with stock attention and a mask."""
+    case, masked = Model("llama", dtype), {"tensor": {"method": "none"}, "varlen": {"method": "masked"}}
+    stock, _, state = _run_documents(case, tensor, 1, masked)
+    exact, _, _ = _run_documents(replace(case, dtype=torch.float32), tensor, 1, masked, state)
+    mine, report, _ = _run_documents(case, tensor, 2, {"tensor": TENSOR, "varlen": {"method": "balanced"}})
+    assert_near_stock(mine, stock, exact, dtype)
+    return calls_of(report)

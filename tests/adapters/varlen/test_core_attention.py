@@ -8,18 +8,21 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
+import torch
 
 from megatron_overlap.tools.launch.processes import RunError
+from tests.adapters.conftest import RANKS
 from tests.adapters.megatron_runs import assert_equal_training
 from tests.adapters.varlen import core_attention_workers as workers
 from tests.adapters.varlen.runs import config, train, write_text
+from tests.helpers.te import needs_te
 from tests.helpers.world import World
 
 LAYERS, SHORT, LONG = 2, 4, 20
 
 
 class Reference(Protocol):
-    def __call__(self, iterations: int, arch: str = "llama") -> dict[int, dict[str, Any]]: ...
+    def __call__(self, iterations: int, arch: str = "llama", layers: str = "local") -> dict[int, dict[str, Any]]: ...
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +36,16 @@ def one_rank(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     folder = tmp_path_factory.mktemp("one_rank")
 
     @cache
-    def reference(iterations: int, arch: str = "llama") -> dict[int, dict[str, Any]]:
-        name = f"{arch}{iterations}"
-        return train(folder, config(name, data, method="masked", iterations=iterations, arch=arch))[0]
+    def reference(iterations: int, arch: str = "llama", layers: str = "local") -> dict[int, dict[str, Any]]:
+        cfg = config(
+            f"{layers}{arch}{iterations}",
+            data,
+            method="masked",
+            iterations=iterations,
+            arch=arch,
+            transformer_impl=layers,
+        )
+        return train(folder, cfg)[0]
 
     return reference
 
@@ -60,6 +70,28 @@ def test_two_context_ranks(data: Path, one_rank: Reference, tmp_path: Path) -> N
 def test_two_context_and_two_tensor_ranks(data: Path, one_rank: Reference, tmp_path: Path) -> None:
     rows, reports = train(tmp_path, config("cp2tp2", data, context=2, tensor=2, distributed_optimizer=True))
     assert_equal_training(rows, one_rank(SHORT))
+    assert_attended(reports, 2 * SHORT)
+
+
+@needs_te
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_model_of_transformer_engine_layers(te_ranks: World, tensor: int, dtype: torch.dtype) -> None:
+    """Two context ranks, with and without tensor and sequence parallelism, equal one with stock attention."""
+    linears = {"ag_gemm": 2 * 2 + 1, "gemm_rs": 2 * 2} if tensor > 1 else {}
+    for calls, reasons in te_ranks.run(RANKS, workers.te_model_against_stock, tensor, dtype):
+        assert reasons == []
+        assert calls == {"balanced_attention": 2, **linears}
+
+
+@needs_te
+@pytest.mark.long
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_training_of_transformer_engine_layers(tensor: int, data: Path, one_rank: Reference, tmp_path: Path) -> None:
+    engine = "transformer_engine"
+    cfg = config("te", data, context=2, tensor=tensor, transformer_impl=engine, distributed_optimizer=True)
+    rows, reports = train(tmp_path, cfg)
+    assert_equal_training(rows, one_rank(SHORT, layers=engine))
     assert_attended(reports, 2 * SHORT)
 
 
@@ -105,7 +137,8 @@ REFUSED = {
     "--dataloader-type single": "--dataloader-type: single: not",
     "--pipeline-model-parallel-size 2": "--pipeline-model-parallel-size: 2: not",
     "--micro-batch-size 2": "--micro-batch-size: 2: not",
-    "--transformer-impl transformer_engine": "--transformer-impl: transformer_engine: not",
+    "--fp8-format hybrid": "--fp8-format: hybrid: not with overlap.varlen: its GEMMs need rows",
+    "--tp-comm-overlap": "--tp-comm-overlap: True: not with overlap.varlen: userbuffers need",
     "--attention-dropout 0.1": "--attention-dropout: 0.1: not with overlap.varlen: use 0",
     "--position-embedding-type yarn": "--position-embedding-type: yarn: not",
     "--mock-data": "--mock-data: True: not",
