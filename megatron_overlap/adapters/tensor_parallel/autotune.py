@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron_overlap.adapters.diagnostics.reference_check import Check
 from megatron_overlap.adapters.tensor_parallel.call import LayerOutput, LinearCall
+from megatron_overlap.adapters.tensor_parallel.eligibility import is_te_linear
 from megatron_overlap.autotune.candidates import BATCH_OVERLAP, SEPARATE_LAYERS, STOCK, Call, Candidate
 from megatron_overlap.autotune.search import Search, Step
 from megatron_overlap.autotune.tuner import Autotuner, Kind
@@ -155,8 +156,8 @@ class LinearAutotuner:
 
     def unsupported_reason(self, call: LinearCall) -> str | None:
         """See `LinearBackend`."""
-        if call.wgrad_target is not None and not call.x.is_cuda:
-            return "the stock path with gradient accumulation fusion needs CUDA, so it cannot be measured"
+        if call.wgrad_target is not None and not call.x.is_cuda and not is_te_linear(call.layer):
+            return "unmeasured p2p runs: the stock path of local layers adds to main_grad on CUDA only"
         return None
 
     def lines(self) -> tuple[AutotuneLine, ...]:

@@ -150,8 +150,11 @@ class LinearAdapter(Adapter):
             backend = self.assigned.get(call.layer)
             if backend is not None:
                 return backend.run(call if call.norm is None else call.normalized())
-        if self.autotuner.enabled and self.autotuner.unsupported_reason(call) is None:
-            return self.autotuner.run(call)
+        if self.autotuner.enabled:
+            reason = self.autotuner.unsupported_reason(call)
+            if reason is None:
+                return self.autotuner.run(call)
+            self._counters.exclude("autotuning", reason)
         return self.run_overlapped(call, self._method)
 
     def run_overlapped(self, call: LinearCall, backend: OverlapBackend | None = None) -> LayerOutput:

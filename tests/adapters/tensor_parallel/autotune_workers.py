@@ -104,6 +104,17 @@ def evaluated(group: dist.ProcessGroup) -> list[dict[str, Any]]:
         return lines
 
 
+def accumulates(group: dist.ProcessGroup) -> dict[str, str]:
+    """A local layer whose weight gradient is added to `main_grad`: what the report excludes."""
+    start(group)
+    layer = make_layer("column", torch.float32)
+    layer.gradient_accumulation_fusion = True
+    layer.weight.main_grad = torch.zeros(layer.weight.shape)
+    with enable(config(None), strict=True) as session:
+        step(layer, *make_data("column", torch.float32, 8 * group.size(), group.size(), group.rank()))
+        return dict(session.report().not_overlapped)
+
+
 def shared_input(group: dist.ProcessGroup) -> tuple[list[str], int]:
     """Two layers of one input in every step: the candidates of all calls, and the bytes that the forwards sent."""
     start(group)

@@ -35,6 +35,11 @@ def test_evaluation_and_recomputation_are_tuned_separately(ranks: World) -> None
     assert all(line["ms"] for line in lines)
 
 
+def test_local_layers_with_gradient_accumulation_fusion_are_not_measured_on_a_cpu(ranks: World) -> None:
+    for excluded in ranks.run(RANKS, workers.accumulates):
+        assert "adds to main_grad on CUDA only" in excluded["autotuning"]
+
+
 def test_layers_of_one_input_run_the_same_candidate_and_share_its_gather(ranks: World) -> None:
     ran, sent = ranks.run(RANKS, workers.shared_input)[0]
     assert ran[::2] == ran[1::2]

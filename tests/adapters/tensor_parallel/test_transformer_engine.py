@@ -108,10 +108,13 @@ def test_an_unsupported_layer_runs_the_stock_forward(te_ranks: World, what: str,
         assert reasons == [reason]
 
 
-def test_auto_measures_every_candidate_and_lists_a_selection(te_ranks: World) -> None:
-    answers = te_ranks.run(RANKS, cases.tuned)
+@pytest.mark.parametrize("fused", [False, True], ids=["autograd", "main_grad"])
+def test_auto_measures_every_candidate_and_lists_a_selection(te_ranks: World, fused: bool) -> None:
+    """Every trial is a call of the training, so that it adds to `main_grad` once."""
+    answers = te_ranks.run(RANKS, cases.tuned, fused)
     ran, lines = answers[0]
     assert [line["op"] for line in lines] == ["ag_gemm", "gemm_rs"]
+    assert all(line["module"].endswith(" main_grad") == fused for line in lines)
     for line in lines:
         assert line["ms"] > 0
         assert line["stock_ms"] > 0, "the stock path is timed with its norm, as the other candidates are"
@@ -141,6 +144,8 @@ MODEL_CALLS = {
     "llama": {"ag_gemm": 2 * 2 + 1, "gemm_rs": 2 * 2},
     "gpt": {"ag_gemm": 2 * 2 + 1, "gemm_rs": 2 * 2},
     "fused MLP": {"ag_gemm": 2 * 2 + 1, "gemm_rs": 2 * 2},
+    # It has another kernel for one tensor-parallel rank only.
+    "grouped fused MLP": {"ag_gemm": 2 * 2 + 1, "gemm_rs": 2 * 2},
     # One more layer, the projection of its input, and a second pass through the output layer.
     "MTP": {"ag_gemm": 3 * 2 + 1 + 2, "gemm_rs": 3 * 2},
     # Two up-projections in place of QKV.
@@ -149,6 +154,8 @@ MODEL_CALLS = {
     "experts": {"ag_gemm": 2 * 1 + 1, "gemm_rs": 2 * 1},
     "hybrid": {"ag_gemm": 2 * 2 + 1, "gemm_rs": 2 * 2},
     "BERT": {"ag_gemm": 2 * 2, "gemm_rs": 2 * 2},
+    # The encoder; a decoder layer has cross attention with one layer for queries, and one for keys and values.
+    "T5": {"ag_gemm": 2 * 2 + 2 * 4 + 1, "gemm_rs": 2 * 2 + 2 * 3},
 }
 
 

@@ -220,7 +220,7 @@ def against_stock(
     return calls, dict(report.numerics_check)
 
 
-def tuned(world: dist.ProcessGroup) -> tuple[list[str], list[dict[str, Any]]]:
+def tuned(world: dist.ProcessGroup, fused: bool) -> tuple[list[str], list[dict[str, Any]]]:
     """A layer with a norm and a row-parallel layer under `method: auto`; every call is equal to stock.
 
     Returns the candidate of each call, and the selections at the end.
@@ -228,7 +228,7 @@ def tuned(world: dist.ProcessGroup) -> tuple[list[str], list[dict[str, Any]]]:
     from tests.adapters.tensor_parallel.autotune_workers import CALLS, config, follow
 
     start(world)
-    group, cases = tensor_group(2), (Layer("norm"), Layer("row"))
+    group, cases = tensor_group(2), (Layer("norm", fused=fused), Layer("row", fused=fused))
     stock = [run_layer(make_layer(group, case), case, group) for case in cases]
     exact = [exact_layer(make_layer(group, case), case, group) for case in cases]
     with enable(config(None), strict=True) as session:
@@ -352,10 +352,26 @@ def _bert(config: Any) -> Any:
     return TransformerBlock(config, ModuleSpec(module=TransformerLayer, submodules=submodules))
 
 
+def _t5(config: Any) -> Any:
+    from megatron.core.models.T5.t5_model import T5Model
+    from megatron.core.models.T5.t5_spec import (
+        get_t5_decoder_with_transformer_engine_block_spec,
+        get_t5_encoder_with_transformer_engine_block_spec,
+    )
+
+    encoder = get_t5_encoder_with_transformer_engine_block_spec(config.num_layers)
+    decoder = get_t5_decoder_with_transformer_engine_block_spec(config.num_layers)
+    return T5Model(config, config, encoder, decoder, VOCABULARY, POSITIONS)
+
+
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (_gpt, LLAMA),
     "gpt": (_gpt, {"normalization": "LayerNorm", "layernorm_zero_centered_gamma": True, "qk_layernorm": True}),
     "fused MLP": (_gpt, {**LLAMA, "use_transformer_engine_op_fuser": True}),
+    "grouped fused MLP": (
+        _gpt,
+        {**LLAMA, "use_transformer_engine_op_fuser": True, "use_grouped_gemm_for_dense_mlp": True},
+    ),
     "MTP": (_gpt, {**LLAMA, "mtp_num_layers": 1}),
     "MLA": (
         _gpt,
@@ -372,6 +388,7 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "experts": (_gpt, {**LLAMA, "num_moe_experts": 4, "moe_router_topk": 2, "moe_token_dispatcher_type": "allgather"}),
     "hybrid": (_hybrid, {**LLAMA, "num_layers": 4}),
     "BERT": (_bert, {"normalization": "LayerNorm"}),
+    "T5": (_t5, {"normalization": "LayerNorm"}),
 }
 
 
@@ -408,6 +425,11 @@ def run_model(model: Any, case: Model, group: dist.ProcessGroup) -> dict[str, to
         mask = torch.zeros(case.batch, 1, 1, POSITIONS, dtype=torch.bool)
         mask[0, ..., -3:] = True
         loss = model(x, mask).float().square().mean()
+    elif case.kind == "T5":
+        ids = torch.randint(0, VOCABULARY, (2, case.batch, POSITIONS), generator=torch.Generator().manual_seed(3))
+        padding = torch.zeros(case.batch, 1, 1, POSITIONS, dtype=torch.bool)
+        padding[0, ..., -3:] = True
+        loss = model(*ids, padding, None, (torch.zeros_like(padding), padding), lm_labels=ids[1]).float().mean()
     else:
         ids = torch.randint(0, VOCABULARY, (case.batch, POSITIONS), generator=torch.Generator().manual_seed(3))
         positions = torch.arange(POSITIONS).expand(case.batch, -1)
@@ -417,10 +439,16 @@ def run_model(model: Any, case: Model, group: dist.ProcessGroup) -> dict[str, to
     return {"loss": loss.detach(), **grads}  # type: ignore[dict-item]
 
 
+def is_linear(module: Any) -> bool:
+    """Whether a module is a linear layer of TransformerEngine or of Megatron that has a weight."""
+    return type(module).__name__.endswith("Linear") and isinstance(getattr(module, "weight", None), torch.Tensor)
+
+
 def model_against_stock(world: dist.ProcessGroup, case: Model) -> tuple[dict[str, int], list[str], dict[str, str]]:
     """A model, equal to stock.
 
-    Returns the overlapped forwards by operation, the reasons of fallbacks, and what is not overlapped at all.
+    The report lists every linear layer. Returns the overlapped forwards by operation, the reasons of fallbacks, and
+    what is not overlapped at all.
     """
     start(world)
     stock = run_model(make_model(world, case, case.dtype), case, world)
@@ -428,8 +456,14 @@ def model_against_stock(world: dist.ProcessGroup, case: Model) -> tuple[dict[str
     wide.load_state_dict(make_model(world, case, case.dtype).state_dict(), strict=False)
     exact = stock if case.dtype == torch.float32 else run_model(wide, case, world)
     with enable(OverlapConfig.model_validate({"tensor": {**TENSOR, **case.tensor}}), strict=case.strict) as session:
-        mine = run_model(make_model(world, case, case.dtype), case, world)
+        model = make_model(world, case, case.dtype)
+        mine = run_model(model, case, world)
         report = session.report()
+    listed = {(site.kind, site.name) for site in report.sites}
+    for layer in filter(is_linear, model.modules()):
+        kind = "row" if "Row" in type(layer).__name__ else "column"
+        counted = (kind, f"{layer.weight.shape[1]}->{layer.weight.shape[0]}") in listed
+        assert counted or type(layer).__name__ in report.not_overlapped, f"{layer}: not in the report"
     assert_near_stock(mine, stock, exact, case.dtype)
     return *calls_of(report), dict(report.not_overlapped)
 
