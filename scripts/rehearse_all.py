@@ -56,9 +56,10 @@ def check(name: str, overrides: Sequence[str], max_ranks: int) -> bool:
     cells = ["failed", "", "", "", ""]
     proven = False
     try:
-        downscaled, _ = downscale(load_launch_config(files[1], overrides), max_ranks)
+        cfg = load_launch_config(files[1], overrides)
+        downscaled, _ = downscale(cfg, max_ranks)
         with tempfile.TemporaryDirectory() as folder:
-            result = rehearse(downscaled, Path(folder))
+            result = rehearse(cfg, downscaled, Path(folder))
         proven = planned and not result.failures
         cells = [*figures(downscaled, result), "passed" if proven else "FAILED"]
         for failure in result.failures:

@@ -204,6 +204,8 @@ class LaunchSection(Section):
     entry: Text | None = None
     """Training script; null: the provided script for model.arch."""
     hosts: HostsConfig | None = None
+    rehearsal: bool = False
+    """The CPU ranks refuse what a machine with GPUs refuses; `launch --rehearse` sets it."""
     slurm: SlurmConfig = SlurmConfig()
     output_dir: Folder = "runs"
     """Folder of run directories."""

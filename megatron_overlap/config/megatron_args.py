@@ -105,6 +105,8 @@ CPU_SWITCHES = (
     "--no-persist-layer-norm",
     "--no-rope-fusion",
 )
+# Those of a rehearsal: what runs without a GPU stays as in the launch.
+REHEARSAL_SWITCHES = ("--no-masked-softmax-fusion", "--no-rope-fusion")
 CPU_VALUES: Mapping[str, str] = MappingProxyType({"--distributed-backend": "gloo", "--attention-backend": "unfused"})
 
 # The plugin loads the documents. Ranks have different numbers of tokens, so the loss is averaged over tokens.
@@ -216,4 +218,4 @@ def _device(cfg: LaunchFields) -> Iterator[str]:
     if cfg.launch.device == "cpu":
         for flag, value in CPU_VALUES.items():
             yield from (flag, value)
-        yield from CPU_SWITCHES
+        yield from REHEARSAL_SWITCHES if cfg.launch.rehearsal else CPU_SWITCHES

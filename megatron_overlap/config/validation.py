@@ -162,6 +162,8 @@ def _device_rules(cfg: LaunchFields) -> Iterator[Rule]:
     if launch.device != "cpu":
         if launch.hosts is not None:
             yield "launch.device", "launch.hosts needs cpu: NCCL does not use the rate-limited links"
+        if launch.rehearsal:
+            yield "launch.rehearsal", "needs launch.device cpu; `launch --rehearse` sets both"
         return
     if launch.nodes > 1:
         yield "launch.nodes", "launch.device cpu runs on one node; use 1, or launch.hosts"

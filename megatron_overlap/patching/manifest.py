@@ -97,6 +97,28 @@ class Manifest(BaseModel):
         return self
 
 
+class Permit(BaseModel):
+    """What a run without a GPU permits because of the patches of one file under `patches/cpu/`.
+
+    Attributes:
+        name: the file without its suffix.
+        targets: targets of the file; none where the adaptation is not a patch.
+        what: what the run does or accepts.
+        on_gpu: what a machine with a GPU does instead.
+        without: regular expression of what a small run prints without this adaptation.
+        remedy: for the user where a GPU refuses it; a rehearsal of a launch on GPUs then refuses it too.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    name: str
+    targets: list[TargetName]
+    what: Reason
+    on_gpu: Reason
+    without: str
+    remedy: Reason | None = None
+
+
 def patches_folder() -> Path:
     """The folder of the manifests: a package resource in a wheel, the repository's folder in an editable install."""
     return resource_folder("patches")
@@ -106,28 +128,39 @@ def load_manifest_file(path: Path) -> list[Manifest]:
     """Reads the manifests of one file.
 
     A file holds the keys of one `Manifest`, or `targets`: a mapping of targets to the keys that differ between them,
-    beside the keys that they share.
+    beside the keys that they share. `permits` belongs to the file (`load_permits`).
 
     Raises:
         ManifestError: the file is unreadable, is not YAML, or does not describe a patch.
     """
-    try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _SafeLoader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ManifestError(f"{path}: {' '.join(str(error).split())}: write a readable YAML file") from error
-    if not isinstance(content, dict):
-        raise ManifestError(f"{path}: {type(content).__name__}: write a mapping with target, why, ...")
+    content = _mapping(path)
+    content.pop("permits", None)
     if "targets" not in content:
-        return [_validated(path, "", content)]
+        return [_validated(path, "", content, Manifest)]
     targets = content.pop("targets")
     if not isinstance(targets, dict) or not all(isinstance(keys, dict) for keys in targets.values()):
         raise ManifestError(
             f"{path}: targets: {type(targets).__name__}: write a mapping of targets to mappings of keys"
         )
     return [
-        _validated(path, f"targets.{target}.", {**content, "target": target, **keys})
+        _validated(path, f"targets.{target}.", {**content, "target": target, **keys}, Manifest)
         for target, keys in targets.items()
     ]
+
+
+def load_permits() -> list[Permit]:
+    """What a run without a GPU permits, one entry per file under `patches/cpu/`.
+
+    Raises:
+        ManifestError: a file is wrong or has no `permits`.
+    """
+    permits = []
+    for file in sorted((patches_folder() / "cpu").glob("*.yaml")):
+        keys = _mapping(file).get("permits")
+        targets = [manifest.target for manifest in load_manifest_file(file)]
+        content = {**keys, "name": file.stem, "targets": targets} if isinstance(keys, dict) else {}
+        permits.append(_validated(file, "permits.", content, Permit))
+    return permits
 
 
 def load_manifests(folder: Path | None = None) -> list[Manifest]:
@@ -157,9 +190,19 @@ def _read_manifests(folder: Path) -> list[Manifest]:
     return list(manifests.values())
 
 
-def _validated(path: Path, prefix: str, content: dict[str, Any]) -> Manifest:
+def _mapping(path: Path) -> dict[str, Any]:
     try:
-        return Manifest.model_validate(content)
+        content = yaml.load(path.read_text(encoding="utf-8"), _SafeLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ManifestError(f"{path}: {' '.join(str(error).split())}: write a readable YAML file") from error
+    if not isinstance(content, dict):
+        raise ManifestError(f"{path}: {type(content).__name__}: write a mapping with target, why, ...")
+    return content
+
+
+def _validated[Kind: BaseModel](path: Path, prefix: str, content: dict[str, Any], kind: type[Kind]) -> Kind:
+    try:
+        return kind.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
         key = prefix + ".".join(map(str, first["loc"])) or "the whole file"

@@ -32,9 +32,14 @@ TP2_SP = shlex.split("--tensor-model-parallel-size 2 --sequence-parallel")
 
 
 def start_ranks(
-    world_size: int, argv: Sequence[str], *, env: dict[str, str] | None = None, timeout_s: float = 120.0
+    world_size: int,
+    argv: Sequence[str],
+    *,
+    env: dict[str, str] | None = None,
+    timeout_s: float = 120.0,
+    program: Sequence[str] = ("-m", "megatron_overlap"),
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Runs ``python -m megatron_overlap argv`` on every rank and waits for all; none outlives the call."""
+    """Runs ``python PROGRAM argv`` on every rank and waits for all; none outlives the call."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -51,7 +56,7 @@ def start_ranks(
             "OMP_NUM_THREADS": "1",
             **(env or {}),
         }
-        command = [sys.executable, "-m", "megatron_overlap", *argv]
+        command = [sys.executable, *program, *argv]
         processes.append(
             subprocess.Popen(command, env=rank_env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         )

@@ -7,6 +7,7 @@ TransformerEngine is installed, `te_module` takes the place of its native module
 import importlib.util
 import logging
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 from megatron_overlap.adapters.cpu import te_module
@@ -14,17 +15,27 @@ from megatron_overlap.adapters.cpu.megatron_patches import RNG_LOGGER, QuietRngW
 from megatron_overlap.config.resources import TE_MISSING, transformer_engine_folder
 from megatron_overlap.patching import PatchRefusedError
 from megatron_overlap.patching.engine import Engine
-from megatron_overlap.patching.manifest import load_manifests
+from megatron_overlap.patching.manifest import Permit, load_manifests, load_permits
 
 TORCH, MEGATRON, TRAINING = "cpu_torch", "cpu_megatron", "cpu_training"
 """The features of the patches."""
 
+TE_KERNELS = "te_kernels"
+"""The entry of `load_permits` for `te_module`, which is not a patch."""
+
 
 class CpuMegatron:
-    """The patches that adapt torch and Megatron to the CPU."""
+    """The patches that adapt torch and Megatron to the CPU.
 
-    def __init__(self) -> None:
-        self.engine = Engine(manifest for manifest in load_manifests() if manifest.feature.startswith("cpu_"))
+    Args:
+        left_out: entries of `load_permits` that are not installed.
+    """
+
+    def __init__(self, left_out: Collection[Permit] = ()) -> None:
+        targets = {target for permit in left_out for target in permit.targets}
+        ours = [each for each in load_manifests() if each.feature.startswith("cpu_") and each.target not in targets]
+        self.engine = Engine(ours)
+        self._te_kernels = TE_KERNELS not in {permit.name for permit in left_out}
         self._filter = QuietRngWarning()
 
     def install(self) -> None:
@@ -35,7 +46,7 @@ class CpuMegatron:
         """
         try:
             self._apply(TORCH)
-            if importlib.util.find_spec("transformer_engine") is not None:
+            if self._te_kernels and importlib.util.find_spec("transformer_engine") is not None:
                 te_module.install()  # Megatron imports TransformerEngine where it is installed.
             # Planning imports Megatron. Its modules store `torch.compile`, the tensor types and `_lazy_call` by value,
             # so torch is patched before.
@@ -73,12 +84,13 @@ def _has_training_loop() -> bool:
     return Path(core.origin).parents[1] == Path(loop.origin).parents[1]
 
 
-def install(*, te_layers: bool = False) -> CpuMegatron:
+def install(*, te_layers: bool = False, rehearsal: bool = False) -> CpuMegatron:
     """Adapts torch, then Megatron, to a machine without a GPU.
 
     Args:
         te_layers: the run builds TransformerEngine layers: TransformerEngine is taken from its folder where it is not
             installed.
+        rehearsal: refuse what a GPU machine refuses: leave out the entries of `load_permits` with a remedy.
 
     Raises:
         ModuleNotFoundError: `te_layers`, and TransformerEngine is neither installed nor in its folder.
@@ -92,6 +104,6 @@ def install(*, te_layers: bool = False) -> CpuMegatron:
         if folder is None:
             raise ModuleNotFoundError(f"--transformer-impl transformer_engine: {TE_MISSING}", name="transformer_engine")
         sys.path.append(str(folder))
-    adapter = CpuMegatron()
+    adapter = CpuMegatron([permit for permit in load_permits() if permit.remedy] if rehearsal else ())
     adapter.install()
     return adapter

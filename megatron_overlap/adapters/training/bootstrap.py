@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_overlap.config import OverlapConfig, load_overlap_file
 from megatron_overlap.config.megatron_args import TE_OVERLAP, TE_OVERLAP_ADVICE
+from megatron_overlap.config.resources import transformer_engine_available
 from megatron_overlap.patching.engine import Engine
 from megatron_overlap.patching.manifest import load_manifests
 from megatron_overlap.session import Session, current, enable
@@ -72,6 +73,7 @@ class ScriptRun:
             file = load_overlap_file(flags.overlap_config)
             self._overlap, launch = file.overlap, file.launch
         self._device = flags.overlap_device or (launch.device if launch is not None else "cuda")
+        self._rehearsal = launch is not None and launch.rehearsal
         hosts = launch.hosts if launch is not None else None
         self._link = hosts.model_dump(mode="json") if hosts is not None else None
 
@@ -90,7 +92,7 @@ class ScriptRun:
             from megatron_overlap.adapters import cpu
 
             try:
-                cpu.install(te_layers=self._builds_te_layers())
+                cpu.install(te_layers=self._builds_te_layers(), rehearsal=self._rehearsal)
             except ModuleNotFoundError as error:
                 if error.name != "transformer_engine":
                     raise
@@ -175,6 +177,23 @@ class ScriptRun:
     def _print_report(self) -> None:
         assert self._session is not None
         print(self._session.report().render(), flush=True)
+
+
+def validate_arguments() -> None:
+    """Passes the command line, Megatron's arguments of a launch on GPUs, through Megatron's argument validation.
+
+    WORLD_SIZE is the number of ranks of the launch. Arguments that Megatron does not know belong to a custom script.
+    """
+    from megatron_overlap.adapters import cpu
+
+    has_te = transformer_engine_available()
+    cpu.install(te_layers=has_te, rehearsal=True)
+    from megatron.training import arguments
+
+    args = arguments.parse_args(ignore_unknown_args=True)
+    arguments.validate_args(args, {})
+    if has_te:  # The default of some fused kernels needs TransformerEngine, for local layers too.
+        arguments.core_transformer_config_from_args(args)
 
 
 def add_overlap_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -25,9 +25,11 @@ from rich.table import Table
 from megatron_overlap.comm import destroy_process_groups
 from megatron_overlap.comm.symmetric.cuda import local_unsupported_reason
 from megatron_overlap.ops import all_gather_linear, linear_reduce_scatter, reference
+from megatron_overlap.patching.manifest import load_permits
 from megatron_overlap.tools.doctor.gemm_rate import slow_precision_reason
 from megatron_overlap.tools.launch.processes import RunError
 from megatron_overlap.tools.launch.ranks import run_workers
+from megatron_overlap.tools.launch.rehearsal import permits_table
 
 TEST_DEADLINE_S = 10.0
 VERSIONS = ("megatron-overlap", "megatron-core", "torch", "triton", "transformer-engine", "apex")
@@ -86,6 +88,8 @@ def command(
     for finding in findings(failure, ranks):
         table.add_row(finding.feature, finding.verdict, finding.reason)
     console.print(table)
+    if not cuda:
+        console.print(permits_table(load_permits()))
     return 0 if failure is None else 1
 
 

@@ -13,11 +13,12 @@ from rich.status import Status
 from megatron_overlap.config import ConfigError, LaunchConfig, load_launch_config, without_overlap
 from megatron_overlap.config.errors import writing
 from megatron_overlap.config.resources import config_file
+from megatron_overlap.patching.manifest import load_permits
 from megatron_overlap.tools.launch.downscale import downscale
 from megatron_overlap.tools.launch.netlab import NetlabError
 from megatron_overlap.tools.launch.plan import execute, plan, unused_folder
 from megatron_overlap.tools.launch.processes import OnLine, RunError
-from megatron_overlap.tools.launch.rehearsal import changes_table, max_local_ranks, steps_table
+from megatron_overlap.tools.launch.rehearsal import changes_table, max_local_ranks, permits_table, steps_table
 from megatron_overlap.tools.launch.rehearsal import rehearse as run_rehearsal
 from megatron_overlap.tools.launch.run_records import RunRecordError
 from megatron_overlap.tools.launch.slurm import batch_file
@@ -117,8 +118,9 @@ def _rehearse(config: Path, overrides: Sequence[str], run_dir: Path | None, max_
     # Rich wraps at 80 columns if the output is not a terminal.
     console = Console(width=None if sys.stdout.isatty() else 150, markup=False)
     console.print(changes_table(changes))
+    console.print(permits_table(p for p in load_permits() if not (p.remedy and downscaled.launch.rehearsal)))
     try:
-        result = run_rehearsal(downscaled, folder, lambda started: print(f"{started.name}: {folder}", flush=True))
+        result = run_rehearsal(cfg, downscaled, folder, lambda started: print(f"{started.name}: {folder}", flush=True))
     except (RunError, RunRecordError) as error:
         print(f"{cfg.name}: {error}", file=sys.stderr)
         return 1

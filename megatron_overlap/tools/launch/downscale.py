@@ -24,7 +24,7 @@ from typing import Any
 
 from megatron_overlap.config import ConfigError, LaunchConfig
 from megatron_overlap.config.loading import missing_inputs
-from megatron_overlap.config.megatron_args import CPU_SWITCHES, flags_in
+from megatron_overlap.config.megatron_args import REHEARSAL_SWITCHES, flags_in
 from megatron_overlap.config.resources import TE_MISSING, transformer_engine_available
 
 ITERATIONS = 3
@@ -122,6 +122,7 @@ def downscale(cfg: LaunchConfig, max_ranks: int) -> tuple[LaunchConfig, list[Cha
             "nodes": 1,
             "ranks_per_node": math.prod(sizes.values()),
             "hosts": None,
+            "rehearsal": cfg.launch.rehearsal or cfg.launch.device == "cuda",
             "threads_per_rank": 1,
         },
         "overlap": {**dump["overlap"], "tensor": {**dump["overlap"]["tensor"], "method": _tensor_method(cfg)}},
@@ -266,7 +267,10 @@ _REASONS: Mapping[str, str] = MappingProxyType(
     }
 )
 # Keys that follow from others, and keys that do not change the training.
-_UNLISTED = ("model.preset", "model.max_position_embeddings", "data.workers", "launch.threads_per_rank", "launch.slurm")
+_UNLISTED = (
+    *("model.preset", "model.max_position_embeddings", "data.workers"),
+    *("launch.threads_per_rank", "launch.rehearsal", "launch.slurm"),
+)
 
 
 def _differences(cfg: LaunchConfig, downscaled: LaunchConfig, sizes: Mapping[str, int]) -> Iterator[Change]:
@@ -290,7 +294,7 @@ def _differences(cfg: LaunchConfig, downscaled: LaunchConfig, sizes: Mapping[str
 
 def _kernels(cfg: LaunchConfig) -> Iterator[Change]:
     if cfg.launch.device == "cuda":
-        yield Change("fused kernels", "Megatron's defaults", " ".join(CPU_SWITCHES), "need a GPU")
+        yield Change("fused kernels", "Megatron's defaults", " ".join(REHEARSAL_SWITCHES), "need a GPU")
 
 
 def _as_yaml(value: object) -> str:

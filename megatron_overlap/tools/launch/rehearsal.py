@@ -1,16 +1,21 @@
 """Rehearsal of a launch: run its downscaled config on CPUs with and without the overlap and compare both runs."""
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 from rich.table import Table
 
-from megatron_overlap.config import LaunchConfig, without_overlap
+from megatron_overlap.config import LaunchConfig, to_megatron_args, without_overlap
+from megatron_overlap.patching.manifest import Permit, load_permits
 from megatron_overlap.tools.launch.downscale import Change
-from megatron_overlap.tools.launch.plan import execute, plan
+from megatron_overlap.tools.launch.plan import execute, gpu_env, plan
+from megatron_overlap.tools.launch.processes import RunError, run_ranks
+from megatron_overlap.tools.launch.ranks import worker_commands
 from megatron_overlap.tools.launch.run_records import PluginReport, RunRecord, deviation, read_run
 
 # Largest relative deviation from the stock path over the steps, (loss, grad-norm). fp32: the sums have another order,
@@ -55,21 +60,40 @@ class Rehearsal:
 
 
 def rehearse(
-    downscaled: LaunchConfig, folder: Path, on_start: Callable[[LaunchConfig], None] = lambda config: None
+    cfg: LaunchConfig,
+    downscaled: LaunchConfig,
+    folder: Path,
+    on_start: Callable[[LaunchConfig], None] = lambda config: None,
 ) -> Rehearsal:
-    """Run a downscaled config with and without the overlap and compare the runs.
+    """Check the arguments of a launch on GPUs, run its downscaled config with and without the overlap, and compare.
 
     A config without overlap runs once, and its losses must be finite.
 
     Args:
-        downscaled: the config that `downscale` returned.
+        cfg: the launch.
+        downscaled: the config that `downscale` returned for it.
         folder: parent of the two run directories.
         on_start: called with a config before its run starts.
 
     Raises:
-        RunError: a rank failed.
+        RunError: Megatron refuses the arguments of the launch, or a rank failed.
         RunRecordError: a run directory is incomplete.
     """
+    try:
+        return _rehearse(cfg, downscaled, folder, on_start)
+    except RunError as error:
+        text = str(error)
+        refused = (permit for permit in load_permits() if permit.remedy and re.search(permit.without, text))
+        for permit in refused:
+            raise RunError(f"{text}\na GPU refuses it too ({permit.on_gpu}): {permit.remedy}") from error
+        raise
+
+
+def _rehearse(
+    cfg: LaunchConfig, downscaled: LaunchConfig, folder: Path, on_start: Callable[[LaunchConfig], None]
+) -> Rehearsal:
+    if cfg.launch.device == "cuda":
+        check_arguments(cfg, folder / "arguments")
     stock = without_overlap(downscaled)
     configs = [stock, downscaled] if stock.overlap != downscaled.overlap else [downscaled]
     records = []
@@ -79,6 +103,18 @@ def rehearse(
         execute(planned)
         records.append(read_run(planned.run_dir, config.world_size, config.train.iterations))
     return compare_runs(records[0], records[-1], downscaled)
+
+
+def check_arguments(cfg: LaunchConfig, log_dir: Path) -> None:
+    """Pass the arguments of the launch, at its number of ranks, through Megatron's argument validation.
+
+    Raises:
+        RankFailed: Megatron refuses them.
+    """
+    code = "from megatron_overlap.adapters.training.bootstrap import validate_arguments; validate_arguments()"
+    (command,) = worker_commands([sys.executable, "-c", code, *to_megatron_args(cfg)], 1)
+    env = {**command.env, **gpu_env(cfg), "WORLD_SIZE": str(cfg.world_size)}
+    run_ranks([replace(command, env=env)], timeout_s=cfg.launch.timeout_s, log_dir=log_dir)
 
 
 def compare_runs(stock: RunRecord, overlapped: RunRecord, downscaled: LaunchConfig) -> Rehearsal:
@@ -108,6 +144,14 @@ def changes_table(changes: Sequence[Change]) -> Table:
     table = Table("key", "config", "rehearsal", "reason", title="downscaled", title_justify="left")
     for change in changes:
         table.add_row(change.key, change.before, change.after, change.reason)
+    return table
+
+
+def permits_table(permits: Iterable[Permit]) -> Table:
+    """What CPU ranks permit and a GPU does not, as a table."""
+    table = Table("CPU ranks", "GPU", title="differs from a launch on GPUs", title_justify="left", expand=False)
+    for permit in permits:
+        table.add_row(permit.what, permit.on_gpu)
     return table
 
 

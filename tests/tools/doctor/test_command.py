@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_overlap import cli
+from megatron_overlap.patching.manifest import load_permits
 from megatron_overlap.tools.doctor import command, gemm_rate
 
 
@@ -14,6 +15,8 @@ def test_the_self_test_passes_and_every_feature_has_a_verdict(capsys: pytest.Cap
     assert "agree with plain collectives" in printed
     for feature in ("tensor: p2p", "data: p2p", "ulysses: p2p", "in Megatron", "tensor: fused"):
         assert feature in printed
+    for permit in load_permits():
+        assert permit.what[:12] in printed
     assert "no CUDA device: `method: fused` runs p2p" in " ".join(printed.split())
 
 

@@ -12,9 +12,10 @@ import pytest
 
 from megatron_overlap import cli
 from megatron_overlap.config import ConfigError, LaunchConfig, load_launch_config, to_megatron_args
-from megatron_overlap.config.megatron_args import CPU_SWITCHES, CPU_VALUES, flags_in
+from megatron_overlap.config.megatron_args import CPU_VALUES, REHEARSAL_SWITCHES, flags_in
 from megatron_overlap.tools.launch.downscale import downscale
-from megatron_overlap.tools.launch.rehearsal import compare_runs
+from megatron_overlap.tools.launch.processes import RunError
+from megatron_overlap.tools.launch.rehearsal import compare_runs, rehearse
 from megatron_overlap.tools.launch.run_records import PluginReport, RunRecord
 from tests.helpers.te import needs_te
 
@@ -54,7 +55,7 @@ def test_a_shipped_config_is_downscaled(file: Path, max_ranks: int, tmp_path: Pa
         {"--overlap-grad-reduce", "--overlap-param-gather"} if downscaled.data_parallel_size == 1 else set()
     )
     assert flags(cfg) - flags(downscaled) <= only_with_copies - removed
-    assert flags(downscaled) - flags(cfg) <= {*CPU_SWITCHES, *CPU_VALUES, "--no-gradient-accumulation-fusion"}
+    assert flags(downscaled) - flags(cfg) <= {*REHEARSAL_SWITCHES, *CPU_VALUES, "--no-gradient-accumulation-fusion"}
     assert {change.key for change in changes} >= {"ranks", f"parallel.{kind}", "model.hidden_size", "launch.device"}
 
 
@@ -74,7 +75,8 @@ def test_every_difference_is_named() -> None:
     assert named["parallel.pipeline"] == ("16", "2")
     assert named["train.save"] == ("ckpt", "null")
     assert named["train.lr_warmup_iterations"] == ("5", "1")
-    unlisted = {"preset", "max_position_embeddings", "workers", "nodes", "ranks_per_node", "threads_per_rank"}
+    unlisted = {"preset", "max_position_embeddings", "workers", "nodes", "ranks_per_node"}
+    unlisted |= {"threads_per_rank", "rehearsal"}
     for section in ("model", "parallel", "train", "data", "launch"):
         before, after = getattr(cfg, section).model_dump(), getattr(downscaled, section).model_dump()
         differing = {key for key in before if before[key] != after[key]} - unlisted
@@ -172,6 +174,38 @@ def test_nan_in_both_runs_fails() -> None:
     assert len(compare_runs(broken, broken, downscaled_tiny()).failures) == 2
 
 
+LOCAL = ["train.transformer_impl=local", "megatron_args=[--no-persist-layer-norm]"]
+
+
+def test_local_layers_are_refused_as_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = CONFIGS / "llama3_8b_tp8/overlap.yaml"
+    argv = ["launch", str(config), "--rehearse", "--rehearse-ranks", "2", "--run-dir", str(tmp_path)]
+    assert cli.main([*argv, *LOCAL]) == 1
+    shown = capsys.readouterr()
+    assert "AssertionError: sequence parallel not supported by torch LayerNorm" in shown.err, shown.err
+    assert "a GPU refuses it too" in shown.err
+    assert "set train.transformer_impl=transformer_engine" in shown.err
+    assert "gloo in place of NCCL" in shown.out
+    assert "which local layers build" not in shown.out
+
+
+def test_local_layers_for_the_cpu_are_not_refused() -> None:
+    cfg = load_launch_config(CONFIGS / "llama3_8b_tp8/overlap.yaml", LOCAL)
+    assert downscale(cfg, 2)[0].launch.rehearsal
+    on_cpu = cfg.model_copy(update={"launch": cfg.launch.model_copy(update={"device": "cpu"})})
+    assert not downscale(on_cpu, 2)[0].launch.rehearsal
+
+
+def test_arguments_that_megatron_refuses_are_found_before_a_rehearsal_removes_them(tmp_path: Path) -> None:
+    overrides = [LOCAL[0], "megatron_args=[--delay-wgrad-compute]"]
+    cfg = load_launch_config(CONFIGS / "llama3_8b_tp8/overlap.yaml", overrides)
+    downscaled, _ = downscale(cfg, 2)
+    assert "--delay-wgrad-compute" not in downscaled.megatron_args
+    with pytest.raises(RunError, match="wgrad"):
+        rehearse(cfg, downscaled, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["arguments"]
+
+
 @needs_te
 @pytest.mark.long
 def test_a_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,7 +220,7 @@ def test_a_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     runs = sorted(path.name for path in tmp_path.iterdir())
     log = (tmp_path / "llama3_8b_tp8_overlap_rehearsal" / "logs" / "rank0.log").read_text()
     assert re.search(r"transformer_impl \.+ transformer_engine", log), log
-    assert runs == ["llama3_8b_tp8_overlap_rehearsal", "llama3_8b_tp8_overlap_rehearsal_baseline"]
+    assert runs == ["arguments", "llama3_8b_tp8_overlap_rehearsal", "llama3_8b_tp8_overlap_rehearsal_baseline"]
 
 
 @pytest.mark.parametrize(
