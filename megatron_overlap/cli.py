@@ -34,7 +34,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "Predict the time of a training step on a cluster.",
         ),
         "patches": ("megatron_overlap.patching.command:patches", "Show the patches of the installed Megatron."),
-        "plan": ("megatron_overlap.tools.plan:plan", "Show and draw the partition of a batch of documents."),
+        "plan": ("megatron_overlap.tools.plan:plan", "Show the partition of a batch of documents."),
         "schema": ("megatron_overlap.config.loading:schema", "Print the JSON Schema of launch configs."),
     }
 )

@@ -8,7 +8,6 @@ from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan
 from megatron_overlap.ops.ulysses.attention import UlyssesPlan, ulysses_attention
 from megatron_overlap.ops.ulysses.self_attention import Projection, ulysses_self_attention
 from megatron_overlap.ops.varlen.attention import balanced_attention
-from megatron_overlap.ops.varlen.rebalance import rebalance
 
 __all__ = [
     "Gathering",
@@ -23,7 +22,6 @@ __all__ = [
     "copy_linear",
     "linear_all_reduce",
     "linear_reduce_scatter",
-    "rebalance",
     "ulysses_attention",
     "ulysses_self_attention",
 ]

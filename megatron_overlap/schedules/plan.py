@@ -51,7 +51,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Messages and computation of one rank in one overlapped collective. Immutable; `describe` prints it."""
+    """Messages and computation of one rank in one overlapped collective. Immutable."""
 
     collective: Collective
     pattern: Pattern
@@ -65,32 +65,3 @@ class Plan:
         """Return the row bounds of every chunk. A gather has a small last part, a scatter a small first part."""
         small: Literal["first", "last"] = "last" if self.collective == "all_gather" else "first"
         return ChunkLayout(num_rows, self.num_ranks, self.chunks_per_rank, small)
-
-    def describe(self) -> str:
-        """Return the plan as text: one line per unit of work, with the messages that may start before it."""
-        lines = [
-            f"{self.collective} {self.pattern}, rank {self.rank} of {self.num_ranks}, "
-            f"{self.chunks_per_rank} chunk(s) per rank, {len(self.messages)} message(s)"
-        ]
-        listed = 0
-        for index, work in enumerate(self.work):
-            while listed < len(self.messages) and self.messages[listed].after_work <= index:
-                message = self.messages[listed]
-                lines.append(
-                    f"  message {listed}: send {_name(message.send)} to {message.to}, "
-                    f"receive {_name(message.recv)} from {message.source}"
-                )
-                listed += 1
-            wait = f" after message {', '.join(map(str, work.needs))}" if work.needs else ""
-            add = f", add message {', '.join(map(str, work.adds))}" if work.adds else ""
-            compute = f"compute {' '.join(map(_name, work.chunks))}" if work.chunks else "finish"
-            lines.append(f"  {compute}{wait}{add}")
-        lines += [
-            f"  message {k}: send {_name(m.send)} to {m.to}, receive {_name(m.recv)} from {m.source}"
-            for k, m in enumerate(self.messages[listed:], start=listed)
-        ]
-        return "\n".join(lines)
-
-
-def _name(chunk: Chunk) -> str:
-    return f"{chunk.owner}.{chunk.part}"

@@ -17,7 +17,7 @@ from varlen_baselines import AllGather, Ulysses
 
 from megatron_overlap.comm import BufferPool, Transport
 from megatron_overlap.comm.transport import Transfer
-from megatron_overlap.ops import balanced_attention, rebalance
+from megatron_overlap.ops import balanced_attention
 from megatron_overlap.ops.flash_attention import documents_backward, documents_forward
 from megatron_overlap.ops.varlen.layout import RowMessages
 from megatron_overlap.ops.varlen.pass_kv_pass_q import Shape
@@ -26,6 +26,7 @@ from megatron_overlap.schedules.varlen import CostModel, Plan, Topology, partiti
 from megatron_overlap.schedules.varlen.baselines import ring_over_all
 from megatron_overlap.schedules.varlen.messages import messages_of
 from megatron_overlap.schedules.varlen.plan import Pass
+from megatron_overlap.schedules.varlen.rebalance import linear_layout
 from megatron_overlap.schedules.varlen.ring_groups import ring_groups
 
 Run = Callable[[], object]
@@ -81,10 +82,10 @@ class Engine:
         found, stage = [], 0
         for index, part in enumerate(self.plan.passes):
             pieces = self.plan.pieces(index, self._transport.rank)
+            if self._rebalanced:
+                pieces = linear_layout(self.plan, index)[1][self._transport.rank]
             runs = [torch.arange(starts[p.document] + p.start, starts[p.document] + p.stop) for p in pieces]
             rows = torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64)
-            if self._rebalanced:
-                rows = rebalance(rows, self.plan, index=index, to="linear", group=self._transport)
             found.append((rows, part.stage != stage))
             stage = part.stage
         return found

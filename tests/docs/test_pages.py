@@ -11,6 +11,7 @@ import pytest
 from megatron_overlap.config import load_launch_config
 from megatron_overlap.schedules import all_gather_plan, reduce_scatter_plan
 from tests.helpers.releases import ROOT
+from tests.schedules.verify import describe
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
@@ -27,7 +28,7 @@ ON_GPUS = sorted((ROOT / "configs").glob("gpu/*/overlap.yaml"))
 
 def test_the_page_quotes_the_present_schedules() -> None:
     page = (ROOT / "docs" / "design" / "architecture.md").read_text()
-    assert f"{all_gather_plan(4, 1).describe()}\n\n{reduce_scatter_plan(4, 1).describe()}\n```" in page
+    assert f"{describe(all_gather_plan(4, 1))}\n\n{describe(reduce_scatter_plan(4, 1))}\n```" in page
 
 
 def test_every_page_is_in_the_navigation() -> None:

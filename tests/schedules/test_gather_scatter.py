@@ -17,7 +17,7 @@ from megatron_overlap.schedules import (
     reduce_scatter_plan,
 )
 from megatron_overlap.schedules.layout import Small, part_weights
-from tests.schedules.verify import ScheduleError, check
+from tests.schedules.verify import ScheduleError, check, describe
 
 BUILDERS = {"all_gather": all_gather_plan, "reduce_scatter": reduce_scatter_plan}
 
@@ -188,7 +188,7 @@ def test_invalid_arguments_name_the_argument(field: str, call: object) -> None:
 
 
 def test_describe_lists_all_work_and_messages() -> None:
-    text = reduce_scatter_plan(2, 0, chunks_per_rank=2, pattern="ring").describe()
+    text = describe(reduce_scatter_plan(2, 0, chunks_per_rank=2, pattern="ring"))
     assert text.splitlines() == [
         "reduce_scatter ring, rank 0 of 2, 2 chunk(s) per rank, 2 message(s)",
         "  compute 1.0",

@@ -230,3 +230,33 @@ def _finished(rank: _Rank, size: int) -> None:
         for chunk in (Chunk(owner, part) for owner in range(size) if owner != plan.rank for part in parts):
             if chunk not in rank.held:
                 raise ScheduleError(f"rank {plan.rank}: never receives the sum of {chunk}")
+
+
+def describe(plan: Plan) -> str:
+    """The plan as text: one line per unit of work, with the messages that may start before it."""
+    lines = [
+        f"{plan.collective} {plan.pattern}, rank {plan.rank} of {plan.num_ranks}, "
+        f"{plan.chunks_per_rank} chunk(s) per rank, {len(plan.messages)} message(s)"
+    ]
+    listed = 0
+    for index, work in enumerate(plan.work):
+        while listed < len(plan.messages) and plan.messages[listed].after_work <= index:
+            message = plan.messages[listed]
+            lines.append(
+                f"  message {listed}: send {_chunk_name(message.send)} to {message.to}, "
+                f"receive {_chunk_name(message.recv)} from {message.source}"
+            )
+            listed += 1
+        wait = f" after message {', '.join(map(str, work.needs))}" if work.needs else ""
+        add = f", add message {', '.join(map(str, work.adds))}" if work.adds else ""
+        compute = f"compute {' '.join(map(_chunk_name, work.chunks))}" if work.chunks else "finish"
+        lines.append(f"  {compute}{wait}{add}")
+    lines += [
+        f"  message {k}: send {_chunk_name(m.send)} to {m.to}, receive {_chunk_name(m.recv)} from {m.source}"
+        for k, m in enumerate(plan.messages[listed:], start=listed)
+    ]
+    return "\n".join(lines)
+
+
+def _chunk_name(chunk: Chunk) -> str:
+    return f"{chunk.owner}.{chunk.part}"

@@ -1,4 +1,4 @@
-"""`megatron-overlap plan`: the printed layout, its picture, and wrong requests."""
+"""`megatron-overlap plan`: the printed layout, and wrong requests; the picture of a layout."""
 
 from __future__ import annotations
 
@@ -7,18 +7,24 @@ from pathlib import Path
 import pytest
 
 from megatron_overlap import cli
+from megatron_overlap.schedules.varlen import Topology, partition
+from megatron_overlap.tools.document_lengths import sample
+from scripts.draw_partition import draw
 
 
-def test_the_layout_is_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    picture = tmp_path / "plan.png"
+def test_the_layout_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     batch = ["--distribution", "wlb", "--tokens", "300000", "--seed", "2"]
     options = [*batch, "--ranks", "8", "--nodes", "2", "--nics", "4"]
-    assert cli.main(["plan", *options, "--png", str(picture)]) == 0
+    assert cli.main(["plan", *options]) == 0
     text = capsys.readouterr().out
     assert "300000 tokens on 8 ranks (2 x 4)" in text
     assert "rank 7:" in text
     assert "lower bound" in text
-    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_layout_with_whole_documents_and_both_kinds_of_rings_is_drawn() -> None:
+    layout = partition(sample("wlb", 300000, 2), Topology(2, 4, 4), capacity=39844)
+    assert draw(layout).startswith(b"\x89PNG")
 
 
 def test_the_lengths_of_a_file_with_another_method(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,7 +52,6 @@ def test_ranks_and_tokens_come_from_the_config(capsys: pytest.CaptureFixture[str
         (["--ranks", "6", "--nodes", "4"], "plan --ranks: 6: give a multiple of the 4 nodes"),
         (["--lengths", "nowhere.txt"], "nowhere.txt: No such file or directory"),
         (["--tokens", "1000", "--capacity", "2"], "raise capacity to"),
-        (["--tokens", "1000", "--png", "/nowhere/a.png"], "give a path that can be written"),
         (["nowhere.yaml"], "nowhere.yaml"),
     ],
 )

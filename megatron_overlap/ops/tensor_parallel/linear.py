@@ -48,8 +48,8 @@ def all_gather_linear(
         plan: how messages are cut and ordered; the same on every rank. None uses `LinearPlan()`.
         num_rows: rows of all ranks where it is not R times the own rows. `ChunkLayout` defines the shards, and
             `x_shard` is `[rows, K]`.
-        main_grad: `[F/R, K]` buffer that the weight gradient is added to; `w` then gets no gradient, or what
-            `weight_done` returns.
+        main_grad: buffer of the shape of the weight that its gradient is added to. The weight then gets no gradient, or
+            what `weight_done` returns.
         weight_done: called in backward when `main_grad` holds the gradient.
         observer: called in every pass.
         on_save: called in forward where the input is saved for the weight gradient.
@@ -104,12 +104,7 @@ def linear_reduce_scatter(
         x: `[S, ..., K/R]` all rows; its leading dimensions are flattened to rows.
         w_shard: `[F, K/R]` own columns of the weight.
         bias: `[F]`, added once, after the sum.
-        group: the R ranks, their transport, or a method such as `FusedMethod`, which has its own plan.
-        plan: how messages are cut and ordered; the same on every rank. None uses `LinearPlan()`.
-        main_grad: `[F, K/R]` buffer that the weight gradient is added to; `w_shard` then gets no gradient,
-            or what `weight_done` returns.
-        weight_done: called in backward when `main_grad` holds the gradient.
-        observer: called in every pass.
+        group, plan, main_grad, weight_done, observer: see `all_gather_linear`.
 
     Returns:
         `[S/R, ..., F]`, dtype of `x`. If `x` is `[rows, K/R]`, rows need not be divisible by R: they are cut as

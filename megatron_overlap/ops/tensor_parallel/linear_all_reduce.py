@@ -39,12 +39,7 @@ def linear_all_reduce(
         x: `[S, ..., K/R]` all rows; its leading dimensions are flattened to rows.
         w_shard: `[F, K/R]` own columns of the weight.
         bias: `[F]`, added once, after the sum.
-        group: the R ranks, their transport, or a method such as `FusedMethod`, which has its own plan.
-        plan: how messages are cut and ordered; the same on every rank. None uses `LinearPlan()`.
-        main_grad: `[F, K/R]` buffer that the weight gradient is added to; `w_shard` then gets no gradient,
-            or what `weight_done` returns.
-        weight_done: called in backward when `main_grad` holds the gradient.
-        observer: called in every pass.
+        group, plan, main_grad, weight_done, observer: see `all_gather_linear`.
         deferred_wgrad: postpones the weight gradient to a `copy_linear` with the same object whose backward comes
             later in the pass. None computes it at once.
 
@@ -96,12 +91,7 @@ def copy_linear(
         x: `[S, ..., K]` all rows; its leading dimensions are flattened to rows.
         w: `[F/R, K]` own rows of the weight.
         bias: `[F/R]`, added to every row.
-        group: the R ranks, their transport, or a method such as `FusedMethod`, which has its own plan.
-        plan: how messages are cut and ordered; the same on every rank. None uses `LinearPlan()`.
-        main_grad: `[F/R, K]` buffer that the weight gradient is added to; `w` then gets no gradient, or what
-            `weight_done` returns.
-        weight_done: called in backward when `main_grad` holds the gradient.
-        observer: called in every pass.
+        group, plan, main_grad, weight_done, observer: see `all_gather_linear`.
         deferred_wgrad: postponed weight gradients of other layers; backward computes them while messages are in flight.
 
     Returns:
@@ -137,7 +127,22 @@ class _LinearAllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: LinearContext, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        dx, dw = row_backward(ctx.call, *ctx.saved_tensors, grads[0].contiguous(), *ctx.needs_input_grad[:2])
+        (x, w), call, dy = ctx.saved_tensors, ctx.call, grads[0].contiguous()
+        need_x, need_w = ctx.needs_input_grad[:2]
+        dx = dy @ w if need_x else None
+        dw = None
+        if call.deferred_wgrad is not None and call.deferred_weight is not None:
+            call.deferred_wgrad.put(call.deferred_weight, dy, x, call.target)
+            need_w = True
+        elif need_w:
+            wgrad = WeightGradient(w, call.target)
+            wgrad.add(dy, x)
+            dw = wgrad.result()
+        if call.observer is not None:
+            if need_x:
+                call.observer("dgrad", 0)
+            if need_w:
+                call.observer("wgrad", 0)
         return dx, dw, None
 
 
@@ -155,53 +160,25 @@ class _CopyLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: LinearContext, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        dy = grads[0].contiguous()
+        (x, w), call, dy = ctx.saved_tensors, ctx.call, grads[0].contiguous()
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
-        dx, dw = column_backward(ctx.call, *ctx.saved_tensors, dy, need_x, need_w)
-        return dx, dw, dy.sum(0) if need_bias else None, None
-
-
-def row_backward(
-    call: LinearOptions, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, need_x: bool, need_w: bool
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """`dy @ w` and `dy.T @ x`, the second postponed where `call` has a `deferred_weight`. No communication."""
-    dx = dy @ w if need_x else None
-    dw = None
-    if call.deferred_wgrad is not None and call.deferred_weight is not None:
-        call.deferred_wgrad.put(call.deferred_weight, dy, x, call.target)
-        need_w = True
-    elif need_w:
-        wgrad = WeightGradient(w, call.target)
-        wgrad.add(dy, x)
-        dw = wgrad.result()
-    if call.observer is not None:
+        wgrad = WeightGradient(w, call.target) if need_w else None
+        # The weight gradient, and those that other layers postponed, hide the messages.
+        pieces = [] if wgrad is None else wgrad.pieces(dy, x, call.method.wgrad_pieces)
+        if call.deferred_wgrad is not None:
+            pieces += call.deferred_wgrad.take()
+        dx = total = None
         if need_x:
-            call.observer("dgrad", 0)
-        if need_w:
-            call.observer("wgrad", 0)
-    return dx, dw
-
-
-def column_backward(
-    call: LinearOptions, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, need_x: bool, need_w: bool
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """`all_reduce(dy @ w)` and `dy.T @ x`. The second, and postponed weight gradients, hide the messages."""
-    wgrad = WeightGradient(w, call.target) if need_w else None
-    pieces = [] if wgrad is None else wgrad.pieces(dy, x, call.method.wgrad_pieces)
-    if call.deferred_wgrad is not None:
-        pieces += call.deferred_wgrad.take()
-    dx = total = None
-    if need_x:
-        total = call.method.all_reduce(dy, w, "copy_linear dgrad", work_follows=bool(pieces))
-        total.run_beside(pieces)
-        dx = total.finish()
-    else:
-        for piece in pieces:
-            piece()
-    dw = None if wgrad is None else wgrad.result()
-    if call.observer is not None:
-        if total is not None:
-            call.observer("dgrad", total.num_bytes)
-        if need_w:
-            call.observer("wgrad", 0)
-    return dx, dw
+            total = call.method.all_reduce(dy, w, "copy_linear dgrad", work_follows=bool(pieces))
+            total.run_beside(pieces)
+            dx = total.finish()
+        else:
+            for piece in pieces:
+                piece()
+        dw = None if wgrad is None else wgrad.result()
+        if call.observer is not None:
+            if total is not None:
+                call.observer("dgrad", total.num_bytes)
+            if need_w:
+                call.observer("wgrad", 0)
+        return dx, dw, dy.sum(0) if need_bias else None, None

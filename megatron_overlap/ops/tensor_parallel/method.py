@@ -135,6 +135,3 @@ class LinearContext(Protocol):
 
     def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
         """Saves tensors for backward."""
-
-    def set_materialize_grads(self, value: bool) -> None:
-        """Whether backward gets zeros in place of gradients that are None."""

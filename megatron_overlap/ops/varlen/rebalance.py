@@ -5,93 +5,17 @@ Source: Zeppelin (arXiv 2509.21841, section 4.3).
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-import torch.distributed as dist
 
 from megatron_overlap.comm import Transport
-from megatron_overlap.ops.call import Observer, transport_for
 from megatron_overlap.ops.varlen.layout import RowMessages
-from megatron_overlap.schedules.varlen import Plan
 from megatron_overlap.schedules.varlen.message_order import MessagePlan
 from megatron_overlap.schedules.varlen.messages import rebalance_messages
-from megatron_overlap.schedules.varlen.rebalance import Rebalance, rebalance_to_linear
+from megatron_overlap.schedules.varlen.rebalance import Rebalance
 
 Layout = Literal["linear", "attention"]
-
-
-def rebalance(
-    x: torch.Tensor,
-    plan: Plan,
-    *,
-    index: int = 0,
-    to: Layout,
-    group: dist.ProcessGroup | Transport,
-    observer: Observer | None = None,
-) -> torch.Tensor:
-    """Moves rows between the attention layout of a pass and the linear layout.
-
-    Equals gathering all rows and selecting those that `schedules.varlen.rebalance.rebalance_to_linear(plan, index)`, or
-    its inverse, assigns to this rank; see `ops.reference.move_rows`. Only surplus rows move, inside nodes first. The
-    gradient moves back. The function waits for its messages; `balanced_attention(layout="linear")` hides them.
-
-    Args:
-        x: `[rows, ...]`. For `to="linear"`: the `plan.tokens(index)[rank]` rows in the order of `plan.pieces`. For
-            `to="attention"`: the `rebalance_to_linear(plan, index).after[rank]` rows of the linear layout.
-        plan: plan of the batch; the same on every rank.
-        index: index of the pass.
-        to: destination layout.
-        group: the ranks of the plan in order, or their transport. Every rank calls, with the same trailing shape.
-        observer: called with `forward` or `dgrad` and the number of bytes that this rank sent.
-
-    Returns:
-        `[rows in the destination layout, ...]`, bit for bit the same rows.
-
-    Raises:
-        ValueError: the rows do not fit the plan, or the plan does not fit the group.
-        TransportError: a peer has failed or exceeds the deadline.
-    """
-    transport = transport_for(group)
-    if transport.size != plan.topology.ranks:
-        raise ValueError(f"plan: for {plan.topology.ranks} ranks: the group has {transport.size}")
-    moves = rebalance_to_linear(plan, index)
-    if to == "attention":
-        moves = moves.inverse()
-    if x.shape[0] != moves.before[transport.rank]:
-        raise ValueError(
-            f"x: {x.shape[0]} rows: for to={to}, rank {transport.rank} must have {moves.before[transport.rank]} in "
-            f"pass {index} of the plan"
-        )
-    y: torch.Tensor = _Rebalanced.apply(x, moves, transport, observer)
-    return y
-
-
-class _Rebalanced(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, moves: Rebalance, transport: Transport, observer: Observer | None
-    ) -> torch.Tensor:
-        ctx.moves, ctx.transport, ctx.observer = moves, transport, observer
-        return _move(x, moves, transport, observer, "forward")
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _move(grads[0], ctx.moves.inverse(), ctx.transport, ctx.observer, "dgrad"), None, None, None
-
-
-def _move(
-    x: torch.Tensor, moves: Rebalance, transport: Transport, observer: Observer | None, direction: str
-) -> torch.Tensor:
-    x = x.contiguous()
-    y = x.new_empty(moves.after[transport.rank], *x.shape[1:])
-    messages = _MoveMessages(transport, moves, x, y, {}, f"rebalance {direction}")
-    y[: messages.num_in_place] = x[: messages.num_in_place]
-    messages.wait_arrived()
-    messages.wait_all()
-    if observer is not None:
-        observer(direction, messages.num_bytes)
-    return y
 
 
 class _MoveMessages(RowMessages):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm import transport_of
-from megatron_overlap.ops import balanced_attention, rebalance, reference
+from megatron_overlap.ops import balanced_attention, reference
 from megatron_overlap.ops.flash_attention import Mask, partial_backward, partial_forward
 from megatron_overlap.schedules.varlen import Plan
 from megatron_overlap.schedules.varlen.rebalance import rebalance_to_linear
@@ -181,40 +181,17 @@ def compare_with_separate_rebalancing(group: dist.ProcessGroup, plan: Plan) -> N
     """The linear layout is bitwise equal to rebalancing before and after attention."""
     case = Case(plan, layout="linear")
     batch = make_batch(group, case, 0, seed=3)
-    counts = [GQA.heads, GQA.kv_heads, GQA.kv_heads]
+    to_linear = rebalance_to_linear(plan)
 
-    def separate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        rows = rebalance(torch.cat([q, k, v], dim=1), plan, to="attention", group=group)
-        y = balanced_attention(*rows.split(counts, dim=1), plan, group=group)
-        return rebalance(y, plan, to="linear", group=group)
+    def separate(*linear: torch.Tensor) -> torch.Tensor:
+        rows = (reference.move_rows(x, to_linear.inverse(), group=group) for x in linear)
+        return reference.move_rows(balanced_attention(*rows, plan, group=group), to_linear, group=group)
 
     transport: Any = LateTransport(group)
     result = run(balanced_attention, batch, plan, group=transport, layout="linear")
     transport.close()
     for got, other in zip(result, run(separate, batch), strict=True):
         assert torch.equal(got, other)
-
-
-def compare_rebalancing(group: dist.ProcessGroup, plan: Plan) -> None:
-    """Rows and gradients of a rebalancing are those of the reference, and the inverse restores the rows."""
-    rank = dist.get_rank(group)
-    transport: Any = LateTransport(group)
-    for index in range(len(plan.passes)):
-        moves = rebalance_to_linear(plan, index)
-        generator = torch.Generator().manual_seed(rank)
-        x = torch.randn(moves.before[rank], 3, 5, generator=generator)
-        moved, plain = x.clone().requires_grad_(), x.clone().requires_grad_()
-        y = rebalance(moved, plan, index=index, to="linear", group=transport)
-        expected = reference.move_rows(plain, moves, group=group)
-        assert torch.equal(y, expected)
-        weights = torch.randn(y.shape, generator=generator)
-        (y * weights).sum().backward()
-        (expected * weights).sum().backward()
-        assert moved.grad is not None
-        assert plain.grad is not None
-        assert torch.equal(moved.grad, plain.grad)
-        assert torch.equal(rebalance(y.detach(), plan, index=index, to="attention", group=transport), x)
-    transport.close()
 
 
 def error_messages(group: dist.ProcessGroup, plan: Plan) -> list[str]:
@@ -236,8 +213,4 @@ def error_messages(group: dist.ProcessGroup, plan: Plan) -> list[str]:
             balanced_attention(**{"q": q, "k": k, "v": k, "plan": plan, **call}, group=group)
         except ValueError as error:
             messages.append(str(error))
-    try:
-        rebalance(q[1:], plan, to="linear", group=group)
-    except ValueError as error:
-        messages.append(str(error))
     return messages

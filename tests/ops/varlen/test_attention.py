@@ -152,17 +152,6 @@ def test_bytes_of_pass_kv(world: World) -> None:
     assert backward == 2 * forward
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_rebalancing_moves_rows_and_returns_gradients(world: World, num_ranks: int) -> None:
-    for topology in TOPOLOGIES[num_ranks]:
-        for lengths in ADVERSARIAL.values():
-            world.run(num_ranks, workers.compare_rebalancing, one_pass(lengths, topology, spare=5))
-        if num_ranks & (num_ranks - 1) == 0:
-            # One document per pass: ranks hold very different numbers of tokens.
-            plan = METHODS["hybrid"]([9, 1, 4, 2], topology, capacity=9, cost=SLOW_LINEAR)
-            world.run(num_ranks, workers.compare_rebalancing, plan)
-
-
 def test_invalid_arguments_name_the_argument(world: World) -> None:
     for texts in world.run(2, workers.error_messages, one_pass([30, 20], Topology(1, 2))):
         assert [text.split(":")[0] for text in texts] == [
@@ -174,7 +163,6 @@ def test_invalid_arguments_name_the_argument(world: World) -> None:
             "q",
             "q",
             "layout",
-            "x",
         ]
 
 
