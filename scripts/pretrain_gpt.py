@@ -4,7 +4,11 @@ Run it through the plugin: ``python -m megatron_overlap scripts/pretrain_gpt.py 
 directly, without the plugin.
 """
 
-from megatron_overlap.adapters.training.pretrain import pretrain_decoder
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # `runpy.run_path` does not add it
+from pretrain_decoder import pretrain_decoder
 
 if __name__ == "__main__":
     pretrain_decoder()

@@ -4,7 +4,11 @@ The flags below are what makes the architecture; sizes, and ``--group-query-atte
 the model has grouped queries, come from the command line, which also wins where it sets one of these.
 """
 
-from megatron_overlap.adapters.training.pretrain import pretrain_decoder
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # `runpy.run_path` does not add it
+from pretrain_decoder import pretrain_decoder
 
 LLAMA = (
     "--normalization", "RMSNorm",

@@ -5,7 +5,7 @@ Megatron refuses the flag without apex, whose kernel its own path needs; the plu
 
 from typing import Any
 
-from megatron_overlap.adapters.training import pretrain
+from scripts import pretrain_decoder as pretrain
 
 build_model = pretrain.build_model
 

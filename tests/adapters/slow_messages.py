@@ -3,8 +3,8 @@
 import time
 from typing import Any
 
-from megatron_overlap.adapters.training import pretrain
 from megatron_overlap.comm.gloo import GlooTransport
+from scripts import pretrain_decoder as pretrain
 
 begin = GlooTransport.begin
 

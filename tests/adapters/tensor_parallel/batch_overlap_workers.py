@@ -21,7 +21,7 @@ def make_block(group: dist.ProcessGroup, dtype: torch.dtype, *, te: bool = False
     from megatron.core.transformer.transformer_block import TransformerBlock
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_overlap.adapters.training.pretrain import layer_specification
+    from scripts.pretrain_decoder import layer_specification
 
     settings = {"hidden_dropout": 0.0, "attention_dropout": 0.0, **settings}
     config = TransformerConfig(

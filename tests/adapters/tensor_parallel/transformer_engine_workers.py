@@ -326,7 +326,7 @@ def _gpt(config: Any, **spec: Any) -> Any:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
-    from megatron_overlap.adapters.training.pretrain import layer_specification
+    from scripts.pretrain_decoder import layer_specification
 
     layer = layer_specification(config, use_te=True)
     if config.mtp_num_layers:

@@ -248,7 +248,7 @@ def run_te_model(model: Any, case: Model) -> dict[str, torch.Tensor]:
     """Mean loss over all positions, and every gradient."""
     from megatron.core import parallel_state
 
-    from megatron_overlap.adapters.training.pretrain import positions_of_rank
+    from scripts.pretrain_decoder import positions_of_rank
 
     context = parallel_state.get_context_parallel_group()
     ids = torch.randint(0, VOCABULARY, (case.batch, POSITIONS), generator=torch.Generator().manual_seed(3))
