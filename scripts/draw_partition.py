@@ -10,6 +10,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+from bench.document_lengths import DISTRIBUTIONS, sample
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -17,7 +18,6 @@ from megatron_overlap.schedules.varlen import Topology, partition
 from megatron_overlap.schedules.varlen.balance import balance, loads
 from megatron_overlap.schedules.varlen.plan import Plan
 from megatron_overlap.schedules.varlen.topology import FS_PER_US
-from megatron_overlap.tools.document_lengths import DISTRIBUTIONS, sample
 
 MOST_RANKS, MOST_PASSES = 64, 3
 _WHOLE, _INK, _GRID = "#c9ced4", "#24292f", "#d0d7de"

@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import geometric_mean
 
+from bench.document_lengths import sample
 from varlen_model import layer_of, times_us
-
-from megatron_overlap.tools.document_lengths import sample
 
 PROFILES = ("a800", "h800", "h200")
 DISTRIBUTIONS = ("arxiv", "github", "prolong64k")

@@ -11,28 +11,20 @@ from megatron_overlap.config.resources import config_file
 from megatron_overlap.schedules.varlen.balance import describe
 from megatron_overlap.schedules.varlen.baselines import METHODS
 from megatron_overlap.schedules.varlen.topology import Topology
-from megatron_overlap.tools.document_lengths import DISTRIBUTIONS, read_lengths, sample
 
 _SPARE = 16
 """Without --capacity, a rank holds up to 1/16 more than its share of one pass."""
 
 
 def plan(
+    lengths: Annotated[
+        Path,
+        typer.Option("--lengths", help="File with one length per line, or folder of documents (one token per byte)."),
+    ],
     config: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="Launch config (file or name of a shipped one) and key=value: gives ranks, nodes and tokens."
-        ),
+        typer.Argument(help="Launch config (file or name of a shipped one) and key=value: gives ranks and nodes."),
     ] = None,
-    lengths: Annotated[
-        Path | None,
-        typer.Option("--lengths", help="File with one length per line, or folder of documents (one token per byte)."),
-    ] = None,
-    distribution: Annotated[
-        str, typer.Option("--distribution", help=f"Without --lengths: {', '.join(DISTRIBUTIONS)}.")
-    ] = "prolong",
-    tokens: Annotated[int | None, typer.Option("--tokens", min=0, help="Tokens drawn from the distribution.")] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of the draw.")] = 1,
     ranks: Annotated[int | None, typer.Option("--ranks", min=1, help="Number of ranks that share the batch.")] = None,
     nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="Number of nodes.")] = None,
     nics: Annotated[int, typer.Option("--nics", min=1, help="Network cards per node.")] = 1,
@@ -47,15 +39,17 @@ def plan(
         launch = load_launch_config(config_file(config[0]), config[1:])
         ranks = ranks or launch.data_parallel_size * launch.parallel.context
         nodes = nodes or min(launch.launch.nodes, ranks)
-        tokens = launch.train.global_batch_size * launch.train.seq_length if tokens is None else tokens
     ranks, nodes = ranks or 8, nodes or 1
     if ranks % nodes:
         raise _wrong("--ranks", ranks, f"give a multiple of the {nodes} nodes")
     if method not in METHODS:
         raise _wrong("--method", method, did_you_mean(method, METHODS, "method"))
-    if distribution not in DISTRIBUTIONS:
-        raise _wrong("--distribution", distribution, did_you_mean(distribution, DISTRIBUTIONS, "distribution"))
-    batch = _batch(lengths, distribution, 65536 * ranks if tokens is None else tokens, seed)
+    try:
+        batch = read_lengths(lengths)
+    except OSError as error:
+        raise _wrong("--lengths", lengths, f"{error.strerror}; give a file or a folder that can be read") from error
+    except ValueError as error:
+        raise _wrong("--lengths", lengths, str(error)) from error
     share = -(-sum(batch) // ranks)
     topology = Topology(nodes, ranks // nodes, min(nics, ranks // nodes))
     try:
@@ -66,15 +60,33 @@ def plan(
     return 0
 
 
-def _batch(path: Path | None, distribution: str, tokens: int, seed: int) -> list[int]:
-    if path is None:
-        return sample(distribution, tokens, seed)
-    try:
-        return read_lengths(path)
-    except OSError as error:
-        raise _wrong("--lengths", path, f"{error.strerror}; give a file or a folder that can be read") from error
-    except ValueError as error:
-        raise _wrong("--lengths", path, str(error)) from error
+def read_lengths(path: Path) -> list[int]:
+    """Reads the lengths of documents.
+
+    Args:
+        path: a text file with one length per line, or a folder whose files (`*.py`, `*.txt`, `*.rst`, `*.md`, at any
+            depth) are the documents, in the order of their paths, with one token per byte.
+
+    Raises:
+        ValueError: the folder or file has no documents, or a line is not a length.
+    """
+    if path.is_dir():
+        kinds = (".py", ".txt", ".rst", ".md")
+        files = sorted(file for file in path.rglob("*") if file.suffix in kinds and file.is_file())
+        if not files:
+            raise ValueError(f"lengths: {path}: no {', '.join(kinds)} files in this folder")
+        return [file.stat().st_size for file in files]
+    lengths = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        text = line.strip()
+        if not text:
+            continue
+        if not text.isascii() or not text.isdigit():
+            raise ValueError(f"lengths: {path}, line {number}: {text[:40]}: write one whole number per line")
+        lengths.append(int(text))
+    if not lengths:
+        raise ValueError(f"lengths: {path}: the file is empty; write one length per line")
+    return lengths
 
 
 def _wrong(option: str, value: object, remedy: str) -> ConfigError:

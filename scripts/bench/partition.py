@@ -11,10 +11,10 @@ import argparse
 import statistics
 import time
 
+from document_lengths import DISTRIBUTIONS, sample
 from placements import METHODS
 
 from megatron_overlap.schedules.varlen import Balance, Topology, balance, partition
-from megatron_overlap.tools.document_lengths import DISTRIBUTIONS, sample
 
 HYBRID_TOKENS = 8192  # the longest share of a document that a rank takes under hybrid context parallelism
 

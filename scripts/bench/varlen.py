@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from document_lengths import sample
 from harness import Timings, versions
 from varlen_methods import Batch, Engine, Layer, Messages, Method, limits, methods
 
@@ -35,7 +36,6 @@ from megatron_overlap.comm import destroy_process_groups, transport_of
 from megatron_overlap.ops.flash_attention import documents_forward
 from megatron_overlap.ops.varlen.pass_kv_pass_q import Shape
 from megatron_overlap.schedules.varlen import CostModel, Topology
-from megatron_overlap.tools.document_lengths import sample
 from megatron_overlap.tools.launch.netlab import Netlab
 from megatron_overlap.tools.launch.ranks import run_workers
 

@@ -8,13 +8,17 @@ import pytest
 
 from megatron_overlap import cli
 from megatron_overlap.schedules.varlen import Topology, partition
-from megatron_overlap.tools.document_lengths import sample
+from megatron_overlap.tools.plan import read_lengths
+from scripts.bench.document_lengths import sample
 from scripts.draw_partition import draw
 
+DOCS = str(Path(__file__).parents[2] / "docs")
 
-def test_the_layout_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    batch = ["--distribution", "wlb", "--tokens", "300000", "--seed", "2"]
-    options = [*batch, "--ranks", "8", "--nodes", "2", "--nics", "4"]
+
+def test_the_layout_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    listing = tmp_path / "lengths.txt"
+    listing.write_text("\n".join(map(str, sample("wlb", 300000, 2))))
+    options = ["--lengths", str(listing), "--ranks", "8", "--nodes", "2", "--nics", "4"]
     assert cli.main(["plan", *options]) == 0
     text = capsys.readouterr().out
     assert "300000 tokens on 8 ranks (2 x 4)" in text
@@ -37,22 +41,23 @@ def test_the_lengths_of_a_file_with_another_method(tmp_path: Path, capsys: pytes
     assert "... 3 more ranks" in text
 
 
-def test_ranks_and_tokens_come_from_the_config(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_come_from_the_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    listing = tmp_path / "lengths.txt"
+    listing.write_text("60000\n5536\n")
     config = Path(__file__).parents[2] / "configs" / "gpu" / "llama3_8b_tp8" / "overlap.yaml"
-    overrides = ["launch.nodes=4", "train.global_batch_size=16", "train.seq_length=4096"]
-    assert cli.main(["plan", str(config), *overrides]) == 0
+    assert cli.main(["plan", str(config), "launch.nodes=4", "--lengths", str(listing)]) == 0
     assert "65536 tokens on 4 ranks (4 x 1)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--method", "balancd"], "plan --method: balancd: unknown method; did you mean balanced?"),
-        (["--distribution", "prolog"], "did you mean prolong?"),
-        (["--ranks", "6", "--nodes", "4"], "plan --ranks: 6: give a multiple of the 4 nodes"),
+        (["--lengths", DOCS, "--method", "balancd"], "plan --method: balancd: unknown method; did you mean balanced?"),
+        ([], "LENGTHS is missing"),
+        (["--lengths", DOCS, "--ranks", "6", "--nodes", "4"], "plan --ranks: 6: give a multiple of the 4 nodes"),
         (["--lengths", "nowhere.txt"], "nowhere.txt: No such file or directory"),
-        (["--tokens", "1000", "--capacity", "2"], "raise capacity to"),
-        (["nowhere.yaml"], "nowhere.yaml"),
+        (["--lengths", DOCS, "--capacity", "2"], "raise capacity to"),
+        (["--lengths", DOCS, "nowhere.yaml"], "nowhere.yaml"),
     ],
 )
 def test_a_wrong_request_is_one_line(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,3 +65,22 @@ def test_a_wrong_request_is_one_line(arguments: list[str], text: str, capsys: py
     error = capsys.readouterr().err
     assert text in error
     assert error.count("\n") == 1
+
+
+def test_lengths_are_read_from_files_and_folders(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a.py").write_text("12345")
+    (tmp_path / "b" / "c.txt").write_text("123")
+    (tmp_path / "b" / "d.bin").write_text("ignored")
+    assert read_lengths(tmp_path) == [5, 3]
+    listing = tmp_path / "lengths.txt"
+    listing.write_text("7\n\n 12 \n0\n")
+    assert read_lengths(listing) == [7, 12, 0]
+    listing.write_text("7\n-3\n")
+    with pytest.raises(ValueError, match="line 2: -3"):
+        read_lengths(listing)
+    listing.write_text("\n")
+    with pytest.raises(ValueError, match="empty"):
+        read_lengths(listing)
+    with pytest.raises(ValueError, match="in this folder"):
+        read_lengths(tmp_path / "e") if (tmp_path / "e").mkdir() else read_lengths(tmp_path / "e")

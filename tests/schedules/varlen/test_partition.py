@@ -23,7 +23,7 @@ from megatron_overlap.schedules.varlen import (
     partition,
 )
 from megatron_overlap.schedules.varlen.balance import loads
-from megatron_overlap.tools.document_lengths import DISTRIBUTIONS, sample
+from scripts.bench.document_lengths import DISTRIBUTIONS, sample
 from tests.config.test_wrong_input import environment
 from tests.schedules.varlen.checks import check_plan
 
@@ -68,7 +68,7 @@ def test_every_process_computes_the_same_plan() -> None:
     program = (
         "import hashlib, pickle, sys\n"
         "from megatron_overlap.schedules.varlen import Topology, partition\n"
-        "from megatron_overlap.tools.document_lengths import sample\n"
+        "from scripts.bench.document_lengths import sample\n"
         "plan = partition(tuple(sample('wlb', 400_000, 3)), Topology(4, 4), capacity=26_000)\n"
         "print(hashlib.sha256(repr((plan.lengths, plan.passes)).encode()).hexdigest())\n"
         "loaded = {'torch', 'megatron', 'numpy', 'matplotlib'} & set(sys.modules)\n"

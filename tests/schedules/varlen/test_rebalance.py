@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_overlap.schedules.varlen import Topology, partition
 from megatron_overlap.schedules.varlen.rebalance import Rebalance, rebalance, rebalance_to_linear
-from megatron_overlap.tools.document_lengths import sample
+from scripts.bench.document_lengths import sample
 
 INSIDE, BETWEEN = 1, 8
 

@@ -1,12 +1,10 @@
-"""Samples have the published distributions, and lengths are read from files and folders."""
+"""Samples have the published distributions."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from megatron_overlap.tools.document_lengths import DISTRIBUTIONS, PROLONG, WLB, Range, read_lengths, sample
+from scripts.bench.document_lengths import DISTRIBUTIONS, PROLONG, WLB, Range, sample
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
@@ -51,25 +49,6 @@ def test_prolong64k_has_the_published_share_of_packed_documents() -> None:
 def test_parts_of_the_pile_have_the_published_means(distribution: str, mean: int) -> None:
     lengths = sample(distribution, 30_000_000, 0)
     assert sum(lengths) / len(lengths) == pytest.approx(mean, rel=0.06)
-
-
-def test_lengths_are_read_from_files_and_folders(tmp_path: Path) -> None:
-    (tmp_path / "b").mkdir()
-    (tmp_path / "a.py").write_text("12345")
-    (tmp_path / "b" / "c.txt").write_text("123")
-    (tmp_path / "b" / "d.bin").write_text("ignored")
-    assert read_lengths(tmp_path) == [5, 3]
-    listing = tmp_path / "lengths.txt"
-    listing.write_text("7\n\n 12 \n0\n")
-    assert read_lengths(listing) == [7, 12, 0]
-    listing.write_text("7\n-3\n")
-    with pytest.raises(ValueError, match="line 2: -3"):
-        read_lengths(listing)
-    listing.write_text("\n")
-    with pytest.raises(ValueError, match="empty"):
-        read_lengths(listing)
-    with pytest.raises(ValueError, match="in this folder"):
-        read_lengths(tmp_path / "e") if (tmp_path / "e").mkdir() else read_lengths(tmp_path / "e")
 
 
 def test_wrong_distributions_and_tokens_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""Document lengths: seeded samples of published distributions, or lengths of a file or folder.
+"""Document lengths: seeded samples of published distributions.
 
 Sources, all lengths in tokens:
 
@@ -15,7 +15,6 @@ import random
 from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
-from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -68,35 +67,6 @@ def sample(distribution: str, tokens: int, seed: int) -> list[int]:
     while left:
         lengths.append(min(next(draw), left))
         left -= lengths[-1]
-    return lengths
-
-
-def read_lengths(path: Path) -> list[int]:
-    """Reads the lengths of documents.
-
-    Args:
-        path: a text file with one length per line, or a folder whose files (`*.py`, `*.txt`, `*.rst`, `*.md`, at any
-            depth) are the documents, in the order of their paths, with one token per byte.
-
-    Raises:
-        ValueError: the folder or file has no documents, or a line is not a length.
-    """
-    if path.is_dir():
-        kinds = (".py", ".txt", ".rst", ".md")
-        files = sorted(file for file in path.rglob("*") if file.suffix in kinds and file.is_file())
-        if not files:
-            raise ValueError(f"lengths: {path}: no {', '.join(kinds)} files in this folder")
-        return [file.stat().st_size for file in files]
-    lengths = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        text = line.strip()
-        if not text:
-            continue
-        if not text.isascii() or not text.isdigit():
-            raise ValueError(f"lengths: {path}, line {number}: {text[:40]}: write one whole number per line")
-        lengths.append(int(text))
-    if not lengths:
-        raise ValueError(f"lengths: {path}: the file is empty; write one length per line")
     return lengths
 
 
