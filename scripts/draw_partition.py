@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import argparse
 import io
+import sys
 from pathlib import Path
 from typing import Any
 
-from bench.document_lengths import DISTRIBUTIONS, sample
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -18,6 +18,9 @@ from megatron_overlap.schedules.varlen import Topology, partition
 from megatron_overlap.schedules.varlen.balance import balance, loads
 from megatron_overlap.schedules.varlen.plan import Plan
 from megatron_overlap.schedules.varlen.topology import FS_PER_US
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from scripts.bench.document_lengths import DISTRIBUTIONS, sample
 
 MOST_RANKS, MOST_PASSES = 64, 3
 _WHOLE, _INK, _GRID = "#c9ced4", "#24292f", "#d0d7de"

@@ -1,1 +1,0 @@
-"""Autotuning of linear layers by measurement, and the cost model that it shares with the simulator."""

@@ -16,10 +16,6 @@ from pathlib import Path
 from megatron_overlap.autotune.search import Selection
 
 
-class AutotuneCacheWarning(UserWarning):
-    """A file of the cache could not be read or written; the run continues without it."""
-
-
 class AutotuneCache:
     """The selections of one environment, by the names of their candidates.
 
@@ -68,4 +64,4 @@ class AutotuneCache:
         if not self._warned:
             self._warned = True
             text = f"{path}: cannot be {verb}: {error!r}; its layers are measured again"
-            warnings.warn(text, AutotuneCacheWarning, stacklevel=3)
+            warnings.warn(text, RuntimeWarning, stacklevel=3)

@@ -8,7 +8,7 @@ import json
 import math
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -99,9 +99,9 @@ class Autotuner:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, *, folder: Path | None, versions: Mapping[str, str], timeout_s: float
+        self, group: dist.ProcessGroup, folder: Path | None, versions: dict[str, str], timeout_s: float
     ) -> None:
-        self._group, self._folder, self._versions = group, folder, dict(versions)
+        self._group, self._folder, self._versions = group, folder, versions
         self._host = HostGroup(group, timeout_s=timeout_s, name="autotuner")
         self._cache: AutotuneCache | None = None
         self.kinds: dict[object, Kind] = {}

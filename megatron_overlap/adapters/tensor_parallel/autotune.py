@@ -39,11 +39,7 @@ class _StockCall:
 class LinearAutotuner:
     """The autotuners of one session: a `LinearBackend` that runs a call with the candidate that its autotuner names.
 
-    Args:
-        session: the session.
-        run_candidate: runs a call with a candidate.
-        fused_candidates: the fused candidates of a call.
-        check: the reference check; its steps are not timed.
+    Steps of the reference check `check` are not timed.
     """
 
     def __init__(
@@ -112,31 +108,26 @@ class LinearAutotuner:
         autotuner = self._autotuners.get(group)
         if autotuner is None:
             timeout_s = self._session.config.timeout_s or _TIMEOUT_S
-            autotuner = Autotuner(group, folder=self._folder, versions=self._versions, timeout_s=timeout_s)
-            self._autotuners[group] = autotuner
+            autotuner = self._autotuners[group] = Autotuner(group, self._folder, self._versions, timeout_s)
         run, candidates = partial(self._run_candidate, call), partial(self._candidates, call, kind)
         result, candidate = autotuner.run(kind, run, (x, weight), candidates, timed=not self._check.due)
         if gathers:
             self._last = group, weakref.ref(x), version, candidate
         own = autotuner.kinds.get(kind)  # None for layers that are tuned together
         if own is not None and candidate == STOCK and own.search.calls < own.search.free_until:
-            layer = call.layer
-            if id(layer) not in self._stock_calls:  # another layer may get the id after this one is deleted
-                weakref.finalize(layer, self._stock_calls.pop, id(layer), None).atexit = False
+            number = id(call.layer)
+            if number not in self._stock_calls:  # another layer may get the id after this one is deleted
+                weakref.finalize(call.layer, self._stock_calls.pop, number, None).atexit = False
             facts = x.numel(), _grad_enabled(), x.requires_grad, weight.requires_grad
             tally = self._session.counters.tally(*call.hooks.site, "forward")
-            self._stock_calls[id(layer)] = _StockCall(facts, own.search, tally, group if gathers else None)
+            self._stock_calls[number] = _StockCall(facts, own.search, tally, group if gathers else None)
         return result
 
     def run_block(self, layers: Sequence[Any], x: torch.Tensor, run: Callable[[Candidate], torch.Tensor]) -> Any:
         """Runs the layers of a block without sequence parallelism with `SEPARATE_LAYERS` or `BATCH_OVERLAP`.
 
-        The comparison starts when the candidate of the separate layers is selected.
-
-        Args:
-            layers: of the block; batch overlap supports them.
-            x: input of the block.
-            run: runs the block; returns the output.
+        The comparison starts when the candidate of the separate layers is selected. `run` returns the output of the
+        block, whose input is `x`. Batch overlap supports `layers`.
         """
         autotuner = self._autotuners.get(layers[0].self_attention.linear_proj.tp_group)
         rows, dtype = gathered_rows(x, 1), str(x.dtype).removeprefix("torch.")
@@ -191,14 +182,8 @@ def _line(kind: Kind) -> AutotuneLine:
     ms, stock_ms = (None if math.isnan(us) else us / 1e3 for us in (selected.us, selected.stock_us))
     module = call.op if call.op == "block" else "column" if call.op in ("ag_gemm", "copy_gemm") else "row"
     together = " and all layers without sequence parallelism" if call.all_reduces else ""
-    return AutotuneLine(
-        module=" ".join(filter(None, (module, f"{call.in_features}->{call.out_features}{together}", call.variant))),
-        op=call.op,
-        rows=call.rows,
-        dtype=call.dtype,
-        passes="forward, backward" if call.backward else "forward",
-        method=str(selected.candidate),
-        ms=ms,
-        stock_ms=stock_ms,
-        reason=f"being measured: {', '.join(map(str, search.tried))}" if search.measuring else reason,
-    )
+    name = " ".join(filter(None, (module, f"{call.in_features}->{call.out_features}{together}", call.variant)))
+    passes, method = "forward, backward" if call.backward else "forward", str(selected.candidate)
+    if search.measuring:
+        reason = f"being measured: {', '.join(map(str, search.tried))}"
+    return AutotuneLine(name, call.op, call.rows, call.dtype, passes, method, ms, stock_ms, reason)
