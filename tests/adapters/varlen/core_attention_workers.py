@@ -149,10 +149,10 @@ def _run_documents(
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
 
-    from megatron_overlap.adapters.training.pretrain import layer_specification
     from megatron_overlap.adapters.varlen import training
     from megatron_overlap.adapters.varlen.core_attention import VarlenAdapter
     from megatron_overlap.adapters.varlen.loader import DocumentLoader
+    from scripts.pretrain_decoder import layer_specification
 
     with megatron_groups(tensor, context), enable(OverlapConfig.model_validate(overlap), strict=True) as session:
         group = parallel_state.get_context_parallel_group()
