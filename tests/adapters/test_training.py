@@ -1,4 +1,7 @@
-"""Whole trainings with and without the plugin: every loss and grad-norm. `scripts/equality.py` has the full matrix."""
+"""Whole trainings with and without the plugin: every loss and grad-norm. `scripts/equality.py` has the full matrix.
+
+The daily run has the one of TransformerEngine's layers; `tests/tools/compare/test_command.py` trains local layers.
+"""
 
 from __future__ import annotations
 
@@ -54,6 +57,7 @@ def largest_deviation(rows: Rows, exact: Rows, name: str) -> float:
     return max(abs(rows[i][name] - exact[i][name]) / abs(exact[i][name]) for i in rows)
 
 
+@pytest.mark.long
 def test_llama(plugin: tuple[str, str], tmp_path: Path) -> None:
     layout = (*GQA, *TP2_SP)
     exact = train(tmp_path / "stock", LLAMA, 2, *layout)

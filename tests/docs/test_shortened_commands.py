@@ -69,7 +69,12 @@ SHORTENED = (
     ),
     Short("python scripts/calibrate.py", long=True),
     Short("python scripts/bench/data_parallel.py", f"{ONE} --layers 2 --hidden 64 --tokens 64", hosts=True, long=True),
-    Short("python scripts/bench/ulysses.py", f"{ONE} --sequence 64 --hidden 64 --heads 4 --kv-heads 4", hosts=True),
+    Short(
+        "python scripts/bench/ulysses.py",
+        f"{ONE} --sequence 64 --hidden 64 --heads 4 --kv-heads 4",
+        hosts=True,
+        long=True,
+    ),
     Short(
         "python scripts/bench/attention.py",
         f"{ONE} --positions 64 --heads 2 --kv-heads 2 --features 32",
@@ -87,7 +92,8 @@ SHORTENED = (
     Short("python scripts/simulate_varlen.py", "--ranks 16 --profiles h800 --distributions prolong --seeds 1"),
     Short("python scripts/simulate_papers.py"),
     Short("python scripts/validate_simulator.py", "--shapes 1", hosts=True, long=True),
-    Short("python scripts/prepare_data.py", "--max-documents 8 --vocab-size 300 --force"),
+    # The fixture `tree` runs it.
+    Short("python scripts/prepare_data.py", "--max-documents 8 --vocab-size 300 --force", long=True),
     Short("python scripts/prepare_data.py --output", "--max-documents 8 --vocab-size 300 --force", long=True),
     Short("python scripts/equality.py", "--iterations 4 --models gpt --layouts TP2 --no-resume", long=True),
     Short("python scripts/faults.py", "--cases 2", long=True),

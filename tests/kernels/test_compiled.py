@@ -53,7 +53,7 @@ def check(rows: list[dict[str, object]]) -> None:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("arch", [80, 90, pytest.param(100, marks=pytest.mark.long)])
 def test_a_variant_of_each_kernel(arch: int) -> None:
     rows = compiled("--arch", str(arch), *(word for name in DEFAULT_NAMES for word in ("--name", name)))
     assert [row["name"] for row in rows] == DEFAULT_NAMES

@@ -25,11 +25,19 @@ from tests.adapters.tensor_parallel.batch_overlap_workers import HIDDEN, SEQUENC
 from tests.adapters.tensor_parallel.linear_workers import make_data, make_layer, start, step
 
 RANKS = 4
+FREE_CALLS = 66
+
+
+def few_trials() -> Any:
+    """Two trials of each candidate in the first round, instead of five."""
+    return patch.object(search, "FIRST_TRIALS", 2)
+
+
 # Enough for a selection of every kind of call, and some for backward passes that run late: at 16 rows a rank there are
 # six p2p candidates, and two with one chunk.
-CALLS = calls_to_select(7) + 20
-FEW_CALLS = calls_to_select(3) + 20
-FREE_CALLS = 66
+with few_trials():
+    CALLS = calls_to_select(7) + 20
+    FEW_CALLS = calls_to_select(3) + 20
 
 
 def follow(session: Session) -> list[str]:
@@ -74,14 +82,16 @@ def trained(
         return make_layer(kind, torch.float32, sequence_parallel=not plain)
 
     stock = {kind: step(fresh(kind), *data[kind]) for kind in kinds}
+    layers = {kind: fresh(kind) for kind in kinds}
     generator = torch.Generator().manual_seed(rank)
-    with enable(config(folder), strict=True) as session:
+    with few_trials(), enable(config(folder), strict=True) as session:
         ran = follow(session)
         for _ in range(calls):
             for kind in kinds:
                 if uneven:
                     time.sleep(0.003 * torch.rand((), generator=generator).item())
-                mine = step(fresh(kind), *data[kind])
+                layers[kind].zero_grad(set_to_none=True)
+                mine = step(layers[kind], *data[kind])
                 for name, value in stock[kind].items():
                     what = f"{kind} {name} {ran[-1]}"
                     torch.testing.assert_close(mine[name], value, rtol=2e-5, atol=2e-5, msg=what)
@@ -93,7 +103,7 @@ def evaluated(group: dist.ProcessGroup) -> list[dict[str, Any]]:
     """Runs calls without gradients and calls with activation recomputation; the selections at the end."""
     start(group)
     x, dy = make_data("column", torch.float32, 8 * group.size(), group.size(), group.rank())
-    with enable(config(None, chunks_per_rank=1), strict=True) as session:
+    with few_trials(), enable(config(None, chunks_per_rank=1), strict=True) as session:
         layer = make_layer("column", torch.float32)
         for _ in range(FEW_CALLS):
             with torch.no_grad():
@@ -153,7 +163,7 @@ def free_calls(group: dist.ProcessGroup, kind: str) -> FreeCalls:
     x, dy = make_data(kind, torch.float32, 8 * group.size(), group.size(), group.rank())
     layer, other = make_layer(kind, torch.float32), make_layer(kind, torch.float32)
     stock = step(make_layer(kind, torch.float32), x, dy)
-    with enable(config(None, chunks_per_rank=1, schedule="direct"), strict=True) as session:
+    with few_trials(), enable(config(None, chunks_per_rank=1, schedule="direct"), strict=True) as session:
         autotuner: LinearAutotuner = LinearAdapter.of(session).autotuner
 
         def run(times: int) -> None:
@@ -274,7 +284,7 @@ def block(group: dist.ProcessGroup, case: BlockCase) -> BlockRun:
     stock = once()
     split, measuring, timed_outside, left = [], [], 0, case.calls
     with (
-        patch.object(search, "FIRST_TRIALS", 2),
+        few_trials(),
         patch.object(Search, "record", record_given),
         enable(config(None, chunks_per_rank=1), strict=True) as session,
     ):
