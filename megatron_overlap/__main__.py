@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     """Runs the script and ends the process. Exit codes: 0 done, 1 the script failed, 2 the request was wrong."""
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] in (["-h"], ["--help"]):
-        print(USAGE)
+        print(f"{USAGE}\n\nRun a Megatron training script with the overlap. SCRIPT --help lists all options.")
         _leave(0)
     try:
         run = ScriptRun(argv)

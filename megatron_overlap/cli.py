@@ -21,9 +21,12 @@ _click_errors = importlib.import_module(typer.BadParameter.__module__)
 PROGRAM = "megatron-overlap"
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "launch": ("megatron_overlap.tools.launch.command:launch", "Run a launch config."),
-        "compare": ("megatron_overlap.tools.compare.command:compare", "Compare configs in interleaved rounds."),
-        "doctor": ("megatron_overlap.tools.doctor.command:command", "Check this machine and report what works."),
+        "launch": ("megatron_overlap.tools.launch.command:launch", "Start a training from a launch config."),
+        "compare": ("megatron_overlap.tools.compare.command:compare", "Measure configs in alternating rounds."),
+        "doctor": (
+            "megatron_overlap.tools.doctor.command:command",
+            "Report which features work on this machine.",
+        ),
         "tune": (
             "megatron_overlap.tools.launch.tune_command:tune",
             "Measure the fastest method of each layer before a run.",
@@ -33,8 +36,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "megatron_overlap.tools.simulate.command:simulate",
             "Predict the time of a training step on a cluster.",
         ),
-        "patches": ("megatron_overlap.patching.command:patches", "Show the patches of the installed Megatron."),
-        "plan": ("megatron_overlap.tools.plan:plan", "Show the partition of a batch of documents."),
+        "patches": ("megatron_overlap.patching.command:patches", "List what the plugin replaces in Megatron."),
+        "plan": ("megatron_overlap.tools.plan:plan", "Show which rank gets which documents of a batch."),
         "schema": ("megatron_overlap.config.loading:schema", "Print the JSON Schema of launch configs."),
     }
 )
@@ -123,7 +126,7 @@ def _explain(name: str | None, args: Sequence[str], error: Exception) -> ConfigE
             return _usage(key, text, "unknown option; write an override as key=value, without dashes")
         return _usage(key, text, did_you_mean(text, [*options, "--help"], "option"))
     if isinstance(error, _click_errors.MissingParameter) and param is not None:
-        return _usage(key, None, f"{str(param.name).upper()} is missing; {more}")
+        return _usage(key, None, f"give {str(param.name).upper()}; {more}")
     message = str(getattr(error, "message", error)).rstrip(".")
     extra = re.fullmatch(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", message)
     if extra is not None:

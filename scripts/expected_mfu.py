@@ -1,6 +1,6 @@
 """What the simulator expects of every config for GPUs: MFU on H100, by Megatron's order and as configured.
 
-    python scripts/expected_mfu.py            # prints the table of docs/simulate.md
+    python scripts/expected_mfu.py            # prints the MFU of every config
     python scripts/expected_mfu.py --write    # also writes the line `# Expected, modelled: ...` into the configs
 
 The range is that of two profiles of H100 nodes, `grand_teton` (500 W) and `h100_dgx`. Modelled, not measured.

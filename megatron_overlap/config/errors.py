@@ -22,7 +22,8 @@ class ConfigError(ValueError):
         self.key = key
         self.value = value
         self.remedy = remedy
-        super().__init__(f"{_line(file)}: {_line(key)}: {show_value(value)}: {_line(remedy)}")
+        shown = "missing" if value is None and file == "command line" else show_value(value)
+        super().__init__(f"{_line(file)}: {_line(key)}: {shown}: {_line(remedy)}")
 
 
 def _line(text: str) -> str:

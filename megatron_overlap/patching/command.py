@@ -1,4 +1,4 @@
-"""`megatron-overlap patches`: lists every attribute that the plugin replaces, and whether the patch fits a release."""
+"""`megatron-overlap patches`: the attributes that the plugin replaces, and whether each patch applies to a release."""
 
 import itertools
 import sys
@@ -22,18 +22,19 @@ from megatron_overlap.patching.source import (
 )
 
 _WIDTH = 120
+_LISTED = 20  # attributes of one feature; more are one row if their verdicts are equal
 
 
 def patches(
     megatron: Annotated[
         Path | None,
-        typer.Option(help="A megatron-core wheel, or a folder that holds megatron/core; default: the installed one."),
+        typer.Option(help="A megatron-core wheel, or a folder with megatron/core. Default: the installed one."),
     ] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Also print why each is replaced.")] = False,
+    reasons: Annotated[bool, typer.Option("--reasons", help="List every attribute, and why it is replaced.")] = False,
 ) -> int:
-    """List every replaced attribute by feature, and whether its patch fits the given release.
+    """List the attributes that the plugin replaces, and whether each patch applies to a release of Megatron.
 
-    Reads source files and imports nothing of Megatron. Exit code 1: a patch is refused.
+    The command reads source files and does not import Megatron. Exit code 1: a patch is refused.
     """
     try:
         manifests = sorted(load_manifests(), key=lambda manifest: manifest.feature)
@@ -44,19 +45,22 @@ def patches(
     table = Table("feature", title=f"megatron-core {release}", title_justify="left")
     table.add_column("replaced", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
-    table.add_column("reason" if not verbose else "reason, and why this attribute is replaced")
+    table.add_column("reason")
     refused = False
     for feature, group in itertools.groupby(manifests, key=lambda manifest: manifest.feature):
-        shown = feature
-        for manifest in group:
-            judgement = judge_source(manifest, tree)
-            refused |= judgement.verdict is Verdict.REFUSED
-            reason = judgement.reason
-            if verbose:
-                reason += f"\n{' '.join(manifest.why.split())}"
-                reason += f"\nNot compared: {' '.join(manifest.unchecked.split())}" if manifest.unchecked else ""
-            table.add_row(shown, _short_name(manifest.target), str(judgement.verdict), reason, end_section=verbose)
-            shown = ""
+        judged = [(manifest, judge_source(manifest, tree)) for manifest in group]
+        refused |= any(judgement.verdict is Verdict.REFUSED for _, judgement in judged)
+        if not reasons and len(judged) > _LISTED and all(found == judged[0][1] for _, found in judged):
+            found = judged[0][1]
+            table.add_row(feature, f"{len(judged)} attributes, see --reasons", str(found.verdict), found.reason)
+        else:
+            for index, (manifest, found) in enumerate(judged):
+                reason = found.reason
+                if reasons:
+                    reason += f"\n{' '.join(manifest.why.split())}"
+                    reason += f"\nNot compared: {' '.join(manifest.unchecked.split())}" if manifest.unchecked else ""
+                shown = "" if index else feature
+                table.add_row(shown, _short_name(manifest.target), str(found.verdict), reason, end_section=reasons)
         table.add_section()
     # Rich cuts words at 80 columns where the output is not a terminal.
     Console(width=None if sys.stdout.isatty() else _WIDTH).print(table)

@@ -34,7 +34,7 @@ def plan(
     method: Annotated[str, typer.Option("--method", help=f"One of {', '.join(METHODS)}.")] = "balanced",
     show: Annotated[int, typer.Option("--show", min=0, help="Number of ranks listed for each pass.")] = 16,
 ) -> int:
-    """Print the layout of a batch of documents over the ranks: rings, load of every rank, balance."""
+    """Show which rank gets which documents of a batch: rings, loads and balance."""
     if config:
         launch = load_launch_config(config_file(config[0]), config[1:])
         ranks = ranks or launch.data_parallel_size * launch.parallel.context

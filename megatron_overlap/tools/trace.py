@@ -155,10 +155,10 @@ def trace(
     run_dir: Annotated[Path, typer.Argument(help="Folder of a run that recorded events (overlap.trace: true).")],
     output: Annotated[
         Path | None,
-        typer.Option("--output", help="File of the trace, .json or .json.gz; default trace.json.gz in RUN_DIR."),
+        typer.Option("--output", help="File of the trace, .json or .json.gz. Default: trace.json.gz in RUN_DIR."),
     ] = None,
     steps: Annotated[
-        str | None, typer.Option("--steps", help="FIRST:LAST, FIRST:, :LAST or one number; default all steps.")
+        str | None, typer.Option("--steps", help="FIRST:LAST, FIRST:, :LAST or one number. Default: all steps.")
     ] = None,
 ) -> int:
     """Write a Perfetto trace of all ranks on one clock and print the exposed communication."""

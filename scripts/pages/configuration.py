@@ -22,14 +22,25 @@ GENERATED = re.compile(r"(?<=<!-- keys: begin -->\n).*(?=<!-- keys: end -->)", f
 
 
 def tables() -> str:
-    """One heading and one table for each section of the schema, and the presets."""
+    """For each section of the schema a table, and a list by type of the keys without a description; the presets."""
     schema = json_schema()
     lines = []
     for title, section in _sections(schema, schema["$defs"], ""):
-        lines += [f"\n### {title}\n", "| key | type, **default** | meaning |", "|---|---|---|"]
+        lines.append(f"\n### {title}\n")
+        rows: list[str] = []
+        plain: dict[str, list[str]] = {}
         for key, what in section["properties"].items():
-            if _reference(what) is None:
-                lines.append(f"| `{key}` | {_values(what)} | {_cell(what.get('description', ''))} |")
+            if _reference(what) is not None:
+                continue
+            if meaning := _cell(what.get("description", "")):
+                rows.append(f"| `{key}` | {_values(what)} | {meaning} |")
+            else:
+                plain.setdefault(_values(what), []).append(f"`{key}`")
+        if rows:
+            lines += ["| key | type, **default** | meaning |", "|---|---|---|", *rows]
+        if rows and plain:
+            lines.append("")
+        lines += [f"- {', '.join(keys)}: {values}" for values, keys in plain.items()]
         if title == "`model`":
             lines.append(f"\nPresets: {', '.join(f'`{name}`' for name in PRESETS)}.")
     return "\n".join(lines) + "\n\n"

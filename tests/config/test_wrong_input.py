@@ -192,17 +192,17 @@ COMPOSED = [*UNREADABLE, *WRONG_KEYS, *WRONG_VALUES, *IMPOSSIBLE, *NOT_THERE, *W
 
 COMMAND = "command line"
 COMMAND_LINES = {
-    "no command": ([], COMMAND, "command", "null", "use one of launch, compare"),
+    "no command": ([], COMMAND, "command", "missing", "use one of launch, compare"),
     "command": (["lunch"], COMMAND, "command", "lunch", "did you mean launch?"),
     "option before": (["--verson"], COMMAND, "option", "--verson", "did you mean --version?"),
     "option": (["launch", "x.yaml", "--dry-rnu"], COMMAND, "launch", "--dry-rnu", "did you mean --dry-run?"),
     "dashes": (["launch", "x.yaml", "--train.lr=1"], COMMAND, "launch", "--train.lr", "without dashes"),
-    "no config": (["launch"], COMMAND, "launch", "null", "CONFIG is missing"),
+    "no config": (["launch"], COMMAND, "launch", "missing", "give CONFIG"),
     "argument": (["schema", "x.yaml"], COMMAND, "schema", "x.yaml", "takes no such argument"),
-    "no configs": (["compare"], COMMAND, "compare", "null", "CONFIGS is missing"),
+    "no configs": (["compare"], COMMAND, "compare", "missing", "give CONFIGS"),
     "range": (["compare", "x.yaml", "--rounds", "0"], COMMAND, "compare --rounds", "0", "see megatron-overlap"),
     "type": (["compare", "x.yaml", "--rounds=two"], COMMAND, "compare --rounds", "two", "integer"),
-    "no value": (["launch", "x.yaml", "--run-dir"], COMMAND, "launch --run-dir", "null", "requires an argument"),
+    "no value": (["launch", "x.yaml", "--run-dir"], COMMAND, "launch --run-dir", "missing", "requires an argument"),
     "option of patches": (["patches", "--foo"], COMMAND, "patches", "--foo", "use one of --megatron"),
     "nothing to compare": (["compare", "nowhere.yaml"], COMMAND, "CONFIG", "nowhere.yaml", "no such file"),
     "no file": (["launch", "nowhere.yaml"], COMMAND, "CONFIG", "nowhere.yaml", "or a name such as"),

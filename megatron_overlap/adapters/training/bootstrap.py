@@ -199,17 +199,17 @@ def validate_arguments() -> None:
 def add_overlap_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds the plugin's flags to `parser` and returns it."""
     group = parser.add_argument_group("megatron_overlap")
-    group.add_argument("--overlap-config", metavar="FILE", default=None, help="overlap or launch config (YAML)")
+    group.add_argument("--overlap-config", metavar="FILE", default=None, help="overlap config or launch config (YAML)")
     group.add_argument(
         "--overlap-run-dir",
         metavar="DIR",
         default=None,
-        help="write steps, versions and the report of each rank here",
+        help="folder of the steps, versions and report of each rank",
     )
     group.add_argument(
         "--overlap-trace",
         action="store_true",
-        help="also write when each rank computed, waited and sent; see megatron-overlap trace",
+        help="record computation, waits and messages of each rank for megatron-overlap trace",
     )
     group.add_argument(
         "--overlap-device",

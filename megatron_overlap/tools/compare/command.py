@@ -32,19 +32,19 @@ from megatron_overlap.tools.launch.processes import RunError
 
 def compare(
     configs: Annotated[
-        list[str], typer.Argument(help="Launch configs (YAML), the reference first, and key=value overrides for all.")
+        list[str], typer.Argument(help="Launch configs, the reference first, and key=value overrides for all.")
     ],
     logs: Annotated[
-        bool, typer.Option("--logs", help="The files are logs of finished Megatron runs; launch nothing.")
+        bool, typer.Option("--logs", help="Compare logs of finished Megatron runs; launch nothing.")
     ] = False,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Launches of each config, interleaved.")] = 3,
     output: Annotated[
-        Path | None, typer.Option("--output", help="Folder of the result; default a new one in launch.output_dir.")
+        Path | None, typer.Option("--output", help="Folder of the result. Default: a new one in launch.output_dir.")
     ] = None,
     attribute: Annotated[
         bool,
         typer.Option(
-            "--attribute", help="Also run the messages of the plugin without overlap, to attribute the speedup."
+            "--attribute", help="Add a run that sends the same messages without overlap, to separate both gains."
         ),
     ] = False,
     peak_tflops: Annotated[
@@ -52,7 +52,7 @@ def compare(
         typer.Option("--peak-tflops", min=0.001, help="With --logs: peak TFLOP/s of a device, for the MFU."),
     ] = None,
 ) -> int:
-    """Run configs interleaved and compare them; a single config is compared with itself without overlap."""
+    """Measure configs in alternating rounds. A single config is compared with itself on the stock path."""
     if logs:
         return _compare_logs([Path(file) for file in configs], output, attribute, peak_tflops)
     if peak_tflops is not None:
@@ -163,7 +163,7 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Files and overrides. `a=b` is an override unless a file has that name."""
     files = [text for text in arguments if "=" not in text or Path(text).is_file()]
     if not files:
-        raise ConfigError("command line", "compare", None, "CONFIGS is missing; see megatron-overlap compare --help")
+        raise ConfigError("command line", "compare", None, "give CONFIGS; see megatron-overlap compare --help")
     return files, [text for text in arguments if text not in files]
 
 

@@ -69,10 +69,10 @@ class Finding:
 def command(
     ranks: Annotated[int, typer.Option("--ranks", min=2, max=16, help="Ranks of the self-test, on this machine.")] = 2,
     deadline: Annotated[
-        float, typer.Option("--deadline", min=0.1, help="Seconds after which the self-test has failed.")
+        float, typer.Option("--deadline", min=0.1, help="Seconds after which the self-test fails.")
     ] = TEST_DEADLINE_S,
 ) -> int:
-    """Report what works on this machine, what works slower, what is not available, and the reasons."""
+    """Report which features work on this machine, and why others work slower or not at all."""
     console = Console()
     cuda = torch.cuda.is_available()
     console.print(", ".join(f"{name} {release}" for name, release in versions().items()), highlight=False)

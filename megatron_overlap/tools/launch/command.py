@@ -42,8 +42,10 @@ _REPORT = re.compile(
 
 def launch(
     config: Annotated[Path, typer.Argument(help="Launch config: a YAML file, or the name of a shipped one.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value; overrides the file.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and start nothing.")] = False,
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, which overrides the file.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print commands, environment and configuration; start nothing.")
+    ] = False,
     run_dir: Annotated[
         Path | None, typer.Option("--run-dir", help="Folder of this run. Default: a new folder in launch.output_dir.")
     ] = None,
@@ -58,7 +60,11 @@ def launch(
     ] = False,
     rehearse_ranks: Annotated[
         int | None,
-        typer.Option("--rehearse-ranks", min=1, help="Most ranks of the rehearsal. Default: as many as fit."),
+        typer.Option(
+            "--rehearse-ranks",
+            min=1,
+            help="Largest number of ranks of the rehearsal. Default: as many as fit.",
+        ),
     ] = None,
     emit_slurm: Annotated[
         bool,
@@ -68,7 +74,7 @@ def launch(
         str | None,
         typer.Option(
             "--baseline",
-            help="With --emit-slurm: write a job array of this config and CONFIG. `self` is CONFIG without overlap.",
+            help="Config of the baseline; --emit-slurm then writes a job array of both. `self`: without overlap.",
         ),
     ] = None,
 ) -> int:

@@ -28,7 +28,7 @@ _MARGIN = 1.1
 
 def tune(
     config: Annotated[Path, typer.Argument(help="Launch config: a YAML file, or the name of a shipped one.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value; overrides the file.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, which overrides the file.")] = None,
     run_dir: Annotated[
         Path | None, typer.Option("--run-dir", help="Folder of this run. Default: a new folder in launch.output_dir.")
     ] = None,
@@ -36,7 +36,7 @@ def tune(
         str | None, typer.Option("--rendezvous", help="HOST:PORT of the first node. Required with several nodes.")
     ] = None,
 ) -> int:
-    """Measure the fastest method of each layer and cache it for later runs."""
+    """Measure the methods of each layer, and cache the fastest for later runs."""
     config = config_file(config)
     cfg = short_run(str(config), load_launch_config(config, overrides or ()))
     if cfg.launch.nodes > 1:

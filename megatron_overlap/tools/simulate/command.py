@@ -35,7 +35,7 @@ _METHOD_NAMES: dict[Method | Literal["auto"], str] = {
 
 def simulate(
     config: Annotated[Path, typer.Argument(help="Launch config: a YAML file, or the name of a shipped one.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value; overrides the file.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, which overrides the file.")] = None,
     cluster: Annotated[
         str, typer.Option("--cluster", help="Profile: a name in configs/clusters, or a YAML file.")
     ] = "h100_dgx",

@@ -122,7 +122,7 @@ def test_a_run_without_steps_fails_the_comparison(tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["train.seed=1"], "CONFIGS is missing"),
+        (["train.seed=1"], "give CONFIGS"),
         (["{config}", "overlap.tensor.method=none"], "has no overlap to compare with the stock path"),
         (["{config}", "{config}"], "two configs have this name"),
         (["{config}", "--rounds", "0"], "--rounds"),

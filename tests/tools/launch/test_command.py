@@ -135,11 +135,11 @@ def test_without_permission_for_namespaces_launch_fails_or_reports_loopback(conf
         (["launch.hosts.gpbs=1"], "{config} (override): launch.hosts.gpbs: 1: unknown key; did you mean gbps?"),
         (
             ["launch.device=cuda", "launch.hosts=null", "launch.nodes=2"],
-            "command line: launch --rendezvous: null: launch.nodes is 2: give HOST:PORT of the first node",
+            "command line: launch --rendezvous: missing: launch.nodes is 2: give HOST:PORT of the first node",
         ),
         (
             ["launch.device=cuda", "launch.hosts=null", "launch.nodes=2", "--rendezvous", "a:1"],
-            "command line: launch --run-dir: null: launch.nodes is 2: give a folder that all nodes share",
+            "command line: launch --run-dir: missing: launch.nodes is 2: give a folder that all nodes share",
         ),
         (["launch.device=cuda"], "{config} (override): launch.device: cuda: launch.hosts needs cpu"),
     ],
