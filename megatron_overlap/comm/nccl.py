@@ -58,6 +58,9 @@ class NcclTransport:
         self._group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
         self._group._register_backend(device, dist.ProcessGroup.BackendType.NCCL, backend)
         self._device = device
+        # torch creates the communicator at the first message otherwise, and blocks the host until all ranks have one. A
+        # rank whose first messages are empty would let its peers wait.
+        backend.eager_connect_single_device(device)
         self._pool = _registered_pool(backend, device) if register_buffers else None
         within = nullcontext if self._pool is None else partial(torch.cuda.use_mem_pool, self._pool)
         self.buffer_pool = BufferPool(within=within)
@@ -93,15 +96,13 @@ def _registered_pool(backend: Any, device: torch.device) -> Any:
     """Return a memory pool whose present and future segments are registered with the communicator of the backend."""
     if not (hasattr(torch.cuda, "MemPool") and hasattr(backend, "register_mem_pool")):
         raise TransportError(f"overlap.register_buffers: torch {torch.__version__} cannot; set it to false")
-    # torch registers only with an existing communicator, and creates it at the first message otherwise.
-    backend.eager_connect_single_device(device)
     pool = torch.cuda.MemPool(backend.mem_allocator)
     backend.register_mem_pool(pool)
     return pool
 
 
 class NcclP2PWork:
-    """See `P2PWork`. Enqueues messages in order, each as soon as its send is ready."""
+    """See `P2PWork`. Enqueues messages in order, each when its send is ready and the work that hides it is enqueued."""
 
     def __init__(
         self, transport: NcclTransport, transfers: Sequence[Transfer], op: str, timing: CudaWorkEvents | None
@@ -110,35 +111,48 @@ class NcclP2PWork:
         self._transfers = transfers
         self._op = op
         self._timing = timing
-        self._received: list[torch.cuda.Event] = []
-        # Kernels that the computing stream has enqueued may still read the receive buffers.
-        self._order_after_compute()
+        self._works: list[dist.Work | None] = []
+        # Positions of the computing stream and the work done there. Kernels before the first may read receive buffers.
+        self._positions: list[tuple[int, torch.cuda.Event]] = []
+        self._work_done = self._followed = -1
+        self._waited = 0, -1
         self.mark_ready(0)
 
-    def _order_after_compute(self) -> None:
-        ready = self._transport.event()
-        ready.record()
-        self._transport._stream.wait_event(ready)
-        self._transport.recycle([ready])
-
     def mark_ready(self, work_done: int) -> None:
-        transfers = self._transfers
-        first = len(self._received)
-        if first == len(transfers) or transfers[first].message.after_work > work_done:
-            return
-        if work_done:
-            self._order_after_compute()
-        with torch.cuda.stream(self._transport._stream):
-            while (
-                len(self._received) < len(transfers) and transfers[len(self._received)].message.after_work <= work_done
-            ):
-                self._enqueue(transfers[len(self._received)])
+        # First what the last work hides: with one hardware queue, an event that waits for it would delay the message.
+        self._enqueue_placed(work_done, self._work_done)
+        left = self._transfers[len(self._works) :]
+        if self._work_done < 0 or any(self._work_done < each.message.after_work <= work_done for each in left):
+            position = self._transport.event()
+            position.record()
+            self._positions.append((work_done, position))
+        self._work_done = max(self._work_done, work_done)
+        self._enqueue_placed(work_done, work_done)
+
+    def _enqueue_placed(self, enqueued: int, done: int) -> None:
+        """Enqueue the messages that the plan places after `work[:enqueued]` and that depend on `work[:done]`."""
+        for transfer in self._transfers[len(self._works) :]:
+            if transfer.message.not_before > enqueued or transfer.message.after_work > done:
+                break
+            self._enqueue_next()
+
+    def _enqueue_next(self) -> None:
+        """Enqueue the next message after the work that it depends on, but not after later work."""
+        transport, transfer = self._transport, self._transfers[len(self._works)]
+        assert transfer.message.after_work <= self._work_done, "a message was never marked ready"
+        while self._followed < transfer.message.after_work:
+            self._followed, position = self._positions.pop(0)
+            transport._stream.wait_event(position)
+            transport.recycle([position])
+        with torch.cuda.stream(transport._stream):
+            self._enqueue(transfer)
 
     def _enqueue(self, transfer: Transfer) -> None:
         group, message = self._transport._group, transfer.message
         device = self._transport._device
-        index = len(self._received)
+        index = len(self._works)
         start = self._timing.mark() if self._timing is not None else None
+        work = None
         try:
             if transfer.send.numel() or transfer.recv.numel():
                 # One NCCL group call for both directions: neither blocks the other.
@@ -151,7 +165,7 @@ class NcclP2PWork:
                     group.recv([transfer.recv], message.source, 0)
                     for tensor in transfer.extra_recv:
                         group.recv([tensor], message.source, 0)
-                group._end_coalescing(device).wait()
+                work = group._end_coalescing(device)
         except RuntimeError as error:
             ranks = self._transport.ranks
             raise TransportError(
@@ -159,25 +173,35 @@ class NcclP2PWork:
                 f"{ranks[message.to]} and from rank {ranks[message.source]}: {error}"
             ) from error
         if self._timing is not None and start is not None:
+            # Only for a trace: the wait of this stream blocks a single hardware queue until the message is complete.
+            if work is not None:
+                work.wait()
             self._timing.moved(start, index, transfer)
-        received = self._transport.event()
-        received.record()
-        self._received.append(received)
+        self._works.append(work)
 
     def is_completed(self, message: int) -> bool:
         return False
 
     def wait(self, message: int) -> None:
+        while len(self._works) <= message:
+            self._enqueue_next()
+        # With one hardware queue a second wait for the same message delays later work until the stream reaches it.
+        waited = torch.cuda.current_stream().cuda_stream, message
+        if self._waited[0] == waited[0] and self._waited[1] >= message:
+            return
+        self._waited = waited
         start = self._timing.mark() if self._timing is not None else None
-        torch.cuda.current_stream().wait_event(self._received[message])
+        # Messages complete in order on the stream of NCCL. One that is empty in both directions has no work.
+        work = next((work for work in reversed(self._works[: message + 1]) if work is not None), None)
+        if work is not None:
+            work.wait()
         if self._timing is not None and start is not None:
             self._timing.waited(start, message)
 
     def wait_all(self) -> None:
-        assert len(self._received) == len(self._transfers), "a message was never marked ready"
-        if self._received:
-            self.wait(len(self._received) - 1)
-            self._transport.recycle(self._received)
+        if self._transfers:
+            self.wait(len(self._transfers) - 1)
+        self._transport.recycle([position for _, position in self._positions])
         if self._timing is not None:
             self._timing.finished()
 

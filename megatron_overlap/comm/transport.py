@@ -62,7 +62,7 @@ class P2PWork(Protocol):
     """All messages of one operation, like `torch.distributed.Work`."""
 
     def mark_ready(self, work_done: int) -> None:
-        """Allow the sends that depend on `work[:work_done]` of the plan."""
+        """Allow the sends that depend on `work[:work_done]` of the plan; on a device, enqueue those placed there."""
 
     def wait(self, message: int) -> None:
         """Return when the caller may read what `message` receives. On CUDA: order the current stream after it.

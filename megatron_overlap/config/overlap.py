@@ -34,8 +34,8 @@ class DataOverlap(Section):
     """Overlap of data parallel gradient reduction and parameter gathering."""
 
     method: Literal["auto", "p2p", "stock", "none"] = "auto"
-    """p2p: messages; stock: Megatron's collectives with its overlap flags; auto: p2p, or stock as a counted fallback;
-    none: without the flags."""
+    """p2p: messages; stock: Megatron's collectives with its overlap flags; auto: stock on CUDA, else p2p, or stock as a
+    counted fallback; none: without the flags."""
     accumulate: Literal["auto", "fp32"] = "auto"
     """fp32: add bf16 and fp16 gradients in fp32 and round once; auto: in their dtype, as collectives do."""
 

@@ -223,13 +223,15 @@ class Gathering:
     """
 
     def __init__(self, transport: Transport, bucket: torch.Tensor, op: str = "parameter all-gather") -> None:
-        self._messages = _gather_plan(transport.size, transport.rank).messages
+        plan = _gather_plan(transport.size, transport.rank)
+        self._messages = plan.messages
         layout = ChunkLayout(bucket.numel(), transport.size)
         transfers = []
         for message in self._messages:
             send, recv = (slice(*layout.rows(chunk)) for chunk in (message.send, message.recv))
             transfers.append(Transfer(message, bucket[send], bucket[recv]))
         self._p2p_work = transport.begin(transfers, op)
+        self._p2p_work.mark_ready(len(plan.work))
 
     def wait(self) -> None:
         """Returns when all shards are complete and the caller may write to the own one.

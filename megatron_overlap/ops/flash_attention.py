@@ -341,4 +341,6 @@ def _runs(lengths: Sequence[int]) -> Iterator[slice]:
 
 
 def _cu_seqlens(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    # A copy from memory that is not pinned synchronises the stream.
+    on_host = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, pin_memory=device.type == "cuda")
+    return on_host.to(device, non_blocking=True)

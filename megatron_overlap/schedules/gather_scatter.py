@@ -6,6 +6,7 @@ exposed. The direct pattern sends each chunk to its destination without forwardi
 reduce-scatter to plain tensor parallelism; this project adds the all-gather of the sums, part by part.
 """
 
+from dataclasses import replace
 from typing import Literal
 
 from megatron_overlap.schedules.layout import Chunk
@@ -86,7 +87,7 @@ def all_gather_plan(
     if pattern == "serial" and num_ranks > 1:
         all_chunks = tuple(Chunk(owner, part) for owner in range(num_ranks) for part in parts)
         work = [Work(all_chunks, needs=tuple(range(len(messages))))]
-    return Plan("all_gather", pattern, num_ranks, rank, chunks_per_rank, tuple(messages), tuple(work))
+    return Plan("all_gather", pattern, num_ranks, rank, chunks_per_rank, _placed(messages, work), tuple(work))
 
 
 def reduce_scatter_plan(
@@ -116,7 +117,24 @@ def reduce_scatter_plan(
         all_chunks = tuple(Chunk(owner, part) for owner in range(num_ranks) for part in range(chunks_per_rank))
         work = [Work(all_chunks), Work((), adds=tuple(range(len(messages))))]
         messages = [Message(m.send, m.to, m.recv, m.source, after_work=1) for m in messages]
-    return Plan("reduce_scatter", pattern, num_ranks, rank, chunks_per_rank, tuple(messages), tuple(work))
+    return Plan("reduce_scatter", pattern, num_ranks, rank, chunks_per_rank, _placed(messages, work), tuple(work))
+
+
+def _placed(messages: list[Message], work: list[Work]) -> tuple[Message, ...]:
+    """Return the messages with `not_before`: after the GEMM that hides them.
+
+    A message that depends on a GEMM follows the next GEMM. Any other message follows the work before the one that waits
+    for it.
+    """
+    first_use = {k: index for index in reversed(range(len(work))) for k in (*work[index].needs, *work[index].adds)}
+    placed, place = [], 0
+    for k, message in enumerate(messages):
+        if message.after_work:
+            place = max(place, message.after_work + any(each.chunks for each in work[message.after_work :]))
+        else:
+            place = max(place, first_use.get(k, 0))
+        placed.append(replace(message, not_before=place))
+    return tuple(placed)
 
 
 def _groups(owner: int, num_parts: int, cut: bool) -> list[tuple[Chunk, ...]]:
@@ -229,7 +247,7 @@ def all_reduce_plan(
         compute(own)
     for part in parts[next_sum:]:
         add_and_send_sums(part)
-    return Plan("all_reduce", pattern, num_ranks, rank, chunks_per_rank, tuple(messages), tuple(work))
+    return Plan("all_reduce", pattern, num_ranks, rank, chunks_per_rank, _placed(messages, work), tuple(work))
 
 
 def _runs(num_ranks: int, rank: int, part: int, num_parts: int, split: Split) -> tuple[list[Run], list[Run]]:

@@ -22,6 +22,8 @@ class Message:
         source: rank that sends it.
         after_work: the send may start when `work[:after_work]` is done; 0 means at once.
         after_message: earlier message whose received chunk this send forwards; None if it forwards no chunk.
+        not_before: a transport on a device enqueues the message when `work[:not_before]` is enqueued. With one hardware
+            queue (CUDA_DEVICE_MAX_CONNECTIONS=1) work that is enqueued after a message starts after it.
     """
 
     send: Chunk
@@ -30,6 +32,7 @@ class Message:
     source: int
     after_work: int = 0
     after_message: int | None = None
+    not_before: int = 0
 
 
 @dataclass(frozen=True, slots=True)

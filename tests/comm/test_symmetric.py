@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron_overlap.comm.host_group import HostGroup, store_beside
 from megatron_overlap.comm.symmetric.cuda import (
-    _register_group_name,
+    _register_group,
     _with_deadline,
     local_unsupported_reason,
     probe_symmetric_memory,
@@ -84,21 +84,26 @@ def test_without_a_gpu_the_reason_is_no_cuda_device(world: World) -> None:
     assert world.run(2, probe) == ["rank 0 of the group: no CUDA device"] * 2
 
 
-def register_name(group: dist.ProcessGroup) -> tuple[str, list[int]]:
+def register_name(group: dist.ProcessGroup) -> tuple[str, list[int], tuple[int, int]]:
     rank = dist.get_rank(group)
     host_group = HostGroup(group, range(rank // 2 * 2, rank // 2 * 2 + 2))
     host_group.barrier()
     assert host_group.group is None
     assert (host_group.rank, host_group.size) == (rank % 2, 2)
-    return _register_group_name(host_group), host_group.ranks
+    name, group_of_host = _register_group(host_group)
+    # torch's rendezvous takes the ranks of a name from here.
+    resolved = dist.distributed_c10d._resolve_process_group(name)
+    assert resolved is group_of_host
+    return name, host_group.ranks, (resolved.rank(), resolved.size())
 
 
 def test_ranks_of_one_host_register_the_same_group_name(world: World) -> None:
     found = world.run(4, register_name)
-    assert found[0] == found[1]
-    assert found[2] == found[3]
+    assert found[0][0] == found[1][0]
+    assert found[2][0] == found[3][0]
     assert found[0][0] != found[2][0]
-    assert [ranks for _, ranks in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [ranks for _, ranks, _ in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [resolved for *_, resolved in found] == [(0, 2), (1, 2)] * 2
 
 
 def test_an_attempt_that_hangs_or_fails_returns_the_reason() -> None:

@@ -84,6 +84,16 @@ class DataParallelAdapter(Adapter):
         gathering = Gathering(self.transport(group), bucket)
         return gathering if check is None else _CheckedWork(gathering, check)
 
+    def selects_stock(self, data: torch.Tensor) -> bool:
+        """Whether `method: auto` runs the stock collectives for `data`; if so, the report has the reason."""
+        if self._session.config.data.method != "auto" or not data.is_cuda:
+            return False
+        reason = (
+            "method auto runs the collectives of NCCL: p2p has not been measured on a GPU; use method p2p to try it"
+        )
+        self._session.counters.exclude("data parallel buckets on CUDA", reason)
+        return True
+
     def count_step(self, op: str) -> None:
         """Counts an optimizer step of one bucket, or of all."""
         self._session.counters.overlapped("data", "optimizer", op, "forward")
@@ -132,7 +142,7 @@ def start_grad_sync(original: Method, session: Session) -> Method:
         config = self.ddp_config
         sharded = config.use_distributed_optimizer
         group = self.intra_distributed_optimizer_instance_group if sharded else self.data_parallel_group
-        if group.size() == 1:
+        if group.size() == 1 or adapter.selects_stock(self.buckets[0].grad_data):
             return original(self, force_all_reduce)
         flag = None if config.overlap_grad_reduce else "--overlap-grad-reduce"
         reason = _unsupported_group_reason(group, self.buckets[0].grad_data)
@@ -174,6 +184,8 @@ def start_param_sync(original: Method, session: Session) -> Method:
         config = self.ddp_config
         group = self.intra_distributed_optimizer_instance_group
         if group.size() == 1 or (force_sync and self.param_gather_handle is not None):
+            return original(self, force_sync)
+        if adapter.selects_stock(self.buckets[0].grad_data):
             return original(self, force_sync)
         flag = None if config.overlap_param_gather else "--overlap-param-gather"
         if not config.use_distributed_optimizer:

@@ -43,6 +43,8 @@ def step_with_ready_grads(original: Method, session: Session) -> Method:
     def step(self: Any) -> bool:
         if not isinstance(self, DistributedOptimizer) or not _gathers_in_forward(self):
             return original(self)
+        if any(adapter.selects_stock(buffer.grad_data) for buffer in self.buffers):
+            return original(self)
         if reason := _unsupported_step_reason(self):
             session.counters.exclude("step of the distributed optimizer", reason)
             return original(self)

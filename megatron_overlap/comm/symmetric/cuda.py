@@ -133,16 +133,22 @@ class _StreamQueue:
             raise TransportError(f"cuStreamWaitValue32: CUDA driver error {status}")
 
 
-def _register_group_name(host_group: HostGroup) -> str:
-    """Register ranks that have no process group in torch's SymmetricMemory and return the name."""
+def _register_group(host_group: HostGroup) -> tuple[str, dist.ProcessGroup]:
+    """Register ranks that have no process group under a name that torch's rendezvous resolves.
+
+    Returns:
+        The name, and the group: torch resolves the name as long as the group exists.
+    """
     from torch.distributed import _symmetric_memory as symmetric
 
     # torch never removes a name, so each registration needs a new one.
     if host_group.rank == 0:
         host_group.store.set("name", f"megatron_overlap/{uuid.uuid4().hex}")
-    name = host_group.store.get("name").decode()
+    name: Any = host_group.store.get("name").decode()
+    group = dist.ProcessGroup(host_group.store, host_group.rank, host_group.size)
+    dist.distributed_c10d._register_process_group(name, group)
     symmetric._SymmetricMemory.set_group_info(name, host_group.rank, host_group.size, host_group.store)
-    return name
+    return name, group
 
 
 class CudaBackend:
@@ -161,7 +167,9 @@ class CudaBackend:
         self.max_polls = _MAX_POLLS
         self._host_group = host_group
         # A process group or a name. Older releases of torch have no type for both.
-        self._name: Any = host_group.group or _register_group_name(host_group)
+        self._name: Any = host_group.group
+        if host_group.group is None:
+            self._name, self._registered = _register_group(host_group)
         self._copies = torch.cuda.Stream(self.device, priority=-1)
         self.computing: Queue = _StreamQueue(None)
         self.copying: Queue = _StreamQueue(self._copies)

@@ -174,8 +174,8 @@ class _QuerySplit(torch.autograd.Function):
                 torch.mm(dy.reshape(-1, features), w, out=dcontext.view(-1, w.shape[1]))
                 inputs.add(start, stop, dcontext, context[start:stop], lse[:, start:stop])
             spans.add((start * batch, stop * batch))
-            # The weight gradient fills the time without new rows.
-            if wgrad is not None and not gather.ready:
+            # The weight gradient fills the time without new rows; on a GPU it is one GEMM after the last row.
+            if wgrad is not None and not (dy_rows.is_cuda or gather.ready):
                 spans.add_to(wgrad, dy_rows, context_rows)
         if wgrad is not None:
             spans.add_to(wgrad, dy_rows, context_rows)

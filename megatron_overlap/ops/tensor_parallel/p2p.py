@@ -131,7 +131,8 @@ class P2PMethod(LinearMethod):
         row_bytes = features * a.itemsize
         schedule, layout = self.plan.schedule("reduce_scatter", self.transport, num_rows, row_bytes, a.device)
         out = a.new_empty(layout.shard_rows(self.rank), features)
-        scatter = PipelinedReduceScatter(self.transport, schedule, layout, out, op)
+        work_follows = meanwhile is not None
+        scatter = PipelinedReduceScatter(self.transport, schedule, layout, out, op, work_follows=work_follows)
         scatter.compute(partial(_gemm_rows, a, b), meanwhile)
         return scatter
 
@@ -208,11 +209,13 @@ class P2PGather:
         return out
 
     def wgrad(self, wgrad: WeightGradient, *, dy: torch.Tensor | None = None, x: torch.Tensor | None = None) -> None:
-        self._gather.copy_own_rows()
         self._wgrad = wgrad, dy, x
 
     def advance(self) -> bool:
         computed = False
+        self._gather.enqueue_next()
+        if self._wgrad is not None:
+            self._gather.copy_own_rows()
         while self._gather.ready:
             self._compute_next()
             computed = True
@@ -232,11 +235,13 @@ class P2PGather:
             self._gemm.matmul(rows, b, out[start:stop], bias)
         if self._wgrad is not None:
             self._spans.add((start, stop))
-            # The product uses rows as they arrive; the weight gradient fills the time without new rows.
-            if not self._gather.ready:
+            # The product uses rows as they arrive; the weight gradient fills the time without new rows. On a GPU it is
+            # one GEMM after the last row: each further one would read and write the whole gradient.
+            if self._gather.done or not (self._like.is_cuda or self._gather.ready):
                 self._add_wgrad(*self._wgrad)
 
     def _add_wgrad(self, wgrad: WeightGradient, dy: torch.Tensor | None, x: torch.Tensor | None) -> None:
+        self._gather.copy_own_rows()
         for start, stop in self._spans.joined():
             rows = tuple(full[start:stop] for full in self._full)
             self._gemm.wgrad(wgrad, rows if dy is None else dy[start:stop], rows if x is None else x[start:stop])

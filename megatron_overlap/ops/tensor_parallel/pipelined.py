@@ -1,6 +1,7 @@
 """Collectives that overlap with GEMMs: rows are consumed as they arrive, partial sums are sent as they are produced."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -96,6 +97,7 @@ class PipelinedAllGather:
         if whole or plan.pattern == "serial":
             self.copy_own_rows()
         self._pending = list(range(len(plan.work)))
+        self._enqueued = 0
 
     def copy_own_rows(self) -> None:
         """Copies the own rows into `full`, once."""
@@ -123,6 +125,7 @@ class PipelinedAllGather:
         work = self._plan.work
         position = next((place for place, index in enumerate(self._pending) if self._has_arrived(index)), 0)
         first = last = self._pending.pop(position)
+        self._enqueue(first)
         for k in work[first].needs:
             self._p2p_work.wait(k)
         owner = work[first].chunks[0].owner
@@ -136,6 +139,19 @@ class PipelinedAllGather:
             return (start, stop), self._shard
         return (start, stop), tuple(full[start:stop] for full in self.full)
 
+    def enqueue_next(self) -> None:
+        """On CUDA, enqueues the messages of the next owner's rows. The caller has enqueued work that hides them."""
+        owners = [work.chunks[0].owner for work in self._plan.work]
+        place = self._enqueued + 1
+        while place < len(owners) - 1 and owners[place + 1] == owners[place]:
+            place += 1
+        self._enqueue(place)
+
+    def _enqueue(self, work_done: int) -> None:
+        if self.full[0].is_cuda and work_done > self._enqueued:
+            self._enqueued = work_done
+            self._p2p_work.mark_ready(work_done)
+
     def __iter__(self) -> Iterator[tuple[Rows, Payload]]:
         while not self.done:
             rows, data = self.next_rows()
@@ -148,19 +164,42 @@ class PipelinedAllGather:
 
 
 class PipelinedReduceScatter:
-    """A reduce-scatter of GEMM results: rows of other owners are computed and sent first, own rows last, to `out`."""
+    """A reduce-scatter of GEMM results: rows of other owners are computed and sent first, own rows last, to `out`.
 
-    def __init__(self, transport: Transport, plan: Plan, layout: ChunkLayout, out: torch.Tensor, op: str) -> None:
+    Args:
+        transport: carries partial sums.
+        plan: a reduce-scatter plan.
+        layout: rows of every chunk.
+        out: own rows of the result, written here.
+        op: name in error messages.
+        work_follows: the caller enqueues further work before `finish`. On CUDA the messages are enqueued after it, and
+            the GEMMs here hide the messages of another operation.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        plan: Plan,
+        layout: ChunkLayout,
+        out: torch.Tensor,
+        op: str,
+        *,
+        work_follows: bool = False,
+    ) -> None:
         self._plan, self._layout, self._out = plan, layout, out
         self._buffer_pool = transport.buffer_pool
         self._own = layout.shard(plan.rank)
         features = out.shape[1]
         self._partial = self._buffer_pool.take("partial", (layout.num_rows if plan.messages else 0, features), out)
         sizes = [layout.num_chunk_rows(message.recv) for message in plan.messages]
-        self._received = self._buffer_pool.take("received", (sum(sizes), features), out).split(sizes)
-        transfers = []
+        self._terms = self._buffer_pool.take("received", (sum(sizes), features), out)
+        self._received = self._terms.split(sizes)
+        transfers: list[Transfer] = []
         for message, received in zip(plan.messages, self._received, strict=True):
             start, stop = layout.rows(message.send)
+            if work_follows and out.is_cuda and plan.pattern != "ring":
+                # The GEMM of the own rows hides the first one.
+                message = replace(message, not_before=len(plan.work) - (not transfers))
             transfers.append(Transfer(message, self._partial[start:stop], received))
         self._p2p_work = transport.begin(transfers, op)
         self._done = 0
@@ -173,8 +212,8 @@ class PipelinedReduceScatter:
 
         Args:
             gemm: see `GemmInto`.
-            meanwhile: a piece of other work, called while a ring waits and only own rows are left. It returns False
-                when there is no work left.
+            meanwhile: a piece of other work, called while a ring waits and only own rows are left, and on CUDA after
+                each GEMM. It returns False when there is no work left.
         """
         plan, layout = self._plan, self._layout
         serial = plan.pattern == "serial" and plan.num_ranks > 1
@@ -187,11 +226,14 @@ class PipelinedReduceScatter:
             start, stop = layout.rows(work.chunks[0])[0], layout.rows(work.chunks[-1])[1]
             if start < stop:
                 gemm(start, stop, self._out if own else self._partial[start:stop])
+            if meanwhile is not None and self._out.is_cuda:
+                meanwhile()
             if not own:
                 self._forward_until(index + 1, None, wait=self._out.is_cuda)
         if serial:
             self._out.copy_(self._partial[slice(*self._own)])
-        self._p2p_work.mark_ready(len(plan.work))
+        # All but the addition of `finish`.
+        self._p2p_work.mark_ready(len(plan.work) - 1)
 
     def _forward_until(self, stop: int, meanwhile: Callable[[], bool] | None, *, wait: bool = True) -> None:
         """Adds received partial sums to the work items before `stop`, in order, and marks their sends ready."""
@@ -211,11 +253,17 @@ class PipelinedReduceScatter:
     def finish(self) -> torch.Tensor:
         """Adds the received partial sums to the own rows, in the order of the plan. Waits for all messages.
 
-        More than two terms are summed in fp32 and rounded once.
+        More than two terms are summed in fp32 and rounded once. On CUDA one kernel adds the received terms.
 
         Returns:
             `out`.
         """
+        self._p2p_work.mark_ready(len(self._plan.work))
+        if self._plan.messages and self._plan.pattern != "ring" and _adds_at_once(self._out):
+            self._p2p_work.wait_all()
+            # The messages are in the order of sources and rows.
+            terms = self._terms.unflatten(0, (self._plan.num_ranks - 1, self._out.shape[0]))
+            return torch.add(terms.sum(0, dtype=torch.float32), self._out, out=self._out)
         messages, out = self._plan.messages, self._out
         # Each part is summed in the order of the plan. Parts are summed in the order of arrival.
         waiting: dict[int, list[int]] = {}
@@ -239,6 +287,11 @@ class PipelinedReduceScatter:
                     out[start:stop].copy_(total[start:stop])
         self._p2p_work.wait_all()
         return out
+
+
+def _adds_at_once(out: torch.Tensor) -> bool:
+    """Whether one kernel adds all received terms: on CUDA each further one reads and writes the sum again."""
+    return out.is_cuda
 
 
 class PipelinedAllReduce:

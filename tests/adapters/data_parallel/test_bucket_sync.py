@@ -7,9 +7,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from megatron_overlap.adapters.data_parallel import bucket_sync
+from megatron_overlap.config import OverlapConfig
+from megatron_overlap.counters import FallbackError
+from megatron_overlap.session import Session
 from tests.adapters.data_parallel import bucket_sync_workers as cases
 from tests.adapters.data_parallel.bucket_sync_workers import Run
 from tests.helpers.releases import OLDEST, ROOT, release_environment
@@ -174,3 +180,31 @@ def test_the_oldest_release() -> None:
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
+
+
+@pytest.mark.parametrize("patch", [bucket_sync.start_grad_sync, bucket_sync.start_param_sync])
+@pytest.mark.parametrize(("method", "device", "stock"), [("auto", "cuda", True), ("auto", "cpu", False)])
+def test_auto_is_nccl_on_cuda(patch: Any, method: str, device: str, stock: bool) -> None:
+    """Nothing has measured p2p against the collectives of NCCL. The report has the reason, and it is no fallback."""
+    session = Session(OverlapConfig.model_validate({"data": {"method": method}, "strict": True}))
+    data = SimpleNamespace(is_cuda=device == "cuda", numel=lambda: 4)
+    group = SimpleNamespace(size=lambda: 65)
+    config = SimpleNamespace(
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        num_distributed_optimizer_instances=1,
+    )
+    bucket_group = SimpleNamespace(
+        ddp_config=config,
+        intra_distributed_optimizer_instance_group=group,
+        buckets=[SimpleNamespace(grad_data=data, param_data=data)],
+        param_gather_handle=None,
+    )
+    start = patch(lambda *_: "stock", session)
+    if not stock:
+        with pytest.raises(FallbackError):
+            start(bucket_group)
+        return
+    assert start(bucket_group) == "stock"
+    assert "p2p has not been measured on a GPU" in session.counters.excluded["data parallel buckets on CUDA"]

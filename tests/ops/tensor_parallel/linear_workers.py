@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from megatron_overlap.comm import BufferPool, close_transport, transport_of
 from megatron_overlap.comm.gloo import GlooTransport
 from megatron_overlap.ops import LinearPlan, all_gather_linear, linear_reduce_scatter, reference
+from megatron_overlap.ops.tensor_parallel import pipelined
 from megatron_overlap.ops.tensor_parallel.fused.kernels import FusedPlan
 from megatron_overlap.ops.tensor_parallel.fused.linear import FusedMethod
 from megatron_overlap.ops.tensor_parallel.p2p import P2PMethod
@@ -390,3 +392,9 @@ def another_number_format(group: dist.ProcessGroup, op: str, case: LinearCase, p
         assert torch.equal(got, exact)
     transport.close()
     return sent
+
+
+def added_at_once(group: dist.ProcessGroup, *arguments: Any) -> None:
+    """Compare a reduce-scatter whose received terms one kernel adds, as on CUDA, with the reference."""
+    with patch.object(pipelined, "_adds_at_once", return_value=True):
+        against_reference(group, "linear_reduce_scatter", *arguments, late=False)
