@@ -373,8 +373,8 @@ def installed_versions() -> dict[str, str | None]:
     """Releases that a run depends on; None where one is not installed."""
     return {
         "megatron_overlap": __version__,
-        "megatron-core": megatron_release(ImportedTree()) or _installed("megatron-core"),
-        "torch": _installed("torch"),
+        "megatron-core": megatron_release(ImportedTree()) or installed_release("megatron-core"),
+        "torch": installed_release("torch"),
     }
 
 
@@ -418,7 +418,8 @@ def _sentence(finding: Finding) -> str:
     return f"{finding.manifest.target}: {finding.verdict}: {finding.reason}"
 
 
-def _installed(distribution: str) -> str | None:
+def installed_release(distribution: str) -> str | None:
+    """The installed release of a distribution; None where it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

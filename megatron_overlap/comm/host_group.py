@@ -51,7 +51,8 @@ class HostGroup:
     """All ranks of a process group, or some of them, connected by gloo whatever the backend of the group is.
 
     Messages travel in host memory and are not ordered behind device queues or other collectives of the group. Every
-    method but `close` is collective: all ranks call the same methods in the same order, from one thread at a time.
+    method but `close` is collective: all ranks call the same methods in the same order, from one thread at a time. It
+    raises a `TransportError` where a peer is gone or the deadline has passed.
 
     Args:
         group: the process group. All its ranks construct their `HostGroup` at the same point of the program.
@@ -84,27 +85,15 @@ class HostGroup:
         self._gloo: dist.ProcessGroupGloo | None = connect_gloo(self.store, self.rank, self.size, timeout_s)
 
     def all_gather(self, values: Sequence[int]) -> list[list[int]]:
-        """Return the integers of every rank, by rank; each rank passes equally many.
-
-        Raises:
-            TransportError: a peer is gone, or the deadline has passed.
-        """
+        """Return the integers of every rank, by rank; each rank passes equally many."""
         return [row.tolist() for row in self._all_gather(torch.tensor(values, dtype=torch.int64))]
 
     def all_gather_floats(self, values: Sequence[float]) -> list[list[float]]:
-        """Return the numbers of every rank, by rank, in double precision; each rank passes equally many.
-
-        Raises:
-            TransportError: a peer is gone, or the deadline has passed.
-        """
+        """Return the numbers of every rank, by rank, in double precision; each rank passes equally many."""
         return [row.tolist() for row in self._all_gather(torch.tensor(values, dtype=torch.float64))]
 
     def all_gather_text(self, text: str) -> list[str]:
-        """Return the text of every rank, by rank.
-
-        Raises:
-            TransportError: a peer is gone, or the deadline has passed.
-        """
+        """Return the text of every rank, by rank."""
         encoded = text.encode()
         sizes = [size for (size,) in self.all_gather([len(encoded)])]
         padded = torch.tensor(list(encoded.ljust(max(sizes), b"\0")), dtype=torch.uint8)
@@ -112,21 +101,13 @@ class HostGroup:
         return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
 
     def all_to_all(self, send: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
-        """Send `sent[r]` rows to each rank r and return `received[r]` rows of each rank; rows are in order of rank.
-
-        Raises:
-            TransportError: a peer is gone, or the deadline has passed.
-        """
+        """Send `sent[r]` rows to each rank r and return `received[r]` rows of each rank; rows are in order of rank."""
         result = send.new_empty((sum(received), *send.shape[1:]))
         self._wait(self._open().alltoall_base(result, send.contiguous(), list(received), list(sent)))
         return result
 
     def barrier(self) -> None:
-        """Return when all ranks have called.
-
-        Raises:
-            TransportError: a peer is gone, or the deadline has passed.
-        """
+        """Return when all ranks have called."""
         self._wait(self._open().barrier())
 
     def close(self) -> None:

@@ -146,7 +146,6 @@ class LinearAutotuner:
         return autotuner.run(kind, run_candidate, (x,), lambda: candidates, timed=not self._check.due)[0]
 
     def unsupported_reason(self, call: LinearCall) -> str | None:
-        """See `LinearBackend`."""
         if call.wgrad_target is not None and not call.x.is_cuda and not is_te_linear(call.layer):
             return "unmeasured p2p runs: the stock path of local layers adds to main_grad on CUDA only"
         return None

@@ -213,7 +213,6 @@ class StockBackend:
         return None
 
     def run(self, call: LinearCall) -> LayerOutput:
-        """See `LinearBackend`."""
         call.hooks.selected_stock()
         return call.run_stock()
 
@@ -230,15 +229,12 @@ class P2PBackend:
         self._adapter, self._plan = adapter, plan
 
     def unsupported_reason(self, call: LinearCall) -> str | None:
-        """See `LinearBackend`."""
         return self._adapter.unsupported_reason(call.x, call.weight, call.group, call.op)
 
     def run(self, call: LinearCall) -> LayerOutput:
-        """See `LinearBackend`."""
         return call.result(self.output(call))
 
     def output(self, call: LinearCall, *, checked: bool = False) -> torch.Tensor:
-        """See `OverlapBackend`."""
         target, hooks = call.wgrad_target, call.hooks
         options: dict[str, Any] = {
             "group": self._adapter.transport(call.group),
@@ -271,11 +267,9 @@ class CheckedBackend:
         self._check, self._backend = check, backend
 
     def unsupported_reason(self, call: LinearCall) -> str | None:
-        """See `LinearBackend`."""
         return self._backend.unsupported_reason(call)
 
     def run(self, call: LinearCall) -> LayerOutput:
-        """See `LinearBackend`."""
         target = call.wgrad_target
         subject = self._check.subject(
             _check_name(call.op, call.weight),

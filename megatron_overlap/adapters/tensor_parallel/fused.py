@@ -85,7 +85,6 @@ class FusedBackend:
         self._plan = _plan(tuple(knobs))
 
     def unsupported_reason(self, call: LinearCall) -> str | None:
-        """See `LinearBackend`."""
         rows, ranks = call.x[..., 0].numel(), call.group.size()
         reason = unsupported_fused_reason(call.x, rows * ranks if call.op == "ag_gemm" else rows, ranks)
         if reason is not None:
@@ -103,11 +102,9 @@ class FusedBackend:
         return [FUSED, *([HOPPER] if hopper else [])]
 
     def run(self, call: LinearCall) -> LayerOutput:
-        """See `LinearBackend`."""
         return call.result(self.output(call))
 
     def output(self, call: LinearCall, *, checked: bool = False) -> torch.Tensor:
-        """See `OverlapBackend`."""
         transport, target = self._transports.open(call.group), call.wgrad_target
         assert not isinstance(transport, str)
         return _FUSED_OPS[call.op](

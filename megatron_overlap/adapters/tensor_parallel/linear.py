@@ -75,11 +75,9 @@ class ColumnCall(LinearCall):
     kwargs: dict[str, Any]
 
     def run_stock(self) -> LayerOutput:
-        """See `LinearCall`."""
         return self.original(self.layer, self.x, self.weight, *self.args, **self.kwargs)
 
     def result(self, output: torch.Tensor) -> LayerOutput:
-        """See `LinearCall`."""
         return output
 
 
@@ -90,11 +88,9 @@ class RowCall(LinearCall):
     original: Method
 
     def run_stock(self) -> LayerOutput:
-        """See `LinearCall`."""
         return self.original(self.layer, self.x)
 
     def result(self, output: torch.Tensor) -> LayerOutput:
-        """See `LinearCall`."""
         return add_row_bias(self.layer, output)
 
 

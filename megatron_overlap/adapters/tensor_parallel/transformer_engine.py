@@ -107,7 +107,6 @@ class TECall(LinearCall):
         return self.original(self.layer, self.x)
 
     def result(self, output: torch.Tensor) -> LayerOutput:
-        """See `LinearCall`."""
         layer: Any = self.layer
         layer.is_first_microbatch = False  # As Megatron's wrapper does after every forward.
         if self.kind == "row":

@@ -3,7 +3,6 @@
 Megatron's log rounds losses and prints grad-norms with three decimals; comparisons need all digits.
 """
 
-import importlib.metadata
 import json
 import platform
 import resource
@@ -15,7 +14,7 @@ from typing import IO, Any
 import torch
 
 from megatron_overlap.adapters.training.step_tracer import EVENTS, StepTracer
-from megatron_overlap.session import installed_versions
+from megatron_overlap.session import installed_release, installed_versions
 from megatron_overlap.version import __version__
 
 # train_step returns (losses, skipped, save now, exit now, exit code, grad norm, ...) in every reviewed release.
@@ -126,7 +125,7 @@ class StepRecorder:
                     "megatron_overlap": __version__,
                     "megatron_core": installed_versions()["megatron-core"],
                     "torch": torch.__version__,
-                    "transformer_engine": _version_of("transformer-engine"),
+                    "transformer_engine": installed_release("transformer-engine"),
                     "python": platform.python_version(),
                 },
                 "device": self._device,
@@ -158,10 +157,3 @@ def _loss(losses: dict[str, Any]) -> float | None:
 
 def _number(value: Any) -> float | None:
     return None if value is None else float(value)
-
-
-def _version_of(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
