@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from megatron_overlap.patching.manifest import load_manifests, patches_folder
+from megatron_overlap.patching.manifest import load_manifests
 from tests.helpers.releases import NEWEST, OLDEST, megatron_folder, run_python
 
 SYMBOLS = [
@@ -89,9 +89,9 @@ def test_survey_prints_the_entries_of_the_manifests(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert f"┃ {OLDEST} ┃" in done.stdout
     entries = [yaml.safe_load(block.partition("\n")[2]) for block in done.stdout.split("\n# megatron.")[1:]]
-    written = [yaml.safe_load(file.read_text()) for file in sorted(patches_folder().rglob("*.yaml"))]
-    of_core = [content for content in written if content.get("target", "").startswith("megatron.core.")]
-    assert [entry[OLDEST] for entry in entries if entry] == [content["releases"][OLDEST] for content in of_core]
+    of_core = [manifest for manifest in load_manifests() if manifest.target.startswith("megatron.core.")]
+    written = [manifest.releases[OLDEST].model_dump(exclude_unset=True) for manifest in of_core]
+    assert [entry[OLDEST] for entry in entries if entry] == written
 
 
 def test_survey_of_any_symbol_over_two_releases(tmp_path: Path) -> None:
