@@ -51,7 +51,9 @@ def test_four_ranks(interpreting: World, shared: Path, parts: int) -> None:
     assert gathering(interpreting, problem, "wgrad") == NOTHING
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(
+    "dtype", [BF16, pytest.param(FP16, marks=pytest.mark.long), FP32], ids=["bf16", "fp16", "fp32"]
+)
 @pytest.mark.parametrize(
     ("rows", "n", "k", "parts", "programs", "transposed"),
     [

@@ -113,6 +113,22 @@ def read_documents(group: dist.ProcessGroup, folder: Path, max_rows: int) -> lis
     return [whole.read(n).tolist() for n in range(len(whole))]
 
 
+def empty_split(group: dist.ProcessGroup, folder: Path) -> str:
+    """The error of a run that evaluates on a split without documents; the pair is that of `read_documents`."""
+    start()
+    from megatron_overlap.adapters.varlen.core_attention import VarlenError
+    from megatron_overlap.adapters.varlen.dataset import document_loaders
+
+    read_documents(group, folder, 4)
+    read = {"skip_train": True, "eval_iters": 1, "consumed_train_samples": 0, "consumed_valid_samples": 0}
+    pair = {"data_path": [str(folder / "x")], "mmap_bin_files": True, "split": "100,0,0", "seq_length": 4}
+    try:
+        document_loaders(None, SimpleNamespace(**pair, **read))  # type: ignore[arg-type]
+    except VarlenError as error:
+        return str(error)
+    return ""
+
+
 def nodes_and_splits(group: dist.ProcessGroup) -> tuple[list[int], list[list[int]]]:
     """Nodes by hosts, and bounds of the splits by weights."""
     start()

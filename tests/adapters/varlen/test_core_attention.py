@@ -194,6 +194,12 @@ def test_nodes_and_splits(worker: World) -> None:
     assert splits == [[0, 200, 200, 200], [0, 194, 200, 200], [0, 100, 200, 200]]
 
 
+def test_an_empty_split_is_named(worker: World, tmp_path: Path) -> None:
+    (text,) = worker.run(1, workers.empty_split, tmp_path)
+    assert text == "--split: 100,0,0: leaves no documents of two ids or more for validation"
+
+
+@pytest.mark.long
 def test_an_empty_split_fails_before_the_first_step(data: Path, tmp_path: Path) -> None:
     cfg = config("empty", data, eval_iterations=1)
     cfg = cfg.model_copy(update={"data": cfg.data.model_copy(update={"split": "100,0,0"})})

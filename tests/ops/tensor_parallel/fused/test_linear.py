@@ -24,17 +24,17 @@ PLANS = {
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
 @pytest.mark.parametrize("op", SEQUENCE)
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_equals_reference(interpreting: World, num_ranks: int, op: str, plan: FusedPlan) -> None:
-    """61 rows: shards and chunks differ in length."""
-    interpreting.run(num_ranks, linear_workers.against_reference, op, 61, 48, 33, torch.float32, plan, late=False)
+    """37 rows: shards and chunks differ in length."""
+    interpreting.run(num_ranks, linear_workers.against_reference, op, 37, 48, 33, torch.float32, plan, late=False)
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
 @pytest.mark.parametrize("op", PLAIN)
 def test_all_reduce_equals_reference(interpreting: World, op: str, plan: FusedPlan) -> None:
     bits = interpreting.run(
-        4, linear_all_reduce_workers.against_reference, op, 61, 48, 33, torch.float32, plan, late=False
+        4, linear_all_reduce_workers.against_reference, op, 37, 48, 33, torch.float32, plan, late=False
     )
     assert_same(bits)
 
@@ -42,13 +42,15 @@ def test_all_reduce_equals_reference(interpreting: World, op: str, plan: FusedPl
 @pytest.mark.parametrize("main_grad", [False, True], ids=["own gradient", "main_grad"])
 @pytest.mark.parametrize("op", SEQUENCE + PLAIN)
 def test_over_two_hosts(interpreting: World, op: str, main_grad: bool) -> None:
-    """Fused inside hosts of two ranks, late messages between hosts. 61 rows: hosts own different numbers of rows."""
+    """Fused inside hosts of two ranks, late messages between hosts. 37 rows: hosts own different numbers of rows."""
     case = (linear_workers if op in SEQUENCE else linear_all_reduce_workers).against_reference
     plan = FusedPlan(chunk_rows=7)
-    interpreting.run(4, case, op, 61, 48, 33, torch.float32, plan, late=True, main_grad=main_grad, hosts=2)
+    interpreting.run(4, case, op, 37, 48, 33, torch.float32, plan, late=True, main_grad=main_grad, hosts=2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, pytest.param(torch.float32, marks=pytest.mark.long)], ids=["fp16", "fp32"]
+)
 @pytest.mark.parametrize("op", SEQUENCE + PLAIN)
 def test_weight_gradient_goes_into_main_grad(interpreting: World, op: str, dtype: torch.dtype) -> None:
     case = (linear_workers if op in SEQUENCE else linear_all_reduce_workers).against_reference
@@ -218,6 +220,9 @@ HOST_MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", HOST_MUTANTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.long] if number > 1 else []) for number, name in enumerate(HOST_MUTANTS)],
+)
 def test_wrong_layers_over_two_hosts_are_caught(interpreting: World, name: str) -> None:
     assert any(interpreting.run(4, fused_workers.layers, (HOST_MUTANTS[name],), hosts=2))
