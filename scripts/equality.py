@@ -85,7 +85,7 @@ LAYOUTS = (
     Layout("DP4", data=4),
     Layout("DP2+DO", data=2, sharded=True),
     Layout("DP4+DO", data=4, sharded=True),
-    # Stock has no context parallelism in these layers: it is compared with in the same layout without.
+    # Stock has no context parallelism on a CPU: the same layout without it is the reference.
     Layout("UP2", context=2),
     Layout("UP4", context=4),
     Layout("UP2xTP2+SP", tensor=2, context=2, sequence_parallel=True),

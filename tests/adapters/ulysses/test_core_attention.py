@@ -152,6 +152,7 @@ def assert_counted(run_dir: Path, op: str, *, ranks: int, layers: int = 2) -> No
 
 
 @needs_te
+@pytest.mark.long
 def test_gpt_of_transformer_engine_layers(plugin: tuple[str, str], tmp_path: Path) -> None:
     stock = train(tmp_path / "stock", GPT, 1, *TE_LAYERS)
     overlapped = train(tmp_path / "up2", GPT, 2, *TE_LAYERS, *CP2, "--overlap-grad-reduce", *plugin, off=False)
