@@ -13,9 +13,11 @@ from megatron.core.tensor_parallel.layers import RowParallelLinear
 
 from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
 from megatron_overlap.adapters.tensor_parallel.eligibility import (
+    is_te_linear,
     unsupported_attention_reason,
     unsupported_core_attention_reason,
     unsupported_row_reason,
+    unsupported_te_reason,
 )
 from megatron_overlap.adapters.tensor_parallel.linear import add_row_bias
 from megatron_overlap.adapters.wrapping import Method, replaced_forward, untraced
@@ -68,7 +70,7 @@ class _JointCall:
         layer, adapter = self._projection, self._adapter
         reason = (
             unsupported_core_attention_reason(self._core, query, key, value, attention_mask, kwargs)
-            or unsupported_row_reason(layer, query, layer.tp_group, RowParallelLinear._forward_impl)
+            or _unsupported_projection_reason(layer, query)
             or adapter.unsupported_reason(query, layer.weight, layer.tp_group, _OP)
         )
         if reason is not None:
@@ -90,16 +92,27 @@ class _JointCall:
                 "set overlap.tensor.attention to row"
             )
         layer, core, adapter = self._projection, self._core, self._adapter
-        target = adapter.wgrad_target(layer.weight, layer.gradient_accumulation_fusion)
+        is_te = is_te_linear(layer)
+        fusion = layer.fuse_wgrad_accumulation if is_te else layer.gradient_accumulation_fusion
+        target = adapter.wgrad_target(layer.weight, fusion)
+        if is_te:
+            layer.is_first_microbatch = False  # As Megatron's wrapper does after every forward.
+        softmax = getattr(core, "scale_mask_softmax", None)  # TransformerEngine's attention has none.
         output = attention_linear_reduce_scatter(
             *self._operands,
             layer.weight,
             group=adapter.transport(layer.tp_group),
             # Under query-key layer scaling Megatron divides the first factor by the second.
-            softmax_scale=core.softmax_scale * (core.scale_mask_softmax.scale or 1),
+            softmax_scale=core.softmax_scale * ((softmax and softmax.scale) or 1),
             plan=adapter.plan,
             main_grad=None if target is None else target.main_grad,
             weight_done=None if target is None else target.written,
             observer=adapter.hooks(_KIND, _OP, layer.weight).overlapped,
         )
         return add_row_bias(layer, output)
+
+
+def _unsupported_projection_reason(layer: Any, query: torch.Tensor) -> str | None:
+    if is_te_linear(layer):
+        return unsupported_te_reason(layer, query)
+    return unsupported_row_reason(layer, query, layer.tp_group, RowParallelLinear._forward_impl)

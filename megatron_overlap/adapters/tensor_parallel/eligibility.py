@@ -123,8 +123,10 @@ def indivisible_rows_reason(num_ranks: int) -> str:
     return f"sequence length is not divisible by the tensor-parallel size {num_ranks}"
 
 
-def unsupported_te_reason(layer: Any) -> str | None:
-    """The reason in a TransformerEngine linear or in its configuration."""
+def unsupported_te_reason(layer: Any, x: torch.Tensor | None = None) -> str | None:
+    """The reason in a TransformerEngine linear, in its configuration, or in the input `x` of a call."""
+    if x is not None and layer.parallel_mode == "row" and layer.sequence_parallel and x.shape[0] % layer.tp_size:
+        return indivisible_rows_reason(layer.tp_size)
     if te_quantizes():
         return "fp8: TransformerEngine quantizes its messages"
     for field, reason in _TE_FEATURES:
@@ -150,10 +152,14 @@ def unsupported_attention_reason(layer: Any) -> str | None:
     core, projection = layer.core_attention, layer.linear_proj
     if layer.attention_type != "self":
         return f"{layer.attention_type} attention"
-    if type(core) is not DotProductAttention:
-        return f"core attention is {type(core).__name__}, not Megatron's local DotProductAttention"
-    if not isinstance(projection, RowParallelLinear):
-        return f"output projection is {type(projection).__name__}, not Megatron's local RowParallelLinear"
+    if type(core) not in (DotProductAttention, getattr(te_extension, "TEDotProductAttention", None)):
+        return f"core attention is {type(core).__name__}, which query split does not know"
+    if getattr(core, "cp_group", None) is not None:
+        return "context parallelism: TransformerEngine's attention communicates itself"
+    if getattr(core, "return_max_logit", False):
+        return "--qk-clip or --log-max-attention-logit reads the scores"
+    if not is_te_linear(projection) and not isinstance(projection, RowParallelLinear):
+        return f"output projection is {type(projection).__name__}, which query split does not know"
     if not projection.sequence_parallel:
         return "query split needs --sequence-parallel"
     if "forward" in vars(core) or "forward" in vars(projection):
@@ -181,15 +187,18 @@ def unsupported_core_attention_reason(
     unknown = sorted(name for name, argument in kwargs.items() if name != "attn_mask_type" and argument is not None)
     if unknown:
         return f"core attention is called with {', '.join(unknown)}"
-    if core.attn_mask_type is not AttnMaskType.causal:
-        return f"the attention mask is {core.attn_mask_type.name}, not causal"
+    is_local = isinstance(core, DotProductAttention)
+    mask = core.attn_mask_type if is_local else kwargs["attn_mask_type"]
+    if mask is not AttnMaskType.causal:
+        return f"the attention mask is {mask.name}, not causal"
     if attention_mask is not None:
         return "an attention mask is given: add --no-create-attention-mask-in-dataloader if it is only causal"
-    if core.training and core.attention_dropout.p > 0:
+    if core.training and (core.attention_dropout.p if is_local else core.attention_dropout) > 0:
         return "attention dropout: add --attention-dropout 0"
-    if core.softmax_offset is not None:
+    if core.softmax_offset is not None if is_local else core.softmax_type != "vanilla":
         return "the softmax has an offset"
-    if core.scale_mask_softmax.window_size is not None:
+    # TransformerEngine has (-1, 0) for no window.
+    if core.scale_mask_softmax.window_size is not None if is_local else core.window_size[0] >= 0:
         return "sliding-window attention"
     if query.shape[0] != key.shape[0]:
         return "keys come from a cache"

@@ -18,7 +18,6 @@ from megatron_overlap.adapters.tensor_parallel.call import LayerOutput, LinearCa
 from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
 from megatron_overlap.adapters.tensor_parallel.eligibility import (
     EXPERT,
-    indivisible_rows_reason,
     te_communicates,
     unsupported_te_reason,
 )
@@ -50,7 +49,7 @@ def linear_forward(original: Method, session: Session) -> Method:
     @functools.wraps(original)
     def forward(self: Any, x: torch.Tensor) -> LayerOutput:
         if te_communicates(self):
-            return adapter.run(_call(self, x, original, adapter), _unsupported_reason(self, x))
+            return adapter.run(_call(self, x, original, adapter), unsupported_te_reason(self, x))
         if self.parallel_mode is None and self.config.tensor_model_parallel_size > 1:
             is_expert = isinstance(self, TEColumnParallelLinear | TERowParallelLinear)
             session.counters.exclude(type(self).__name__, EXPERT if is_expert else _DUPLICATED)
@@ -123,12 +122,6 @@ def _call(layer: Any, x: torch.Tensor, original: Method, adapter: LinearAdapter)
     norm = norm_of(layer) if "layer_norm_weight" in layer._parameters else None
     hooks = adapter.hooks(kind, op, weight)
     return TECall(layer, kind, op, x, weight, bias, layer.tp_group, target, hooks, original, norm=norm)
-
-
-def _unsupported_reason(layer: Any, x: torch.Tensor) -> str | None:
-    if layer.parallel_mode == "row" and layer.sequence_parallel and x.shape[0] % layer.tp_size:
-        return indivisible_rows_reason(layer.tp_size)
-    return unsupported_te_reason(layer)
 
 
 def norm_of(layer: Any) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -21,6 +21,7 @@ from tests.helpers.world import World
 
 pytestmark = needs_te
 BF16 = torch.bfloat16
+QUERY_SPLIT = {"attention": "query_split"}
 # A model without sequence parallelism whose layers run in batch overlap.
 SPLIT: dict[str, Any] = {"config": {"sequence_parallel": False}, "tensor": {"split": "batch"}}
 
@@ -178,10 +179,41 @@ def test_models_in_batch_overlap_equal_stock(te_ranks: World, kind: str, dtype: 
     """Each linear of a layer runs once for each part of the batch; the output layer is not split."""
     # The gradients of query and key norms nearly cancel: bf16 leaves one digit of them, in stock too.
     config = {"sequence_parallel": False, **({"qk_layernorm": False} if dtype == BF16 else {})}
-    case = Model(kind, dtype, config=config, tensor=SPLIT["tensor"])
+    case = Model(kind, dtype, fused=kind == "gpt", config=config, tensor=SPLIT["tensor"])
     for calls, reasons, _ in te_ranks.run(RANKS, cases.model_against_stock, case):
         assert reasons == []
         assert calls == {"copy_gemm": 2 * 2 * 2 + 1, "gemm_ar": 2 * 2 * 2}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["llama", "gpt"])
+def test_models_with_query_split_equal_stock(te_ranks: World, kind: str, dtype: torch.dtype) -> None:
+    """Flash attention in slices of queries, and the projection of each slice, in place of two modules."""
+    config = {"qk_layernorm": False} if dtype == BF16 else {"softmax_scale": 0.3}
+    case = Model(kind, dtype, fused=kind == "gpt", config=config, tensor=QUERY_SPLIT)
+    for calls, reasons, _ in te_ranks.run(RANKS, cases.model_against_stock, case):
+        assert reasons == []
+        assert calls == {"ag_gemm": 2 * 2 + 1, "gemm_rs": 2, "query_split": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "reason"),
+    [
+        ("llama", {"config": {"window_size": (3, 0)}}, "sliding-window attention"),
+        ("llama", {"config": {"softmax_type": "off-by-one"}}, "the softmax has an offset"),
+        ("llama", {"config": {"sequence_parallel": False}}, "query split needs --sequence-parallel"),
+        ("llama", {"overwrites": "linear_proj"}, "the weight gradient overwrites main_grad"),
+        ("BERT", {}, "the attention mask is padding, not causal"),
+    ],
+    ids=["window", "offset", "plain", "weight", "padding"],
+)
+def test_an_attention_that_query_split_does_not_support_is_counted(
+    te_ranks: World, kind: str, given: dict[str, Any], reason: str
+) -> None:
+    case = Model(kind, strict=False, tensor=QUERY_SPLIT, **given)
+    for calls, reasons, _ in te_ranks.run(RANKS, cases.model_against_stock, case):
+        assert reasons == [reason]
+        assert "query_split" not in calls
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sp", "batch-overlap"])
@@ -201,7 +233,7 @@ def test_bf16_layers_of_an_fp8_model_are_overlapped(te_ranks: World, sequence_pa
     ("kind", "given", "reason"),
     [
         ("llama", {"batch": 3}, "a micro-batch of 3 does not split into two equal parts"),
-        ("gpt", {"overwrites": True}, "the weight gradient overwrites main_grad"),
+        ("gpt", {"overwrites": "linear_fc2"}, "the weight gradient overwrites main_grad"),
         ("MLA", {}, "the MLP is not an MLP or the attention is not a SelfAttention of Megatron"),
         ("hybrid", {}, "the MLP is not an MLP or the attention is not a SelfAttention of Megatron"),
     ],
@@ -213,7 +245,8 @@ def test_a_layer_that_batch_overlap_does_not_support_is_counted(
     case = Model(kind, strict=False, **{**SPLIT, **given})
     for calls, reasons, _ in te_ranks.run(RANKS, cases.model_against_stock, case):
         assert reasons == [reason]
-        assert calls["copy_gemm"] > 0, "the linears that are supported are overlapped alone"
+        # A linear that is supported is overlapped alone, on the whole batch: two in each layer, and the output layer.
+        assert kind == "MLA" or calls["copy_gemm"] == 2 * 2 + 1
 
 
 def test_experts_and_duplicated_layers_are_listed(te_ranks: World) -> None:
@@ -224,7 +257,7 @@ def test_experts_and_duplicated_layers_are_listed(te_ranks: World) -> None:
 
 
 def test_a_fused_mlp_that_is_not_supported_is_counted(te_ranks: World) -> None:
-    case = Model("fused MLP", strict=False, overwrites=True)
+    case = Model("fused MLP", strict=False, overwrites="weight")
     for calls, reasons, _ in te_ranks.run(RANKS, cases.model_against_stock, case):
         assert reasons == ["the weight gradient overwrites main_grad"]
         assert calls == {"ag_gemm": 1}, "the output layer is Megatron's"

@@ -304,7 +304,9 @@ class Model:
 
     Attributes:
         kind: a key of `MODELS`.
-        overwrites: every weight says that its gradient overwrites `main_grad`, which the plugin does not support.
+        overwrites: weights with this in their name say that their gradient overwrites `main_grad`, which the plugin
+            does not support.
+        fused: the gradients of TransformerEngine's weights are added to `main_grad`.
         config: further fields of Megatron's configuration.
         tensor: further fields of `overlap.tensor`.
     """
@@ -313,7 +315,8 @@ class Model:
     dtype: torch.dtype = torch.float32
     batch: int = 2
     strict: bool = True
-    overwrites: bool = False
+    overwrites: str = ""
+    fused: bool = False
     config: dict[str, Any] = field(default_factory=dict)
     tensor: dict[str, Any] = field(default_factory=dict)
 
@@ -412,8 +415,12 @@ def make_model(group: dist.ProcessGroup, case: Model, dtype: torch.dtype, build:
                 cut = getattr(parameter, "tensor_model_parallel", False)
                 seed = len(name) + 1000 * (group.rank() if cut else 0)
                 parameter.add_(0.2 * _random(tuple(parameter.shape), seed))
-            elif case.overwrites:
+            elif case.overwrites and case.overwrites in name:
                 parameter.overwrite_main_grad = True
+    for layer in model.modules() if case.fused else ():
+        if "fuse_wgrad_accumulation" in vars(layer):
+            layer.fuse_wgrad_accumulation, layer.weight.main_grad = True, torch.zeros(layer.weight.shape)
+            layer.weight.grad_added_to_main_grad = False
     return model
 
 
@@ -436,6 +443,11 @@ def run_model(model: Any, case: Model, group: dist.ProcessGroup) -> dict[str, to
         loss = model(ids, positions, None, labels=ids).float().mean()
     loss.backward()
     grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    for name in grads if case.fused else ():
+        weight = model.get_parameter(name)
+        if hasattr(weight, "main_grad"):
+            assert weight.grad_added_to_main_grad
+            grads[name] = weight.main_grad
     return {"loss": loss.detach(), **grads}  # type: ignore[dict-item]
 
 
@@ -461,8 +473,8 @@ def model_against_stock(world: dist.ProcessGroup, case: Model) -> tuple[dict[str
         report = session.report()
     listed = {(site.kind, site.name) for site in report.sites}
     for layer in filter(is_linear, model.modules()):
-        kind = "row" if "Row" in type(layer).__name__ else "column"
-        counted = (kind, f"{layer.weight.shape[1]}->{layer.weight.shape[0]}") in listed
+        kinds = ("row", "attention") if "Row" in type(layer).__name__ else ("column",)
+        counted = any((kind, f"{layer.weight.shape[1]}->{layer.weight.shape[0]}") in listed for kind in kinds)
         assert counted or type(layer).__name__ in report.not_overlapped, f"{layer}: not in the report"
     assert_near_stock(mine, stock, exact, case.dtype)
     return *calls_of(report), dict(report.not_overlapped)
