@@ -104,7 +104,11 @@ def linear_reduce_scatter(
         x: `[S, ..., K/R]` all rows; its leading dimensions are flattened to rows.
         w_shard: `[F, K/R]` own columns of the weight.
         bias: `[F]`, added once, after the sum.
-        group, plan, main_grad, weight_done, observer: see `all_gather_linear`.
+        group: as in `all_gather_linear`.
+        plan: as in `all_gather_linear`.
+        main_grad: as in `all_gather_linear`.
+        weight_done: as in `all_gather_linear`.
+        observer: as in `all_gather_linear`.
 
     Returns:
         `[S/R, ..., F]`, dtype of `x`. If `x` is `[rows, K/R]`, rows need not be divisible by R: they are cut as
