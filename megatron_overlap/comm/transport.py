@@ -35,10 +35,10 @@ class Transfer:
         message: chunks and peers.
         send: tensor to send.
         recv: tensor to receive into.
-        extra_send: further tensors for the same peer, such as the scales of a quantised chunk. Sent unless `send` is
-            empty.
-        extra_recv: further tensors to receive, as many as the peer sends, with equal sizes. Received unless `recv` is
-            empty.
+        extra_send: further tensors for the same peer, such as the scales of a quantised chunk. None is sent if `send`
+            is empty.
+        extra_recv: further tensors to receive, as many as the peer sends, with equal sizes. None is received if
+            `recv` is empty.
     """
 
     message: Message

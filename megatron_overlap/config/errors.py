@@ -86,7 +86,7 @@ def raise_first(problems: Iterator[Problem]) -> None:
     """Raise the first problem as a validation error that `loading` turns into a ConfigError.
 
     Raises:
-        PydanticCustomError: there is a problem.
+        PydanticCustomError: `problems` is not empty.
     """
     for problem in problems:
         context = {"key": problem.key, "value": problem.value, "remedy": problem.remedy}

@@ -64,7 +64,7 @@ class LinearAutotuner:
             session.counters.autotune_lines = self.lines
 
     def runs_stock(self, layer: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor) -> bool:
-        """Whether a call runs the stock path, untimed; if so, counts it.
+        """Whether a call runs the stock path untimed. Such a call is counted.
 
         `run` would take 5 % of the pass of a short layer. Other reasons against the plugin need no check here, because
         they lead to the stock path too.

@@ -97,7 +97,7 @@ def rebalance(tokens: Sequence[int], topology: Topology, target: Sequence[int] |
 
 
 def rebalance_to_linear(plan: Plan, index: int = 0) -> Rebalance:
-    """The rebalancing from the attention layout of pass `index` to the linear layout. Every rank computes the same.
+    """The rebalancing from the attention layout of pass `index` to the linear layout, the same on every rank.
 
     It moves rows only if the time saved in the linear layers of the fullest rank exceeds the message time of the
     busiest rank, in both directions and without overlap. Otherwise it has no moves.
@@ -165,7 +165,7 @@ def _match(ranks: Sequence[int], surplus: list[int], need: list[int]) -> list[tu
 
 
 def _even_targets(tokens: Sequence[int], topology: Topology) -> list[int]:
-    """Even counts. The remainder goes, one token per rank, to nodes with a surplus first, then to ranks with one."""
+    """Even counts. Nodes with a surplus get the remainder first, then ranks with a surplus, one token each."""
     share, extra = divmod(sum(tokens), topology.ranks)
     size = topology.devices_per_node
     target = [share] * topology.ranks

@@ -99,7 +99,7 @@ def breakdowns(result: Comparison) -> list[Breakdown]:
 
 
 def op_label(key: tuple[str, str]) -> str:
-    """An op and its direction for the report. Some op names end with the direction already."""
+    """An op and its direction for the report. Some op names already end with the direction."""
     name, direction = key
     return name if direction == "-" or name.endswith(direction) else f"{name} {direction}"
 

@@ -8,8 +8,8 @@ The rules, in order:
    pipeline, context, tensor. Context also becomes 1 if only fused attention kernels support it.
 2. Model: one layer per pipeline stage and at least two layers. Query heads and key/value heads keep their ratio, have
    32 columns and are as few as the tensor ranks allow. The MLP keeps its ratio to the hidden size.
-3. Training: 3 steps, sequences of 128 tokens, one sequence per micro-batch, at most 2 micro-batches per stage. No
-   checkpoints and no evaluation. If the data files do not exist, the data is mock data and the vocabulary 1000.
+3. Training: 3 steps, sequences of 128 tokens, one sequence per micro-batch, at most 2 micro-batches per stage,
+   no checkpoints and no evaluation. If the data files do not exist, the data is mock data and the vocabulary 1000.
 4. Arguments that need a GPU are replaced or removed. All other Megatron arguments are unchanged.
 
 The list of changes names every difference from the config.
