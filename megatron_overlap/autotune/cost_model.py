@@ -56,12 +56,12 @@ _MEGABYTE = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What joins the ranks of one group, as each of them sees it. Rates are bytes per microsecond and direction.
+    """The link of one rank to the others of its group. Rates are bytes per microsecond and direction.
 
     Attributes:
         size: ranks of the group.
         latency_us: fixed cost of one message.
-        copy_rate: what one rank's point-to-point messages reach.
+        copy_rate: rate of one rank's point-to-point messages.
         collective_rate: bus bandwidth of a ring collective.
         scatter_rate: the same of a reduce-scatter.
         ring_latency_us: fixed cost of a whole ring collective, all its hops together.

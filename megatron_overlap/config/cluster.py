@@ -1,6 +1,6 @@
-"""Cluster profiles: the rates and latencies that `simulate` and the cost model use. Pure: no torch, no megatron.
+"""Cluster profiles: the rates and latencies that `simulate` and the cost model use.
 
-Every number has a source; a profile without sources is refused.
+The module imports neither torch nor Megatron. Every number has a source; a profile without sources is refused.
 """
 
 import itertools

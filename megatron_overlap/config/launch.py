@@ -1,4 +1,4 @@
-"""The keys of a launch config with type, default and unit. No torch, no megatron.
+"""The keys of a launch config with type, default and unit. The module imports neither torch nor Megatron.
 
 Sections are frozen and refuse unknown keys. Types are strict: `"8"` and `true` are not numbers. `validation.py` checks
 combinations of keys.
