@@ -30,13 +30,13 @@ import torch
 import torch.distributed as dist
 from document_lengths import sample
 from harness import Timings, versions
+from nodes import NodesLab
 from varlen_methods import Batch, Engine, Layer, Messages, Method, limits, methods
 
 from megatron_overlap.comm import destroy_process_groups, transport_of
 from megatron_overlap.ops.flash_attention import documents_forward
 from megatron_overlap.ops.varlen.pass_kv_pass_q import Shape
 from megatron_overlap.schedules.varlen import CostModel, Topology
-from megatron_overlap.tools.launch.netlab import Netlab
 from megatron_overlap.tools.launch.ranks import run_workers
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -61,8 +61,7 @@ def main() -> None:
         if args.loopback:
             run_workers(__file__, options, NODES * DEVICES, timeout_s=args.timeout)
         else:
-            inside = {"hosts_per_node": DEVICES, "intra_node_gbps": args.intra_node_gbps}
-            with Netlab(NODES * DEVICES, args.gbps, **inside) as lab:
+            with NodesLab(NODES * DEVICES, args.gbps, DEVICES, args.intra_node_gbps) as lab:
                 run_workers(__file__, options, NODES * DEVICES, lab=lab, timeout_s=args.timeout)
         result: dict[str, Any] = json.loads(out.read_text())
     for row in result["rows"]:

@@ -51,6 +51,23 @@ class UlyssesAdapter(Adapter):
         """The transport of a context-parallel group; closed with the session."""
         return open_transport(self.session, group)
 
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup, **options: Any
+    ) -> torch.Tensor:
+        """Causal attention of the own rows of a zigzag layout, `[rows, B, heads x D]`; `options` of the operation."""
+        rows, _, heads, size = query.shape
+        context = ulysses_attention(
+            query,
+            key,
+            value,
+            group=self.transport(group),
+            layout=SequenceLayout.zigzag(rows * group.size(), group.size()),
+            plan=self.plan,
+            observer=self.observer("ulysses", f"{heads}x{size}"),
+            **options,
+        )
+        return context.flatten(2)
+
     def observer(self, op: str, heads: str) -> Callable[[Any, int], None]:
         """An observer that counts the passes of an operation in the report."""
 
@@ -111,19 +128,7 @@ def attention_forward(original: Method, session: Session) -> Method:
         )
         if text is not None:
             raise UlyssesError(f"overlap.ulysses: {text}")
-        rows, _, heads, size = query.shape
-        context = ulysses_attention(
-            query,
-            key,
-            value,
-            group=adapter.transport(group),
-            causal=True,
-            softmax_scale=scale_of(self),
-            layout=SequenceLayout.zigzag(rows * group.size(), group.size()),
-            plan=adapter.plan,
-            observer=adapter.observer("ulysses", f"{heads}x{size}"),
-        )
-        return context.flatten(2)
+        return adapter.attend(query, key, value, group, softmax_scale=scale_of(self))
 
     return forward
 
@@ -162,35 +167,22 @@ def te_attention_forward(original: Method, session: Session) -> Method:
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> Any:
+        arguments = query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params
         group = self.cp_group
         if group is None:
-            return original(
-                self, query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params, **kwargs
-            )
-        rows, _, heads, size = query.shape
+            return original(self, *arguments, **kwargs)
         reason = unsupported_te_core_reason(self) or _unsupported_call_reason(
             query, key, value, attn_mask_type, attention_bias, packed_seq_params
         )
         if reason is not None:
-            session.counters.fallback("attention", f"{heads}x{size}", "ulysses", "forward", reason)
+            heads = f"{query.shape[2]}x{query.shape[3]}"
+            session.counters.fallback("attention", heads, "ulysses", "forward", reason)
             if query.device.type == "cpu":
                 raise UlyssesError(
                     f"overlap.ulysses: {reason}. TransformerEngine's own context parallelism needs a GPU"
                 )
-            return original(
-                self, query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params, **kwargs
-            )
-        context = ulysses_attention(
-            query,
-            key,
-            value,
-            group=adapter.transport(group),
-            layout=SequenceLayout.zigzag(rows * group.size(), group.size()),
-            plan=adapter.plan,
-            observer=adapter.observer("ulysses", f"{heads}x{size}"),
-            kernel=functools.partial(te_kernel, self, **kwargs),
-        )
-        return context.flatten(2)
+            return original(self, *arguments, **kwargs)
+        return adapter.attend(query, key, value, group, kernel=functools.partial(te_kernel, self, **kwargs))
 
     return forward
 

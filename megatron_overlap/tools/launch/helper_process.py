@@ -156,9 +156,6 @@ def _make_lab(spec: dict[str, Any]) -> dict[str, Any]:
             ],
         )
         _batch("tc", [f"qdisc add dev {spec['interface']} {line}" for line in host["out_qdiscs"]])
-    for index, host in enumerate(spec["hosts"]):
-        if host["node_peers"]:
-            _join_node(spec, index, switch, hosts[index])
     return {
         "pid": os.getpid(),
         "switch": switch,
@@ -166,32 +163,6 @@ def _make_lab(spec: dict[str, Any]) -> dict[str, Any]:
         "user_namespace": in_user_namespace,
         "tcp_refused": tcp_refused,
     }
-
-
-def _join_node(spec: dict[str, Any], index: int, switch: int, net: int) -> None:
-    """Add a second link from a host to the switch of its node. Routes select it for the other hosts of the node."""
-    host, name, mtu, interface = spec["hosts"][index], spec["name"], spec["mtu_bytes"], spec["intra_node_interface"]
-    bridge, port = f"{name}n{host['node']}", f"{name}i{index}"
-    os.setns(switch, os.CLONE_NEWNET)
-    lines = [
-        f"link add {port} mtu {mtu} type veth peer name {interface} mtu {mtu} netns /proc/{os.getpid()}/fd/{net}",
-        f"link set {port} master {bridge} up",
-    ]
-    if index == 0 or spec["hosts"][index - 1]["node"] != host["node"]:
-        lines[:0] = [f"link add {bridge} type bridge stp_state 0 forward_delay 0", f"link set {bridge} mtu {mtu} up"]
-    _batch("ip", lines)
-    _batch("tc", [f"qdisc add dev {port} {line}" for line in spec["intra_node_qdiscs"]])
-    os.setns(net, os.CLONE_NEWNET)
-    address = host["address"].partition("/")[0]
-    _batch(
-        "ip",
-        [
-            f"link set {interface} addrgenmode none",
-            f"link set {interface} up",
-            *(f"route add {peer}/32 dev {interface} src {address}" for peer in host["node_peers"]),
-        ],
-    )
-    _batch("tc", [f"qdisc add dev {interface} {line}" for line in spec["intra_node_qdiscs"]])
 
 
 def hold(argv: list[str]) -> int:

@@ -20,7 +20,6 @@ from typing import Any, Self
 
 HELPER = (sys.executable, "-I", "-S", str(Path(__file__).with_name("helper_process.py")))
 INTERFACE = "eth0"
-INTRA_NODE_INTERFACE = "eth1"
 MAX_HOSTS = 250
 # Jumbo frames: headers take 0.7 % of the rate, against 4.4 % with frames of 1500 bytes.
 MTU_BYTES = 9000
@@ -94,9 +93,6 @@ class Netlab:
         latency_ms: one-way delay of every link.
         burst_bytes: see `Link`.
         links: one `Link` per host, instead of gbps, latency_ms and burst_bytes.
-        hosts_per_node: number of consecutive hosts that form one node. Each host is then one device with one NIC, its
-            link, for inter-node traffic. The hosts of a node also share an intra-node switch.
-        intra_node_gbps: rate of each host's link to that switch in Gbit/s; None: no limit.
 
     Raises:
         ValueError: hosts, ranks or a link are out of range.
@@ -115,8 +111,6 @@ class Netlab:
         latency_ms: float = 0.0,
         burst_bytes: int | None = None,
         links: Sequence[Link] | None = None,
-        hosts_per_node: int = 1,
-        intra_node_gbps: float | None = None,
     ) -> None:
         if not 1 <= hosts <= MAX_HOSTS:
             raise ValueError(f"hosts: {hosts}: must be between 1 and {MAX_HOSTS}")
@@ -124,12 +118,6 @@ class Netlab:
             raise ValueError(f"ranks_per_host: {ranks_per_host}: must be at least 1")
         if links is not None and len(links) != hosts:
             raise ValueError(f"links: {len(links)} links for {hosts} hosts: give one link per host")
-        if hosts_per_node < 1 or hosts % hosts_per_node:
-            raise ValueError(f"hosts_per_node: {hosts_per_node}: must divide the {hosts} hosts")
-        if intra_node_gbps is not None and hosts_per_node == 1:
-            raise ValueError(f"intra_node_gbps: {intra_node_gbps}: needs nodes of several hosts; set hosts_per_node")
-        self.hosts_per_node = hosts_per_node
-        self.intra_node_link = Link(intra_node_gbps) if intra_node_gbps is not None else None
         self.links = tuple(links) if links is not None else (Link(gbps, latency_ms, burst_bytes),) * hosts
         self.hosts = hosts
         self.ranks_per_host = ranks_per_host
@@ -243,11 +231,6 @@ class Netlab:
             if stream is not None:
                 stream.close()
 
-    def _node_peers(self, host: int) -> list[int]:
-        """The other hosts of the node of a host."""
-        first = host // self.hosts_per_node * self.hosts_per_node
-        return [peer for peer in range(first, first + self.hosts_per_node) if peer != host]
-
     def _checked(self, host: int) -> int:
         if not 0 <= host < self.hosts:
             raise ValueError(f"host: {host}: the lab has {self.hosts} hosts")
@@ -264,12 +247,8 @@ class Netlab:
             "name": self.name,
             "interface": INTERFACE,
             "mtu_bytes": MTU_BYTES,
-            "intra_node_interface": INTRA_NODE_INTERFACE,
-            "intra_node_qdiscs": self.intra_node_link.in_qdiscs() if self.intra_node_link else [],
             "hosts": [
                 {
-                    "node": host // self.hosts_per_node,
-                    "node_peers": [self.address(peer) for peer in self._node_peers(host)],
                     "address": f"{self.address(host)}/{_NETWORK.prefixlen}",
                     "out_qdiscs": link.out_qdiscs(),
                     "in_qdiscs": link.in_qdiscs(),

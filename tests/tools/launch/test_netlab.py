@@ -15,6 +15,7 @@ import pytest
 from megatron_overlap.tools.launch import netlab
 from megatron_overlap.tools.launch.netlab import Link, Netlab, NetlabError
 from megatron_overlap.tools.launch.ranks import run_workers
+from scripts.bench.nodes import NodesLab
 from tests.tools.launch.watch import helpers_of, holders, still_held, wait_for
 
 AVAILABLE_HERE, REASON = netlab.available()
@@ -80,7 +81,7 @@ def test_the_burst_does_not_hide_a_short_message() -> None:
 
 def test_hosts_of_a_node_have_an_intra_node_link() -> None:
     """Intra-node traffic has the intra-node rate; inter-node traffic has the rate of the host's NIC."""
-    with Netlab(hosts=4, gbps=0.1, hosts_per_node=2, intra_node_gbps=0.8) as lab:
+    with NodesLab(hosts=4, gbps=0.1, hosts_per_node=2, intra_node_gbps=0.8) as lab:
         inside = max(goodput_gbps(lab, 0.8, seconds=0.3, source=1) for _ in range(3))
         between = goodput_gbps(lab, 0.1, source=2)
         assert 0.3 < inside < 0.84
