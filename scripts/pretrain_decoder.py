@@ -8,6 +8,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,8 +28,10 @@ from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from megatron_overlap.adapters.training import bootstrap
-from megatron_overlap.adapters.varlen import training
-from megatron_overlap.adapters.varlen.dataset import document_loaders
+
+sys.path.insert(0, str(Path(__file__).parent))  # `runpy.run_path` does not add it
+import pretrain_varlen as training
+from pretrain_documents import document_loaders
 
 _INTEGER_KEYS = ("tokens", "labels", "position_ids")
 _FLOAT_KEYS = ("loss_mask",)

@@ -34,7 +34,7 @@ class DataParallelAdapter(Adapter):
     def __init__(self, session: Session) -> None:
         self._session = session
         self._reducers: dict[tuple[dist.ProcessGroup, bool, bool], GradientReduce] = {}
-        self._check = Check.of(session)
+        self._check = session.adapter(Check)
 
     @classmethod
     def of(cls, session: Session) -> DataParallelAdapter:

@@ -36,11 +36,6 @@ class Check(Adapter):
         self._worst = session.counters.numerics_check
         self.fallbacks: dict[str, str] = {}
 
-    @classmethod
-    def of(cls, session: Session) -> Check:
-        """The check of `session`; made by the first call."""
-        return session.adapter(cls)
-
     @property
     def due(self) -> bool:
         """Whether the current step is a checked one."""

@@ -73,7 +73,7 @@ class LinearAdapter(Adapter):
         self.assigned: dict[torch.nn.Module, LinearBackend] = {}
         self.splits_batch = tensor.split == "batch"
         self.layer_handoff = LayerHandoff()
-        self.check = Check.of(session)
+        self.check = session.adapter(Check)
         self._transports: dict[dist.ProcessGroup, Transport] = {}
         self._hooks: dict[tuple[str, str, torch.Size], LinearHooks] = {}
         self._fused_transports = FusedTransports(session, self.transport)

@@ -42,11 +42,6 @@ class UlyssesAdapter(Adapter):
             pattern="serial" if wanted.schedule == "serial" else "direct",
         )
 
-    @classmethod
-    def of(cls, session: Session) -> UlyssesAdapter:
-        """The adapter of `session`; made by the first call."""
-        return session.adapter(cls)
-
     def transport(self, group: dist.ProcessGroup) -> Transport:
         """The transport of a context-parallel group; closed with the session."""
         return open_transport(self.session, group)
@@ -83,7 +78,7 @@ def attention_init(original: Method, session: Session) -> Method:
     Raises:
         UlyssesError: the layer has an option that Ulysses does not support.
     """
-    UlyssesAdapter.of(session)
+    session.adapter(UlyssesAdapter)
 
     @functools.wraps(original)
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
@@ -106,7 +101,7 @@ def attention_forward(original: Method, session: Session) -> Method:
     It equals the original on the whole sequence and the tensor-parallel heads of the rank. Every context rank gets its
     own rows of the result.
     """
-    adapter = UlyssesAdapter.of(session)
+    adapter = session.adapter(UlyssesAdapter)
 
     @untraced
     @functools.wraps(original)
@@ -152,7 +147,7 @@ def te_attention_forward(original: Method, session: Session) -> Method:
     without context parallelism, so TransformerEngine selects flash, fused or unfused attention. A call that Ulysses
     does not support runs the original and is counted.
     """
-    adapter = UlyssesAdapter.of(session)
+    adapter = session.adapter(UlyssesAdapter)
 
     @untraced
     @functools.wraps(original)

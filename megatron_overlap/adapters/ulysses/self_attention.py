@@ -38,7 +38,7 @@ from megatron_overlap.session import Session
 
 def self_attention_init(original: Method, session: Session) -> Method:
     """Replacement of `SelfAttention.__init__`: it gives supported layers the fused forward."""
-    adapter = UlyssesAdapter.of(session)
+    adapter = session.adapter(UlyssesAdapter)
     layers: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def restore() -> None:

@@ -32,11 +32,7 @@ def all_gather(lengths: Sequence[int], topology: Topology, *, capacity: int, cos
 
 
 METHODS: Mapping[str, Callable[..., Plan]] = MappingProxyType(
-    {
-        "balanced": partition,
-        "ring": ring_over_all,
-        "all_gather": all_gather,
-    }
+    {"balanced": partition, "ring": ring_over_all, "all_gather": all_gather}
 )
 
 

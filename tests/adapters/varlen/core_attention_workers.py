@@ -46,7 +46,7 @@ def argument_errors(
     from megatron.training.arguments import parse_args
 
     from megatron_overlap.adapters.varlen.core_attention import VarlenError
-    from megatron_overlap.adapters.varlen.training import check_arguments
+    from scripts.pretrain_varlen import check_arguments
 
     messages = []
     for flags in flag_lists:
@@ -97,7 +97,7 @@ def read_documents(group: dist.ProcessGroup, folder: Path, max_rows: int) -> lis
     start()
     from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
-    from megatron_overlap.adapters.varlen.dataset import IndexedDocuments
+    from scripts.pretrain_documents import IndexedDocuments
 
     builder = IndexedDatasetBuilder(str(folder / "x.bin"), dtype=np.uint16)
     for ids, lengths in (([1, 2, 3], [3]), ([9], [1]), ([4, 5, 6, 7, 8], [2, 3]), (list(range(10, 17)), [7])):
@@ -133,7 +133,7 @@ def nodes_and_splits(group: dist.ProcessGroup) -> tuple[list[int], list[list[int
     """Nodes by hosts, and bounds of the splits by weights."""
     start()
     from megatron_overlap.adapters.varlen.core_attention import nodes_of
-    from megatron_overlap.adapters.varlen.dataset import split_bounds
+    from scripts.pretrain_documents import split_bounds
 
     hosts = ([5], [5, 5, 5, 5], [5, 5, 7, 7], [5, 5, 7], [5, 7, 5, 7], [1, 2, 3])
     return [nodes_of(ids) for ids in hosts], [split_bounds(weights, 200) for weights in ("100,0,0", "969,30,1", "1,1")]
@@ -165,9 +165,9 @@ def _run_documents(
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
 
-    from megatron_overlap.adapters.varlen import training
     from megatron_overlap.adapters.varlen.core_attention import VarlenAdapter
     from megatron_overlap.adapters.varlen.loader import DocumentLoader
+    from scripts import pretrain_varlen as training
     from scripts.pretrain_decoder import layer_specification
 
     with megatron_groups(tensor, context), enable(OverlapConfig.model_validate(overlap), strict=True) as session:
