@@ -4,8 +4,6 @@ Stock `DotProductAttention` refuses context parallelism; `TEDotProductAttention`
 splits batches, positions and rotary embeddings in zigzag order, and reduces losses and gradients over context ranks.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable

@@ -117,7 +117,7 @@ def empty_split(group: dist.ProcessGroup, folder: Path) -> str:
     """The error of a run that evaluates on a split without documents; the pair is that of `read_documents`."""
     start()
     from megatron_overlap.adapters.varlen.core_attention import VarlenError
-    from megatron_overlap.adapters.varlen.dataset import document_loaders
+    from scripts.pretrain_documents import document_loaders
 
     read_documents(group, folder, 4)
     read = {"skip_train": True, "eval_iters": 1, "consumed_train_samples": 0, "consumed_valid_samples": 0}
