@@ -12,6 +12,7 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_overlap.autotune.cost_model import CostModel
@@ -20,7 +21,7 @@ from megatron_overlap.config.cluster import load_cluster_profile
 from megatron_overlap.config.resources import resource_folder
 from megatron_overlap.tools.compare.flops import UnknownFlopsError, known_model
 from megatron_overlap.tools.simulate.command import figures
-from megatron_overlap.tools.simulate.job import job_of, with_tensor_overlap
+from megatron_overlap.tools.simulate.job import job_of
 from megatron_overlap.tools.simulate.linear import LinearOverlap
 from megatron_overlap.tools.simulate.step import simulate_step
 
@@ -68,7 +69,7 @@ def expected(cfg: LaunchConfig) -> tuple[tuple[float, float], tuple[float, float
         job = job_of(cfg)
         model = CostModel(load_cluster_profile(name), job.precision)
         ours.append(figures(job, model, simulate_step(job, model))["mfu"])
-        other = with_tensor_overlap(job, LinearOverlap("stock"))
+        other = replace(job, tensor_overlap=LinearOverlap("stock"))
         stock.append(figures(other, model, simulate_step(other, model))["mfu"])
     return (min(stock), max(stock)), (min(ours), max(ours))
 

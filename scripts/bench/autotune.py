@@ -253,7 +253,7 @@ class Point:
         for name, tensor in configs.items():
             session = Session(OverlapConfig(tensor=tensor))
             forwards[name] = patch(original, session)
-            self.autotuner = LinearAdapter.of(session).autotuner
+            self.autotuner = session.adapter(LinearAdapter).autotuner
         return forwards
 
     @contextmanager

@@ -36,11 +36,6 @@ class DataParallelAdapter(Adapter):
         self._reducers: dict[tuple[dist.ProcessGroup, bool, bool], GradientReduce] = {}
         self._check = session.adapter(Check)
 
-    @classmethod
-    def of(cls, session: Session) -> DataParallelAdapter:
-        """The adapter of `session`; made by the first call."""
-        return session.adapter(cls)
-
     def close(self) -> None:
         """Waits for the sums that are in flight; the session closes the transports."""
         for reducer in self._reducers.values():
@@ -135,7 +130,7 @@ def start_grad_sync(original: Method, session: Session) -> Method:
     Equals the original: the sum (or mean) of the buckets' gradients over the data-parallel ranks: of the shard of this
     rank with the distributed optimizer, of all elements without it.
     """
-    adapter = DataParallelAdapter.of(session)
+    adapter = session.adapter(DataParallelAdapter)
 
     @functools.wraps(original)
     def start(self: Any, force_all_reduce: bool | None = False) -> None:
@@ -177,7 +172,7 @@ def start_param_sync(original: Method, session: Session) -> Method:
 
     Equals the original: an all-gather of the buckets' parameters over the data-parallel ranks.
     """
-    adapter = DataParallelAdapter.of(session)
+    adapter = session.adapter(DataParallelAdapter)
 
     @functools.wraps(original)
     def start(self: Any, force_sync: bool = False) -> None:

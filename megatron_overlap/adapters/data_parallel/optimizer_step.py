@@ -37,7 +37,7 @@ def step_with_ready_grads(original: Method, session: Session) -> Method:
     Runs after gradient clipping, which needs all gradients. Megatron does not call it where fp16 loss scaling skips a
     step.
     """
-    adapter = DataParallelAdapter.of(session)
+    adapter = session.adapter(DataParallelAdapter)
 
     @functools.wraps(original)
     def step(self: Any) -> bool:

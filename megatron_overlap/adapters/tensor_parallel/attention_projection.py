@@ -32,7 +32,7 @@ def attention_forward(original: Method, session: Session) -> Method:
 
     Equals the original: `linear_proj(core_attention(query, key, value))` after the same query, key and value.
     """
-    adapter = LinearAdapter.of(session)
+    adapter = session.adapter(LinearAdapter)
 
     @untraced
     @functools.wraps(original)

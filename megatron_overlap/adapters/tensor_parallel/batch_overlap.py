@@ -40,7 +40,7 @@ def block_forward(original: Method, session: Session) -> Method:
     Runs the original, and records the order of its layers. With `method: auto` the autotuner selects whether the layers
     run in batch overlap.
     """
-    adapter = LinearAdapter.of(session)
+    adapter = session.adapter(LinearAdapter)
     layer_handoff = adapter.layer_handoff
 
     @untraced
@@ -90,7 +90,7 @@ def layer_forward(original: Method, session: Session) -> Method:
 
     Equals the original: the layer computes each row of a micro-batch independently of the others.
     """
-    adapter = LinearAdapter.of(session)
+    adapter = session.adapter(LinearAdapter)
     layer_handoff = adapter.layer_handoff
 
     @untraced

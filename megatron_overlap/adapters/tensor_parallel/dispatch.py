@@ -86,11 +86,6 @@ class LinearAdapter(Adapter):
         for module, reason in _NOT_OVERLAPPED.items():
             self._counters.exclude(module, reason)
 
-    @classmethod
-    def of(cls, session: Session) -> LinearAdapter:
-        """The adapter of `session`; made by the first call."""
-        return session.adapter(cls)
-
     @property
     def fused(self) -> bool:
         """Whether the configured method is `fused`."""

@@ -26,7 +26,7 @@ def column_forward_impl(original: Method, session: Session) -> Method:
     Equals the original: `all_gather(input) @ weight.T + bias` under sequence parallelism; without it
     `input @ weight.T + bias`, whose input gradient is summed over ranks.
     """
-    adapter = LinearAdapter.of(session)
+    adapter = session.adapter(LinearAdapter)
     column, tuned, runs_stock = _Column(original, adapter), adapter.autotuner.enabled, adapter.autotuner.runs_stock
     # torch.compile does not trace into the plugin. The wrapper costs microseconds, so it runs under a trace only.
     untraced = torch.compiler.disable(column.forward)
@@ -48,7 +48,7 @@ def row_forward(original: Method, session: Session) -> Method:
     Equals the original: `reduce_scatter(input @ weight.T)` under sequence parallelism, without it
     `all_reduce(input @ weight.T)`; then the bias, which is returned instead of added with `skip_bias_add`.
     """
-    adapter = LinearAdapter.of(session)
+    adapter = session.adapter(LinearAdapter)
     row, tuned, runs_stock = _Row(original, adapter), adapter.autotuner.enabled, adapter.autotuner.runs_stock
     untraced = torch.compiler.disable(row.forward)
 

@@ -43,7 +43,7 @@ def linear_forward(original: Method, session: Session) -> Method:
     row-parallel layer is `reduce_scatter(x @ weight.T)` under sequence parallelism, without it
     `all_reduce(x @ weight.T)`; then the bias. A bias is returned instead of added with `skip_bias_add`.
     """
-    adapter = LinearAdapter.of(session)
+    adapter = session.adapter(LinearAdapter)
 
     @untraced
     @functools.wraps(original)
@@ -76,7 +76,7 @@ def fused_mlp_forward(original: Method, session: Session) -> Method:
     Equals the original: `MLP.forward` computes the same from the same parameters, and calls the `forward` of both
     linear layers. Where one of them is not supported, the original runs and both are counted as fallbacks.
     """
-    adapter = LinearAdapter.of(session)
+    adapter = session.adapter(LinearAdapter)
 
     @untraced
     @functools.wraps(original)

@@ -1,6 +1,7 @@
 """`megatron-overlap simulate`: predict the step time of a launch config on a cluster."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,7 +16,7 @@ from megatron_overlap.config.cluster import load_cluster_profile, with_hosts
 from megatron_overlap.config.errors import writing
 from megatron_overlap.config.resources import config_file
 from megatron_overlap.tools.compare.flops import CONVENTION
-from megatron_overlap.tools.simulate.job import Job, job_of, with_tensor_overlap
+from megatron_overlap.tools.simulate.job import Job, job_of
 from megatron_overlap.tools.simulate.linear import LinearOverlap, Method
 from megatron_overlap.tools.simulate.step import StepTime, simulate_step
 from megatron_overlap.tools.simulate.sweep import Memory, Sweep, memory_of, sweep
@@ -57,7 +58,7 @@ def simulate(
     step = simulate_step(job, model)
     memory = memory_of(job)
     jobs = {"as configured": job}
-    jobs |= {text: with_tensor_overlap(job, LinearOverlap(name)) for name, text in _METHOD_NAMES.items()}
+    jobs |= {text: replace(job, tensor_overlap=LinearOverlap(name)) for name, text in _METHOD_NAMES.items()}
     methods = {name: simulate_step(other, model) for name, other in jobs.items()}
     found = sweep(job, model) if find else None
     content = _content(job, model, step, memory, methods, found)

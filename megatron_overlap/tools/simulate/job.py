@@ -1,7 +1,7 @@
 """The simulated training step: a model, its parallel layout and its overlap methods."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from megatron_overlap.config import LaunchConfig, ModelConfig
@@ -191,11 +191,6 @@ def job_of(config: LaunchConfig) -> Job:
         materializes_scores=config.launch.device == "cpu",
         fused_accumulation=config.launch.device != "cpu" and train.gradient_accumulation_fusion is not False,
     )
-
-
-def with_tensor_overlap(job: Job, overlap: LinearOverlap) -> Job:
-    """The same job with another overlap method of tensor parallel communication."""
-    return replace(job, tensor_overlap=overlap)
 
 
 def _virtual(config: LaunchConfig) -> int:

@@ -43,7 +43,7 @@ with few_trials():
 def follow(session: Session) -> list[str]:
     """Records the candidate of each call of the session from now on, except calls of `runs_stock`."""
     ran: list[str] = []
-    autotuner = LinearAdapter.of(session).autotuner
+    autotuner = session.adapter(LinearAdapter).autotuner
     run = autotuner._run_candidate
 
     def recording(call: LinearCall, candidate: Candidate) -> Any:
@@ -164,7 +164,7 @@ def free_calls(group: dist.ProcessGroup, kind: str) -> FreeCalls:
     layer, other = make_layer(kind, torch.float32), make_layer(kind, torch.float32)
     stock = step(make_layer(kind, torch.float32), x, dy)
     with few_trials(), enable(config(None, chunks_per_rank=1, schedule="direct"), strict=True) as session:
-        autotuner: LinearAutotuner = LinearAdapter.of(session).autotuner
+        autotuner: LinearAutotuner = session.adapter(LinearAdapter).autotuner
 
         def run(times: int) -> None:
             for _ in range(times):
@@ -308,4 +308,6 @@ def block(group: dist.ProcessGroup, case: BlockCase) -> BlockRun:
 
 
 def _kinds(session: Session) -> list[Kind]:
-    return [kind for each in LinearAdapter.of(session).autotuner._autotuners.values() for kind in each.kinds.values()]
+    return [
+        kind for each in session.adapter(LinearAdapter).autotuner._autotuners.values() for kind in each.kinds.values()
+    ]

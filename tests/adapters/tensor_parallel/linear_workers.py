@@ -250,7 +250,7 @@ def in_a_capture(group: dist.ProcessGroup, kind: str) -> str | None:
         x, w = (FakeTensor(mode, meta, torch.device("cuda:0")) for meta in metas)
         assert x.is_cuda
         with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
-            return LinearAdapter.of(session).unsupported_reason(
+            return session.adapter(LinearAdapter).unsupported_reason(
                 x, w, group, {"column": "ag_gemm", "row": "gemm_rs"}[kind]
             )
 
