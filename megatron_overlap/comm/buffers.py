@@ -51,11 +51,6 @@ class BufferPool:
         """Return the buffer last taken as `name` and its recorded content, or None."""
         return self._content.get((name, like.dtype, like.device))
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(self.sizes().values())
-
     def sizes(self) -> dict[str, int]:
         """Return the bytes of each name."""
         sizes: dict[str, int] = {}

@@ -92,7 +92,6 @@ class Netlab:
         ranks_per_host: ranks that share one host and its link.
         latency_ms: one-way delay of every link.
         burst_bytes: see `Link`.
-        links: one `Link` per host, instead of gbps, latency_ms and burst_bytes.
 
     Raises:
         ValueError: hosts, ranks or a link are out of range.
@@ -110,15 +109,12 @@ class Netlab:
         ranks_per_host: int = 1,
         latency_ms: float = 0.0,
         burst_bytes: int | None = None,
-        links: Sequence[Link] | None = None,
     ) -> None:
         if not 1 <= hosts <= MAX_HOSTS:
             raise ValueError(f"hosts: {hosts}: must be between 1 and {MAX_HOSTS}")
         if ranks_per_host < 1:
             raise ValueError(f"ranks_per_host: {ranks_per_host}: must be at least 1")
-        if links is not None and len(links) != hosts:
-            raise ValueError(f"links: {len(links)} links for {hosts} hosts: give one link per host")
-        self.links = tuple(links) if links is not None else (Link(gbps, latency_ms, burst_bytes),) * hosts
+        self.links = (Link(gbps, latency_ms, burst_bytes),) * hosts
         self.hosts = hosts
         self.ranks_per_host = ranks_per_host
         self.name = f"mo{os.getpid()}"

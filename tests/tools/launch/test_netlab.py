@@ -68,7 +68,9 @@ def test_both_directions_have_the_rate_at_once() -> None:
 
 def test_incoming_traffic_of_a_host_is_limited() -> None:
     """The link of host 1 is faster than that of host 0."""
-    with Netlab(hosts=2, links=[Link(0.3), Link(3.0)]) as lab:
+    lab = Netlab(hosts=2)
+    lab.links = Link(0.3), Link(3.0)
+    with lab:
         assert is_limited(goodput_gbps(lab, 0.3), 0.3)
 
 
