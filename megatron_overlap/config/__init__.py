@@ -5,6 +5,7 @@ from megatron_overlap.config.launch import ModelConfig
 from megatron_overlap.config.loading import (
     LaunchConfig,
     OverlapConfig,
+    arms,
     dump_config,
     load_launch_config,
     load_overlap_file,
@@ -17,6 +18,7 @@ __all__ = [
     "LaunchConfig",
     "ModelConfig",
     "OverlapConfig",
+    "arms",
     "dump_config",
     "load_launch_config",
     "load_overlap_file",

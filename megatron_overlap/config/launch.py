@@ -129,6 +129,13 @@ class TrainConfig(Section):
     gradient_accumulation_fusion: bool | None = None
     """null: Megatron's default on cuda, false on cpu."""
     transformer_impl: Literal["local", "transformer_engine"] = "local"
+    attention_backend: Literal["auto", "flash", "fused", "unfused"] = "auto"
+    """Kernel of TransformerEngine's attention on cuda; auto: TransformerEngine selects it. On cpu always unfused."""
+    tp_comm_overlap: bool = False
+    """TransformerEngine overlaps tensor parallel communication (userbuffers) instead of the plugin."""
+    cross_entropy_loss_fusion: bool = False
+    manual_gc: bool = False
+    """Turn off Python's automatic garbage collection, in which single ranks pause; Megatron collects at evaluations."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation."""
     eval_interval: Positive = 1000

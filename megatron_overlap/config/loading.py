@@ -176,6 +176,20 @@ def without_overlap(config: LaunchConfig) -> LaunchConfig:
     return LaunchConfig.model_validate({**config.model_dump(), "name": f"{config.name}_baseline", "overlap": off})
 
 
+def arms(config: LaunchConfig) -> tuple[LaunchConfig, ...]:
+    """The runs of a comparison: without the plugin, with it, and, where it applies, TransformerEngine's own overlap.
+
+    The latter, `NAME_userbuffers`, is the stock path with `--tp-comm-overlap`. It needs TransformerEngine layers with
+    sequence parallelism on GPUs.
+    """
+    off, train = without_overlap(config), config.train
+    on_gpus = config.launch.device == "cuda" and train.transformer_impl == "transformer_engine"
+    if not on_gpus or not config.parallel.sequence_parallel or train.tp_comm_overlap:
+        return off, config
+    own = {"name": f"{config.name}_userbuffers", "train": {**train.model_dump(), "tp_comm_overlap": True}}
+    return off, config, LaunchConfig.model_validate({**off.model_dump(), **own})
+
+
 def json_schema() -> dict[str, Any]:
     """JSON Schema of a config file: the launch config with `base`, and optional keys for presets."""
     schema = LaunchConfig.model_json_schema()

@@ -63,6 +63,9 @@ SWITCHES: Mapping[str, tuple[str, object]] = MappingProxyType(
         "--bf16": ("train.precision", "bf16"),
         "--fp16": ("train.precision", "fp16"),
         "--use-distributed-optimizer": ("train.distributed_optimizer", True),
+        TE_OVERLAP: ("train.tp_comm_overlap", True),
+        "--cross-entropy-loss-fusion": ("train.cross_entropy_loss_fusion", True),
+        "--manual-gc": ("train.manual_gc", True),
         "--mock-data": ("data.kind", "mock"),
     }
 )
@@ -88,7 +91,7 @@ DERIVED: Mapping[str, str] = MappingProxyType(
         "--num-workers": "data.workers",
         "--overlap-grad-reduce": "overlap.data.method",
         "--overlap-param-gather": "overlap.data.method",
-        "--tp-comm-overlap": "overlap.tensor.method",
+        "--attention-backend": "train.attention_backend",
         "--distributed-backend": "launch.device",
         "--overlap-config": "overlap",
         "--overlap-run-dir": "launch.output_dir",
@@ -219,3 +222,5 @@ def _device(cfg: LaunchFields) -> Iterator[str]:
         for flag, value in CPU_VALUES.items():
             yield from (flag, value)
         yield from REHEARSAL_SWITCHES if cfg.launch.rehearsal else CPU_SWITCHES
+    else:
+        yield from ("--attention-backend", cfg.train.attention_backend)

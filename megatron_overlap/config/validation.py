@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 from megatron_overlap.config.errors import Problem, show_value
 from megatron_overlap.config.launch import LaunchFields
-from megatron_overlap.config.megatron_args import TE_OVERLAP, TE_OVERLAP_ADVICE, flags_in, key_of, value_at
+from megatron_overlap.config.megatron_args import flags_in, key_of, value_at
 
 Rule = tuple[str, str]
 """The dotted key to change, and the remedy."""
@@ -130,6 +130,16 @@ def _train_rules(cfg: LaunchFields) -> Iterator[Rule]:
         yield "train.lr_warmup_iterations", f"must be less than the {decay} iterations of the decay"
     if train.save_interval is not None and train.save is None:
         yield "train.save_interval", "needs train.save, a folder for checkpoints"
+    if train.tp_comm_overlap:
+        key, te = "train.tp_comm_overlap", train.transformer_impl == "transformer_engine"
+        if cfg.overlap.tensor.method != "none":
+            yield (
+                key,
+                "TransformerEngine then overlaps the same communication; use false, or overlap.tensor.method=none",
+            )
+        if not (te and cfg.parallel.sequence_parallel and cfg.launch.device == "cuda"):
+            needed = "launch.device cuda, train.transformer_impl transformer_engine and parallel.sequence_parallel"
+            yield key, f"needs {needed}; use false"
 
 
 def _data_rules(cfg: LaunchFields) -> Iterator[Rule]:
@@ -228,10 +238,6 @@ def _argument_rules(cfg: LaunchFields) -> Iterator[Rule]:
         where = f"megatron_args.{index}"
         if flag == "--yaml-cfg":
             yield where, "it replaces Megatron's whole argument parser; remove it"
-        if flag == TE_OVERLAP:  # a baseline of the overlap, allowed with method none
-            if cfg.overlap.tensor.method != "none":
-                yield where, TE_OVERLAP_ADVICE
-            continue
         key = key_of(flag, cfg.launch.device)
         if key is not None:
             value = value_at(cfg, key)

@@ -17,7 +17,6 @@ from megatron_overlap.config.megatron_args import (
     CPU_VALUES,
     DERIVED,
     SWITCHES,
-    TE_OVERLAP,
     VALUES,
     value_at,
 )
@@ -133,8 +132,9 @@ def test_every_flag_in_the_tables_is_one_of_megatron(answers: dict[str, Any]) ->
 
 def test_cuda_leaves_the_kernels_to_megatron(tmp_path: Path) -> None:
     args = to_megatron_args(load_launch_config(write(tmp_path), ["launch.device=cuda"]))
-    for flag in (*CPU_SWITCHES, *CPU_VALUES, "--no-gradient-accumulation-fusion"):
+    for flag in (*CPU_SWITCHES, "--distributed-backend", "--no-gradient-accumulation-fusion"):
         assert flag not in args
+    assert args[args.index("--attention-backend") + 1] == "auto"
     assert args[args.index("--num-workers") + 1] == "2"
     off = load_launch_config(write(tmp_path), ["launch.device=cuda", "train.gradient_accumulation_fusion=false"])
     assert "--no-gradient-accumulation-fusion" in to_megatron_args(off)
@@ -159,7 +159,7 @@ def test_a_tokenizer_of_ones_own(tmp_path: Path) -> None:
     assert "NullTokenizer" not in args
 
 
-@pytest.mark.parametrize("flag", sorted({*VALUES, *SWITCHES, *DERIVED, *CPU_VALUES} - {TE_OVERLAP}))
+@pytest.mark.parametrize("flag", sorted({*VALUES, *SWITCHES, *DERIVED, *CPU_VALUES}))
 def test_a_flag_of_a_key_is_refused(tmp_path: Path, flag: str) -> None:
     with pytest.raises(ConfigError, match=f"megatron_args.0: {flag}=3: .*sets this flag"):
         load_launch_config(write(tmp_path), [f"megatron_args=['{flag}=3']"])

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from megatron_overlap import cli
-from megatron_overlap.config import ConfigError, LaunchConfig, load_launch_config, to_megatron_args, without_overlap
+from megatron_overlap.config import (
+    ConfigError,
+    LaunchConfig,
+    arms,
+    load_launch_config,
+    to_megatron_args,
+    without_overlap,
+)
 from megatron_overlap.config.resources import config_file
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -54,9 +61,9 @@ def test_an_unknown_name_names_the_nearest(name: str) -> None:
 
 
 PAIRS = {
-    layout: "data" if "_dp2" in layout else "tensor"
+    layout: "data" if "_dp2" in layout else "ulysses" if "_up8" in layout else "tensor"
     for layout in (short(file).removesuffix("/overlap") for file in SHIPPED if file.stem == "overlap")
-    if "_up" not in layout and "_varlen" not in layout
+    if "_up2" not in layout and "_varlen" not in layout
 }
 
 
@@ -71,9 +78,8 @@ def test_a_pair_differs_by_the_plugin_alone(layout: str) -> None:
     assert off.overlap.data.method == "stock"
 
 
-@pytest.mark.parametrize("layout", ["cpu/llama_up2", "gpu/llama3_8b_up8"])
-def test_ulysses_is_compared_with_itself_exposed(layout: str) -> None:
-    on, off = pair(layout)
+def test_ulysses_is_compared_with_itself_exposed() -> None:
+    on, off = pair("cpu/llama_up2")
     assert to_megatron_args(on) == to_megatron_args(off)
     assert off.overlap.ulysses == without_overlap(on).overlap.ulysses
     assert off.overlap.ulysses.schedule == "serial"
@@ -124,7 +130,22 @@ def test_a_config_is_what_its_name_says_and_states_its_source(layout: str) -> No
 
 def test_every_config_for_gpus_is_in_the_list() -> None:
     on_gpus = {short(file) for file in SHIPPED if file.is_relative_to(CONFIGS / "gpu")}
-    assert on_gpus == {f"gpu/{layout}/{kind}" for layout in GPUS for kind in ("overlap", "baseline")}
+    pairs = {f"gpu/{layout}/{kind}" for layout in GPUS for kind in ("overlap", "baseline")}
+    assert on_gpus == pairs | {f"gpu/{layout}/userbuffers" for layout in GPUS if "_tp" in layout}
+
+
+@pytest.mark.parametrize("layout", [layout for layout in GPUS if "_tp" in layout])
+def test_userbuffers_are_the_baseline_with_one_flag(layout: str) -> None:
+    on, off = pair(f"gpu/{layout}")
+    userbuffers = load_launch_config(CONFIGS / "gpu" / layout / "userbuffers.yaml")
+    assert [arg for arg in to_megatron_args(userbuffers) if arg != "--tp-comm-overlap"] == to_megatron_args(off)
+    assert userbuffers.train.tp_comm_overlap
+    assert userbuffers.overlap == off.overlap
+    made = arms(on)
+    assert [arm.model_copy(update={"name": "x"}) for arm in made] == [
+        arm.model_copy(update={"name": "x"}) for arm in (without_overlap(on), on, userbuffers)
+    ]
+    assert [arm.name for arm in made] == [f"{on.name}_baseline", on.name, f"{on.name}_userbuffers"]
 
 
 def test_there_are_pairs_and_a_quickstart() -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_overlap.config import ConfigError, LaunchConfig, load_launch_config, without_overlap
+from megatron_overlap.config import ConfigError, LaunchConfig, arms, load_launch_config
 from megatron_overlap.tools.compare.comparison import WARM_UP_ITERATIONS
 from megatron_overlap.tools.launch.netlab import NetlabError
 from megatron_overlap.tools.launch.plan import LaunchPlan, execute, plan
@@ -61,7 +61,7 @@ def select(given: Sequence[tuple[str, LaunchConfig]], *, attribute: bool) -> Sel
     """Complete and check the configs of a comparison.
 
     Args:
-        given: files and the configs read from them. A single config is compared with itself without overlap.
+        given: files and the configs read from them. The runs of a single config are its `arms`.
         attribute: add a run that sends the messages of the plugin without overlap.
 
     Raises:
@@ -70,7 +70,7 @@ def select(given: Sequence[tuple[str, LaunchConfig]], *, attribute: bool) -> Sel
     file, overlapped = given[0] if len(given) == 1 else given[1]
     configs = [config for _, config in given]
     if len(given) == 1:
-        configs = [without_overlap(overlapped), overlapped]
+        configs = [*arms(overlapped)]
         if not _has_overlap(overlapped):
             remedy = "the config has no overlap to compare with the stock path: set a method, or give two configs"
             raise ConfigError(file, "overlap.tensor.method", overlapped.overlap.tensor.method, remedy)

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.status import Status
 
-from megatron_overlap.config import ConfigError, LaunchConfig, load_launch_config, without_overlap
+from megatron_overlap.config import ConfigError, LaunchConfig, arms, load_launch_config
 from megatron_overlap.config.errors import writing
 from megatron_overlap.config.resources import config_file
 from megatron_overlap.patching.manifest import load_permits
@@ -74,7 +74,7 @@ def launch(
         str | None,
         typer.Option(
             "--baseline",
-            help="Config of the baseline; --emit-slurm then writes a job array of both. `self`: without overlap.",
+            help="Config of the baseline; --emit-slurm then writes a job array. `self`: the runs of `compare CONFIG`.",
         ),
     ] = None,
 ) -> int:
@@ -150,7 +150,7 @@ def _emit_slurm(config: Path, arguments: list[str], baseline: str | None) -> int
         raise ConfigError("command line", "launch --emit-slurm", " ".join(files), "give at most one file name")
     configs = [load_launch_config(config, overrides)]
     if baseline == "self":
-        configs.insert(0, without_overlap(configs[0]))
+        configs = [*arms(configs[0])]
     elif baseline is not None:
         configs.insert(0, load_launch_config(config_file(baseline), overrides))
         if configs[0].name == configs[1].name:

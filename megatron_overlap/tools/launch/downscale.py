@@ -193,6 +193,7 @@ def _downscaled_train(cfg: LaunchConfig) -> dict[str, Any]:
         "lr_warmup_iterations": min(train.lr_warmup_iterations, 1),
         "precision": "bf16" if train.precision == "fp16" else train.precision,
         "gradient_accumulation_fusion": None,
+        "tp_comm_overlap": False,
         "eval_iterations": 0,
         "log_interval": 1,
         "save": None,
@@ -262,6 +263,7 @@ _REASONS: Mapping[str, str] = MappingProxyType(
         "train.global_batch_size": "at most 2 micro-batches per stage",
         "train.precision": "the CPU does not support fp16",
         "train.gradient_accumulation_fusion": "apex's kernel needs a GPU",
+        "train.tp_comm_overlap": "userbuffers need a GPU",
         "data": "the data files do not exist on this machine",
         "launch": "runs on the CPUs of this machine",
     }

@@ -264,13 +264,10 @@ def test_a_fused_mlp_that_is_not_supported_is_counted(te_ranks: World) -> None:
 
 
 def test_tp_comm_overlap_together_with_the_plugin_is_an_error(tmp_path: Path) -> None:
-    argument = f"megatron_args=[{TE_OVERLAP}]"
     config = ROOT / "configs" / "gpu/llama3_8b_tp8/overlap.yaml"
-    engine = "train.transformer_impl=transformer_engine"
-    with pytest.raises(ConfigError, match=r"megatron_args.0: --tp-comm-overlap: .*overlap.tensor.method=none"):
-        load_launch_config(config, [engine, argument])
-    assert load_launch_config(config, [engine, argument, "overlap.tensor.method=none"])
-    assert load_launch_config(config, [engine, "overlap.tensor.method=p2p"])
+    with pytest.raises(ConfigError, match=r"train.tp_comm_overlap: true: .*overlap.tensor.method=none"):
+        load_launch_config(config, ["train.tp_comm_overlap=true"])
+    assert load_launch_config(config, ["train.tp_comm_overlap=true", "overlap.tensor.method=none"])
     script = tmp_path / "script.py"
     script.write_text("raise SystemExit('must not run')\n")
     (done,) = start_ranks(1, [str(script), TE_OVERLAP], timeout_s=60)

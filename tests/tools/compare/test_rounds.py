@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatron_overlap.config import ConfigError, LaunchConfig
+from megatron_overlap.config import ConfigError, LaunchConfig, load_launch_config
+from megatron_overlap.config.resources import config_file
 from megatron_overlap.tools.compare.rounds import launch_order, select
 
 
@@ -28,6 +29,15 @@ def test_one_config_is_compared_with_itself_without_overlap() -> None:
     assert [entry.name for entry in chosen.configs] == ["b_baseline", "b"]
     assert [entry.overlap.tensor.method for entry in chosen.configs] == ["none", "p2p"]
     assert chosen.serial is None
+
+
+def test_a_config_for_gpus_is_also_compared_with_userbuffers() -> None:
+    on_gpus = load_launch_config(config_file("gpu/llama3_8b_tp8/overlap"))
+    chosen = select([("b.yaml", on_gpus)], attribute=True).configs
+    kinds = ["_baseline", "", "_userbuffers", "_serial"]
+    assert [entry.name for entry in chosen] == [f"llama3_8b_tp8_overlap{kind}" for kind in kinds]
+    assert [entry.train.tp_comm_overlap for entry in chosen] == [False, False, True, False]
+    assert [entry.overlap.tensor.method for entry in chosen] == ["none", "auto", "none", "p2p"]
 
 
 def test_attribution_adds_the_same_messages_without_overlap() -> None:

@@ -186,6 +186,17 @@ def test_two_configs_become_an_array(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert text.index("0) NAME=gpt3_175b_tp8_pp8_baseline") < text.index("1) NAME=gpt3_175b_tp8_pp8_overlap")
 
 
+def test_a_gpu_launch_has_three_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["launch", "gpu/gpt3_13b_tp8/overlap", "--emit-slurm", "--baseline", "self"]) == 0
+    text, names = capsys.readouterr().out, [f"gpt3_13b_tp8_overlap{kind}" for kind in ("_baseline", "", "_userbuffers")]
+    assert "#SBATCH --array=0-2\n" in text
+    assert "#SBATCH --job-name=gpt3_13b_tp8_overlap\n" in text
+    assert f"compare --logs {' '.join(f'runs/{name}-JOB.log' for name in names)}\n" in text
+    runs = [text.index(f"{task}) NAME={name}") for task, name in enumerate(names)]
+    assert runs == sorted(runs)
+    assert [text.count("--tp-comm-overlap", start) for start in runs] == [1, 1, 1], "the last run has it, once"
+
+
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
