@@ -25,7 +25,7 @@ def output_without(entry: str, *args: str, fused: str | None = None, ranks: int 
     """What a tiny training prints without the adaptation `entry`; without the switch `fused` if it is given."""
     switches = [switch for switch in NO_GPU if switch != fused]
     argv = [entry, str(SCRIPTS / "pretrain_gpt.py"), *switches, *TINY, "--bf16", *args]
-    return "\n".join(done.stdout for done in start_ranks(ranks, argv, program=[str(WORKER)]))
+    return "\n".join(done.stdout for done in start_ranks(ranks, argv, timeout_s=300, program=[str(WORKER)]))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the run would take the GPU")
