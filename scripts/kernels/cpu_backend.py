@@ -41,6 +41,14 @@ class _ImmediateQueue:
                 raise TransportError(f"word {index}: {int(words[index])}: did not reach {value} within {_WAIT_S:g} s")
             time.sleep(_POLL_S)
 
+    def mark(self) -> object:
+        return None
+
+    def after(self, mark: object) -> None:
+        assert isinstance(mark, threading.Event)
+        if not mark.wait(_WAIT_S):
+            raise TransportError(f"the copy queue did not finish within {_WAIT_S:g} s")
+
 
 class _ThreadQueue:
     """The copying queue: a thread."""
@@ -69,6 +77,14 @@ class _ThreadQueue:
 
     def wait(self, words: torch.Tensor, index: int, value: int) -> None:
         self._work.put(lambda: self._immediate.wait(words, index, value))
+
+    def mark(self) -> object:
+        reached = threading.Event()
+        self._work.put(reached.set)
+        return reached
+
+    def after(self, mark: object) -> None:
+        """Do nothing: the work of the computing queue is always complete."""
 
     def join(self) -> None:
         """Block until all work of this queue is complete.
@@ -104,6 +120,7 @@ class CpuBackend:
         self.copying: Queue = self._thread
         self._host_group = host_group
         self._num_maps = 0
+        self._queues: list[_ThreadQueue] = []
 
     def map(self, num_bytes: int) -> list[torch.Tensor]:
         self._num_maps += 1
@@ -136,8 +153,13 @@ class CpuBackend:
     def join(self) -> None:
         self._thread.join()
 
+    def queue(self) -> Queue:
+        self._queues.append(_ThreadQueue())
+        return self._queues[-1]
+
     def unsupported_reason(self) -> str:
         return ""
 
     def close(self) -> None:
-        self._thread.close()
+        for thread in (self._thread, *self._queues):
+            thread.close()

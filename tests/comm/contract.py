@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megatron_overlap.comm.gloo import GlooTransport
 from megatron_overlap.comm.host_group import HostGroup
+from megatron_overlap.comm.symmetric.copies import CopyTransport
 from megatron_overlap.comm.symmetric.transport import SymmetricTransport
 from megatron_overlap.comm.transport import OrderedTransport, Transfer, TransportError
 from megatron_overlap.schedules import ChunkLayout, all_gather_plan, reduce_scatter_plan
@@ -33,6 +34,7 @@ TRANSPORTS: Mapping[str, Callable[[dist.ProcessGroup], Any]] = {
     "gloo": GlooTransport,
     "ordered": lambda group: OrderedTransport(GlooTransport(group)),
     "late": LateTransport,
+    "copies": lambda group: CopyTransport(CpuBackend(HostGroup(group)), ring_bytes=16384),
     "corrupting no message": lambda group: CorruptTransport(group, every=0),
 }
 FAULTY: Mapping[str, Callable[[dist.ProcessGroup], Any]] = {

@@ -23,6 +23,12 @@ class Queue(Protocol):
     def wait(self, words: torch.Tensor, index: int, value: int) -> None:
         """Block later work of this queue until `words[index] >= value`. `words` is memory of this rank."""
 
+    def mark(self) -> object:
+        """Return the present position of this queue."""
+
+    def after(self, mark: object) -> None:
+        """Order later work of this queue after the `mark` of another queue of this rank."""
+
 
 class SymmetricBackend(Protocol):
     """Symmetric memory of the ranks of one group.
@@ -63,6 +69,9 @@ class SymmetricBackend(Protocol):
 
     def join(self) -> None:
         """Order later work of `computing` after the present work of `copying`."""
+
+    def queue(self) -> Queue:
+        """Return a further queue of copies."""
 
     def unsupported_reason(self) -> str:
         """Return why an operation cannot start now; empty if it can."""

@@ -132,6 +132,13 @@ class _StreamQueue:
         if status:
             raise TransportError(f"cuStreamWaitValue32: CUDA driver error {status}")
 
+    def mark(self) -> object:
+        return self.stream.record_event()
+
+    def after(self, mark: object) -> None:
+        assert isinstance(mark, torch.cuda.Event)
+        self.stream.wait_event(mark)
+
 
 def _register_group(host_group: HostGroup) -> tuple[str, dist.ProcessGroup]:
     """Register ranks that have no process group under a name that torch's rendezvous resolves.
@@ -194,6 +201,9 @@ class CudaBackend:
 
     def join(self) -> None:
         torch.cuda.current_stream().wait_stream(self._copies)
+
+    def queue(self) -> Queue:
+        return _StreamQueue(torch.cuda.Stream(self.device, priority=-1))
 
     def unsupported_reason(self) -> str:
         if torch.cuda.is_current_stream_capturing():

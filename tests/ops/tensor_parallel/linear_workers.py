@@ -9,9 +9,19 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm import BufferPool, close_transport, transport_of
+from megatron_overlap.comm import BufferPool, Transport, close_transport, transport_of
 from megatron_overlap.comm.gloo import GlooTransport
-from megatron_overlap.ops import LinearPlan, all_gather_linear, linear_reduce_scatter, reference
+from megatron_overlap.comm.host_group import HostGroup
+from megatron_overlap.comm.symmetric.copies import CopyTransport
+from megatron_overlap.comm.transport import OrderedTransport
+from megatron_overlap.ops import (
+    LinearPlan,
+    all_gather_linear,
+    copy_linear,
+    linear_all_reduce,
+    linear_reduce_scatter,
+    reference,
+)
 from megatron_overlap.ops.tensor_parallel import pipelined
 from megatron_overlap.ops.tensor_parallel.fused.kernels import FusedPlan
 from megatron_overlap.ops.tensor_parallel.fused.linear import FusedMethod
@@ -19,6 +29,7 @@ from megatron_overlap.ops.tensor_parallel.p2p import P2PMethod
 from megatron_overlap.ops.tensor_parallel.pipelined import Payload, PipelinedAllGather, PipelinedReduceScatter
 from megatron_overlap.ops.wgrad import WeightGradient
 from megatron_overlap.schedules import ChunkLayout, all_gather_plan, reduce_scatter_plan
+from scripts.kernels.cpu_backend import CpuBackend
 from tests.helpers.fused import fused_transport
 from tests.helpers.late import LateTransport
 from tests.helpers.numerics import assert_close_to_exact
@@ -398,3 +409,36 @@ def added_at_once(group: dist.ProcessGroup, *arguments: Any) -> None:
     """Compare a reduce-scatter whose received terms one kernel adds, as on CUDA, with the reference."""
     with patch.object(pipelined, "_adds_at_once", return_value=True):
         against_reference(group, "linear_reduce_scatter", *arguments, late=False)
+
+
+def _layers_on(transport: Transport, dtype: torch.dtype, pattern: str) -> list[torch.Tensor]:
+    """Both kinds of layer with and without sequence parallelism, forward and backward: results and gradients."""
+    rank, size = transport.rank, transport.size
+    plan = LinearPlan(pattern=pattern, chunks_per_rank=2, add_in_place=True)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(rank)
+    own = ChunkLayout(61, size).shard_rows(rank)
+    shapes = ((own, 48), (36, 48), (24, 36), (61, 48), (36, 48), (24, 36))
+    tensors = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+    x, w1, w2, whole, v1, v2 = tensors
+    hidden = all_gather_linear(x, w1, group=transport, plan=plan, num_rows=61)
+    y = linear_reduce_scatter(hidden, w2, group=transport, plan=plan)
+    results = [hidden, y]
+    if pattern != "ring":
+        inner = copy_linear(whole, v1, group=transport, plan=plan)
+        results += [inner, linear_all_reduce(inner, v2, group=transport, plan=plan)]
+    sum(result.float().square().sum() for result in results).backward()  # type: ignore[union-attr]
+    return [*results, *(tensor.grad for tensor in tensors if tensor.grad is not None)]
+
+
+def copies_equal_messages(group: dist.ProcessGroup, dtype: torch.dtype, pattern: str) -> tuple[int, list[int]]:
+    """Return the number of results, and those that differ between copies and messages on gloo in fixed order."""
+    messages = OrderedTransport(GlooTransport(group))
+    # Small rings: pieces wait for acknowledgements. A ring of ranks has more messages that are not ready in flight.
+    copies = CopyTransport(CpuBackend(HostGroup(group)), ring_bytes=16384 if pattern == "ring" else 4096)
+    expected = _layers_on(messages, dtype, pattern)
+    for _ in range(2):
+        got = _layers_on(copies, dtype, pattern)
+    dist.barrier(group)
+    messages.close()
+    copies.close()
+    return len(got), [k for k, pair in enumerate(zip(got, expected, strict=True)) if not torch.equal(*pair)]

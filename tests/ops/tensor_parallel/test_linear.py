@@ -30,6 +30,17 @@ def test_received_terms_that_one_kernel_adds(world: World, dtype: torch.dtype, r
     world.run(4, linear_workers.added_at_once, rows, 48, 33, dtype, LinearPlan(chunks_per_rank=3))
 
 
+@pytest.mark.parametrize("pattern", ["direct", "ring"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_copies_through_shared_memory_give_the_bits_of_messages(
+    world: World, num_ranks: int, dtype: torch.dtype, pattern: str
+) -> None:
+    for count, different in world.run(num_ranks, linear_workers.copies_equal_messages, dtype, pattern):
+        assert count == (10 if pattern == "direct" else 5)
+        assert different == []
+
+
 @pytest.mark.parametrize("split", ["edge", "all"])
 @pytest.mark.parametrize("op", OPS)
 def test_where_only_the_exposed_slice_is_cut(world: World, op: str, split: str) -> None:
