@@ -25,4 +25,7 @@ def test_a_mutant_can_be_made(mutant: Mutant, tmp_path: Path) -> None:
     copy.write_text(original, encoding="utf-8")
     mutant.apply(tmp_path)
     assert ast.dump(ast.parse(copy.read_text(encoding="utf-8"))) != ast.dump(ast.parse(original))
-    assert all((ROOT / path.partition("::")[0]).exists() for path in mutant.tests)
+    for test in mutant.tests:
+        path, _, name = test.partition("::")
+        assert (ROOT / path).exists(), test
+        assert not name or f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), test
