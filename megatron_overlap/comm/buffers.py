@@ -14,14 +14,10 @@ class BufferPool:
     A buffer grows to the largest requested size and is never freed, like Megatron's global memory buffer.
 
     Args:
-        poison: `take` fills the buffer with NaN (integers: the largest value). For tests.
         within: returns the context of allocations, such as another memory pool.
     """
 
-    def __init__(
-        self, *, poison: bool = False, within: Callable[[], AbstractContextManager[object]] = nullcontext
-    ) -> None:
-        self._poison = poison
+    def __init__(self, *, within: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
         self._within = within
         self._storage: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
         self._content: dict[tuple[str, torch.dtype, torch.device], tuple[torch.Tensor, object]] = {}
@@ -38,10 +34,7 @@ class BufferPool:
             with self._within():
                 storage = torch.empty(size, dtype=like.dtype, device=like.device)
             self._storage[key] = storage
-        buffer = storage[:size].view(*shape)
-        if self._poison:
-            buffer.fill_(float("nan") if like.dtype.is_floating_point else torch.iinfo(like.dtype).max)
-        return buffer
+        return storage[:size].view(*shape)
 
     def remember(self, name: str, buffer: torch.Tensor, content: object) -> None:
         """Record the content of `buffer`, taken as `name`, until `name` is taken again."""

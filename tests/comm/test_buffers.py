@@ -1,10 +1,11 @@
-"""Buffers are reused, grow, and are poisoned only for tests."""
+"""Buffers are reused and grow."""
 
 from __future__ import annotations
 
 import torch
 
 from megatron_overlap.comm import BufferPool
+from tests.helpers.late import PoisonedPool
 
 
 def test_a_buffer_is_reused() -> None:
@@ -47,6 +48,6 @@ def test_bytes_of_each_name() -> None:
 
 
 def test_poison() -> None:
-    buffer_pool = BufferPool(poison=True)
+    buffer_pool = PoisonedPool()
     assert buffer_pool.take("a", (3,), torch.zeros(1)).isnan().all()
     assert (buffer_pool.take("a", (3,), torch.zeros(1, dtype=torch.int32)) == torch.iinfo(torch.int32).max).all()

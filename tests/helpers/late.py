@@ -13,6 +13,14 @@ from megatron_overlap.comm.gloo import GlooTransport
 from megatron_overlap.comm.transport import P2PWork, Transfer
 
 
+class PoisonedPool(BufferPool):
+    """Fills every buffer that it gives out with NaN (integers: the largest value)."""
+
+    def take(self, name: str, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        buffer = super().take(name, shape, like)
+        return buffer.fill_(float("nan") if like.dtype.is_floating_point else torch.iinfo(like.dtype).max)
+
+
 class LateTransport:
     """Receives over gloo into hidden buffers, and copies a message to its buffer when the caller waits for it.
 
@@ -21,7 +29,7 @@ class LateTransport:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._inner = GlooTransport(group, buffer_pool=BufferPool(poison=True))
+        self._inner = GlooTransport(group, buffer_pool=PoisonedPool())
         self.rank, self.size = self._inner.rank, self._inner.size
         self.buffer_pool = self._inner.buffer_pool
         self.exposed_s = 0.0

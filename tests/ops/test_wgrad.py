@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_overlap.comm import BufferPool
 from megatron_overlap.ops.wgrad import DeferredWgrad, Spans, WeightGradient, WgradTarget
+from tests.helpers.late import PoisonedPool
 
 ROWS, FEATURES, IN_FEATURES = 12, 300, 16
 
@@ -23,7 +23,7 @@ def _operands(dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, torch.Te
 
 
 def _target(main_grad: torch.Tensor | None = None, weight_done: Any = None) -> WgradTarget:
-    return WgradTarget(main_grad, weight_done, BufferPool(poison=True))
+    return WgradTarget(main_grad, weight_done, PoisonedPool())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

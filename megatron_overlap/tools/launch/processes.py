@@ -175,10 +175,6 @@ class _Rank:
             self.process.wait()
             self.code, self.ended_at = self.process.returncode or 1, time.monotonic()
 
-    def terminate(self) -> None:
-        """Send SIGTERM to the process group of the rank."""
-        self._signal(signal.SIGTERM)
-
     def kill(self) -> None:
         """Make the supervisor kill the rank and its descendants."""
         if self._stop < 0:
@@ -191,10 +187,6 @@ class _Rank:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid, signal.SIGCONT)  # the process may be stopped
 
-    def kill_supervisor(self) -> None:
-        """Kill a supervisor that does not respond. The kernel then kills its rank."""
-        self._signal(signal.SIGKILL)
-
     def close(self) -> None:
         """Kill the rank if it runs, and close its pipes and its log."""
         self.kill()
@@ -204,7 +196,8 @@ class _Rank:
         self.process.stdout.close()
         self._log.close()
 
-    def _signal(self, number: signal.Signals) -> None:
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the process group of the rank. SIGKILL ends its supervisor too."""
         if self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
@@ -268,13 +261,13 @@ class _Job:
         """End all ranks: SIGTERM, after the grace period SIGKILL to all descendants, then to the supervisors."""
         if grace_s > 0:
             for rank in self.ranks:
-                rank.terminate()
+                rank.send(signal.SIGTERM)
             self.pump_until(time.monotonic() + grace_s, self.all_ended)
         for rank in self.ranks:
             rank.kill()
         if not self.pump_until(time.monotonic() + _SUPERVISOR_S, self.all_ended):
             for rank in self.ranks:
-                rank.kill_supervisor()
+                rank.send(signal.SIGKILL)  # the supervisor does not respond; the kernel then kills its rank
         self.drain()
 
     def close(self) -> None:

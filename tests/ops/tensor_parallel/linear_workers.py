@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm import BufferPool, Transport, close_transport, transport_of
+from megatron_overlap.comm import Transport, close_transport, transport_of
 from megatron_overlap.comm.gloo import GlooTransport
 from megatron_overlap.comm.host_group import HostGroup
 from megatron_overlap.comm.symmetric.copies import CopyTransport
@@ -31,7 +31,7 @@ from megatron_overlap.ops.wgrad import WeightGradient
 from megatron_overlap.schedules import ChunkLayout, all_gather_plan, reduce_scatter_plan
 from scripts.kernels.cpu_backend import CpuBackend
 from tests.helpers.fused import fused_transport
-from tests.helpers.late import LateTransport
+from tests.helpers.late import LateTransport, PoisonedPool
 from tests.helpers.numerics import assert_close_to_exact
 
 
@@ -392,7 +392,7 @@ def another_number_format(group: dist.ProcessGroup, op: str, case: LinearCase, p
     dy *= torch.exp2(torch.arange(rows_out) % 3).unsqueeze(1)
     expected = _reference(op, x, w, bias, dy, group, case.rows)
     leaves = [tensor.requires_grad_() for tensor in (x, w, bias)]
-    transport = GlooTransport(group, buffer_pool=BufferPool(poison=True))
+    transport = GlooTransport(group, buffer_pool=PoisonedPool())
     method = P2PMethod(transport, LinearPlan(pattern=pattern, chunks_per_rank=3), Int8Gemm())  # type: ignore[arg-type]
     sent: list[tuple[str, int]] = []
     options: Any = {"num_rows": case.rows} if op == "all_gather_linear" else {}
