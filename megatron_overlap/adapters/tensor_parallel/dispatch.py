@@ -5,8 +5,6 @@ layer; the autotuner with `method: auto`; else the configured method, fused or p
 selected operation is compared with its reference.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
