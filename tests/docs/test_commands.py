@@ -24,6 +24,7 @@ ELSEWHERE = {
     "bash scripts/quickstart.sh": "scripts/new_user.sh: bash scripts/quickstart.sh",
     "bash scripts/test.sh": ".ci/run: bash scripts/test.sh",
     "bash .ci/run": ".ci/run: mypy",
+    "python scripts/draw_partition.py": "tests/tools/test_plan.py: draw(",
     "python scripts/te_releases.py": ".github/workflows/weekly.yml: scripts/te_releases.py",
     "bash scripts/setup.sh te": ".github/workflows/weekly.yml: bash scripts/setup.sh te",
     "mkdocs build": ".ci/run: mkdocs build",
