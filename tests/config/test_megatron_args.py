@@ -70,7 +70,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     configs |= {str(shipped): load_launch_config(shipped) for shipped in SHIPPED}
     request = [(cfg.world_size, to_megatron_args(cfg)) for cfg in configs.values()]
     argv = [sys.executable, "-c", ASK, json.dumps(request)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False, env={**os.environ})
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=280, check=False, env={**os.environ})
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
     return {"known": set(answer["known"]), **dict(zip(configs, answer["answers"], strict=True))}
