@@ -41,7 +41,9 @@ ELSEWHERE = {
         "tests/scripts/test_fused_bench.py::test_all_methods_agree"
     ),
 }
-NEEDS_GPUS = re.compile(r"torchrun --nproc-per-node 8 |sbatch |python scripts/bench/fused_one_gpu\.py --json")
+NEEDS_GPUS = re.compile(
+    r"torchrun --nproc-per-node 8 |megatron-overlap compare gpu/|sbatch |python scripts/bench/fused_one_gpu\.py --json"
+)
 CHEAP = [
     pytest.param(command, id=f"{page}: {command}")
     for page, command in COMMANDS
