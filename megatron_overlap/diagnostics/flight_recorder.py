@@ -114,7 +114,7 @@ class FlightRecorder:
 def layer_of(frame: FrameType | None) -> str:
     """Return the model name of the layer that runs in `frame` or a caller, such as `decoder.layers.3.mlp.linear_fc1`.
 
-    An operation holds its weight in a local variable. Without one, the innermost calling module identifies the layer.
+    The weight in a local variable of an operation identifies the layer; without one, the innermost calling module does.
     """
     weight: torch.Tensor | None = None
     module: torch.nn.Module | None = None

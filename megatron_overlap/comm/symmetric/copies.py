@@ -5,10 +5,12 @@ Each rank has one arena:
     ring of source 0 | ring of source 1 | ... | flags [R sources, 256] | acknowledgements [R receivers, 256]
 
 A message travels in pieces, which the pair of sender and receiver numbers 1, 2, ... in the order of operations and
-messages. Both compute the place of a piece in the ring of the sender in the receiver's arena. The sender waits until
-the pieces that had these bytes are acknowledged, copies, and sets flag `piece % 256` at the receiver to the number of
-the piece. The receiver waits for the flag on its computing queue, copies the piece to the tensor of the message, and
-writes the number to its acknowledgement at the sender.
+messages. Both compute the place of a piece in the ring of the sender in the receiver's arena.
+
+- Sender: waits until earlier pieces in the same bytes are acknowledged, copies the piece, and writes its number to flag
+  `piece % 256` of the receiver.
+- Receiver: waits for the flag on its computing queue, copies the piece to the tensor of the message, and writes the
+  number to its acknowledgement at the sender.
 
 Sends run on one copying queue for each peer, so a slow receiver delays no other. A queue waits for a word in memory
 without a kernel (`backend.Queue`). Not yet run on a GPU.

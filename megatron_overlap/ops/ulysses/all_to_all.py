@@ -128,7 +128,7 @@ class HeadAllToAll:
         self._p2p_work.wait_all()
 
     def _must_flush(self, task: Task, following: Task) -> bool:
-        """Whether the next piece is not complete. On CUDA, where a query would synchronise: is of another group."""
+        """Whether the next piece has not arrived. On CUDA: whether it is of another group, as a query synchronises."""
         if self._like.is_cuda:
             return following.group != task.group
         return not self._are_completed(following.needs)
