@@ -120,10 +120,24 @@ def _server(kind: str) -> Iterator[None]:
         forkserver.connect_to_new_process = connect
 
 
+def _share_gloo_device() -> None:
+    """All gloo groups of this process use one device. Its thread polls 100 times a second; Megatron has 30 groups."""
+    device, group_class = dist.ProcessGroupGloo.create_default_device(), dist.ProcessGroupGloo
+
+    class SharedDevice(group_class):  # type: ignore[misc,valid-type]
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+            options = group_class._Options()
+            options._devices, options._timeout, options._threads = [device], timeout, 2
+            super().__init__(store, rank, size, options)
+
+    dist.distributed_c10d.ProcessGroupGloo = SharedDevice
+
+
 def _work(rank: int, size: int, port: int, pipe: Connection, sizes: Sequence[int]) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     gc.freeze()  # A full collection would visit all objects of the imports, and copy their pages.
+    _share_gloo_device()
     dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=60))
     groups = {n: dist.new_group(list(range(n))) for n in sizes if n <= size}
     while True:

@@ -61,7 +61,7 @@ def test_the_wheel_has_the_package_and_its_resources_and_nothing_else(installed:
 def test_patches_and_schema_run_from_the_wheel(installed: Path) -> None:
     schema = command(installed, "schema")
     assert "model" in json.loads(schema.stdout)["properties"], schema.stderr
-    patches = command(installed, "patches")
+    patches = command(installed, "patches", "--reasons")
     assert patches.returncode == 0, patches.stderr
     targets = [manifest.target.rpartition(":")[2] for manifest in load_manifests(ROOT / "patches")]
     assert all(name in patches.stdout for name in targets)

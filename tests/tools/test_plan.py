@@ -53,7 +53,7 @@ def test_ranks_come_from_the_config(tmp_path: Path, capsys: pytest.CaptureFixtur
     ("arguments", "text"),
     [
         (["--lengths", DOCS, "--method", "balancd"], "plan --method: balancd: unknown method; did you mean balanced?"),
-        ([], "LENGTHS is missing"),
+        ([], "plan: missing: give LENGTHS"),
         (["--lengths", DOCS, "--ranks", "6", "--nodes", "4"], "plan --ranks: 6: give a multiple of the 4 nodes"),
         (["--lengths", "nowhere.txt"], "nowhere.txt: No such file or directory"),
         (["--lengths", DOCS, "--capacity", "2"], "raise capacity to"),
