@@ -110,7 +110,7 @@ def test_a_send_follows_the_work_that_computes_it(monkeypatch: pytest.MonkeyPatc
     messages = [index for index, op in enumerate(order) if op.kind == "messages"]
     for message, place in zip(plan.messages, messages, strict=True):
         assert sum(op.kind == "work" for op in order[:place]) >= message.after_work
-    # The stream of the messages waits for an event after that work, and for none after later work.
+    # The message stream waits for an event recorded after that work, but for no event recorded after later work.
     done, recorded, followed, number = 0, {}, 0, 0
     for op in device.ops:
         if op.kind == "work":
