@@ -34,6 +34,8 @@ from megatron_overlap.tools.launch.processes import RunError
 
 FP32_BOUND = 1e-5
 """Relative; another order of the same fp32 sums."""
+ROWS, ROWS_OF_DOCUMENTS = 128, 512
+"""Tokens of a micro-batch's row."""
 BF16_FACTOR = 2.0
 """The plugin's deviation from fp32 against stock's own, see docs/numerics.md."""
 NAMES = ("loss", "grad_norm")
@@ -49,6 +51,7 @@ class Layout:
     Attributes:
         sharded: with the distributed optimizer.
         batch_overlap: the plugin splits the micro-batch (`overlap.tensor.split: batch`).
+        documents: a micro-batch is whole documents, and context parallelism is balanced attention.
     """
 
     name: str
@@ -58,6 +61,12 @@ class Layout:
     sharded: bool = False
     context: int = 1
     batch_overlap: bool = False
+    documents: bool = False
+
+    @property
+    def without_context(self) -> Layout:
+        """The same layout without context parallelism: stock has none on a CPU. Its attention is stock."""
+        return replace(self, name=f"{self.name}-one-context-rank", context=1) if self.context > 1 else self
 
     @property
     def calls(self) -> frozenset[str]:
@@ -85,11 +94,12 @@ LAYOUTS = (
     Layout("DP4", data=4),
     Layout("DP2+DO", data=2, sharded=True),
     Layout("DP4+DO", data=4, sharded=True),
-    # Stock has no context parallelism on a CPU: the same layout without it is the reference.
     Layout("UP2", context=2),
     Layout("UP4", context=4),
     Layout("UP2xTP2+SP", tensor=2, context=2, sequence_parallel=True),
     Layout("UP2xDP2", context=2, data=2),
+    Layout("varlen-CP2", context=2, documents=True),
+    Layout("varlen-CP2xTP2+SP", tensor=2, context=2, sequence_parallel=True, documents=True),
 )
 RESUMED = Layout("TP2+SP", tensor=2, sequence_parallel=True)
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -140,6 +150,8 @@ class Runs:
         name = f"{self.count:02d}-{arch}-{layout.name}-{precision}-{'plugin' if plugin else 'stock'}"
         run_dir = self._folder / name.lower().replace("+", "-")
         options, half = self._options, self._options.iterations // 2
+        rows = ROWS_OF_DOCUMENTS if layout.documents else ROWS
+        varlen = ("balanced" if plugin else "masked") if layout.documents else "none"
         places = {"save": str(run_dir / "saved"), "save_interval": half} if save else {}
         if load is not None:
             places["load"] = str(load)
@@ -152,7 +164,7 @@ class Runs:
                     "hidden_size": 128,
                     "num_attention_heads": 8,
                     "vocab_size": 4000,
-                    "max_position_embeddings": 128,
+                    "max_position_embeddings": rows,
                     **ARCHITECTURES[arch],
                 },
                 "parallel": {
@@ -161,9 +173,9 @@ class Runs:
                     "sequence_parallel": layout.sequence_parallel,
                 },
                 "train": {
-                    "seq_length": 128,
-                    "micro_batch_size": 2,
-                    "global_batch_size": 8,
+                    "seq_length": rows,
+                    "micro_batch_size": 1 if layout.documents else 2,
+                    "global_batch_size": 4 if layout.documents else 8,
                     "iterations": options.iterations,
                     "precision": precision,
                     "lr": 1e-3,
@@ -182,7 +194,8 @@ class Runs:
                         "split": "batch" if layout.batch_overlap else "none",
                     },
                     "data": {"method": "p2p" if plugin and layout.data > 1 else "stock"},
-                    "ulysses": {"method": "p2p" if layout.context > 1 else "none"},
+                    "ulysses": {"method": "p2p" if layout.context > 1 and not layout.documents else "none"},
+                    "varlen": {"method": varlen},
                 },
                 "launch": {
                     "device": "cpu",
@@ -245,15 +258,14 @@ def compare_layouts(runs: Runs, arch: str, layouts: Sequence[Layout], iterations
     for layout in layouts:
         exact: Curves = {}
         for precision in ("fp32", "bf16"):
-            plain = replace(layout, name=f"{layout.name}-without-UP", context=1) if layout.context > 1 else layout
-            one_rank = plain.tensor == plain.data == 1
+            plain = layout.without_context
+            one_rank = plain.tensor == plain.data == 1 and not layout.documents
             stock = alone[precision] if one_rank else runs.train(arch, plain, precision, False)[0]
             mine, report = runs.train(arch, layout, precision, True)
-            beside = {
-                "stock from TP1 stock": deviation(stock, alone[precision], iterations),
-                "plugin from TP1 stock": deviation(mine, alone[precision], iterations),
-                "plugin from stock": deviation(mine, stock, iterations),
-            }
+            beside = {"plugin from stock": deviation(mine, stock, iterations)}
+            if not layout.documents:  # other tokens than the layouts of one length
+                beside["stock from TP1 stock"] = deviation(stock, alone[precision], iterations)
+                beside["plugin from TP1 stock"] = deviation(mine, alone[precision], iterations)
             if precision == "fp32":
                 exact = stock
                 what, off, bound = "from stock", beside["plugin from stock"], dict.fromkeys(NAMES, FP32_BOUND)
