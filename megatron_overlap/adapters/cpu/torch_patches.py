@@ -160,3 +160,14 @@ def splits_as_lists(original: Callable[..., Any], session: object) -> Callable[.
         return original(output, input, *splits, **kwargs)
 
     return all_to_all_single
+
+
+def without_script(original: Callable[..., Any], session: object) -> Callable[..., Any]:
+    """Starts a process without running the training script there first."""
+
+    def preparation(name: str) -> dict[str, Any]:
+        data: dict[str, Any] = original(name)
+        data.pop("init_main_from_path", None)
+        return data
+
+    return preparation

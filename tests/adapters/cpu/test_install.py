@@ -6,6 +6,7 @@ import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,3 +142,24 @@ def test_importing_the_adapter_changes_nothing() -> None:
     stubs = importlib.import_module("megatron_overlap.adapters.cpu.cuda_stubs")
     assert torch.cuda.Stream is not stubs.Stream
     assert torch.Tensor.to is torch._C.TensorBase.to
+
+
+def test_a_process_of_the_checkpoint_does_not_run_the_training_script(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import multiprocessing
+from megatron_overlap.adapters.cpu import TORCH
+from megatron_overlap.patching.engine import Engine
+from megatron_overlap.patching.manifest import load_manifests
+
+assert __name__ == "__main__", "the script runs in another process"
+engine = Engine([each for each in load_manifests() if each.feature == TORCH])
+engine.apply(engine.plan({TORCH}), None)
+queue = multiprocessing.get_context("spawn").Manager().Queue()
+queue.put("saved")
+print(queue.get())
+"""
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "saved\n", done.stderr
