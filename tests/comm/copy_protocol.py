@@ -1,0 +1,284 @@
+"""Records what the ranks of a `CopyTransport` enqueue, and searches all orders in which a device may run it.
+
+Every rank has a computing queue, and a queue of copies to each peer. A queue runs its steps in order; queues run
+concurrently. `Recording` records the steps of one rank: copies, writes and waits of words, waits for another queue, and
+the torch operations of the computation. `explore` visits every state that the queues of all ranks can reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Bytes = tuple[int, int]
+Word = int
+"""The address of a flag or an acknowledgement."""
+
+
+@dataclass
+class Step:
+    """One step of a queue.
+
+    Attributes:
+        reads, writes: bytes that the step uses while it runs.
+        sets: word and value that the step writes.
+        needs: word that the step waits for, and its least value.
+        follows: queue of the same rank, and the number of its steps that must be complete.
+        action: computes the result of the step.
+    """
+
+    reads: list[Bytes] = field(default_factory=list)
+    writes: list[Bytes] = field(default_factory=list)
+    sets: tuple[Word, int] | None = None
+    needs: tuple[Word, int] | None = None
+    follows: tuple[str, int] | None = None
+    action: Callable[[], object] | None = None
+
+
+@dataclass(frozen=True)
+class RecordedQueue:
+    """See `backend.Queue`."""
+
+    name: str
+    steps: list[Step] = field(default_factory=list)
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        self.steps.append(Step([span(source)], [span(to)], action=lambda: to.copy_(source)))
+
+    def write(self, words: torch.Tensor, index: int, value: int) -> None:
+        self.steps.append(Step(sets=(words[index].data_ptr(), value)))
+
+    def wait(self, words: torch.Tensor, index: int, value: int) -> None:
+        self.steps.append(Step(needs=(words[index].data_ptr(), value)))
+
+    def mark(self) -> object:
+        return self.name, len(self.steps)
+
+    def after(self, mark: Any) -> None:
+        self.steps.append(Step(follows=mark))
+
+
+def span(tensor: torch.Tensor) -> Bytes:
+    """First byte of a tensor, and the byte after its last."""
+    extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return tensor.data_ptr(), tensor.data_ptr() + extent * tensor.element_size() * (tensor.numel() > 0)
+
+
+class RecordedBackend:
+    """`SymmetricBackend` of one rank. The arenas of all ranks are `arenas`, which the first rank allocates."""
+
+    def __init__(self, rank: int, size: int, arenas: list[torch.Tensor]) -> None:
+        self.rank, self.size, self.ranks, self._arenas = rank, size, range(size), arenas
+        self.device = torch.device("cpu")
+        self.queues = [RecordedQueue(f"rank {rank} computing")]
+        self.computing = self.queues[0]
+
+    def map(self, num_bytes: int) -> list[torch.Tensor]:
+        if not self._arenas:
+            self._arenas.extend(torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(self.size))
+        return self._arenas
+
+    def queue(self) -> RecordedQueue:
+        self.queues.append(RecordedQueue(f"rank {self.rank} copies {len(self.queues)}"))
+        return self.queues[-1]
+
+    def barrier(self) -> None:
+        """Return: all ranks run in this process."""
+
+    def close(self) -> None:
+        """Keep the recorded steps."""
+
+
+class Recording(TorchDispatchMode):
+    """Appends the torch operations inside the context to the computing queue of a rank."""
+
+    def __init__(self, queue: RecordedQueue) -> None:
+        super().__init__()
+        self._queue = queue
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        schema = func._schema
+        named = {argument.name: argument for argument in schema.arguments}
+        passed = [*zip(schema.arguments, args, strict=False), *((named[key], value) for key, value in kwargs.items())]
+        read, written = [], []
+        for argument, value in passed:
+            tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+            changes = argument.alias_info is not None and argument.alias_info.is_write
+            (written if changes else read).extend(map(span, tensors))
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        changes_input = bool(written)
+        if not changes_input and any(returned.alias_info is not None for returned in schema.returns):
+            return result  # a view
+        written.extend(map(span, outputs))
+
+        def run() -> None:
+            again = func(*args, **kwargs)
+            if not changes_input:
+                for output, value in zip(outputs, tree_leaves(again), strict=True):
+                    output.copy_(value)
+
+        self._queue.steps.append(Step(read, written, action=run))
+        return result
+
+
+class ProtocolError(AssertionError):
+    """Two steps that may run at the same time use the same bytes, or no step can start."""
+
+
+def conflict(a: Step, b: Step) -> bool:
+    """Whether the result depends on the order of two steps."""
+
+    def overlap(first: Sequence[Bytes], second: Sequence[Bytes]) -> bool:
+        return any(p < s and r < q for p, q in first for r, s in second)
+
+    return overlap(a.writes, b.writes) or overlap(a.writes, b.reads) or overlap(a.reads, b.writes)
+
+
+def explore(queues: Sequence[RecordedQueue]) -> int:
+    """Visits every reachable state, and returns their number.
+
+    A state is the number of complete steps of each queue. Steps that can start in the same state can run at the same
+    time. Values of words only grow, so a step that can start stays able to, and each state is reached by all orders.
+
+    Raises:
+        ProtocolError: a race, or a deadlock.
+    """
+    names = {queue.name: index for index, queue in enumerate(queues)}
+    programs = [queue.steps for queue in queues]
+    setters = word_writes(programs)
+    independent: set[tuple[int, int, int, int]] = set()
+
+    def can_start(step: Step, state: tuple[int, ...]) -> bool:
+        if step.follows is not None and state[names[step.follows[0]]] < step.follows[1]:
+            return False
+        if step.needs is None:
+            return True
+        queue, positions = setters.get(step.needs[0], (0, []))
+        return any(value >= step.needs[1] and state[queue] > position for position, value in positions)
+
+    first = (0,) * len(programs)
+    seen, stack = {first}, [first]
+    while stack:
+        state = stack.pop()
+        ready = [q for q, done in enumerate(state) if done < len(programs[q]) and can_start(programs[q][done], state)]
+        if not ready and any(done < len(program) for done, program in zip(state, programs, strict=True)):
+            raise ProtocolError(f"deadlock: {dict(zip(names, state, strict=True))}")
+        for number, q in enumerate(ready):
+            for other in ready[:number]:
+                key = (other, state[other], q, state[q])
+                if key not in independent and conflict(programs[other][state[other]], programs[q][state[q]]):
+                    raise ProtocolError(f"race: {queues[other].name} step {key[1]} and {queues[q].name} step {key[3]}")
+                independent.add(key)
+            after = (*state[:q], state[q] + 1, *state[q + 1 :])
+            if after not in seen:
+                seen.add(after)
+                stack.append(after)
+    return len(seen)
+
+
+def word_writes(programs: Sequence[Sequence[Step]]) -> dict[Word, tuple[int, list[tuple[int, int]]]]:
+    """The queue that writes each word, and the positions and values of its writes.
+
+    Raises:
+        ProtocolError: two queues write one word, or a value does not grow.
+    """
+    found: dict[Word, tuple[int, list[tuple[int, int]]]] = {}
+    for q, program in enumerate(programs):
+        for position, step in enumerate(program):
+            if step.sets is None:
+                continue
+            word, value = step.sets
+            queue, writes = found.setdefault(word, (q, []))
+            if queue != q or (writes and value <= writes[-1][1]):
+                raise ProtocolError(f"word {word}: {value} by {queue} and {q} after {writes[-1:]}")
+            writes.append((position, value))
+    return found
+
+
+def ordered(queues: Sequence[RecordedQueue]) -> None:
+    """Proves for any number of ranks that no order of the queues has a race or a deadlock.
+
+    Every step gets a vector clock: the steps of each queue that are complete whenever it starts. Two steps may run at
+    the same time where neither clock contains the other step. This is the search of `explore` without its states: each
+    wait has one writer whose values grow, so what a wait guarantees does not depend on the order.
+
+    Raises:
+        ProtocolError: a race, or a deadlock.
+    """
+    names = {queue.name: index for index, queue in enumerate(queues)}
+    programs = [queue.steps for queue in queues]
+    setters = word_writes(programs)
+    clocks: list[list[list[int]]] = [[] for _ in programs]
+    now = [[0] * len(programs) for _ in programs]
+
+    def guarantee(step: Step) -> tuple[int, int] | None:
+        """Queue and number of steps that are complete when the step starts."""
+        if step.follows is not None:
+            return names[step.follows[0]], step.follows[1]
+        if step.needs is None:
+            return None
+        queue, writes = setters.get(step.needs[0], (0, []))
+        enough = [position for position, value in writes if value >= step.needs[1]]
+        if not enough:
+            raise ProtocolError(f"deadlock: nothing writes {step.needs}")
+        return queue, enough[0] + 1
+
+    progress = True
+    while progress:
+        progress = False
+        for q, program in enumerate(programs):
+            while len(clocks[q]) < len(program):
+                needed = guarantee(program[len(clocks[q])])
+                if needed is not None and needed[1]:
+                    queue, count = needed
+                    if len(clocks[queue]) < count:
+                        break
+                    before = clocks[queue][count - 1]
+                    now[q] = [max(pair) for pair in zip(now[q], before, strict=True)]
+                    now[q][queue] = max(now[q][queue], count)
+                clocks[q].append(list(now[q]))
+                now[q][q] = len(clocks[q])
+                progress = True
+    if any(len(clock) < len(program) for clock, program in zip(clocks, programs, strict=True)):
+        raise ProtocolError("deadlock")
+    for a, i, b, j in _pairs(programs):
+        concurrent = clocks[b][j][a] <= i and clocks[a][i][b] <= j
+        if concurrent and conflict(programs[a][i], programs[b][j]):
+            raise ProtocolError(f"race: {queues[a].name} step {i} and {queues[b].name} step {j}")
+
+
+def _pairs(programs: Sequence[Sequence[Step]]) -> Iterator[tuple[int, int, int, int]]:
+    using = [[i for i, step in enumerate(program) if step.reads or step.writes] for program in programs]
+    for b in range(len(programs)):
+        for a in range(b):
+            yield from ((a, i, b, j) for i in using[a] for j in using[b])
+
+
+def play(queues: Sequence[RecordedQueue], choose: Callable[[int], int]) -> None:
+    """Runs all steps; `choose(n)` selects one of n queues whose next step can start."""
+    names = {queue.name: index for index, queue in enumerate(queues)}
+    done, words = [0] * len(queues), dict[Word, int]()
+    while any(count < len(queue.steps) for count, queue in zip(done, queues, strict=True)):
+        ready = []
+        for q, queue in enumerate(queues):
+            if done[q] == len(queue.steps):
+                continue
+            step = queue.steps[done[q]]
+            if step.follows is not None and done[names[step.follows[0]]] < step.follows[1]:
+                continue
+            if step.needs is None or words.get(step.needs[0], 0) >= step.needs[1]:
+                ready.append(q)
+        q = ready[choose(len(ready))]
+        step = queues[q].steps[done[q]]
+        if step.action is not None:
+            step.action()
+        if step.sets is not None:
+            words[step.sets[0]] = step.sets[1]
+        done[q] += 1

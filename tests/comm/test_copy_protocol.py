@@ -1,0 +1,151 @@
+"""Every order in which the queues of all ranks may run the copies of `CopyTransport` is free of races and deadlocks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from megatron_overlap.comm.symmetric.copies import CopyTransport
+from megatron_overlap.comm.transport import Transfer, TransportError
+from megatron_overlap.ops import LinearPlan, all_gather_linear, linear_all_reduce, linear_reduce_scatter
+from megatron_overlap.schedules.plan import Chunk, Message
+from tests.comm.copy_protocol import RecordedBackend, RecordedQueue, Recording, explore, ordered, play
+
+
+@dataclass
+class Recorded:
+    """What all ranks enqueue, their results, and the results of the plain program."""
+
+    queues: list[RecordedQueue]
+    results: list[torch.Tensor]
+    expected: list[torch.Tensor]
+
+
+OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "ag_gemm": all_gather_linear,
+    "gemm_rs": linear_reduce_scatter,
+    "gemm_ar": linear_all_reduce,
+}
+
+
+def record(
+    size: int, ops: list[str], *, rows: int = 2, ring_bytes: int = 1024, pattern: str = "direct", chunks: int = 1
+) -> Recorded:
+    """Records operations on integers, one after another, with buffers of the pool and of earlier operations.
+
+    With 64 columns of 4 bytes a row fills the alignment of a piece, so the ring holds four rows.
+    """
+    arenas: list[torch.Tensor] = []
+    backends = [RecordedBackend(rank, size, arenas) for rank in range(size)]
+    transports = [CopyTransport(backend, ring_bytes=ring_bytes) for backend in backends]
+    plan = LinearPlan(pattern=pattern, chunks_per_rank=chunks)
+    x = torch.arange(rows * size * 64, dtype=torch.float32).remainder(7).view(-1, 64)
+    weights = [torch.full((64, 64), rank + 1.0).tril() for rank in range(size)]
+    found, expected = [], []
+    for rank, transport in enumerate(transports):
+        own = x[rank * rows : (rank + 1) * rows].clone()
+        with torch.no_grad(), Recording(backends[rank].computing):
+            for op in ops:
+                operand = own if op == "ag_gemm" else x + 0.0
+                found.append(OPERATIONS[op](operand, weights[rank], group=transport, plan=plan))
+    total = sum(x @ weight.T for weight in weights)
+    assert isinstance(total, torch.Tensor)
+    for rank in range(size):
+        for op in ops:
+            plain = {"ag_gemm": x @ weights[rank].T, "gemm_ar": total, "gemm_rs": total[rank * rows :][:rows]}
+            expected.append(plain[op])
+    return Recorded([queue for backend in backends for queue in backend.queues], found, expected)
+
+
+def record_one_way(messages: int, num_bytes: int, *, ring_bytes: int) -> Recorded:
+    """Records messages from rank 0 to rank 1 only: nothing but acknowledgements holds back the sender."""
+    arenas: list[torch.Tensor] = []
+    backends = [RecordedBackend(rank, 2, arenas) for rank in range(2)]
+    transports = [CopyTransport(backend, ring_bytes=ring_bytes) for backend in backends]
+    empty, chunk = torch.empty(0, dtype=torch.uint8), Chunk(0, 0)
+    sent = [torch.full((num_bytes,), number % 251, dtype=torch.uint8) for number in range(messages)]
+    received = [torch.zeros_like(content) for content in sent]
+    for number in range(messages):
+        for rank, transport in enumerate(transports):
+            pair = (sent[number], empty) if rank == 0 else (empty, received[number])
+            message = Message(chunk, 1 - rank, chunk, 1 - rank)
+            transport.begin([Transfer(message, *pair)], "one way").wait_all()
+    return Recorded([queue for backend in backends for queue in backend.queues], received, sent)
+
+
+FOUR = ["ag_gemm", "gemm_rs", "ag_gemm", "gemm_rs"]
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_every_state_of_two_ranks(chunks: int) -> None:
+    recorded = record(2, FOUR, chunks=chunks)
+    assert explore(recorded.queues) > 1000
+    ordered(recorded.queues)
+
+
+@pytest.mark.parametrize(
+    ("size", "pattern", "rows", "ring_bytes"),
+    [
+        (2, "ring", 2, 1024),
+        (3, "direct", 3, 2048),
+        (3, "ring", 2, 2048),
+        (4, "direct", 2, 65536),
+        (4, "ring", 2, 2048),
+        (8, "direct", 2, 1024),
+    ],
+)
+def test_every_order_of_more_ranks(size: int, pattern: str, rows: int, ring_bytes: int) -> None:
+    ordered(record(size, FOUR, pattern=pattern, rows=rows, ring_bytes=ring_bytes).queues)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_order_of_all_reduces(size: int) -> None:
+    ordered(record(size, ["gemm_ar", "ag_gemm", "gemm_ar", "gemm_ar"], rows=1).queues)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("size", [2, 3])
+def test_results_in_a_random_order(size: int, seed: int) -> None:
+    recorded = record(size, [*FOUR, "gemm_ar"], rows=1)
+    for result in recorded.results:
+        result.fill_(float("nan"))
+    play(recorded.queues, random.Random(seed).randrange)
+    for result, expected in zip(recorded.results, recorded.expected, strict=True):
+        torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("messages", "num_bytes", "ring_bytes"), [(5, 512, 1024), (7, 700, 2048), (6, 256, 512), (600, 256, 1 << 20)]
+)
+def test_the_sender_waits_for_bytes_and_flags_in_use(messages: int, num_bytes: int, ring_bytes: int) -> None:
+    recorded = record_one_way(messages, num_bytes, ring_bytes=ring_bytes)
+    if messages < 100:
+        assert explore(recorded.queues) > 20
+    ordered(recorded.queues)
+    play(recorded.queues, lambda ready: 0)
+    play(recorded.queues, lambda ready: ready - 1)
+    for result, expected in zip(recorded.results, recorded.expected, strict=True):
+        assert torch.equal(result, expected)
+
+
+def test_a_flag_in_use_is_not_set_again() -> None:
+    """Message 257 has the flag of message 1, which is not ready: its receiver would read too early."""
+    transport = CopyTransport(RecordedBackend(0, 2, []), ring_bytes=1 << 20)
+    empty, chunk, content = torch.empty(0, dtype=torch.uint8), Chunk(0, 0), torch.zeros(256, dtype=torch.uint8)
+    transport.begin([Transfer(Message(chunk, 1, chunk, 1, after_work=1), content, empty)], "not ready")
+    message = Message(chunk, 1, chunk, 1)
+    for _ in range(255):
+        transport.begin([Transfer(message, content, empty)], "ready")
+    with pytest.raises(TransportError, match="an earlier one is not ready"):
+        transport.begin([Transfer(message, content, empty)], "ready")
+
+
+def test_a_piece_ends_inside_the_ring() -> None:
+    ring = CopyTransport(RecordedBackend(0, 2, []), ring_bytes=2048).sent[1]
+    pieces = [piece for _ in range(9) for piece in ring.pieces([torch.zeros(700, dtype=torch.uint8)])]
+    assert [piece.place for piece in pieces[:4]] == [0, 768, 0, 768]
+    assert all(piece.place + piece.content.numel() <= 2048 for piece in pieces)
