@@ -98,34 +98,20 @@ class SavedSite(NamedTuple):
 
 @dataclass(frozen=True)
 class SavedMemory:
-    """Activations saved so far, and what the same calls would save with the other value of `recompute_gather`.
+    """Activations saved so far.
 
     Attributes:
-        recompute_gather: the value that ran.
-        alternative: the other value.
-        calls: for each site, the most bytes that one call saved, and would save with the alternative.
+        calls: for each site, the most bytes that one call saved.
         peak_bytes: the most bytes saved at one time.
-        alternative_peak_bytes: the same with the alternative.
     """
 
-    recompute_gather: str = "always"
-    alternative: str = "never"
-    calls: tuple[tuple[SavedSite, int, int], ...] = ()
+    calls: tuple[tuple[SavedSite, int], ...] = ()
     peak_bytes: int = 0
-    alternative_peak_bytes: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """The values as JSON can hold them."""
-        return {
-            "recompute_gather": self.recompute_gather,
-            "peak_bytes": self.peak_bytes,
-            "alternative": self.alternative,
-            "alternative_peak_bytes": self.alternative_peak_bytes,
-            "modules": [
-                {**site._asdict(), "saved_bytes": saved, "alternative_bytes": alternative}
-                for site, saved, alternative in self.calls
-            ],
-        }
+        modules = [{**site._asdict(), "saved_bytes": saved} for site, saved in self.calls]
+        return {"peak_bytes": self.peak_bytes, "modules": modules}
 
 
 class SavedActivations:
@@ -137,11 +123,10 @@ class SavedActivations:
 
     def __init__(self, *, gathered: bool = False) -> None:
         self._gathered = gathered
-        self._calls: dict[SavedSite, tuple[int, int]] = {}
+        self._calls: dict[SavedSite, int] = {}
         # By address: layers with one input save its shard once, but each saves its own gathered rows.
         self._shards: dict[int, int] = {}
-        self._live = [0, 0]
-        self._peak = [0, 0]
+        self._live = self._peak = 0
         self._lock = threading.Lock()
 
     def save(self, site: SavedSite, address: int, shard_bytes: int, gathered_bytes: int) -> Callable[[], None]:
@@ -150,41 +135,31 @@ class SavedActivations:
         Returns:
             A function to call once, when the call releases the input.
         """
+        saved = gathered_bytes if self._gathered else shard_bytes
         with self._lock:
-            most = self._calls.get(site, (0, 0))
-            self._calls[site] = (max(most[0], shard_bytes), max(most[1], gathered_bytes))
+            self._calls[site] = max(self._calls.get(site, 0), saved)
             self._shards[address] = self._shards.get(address, 0) + 1
-            self._live[0] += shard_bytes if self._shards[address] == 1 else 0
-            self._live[1] += gathered_bytes
-            self._peak = [max(pair) for pair in zip(self._peak, self._live, strict=True)]
+            self._live += saved if self._gathered or self._shards[address] == 1 else 0
+            self._peak = max(self._peak, self._live)
 
         def release() -> None:
             with self._lock:
                 self._shards[address] -= 1
+                self._live -= saved if self._gathered or self._shards[address] == 0 else 0
                 if self._shards[address] == 0:
                     del self._shards[address]
-                    self._live[0] -= shard_bytes
-                self._live[1] -= gathered_bytes
 
         return release
 
     @property
     def live_bytes(self) -> int:
         """Bytes saved now."""
-        return self._live[self._gathered]
+        return self._live
 
     def snapshot(self) -> SavedMemory:
         """A copy of the counts."""
-        actual, other = int(self._gathered), int(not self._gathered)
-        values = ("always", "never")
         with self._lock:
-            return SavedMemory(
-                recompute_gather=values[actual],
-                alternative=values[other],
-                calls=tuple((site, most[actual], most[other]) for site, most in sorted(self._calls.items())),
-                peak_bytes=self._peak[actual],
-                alternative_peak_bytes=self._peak[other],
-            )
+            return SavedMemory(tuple(sorted(self._calls.items())), self._peak)
 
 
 class Counters:

@@ -175,16 +175,11 @@ class Report:
         return lines
 
     def _saved_table(self) -> Table:
-        saved = self.saved
-        title = f"inputs saved for weight gradients, recompute_gather: {saved.recompute_gather}"
-        table = Table("module", "op", title=title, title_justify="left")
+        table = Table("module", "op", title="inputs saved for weight gradients", title_justify="left")
         table.add_column("MiB a call", justify="right")
-        table.add_column(f"with {saved.alternative}", justify="right")
-        for site, num_bytes, alternative in saved.calls:
-            cells = (f"{num_bytes / _MIB:.2f}", f"{alternative / _MIB:.2f}")
-            table.add_row(f"{site.kind} {site.name}".strip(), site.op, *cells)
-        peaks = (f"{saved.peak_bytes / _MIB:.2f}", f"{saved.alternative_peak_bytes / _MIB:.2f}")
-        table.add_row("all, peak", "", *peaks)
+        for site, num_bytes in self.saved.calls:
+            table.add_row(f"{site.kind} {site.name}".strip(), site.op, f"{num_bytes / _MIB:.2f}")
+        table.add_row("all, peak", "", f"{self.saved.peak_bytes / _MIB:.2f}")
         return table
 
 

@@ -375,7 +375,5 @@ def memory_of(group: dist.ProcessGroup, recompute_gather: str) -> dict[str, int]
             "one_gone": one_gone,
             "at_the_end": kept.live_bytes,
             "peak": report["peak_bytes"],
-            "otherwise": report["alternative_peak_bytes"],
             "a_call": report["modules"][0]["saved_bytes"],
-            "a_call_otherwise": report["modules"][0]["alternative_bytes"],
         }
