@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
+from megatron_overlap.comm import TransportOptions
 from megatron_overlap.comm.gloo import GlooTransport
 from megatron_overlap.ops import (
     GradientReduce,
@@ -118,7 +119,7 @@ def work(rank: int, size: int, port: int, steps: int, seed: int, pipe: Any) -> N
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     assert dist.group.WORLD is not None
-    group, draw = GlooTransport(dist.group.WORLD, timeout_s=60.0), Draw(seed)
+    group, draw = GlooTransport(dist.group.WORLD, TransportOptions(timeout_s=60.0)), Draw(seed)
     for step in range(1, steps + 1):
         draw.choice(STEPS)(group, draw)
         if step % max(1, steps // SAMPLES) == 0:

@@ -21,9 +21,7 @@ import torch.distributed as dist
 
 from megatron_overlap.comm.buffers import BufferPool
 from megatron_overlap.comm.host_group import connect_gloo, store_beside
-from megatron_overlap.comm.transport import Transfer, TransportError
-from megatron_overlap.diagnostics.flight_recorder import FlightRecorder
-from megatron_overlap.tracing.events import Trace
+from megatron_overlap.comm.transport import DEFAULT_OPTIONS, Transfer, TransportError, TransportOptions
 
 # A tag has 31 bits: messages of one operation, and operations before tags repeat.
 _TAGS_PER_OP = 1 << 13
@@ -33,9 +31,7 @@ _GRACE_S = 5.0
 
 
 class GlooTransport:
-    """See `Transport`. Options as of `TransportOptions`.
-
-    Owns a gloo group of the same ranks, a sending thread, a receiving thread for each peer, and a buffer pool.
+    """See `Transport`. Owns a gloo group, a sending thread, a receiving thread for each peer, and a buffer pool.
 
     Raises:
         TransportError: a rank did not connect within the deadline.
@@ -44,20 +40,17 @@ class GlooTransport:
     def __init__(
         self,
         group: dist.ProcessGroup,
+        options: TransportOptions = DEFAULT_OPTIONS,
         *,
-        timeout_s: float | None = None,
         buffer_pool: BufferPool | None = None,
-        trace: Trace | None = None,
-        channel: str = "",
-        flight_recorder: FlightRecorder | None = None,
     ) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.buffer_pool = buffer_pool if buffer_pool is not None else BufferPool()
         self.exposed_s = 0.0
-        self.trace, self.channel, self.flight_recorder = trace, channel, flight_recorder
+        self.trace, self.channel, self.flight_recorder = options.trace, options.channel, options.flight_recorder
         self.ranks = dist.get_process_group_ranks(group)
-        self.timeout_s = timeout_s or group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        self.timeout_s = options.timeout_s or group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         self._group = self._connect(group)
         # The first failure. Every later wait raises it at once.
         self.broken: TransportError | None = None

@@ -18,41 +18,31 @@ import torch.distributed as dist
 
 from megatron_overlap.comm.buffers import BufferPool
 from megatron_overlap.comm.host_group import store_beside
-from megatron_overlap.comm.transport import Transfer, TransportError
+from megatron_overlap.comm.transport import DEFAULT_OPTIONS, Transfer, TransportError, TransportOptions
 from megatron_overlap.tracing.events import Kind, Trace, WorkEvents
 
 
 class NcclTransport:
-    """See `Transport`. Options as of `TransportOptions`.
-
-    Owns an NCCL group of the same ranks, a high-priority stream, events and a buffer pool.
+    """See `Transport`. Owns an NCCL group of the same ranks, a high-priority stream, events and a buffer pool.
 
     Raises:
         TransportError: `register_buffers` is set, and this torch cannot register buffers.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        *,
-        timeout_s: float | None = None,
-        trace: Trace | None = None,
-        channel: str = "",
-        register_buffers: bool = False,
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, options: TransportOptions = DEFAULT_OPTIONS) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.exposed_s = 0.0
-        self._channel = channel
-        self._timing = CudaEvents(trace) if trace is not None else None
+        self._channel = options.channel
+        self._timing = CudaEvents(options.trace) if options.trace is not None else None
         self._num_p2p_works = 0
         self.ranks = dist.get_process_group_ranks(group)
         device = torch.device("cuda", torch.cuda.current_device())
-        timeout = timedelta(seconds=timeout_s) if timeout_s else group._get_backend(device).options._timeout
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options._timeout = timeout
+        nccl_options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        limit_s = options.timeout_s
+        nccl_options._timeout = timedelta(seconds=limit_s) if limit_s else group._get_backend(device).options._timeout
         store = store_beside(group)
-        backend = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+        backend = dist.ProcessGroupNCCL(store, self.rank, self.size, nccl_options)
         # Only a `ProcessGroup` can post several messages as one NCCL group call.
         self._group = dist.ProcessGroup(store, self.rank, self.size)
         self._group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
@@ -61,7 +51,7 @@ class NcclTransport:
         # torch creates the communicator at the first message otherwise, and blocks the host until all ranks have one. A
         # rank whose first messages are empty would let its peers wait.
         backend.eager_connect_single_device(device)
-        self._pool = _registered_pool(backend, device) if register_buffers else None
+        self._pool = _registered_pool(backend, device) if options.register_buffers else None
         within = nullcontext if self._pool is None else partial(torch.cuda.use_mem_pool, self._pool)
         self.buffer_pool = BufferPool(within=within)
         # Messages are short and peers wait for them: the device schedules them first.
@@ -151,7 +141,7 @@ class NcclP2PWork:
         group, message = self._transport._group, transfer.message
         device = self._transport._device
         index = len(self._works)
-        start = self._timing.mark() if self._timing is not None else None
+        start = self._timing.owner.mark() if self._timing is not None else None
         work = None
         try:
             if transfer.send.numel() or transfer.recv.numel():
@@ -176,7 +166,7 @@ class NcclP2PWork:
             # Only for a trace: the wait of this stream blocks a single hardware queue until the message is complete.
             if work is not None:
                 work.wait()
-            self._timing.moved(start, index, transfer)
+            self._timing.add(Kind.RECEIVED, start, index, transfer)
         self._works.append(work)
 
     def is_completed(self, message: int) -> bool:
@@ -190,20 +180,20 @@ class NcclP2PWork:
         if self._waited[0] == waited[0] and self._waited[1] >= message:
             return
         self._waited = waited
-        start = self._timing.mark() if self._timing is not None else None
+        start = self._timing.owner.mark() if self._timing is not None else None
         # Messages complete in order on the stream of NCCL. One that is empty in both directions has no work.
         work = next((work for work in reversed(self._works[: message + 1]) if work is not None), None)
         if work is not None:
             work.wait()
         if self._timing is not None and start is not None:
-            self._timing.waited(start, message)
+            self._timing.add(Kind.WAIT, start, message)
 
     def wait_all(self) -> None:
         if self._transfers:
             self.wait(len(self._transfers) - 1)
         self._transport.recycle([position for _, position in self._positions])
         if self._timing is not None:
-            self._timing.finished()
+            self._timing.add(Kind.OP, self._timing.began)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +226,7 @@ class CudaEvents:
 
     def operation(self, ranks: Sequence[int], channel: str, number: int, op: str) -> CudaWorkEvents:
         """Return the recorder of one operation."""
-        return CudaWorkEvents(self, self._trace.operation(ranks, channel, number, op))
+        return CudaWorkEvents(self, self._trace.operation(ranks, channel, number, op), self.mark())
 
     def mark(self) -> torch.cuda.Event:
         """Record and return an event on the current stream."""
@@ -272,28 +262,14 @@ class CudaEvents:
         self._free.append(reference)
 
 
+@dataclass(frozen=True, slots=True)
 class CudaWorkEvents:
-    """Records the events of one operation on a device."""
+    """Records the events of one operation on a device, which began at `began`."""
 
-    def __init__(self, owner: CudaEvents, events: WorkEvents) -> None:
-        self._owner, self._events = owner, events
-        self._began = owner.mark()
+    owner: CudaEvents
+    events: WorkEvents
+    began: torch.cuda.Event
 
-    def mark(self) -> torch.cuda.Event:
-        """Record and return an event on the current stream."""
-        return self._owner.mark()
-
-    def waited(self, start: torch.cuda.Event, message: int) -> None:
-        """Record a wait of the current stream from `start` until now."""
-        self._store(Kind.WAIT, start, message)
-
-    def moved(self, start: torch.cuda.Event, message: int, transfer: Transfer) -> None:
-        """Record the send and the receive of a message between `start` and now."""
-        self._store(Kind.RECEIVED, start, message, transfer)
-
-    def finished(self) -> None:
-        """Record the end of the operation."""
-        self._store(Kind.OP, self._began)
-
-    def _store(self, kind: Kind, start: torch.cuda.Event, message: int = 0, transfer: Transfer | None = None) -> None:
-        self._owner.store(_Pair(self._events, kind, message, transfer, start, self._owner.mark()))
+    def add(self, kind: Kind, start: torch.cuda.Event, message: int = 0, transfer: Transfer | None = None) -> None:
+        """Record an event of the current stream from `start` until now: a wait, the operation, or `transfer`."""
+        self.owner.store(_Pair(self.events, kind, message, transfer, start, self.owner.mark()))

@@ -1,15 +1,12 @@
 """Opens, finds and closes the transports of process groups."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from megatron_overlap.comm.gloo import GlooTransport
 from megatron_overlap.comm.nccl import NcclTransport
-from megatron_overlap.comm.transport import OrderedTransport, Transport
-from megatron_overlap.diagnostics.flight_recorder import FlightRecorder
-from megatron_overlap.tracing.events import Trace
+from megatron_overlap.comm.transport import DEFAULT_OPTIONS, OrderedTransport, Transport, TransportOptions
 
 CHANNELS: Mapping[str, str] = {
     "": "layers of tensor parallelism, Ulysses and rings of varlen attention",
@@ -19,27 +16,6 @@ CHANNELS: Mapping[str, str] = {
     "rebalance": "rows moved between attention and linear layout, on NCCL",
 }
 """Channels of the package and what each carries. Operations of one channel begin in the same order on all ranks."""
-
-
-@dataclass(frozen=True, slots=True)
-class TransportOptions:
-    """How to open one transport.
-
-    Attributes:
-        channel: key of `CHANNELS`; each channel of a group is a separate transport.
-        timeout_s: deadline of one wait in seconds; None means the timeout of the group.
-        trace: receives the events of all messages and waits.
-        flight_recorder: records operations and explains failed waits.
-        ordered: never report messages as completed, see `OrderedTransport`.
-        register_buffers: allocate NCCL buffers from its own memory pool and register them with the communicator.
-    """
-
-    channel: str = ""
-    timeout_s: float | None = None
-    trace: Trace | None = None
-    flight_recorder: FlightRecorder | None = None
-    ordered: bool = False
-    register_buffers: bool = False
 
 
 class Transports:
@@ -53,7 +29,7 @@ class Transports:
         channels = self._open.get(group)
         return None if channels is None else channels.get(channel)
 
-    def open(self, group: dist.ProcessGroup, options: TransportOptions = TransportOptions()) -> Transport:
+    def open(self, group: dist.ProcessGroup, options: TransportOptions = DEFAULT_OPTIONS) -> Transport:
         """Return the transport of `group` and `options.channel`; the first call opens it with the options.
 
         The first call is collective. Messages use a separate communicator, so that they are never ordered behind
@@ -95,21 +71,9 @@ class Transports:
 def _open(group: dist.ProcessGroup, options: TransportOptions) -> Transport:
     backend = dist.get_backend(group)
     if backend == "gloo":
-        transport: Transport = GlooTransport(
-            group,
-            timeout_s=options.timeout_s,
-            trace=options.trace,
-            channel=options.channel,
-            flight_recorder=options.flight_recorder,
-        )
+        transport: Transport = GlooTransport(group, options)
     elif backend == "nccl":
-        transport = NcclTransport(
-            group,
-            timeout_s=options.timeout_s,
-            trace=options.trace,
-            channel=options.channel,
-            register_buffers=options.register_buffers,
-        )
+        transport = NcclTransport(group, options)
     else:
         raise ValueError(f"group: backend {backend}: overlap needs gloo or nccl")
     return OrderedTransport(transport) if options.ordered else transport

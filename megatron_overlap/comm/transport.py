@@ -7,7 +7,9 @@ from typing import Protocol
 import torch
 
 from megatron_overlap.comm.buffers import BufferPool
+from megatron_overlap.diagnostics.flight_recorder import FlightRecorder
 from megatron_overlap.schedules.plan import Message
+from megatron_overlap.tracing.events import Trace
 
 
 class TransportError(RuntimeError):
@@ -25,6 +27,30 @@ class TransportError(RuntimeError):
         super().__init__(text)
         self.peer = peer
         self.explained = False
+
+
+@dataclass(frozen=True, slots=True)
+class TransportOptions:
+    """How to open one transport.
+
+    Attributes:
+        channel: key of `registry.CHANNELS`; each channel of a group is a separate transport.
+        timeout_s: deadline of one wait in seconds; None means the timeout of the group.
+        trace: receives the events of all messages and waits.
+        flight_recorder: records operations and explains failed waits.
+        ordered: never report messages as completed, see `OrderedTransport`.
+        register_buffers: allocate NCCL buffers from its own memory pool and register them with the communicator.
+    """
+
+    channel: str = ""
+    timeout_s: float | None = None
+    trace: Trace | None = None
+    flight_recorder: FlightRecorder | None = None
+    ordered: bool = False
+    register_buffers: bool = False
+
+
+DEFAULT_OPTIONS = TransportOptions()
 
 
 @dataclass(frozen=True, slots=True)

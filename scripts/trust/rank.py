@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm import TransportError
+from megatron_overlap.comm import TransportError, TransportOptions
 from megatron_overlap.comm.gloo import GlooTransport
 from megatron_overlap.comm.host_group import store_beside
 from megatron_overlap.diagnostics.consistency import compare
@@ -105,7 +105,7 @@ def _run(case: Case, rank: int, port: int, address: str, told: int, folder: Path
     transport: Any = (
         CorruptTransport(group, every=0, timeout_s=case.deadline_s)
         if corrupts
-        else GlooTransport(group, timeout_s=case.deadline_s, flight_recorder=flight_recorder)
+        else GlooTransport(group, TransportOptions(timeout_s=case.deadline_s, flight_recorder=flight_recorder))
     )
     work = Work(case.load, transport, group, check=corrupts)
     after, until = draw.randint(2, 6), None

@@ -27,7 +27,7 @@ def open_and_close(group: dist.ProcessGroup, times: int) -> list[str]:
     failures = []
     for number in range(times):
         try:
-            transport = GlooTransport(group, timeout_s=30)
+            transport = GlooTransport(group, TransportOptions(timeout_s=30))
             if number % 3 == 2:
                 plan = all_gather_plan(transport.size, transport.rank)
                 shard = torch.full((4,), float(transport.rank))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_overlap.comm.gloo import GlooP2PWork, GlooTransport
 from megatron_overlap.comm.host_group import compare_clocks
-from megatron_overlap.comm.transport import Transfer
+from megatron_overlap.comm.transport import Transfer, TransportOptions
 from megatron_overlap.schedules import all_gather_plan
 from megatron_overlap.tracing.collective_waits import timed_wait
 from megatron_overlap.tracing.events import EVENT, Kind, RankEvents, Trace, exposed_in
@@ -85,7 +85,7 @@ def known_delays(group: dist.ProcessGroup, delays: list[tuple[str, float, float]
 def message_names(group: dist.ProcessGroup) -> tuple[set[Any], set[Any]]:
     """Return the identities of the messages that this rank sent and received; the last two fields are the ranks."""
     trace = Trace()
-    transport = GlooTransport(group, trace=trace, channel="test")
+    transport = GlooTransport(group, TransportOptions(trace=trace, channel="test"))
     for op in ("first", "second dgrad"):
         plan = all_gather_plan(transport.size, transport.rank, chunks_per_rank=2, pattern="ring")
         slots = {k: torch.zeros(5) for k, _ in enumerate(plan.messages)}
@@ -136,7 +136,7 @@ def collective_waits(group: dist.ProcessGroup, late_s: float) -> list[tuple[str,
 
 def _collectives_with_a_late_rank(group: dist.ProcessGroup, late_s: float, trace: Trace) -> None:
     rank = dist.get_rank(group)
-    transport = GlooTransport(group, trace=trace)
+    transport = GlooTransport(group, TransportOptions(trace=trace))
     p2p_work = transport.begin(
         [Transfer(e, torch.ones(1), torch.ones(1)) for e in all_gather_plan(2, rank).messages], "op"
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_overlap.comm import nccl
+from megatron_overlap.comm import TransportOptions, nccl
 from tests.comm import contract
 from tests.comm.contract import ExchangeCase
 from tests.comm.device import Recorder, play
@@ -55,7 +55,7 @@ def test_nccl_fulfils_the_contract_on_its_recording_device(
         monkeypatch.setattr(nccl, "dist", device.dist)
         monkeypatch.setattr(nccl, "store_beside", lambda group: None)
         group: Any = SimpleNamespace()
-        transport = nccl.NcclTransport(group, timeout_s=5)
+        transport = nccl.NcclTransport(group, TransportOptions(timeout_s=5))
         results.append(
             contract.PROGRAMS[program](
                 transport, lambda work, device=device: device.put("work", action=work), CASES[case]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_overlap.comm import nccl
-from megatron_overlap.comm.transport import Transfer, TransportError
+from megatron_overlap.comm.transport import Transfer, TransportError, TransportOptions
 from megatron_overlap.schedules import Plan, all_gather_plan, reduce_scatter_plan
 from tests.comm.device import Recorder, play
 
@@ -26,7 +26,7 @@ def record(monkeypatch: pytest.MonkeyPatch, rank: int, plans: list[Plan], *, bet
     monkeypatch.setattr(nccl, "dist", device.dist)
     monkeypatch.setattr(nccl, "store_beside", lambda group: None)
     group: Any = SimpleNamespace()
-    transport = nccl.NcclTransport(group, timeout_s=5)
+    transport = nccl.NcclTransport(group, TransportOptions(timeout_s=5))
     for number, plan in enumerate(plans):
         run(transport, device, plan, number, between)
     return device
@@ -137,7 +137,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, **options: bool) -> tuple[Recorder, 
     monkeypatch.setattr(nccl, "torch", device.torch)
     monkeypatch.setattr(nccl, "dist", device.dist)
     monkeypatch.setattr(nccl, "store_beside", lambda group: None)
-    return device, nccl.NcclTransport(SimpleNamespace(), timeout_s=5, **options)  # type: ignore[arg-type]
+    return device, nccl.NcclTransport(SimpleNamespace(), TransportOptions(timeout_s=5, **options))  # type: ignore[arg-type]
 
 
 def test_buffers_are_registered_if_configured(monkeypatch: pytest.MonkeyPatch) -> None:

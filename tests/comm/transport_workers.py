@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 from megatron_overlap.comm import TransportError
 from megatron_overlap.comm.gloo import GlooTransport
-from megatron_overlap.comm.transport import Transfer
+from megatron_overlap.comm.transport import Transfer, TransportOptions
 from megatron_overlap.schedules import all_gather_plan, reduce_scatter_plan
 
 
 def missing_peer(group: dist.ProcessGroup) -> tuple[str, float]:
     """Rank 0 waits for a message that rank 1 never sends. Returns the error message and the seconds until it."""
-    transport = GlooTransport(group, timeout_s=1.0)
+    transport = GlooTransport(group, TransportOptions(timeout_s=1.0))
     message_text, start = "", time.perf_counter()
     if transport.rank == 0:
         plan = all_gather_plan(2, 0)

@@ -73,7 +73,7 @@ class Layer(torch.nn.Module):
 def failed_wait(group: dist.ProcessGroup, folder: str, backward: bool) -> tuple[str, dict[str, object], str]:
     """Rank 1 skips an operation of rank 0: return the error, the content of the file and the error of a second wait."""
     flight_recorder = FlightRecorder(dist.get_rank(group), Path(folder), {"version of x": "1"})
-    transport = GlooTransport(group, timeout_s=1.0, flight_recorder=flight_recorder)
+    transport = GlooTransport(group, TransportOptions(timeout_s=1.0, flight_recorder=flight_recorder))
     flight_recorder.heartbeat = Heartbeat(store_beside(group), dist.get_rank(group), 1.0, flight_recorder.doing)
     model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(2, 2), Layer(transport)])})
     flight_recorder.step = 5
@@ -105,7 +105,7 @@ def a_dead_thread(group: dist.ProcessGroup) -> tuple[str, float]:
     """Wait after the receiving threads have ended: return the error and the seconds taken."""
     from megatron_overlap.comm import gloo
 
-    transport = GlooTransport(group, timeout_s=0.2)
+    transport = GlooTransport(group, TransportOptions(timeout_s=0.2))
     gloo._GRACE_S = 0.3
     for queue in transport._receivers.values():
         queue.put(None)
@@ -129,7 +129,7 @@ def peer_that_never_connects(group: dist.ProcessGroup) -> str:
     text = ""
     if dist.get_rank(group) == 0:
         try:
-            GlooTransport(group, timeout_s=1.0)
+            GlooTransport(group, TransportOptions(timeout_s=1.0))
         except TransportError as error:
             text = str(error)
     else:

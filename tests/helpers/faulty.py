@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_overlap.comm import BufferPool
 from megatron_overlap.comm.gloo import GlooTransport
-from megatron_overlap.comm.transport import P2PWork, Transfer
+from megatron_overlap.comm.transport import P2PWork, Transfer, TransportOptions
 
 
 class CorruptTransport:
@@ -26,7 +26,7 @@ class CorruptTransport:
     def __init__(
         self, group: dist.ProcessGroup, *, op: str = "", every: int = 1, timeout_s: float | None = None
     ) -> None:
-        self._inner = GlooTransport(group, timeout_s=timeout_s, buffer_pool=BufferPool())
+        self._inner = GlooTransport(group, TransportOptions(timeout_s=timeout_s), buffer_pool=BufferPool())
         self.rank, self.size = self._inner.rank, self._inner.size
         self.buffer_pool = self._inner.buffer_pool
         self.exposed_s = 0.0

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_overlap.comm import nccl
+from megatron_overlap.comm import TransportOptions, nccl
 from megatron_overlap.ops import flash_attention, wgrad
 from megatron_overlap.ops.tensor_parallel import p2p
 from megatron_overlap.ops.tensor_parallel.linear import _AllGatherLinear, _LinearReduceScatter
@@ -43,7 +43,7 @@ def record(monkeypatch: pytest.MonkeyPatch, layer: str, rows: int, direction: st
         monkeypatch.setattr(nccl, "torch", device.torch)
         monkeypatch.setattr(nccl, "dist", device.dist)
         monkeypatch.setattr(nccl, "store_beside", lambda group: None)
-        transport = nccl.NcclTransport(SimpleNamespace(), timeout_s=5)  # type: ignore[arg-type]
+        transport = nccl.NcclTransport(SimpleNamespace(), TransportOptions(timeout_s=5))  # type: ignore[arg-type]
         with FakeTensorMode():
 
             def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
