@@ -1,5 +1,7 @@
 """The plain programs that define the overlapped operations, forward and backward, in torch collectives and autograd."""
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
@@ -7,56 +9,28 @@ from megatron_overlap.schedules import SequenceLayout
 from megatron_overlap.schedules.varlen import Plan as BatchPlan
 from megatron_overlap.schedules.varlen.rebalance import Rebalance
 
+Collective = Callable[[torch.Tensor], torch.Tensor]
 
-class _Gather(torch.autograd.Function):
+
+class _LinearMap(torch.autograd.Function):
+    """`run(x)` for a linear `run` on all ranks; backward is `adjoint(grad)`."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, run: Collective, adjoint: Collective) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        ctx.adjoint = adjoint
+        return run(x)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[no-untyped-def]
+        return ctx.adjoint(grad), None, None
+
+
+def gather(own: torch.Tensor, group: dist.ProcessGroup, layout: SequenceLayout) -> torch.Tensor:
     """`all_gather(own)` in sequence order; backward is `reduce_scatter(grad)` of the own rows."""
-
-    @staticmethod
-    def forward(ctx, own: torch.Tensor, group: dist.ProcessGroup, layout: SequenceLayout) -> torch.Tensor:  # type: ignore[no-untyped-def]
-        ctx.group, ctx.layout = group, layout
-        return gather_rows(own, group, layout)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[no-untyped-def]
-        return scatter_sum(grad, ctx.group, ctx.layout), None, None
-
-
-class _Scatter(torch.autograd.Function):
-    """`reduce_scatter(full)`; backward is `all_gather(grad)`."""
-
-    @staticmethod
-    def forward(ctx, full: torch.Tensor, group: dist.ProcessGroup, layout: SequenceLayout) -> torch.Tensor:  # type: ignore[no-untyped-def]
-        ctx.group, ctx.layout = group, layout
-        return scatter_sum(full, group, layout)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[no-untyped-def]
-        return gather_rows(grad, ctx.group, ctx.layout), None, None
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """`all_reduce(partial)`; backward is the identity, for a gradient that is the same on all ranks."""
-
-    @staticmethod
-    def forward(ctx, partial: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # type: ignore[no-untyped-def]
-        return sum_over_ranks(partial, group)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[no-untyped-def]
-        return grad, None
-
-
-class _SumGradient(torch.autograd.Function):
-    """The identity; backward is `all_reduce(grad)`."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # type: ignore[no-untyped-def]
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[no-untyped-def]
-        return sum_over_ranks(grad, ctx.group), None
+    rows: torch.Tensor = _LinearMap.apply(
+        own, lambda x: gather_rows(x, group, layout), lambda grad: scatter_sum(grad, group, layout)
+    )
+    return rows
 
 
 def sum_over_ranks(partial: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -97,7 +71,7 @@ def all_gather_linear(
     """`all_gather(x_shard) @ w.T + bias`."""
     size = dist.get_world_size(group)
     rows = size * x_shard.shape[0] if num_rows is None else num_rows
-    y = _Gather.apply(x_shard, group, SequenceLayout.contiguous(rows, size)) @ w.t()
+    y = gather(x_shard, group, SequenceLayout.contiguous(rows, size)) @ w.t()
     return y if bias is None else y + bias
 
 
@@ -106,7 +80,10 @@ def linear_reduce_scatter(
 ) -> torch.Tensor:
     """`reduce_scatter(x @ w_shard.T) + bias`."""
     layout = SequenceLayout.contiguous(x.shape[0], dist.get_world_size(group))
-    y = _Scatter.apply(x @ w_shard.t(), group, layout)
+    partial = x @ w_shard.t()
+    y = _LinearMap.apply(
+        partial, lambda full: scatter_sum(full, group, layout), lambda grad: gather_rows(grad, group, layout)
+    )
     return y if bias is None else y + bias
 
 
@@ -141,7 +118,8 @@ def linear_all_reduce(
     x: torch.Tensor, w_shard: torch.Tensor, bias: torch.Tensor | None = None, *, group: dist.ProcessGroup
 ) -> torch.Tensor:
     """`all_reduce(x @ w_shard.T) + bias`; `y` and its gradient are the same on all ranks."""
-    y = _SumOverRanks.apply(x @ w_shard.t(), group)
+    # The gradient is the same on all ranks, so the adjoint of the sum is the identity.
+    y = _LinearMap.apply(x @ w_shard.t(), lambda partial: sum_over_ranks(partial, group), lambda grad: grad)
     return y if bias is None else y + bias
 
 
@@ -149,7 +127,8 @@ def copy_linear(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, *, group: dist.ProcessGroup
 ) -> torch.Tensor:
     """`x @ w.T + bias`, where `x` is the same on all ranks: its gradient is the sum over them."""
-    y = _SumGradient.apply(x, group) @ w.t()
+    copied = _LinearMap.apply(x, lambda same: same.view_as(same), lambda grad: sum_over_ranks(grad, group))
+    y = copied @ w.t()
     return y if bias is None else y + bias
 
 
@@ -166,7 +145,7 @@ def ulysses_attention(
     """`own_rows(attention(all_rows(q), all_rows(k), all_rows(v)))`."""
     size = dist.get_world_size(group)
     layout = layout or SequenceLayout.contiguous(q.shape[0] * size, size)
-    whole = (_Gather.apply(tensor, group, layout) for tensor in (q, k, v))
+    whole = (gather(tensor, group, layout) for tensor in (q, k, v))
     y = attention(*whole, causal=causal, softmax_scale=softmax_scale)
     return own_rows(y, layout, dist.get_rank(group))
 
@@ -210,7 +189,7 @@ def balanced_attention(
     """`own_rows(y)`: `y` is the causal attention of each document of pass `index` in `all_gather(q)`, k and v alike."""
     layout, places = places_of(plan, index)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    whole = [_Gather.apply(tensor, group, layout) for tensor in (q, k, v)]
+    whole = [gather(tensor, group, layout) for tensor in (q, k, v)]
     y = torch.zeros_like(whole[0])
     for rows in places.values():
         document = windowed_attention(*(tensor[rows] for tensor in whole), softmax_scale=scale, window=window)
@@ -229,4 +208,4 @@ def move_rows(x: torch.Tensor, moves: Rebalance, *, group: dist.ProcessGroup) ->
     for move in moves.receives(rank):
         first = starts[move.source]
         picked[move.at : move.at + move.rows] = torch.arange(first + move.start, first + move.stop)
-    return _Gather.apply(x, group, layout)[picked.to(x.device)]
+    return gather(x, group, layout)[picked.to(x.device)]

@@ -119,7 +119,7 @@ def compare_rounding(group: dist.ProcessGroup, case: AttentionCase, dtype: torch
     tensors = [tensor.to(dtype) for tensor in make_tensors(group, layout, case.heads, case.kv_heads, 5)]
     exact = run(reference.ulysses_attention, [tensor.double() for tensor in tensors], group=group, layout=layout)
     result = run(ulysses_attention, tensors, group=transport, layout=layout, plan=case.plan)
-    whole = [reference._Gather.apply(tensor, group, layout) for tensor in tensors]
+    whole = [reference.gather(tensor, group, layout) for tensor in tensors]
     # The same kernel on one rank, which sums all key gradients itself.
     one_rank = run(ulysses_attention, whole, group=transport_of(_group_of_one()))
     rank = dist.get_rank(group)

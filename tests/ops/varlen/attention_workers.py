@@ -122,7 +122,7 @@ def whole_documents(
 ) -> torch.Tensor:
     """Every document in one kernel call, computed by all ranks alike."""
     layout, places = reference.places_of(plan, index)
-    whole = [reference._Gather.apply(tensor, group, layout) for tensor in (q, k, v)]
+    whole = [reference.gather(tensor, group, layout) for tensor in (q, k, v)]
     y = torch.zeros_like(whole[0])
     for rows in places.values():
         y = y.index_copy(0, rows, _OneDocument.apply(*(tensor[rows] for tensor in whole)))
