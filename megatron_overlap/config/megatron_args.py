@@ -153,6 +153,22 @@ def flags_in(args: Sequence[str]) -> Iterator[tuple[int, str]]:
             yield index, arg.partition("=")[0]
 
 
+def number_after(flag: str, args: Sequence[str]) -> int | None:
+    """The whole number after a flag in `megatron_args`; None: the flag is missing.
+
+    Raises:
+        ValueError: no number of 1 or more follows the flag.
+    """
+    for index, name in flags_in(args):
+        if name == flag:
+            _, equals, value = args[index].partition("=")
+            text = value if equals else "".join(args[index + 1 : index + 2])
+            if not text.isdigit() or int(text) < 1:
+                raise ValueError(f"megatron_args.{index}: {args[index]} {text}: give a whole number of 1 or more")
+            return int(text)
+    return None
+
+
 def key_of(flag: str, device: str) -> str | None:
     """The key that sets a Megatron flag on this device; None: no key sets it."""
     if flag in VALUES:

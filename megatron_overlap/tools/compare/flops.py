@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from megatron_overlap.config import LaunchConfig, ModelConfig
+from megatron_overlap.config.megatron_args import number_after
 from megatron_overlap.tools.launch.processes import RankCommand, run_ranks
 
 Attention = Literal["causal", "full"]
@@ -127,7 +128,8 @@ def step_flops(cfg: LaunchConfig, attention: Attention = "causal") -> float:
         UnknownFlopsError: `megatron_args` change the model of the `model` section.
     """
     known_model(cfg.megatron_args)
-    vocabulary = padded_vocab_size(cfg.model.vocab_size, cfg.parallel.tensor, _multiple(cfg.megatron_args))
+    multiple = number_after(_MULTIPLE_FLAG, cfg.megatron_args) or VOCABULARY_MULTIPLE
+    vocabulary = padded_vocab_size(cfg.model.vocab_size, cfg.parallel.tensor, multiple)
     each = token_flops(cfg.model, cfg.train.seq_length, vocabulary, attention)
     return sum(each.values()) * tokens_per_step(cfg)
 
@@ -141,14 +143,6 @@ def known_model(megatron_args: Sequence[str]) -> None:
     for arg in megatron_args:
         if arg.startswith(_OTHER_MODELS):
             raise UnknownFlopsError(f"megatron_args: {arg}: the FLOPs of that model are unknown")
-
-
-def _multiple(megatron_args: Sequence[str]) -> int:
-    for index, arg in enumerate(megatron_args):
-        flag, equals, value = arg.partition("=")
-        if flag == _MULTIPLE_FLAG:
-            return int(value if equals else megatron_args[index + 1])
-    return VOCABULARY_MULTIPLE
 
 
 def known_peak(device_name: str, precision: Precision) -> Peak | None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_overlap.config import ConfigError, LaunchConfig, arms, load_launch_config
+from megatron_overlap.config.megatron_args import value_at
 from megatron_overlap.tools.compare.comparison import WARM_UP_ITERATIONS
 from megatron_overlap.tools.launch.netlab import NetlabError
 from megatron_overlap.tools.launch.plan import LaunchPlan, execute, plan
@@ -13,21 +14,11 @@ from megatron_overlap.tools.launch.processes import OnLine, RunError
 from megatron_overlap.tools.launch.run_records import RunRecord, RunRecordError, read_run
 
 # Runs that differ in one of these compute different losses.
-_MUST_AGREE = ("data.kind", "data.path", "data.split")
-_MUST_AGREE_IN_TRAIN = (
-    "seq_length",
-    "global_batch_size",
-    "iterations",
-    "precision",
-    "lr",
-    "min_lr",
-    "lr_decay_style",
-    "lr_decay_iterations",
-    "lr_warmup_iterations",
-    "weight_decay",
-    "clip_grad",
-    "seed",
-    "load",
+_MUST_AGREE = (
+    *("data.kind", "data.path", "data.split"),
+    *("train.seq_length", "train.global_batch_size", "train.iterations", "train.precision", "train.seed", "train.load"),
+    *("train.lr", "train.min_lr", "train.lr_decay_style", "train.lr_decay_iterations", "train.lr_warmup_iterations"),
+    *("train.weight_decay", "train.clip_grad"),
 )
 
 
@@ -178,27 +169,13 @@ def _has_overlap(config: LaunchConfig) -> bool:
 
 def _same_training(given: Sequence[tuple[str, LaunchConfig]]) -> None:
     first_file, first = given[0]
+    model = [f"model.{name}" for name in type(first.model).model_fields if name != "preset"]
     for file, config in given[1:]:
-        pairs = [
-            *((key, _at(first, key), _at(config, key)) for key in _keys(first)),
-            *((f"train.{key}", getattr(first.train, key), getattr(config.train, key)) for key in _MUST_AGREE_IN_TRAIN),
-        ]
-        for key, expected, found in pairs:
+        for key in (*model, *_MUST_AGREE):
+            expected, found = value_at(first, key), value_at(config, key)
             if expected != found:
                 remedy = f"must be {expected} as in {first_file}: compared runs must train alike"
                 raise ConfigError(file, key, found, remedy)
-
-
-def _keys(config: LaunchConfig) -> list[str]:
-    fields = [f"model.{name}" for name in type(config.model).model_fields if name != "preset"]
-    return [*fields, *_MUST_AGREE]
-
-
-def _at(config: LaunchConfig, key: str) -> object:
-    node: object = config
-    for part in key.split("."):
-        node = getattr(node, part)
-    return node
 
 
 def _serial(file: str, config: LaunchConfig) -> LaunchConfig:

@@ -1,6 +1,5 @@
 """`megatron-overlap doctor`: versions, devices, environment variables, and a self-test on a few ranks."""
 
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -26,6 +25,7 @@ from megatron_overlap.comm import destroy_process_groups
 from megatron_overlap.comm.symmetric.cuda import local_unsupported_reason
 from megatron_overlap.ops import all_gather_linear, linear_reduce_scatter, reference
 from megatron_overlap.patching.manifest import load_permits
+from megatron_overlap.session import installed_release
 from megatron_overlap.tools.doctor.gemm_rate import slow_precision_reason
 from megatron_overlap.tools.launch.processes import RunError
 from megatron_overlap.tools.launch.ranks import run_workers
@@ -95,13 +95,8 @@ def command(
 
 def versions() -> dict[str, str]:
     """Releases of Python and of the installed packages."""
-    found = {"python": platform.python_version()}
-    for name in VERSIONS:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    found = {name: installed_release(name) or "not installed" for name in VERSIONS}
+    return {"python": platform.python_version(), **found}
 
 
 def devices() -> list[str]:

@@ -6,6 +6,7 @@ from typing import Literal
 
 from megatron_overlap.config import LaunchConfig, ModelConfig
 from megatron_overlap.config.cluster import Precision
+from megatron_overlap.config.megatron_args import flags_in, number_after
 from megatron_overlap.tools.compare.flops import Attention, known_model, padded_vocab_size, token_flops
 from megatron_overlap.tools.simulate.linear import LinearOverlap
 
@@ -187,7 +188,7 @@ def job_of(config: LaunchConfig) -> Job:
         tensor_overlap=overlap,
         data_overlap="none" if config.overlap.data.method == "none" else "stock",
         gradient_bytes=2 if _NARROW_GRADIENTS in config.megatron_args else 4,
-        bucket_parameters=_number(config, _BUCKET_FLAG),
+        bucket_parameters=number_after(_BUCKET_FLAG, config.megatron_args),
         materializes_scores=config.launch.device == "cpu",
         fused_accumulation=config.launch.device != "cpu" and train.gradient_accumulation_fusion is not False,
     )
@@ -195,27 +196,13 @@ def job_of(config: LaunchConfig) -> Job:
 
 def _virtual(config: LaunchConfig) -> int:
     """Model chunks per stage from `megatron_args`; launch configs have no key for them."""
-    stages, layers_each = _number(config, _STAGES_FLAG), _number(config, _LAYERS_FLAG)
+    stages, layers_each = (number_after(flag, config.megatron_args) for flag in (_STAGES_FLAG, _LAYERS_FLAG))
     if stages is not None:
         return stages
     if layers_each is None:
         return 1
     layers = config.model.num_layers // config.parallel.pipeline
     if layers % layers_each:
-        index = next(i for i, arg in enumerate(config.megatron_args) if arg.partition("=")[0] == _LAYERS_FLAG)
+        index = next(index for index, flag in flags_in(config.megatron_args) if flag == _LAYERS_FLAG)
         raise ValueError(f"megatron_args.{index}: {layers_each}: must divide the {layers} layers of a stage")
     return layers // layers_each
-
-
-def _number(config: LaunchConfig, flag: str) -> int | None:
-    """The whole number after a flag in `megatron_args`; None: the flag is missing."""
-    args = config.megatron_args
-    for index, arg in enumerate(args):
-        name, equals, value = arg.partition("=")
-        if name != flag:
-            continue
-        text = value if equals else (args[index + 1] if index + 1 < len(args) else "")
-        if not text.isdigit() or int(text) < 1:
-            raise ValueError(f"megatron_args.{index}: {arg} {text}: give a whole number of 1 or more")
-        return int(text)
-    return None
