@@ -57,6 +57,7 @@ class Session:
     Attributes:
         config: the overlap config.
         counters: the counts of the adapters.
+        reason: why the session is active, or why it is not.
         switched_off: `MEGATRON_OVERLAP=0` is set: nothing is overlapped.
         trace: records the events of transports that are opened later; None records none.
         step: number of the training step that runs, from 1; 0 before the first. Megatron's training loop is followed;
@@ -78,7 +79,7 @@ class Session:
         self._findings: list[Finding] = []
         self._applied: dict[str, str] = {}
         """Feature of every target that was replaced."""
-        self._reason = "not enabled yet"
+        self.reason = "not enabled yet"
         self._start_hooks: list[Callable[[], object]] = []
         self._closers: list[Callable[[], object]] = []
 
@@ -128,11 +129,6 @@ class Session:
     def active(self) -> bool:
         """Whether a function of an overlapped feature is replaced now."""
         return any(self._applied[target] in _FEATURES for target in self._engine.applied)
-
-    @property
-    def reason(self) -> str:
-        """Why the session is active, or why it is not."""
-        return self._reason
 
     def add_close(self, close: Callable[[], object]) -> None:
         """Registers a clean-up for `disable`; the last one registered runs first."""
@@ -188,7 +184,7 @@ class Session:
         counters = self.counters
         return Report(
             active=self.active,
-            reason=self._reason,
+            reason=self.reason,
             strict=self.config.strict,
             versions=installed_versions(),
             features={name: _method(self.config, name) for name in _FEATURES},
@@ -212,7 +208,7 @@ class Session:
         was_active = self.active
         self._engine.revert()
         if was_active:
-            self._reason = "disabled"
+            self.reason = "disabled"
         self._close()
 
     def __enter__(self) -> Self:
@@ -229,7 +225,7 @@ class Session:
             refused = self.apply_patches(features).refused
             if self.active or self.config.varlen.method != "none":
                 self.apply_patches({_CONSISTENCY})
-            self._reason = self._explain([_sentence(finding) for finding in refused])
+            self.reason = self._explain([_sentence(finding) for finding in refused])
             self._warn()
             for start in self._start_hooks:
                 start()
@@ -263,7 +259,7 @@ class Session:
 
     def _stay_off(self, reason: str) -> None:
         self.switched_off = True
-        self._reason = reason
+        self.reason = reason
 
     def _line(self, finding: Finding) -> PatchLine:
         return PatchLine(
