@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -164,29 +165,35 @@ def _begin_gather(bucket_group: Any) -> None:
     bucket_group.start_param_sync()
 
 
-class _BucketGroupLists:
-    """The optimizer's parameter lists, restricted to one bucket group.
+@dataclass(frozen=True, slots=True)
+class _ParameterLists:
+    """Parameter lists of the optimizer: of all parameters, or of one bucket group.
 
     Attributes:
         inner: `params` of each parameter group of the inner optimizer.
         lists: Megatron's lists by attribute name.
     """
 
-    def __init__(self, optimizer: Any) -> None:
-        self.inner: list[list[Any]] = [[] for _ in optimizer.optimizer.param_groups]
-        self.lists: dict[str, list[list[Any]]] = {name: [[] for _ in getattr(optimizer, name)] for name in _LISTS}
+    inner: list[list[Any]]
+    lists: dict[str, list[list[Any]]]
 
     def install(self, optimizer: Any) -> None:
-        """Restricts the optimizer, and Megatron's copies to the model, to these parameters."""
+        """Makes the optimizer step, and Megatron copy to the model, these parameters."""
         for group, parameters in zip(optimizer.optimizer.param_groups, self.inner, strict=True):
             group["params"] = parameters
         for name, groups in self.lists.items():
             setattr(optimizer, name, groups)
 
 
-def _parts(optimizer: Any, groups: list[Any]) -> list[_BucketGroupLists]:
+def _parts(optimizer: Any, groups: list[Any]) -> list[_ParameterLists]:
     """The optimizer's lists, split by bucket group."""
-    parts = [_BucketGroupLists(optimizer) for _ in groups]
+    parts = [
+        _ParameterLists(
+            [[] for _ in optimizer.optimizer.param_groups],
+            {name: [[] for _ in getattr(optimizer, name)] for name in _LISTS},
+        )
+        for _ in groups
+    ]
     part_of = {parameter: part for one, part in zip(groups, parts, strict=True) for parameter in one.params}
     part_of_shard = {}
     for model_name, shard_name in (_LISTS[:2], _LISTS[2:]):
@@ -210,13 +217,9 @@ def _parts(optimizer: Any, groups: list[Any]) -> list[_BucketGroupLists]:
 @contextmanager
 def _restored(optimizer: Any) -> Iterator[None]:
     """Restores the optimizer's lists at the end of the context."""
-    groups = optimizer.optimizer.param_groups
-    inner = [group["params"] for group in groups]
-    lists = {name: getattr(optimizer, name) for name in _LISTS}
+    inner = [group["params"] for group in optimizer.optimizer.param_groups]
+    whole = _ParameterLists(inner, {name: getattr(optimizer, name) for name in _LISTS})
     try:
         yield
     finally:
-        for group, parameters in zip(groups, inner, strict=True):
-            group["params"] = parameters
-        for name, value in lists.items():
-            setattr(optimizer, name, value)
+        whole.install(optimizer)

@@ -52,7 +52,7 @@ class Check(Adapter):
         weight_done: Callable[[], torch.Tensor | None] | None,
     ) -> Subject:
         """Describes one call of a linear layer for `checked_linear`; `name` names the operation in results."""
-        judge = functools.partial(self._judge, name, group, device)
+        judge = functools.partial(self.judge, name, group, device)
         return Subject(op, group, self._rtol, judge, main_grad, weight_done)
 
     def reduce(self, name: str, bucket: torch.Tensor, group: dist.ProcessGroup, op: Any, whole: bool) -> BucketCheck:
@@ -88,10 +88,6 @@ class Check(Adapter):
             return share_of_rtol(got, reference, self._rtol)
         return share_of_allowed(got, reference, *exact(), n, n + 1)
 
-    def judge(self, name: str, group: dist.ProcessGroup, tensor: torch.Tensor, shares: Mapping[str, float]) -> bool:
-        """Records the shares of one comparison; returns whether the caller must use the reference result."""
-        return self._judge(name, group, tensor.device, shares)
-
     def close(self) -> None:
         """Prints the result of a checked step that just ended."""
         self.step_ended()
@@ -107,7 +103,8 @@ class Check(Adapter):
         self._num_compared = 0
         self._step_shares.clear()
 
-    def _judge(self, call: str, group: dist.ProcessGroup, device: torch.device, shares: Mapping[str, float]) -> bool:
+    def judge(self, call: str, group: dist.ProcessGroup, device: torch.device, shares: Mapping[str, float]) -> bool:
+        """Records the shares of one comparison; returns whether the caller must use the reference result."""
         names = sorted(shares)
         if not names:
             return False
@@ -179,7 +176,7 @@ class _ReduceCheck(BucketCheck):
             return total[own], magnitude[own]
 
         share = self.check.share(got, reference[own], exact, ranks)
-        if self.check.judge(self.name, group, self.bucket, {"sum": share}):
+        if self.check.judge(self.name, group, self.bucket.device, {"sum": share}):
             got.copy_(reference[own])
 
 
@@ -191,5 +188,6 @@ class _GatherCheck(BucketCheck):
         reference = torch.empty_like(self.bucket)
         dist.all_gather_into_tensor(reference, self.own, group=self.group)
         equal = torch.equal(reference.view(torch.uint8), self.bucket.view(torch.uint8))
-        if self.check.judge(self.name, self.group, self.bucket, {"parameters": 0.0 if equal else math.inf}):
+        share = 0.0 if equal else math.inf
+        if self.check.judge(self.name, self.group, self.bucket.device, {"parameters": share}):
             self.bucket.copy_(reference)

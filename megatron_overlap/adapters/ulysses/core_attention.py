@@ -6,7 +6,6 @@ splits batches, positions and rotary embeddings in zigzag order, and reduces los
 
 import copy
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,18 +55,10 @@ class UlyssesAdapter(Adapter):
             group=self.transport(group),
             layout=SequenceLayout.zigzag(rows * group.size(), group.size()),
             plan=self.plan,
-            observer=self.observer("ulysses", f"{heads}x{size}"),
+            observer=functools.partial(self.session.counters.overlapped, "attention", f"{heads}x{size}", "ulysses"),
             **options,
         )
         return context.flatten(2)
-
-    def observer(self, op: str, heads: str) -> Callable[[Any, int], None]:
-        """An observer that counts the passes of an operation in the report."""
-
-        def observe(direction: Any, num_bytes: int) -> None:
-            self.session.counters.overlapped("attention", heads, op, direction, num_bytes)
-
-        return observe
 
 
 def attention_init(original: Method, session: Session) -> Method:

@@ -141,6 +141,7 @@ def _forward(
         if "layer_norm_weight" in qkv._parameters:
             hidden_states = norm_of(qkv)(hidden_states)
         qkv.is_first_microbatch = out.is_first_microbatch = False  # As Megatron's wrappers do after every forward.
+    heads = f"{layer.num_attention_heads_per_partition}x{layer.hidden_size_per_attention_head}"
     output = ulysses_self_attention(
         hidden_states,
         _projection(qkv),
@@ -153,9 +154,7 @@ def _forward(
         softmax_scale=scale_of(core) if kernel is None else None,
         layout=SequenceLayout.zigzag(hidden_states.shape[0] * group.size(), group.size()),
         plan=adapter.plan,
-        observer=adapter.observer(
-            "ulysses_layer", f"{layer.num_attention_heads_per_partition}x{layer.hidden_size_per_attention_head}"
-        ),
+        observer=functools.partial(adapter.session.counters.overlapped, "attention", heads, "ulysses_layer"),
         kernel=kernel,
     )
     return output, _bias(out)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import platform
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -100,6 +100,7 @@ class VarlenAdapter(Adapter):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: Plan, softmax_scale: float
     ) -> torch.Tensor:
         """Causal attention of each document alone: `[rows, heads, D]` to the same shape, in the linear layout."""
+        heads = f"{query.shape[1]}x{query.shape[2]}"
         return balanced_attention(
             query,
             key,
@@ -108,14 +109,8 @@ class VarlenAdapter(Adapter):
             group=self.transports,
             softmax_scale=softmax_scale,
             layout="linear",
-            observer=self._observer("balanced_attention", f"{query.shape[1]}x{query.shape[2]}"),
+            observer=partial(self.session.counters.overlapped, "attention", heads, "balanced_attention"),
         )
-
-    def _observer(self, op: str, heads: str) -> Callable[[Any, int], None]:
-        def observe(direction: Any, num_bytes: int) -> None:
-            self.session.counters.overlapped("attention", heads, op, direction, num_bytes)
-
-        return observe
 
     def _topology(self) -> Topology:
         wanted, ranks = self._wanted, self.group.size()
