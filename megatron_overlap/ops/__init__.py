@@ -1,18 +1,23 @@
-"""Overlapped operations: linear layers, attention and data-parallel buckets. Schedules and transports meet here."""
+"""Overlapped operations: linear layers, attention, experts and buckets. Schedules and transports meet here."""
 
+from megatron_overlap.ops.call import Projection
 from megatron_overlap.ops.data_parallel import Gathering, GradientReduce, Reduction
+from megatron_overlap.ops.expert_parallel.experts import MLPExperts
+from megatron_overlap.ops.expert_parallel.layer import ExpertOptions, expert_parallel
 from megatron_overlap.ops.tensor_parallel.attention_projection import attention_linear_reduce_scatter
 from megatron_overlap.ops.tensor_parallel.linear import all_gather_linear, linear_reduce_scatter
 from megatron_overlap.ops.tensor_parallel.linear_all_reduce import copy_linear, linear_all_reduce
 from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan
 from megatron_overlap.ops.ulysses.attention import UlyssesPlan, ulysses_attention
-from megatron_overlap.ops.ulysses.self_attention import Projection, ulysses_self_attention
+from megatron_overlap.ops.ulysses.self_attention import ulysses_self_attention
 from megatron_overlap.ops.varlen.attention import balanced_attention
 
 __all__ = [
+    "ExpertOptions",
     "Gathering",
     "GradientReduce",
     "LinearPlan",
+    "MLPExperts",
     "Projection",
     "Reduction",
     "UlyssesPlan",
@@ -20,6 +25,7 @@ __all__ = [
     "attention_linear_reduce_scatter",
     "balanced_attention",
     "copy_linear",
+    "expert_parallel",
     "linear_all_reduce",
     "linear_reduce_scatter",
     "ulysses_attention",

@@ -20,6 +20,21 @@ SavedInputHook = Callable[[torch.Tensor, int], Callable[[], None]]
 gathered rows. `LinearPlan.save_gathered` selects which of the two is saved. The result is called at the release."""
 
 
+class Projection(NamedTuple):
+    """A weight and the destination of its gradient.
+
+    Attributes:
+        weight: `[F, K]`.
+        main_grad: buffer to which the gradient is added, as Megatron's gradient accumulation fusion does; None returns
+            the gradient to autograd.
+        done: called in backward after the gradient is added to `main_grad`; autograd gets its return value.
+    """
+
+    weight: torch.Tensor
+    main_grad: torch.Tensor | None = None
+    done: WeightDone | None = None
+
+
 class InputVersion(NamedTuple):
     """A tensor and the value of its version counter."""
 

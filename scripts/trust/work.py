@@ -12,11 +12,15 @@ import torch.distributed as dist
 
 from megatron_overlap.comm import Transport
 from megatron_overlap.ops import (
+    ExpertOptions,
     GradientReduce,
     LinearPlan,
+    MLPExperts,
+    Projection,
     all_gather_linear,
     balanced_attention,
     copy_linear,
+    expert_parallel,
     linear_all_reduce,
     linear_reduce_scatter,
     reference,
@@ -27,7 +31,7 @@ from megatron_overlap.schedules import SequenceLayout
 from megatron_overlap.schedules.varlen import Topology, partition
 
 NUM_BATCHES = 3
-LOADS = ("tp", "up", "dp", "varlen")
+LOADS = ("tp", "up", "ep", "dp", "varlen")
 Results = list[torch.Tensor]
 
 
@@ -74,6 +78,10 @@ class Work:
             return [draw(24, 16), same, draw(12, 16), draw(16, 12), draw(24 * size, 12)]
         if load == "dp":
             return [draw(50 * size)]
+        if load == "ep":
+            # Tokens, their probabilities, output gradient, and the weights of two experts.
+            tokens = sum(map(sum, _routing(size)[rank]))
+            return [draw(tokens, 16), draw(tokens), draw(tokens, 16), draw(2, 24, 16), draw(2, 16, 24)]
         heads = 4 * (size if load == "up" else 1)
         rows = 12 if load == "up" else self._plan().tokens(0)[rank]
         shape = (rows, 1, heads, 8) if load == "up" else (rows, heads, 8)
@@ -142,6 +150,25 @@ class Work:
         mine = partial(ulysses_attention, group=self._transport, layout=layout)
         return partial(_attend, plain), partial(_attend, mine)
 
+    def _ep(self, check: bool) -> tuple[Callable[[Results], Results], Callable[[Results], Results]]:
+        size, rank = self._group.size(), self._group.rank()
+        routing = _routing(size)
+        sent, received = routing[rank], [routing[source][rank] for source in range(size)]
+
+        def run(function: Any, batch: Results) -> Results:
+            x, probs, dy, *weights = (tensor.clone() for tensor in batch)
+            leaves = [each.requires_grad_() for each in (x, probs, *weights[0].unbind(), *weights[1].unbind())]
+            first, second = (tuple(map(Projection, leaves[at : at + 2])) for at in (2, 4))
+            experts = MLPExperts(first, second, lambda hidden, scale: torch.relu(hidden) * scale[:, None])
+            y = function(x, probs, sent, received, experts)
+            y.backward(dy)
+            return [y.detach(), *(leaf.grad for leaf in leaves)]  # type: ignore[misc]
+
+        options = ExpertOptions(parts=2, min_rows=64)
+        plain = partial(reference.expert_parallel, group=self._group)
+        mine = partial(expert_parallel, group=self._transport, options=options)
+        return partial(run, plain), partial(run, mine)
+
     def _varlen(self, check: bool) -> tuple[Callable[[Results], Results], Callable[[Results], Results]]:
         plan = self._plan()
         plain = partial(reference.balanced_attention, plan=plan, group=self._group)
@@ -154,6 +181,11 @@ class Work:
         if not worst <= 1:
             raise CorruptionError(f"off by {float(worst):.3g} times what is allowed")
         return False
+
+
+def _routing(size: int) -> list[list[list[int]]]:
+    """`[source][owner][expert]`: groups of several chunks, of few rows, and of none."""
+    return [[[130 + source, (source + owner) % 3] for owner in range(size)] for source in range(size)]
 
 
 def _attend(function: Any, batch: Results) -> Results:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm import Transport
-from megatron_overlap.ops.call import Observer, WeightDone, gemm_into, transport_for
+from megatron_overlap.ops.call import Observer, Projection, gemm_into, transport_for
 from megatron_overlap.ops.flash_attention import Kernel
 from megatron_overlap.ops.ulysses.attention import HeadAttention, UlyssesCall, UlyssesPlan
 from megatron_overlap.ops.wgrad import ProductSum, Spans, WeightGradient, WgradTarget
@@ -26,21 +26,6 @@ same for every head, and without parameters."""
 
 # The weight gradient of the output projection is computed in this many blocks of rows, while messages arrive.
 _FILLERS = 4
-
-
-class Projection(NamedTuple):
-    """A weight and the destination of its gradient.
-
-    Attributes:
-        weight: `[F, K]`.
-        main_grad: buffer to which the gradient is added, as Megatron's gradient accumulation fusion does; None returns
-            the gradient to autograd.
-        done: called in backward after the gradient is added to `main_grad`; autograd gets its return value.
-    """
-
-    weight: torch.Tensor
-    main_grad: torch.Tensor | None = None
-    done: WeightDone | None = None
 
 
 def ulysses_self_attention(

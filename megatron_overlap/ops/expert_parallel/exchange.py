@@ -1,0 +1,108 @@
+"""One pass of expert parallelism: the messages of dispatch and combine, and the computation between them.
+
+`schedules.expert_parallel` has the order.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_overlap.comm import Transport
+from megatron_overlap.comm.transport import Transfer
+from megatron_overlap.schedules.expert_parallel import ExpertPlan, OwnPiece, Segment, Segments
+
+Rows = tuple[torch.Tensor, ...]
+"""Tensors with the same number of rows. A message carries the same rows of all of them."""
+
+Compute = Callable[[Segment, Rows], None]
+"""`compute(segment, outputs)`: computes these expert rows from the inputs; `outputs` are the rows to write."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertExchange:
+    """The tensors of one pass.
+
+    Attributes:
+        tokens: what dispatch sends, a row for each token.
+        inputs: what dispatch receives, a row for each expert row. Own rows are copied.
+        outputs: what combine sends, a row for each expert row. Own rows are not used.
+        results: what combine receives, a row for each token. Own rows are computed there.
+    """
+
+    tokens: Rows
+    inputs: Rows
+    outputs: Rows
+    results: Rows
+
+    def run(
+        self,
+        transport: Transport,
+        plan: ExpertPlan,
+        op: str,
+        compute: Compute,
+        *,
+        fixed_order: bool,
+        fillers: Iterable[Callable[[], None]] = (),
+    ) -> int:
+        """Executes the plan.
+
+        Args:
+            transport: of the ranks.
+            plan: messages and computation.
+            op: name in errors and traces.
+            compute: see `Compute`.
+            fixed_order: compute own pieces where the plan places them. Otherwise one is computed whenever the next
+                chunk is not received, which needs a transport that can tell.
+            fillers: computed after all rows, while the last results are sent.
+
+        Returns:
+            The bytes that this rank sends.
+        """
+        transfers = self._transfers(plan)
+        p2p_work = transport.begin(transfers, op)
+        done = 0
+        for index, message in enumerate(plan.messages):
+            while done < len(plan.own) and (
+                done < message.own_before if fixed_order else not p2p_work.is_completed(index)
+            ):
+                self._compute_own(plan.own[done], compute)
+                done += 1
+            if message.received:
+                p2p_work.wait(index)
+            for segment in message.received:
+                compute(segment, _rows(self.outputs, segment))
+            p2p_work.mark_ready(index + 1)
+        for piece in plan.own[done:]:
+            self._compute_own(piece, compute)
+        for filler in fillers:
+            filler()
+        for index in range(len(plan.messages), len(transfers)):
+            p2p_work.wait(index)
+        p2p_work.wait_all()
+        return sum(transfer.send_bytes for transfer in transfers)
+
+    def _transfers(self, plan: ExpertPlan) -> list[Transfer]:
+        there = [(_all(self.tokens, each.sent), _all(self.inputs, each.received)) for each in plan.messages]
+        home = [(_all(self.outputs, each.received), _all(self.results, each.sent)) for each in plan.messages]
+        empty = [self.tokens[0].new_empty(0)]
+        return [
+            Transfer(message, send[0], recv[0], tuple(send[1:]), tuple(recv[1:]))
+            for message, (send, recv) in zip(
+                plan.transfers, [(send or empty, recv or empty) for send, recv in (*there, *home)], strict=True
+            )
+        ]
+
+    def _compute_own(self, piece: OwnPiece, compute: Compute) -> None:
+        for tokens, rows in zip(piece.tokens, piece.rows, strict=True):
+            for source, sink in zip(_rows(self.tokens, tokens), _rows(self.inputs, rows), strict=True):
+                sink.copy_(source)
+            compute(rows, _rows(self.results, tokens))
+
+
+def _rows(tensors: Rows, segment: Segment) -> Rows:
+    return tuple(tensor[segment.start : segment.stop] for tensor in tensors)
+
+
+def _all(tensors: Rows, segments: Segments) -> Sequence[torch.Tensor]:
+    return [rows for segment in segments for rows in _rows(tensors, segment)]

@@ -1,0 +1,136 @@
+"""The MLPs of the experts of one rank, computed in pieces of rows."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megatron_overlap.comm import BufferPool
+from megatron_overlap.ops.call import Projection
+from megatron_overlap.ops.wgrad import WeightGradient, WgradTarget
+from megatron_overlap.schedules.expert_parallel import Segments
+
+Activation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""`activation(hidden, probs)`: `[rows, F1]` and `[rows]` to the input of the second linear layer `[rows, F2]`. Autograd
+must be able to differentiate it, and no row may depend on another."""
+
+_EXACT_ROWS = 4
+"""GEMMs of fewer rows take other kernels, which sum in another order (fp32: MKL, below 4 rows; bf16: a matrix-vector
+product, 1 row)."""
+
+
+@dataclass(frozen=True, slots=True)
+class MLPExperts:
+    """`activation(x @ fc1[e].T, probs) @ fc2[e].T` for each local expert e.
+
+    Attributes:
+        fc1: for each expert its first weight `[F1, H]` and the destination of its gradient.
+        fc2: for each expert its second weight `[H, F2]` and the destination of its gradient.
+        activation: see `Activation`.
+    """
+
+    fc1: tuple[Projection, ...]
+    fc2: tuple[Projection, ...]
+    activation: Activation
+
+    @property
+    def weights(self) -> tuple[torch.Tensor, ...]:
+        """All first weights, then all second weights."""
+        return tuple(each.weight for each in (*self.fc1, *self.fc2))
+
+    def forward(
+        self, expert: int, whole: int, x: torch.Tensor, probs: torch.Tensor, hidden: torch.Tensor, y: torch.Tensor
+    ) -> None:
+        """Writes `hidden` and `y` of some of the `whole` rows of an expert."""
+        _mm(x, self.fc1[expert].weight.t(), hidden, whole)
+        _mm(self.activation(hidden, probs), self.fc2[expert].weight.t(), y, whole)
+
+    def dgrad(
+        self,
+        expert: int,
+        whole: int,
+        dy: torch.Tensor,
+        probs: torch.Tensor,
+        hidden: torch.Tensor,
+        dhidden: torch.Tensor,
+        activated: torch.Tensor,
+        dx: torch.Tensor,
+        dprobs: torch.Tensor,
+    ) -> None:
+        """Writes `dhidden`, `activated` (the input of the second layer), `dx` and `dprobs` of some rows.
+
+        The activation is computed again: forward saves its input alone.
+        """
+        grad = torch.empty_like(activated)
+        _mm(dy, self.fc2[expert].weight, grad, whole)
+        leaves = hidden.detach().requires_grad_(), probs.detach().requires_grad_()
+        with torch.enable_grad():
+            again = self.activation(*leaves)
+        for sink, gradient in zip(
+            (dhidden, dprobs),
+            torch.autograd.grad(again, leaves, grad, allow_unused=True, materialize_grads=True),
+            strict=True,
+        ):
+            sink.copy_(gradient)
+        activated.copy_(again.detach())
+        _mm(dhidden, self.fc1[expert].weight, dx, whole)
+
+    def wgrad(
+        self,
+        experts: Segments,
+        x: torch.Tensor,
+        dhidden: torch.Tensor,
+        activated: torch.Tensor,
+        dy: torch.Tensor,
+        needed: tuple[bool, ...],
+        buffer_pool: BufferPool,
+    ) -> tuple[list[Callable[[], None]], list[WeightGradient | None]]:
+        """Weight gradients of whole experts.
+
+        Args:
+            experts: the rows of each expert.
+            x: input of the first layer, all rows.
+            dhidden: gradient of its output.
+            activated: input of the second layer.
+            dy: gradient of its output.
+            needed: for each of `weights` whether it has a gradient.
+            buffer_pool: provides temporary buffers.
+
+        Returns:
+            The calls that compute the gradients, and for each of `weights` its gradient after all calls.
+        """
+        gradients = [
+            WeightGradient(each.weight, WgradTarget(each.main_grad, each.done, buffer_pool)) if need else None
+            for each, need in zip((*self.fc1, *self.fc2), needed, strict=True)
+        ]
+        operands = [(dhidden, x, rows) for rows in experts] + [(dy, activated, rows) for rows in experts]
+        calls = [
+            _Product(gradient, grad[rows.start : rows.stop], value[rows.start : rows.stop])
+            for gradient, (grad, value, rows) in zip(gradients, operands, strict=True)
+            if gradient is not None
+        ]
+        return list(calls), gradients
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """Adds `grad.T @ value` to a weight gradient."""
+
+    gradient: WeightGradient
+    grad: torch.Tensor
+    value: torch.Tensor
+
+    def __call__(self) -> None:
+        self.gradient.add(self.grad, self.value)
+
+
+def _mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, whole: int) -> None:
+    """`out = a @ b`, where `a` has some of `whole` rows. Each row rounds as in a GEMM of all rows."""
+    least = min(_EXACT_ROWS, whole)
+    rows = a.shape[0]
+    if rows >= least:
+        torch.mm(a, b, out=out)
+        return
+    padded = a.new_zeros(least, a.shape[1])
+    padded[:rows] = a
+    out.copy_(torch.mm(padded, b)[:rows])

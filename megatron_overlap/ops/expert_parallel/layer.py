@@ -1,0 +1,171 @@
+"""Expert parallelism inside one micro-batch: dispatch, expert MLPs and combine, overlapped without a tail."""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron_overlap.comm import Transport
+from megatron_overlap.ops.call import Observer, transport_for
+from megatron_overlap.ops.expert_parallel.exchange import ExpertExchange, Rows
+from megatron_overlap.ops.expert_parallel.experts import MLPExperts
+from megatron_overlap.schedules.expert_parallel import Counts, ExpertPlan, Segment, expert_plan
+from megatron_overlap.schedules.heuristics import MIN_CHUNK_ROWS
+
+
+class ExpertOptions(NamedTuple):
+    """Options of one call; the same on every rank of the group.
+
+    Attributes:
+        parts: chunks of each pair of ranks; None uses `schedules.expert_parallel.max_parts`.
+        min_rows: rows of the smallest chunk.
+        compute_per_message: see `expert_plan`.
+        fixed_order: the plan alone places the own rows. Results do not depend on it.
+    """
+
+    parts: int | None = None
+    min_rows: int = MIN_CHUNK_ROWS
+    compute_per_message: float = 1.0
+    fixed_order: bool = False
+
+
+def expert_parallel(
+    x: torch.Tensor,
+    probs: torch.Tensor,
+    sent: Counts,
+    received: Counts,
+    experts: MLPExperts,
+    *,
+    group: dist.ProcessGroup | Transport,
+    options: ExpertOptions | None = None,
+    observer: Observer | None = None,
+) -> torch.Tensor:
+    """Equals `all_to_all(experts(all_to_all(x), all_to_all(probs)))`; see `ops.reference.expert_parallel`.
+
+    A received chunk is computed at once, and its result is sent home while the next one is computed. Own rows are
+    computed while no chunk is ready. In backward the weight gradients of whole experts follow, while the last input
+    gradients are sent. Every row is computed once, and every weight gradient is one product over all rows of an expert
+    in order of the source ranks, so no result depends on the order of arrival.
+
+    Args:
+        x: `[T, H]` tokens, sorted by rank and local expert of their destination.
+        probs: `[T]` probability of each token, any floating dtype.
+        sent: for each rank, the tokens of this rank for each local expert of that rank; sums to T.
+        received: for each rank, its tokens for each local expert of this rank.
+        experts: MLPs of this rank.
+        group: the ranks, or their transport.
+        options: number of messages and order; the same on every rank. None uses `ExpertOptions()`.
+        observer: called after every pass.
+
+    Returns:
+        `[T, H]`, dtype of `x`: the result of each token.
+
+    Raises:
+        ValueError: shapes, dtypes or counts do not fit each other.
+        TransportError: a peer has failed or exceeds the deadline.
+    """
+    transport = transport_for(group)
+    options = options or ExpertOptions()
+    if len(sent) != transport.size:
+        raise ValueError(f"sent: counts for {len(sent)} ranks: the group has {transport.size}")
+    plan = expert_plan(
+        transport.rank,
+        sent,
+        received,
+        parts=options.parts,
+        min_rows=options.min_rows,
+        compute_per_message=options.compute_per_message,
+    )
+    weight = experts.fc1[0].weight
+    if x.dim() != 2 or x.shape != (plan.num_tokens, weight.shape[1]) or probs.shape != x.shape[:1]:
+        raise ValueError(
+            f"x: shapes {tuple(x.shape)} and {tuple(probs.shape)} of probs do not fit {plan.num_tokens} tokens and a "
+            f"weight of shape {tuple(weight.shape)}"
+        )
+    if len(plan.experts) != len(experts.fc1):
+        raise ValueError(f"sent: counts for {len(plan.experts)} experts: this rank has {len(experts.fc1)}")
+    if x.dtype != weight.dtype or x.device != weight.device:
+        raise ValueError(f"x: {x.dtype} on {x.device} does not fit a weight of {weight.dtype} on {weight.device}")
+    call = _Call(transport, plan, experts, options.fixed_order or x.is_cuda, observer)
+    y: torch.Tensor = _ExpertParallel.apply(x, probs, call, *experts.weights)
+    return y
+
+
+class _Call(NamedTuple):
+    transport: Transport
+    plan: ExpertPlan
+    experts: MLPExperts
+    fixed_order: bool
+    observer: Observer | None
+
+    def take(self, name: str, width: int, like: torch.Tensor) -> torch.Tensor:
+        """A buffer with a row for each expert row."""
+        return self.transport.buffer_pool.take(f"expert_{name}", (self.plan.num_rows, width), like)
+
+    def whole(self, segment: Segment) -> int:
+        """All rows of the expert of a segment."""
+        return self.plan.experts[segment.expert].rows
+
+    def observe(self, direction: str, num_bytes: int = 0) -> None:
+        if self.observer is not None:
+            self.observer(direction, num_bytes)
+
+
+class _ExpertParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, probs: torch.Tensor, call: _Call, *weights: torch.Tensor) -> torch.Tensor:
+        plan, experts = call.plan, call.experts
+        x, probs = x.contiguous(), probs.contiguous()
+        y = torch.empty_like(x)
+        expert_x, expert_probs = x.new_empty(plan.num_rows, x.shape[1]), probs.new_empty(plan.num_rows)
+        hidden = x.new_empty(plan.num_rows, experts.fc1[0].weight.shape[0])
+
+        def compute(segment: Segment, outputs: Rows) -> None:
+            rows = slice(segment.start, segment.stop)
+            experts.forward(
+                segment.expert, call.whole(segment), expert_x[rows], expert_probs[rows], hidden[rows], *outputs
+            )
+
+        exchange = ExpertExchange((x, probs), (expert_x, expert_probs), (call.take("y", x.shape[1], x),), (y,))
+        num_bytes = exchange.run(call.transport, plan, "expert_parallel", compute, fixed_order=call.fixed_order)
+        ctx.call = call
+        ctx.save_for_backward(expert_x, expert_probs, hidden)
+        call.observe("forward", num_bytes)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        call: _Call = ctx.call
+        plan, experts, pool = call.plan, call.experts, call.transport.buffer_pool
+        dy = grads[0].contiguous()
+        expert_x, expert_probs, hidden = ctx.saved_tensors
+        dx, dprobs = torch.empty_like(dy), expert_probs.new_empty(plan.num_tokens)
+        expert_dy = call.take("dy", dy.shape[1], dy)
+        activated = call.take("activated", experts.fc2[0].weight.shape[1], dy)
+        # A second backward pass through a retained graph reads `hidden` again.
+        dhidden = call.take("dhidden", hidden.shape[1], dy)
+        expert_dprobs = pool.take("expert_dprobs", (plan.num_rows,), expert_probs)
+
+        def compute(segment: Segment, outputs: Rows) -> None:
+            rows = slice(segment.start, segment.stop)
+            experts.dgrad(
+                segment.expert,
+                call.whole(segment),
+                expert_dy[rows],
+                expert_probs[rows],
+                hidden[rows],
+                dhidden[rows],
+                activated[rows],
+                *outputs,
+            )
+
+        needed = ctx.needs_input_grad[3:]
+        fillers, gradients = experts.wgrad(plan.experts, expert_x, dhidden, activated, expert_dy, needed, pool)
+        exchange = ExpertExchange((dy,), (expert_dy,), (call.take("dx", dy.shape[1], dy), expert_dprobs), (dx, dprobs))
+        num_bytes = exchange.run(
+            call.transport, plan, "expert_parallel dgrad", compute, fixed_order=call.fixed_order, fillers=fillers
+        )
+        call.observe("dgrad", num_bytes)
+        if fillers:
+            call.observe("wgrad")
+        return dx, dprobs, None, *(None if each is None else each.result() for each in gradients)

@@ -1,0 +1,270 @@
+"""Expert parallelism: dispatch, expert computation and combine of one rank, by chunks of rows of one source rank.
+
+    compute  own | chunk 0 | own | chunk 1 | ... | last chunk | own
+    link     dispatch 0 | dispatch 1 | ... | combine 0 | combine 1 | ... | combine last
+
+A received chunk is computed at once, and its result is sent home while the next chunk is computed. Own rows need no
+message. They are computed while no chunk is ready: some before the first chunk, the rest while the last results are
+sent. FasterMoE (PPoPP 2022, section 4.2) computes all own rows first, which exposes the last combine.
+
+Each pair of ranks cuts the rows between them by the counts of that pair, which both ranks know. The number of messages
+of a pair depends on the number of ranks alone. Both ranks therefore number a message alike without global counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+from megatron_overlap.schedules.gather_scatter import check_rank
+from megatron_overlap.schedules.heuristics import MAX_MESSAGES, MIN_CHUNK_ROWS
+from megatron_overlap.schedules.layout import Chunk
+from megatron_overlap.schedules.plan import Message
+
+MIN_PIECE_ROWS = 64
+"""Rows of the smallest piece of an expert's rows that are cut. A GEMM of fewer rows is slow and may round otherwise."""
+
+Counts = Sequence[Sequence[int]]
+"""Rows by peer and by expert of the rank that computes them."""
+
+
+class Segment(NamedTuple):
+    """Consecutive rows of one local expert: `start` and `stop` in the tokens or in the expert rows of this rank."""
+
+    expert: int
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self.stop - self.start
+
+
+Segments = tuple[Segment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMessage:
+    """One chunk of tokens to send and one to receive in dispatch. In combine the results take the opposite way.
+
+    Attributes:
+        to: rank whose experts compute the chunk that this rank sends.
+        source: rank that gets the results of the chunk that this rank receives.
+        sent: rows of the tokens of this rank; no segments where the pair has fewer chunks.
+        received: expert rows of this rank.
+        own_before: own pieces that are computed before the received chunk.
+    """
+
+    to: int
+    source: int
+    sent: Segments
+    received: Segments
+    own_before: int
+
+
+@dataclass(frozen=True, slots=True)
+class OwnPiece:
+    """Rows of this rank for its own experts: the same segments as rows of the tokens and as expert rows."""
+
+    tokens: Segments
+    rows: Segments
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPlan:
+    """Messages and computation of one rank in one pass. Immutable.
+
+    Tokens are sorted by rank and local expert of their destination. Expert rows are sorted by local expert, and for
+    each expert by source rank.
+
+    Attributes:
+        num_tokens: rows that this rank sends, with its own rows.
+        experts: the expert rows of each local expert.
+        messages: one per peer and part.
+        own: own rows in pieces.
+    """
+
+    num_ranks: int
+    rank: int
+    num_tokens: int
+    experts: Segments
+    messages: tuple[ExpertMessage, ...]
+    own: tuple[OwnPiece, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Expert rows."""
+        return self.experts[-1].stop
+
+    @property
+    def transfers(self) -> tuple[Message, ...]:
+        """The messages in the format of the transports: all dispatch messages, then all combine messages.
+
+        The result of the chunk of dispatch message k leaves when k + 1 received chunks are computed.
+        """
+        count = len(self.messages)
+        dispatch = [
+            Message(Chunk(self.rank, index), message.to, Chunk(message.source, index), message.source)
+            for index, message in enumerate(self.messages)
+        ]
+        combine = [
+            Message(Chunk(self.rank, count + index), each.source, Chunk(each.to, count + index), each.to, index + 1)
+            for index, each in enumerate(self.messages)
+        ]
+        return (*dispatch, *combine)
+
+
+def max_parts(num_ranks: int) -> int:
+    """Largest number of chunks of one pair of ranks: about `MAX_MESSAGES` messages of a rank in each direction."""
+    return -(-MAX_MESSAGES // max(1, num_ranks - 1))
+
+
+def expert_plan(
+    rank: int,
+    sent: Counts,
+    received: Counts,
+    *,
+    parts: int | None = None,
+    min_rows: int = MIN_CHUNK_ROWS,
+    compute_per_message: float = 1.0,
+) -> ExpertPlan:
+    """The schedule of one pass for one rank.
+
+    Args:
+        rank: this rank in the group.
+        sent: for each rank, the tokens of this rank for each local expert of that rank.
+        received: for each rank, its tokens for each local expert of this rank; `received[rank]` is `sent[rank]`.
+        parts: chunks of one pair of ranks; the same on every rank. None uses `max_parts`.
+        min_rows: a chunk has at least so many rows, unless the pair has fewer; the same on every rank.
+        compute_per_message: time to compute one row over the time to send one row, from the cost model. It places the
+            own pieces on devices that cannot ask whether a message is complete.
+
+    Raises:
+        ValueError: an argument is out of range, or the counts do not fit each other.
+    """
+    num_ranks = len(sent)
+    check_rank(num_ranks, rank)
+    parts = max_parts(num_ranks) if parts is None else parts
+    _check(rank, sent, received, parts, min_rows)
+    bounds = list(accumulate(map(sum, sent), initial=0))
+    first_rows = _first_rows(received)
+    cuts = [_cut(counts, parts, min_rows) for counts in received]
+    received_chunks = [_place(cut, starts) for cut, starts in zip(cuts, first_rows, strict=True)]
+    sent_chunks = []
+    for start, counts in zip(bounds, sent, strict=False):
+        starts = list(accumulate(counts, initial=start))[:-1]
+        sent_chunks.append(_place(_cut(counts, parts, min_rows), starts))
+    # Own rows send no message, so their pieces do not depend on the number of ranks.
+    own_cut = _cut(sent[rank], MAX_MESSAGES, min_rows)
+    own_starts = list(accumulate(sent[rank], initial=bounds[rank]))[:-1]
+    own = tuple(map(OwnPiece, _place(own_cut, own_starts), _place(own_cut, first_rows[rank])))
+    steps = [((rank + step) % num_ranks, (rank - step) % num_ranks) for step in range(1, num_ranks)]
+    # Part by part, so that no rank receives from one peer alone for long.
+    order = [(part, to, source) for part in range(parts) for to, source in steps]
+    chunks = [(_at(sent_chunks[to], part), _at(received_chunks[source], part)) for part, to, source in order]
+    before = _own_before(
+        [_rows(chunk) for _, chunk in chunks], [_rows(piece.rows) for piece in own], compute_per_message
+    )
+    messages = tuple(
+        ExpertMessage(to, source, *chunk, count)
+        for (_, to, source), chunk, count in zip(order, chunks, before, strict=True)
+    )
+    totals = list(accumulate(map(sum, zip(*received, strict=True)), initial=0))
+    experts = tuple(map(Segment, range(len(totals) - 1), totals, totals[1:]))
+    return ExpertPlan(num_ranks, rank, bounds[-1], experts, messages, own)
+
+
+class _Piece(NamedTuple):
+    """Rows `start` to `stop` of the rows of one pair of ranks for one expert."""
+
+    expert: int
+    start: int
+    stop: int
+
+
+def _cut(counts: Sequence[int], parts: int, min_rows: int) -> list[list[_Piece]]:
+    """Cuts the rows of one pair of ranks into at most `parts` chunks of about equal size.
+
+    A bound inside the rows of an expert moves to their start or end where it would cut off fewer than `MIN_PIECE_ROWS`.
+    """
+    bounds = list(accumulate(counts, initial=0))
+    total = bounds[-1]
+    chunks = min(parts, max(1, total // min_rows))
+    inner = {_snapped(total * index // chunks, bounds) for index in range(1, chunks)}
+    edges = sorted({0, total} | inner)
+    return [
+        [
+            _Piece(expert, max(begin, start) - start, min(end, stop) - start)
+            for expert, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False))
+            if max(begin, start) < min(end, stop)
+        ]
+        for begin, end in zip(edges, edges[1:], strict=False)
+    ]
+
+
+def _snapped(bound: int, bounds: list[int]) -> int:
+    """The nearest position to `bound` that cuts off no small piece."""
+    for start, stop in zip(bounds, bounds[1:], strict=False):
+        if start < bound < stop and min(bound - start, stop - bound) < MIN_PIECE_ROWS:
+            return start if bound - start <= stop - bound else stop
+    return bound
+
+
+def _place(chunks: list[list[_Piece]], starts: Sequence[int]) -> list[Segments]:
+    """The chunks of one pair as rows of a tensor, where the rows for each expert begin at `starts`."""
+    return [
+        tuple(Segment(expert, starts[expert] + start, starts[expert] + stop) for expert, start, stop in chunk)
+        for chunk in chunks
+    ]
+
+
+def _first_rows(received: Counts) -> list[list[int]]:
+    """For each source rank, its first row of each local expert."""
+    starts = [[0] * len(received[0]) for _ in received]
+    row = 0
+    for expert in range(len(received[0])):
+        for source, counts in enumerate(received):
+            starts[source][expert] = row
+            row += counts[expert]
+    return starts
+
+
+def _own_before(messages: list[int], own: list[int], compute_per_message: float) -> list[int]:
+    """For each message of so many rows, the own pieces that are computed before its chunk.
+
+    Simulates a link that delivers the messages one after another: an own piece is computed while no message is there.
+    """
+    counts, done = [], 0
+    now = arrival = 0.0
+    for rows in messages:
+        arrival += rows
+        while rows and done < len(own) and now < arrival:
+            now += own[done] * compute_per_message
+            done += 1
+        now = max(now, arrival) + rows * compute_per_message
+        counts.append(done)
+    return counts
+
+
+def _at(chunks: list[Segments], part: int) -> Segments:
+    return chunks[part] if part < len(chunks) else ()
+
+
+def _rows(segments: Segments) -> int:
+    return sum(segment.rows for segment in segments)
+
+
+def _check(rank: int, sent: Counts, received: Counts, parts: int, min_rows: int) -> None:
+    if parts < 1:
+        raise ValueError(f"parts: {parts}: must be at least 1")
+    if min_rows < MIN_PIECE_ROWS:
+        raise ValueError(f"min_rows: {min_rows}: must be at least {MIN_PIECE_ROWS}")
+    if len(received) != len(sent) or len({len(counts) for counts in (*sent, *received)}) != 1 or not sent[0]:
+        raise ValueError("sent, received: both must have a row for each rank and a column for each local expert")
+    if min(min(counts) for counts in (*sent, *received)) < 0:
+        raise ValueError("sent, received: counts must not be negative")
+    if list(sent[rank]) != list(received[rank]):
+        raise ValueError(f"received: {list(received[rank])} rows of rank {rank} itself: it sends {list(sent[rank])}")

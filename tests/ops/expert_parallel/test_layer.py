@@ -1,0 +1,86 @@
+"""Expert parallelism equals the plain program: all-to-all, expert MLPs, all-to-all. Output and all gradients."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+import torch
+
+from megatron_overlap.ops import ExpertOptions
+from tests.helpers.world import World
+from tests.ops.expert_parallel import workers
+from tests.ops.expert_parallel.workers import ExpertCase, Kind
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+
+@pytest.mark.parametrize("kind", get_args(Kind))
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_equals_the_plain_program(world: World, ranks: int, kind: Kind) -> None:
+    world.run(ranks, workers.compare_with_reference, ExpertCase(kind))
+
+
+def test_random_routings(world: World) -> None:
+    for ranks in (2, 4):
+        world.run(ranks, workers.compare_random, ranks, 6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_thousand_random_routings(world: World, ranks: int) -> None:
+    for seed in range(50):
+        world.run(ranks, workers.compare_random, 100 + seed, 20)
+
+
+@DTYPES
+@pytest.mark.parametrize("main_grad", [False, True], ids=["autograd", "main_grad"])
+def test_rounding(world: World, main_grad: bool, dtype: torch.dtype) -> None:
+    case = ExpertCase(hidden=64, ffn=96, dtype=dtype, main_grad=main_grad)
+    world.run(4, workers.compare_rounding, case)
+
+
+def test_probabilities_in_fp32_of_bf16_tokens(world: World) -> None:
+    world.run(2, workers.compare_rounding, ExpertCase(dtype=torch.bfloat16, probs_dtype=torch.float32))
+
+
+@DTYPES
+def test_few_rows_round_as_in_the_whole_group(world: World, dtype: torch.dtype) -> None:
+    """A GEMM of one row, in fp32 of three rows, sums in another order. A router amplifies such a difference."""
+    case = ExpertCase("single rows", hidden=64, ffn=96, dtype=dtype)
+    assert world.run(4, workers.bitwise, case) == [[]] * 4
+
+
+def test_results_do_not_depend_on_arrival(world: World) -> None:
+    assert all(world.run(4, workers.orders_agree, ExpertCase(dtype=torch.float32)))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation(world: World, reentrant: bool) -> None:
+    assert all(world.run(2, workers.compare_recomputation, reentrant))
+
+
+def test_observer_counts_the_passes_and_their_bytes(world: World) -> None:
+    for passes in world.run(2, workers.compare_with_reference, ExpertCase("even")):
+        # 256 tokens go to the peer, and 256 results return to it: 24 features each, and one probability.
+        sent = 256 * (24 + 24 + 1) * 8
+        assert passes == [("forward", sent), ("dgrad", sent), ("wgrad", 0)]
+
+
+def test_saves_the_expert_rows_and_the_input_of_the_activation(world: World) -> None:
+    for saved, rows in world.run(2, workers.saved_elements):
+        assert saved == [rows * 24, rows, rows * 40]
+
+
+def test_frozen_weights(world: World) -> None:
+    assert world.run(2, workers.frozen_weight) == [[False, True, True, True]] * 2
+
+
+def test_wrong_arguments(world: World) -> None:
+    for texts in world.run(2, workers.error_messages):
+        assert [text.split(":")[0] for text in texts] == ["x", "x", "x", "sent", "sent"]
+
+
+@pytest.mark.parametrize("options", [None, ExpertOptions(1), ExpertOptions(5, 64, 0.2, fixed_order=True)])
+def test_options(world: World, options: ExpertOptions | None) -> None:
+    world.run(3, workers.compare_with_reference, ExpertCase(options=options, seed=7))
