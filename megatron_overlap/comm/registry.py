@@ -14,8 +14,15 @@ CHANNELS: Mapping[str, str] = {
     "data sums": "all-gather of summed gradients",
     "intra": "rings of varlen attention inside a node, on NCCL",
     "rebalance": "rows moved between attention and linear layout, on NCCL",
+    "part a": "layers of tensor parallelism, first part of a split micro-batch",
+    "part b": "layers of tensor parallelism, second part of a split micro-batch",
 }
 """Channels of the package and what each carries. Operations of one channel begin in the same order on all ranks."""
+
+
+PART_CHANNELS = "part a", "part b"
+"""The channels of the parts of a split micro-batch. In one channel a message that is not yet sent would delay those of
+the other part."""
 
 
 class Transports:

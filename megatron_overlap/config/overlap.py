@@ -26,8 +26,8 @@ class TensorOverlap(Section):
     attention: Literal["row", "query_split"] = "row"
     """query_split: attention and its output projection by slices of queries; row: the projection alone."""
     split: Literal["auto", "none", "batch"] = "auto"
-    """batch: batch overlap; needs p2p or auto, no sequence parallelism, and an even micro-batch size; auto: where
-    method auto measures it as faster."""
+    """batch: batch overlap; needs p2p or auto, attention row, and an even micro-batch size; auto: where method auto
+    measures it as faster."""
 
 
 class DataOverlap(Section):

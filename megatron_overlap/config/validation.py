@@ -161,8 +161,8 @@ def _batch_overlap_rules(cfg: LaunchFields) -> Iterator[Rule]:
         return
     if tensor.method == "fused":
         yield key, "overlap.tensor.method fused does not split the batch; use p2p or auto"
-    if cfg.parallel.sequence_parallel:
-        yield key, "needs parallel.sequence_parallel false; use none"
+    if tensor.attention == "query_split" and cfg.parallel.sequence_parallel:
+        yield key, "overlap.tensor.attention query_split does not split the batch; use none"
     if cfg.train.micro_batch_size % 2:
         yield "train.micro_batch_size", f"must be even with {key} batch"
 

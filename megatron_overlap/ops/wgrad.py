@@ -17,6 +17,9 @@ try:
 except ImportError:
     _fused_wgrad = None
 
+LateTensor = torch.Tensor | Callable[[], torch.Tensor]
+"""A tensor, or a function that waits for it."""
+
 Piece = Callable[[], None]
 """A part of a computation. The caller checks for received messages between two pieces."""
 
@@ -179,12 +182,21 @@ class DeferredWgrad:
     Each parameter gets its gradient once per pass, including hooks, as from autograd. Gradients that no caller has
     computed are computed at the end of the backward pass. `torch.autograd.grad` with respect to such a weight does not
     see the gradient.
+
+    Args:
+        num_terms: terms of each gradient; `run_while` gives the sum of all to autograd.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_terms: int = 1) -> None:
+        self._num_terms = num_terms
         self._jobs: dict[torch.Tensor, _Job] = {}
 
-    def put(self, weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, target: WgradTarget) -> None:
+    @property
+    def num_pending(self) -> int:
+        """Postponed terms that are not computed."""
+        return sum(len(job.operands) for job in self._jobs.values())
+
+    def put(self, weight: torch.Tensor, dy: torch.Tensor, x: LateTensor, target: WgradTarget) -> None:
         """Called in backward: postpones `dy.T @ x`, a term of the gradient of `weight`, a leaf."""
         job = self._jobs.get(weight)
         if job is None:
@@ -203,6 +215,16 @@ class DeferredWgrad:
         for job in list(self._jobs.values())[:count]:
             self._run_job(job)
 
+    def run_while(self, waiting: Callable[[], bool]) -> None:
+        """Computes postponed terms one by one, the oldest weight first, while `waiting` returns True."""
+        for job in list(self._jobs.values()):
+            while job.operands:
+                if not waiting():
+                    return
+                job.add_next()
+            if job.num_added == self._num_terms:
+                self._run_job(job)
+
     def _run_job(self, job: _Job) -> None:
         if self._jobs.get(job.weight) is job:
             del self._jobs[job.weight]
@@ -215,20 +237,32 @@ class _Job:
 
     def __init__(self, weight: torch.Tensor, target: WgradTarget) -> None:
         self.weight, self._target = weight, target
-        self.operands: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._wgrad: WeightGradient | None = None
+        self.operands: list[tuple[torch.Tensor, LateTensor]] = []
+        self.num_added = 0
+
+    def _sum(self) -> WeightGradient:
+        if self._wgrad is None:
+            # Two terms: a second rounding costs less than an fp32 buffer of the weight's size.
+            self._wgrad = WeightGradient(self.weight, self._target, sum_in_fp32=False)
+        return self._wgrad
+
+    def add_next(self) -> None:
+        """Computes the oldest term."""
+        dy, x = self.operands.pop(0)
+        self._sum().add(dy, x if isinstance(x, torch.Tensor) else x())
+        self.num_added += 1
 
     def pieces(self) -> list[Piece]:
-        operands, self.operands = self.operands, []
-        # Two terms: a second rounding costs less than an fp32 buffer of the weight's size.
-        wgrad = WeightGradient(self.weight, self._target, sum_in_fp32=False)
-        if len(operands) == 1:
-            terms = wgrad.pieces(*operands[0])
-        else:
-            terms = [partial(wgrad.add, dy, x) for dy, x in operands]
-        return [*terms, partial(self._accumulate, wgrad)]
+        if len(self.operands) == 1 and self.num_added == 0:
+            dy, x = self.operands[0]
+            if isinstance(x, torch.Tensor):
+                self.operands.clear()
+                return [*self._sum().pieces(dy, x), self._accumulate]
+        return [*[self.add_next] * len(self.operands), self._accumulate]
 
-    def _accumulate(self, wgrad: WeightGradient) -> None:
-        gradient = wgrad.result()
+    def _accumulate(self) -> None:
+        gradient, self._wgrad = self._sum().result(), None
         if gradient is not None:
             torch.autograd.backward(self.weight, gradient)
 

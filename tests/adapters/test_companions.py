@@ -24,6 +24,12 @@ FEATURES = {
         "--pipeline-model-parallel-size 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1 "
         f"{UNFUSED_LOSS} --micro-batch-size 1",
     ),
+    "batch overlap": (2, "--micro-batch-size 2"),
+    "batch overlap of four ranks": (4, "--tensor-model-parallel-size 4"),
+    "batch overlap on pipeline stages": (
+        4,
+        f"--pipeline-model-parallel-size 2 {UNFUSED_LOSS} --micro-batch-size 2 --global-batch-size 8",
+    ),
     "experts": (
         2,
         "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 "
@@ -40,7 +46,8 @@ def test_trains_as_stock_does(feature: str, tmp_path: Path) -> None:
     ranks, flags = FEATURES[feature]
     layout = (*TP2_SP, *shlex.split(flags))
     config = tmp_path / "overlap.yaml"
-    overlap = {"tensor": {"method": "p2p", "chunks_per_rank": 2}, "strict": feature not in LEFT}
+    split = "batch" if feature.startswith("batch overlap") else "none"
+    overlap = {"tensor": {"method": "p2p", "chunks_per_rank": 2, "split": split}, "strict": feature not in LEFT}
     config.write_text(yaml.safe_dump({"overlap": overlap}))
     train(tmp_path / "stock", GPT, ranks, *layout)
     train(tmp_path / "mine", GPT, ranks, *layout, "--overlap-config", str(config), off=False)

@@ -178,16 +178,19 @@ def test_without_sequence_parallelism(plugin: tuple[str, str], tmp_path: Path) -
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["no-sp", "sp"])
 @pytest.mark.parametrize("accumulate", [GPT, FUSED], ids=["autograd", "main_grad"])
-def test_batch_overlap_with_data_parallel_ranks(accumulate: Path, tmp_path: Path) -> None:
+def test_batch_overlap_with_data_parallel_ranks(accumulate: Path, sequence_parallel: bool, tmp_path: Path) -> None:
     """Megatron's data-parallel hooks run once for each weight, with the sum over both parts of the batch."""
     file = tmp_path / "overlap.yaml"
     file.write_text(yaml.safe_dump({"overlap": {"tensor": {"method": "p2p", "split": "batch"}, "strict": True}}))
     layout = ("--tensor-model-parallel-size", "2", *SHARDED, "--micro-batch-size", "2", "--global-batch-size", "8")
+    layout += ("--sequence-parallel",) if sequence_parallel else ()
     stock = train(tmp_path / "stock", GPT, 4, *layout)
     mine = train(tmp_path / "mine", accumulate, 4, *layout, "--overlap-config", str(file), off=False)
     assert_equal_training(mine, stock)
-    assert_overlapped(tmp_path / "mine", ranks=4, expected=tensor_calls("copy_gemm", "gemm_ar") | DATA)
+    expected = TENSOR if sequence_parallel else tensor_calls("copy_gemm", "gemm_ar")
+    assert_overlapped(tmp_path / "mine", ranks=4, expected=expected | DATA)
 
 
 @pytest.mark.long

@@ -124,21 +124,25 @@ class LinearAutotuner:
         return result
 
     def run_block(self, layers: Sequence[Any], x: torch.Tensor, run: Callable[[Candidate], torch.Tensor]) -> Any:
-        """Runs the layers of a block without sequence parallelism with `SEPARATE_LAYERS` or `BATCH_OVERLAP`.
+        """Runs the layers of a block with `SEPARATE_LAYERS` or `BATCH_OVERLAP`.
 
-        The comparison starts when the candidate of the separate layers is selected. `run` returns the output of the
+        The comparison starts when the candidates of the separate layers are selected. `run` returns the output of the
         block, whose input is `x`. Batch overlap supports `layers`.
         """
-        autotuner = self._autotuners.get(layers[0].self_attention.linear_proj.tp_group)
-        rows, dtype = gathered_rows(x, 1), str(x.dtype).removeprefix("torch.")
+        group, sharded = layers[0].self_attention.linear_proj.tp_group, layers[0].config.sequence_parallel
+        autotuner = self._autotuners.get(group)
+        rows, dtype = gathered_rows(x, group.size() if sharded else 1), str(x.dtype).removeprefix("torch.")
         backward = _grad_enabled() and x.requires_grad
-        separate = None if autotuner is None else autotuner.kinds.get(("all_reduce", rows, dtype, backward))
-        if autotuner is None or separate is None or separate.search.measuring:
+        of_layers = (rows, dtype, backward, not sharded)
+        kinds = () if autotuner is None else autotuner.kinds.values()
+        separate = [kind for kind in kinds if _facts(kind.call) == of_layers and kind.call.op != "block"]
+        if autotuner is None or not separate or any(kind.search.measuring for kind in separate):
             return run(SEPARATE_LAYERS)
 
         def run_candidate(candidate: Candidate) -> torch.Tensor:
             # Layers outside the block, such as the output layer, keep their candidate; their calls begin no step.
-            separate.step = Step(separate.search.selected.candidate)
+            for kind in separate if not sharded else ():
+                kind.step = Step(kind.search.selected.candidate)
             return run(candidate)
 
         kind = Call("block", rows, x.shape[-1], x.shape[-1], dtype, backward, f"of {len(layers)} layers")
@@ -166,6 +170,10 @@ class LinearAutotuner:
             chunks=None if tensor.chunks_per_rank == "auto" else tensor.chunks_per_rank,
         )
         return [STOCK, *(Candidate("p2p", *each) for each in settings), *self._fused_candidates(call)]
+
+
+def _facts(call: Call) -> tuple[int, str, bool, bool]:
+    return call.rows, call.dtype, call.backward, call.all_reduces
 
 
 def _line(kind: Kind) -> AutotuneLine:

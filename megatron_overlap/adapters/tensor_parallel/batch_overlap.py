@@ -1,34 +1,23 @@
-"""Batch overlap: a Megatron transformer layer without sequence parallelism runs on two parts of its micro-batch.
+"""Batch overlap: a transformer layer of Megatron runs on two parts of its micro-batch.
 
-One part computes during the all-reduce of the other part. The modules of the layer run unchanged, once for each part.
-While the attention or the MLP of a part runs, `LinearAdapter.assign` gives its linear layers a `BatchOverlapBackend`.
-See `ops/tensor_parallel/batch_overlap.py` for the order.
+One part computes while the messages of the other part travel. `split_layer.py` runs a layer without sequence
+parallelism, `split_sharded_layer.py` one with it.
 """
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.utils import make_viewless_tensor
 
-from megatron_overlap.adapters.tensor_parallel.call import LayerOutput, LinearCall
 from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
-from megatron_overlap.adapters.tensor_parallel.eligibility import BATCH_DIMENSION, unsupported_layer_reason
-from megatron_overlap.adapters.tensor_parallel.layer_handoff import PendingOutput
+from megatron_overlap.adapters.tensor_parallel.eligibility import unsupported_layer_reason
+from megatron_overlap.adapters.tensor_parallel.layer_handoff import InputPart, PendingOutput
+from megatron_overlap.adapters.tensor_parallel.split_layer import SplitLayer
+from megatron_overlap.adapters.tensor_parallel.split_sharded_layer import SplitShardedLayer
 from megatron_overlap.adapters.wrapping import Method, tracing, untraced
 from megatron_overlap.autotune.candidates import BATCH_OVERLAP, SEPARATE_LAYERS, Candidate
-from megatron_overlap.comm import BufferPool
-from megatron_overlap.ops.tensor_parallel.batch_overlap import (
-    Reduction,
-    Slots,
-    arrived,
-    column_half,
-    entered,
-    row_half,
-)
-from megatron_overlap.ops.wgrad import DeferredWgrad, WgradTarget
+from megatron_overlap.ops.tensor_parallel.batch_overlap import Slots
 from megatron_overlap.session import Session
 
 _POSITIONAL = ("hidden_states", "attention_mask")
@@ -110,12 +99,15 @@ def layer_forward(original: Method, session: Session) -> Method:
                 args, kwargs = ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
             return original(self, *args, **kwargs)
         if pending is None:
-            pending = PendingOutput(x, [_InputPart(part) for part in x.chunk(2, dim=1)], Slots.reserve())
-        output = _SplitLayer(self, adapter).forward(pending, arguments)
+            pending = PendingOutput(x, [InputPart(part) for part in x.chunk(2, dim=1)], Slots.reserve())
         follower = layer_handoff.next_layer(self)
-        if follower is not None and _unsupported_reason(follower, arguments, adapter) is None:
-            return layer_handoff.put(output), None
-        return _whole(output), None
+        if follower is not None and _unsupported_reason(follower, arguments, adapter) is not None:
+            follower = None
+        if self.config.sequence_parallel:
+            output = SplitShardedLayer(self, adapter).forward(pending, arguments, follower)
+        else:
+            output = SplitLayer(self, adapter).forward(pending, arguments)
+        return (_whole(output) if follower is None else layer_handoff.put(output)), None
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -133,144 +125,21 @@ def _whole(pending: PendingOutput) -> torch.Tensor:
 
 def _unsupported_reason(layer: Any, arguments: dict[str, Any], adapter: LinearAdapter) -> str | None:
     """The reason that a layer runs on the whole micro-batch; None if batch overlap supports it."""
-    if layer.config.sequence_parallel:
-        return "sequence parallelism: each linear layer overlaps its all-gather or reduce-scatter"
     if adapter.fused:
         return "method fused does not split the batch"
-    return unsupported_layer_reason(layer, arguments)
-
-
-@dataclass(frozen=True)
-class BatchOverlapBackend:
-    """Runs the linear layers of one part of a micro-batch in the attention or the MLP of a layer.
-
-    Attributes:
-        forward: the all-reduce of the row-parallel layer's output.
-        backward: the all-reduce of the column-parallel layer's input gradient.
-        deferred_wgrad: postpones the weight gradients.
-        buffer_pool: temporary buffers of the weight gradients.
-        before: called in backward before the wait for `backward`.
-        slot: position of that wait in the order of the backward pass.
-    """
-
-    forward: Reduction
-    backward: Reduction
-    deferred_wgrad: DeferredWgrad
-    buffer_pool: BufferPool
-    before: Callable[[], object] | None
-    slot: int | None
-
-    def unsupported_reason(self, call: LinearCall) -> str | None:
-        """See `LinearBackend`: the transformer layer was checked as a whole."""
-        return None
-
-    def run(self, call: LinearCall) -> LayerOutput:
-        """See `LinearBackend`. The all-reduce of a row-parallel layer is in flight when this returns."""
-        target, observer = call.wgrad_target, call.hooks.overlapped
-        if target is None:
-            into = WgradTarget(buffer_pool=self.buffer_pool)
-        else:
-            into = WgradTarget(target.main_grad, target.written, self.buffer_pool)
-        if call.op == "gemm_ar":
-            return call.result(row_half(call.x, call.weight, self.forward, self.deferred_wgrad, into, observer))
-        x = entered(call.x, self.backward, self.before, self.slot)
-        output = column_half(x, call.weight, call.bias, self.backward, self.deferred_wgrad, into, observer)
-        return call.result(output)
-
-
-@dataclass(frozen=True, slots=True)
-class _InputPart:
-    """One part of the input of the first layer."""
-
-    part: torch.Tensor
-
-    def complete(self) -> torch.Tensor:
-        """See `PendingPart`."""
-        return self.part.contiguous()
-
-
-@dataclass(frozen=True, slots=True)
-class _PendingAdd:
-    """Output of the attention or the MLP for one part, before dropout and residual.
-
-    Attributes:
-        layer: the transformer layer.
-        bias_dropout_add: of the layer, for this output.
-        output: output and bias of the row-parallel layer; its all-reduce may be in flight.
-        reduction: that all-reduce.
-        residual: added to the output.
-    """
-
-    layer: Any
-    bias_dropout_add: Any
-    output: tuple[Any, Any]
-    reduction: Reduction
-    residual: torch.Tensor
-
-    def complete(self) -> torch.Tensor:
-        """See `PendingPart`."""
-        layer = self.layer
-        summed = arrived(self.output[0], self.reduction), self.output[1]
-        with layer.bias_dropout_add_exec_handler():
-            result: torch.Tensor = self.bias_dropout_add(layer.training, layer.config.bias_dropout_fusion)(
-                summed, self.residual, layer.hidden_dropout
-            )
-        return result
-
-
-class _SplitLayer:
-    """One call of a transformer layer on two parts of its micro-batch."""
-
-    def __init__(self, layer: Any, adapter: LinearAdapter) -> None:
-        self._layer, self._adapter = layer, adapter
-        self._deferred_wgrad = DeferredWgrad()
-        self._group = layer.self_attention.linear_proj.tp_group
-        self._buffer_pool = adapter.transport(self._group).buffer_pool
-
-    def forward(self, pending: PendingOutput, arguments: dict[str, Any]) -> PendingOutput:
-        """Runs attention of both parts, then the MLP of both parts.
-
-        Backward runs in the opposite order: MLP of b, MLP of a, attention of b, attention of a, MLP of b in the layer
-        before. The wait for the all-reduce of a part comes after the next of these steps. The first all-reduce has only
-        the MLP of the other part beside it, so all weight gradients postponed until then run there; the remaining ones
-        run at the last.
-        """
-        layer, attention, mlp = self._layer, self._layer.self_attention, self._layer.mlp
-        slots = [pending.slot]
-        attended: list[_PendingAdd] = []
-        for number, part in enumerate(pending.parts):
-            x = part.complete()
-            before = functools.partial(self._deferred_wgrad.run, None) if number == 0 else None
-            backend = self._backend(before, slots[-1])
-            linears = getattr(attention, "linear_qkv", None), attention.linear_proj
-            with self._adapter.assign(linears, backend):
-                normed = layer.input_layernorm(x)
-                slots.append(Slots.reserve())
-                output = attention(normed, **_part_of(arguments, number))
-            attended.append(_PendingAdd(layer, layer.self_attn_bda, output, backend.forward, x))
-        outputs: list[_PendingAdd] = []
-        for number, added in enumerate(attended):
-            x = added.complete()
-            before = functools.partial(self._deferred_wgrad.run, 1) if number == 1 else None
-            backend = self._backend(before, slots[-1])
-            with self._adapter.assign((mlp.linear_fc1, mlp.linear_fc2), backend):
-                normed = layer.pre_mlp_layernorm(x)
-                slots.append(Slots.reserve())
-                output = mlp(normed)
-            outputs.append(_PendingAdd(layer, layer.mlp_bda, output, backend.forward, x))
-        return PendingOutput(arguments["hidden_states"], outputs, slots[-1])
-
-    def _backend(self, before: Callable[[], object] | None, slot: int | None) -> BatchOverlapBackend:
-        forward, backward = (Reduction(self._group, serial=self._adapter.serial) for _ in range(2))
-        return BatchOverlapBackend(forward, backward, self._deferred_wgrad, self._buffer_pool, before, slot)
-
-
-def _part_of(arguments: dict[str, Any], number: int) -> dict[str, Any]:
-    """The arguments of the attention, besides the input, for one part of the micro-batch."""
-    part = {}
-    for name, dim in BATCH_DIMENSION.items():
-        value = arguments.get(name)
-        if value is not None and dim is not None and value.shape[dim] > 1:
-            value = value.chunk(2, dim=dim)[number]
-        part[name] = value
-    return part
+    reason = unsupported_layer_reason(layer, arguments)
+    if reason is not None or not layer.config.sequence_parallel:
+        return reason
+    if adapter.splits_queries:
+        return "attention query_split hides the reduce-scatter of the output projection"
+    attention, mlp, x = layer.self_attention, layer.mlp, arguments["hidden_states"]
+    for op, linear in (
+        ("ag_gemm", attention.linear_qkv),
+        ("gemm_rs", attention.linear_proj),
+        ("ag_gemm", mlp.linear_fc1),
+        ("gemm_rs", mlp.linear_fc2),
+    ):
+        reason = adapter.unsupported_reason(x, linear.weight, linear.tp_group, op)
+        if reason is not None:
+            return reason
+    return None

@@ -28,7 +28,7 @@ from megatron_overlap.adapters.tensor_parallel.eligibility import unsupported_te
 from megatron_overlap.adapters.tensor_parallel.fused import FusedBackend, FusedTransports
 from megatron_overlap.adapters.tensor_parallel.layer_handoff import LayerHandoff
 from megatron_overlap.autotune.candidates import Candidate
-from megatron_overlap.comm import Transport
+from megatron_overlap.comm import PART_CHANNELS, Transport
 from megatron_overlap.counters import SavedActivations, SavedSite
 from megatron_overlap.ops import LinearPlan, all_gather_linear, copy_linear, linear_all_reduce, linear_reduce_scatter
 from megatron_overlap.ops.numerics_check import checked_linear
@@ -90,6 +90,11 @@ class LinearAdapter(Adapter):
         return self._session.config.tensor.method == "fused"
 
     @property
+    def splits_queries(self) -> bool:
+        """Whether attention and its output projection run by slices of queries."""
+        return self._session.config.tensor.attention == "query_split"
+
+    @property
     def serial(self) -> bool:
         """Whether the configured schedule overlaps nothing; a baseline for measurements."""
         return self.plan.pattern == "serial"
@@ -100,6 +105,11 @@ class LinearAdapter(Adapter):
         if transport is None:
             transport = self._transports[group] = open_transport(self._session, group)
         return transport
+
+    def part_transports(self, group: dist.ProcessGroup) -> tuple[Transport, Transport]:
+        """The transports of the parts of a split micro-batch, as `transport`."""
+        first, second = (open_transport(self._session, group, channel) for channel in PART_CHANNELS)
+        return first, second
 
     def hooks(self, kind: str, op: str, weight: torch.Tensor) -> LinearHooks:
         """The counters of a kind of layer."""
@@ -142,7 +152,7 @@ class LinearAdapter(Adapter):
         if self.assigned:
             backend = self.assigned.get(call.layer)
             if backend is not None:
-                return backend.run(call if call.norm is None else call.normalized())
+                return backend.run(call)
         if self.autotuner.enabled:
             reason = self.autotuner.unsupported_reason(call)
             if reason is None:

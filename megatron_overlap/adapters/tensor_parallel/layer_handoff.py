@@ -1,22 +1,65 @@
 """Layer handoff: a transformer layer under batch overlap is completed inside the next layer."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from megatron_overlap.adapters.tensor_parallel.eligibility import BATCH_DIMENSION
+
 
 class PendingPart(Protocol):
-    """One part of a split micro-batch whose all-reduce may be in flight."""
+    """One part of a split micro-batch whose sum over ranks may be in flight."""
 
     def complete(self) -> torch.Tensor:
-        """Waits for the all-reduce; returns the output of the layer for this part."""
+        """Waits for the sum; returns the output of the layer for this part."""
+
+
+@dataclass(frozen=True, slots=True)
+class InputPart:
+    """One part of the input of the first layer."""
+
+    part: torch.Tensor
+
+    def complete(self) -> torch.Tensor:
+        """See `PendingPart`."""
+        return self.part.contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class PendingAdd:
+    """Output of the attention or the MLP for one part, before dropout and residual.
+
+    Attributes:
+        layer: the transformer layer.
+        bias_dropout_add: of the layer, for this output.
+        output: output and bias of the row-parallel layer; the sum over ranks may be in flight.
+        arrive: waits for that sum; returns it.
+        residual: added to the output.
+    """
+
+    layer: Any
+    bias_dropout_add: Any
+    output: tuple[Any, Any]
+    arrive: Callable[[torch.Tensor], torch.Tensor]
+    residual: torch.Tensor
+
+    def complete(self) -> torch.Tensor:
+        """See `PendingPart`."""
+        layer = self.layer
+        summed = self.arrive(self.output[0]), self.output[1]
+        with layer.bias_dropout_add_exec_handler():
+            result: torch.Tensor = self.bias_dropout_add(layer.training, layer.config.bias_dropout_fusion)(
+                summed, self.residual, layer.hidden_dropout
+            )
+        return result
 
 
 class PendingOutput:
-    """The output of a layer, in parts whose all-reduces may be in flight.
+    """The output of a layer, in parts whose sums over ranks may be in flight.
 
     Attributes:
         parts: of the micro-batch.
@@ -65,3 +108,14 @@ class LayerHandoff:
         """The stored output whose placeholder is `x`; None if there is none."""
         pending, self._pending = self._pending, None
         return pending if pending is not None and pending.placeholder is x else None
+
+
+def part_of(arguments: dict[str, Any], number: int) -> dict[str, Any]:
+    """The arguments of the attention, besides the input, for one part of the micro-batch."""
+    part = {}
+    for name, dim in BATCH_DIMENSION.items():
+        value = arguments.get(name)
+        if value is not None and dim is not None and value.shape[dim] > 1:
+            value = value.chunk(2, dim=dim)[number]
+        part[name] = value
+    return part

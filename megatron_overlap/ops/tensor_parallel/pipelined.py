@@ -186,7 +186,7 @@ class PipelinedReduceScatter:
         *,
         work_follows: bool = False,
     ) -> None:
-        self._plan, self._layout, self._out = plan, layout, out
+        self._plan, self._layout, self.out = plan, layout, out
         self._buffer_pool = transport.buffer_pool
         self._own = layout.shard(plan.rank)
         features = out.shape[1]
@@ -203,6 +203,11 @@ class PipelinedReduceScatter:
             transfers.append(Transfer(message, self._partial[start:stop], received))
         self._p2p_work = transport.begin(transfers, op)
         self._done = 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether `finish` returns without waiting for a received message."""
+        return all(map(self._p2p_work.is_completed, range(len(self._plan.messages))))
 
     def compute(self, gemm: GemmInto, meanwhile: Callable[[], bool] | None = None) -> None:
         """Runs the GEMMs, own rows last.
@@ -225,13 +230,13 @@ class PipelinedReduceScatter:
                 self._forward_until(index, meanwhile)
             start, stop = layout.rows(work.chunks[0])[0], layout.rows(work.chunks[-1])[1]
             if start < stop:
-                gemm(start, stop, self._out if own else self._partial[start:stop])
-            if meanwhile is not None and self._out.is_cuda:
+                gemm(start, stop, self.out if own else self._partial[start:stop])
+            if meanwhile is not None and self.out.is_cuda:
                 meanwhile()
             if not own:
-                self._forward_until(index + 1, None, wait=self._out.is_cuda)
+                self._forward_until(index + 1, None, wait=self.out.is_cuda)
         if serial:
-            self._out.copy_(self._partial[slice(*self._own)])
+            self.out.copy_(self._partial[slice(*self._own)])
         # All but the addition of `finish`.
         self._p2p_work.mark_ready(len(plan.work) - 1)
 
@@ -259,12 +264,12 @@ class PipelinedReduceScatter:
             `out`.
         """
         self._p2p_work.mark_ready(len(self._plan.work))
-        if self._plan.messages and self._plan.pattern != "ring" and _adds_at_once(self._out):
+        if self._plan.messages and self._plan.pattern != "ring" and _adds_at_once(self.out):
             self._p2p_work.wait_all()
             # The messages are in the order of sources and rows.
-            terms = self._terms.unflatten(0, (self._plan.num_ranks - 1, self._out.shape[0]))
-            return torch.add(terms.sum(0, dtype=torch.float32), self._out, out=self._out)
-        messages, out = self._plan.messages, self._out
+            terms = self._terms.unflatten(0, (self._plan.num_ranks - 1, self.out.shape[0]))
+            return torch.add(terms.sum(0, dtype=torch.float32), self.out, out=self.out)
+        messages, out = self._plan.messages, self.out
         # Each part is summed in the order of the plan. Parts are summed in the order of arrival.
         waiting: dict[int, list[int]] = {}
         for k in self._plan.work[-1].adds:

@@ -220,7 +220,7 @@ def different_layers(group: dist.ProcessGroup) -> str:
 
 @dataclass(frozen=True)
 class BlockCase:
-    """A block of two transformer layers without sequence parallelism under `method: auto`.
+    """A block of two transformer layers under `method: auto`.
 
     Attributes:
         split_us, separate_us: the time of the block in batch overlap and with separate layers, given to the search.
@@ -228,6 +228,7 @@ class BlockCase:
         last_stage: the block gets its input from `set_input_tensor`, as on a later pipeline stage.
         calls: most calls of the block.
         te: the layers are TransformerEngine's.
+        sequence_parallel: rows are sharded.
     """
 
     split_us: float = 100
@@ -236,6 +237,7 @@ class BlockCase:
     last_stage: bool = False
     calls: int = 60
     te: bool = False
+    sequence_parallel: bool = False
 
 
 class BlockRun(NamedTuple):
@@ -260,9 +262,10 @@ def block(group: dist.ProcessGroup, case: BlockCase) -> BlockRun:
     """Runs a block until autotuning has selected, and compares each call with the stock path."""
     start(group)
     generator = torch.Generator().manual_seed(31)
-    x, dy = (torch.randn(SEQUENCE, case.batch, HIDDEN, generator=generator) for _ in range(2))
-    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
-    layers = make_block(group, torch.float32, te=case.te)
+    own, rows = (2, 2 * group.size()) if case.sequence_parallel else (SEQUENCE, SEQUENCE)
+    x, dy = (torch.randn(own, case.batch, HIDDEN, generator=generator) for _ in range(2))
+    mask = torch.ones(1, 1, rows, rows, dtype=torch.bool).triu(1)
+    layers = make_block(group, torch.float32, te=case.te, sequence_parallel=case.sequence_parallel)
     layers.pre_process = not case.last_stage
 
     def once() -> dict[str, Any]:
@@ -290,19 +293,19 @@ def block(group: dist.ProcessGroup, case: BlockCase) -> BlockRun:
     ):
         while left:
             before = _kinds(session)
-            separate = next((kind for kind in before if kind.call.op != "block"), None)
+            linears = [kind for kind in before if kind.call.op != "block"]
+            blocks = [kind for kind in before if kind.call.op == "block"]
+            separate = next(iter(linears), None)
             calls = 0 if separate is None else separate.search.calls
             mine = once()
             for name, value in stock.items():
                 scale = float(value.abs().max())
                 torch.testing.assert_close(mine[name], value, rtol=0, atol=1e-5 * scale, msg=f"{name} {split[-1:]}")
-            measuring.append(separate is None or separate.search.measuring)
+            measuring.append(separate is None or any(kind.search.measuring for kind in linears))
             split.append(separate is not None and separate.search.calls == calls)
             timed_outside += separate is not None and split[-1] and separate.step.timed
             # The last calls run what is selected.
-            left = (
-                min(left - 1, 6) if all(not kind.search.measuring for kind in before[1:]) and before[1:] else left - 1
-            )
+            left = min(left - 1, 6) if blocks and not blocks[0].search.measuring else left - 1
         report = session.report().as_dict()
     return BlockRun(split, measuring, timed_outside, report["autotuning"], report["not_overlapped"])
 

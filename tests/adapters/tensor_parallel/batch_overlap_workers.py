@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap import OverlapConfig, enable
+from megatron_overlap.comm.gloo import GlooTransport
 from tests.adapters.tensor_parallel.linear_workers import start
 from tests.ops.tensor_parallel.batch_overlap_workers import Logged
+from tests.ops.tensor_parallel.split_linear_workers import Logged as LoggedTransport
 
 HIDDEN, SEQUENCE = 16, 9
 BATCH_OVERLAP = {"tensor": {"method": "p2p", "split": "batch"}}
@@ -119,7 +121,7 @@ def against_stock(
 def order(group: dist.ProcessGroup, prepare: str = "nothing") -> tuple[list[str], list[str]]:
     """The order of starts and waits of the all-reduces of two layers, in forward and in backward."""
     start(group)
-    from megatron_overlap.adapters.tensor_parallel import batch_overlap
+    from megatron_overlap.adapters.tensor_parallel import split_layer
 
     log: list[str] = []
     names = iter([f"{half}{part} {way}" for part in "1234" for half in "ab" for way in ("forward", "backward")])
@@ -127,7 +129,7 @@ def order(group: dist.ProcessGroup, prepare: str = "nothing") -> tuple[list[str]
     def logged(group: dist.ProcessGroup, *, serial: bool) -> Logged:
         return Logged(group, next(names), log)
 
-    original, batch_overlap.Reduction = batch_overlap.Reduction, logged  # type: ignore[assignment,misc]
+    original, split_layer.Reduction = split_layer.Reduction, logged  # type: ignore[assignment,misc]
     try:
         block = make_block(group, torch.float32)
         PREPARE[prepare](block)
@@ -139,8 +141,28 @@ def order(group: dist.ProcessGroup, prepare: str = "nothing") -> tuple[list[str]
             log.clear()
             y.sum().backward()
     finally:
-        batch_overlap.Reduction = original  # type: ignore[misc]
+        split_layer.Reduction = original  # type: ignore[misc]
     return forward, [line.replace(" backward", "") for line in log]
+
+
+def sharded_order(group: dist.ProcessGroup) -> tuple[list[str], list[str]]:
+    """The order of starts and waits of the messages of two layers under sequence parallelism."""
+    start(group)
+    log: list[str] = []
+    block = make_block(group, torch.float32, sequence_parallel=True)
+    with enable(OverlapConfig.model_validate(BATCH_OVERLAP)) as session:
+        tensor_group = block.layers[0].self_attention.linear_proj.tp_group
+        for part in ("a", "b"):
+            logged = LoggedTransport(GlooTransport(tensor_group), part, log)
+            session.transports.insert(tensor_group, logged, f"part {part}")
+        x = torch.randn(2, 2, HIDDEN, requires_grad=True)
+        rows = 2 * group.size()
+        mask = torch.ones(1, 1, rows, rows, dtype=torch.bool).triu(1)
+        y = block(hidden_states=x, attention_mask=mask)
+        forward = log.copy()
+        log.clear()
+        y.sum().backward()
+    return forward, log
 
 
 def _gathered_late(mlp: Any) -> None:

@@ -65,18 +65,22 @@ def test_ranks_that_run_different_layers_get_an_error(ranks: World) -> None:
 
 @pytest.mark.parametrize(
     ("case", "wins"),
-    [(BlockCase(), True), (BlockCase(last_stage=True), True), (BlockCase(split_us=300), False)],
+    [
+        (BlockCase(), True),
+        (BlockCase(last_stage=True), True),
+        (BlockCase(split_us=300), False),
+    ],
     ids=["faster", "faster-on-a-later-stage", "slower"],
 )
-def test_a_block_without_sequence_parallelism_is_measured_in_batch_overlap(
-    ranks: World, case: BlockCase, wins: bool
-) -> None:
+def test_a_block_is_measured_in_batch_overlap(ranks: World, case: BlockCase, wins: bool) -> None:
     answers = ranks.run(RANKS, workers.block, case)
     assert_same([run.split for run in answers])
     assert_same([run.lines for run in answers])
     run = answers[0]
-    layers, block = run.lines
-    assert (layers["op"], layers["method"], block["op"]) == ("copy_gemm", "p2p x 1", "block")
+    *layers, block = run.lines
+    ops = ["ag_gemm", "gemm_rs", "ag_gemm", "gemm_rs"] if case.sequence_parallel else ["copy_gemm"]
+    assert [line["op"] for line in run.lines] == [*ops, "block"]
+    assert {line["method"] for line in layers} == {"p2p x 1"}
     assert block["module"] == "block 16->16 of 2 layers"
     assert block["method"] == ("batch overlap" if wins else "separate layers")
     assert block["reason"] == ("faster than separate layers" if wins else "none is faster: batch overlap")

@@ -13,9 +13,13 @@ from tests.helpers.world import World
 RANKS = 4
 SWIGLU = {"gated_linear_unit": True, "activation_func": "silu", "add_bias_linear": False}
 # Two layers with two pairs of linear layers each, run for both parts of the batch. The weight gradients are summed.
-CALLS = {(op, direction): 8 for op in ("copy_gemm", "gemm_ar") for direction in ("forward", "dgrad", "wgrad")}
+CALLS = {
+    sequence_parallel: {(op, direction): 8 for op in ops for direction in ("forward", "dgrad", "wgrad")}
+    for sequence_parallel, ops in ((False, ("copy_gemm", "gemm_ar")), (True, ("ag_gemm", "gemm_rs")))
+}
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["no-sp", "sp"])
 @pytest.mark.parametrize(
     ("given", "dtype"),
     [
@@ -41,17 +45,17 @@ CALLS = {(op, direction): 8 for op in ("copy_gemm", "gemm_ar") for direction in 
         "without-a-block",
     ],
 )
-def test_equal_to_stock(ranks: World, given: dict[str, Any], dtype: torch.dtype) -> None:
+def test_equal_to_stock(ranks: World, given: dict[str, Any], dtype: torch.dtype, sequence_parallel: bool) -> None:
+    given = {**given, "sequence_parallel": sequence_parallel}
     for calls, reasons in ranks.run(RANKS, cases.against_stock, dtype=dtype, **given):
         assert reasons == []
-        assert calls == CALLS
+        assert calls == CALLS[sequence_parallel]
 
 
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
         ({"batch": 3}, "a micro-batch of 3 does not split into two equal parts"),
-        ({"sequence_parallel": True}, "sequence parallelism"),
         ({"recompute_granularity": "selective"}, "activation recomputation"),
         ({"fp32_residual_connection": True}, "--fp32-residual-connection"),
         ({"hidden_dropout": 0.1}, "dropout: the parts of a split batch would draw other masks"),
@@ -63,7 +67,6 @@ def test_equal_to_stock(ranks: World, given: dict[str, Any], dtype: torch.dtype)
     ],
     ids=[
         "odd",
-        "sp",
         "recompute",
         "fp32-residual",
         "dropout",
@@ -81,12 +84,14 @@ def test_an_unsupported_layer_has_a_reason(ranks: World, given: dict[str, Any], 
         assert sum(calls.values()) > 0
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["no-sp", "sp"])
 @pytest.mark.parametrize("prepare", ["second unsupported", "changes late"])
-def test_an_unsupported_layer_gets_the_complete_input(ranks: World, prepare: str) -> None:
-    for calls, reasons in ranks.run(RANKS, cases.against_stock, prepare=prepare, **SWIGLU):
+def test_an_unsupported_layer_gets_the_complete_input(ranks: World, prepare: str, sequence_parallel: bool) -> None:
+    given = {**SWIGLU, "sequence_parallel": sequence_parallel}
+    for calls, reasons in ranks.run(RANKS, cases.against_stock, prepare=prepare, **given):
         assert reasons == ["activation recomputation"]
         # Recomputation runs the forward of the second MLP twice.
-        assert calls["gemm_ar", "forward"] == 4 + 3
+        assert calls["gemm_rs" if sequence_parallel else "gemm_ar", "forward"] == 4 + 3
 
 
 @pytest.mark.parametrize("prepare", ["nothing", "late"])
@@ -103,3 +108,21 @@ def test_all_reduces_overlap_the_other_part(ranks: World, prepare: str) -> None:
             *("wait a3", "start a2", "wait b2", "start b1", "wait a2", "start a1"),
             *("wait b1", "wait a1"),
         ]
+
+
+def test_messages_of_sequence_parallelism_overlap_the_other_part(ranks: World) -> None:
+    """Between the start of a message and its wait is a GEMM of the other part, at the first and last steps apart."""
+    expected = ["start a input", "start b input", "wait a input", "start a output"]
+    for part, other in ("ba", "ab") * 3:
+        expected += [f"wait {part} input", f"wait {other} output", f"start {other} input", f"start {part} output"]
+    expected += ["wait b input", "start b output", "wait a output", "wait b output"]
+    expected_backward = ["start b output gradient", "start b input", "start a output gradient", "start a input"]
+    expected_backward += ["wait b output gradient", "start b input gradient"]
+    for part, other in ("ab", "ba") * 3:
+        expected_backward += [f"wait {other} input", f"wait {part} output gradient", f"wait {other} input gradient"]
+        expected_backward += [f"start {other} output gradient", f"start {other} input", f"start {part} input gradient"]
+    expected_backward += ["wait b input", "wait a output gradient", "start a input gradient"]
+    expected_backward += ["wait a input", "wait b input gradient", "wait a input gradient"]
+    for forward, backward in ranks.run(RANKS, cases.sharded_order):
+        assert forward == expected
+        assert backward == expected_backward

@@ -1,0 +1,207 @@
+"""A transformer layer under sequence parallelism on two parts of its micro-batch.
+
+The modules of the layer run unchanged, once for each part. A step is the attention or the MLP of one part. While it
+runs, `LinearAdapter.assign` makes the step the backend of its linear layers. In its middle the step starts the next
+step of the other part. See `ops/tensor_parallel/split_linear.py` for the order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron_overlap.adapters.tensor_parallel.call import LayerOutput, LinearCall
+from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
+from megatron_overlap.adapters.tensor_parallel.layer_handoff import PendingAdd, PendingOutput, PendingPart, part_of
+from megatron_overlap.adapters.tensor_parallel.transformer_engine import norm_of
+from megatron_overlap.ops.tensor_parallel.batch_overlap import Slots
+from megatron_overlap.ops.tensor_parallel.split_linear import PartMessages, column_part, gathered, row_part, scattered
+from megatron_overlap.ops.wgrad import DeferredWgrad, WgradTarget
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """The attention or the MLP of a layer.
+
+    Attributes:
+        layer: the transformer layer.
+        module: the attention or the MLP.
+        norm: runs before `module`.
+        column: first linear of `module`; a TransformerEngine layer may hold the norm instead.
+        row: last linear of `module`.
+        bias_dropout_add: adds the residual to the output.
+    """
+
+    layer: Any
+    module: Any
+    norm: Any
+    column: Any
+    row: Any
+    bias_dropout_add: Any
+
+    def normalized(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` after the norm. All ranks gather the result, so it is computed before `column` runs."""
+        normed: torch.Tensor = self.norm(x)
+        if "layer_norm_weight" not in self.column._parameters:
+            return normed
+        for number, hook in list(self.column._forward_pre_hooks.items()):
+            # Such as Megatron's, which wait for the all-gather of the parameters. They run again with `column`.
+            keywords: tuple[dict[str, Any], ...] = ({},) if number in self.column._forward_pre_hooks_with_kwargs else ()
+            hook(self.column, (normed,), *keywords)
+        return norm_of(self.column)(normed)
+
+
+def _attention(layer: Any) -> _Block:
+    attention = layer.self_attention
+    linears = attention.linear_qkv, attention.linear_proj
+    return _Block(layer, attention, layer.input_layernorm, *linears, layer.self_attn_bda)
+
+
+def _mlp(layer: Any) -> _Block:
+    linears = layer.mlp.linear_fc1, layer.mlp.linear_fc2
+    return _Block(layer, layer.mlp, layer.pre_mlp_layernorm, *linears, layer.mlp_bda)
+
+
+class _Step:
+    """One part in the attention or the MLP of a layer: a `PendingPart`, and the `LinearBackend` of its linear layers.
+
+    Args:
+        block: the attention or the MLP.
+        adapter: assigns the backend.
+        source: the input of the block.
+        messages: of this step.
+        before: the messages of the same part's step before, whose output `source` completes; None if it is complete.
+    """
+
+    def __init__(
+        self,
+        block: _Block,
+        adapter: LinearAdapter,
+        source: PendingPart,
+        messages: PartMessages,
+        before: PartMessages | None = None,
+    ) -> None:
+        self._block, self._adapter, self._source, self.messages, self._before = block, adapter, source, messages, before
+        self._x: torch.Tensor | None = None
+        self._gathered: torch.Tensor | None = None
+        self._other: _Step | None = None
+        self._slot: int | None = None
+
+    def complete(self) -> torch.Tensor:
+        """See `PendingPart`: the input of the block, for a layer that runs on the whole micro-batch."""
+        self.messages.abandon()
+        return self._source.complete() if self._x is None else self._x
+
+    def start(self, slot: int | None = None) -> None:
+        """Completes the input, runs the norm, and starts the all-gather. `slot` is their position in backward."""
+        if self._gathered is None:
+            self._x = self._source.complete()
+            self._gathered = gathered(self._block.normalized(self._x), self.messages, slot)
+
+    def compute(self, other: _Step | None, arguments: dict[str, Any]) -> PendingAdd:
+        """Runs the block with `arguments`, and in its middle starts `other`. The reduce-scatter is in flight then."""
+        self.start()
+        block, self._other = self._block, other
+        with self._adapter.assign((block.column, block.row), self):
+            output = block.module(self._gathered, **arguments)
+        assert self._x is not None
+        arrive = partial(scattered, messages=self.messages)
+        return PendingAdd(block.layer, block.bias_dropout_add, output, arrive, self._x)
+
+    def unsupported_reason(self, call: LinearCall) -> str | None:
+        """See `LinearBackend`: the transformer layer was checked as a whole."""
+        return None
+
+    def run(self, call: LinearCall) -> LayerOutput:
+        """See `LinearBackend`."""
+        target, hooks = call.wgrad_target, call.hooks
+        buffers = self.messages.transport.buffer_pool
+        if target is None:
+            into = WgradTarget(buffer_pool=buffers)
+        else:
+            into = WgradTarget(target.main_grad, target.written, buffers)
+        if call.op == "gemm_rs":
+            # The last position in this step from which the gather of the other part is hidden.
+            self._start_other(now=True)
+            return call.result(row_part(call.x, call.weight, self.messages, into, hooks.overlapped))
+        if call.x is not self._gathered:
+            raise RuntimeError(
+                f"an unknown operation changes the input of {type(call.layer).__name__}: "
+                "set overlap.tensor.split to none"
+            )
+        output = column_part(call.x, call.weight, call.bias, self.messages, into, hooks.overlapped, on_save=hooks.saved)
+        self._slot = Slots.reserve()
+        # A device does not report arrivals.
+        self._start_other(now=call.x.is_cuda)
+        return call.result(output)
+
+    def _start_other(self, *, now: bool) -> None:
+        """Starts the other part's step: at once, or only if the output of its step before has arrived."""
+        other = self._other
+        if other is not None and (now or other._before is None or other._before.is_ready("output")):
+            other.start(self._slot)
+            self._other = None
+
+
+class SplitShardedLayer:
+    """One call of a transformer layer on two parts of its micro-batch."""
+
+    def __init__(self, layer: Any, adapter: LinearAdapter) -> None:
+        self._layer, self._adapter = layer, adapter
+        self._transports = adapter.part_transports(layer.self_attention.linear_proj.tp_group)
+
+    def forward(self, pending: PendingOutput, arguments: dict[str, Any], follower: Any) -> PendingOutput:
+        """Runs attention of both parts, then the MLP of both parts.
+
+        Args:
+            pending: the input.
+            arguments: of the layer.
+            follower: the layer that completes the output; None if no other layer does.
+
+        Returns:
+            The output: the first steps of `follower`.
+        """
+        steps = self._first_steps(pending.parts)
+        given = [part_of(arguments, number) for number in range(2)]
+        blocks = _mlp(self._layer), None if follower is None else _attention(follower)
+        outputs: Sequence[PendingPart] = ()
+        for block in blocks:
+            first, second = steps
+            added = first.compute(second, given[0])
+            other = None if block is None else self._next(block, added, first, 0)
+            last = second.compute(other, given[1])
+            if block is None or other is None:
+                outputs = added, last
+            else:
+                outputs = steps = other, self._next(block, last, second, 1)
+            given = [{}, {}]
+        return PendingOutput(arguments["hidden_states"], outputs, None)
+
+    def _first_steps(self, parts: Sequence[PendingPart]) -> tuple[_Step, _Step]:
+        first, second = parts
+        if isinstance(first, _Step) and isinstance(second, _Step):
+            return first, second
+        deferred_wgrad = DeferredWgrad(num_terms=2)
+        block = _attention(self._layer)
+        first, second = (
+            _Step(block, self._adapter, part, self._messages(number, deferred_wgrad))
+            for number, part in enumerate(parts)
+        )
+        first.start()
+        second.start()
+        return first, second
+
+    def _next(self, block: _Block, output: PendingAdd, before: _Step, number: int) -> _Step:
+        """The step of a part after `before`, whose output is `output`."""
+        messages = self._messages(number, before.messages.deferred_wgrad)
+        return _Step(block, self._adapter, output, messages, before.messages)
+
+    def _messages(self, number: int, deferred_wgrad: DeferredWgrad) -> PartMessages:
+        adapter = self._adapter
+        return PartMessages(
+            self._transports[number], deferred_wgrad, save_gathered=adapter.plan.save_gathered, serial=adapter.serial
+        )

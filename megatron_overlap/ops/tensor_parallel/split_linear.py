@@ -1,0 +1,346 @@
+"""Tensor-parallel layers under sequence parallelism on one part of a split micro-batch.
+
+The messages of one part travel while the other part is computed. A step is a column-parallel layer, what follows it,
+and a row-parallel layer. The caller runs the steps of both parts in turn. In the middle of a step, after its
+column-parallel GEMM, it completes the output of the step before, and starts the gather of the same part's next step:
+
+    compute   attention a         | attention b              | MLP a                    | MLP b
+    link                          | scatter of a, gather of a | scatter of b, gather of b | scatter of a, gather of a
+
+Autograd mirrors this order in backward, where `gathered` completes the reduce-scatter of the input gradient and
+`scattered` starts the all-gathers of the output gradient and of the saved input. Postponed weight gradients run while a
+message has not arrived. Each message is whole, and no GEMM is cut.
+
+Source: Domino (arXiv 2409.15241) for the split of a micro-batch. The order under sequence parallelism is not from a
+paper.
+"""
+
+from typing import Any, Literal
+
+import torch
+
+from megatron_overlap.comm import Transport
+from megatron_overlap.ops.call import Observer, SavedInput, SavedInputHook, check_operands
+from megatron_overlap.ops.tensor_parallel.batch_overlap import Slots
+from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan, P2PMethod
+from megatron_overlap.ops.tensor_parallel.pipelined import PipelinedAllGather
+from megatron_overlap.ops.wgrad import DeferredWgrad, LateTensor, WgradTarget
+
+_WHOLE = LinearPlan(pattern="serial", chunks_per_rank=1)
+"""One message to each rank, after the whole GEMM."""
+_MAX_DEFERRED = 4
+"""Postponed products of two steps. More would keep more gathered rows."""
+
+Rows = Literal["input", "output", "output gradient", "input gradient"]
+"""What the messages of one operation carry. Backward gathers the input again."""
+
+
+class PartGather:
+    """An all-gather of the rows `[rows, K]` of one part, in one message to each rank."""
+
+    def __init__(self, transport: Transport, shard: torch.Tensor, op: str) -> None:
+        num_rows, features = shard.shape[0] * transport.size, shard.shape[1]
+        row_bytes = features * shard.itemsize
+        plan, layout = _WHOLE.schedule("all_gather", transport, num_rows, row_bytes, shard.device)
+        full = shard.new_empty(num_rows, features)
+        self._gather = PipelinedAllGather(transport, plan, (shard,), layout, (full,), op, whole=True)
+        self.num_bytes = (transport.size - 1) * shard.nbytes
+
+    @property
+    def ready(self) -> bool:
+        """Whether `finish` returns without waiting for a received message. False where a query would synchronise."""
+        return self._gather.done or self._gather.ready
+
+    def finish(self) -> torch.Tensor:
+        """Waits for all messages; returns the rows of all ranks. Further calls return the same tensor."""
+        if not self._gather.done:
+            self._gather.next_rows()
+            self._gather.finish()
+        return self._gather.full[0]
+
+
+class PartScatter:
+    """The GEMM `a @ b` of one part, and the reduce-scatter of its rows in one message to each rank.
+
+    Attributes:
+        out: own rows; the sum over ranks after `finish`.
+    """
+
+    def __init__(self, transport: Transport, a: torch.Tensor, b: torch.Tensor, op: str) -> None:
+        self._scatter = P2PMethod(transport, _WHOLE).scatter(a, b, op)
+        self.out = self._scatter.out
+        self.num_bytes = (transport.size - 1) * self.out.nbytes
+        self._finished = False
+
+    @property
+    def ready(self) -> bool:
+        """See `PartGather.ready`."""
+        return self._finished or self._scatter.ready
+
+    def finish(self) -> torch.Tensor:
+        """Waits for all messages; returns `out`. Further calls return the same tensor."""
+        if not self._finished:
+            self._scatter.finish()
+            self._finished = True
+        return self.out
+
+
+class PartMessages:
+    """The messages of one part in one step, in forward and in backward.
+
+    Args:
+        transport: of the ranks. No other part uses it: a message that is not yet sent would delay those after it.
+        deferred_wgrad: gets the weight gradients of both parts of the step; made with `num_terms=2`.
+        save_gathered: forward saves the gathered input for the weight gradient; otherwise backward gathers it again.
+        serial: wait for each message where it starts, to measure the time without overlap.
+
+    Attributes:
+        saved: own rows of the input that `scattered` saves for the weight gradient.
+    """
+
+    def __init__(
+        self, transport: Transport, deferred_wgrad: DeferredWgrad, *, save_gathered: bool = False, serial: bool = False
+    ) -> None:
+        self.transport, self.deferred_wgrad, self.save_gathered = transport, deferred_wgrad, save_gathered
+        self.saved: torch.Tensor | None = None
+        self._serial = serial
+        self._in_flight: dict[Rows, PartGather | PartScatter] = {}
+
+    def is_ready(self, rows: Rows) -> bool:
+        """Whether `finish(rows)` returns without waiting. False where a query would synchronise."""
+        return self._in_flight[rows].ready
+
+    def gather(self, rows: Rows, shard: torch.Tensor) -> int:
+        """Starts an all-gather; returns the bytes that this rank sends."""
+        gather = PartGather(self.transport, shard, f"all-gather of {rows} of a part")
+        self._start(rows, gather)
+        return gather.num_bytes
+
+    def scatter(self, rows: Rows, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Runs `a @ b` and starts its reduce-scatter; returns its own rows, incomplete, and the bytes that it sends."""
+        scatter = PartScatter(self.transport, a, b, f"reduce-scatter of {rows} of a part")
+        self._start(rows, scatter)
+        return scatter.out, scatter.num_bytes
+
+    def take(self, rows: Rows) -> PartGather | PartScatter:
+        """Removes started messages. The caller finishes them.
+
+        Raises:
+            RuntimeError: they were not started.
+        """
+        work = self._in_flight.pop(rows, None)
+        if work is None:
+            raise RuntimeError(
+                f"the {rows} of a split layer is not in flight: its linear layers did not run in the order of its "
+                "forward; set overlap.tensor.split to none"
+            )
+        return work
+
+    def finish(self, rows: Rows) -> torch.Tensor:
+        """Waits for started messages; computes postponed weight gradients until they are complete."""
+        work = self.take(rows)
+        self.deferred_wgrad.run_while(lambda: not work.ready)
+        return work.finish()
+
+    def abandon(self) -> None:
+        """Completes all messages. No layer uses their rows."""
+        while self._in_flight:
+            self._in_flight.popitem()[1].finish()
+
+    def _start(self, rows: Rows, work: PartGather | PartScatter) -> None:
+        self._in_flight[rows] = work
+        if self._serial:
+            work.finish()
+
+
+def gathered(x: torch.Tensor, messages: PartMessages, slot: int | None = None) -> torch.Tensor:
+    """`x` itself, the input of `column_part`, whose all-gather starts. Backward completes the sum of its gradient.
+
+    Args:
+        x: `[S/R, B, K]` own rows of one part.
+        messages: of the step.
+        slot: position in the backward pass; see `Slots`.
+    """
+    y: torch.Tensor = _Gathered.apply(x, messages)
+    Slots.put(y, slot)
+    return y
+
+
+def scattered(y: torch.Tensor, messages: PartMessages) -> torch.Tensor:
+    """The result `y` of `row_part`, after its sum is complete. Backward starts the all-gathers of the step."""
+    saved, messages.saved = messages.saved, None
+    result: torch.Tensor = _Scattered.apply(y, saved, messages)
+    return result
+
+
+def column_part(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    messages: PartMessages,
+    target: WgradTarget | None = None,
+    observer: Observer | None = None,
+    on_save: SavedInputHook | None = None,
+) -> torch.Tensor:
+    """Equals `all_gather(x) @ w.T + bias`. `gathered` waits for the sum of its input gradient.
+
+    Args:
+        x: `[S/R, B, K]` own rows of one part: the result of `gathered`, with no other use.
+        w: `[F/R, K]` own rows of the weight.
+        bias: `[F/R]` or None.
+        messages: of the step.
+        target: destination of the weight gradient.
+        observer: called in every pass.
+        on_save: called in forward where the input is saved for the weight gradient.
+
+    Returns:
+        `[S, B, F/R]`, dtype of `x`.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit each other.
+        RuntimeError: `gathered` has not started the all-gather.
+    """
+    call = _PartCall(x, w, bias, messages, target or WgradTarget(), observer)
+    y: torch.Tensor = _ColumnPart.apply(x.reshape(-1, x.shape[-1]), w.detach(), bias, call, on_save)
+    return y.view(-1, *x.shape[1:-1], w.shape[0])
+
+
+def row_part(
+    x: torch.Tensor,
+    w_shard: torch.Tensor,
+    messages: PartMessages,
+    target: WgradTarget | None = None,
+    observer: Observer | None = None,
+) -> torch.Tensor:
+    """Own rows of `x @ w_shard.T`, whose reduce-scatter starts. Only `scattered` may read the result.
+
+    Args:
+        x: `[S, B, K/R]` all rows of one part.
+        w_shard: `[F, K/R]` own columns of the weight.
+        messages, target, observer: see `column_part`.
+
+    Returns:
+        `[S/R, B, F]`, dtype of `x`.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit each other.
+    """
+    call = _PartCall(x, w_shard, None, messages, target or WgradTarget(), observer)
+    y: torch.Tensor = _RowPart.apply(x.reshape(-1, x.shape[-1]), w_shard.detach(), call)
+    return y.view(-1, *x.shape[1:-1], w_shard.shape[0])
+
+
+class _PartCall:
+    """The options of one GEMM: everything but tensors that autograd differentiates."""
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        messages: PartMessages,
+        target: WgradTarget,
+        observer: Observer | None,
+    ) -> None:
+        check_operands(x, w, bias, target.main_grad, "x")
+        self.weight, self.messages = w, messages
+        # Inside the autograd function gradients are disabled.
+        self.saves_input = torch.is_grad_enabled() and w.requires_grad
+        self._target, self._observer = target, observer
+
+    def count(self, direction: str, num_bytes: int = 0) -> None:
+        if self._observer is not None:
+            self._observer(direction, num_bytes)
+
+    def defer_wgrad(self, dy: torch.Tensor, x: LateTensor) -> None:
+        deferred_wgrad = self.messages.deferred_wgrad
+        deferred_wgrad.put(self.weight, dy, x, self._target)
+        deferred_wgrad.run_while(lambda: deferred_wgrad.num_pending > _MAX_DEFERRED)
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, messages: PartMessages) -> torch.Tensor:
+        ctx.messages = messages
+        messages.gather("input", x.detach().reshape(-1, x.shape[-1]).contiguous())
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.messages.finish("input gradient")
+        return grads[0], None
+
+
+class _Scattered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, x: torch.Tensor | None, messages: PartMessages) -> torch.Tensor:
+        ctx.messages = messages
+        ctx.save_for_backward(x)
+        messages.finish("output")
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        messages, (x,) = ctx.messages, ctx.saved_tensors
+        messages.gather("output gradient", grads[0].reshape(-1, grads[0].shape[-1]).contiguous())
+        if x is not None:
+            messages.gather("input", x)
+        return grads[0], None, None
+
+
+class _ColumnPart(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        call: _PartCall,
+        on_save: SavedInputHook | None,
+    ) -> torch.Tensor:
+        messages, saves = call.messages, call.saves_input
+        full = messages.finish("input")
+        keeps_full = saves and messages.save_gathered
+        messages.saved = x.detach().contiguous() if saves and not keeps_full else None
+        ctx.save_for_backward(full if keeps_full else None, w)
+        ctx.call, ctx.saved_input = call, None
+        if saves and on_save is not None:
+            ctx.saved_input = SavedInput(on_save(x, full.nbytes))
+        call.count("forward", full.nbytes // messages.transport.size * (messages.transport.size - 1))
+        return torch.mm(full, w.t()) if bias is None else torch.addmm(bias, full, w.t())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        call, dy = ctx.call, grads[0].contiguous()
+        full, w = ctx.saved_tensors
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx, num_bytes = call.messages.scatter("input gradient", dy, w)
+            call.count("dgrad", num_bytes)
+        if call.weight.requires_grad:
+            call.defer_wgrad(dy, call.messages.take("input").finish if full is None else full)
+            call.count("wgrad")
+        if ctx.saved_input is not None:
+            ctx.saved_input.release()
+        return dx, None, dy.sum(0) if ctx.needs_input_grad[2] else None, None, None
+
+
+class _RowPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, call: _PartCall) -> torch.Tensor:
+        ctx.save_for_backward(x if call.weight.requires_grad else None, w)
+        ctx.call = call
+        y, num_bytes = call.messages.scatter("output", x, w.t())
+        call.count("forward", num_bytes)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        call, (x, w) = ctx.call, ctx.saved_tensors
+        dy = call.messages.finish("output gradient")
+        dx = dy @ w if ctx.needs_input_grad[0] else None
+        call.count("dgrad", dy.nbytes // call.messages.transport.size * (call.messages.transport.size - 1))
+        if x is not None:
+            call.defer_wgrad(dy, x)
+            call.count("wgrad")
+        return dx, None, None

@@ -1,0 +1,159 @@
+"""Runs pairs of linear layers under sequence parallelism on both parts of a batch, and their reference on the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from megatron_overlap.comm import transport_of
+from megatron_overlap.comm.transport import P2PWork, Transfer, Transport
+from megatron_overlap.ops import reference
+from megatron_overlap.ops.tensor_parallel.batch_overlap import Slots
+from megatron_overlap.ops.tensor_parallel.split_linear import PartMessages, column_part, gathered, row_part, scattered
+from megatron_overlap.ops.wgrad import DeferredWgrad, WgradTarget
+from tests.helpers.late import LateTransport
+from tests.helpers.numerics import assert_close_to_exact
+
+ROWS, K, F = 5, 24, 20
+NAMES = ("y", "dx", "dw1", "dw2", "dbias")
+CHANNELS = ("part a", "part b")
+
+
+class Logged:
+    """A transport that logs starts and the last wait of each operation."""
+
+    def __init__(self, inner: Transport, part: str, log: list[str]) -> None:
+        self._inner, self._part, self._log = inner, part, log
+        self.rank, self.size, self.buffer_pool, self.exposed_s = inner.rank, inner.size, inner.buffer_pool, 0.0
+
+    def begin(self, transfers: Sequence[Transfer], op: str) -> P2PWork:
+        name = f"{self._part} {op.removesuffix(' of a part').split(' of ')[1]}"
+        self._log.append(f"start {name}")
+        return _LoggedWork(self._inner.begin(transfers, op), name, self._log)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class _LoggedWork:
+    def __init__(self, inner: P2PWork, name: str, log: list[str]) -> None:
+        self._inner, self._name, self._log = inner, name, log
+        self.mark_ready, self.wait = inner.mark_ready, inner.wait
+
+    def is_completed(self, message: int) -> bool:
+        return False
+
+    def wait_all(self) -> None:
+        self._log.append(f"wait {self._name}")
+        self._inner.wait_all()
+
+
+def _data(group: dist.ProcessGroup, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
+    """Own rows of the input, both weights, the first bias, and own rows of the output gradient."""
+    own = torch.Generator().manual_seed(seed * 64 + 1 + dist.get_rank(group))
+    x, dy = (torch.randn(ROWS, 4, K, generator=own).to(dtype) for _ in range(2))
+    return [x, *(torch.randn(*shape, generator=own).to(dtype) for shape in ((F, K), (K, F), (F,))), dy]
+
+
+def _reference(data: list[torch.Tensor], group: dist.ProcessGroup, blocks: int) -> list[torch.Tensor]:
+    *tensors, dy = data
+    x, w1, w2, bias = (tensor.clone().requires_grad_() for tensor in tensors)
+    y = x
+    for _ in range(blocks):
+        middle = functional.silu(reference.all_gather_linear(torch.tanh(y), w1, bias, group=group))
+        y = y + reference.linear_reduce_scatter(middle, w2, group=group)
+    y.backward(dy)
+    return [y.detach(), *(leaf.grad for leaf in (x, w1, w2, bias))]  # type: ignore[list-item]
+
+
+class _Step:
+    """One part in one block: `x + row(silu(column(tanh(x))))`."""
+
+    def __init__(self, complete: Callable[[], torch.Tensor], messages: PartMessages) -> None:
+        self._complete, self.messages = complete, messages
+        self.x = self.inside = torch.empty(0)
+
+    def prepare(self, slot: int | None = None) -> None:
+        if not self.inside.numel():
+            self.x = self._complete()
+            self.inside = gathered(torch.tanh(self.x), self.messages, slot)
+
+
+def overlapped(
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    transports: Sequence[Transport],
+    into: Sequence[torch.Tensor | None] = (None, None),
+    blocks: int = 2,
+    late: bool = False,
+    save_gathered: bool = False,
+) -> torch.Tensor:
+    """`x + row(silu(column(tanh(x))))` for each block, both parts in turn, as a caller of these operations does it.
+
+    `late`: the middle of a step is before its row-parallel GEMM.
+    """
+    w1, w2, bias = weights
+    parts: list[Callable[[], torch.Tensor]] = [lambda part=part: part.contiguous() for part in x.chunk(2, dim=1)]
+    of_first, of_second = (WgradTarget(main_grad, None) for main_grad in into)
+    first = True
+    for _ in range(blocks):
+        deferred_wgrad = DeferredWgrad(num_terms=2)
+        steps = [
+            _Step(part, PartMessages(transport, deferred_wgrad, save_gathered=save_gathered))
+            for part, transport in zip(parts, transports, strict=True)
+        ]
+        if first:
+            for step in steps:
+                step.prepare()
+        following: list[Callable[[], torch.Tensor]] = []
+        for number, step in enumerate(steps):
+            step.prepare()
+            middle = column_part(step.inside, w1, bias, step.messages, of_first)
+            slot = Slots.reserve()
+            other = steps[1].prepare if number == 0 else None
+            if other is not None and not late:
+                other(slot)
+            middle = functional.silu(middle)
+            if other is not None and late:
+                other(slot)
+            output = row_part(middle, w2, step.messages, of_second)
+            following.append(lambda step=step, output=output: step.x + scattered(output, step.messages))
+        parts, first = following, False
+    return torch.cat([part() for part in parts], dim=1)
+
+
+def _transports(group: dist.ProcessGroup, late: bool) -> list[Transport]:
+    return [LateTransport(group) if late else transport_of(group, channel) for channel in CHANNELS]
+
+
+def against_reference(
+    group: dist.ProcessGroup,
+    dtype: torch.dtype,
+    *,
+    main_grad: bool = False,
+    late: bool = False,
+    save_gathered: bool = False,
+) -> None:
+    """Output and every gradient against the reference and against float64."""
+    # The bound is that of one sum after another: rounding errors of a block are not amplified by a second one.
+    blocks = 2 if dtype == torch.float32 else 1
+    transports = _transports(group, late)
+    for seed in (1, 2):
+        data = _data(group, dtype, seed)
+        plain = _reference(data, group, blocks)
+        exact = _reference([tensor.double() for tensor in data], group, blocks)
+        x, w1, w2, bias = (tensor.clone().requires_grad_() for tensor in data[:-1])
+        into = [torch.ones(w.shape, dtype=torch.float32) if main_grad else None for w in (w1, w2)]
+        y = overlapped(x, [w1, w2, bias], transports, into, blocks, late=seed == 2, save_gathered=save_gathered)
+        y.backward(data[-1])
+        wgrads = [w.grad if grad is None else grad - 1 for w, grad in zip((w1, w2), into, strict=True)]
+        got = [y.detach(), x.grad, *wgrads, bias.grad]
+        for name, mine, unfused, true in zip(NAMES, got, plain, exact, strict=True):
+            assert mine is not None
+            assert_close_to_exact(f"parts {name}", mine, unfused, true, true.abs().max() * torch.ones_like(true), 64)
+    if late:
+        for transport in transports:
+            transport.close()

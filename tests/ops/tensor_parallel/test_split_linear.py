@@ -1,0 +1,22 @@
+"""Layers under sequence parallelism on parts of a batch: equal to the whole, with the messages under the other part."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.helpers.world import World
+from tests.ops.tensor_parallel import split_linear_workers as cases
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_equals_reference(world: World, num_ranks: int, dtype: torch.dtype, main_grad: bool) -> None:
+    world.run(num_ranks, cases.against_reference, dtype, main_grad=main_grad)
+
+
+@pytest.mark.parametrize("save_gathered", [False, True])
+def test_late_messages(world: World, save_gathered: bool) -> None:
+    """No row is read before its message was waited for."""
+    world.run(4, cases.against_reference, torch.float32, late=True, save_gathered=save_gathered)
