@@ -19,7 +19,7 @@ from megatron_overlap.comm.gloo import GlooTransport
 from megatron_overlap.comm.host_group import HostGroup
 from megatron_overlap.comm.symmetric.copies import CopyTransport
 from megatron_overlap.comm.symmetric.transport import SymmetricTransport
-from megatron_overlap.comm.transport import OrderedTransport, Transfer, TransportError
+from megatron_overlap.comm.transport import OrderedTransport, Transfer, TransportError, TransportOptions
 from megatron_overlap.schedules import ChunkLayout, all_gather_plan, reduce_scatter_plan
 from megatron_overlap.schedules.plan import Pattern
 from scripts.kernels.cpu_backend import CpuBackend
@@ -39,7 +39,7 @@ TRANSPORTS: Mapping[str, Callable[[dist.ProcessGroup], Any]] = {
 }
 FAULTY: Mapping[str, Callable[[dist.ProcessGroup], Any]] = {
     "corrupting": lambda group: CorruptTransport(group, every=1),
-    "losing": lambda group: LossyTransport(group, timeout_s=0.5),
+    "losing": lambda group: LossyTransport(group, TransportOptions(timeout_s=0.5)),
 }
 
 

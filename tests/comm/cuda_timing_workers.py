@@ -55,7 +55,7 @@ def known_delays(group: dist.ProcessGroup, delays: list[tuple[str, float, float]
         delays: operation, delay of the message of rank 1 in seconds, computation of rank 0 before its wait in seconds.
     """
     trace = Trace()
-    transport = DelayTransport(group, trace=trace)
+    transport = DelayTransport(group, TransportOptions(trace=trace))
     plan = all_gather_plan(2, transport.rank)
     computed_ns = []
     start_ns = time.perf_counter_ns()
