@@ -53,7 +53,7 @@ class ExpertExchange:
             op: name in errors and traces.
             compute: see `Compute`.
             fixed_order: compute own pieces where the plan places them. Otherwise one is computed whenever the next
-                chunk is not received, which needs a transport that can tell.
+                chunk is not received, which needs a transport that can report it.
             fillers: computed after all rows, while the last results are sent.
 
         Returns:
