@@ -135,7 +135,7 @@ class _Step:
             )
         output = column_part(call.x, call.weight, call.bias, self.messages, into, hooks.overlapped, on_save=hooks.saved)
         self._slot = Slots.reserve()
-        # A device does not report arrivals.
+        # A device does not report received messages.
         self._start_other(now=call.x.is_cuda)
         return call.result(output)
 
