@@ -5,10 +5,12 @@ import os
 import shlex
 import socket
 import subprocess
-import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from tests.helpers.forked import ForkedProgram
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
@@ -39,38 +41,33 @@ def start_ranks(
     timeout_s: float = 120.0,
     program: Sequence[str] = ("-m", "megatron_overlap"),
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Runs ``python PROGRAM argv`` on every rank and waits for all; none outlives the call."""
+    """Runs ``python PROGRAM argv`` on every rank and waits for all; none outlives the call.
+
+    The ranks are forks of a process that has imported torch, not Megatron.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    processes = []
-    for rank in range(world_size):
-        rank_env = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-            **(env or {}),
-        }
-        command = [sys.executable, *program, *argv]
-        processes.append(
-            subprocess.Popen(command, env=rank_env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        )
-    try:
-        return [subprocess.CompletedProcess(p.args, *_finish(p, timeout_s)) for p in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
-def _finish(process: "subprocess.Popen[str]", timeout_s: float) -> tuple[int, str]:
-    output, _ = process.communicate(timeout=timeout_s)
-    return process.returncode, output
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = []
+        try:
+            for rank in range(world_size):
+                rank_env = {
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(world_size),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                    "OMP_NUM_THREADS": "1",
+                    **(env or {}),
+                }
+                ranks.append(ForkedProgram(program, argv, rank_env, Path(folder) / f"rank{rank}"))
+            return [rank.wait(timeout_s) for rank in ranks]
+        finally:
+            for each in ranks:
+                each.kill()
 
 
 def train(run_dir: Path, script: Path, world_size: int, *flags: str, off: bool = True) -> dict[int, dict[str, Any]]:

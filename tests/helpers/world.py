@@ -27,9 +27,12 @@ _PRELOADED = {
     "interpreted": ["tests.helpers.interpreted"],
     "adapted": ["tests.helpers.adapted"],
     "te": ["tests.helpers.adapted_te"],
+    "rank": ["tests.helpers.rank_imports"],
 }
 _SERVERS: dict[str, forkserver.ForkServer] = {}
-"""Imports of the workers by their kind, and the server process of each kind that has run."""
+"""Imports of the workers by their kind, and the server process of each kind that has run.
+
+`rank` is the kind of `tests.helpers.forked`."""
 
 
 class World:
@@ -71,7 +74,7 @@ class World:
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(rank, size, port, theirs, self._sizes), daemon=True)
-            with _server(self._kind):
+            with server(self._kind):
                 process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -107,7 +110,7 @@ class World:
 
 
 @contextlib.contextmanager
-def _server(kind: str) -> Iterator[None]:
+def server(kind: str) -> Iterator[None]:
     """Processes that start inside are forks of the server of this kind; multiprocessing itself has one server."""
     if kind not in _SERVERS:
         _SERVERS[kind] = forkserver.ForkServer()
