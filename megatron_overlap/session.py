@@ -6,7 +6,7 @@ import importlib.metadata
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -414,6 +414,7 @@ def _sentence(finding: Finding) -> str:
     return f"{finding.manifest.target}: {finding.verdict}: {finding.reason}"
 
 
+@cache
 def installed_release(distribution: str) -> str | None:
     """The installed release of a distribution; None where it is not installed."""
     try:

@@ -58,8 +58,8 @@ def bindings_of(*objects: object) -> list[list[Binding]]:
     """
     found: dict[int, list[Binding]] = {id(each): [] for each in objects}
     packages = {str(getattr(each, "__module__", "builtins")).partition(".")[0] for each in objects}
-    for holder in _holders(_DEPENDENCIES if packages.isdisjoint(_DEPENDENCIES) else frozenset()) if found else ():
-        names = dict(_namespace(holder))
+    without = _DEPENDENCIES if packages.isdisjoint(_DEPENDENCIES) else frozenset()
+    for holder, names in _holders(without) if found else ():
         if found.keys().isdisjoint(map(id, names.values())):
             continue
         for name, value in names.items():
@@ -68,8 +68,8 @@ def bindings_of(*objects: object) -> list[list[Binding]]:
     return [found[id(each)] for each in objects]
 
 
-def _holders(without: frozenset[str]) -> Iterator[Any]:
-    """The modules of all packages but `without`, and their classes."""
+def _holders(without: frozenset[str]) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """The modules and classes of all packages but `without`, with copies of their namespaces."""
     seen: set[int] = set()
     for module in list(sys.modules.values()):
         # sys.modules may hold any object. Only real modules are searched, and never with getattr: a lazy module would
@@ -77,14 +77,19 @@ def _holders(without: frozenset[str]) -> Iterator[Any]:
         if not _is_a(module, ModuleType) or id(module) in seen:
             continue
         seen.add(id(module))
-        if str(_namespace(module).get("__name__")).partition(".")[0] in without:
+        namespace = _namespace(module)
+        if str(namespace.get("__name__")).partition(".")[0] in without:
             continue
-        yield module
+        names = dict(namespace)
+        yield module, names
         # The test of `_is_a` inline: it runs a million times.
-        for value in [each for each in dict(_namespace(module)).values() if issubclass(type(each), type)]:
-            if id(value) not in seen:
-                seen.add(id(value))
-                yield value
+        for value in [each for each in names.values() if issubclass(type(each), type)]:
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            namespace = type.__getattribute__(value, "__dict__")
+            if str(namespace.get("__module__")).partition(".")[0] not in without:
+                yield value, dict(namespace)
 
 
 def _namespace(holder: Any) -> Mapping[str, Any]:

@@ -117,7 +117,7 @@ def megatron_release(tree: SourceTree) -> str | None:
     if found is None:
         return None
     numbers: dict[str, object] = {}
-    for node in ast.parse(found[1]).body:
+    for node in _parse(found[1]).body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
             numbers.update({name.id: node.value.value for name in node.targets if isinstance(name, ast.Name)})
     parts = [numbers.get(key) for key in ("MAJOR", "MINOR", "PATCH")]
