@@ -56,7 +56,7 @@ SHORTENED = (
     Short("megatron-overlap launch cpu/llama_tp2/overlap", TINY, long=True),
     Short("megatron-overlap launch my.yaml", TINY),
     Short("megatron-overlap launch gpu/llama3_70b_tp4_pp8/overlap --rehearse", long=True),
-    Short("megatron-overlap launch gpu/llama3_8b_tp8/overlap --rehearse"),
+    Short("megatron-overlap launch gpu/llama3_8b_tp8/overlap --rehearse", "--rehearse-ranks 2"),
     Short("python scripts/bench/linear.py", f"{LINEAR} --ratios 1", hosts=True),
     Short("python scripts/bench/linear.py --hosts 2 --rows", f"{LINEAR} --ratios 1", hosts=True, long=True),
     Short("python scripts/bench/linear.py --hosts 2 --ops", f"{LINEAR} --gbps 1", hosts=True, long=True),

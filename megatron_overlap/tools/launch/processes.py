@@ -254,8 +254,13 @@ class _Job:
         return True
 
     def drain(self) -> None:
-        """Read the rest of the output, for at most one second: a detached process may hold the pipe open."""
-        self.pump_until(time.monotonic() + 1.0, lambda: not self._open_outputs)
+        """Read the rest of the output until none comes for a second, for at most ten seconds.
+
+        A detached process may hold the pipe open.
+        """
+        end = time.monotonic() + 10.0
+        while self._open_outputs and time.monotonic() < end and self.pump(1.0):
+            pass
 
     def end_all(self, grace_s: float) -> None:
         """End all ranks: SIGTERM, after the grace period SIGKILL to all descendants, then to the supervisors."""

@@ -1,7 +1,7 @@
 """Binds and compiles the Hopper kernels for CPU tensors without launching them. Prints one JSON line per kernel.
 
-Runs Triton's argument binding, specialization and compiler. With `epochs`, binds every kernel for the epochs 1 to 64
-without compiling it, and prints the number of launches and of compiled variants of each kernel.
+Runs Triton's argument binding, specialization and compiler. With `epochs`, binds every kernel for `EPOCHS` without
+compiling it, and prints the number of launches and of compiled variants of each kernel.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from megatron_overlap.kernels import hopper_self_test as self_test
 from megatron_overlap.kernels.launch import ALIGNED, HOPPER, HOPPER_SMALL, WGRAD, RowTiles, Waits
 from megatron_overlap.schedules.tile_order import RowTile
 from scripts.kernels.compiled import peer_stores
+
+EPOCHS = (1, 2, 3, 8, 15, 16, 17, 32, 48, 64, 2**31 - 1)
+"""Triton can specialize on the value 1, on multiples of 16, and on the number of bits."""
 
 bind = JITFunction.run
 found: list[Any] = []
@@ -64,7 +67,7 @@ JITFunction.run = without_launching
 if sys.argv[1:] == ["epochs"]:
     self_test._is_wrong = lambda *_: False
     JITFunction._do_compile = without_compiling
-    for number in range(1, 65):
+    for number in EPOCHS:
         launch_all(number)
     print(json.dumps({name: (count, sum(each == name for each, _ in variants)) for name, count in launches.items()}))
     raise SystemExit
