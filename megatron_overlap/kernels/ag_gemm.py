@@ -4,12 +4,14 @@ Source: Flux (arXiv 2406.06858), all-gather + GEMM: one flag per communication t
 order. The communication tile size is independent of the GEMM tile size.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from megatron_overlap.kernels import primitives
-from megatron_overlap.kernels.launch import GemmConfig, RowTiles, Waits, check_gemm, descriptors, interpreted
+from megatron_overlap.kernels.launch import GemmConfig, RowTiles, Waits, check_gemm, launch_gemm
 
 
 @triton.jit(do_not_specialize=["epoch"])
@@ -52,23 +54,10 @@ def ag_gemm_kernel(
         if tl.load(tile + primitives.REMOTE) != 0:
             primitives.wait_for(flags_ptr + tl.load(tile + primitives.FLAG), epoch, status_ptr, MAX_POLLS)
         first = column_tile * BLOCK_N
+        a = a_ptr + start.to(tl.int64) * stride_am, stride_am, stride_ak
+        b = b_ptr + first.to(tl.int64) * stride_bn, stride_bk, stride_bn
         total = primitives.product(
-            a_ptr + start.to(tl.int64) * stride_am,
-            b_ptr + first.to(tl.int64) * stride_bn,
-            num_rows,
-            N - first,
-            K,
-            stride_am,
-            stride_ak,
-            stride_bk,
-            stride_bn,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-            NUM_STAGES,
-            EVEN_N,
-            EVEN_K,
-            WIDEN,
+            a, b, num_rows, N - first, K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, EVEN_N, EVEN_K, WIDEN
         )
         rows = tl.arange(0, BLOCK_M)
         columns = first + tl.arange(0, BLOCK_N)
@@ -111,29 +100,11 @@ def ag_gemm(
         ValueError: shapes, dtypes or strides do not fit.
     """
     check_gemm(gathered, b, out, bias, tiles, config)
-    num_columns, depth = b.shape[1], b.shape[0]
-    work = tiles.count * triton.cdiv(num_columns, config.block_n)
-    if work == 0:
-        return
-    grid = (min(num_programs, work),)
-    flags = waits.flags, waits.status, waits.epoch
-    shared = bias if bias is not None else out, out, tiles.table, *flags, tiles.first, tiles.count, num_columns, depth
-    constants = {"HAS_BIAS": bias is not None, "MAX_POLLS": waits.max_polls, **config.constants()}
+    kernel: Any = ag_gemm_kernel
     if config.hopper:
-        from megatron_overlap.kernels.hopper_gemm import ag_gemm_sm90_kernel
-
-        a_desc, b_desc, transposed = descriptors(gathered, b, config)
-        ag_gemm_sm90_kernel[grid](a_desc, b_desc, *shared, out.stride(0), NT=transposed, **constants)
-        return
-    ag_gemm_kernel[grid](
-        gathered,
-        b,
-        *shared,
-        *gathered.stride(),
-        *b.stride(),
-        out.stride(0),
-        EVEN_N=num_columns % config.block_n == 0,
-        EVEN_K=depth % config.block_k == 0,
-        WIDEN=interpreted(),
-        **constants,
-    )
+        from megatron_overlap.kernels.hopper_gemm import ag_gemm_sm90_kernel as kernel
+    depth, num_columns = b.shape
+    flags = waits.flags, waits.status, waits.epoch
+    arguments = out if bias is None else bias, out, tiles.table, *flags, tiles.first, tiles.count, num_columns, depth
+    constants = {"HAS_BIAS": bias is not None, "MAX_POLLS": waits.max_polls}
+    launch_gemm(kernel, gathered, b, arguments, tiles, config, num_programs, constants, last=(out.stride(0),))

@@ -5,13 +5,14 @@ sum. Own rows come last, as in Flash-Overlap (arXiv 2604.24013): the last tiles 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from megatron_overlap.kernels import primitives
-from megatron_overlap.kernels.launch import GemmConfig, RowTiles, Waits, check_gemm, descriptors, interpreted
+from megatron_overlap.kernels.launch import GemmConfig, RowTiles, Waits, check_gemm, launch_gemm
 
 
 @triton.jit(do_not_specialize=["epoch"])
@@ -51,23 +52,10 @@ def gemm_to_owners_kernel(
         num_rows = tl.load(tile + primitives.STOP) - start
         owner = tl.load(tile + primitives.OWNER)
         first = column_tile * BLOCK_N
+        a = a_ptr + start.to(tl.int64) * stride_am, stride_am, stride_ak
+        b = b_ptr + first.to(tl.int64) * stride_bn, stride_bk, stride_bn
         total = primitives.product(
-            a_ptr + start.to(tl.int64) * stride_am,
-            b_ptr + first.to(tl.int64) * stride_bn,
-            num_rows,
-            N - first,
-            K,
-            stride_am,
-            stride_ak,
-            stride_bk,
-            stride_bn,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-            NUM_STAGES,
-            EVEN_N,
-            EVEN_K,
-            WIDEN,
+            a, b, num_rows, N - first, K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, EVEN_N, EVEN_K, WIDEN
         )
         # Triton loses an alignment hint on the result of a helper function, and then stores two bytes at a time.
         recv_buffer = tl.multiple_of(tl.load(recv_buffers_ptr + owner).to(tl.pointer_type(DTYPE)), 16)
@@ -165,42 +153,14 @@ def gemm_to_owners(
         ValueError: shapes or dtypes do not fit.
     """
     check_gemm(a, b, None, None, tiles, config)
-    num_columns, depth = b.shape[1], b.shape[0]
-    work = tiles.count * triton.cdiv(num_columns, config.block_n)
-    if work == 0:
-        return
-    grid = (min(num_programs, work),)
-    shared = (
-        owners.recv_buffers,
-        owners.flags,
-        owners.counters,
-        tiles.table,
-        owners.epoch,
-        owners.rank * owners.slot_rows * num_columns,
-        owners.rank * owners.parts,
-        tiles.first,
-        tiles.count,
-        num_columns,
-        depth,
-    )
-    constants = {"DTYPE": TRITON_TYPES[a.dtype], **config.constants()}
+    kernel: Any = gemm_to_owners_kernel
     if config.hopper:
-        from megatron_overlap.kernels.hopper_gemm import gemm_to_owners_sm90_kernel
-
-        a_desc, b_desc, transposed = descriptors(a, b, config)
-        gemm_to_owners_sm90_kernel[grid](a_desc, b_desc, *shared, NT=transposed, **constants)
-        return
-    gemm_to_owners_kernel[grid](
-        a,
-        b,
-        *shared,
-        *a.stride(),
-        *b.stride(),
-        EVEN_N=num_columns % config.block_n == 0,
-        EVEN_K=depth % config.block_k == 0,
-        WIDEN=interpreted(),
-        **constants,
-    )
+        from megatron_overlap.kernels.hopper_gemm import gemm_to_owners_sm90_kernel as kernel
+    depth, num_columns = b.shape
+    addresses = owners.recv_buffers, owners.flags, owners.counters
+    first_slot = owners.rank * owners.slot_rows * num_columns, owners.rank * owners.parts
+    arguments = *addresses, tiles.table, owners.epoch, *first_slot, tiles.first, tiles.count, num_columns, depth
+    launch_gemm(kernel, a, b, arguments, tiles, config, num_programs, {"DTYPE": TRITON_TYPES[a.dtype]})
 
 
 SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 8, 512, 4

@@ -7,7 +7,7 @@ that no register spills. Importing this module does not need Gluon.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -224,6 +224,35 @@ def descriptors(a: torch.Tensor, b: torch.Tensor, config: GemmConfig) -> tuple[A
         for matrix, block in zip((a, b.t() if transposed else b), blocks, strict=True)
     ]
     return found[0], found[1], transposed
+
+
+def launch_gemm(
+    kernel: Any,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    arguments: Sequence[Any],
+    tiles: RowTiles,
+    config: GemmConfig,
+    num_programs: int,
+    constants: Mapping[str, Any],
+    last: Sequence[Any] = (),
+) -> None:
+    """Launch a kernel of `a @ b`, portable or for Hopper as in `config`, unless it has no tiles.
+
+    `arguments` follow the operands. In a portable kernel the strides of the operands are between `arguments` and
+    `last`. `constants` are those of this kernel, besides those of every GEMM.
+    """
+    work = tiles.count * triton.cdiv(b.shape[1], config.block_n)
+    if work == 0:
+        return
+    launch = kernel[(min(num_programs, work),)]
+    if config.hopper:
+        a_desc, b_desc, transposed = descriptors(a, b, config)
+        launch(a_desc, b_desc, *arguments, *last, NT=transposed, **config.constants(), **constants)
+        return
+    even = {"EVEN_N": b.shape[1] % config.block_n == 0, "EVEN_K": b.shape[0] % config.block_k == 0}
+    strides = *a.stride(), *b.stride()
+    launch(a, b, *arguments, *strides, *last, WIDEN=interpreted(), **even, **config.constants(), **constants)
 
 
 def blocks_of(config: GemmConfig, form: str) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -70,15 +70,11 @@ def place_by_owner(index, num_first, num_rows, num_columns, GROUP: tl.constexpr)
 
 @triton.jit
 def product(
-    a_ptr,
-    b_ptr,
+    a,
+    b,
     num_rows,
     num_columns,
     K,
-    stride_am,
-    stride_ak,
-    stride_bk,
-    stride_bn,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -89,8 +85,11 @@ def product(
 ):
     """`a[:num_rows, :K] @ b[:K, :num_columns]` in fp32, `[BLOCK_M, BLOCK_N]`; undefined past the end.
 
+    `a` and `b` are a pointer and the strides of both dimensions.
     WIDEN multiplies in fp32, because Triton's interpreter computes a wrong bf16 dot.
     """
+    a_ptr, stride_am, stride_ak = a
+    b_ptr, stride_bk, stride_bn = b
     # Rows past the end read the last row of this tile instead of a mask: they do not affect other rows.
     rows = tl.minimum(tl.arange(0, BLOCK_M), num_rows - 1)
     columns = tl.arange(0, BLOCK_N)
@@ -101,21 +100,21 @@ def product(
     for k in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
         # Mask both operands: memory past the end may contain NaN, and 0 * NaN is NaN.
         if EVEN_K:
-            a = tl.load(a_ptrs)
+            a_tile = tl.load(a_ptrs)
         else:
-            a = tl.load(a_ptrs, mask=depth[None, :] < K - k, other=0.0)
+            a_tile = tl.load(a_ptrs, mask=depth[None, :] < K - k, other=0.0)
         if EVEN_N and EVEN_K:
-            b = tl.load(b_ptrs)
+            b_tile = tl.load(b_ptrs)
         elif EVEN_N:
-            b = tl.load(b_ptrs, mask=depth[:, None] < K - k, other=0.0)
+            b_tile = tl.load(b_ptrs, mask=depth[:, None] < K - k, other=0.0)
         elif EVEN_K:
-            b = tl.load(b_ptrs, mask=columns[None, :] < num_columns, other=0.0)
+            b_tile = tl.load(b_ptrs, mask=columns[None, :] < num_columns, other=0.0)
         else:
-            b = tl.load(b_ptrs, mask=(depth[:, None] < K - k) & (columns[None, :] < num_columns), other=0.0)
+            b_tile = tl.load(b_ptrs, mask=(depth[:, None] < K - k) & (columns[None, :] < num_columns), other=0.0)
         if WIDEN:
-            total = tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+            total = tl.dot(a_tile.to(tl.float32), b_tile.to(tl.float32), total, input_precision="ieee")
         else:
-            total = tl.dot(a, b, total, input_precision="ieee")
+            total = tl.dot(a_tile, b_tile, total, input_precision="ieee")
         a_ptrs += BLOCK_K * stride_ak
         b_ptrs += BLOCK_K * stride_bk
     return total
