@@ -25,9 +25,8 @@ class Candidate:
     knobs: tuple[Knob, ...] = ()
 
     def __str__(self) -> str:
-        chunks = () if self.chunks_per_rank is None else ("x", str(self.chunks_per_rank))
-        knobs = (f"{name}={value}" for name, value in self.knobs)
-        return " ".join((self.method, *([self.pattern] if self.pattern else ()), *chunks, *knobs))
+        chunks = None if self.chunks_per_rank is None else f"x {self.chunks_per_rank}"
+        return " ".join(filter(None, (self.method, self.pattern, chunks, *(f"{name}={v}" for name, v in self.knobs))))
 
 
 STOCK, SEPARATE_LAYERS = Candidate("stock"), Candidate("separate layers")

@@ -129,7 +129,8 @@ class Search[C: Hashable]:
         self._order = random.Random(len(candidates))  # the same on all ranks
         self._times: dict[C, Timing] = {}
         self.wanted: tuple[C, ...] = ()
-        """The candidates that are being measured: `record` takes their times."""
+        """The candidates that are being measured: `record` takes their times of the present search. Another search
+        begins with candidates that were not wanted before, and after `wanted` was empty."""
         self._steps: list[Step[C]] = []
         self._num_waits = 0
         self._next_recheck: float = (CACHED_RECHECK if cached else FIRST_RECHECK) if len(candidates) > 1 else math.inf
@@ -138,8 +139,6 @@ class Search[C: Hashable]:
         self.calls = 0
         """Calls so far. Below `free_until` the caller may count a call of the selected candidate here itself."""
         self.free_until: float = 0
-        self.epoch = 0
-        """Times of another epoch do not belong to the next `record`."""
         if self.measuring:
             self._begin(self._candidates, len(GAPS))
 
@@ -168,17 +167,18 @@ class Search[C: Hashable]:
 
     def record(self, times: Sequence[Timing]) -> None:
         """Takes the times of `wanted`, in its order and equal on all ranks; NaN where a rank has none."""
-        if any(math.isnan(each.us) for each in times):
-            self._wait()
-        else:
-            self._num_waits = 0
+        self._num_waits = self._num_waits + 1 if any(math.isnan(each.us) for each in times) else 0
+        if not self._num_waits:
             self._times |= zip(self.wanted, times, strict=True)
             self._end_round()
+        elif self._num_waits > MAX_WAITS:  # an output that nothing uses has no backward pass
+            self._settle(self.selected)
+        else:  # a backward pass has not run yet: more calls before the next exchange
+            self._steps = [Step(self.selected.candidate)] * (len(self.wanted) * 2**self._num_waits)
 
     def _begin(self, candidates: Sequence[C], num_rounds: int) -> None:
         """Begins a search. The selected candidate is its base."""
         self._base, self._round, self._num_rounds, self.free_until = self.selected.candidate, 0, num_rounds, 0
-        self.epoch += 1
         self._begin_round(candidates)
 
     def _begin_round(self, alive: Sequence[C]) -> None:
@@ -221,12 +221,3 @@ class Search[C: Hashable]:
         if not self.measuring and selected.candidate == stock:
             selected = selected._replace(reason="reverted" if before.candidate != stock else before.reason)
         self.selected, self.measuring, self.wanted, self._steps, self._num_waits = selected, False, (), [], 0
-        self.epoch += 1
-
-    def _wait(self) -> None:
-        """A backward pass has not run yet: runs more calls before the next exchange."""
-        self._num_waits += 1
-        if self._num_waits > MAX_WAITS:  # an output that nothing uses has no backward pass
-            self._settle(self.selected)
-            return
-        self._steps = [Step(self.selected.candidate)] * (len(self.wanted) * 2**self._num_waits)

@@ -49,8 +49,7 @@ class Span:
         return self.start.elapsed_time(self.stop) * 1e3 if self.stop.query() else math.nan
 
 
-type Samples = tuple[list[Span], list[Span]]
-"""The timed calls of one candidate in their order, forward and backward."""
+type Samples = tuple[list[Span], list[Span]]  # the timed calls in their order, forward and backward
 
 
 @dataclass(slots=True)
@@ -60,7 +59,7 @@ class Kind:
     Attributes:
         call: the first call that was seen. Each of its calls begins the next step.
         search: names the candidates.
-        samples: of the current epoch of `search`, for each call.
+        samples: of the candidates of the present search, for each call.
     """
 
     call: Call
@@ -133,15 +132,12 @@ class Autotuner:
         kind = self.kinds.get(name)
         if kind is None:
             kind = self.kinds[name] = self._open(call, candidates(), leaves[0].device)
-        if not timed:
-            candidate = kind.search.selected.candidate
-            return run(candidate), candidate
-        if call == kind.call:
+        if timed and call == kind.call:
             while kind.search.due:
                 self._exchange(kind)
             kind.step = kind.search.next()
-        candidate = kind.step.candidate
-        if not kind.step.timed:
+        candidate, is_timed = kind.step if timed else Step(kind.search.selected.candidate)
+        if not is_timed:
             return run(candidate), candidate
         samples = kind.samples.setdefault(call, {}).setdefault(candidate, ([], []))
         return _time_call(samples, partial(run, candidate), leaves, whole_pass=call.op == "block"), candidate
@@ -166,8 +162,7 @@ class Autotuner:
         cached = Selection(by_name[name], *rest) if name in by_name else None
 
         def neighbours(candidate: Candidate) -> list[Candidate]:
-            found = [each for each in variants if one_knob_apart(candidate.knobs, each.knobs)]
-            return found if candidate.method == "fused" else []
+            return [v for v in variants if candidate.method == v.method and one_knob_apart(candidate.knobs, v.knobs)]
 
         return Kind(call, Search(candidates, cached=cached, neighbours=neighbours))
 
@@ -185,10 +180,10 @@ class Autotuner:
         return AutotuneCache(self._folder, self._versions | environment)
 
     def _exchange(self, kind: Kind) -> None:
-        search, before, epoch, mine = kind.search, kind.search.selected, kind.search.epoch, kind.passes()
+        search, before, wanted, mine = kind.search, kind.search.selected, kind.search.wanted, kind.passes()
         calls = zip(*self._host.all_gather_floats([us for times in mine for us in times]), strict=True)
         search.record(kind.total([Timing.slowest(islice(calls, len(times)), _MIN_CALLS) for times in mine]))
-        if search.epoch != epoch:
+        if not search.wanted or not {*search.wanted} <= {*wanted}:
             kind.samples = {}
         candidate, us, stock_us, reason = search.selected
         if self._cache is not None and search.selected != before and not math.isnan(us + stock_us):

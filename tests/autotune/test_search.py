@@ -70,12 +70,12 @@ def drive(
             steps.append(Step(STOCK))
             continue
         while search.due:
-            epoch = search.epoch
+            wanted = search.wanted
             known = [c in times and noise.random() >= missing and c not in never_timed for c in search.wanted]
             search.record(
                 [Timing.slowest(times[c], 1) if k else NOT_YET for c, k in zip(search.wanted, known, strict=True)]
             )
-            if search.epoch != epoch:
+            if not search.wanted or not {*search.wanted} <= {*wanted}:
                 times = {}
         step = search.next()
         if step.timed:
