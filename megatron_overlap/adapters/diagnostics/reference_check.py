@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,8 +54,10 @@ class Check(Adapter):
         judge = functools.partial(self.judge, name, group, device)
         return Subject(op, group, self._rtol, judge, main_grad, weight_done)
 
-    def reduce(self, name: str, bucket: torch.Tensor, group: dist.ProcessGroup, op: Any, whole: bool) -> BucketCheck:
-        """A comparison of the reduction of a gradient bucket, made before the reduction.
+    def reduce(
+        self, name: str, bucket: torch.Tensor, group: dist.ProcessGroup, op: Any, whole: bool
+    ) -> Callable[[], None]:
+        """Prepares the comparison of a reduction before it; the result is called after it.
 
         Args:
             name: of the operation in results.
@@ -65,28 +66,41 @@ class Check(Adapter):
             op: sum or mean.
             whole: all elements are reduced; otherwise the shard of this rank.
         """
-        return _ReduceCheck(self, name, bucket, group, op, whole, bucket.clone())
+        return functools.partial(self._compare_sum, name, bucket, bucket.clone(), group, op, whole)
 
-    def gather(self, name: str, bucket: torch.Tensor, group: dist.ProcessGroup) -> BucketCheck:
-        """A comparison of the all-gather of a parameter bucket, made before the all-gather."""
+    def gather(self, name: str, bucket: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], None]:
+        """Prepares the comparison of the all-gather of a parameter bucket before it; the result is called after it."""
         shard = bucket.numel() // group.size()
         own = bucket[group.rank() * shard : (group.rank() + 1) * shard].clone()
-        return _GatherCheck(self, name, bucket, group, own)
+        return functools.partial(self._compare_parameters, name, bucket, own, group)
 
-    def share(
-        self, got: torch.Tensor, reference: torch.Tensor, exact: Callable[[], tuple[torch.Tensor, torch.Tensor]], n: int
-    ) -> float:
-        """The error of a sum of `n` terms as a share of the allowed error.
+    def _compare_sum(
+        self, name: str, bucket: torch.Tensor, before: torch.Tensor, group: dist.ProcessGroup, op: Any, whole: bool
+    ) -> None:
+        """Compares a reduced bucket, and replaces it after a mismatch with `fallback`."""
+        ranks, shard = group.size(), bucket.numel() // group.size()
+        own = slice(None) if whole else slice(group.rank() * shard, (group.rank() + 1) * shard)
 
-        Args:
-            got: the overlapped sum.
-            reference: the sum of the stock path.
-            exact: returns the sum and the sum of absolute values, both in float64.
-            n: number of terms, one of each rank.
-        """
+        def reduced(tensor: torch.Tensor) -> torch.Tensor:
+            dist.all_reduce(tensor, group=group)
+            return tensor.div_(ranks if op == dist.ReduceOp.AVG else 1)[own]
+
+        got, reference = bucket[own], reduced(before.clone())
         if self._rtol is not None:
-            return share_of_rtol(got, reference, self._rtol)
-        return share_of_allowed(got, reference, *exact(), n, n + 1)
+            share = share_of_rtol(got, reference, self._rtol)
+        else:
+            exact, magnitude = (reduced(tensor) for tensor in (before.double(), before.double().abs()))
+            share = share_of_allowed(got, reference, exact, magnitude, ranks, ranks + 1)
+        if self.judge(name, group, bucket.device, {"sum": share}):
+            got.copy_(reference)
+
+    def _compare_parameters(self, name: str, bucket: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Compares a gathered bucket with `own` of all ranks, and replaces it after a mismatch with `fallback`."""
+        reference = torch.empty_like(bucket)
+        dist.all_gather_into_tensor(reference, own, group=group)
+        equal = torch.equal(reference.view(torch.uint8), bucket.view(torch.uint8))
+        if self.judge(name, group, bucket.device, {"parameters": 0.0 if equal else math.inf}):
+            bucket.copy_(reference)
 
     def close(self) -> None:
         """Prints the result of a checked step that just ended."""
@@ -129,65 +143,3 @@ class Check(Adapter):
             )
         self.fallbacks.setdefault(call, text)
         return True
-
-
-@dataclass(frozen=True, slots=True)
-class BucketCheck:
-    """A comparison of one bucket of data parallelism.
-
-    Attributes:
-        check: records the result.
-        name: of the operation.
-        bucket: the tensor that the operation changes.
-        group: the data-parallel group.
-    """
-
-    check: Check
-    name: str
-    bucket: torch.Tensor
-    group: dist.ProcessGroup
-
-    def compare(self) -> None:
-        """Called after the operation: compares `bucket`, and replaces it after a mismatch with `fallback`."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True, slots=True)
-class _ReduceCheck(BucketCheck):
-    op: Any
-    whole: bool
-    before: torch.Tensor
-
-    def compare(self) -> None:
-        group, ranks = self.group, self.group.size()
-        scale = ranks if self.op == dist.ReduceOp.AVG else 1
-        shard = self.bucket.numel() // ranks
-        own = slice(None) if self.whole else slice(group.rank() * shard, (group.rank() + 1) * shard)
-        reference = self.before.clone()
-        dist.all_reduce(reference, group=group)
-        reference.div_(scale)
-        got = self.bucket[own]
-
-        def exact() -> tuple[torch.Tensor, torch.Tensor]:
-            total, magnitude = self.before.double(), self.before.double().abs()
-            for each in (total, magnitude):
-                dist.all_reduce(each, group=group)
-                each.div_(scale)
-            return total[own], magnitude[own]
-
-        share = self.check.share(got, reference[own], exact, ranks)
-        if self.check.judge(self.name, group, self.bucket.device, {"sum": share}):
-            got.copy_(reference[own])
-
-
-@dataclass(frozen=True, slots=True)
-class _GatherCheck(BucketCheck):
-    own: torch.Tensor
-
-    def compare(self) -> None:
-        reference = torch.empty_like(self.bucket)
-        dist.all_gather_into_tensor(reference, self.own, group=self.group)
-        equal = torch.equal(reference.view(torch.uint8), self.bucket.view(torch.uint8))
-        share = 0.0 if equal else math.inf
-        if self.check.judge(self.name, self.group, self.bucket.device, {"parameters": share}):
-            self.bucket.copy_(reference)

@@ -22,7 +22,7 @@ _LOSSES, _SKIPPED, _GRAD_NORM = 0, 1, 5
 
 
 class StepRecorder:
-    """Records the training steps of this rank into `run_dir`; a `StepObserver`.
+    """Records the training steps of this rank into `run_dir`.
 
     Files: `steps-rank{r}.jsonl` (one line per iteration), `meta-rank{r}.json` (versions, device, layout) at the first
     step, `report-rank{r}.json` at the end; with a tracer `events-rank{r}.bin`. Files of an earlier run in the same
@@ -69,7 +69,7 @@ class StepRecorder:
         self._start_ns = time.perf_counter_ns()
 
     def step_completed(self, iterations_before: int | None, result: Any) -> None:
-        """Writes the line of the step."""
+        """Writes the line of the step. `iterations_before`: completed before it, if Megatron passes their number."""
         self._synchronize()
         self._write_step(iterations_before, self._start_ns, time.perf_counter_ns(), result)
 

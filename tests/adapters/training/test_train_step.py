@@ -1,4 +1,4 @@
-"""The patch of `train_step`: step numbers, and the calls of observers."""
+"""The patch of `train_step`: step numbers, and the calls of recorders."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_overlap import OverlapConfig, Session
 from megatron_overlap.adapters.training.train_step import TrainStep, train_step
 
 
-class Observer:
+class Recorder:
     """Records the calls of the patch."""
 
     def __init__(self, calls: list[object]) -> None:
@@ -21,7 +21,7 @@ class Observer:
         self.calls.append(("completed", iterations_before, result))
 
 
-def test_observers_are_called_around_the_step_and_its_number_follows_megatron() -> None:
+def test_recorders_are_called_around_the_step_and_its_number_follows_megatron() -> None:
     session = Session(OverlapConfig())
     calls: list[object] = []
 
@@ -30,7 +30,7 @@ def test_observers_are_called_around_the_step_and_its_number_follows_megatron() 
         return "losses"
 
     step = train_step(original, session)
-    session.adapter(TrainStep).observers.append(Observer(calls))
+    session.adapter(TrainStep).recorders.append(Recorder(calls))
     assert step("data", iteration=6) == "losses"
     assert calls == [
         "begins",
