@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from megatron_overlap.config.errors import ConfigError, did_you_mean
+from megatron_overlap.config.errors import ConfigError, did_you_mean, usage_error
 from megatron_overlap.version import __version__
 
 # typer contains its own copy of click in some releases. Its BadParameter is a class of that copy in every release.
@@ -67,14 +67,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _command_in(args: Sequence[str]) -> str | None:
     """The name of the subcommand; None for --help and --version."""
     if not args:
-        raise _usage("command", None, f"use one of {', '.join(COMMANDS)}; see --help")
+        raise usage_error("command", None, f"use one of {', '.join(COMMANDS)}; see --help")
     first = args[0]
     if first in ("--help", "--version"):
         return None
     if first.startswith("-"):
-        raise _usage("option", first, did_you_mean(first, ("--help", "--version"), "option"))
+        raise usage_error("option", first, did_you_mean(first, ("--help", "--version"), "option"))
     if first not in COMMANDS:
-        raise _usage("command", first, did_you_mean(first, COMMANDS, "command"))
+        raise usage_error("command", first, did_you_mean(first, COMMANDS, "command"))
     return first
 
 
@@ -108,10 +108,6 @@ def _load(target: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def _usage(key: str, value: object, remedy: str) -> ConfigError:
-    return ConfigError("command line", key, value, remedy)
-
-
 def _explain(name: str | None, args: Sequence[str], error: Exception) -> ConfigError:
     """The one-line error of a usage error of typer."""
     params = getattr(getattr(getattr(error, "ctx", None), "command", None), "params", [])
@@ -123,18 +119,18 @@ def _explain(name: str | None, args: Sequence[str], error: Exception) -> ConfigE
     if isinstance(error, _click_errors.NoSuchOption):
         text = str(option)
         if "." in text:
-            return _usage(key, text, "unknown option; write an override as key=value, without dashes")
-        return _usage(key, text, did_you_mean(text, [*options, "--help"], "option"))
+            return usage_error(key, text, "unknown option; write an override as key=value, without dashes")
+        return usage_error(key, text, did_you_mean(text, [*options, "--help"], "option"))
     if isinstance(error, _click_errors.MissingParameter) and param is not None:
-        return _usage(key, None, f"give {str(param.name).upper()}; {more}")
+        return usage_error(key, None, f"give {str(param.name).upper()}; {more}")
     message = str(getattr(error, "message", error)).rstrip(".")
     extra = re.fullmatch(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", message)
     if extra is not None:
-        return _usage(key, extra[1], f"takes no such argument; {more}")
+        return usage_error(key, extra[1], f"takes no such argument; {more}")
     where = param.opts[-1] if param is not None else option
     if where is None:
-        return _usage(key, " ".join(args), f"{message}; {more}")
-    return _usage(f"{key} {where}", _given(args, where), f"{message}; {more}")
+        return usage_error(key, " ".join(args), f"{message}; {more}")
+    return usage_error(f"{key} {where}", _given(args, where), f"{message}; {more}")
 
 
 def _given(args: Sequence[str], option: str) -> str | None:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from megatron_overlap.config.errors import ConfigError, Problem, did_you_mean, raise_first
+from megatron_overlap.config.errors import Problem, did_you_mean, raise_first, usage_error
 from megatron_overlap.config.merge import compose
 from megatron_overlap.config.resources import resource_folder
 from megatron_overlap.config.section import Name, NonNegativeFloat, Positive, PositiveFloat, Section, Text, validate
@@ -245,7 +245,7 @@ def load_cluster_profile(name_or_path: str) -> ClusterProfile:
         path = profile_folder() / f"{name_or_path}.yaml"
         if not path.is_file():
             remedy = did_you_mean(name_or_path, profile_names(), "profile").removesuffix("?") + ", or give a YAML file"
-            raise ConfigError("command line", "simulate --cluster", name_or_path, remedy)
+            raise usage_error("simulate --cluster", name_or_path, remedy)
     composed = compose(path, (), ())
     return validate(ClusterProfile, composed)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from pydantic_core import PydanticCustomError
 
 MAX_VALUE_CHARS = 80
+_COMMAND_LINE = "command line"
 
 
 class ConfigError(ValueError):
@@ -22,8 +23,13 @@ class ConfigError(ValueError):
         self.key = key
         self.value = value
         self.remedy = remedy
-        shown = "missing" if value is None and file == "command line" else show_value(value)
+        shown = "missing" if value is None and file == _COMMAND_LINE else show_value(value)
         super().__init__(f"{_line(file)}: {_line(key)}: {shown}: {_line(remedy)}")
+
+
+def usage_error(key: str, value: object, remedy: str) -> ConfigError:
+    """The error of a command line; `key` names the command and the option."""
+    return ConfigError(_COMMAND_LINE, key, value, remedy)
 
 
 def _line(text: str) -> str:
@@ -70,7 +76,7 @@ def writing(option: str, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         remedy = f"{error.strerror or 'cannot be written'}; give a path that can be written"
-        raise ConfigError("command line", option, str(path), remedy) from error
+        raise usage_error(option, str(path), remedy) from error
 
 
 @dataclass(frozen=True)

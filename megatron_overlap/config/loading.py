@@ -54,11 +54,10 @@ class LaunchConfig(LaunchFields):
 
 @dataclass(frozen=True)
 class OverlapFile:
-    """Content of the file of `--overlap-config`: two sections, and the launch config if the file is a complete one."""
+    """Two sections of the file of `--overlap-config`."""
 
     overlap: OverlapConfig
     launch: LaunchSection
-    config: LaunchConfig | None
 
 
 def load_launch_config(path: str | Path, overrides: Sequence[str] = (), *, inputs: bool = False) -> LaunchConfig:
@@ -134,15 +133,15 @@ def load_overlap_file(path: str | Path, overrides: Sequence[str] = ()) -> Overla
     tree = composed.tree
     if "model" in tree and "train" in tree:
         config = validate(LaunchConfig, composed)
-        return OverlapFile(config.overlap, config.launch, config)
+        return OverlapFile(config.overlap, config.launch)
     bare = set(OverlapConfig.model_fields) - {"data"}
     if "overlap" not in tree and set(tree) & bare:
-        return OverlapFile(validate(OverlapConfig, composed), LaunchSection(), None)
+        return OverlapFile(validate(OverlapConfig, composed), LaunchSection())
     for key in tree:
         if key not in LaunchConfig.model_fields:
             remedy = did_you_mean(key, [*LaunchConfig.model_fields, "base"])
             raise ConfigError(composed.source_of(key), key, tree[key], remedy)
-    return OverlapFile(validate(OverlapConfig, composed, "overlap"), validate(LaunchSection, composed, "launch"), None)
+    return OverlapFile(validate(OverlapConfig, composed, "overlap"), validate(LaunchSection, composed, "launch"))
 
 
 def dump_config(config: LaunchConfig | OverlapConfig) -> str:

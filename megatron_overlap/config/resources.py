@@ -4,7 +4,7 @@ import importlib.util
 import os
 from pathlib import Path
 
-from megatron_overlap.config.errors import ConfigError, nearest
+from megatron_overlap.config.errors import nearest, usage_error
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -56,6 +56,4 @@ def config_file(given: str | Path) -> Path:
     files = (file for device in ("cpu", "gpu") for file in sorted((folder / device).rglob("*.yaml")))
     close = nearest(str(given), [str(file.relative_to(folder).with_suffix("")) for file in files])
     remedy = f"did you mean {close}?" if close is not None else "or a name such as gpu/llama3_8b_tp8/overlap"
-    raise ConfigError(
-        "command line", "CONFIG", str(given), f"no such file or shipped config; give a YAML file, {remedy}"
-    )
+    raise usage_error("CONFIG", str(given), f"no such file or shipped config; give a YAML file, {remedy}")

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from megatron_overlap.config.errors import ConfigError
+from megatron_overlap.config.errors import usage_error
 from megatron_overlap.patching import ManifestError
 from megatron_overlap.patching.manifest import Verdict, judge_source, load_manifests
 from megatron_overlap.patching.source import (
@@ -86,5 +86,5 @@ def _tree(megatron: Path | None) -> tuple[SourceTree, str]:
         remedy = "holds no megatron-core; give a wheel, or the folder that contains megatron/core"
     release = None if tree is None else megatron_release(tree)
     if tree is None or release is None:
-        raise ConfigError("command line", "--megatron", shown, remedy)
+        raise usage_error("--megatron", shown, remedy)
     return tree, release

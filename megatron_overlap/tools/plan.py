@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from megatron_overlap.config import ConfigError, load_launch_config
-from megatron_overlap.config.errors import did_you_mean
+from megatron_overlap.config import load_launch_config
+from megatron_overlap.config.errors import did_you_mean, usage_error
 from megatron_overlap.config.resources import config_file
 from megatron_overlap.schedules.varlen.balance import describe
 from megatron_overlap.schedules.varlen.baselines import METHODS
@@ -41,21 +41,23 @@ def plan(
         nodes = nodes or min(launch.launch.nodes, ranks)
     ranks, nodes = ranks or 8, nodes or 1
     if ranks % nodes:
-        raise _wrong("--ranks", ranks, f"give a multiple of the {nodes} nodes")
+        raise usage_error("plan --ranks", ranks, f"give a multiple of the {nodes} nodes")
     if method not in METHODS:
-        raise _wrong("--method", method, did_you_mean(method, METHODS, "method"))
+        raise usage_error("plan --method", method, did_you_mean(method, METHODS, "method"))
     try:
         batch = read_lengths(lengths)
     except OSError as error:
-        raise _wrong("--lengths", lengths, f"{error.strerror}; give a file or a folder that can be read") from error
+        raise usage_error(
+            "plan --lengths", lengths, f"{error.strerror}; give a file or a folder that can be read"
+        ) from error
     except ValueError as error:
-        raise _wrong("--lengths", lengths, str(error)) from error
+        raise usage_error("plan --lengths", lengths, str(error)) from error
     share = -(-sum(batch) // ranks)
     topology = Topology(nodes, ranks // nodes, min(nics, ranks // nodes))
     try:
         result = METHODS[method](batch, topology, capacity=capacity or max(1, share + share // _SPARE), cost=None)
     except ValueError as error:
-        raise _wrong(f"--method {method}", None, str(error)) from error
+        raise usage_error(f"plan --method {method}", None, str(error)) from error
     print(describe(result, ranks=show))
     return 0
 
@@ -87,7 +89,3 @@ def read_lengths(path: Path) -> list[int]:
     if not lengths:
         raise ValueError(f"lengths: {path}: the file is empty; write one length per line")
     return lengths
-
-
-def _wrong(option: str, value: object, remedy: str) -> ConfigError:
-    return ConfigError("command line", f"plan {option}", value, remedy)

@@ -22,8 +22,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megatron_overlap.config import ConfigError
-from megatron_overlap.config.errors import writing
+from megatron_overlap.config.errors import usage_error, writing
 from megatron_overlap.tracing.events import EventFileError, Kind, RankEvents, exposed_in, merged, read_events, steps_of
 
 _FILE = re.compile(r"events-rank(\d+)\.bin")
@@ -168,7 +167,7 @@ def trace(
     try:
         aligned = align_steps(ranks, first, last)
     except ValueError as error:
-        raise _wrong("--steps", steps, str(error)) from error
+        raise usage_error("trace --steps", steps, str(error)) from error
     path = output if output is not None else run_dir / "trace.json.gz"
     metadata = {"run": str(run_dir), "clock": "of rank 0; other ranks shifted by measured offsets"}
     with writing("trace --output", path), gzip.open(path, "wt") if path.suffix == ".gz" else path.open("w") as file:
@@ -319,11 +318,13 @@ def _read(run_dir: Path) -> list[RankEvents]:
     files = event_files(run_dir)
     if not files:
         what = "no events in it" if run_dir.is_dir() else "no such folder"
-        raise _wrong("RUN_DIR", run_dir, f"{what}; run with overlap.trace=true, and give the folder of that run")
+        raise usage_error(
+            "trace RUN_DIR", run_dir, f"{what}; run with overlap.trace=true, and give the folder of that run"
+        )
     try:
         return [read_events(path) for path in files.values()]
     except EventFileError as error:
-        raise _wrong("RUN_DIR", run_dir, str(error)) from error
+        raise usage_error("trace RUN_DIR", run_dir, str(error)) from error
 
 
 def _parse_steps(text: str | None) -> tuple[int | None, int | None]:
@@ -331,11 +332,7 @@ def _parse_steps(text: str | None) -> tuple[int | None, int | None]:
         return None, None
     found = re.fullmatch(r"(\d*)(:?)(\d*)", text)
     if found is None or text == ":" or (not found[2] and not found[1]):
-        raise _wrong("--steps", text, "write FIRST:LAST, FIRST:, :LAST or one number")
+        raise usage_error("trace --steps", text, "write FIRST:LAST, FIRST:, :LAST or one number")
     first = int(found[1]) if found[1] else None
     last = int(found[3]) if found[3] else None if found[2] else first
     return first, last
-
-
-def _wrong(option: str, value: object, remedy: str) -> ConfigError:
-    return ConfigError("command line", f"trace {option}", value, remedy)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_overlap.config import OverlapConfig, load_overlap_file
+from megatron_overlap.config.errors import writing
 from megatron_overlap.config.megatron_args import TE_OVERLAP, TE_OVERLAP_ADVICE
 from megatron_overlap.config.resources import transformer_engine_available
 from megatron_overlap.patching.engine import Engine
@@ -45,7 +46,7 @@ class ScriptRun:
 
     Raises:
         UsageError: the command line is wrong.
-        ConfigError: the config file is wrong.
+        ConfigError: the config file is wrong, or the run folder cannot be made.
     """
 
     def __init__(self, argv: list[str]) -> None:
@@ -129,7 +130,7 @@ class ScriptRun:
             session.apply_patches({"tracing", *(["tracing_cpu"] if self._device == "cpu" else [])}, required=True)
         self._recorder = StepRecorder(run_dir, self._rank, self._device, self._link, tracer)
         session.apply_patches({"training"}, required=True)
-        session.adapter(TrainStep).observers.append(self._recorder)
+        session.adapter(TrainStep).recorders.append(self._recorder)
 
     def execute(self) -> None:
         """Runs the script as `__main__`."""
@@ -277,11 +278,8 @@ def _flag_parser() -> argparse.ArgumentParser:
 
 
 def _make_folder(path: str) -> Path:
-    try:
+    with writing("--overlap-run-dir", Path(path)):
         Path(path).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = error.strerror or "cannot be made"
-        raise UsageError(f"command line: --overlap-run-dir: {path}: {reason}: name a folder to write to") from error
     return Path(path)
 
 

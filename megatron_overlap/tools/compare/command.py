@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from megatron_overlap.config import ConfigError, LaunchConfig, dump_config, load_launch_config
-from megatron_overlap.config.errors import writing
+from megatron_overlap.config import LaunchConfig, dump_config, load_launch_config
+from megatron_overlap.config.errors import usage_error, writing
 from megatron_overlap.config.resources import config_file
 from megatron_overlap.tools.compare import report
 from megatron_overlap.tools.compare.comparison import WARM_UP_ITERATIONS, Comparison, NotComparableError, Side, Workload
@@ -56,9 +56,7 @@ def compare(
     if logs:
         return _compare_logs([Path(file) for file in configs], output, attribute, peak_tflops)
     if peak_tflops is not None:
-        raise ConfigError(
-            "command line", "compare --peak-tflops", peak_tflops, "needs --logs: a launch determines the peak itself"
-        )
+        raise usage_error("compare --peak-tflops", peak_tflops, "needs --logs: a launch determines the peak itself")
     files, overrides = _split(configs)
     chosen = select([(file, load_launch_config(config_file(file), overrides)) for file in files], attribute=attribute)
     last = chosen.configs[-1]
@@ -80,11 +78,9 @@ def _compare_logs(files: Sequence[Path], output: Path | None, attribute: bool, p
     """The same table and files from finished logs; figures that a log lacks are left out."""
     if len(files) < 2:
         remedy = "give at least two logs, the reference first"
-        raise ConfigError("command line", "compare --logs", files[0], remedy)
+        raise usage_error("compare --logs", files[0], remedy)
     if attribute:
-        raise ConfigError(
-            "command line", "compare --attribute", None, "launches one more run; leave it out with --logs"
-        )
+        raise usage_error("compare --attribute", None, "launches one more run; leave it out with --logs")
     logged = read_sides([read_log(file) for file in files], peak_tflops)
     folder = _open_folder(
         output if output is not None else unused_folder("runs", f"compare-{logged[-1].name.replace('/', '-')}")
@@ -163,7 +159,7 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Files and overrides. `a=b` is an override unless a file has that name."""
     files = [text for text in arguments if "=" not in text or Path(text).is_file()]
     if not files:
-        raise ConfigError("command line", "compare", None, "give CONFIGS; see megatron-overlap compare --help")
+        raise usage_error("compare", None, "give CONFIGS; see megatron-overlap compare --help")
     return files, [text for text in arguments if text not in files]
 
 

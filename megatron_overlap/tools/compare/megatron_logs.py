@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from megatron_overlap.config import ConfigError
+from megatron_overlap.config.errors import usage_error
 from megatron_overlap.tools.compare.comparison import WARM_UP_ITERATIONS, Side, Workload
 from megatron_overlap.tools.compare.flops import Peak
 from megatron_overlap.tools.launch.run_records import RunRecord
@@ -58,7 +58,11 @@ def read_log(path: Path) -> Log:
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        raise _wrong(path, f"{(error.strerror or 'cannot be read').lower()}; give the log of a finished run") from error
+        raise usage_error(
+            "compare --logs",
+            str(path),
+            f"{(error.strerror or 'cannot be read').lower()}; give the log of a finished run",
+        ) from error
     lines: dict[int, dict[str, float]] = {}
     arguments: dict[str, int] = {}
     for row in text.splitlines():
@@ -75,11 +79,17 @@ def read_log(path: Path) -> Log:
         if lines.get(number) == line:  # the output of two ranks in one file
             continue
         if lines and number <= max(lines):
-            raise _wrong(path, f"iteration {number} comes after iteration {max(lines)}: give one file for each run")
+            raise usage_error(
+                "compare --logs",
+                str(path),
+                f"iteration {number} comes after iteration {max(lines)}: give one file for each run",
+            )
         lines[number] = line
     if not lines:
-        raise _wrong(
-            path, "has no line with `elapsed time per iteration (ms)`; give the output of the last rank of Megatron"
+        raise usage_error(
+            "compare --logs",
+            str(path),
+            "has no line with `elapsed time per iteration (ms)`; give the output of the last rank of Megatron",
         )
     return Log(path, lines, arguments.get("world_size"), arguments.get("seq_length"))
 
@@ -99,7 +109,7 @@ def sides(logs: Sequence[Log], peak_tflops: float | None = None) -> list[Side]:
         remedy = (
             f"has {len(common)} iterations in common with the other logs; at least {WARM_UP_ITERATIONS + 1} are needed"
         )
-        raise _wrong(logs[-1].path, remedy)
+        raise usage_error("compare --logs", str(logs[-1].path), remedy)
     stems = [log.path.stem for log in logs]
     unique = len(set(stems)) == len(stems)
     peak = None if peak_tflops is None else Peak(peak_tflops, "given with --peak-tflops", measured=False)
@@ -129,7 +139,3 @@ def _workload(log: Log, rows: Sequence[Mapping[str, float]]) -> Workload:
     if not counted:
         return Workload(tokens, None, "not in the log: run with --log-throughput", log.world_size)
     return Workload(tokens, median(counted) * (log.world_size or 1), FLOPS_CONVENTION, log.world_size)
-
-
-def _wrong(path: Path, remedy: str) -> ConfigError:
-    return ConfigError("command line", "compare --logs", str(path), remedy)
