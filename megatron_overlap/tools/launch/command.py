@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.status import Status
 
 from megatron_overlap.config import ConfigError, LaunchConfig, arms, load_launch_config
-from megatron_overlap.config.errors import writing
+from megatron_overlap.config.errors import usage_error, writing
 from megatron_overlap.config.resources import config_file
 from megatron_overlap.patching.manifest import load_permits
 from megatron_overlap.tools.launch.downscale import downscale
@@ -40,18 +40,24 @@ _REPORT = re.compile(
 )
 
 
+Config = Annotated[Path, typer.Argument(help="Launch config: a YAML file, or the name of a shipped one.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, which overrides the file.")]
+RunDir = Annotated[
+    Path | None, typer.Option("--run-dir", help="Folder of this run. Default: a new folder in launch.output_dir.")
+]
+Rendezvous = Annotated[
+    str | None, typer.Option("--rendezvous", help="HOST:PORT of the first node. Required with several nodes.")
+]
+
+
 def launch(
-    config: Annotated[Path, typer.Argument(help="Launch config: a YAML file, or the name of a shipped one.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, which overrides the file.")] = None,
+    config: Config,
+    overrides: Overrides = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print commands, environment and configuration; start nothing.")
     ] = False,
-    run_dir: Annotated[
-        Path | None, typer.Option("--run-dir", help="Folder of this run. Default: a new folder in launch.output_dir.")
-    ] = None,
-    rendezvous: Annotated[
-        str | None, typer.Option("--rendezvous", help="HOST:PORT of the first node. Required with several nodes.")
-    ] = None,
+    run_dir: RunDir = None,
+    rendezvous: Rendezvous = None,
     rehearse: Annotated[
         bool,
         typer.Option(
@@ -84,11 +90,11 @@ def launch(
         return _emit_slurm(config, overrides or [], baseline)
     if baseline is not None:
         remedy = "needs --emit-slurm; to run both here: megatron-overlap compare CONFIG"
-        raise ConfigError("command line", "launch --baseline", baseline, remedy)
+        raise usage_error("launch --baseline", baseline, remedy)
     if rehearse:
         return _rehearse(config, overrides or (), run_dir, rehearse_ranks)
     if rehearse_ranks is not None:
-        raise ConfigError("command line", "launch --rehearse-ranks", rehearse_ranks, "needs --rehearse")
+        raise usage_error("launch --rehearse-ranks", rehearse_ranks, "needs --rehearse")
     cfg = load_launch_config(config, overrides or (), inputs=not dry_run)
     if cfg.launch.nodes > 1 and not dry_run:
         require_shared_options("launch", rendezvous, run_dir, cfg.launch.nodes)
@@ -105,7 +111,7 @@ def launch(
         flush=True,
     )
     try:
-        result = execute(launch_plan, on_line=_Progress(cfg), on_note=_note)
+        result = execute(launch_plan, on_line=_progress_of(cfg), on_note=_note)
     except (RunError, NetlabError) as error:
         print(f"{cfg.name}: {error}", file=sys.stderr)
         return 1
@@ -121,8 +127,7 @@ def _rehearse(config: Path, overrides: Sequence[str], run_dir: Path | None, max_
     cfg = load_launch_config(config, overrides)
     downscaled, changes = downscale(cfg, max_ranks or max_local_ranks())
     folder = run_dir if run_dir is not None else unused_folder(cfg.launch.output_dir, downscaled.name)
-    # Rich wraps at 80 columns if the output is not a terminal.
-    console = Console(width=None if sys.stdout.isatty() else 150, markup=False)
+    console = wide_console()
     console.print(changes_table(changes))
     console.print(permits_table(p for p in load_permits() if not (p.remedy and downscaled.launch.rehearsal)))
     try:
@@ -147,7 +152,7 @@ def _emit_slurm(config: Path, arguments: list[str], baseline: str | None) -> int
     files = [text for text in arguments if "=" not in text]
     overrides = [text for text in arguments if "=" in text]
     if len(files) > 1:
-        raise ConfigError("command line", "launch --emit-slurm", " ".join(files), "give at most one file name")
+        raise usage_error("launch --emit-slurm", " ".join(files), "give at most one file name")
     configs = [load_launch_config(config, overrides)]
     if baseline == "self":
         configs = [*arms(configs[0])]
@@ -175,19 +180,23 @@ def require_shared_options(command: str, rendezvous: str | None, run_dir: Path |
     ):
         if value is None:
             remedy = f"launch.nodes is {nodes}: give {what}, the same on every node"
-            raise ConfigError("command line", f"{command} {option}", None, remedy)
+            raise usage_error(f"{command} {option}", None, remedy)
 
 
-class _Progress:
+def _progress_of(cfg: LaunchConfig) -> OnLine:
     """Prints the plugin's report, which rank 0 writes, and the iterations, which Megatron logs on the last rank."""
 
-    def __init__(self, cfg: LaunchConfig) -> None:
-        self._ranks = {0, cfg.world_size - 1}
-
-    def __call__(self, rank: int, line: str) -> None:
-        text = progress_line(line) if rank in self._ranks else None
+    def on_line(rank: int, line: str) -> None:
+        text = progress_line(line) if rank in (0, cfg.world_size - 1) else None
         if text is not None:
             print(text, flush=True)
+
+    return on_line
+
+
+def wide_console() -> Console:
+    """A console for wide tables: rich wraps at 80 columns if the output is not a terminal."""
+    return Console(width=None if sys.stdout.isatty() else 150, markup=False)
 
 
 def _note(text: str) -> None:

@@ -103,6 +103,10 @@ def downscale(cfg: LaunchConfig, max_ranks: int) -> tuple[LaunchConfig, list[Cha
     args, dropped = _downscaled_args(cfg, sizes)
     dump = cfg.model_dump()
     micro = min(cfg.num_microbatches, 2 * sizes["pipeline"])
+    method, method_change = cfg.overlap.tensor.method, list[Change]()
+    if method == "auto":
+        reason = "auto selects the stock path on a model this small, and the rehearsal would test nothing"
+        method, method_change = "p2p", [Change("overlap.tensor.method", "auto", "p2p", reason)]
     train = _downscaled_train(cfg)
     model = _downscaled_model(cfg, sizes, keep_vocab_size=has_data or _has_tokenizer(cfg), stages=_stages(args))
     downscaled: dict[str, Any] = {
@@ -125,22 +129,11 @@ def downscale(cfg: LaunchConfig, max_ranks: int) -> tuple[LaunchConfig, list[Cha
             "rehearsal": cfg.launch.rehearsal or cfg.launch.device == "cuda",
             "threads_per_rank": 1,
         },
-        "overlap": {**dump["overlap"], "tensor": {**dump["overlap"]["tensor"], "method": _tensor_method(cfg)}},
+        "overlap": {**dump["overlap"], "tensor": {**dump["overlap"]["tensor"], "method": method}},
         "megatron_args": args,
     }
     result = LaunchConfig.model_validate(downscaled)
-    return result, [*_differences(cfg, result, sizes), *_method_changes(cfg), *dropped, *_kernels(cfg)]
-
-
-def _tensor_method(cfg: LaunchConfig) -> str:
-    """p2p for auto: on a model this small auto selects the stock path, and the rehearsal would test nothing."""
-    return "p2p" if cfg.overlap.tensor.method == "auto" else cfg.overlap.tensor.method
-
-
-def _method_changes(cfg: LaunchConfig) -> list[Change]:
-    if cfg.overlap.tensor.method != "auto":
-        return []
-    return [Change("overlap.tensor.method", "auto", "p2p", "auto selects the stock path on a model this small")]
+    return result, [*_differences(cfg, result, sizes), *method_change, *dropped, *_kernels(cfg)]
 
 
 def _downscaled_ranks(cfg: LaunchConfig, max_ranks: int) -> dict[str, int]:

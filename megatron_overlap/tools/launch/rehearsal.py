@@ -79,29 +79,23 @@ def rehearse(
         RunError: Megatron refuses the arguments of the launch, or a rank failed.
         RunRecordError: a run directory is incomplete.
     """
+    stock = without_overlap(downscaled)
+    configs = [stock, downscaled] if stock.overlap != downscaled.overlap else [downscaled]
+    records = []
     try:
-        return _rehearse(cfg, downscaled, folder, on_start)
+        if cfg.launch.device == "cuda":
+            check_arguments(cfg, folder / "arguments")
+        for config in configs:
+            on_start(config)
+            planned = plan(config, folder / config.name)
+            execute(planned)
+            records.append(read_run(planned.run_dir, config.world_size, config.train.iterations))
     except RunError as error:
         text = str(error)
         refused = (permit for permit in load_permits() if permit.remedy and re.search(permit.without, text))
         for permit in refused:
             raise RunError(f"{text}\na GPU refuses it too ({permit.on_gpu}): {permit.remedy}") from error
         raise
-
-
-def _rehearse(
-    cfg: LaunchConfig, downscaled: LaunchConfig, folder: Path, on_start: Callable[[LaunchConfig], None]
-) -> Rehearsal:
-    if cfg.launch.device == "cuda":
-        check_arguments(cfg, folder / "arguments")
-    stock = without_overlap(downscaled)
-    configs = [stock, downscaled] if stock.overlap != downscaled.overlap else [downscaled]
-    records = []
-    for config in configs:
-        on_start(config)
-        planned = plan(config, folder / config.name)
-        execute(planned)
-        records.append(read_run(planned.run_dir, config.world_size, config.train.iterations))
     return compare_runs(records[0], records[-1], downscaled)
 
 
@@ -127,10 +121,10 @@ def compare_runs(stock: RunRecord, overlapped: RunRecord, downscaled: LaunchConf
     failures = []
     for step in steps:
         for name, pair, bound in (("loss", step.loss, bounds[0]), ("grad-norm", step.grad_norm, bounds[1])):
-            difference = deviation(*pair)
+            difference, shown = deviation(*pair), " and ".join(map(_number, pair))
             if not difference <= bound:  # NaN fails too
                 failures.append(
-                    f"step {step.iteration}: {name} {_pair(pair)}: difference {difference:.1e}, at most {bound:.1e}"
+                    f"step {step.iteration}: {name} {shown}: difference {difference:.1e}, at most {bound:.1e}"
                 )
     report = overlapped.report
     expected = downscaled.overlap.tensor.method != "none" and downscaled.parallel.tensor > 1
@@ -168,10 +162,6 @@ def steps_table(result: Rehearsal) -> Table:
             cells += [*(_number(value) for value in pair), f"{deviation(*pair):.1e}"]
         table.add_row(str(step.iteration), *cells)
     return table
-
-
-def _pair(pair: tuple[float | None, float | None]) -> str:
-    return f"{_number(pair[0])} and {_number(pair[1])}"
 
 
 def _number(value: float | None) -> str:

@@ -4,10 +4,7 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
-from rich.console import Console
+from typing import Any
 
 from megatron_overlap.autotune.search import calls_to_select
 from megatron_overlap.config import ConfigError, LaunchConfig, load_launch_config
@@ -15,7 +12,15 @@ from megatron_overlap.config.resources import config_file
 from megatron_overlap.counters import AutotuneLine
 from megatron_overlap.schedules.heuristics import KNOBS, max_p2p_settings
 from megatron_overlap.session_report import autotune_table
-from megatron_overlap.tools.launch.command import iterations_in, require_shared_options
+from megatron_overlap.tools.launch.command import (
+    Config,
+    Overrides,
+    Rendezvous,
+    RunDir,
+    iterations_in,
+    require_shared_options,
+    wide_console,
+)
 from megatron_overlap.tools.launch.netlab import NetlabError
 from megatron_overlap.tools.launch.plan import execute, plan, unused_folder
 from megatron_overlap.tools.launch.processes import RunError
@@ -26,24 +31,14 @@ _NUM_VARIANTS = sum(len(values) - 1 for values in KNOBS.values())
 _MARGIN = 1.1
 
 
-def tune(
-    config: Annotated[Path, typer.Argument(help="Launch config: a YAML file, or the name of a shipped one.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, which overrides the file.")] = None,
-    run_dir: Annotated[
-        Path | None, typer.Option("--run-dir", help="Folder of this run. Default: a new folder in launch.output_dir.")
-    ] = None,
-    rendezvous: Annotated[
-        str | None, typer.Option("--rendezvous", help="HOST:PORT of the first node. Required with several nodes.")
-    ] = None,
-) -> int:
+def tune(config: Config, overrides: Overrides = None, run_dir: RunDir = None, rendezvous: Rendezvous = None) -> int:
     """Measure the methods of each layer, and cache the fastest for later runs."""
     config = config_file(config)
     cfg = short_run(str(config), load_launch_config(config, overrides or ()))
     if cfg.launch.nodes > 1:
         require_shared_options("tune", rendezvous, run_dir, cfg.launch.nodes)
     folder = run_dir if run_dir is not None else unused_folder(cfg.launch.output_dir, cfg.name)
-    # Rich wraps at 80 columns if the output is not a terminal.
-    console = Console(width=None if sys.stdout.isatty() else 150, markup=False)
+    console = wide_console()
     try:
         with console.status(f"{cfg.name}: {cfg.train.iterations} steps") as status:
             execute(plan(cfg, folder, rendezvous=rendezvous), on_line=iterations_in(status), on_note=console.print)
