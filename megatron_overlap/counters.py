@@ -119,6 +119,9 @@ class SavedActivations:
 
     Args:
         gathered: whether gathered inputs are saved (`recompute_gather: never`) instead of the rank's shard.
+
+    Attributes:
+        live_bytes: bytes saved now.
     """
 
     def __init__(self, *, gathered: bool = False) -> None:
@@ -126,7 +129,7 @@ class SavedActivations:
         self._calls: dict[SavedSite, int] = {}
         # By address: layers with one input save its shard once, but each saves its own gathered rows.
         self._shards: dict[int, int] = {}
-        self._live = self._peak = 0
+        self.live_bytes = self._peak = 0
         self._lock = threading.Lock()
 
     def save(self, site: SavedSite, address: int, shard_bytes: int, gathered_bytes: int) -> Callable[[], None]:
@@ -139,22 +142,17 @@ class SavedActivations:
         with self._lock:
             self._calls[site] = max(self._calls.get(site, 0), saved)
             self._shards[address] = self._shards.get(address, 0) + 1
-            self._live += saved if self._gathered or self._shards[address] == 1 else 0
-            self._peak = max(self._peak, self._live)
+            self.live_bytes += saved if self._gathered or self._shards[address] == 1 else 0
+            self._peak = max(self._peak, self.live_bytes)
 
         def release() -> None:
             with self._lock:
                 self._shards[address] -= 1
-                self._live -= saved if self._gathered or self._shards[address] == 0 else 0
+                self.live_bytes -= saved if self._gathered or self._shards[address] == 0 else 0
                 if self._shards[address] == 0:
                     del self._shards[address]
 
         return release
-
-    @property
-    def live_bytes(self) -> int:
-        """Bytes saved now."""
-        return self._live
 
     def snapshot(self) -> SavedMemory:
         """A copy of the counts."""
@@ -172,6 +170,7 @@ class Counters:
         saved_activations: bytes saved from forward to backward.
         numerics_check: the largest share of the allowed error in check mode, by operation and tensor.
         autotune_lines: returns what `method: auto` selected so far.
+        excluded: modules that no method overlaps, with the reason. They are reported, and never an error.
         symmetric_memory: returns the memory of fused kernels; None unless the config asks for fused kernels.
     """
 
@@ -181,7 +180,7 @@ class Counters:
         self.numerics_check: dict[str, float] = {}
         self.autotune_lines: Callable[[], tuple[AutotuneLine, ...]] = tuple
         self.symmetric_memory: Callable[[], list[SymmetricMemory]] | None = None
-        self._excluded: dict[str, str] = {}
+        self.excluded: dict[str, str] = {}
         self._tallies: dict[Site, Tally] = {}
         self._lock = threading.Lock()
 
@@ -233,13 +232,8 @@ class Counters:
             return self._tallies.setdefault(Site(kind, name, op, direction), Tally())
 
     def exclude(self, module: str, reason: str) -> None:
-        """Records a module that no method overlaps. It is reported, and never an error."""
-        self._excluded[module] = reason
-
-    @property
-    def excluded(self) -> dict[str, str]:
-        """Modules that no method overlaps, with the reason."""
-        return dict(self._excluded)
+        """Records a module that no method overlaps."""
+        self.excluded[module] = reason
 
     def snapshot(self) -> dict[Site, Tally]:
         """A copy of all tallies, sorted by site."""

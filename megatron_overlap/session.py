@@ -191,7 +191,7 @@ class Session:
             patches=tuple(self._line(finding) for finding in self._findings),
             sites=counters.snapshot(),
             saved=counters.saved_activations.snapshot(),
-            not_overlapped=counters.excluded,
+            not_overlapped=dict(counters.excluded),
             autotuning=counters.autotune_lines(),
             numerics_check=dict(counters.numerics_check),
             buffers=self._buffers(),
@@ -256,10 +256,6 @@ class Session:
         if self.config.varlen.method != "none":
             return "no function is replaced: the provided scripts put the attention into the layer spec"
         return "the config asks for no feature that replaces a function of Megatron"
-
-    def _stay_off(self, reason: str) -> None:
-        self.switched_off = True
-        self.reason = reason
 
     def _line(self, finding: Finding) -> PatchLine:
         return PatchLine(
@@ -329,13 +325,14 @@ def enable(
     current = _PROCESS.current
     if current is not None and current.active:
         raise PatchError("megatron_overlap is enabled already; call disable() on that session first")
-    config = _read(config)
+    if not isinstance(config, OverlapConfig):
+        config = OverlapConfig() if config is None else OverlapConfig.from_yaml(config)
     if strict is not None:
         config = config.model_copy(update={"strict": strict})
     off = _switched_off()
     session = Session(config, load_manifests() if manifests is None else manifests)
     if off:
-        session._stay_off(f"switched off by {OFF_SWITCH}=0")
+        session.switched_off, session.reason = True, f"switched off by {OFF_SWITCH}=0"
     else:
         session._start()
     _PROCESS.current = session
@@ -377,12 +374,6 @@ def installed_versions() -> dict[str, str | None]:
 _FEATURES = ("tensor", "attention", "split", "data", "ulysses", "varlen")
 _CONSISTENCY = "consistency"
 _NOTHING_REPLACED = ("none", "stock", "row")
-
-
-def _read(config: OverlapConfig | str | Path | None) -> OverlapConfig:
-    if config is None:
-        return OverlapConfig()
-    return config if isinstance(config, OverlapConfig) else OverlapConfig.from_yaml(config)
 
 
 def _method(config: OverlapConfig, feature: str) -> str:

@@ -148,7 +148,7 @@ class GlooP2PWork:
         self._received = [transfer.recv.numel() == 0 for transfer in transfers]
         self._num_received = 0
         self._num_posted = 0
-        self._sends: dict[int, dist.Work | _WorkGroup] = {}
+        self._sends: dict[int, list[dist.Work]] = {}
         trace, number = transport.trace, tag // _TAGS_PER_OP
         self._events = trace.operation(transport.ranks, transport.channel, number, op) if trace is not None else None
         self._record = None
@@ -158,21 +158,16 @@ class GlooP2PWork:
         group = transport._group
         # All receives are posted at once, so that gloo's sender never waits for the receiver. Both ranks use the same
         # index for a message: `tests/schedules` proves that their plans agree.
-        self._receives: list[dist.Work | _WorkGroup | None] = []
+        self._receives: list[list[dist.Work]] = []
         for index, (transfer, received) in enumerate(zip(transfers, self._received, strict=True)):
             source = transfer.message.source
-            work: dist.Work | _WorkGroup | None = None
+            # gloo matches messages of equal tags in order.
+            tensors = () if received else (transfer.recv, *transfer.extra_recv)
             try:
-                if not received:
-                    first = work = group.recv([transfer.recv], source, tag + index)
-                    if transfer.extra_recv:
-                        # gloo matches messages of equal tags in order.
-                        extra = [group.recv([tensor], source, tag + index) for tensor in transfer.extra_recv]
-                        work = _WorkGroup([first, *extra])
+                self._receives.append([group.recv([tensor], source, tag + index) for tensor in tensors])
             except RuntimeError as error:
                 self._fail(self._receiving(index), source, error)
                 raise self._failure() from error
-            self._receives.append(work)
 
     def mark_ready(self, work_done: int) -> None:
         with self._changed:
@@ -192,9 +187,10 @@ class GlooP2PWork:
             self._wait_until(lambda: self._num_received == num and self._num_posted == num)
         start = time.perf_counter()
         while self._sends:
-            index, work = self._sends.popitem()
+            index, works = self._sends.popitem()
             try:
-                work.wait()
+                for work in works:
+                    work.wait()
             except RuntimeError as error:
                 self._fail(self._sending(index), self._transfers[index].message.to, error)
                 raise self._failure() from error
@@ -249,10 +245,11 @@ class GlooP2PWork:
         for index, transfer in enumerate(self._transfers):
             if transfer.message.source != peer:
                 continue
-            work = self._receives[index]
-            if work is not None:
+            works = self._receives[index]
+            if works:
                 try:
-                    work.wait()
+                    for work in works:
+                        work.wait()
                 except RuntimeError as error:
                     self._fail(self._receiving(index), peer, error)
                     return
@@ -285,10 +282,8 @@ class GlooP2PWork:
                 if self._events is not None:
                     self._events.sent(index, transfer.message.to, transfer.send_bytes)
                 group, to, tag = self._transport._group, transfer.message.to, self._tag + index
-                work = group.send([transfer.send], to, tag)
-                if transfer.extra_send:
-                    work = _WorkGroup([work, *(group.send([tensor], to, tag) for tensor in transfer.extra_send)])
-                self._sends[index] = work
+                tensors = transfer.send, *transfer.extra_send
+                self._sends[index] = [group.send([tensor], to, tag) for tensor in tensors]
         except RuntimeError as error:
             self._fail(self._sending(index), transfer.message.to, error)
         with self._changed:
@@ -308,18 +303,6 @@ class GlooP2PWork:
                     peer=transport.ranks[peer],
                 )
             self._changed.notify_all()
-
-
-class _WorkGroup:
-    """The works of one message with several tensors."""
-
-    def __init__(self, works: Sequence[dist.Work]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        """Return when all tensors of the message are sent or received."""
-        for work in self._works:
-            work.wait()
 
 
 def _cause(error: RuntimeError) -> str:

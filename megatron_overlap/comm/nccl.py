@@ -148,12 +148,10 @@ class NcclP2PWork:
                 # One NCCL group call for both directions: neither blocks the other.
                 group._start_coalescing(device)
                 if transfer.send.numel():
-                    group.send([transfer.send], message.to, 0)
-                    for tensor in transfer.extra_send:
+                    for tensor in (transfer.send, *transfer.extra_send):
                         group.send([tensor], message.to, 0)
                 if transfer.recv.numel():
-                    group.recv([transfer.recv], message.source, 0)
-                    for tensor in transfer.extra_recv:
+                    for tensor in (transfer.recv, *transfer.extra_recv):
                         group.recv([tensor], message.source, 0)
                 work = group._end_coalescing(device)
         except RuntimeError as error:
