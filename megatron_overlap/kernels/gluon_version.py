@@ -9,7 +9,6 @@ import triton
 try:
     from triton.experimental.gluon import jit
     from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon._runtime import GluonASTSource
     from triton.experimental.gluon.language.nvidia.hopper import (
         fence_async_shared,
         mbarrier,
@@ -25,7 +24,6 @@ except (ImportError, AttributeError) as error:
     _MISSING = f"Triton {triton.__version__} has no Gluon for Hopper ({error}); use 3.6 to 3.9"
 
 __all__ = [
-    "GluonASTSource",
     "TensorDescriptor",
     "fence_async_shared",
     "gl",

@@ -52,9 +52,7 @@ def produce(
     descs,
     ring,
     where,
-    flags_ptr,
-    status_ptr,
-    epoch,
+    waits,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     GROUP: gl.constexpr,
@@ -64,6 +62,7 @@ def produce(
 ):
     """Load all tiles in one warp. Waits for the flag of a remote row tile first; MAX_POLLS 0 disables the wait."""
     tiles_ptr, num_first_tiles, num_row_tiles, N, K = where
+    flags_ptr, status_ptr, epoch = waits
     a_desc, b_desc = descs
     a_slots, b_slots, full, empty = ring
     num_columns = gl.cdiv(N, BLOCK_N)
@@ -192,16 +191,12 @@ def ag_gemm_sm90_kernel(
     ring = make_ring(a_desc, b_desc, NUM_STAGES)
     descs = (a_desc, b_desc)
     where = (tiles_ptr, num_first_tiles, num_row_tiles, N, K)
+    waits = (flags_ptr, status_ptr, epoch)
+    there = (out_ptr, stride_om, bias_ptr)
     gl.warp_specialize(
         [
-            (
-                _store_products,
-                (ring, where, bias_ptr, out_ptr, stride_om, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_STAGES, NT, HAS_BIAS),
-            ),
-            (
-                produce,
-                (descs, ring, where, flags_ptr, status_ptr, epoch, BLOCK_N, BLOCK_K, GROUP, NUM_STAGES, NT, MAX_POLLS),
-            ),
+            (_store_products, (ring, where, there, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_STAGES, NT, HAS_BIAS)),
+            (produce, (descs, ring, where, waits, BLOCK_N, BLOCK_K, GROUP, NUM_STAGES, NT, MAX_POLLS)),
         ],
         [1],
         [PRODUCER_REGISTERS],
@@ -212,9 +207,7 @@ def ag_gemm_sm90_kernel(
 def _store_products(
     ring,
     where,
-    bias_ptr,
-    out_ptr,
-    stride_om,
+    there,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
@@ -224,6 +217,7 @@ def _store_products(
     HAS_BIAS: gl.constexpr,
 ):
     tiles_ptr, num_first_tiles, num_row_tiles, N, K = where
+    out_ptr, stride_om, bias_ptr = there
     num_columns = gl.cdiv(N, BLOCK_N)
     step = 0
     for index in range(gl.program_id(0), num_row_tiles * num_columns, gl.num_programs(0)):
@@ -271,10 +265,7 @@ def gemm_to_owners_sm90_kernel(
         [
             (_store_partial_sums, (ring, where, there, DTYPE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NUM_STAGES, NT)),
             # MAX_POLLS 0: the producer reads neither flags nor status.
-            (
-                produce,
-                (descs, ring, where, tiles_ptr, tiles_ptr, epoch, BLOCK_N, BLOCK_K, GROUP, NUM_STAGES, NT, 0),
-            ),
+            (produce, (descs, ring, where, (tiles_ptr, tiles_ptr, epoch), BLOCK_N, BLOCK_K, GROUP, NUM_STAGES, NT, 0)),
         ],
         [1],
         [PRODUCER_REGISTERS],

@@ -59,7 +59,8 @@ def compile_variant(variant: Variant, package: str = "megatron_overlap.kernels")
     aligned = [*variant.pointers, *variant.aligned]
     source = ASTSource
     if variant.descriptors:
-        from megatron_overlap.kernels.gluon_version import GluonASTSource
+        from triton.experimental.gluon._runtime import GluonASTSource
+
         from megatron_overlap.kernels.launch import shared_layout
 
         source = GluonASTSource

@@ -96,9 +96,7 @@ GATHER_MUTANTS = {
     "own rows last": Edit("ag_gemm", "by_owner(index,", "by_owner(num_row_tiles * num_columns - 1 - index,"),
     "groups of several owners": Edit("ag_gemm", "by_owner(index, num_first_tiles,", "by_owner(index, 0,"),
     "no row mask": Edit("ag_gemm", "mask = rows[:, None] < num_rows", "mask = rows[:, None] < BLOCK_M"),
-    "no depth mask": Edit(
-        "primitives", "b = tl.load(b_ptrs, mask=(depth[:, None] < K - k) &", "b = tl.load(b_ptrs, mask="
-    ),
+    "no depth mask": Edit("primitives", "= tl.load(b_ptrs, mask=(depth[:, None] < K - k) &", "= tl.load(b_ptrs, mask="),
     "rows of others": Edit(
         "primitives", "tl.minimum(tl.arange(0, BLOCK_M), num_rows - 1)", "tl.arange(0, BLOCK_M) * 2"
     ),

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_overlap.comm.symmetric.transport import SymmetricTransport, gathered_bytes
+from megatron_overlap.comm.symmetric.transport import SymmetricOp, SymmetricTransport, gathered_bytes
 from megatron_overlap.ops.tensor_parallel.fused.kernels import FusedKernels, FusedPlan
 from megatron_overlap.ops.wgrad import WeightGradient
 
@@ -60,19 +60,22 @@ class IntraNodeGather:
         # Later kernels do not read the gathered rows.
         self._op.acknowledge()
 
-    def _waits(self) -> Any:
-        from megatron_overlap.kernels.launch import Waits
-
-        transport = self._transport
-        return Waits(self._op.flags, self._op.epoch, transport.status, transport.backend.max_polls)
-
     def _launch_matmul(self, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         from megatron_overlap.kernels.ag_gemm import ag_gemm
 
         config = self._kernels.config(self.full, b, out)
         tiles = self._kernels.table(self._layout, "arrival", config.block_m)
         programs = self._kernels.programs
-        ag_gemm(self.full, b, out, bias, tiles=tiles, waits=self._waits(), config=config, num_programs=programs)
+        ag_gemm(
+            self.full,
+            b,
+            out,
+            bias,
+            tiles=tiles,
+            waits=_waits(self._transport, self._op),
+            config=config,
+            num_programs=programs,
+        )
 
     def _launch_wgrad(self, dy: torch.Tensor | None, x: torch.Tensor | None, out: torch.Tensor, add: bool) -> None:
         from megatron_overlap.kernels.wgrad import wgrad
@@ -84,7 +87,7 @@ class IntraNodeGather:
             self.full if x is None else x,
             out,
             chunks=self._kernels.table(self._layout, "arrival", None),
-            waits=self._waits(),
+            waits=_waits(self._transport, self._op),
             config=self._kernels.wgrad_config(out),
             num_programs=self._kernels.programs,
             add=add,
@@ -153,7 +156,6 @@ class IntraNodeScatter:
 
     def finish(self) -> torch.Tensor:
         from megatron_overlap.kernels.gemm_rs import SUM_ROWS, sum_received
-        from megatron_overlap.kernels.launch import Waits
 
         transport = self._transport
         received = self._op.slot(transport.rank, self._recv_shape, self._dtype)
@@ -162,9 +164,15 @@ class IntraNodeScatter:
             received,
             out,
             tiles=self._kernels.table(self._layout, "own", SUM_ROWS),
-            waits=Waits(self._op.flags, self._op.epoch, transport.status, transport.backend.max_polls),
+            waits=_waits(transport, self._op),
             parts=self._layout.chunks_per_rank,
             num_programs=transport.backend.num_sms * 4,
         )
         self._op.acknowledge()
         return out
+
+
+def _waits(transport: SymmetricTransport, op: SymmetricOp) -> Any:
+    from megatron_overlap.kernels.launch import Waits
+
+    return Waits(op.flags, op.epoch, transport.status, transport.backend.max_polls)

@@ -52,18 +52,12 @@ class FusedPlan:
     kernel: Kernel = "portable"
 
     def __post_init__(self) -> None:
-        for name, known in (
-            ("mover", get_args(Mover)),
-            ("stores", get_args(Stores)),
-            ("tiles", get_args(Tiles)),
-            ("kernel", get_args(Kernel)),
-        ):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}: {getattr(self, name)}: must be one of {', '.join(known)}")
-        if self.chunk_rows < 1:
-            raise ValueError(f"chunk_rows: {self.chunk_rows}: must be at least 1")
-        if self.spare_sms < 0:
-            raise ValueError(f"spare_sms: {self.spare_sms}: must be at least 0")
+        for name, kind in {"mover": Mover, "stores": Stores, "tiles": Tiles, "kernel": Kernel}.items():
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(f"{name}: {getattr(self, name)}: must be one of {', '.join(get_args(kind))}")
+        for name, least in (("chunk_rows", 1), ("spare_sms", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}: {getattr(self, name)}: must be at least {least}")
 
     def layout(self, num_rows: int, num_ranks: int) -> ChunkLayout:
         """Return the rows of each rank and communication tile."""
