@@ -171,7 +171,7 @@ def megatron() -> Iterator[Row]:
                     )
                 except ValueError:  # micro-batches that cannot be dealt to the stages
                     continue
-                if memory_of(job).total_gib <= 80:
+                if memory_of(job).total <= 80:
                     tried.append((mfu(job, simulate_step(job, model)), micro, virtual))
         best, micro, virtual = max(tried)
         what = f"{name}, tp{tensor} pp{pipeline} (taken: micro-batch {micro}, {virtual} chunks)"

@@ -123,11 +123,13 @@ def run_rounds(
         for index in launch_order(number, len(configs)):
             name = configs[index].name
             on_launch(f"round {number}/{rounds}  {name}")
+            launched, config = planned[index], configs[index]
             try:
-                records[index].append(_launch(planned[index], on_line, note_once))
+                execute(launched, on_line=on_line, on_note=note_once)
+                records[index].append(read_run(launched.run_dir, config.world_size, config.train.iterations))
             except (RunError, NetlabError, RunRecordError) as error:
                 raise LaunchFailedError(f"round {number} of {rounds}, {name}: {error}") from error
-            links[index] = link_of(planned[index])
+            links[index] = link_of(launched)
     return [Recorded(tuple(each), link) for each, link in zip(records, links, strict=True)]
 
 
@@ -152,11 +154,6 @@ def link_of(launch_plan: LaunchPlan) -> dict[str, Any]:
     if config.launch.device == "cpu":
         return {"kind": "loopback", "description": "loopback without a rate limit"}
     return {"kind": "cuda", "description": launch_plan.link}
-
-
-def _launch(launch_plan: LaunchPlan, on_line: OnLine | None, on_note: Callable[[str], None]) -> RunRecord:
-    execute(launch_plan, on_line=on_line, on_note=on_note)
-    return read_run(launch_plan.run_dir, launch_plan.config.world_size, launch_plan.config.train.iterations)
 
 
 def _has_overlap(config: LaunchConfig) -> bool:

@@ -1,7 +1,7 @@
 """`megatron-overlap simulate`: predict the step time of a launch config on a cluster."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -69,9 +69,9 @@ def simulate(
             output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         console.print(f"json: {output}", highlight=False, soft_wrap=True)
     capacity = profile.device.memory_gib.value
-    if memory.total_gib > capacity:
+    if memory.total > capacity:
         console.print(
-            f"does not fit in memory: about {memory.total_gib:.0f} GiB of {capacity:.0f}", style="bold", highlight=False
+            f"does not fit in memory: about {memory.total:.0f} GiB of {capacity:.0f}", style="bold", highlight=False
         )
         return 1
     return 0
@@ -123,13 +123,7 @@ def _content(
 
 
 def _memory(memory: Memory) -> dict[str, float]:
-    return {
-        "total": memory.total_gib,
-        "parameters_and_gradients": memory.parameters_gib,
-        "optimizer": memory.optimizer_gib,
-        "activations": memory.activations_gib,
-        "buffer_pool": memory.buffers_gib,
-    }
+    return {"total": memory.total, **asdict(memory)}
 
 
 def _show(console: Console, job: Job, model: CostModel, content: dict[str, Any], found: Sweep | None) -> None:

@@ -74,18 +74,13 @@ class Gemm:
         """Time of one GEMM over all rows."""
         return self.model.gemm_us(self.rows, self.n, self.k)
 
-    @property
-    def launch_us(self) -> float:
-        """Fixed time of one kernel launch."""
-        return self.model.launch_us
-
     def rows_us(self, rows: int) -> float:
         """Time of a separate GEMM over some of the rows."""
         return self.model.gemm_us(rows, self.n, self.k)
 
     def share_us(self, rows: int) -> float:
         """Share of some of the rows in the time of one GEMM over all rows, without the launch."""
-        return (self.whole - self.launch_us) * rows / self.rows
+        return (self.whole - self.model.launch_us) * rows / self.rows
 
 
 def preceded_by(stream: Stream, first_us: float) -> Stream:
@@ -230,7 +225,7 @@ class Linear:
             streams: Iterable[Stream] = [self._stream("all_gather", gemm.rows_us, width, "ring", 1, "all")]
         elif method == "fused":
             streams = [
-                self._stream("all_gather", gemm.share_us, width, "direct", c, "all", launch_us=gemm.launch_us)
+                self._stream("all_gather", gemm.share_us, width, "direct", c, "all", launch_us=self.model.launch_us)
                 for c in self._chunks()
             ]
         else:
@@ -256,7 +251,7 @@ class Linear:
             return [self._concurrent(moves, work, [*(gemm.rows_us(rows) for rows in self._slices()), 0.0])]
         if method == "fused":
             return [
-                self._stream("reduce_scatter", gemm.share_us, width, "direct", c, "all", launch_us=gemm.launch_us)
+                self._stream("reduce_scatter", gemm.share_us, width, "direct", c, "all", launch_us=self.model.launch_us)
                 for c in self._chunks()
             ]
         variants = self._variants("reduce_scatter", width)

@@ -21,20 +21,20 @@ _RESERVED_GIB = 4.0
 class Memory:
     """Memory of one rank in GiB, at the stage with the largest total."""
 
-    parameters_gib: float
-    optimizer_gib: float
-    activations_gib: float
-    buffers_gib: float
+    parameters_and_gradients: float
+    optimizer: float
+    activations: float
+    buffer_pool: float
 
     @property
-    def total_gib(self) -> float:
+    def total(self) -> float:
         """Sum of all parts and the reserved memory."""
-        return self.parameters_gib + self.optimizer_gib + self.activations_gib + self.buffers_gib + _RESERVED_GIB
+        return self.parameters_and_gradients + self.optimizer + self.activations + self.buffer_pool + _RESERVED_GIB
 
 
 def memory_of(job: Job) -> Memory:
     """Memory estimate of the stage with the largest total."""
-    return max((_stage(job, stage) for stage in {0, job.pipeline - 1}), key=lambda memory: memory.total_gib)
+    return max((_stage(job, stage) for stage in {0, job.pipeline - 1}), key=lambda memory: memory.total)
 
 
 def _stage(job: Job, stage: int) -> Memory:
@@ -115,17 +115,11 @@ def sweep(job: Job, model: CostModel, *, keep: int = 10, context: bool = True) -
         context: whether to include context parallelism.
     """
     capacity = model.profile.device.memory_gib.value
-    found: list[Candidate] = []
-    tried = too_large = 0
-    for layout in layouts(job, model.profile.devices_per_node, context=context):
-        tried += 1
-        memory = memory_of(layout)
-        if memory.total_gib > capacity:
-            too_large += 1
-            continue
-        found.append(Candidate(layout, simulate_step(layout, model), memory))
+    tried = [(layout, memory_of(layout)) for layout in layouts(job, model.profile.devices_per_node, context=context)]
+    fitting = [(layout, memory) for layout, memory in tried if memory.total <= capacity]
+    found = [Candidate(layout, simulate_step(layout, model), memory) for layout, memory in fitting]
     found.sort(key=lambda candidate: candidate.time.step_us)
-    return Sweep(found[:keep], tried, too_large)
+    return Sweep(found[:keep], len(tried), len(tried) - len(fitting))
 
 
 def layouts(job: Job, per_node: int, *, context: bool = True) -> Iterator[Job]:

@@ -140,11 +140,11 @@ def test_memory_by_hand() -> None:
     parameters = 8 * (12 * 1024**2 + 2 * 1024) + 128 * 1024
     assert whole.stage_parameters(0) == parameters
     memory = memory_of(whole)
-    assert memory.parameters_gib == pytest.approx(parameters * 6 / 2**30)
-    assert memory.optimizer_gib == pytest.approx(parameters * 12 / 2**30)
-    assert memory_of(job(data=4)).optimizer_gib == pytest.approx(memory.optimizer_gib / 4)
-    assert memory_of(job(data=4, distributed_optimizer=False)).optimizer_gib == pytest.approx(memory.optimizer_gib)
-    assert memory_of(job(recompute="full")).activations_gib < memory.activations_gib / 4
+    assert memory.parameters_and_gradients == pytest.approx(parameters * 6 / 2**30)
+    assert memory.optimizer == pytest.approx(parameters * 12 / 2**30)
+    assert memory_of(job(data=4)).optimizer == pytest.approx(memory.optimizer / 4)
+    assert memory_of(job(data=4, distributed_optimizer=False)).optimizer == pytest.approx(memory.optimizer)
+    assert memory_of(job(recompute="full")).activations < memory.activations / 4
 
 
 def test_the_first_stage_saves_most_activations() -> None:
@@ -184,10 +184,10 @@ def test_sweep_is_sorted_and_fits_in_memory() -> None:
     assert times == sorted(times)
     assert roomy.too_large == 0
     assert len(times) == roomy.tried
-    limit = sorted(one.memory.total_gib for one in roomy.best)[len(times) // 2]
+    limit = sorted(one.memory.total for one in roomy.best)[len(times) // 2]
     tight = sweep(whole, machine(memory_gib=limit), keep=100)
     assert 0 < tight.too_large < tight.tried
-    assert all(one.memory.total_gib <= limit for one in tight.best)
+    assert all(one.memory.total <= limit for one in tight.best)
 
 
 @pytest.mark.parametrize(
