@@ -74,7 +74,7 @@ def forward(batch: Batch, model: Any, adapter: VarlenAdapter) -> tuple[torch.Ten
         None,
         labels=batch.labels,
         loss_mask=batch.loss_mask,
-        packed_seq_params=PackedRows.of(batch, adapter),
+        packed_seq_params=PackedRows(batch=batch, adapter=adapter),
     )
     return output, batch.loss_mask
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from functools import lru_cache
 from heapq import heappop, heappush
+from itertools import count
 
 import torch
 
@@ -51,7 +52,7 @@ class GradientReduce:
         self.transport, self.gather, self.wide, self.pieces = transport, gather, wide, pieces
         self._pending: deque[Reduction] = deque()
         self._free_buffers: list[int] = []
-        self._num_buffers = 0
+        self._next_buffer = count()
         self._stream: torch.cuda.Stream | None = None
 
     def begin(self, bucket: torch.Tensor, *, mean: bool = False) -> Reduction:
@@ -99,11 +100,7 @@ class GradientReduce:
 
     def take_buffer(self, shape: tuple[int, int], like: torch.Tensor) -> tuple[int, torch.Tensor]:
         """A receive buffer and its number."""
-        if self._free_buffers:
-            number = heappop(self._free_buffers)
-        else:
-            number = self._num_buffers
-            self._num_buffers += 1
+        number = heappop(self._free_buffers) if self._free_buffers else next(self._next_buffer)
         return number, self.transport.buffer_pool.take(f"bucket{number}", shape, like)
 
     def return_buffer(self, number: int) -> None:

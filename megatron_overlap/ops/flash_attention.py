@@ -12,7 +12,7 @@ Three layouts, by function:
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -333,11 +333,8 @@ def _no_rng_state(q: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.int64, device=q.device)
 
 
-def _runs(lengths: Sequence[int]) -> Iterator[slice]:
-    start = 0
-    for length in lengths:
-        yield slice(start, start + length)
-        start += length
+def _runs(lengths: Sequence[int]) -> list[slice]:
+    return [slice(*bounds) for bounds in pairwise([0, *accumulate(lengths)])]
 
 
 def _cu_seqlens(lengths: Sequence[int], device: torch.device) -> torch.Tensor:

@@ -41,20 +41,15 @@ class VarlenError(ValueError):
 class PackedRows(PackedSeqParams):  # type: ignore[misc]
     """The micro-batch and its adapter, which Megatron passes to the attention of every layer.
 
-    `qkv_format` is `sbhd`, so that Megatron does not use its own support of packed sequences.
-
     Attributes:
+        qkv_format: `sbhd`, so that Megatron does not use its own support of packed sequences.
         batch: the micro-batch; its position ids are on the device.
         adapter: computes attention.
     """
 
+    qkv_format: str = "sbhd"
     batch: Batch | None = None
     adapter: VarlenAdapter | None = None
-
-    @classmethod
-    def of(cls, batch: Batch, adapter: VarlenAdapter) -> PackedRows:
-        """The parameters of a micro-batch."""
-        return cls(qkv_format="sbhd", batch=batch, adapter=adapter)
 
 
 class VarlenAdapter(Adapter):

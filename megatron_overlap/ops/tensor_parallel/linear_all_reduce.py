@@ -39,11 +39,7 @@ def linear_all_reduce(
         x: `[S, ..., K/R]` all rows; its leading dimensions are flattened to rows.
         w_shard: `[F, K/R]` own columns of the weight.
         bias: `[F]`, added once, after the sum.
-        group: as in `all_gather_linear`.
-        plan: as in `all_gather_linear`.
-        main_grad: as in `all_gather_linear`.
-        weight_done: as in `all_gather_linear`.
-        observer: as in `all_gather_linear`.
+        group, plan, main_grad, weight_done, observer: as in `all_gather_linear`.
         deferred_wgrad: postpones the weight gradient to a `copy_linear` with the same object whose backward comes
             later in the pass. None computes it at once.
 
@@ -95,11 +91,7 @@ def copy_linear(
         x: `[S, ..., K]` all rows; its leading dimensions are flattened to rows.
         w: `[F/R, K]` own rows of the weight.
         bias: `[F/R]`, added to every row.
-        group: as in `all_gather_linear`.
-        plan: as in `all_gather_linear`.
-        main_grad: as in `all_gather_linear`.
-        weight_done: as in `all_gather_linear`.
-        observer: as in `all_gather_linear`.
+        group, plan, main_grad, weight_done, observer: as in `all_gather_linear`.
         deferred_wgrad: postponed weight gradients of other layers; backward computes them while messages are in flight.
 
     Returns:

@@ -57,12 +57,8 @@ def ulysses_self_attention(
         num_kv_heads: Hkv.
         group: the N ranks, or their transport.
         rotate: encodes positions of queries and keys; None does not encode positions.
-        causal: see `ulysses_attention`.
-        softmax_scale: see `ulysses_attention`.
-        layout: see `ulysses_attention`.
-        plan: see `ulysses_attention`.
+        causal, softmax_scale, layout, plan, kernel: see `ulysses_attention`.
         observer: see `ulysses_attention`; also called with `wgrad`.
-        kernel: see `ulysses_attention`.
 
     Returns:
         `[S/N, B, H]`, dtype of `x`, without a bias of the output projection.

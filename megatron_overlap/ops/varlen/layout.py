@@ -59,11 +59,9 @@ class OwnRows:
 
 def rows_in_payload(ring_group: RingGroup, payload: Payload) -> RowsOfChunk:
     """The rows of the chunks in the buffer of a payload: chunk by chunk, and ring by ring in each chunk."""
-    starts: dict[tuple[int, int], int] = {}
     keys = [(number, chunk) for chunk in payload.chunks for number in range(len(ring_group.rings))]
     counts = [ring_group.rings[number].chunk_length(chunk) for number, chunk in keys]
-    for key, start in zip(keys, accumulate(counts, initial=0), strict=False):
-        starts[key] = start
+    starts = dict(zip(keys, accumulate(counts, initial=0), strict=False))
 
     def rows(number: int, chunk: int) -> slice:
         start = starts[number, chunk]

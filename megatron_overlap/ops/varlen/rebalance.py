@@ -4,7 +4,7 @@ Source: Zeppelin (arXiv 2509.21841, section 4.3).
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal
 
 import torch
@@ -20,6 +20,8 @@ Layout = Literal["linear", "attention"]
 
 class _MoveMessages(RowMessages):
     """The messages of a rebalancing, posted. They read and write only the moved rows of `x` and `y`.
+
+    `is_arrived` returns whether all rows for this rank have arrived; `wait_arrived` waits for them.
 
     Args:
         first_row: row number of `x[0]` in the source layout and of `y[0]` in the destination layout.
@@ -42,14 +44,8 @@ class _MoveMessages(RowMessages):
         sources = {key: x[m.start - first_row : m.stop - first_row] for m, key in numbered if m.source == rank}
         sinks = {key: y[m.at - first_row : m.at - first_row + m.rows] for m, key in numbered if m.to == rank}
         super().__init__(transport, _messages_of(moves), sources, sinks, after_work, x, 0, name)
-
-    def is_arrived(self) -> bool:
-        """Whether all rows for this rank have arrived."""
-        return self.is_completed(self.receive_rounds)
-
-    def wait_arrived(self) -> None:
-        """Waits for all rows for this rank."""
-        self.wait(self.receive_rounds)
+        self.is_arrived = partial(self.is_completed, self.receive_rounds)
+        self.wait_arrived = partial(self.wait, self.receive_rounds)
 
 
 class InboundRows:

@@ -26,14 +26,6 @@ from megatron_overlap.schedules.varlen.rebalance import Rebalance
 from megatron_overlap.schedules.varlen.ring_groups import Passing, blocks, chunks_at
 
 
-def _always() -> bool:
-    return True
-
-
-def _no_wait() -> None:
-    pass
-
-
 @dataclass(slots=True)
 class Task:
     """One unit of computation.
@@ -48,9 +40,9 @@ class Task:
     """
 
     run: Callable[[], None]
-    is_completed: Callable[[], bool] = _always
-    wait: Callable[[], None] = _no_wait
-    is_runnable: Callable[[], bool] = _always
+    is_completed: Callable[[], bool] = lambda: True
+    wait: Callable[[], None] = lambda: None
+    is_runnable: Callable[[], bool] = lambda: True
     duration_fs: int = 0
     arrival_fs: int = 0
 
