@@ -147,14 +147,11 @@ class Engine:
         """Restores the originals of all but the first `keep` applied patches, last applied first."""
         undone = []
         while len(self._applied) > keep:
-            undone.append(self._applied.pop())
-            self._restore(undone[-1])
+            applied = self._applied.pop()
+            undone.append(applied)
+            for place in reversed(applied.changed):
+                if place is applied.finding.site and not applied.finding.own:
+                    delattr(place.holder, place.name)
+                else:
+                    setattr(place.holder, place.name, applied.finding.original)
         return undone
-
-    def _restore(self, applied: _Applied) -> None:
-        site = applied.finding.site
-        for place in reversed(applied.changed):
-            if place is site and not applied.finding.own:
-                delattr(place.holder, place.name)
-            else:
-                setattr(place.holder, place.name, applied.finding.original)
