@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import calibrate
+import measured_profile
 
 from megatron_overlap.autotune.cost_model import CostModel
 from megatron_overlap.config import LaunchConfig, load_launch_config, without_overlap
@@ -34,7 +35,7 @@ from megatron_overlap.tools.simulate.step import simulate_step
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = ROOT / "docs" / "results" / "step_times.json"
 LINE_GBPS = 0.5
-"""Rate of the line between the hosts during calibrate."""
+"""Rate of the line between the hosts during a calibration."""
 ITERATIONS, WARM_UP = 13, 5
 """Steps of a launch, and the slower steps at its start that do not count."""
 ROUNDS, CALIBRATE_EVERY = 2, 3
@@ -210,8 +211,8 @@ def profile_content(measured: Mapping[str, Any], folder: Path) -> dict[str, Any]
     """
     found = measured["calibrations"]
     source = f"measured between the steps, {measured['date']}: medians of {len(found)} calibrations"
-    tree = calibrate.profile_tree(medians(found), "bf16", source, LINE_GBPS)
-    tree["base"] = f"{calibrate.BASE}.yaml"
+    tree = measured_profile.profile_tree(medians(found), "bf16", source, LINE_GBPS)
+    tree["base"] = f"{measured_profile.BASE}.yaml"
     config, small_ms = variants(SMALL)["without"], statistics.median(measured["small_steps_ms"])
 
     def modelled_ms(call_us: float) -> float:
@@ -228,7 +229,7 @@ def profile_content(measured: Mapping[str, Any], folder: Path) -> dict[str, Any]
 def stored(tree: Mapping[str, Any], folder: Path) -> ClusterProfile:
     """The profile with this content, read from a file in `folder`."""
     path = folder / "profile.yaml"
-    calibrate.write_profile(path, {**tree, "base": str(profile_folder() / tree["base"])})
+    measured_profile.write_profile(path, {**tree, "base": str(profile_folder() / tree["base"])})
     return load_cluster_profile(str(path))
 
 

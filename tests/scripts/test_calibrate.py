@@ -10,7 +10,8 @@ import pytest
 from megatron_overlap.autotune.cost_model import TOUCHED, CostModel
 from megatron_overlap.config.cluster import load_cluster_profile, with_hosts
 from scripts import calibrate
-from scripts.calibrate import (
+from scripts.calibrate import late_gemms
+from scripts.measured_profile import (
     BASE,
     ELEMENTWISE_OUTPUTS,
     LAYER,
@@ -19,7 +20,6 @@ from scripts.calibrate import (
     ROWS,
     checks,
     fit_line,
-    late_gemms,
     profile_tree,
     write_profile,
 )
