@@ -14,7 +14,8 @@ from tests.adapters.conftest import RANKS
 from tests.adapters.megatron_runs import start_ranks
 from tests.adapters.tensor_parallel import autotune_workers
 from tests.adapters.tensor_parallel import transformer_engine_workers as cases
-from tests.adapters.tensor_parallel.transformer_engine_workers import Layer, Model
+from tests.adapters.tensor_parallel.transformer_engine_models import Model, model_against_stock
+from tests.adapters.tensor_parallel.transformer_engine_workers import Layer
 from tests.helpers.releases import ROOT
 from tests.helpers.te import needs_te
 from tests.helpers.world import World
@@ -162,14 +163,14 @@ MODEL_CALLS = {
 
 @pytest.mark.parametrize("kind", MODEL_CALLS)
 def test_models_equal_stock(te_ranks: World, kind: str) -> None:
-    for calls, reasons, _ in te_ranks.run(RANKS, cases.model_against_stock, Model(kind)):
+    for calls, reasons, _ in te_ranks.run(RANKS, model_against_stock, Model(kind)):
         assert reasons == []
         assert calls == MODEL_CALLS[kind]
 
 
 @pytest.mark.parametrize("kind", ["llama", "hybrid"])
 def test_models_in_bf16_are_as_near_to_fp32_as_stock(te_ranks: World, kind: str) -> None:
-    for calls, _, _ in te_ranks.run(RANKS, cases.model_against_stock, Model(kind, BF16)):
+    for calls, _, _ in te_ranks.run(RANKS, model_against_stock, Model(kind, BF16)):
         assert calls == MODEL_CALLS[kind]
 
 
@@ -183,7 +184,7 @@ def test_models_in_batch_overlap_equal_stock(
     # The gradients of query and key norms nearly cancel: bf16 leaves one digit of them, in stock too.
     config = {"sequence_parallel": sequence_parallel, **({"qk_layernorm": False} if dtype == BF16 else {})}
     case = Model(kind, dtype, fused=kind == "gpt", config=config, tensor=SPLIT["tensor"])
-    for calls, reasons, _ in te_ranks.run(RANKS, cases.model_against_stock, case):
+    for calls, reasons, _ in te_ranks.run(RANKS, model_against_stock, case):
         assert reasons == []
         column, row = ("ag_gemm", "gemm_rs") if sequence_parallel else ("copy_gemm", "gemm_ar")
         assert calls == {column: 2 * 2 * 2 + 1, row: 2 * 2 * 2}
@@ -195,7 +196,7 @@ def test_models_with_query_split_equal_stock(te_ranks: World, kind: str, dtype: 
     """Flash attention in slices of queries, and the projection of each slice, in place of two modules."""
     config = {"qk_layernorm": False} if dtype == BF16 else {"softmax_scale": 0.3}
     case = Model(kind, dtype, fused=kind == "gpt", config=config, tensor=QUERY_SPLIT)
-    for calls, reasons, _ in te_ranks.run(RANKS, cases.model_against_stock, case):
+    for calls, reasons, _ in te_ranks.run(RANKS, model_against_stock, case):
         assert reasons == []
         assert calls == {"ag_gemm": 2 * 2 + 1, "gemm_rs": 2, "query_split": 2}
 
@@ -215,7 +216,7 @@ def test_an_attention_that_query_split_does_not_support_is_counted(
     te_ranks: World, kind: str, given: dict[str, Any], reason: str
 ) -> None:
     case = Model(kind, strict=False, tensor=QUERY_SPLIT, **given)
-    for calls, reasons, _ in te_ranks.run(RANKS, cases.model_against_stock, case):
+    for calls, reasons, _ in te_ranks.run(RANKS, model_against_stock, case):
         assert reasons == [reason]
         assert "query_split" not in calls
 
@@ -227,7 +228,7 @@ def test_bf16_layers_of_an_fp8_model_are_overlapped(te_ranks: World, sequence_pa
     config |= {"num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1}
     config["sequence_parallel"] = sequence_parallel
     case = Model("llama", BF16, config=config, tensor=SPLIT["tensor"])
-    for calls, reasons, _ in te_ranks.run(RANKS, cases.model_against_stock, case):
+    for calls, reasons, _ in te_ranks.run(RANKS, model_against_stock, case):
         assert sorted(calls.values()) == [2 * 2 * 2, 2 * 2 * 2 + 1]
         assert reasons == []
 
@@ -246,22 +247,22 @@ def test_a_layer_that_batch_overlap_does_not_support_is_counted(
     te_ranks: World, kind: str, given: dict[str, Any], reason: str
 ) -> None:
     case = Model(kind, strict=False, **{**SPLIT, **given})
-    for calls, reasons, _ in te_ranks.run(RANKS, cases.model_against_stock, case):
+    for calls, reasons, _ in te_ranks.run(RANKS, model_against_stock, case):
         assert reasons == [reason]
         # A linear that is supported is overlapped alone, on the whole batch: two in each layer, and the output layer.
         assert kind == "MLA" or calls["copy_gemm"] == 2 * 2 + 1
 
 
 def test_experts_and_duplicated_layers_are_listed(te_ranks: World) -> None:
-    for _, _, listed in te_ranks.run(RANKS, cases.model_against_stock, Model("experts")):
+    for _, _, listed in te_ranks.run(RANKS, model_against_stock, Model("experts")):
         assert any("expert layer" in reason for reason in listed.values())
-    for _, _, listed in te_ranks.run(RANKS, cases.model_against_stock, Model("MLA")):
+    for _, _, listed in te_ranks.run(RANKS, model_against_stock, Model("MLA")):
         assert "every rank holds the whole weight" in listed["TELinear"]
 
 
 def test_a_fused_mlp_that_is_not_supported_is_counted(te_ranks: World) -> None:
     case = Model("fused MLP", strict=False, overwrites="weight")
-    for calls, reasons, _ in te_ranks.run(RANKS, cases.model_against_stock, case):
+    for calls, reasons, _ in te_ranks.run(RANKS, model_against_stock, case):
         assert reasons == ["the weight gradient overwrites main_grad"]
         assert calls == {"ag_gemm": 1}, "the output layer is Megatron's"
 

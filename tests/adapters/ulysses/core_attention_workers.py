@@ -19,9 +19,9 @@ import torch.distributed as dist
 from megatron_overlap import OverlapConfig, enable
 from megatron_overlap.ops import reference
 from megatron_overlap.schedules import SequenceLayout
-from tests.adapters.tensor_parallel.transformer_engine_workers import (
+from tests.adapters.tensor_parallel.linear_workers import TENSOR
+from tests.adapters.tensor_parallel.transformer_engine_models import (
     POSITIONS,
-    TENSOR,
     VOCABULARY,
     Model,
     assert_near_stock,

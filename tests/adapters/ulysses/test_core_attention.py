@@ -14,7 +14,7 @@ import yaml
 
 from tests.adapters.conftest import RANKS
 from tests.adapters.megatron_runs import SCRIPTS, TE_LAYERS, TP2_SP, assert_equal_training, train
-from tests.adapters.tensor_parallel.transformer_engine_workers import Model
+from tests.adapters.tensor_parallel.transformer_engine_models import Model
 from tests.adapters.ulysses import core_attention_workers as workers
 from tests.helpers.te import needs_te
 from tests.helpers.world import World, assert_same
