@@ -32,23 +32,23 @@ TOUCHED: Mapping[Elementwise, tuple[float, float]] = MappingProxyType(
 )
 """Elements that an operation between GEMMs reads and writes, forward and backward, for each element of its output.
 
-Counted for operations that are fused as far as they can be, but `scores` as torch runs it: forward masks in place and
-makes the softmax; backward reads two and writes one for the softmax, and moves them through three more operations and
-a zeroed copy. `PassRates` are rates of these bytes, whatever a library really moves.
+Counted for operations that are fused as far as possible, except for `scores`, which is counted as torch runs it.
+Forward masks in place and computes the softmax. The softmax backward reads two tensors and writes one; three more
+operations and a zeroed copy follow. `PassRates` are rates of these bytes; a library may move another number of bytes.
 """
 
 LOSS_BYTES = (38, 22)
-"""The same in bytes for each logit: Megatron's cross entropy is made of elementwise steps in fp32. Widen, largest,
-subtract, exponential, sum and divide; the gradient's copy, product and narrowing."""
+"""Bytes for each logit, forward and backward. Megatron's cross entropy consists of elementwise steps in fp32: cast,
+maximum, subtraction, exponential, sum and division; copy, product and cast of the gradient."""
 
 MAIN_GRADIENT_BYTES = 8
-"""A main gradient in fp32 that is added to: read and written. Beside it the gradient itself is read."""
+"""Bytes of a fp32 main gradient that an addition reads and writes. The addition also reads the gradient itself."""
 
 CLIP_BYTES = (8, 12)
-"""For each parameter: its main gradient zeroed, and summed up to see that it is a number; for each that this rank
-updates: summed up for the norm, and scaled by what clips it, read and written."""
+"""Bytes for each parameter: its main gradient is zeroed and checked for NaN. Bytes for each parameter that this rank
+updates: its main gradient is read for the norm, and read and written to be clipped."""
 
-# The kernel gives either side its turn: computation never stops altogether.
+# The scheduler of the kernel runs both sides in turn: computation never stops.
 _LEAST_RATE = 0.05
 _US = 1e6
 _MEGABYTE = 1e6
@@ -65,7 +65,8 @@ class Link:
         collective_rate: bus bandwidth of a ring collective.
         scatter_rate: the same of a reduce-scatter.
         ring_latency_us: fixed cost of a whole ring collective, all its hops together.
-        all_reduce_rate: bus bandwidth of an all-reduce, counted as an all-gather's; None: it is both of the others.
+        all_reduce_rate: bus bandwidth of an all-reduce relative to the bytes of an all-gather; None: a reduce-scatter
+            and an all-gather.
     """
 
     size: int
@@ -102,13 +103,13 @@ class CostModel:
 
     @property
     def launch_us(self) -> float:
-        """What one more kernel costs."""
+        """Fixed time of one kernel launch."""
         return self.profile.device.launch_us.value
 
     def gemm_us(self, m: int, n: int, k: int) -> float:
-        """Time of `[m, k] x [k, n]`: the roof of computation by full waves, or of memory, and one launch.
+        """Time of `[m, k] x [k, n]`: the larger of full waves of computation and memory traffic, and one launch.
 
-        Nothing where a dimension is 0: an empty piece is not launched.
+        0 if a dimension is 0: an empty piece is not launched.
         """
         return _gemm_us(self.profile, self.precision, m, n, k)
 
@@ -124,11 +125,11 @@ class CostModel:
         return num_bytes / (rate * 1e9) * _US + self.launch_us
 
     def calls_us(self, calls: float, *, loop: bool = False) -> float:
-        """Time of a program that calls the tensor library so many times, the operations themselves left out.
+        """Host time of calls of the tensor library, without the operations themselves.
 
         Args:
-            calls: their number.
-            loop: a bare loop over tensors, as an optimizer has, in place of modules and autograd around them.
+            calls: number of calls.
+            loop: the calls are in a loop over tensors, as in an optimizer, without modules and autograd.
         """
         call = self.profile.device.call_us
         if call is None:
@@ -136,7 +137,7 @@ class CostModel:
         return calls * (self.launch_us if loop else call.value)
 
     def attention_us(self, flops: float, *, backward: bool = False) -> float:
-        """Time of fused attention with `flops` operations, of which the causal mask leaves out nothing more."""
+        """Time of fused attention with `flops` operations, the masked ones not counted."""
         device = self.profile.device
         return self._at_share(flops, (device.attention_backward if backward else device.attention_forward).value)
 
@@ -154,10 +155,10 @@ class CostModel:
         return flops / (self.profile.peak_tflops(self.precision) * 1e12 * share) * _US + self.launch_us
 
     def link(self, size: int, stride: int = 1) -> Link:
-        """The link of a group of `size` ranks that are `stride` apart, ranks being dealt to nodes in order.
+        """The link of a group of `size` ranks that are `stride` apart. Consecutive ranks share a node.
 
-        Where the group leaves a node, all groups of the node leave it at the same time: each has its part of the
-        NICs, and a rank's messages use one NIC at most, a ring's as many as the group has ranks in the node.
+        If the group spans nodes, all groups of a node communicate between nodes at the same time, and each has its
+        share of the NICs. A message of a rank uses one NIC at most, a ring as many as the group has ranks in the node.
         """
         profile = self.profile
         per_node = profile.devices_per_node
@@ -172,7 +173,7 @@ class CostModel:
             ring_latency += crossings * (between.latency_us.value - latency)
             nics = between.nics_per_node * together / per_node
             latency = between.latency_us.value
-            # Alone in its node a rank has no part inside to be slowed down by.
+            # A group with one rank in each node has no link inside a node that limits it.
             limits = (copy, gather, scatter, reduce) if together > 1 else (math.inf,) * 4
             outside = _rates(between)
             copy = min(limits[0], outside[0] * min(1.0, nics))
@@ -201,21 +202,21 @@ class CostModel:
 
     @property
     def busy_us(self) -> float:
-        """What a message takes more because its ranks compute."""
+        """Additional time of a message whose ranks compute."""
         busy = self.profile.contention.busy_us
         return 0.0 if busy is None else busy.value
 
     def late_us(self, computed_us: float) -> float:
-        """What a wait for other ranks takes more when all have computed for so long since the one before."""
+        """Rank skew after a computation time since the last synchronization."""
         points = [(point.computed_us.value, point.late_us.value) for point in self.profile.contention.late]
         return _between(points, computed_us)
 
     def compute_rate(self, kind: Literal["collective", "copy"], bytes_per_us: float) -> float:
-        """Speed of computation beside communication, 1 being undisturbed.
+        """Speed of computation beside communication, relative to computation alone.
 
         Args:
-            kind: who moves the bytes.
-            bytes_per_us: what this rank sends and receives meanwhile, both directions together.
+            kind: whether a collective or copies move the bytes.
+            bytes_per_us: bytes that this rank sends and receives, both directions together.
         """
         contention = self.profile.contention
         lost = contention.collective.value if kind == "collective" else contention.copy_.value
@@ -224,7 +225,7 @@ class CostModel:
 
 
 def _between(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Straight between the points, from nothing on, and on beyond the last one; never below nothing."""
+    """Linear between the points from (0, 0), extrapolated beyond the last one; at least 0."""
     low = below = slope = 0.0
     for high, above in points:
         slope = (above - below) / (high - low)
@@ -246,7 +247,7 @@ def _gemm_us_cached(key: tuple[float, ...], tiles: tuple[tuple[int, int, float],
     peak, processors, memory_rate, item_bytes = key
     compute = 2.0 * m * n * k / peak * _US
     if tiles:
-        # A wave multiplies, then writes its tiles: a short k has little to hide that behind.
+        # A wave multiplies, then writes its tiles. With a small k the write is not hidden.
         compute = min(
             math.ceil(math.ceil(m / rows) * math.ceil(n / columns) / processors)
             * (2.0 * rows * columns * k / (peak * rate) + rows * columns * item_bytes / memory_rate)
