@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.backends import cpu
 
 from megatron_overlap.autotune.cache import AutotuneCache
 from megatron_overlap.autotune.candidates import FUSED, HOPPER, STOCK, Call, Candidate
@@ -152,10 +151,7 @@ class Autotuner:
         words = [json.loads(text) for text in self._host.all_gather_text(json.dumps([mine, entry]))]
         if any(theirs != mine for theirs, _ in words):
             calls = " | ".join(theirs for theirs, _ in words)
-            raise AutotuneError(
-                f"ranks of a tensor-parallel group run different layers: {calls}; set overlap.tensor.method to none "
-                "and report this"
-            )
+            raise AutotuneError(f"ranks run different layers: {calls}; set overlap.tensor.method to none and report it")
         # All ranks take the cached selection of rank 0: other ranks may have another disk.
         name, *rest = words[0][1] or (None,)
         by_name = {str(each): each for each in (*candidates, *variants)}
@@ -172,7 +168,9 @@ class Autotuner:
             return None
         environment = {
             "torch": torch.__version__,
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu.get_cpu_capability(),
+            "device": torch.cuda.get_device_name(device)
+            if device.type == "cuda"
+            else torch.backends.cpu.get_cpu_capability(),
             "threads": str(torch.get_num_threads()),
             "backend": dist.get_backend(self._group),
             "ranks by host": " ".join(str(hosts.count(host)) for host in dict.fromkeys(hosts)),
@@ -199,11 +197,9 @@ def _time_call(samples: Samples, run: Callable[[], Any], leaves: Sequence[torch.
     """
 
     def mark() -> Any:
-        if not leaves[0].is_cuda:
-            return time.perf_counter_ns()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        if leaves[0].is_cuda:
+            return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
+        return time.perf_counter_ns()
 
     forward, backward = Span(mark()), Span()
     result = run()
