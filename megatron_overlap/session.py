@@ -371,7 +371,7 @@ def installed_versions() -> dict[str, str | None]:
     }
 
 
-_FEATURES = ("tensor", "attention", "split", "data", "ulysses", "varlen")
+_FEATURES = ("tensor", "attention", "split", "data", "ulysses", "expert", "varlen")
 _CONSISTENCY = "consistency"
 _NOTHING_REPLACED = ("none", "stock", "row")
 

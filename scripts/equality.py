@@ -52,6 +52,8 @@ class Layout:
         sharded: with the distributed optimizer.
         batch_overlap: the plugin splits the micro-batch (`overlap.tensor.split: batch`).
         documents: a micro-batch is whole documents, and context parallelism is balanced attention.
+        expert: expert-parallel ranks, among the data-parallel ranks; more than 1 makes a mixture of experts.
+        experts: flags of the mixture of experts.
     """
 
     name: str
@@ -62,11 +64,21 @@ class Layout:
     context: int = 1
     batch_overlap: bool = False
     documents: bool = False
+    expert: int = 1
+    experts: tuple[str, ...] = ()
 
     @property
     def without_context(self) -> Layout:
         """The same layout without context parallelism: stock has none on a CPU. Its attention is stock."""
         return replace(self, name=f"{self.name}-one-context-rank", context=1) if self.context > 1 else self
+
+    @property
+    def flags(self) -> list[str]:
+        """Further flags of Megatron."""
+        if self.expert == 1:
+            return []
+        sizes = ["--expert-model-parallel-size", str(self.expert), "--expert-tensor-parallel-size", "1"]
+        return [*MIXTURE, *self.experts, *sizes]
 
     @property
     def calls(self) -> frozenset[str]:
@@ -76,11 +88,18 @@ class Layout:
             calls = {f"{kind} {way}" for kind in ("column", "row") for way in ("forward", "dgrad", "wgrad")}
         if self.context > 1:
             calls |= {"attention forward", "attention dgrad"}
-        if self.data > 1:
+        if self.expert > 1:
+            calls |= {"expert forward", "expert dgrad", "expert wgrad"}
+        elif self.data > 1:
             calls |= {"data wgrad", "data forward"} if self.sharded else {"data wgrad"}
         return frozenset(calls)
 
 
+MIXTURE = (
+    *("--num-experts", "8", "--moe-token-dispatcher-type", "alltoall"),
+    *("--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "0.01"),
+)
+TOP2 = ("--moe-router-topk", "2")
 ALONE = Layout("TP1")
 LAYOUTS = (
     Layout("TP2", tensor=2),
@@ -100,6 +119,13 @@ LAYOUTS = (
     Layout("UP2xDP2", context=2, data=2),
     Layout("varlen-CP2", context=2, documents=True),
     Layout("varlen-CP2xTP2+SP", tensor=2, context=2, sequence_parallel=True, documents=True),
+    Layout("EP2", data=2, expert=2, experts=TOP2),
+    Layout("EP4", data=4, expert=4, experts=TOP2),
+    Layout("EP2-top1", data=2, expert=2, experts=("--moe-router-topk", "1", "--moe-router-pre-softmax")),
+    Layout("EP2xTP2+SP", tensor=2, data=2, sequence_parallel=True, expert=2, experts=TOP2),
+    Layout("EP2xDP2+DO", data=4, sharded=True, expert=2, experts=TOP2),
+    Layout("EP2-shared", data=2, expert=2, experts=(*TOP2, "--moe-shared-expert-intermediate-size", "128")),
+    Layout("EP2-dropping", data=2, expert=2, experts=(*TOP2, "--moe-expert-capacity-factor", "1.0")),
 )
 RESUMED = Layout("TP2+SP", tensor=2, sequence_parallel=True)
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -166,6 +192,7 @@ class Runs:
                     "vocab_size": 4000,
                     "max_position_embeddings": rows,
                     **ARCHITECTURES[arch],
+                    **({"add_bias": False} if layout.expert > 1 else {}),
                 },
                 "parallel": {
                     "tensor": layout.tensor,
@@ -193,8 +220,9 @@ class Runs:
                         "chunks_per_rank": options.chunks_per_rank,
                         "split": "batch" if layout.batch_overlap else "none",
                     },
-                    "data": {"method": "p2p" if plugin and layout.data > 1 else "stock"},
+                    "data": {"method": "p2p" if plugin and layout.data > 1 and layout.expert == 1 else "stock"},
                     "ulysses": {"method": "p2p" if layout.context > 1 and not layout.documents else "none"},
+                    "expert": {"method": "p2p" if plugin and layout.expert > 1 else "none"},
                     "varlen": {"method": varlen},
                 },
                 "launch": {
@@ -203,7 +231,7 @@ class Runs:
                     "timeout_s": 600.0,
                 },
                 # The whole weight is drawn and then cut: the same model in every layout. Several buckets.
-                "megatron_args": ["--use-cpu-initialization", "--ddp-bucket-size", "100000"],
+                "megatron_args": ["--use-cpu-initialization", "--ddp-bucket-size", "100000", *layout.flags],
             }
         )
         start_s = time.monotonic()
@@ -263,7 +291,7 @@ def compare_layouts(runs: Runs, arch: str, layouts: Sequence[Layout], iterations
             stock = alone[precision] if one_rank else runs.train(arch, plain, precision, False)[0]
             mine, report = runs.train(arch, layout, precision, True)
             beside = {"plugin from stock": deviation(mine, stock, iterations)}
-            if not layout.documents:  # other tokens than the layouts of one length
+            if not layout.documents and layout.expert == 1:  # others train other tokens, or another model
                 beside["stock from TP1 stock"] = deviation(stock, alone[precision], iterations)
                 beside["plugin from TP1 stock"] = deviation(mine, alone[precision], iterations)
             if precision == "fp32":

@@ -26,6 +26,19 @@ def untraced(method: Method) -> Method:
     return run
 
 
+def run_pre_hooks(module: torch.nn.Module, value: torch.Tensor, remedy: str) -> None:
+    """Runs the pre-hooks of a module that is not called. In these Megatron waits for the gather of parameters.
+
+    Raises:
+        RuntimeError: a hook changes the input; the message ends with `remedy`.
+    """
+    for hook in module._forward_pre_hooks.values():
+        if hook(module, (value,)) is not None:
+            raise RuntimeError(
+                f"a forward pre-hook changes the input of {type(module).__name__}, which is not called here: {remedy}"
+            )
+
+
 @contextmanager
 def replaced_forward(module: Any, forward: Method) -> Iterator[None]:
     """Replaces the `forward` of one module inside the context. Hooks on the module still run."""

@@ -25,7 +25,7 @@ from megatron_overlap.config.validation import launch_problems
 DESCRIPTION = "data.json"
 """Description of a data folder, written by scripts/prepare_data.py."""
 
-METHOD_SECTIONS = ("tensor", "data", "ulysses", "varlen")
+METHOD_SECTIONS = ("tensor", "data", "ulysses", "expert", "varlen")
 
 
 class OverlapConfig(OverlapFields):
@@ -170,6 +170,7 @@ def without_overlap(config: LaunchConfig) -> LaunchConfig:
         "tensor": {**overlap.tensor.model_dump(), "method": "none"},
         "data": {"method": data},
         "ulysses": ulysses,
+        "expert": {"method": "none"},
         "varlen": varlen,
     }
     return LaunchConfig.model_validate({**config.model_dump(), "name": f"{config.name}_baseline", "overlap": off})

@@ -53,6 +53,13 @@ class UlyssesOverlap(Section):
     """Also run the projections by head groups, if supported."""
 
 
+class ExpertOverlap(Section):
+    """Overlap of the all-to-alls of expert parallelism with the experts."""
+
+    method: Literal["p2p", "none"] = "none"
+    """p2p: messages between the experts' GEMMs; none: the stock path."""
+
+
 class VarlenOverlap(Section):
     """Variable-length attention: documents without padding, balanced over the context ranks."""
 
@@ -90,6 +97,7 @@ class OverlapFields(Section):
     tensor: TensorOverlap = TensorOverlap()
     data: DataOverlap = DataOverlap()
     ulysses: UlyssesOverlap = UlyssesOverlap()
+    expert: ExpertOverlap = ExpertOverlap()
     varlen: VarlenOverlap = VarlenOverlap()
     strict: bool = False
     """Every fallback to the stock path is an error."""

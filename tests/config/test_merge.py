@@ -74,7 +74,13 @@ def test_an_empty_override_is_null(tmp_path: Path) -> None:
 
 def test_a_star_reaches_every_method(tmp_path: Path) -> None:
     overlap = load_launch_config(write(tmp_path), ["overlap.*.method=none"]).overlap
-    methods = {overlap.tensor.method, overlap.data.method, overlap.ulysses.method, overlap.varlen.method}
+    methods = {
+        overlap.tensor.method,
+        overlap.data.method,
+        overlap.ulysses.method,
+        overlap.expert.method,
+        overlap.varlen.method,
+    }
     assert methods == {"none"}
 
 

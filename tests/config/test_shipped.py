@@ -61,7 +61,13 @@ def test_an_unknown_name_names_the_nearest(name: str) -> None:
 
 
 PAIRS = {
-    layout: "data" if "_dp2" in layout else "ulysses" if "_up8" in layout else "tensor"
+    layout: "data"
+    if "_dp2" in layout
+    else "ulysses"
+    if "_up8" in layout
+    else "expert"
+    if "_ep2" in layout
+    else "tensor"
     for layout in (short(file).removesuffix("/overlap") for file in SHIPPED if file.stem == "overlap")
     if "_up2" not in layout and "_varlen" not in layout
 }

@@ -77,6 +77,12 @@ SHORTENED = (
         long=True,
     ),
     Short(
+        "python scripts/bench/expert_parallel.py",
+        "--rounds 1 --warmup 0 --rows 64 --hidden 32 --ffn 32 --experts 2",
+        hosts=True,
+        long=True,
+    ),
+    Short(
         "python scripts/bench/attention.py",
         f"{ONE} --positions 64 --heads 2 --kv-heads 2 --features 32",
         hosts=True,

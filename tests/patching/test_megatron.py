@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -29,9 +30,9 @@ from tests.patching.conftest import Packages
 
 Future = Callable[[str, str], list[Manifest]]
 LINEARS = (layers.ColumnParallelLinear, layers.RowParallelLinear)
-OVERLAPPED = {"tensor", "attention", "split", "data", "ulysses", "consistency"}
+OVERLAPPED = {"tensor", "attention", "split", "data", "ulysses", "expert", "consistency"}
 """Features that the session of this test applies."""
-CLASSES = (*LINEARS, Attention, DotProductAttention, TransformerBlock, TransformerLayer)
+CLASSES = (*LINEARS, Attention, DotProductAttention, MoELayer, TransformerBlock, TransformerLayer)
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +50,11 @@ def test_own_patches_apply_and_leave_nothing_behind(snapshot: Callable[[object],
     with warnings.catch_warnings():
         warnings.simplefilter("error", PatchWarning)
         everything = OverlapConfig.model_validate(
-            {"tensor": {"attention": "query_split", "split": "batch"}, "ulysses": {"method": "p2p"}}
+            {
+                "tensor": {"attention": "query_split", "split": "batch"},
+                "ulysses": {"method": "p2p"},
+                "expert": {"method": "p2p"},
+            }
         )
         session = megatron_overlap.enable(everything, strict=True)
     planned = [manifest for manifest in load_manifests() if manifest.feature in OVERLAPPED]

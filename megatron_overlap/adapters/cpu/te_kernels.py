@@ -87,6 +87,36 @@ def generic_gemm(
     return product, bias_grad, None, extra_output
 
 
+def te_general_grouped_gemm(
+    a: list[_Tensor],
+    transpose_a: bool,
+    b: list[_Tensor],
+    transpose_b: bool,
+    out: list[_Tensor],
+    out_dtype: int | None,
+    m_splits: Sequence[int] | None,
+    bias: list[_Tensor],
+    bias_dtype: int,
+    single_output: bool,
+    gelu_input: list[_Tensor],
+    grad: bool,
+    scratch: Any,
+    scratch_bytes: int,
+    accumulate: bool,
+    *_: Any,
+) -> list[_Tensor]:
+    """`generic_gemm` of each group; with `single_output` the groups are consecutive rows of `out[0]`."""
+    outs = list(out[0].split(list(m_splits or ()))) if single_output else out
+    for index, each in enumerate(outs):
+        one = None if bias[index].numel() == 0 else bias[index]
+        operands = a[index], transpose_a, b[index], transpose_b, each
+        rest: tuple[Any, ...] = (bias_dtype, False, None, grad, scratch, scratch_bytes, accumulate, False)
+        bias_grad = generic_gemm(*operands, None, out_dtype, one, *rest)[1]
+        if one is not None and bias_grad is not None:
+            one.copy_(bias_grad)
+    return bias
+
+
 def rmsnorm_fwd(
     x: _Tensor,
     weight: _Tensor,
@@ -312,6 +342,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
         generic_gemm,
+        te_general_grouped_gemm,
         layernorm_bwd,
         layernorm_fwd,
         multi_tensor_adam,

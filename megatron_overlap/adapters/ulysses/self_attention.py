@@ -30,7 +30,7 @@ from megatron_overlap.adapters.ulysses.core_attention import (
     te_kernel,
     unsupported_te_core_reason,
 )
-from megatron_overlap.adapters.wrapping import Method, untraced
+from megatron_overlap.adapters.wrapping import Method, run_pre_hooks, untraced
 from megatron_overlap.ops import Projection, ulysses_self_attention
 from megatron_overlap.schedules import SequenceLayout
 from megatron_overlap.session import Session
@@ -124,7 +124,7 @@ def _forward(
     ):
         return cls.forward(layer, hidden_states, *args, **kwargs)
     for module in modules:
-        _run_pre_hooks(module, hidden_states)
+        run_pre_hooks(module, hidden_states, "set overlap.ulysses.fuse_projections to false")
     config = layer.config
     if config.no_rope_freq and config.no_rope_freq[layer.layer_number - 1]:
         freqs = None
@@ -158,16 +158,6 @@ def _forward(
         kernel=kernel,
     )
     return output, _bias(out)
-
-
-def _run_pre_hooks(module: torch.nn.Module, value: torch.Tensor) -> None:
-    """Runs the pre-hooks of a module that is not called. In these Megatron waits for the gather of parameters."""
-    for hook in module._forward_pre_hooks.values():
-        if hook(module, (value,)) is not None:
-            raise RuntimeError(
-                f"a forward pre-hook changes the input of {type(module).__name__}, which is not called here: "
-                "set overlap.ulysses.fuse_projections to false"
-            )
 
 
 def _bias(linear: Any) -> torch.Tensor | None:

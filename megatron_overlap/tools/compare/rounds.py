@@ -158,7 +158,7 @@ def link_of(launch_plan: LaunchPlan) -> dict[str, Any]:
 
 def _has_overlap(config: LaunchConfig) -> bool:
     overlap = config.overlap
-    methods = (overlap.tensor.method, overlap.ulysses.method, overlap.varlen.method)
+    methods = (overlap.tensor.method, overlap.ulysses.method, overlap.expert.method, overlap.varlen.method)
     # The reference uses the data parallel overlap of Megatron too. `auto` needs two copies of the model.
     data = overlap.data.method == "p2p" or (overlap.data.method == "auto" and config.num_weight_copies > 1)
     return data or any(method != "none" for method in methods)
