@@ -37,7 +37,8 @@ def overlapped(kind: str, sequence_parallel: bool, calls: int = 1, wgrad: int = 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sp", "no-sp"])
-@pytest.mark.parametrize("num_ranks", [2, 4])
+# The tests below have two ranks.
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.long), 4])
 @pytest.mark.parametrize("kind", ["column", "row", "norm"])
 def test_equal_to_stock(
     te_ranks: World, kind: str, num_ranks: int, sequence_parallel: bool, dtype: torch.dtype
