@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from megatron_overlap.autotune.cost_model import TOUCHED, CostModel
+from megatron_overlap.autotune.cost_model import ITEM_BYTES, TOUCHED, CostModel
 from megatron_overlap.config.cluster import Elementwise, Precision, load_cluster_profile, profile_folder
 
 BASE = "netlab"
@@ -148,9 +148,10 @@ def _rate(moved: float, us: float, latency_us: float) -> float:
 
 def _elementwise(times_us: Mapping[str, Any], precision: Precision, source: str) -> dict[str, Any]:
     """All rates of the base profile, scaled by one factor: base time over measured time of the timed operations."""
-    base = CostModel(load_cluster_profile(BASE), precision)
+    base = CostModel(load_cluster_profile(BASE))  # memory rates need no peak of `precision`
     modelled = sum(
-        base.memory_us(moved * ELEMENTWISE_OUTPUTS[kind] * base.item_bytes, kind, backward=backward) - base.launch_us
+        base.memory_us(moved * ELEMENTWISE_OUTPUTS[kind] * ITEM_BYTES[precision], kind, backward=backward)
+        - base.launch_us
         for kind in ELEMENTWISE_OUTPUTS
         for backward, moved in zip((False, True), TOUCHED[kind], strict=True)
     )

@@ -98,6 +98,16 @@ def test_ranks_are_not_less_late_after_more_computation(tmp_path: Path) -> None:
     assert [model.late_us(us) for us in (1e4, 1e6)] == pytest.approx([500, 500])
 
 
+def test_a_precision_without_a_peak_in_the_base_profile(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    write_profile(path, profile_tree(FOUND, "fp32", "made up"))
+    model, narrow = CostModel(load_cluster_profile(str(path)), "fp32"), CostModel(load_cluster_profile(BASE))
+    # The measured times of twice the bytes: the factor of the rates is twice as large.
+    rate = 1e6 / (model.memory_us(1e6, "gelu") - model.launch_us)
+    base_rate = 1e6 / (narrow.memory_us(1e6, "gelu") - narrow.launch_us)
+    assert rate == pytest.approx(2 * ELEMENTWISE_FACTOR * base_rate)
+
+
 def test_with_a_line_between_hosts_the_link_between_nodes_is_calibrated(tmp_path: Path) -> None:
     path = tmp_path / "lab.yaml"
     write_profile(path, profile_tree(FOUND, "bf16", "made up", line_gbit=0.5))
