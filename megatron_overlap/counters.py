@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-Direction = Literal["forward", "dgrad", "wgrad"]
+Direction = Literal["forward", "forward only", "dgrad", "wgrad"]
+"""The pass. `forward only`: no backward pass follows (evaluation, generation, log-probabilities)."""
 
 
 class FallbackError(ValueError):
@@ -34,6 +35,7 @@ class Tally:
         fallbacks: calls that ran the stock path, by reason.
         not_fused: overlapped calls that ran p2p although the config asks for fused kernels, by reason.
         stock_selected: calls that ran the stock path because autotuning selected or measured it. No fallback.
+        not_communicating: calls that communicate nothing in this pass. No fallback.
     """
 
     overlapped: int = 0
@@ -41,6 +43,7 @@ class Tally:
     fallbacks: dict[str, int] = field(default_factory=dict)
     not_fused: dict[str, int] = field(default_factory=dict)
     stock_selected: int = 0
+    not_communicating: int = 0
 
 
 @dataclass(frozen=True)
@@ -225,6 +228,12 @@ class Counters:
         tally = self.tally(kind, name, op, direction)
         with self._lock:
             tally.stock_selected += 1
+
+    def not_communicating(self, kind: str, name: str, op: str, direction: Direction) -> None:
+        """Counts one call that communicates nothing."""
+        tally = self.tally(kind, name, op, direction)
+        with self._lock:
+            tally.not_communicating += 1
 
     def tally(self, kind: str, name: str, op: str, direction: Direction) -> Tally:
         """The tally of one site, for callers on the training thread that add to it without a lock."""

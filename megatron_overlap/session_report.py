@@ -78,6 +78,7 @@ class Report:
                     "fallbacks": dict(tally.fallbacks),
                     **({"not_fused": dict(tally.not_fused)} if tally.not_fused else {}),
                     **({"stock_selected": tally.stock_selected} if tally.stock_selected else {}),
+                    **({"not_communicating": tally.not_communicating} if tally.not_communicating else {}),
                 }
                 for site, tally in self.sites.items()
             ],
@@ -147,6 +148,7 @@ class Report:
         for site, tally in self.sites.items():
             reasons = "; ".join(
                 [f"{tally.stock_selected} x selected by autotuning"] * (tally.stock_selected > 0)
+                + [f"{tally.not_communicating} x communicates nothing in this pass"] * (tally.not_communicating > 0)
                 + [f"{count} x {reason}" for reason, count in sorted(tally.fallbacks.items())]
                 + [f"{count} x p2p, not fused: {reason}" for reason, count in sorted(tally.not_fused.items())]
             )

@@ -36,7 +36,7 @@ SURE, LIKELY = 2.5, 1.0
 """Standard errors that a difference must exceed to be certain, and to be the better guess."""
 
 CACHED_RECHECK, FIRST_RECHECK, LAST_RECHECK = 512, 8192, 32768
-"""Calls until a recheck: of a cached selection, of any other, and the most between two rechecks."""
+"""Calls until a recheck: of a cached or modelled selection, of any other, and the most between two rechecks."""
 MAX_WAITS = 6
 
 
@@ -102,7 +102,7 @@ class Selection[C](NamedTuple):
     candidate: C
     us: float = math.nan
     stock_us: float = math.nan
-    reason: Literal["measured", "cached", "reverted", "not measured"] = "not measured"
+    reason: Literal["measured", "cached", "modelled", "reverted", "not measured"] = "not measured"
 
 
 class Search[C: Hashable]:
@@ -114,7 +114,7 @@ class Search[C: Hashable]:
 
     Args:
         candidates: of round 0; the first is the stock path, which runs until something is measured.
-        cached: a selection of an earlier run, which runs at once.
+        cached: a selection of an earlier run or of a model, which runs at once.
         neighbours: variants of a candidate, measured beside it when it wins.
     """
 

@@ -112,6 +112,7 @@ class Autotuner:
         candidates: Callable[[], Sequence[Candidate]],
         *,
         timed: bool = True,
+        modelled: Candidate | None = None,
     ) -> tuple[Any, Candidate]:
         """Runs one call; returns the result of `run`, and its candidate.
 
@@ -121,6 +122,7 @@ class Autotuner:
             leaves: input and weight: the graph of the call ends there.
             candidates: of the call, the base first; called once for each kind.
             timed: False on all ranks for a call that takes longer than others. It runs the selected candidate.
+            modelled: runs until the first recheck, which then measures all candidates; None measures them at once.
 
         Raises:
             AutotuneError: another rank runs another call.
@@ -130,7 +132,7 @@ class Autotuner:
         name = ("all_reduce", call.rows, call.dtype, call.backward) if call.all_reduces else call
         kind = self.kinds.get(name)
         if kind is None:
-            kind = self.kinds[name] = self._open(call, candidates(), leaves[0].device)
+            kind = self.kinds[name] = self._open(call, candidates(), leaves[0].device, modelled)
         if timed and call == kind.call:
             while kind.search.due:
                 self._exchange(kind)
@@ -141,7 +143,13 @@ class Autotuner:
         samples = kind.samples.setdefault(call, {}).setdefault(candidate, ([], []))
         return _time_call(samples, partial(run, candidate), leaves, whole_pass=call.op == "block"), candidate
 
-    def _open(self, call: Call, candidates: Sequence[Candidate], device: torch.device) -> Kind:
+    def slowest(self, values: list[float]) -> list[float]:
+        """The largest of each value over the ranks of the group. Collective."""
+        return [max(each) for each in zip(*self._host.all_gather_floats(values), strict=True)]
+
+    def _open(
+        self, call: Call, candidates: Sequence[Candidate], device: torch.device, modelled: Candidate | None
+    ) -> Kind:
         if not self.kinds:
             self._cache = self._open_cache(device)
         fused = fused_settings(self._host.size, call.rows, hopper=HOPPER in candidates) if FUSED in candidates else ()
@@ -155,7 +163,9 @@ class Autotuner:
         # All ranks take the cached selection of rank 0: other ranks may have another disk.
         name, *rest = words[0][1] or (None,)
         by_name = {str(each): each for each in (*candidates, *variants)}
-        cached = Selection(by_name[name], *rest) if name in by_name else None
+        cached = None if modelled is None else Selection(modelled, reason="modelled")
+        if name in by_name:
+            cached = Selection(by_name[name], *rest)
 
         def neighbours(candidate: Candidate) -> list[Candidate]:
             return [v for v in variants if candidate.method == v.method and one_knob_apart(candidate.knobs, v.knobs)]

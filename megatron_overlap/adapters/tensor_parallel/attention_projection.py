@@ -42,7 +42,8 @@ def attention_forward(original: Method, session: Session) -> Method:
             return original(self, *args, **kwargs)
         reason = unsupported_attention_reason(self)
         if reason is not None:
-            adapter.hooks(_KIND, _OP, self.linear_proj.weight).fallback(reason)
+            x = args[0] if args else kwargs["hidden_states"]
+            adapter.hooks(_KIND, _OP, x, self.linear_proj.weight).fallback(reason)
             return original(self, *args, **kwargs)
         joint = _JointCall(self.core_attention, self.linear_proj, adapter)
         with (
@@ -74,7 +75,7 @@ class _JointCall:
             or adapter.unsupported_reason(query, layer.weight, layer.tp_group, _OP)
         )
         if reason is not None:
-            adapter.hooks(_KIND, _OP, layer.weight).fallback(reason)
+            adapter.hooks(_KIND, _OP, query, layer.weight).fallback(reason)
             return self._core_forward(query, key, value, attention_mask, **kwargs)
         self._operands = query, key, value
         # The shape of the result, without memory. A module that computes with it gets NaN.
@@ -107,7 +108,7 @@ class _JointCall:
             plan=adapter.plan,
             main_grad=None if target is None else target.main_grad,
             weight_done=None if target is None else target.written,
-            observer=adapter.hooks(_KIND, _OP, layer.weight).overlapped,
+            observer=adapter.hooks(_KIND, _OP, self._operands[0], layer.weight).overlapped,
         )
         return add_row_bias(layer, output)
 

@@ -14,9 +14,11 @@ import torch.distributed as dist
 from megatron_overlap.adapters.diagnostics.reference_check import Check
 from megatron_overlap.adapters.tensor_parallel.call import LayerOutput, LinearCall
 from megatron_overlap.adapters.tensor_parallel.eligibility import is_te_linear
+from megatron_overlap.adapters.tensor_parallel.forward_only import ForwardOnlyCalls, is_forward_only
 from megatron_overlap.autotune.candidates import BATCH_OVERLAP, SEPARATE_LAYERS, STOCK, Call, Candidate
 from megatron_overlap.autotune.search import Search, Step
 from megatron_overlap.autotune.tuner import Autotuner, Kind
+from megatron_overlap.comm import Transport
 from megatron_overlap.counters import AutotuneLine, Tally
 from megatron_overlap.ops.call import gathered_rows
 from megatron_overlap.schedules.heuristics import p2p_settings
@@ -36,6 +38,15 @@ class _StockCall:
     gathers: dist.ProcessGroup | None
 
 
+@dataclass(slots=True)
+class _SmallCalls:
+    """Forward-only calls of a layer whose input has fewer elements than `elements`: they run the stock path."""
+
+    elements: float
+    tally: Tally
+    communicate: bool
+
+
 class LinearAutotuner:
     """The autotuners of one session: a `LinearBackend` that runs a call with the candidate that its autotuner names.
 
@@ -48,8 +59,11 @@ class LinearAutotuner:
         run_candidate: Callable[[LinearCall, Candidate], LayerOutput],
         fused_candidates: Callable[[LinearCall], Sequence[Candidate]],
         check: Check,
+        transport: Callable[[dist.ProcessGroup], Transport],
     ) -> None:
         self._session, self._check = session, check
+        self._forward_only = ForwardOnlyCalls(transport)
+        self._small_calls: dict[int, _SmallCalls] = {}
         self._run_candidate, self._fused_candidates = run_candidate, fused_candidates
         tensor = session.config.tensor
         # Which candidate is fastest differs from run to run, and candidates sum in different orders.
@@ -69,6 +83,13 @@ class LinearAutotuner:
         `run` would take 5 % of the pass of a short layer. Other reasons against the plugin need no check here, because
         they lead to the stock path too.
         """
+        small = self._small_calls.get(id(layer))
+        if small is not None and x.numel() < small.elements and is_forward_only(x, weight):
+            if small.communicate:
+                small.tally.stock_selected += 1
+            else:
+                small.tally.not_communicating += 1
+            return True
         stock = self._stock_calls.get(id(layer))
         if (
             stock is None
@@ -109,12 +130,27 @@ class LinearAutotuner:
         if autotuner is None:
             timeout_s = self._session.config.timeout_s or _TIMEOUT_S
             autotuner = self._autotuners[group] = Autotuner(group, self._folder, self._versions, timeout_s)
+        threshold = modelled = None
+        if call.hooks.forward_only:
+            threshold = self._forward_only.threshold(call, kind, autotuner.slowest)
+            if kind.rows < threshold.rows:
+                self.add_small(call, threshold.rows)
+                return self._run_candidate(call, STOCK)
+            modelled = self._candidates(call, kind)[1]
+            if not self._forward_only.repeats(group, kind):
+                if gathers:
+                    self._last = group, weakref.ref(x), version, modelled
+                return self._run_candidate(call, modelled)
         run, candidates = partial(self._run_candidate, call), partial(self._candidates, call, kind)
-        result, candidate = autotuner.run(kind, run, (x, weight), candidates, timed=not self._check.due)
+        timed = not self._check.due
+        result, candidate = autotuner.run(kind, run, (x, weight), candidates, timed=timed, modelled=modelled)
         if gathers:
             self._last = group, weakref.ref(x), version, candidate
         own = autotuner.kinds.get(kind)  # None for layers that are tuned together
         if own is not None and candidate == STOCK and own.search.calls < own.search.free_until:
+            if threshold is not None:
+                threshold.rows, threshold.measured = kind.rows + 1, True
+                return result
             number = id(call.layer)
             if number not in self._stock_calls:  # another layer may get the id after this one is deleted
                 weakref.finalize(call.layer, self._stock_calls.pop, number, None).atexit = False
@@ -156,7 +192,19 @@ class LinearAutotuner:
 
     def lines(self) -> tuple[AutotuneLine, ...]:
         """The selections so far, for the report."""
-        return tuple(_line(kind) for autotuner in self._autotuners.values() for kind in autotuner.kinds.values())
+        measured = [_line(kind) for autotuner in self._autotuners.values() for kind in autotuner.kinds.values()]
+        return *measured, *self._forward_only.lines()
+
+    def add_small(self, call: LinearCall, rows: float) -> None:
+        """Lets `runs_stock` recognize the forward-only calls of a layer that have fewer gathered rows than `rows`."""
+        number = id(call.layer)
+        if number not in self._small_calls:
+            weakref.finalize(call.layer, self._small_calls.pop, number, None).atexit = False
+        shared = call.group.size() if call.op == "ag_gemm" else 1
+        tally = self._session.counters.tally(*call.hooks.site, call.hooks.forward)
+        self._small_calls[number] = _SmallCalls(
+            rows * call.weight.shape[1] / shared, tally, communicate=call.op != "copy_gemm"
+        )
 
     def _candidates(self, call: LinearCall, kind: Call) -> list[Candidate]:
         tensor, x = self._session.config.tensor, call.x
@@ -183,6 +231,7 @@ def _line(kind: Kind) -> AutotuneLine:
     reason = {
         "reverted": f"reverted, as {'the stock path' if base == STOCK else base} became faster: {tried}",
         "cached": "cached by an earlier run",
+        "modelled": "modelled from its rows, not measured yet",
         "not measured": "not measured: no backward pass followed",
         "measured": f"none is faster: {tried}" if selected.candidate == base else f"faster than {tried or base}",
     }[selected.reason]

@@ -11,7 +11,7 @@ import torch
 from megatron.core.utils import make_viewless_tensor
 
 from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
-from megatron_overlap.adapters.tensor_parallel.eligibility import unsupported_layer_reason
+from megatron_overlap.adapters.tensor_parallel.eligibility import GENERATION, unsupported_layer_reason
 from megatron_overlap.adapters.tensor_parallel.layer_handoff import InputPart, PendingOutput
 from megatron_overlap.adapters.tensor_parallel.split_layer import SplitLayer
 from megatron_overlap.adapters.tensor_parallel.split_sharded_layer import SplitShardedLayer
@@ -69,6 +69,9 @@ def block_forward(original: Method, session: Session) -> Method:
         config = self.config
         communicates = config.tensor_model_parallel_size > 1 and not config.sequence_parallel and self.layers
         runs_measured = communicates and adapter.autotuner.enabled and not tracing()
+        if runs_measured and kwargs.get("inference_context") is not None:
+            session.counters.exclude("batch overlap", GENERATION)
+            runs_measured = False
         return (measured if runs_measured else original)(self, *args, **kwargs)
 
     return forward
@@ -85,6 +88,9 @@ def layer_forward(original: Method, session: Session) -> Method:
     @untraced
     def split(self: Any, *args: Any, **kwargs: Any) -> Any:
         arguments = {**dict(zip(_POSITIONAL, args, strict=False)), **kwargs}
+        if arguments.get("inference_context") is not None:
+            session.counters.exclude("batch overlap", GENERATION)
+            return original(self, *args, **kwargs)
         x = arguments["hidden_states"]
         pending = layer_handoff.take(x)
         if pending is None and (self.config.tensor_model_parallel_size == 1 or adapter.check.due):

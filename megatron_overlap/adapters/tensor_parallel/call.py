@@ -8,7 +8,7 @@ from typing import Any, Protocol, Self
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.counters import Counters, SavedSite
+from megatron_overlap.counters import Counters, Direction, SavedSite
 
 type LayerOutput = Any
 """The result of a patched Megatron method: a tensor, or a tensor and the bias that the caller adds."""
@@ -49,14 +49,21 @@ class LinearHooks:
     Attributes:
         counters: of the session.
         site: kind of layer, shape of its weight, and operation.
+        forward_only: no backward pass follows.
     """
 
     counters: Counters
     site: SavedSite
+    forward_only: bool = False
+
+    @property
+    def forward(self) -> Direction:
+        """The direction under which the forward passes are counted."""
+        return "forward only" if self.forward_only else "forward"
 
     def overlapped(self, direction: Any, num_bytes: int) -> None:
         """Counts an overlapped pass, `forward`, `dgrad` or `wgrad`, and the bytes that this rank sent."""
-        self.counters.overlapped(*self.site, direction, num_bytes)
+        self.counters.overlapped(*self.site, self.forward if direction == "forward" else direction, num_bytes)
 
     def saved(self, x: torch.Tensor, gathered_bytes: int) -> Callable[[], None]:
         """Counts an input that is saved for backward; the result is called when it is released."""
@@ -64,15 +71,19 @@ class LinearHooks:
 
     def fallback(self, reason: str) -> None:
         """Counts a call that runs the stock path."""
-        self.counters.fallback(*self.site, "forward", reason)
+        self.counters.fallback(*self.site, self.forward, reason)
 
     def selected_stock(self) -> None:
         """Counts a call that runs the stock path because the autotuner selected or measures it."""
-        self.counters.stock_selected(*self.site, "forward")
+        self.counters.stock_selected(*self.site, self.forward)
+
+    def not_communicating(self) -> None:
+        """Counts a call that runs the stock path because it communicates nothing."""
+        self.counters.not_communicating(*self.site, self.forward)
 
     def not_fused(self, reason: str) -> None:
         """Counts a call that runs p2p although the configuration or the autotuner selects fused kernels."""
-        self.counters.not_fused(*self.site, "forward", reason)
+        self.counters.not_fused(*self.site, self.forward, reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +122,11 @@ class LinearCall(ABC):
     @abstractmethod
     def run_stock(self) -> LayerOutput:
         """Runs the replaced Megatron method."""
+
+    def run_not_communicating(self) -> LayerOutput:
+        """Runs the replaced Megatron method, which communicates nothing in this call, and counts it."""
+        self.hooks.not_communicating()
+        return self.run_stock()
 
     @abstractmethod
     def result(self, output: torch.Tensor) -> LayerOutput:

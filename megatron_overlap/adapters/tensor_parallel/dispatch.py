@@ -5,6 +5,7 @@ layer; the autotuner with `method: auto`; else the configured method, fused or p
 selected operation is compared with its reference.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from megatron_overlap.adapters.tensor_parallel.call import (
     OverlapBackend,
 )
 from megatron_overlap.adapters.tensor_parallel.eligibility import unsupported_tensors_reason
+from megatron_overlap.adapters.tensor_parallel.forward_only import is_forward_only
 from megatron_overlap.adapters.tensor_parallel.fused import FusedBackend, FusedTransports
 from megatron_overlap.adapters.tensor_parallel.layer_handoff import LayerHandoff
 from megatron_overlap.autotune.candidates import Candidate
@@ -73,11 +75,13 @@ class LinearAdapter(Adapter):
         self.layer_handoff = LayerHandoff()
         self.check = session.adapter(Check)
         self._transports: dict[dist.ProcessGroup, Transport] = {}
-        self._hooks: dict[tuple[str, str, torch.Size], LinearHooks] = {}
+        self._hooks: dict[tuple[str, str, torch.Size, bool], LinearHooks] = {}
         self._fused_transports = FusedTransports(session, self.transport)
         self._stock, self._p2p = StockBackend(), P2PBackend(self, self.plan)
         self._fused = FusedBackend(self._fused_transports)
-        self.autotuner = LinearAutotuner(session, self.run_candidate, self._fused.candidates, self.check)
+        self.autotuner = LinearAutotuner(
+            session, self.run_candidate, self._fused.candidates, self.check, self.transport
+        )
         self._method: OverlapBackend = self._fused if self.fused else self._p2p
         self._candidates: dict[Candidate, OverlapBackend] = {}
         self._counters.saved_activations = SavedActivations(gathered=self.plan.save_gathered)
@@ -111,13 +115,13 @@ class LinearAdapter(Adapter):
         first, second = (open_transport(self._session, group, channel) for channel in PART_CHANNELS)
         return first, second
 
-    def hooks(self, kind: str, op: str, weight: torch.Tensor) -> LinearHooks:
-        """The counters of a kind of layer."""
-        key = kind, op, weight.shape
+    def hooks(self, kind: str, op: str, x: torch.Tensor, weight: torch.Tensor) -> LinearHooks:
+        """The counters of a kind of layer; forward-only calls have their own."""
+        key = kind, op, weight.shape, is_forward_only(x, weight)
         hooks = self._hooks.get(key)
         if hooks is None:
             site = SavedSite(kind, f"{weight.shape[1]}->{weight.shape[0]}", op)
-            hooks = self._hooks[key] = LinearHooks(self._counters, site)
+            hooks = self._hooks[key] = LinearHooks(self._counters, site, key[-1])
         return hooks
 
     def wgrad_target(self, weight: torch.Tensor, fusion: bool) -> MainGradTarget | None:
@@ -153,6 +157,9 @@ class LinearAdapter(Adapter):
             backend = self.assigned.get(call.layer)
             if backend is not None:
                 return backend.run(call)
+        if call.op == "copy_gemm" and call.hooks.forward_only:
+            self.autotuner.add_small(call, math.inf)
+            return call.run_not_communicating()
         if self.autotuner.enabled:
             reason = self.autotuner.unsupported_reason(call)
             if reason is None:

@@ -16,6 +16,7 @@ from megatron_overlap.adapters.wrapping import Method
 from megatron_overlap.ops.tensor_parallel.batch_overlap import can_be_ordered
 from megatron_overlap.schedules.gather_scatter import MAX_RANKS
 
+GENERATION = "generation: the KV cache is that of the whole batch; its linear layers are overlapped one by one"
 EXPERT = "expert layer: the token dispatcher communicates, not the layer"
 _GTP = "generalized tensor parallel weights"
 _OFFLOADED = "activations are offloaded to the CPU"
@@ -73,8 +74,6 @@ def unsupported_column_reason(layer: Any, args: tuple[Any, ...], kwargs: dict[st
         return EXPERT
     if kwargs.get("sequence_parallel") and kwargs.get("allreduce_dgrad"):
         return "sequence parallelism together with an all-reduce of dgrad"
-    if not kwargs.get("sequence_parallel") and not kwargs.get("allreduce_dgrad"):
-        return "the layer does not communicate (disable_grad_reduce)"
     if kwargs.get("grad_output_buffer") is not None:
         return "deferred weight gradient of the embedding (--defer-embedding-wgrad-compute)"
     if kwargs.get("gtp_remat_size", 1) > 1:

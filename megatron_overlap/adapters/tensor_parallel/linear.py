@@ -120,9 +120,12 @@ class _Column:
             return original(layer, x, weight, *args, **kwargs)
         op = "ag_gemm" if kwargs.get("sequence_parallel") else "copy_gemm"
         target = adapter.wgrad_target(weight, bool(kwargs.get("gradient_accumulation_fusion")))
-        hooks, bias = adapter.hooks("column", op, weight), kwargs.get("bias")
+        hooks, bias = adapter.hooks("column", op, x, weight), kwargs.get("bias")
         call = ColumnCall(layer, "column", op, x, weight, bias, group, target, hooks, original, args, kwargs)
-        return adapter.run(call, unsupported_column_reason(layer, args, kwargs))
+        reason = unsupported_column_reason(layer, args, kwargs)
+        if reason is None and not kwargs.get("sequence_parallel") and not kwargs.get("allreduce_dgrad"):
+            return call.run_not_communicating()
+        return adapter.run(call, reason)
 
 
 class _Row:
@@ -138,6 +141,6 @@ class _Row:
             return original(layer, x)
         op, weight = "gemm_rs" if layer.sequence_parallel else "gemm_ar", layer.weight
         target = adapter.wgrad_target(weight, layer.gradient_accumulation_fusion)
-        hooks = adapter.hooks("row", op, weight)
+        hooks = adapter.hooks("row", op, x, weight)
         call = RowCall(layer, "row", op, x, weight, None, group, target, hooks, original)
         return adapter.run(call, unsupported_row_reason(layer, x, group, self._stock_gemm))

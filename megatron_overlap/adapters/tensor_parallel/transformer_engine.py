@@ -44,10 +44,15 @@ def linear_forward(original: Method, session: Session) -> Method:
     `all_reduce(x @ weight.T)`; then the bias. A bias is returned instead of added with `skip_bias_add`.
     """
     adapter = session.adapter(LinearAdapter)
+    tuned, runs_stock = adapter.autotuner.enabled, adapter.autotuner.runs_stock
 
     @untraced
     @functools.wraps(original)
     def forward(self: Any, x: torch.Tensor) -> LayerOutput:
+        if tuned and not adapter.assigned:
+            weight = self._parameters.get("weight")
+            if weight is not None and runs_stock(self, x, weight):
+                return original(self, x)
         if te_communicates(self):
             return adapter.run(_call(self, x, original, adapter), unsupported_te_reason(self, x))
         if self.parallel_mode is None and self.config.tensor_model_parallel_size > 1:
@@ -89,7 +94,7 @@ def fused_mlp_forward(original: Method, session: Session) -> Method:
             return MLP.forward(self, hidden_states, **kwargs)
         for layer in linears:
             kind = layer.parallel_mode
-            adapter.hooks(kind, _OPS[kind, layer.sequence_parallel], layer.weight).fallback(reason)
+            adapter.hooks(kind, _OPS[kind, layer.sequence_parallel], hidden_states, layer.weight).fallback(reason)
         return original(self, hidden_states, **kwargs)
 
     return forward
@@ -120,7 +125,7 @@ def _call(layer: Any, x: torch.Tensor, original: Method, adapter: LinearAdapter)
     bias = layer.bias if kind == "column" and layer.use_bias and not layer.te_return_bias else None
     target = adapter.wgrad_target(weight, layer.fuse_wgrad_accumulation)
     norm = norm_of(layer) if "layer_norm_weight" in layer._parameters else None
-    hooks = adapter.hooks(kind, op, weight)
+    hooks = adapter.hooks(kind, op, x, weight)
     return TECall(layer, kind, op, x, weight, bias, layer.tp_group, target, hooks, original, norm=norm)
 
 

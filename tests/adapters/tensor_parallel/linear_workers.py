@@ -49,7 +49,6 @@ def make_layer(kind: str, dtype: torch.dtype, *, bias: bool = True, skip_bias_ad
 
     group = parallel_state.get_tensor_model_parallel_group()
     expert = config.pop("is_expert", False)
-    reduced = {"disable_grad_reduce": True} if config.pop("disable_grad_reduce", False) else {}
     settings: dict[str, Any] = {"sequence_parallel": True, **config}
     made = TransformerConfig(
         num_layers=1,
@@ -64,7 +63,7 @@ def make_layer(kind: str, dtype: torch.dtype, *, bias: bool = True, skip_bias_ad
     common |= {"skip_bias_add": skip_bias_add, "is_expert": expert, "tp_group": group}
     torch.manual_seed(11)
     if kind == "column":
-        layer = ColumnParallelLinear(IN, OUT, gather_output=False, **reduced, **common)
+        layer = ColumnParallelLinear(IN, OUT, gather_output=False, **common)
     else:
         layer = RowParallelLinear(IN, OUT, input_is_parallel=True, **common)
     if bias:
@@ -189,13 +188,11 @@ def falls_back(group: dist.ProcessGroup, kind: str, what: str, strict: bool) -> 
     tensor = TENSOR
     sequence = 3 * group.size()
     options: dict[str, Any] = {"skip_bias_add": True}
-    plain = what in ("ring", "no reduction")
+    plain = what == "ring"
     if plain:
         config["sequence_parallel"] = False
     if what == "ring":
         tensor = {**TENSOR, "schedule": "ring"}
-    elif what == "no reduction":
-        options["disable_grad_reduce"] = True
     elif what == "expert":
         config["is_expert"] = True
     elif what == "odd":

@@ -85,7 +85,6 @@ def test_bytes_are_those_of_the_collectives(ranks: World) -> None:
     [
         ("column", "ring", "schedule ring has no all-reduce: use direct, or --sequence-parallel"),
         ("row", "ring", "schedule ring has no all-reduce: use direct, or --sequence-parallel"),
-        ("column", "no reduction", "the layer does not communicate (disable_grad_reduce)"),
         ("row", "expert", EXPERT),
         ("column", "expert", EXPERT),
         ("column", "deferred", "deferred weight gradient of the embedding (--defer-embedding-wgrad-compute)"),
@@ -97,7 +96,7 @@ def test_an_unsupported_call_runs_the_stock_path(ranks: World, kind: str, what: 
         assert error == ""
     name = "column 16->6" if kind == "column" else "row 4->24"
     # The config of the expert layers has sequence parallelism; the column layer is called without it.
-    plain = what in ("ring", "no reduction") or (what, kind) == ("expert", "column")
+    plain = what == "ring" or (what, kind) == ("expert", "column")
     module = f"{name}: {OPS[kind, plain]}"
     for reasons, error in ranks.run(RANKS, cases.falls_back, kind, what, True):
         assert reasons == [reason]
