@@ -10,7 +10,7 @@ import sys
 from collections.abc import Collection
 from pathlib import Path
 
-from megatron_overlap.adapters.cpu import te_module
+from megatron_overlap.adapters.cpu import paged_attention, te_module
 from megatron_overlap.adapters.cpu.megatron_patches import RNG_LOGGER, QuietRngWarning
 from megatron_overlap.config.resources import TE_MISSING, transformer_engine_folder
 from megatron_overlap.patching import PatchRefusedError
@@ -20,8 +20,8 @@ from megatron_overlap.patching.manifest import Permit, load_manifests, load_perm
 TORCH, MEGATRON, TRAINING = "cpu_torch", "cpu_megatron", "cpu_training"
 """The features of the patches."""
 
-TE_KERNELS = "te_kernels"
-"""The entry of `load_permits` for `te_module`, which is not a patch."""
+TE_KERNELS, GENERATION = "te_kernels", "generation"
+"""The entries of `load_permits` for `te_module` and `paged_attention`, which stand in for missing modules."""
 
 
 class CpuMegatron:
@@ -35,7 +35,8 @@ class CpuMegatron:
         targets = {target for permit in left_out for target in permit.targets}
         ours = [each for each in load_manifests() if each.feature.startswith("cpu_") and each.target not in targets]
         self.engine = Engine(ours)
-        self._te_kernels = TE_KERNELS not in {permit.name for permit in left_out}
+        names = {permit.name for permit in left_out}
+        self._te_kernels, self._generation = TE_KERNELS not in names, GENERATION not in names
         self._filter = QuietRngWarning()
 
     def install(self) -> None:
@@ -48,6 +49,8 @@ class CpuMegatron:
             self._apply(TORCH)
             if self._te_kernels and importlib.util.find_spec("transformer_engine") is not None:
                 te_module.install()  # Megatron imports TransformerEngine where it is installed.
+            if self._generation and importlib.util.find_spec(paged_attention.MODULE) is None:
+                paged_attention.install()
             # Planning imports Megatron. Its modules store `torch.compile`, the tensor types and `_lazy_call` by value,
             # so torch is patched before.
             self._apply(MEGATRON)

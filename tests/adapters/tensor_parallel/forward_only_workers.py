@@ -134,17 +134,17 @@ def measures(group: dist.ProcessGroup) -> list[tuple[str, float, float, float, f
 
 
 def apart(group: dist.ProcessGroup, method: str, plain: bool) -> dict[tuple[str, str], Counts]:
-    """Two training steps, one of them with recomputation, and three forward-only calls of two layers."""
+    """Three forward-only calls of two layers, and two training steps, one of them with recomputation."""
     start(group)
     with enable(OverlapConfig(tensor={"method": method}), strict=True) as session:
         for kind in ("column", "row"):
             layer = make_layer(kind, torch.float32, sequence_parallel=not plain)
             x, dy = make_data(kind, torch.float32, 4 * group.size(), group.size(), group.rank(), not plain)
-            step(layer, x, dy)
-            step(layer, x, dy, recompute=True)
             with torch.no_grad():
                 for _ in range(3):
                     layer(x)
+            step(layer, x, dy)
+            step(layer, x, dy, recompute=True)
         return counts(session)
 
 

@@ -19,13 +19,15 @@ OPS = {("column", False): "ag_gemm", ("row", False): "gemm_rs", ("row", True): "
 def test_ragged_prompts_run_p2p_and_decode_the_stock_path(ranks: World, kind: str, plain: bool, how: str) -> None:
     prompts = [THRESHOLD, 2 * THRESHOLD, THRESHOLD + 8, 3 * THRESHOLD, 10 * THRESHOLD]
     decode = [8, 8, THRESHOLD - 8, 8]
-    answers = ranks.run(RANKS, workers.sizes, kind, plain, [*prompts, *decode], how)
+    answers = ranks.run(RANKS, workers.sizes, kind, plain, [*prompts, *decode, THRESHOLD], how)
     assert_same([ran for ran, _, _ in answers])
     op = OPS[kind, plain]
     for ran, counted, kinds in answers:
-        assert [each.split()[1] for each in ran] == ["p2p"] * len(prompts) + ["stock"], "one decode call registers"
+        assert [each.split()[1] for each in ran] == ["p2p"] * len(prompts) + ["stock", "p2p"], (
+            "one decode call registers"
+        )
         count = counted[op, "forward only"]
-        assert (count.overlapped, count.stock, count.not_communicating) == (len(prompts), len(decode), 0)
+        assert (count.overlapped, count.stock, count.not_communicating) == (len(prompts) + 1, len(decode), 0)
         assert list(counted) == [(op, "forward only")]
         assert kinds == 0, "nothing is measured for shapes that do not repeat"
 

@@ -1,0 +1,79 @@
+"""Generation on Megatron's engines: greedy tokens equal those of the stock path, and every call is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from tests.adapters import generation_workers as workers
+from tests.adapters.generation_workers import Case
+from tests.adapters.tensor_parallel import linear_workers
+from tests.helpers.te import needs_te
+from tests.helpers.world import World, assert_same
+
+P2P = {"method": "p2p"}
+CASES = {
+    "static": Case("static", tensor=P2P),
+    "dynamic": Case("dynamic", tensor=P2P, llama=True),
+    "dynamic-sp": Case("dynamic", sp=True, tensor=P2P, llama=True),
+    "static-auto": Case("static", threshold=12, llama=True),
+    "dynamic-sp-auto": Case("dynamic", sp=True, threshold=16),
+    "batch-overlap": Case("static", tensor={"method": "p2p", "split": "batch"}, prompts=4),
+}
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[World]:
+    """Two ranks, whose tensor-parallel group is not that of other tests."""
+    workers = World(2, answer_s=120, sizes=(2,), adapted=True)
+    workers.run(2, linear_workers.start)
+    yield workers
+    workers.close()
+
+
+def check(ranks: World, size: int, case: Case) -> None:
+    answers = ranks.run(size, workers.tokens, case)
+    assert_same([answer.mine for answer in answers])
+    for answer in answers:
+        assert answer.mine == answer.stock
+        assert len({tuple(each) for each in answer.stock}) > 1, "different prompts have different continuations"
+        assert answer.engine == case.engine
+        assert {call["direction"] for call in answer.calls} == {"forward only"}
+        assert not any(call["fallbacks"] for call in answer.calls)
+        calls = {(call["name"], call["op"]): call for call in answer.calls}
+        for call in calls.values():
+            if call["op"] == "copy_gemm":
+                assert call["not_communicating"] > 0
+                assert call["overlapped"] == call["bytes"] == 0
+            else:
+                assert call["overlapped"] > 0, "a prefill is overlapped"
+                assert call["bytes"] > 0
+                decoded = case.new_tokens - 1
+                assert (call.get("stock_selected", 0) >= decoded) == (case.threshold is not None)
+        outputs = [call for call in answer.calls if call["kind"] == "column" and call["op"] == "copy_gemm"]
+        assert outputs, "the output layer computes logits of the last tokens without communication"
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_greedy_tokens_equal_stock(pair: World, case: Case) -> None:
+    check(pair, 2, case)
+
+
+def test_batch_overlap_leaves_generation_to_the_linear_layers(pair: World) -> None:
+    answer = pair.run(2, workers.tokens, CASES["batch-overlap"])[0]
+    assert answer.not_overlapped["batch overlap"].startswith("generation: the KV cache is that of the whole batch")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_50_ragged_prompts_on_four_ranks(ranks: World, case: Case) -> None:
+    check(ranks, 4, replace(case, prompts=50, new_tokens=12, threshold=case.threshold and 100))
+
+
+@needs_te
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["static", "dynamic-sp", "dynamic-sp-auto"])
+def test_te_layers(te_ranks: World, name: str) -> None:
+    check(te_ranks, 4, replace(CASES[name], te=True))
