@@ -25,9 +25,10 @@ class TensorOverlap(Section):
     """never: save the gathered input for wgrad: R times the memory, one all-gather less."""
     attention: Literal["row", "query_split"] = "row"
     """query_split: attention and its output projection by slices of queries; row: the projection alone."""
-    split: Literal["auto", "none", "batch"] = "auto"
-    """batch: batch overlap; needs p2p or auto, attention row, and an even micro-batch size; auto: where method auto
-    measures it as faster."""
+    split: Literal["auto", "none", "batch", "sequence"] = "auto"
+    """batch: batch overlap; needs p2p or auto, attention row, and an even micro-batch size; sequence: the
+    same with two parts of each sequence, under sequence parallelism; auto: batch where method auto measures it as
+    faster."""
 
 
 class DataOverlap(Section):

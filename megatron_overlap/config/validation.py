@@ -157,13 +157,18 @@ def _data_rules(cfg: LaunchFields) -> Iterator[Rule]:
 
 def _batch_overlap_rules(cfg: LaunchFields) -> Iterator[Rule]:
     tensor, key = cfg.overlap.tensor, "overlap.tensor.split"
-    if tensor.split != "batch" or tensor.method == "none":
+    if tensor.split not in ("batch", "sequence") or tensor.method == "none":
         return
     if tensor.method == "fused":
         yield key, "overlap.tensor.method fused does not split the batch; use p2p or auto"
     if tensor.attention == "query_split" and cfg.parallel.sequence_parallel:
         yield key, "overlap.tensor.attention query_split does not split the batch; use none"
-    if cfg.train.micro_batch_size % 2:
+    if tensor.split == "sequence":
+        if not cfg.parallel.sequence_parallel or cfg.parallel.context > 1:
+            yield key, "sequence needs parallel.sequence_parallel true and parallel.context 1; use none"
+        if cfg.train.seq_length % (2 * cfg.parallel.tensor):
+            yield "train.seq_length", f"must be a multiple of 2 x parallel.tensor with {key} sequence"
+    elif cfg.train.micro_batch_size % 2:
         yield "train.micro_batch_size", f"must be even with {key} batch"
 
 

@@ -1,4 +1,4 @@
-"""Batch overlap: a transformer layer of Megatron runs on two parts of its micro-batch.
+"""Batch overlap: a transformer layer of Megatron runs on two parts of its micro-batch, or of each sequence.
 
 One part computes while the messages of the other part travel. `split_layer.py` runs a layer without sequence
 parallelism, `split_sharded_layer.py` one with it.
@@ -11,7 +11,13 @@ import torch
 from megatron.core.utils import make_viewless_tensor
 
 from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
-from megatron_overlap.adapters.tensor_parallel.eligibility import GENERATION, unsupported_layer_reason
+from megatron_overlap.adapters.tensor_parallel.division import BatchDivision, SequenceDivision
+from megatron_overlap.adapters.tensor_parallel.eligibility import (
+    GENERATION,
+    unsupported_batch_reason,
+    unsupported_layer_reason,
+    unsupported_sequence_reason,
+)
 from megatron_overlap.adapters.tensor_parallel.layer_handoff import InputPart, PendingOutput
 from megatron_overlap.adapters.tensor_parallel.split_layer import SplitLayer
 from megatron_overlap.adapters.tensor_parallel.split_sharded_layer import SplitShardedLayer
@@ -41,22 +47,22 @@ def block_forward(original: Method, session: Session) -> Method:
         with layer_handoff.block(() if reads_outputs else self.layers):
             return original(self, *args, **kwargs)
 
-    if session.config.tensor.split == "batch":
+    if adapter.split != "none":
         return split
 
     def measured(self: Any, *args: Any, **kwargs: Any) -> Any:
         def run(candidate: Candidate) -> Any:
-            adapter.splits_batch = candidate == BATCH_OVERLAP
+            adapter.split = "batch" if candidate == BATCH_OVERLAP else "none"
             try:
-                return (split if adapter.splits_batch else original)(self, *args, **kwargs)
+                return (original if adapter.split == "none" else split)(self, *args, **kwargs)
             finally:
-                adapter.splits_batch = False
+                adapter.split = "none"
 
         arguments = {**dict(zip(_POSITIONAL, args, strict=False)), **kwargs}
         if not self.pre_process:
             arguments["hidden_states"] = self.input_tensor
         x = arguments["hidden_states"]
-        reasons = (_unsupported_reason(layer, arguments, adapter) for layer in self.layers)
+        reasons = (_unsupported_reason(layer, arguments, adapter, "batch") for layer in self.layers)
         unknown = len(args) > len(_POSITIONAL) or not isinstance(x, torch.Tensor)
         reason = "positional arguments" if unknown else next(filter(None, reasons), None)
         if reason is None:
@@ -66,8 +72,7 @@ def block_forward(original: Method, session: Session) -> Method:
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        config = self.config
-        communicates = config.tensor_model_parallel_size > 1 and not config.sequence_parallel and self.layers
+        communicates = self.config.tensor_model_parallel_size > 1 and self.layers
         runs_measured = communicates and adapter.autotuner.enabled and not tracing()
         if runs_measured and kwargs.get("inference_context") is not None:
             session.counters.exclude("batch overlap", GENERATION)
@@ -97,7 +102,7 @@ def layer_forward(original: Method, session: Session) -> Method:
             return original(self, *args, **kwargs)
         # Also for a pending output: the layer before it cannot see in which precision this one runs.
         unknown = len(args) > len(_POSITIONAL)
-        reason = "positional arguments" if unknown else _unsupported_reason(self, arguments, adapter)
+        reason = "positional arguments" if unknown else _unsupported_reason(self, arguments, adapter, adapter.split)
         if reason is not None:
             session.counters.fallback("layer", "transformer layer", "batch_overlap", "forward", reason)
             if pending is not None:
@@ -105,9 +110,12 @@ def layer_forward(original: Method, session: Session) -> Method:
                 args, kwargs = ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
             return original(self, *args, **kwargs)
         if pending is None:
-            pending = PendingOutput(x, [InputPart(part) for part in x.chunk(2, dim=1)], Slots.reserve())
+            of_sequence = adapter.split == "sequence"
+            division = SequenceDivision(self.self_attention.linear_proj.tp_group) if of_sequence else BatchDivision()
+            parts = [InputPart(part) for part in division.parts(x)]
+            pending = PendingOutput(x, parts, Slots.reserve(), division)
         follower = layer_handoff.next_layer(self)
-        if follower is not None and _unsupported_reason(follower, arguments, adapter) is not None:
+        if follower is not None and _unsupported_reason(follower, arguments, adapter, adapter.split) is not None:
             follower = None
         if self.config.sequence_parallel:
             output = SplitShardedLayer(self, adapter).forward(pending, arguments, follower)
@@ -117,23 +125,26 @@ def layer_forward(original: Method, session: Session) -> Method:
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return (split if adapter.splits_batch else original)(self, *args, **kwargs)
+        return (original if adapter.split == "none" else split)(self, *args, **kwargs)
 
     return forward
 
 
 def _whole(pending: PendingOutput) -> torch.Tensor:
     """The complete output of a layer, for the whole micro-batch."""
-    whole = torch.cat([part.complete() for part in pending.parts], dim=1)
+    whole = pending.whole()
     viewless: torch.Tensor = make_viewless_tensor(inp=whole, requires_grad=whole.requires_grad, keep_graph=True)
     return viewless
 
 
-def _unsupported_reason(layer: Any, arguments: dict[str, Any], adapter: LinearAdapter) -> str | None:
-    """The reason that a layer runs on the whole micro-batch; None if batch overlap supports it."""
+def _unsupported_reason(layer: Any, arguments: dict[str, Any], adapter: LinearAdapter, split: str) -> str | None:
+    """The reason that a layer runs on the whole micro-batch; None if it supports `split`."""
     if adapter.fused:
         return "method fused does not split the batch"
     reason = unsupported_layer_reason(layer, arguments)
+    if reason is None:
+        unsupported_split_reason = unsupported_sequence_reason if split == "sequence" else unsupported_batch_reason
+        reason = unsupported_split_reason(layer, arguments)
     if reason is not None or not layer.config.sequence_parallel:
         return reason
     if adapter.splits_queries:

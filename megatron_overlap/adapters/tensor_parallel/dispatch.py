@@ -51,7 +51,7 @@ class LinearAdapter(Adapter):
         plan: how the p2p backend cuts and orders messages.
         deferred_wgrad: postponed weight gradients of layers without sequence parallelism.
         assigned: the backend that batch overlap assigned to a layer, for the time of one call.
-        splits_batch: transformer layers run in batch overlap now.
+        split: how transformer layers are divided now: `none`, `batch` or `sequence`.
         layer_handoff: outputs that transformer layers complete inside the next layer.
         check: the reference check of the session.
         autotuner: the backend of `method: auto`.
@@ -71,7 +71,7 @@ class LinearAdapter(Adapter):
         )
         self.deferred_wgrad = DeferredWgrad()
         self.assigned: dict[torch.nn.Module, LinearBackend] = {}
-        self.splits_batch = tensor.split == "batch"
+        self.split = "none" if tensor.split == "auto" else tensor.split
         self.layer_handoff = LayerHandoff()
         self.check = session.adapter(Check)
         self._transports: dict[dist.ProcessGroup, Transport] = {}

@@ -194,11 +194,9 @@ def unsupported_core_attention_reason(
         return "an attention mask is given: add --no-create-attention-mask-in-dataloader if it is only causal"
     if core.training and (core.attention_dropout.p if is_local else core.attention_dropout) > 0:
         return "attention dropout: add --attention-dropout 0"
-    if core.softmax_offset is not None if is_local else core.softmax_type != "vanilla":
-        return "the softmax has an offset"
-    # TransformerEngine has (-1, 0) for no window.
-    if core.scale_mask_softmax.window_size is not None if is_local else core.window_size[0] >= 0:
-        return "sliding-window attention"
+    reason = _core_feature(core)
+    if reason is not None:
+        return reason
     if query.shape[0] != key.shape[0]:
         return "keys come from a cache"
     if query.shape[3] != value.shape[3]:
@@ -208,13 +206,52 @@ def unsupported_core_attention_reason(
     return None
 
 
+def _core_feature(core: Any) -> str | None:
+    is_local = isinstance(core, DotProductAttention)
+    if core.softmax_offset is not None if is_local else core.softmax_type != "vanilla":
+        return "the softmax has an offset"
+    # TransformerEngine has (-1, 0) for no window.
+    if core.scale_mask_softmax.window_size is not None if is_local else core.window_size[0] >= 0:
+        return "sliding-window attention"
+    return None
+
+
+def unsupported_batch_reason(layer: Any, arguments: dict[str, Any]) -> str | None:
+    """The reason that a transformer layer does not run on two parts of the micro-batch."""
+    size = arguments["hidden_states"].shape[1]
+    if size < 2 or size % 2:
+        return f"a micro-batch of {size} does not split into two equal parts"
+    return None
+
+
+def unsupported_sequence_reason(layer: Any, arguments: dict[str, Any]) -> str | None:
+    """The reason that a transformer layer does not run on two parts of the sequence."""
+    config, attention = layer.config, layer.self_attention
+    core, rows = attention.core_attention, arguments["hidden_states"].shape[0]
+    if not config.sequence_parallel:
+        return "a split sequence needs --sequence-parallel"
+    if config.context_parallel_size > 1:
+        return "a split sequence does not support context parallelism"
+    if rows % 2:
+        return f"a sequence of {rows} rows per rank does not split into two equal parts"
+    if type(core) not in (DotProductAttention, getattr(te_extension, "TEDotProductAttention", None)):
+        return f"core attention is {type(core).__name__}, which a split sequence does not support"
+    if "forward" in vars(core) or core._forward_hooks or core._forward_pre_hooks_with_kwargs:
+        return "a hook reads the input or the output of the core attention"
+    if attention.attn_mask_type is not AttnMaskType.causal:
+        return f"the attention mask is {attention.attn_mask_type.name}, not causal"
+    if getattr(core, "return_max_logit", False):
+        return "--qk-clip or --log-max-attention-logit reads the scores"
+    if arguments.get("rotary_pos_cos") is not None or arguments.get("rotary_pos_sin") is not None:
+        return "rotary_pos_cos and rotary_pos_sin are given"
+    return _core_feature(core)
+
+
 def unsupported_layer_reason(layer: Any, arguments: dict[str, Any]) -> str | None:
-    """The reason in a transformer layer or its arguments that keeps batch overlap from it."""
-    config, x = layer.config, arguments["hidden_states"]
+    """The reason in a transformer layer or its arguments that it does not run in two parts."""
+    config = layer.config
     if not can_be_ordered():
         return f"torch {torch.__version__} has no `_set_sequence_nr`, which orders the nodes of a backward pass"
-    if x.shape[1] < 2 or x.shape[1] % 2:
-        return f"a micro-batch of {x.shape[1]} does not split into two equal parts"
     known = {"hidden_states", *BATCH_DIMENSION}
     unknown = [name for name, value in arguments.items() if value is not None and name not in known]
     if unknown:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_overlap.adapters.tensor_parallel.eligibility import BATCH_DIMENSION
+from megatron_overlap.adapters.tensor_parallel.division import Division
 
 
 class PendingPart(Protocol):
@@ -26,7 +26,7 @@ class InputPart:
 
     def complete(self) -> torch.Tensor:
         """See `PendingPart`."""
-        return self.part.contiguous()
+        return self.part
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +64,17 @@ class PendingOutput:
     Attributes:
         parts: of the micro-batch.
         slot: position of the last part in the order of the backward pass; see `Slots`.
+        division: joins the parts.
         placeholder: what Megatron passes from layer to layer: the shape of the output, filled with NaN.
     """
 
-    def __init__(self, x: torch.Tensor, parts: Sequence[PendingPart], slot: int | None) -> None:
+    def __init__(self, x: torch.Tensor, parts: Sequence[PendingPart], slot: int | None, division: Division) -> None:
         self.placeholder = x.new_full((), float("nan")).expand(x.shape)
-        self.parts, self.slot = parts, slot
+        self.parts, self.slot, self.division = parts, slot, division
+
+    def whole(self) -> torch.Tensor:
+        """The complete output, of both parts."""
+        return self.division.whole([part.complete() for part in self.parts])
 
 
 class LayerHandoff:
@@ -108,14 +113,3 @@ class LayerHandoff:
         """The stored output whose placeholder is `x`; None if there is none."""
         pending, self._pending = self._pending, None
         return pending if pending is not None and pending.placeholder is x else None
-
-
-def part_of(arguments: dict[str, Any], number: int) -> dict[str, Any]:
-    """The arguments of the attention, besides the input, for one part of the micro-batch."""
-    part = {}
-    for name, dim in BATCH_DIMENSION.items():
-        value = arguments.get(name)
-        if value is not None and dim is not None and value.shape[dim] > 1:
-            value = value.chunk(2, dim=dim)[number]
-        part[name] = value
-    return part

@@ -14,7 +14,7 @@ import torch
 
 from megatron_overlap.adapters.tensor_parallel.call import LayerOutput, LinearCall
 from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
-from megatron_overlap.adapters.tensor_parallel.layer_handoff import PendingAdd, PendingOutput, part_of
+from megatron_overlap.adapters.tensor_parallel.layer_handoff import PendingAdd, PendingOutput
 from megatron_overlap.comm import BufferPool
 from megatron_overlap.ops.tensor_parallel.batch_overlap import (
     Reduction,
@@ -99,7 +99,7 @@ class SplitLayer:
             with self._adapter.assign(linears, backend):
                 normed = layer.input_layernorm(x)
                 slots.append(Slots.reserve())
-                output = attention(normed, **part_of(arguments, number))
+                output = attention(normed, **pending.division.arguments(arguments, number))
             attended.append(PendingAdd(layer, layer.self_attn_bda, output, backend.arrive, x))
         outputs: list[PendingAdd] = []
         for number, added in enumerate(attended):
@@ -111,7 +111,7 @@ class SplitLayer:
                 slots.append(Slots.reserve())
                 output = mlp(normed)
             outputs.append(PendingAdd(layer, layer.mlp_bda, output, backend.arrive, x))
-        return PendingOutput(arguments["hidden_states"], outputs, slots[-1])
+        return PendingOutput(arguments["hidden_states"], outputs, slots[-1], pending.division)
 
     def _backend(self, before: Callable[[], object] | None, slot: int | None) -> BatchOverlapBackend:
         forward, backward = (Reduction(self._group, serial=self._adapter.serial) for _ in range(2))

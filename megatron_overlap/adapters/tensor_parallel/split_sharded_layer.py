@@ -1,4 +1,4 @@
-"""A transformer layer under sequence parallelism on two parts of its micro-batch.
+"""A transformer layer under sequence parallelism on two parts of its input.
 
 The modules of the layer run unchanged, once for each part. A step is the attention or the MLP of one part. While it
 runs, `LinearAdapter.assign` makes the step the backend of its linear layers. In its middle the step starts the next
@@ -8,6 +8,7 @@ step of the other part. See `ops/tensor_parallel/split_linear.py` for the order.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +17,8 @@ import torch
 
 from megatron_overlap.adapters.tensor_parallel.call import LayerOutput, LinearCall
 from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
-from megatron_overlap.adapters.tensor_parallel.layer_handoff import PendingAdd, PendingOutput, PendingPart, part_of
+from megatron_overlap.adapters.tensor_parallel.division import SequenceDivision, SplitCoreAttention
+from megatron_overlap.adapters.tensor_parallel.layer_handoff import PendingAdd, PendingOutput, PendingPart
 from megatron_overlap.adapters.tensor_parallel.transformer_engine import norm_of
 from megatron_overlap.ops.tensor_parallel.batch_overlap import Slots
 from megatron_overlap.ops.tensor_parallel.split_linear import PartMessages, column_part, gathered, row_part, scattered
@@ -148,7 +150,7 @@ class _Step:
 
 
 class SplitShardedLayer:
-    """One call of a transformer layer on two parts of its micro-batch."""
+    """One call of a transformer layer on two parts of its input."""
 
     def __init__(self, layer: Any, adapter: LinearAdapter) -> None:
         self._layer, self._adapter = layer, adapter
@@ -166,20 +168,27 @@ class SplitShardedLayer:
             The output: the first steps of `follower`.
         """
         steps = self._first_steps(pending.parts)
-        given = [part_of(arguments, number) for number in range(2)]
+        division, attention = pending.division, self._layer.self_attention
+        given = [division.arguments(arguments, number) for number in range(2)]
+        contexts: list[AbstractContextManager[None]] = [nullcontext(), nullcontext()]
+        if isinstance(division, SequenceDivision):
+            core = SplitCoreAttention(attention.core_attention)
+            contexts = [core.part(number) for number in range(2)]
         blocks = _mlp(self._layer), None if follower is None else _attention(follower)
         outputs: Sequence[PendingPart] = ()
         for block in blocks:
             first, second = steps
-            added = first.compute(second, given[0])
+            with contexts[0]:
+                added = first.compute(second, given[0])
             other = None if block is None else self._next(block, added, first, 0)
-            last = second.compute(other, given[1])
+            with contexts[1]:
+                last = second.compute(other, given[1])
             if block is None or other is None:
                 outputs = added, last
             else:
                 outputs = steps = other, self._next(block, last, second, 1)
-            given = [{}, {}]
-        return PendingOutput(arguments["hidden_states"], outputs, None)
+            given, contexts = [{}, {}], [nullcontext(), nullcontext()]
+        return PendingOutput(arguments["hidden_states"], outputs, None, division)
 
     def _first_steps(self, parts: Sequence[PendingPart]) -> tuple[_Step, _Step]:
         first, second = parts

@@ -277,6 +277,7 @@ def block(group: dist.ProcessGroup, case: BlockCase) -> BlockRun:
         return {"y": y.detach(), "dx": leaf.grad} | {n: p.grad for n, p in layers.named_parameters()}
 
     times = {"separate layers": case.separate_us, "batch overlap": case.split_us, "stock": 20.0, "p2p x 1": 10.0}
+    times |= {"p2p ring x 1": 10.0, "p2p direct x 1": 15.0}  # under sequence parallelism
     record = Search.record
 
     def record_given(search: Search[Candidate], measured: Sequence[Timing]) -> None:

@@ -54,19 +54,28 @@ def _step(
     block: Any, x: torch.Tensor, dy: torch.Tensor, rows: int, masks: int, alone: bool, beside: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
     x = x.clone().requires_grad_()
-    mask = torch.ones(rows, rows, dtype=torch.bool).triu(1).expand(masks, 1, rows, rows).clone()
-    if masks > 1:
+    # Without a mask Megatron makes a causal one.
+    mask = torch.ones(rows, rows, dtype=torch.bool).triu(1).expand(masks, 1, rows, rows).clone() if masks else None
+    if mask is not None and masks > 1:
         mask[-1, :, 1:, 0] = True  # one mask differs
     if alone:
         y = x
         for layer in block.layers:
             y = layer(hidden_states=y, attention_mask=mask, **beside)[0]
     else:
-        y = block(hidden_states=x, attention_mask=mask)
+        y = block(hidden_states=x, attention_mask=mask, **beside)
     y.backward(dy)
     assert getattr(block, "seen", [True]) == [True]
     grads = {name: parameter.grad for name, parameter in block.named_parameters() if parameter.grad is not None}
+    sum_over_rows(block)
     return {"y": y.detach(), "dx": x.grad, **grads}  # type: ignore[dict-item]
+
+
+def sum_over_rows(model: Any) -> None:
+    """Sums the gradients of parameters that a rank uses on its own rows, as Megatron does before the optimizer step."""
+    for parameter in model.parameters():
+        if getattr(parameter, "sequence_parallel", False) and parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
 
 
 def against_stock(
@@ -78,32 +87,39 @@ def against_stock(
     alone: bool = False,
     beside: dict[str, Any] | None = None,
     prepare: str = "nothing",
+    split: str = "batch",
+    rotary: bool = False,
     **settings: Any,
 ) -> tuple[dict[tuple[str, str], int], list[str]]:
     """Output and all gradients, equal to stock. Returns calls by op and direction, and the reasons of fallbacks.
 
-    `alone`: the layers are called without a block, and with `beside`.
+    `alone`: the layers are called without a block. `beside`: further arguments. `rotary`: with rotary angles.
     """
     start(group)
     from megatron_overlap.adapters.tensor_parallel import eligibility
 
     if "activation_func" in settings:
         settings["activation_func"] = getattr(torch.nn.functional, settings["activation_func"])
-    generator = torch.Generator().manual_seed(31)
-    rows = SEQUENCE // group.size() * group.size() if settings.get("sequence_parallel") else SEQUENCE
-    own = rows // group.size() if settings.get("sequence_parallel") else rows
+    sharded = settings.get("sequence_parallel")
+    generator = torch.Generator().manual_seed(31 + (dist.get_rank(group) if sharded else 0))
+    own, rows = (
+        (2 * SEQUENCE // group.size(), 2 * SEQUENCE // group.size() * group.size()) if sharded else (SEQUENCE,) * 2
+    )
+    beside = dict(beside or {})
+    if rotary:
+        beside["rotary_pos_emb"] = torch.randn(rows, 1, 1, HIDDEN // 4, generator=torch.Generator().manual_seed(37))
     x, dy = (torch.randn(own, batch, HIDDEN, generator=generator).to(dtype) for _ in range(2))
 
     def run() -> dict[str, torch.Tensor]:
         block = make_block(group, dtype, **settings)
         PREPARE[prepare](block)
-        return _step(block, x, dy, rows, masks, alone, beside or {})
+        return _step(block, x, dy, rows, masks, alone, beside)
 
     stock = run()
     ordered = eligibility.can_be_ordered() and prepare != "no order"
     with (
         patch.object(eligibility, "can_be_ordered", return_value=ordered),
-        enable(OverlapConfig.model_validate(BATCH_OVERLAP)) as session,
+        enable(OverlapConfig.model_validate({"tensor": {"method": "p2p", "split": split}})) as session,
     ):
         mine = run()
         sites = session.report().sites

@@ -53,6 +53,39 @@ def test_equal_to_stock(ranks: World, given: dict[str, Any], dtype: torch.dtype,
 
 
 @pytest.mark.parametrize(
+    ("given", "dtype"),
+    [
+        ({"batch": 1}, torch.float32),
+        ({"batch": 1, "masks": 0, "num_query_groups": 4, **SWIGLU}, torch.float32),
+        ({"batch": 2, "rotary": True, **SWIGLU, "normalization": "RMSNorm"}, torch.float32),
+        ({"batch": 1, "masks": 0, "rotary": True, **SWIGLU}, torch.bfloat16),
+        ({"batch": 1, "prepare": "late"}, torch.float32),
+        ({"batch": 1, "alone": True, "rotary": True}, torch.float32),
+    ],
+    ids=["gelu", "no-mask", "rotary", "bf16", "gathered-late", "without-a-block"],
+)
+def test_a_split_sequence_equals_stock(ranks: World, given: dict[str, Any], dtype: torch.dtype) -> None:
+    given = {"sequence_parallel": True, "split": "sequence", **given}
+    for calls, reasons in ranks.run(RANKS, cases.against_stock, dtype=dtype, **given):
+        assert reasons == []
+        assert calls == CALLS[True]
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"sequence_parallel": False}, "a split sequence needs --sequence-parallel"),
+        ({"window_size": (3, 0), "masks": 0}, "sliding-window attention"),
+    ],
+    ids=["no-sp", "window"],
+)
+def test_a_sequence_that_does_not_split_has_a_reason(ranks: World, given: dict[str, Any], reason: str) -> None:
+    given = {"batch": 1, "sequence_parallel": True, "split": "sequence", **given}
+    for _, reasons in ranks.run(RANKS, cases.against_stock, **given):
+        assert [each for each in reasons if reason in each], reasons
+
+
+@pytest.mark.parametrize(
     ("given", "reason"),
     [
         ({"batch": 3}, "a micro-batch of 3 does not split into two equal parts"),
@@ -85,9 +118,14 @@ def test_an_unsupported_layer_has_a_reason(ranks: World, given: dict[str, Any], 
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["no-sp", "sp"])
+@pytest.mark.parametrize("split", ["batch", "sequence"])
 @pytest.mark.parametrize("prepare", ["second unsupported", "changes late"])
-def test_an_unsupported_layer_gets_the_complete_input(ranks: World, prepare: str, sequence_parallel: bool) -> None:
-    given = {**SWIGLU, "sequence_parallel": sequence_parallel}
+def test_an_unsupported_layer_gets_the_complete_input(
+    ranks: World, prepare: str, split: str, sequence_parallel: bool
+) -> None:
+    if split == "sequence" and not sequence_parallel:
+        pytest.skip("a split sequence needs sequence parallelism")
+    given = {**SWIGLU, "sequence_parallel": sequence_parallel, "split": split}
     for calls, reasons in ranks.run(RANKS, cases.against_stock, prepare=prepare, **given):
         assert reasons == ["activation recomputation"]
         # Recomputation runs the forward of the second MLP twice.

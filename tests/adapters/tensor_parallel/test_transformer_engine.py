@@ -193,6 +193,16 @@ def test_models_in_batch_overlap_equal_stock(
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["llama", "gpt"])
+def test_models_of_a_split_sequence_equal_stock(te_ranks: World, kind: str, dtype: torch.dtype) -> None:
+    config = {"qk_layernorm": False} if dtype == BF16 else {"softmax_scale": 0.3}
+    case = Model(kind, dtype, batch=1, fused=kind == "gpt", config=config, tensor={"split": "sequence"})
+    for calls, reasons, _ in te_ranks.run(RANKS, model_against_stock, case):
+        assert reasons == []
+        assert calls == {"ag_gemm": 2 * 2 * 2 + 1, "gemm_rs": 2 * 2 * 2}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["llama", "gpt"])
 def test_models_with_query_split_equal_stock(te_ranks: World, kind: str, dtype: torch.dtype) -> None:
     """Flash attention in slices of queries, and the projection of each slice, in place of two modules."""
     config = {"qk_layernorm": False} if dtype == BF16 else {"softmax_scale": 0.3}

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_overlap import OverlapConfig, enable
+from tests.adapters.tensor_parallel.batch_overlap_workers import sum_over_rows
 from tests.adapters.tensor_parallel.linear_workers import IN, TENSOR, start
 from tests.adapters.tensor_parallel.transformer_engine_workers import make_config, random_tensor
 
@@ -161,6 +162,7 @@ def run_model(model: Any, case: Model, group: dist.ProcessGroup) -> dict[str, to
         positions = torch.arange(POSITIONS).expand(case.batch, -1)
         loss = model(ids, positions, None, labels=ids).float().mean()
     loss.backward()
+    sum_over_rows(model)
     grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     for name in grads if case.fused else ():
         weight = model.get_parameter(name)

@@ -12,6 +12,7 @@ from megatron_overlap.comm import transport_of
 from megatron_overlap.comm.transport import P2PWork, Transfer, Transport
 from megatron_overlap.ops import reference
 from megatron_overlap.ops.tensor_parallel.batch_overlap import Slots
+from megatron_overlap.ops.tensor_parallel.sequence_split import join_rows, split_rows
 from megatron_overlap.ops.tensor_parallel.split_linear import PartMessages, column_part, gathered, row_part, scattered
 from megatron_overlap.ops.wgrad import DeferredWgrad, WgradTarget
 from tests.helpers.late import LateTransport
@@ -157,3 +158,29 @@ def against_reference(
     if late:
         for transport in transports:
             transport.close()
+
+
+def moves_rows(group: dist.ProcessGroup) -> None:
+    """Own rows of both halves of a sequence, and the way back, in forward and in backward."""
+    size, rank = group.size(), dist.get_rank(group)
+    whole = torch.randn(6 * size, 2, 5, generator=torch.Generator().manual_seed(3))
+    gradient = torch.randn(whole.shape, generator=torch.Generator().manual_seed(4))
+
+    def halves(tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [half.chunk(size)[rank] for half in tensor.chunk(2)]
+
+    x = whole.chunk(size)[rank].clone().requires_grad_()
+    parts = split_rows(x, group)
+    for part, expected in zip(parts, halves(whole), strict=True):
+        assert torch.equal(part, expected)
+    torch.autograd.backward(parts, halves(gradient))
+    assert x.grad is not None
+    assert torch.equal(x.grad, gradient.chunk(size)[rank])
+
+    leaves = [half.clone().requires_grad_() for half in halves(whole)]
+    joined = join_rows(leaves[0], leaves[1], group)
+    assert torch.equal(joined, x)
+    joined.backward(gradient.chunk(size)[rank])
+    for leaf, expected in zip(leaves, halves(gradient), strict=True):
+        assert leaf.grad is not None
+        assert torch.equal(leaf.grad, expected)

@@ -20,3 +20,8 @@ def test_equals_reference(world: World, num_ranks: int, dtype: torch.dtype, main
 def test_late_messages(world: World, save_gathered: bool) -> None:
     """No row is read before its message was waited for."""
     world.run(4, cases.against_reference, torch.float32, late=True, save_gathered=save_gathered)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_rows_move_to_parts_and_back(world: World, num_ranks: int) -> None:
+    world.run(num_ranks, cases.moves_rows)
