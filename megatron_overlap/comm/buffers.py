@@ -31,7 +31,8 @@ class BufferPool:
         if storage is None or storage.numel() < size:
             # Free the old buffer first to lower the peak.
             self._storage.pop(key, None)
-            with self._within():
+            # Training writes to buffers that generation allocated, which torch refuses for tensors of inference mode.
+            with self._within(), torch.inference_mode(False):
                 storage = torch.empty(size, dtype=like.dtype, device=like.device)
             self._storage[key] = storage
         return storage[:size].view(*shape)

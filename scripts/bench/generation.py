@@ -132,7 +132,7 @@ def evaluate(model: Any, ids: torch.Tensor) -> float:
     positions = torch.arange(ids.shape[1]).expand_as(ids)
     times = []
     InferenceMode.unset_active()
-    with torch.no_grad():
+    with torch.inference_mode():
         for _ in range(2):
             dist.barrier()
             start = time.perf_counter()

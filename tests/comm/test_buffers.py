@@ -51,3 +51,12 @@ def test_poison() -> None:
     buffer_pool = PoisonedPool()
     assert buffer_pool.take("a", (3,), torch.zeros(1)).isnan().all()
     assert (buffer_pool.take("a", (3,), torch.zeros(1, dtype=torch.int32)) == torch.iinfo(torch.int32).max).all()
+
+
+def test_training_writes_to_a_buffer_that_generation_allocated() -> None:
+    pool = BufferPool()
+    with torch.inference_mode():
+        pool.take("a", (2, 2), torch.zeros(1)).fill_(1)
+    buffer = pool.take("a", (2, 2), torch.zeros(1))
+    buffer.add_(1)
+    assert not buffer.is_inference()
