@@ -56,7 +56,7 @@ def test_a_group_has_one_transport_for_each_channel(world: World) -> None:
     for seen in world.run(2, connection_workers.transports_have_one_owner):
         assert seen.pop("undeclared") == (
             "channel: 'dta': not declared: use one of '', 'data', 'data sums', 'intra', 'rebalance', "
-            "or add it to CHANNELS"
+            "'part a', 'part b', or add it to CHANNELS"
         )
         assert seen.pop("options") == (20, "data")
         assert seen.pop("buffers") == {"ranks 0, 1": {}, "data of ranks 0, 1": {}}
