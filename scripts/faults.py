@@ -18,7 +18,6 @@ import random
 import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -34,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron_overlap.tools.launch.netlab import Netlab, NetlabError  # noqa: E402
+from megatron_overlap.tools.launch.ranks import free_port  # noqa: E402
 from scripts.trust import rank as ranks  # noqa: E402
 from scripts.trust.rank import DIFFERS, DONE, FOUND, WAIT_FAILED, WRONG, Case  # noqa: E402
 from scripts.trust.work import LOADS  # noqa: E402
@@ -92,7 +92,7 @@ class Runner:
         found = Outcome(case)
         folder = Path(tempfile.mkdtemp(prefix="faults-"))
         lab = self._lab if case.kind in _LINKS else None
-        address, port = (lab.address(0), 29500) if lab is not None else ("127.0.0.1", _free_port())
+        address, port = (lab.address(0), 29500) if lab is not None else ("127.0.0.1", free_port())
         if case.kind == "full disk":
             for rank in range(case.size):
                 (folder / f"overlap-failure-rank{rank}.json").symlink_to("/dev/full")
@@ -331,13 +331,6 @@ def _hold_store(port: int, size: int, net: str | None) -> None:
 
 def _shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm"))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _do(command: list[str]) -> None:

@@ -8,7 +8,6 @@ import os
 import random
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from megatron_overlap.tools.launch.ranks import free_port
 from scripts.trust.rank import Case
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,9 +44,7 @@ class Training:
     def __init__(self, folder: Path, steps: int, extra: Sequence[str] = (), odd_rank: int | None = None) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.processes = []
         for rank in range(RANKS):
             overlap = {

@@ -3,13 +3,13 @@
 import json
 import os
 import shlex
-import socket
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_overlap.tools.launch.ranks import free_port
 from tests.helpers.forked import ForkedProgram
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,9 +45,7 @@ def start_ranks(
 
     The ranks are forks of a process that has imported torch, not Megatron.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         ranks = []
         try:

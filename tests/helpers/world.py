@@ -7,7 +7,6 @@ import gc
 import importlib
 import multiprocessing as mp
 import os
-import socket
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -66,14 +65,15 @@ class World:
     def _open(self, size: int) -> None:
         self._start_s = _START_S
         context = mp.get_context("forkserver")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        # This process keeps the store: a port that is only chosen here may be taken before rank 0 listens on it.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(rank, size, port, theirs, self._sizes), daemon=True)
+            process = context.Process(
+                target=_work, args=(rank, size, self._store.port, theirs, self._sizes), daemon=True
+            )
             with server(self._kind):
                 process.start()
             theirs.close()
@@ -137,11 +137,12 @@ def _share_gloo_device() -> None:
 
 
 def _work(rank: int, size: int, port: int, pipe: Connection, sizes: Sequence[int]) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     gc.freeze()  # A full collection would visit all objects of the imports, and copy their pages.
     _share_gloo_device()
-    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     groups = {n: dist.new_group(list(range(n))) for n in sizes if n <= size}
     while True:
         try:

@@ -1,11 +1,14 @@
 """Run N copies of a program as the ranks of one job, over loopback or in a netlab."""
 
+import errno
 import os
+import random
 import shutil
 import socket
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,14 +16,21 @@ from megatron_overlap.tools.launch.netlab import Netlab
 from megatron_overlap.tools.launch.processes import OnLine, RankCommand, RunResult, run_ranks
 
 LAB_PORT = 29500  # always free: the lab has its own network namespaces
+_PORTS = range(20000, 32000)  # below the local ports of Linux (net.ipv4.ip_local_port_range: 32768 to 60999)
 
 
 def free_port() -> int:
-    """A free TCP port of loopback."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A free TCP port of loopback that the kernel gives to no outgoing connection before rank 0 listens on it.
+
+    Raises:
+        OSError: none of 100 ports is free.
+    """
+    ports = random.SystemRandom().sample(_PORTS, 100)
+    for port in ports:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError(errno.EADDRINUSE, f"no free port among 100 from {_PORTS.start} to {_PORTS.stop - 1}")
 
 
 MALLOC_ENV = {

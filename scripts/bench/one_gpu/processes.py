@@ -6,12 +6,13 @@ Correctness only: processes on one device take turns, so that their times mean n
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Iterator
 from multiprocessing import get_context
 from multiprocessing.queues import Queue
 from typing import Any
+
+from megatron_overlap.tools.launch.ranks import free_port
 
 RANKS = 2
 CASES = ["all_gather_linear", "linear_reduce_scatter", "linear_all_reduce", "copy_linear"]
@@ -19,9 +20,7 @@ CASES = ["all_gather_linear", "linear_reduce_scatter", "linear_all_reduce", "cop
 
 def processes(dry: bool, deadline: float) -> Iterator[dict[str, Any]]:
     """Every op, forward and backward, with each way to move, against plain collectives."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     context = get_context("spawn")
     answers: Queue[Any] = context.Queue()
     # All of it goes with this process, which is ended if it takes too long.

@@ -162,7 +162,7 @@ def made_again(group: dist.ProcessGroup) -> tuple[int, bool]:
     return wrappers, training.train_step is before
 
 
-def restarted_in_process(group: dist.ProcessGroup, port: int) -> dict[str, Any]:
+def restarted_in_process(group: dist.ProcessGroup, store: Path) -> dict[str, Any]:
     """A step, one that rank 1 does not take part in, then groups made anew in the same processes, and a step.
 
     Returns:
@@ -185,7 +185,7 @@ def restarted_in_process(group: dist.ProcessGroup, port: int) -> dict[str, Any]:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
         dist.init_process_group(
-            "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks, timeout=timedelta(seconds=20)
+            "gloo", init_method=store.as_uri(), rank=rank, world_size=ranks, timeout=timedelta(seconds=20)
         )
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
         second = linear_workers.step(linear_workers.make_layer("column", torch.float32), x, dy)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket
+from pathlib import Path
 
 import pytest
 import torch
@@ -122,14 +122,11 @@ def test_groups_that_are_made_again_wrap_the_step_once(ranks: World) -> None:
     assert ranks.run(RANKS, cases.made_again) == [(1, True)] * RANKS
 
 
-def test_groups_of_an_in_process_restart_are_new_ones() -> None:
+def test_groups_of_an_in_process_restart_are_new_ones(tmp_path: Path) -> None:
     """Torch's groups are destroyed and made again in processes that go on, after a step that one rank left."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     world = World(2, answer_s=60, sizes=(2,), adapted=True)
     try:
-        first, second = world.run(2, cases.restarted_in_process, port)
+        first, second = world.run(2, cases.restarted_in_process, tmp_path / "store")
     finally:
         world.close()
     assert first.pop("failed").startswith("TransportError: all_gather_linear: ")
