@@ -105,7 +105,7 @@ class _Step:
             self._gathered = gathered(self._block.normalized(self._x), self.messages, slot)
 
     def compute(self, other: _Step | None, arguments: dict[str, Any]) -> PendingAdd:
-        """Runs the block with `arguments`, and in its middle starts `other`. The reduce-scatter is in flight then."""
+        """Runs the block with `arguments`, and in its middle starts `other`. Starts its reduce-scatter."""
         self.start()
         block, self._other = self._block, other
         with self._adapter.assign((block.column, block.row), self):

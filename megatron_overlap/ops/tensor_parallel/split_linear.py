@@ -104,11 +104,11 @@ class PartMessages:
         self.transport, self.deferred_wgrad, self.save_gathered = transport, deferred_wgrad, save_gathered
         self.saved: torch.Tensor | None = None
         self._serial = serial
-        self._in_flight: dict[Rows, PartGather | PartScatter] = {}
+        self._started: dict[Rows, PartGather | PartScatter] = {}
 
     def is_ready(self, rows: Rows) -> bool:
         """Whether `finish(rows)` returns without waiting. False where a query would synchronise."""
-        return self._in_flight[rows].ready
+        return self._started[rows].ready
 
     def gather(self, rows: Rows, shard: torch.Tensor) -> int:
         """Starts an all-gather; returns the bytes that this rank sends."""
@@ -128,10 +128,10 @@ class PartMessages:
         Raises:
             RuntimeError: they were not started.
         """
-        work = self._in_flight.pop(rows, None)
+        work = self._started.pop(rows, None)
         if work is None:
             raise RuntimeError(
-                f"the {rows} of a split layer is not in flight: its linear layers did not run in the order of its "
+                f"the {rows} of a split layer was not started: its linear layers did not run in the order of its "
                 "forward; set overlap.tensor.split to none"
             )
         return work
@@ -144,11 +144,11 @@ class PartMessages:
 
     def abandon(self) -> None:
         """Completes all messages. No layer uses their rows."""
-        while self._in_flight:
-            self._in_flight.popitem()[1].finish()
+        while self._started:
+            self._started.popitem()[1].finish()
 
     def _start(self, rows: Rows, work: PartGather | PartScatter) -> None:
-        self._in_flight[rows] = work
+        self._started[rows] = work
         if self._serial:
             work.finish()
 
