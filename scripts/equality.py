@@ -50,7 +50,8 @@ class Layout:
 
     Attributes:
         sharded: with the distributed optimizer.
-        batch_overlap: the plugin splits the micro-batch (`overlap.tensor.split: batch`).
+        split: the plugin's `overlap.tensor.split`; with `sequence` a micro-batch is one sequence.
+        pipeline: pipeline stages.
         documents: a micro-batch is whole documents, and context parallelism is balanced attention.
         expert: expert-parallel ranks, among the data-parallel ranks; more than 1 makes a mixture of experts.
         experts: flags of the mixture of experts.
@@ -62,10 +63,16 @@ class Layout:
     sequence_parallel: bool = False
     sharded: bool = False
     context: int = 1
-    batch_overlap: bool = False
+    split: str = "none"
+    pipeline: int = 1
     documents: bool = False
     expert: int = 1
     experts: tuple[str, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.tensor * self.context * self.pipeline * self.data
 
     @property
     def without_context(self) -> Layout:
@@ -101,14 +108,20 @@ MIXTURE = (
 )
 TOP2 = ("--moe-router-topk", "2")
 ALONE = Layout("TP1")
-LAYOUTS = (
-    Layout("TP2", tensor=2),
-    Layout("TP4", tensor=4),
+SEQUENCE_PARALLEL = (
     Layout("TP2+SP", tensor=2, sequence_parallel=True),
     Layout("TP4+SP", tensor=4, sequence_parallel=True),
     Layout("TP2xDP2+SP", tensor=2, data=2, sequence_parallel=True, sharded=True),
-    Layout("TP2-batch-overlap", tensor=2, batch_overlap=True),
-    Layout("TP2xDP2-batch-overlap", tensor=2, data=2, sharded=True, batch_overlap=True),
+    Layout("PP2xTP2+SP", tensor=2, pipeline=2, sequence_parallel=True),
+)
+LAYOUTS = (
+    Layout("TP2", tensor=2),
+    Layout("TP4", tensor=4),
+    *SEQUENCE_PARALLEL,
+    Layout("TP2-batch-overlap", tensor=2, split="batch"),
+    Layout("TP2xDP2-batch-overlap", tensor=2, data=2, sharded=True, split="batch"),
+    *(replace(each, name=f"{each.name}-batch-split", split="batch") for each in SEQUENCE_PARALLEL),
+    *(replace(each, name=f"{each.name}-sequence-split", split="sequence") for each in SEQUENCE_PARALLEL),
     Layout("DP2", data=2),
     Layout("DP4", data=4),
     Layout("DP2+DO", data=2, sharded=True),
@@ -127,7 +140,7 @@ LAYOUTS = (
     Layout("EP2-shared", data=2, expert=2, experts=(*TOP2, "--moe-shared-expert-intermediate-size", "128")),
     Layout("EP2-dropping", data=2, expert=2, experts=(*TOP2, "--moe-expert-capacity-factor", "1.0")),
 )
-RESUMED = Layout("TP2+SP", tensor=2, sequence_parallel=True)
+RESUMED = [layout for layout in LAYOUTS if layout.name in ("TP2+SP", "TP2+SP-sequence-split")]
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt": {"ffn_hidden_size": 512},
     "llama": {"ffn_hidden_size": 344, "num_query_groups": 4},
@@ -197,11 +210,12 @@ class Runs:
                 "parallel": {
                     "tensor": layout.tensor,
                     "context": layout.context,
+                    "pipeline": layout.pipeline,
                     "sequence_parallel": layout.sequence_parallel,
                 },
                 "train": {
                     "seq_length": rows,
-                    "micro_batch_size": 1 if layout.documents else 2,
+                    "micro_batch_size": 1 if layout.documents or layout.split == "sequence" else 2,
                     "global_batch_size": 4 if layout.documents else 8,
                     "iterations": options.iterations,
                     "precision": precision,
@@ -218,18 +232,14 @@ class Runs:
                         "method": "p2p" if plugin else "none",
                         "schedule": options.schedule,
                         "chunks_per_rank": options.chunks_per_rank,
-                        "split": "batch" if layout.batch_overlap else "none",
+                        "split": layout.split,
                     },
                     "data": {"method": "p2p" if plugin and layout.data > 1 and layout.expert == 1 else "stock"},
                     "ulysses": {"method": "p2p" if layout.context > 1 and not layout.documents else "none"},
                     "expert": {"method": "p2p" if plugin and layout.expert > 1 else "none"},
                     "varlen": {"method": varlen},
                 },
-                "launch": {
-                    "device": "cpu",
-                    "ranks_per_node": layout.tensor * layout.context * layout.data,
-                    "timeout_s": 600.0,
-                },
+                "launch": {"device": "cpu", "ranks_per_node": layout.ranks, "timeout_s": 600.0},
                 # The whole weight is drawn and then cut: the same model in every layout. Several buckets.
                 "megatron_args": ["--use-cpu-initialization", "--ddp-bucket-size", "100000", *layout.flags],
             }
@@ -237,9 +247,11 @@ class Runs:
         start_s = time.monotonic()
         execute(plan(config, run_dir))
         self._tell(f"{run_dir.name}: {time.monotonic() - start_s:.0f} s")
-        rows = [json.loads(line) for line in (run_dir / "steps-rank0.jsonl").read_text().splitlines()]
+        # The last pipeline stage has the loss.
+        lines = (run_dir / f"steps-rank{layout.ranks - 1}.jsonl").read_text().splitlines()
+        steps = [json.loads(line) for line in lines]
         report = json.loads((run_dir / "report-rank0.json").read_text())
-        return {row["iteration"]: {name: row[name] for name in NAMES} for row in rows}, report
+        return {row["iteration"]: {name: row[name] for name in NAMES} for row in steps}, report
 
     def checkpoint(self) -> Path:
         """The half-way checkpoint of the run just made, as a folder to load from."""
@@ -287,11 +299,11 @@ def compare_layouts(runs: Runs, arch: str, layouts: Sequence[Layout], iterations
         exact: Curves = {}
         for precision in ("fp32", "bf16"):
             plain = layout.without_context
-            one_rank = plain.tensor == plain.data == 1 and not layout.documents
-            stock = alone[precision] if one_rank else runs.train(arch, plain, precision, False)[0]
+            alike = plain.ranks == 1 and not layout.documents
+            stock = alone[precision] if alike else runs.train(arch, plain, precision, False)[0]
             mine, report = runs.train(arch, layout, precision, True)
             beside = {"plugin from stock": deviation(mine, stock, iterations)}
-            if not layout.documents and layout.expert == 1:  # others train other tokens, or another model
+            if not layout.documents and layout.expert == layout.pipeline == 1:  # else other tokens, or another model
                 beside["stock from TP1 stock"] = deviation(stock, alone[precision], iterations)
                 beside["plugin from TP1 stock"] = deviation(mine, alone[precision], iterations)
             if precision == "fp32":
@@ -304,20 +316,20 @@ def compare_layouts(runs: Runs, arch: str, layouts: Sequence[Layout], iterations
             yield check.judge(layout.calls)
 
 
-def compare_resumed(runs: Runs, arch: str, iterations: Sequence[int]) -> Iterator[Check]:
+def compare_resumed(runs: Runs, arch: str, layout: Layout, iterations: Sequence[int]) -> Iterator[Check]:
     """Saved half-way with the plugin on and off, continued with it on and off."""
     rest = iterations[len(iterations) // 2 :]
     exact: Curves = {}
     for precision in ("fp32", "bf16"):
         whole, saved = {}, {}
         for plugin in (False, True):
-            whole[plugin], _ = runs.train(arch, RESUMED, precision, plugin, save=True)
+            whole[plugin], _ = runs.train(arch, layout, precision, plugin, save=True)
             saved[plugin] = runs.checkpoint()
         exact = whole[False] if precision == "fp32" else exact
         bound = scaled(deviation(whole[False], exact, iterations))
         for before in (False, True):
             for after in (False, True):
-                resumed, report = runs.train(arch, RESUMED, precision, after, load=saved[before])
+                resumed, report = runs.train(arch, layout, precision, after, load=saved[before])
                 if sorted(resumed) != list(rest):
                     raise RunError(f"resumed at iteration {min(resumed, default=0)} instead of {rest[0]}")
                 beside = {"from the whole run": deviation(resumed, whole[before], rest)}
@@ -326,8 +338,8 @@ def compare_resumed(runs: Runs, arch: str, iterations: Sequence[int]) -> Iterato
                     limit = dict.fromkeys(NAMES, FP32_BOUND)
                 words = {False: "off", True: "on"}
                 what = f"resumed, {words[before]} then {words[after]}"
-                check = Check(arch, RESUMED.name, precision, what, off, limit, beside, *calls_of(report))
-                yield check.judge(RESUMED.calls if after else None)
+                check = Check(arch, layout.name, precision, what, off, limit, beside, *calls_of(report))
+                yield check.judge(layout.calls if after else None)
         for folder in saved.values():
             shutil.rmtree(folder)
 
@@ -421,7 +433,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for arch in options.models:
             parts = [compare_layouts(runs, arch, layouts, iterations)] if layouts else []
-            parts += [] if options.no_resume else [compare_resumed(runs, arch, iterations)]
+            parts += [compare_resumed(runs, arch, each, iterations) for each in RESUMED if not options.no_resume]
             for part in parts:
                 for check in part:
                     checks.append(check)
