@@ -33,7 +33,7 @@ class TimedWrapper(GPTInferenceWrapper):
     """Megatron's wrapper of a GPT, which times every forward pass.
 
     Attributes:
-        steps: for each pass the number of tokens and its milliseconds.
+        steps: number of tokens and milliseconds of each forward pass.
     """
 
     steps: list[tuple[int, float]]
@@ -47,10 +47,10 @@ class TimedWrapper(GPTInferenceWrapper):
 
 
 class Numbers:
-    """A tokenizer whose words are numbers: Megatron's NullTokenizer lacks what the engines ask for.
+    """A tokenizer whose words are numbers: Megatron's NullTokenizer lacks methods that the engines call.
 
     Args:
-        vocab_size: numbers from 0 on.
+        vocab_size: the words are the numbers below it.
     """
 
     eod, bos, pad = 0, 1, 0
@@ -103,8 +103,8 @@ class Generator:
         model: a GPT in evaluation mode.
         tokenizer: with `tokenize`, `detokenize`, `eod`, `bos` and `vocab_size`.
         engine: `static` or `dynamic`.
-        max_requests: most prompts of one call.
-        max_tokens: most tokens of a prompt and what is generated from it.
+        max_requests: upper limit of the prompts of one call.
+        max_tokens: upper limit of the tokens of a prompt plus the tokens generated from it.
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, engine: str, max_requests: int, max_tokens: int) -> None:

@@ -129,7 +129,8 @@ class CostModel:
 
         Args:
             calls: number of calls.
-            loop: the calls are in a loop over tensors, as in an optimizer, without modules and autograd.
+            loop: count only the launch of each call, as for an optimizer that loops over tensors without modules and
+                autograd.
         """
         call = self.profile.device.call_us
         if call is None:

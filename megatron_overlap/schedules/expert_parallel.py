@@ -3,7 +3,7 @@
     compute  own | chunk 0 | own | chunk 1 | ... | last chunk | own
     link     dispatch 0 | dispatch 1 | ... | combine 0 | combine 1 | ... | combine last
 
-A received chunk is computed at once, and its result is sent home while the next chunk is computed. Own rows need no
+A received chunk is computed at once, and its result is sent back while the next chunk is computed. Own rows need no
 message. They are computed while no chunk is ready: some before the first chunk, the rest while the last results are
 sent. FasterMoE (PPoPP 2022, section 4.2) computes all own rows first, which exposes the last combine.
 
@@ -48,7 +48,10 @@ Segments = tuple[Segment, ...]
 
 @dataclass(frozen=True, slots=True)
 class ExpertMessage:
-    """One chunk of tokens to send and one to receive in dispatch. In combine the results take the opposite way.
+    """One chunk of tokens that this rank sends and one that it receives in dispatch.
+
+    In combine this rank returns the results of the received chunk to `source`, and receives those of the sent chunk
+    from `to`.
 
     Attributes:
         to: rank whose experts compute the chunk that this rank sends.
@@ -235,7 +238,8 @@ def _first_rows(received: Counts) -> list[list[int]]:
 def _own_before(messages: list[int], own: list[int], compute_per_message: float) -> list[int]:
     """For each message of so many rows, the own pieces that are computed before its chunk.
 
-    Simulates a link that delivers the messages one after another: an own piece is computed while no message is there.
+    Simulates a link that delivers the messages one after another. An own piece is computed while no message has
+    arrived.
     """
     counts, done = [], 0
     now = arrival = 0.0

@@ -83,6 +83,12 @@ SHORTENED = (
         long=True,
     ),
     Short(
+        "python scripts/bench/generation.py",
+        "--rounds 1 --methods stock auto --prompt 16 --tokens 2 --hidden 64 --layers 1",
+        hosts=True,
+        long=True,
+    ),
+    Short(
         "python scripts/bench/attention.py",
         f"{ONE} --positions 64 --heads 2 --kv-heads 2 --features 32",
         hosts=True,

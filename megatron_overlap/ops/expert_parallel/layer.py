@@ -42,7 +42,7 @@ def expert_parallel(
 ) -> torch.Tensor:
     """Equals `all_to_all(experts(all_to_all(x), all_to_all(probs)))`; see `ops.reference.expert_parallel`.
 
-    A received chunk is computed at once, and its result is sent home while the next one is computed. Own rows are
+    A received chunk is computed at once, and its result is sent back while the next one is computed. Own rows are
     computed while no chunk is ready. In backward the weight gradients of whole experts follow, while the last input
     gradients are sent. Every row is computed once, and every weight gradient is one product over all rows of an expert
     in order of the source ranks, so no result depends on the order of arrival.
