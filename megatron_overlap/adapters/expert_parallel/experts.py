@@ -1,24 +1,24 @@
-"""Megatron's experts as `ops.MLPExperts`, and every reason that keeps a mixture-of-experts layer on the stock path."""
+"""Megatron's experts as `ops.MLPExperts`, and every reason that keeps a mixture-of-experts layer on the stock path.
+
+`LayerExperts` has what cannot change between the calls of a layer. It is made once for each layer.
+"""
 
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
+import torch.distributed as dist
 from megatron.core.extensions import transformer_engine as te_extension
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import experts as moe_experts
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-from megatron_overlap.adapters.tensor_parallel.call import MainGradTarget
-from megatron_overlap.adapters.tensor_parallel.eligibility import (
-    is_te_linear,
-    te_quantizes,
-    unsupported_tensors_reason,
-)
-from megatron_overlap.ops import MLPExperts, Projection
+from megatron_overlap.adapters.tensor_parallel.call import projection_of
+from megatron_overlap.adapters.tensor_parallel.eligibility import te_quantizes, unsupported_tensors_reason
+from megatron_overlap.adapters.wrapping import run_pre_hooks
+from megatron_overlap.ops import MLPExperts
 from megatron_overlap.schedules.gather_scatter import MAX_RANKS
 
 _GROUPED = getattr(moe_experts, "TEGroupedMLP", None)
@@ -47,8 +47,8 @@ _LINEARS = (
 )
 
 
-def unsupported_reason(layer: Any, hidden_states: torch.Tensor) -> str | None:
-    """The reason in a `MoELayer` or its dispatched tokens; None if the layer is overlapped."""
+def unsupported_layer_reason(layer: Any) -> str | None:
+    """The reason in a `MoELayer` for all of its calls; None if it has none."""
     config, dispatcher = layer.config, layer.token_dispatcher
     if type(dispatcher) is not MoEAlltoAllTokenDispatcher:
         return f"token dispatcher {config.moe_token_dispatcher_type}: use --moe-token-dispatcher-type alltoall"
@@ -63,16 +63,10 @@ def unsupported_reason(layer: Any, hidden_states: torch.Tensor) -> str | None:
     if getattr(config, "cuda_graph_impl", "none") != "none":
         return f"--cuda-graph-impl {config.cuda_graph_impl}: the counts of a step select the messages"
     reason = next((reason for field, reason in _FEATURES if getattr(config, field, None)), None)
-    if reason is not None:
-        return reason
-    return _unsupported_experts_reason(layer.experts) or unsupported_tensors_reason(
-        hidden_states, next(layer.experts.parameters()), dispatcher.ep_group
-    )
+    return reason or _unsupported_experts_reason(layer.experts)
 
 
 def _unsupported_experts_reason(experts: Any) -> str | None:
-    if te_quantizes():
-        return "fp8: TransformerEngine quantizes the rows of the experts"
     if type(experts) is _GROUPED:
         if getattr(experts, "_with_fused_impl", False):
             return "--use-transformer-engine-op-fuser: one fused operation computes the experts"
@@ -86,8 +80,6 @@ def _unsupported_experts_reason(experts: Any) -> str | None:
         linears = [linear for pair in pairs for linear in pair]
     else:
         return f"the experts are {type(experts).__name__}"
-    if any(module._forward_hooks or "forward" in vars(module) for module in experts.modules()):
-        return "a forward hook reads the output of an expert, or its forward is replaced"
     for weight in experts.parameters():
         if type(weight) is not torch.nn.Parameter:
             return f"the weight is a {type(weight).__name__}"
@@ -135,33 +127,78 @@ class _Middle:
         return activated
 
 
-def experts_of(experts: Any) -> MLPExperts:
-    """The weights of supported experts, with the destinations of their gradients."""
-    if type(experts) is _GROUPED:
-        count = range(experts.num_local_experts)
+class _Parameter(NamedTuple):
+    """A weight of a linear layer: `parameters[name]`, which loading a checkpoint may replace."""
+
+    linear: Any
+    parameters: dict[str, torch.nn.Parameter]
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class LayerExperts:
+    """The supported experts of one layer.
+
+    Attributes:
+        modules: of all experts. The operation calls none of them.
+        attributes: the instance attributes of each.
+        hooks: the dictionaries of their hooks that read an output or keyword arguments.
+        fc1: for each expert its first weight.
+        fc2: for each expert its second weight.
+        linears: those that have the flag `is_first_microbatch`.
+        middle: the computation between both.
+    """
+
+    modules: tuple[torch.nn.Module, ...]
+    attributes: tuple[dict[str, Any], ...]
+    hooks: tuple[dict[int, Any], ...]
+    fc1: tuple[_Parameter, ...]
+    fc2: tuple[_Parameter, ...]
+    linears: tuple[Any, ...]
+    middle: _Middle
+
+    @classmethod
+    def of(cls, experts: Any) -> Self:
+        """The experts of a layer without `unsupported_layer_reason`."""
+        grouped = type(experts) is _GROUPED
+        owners = [experts] if grouped else list(experts.local_experts)
+        names = [f"weight{expert}" for expert in range(experts.num_local_experts)] if grouped else ["weight"]
         fc1, fc2 = (
-            tuple(_projection(linear, getattr(linear, f"weight{expert}")) for expert in count)
-            for linear in (experts.linear_fc1, experts.linear_fc2)
+            tuple(_Parameter(linear, linear._parameters, name) for linear in linears for name in names)
+            for linears in ([owner.linear_fc1 for owner in owners], [owner.linear_fc2 for owner in owners])
         )
-        return MLPExperts(fc1, fc2, _Middle.of(experts))
-    mlps = experts.local_experts
-    fc1, fc2 = (
-        tuple(_projection(getattr(mlp, name), getattr(mlp, name).weight) for mlp in mlps)
-        for name in ("linear_fc1", "linear_fc2")
-    )
-    return MLPExperts(fc1, fc2, _Middle.of(mlps[0]))
+        modules = tuple(experts.modules())
+        return cls(
+            modules,
+            tuple(map(vars, modules)),
+            tuple(hooks for each in modules for hooks in (each._forward_hooks, each._forward_pre_hooks_with_kwargs)),
+            fc1,
+            fc2,
+            tuple(dict.fromkeys(each.linear for each in (*fc1, *fc2) if hasattr(each.linear, "is_first_microbatch"))),
+            _Middle.of(owners[0]),
+        )
 
+    def unsupported_reason(self, hidden_states: torch.Tensor, group: dist.ProcessGroup) -> str | None:
+        """The reason in one call; None if it is overlapped."""
+        if te_quantizes():
+            return "fp8: TransformerEngine quantizes the rows of the experts"
+        if any(self.hooks) or any("forward" in attributes for attributes in self.attributes):
+            return "a forward hook reads the output of an expert, or its forward is replaced"
+        first = self.fc1[0]
+        return unsupported_tensors_reason(hidden_states, first.parameters[first.name], group)
 
-def linears_of(experts: Any) -> Iterator[Any]:
-    """The linear layers of supported experts."""
-    owners = [experts] if type(experts) is _GROUPED else experts.local_experts
-    for owner in owners:
-        yield from (owner.linear_fc1, owner.linear_fc2)
+    def begin(self, hidden_states: torch.Tensor) -> MLPExperts:
+        """Runs the pre-hooks of all modules; returns the weights with the destinations of their gradients."""
+        for module in self.modules:
+            if module._forward_pre_hooks:
+                run_pre_hooks(module, hidden_states, "set overlap.expert.method to none")
+        fc1, fc2 = (
+            tuple(projection_of(linear, parameters[name]) for linear, parameters, name in weights)
+            for weights in (self.fc1, self.fc2)
+        )
+        return MLPExperts(fc1, fc2, self.middle)
 
-
-def _projection(linear: Any, weight: torch.Tensor) -> Projection:
-    is_te = is_te_linear(linear) or hasattr(linear, "fuse_wgrad_accumulation")
-    fused = linear.fuse_wgrad_accumulation if is_te else linear.gradient_accumulation_fusion
-    if fused and weight.requires_grad and hasattr(weight, "main_grad"):
-        return Projection(weight, weight.main_grad, MainGradTarget(weight, weight.main_grad).written)
-    return Projection(weight)
+    def end(self) -> None:
+        """Sets what Megatron's wrappers of TransformerEngine set after every forward."""
+        for linear in self.linears:
+            linear.is_first_microbatch = False

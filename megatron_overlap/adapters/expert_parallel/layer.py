@@ -5,18 +5,37 @@ Router, permutation, capacity, auxiliary losses and shared experts stay Megatron
 
 import functools
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megatron_overlap.adapters.diagnostics.consistency import open_transport
-from megatron_overlap.adapters.expert_parallel.experts import experts_of, linears_of, unsupported_reason
-from megatron_overlap.adapters.wrapping import Method, run_pre_hooks, untraced
+from megatron_overlap.adapters.expert_parallel.experts import LayerExperts, unsupported_layer_reason
+from megatron_overlap.adapters.wrapping import Method, untraced
 from megatron_overlap.ops import ExpertOptions, expert_parallel
+from megatron_overlap.ops.call import Observer
 from megatron_overlap.session import Adapter, Session
 
 _OP = "expert_parallel"
 _ONE_RANK = "one expert-parallel rank: the layer does not communicate"
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """What cannot change between the calls of one `MoELayer`.
+
+    Attributes:
+        name: in the report.
+        experts: None if the layer does not run overlapped.
+        reason: of that; None if the layer does not communicate.
+        observer: counts its passes.
+    """
+
+    name: str
+    experts: LayerExperts | None
+    reason: str | None
+    observer: Observer
 
 
 class ExpertAdapter(Adapter):
@@ -31,26 +50,39 @@ class ExpertAdapter(Adapter):
         self.session = session
         self.options = ExpertOptions(fixed_order=session.config.deterministic)
         self.overlapped: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._layers: weakref.WeakKeyDictionary[Any, _Layer] = weakref.WeakKeyDictionary()
 
     def begins(self, layer: Any, hidden_states: torch.Tensor) -> bool:
         """Called in `dispatch`: whether the operation computes this call. A fallback is counted."""
         self.overlapped.discard(layer)
-        counters = self.session.counters
+        known = self._layers.get(layer)
+        if known is None:
+            known = self._layers[layer] = self._open(layer)
+        reason = known.reason
+        if known.experts is not None:
+            reason = known.experts.unsupported_reason(hidden_states, layer.token_dispatcher.ep_group)
+            if reason is None:
+                self.overlapped.add(layer)
+                return True
+        if reason is not None:
+            self.session.counters.fallback("expert", known.name, _OP, "forward", reason)
+        return False
+
+    def _open(self, layer: Any) -> _Layer:
+        config, counters = layer.config, self.session.counters
+        name = f"{layer.num_local_experts}x{config.hidden_size}->{config.moe_ffn_hidden_size}"
+        observer = functools.partial(counters.overlapped, "expert", name, _OP)
         if layer.token_dispatcher.ep_size == 1:
             counters.exclude("MoELayer", _ONE_RANK)
-            return False
-        reason = unsupported_reason(layer, hidden_states)
-        if reason is not None:
-            counters.fallback("expert", _name(layer), _OP, "forward", reason)
-            return False
-        self.overlapped.add(layer)
-        return True
+            return _Layer(name, None, None, observer)
+        reason = unsupported_layer_reason(layer)
+        return _Layer(name, LayerExperts.of(layer.experts) if reason is None else None, reason, observer)
 
     def compute(self, layer: Any, hidden_states: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         """Dispatch, experts and combine of one call: tokens in the order of `dispatch_preprocess`, to their results."""
-        dispatcher, counters, name = layer.token_dispatcher, self.session.counters, _name(layer)
-        for module in layer.experts.modules():
-            run_pre_hooks(module, hidden_states, "set overlap.expert.method to none")
+        dispatcher, known = layer.token_dispatcher, self._layers[layer]
+        assert known.experts is not None
+        experts = known.experts.begin(hidden_states)
         # The points at which the stock dispatcher moves its counts to the host.
         for point in ("before_ep_alltoall", "before_permutation_2", "before_finish"):
             dispatcher.tokens_per_expert = dispatcher._maybe_dtoh_and_synchronize(point, dispatcher.tokens_per_expert)
@@ -68,14 +100,12 @@ class ExpertAdapter(Adapter):
             probs,
             sent,
             received,
-            experts_of(layer.experts),
+            experts,
             group=open_transport(self.session, dispatcher.ep_group),
             options=self.options,
-            observer=functools.partial(counters.overlapped, "expert", name, _OP),
+            observer=known.observer,
         )
-        for linear in linears_of(layer.experts):
-            if hasattr(linear, "is_first_microbatch"):
-                linear.is_first_microbatch = False  # As Megatron's wrapper does after every forward.
+        known.experts.end()
         return results
 
 
@@ -123,8 +153,3 @@ def combine(original: Method, session: Session) -> Method:
         return original(self, output)
 
     return combine
-
-
-def _name(layer: Any) -> str:
-    config = layer.config
-    return f"{layer.num_local_experts}x{config.hidden_size}->{config.moe_ffn_hidden_size}"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 
+from megatron_overlap.adapters.tensor_parallel.call import projection_of
 from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
 from megatron_overlap.adapters.tensor_parallel.eligibility import (
     is_te_linear,
@@ -93,21 +94,19 @@ class _JointCall:
                 "set overlap.tensor.attention to row"
             )
         layer, core, adapter = self._projection, self._core, self._adapter
-        is_te = is_te_linear(layer)
-        fusion = layer.fuse_wgrad_accumulation if is_te else layer.gradient_accumulation_fusion
-        target = adapter.wgrad_target(layer.weight, fusion)
-        if is_te:
+        projection = projection_of(layer, layer.weight)
+        if is_te_linear(layer):
             layer.is_first_microbatch = False  # As Megatron's wrapper does after every forward.
         softmax = getattr(core, "scale_mask_softmax", None)  # TransformerEngine's attention has none.
         output = attention_linear_reduce_scatter(
             *self._operands,
-            layer.weight,
+            projection.weight,
             group=adapter.transport(layer.tp_group),
             # Under query-key layer scaling Megatron divides the first factor by the second.
             softmax_scale=core.softmax_scale * ((softmax and softmax.scale) or 1),
             plan=adapter.plan,
-            main_grad=None if target is None else target.main_grad,
-            weight_done=None if target is None else target.written,
+            main_grad=projection.main_grad,
+            weight_done=projection.done,
             observer=adapter.hooks(_KIND, _OP, self._operands[0], layer.weight).overlapped,
         )
         return add_row_bias(layer, output)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.counters import Counters, Direction, SavedSite
+from megatron_overlap.ops import Projection
 
 type LayerOutput = Any
 """The result of a patched Megatron method: a tensor, or a tensor and the bias that the caller adds."""
@@ -26,6 +27,13 @@ class MainGradTarget:
     weight: torch.Tensor
     main_grad: torch.Tensor
 
+    @classmethod
+    def of(cls, weight: Any) -> Self | None:
+        """The destination for a weight of a layer with the fusion; None where autograd gets the gradient."""
+        if weight.requires_grad and hasattr(weight, "main_grad"):
+            return cls(weight, weight.main_grad)
+        return None
+
     def written(self) -> torch.Tensor | None:
         """Called in backward when `main_grad` holds the gradient; autograd gets the result as the gradient.
 
@@ -40,6 +48,14 @@ class MainGradTarget:
         if getattr(weight, "zero_out_wgrad", False):
             return torch.zeros(main_grad.shape, dtype=weight.dtype, device=weight.device)
         return torch.empty(main_grad.shape, dtype=weight.dtype, device=weight.device)
+
+
+def projection_of(linear: Any, weight: torch.Tensor) -> Projection:
+    """A weight of a local or TransformerEngine linear layer, with the destination of its gradient."""
+    is_te = hasattr(linear, "fuse_wgrad_accumulation")
+    fusion = linear.fuse_wgrad_accumulation if is_te else linear.gradient_accumulation_fusion
+    target = MainGradTarget.of(weight) if fusion else None
+    return Projection(weight) if target is None else Projection(weight, target.main_grad, target.written)
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,12 +124,6 @@ class LinearAdapter(Adapter):
             hooks = self._hooks[key] = LinearHooks(self._counters, site, key[-1])
         return hooks
 
-    def wgrad_target(self, weight: torch.Tensor, fusion: bool) -> MainGradTarget | None:
-        """The destination of a weight gradient; `fusion` is Megatron's gradient accumulation fusion."""
-        if fusion and weight.requires_grad and hasattr(weight, "main_grad"):
-            return MainGradTarget(weight, weight.main_grad)
-        return None
-
     def unsupported_reason(
         self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, op: str
     ) -> str | None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.utils import get_tensor_model_parallel_group_if_none
 
-from megatron_overlap.adapters.tensor_parallel.call import LayerOutput, LinearCall
+from megatron_overlap.adapters.tensor_parallel.call import LayerOutput, LinearCall, MainGradTarget
 from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
 from megatron_overlap.adapters.tensor_parallel.eligibility import (
     is_te_linear,
@@ -119,7 +119,7 @@ class _Column:
         if group is None or group.size() == 1:
             return original(layer, x, weight, *args, **kwargs)
         op = "ag_gemm" if kwargs.get("sequence_parallel") else "copy_gemm"
-        target = adapter.wgrad_target(weight, bool(kwargs.get("gradient_accumulation_fusion")))
+        target = MainGradTarget.of(weight) if kwargs.get("gradient_accumulation_fusion") else None
         hooks, bias = adapter.hooks("column", op, x, weight), kwargs.get("bias")
         call = ColumnCall(layer, "column", op, x, weight, bias, group, target, hooks, original, args, kwargs)
         reason = unsupported_column_reason(layer, args, kwargs)
@@ -140,7 +140,7 @@ class _Row:
         if group is None or group.size() == 1:
             return original(layer, x)
         op, weight = "gemm_rs" if layer.sequence_parallel else "gemm_ar", layer.weight
-        target = adapter.wgrad_target(weight, layer.gradient_accumulation_fusion)
+        target = MainGradTarget.of(weight) if layer.gradient_accumulation_fusion else None
         hooks = adapter.hooks("row", op, x, weight)
         call = RowCall(layer, "row", op, x, weight, None, group, target, hooks, original)
         return adapter.run(call, unsupported_row_reason(layer, x, group, self._stock_gemm))

@@ -14,7 +14,7 @@ import torch
 from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear
 from megatron.core.transformer.mlp import MLP
 
-from megatron_overlap.adapters.tensor_parallel.call import LayerOutput, LinearCall
+from megatron_overlap.adapters.tensor_parallel.call import LayerOutput, LinearCall, MainGradTarget
 from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
 from megatron_overlap.adapters.tensor_parallel.eligibility import (
     EXPERT,
@@ -123,7 +123,7 @@ def _call(layer: Any, x: torch.Tensor, original: Method, adapter: LinearAdapter)
     op = _OPS[kind, layer.sequence_parallel]
     # A row-parallel bias is added once, to the sum.
     bias = layer.bias if kind == "column" and layer.use_bias and not layer.te_return_bias else None
-    target = adapter.wgrad_target(weight, layer.fuse_wgrad_accumulation)
+    target = MainGradTarget.of(weight) if layer.fuse_wgrad_accumulation else None
     norm = norm_of(layer) if "layer_norm_weight" in layer._parameters else None
     hooks = adapter.hooks(kind, op, x, weight)
     return TECall(layer, kind, op, x, weight, bias, layer.tp_group, target, hooks, original, norm=norm)

@@ -20,7 +20,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 
-from megatron_overlap.adapters.tensor_parallel.call import MainGradTarget
+from megatron_overlap.adapters.tensor_parallel.call import projection_of
 from megatron_overlap.adapters.tensor_parallel.eligibility import is_te_linear, unsupported_te_reason
 from megatron_overlap.adapters.tensor_parallel.transformer_engine import norm_of
 from megatron_overlap.adapters.ulysses.core_attention import (
@@ -31,7 +31,7 @@ from megatron_overlap.adapters.ulysses.core_attention import (
     unsupported_te_core_reason,
 )
 from megatron_overlap.adapters.wrapping import Method, run_pre_hooks, untraced
-from megatron_overlap.ops import Projection, ulysses_self_attention
+from megatron_overlap.ops import ulysses_self_attention
 from megatron_overlap.schedules import SequenceLayout
 from megatron_overlap.session import Session
 
@@ -144,9 +144,9 @@ def _forward(
     heads = f"{layer.num_attention_heads_per_partition}x{layer.hidden_size_per_attention_head}"
     output = ulysses_self_attention(
         hidden_states,
-        _projection(qkv),
+        projection_of(qkv, qkv.weight),
         _bias(qkv),
-        _projection(out),
+        projection_of(out, out.weight),
         num_heads=layer.num_attention_heads_per_partition,
         num_kv_heads=layer.num_query_groups_per_partition,
         group=adapter.transport(group),
@@ -164,11 +164,3 @@ def _bias(linear: Any) -> torch.Tensor | None:
     """The bias; TransformerEngine has an empty tensor in place of none."""
     bias: torch.Tensor | None = linear.bias
     return None if is_te_linear(linear) and not linear.use_bias else bias
-
-
-def _projection(linear: Any) -> Projection:
-    weight = linear.weight
-    fused = linear.fuse_wgrad_accumulation if is_te_linear(linear) else linear.gradient_accumulation_fusion
-    if fused and weight.requires_grad and hasattr(weight, "main_grad"):
-        return Projection(weight, weight.main_grad, MainGradTarget(weight, weight.main_grad).written)
-    return Projection(weight)

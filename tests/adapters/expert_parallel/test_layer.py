@@ -121,9 +121,13 @@ def test_reasons_of_what_needs_a_gpu(moe_ranks: World, change: str, value: objec
     assert found[0].startswith(reason)
 
 
-def test_other_experts_fall_back(moe_ranks: World) -> None:
-    changed = moe_ranks.run(RANKS, workers.hooked)
-    assert changed == ["a forward hook reads the output of an expert, or its forward is replaced"] * RANKS
+def test_changes_between_steps_are_seen(moe_ranks: World) -> None:
+    """Hooks, a replaced forward, autocast and replaced weights; what cannot change is decided once."""
+    for reasons, differ, overlapped in moe_ranks.run(RANKS, workers.changed_between_steps):
+        hook = "3 x a forward hook reads the output of an expert, or its forward is replaced"
+        assert reasons == [hook, "1 x autocast is on"]
+        assert differ == []
+        assert overlapped == 2
 
 
 def test_pre_hooks_of_the_experts_run(moe_ranks: World) -> None:

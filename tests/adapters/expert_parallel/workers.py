@@ -173,29 +173,51 @@ def fallback(group: dist.ProcessGroup, case: MoECase) -> list[str]:
 
 def reason_of(group: dist.ProcessGroup, changes: dict[str, Any]) -> str | None:
     """The reason after a change of a supported layer: `object.attribute` names, for what cannot run on a CPU."""
-    from megatron_overlap.adapters.expert_parallel.experts import unsupported_reason
+    from megatron_overlap.adapters.expert_parallel.experts import unsupported_layer_reason
 
     case = MoECase()
     start(group, case)
     layer = make_layer(case)
-    assert unsupported_reason(layer, torch.empty(0, HIDDEN)) is None
+    assert unsupported_layer_reason(layer) is None
     for path, value in changes.items():
         *owners, name = path.split(".")
         owner = layer
         for each in owners:
             owner = getattr(owner, each)
         object.__setattr__(owner, name, value)
-    return unsupported_reason(layer, torch.empty(0, HIDDEN))
+    return unsupported_layer_reason(layer)
 
 
-def hooked(group: dist.ProcessGroup) -> str | None:
-    """The reason of a layer with a forward hook on an expert."""
-    from megatron_overlap.adapters.expert_parallel.experts import unsupported_reason
+def changed_between_steps(group: dist.ProcessGroup) -> tuple[list[str], list[str], int]:
+    """What changes after a step of a layer is seen in the next: reasons, tensors that differ, and overlapped steps."""
+    from megatron_overlap.adapters.expert_parallel.layer import ExpertAdapter
 
-    start(group, MoECase())
-    layer = make_layer(MoECase())
-    layer.experts.local_experts[0].linear_fc1.register_forward_hook(lambda *_: None)
-    return unsupported_reason(layer, torch.empty(0, HIDDEN))
+    case = MoECase()
+    start(group, case)
+    layer, plain = make_layer(case), make_layer(case)
+    expert, changed = layer.experts.local_experts[0].linear_fc1, plain.experts.local_experts[0].linear_fc1
+    with _session(case) as session:
+        step(layer, case)
+        handle = expert.register_forward_hook(lambda *_: None)
+        step(layer, case)
+        handle.remove()
+        handle = expert.register_forward_pre_hook(lambda *_: None, with_kwargs=True)
+        step(layer, case)
+        handle.remove()
+        expert.forward = expert.forward
+        step(layer, case)
+        del expert.forward
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            session.adapter(ExpertAdapter).begins(layer, torch.empty(0, HIDDEN))
+        expert.weight = torch.nn.Parameter(torch.randn(expert.weight.shape))
+        got = step(layer, case, 1)
+        sites = session.report().sites
+    changed.weight = torch.nn.Parameter(expert.weight.detach().clone())
+    expected = step(plain, case, 1)
+    differ = [name for name, true in expected.items() if true is not None and not torch.equal(true, got[name])]
+    counts = {(site.op, site.direction): tally for site, tally in sites.items()}
+    forward = counts["expert_parallel", "forward"]
+    return [f"{count} x {reason}" for reason, count in forward.fallbacks.items()], differ, forward.overlapped
 
 
 def pre_hooks(group: dist.ProcessGroup) -> list[int]:

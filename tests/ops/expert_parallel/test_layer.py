@@ -76,6 +76,14 @@ def test_frozen_weights(world: World) -> None:
     assert world.run(2, workers.frozen_weight) == [[False, True, True, True]] * 2
 
 
+def test_frozen_experts_have_no_weight_gradient_pass(world: World) -> None:
+    assert world.run(2, workers.frozen_passes) == [["forward", "dgrad"]] * 2
+
+
+def test_a_second_backward_pass_through_a_retained_graph(world: World) -> None:
+    assert world.run(2, workers.second_backward) == [[True] * 6] * 2
+
+
 def test_wrong_arguments(world: World) -> None:
     for texts in world.run(2, workers.error_messages):
         assert [text.split(":")[0] for text in texts] == ["x", "x", "x", "sent", "sent"]

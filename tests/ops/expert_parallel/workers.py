@@ -242,6 +242,37 @@ def frozen_weight(group: dist.ProcessGroup) -> list[bool]:
     ]
 
 
+def frozen_passes(group: dist.ProcessGroup) -> list[str]:
+    """The passes of a layer whose weights are all frozen."""
+    problem, passes = Problem(ExpertCase("even"), group), list[str]()
+    frozen = [Projection(weight) for weight in problem.weights]
+    experts = MLPExperts(tuple(frozen[:2]), tuple(frozen[2:]), problem.activation)
+    x = problem.x.clone().requires_grad_()
+    y = expert_parallel(
+        x,
+        problem.probs,
+        problem.sent,
+        problem.received,
+        experts,
+        group=group,
+        observer=lambda name, _: passes.append(name),
+    )
+    y.backward(problem.dy)
+    return passes
+
+
+def second_backward(group: dist.ProcessGroup) -> list[bool]:
+    """Whether a second backward pass through a retained graph gives the same gradients of the tokens and weights."""
+    problem = Problem(ExpertCase("random"), group)
+    weights = [weight.clone().requires_grad_() for weight in problem.weights]
+    experts = MLPExperts(*(tuple(map(Projection, part)) for part in (weights[:2], weights[2:])), problem.activation)
+    leaves = [problem.x.clone().requires_grad_(), problem.probs.clone().requires_grad_(), *weights]
+    y = expert_parallel(leaves[0], leaves[1], problem.sent, problem.received, experts, group=group)
+    first = [gradient.clone() for gradient in torch.autograd.grad(y, leaves, problem.dy, retain_graph=True)]
+    second = torch.autograd.grad(y, leaves, problem.dy)
+    return [torch.equal(a, b) for a, b in zip(first, second, strict=True)]
+
+
 def error_messages(group: dist.ProcessGroup) -> list[str]:
     """Error messages of calls with arguments that do not fit."""
     problem = Problem(ExpertCase("even"), group)
