@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gpt import build_gpt
 from harness import run_job, versions
 
 METHODS: dict[str, dict[str, Any] | None] = {
@@ -81,7 +82,16 @@ def work(args: argparse.Namespace) -> None:
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     model_parallel_cuda_manual_seed(7)
-    model = make_model(args)
+    model = build_gpt(
+        ranks=2,
+        sp=args.sp,
+        dtype=torch.bfloat16,
+        vocabulary=VOCABULARY,
+        max_tokens=args.prompt + args.tokens,
+        num_layers=args.layers,
+        hidden_size=args.hidden,
+        num_attention_heads=8,
+    )
     numbers = torch.Generator().manual_seed(3)
     ids = torch.randint(2, VOCABULARY, (args.batch, args.prompt), generator=numbers)
     prompts = [" ".join(map(str, row)) for row in ids.tolist()]
@@ -140,43 +150,6 @@ def evaluate(model: Any, ids: torch.Tensor) -> float:
             times.append(1e3 * (time.perf_counter() - start))
     InferenceMode.set_active()
     return min(times)
-
-
-def make_model(args: argparse.Namespace) -> Any:
-    """A GPT of local layers in bf16."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.enums import AttnBackend
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    config = TransformerConfig(
-        num_layers=args.layers,
-        hidden_size=args.hidden,
-        ffn_hidden_size=4 * args.hidden,
-        num_attention_heads=8,
-        tensor_model_parallel_size=2,
-        sequence_parallel=args.sp,
-        params_dtype=torch.bfloat16,
-        bf16=True,
-        use_cpu_initialization=True,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-        bias_dropout_fusion=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        attention_backend=AttnBackend.local,
-    )
-    torch.manual_seed(7)
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(),
-        vocab_size=VOCABULARY,
-        max_sequence_length=args.prompt + args.tokens,
-        parallel_output=True,
-        position_embedding_type="rope",
-    )
-    return model.to(torch.bfloat16).eval()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megatron_overlap import OverlapConfig, enable
 from megatron_overlap.adapters.tensor_parallel import forward_only
+from scripts.bench.gpt import build_gpt
 from tests.adapters.tensor_parallel.linear_workers import start
 
 VOCABULARY, HIDDEN = 64, 32
@@ -53,48 +54,20 @@ class Tokens(NamedTuple):
 
 def make_model(group: dist.ProcessGroup, case: Case) -> Any:
     """A small GPT or LLaMA in fp32, with the same weights on every call."""
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.enums import AttnBackend
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from scripts.pretrain_decoder import layer_specification
-
-    llama: dict[str, Any] = {
-        "normalization": "RMSNorm",
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
-        "num_query_groups": group.size(),
-        "add_bias_linear": False,
-    }
-    config = TransformerConfig(
+    return build_gpt(
+        ranks=group.size(),
+        sp=case.sp,
+        dtype=torch.float32,
+        vocabulary=VOCABULARY,
+        max_tokens=128,
+        te=case.te,
+        llama=case.llama,
         num_layers=2,
         hidden_size=HIDDEN,
         ffn_hidden_size=2 * HIDDEN,
         num_attention_heads=4,
-        tensor_model_parallel_size=group.size(),
-        sequence_parallel=case.sp,
-        params_dtype=torch.float32,
-        use_cpu_initialization=True,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-        bias_dropout_fusion=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        attention_backend=AttnBackend.unfused if case.te else AttnBackend.local,
         init_method_std=0.3,
-        **(llama if case.llama else {}),
     )
-    torch.manual_seed(11)
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=layer_specification(config, use_te=case.te),
-        vocab_size=VOCABULARY,
-        max_sequence_length=128,
-        parallel_output=True,
-        position_embedding_type="rope",
-    )
-    return model.eval()
 
 
 def make_prompts(count: int) -> list[str]:

@@ -20,6 +20,8 @@ CASES = {
     "dynamic-sp": Case("dynamic", sp=True, tensor=P2P, llama=True),
     "static-auto": Case("static", threshold=12, llama=True),
     "dynamic-sp-auto": Case("dynamic", sp=True, threshold=16),
+    "query-split": Case("static", tensor={"method": "p2p", "attention": "query_split"}),
+    "query-split-sp": Case("dynamic", sp=True, tensor={"method": "p2p", "attention": "query_split"}),
     "batch-overlap": Case("static", tensor={"method": "p2p", "split": "batch"}, prompts=4),
 }
 
@@ -59,6 +61,13 @@ def check(ranks: World, size: int, case: Case) -> None:
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_greedy_tokens_equal_stock(pair: World, case: Case) -> None:
     check(pair, 2, case)
+
+
+@pytest.mark.parametrize("name", ["query-split", "query-split-sp"])
+def test_query_split_leaves_generation_to_the_linear_layers(pair: World, name: str) -> None:
+    answer = pair.run(2, workers.tokens, CASES[name])[0]
+    assert answer.not_overlapped["query split"].startswith("generation: its attention reads a KV cache")
+    assert not any(call["kind"] == "attention" for call in answer.calls)
 
 
 def test_batch_overlap_leaves_generation_to_the_linear_layers(pair: World) -> None:

@@ -26,6 +26,7 @@ from megatron_overlap.ops import attention_linear_reduce_scatter
 from megatron_overlap.session import Session
 
 _KIND, _OP = "attention", "query_split"
+_GENERATION = "generation: its attention reads a KV cache; the output projection is overlapped alone"
 
 
 def attention_forward(original: Method, session: Session) -> Method:
@@ -40,6 +41,9 @@ def attention_forward(original: Method, session: Session) -> Method:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         group = self.pg_collection.tp
         if group is None or group.size() == 1:
+            return original(self, *args, **kwargs)
+        if kwargs.get("inference_context") is not None:  # Megatron's transformer layer gives it by name
+            session.counters.exclude("query split", _GENERATION)
             return original(self, *args, **kwargs)
         reason = unsupported_attention_reason(self)
         if reason is not None:

@@ -136,8 +136,9 @@ class LinearAutotuner:
             if kind.rows < threshold.rows:
                 self.add_small(call, threshold.rows)
                 return self._run_candidate(call, STOCK)
-            modelled = self._candidates(call, kind)[1]
-            if not self._forward_only.repeats(group, kind):
+            shape = self._forward_only.shape(group, kind, partial(self._p2p_default, call, kind))
+            modelled = shape.candidate
+            if not shape.repeats:
                 if gathers:
                     self._last = group, weakref.ref(x), version, modelled
                 return self._run_candidate(call, modelled)
@@ -207,6 +208,12 @@ class LinearAutotuner:
         )
 
     def _candidates(self, call: LinearCall, kind: Call) -> list[Candidate]:
+        return [STOCK, *self._p2p_candidates(call, kind), *self._fused_candidates(call)]
+
+    def _p2p_default(self, call: LinearCall, kind: Call) -> Candidate:
+        return self._p2p_candidates(call, kind)[0]
+
+    def _p2p_candidates(self, call: LinearCall, kind: Call) -> list[Candidate]:
         tensor, x = self._session.config.tensor, call.x
         settings = p2p_settings(
             call.group.size(),
@@ -217,7 +224,7 @@ class LinearAutotuner:
             pattern=None if tensor.schedule == "auto" else tensor.schedule,
             chunks=None if tensor.chunks_per_rank == "auto" else tensor.chunks_per_rank,
         )
-        return [STOCK, *(Candidate("p2p", *each) for each in settings), *self._fused_candidates(call)]
+        return [Candidate("p2p", *each) for each in settings]
 
 
 def _facts(call: Call) -> tuple[int, str, bool, bool]:

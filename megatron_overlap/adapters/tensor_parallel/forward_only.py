@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import random as megatron_random
 
 from megatron_overlap.adapters.tensor_parallel.call import LinearCall
-from megatron_overlap.autotune.candidates import Call
+from megatron_overlap.autotune.candidates import Call, Candidate
 from megatron_overlap.autotune.forward_only import TRIAL_CALLS, Gemm, Link, min_rows
 from megatron_overlap.comm import Transport
 from megatron_overlap.counters import AutotuneLine
@@ -53,6 +53,19 @@ class Threshold:
     measured: bool = False
 
 
+@dataclass(slots=True)
+class Shape:
+    """Calls of one kind and number of rows above the threshold. `candidate` runs them until they are measured."""
+
+    candidate: Candidate
+    calls: int = 0
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the number of rows came often enough to measure it."""
+        return self.calls > TRIAL_CALLS
+
+
 class ForwardOnlyCalls:
     """The thresholds of all groups of one session.
 
@@ -64,7 +77,7 @@ class ForwardOnlyCalls:
         self._transport = transport
         self._links: dict[tuple[dist.ProcessGroup, str, torch.dtype], Link] = {}
         self._thresholds: dict[tuple[dist.ProcessGroup, Call], Threshold] = {}
-        self._calls: dict[tuple[dist.ProcessGroup, Call], int] = {}
+        self._shapes: dict[tuple[dist.ProcessGroup, Call], Shape] = {}
 
     def threshold(self, call: LinearCall, kind: Call, slowest: Slowest) -> Threshold:
         """The threshold for calls of `kind` with any number of rows. The first call of each is collective."""
@@ -76,10 +89,13 @@ class ForwardOnlyCalls:
             threshold = self._thresholds[key] = Threshold(rows, kind, link, gemm)
         return threshold
 
-    def repeats(self, group: dist.ProcessGroup, kind: Call) -> bool:
-        """Counts a call above its threshold; whether its number of rows came often enough to measure it."""
-        calls = self._calls[group, kind] = self._calls.get((group, kind), 0) + 1
-        return calls > TRIAL_CALLS
+    def shape(self, group: dist.ProcessGroup, kind: Call, candidate: Callable[[], Candidate]) -> Shape:
+        """Counts a call above its threshold; `candidate` is called for the first one of its rows."""
+        shape = self._shapes.get((group, kind))
+        if shape is None:
+            shape = self._shapes[group, kind] = Shape(candidate())
+        shape.calls += 1
+        return shape
 
     def lines(self) -> list[AutotuneLine]:
         """The thresholds, for the report."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap import OverlapConfig, enable
-from megatron_overlap.adapters.tensor_parallel import forward_only
+from megatron_overlap.adapters.tensor_parallel import autotune, forward_only
 from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
 from megatron_overlap.autotune import search, tuner
 from megatron_overlap.autotune.candidates import STOCK
@@ -52,7 +52,7 @@ def close(mine: torch.Tensor, stock: torch.Tensor) -> None:
 
 def sizes(
     group: dist.ProcessGroup, kind: str, plain: bool, rows: list[int], how: str
-) -> tuple[list[str], dict[tuple[str, str], Counts], int]:
+) -> tuple[list[str], dict[tuple[str, str], Counts], int, int]:
     """Runs calls of so many gathered rows without a backward pass, and compares them with the stock path.
 
     Args:
@@ -63,7 +63,8 @@ def sizes(
         how: `no_grad`, `inference_mode`, or `frozen`: gradients are enabled but no tensor requires one.
 
     Returns:
-        The candidate of each call that ran through the autotuner, the counts, and the number of autotuned kinds.
+        The candidate of each call that ran through the autotuner, the counts, the number of autotuned kinds, and how
+        often candidates were listed.
     """
     start(group)
     layer = make_layer(kind, torch.float32, sequence_parallel=not plain)
@@ -73,13 +74,14 @@ def sizes(
     inputs = [make_data(kind, torch.float32, n // 2, group.size(), group.rank(), not plain)[0] for n in rows]
     with context():
         stock = [layer(x)[0] for x in inputs]
-    with threshold(THRESHOLD), enable(config(None), strict=True) as session:
+    listing = patch.object(autotune, "p2p_settings", wraps=autotune.p2p_settings)
+    with threshold(THRESHOLD), listing as listed, enable(config(None), strict=True) as session:
         ran = follow(session)
         with context():
             for x, expected in zip(inputs, stock, strict=True):
                 close(layer(x)[0], expected)
         autotuners = session.adapter(LinearAdapter).autotuner._autotuners.values()
-        return ran, counts(session), sum(len(each.kinds) for each in autotuners)
+        return ran, counts(session), sum(len(each.kinds) for each in autotuners), listed.call_count
 
 
 def repeated(group: dist.ProcessGroup, stock_wins: bool) -> tuple[list[str], list[dict[str, Any]], list[str]]:

@@ -20,9 +20,9 @@ def test_ragged_prompts_run_p2p_and_decode_the_stock_path(ranks: World, kind: st
     prompts = [THRESHOLD, 2 * THRESHOLD, THRESHOLD + 8, 3 * THRESHOLD, 10 * THRESHOLD]
     decode = [8, 8, THRESHOLD - 8, 8]
     answers = ranks.run(RANKS, workers.sizes, kind, plain, [*prompts, *decode, THRESHOLD], how)
-    assert_same([ran for ran, _, _ in answers])
+    assert_same([ran for ran, *_ in answers])
     op = OPS[kind, plain]
-    for ran, counted, kinds in answers:
+    for ran, counted, kinds, decided in answers:
         assert [each.split()[1] for each in ran] == ["p2p"] * len(prompts) + ["stock", "p2p"], (
             "one decode call registers"
         )
@@ -30,6 +30,7 @@ def test_ragged_prompts_run_p2p_and_decode_the_stock_path(ranks: World, kind: st
         assert (count.overlapped, count.stock, count.not_communicating) == (len(prompts) + 1, len(decode), 0)
         assert list(counted) == [(op, "forward only")]
         assert kinds == 0, "nothing is measured for shapes that do not repeat"
+        assert decided == len(prompts), "the last call has the rows of the first prompt"
 
 
 def test_a_decode_call_neither_runs_the_autotuner_nor_exchanges_anything(ranks: World) -> None:
