@@ -5,9 +5,7 @@ so that code which calls them fails. Playing: the streams of all ranks run as on
 receiver, and copies its bytes. `connections=1` starts the operations of all streams of a rank in the order in which the
 host enqueued them.
 
-Timing: `Work` records the kernels of an operation on tensors without data, with their durations on a model of a GPU,
-and `makespan` plays them against the clock. The model compares orders of the same work. It predicts no real time: it
-has no host time, no module loads and no caches, and links of one constant rate.
+`makespan.py` plays recorded operations against the clock.
 """
 
 from __future__ import annotations
@@ -16,20 +14,20 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from math import ceil, inf
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @dataclass
 class Op:
     """One operation of a stream: `record` or `wait` of an event, `work`, `collective`, `messages` of one NCCL call.
 
+    Copy engines add `copy` to a rank (`label`), and `set` and `reach` of a word (rank, index, value).
+
     Attributes:
-        seconds: duration of work on an otherwise idle device.
+        seconds: duration of work or of a copy on an otherwise idle device.
         uses_sms: the duration grows where messages occupy SMs.
     """
 
@@ -258,137 +256,3 @@ def _finished(op: Op, ranks: Sequence[Recorder]) -> bool:
     if op.kind == "collective":
         return all(any(o.started for o in d.ops if o.kind == op.kind and o.label == op.label) for d in ranks)
     return True
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """Rates of the model, in bytes and FLOP per second; as of an H100 with NVLink.
-
-    Attributes:
-        num_sms: SMs of the device.
-        sm_flops: rate of one SM in a GEMM.
-        tile: rows and columns of a GEMM tile.
-        memory: rate of memory.
-        link: rate of one direction of the link.
-        latency_s: fixed part of a kernel or message, in seconds.
-        nccl_sms: SMs that a message on NCCL occupies.
-    """
-
-    num_sms: int = 132
-    sm_flops: float = 5e12
-    tile: tuple[int, int] = (128, 256)
-    memory: float = 2.5e12
-    link: float = 350e9
-    latency_s: float = 5e-6
-    nccl_sms: int = 16
-
-    def gemm_s(self, m: int, n: int, k: int) -> float:
-        """Duration of a GEMM: full waves of tiles."""
-        waves = ceil(ceil(m / self.tile[0]) * ceil(n / self.tile[1]) / self.num_sms)
-        return self.latency_s + waves * 2 * self.tile[0] * self.tile[1] * k / self.sm_flops
-
-    def move_s(self, num_bytes: int) -> float:
-        """Duration of an elementwise kernel that reads and writes `num_bytes`."""
-        return self.latency_s + num_bytes / self.memory
-
-    def message_s(self, num_bytes: int) -> float:
-        """Duration of a message."""
-        return self.latency_s + num_bytes / self.link
-
-
-class Work(TorchDispatchMode):
-    """Records the GEMMs, additions and copies of fake tensors as work of the current stream of `device`."""
-
-    def __init__(self, device: Recorder, gpu: Gpu) -> None:
-        super().__init__()
-        self._device, self._gpu = device, gpu
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        if name in ("mm", "addmm", "addmm_"):
-            a, b = args[-2:]
-            seconds = self._gpu.gemm_s(a.shape[0], b.shape[1], a.shape[1])
-            self._device.put("work", f"{name} {tuple(a.shape)} {tuple(b.shape)}", seconds=seconds, uses_sms=True)
-        elif name in ("add", "add_", "copy_", "mul", "sum"):
-            moved = sum(tensor.nbytes for tensor in (*args, result) if isinstance(tensor, torch.Tensor))
-            self._device.put("work", name, seconds=self._gpu.move_s(moved), uses_sms=True)
-        return result
-
-
-def makespan(ranks: Sequence[Recorder], gpu: Gpu, *, connections: int | None = None) -> float:
-    """Return the time in seconds until all recorded operations are complete.
-
-    A message needs its sender and its receiver, and moves its bytes from the moment at which both have started.
-
-    Args:
-        ranks: recorded devices.
-        gpu: rates.
-        connections: hardware queues, as of `play`.
-    """
-    now = 0.0
-    for op in (op for device in ranks for op in device.ops):
-        op.started = op.done = False
-    recorded: list[set[Any]] = [set() for _ in ranks]
-    pending = [list(device.ops) for device in ranks]
-    started_at: dict[tuple[str, tuple[int, int, int]], float] = {}
-    left: dict[int, float] = {}  # remaining seconds of running work, by identity
-
-    def ends(op: Op) -> float:
-        """Time at which a started operation ends if nothing changes."""
-        if op.kind != "messages":
-            return now + left[id(op)] / speed(op)
-        both = [
-            max(started_at.get(("send", each), inf), started_at.get(("recv", each), inf))
-            + gpu.message_s(op.tensors[each].nbytes)
-            for each in (*op.sends, *op.recvs)
-        ]
-        return max(both, default=now)
-
-    rank_of = {id(op): rank for rank, device in enumerate(ranks) for op in device.ops}
-    busy = [0] * len(ranks)
-
-    def speed(op: Op) -> float:
-        return 1 - busy[rank_of[id(op)]] / gpu.num_sms if op.uses_sms else 1.0
-
-    while any(pending):
-        progress = True
-        while progress:
-            progress = False
-            for rank, ops in enumerate(pending):
-                blocked: set[str] = set()
-                for op in ops:
-                    if (
-                        op.stream not in blocked
-                        and not op.started
-                        and (op.kind != "wait" or op.label in recorded[rank])
-                    ):
-                        op.started = progress = True
-                        left[id(op)] = op.seconds
-                        started_at.update({("send", each): now for each in op.sends})
-                        started_at.update({("recv", each): now for each in op.recvs})
-                        busy[rank] += gpu.nccl_sms * (op.kind == "messages")
-                    if op.started and op.stream not in blocked and ends(op) <= now:
-                        op.done = progress = True
-                        busy[rank] -= gpu.nccl_sms * (op.kind == "messages")
-                        if op.kind == "record":
-                            recorded[rank].add(op.label)
-                    else:
-                        blocked.add(op.stream)
-                    if connections == 1 and not op.started:
-                        break
-                pending[rank] = [op for op in ops if not op.done]
-        running = [op for ops in pending for op in ops if op.started]
-        if not running:
-            assert not any(pending), "deadlock"
-            break
-        until = min(map(ends, running))
-        assert until < inf, "deadlock"
-        for op in running:
-            left[id(op)] -= (until - now) * speed(op)
-        # The operation that ends now may have a rest of the size of a rounding error.
-        for op in running:
-            if op.kind != "messages" and left[id(op)] < 1e-12:
-                left[id(op)] = 0.0
-        now = until
-    return now

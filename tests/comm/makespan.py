@@ -1,0 +1,183 @@
+"""Plays recorded operations against the clock of a model of a GPU.
+
+`Work` records the kernels of an operation on tensors without data, with their durations, and `makespan` plays them. The
+model compares orders of the same work. It predicts no real time: it has no host time, no module loads and no caches,
+and links of one constant rate.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil, inf
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.comm.device import Op, Recorder
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Rates of the model, in bytes and FLOP per second; as of an H100 with NVLink.
+
+    Attributes:
+        num_sms: SMs of the device.
+        sm_flops: rate of one SM in a GEMM.
+        tile: rows and columns of a GEMM tile.
+        memory: rate of memory, of a kernel and of a local copy by a copy engine.
+        link: rate of one direction of the link, shared by the messages of a rank.
+        latency_s: fixed part of a kernel, a copy or a message, in seconds.
+        word_s: duration of the write of a word.
+        nccl_sms: SMs that a message on NCCL occupies.
+    """
+
+    num_sms: int = 132
+    sm_flops: float = 5e12
+    tile: tuple[int, int] = (128, 256)
+    memory: float = 2.5e12
+    link: float = 350e9
+    latency_s: float = 5e-6
+    word_s: float = 1e-6
+    nccl_sms: int = 16
+
+    def gemm_s(self, m: int, n: int, k: int) -> float:
+        """Duration of a GEMM: full waves of tiles."""
+        waves = ceil(ceil(m / self.tile[0]) * ceil(n / self.tile[1]) / self.num_sms)
+        return self.latency_s + waves * 2 * self.tile[0] * self.tile[1] * k / self.sm_flops
+
+    def move_s(self, num_bytes: int) -> float:
+        """Duration of an elementwise kernel or a local copy that reads and writes `num_bytes`."""
+        return self.latency_s + num_bytes / self.memory
+
+    def message_s(self, num_bytes: int) -> float:
+        """Duration of a message or of a copy to a peer."""
+        return self.latency_s + num_bytes / self.link
+
+
+class Work(TorchDispatchMode):
+    """Records the GEMMs, additions and copies of fake tensors as work of the current stream of `device`."""
+
+    def __init__(self, device: Recorder, gpu: Gpu) -> None:
+        super().__init__()
+        self._device, self._gpu = device, gpu
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in ("mm", "addmm", "addmm_"):
+            a, b = args[-2:]
+            seconds = self._gpu.gemm_s(a.shape[0], b.shape[1], a.shape[1])
+            self._device.put("work", f"{name} {tuple(a.shape)} {tuple(b.shape)}", seconds=seconds, uses_sms=True)
+        elif name in ("add", "add_", "copy_", "mul", "sum"):
+            moved = sum(tensor.nbytes for tensor in (*args, result) if isinstance(tensor, torch.Tensor))
+            self._device.put("work", name, seconds=self._gpu.move_s(moved), uses_sms=True)
+        return result
+
+
+def makespan(ranks: Sequence[Recorder], gpu: Gpu, *, connections: int | None = None) -> float:
+    """Return the time in seconds until all recorded operations are complete.
+
+    Args:
+        ranks: recorded devices.
+        gpu: rates.
+        connections: hardware queues, as of `play`.
+    """
+    return _Clock(ranks, gpu, connections).run()
+
+
+class _Clock:
+    """The state of all ranks at one time.
+
+    A message on NCCL needs its sender and its receiver, and moves its bytes from the moment at which both have started.
+    A copy needs no receiver. Copies share the link of their source and that of their target.
+    """
+
+    def __init__(self, ranks: Sequence[Recorder], gpu: Gpu, connections: int | None) -> None:
+        self._gpu, self._connections, self._now = gpu, connections, 0.0
+        self._pending = [list(device.ops) for device in ranks]
+        self._rank_of = {id(op): rank for rank, device in enumerate(ranks) for op in device.ops}
+        for op in (op for device in ranks for op in device.ops):
+            op.started = op.done = False
+        self._recorded: list[set[Any]] = [set() for _ in ranks]
+        self._words: dict[tuple[int, int], int] = {}
+        self._message_starts: dict[tuple[str, tuple[int, int, int]], float] = {}
+        self._left: dict[int, float] = {}  # remaining seconds of running work, by identity
+        self._busy_sms: Counter[int] = Counter()
+        self._copies: Counter[tuple[str, int]] = Counter()  # running copies by end of a link or memory, and rank
+
+    def run(self) -> float:
+        """Return the time at which no operation is left."""
+        while any(self._pending):
+            while any(self._step(rank) for rank in range(len(self._pending))):
+                pass
+            running = [op for ops in self._pending for op in ops if op.started]
+            if not running:
+                assert not any(self._pending), "deadlock"
+                break
+            until = min(map(self._end, running))
+            assert until < inf, "deadlock"
+            for op in running:
+                left = self._left[id(op)] - (until - self._now) * self._speed(op)
+                # The operation that ends now may have a rest of the size of a rounding error.
+                self._left[id(op)] = 0.0 if left < 1e-12 else left
+            self._now = until
+        return self._now
+
+    def _step(self, rank: int) -> bool:
+        """Start and end the operations of a rank that can; return whether any did."""
+        progress, blocked = False, set[str]()
+        for op in self._pending[rank]:
+            if op.stream not in blocked and not op.started and self._can_start(op, rank):
+                op.started = progress = True
+                self._left[id(op)] = op.seconds
+                self._message_starts.update({("send", each): self._now for each in op.sends})
+                self._message_starts.update({("recv", each): self._now for each in op.recvs})
+                self._occupy(op, rank, 1)
+            if op.started and op.stream not in blocked and self._end(op) <= self._now:
+                op.done = progress = True
+                self._occupy(op, rank, -1)
+                if op.kind == "record":
+                    self._recorded[rank].add(op.label)
+                if op.kind == "set":
+                    self._words[op.label[:2]] = op.label[2]
+            else:
+                blocked.add(op.stream)
+            if self._connections == 1 and not op.started:
+                break
+        self._pending[rank] = [op for op in self._pending[rank] if not op.done]
+        return progress
+
+    def _can_start(self, op: Op, rank: int) -> bool:
+        if op.kind == "reach":
+            return self._words.get(op.label[:2], 0) >= op.label[2]
+        return op.kind != "wait" or op.label in self._recorded[rank]
+
+    def _occupy(self, op: Op, rank: int, change: int) -> None:
+        self._busy_sms[rank] += change * self._gpu.nccl_sms * (op.kind == "messages")
+        if op.kind == "copy":
+            self._copies.update(dict.fromkeys(self._ends(op, rank), change))
+
+    @staticmethod
+    def _ends(copy: Op, rank: int) -> tuple[tuple[str, int], ...]:
+        """What a copy shares with other copies."""
+        return (("memory", rank),) if copy.label == rank else (("out", rank), ("in", copy.label))
+
+    def _end(self, op: Op) -> float:
+        """Time at which a started operation ends if nothing changes."""
+        if op.kind != "messages":
+            return self._now + self._left[id(op)] / self._speed(op)
+        both = [
+            max(self._message_starts.get(("send", each), inf), self._message_starts.get(("recv", each), inf))
+            + self._gpu.message_s(op.tensors[each].nbytes)
+            for each in (*op.sends, *op.recvs)
+        ]
+        return max(both, default=self._now)
+
+    def _speed(self, op: Op) -> float:
+        rank = self._rank_of[id(op)]
+        if op.kind == "copy":
+            return 1 / max(self._copies[end] for end in self._ends(op, rank))
+        return 1 - self._busy_sms[rank] / self._gpu.num_sms if op.uses_sms else 1.0

@@ -1,0 +1,176 @@
+"""The linear layers of LLaMA-3 8B and 70B at TP8 on the device model, with each transport.
+
+`python -m tests.ops.tensor_parallel.device_layers` prints a table of their makespans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron_overlap.comm import Transport, TransportOptions, nccl
+from megatron_overlap.comm.symmetric.copies import CopyTransport
+from megatron_overlap.ops import wgrad
+from megatron_overlap.ops.tensor_parallel.linear import _AllGatherLinear, _LinearReduceScatter
+from megatron_overlap.ops.tensor_parallel.method import LinearOptions
+from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan, P2PMethod
+from megatron_overlap.ops.wgrad import WgradTarget
+from tests.comm.copy_engines import EngineBackend
+from tests.comm.device import Recorder
+from tests.comm.makespan import Gpu, Work, makespan
+
+RANKS = 8
+GPU = Gpu()
+LAYERS = {"qkv": "column", "proj": "row", "fc1": "column", "fc2": "row"}
+DIRECTIONS = "forward", "backward"
+
+
+@dataclass(frozen=True)
+class Model:
+    """A LLaMA-3 with 8 groups of key and value heads of size 128."""
+
+    hidden: int
+    ffn: int
+
+    def features(self, layer: str) -> int:
+        """The features of a layer that the ranks divide."""
+        return {"qkv": self.hidden + 2 * 8 * 128, "proj": self.hidden, "fc1": 2 * self.ffn, "fc2": self.ffn}[layer]
+
+
+MODELS = {"8b": Model(4096, 14336), "70b": Model(8192, 28672)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One pass of one layer with `rows` gathered rows."""
+
+    layer: str
+    rows: int
+    direction: str
+    model: str = "8b"
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.rows} {self.layer} {self.direction}"
+
+
+CASES = [
+    Case(layer, rows, way, model) for model in MODELS for rows in (4096, 8192) for layer in LAYERS for way in DIRECTIONS
+]
+
+
+def _nccl(patch: pytest.MonkeyPatch, device: Recorder) -> Transport:
+    patch.setattr(nccl, "torch", device.torch)
+    patch.setattr(nccl, "dist", device.dist)
+    patch.setattr(nccl, "store_beside", lambda group: None)
+    group: Any = SimpleNamespace()
+    return nccl.NcclTransport(group, TransportOptions(timeout_s=5))
+
+
+def _copies(patch: pytest.MonkeyPatch, device: Recorder) -> Transport:
+    backend: Any = EngineBackend(device, GPU)
+    return CopyTransport(backend)
+
+
+TRANSPORTS: Mapping[str, Callable[[pytest.MonkeyPatch, Recorder], Transport]] = {"nccl": _nccl, "copies": _copies}
+
+
+class Context(SimpleNamespace):
+    """The context of an autograd function, for calls without the autograd engine, which needs a GPU."""
+
+    needs_input_grad = (True, True, False, False)
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self.saved_tensors = tensors
+
+
+def record(patch: pytest.MonkeyPatch, case: Case, transport_name: str = "nccl") -> list[Recorder]:
+    """Run one pass of a layer on the device model of every rank."""
+    model, column = MODELS[case.model], LAYERS[case.layer] == "column"
+    hidden, features, rows = model.hidden, model.features(case.layer), case.rows
+    devices = []
+    for rank in range(RANKS):
+        device = Recorder(rank, RANKS)
+        with FakeTensorMode():
+            transport = TRANSPORTS[transport_name](patch, device)
+
+            def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+                return torch.empty(shape, device="cuda", dtype=dtype)
+
+            w = empty(features // RANKS, hidden) if column else empty(hidden, features // RANKS)
+            x = empty(rows // RANKS, hidden) if column else empty(rows, features // RANKS)
+            dy = empty(rows, features // RANKS) if column else empty(rows // RANKS, hidden)
+            target = WgradTarget(empty(*w.shape, dtype=torch.float32), buffer_pool=transport.buffer_pool)
+            call = LinearOptions(P2PMethod(transport, LinearPlan()), target, num_rows=rows)
+            context = Context(saved_tensors=(x, w), call=call, gathered=False, saved_input=None)
+            # Megatron's gradient accumulation fusion needs this kernel of apex on a GPU.
+            patch.setattr(
+                wgrad,
+                "_fused_wgrad",
+                lambda x, dy, total, device=device: device.put(
+                    "work", f"mm wgrad {tuple(x.shape)}", seconds=GPU.gemm_s(*total.shape, x.shape[0]), uses_sms=True
+                ),
+            )
+            function = _AllGatherLinear if column else _LinearReduceScatter
+            device.ops.clear()  # the operations of the transport's creation
+            with Work(device, GPU):
+                if case.direction == "backward":
+                    function.backward(context, dy)
+                elif column:
+                    _AllGatherLinear.forward(context, x, w, None, call)
+                else:
+                    _LinearReduceScatter.forward(context, x, w, call)
+        devices.append(device)
+    return devices
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds on the model: the makespan with one and with eight hardware queues, and their parts on one rank.
+
+    Attributes:
+        compute: all kernels in turn, on an idle device.
+        communication: all messages in turn.
+        piece: the longest kernel plus the longest message: what no order hides.
+    """
+
+    one: float
+    eight: float
+    compute: float
+    communication: float
+    piece: float
+
+    @property
+    def bound(self) -> float:
+        """The longest makespan that counts as overlapped."""
+        return 1.1 * max(self.compute, self.communication) + self.piece
+
+
+def times(devices: list[Recorder]) -> Times:
+    """Play recorded devices."""
+    ops = devices[0].ops
+    work = [op.seconds for op in ops if op.kind == "work"]
+    messages = [GPU.message_s(op.tensors[each].nbytes) for op in ops for each in op.sends]
+    messages += [op.seconds for op in ops if op.kind == "copy" and op.label != devices[0].rank]
+    one, eight = (makespan(devices, GPU, connections=number) for number in (1, None))
+    return Times(one, eight, sum(work), sum(messages), max(messages))
+
+
+def main() -> None:
+    """Print the table."""
+    print("| layer | compute | messages | " + " | ".join(f"{name}, 1 queue | 8 queues" for name in TRANSPORTS) + " |")
+    print("|---" * (3 + 2 * len(TRANSPORTS)) + "|")
+    for case in CASES:
+        with pytest.MonkeyPatch.context() as patch:
+            both = [times(record(patch, case, name)) for name in TRANSPORTS]
+        cells = [both[0].compute, both[0].communication, *(value for each in both for value in (each.one, each.eight))]
+        print(f"| {case} | " + " | ".join(f"{1e6 * value:.0f}" for value in cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
