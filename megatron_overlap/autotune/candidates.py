@@ -16,7 +16,7 @@ class Candidate:
             layers with their own candidates, or batch overlap.
         pattern: of p2p; None takes that of the device.
         chunks_per_rank: of p2p; None takes a number from the rows and their bytes.
-        knobs: of fused: values that are not defaults, in the order of `schedules.heuristics.KNOBS`.
+        knobs: options of fused that differ from their defaults, in the order of `schedules.heuristics.KNOBS`.
     """
 
     method: Literal["stock", "p2p", "fused", "separate layers", "batch overlap"]
@@ -47,7 +47,7 @@ class Call:
         out_features: columns of this rank's output.
         dtype: of input and weight: `bfloat16`.
         backward: a backward pass follows: not in evaluation, nor in the first pass of activation recomputation.
-        variant: what else its time depends on, such as `main_grad`: the op adds the weight gradient to `main_grad`.
+        variant: further properties that change its time, such as `main_grad`: the op adds the weight gradient to it.
     """
 
     op: str

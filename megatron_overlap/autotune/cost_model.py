@@ -114,7 +114,10 @@ class CostModel:
         return _gemm_us(self.profile, self.precision, m, n, k)
 
     def memory_us(self, num_bytes: float, kind: Elementwise | None = None, *, backward: bool = False) -> float:
-        """Time of an operation that reads and writes `num_bytes` in all, at the rate of its kind where there is one."""
+        """Time of an operation that reads and writes `num_bytes` in all.
+
+        Its rate is that of its kind if the profile has one, else that of the memory.
+        """
         if num_bytes <= 0:
             return 0.0
         device = self.profile.device

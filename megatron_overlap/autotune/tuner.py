@@ -56,7 +56,7 @@ class Kind:
     """Calls that run the same candidate; without sequence parallelism all layers of one number of rows.
 
     Attributes:
-        call: the first call that was seen. Each of its calls begins the next step.
+        call: the first call of the kind. The search makes one step whenever this call repeats.
         search: names the candidates.
         samples: of the candidates of the present search, for each call.
     """
@@ -122,7 +122,8 @@ class Autotuner:
             leaves: input and weight: the graph of the call ends there.
             candidates: of the call, the base first; called once for each kind.
             timed: False on all ranks for a call that takes longer than others. It runs the selected candidate.
-            modelled: runs until the first recheck, which then measures all candidates; None measures them at once.
+            modelled: candidate that runs until the first recheck. The recheck measures all candidates. None measures
+                them at once.
 
         Raises:
             AutotuneError: another rank runs another call.

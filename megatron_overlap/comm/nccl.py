@@ -262,7 +262,7 @@ class CudaEvents:
 
 @dataclass(frozen=True, slots=True)
 class CudaWorkEvents:
-    """Records the events of one operation on a device, which began at `began`."""
+    """Records the events of one operation on a device. The operation started at `began`."""
 
     owner: CudaEvents
     events: WorkEvents

@@ -82,7 +82,7 @@ class Engine:
     def revert(self) -> list[str]:
         """Restores every original: the same object, in the same places, inherited where it was inherited.
 
-        Attributes that took a replacement by value in the meantime get the original as well.
+        Attributes to which other code has assigned a replacement get the original as well.
 
         Returns:
             The attributes outside the plan that held a replacement.

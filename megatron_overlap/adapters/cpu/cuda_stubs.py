@@ -22,7 +22,7 @@ def called_by_te(depth: int = 2) -> bool:
 def called_by_megatron(depth: int = 2) -> bool:
     """Whether the caller's caller is Megatron code or the training script.
 
-    torch itself must get true answers: its optimizers and its DataLoader would otherwise look for a CUDA driver.
+    Callers in torch must see no GPU: its optimizers and its DataLoader would otherwise look for a CUDA driver.
 
     Args:
         depth: frames between this function and the code in question.

@@ -36,7 +36,7 @@ def on_cpu(factory: Callable[..., Any], session: object) -> Callable[..., Any]:
 
 
 def tensor_to(original: Callable[..., Any], session: object) -> Callable[..., Any]:
-    """Moves to the CPU where CUDA is asked for."""
+    """`Tensor.to`: returns a tensor on the CPU where the caller requests CUDA."""
 
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if args and _means_cuda(args[0]):

@@ -82,7 +82,7 @@ class LinearHooks:
         self.counters.overlapped(*self.site, self.forward if direction == "forward" else direction, num_bytes)
 
     def saved(self, x: torch.Tensor, gathered_bytes: int) -> Callable[[], None]:
-        """Counts an input that is saved for backward; the result is called when it is released."""
+        """Counts an input that is saved for backward. Call the returned function when the input is released."""
         return self.counters.saved_activations.save(self.site, x.data_ptr(), x.nbytes, gathered_bytes)
 
     def fallback(self, reason: str) -> None:

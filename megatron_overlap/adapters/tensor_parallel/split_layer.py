@@ -52,7 +52,7 @@ class BatchOverlapBackend:
         return arrived(output, self.forward)
 
     def unsupported_reason(self, call: LinearCall) -> str | None:
-        """See `LinearBackend`: the transformer layer was checked as a whole."""
+        """None: the checks of the whole transformer layer cover its linear layers."""
         return None
 
     def run(self, call: LinearCall) -> LayerOutput:

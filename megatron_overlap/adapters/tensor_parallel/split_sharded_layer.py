@@ -115,7 +115,7 @@ class _Step:
         return PendingAdd(block.layer, block.bias_dropout_add, output, arrive, self._x)
 
     def unsupported_reason(self, call: LinearCall) -> str | None:
-        """See `LinearBackend`: the transformer layer was checked as a whole."""
+        """None: the checks of the whole transformer layer cover its linear layers."""
         return None
 
     def run(self, call: LinearCall) -> LayerOutput:
@@ -205,7 +205,7 @@ class SplitShardedLayer:
         return first, second
 
     def _next(self, block: _Block, output: PendingAdd, before: _Step, number: int) -> _Step:
-        """The step of a part after `before`, whose output is `output`."""
+        """The step that follows `before` on the same part; its input is `output`, the output of `before`."""
         messages = self._messages(number, before.messages.deferred_wgrad)
         return _Step(block, self._adapter, output, messages, before.messages)
 

@@ -85,7 +85,7 @@ class DocumentLoader:
     On a group of one rank it equals packing documents in order until the next would exceed `tokens`. More ranks get the
     same micro-batches, with each row on one rank.
 
-    Rank `n % size` reads document number n of the stream, and only it needs the length. All ranks plan from the
+    Rank `n % size` reads document number n of the stream and its length. All ranks plan from the
     gathered lengths, so they compute the same plan.
 
     Args:

@@ -2,7 +2,7 @@
 
 Two backends exist. `cuda.CudaBackend` uses peer memory and copy engines. `CpuBackend` of
 `scripts/kernels/cpu_backend.py`, for kernels in Triton's interpreter, uses memory shared by the processes of one host.
-`transport` implements one protocol over both.
+Both run the protocol of `transport`.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Expert parallelism inside one micro-batch: dispatch, expert MLPs and combine, overlapped without a tail."""
+"""Expert parallelism inside one micro-batch: overlapped dispatch, expert MLPs and combine."""
 
 from typing import Any, NamedTuple
 

@@ -349,7 +349,7 @@ class PipelinedAllReduce:
             self._advance(index + 1, wait=self._in_place)
 
     def run_beside(self, pieces: Sequence[Piece]) -> None:
-        """Runs other work after `compute`. Chunks are summed and sent between two pieces.
+        """Runs other work after `compute`, in pieces. Between two pieces it adds and sends the received chunks.
 
         The `serial` pattern completes the sums first.
         """

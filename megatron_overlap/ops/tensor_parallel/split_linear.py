@@ -154,7 +154,9 @@ class PartMessages:
 
 
 def gathered(x: torch.Tensor, messages: PartMessages, slot: int | None = None) -> torch.Tensor:
-    """`x` itself, the input of `column_part`, whose all-gather starts. Backward completes the sum of its gradient.
+    """Starts the all-gather of `x` and returns `x`, the input of `column_part`.
+
+    Backward completes the sum of its gradient.
 
     Args:
         x: `[S/R, B, K]` own rows of one part.

@@ -33,7 +33,7 @@ class Task:
     Attributes:
         run: executes the task.
         is_completed: whether the messages that the task needs have completed.
-        wait: waits for these messages.
+        wait: waits for the messages that the task needs.
         is_runnable: whether this rank has executed the tasks that this one needs.
         duration_fs: modelled duration.
         arrival_fs: modelled time, from the start of the pass, at which the messages arrive.

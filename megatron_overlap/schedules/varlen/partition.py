@@ -57,7 +57,7 @@ def partition(
 
 
 def check_lengths(lengths: Sequence[int], capacity: int) -> None:
-    """Refuses arguments that no planner accepts.
+    """Raises an error for lengths and capacities that every planner refuses.
 
     Raises:
         ValueError: a length is negative, or the capacity is below one token.

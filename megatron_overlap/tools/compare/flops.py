@@ -138,7 +138,7 @@ def known_model(megatron_args: Sequence[str]) -> None:
     """Check that no argument changes the model of the `model` section.
 
     Raises:
-        UnknownFlopsError: an argument changes it.
+        UnknownFlopsError: an argument changes the model.
     """
     for arg in megatron_args:
         if arg.startswith(_OTHER_MODELS):

@@ -137,7 +137,7 @@ class FusedKernels:
         return transport.tables[key]
 
     def config(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> GemmConfig:
-        """Tile shape, and with it the kernel, of `a @ b`."""
+        """The tile shape of `a @ b`. It selects the kernel."""
         from megatron_overlap.kernels.launch import ALIGNED, ALIGNMENT, config_for, newest
 
         capability = self._transport.backend.capability
