@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.helpers.forked_python import ForkedPython
 from tests.helpers.world import World
 
 
@@ -24,6 +25,14 @@ def interpreting() -> Iterator[World]:
     workers = World(answer_s=900, interpreted=True)
     yield workers
     workers.close()
+
+
+@pytest.fixture(scope="session")
+def forked_python() -> Iterator[ForkedPython]:
+    """A Python for the ranks of launches, which start as forks."""
+    python = ForkedPython()
+    yield python
+    python.close()
 
 
 def pytest_configure() -> None:

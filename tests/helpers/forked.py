@@ -32,7 +32,7 @@ class ForkedProgram:
         self._output = output
         self._words = [*program, *argv]
         args = (list(program), list(argv), dict(environment), os.getcwd(), str(output))
-        self._process = mp.get_context("forkserver").Process(target=_run, args=args)
+        self._process = mp.get_context("forkserver").Process(target=run, args=args)
         with server("rank"):
             self._process.start()
 
@@ -54,8 +54,8 @@ class ForkedProgram:
         self._process.join()
 
 
-def _run(program: list[str], argv: list[str], environment: dict[str, str], folder: str, output: str) -> None:
-    """What `python` does with these words, in a fork."""
+def run(program: list[str], argv: list[str], environment: dict[str, str], folder: str, output: str) -> None:
+    """Does what `python` does with these words, in a fork. `program`: "-m" and a module, "-c" and code, or a script."""
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
@@ -69,6 +69,9 @@ def _run(program: list[str], argv: list[str], environment: dict[str, str], folde
     if program[0] == "-m":
         sys.path.insert(0, folder)
         runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+    elif program[0] == "-c":
+        sys.argv[0] = "-c"
+        exec(compile(program[1], "<string>", "exec"), {"__name__": "__main__"})
     else:
         sys.path.insert(0, os.path.dirname(program[0]))
         runpy.run_path(program[0], run_name="__main__")

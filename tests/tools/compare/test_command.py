@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 from megatron_overlap import cli
+from tests.helpers.forked_python import ForkedPython
 from tests.tools.compare.test_comparison import KEYS, RUN_KEYS
 from tests.tools.compare.test_report import pictures
 
@@ -31,24 +31,22 @@ def write_config(folder: Path, **launch: object) -> Path:
     return path
 
 
-def compared(folder: Path, *more: str) -> tuple[Path, str]:
+def compared(python: ForkedPython, folder: Path, *more: str) -> tuple[Path, str]:
     """Folder and output of one round of the tiny config against its baseline."""
     argv = [str(write_config(folder)), "--rounds", "1", *more, "--output", str(folder / "out"), "train.seed=7"]
-    process = subprocess.run(
-        [sys.executable, "-m", "megatron_overlap.cli", "compare", *argv], capture_output=True, text=True, timeout=280
-    )
+    process = subprocess.run([*python.cli, "compare", *argv], capture_output=True, text=True, timeout=280)
     assert process.returncode == 0, process.stderr
     return folder / "out", process.stdout
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    return compared(tmp_path_factory.mktemp("compare"), "overlap.trace=true")
+def done(forked_python: ForkedPython, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    return compared(forked_python, tmp_path_factory.mktemp("compare"), "overlap.trace=true")
 
 
 @pytest.mark.long
-def test_the_attribution_multiplies_to_the_speedup(tmp_path: Path) -> None:
-    out, printed = compared(tmp_path, "--attribute")
+def test_the_attribution_multiplies_to_the_speedup(forked_python: ForkedPython, tmp_path: Path) -> None:
+    out, printed = compared(forked_python, tmp_path, "--attribute")
     written = json.loads((out / "compare.json").read_text())
     assert [run["name"] for run in written["runs"]] == ["tiny_baseline", "tiny", "tiny_serial"]
     parts = written["attribution"]

@@ -14,6 +14,7 @@ import pytest
 
 from megatron_overlap.config import load_launch_config
 from megatron_overlap.tools.launch.netlab import available
+from tests.helpers.forked_python import ForkedPython
 from tests.tools.launch.test_netlab import NO_NAMESPACES
 from tests.tools.launch.watch import new_token, wait_for, with_token
 
@@ -37,8 +38,10 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def start(*args: str | Path, prefix: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    command = [*prefix, *LAUNCH, *map(str, args)]
+def start(
+    *args: str | Path, python: ForkedPython | None = None, prefix: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
+    command = [*prefix, *(LAUNCH if python is None else [*python.cli, "launch"]), *map(str, args)]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=240)
 
 
@@ -52,8 +55,10 @@ def test_a_dry_run_prints_the_plan_and_writes_no_file(config: Path, tmp_path: Pa
 
 @NEEDS_NETLAB
 @pytest.mark.long
-def test_launch_trains_prints_progress_and_the_run_directory(config: Path, tmp_path: Path) -> None:
-    done = start(config)
+def test_launch_trains_prints_progress_and_the_run_directory(
+    forked_python: ForkedPython, config: Path, tmp_path: Path
+) -> None:
+    done = start(config, python=forked_python)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^iteration 1/2: [\d.]+ ms, lm loss [\d.]+, grad norm [\d.]+", done.stdout, re.MULTILINE)
     assert re.search(r"^iteration 2/2: ", done.stdout, re.MULTILINE)
@@ -78,10 +83,10 @@ dist.all_reduce(torch.ones(4))
 
 
 @NEEDS_NETLAB
-def test_a_failed_rank_ends_the_launch_and_is_named(config: Path, tmp_path: Path) -> None:
+def test_a_failed_rank_ends_the_launch_and_is_named(forked_python: ForkedPython, config: Path, tmp_path: Path) -> None:
     entry = tmp_path / f"{new_token()}.py"
     entry.write_text(FAILING_RANK)
-    done = start(config, f"launch.entry={entry}", "--run-dir", tmp_path / "mine")
+    done = start(config, f"launch.entry={entry}", "--run-dir", tmp_path / "mine", python=forked_python)
     assert done.returncode == 1
     assert re.match(r"tiny: rank 1 on mo\d+h1: killed by SIGKILL; all ranks have ended; log: ", done.stderr)
     assert "  | rank 1 kills itself" in done.stderr
@@ -108,7 +113,9 @@ def test_ctrl_c_ends_all_ranks(config: Path, tmp_path: Path) -> None:
 FORBIDDEN = ("unshare", "-Ur", "sh", "-c", f'{NO_NAMESPACES}; ip link set lo up 2>/dev/null; exec "$@"', "sh")
 
 
-def test_without_permission_for_namespaces_launch_fails_or_reports_loopback(config: Path, tmp_path: Path) -> None:
+def test_without_permission_for_namespaces_launch_fails_or_reports_loopback(
+    forked_python: ForkedPython, config: Path, tmp_path: Path
+) -> None:
     entry = tmp_path / "mine.py"
     entry.write_text("import os; print('megatron_overlap is at', os.environ['MASTER_ADDR'])")
     done = start(config, f"launch.entry={entry}", prefix=FORBIDDEN)
@@ -116,7 +123,8 @@ def test_without_permission_for_namespaces_launch_fails_or_reports_loopback(conf
     (line,) = done.stderr.splitlines()
     assert "/proc/sys/user/max_net_namespaces is 0" in line
     assert line.endswith("launch.hosts.fallback=loopback runs without limited links")
-    done = start(config, f"launch.entry={entry}", "launch.hosts.fallback=loopback", prefix=FORBIDDEN)
+    fallback = "launch.hosts.fallback=loopback"
+    done = start(config, f"launch.entry={entry}", fallback, python=forked_python, prefix=FORBIDDEN)
     assert done.returncode == 0, done.stderr
     assert "running over loopback without a rate limit" in done.stderr
     assert "megatron_overlap is at 127.0.0.1" in done.stdout

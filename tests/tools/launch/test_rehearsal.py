@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron_overlap.tools.launch.downscale import downscale
 from megatron_overlap.tools.launch.processes import RunError
 from megatron_overlap.tools.launch.rehearsal import compare_runs, rehearse
 from megatron_overlap.tools.launch.run_records import PluginReport, RunRecord
+from tests.helpers.forked_python import ForkedPython
 from tests.helpers.te import needs_te
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "gpu"
@@ -174,9 +176,16 @@ def test_nan_in_both_runs_fails() -> None:
     assert len(compare_runs(broken, broken, downscaled_tiny()).failures) == 2
 
 
+@pytest.fixture
+def forked_ranks(forked_python: ForkedPython, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of a rehearsal are forks."""
+    monkeypatch.setattr(sys, "executable", forked_python.executable)
+
+
 LOCAL = ["train.transformer_impl=local", "megatron_args=[--no-persist-layer-norm]"]
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_local_layers_are_refused_as_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = CONFIGS / "llama3_8b_tp8/overlap.yaml"
     argv = ["launch", str(config), "--rehearse", "--rehearse-ranks", "2", "--run-dir", str(tmp_path)]
@@ -196,6 +205,7 @@ def test_local_layers_for_the_cpu_are_not_refused() -> None:
     assert not downscale(on_cpu, 2)[0].launch.rehearsal
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_arguments_that_megatron_refuses_are_found_before_a_rehearsal_removes_them(tmp_path: Path) -> None:
     overrides = [LOCAL[0], "megatron_args=[--delay-wgrad-compute]"]
     cfg = load_launch_config(CONFIGS / "llama3_8b_tp8/overlap.yaml", overrides)
@@ -207,7 +217,7 @@ def test_arguments_that_megatron_refuses_are_found_before_a_rehearsal_removes_th
 
 
 @needs_te
-@pytest.mark.long
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The config for eight GPUs runs twice on two CPU ranks, with its TransformerEngine layers."""
     config = CONFIGS / "llama3_8b_tp8/overlap.yaml"
