@@ -1,7 +1,8 @@
 """Documented commands that take minutes, each with additional options that shorten it.
 
 They run in a copy of the tree, because some write into it. Later options and keys override earlier ones, so that the
-parser reads all words of the page. The daily run has one command of each kind; the others are marked `long`.
+parser reads all words of the page. The daily run has one command of each kind; the others are marked `long`, and so
+are those of programs that another daily test runs.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ SHORTENED = (
     Short("megatron-overlap compare cpu/", f"--rounds 1 {TINY}", hosts=True, long=True),
     Short("megatron-overlap compare cpu/llama_tp2/netlab launch", f"--rounds 1 {TINY}", hosts=True, long=True),
     Short("megatron-overlap compare --logs"),
-    Short("megatron-overlap doctor", "--deadline 60"),
+    Short("megatron-overlap doctor", "--deadline 60", long=True),
     Short("megatron-overlap launch cpu/llama_cp2_varlen", "train.iterations=3", long=True),
     Short("megatron-overlap launch cpu/llama_tp2/overlap", TINY, long=True),
     Short("megatron-overlap launch my.yaml", TINY),
     Short("megatron-overlap launch gpu/llama3_70b_tp4_pp8/overlap --rehearse", long=True),
-    Short("megatron-overlap launch gpu/llama3_8b_tp8/overlap --rehearse", "--rehearse-ranks 2"),
+    Short("megatron-overlap launch gpu/llama3_8b_tp8/overlap --rehearse", "--rehearse-ranks 2", long=True),
     Short("python scripts/bench/linear.py", f"{LINEAR} --ratios 1", hosts=True),
     Short("python scripts/bench/linear.py --hosts 2 --rows", f"{LINEAR} --ratios 1", hosts=True, long=True),
     Short("python scripts/bench/linear.py --hosts 2 --ops", f"{LINEAR} --gbps 1", hosts=True, long=True),
@@ -111,14 +112,14 @@ SHORTENED = (
     Short("python scripts/equality.py", "--iterations 4 --models gpt --layouts TP2 --no-resume", long=True),
     Short("python scripts/faults.py", "--cases 2", long=True),
     Short("python scripts/fuzz.py --configs 10000", "--configs 20"),
-    Short("python scripts/fuzz.py --configs 0", "--calls 4"),
+    Short("python scripts/fuzz.py --configs 0", "--calls 4", long=True),
     Short("python scripts/soak.py", "--steps 100", codes=(0, 1)),
     Short("python scripts/long_run.py", "--iterations 40 --kills 1", long=True),
     Short("python scripts/megatron_tests.py", "--ranks 2", long=True),
-    Short("python scripts/mutants.py", "--kind schedules --minutes 0.01"),
+    Short("python scripts/mutants.py", "--kind schedules --minutes 0.01", long=True),
     Short("python scripts/check_checkouts.py", "Megatron-LM", long=True),
     Short("python scripts/expected_mfu.py", long=True),
-    Short("python scripts/fused_table.py", "--arch 80 --name ag_gemm"),
+    Short("python scripts/fused_table.py", "--arch 80 --name ag_gemm", long=True),
     Short("python scripts/draw_schedule.py"),
     Short("python scripts/pages/configuration.py"),
     Short("python scripts/draw_architecture.py"),
