@@ -13,13 +13,13 @@ class Candidate:
 
     Attributes:
         method: of a linear layer: the stock path, point-to-point messages, or fused kernels. Of a block: its linear
-            layers with their own candidates, or batch overlap.
+            layers with their own candidates, or batch overlap, with parts of the batch or of each sequence.
         pattern: of p2p; None takes that of the device.
         chunks_per_rank: of p2p; None takes a number from the rows and their bytes.
         knobs: options of fused that differ from their defaults, in the order of `schedules.heuristics.KNOBS`.
     """
 
-    method: Literal["stock", "p2p", "fused", "separate layers", "batch overlap"]
+    method: Literal["stock", "p2p", "fused", "separate layers", "batch overlap", "sequence overlap"]
     pattern: Pattern | None = None
     chunks_per_rank: int | None = None
     knobs: tuple[Knob, ...] = ()
@@ -29,8 +29,11 @@ class Candidate:
         return " ".join(filter(None, (self.method, self.pattern, chunks, *(f"{name}={v}" for name, v in self.knobs))))
 
 
-STOCK, SEPARATE_LAYERS, BATCH_OVERLAP = Candidate("stock"), Candidate("separate layers"), Candidate("batch overlap")
-"""The bases of a linear layer and of a block, which every other candidate has to beat; and the other one of a block."""
+STOCK, SEPARATE_LAYERS = Candidate("stock"), Candidate("separate layers")
+"""The bases of a linear layer and of a block, which every other candidate has to beat."""
+
+BATCH_OVERLAP, SEQUENCE_OVERLAP = Candidate("batch overlap"), Candidate("sequence overlap")
+"""The other candidate of a block: `overlap.tensor.split` is batch, or sequence."""
 
 FUSED, HOPPER = Candidate("fused"), Candidate("fused", knobs=(("kernel", "hopper"),))
 """The portable fused kernels, and those for sm_90."""

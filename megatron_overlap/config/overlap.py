@@ -27,8 +27,8 @@ class TensorOverlap(Section):
     """query_split: attention and its output projection by slices of queries; row: the projection alone."""
     split: Literal["auto", "none", "batch", "sequence"] = "auto"
     """batch: batch overlap; needs p2p or auto, attention row, and an even micro-batch size; sequence: the
-    same with two parts of each sequence, under sequence parallelism; auto: batch where method auto measures it as
-    faster."""
+    same with two parts of each sequence, under sequence parallelism; auto: batch, or sequence
+    if the batch does not split, where method auto measures it as faster."""
 
 
 class DataOverlap(Section):

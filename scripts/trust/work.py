@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm import Transport
+from megatron_overlap.comm.gloo import GlooTransport
+from megatron_overlap.comm.transport import TransportOptions
 from megatron_overlap.ops import (
     ExpertOptions,
     GradientReduce,
@@ -27,11 +29,13 @@ from megatron_overlap.ops import (
     ulysses_attention,
 )
 from megatron_overlap.ops.numerics_check import Subject, checked_linear
+from megatron_overlap.ops.tensor_parallel.split_linear import PartMessages, column_part, gathered, row_part, scattered
+from megatron_overlap.ops.wgrad import DeferredWgrad
 from megatron_overlap.schedules import SequenceLayout
 from megatron_overlap.schedules.varlen import Topology, partition
 
 NUM_BATCHES = 3
-LOADS = ("tp", "up", "ep", "dp", "varlen")
+LOADS = ("tp", "split", "up", "ep", "dp", "varlen")
 Results = list[torch.Tensor]
 
 
@@ -72,7 +76,7 @@ class Work:
         generator = torch.Generator().manual_seed(100 * number + rank)
         common = torch.Generator().manual_seed(number)
         draw = partial(torch.randn, generator=generator)
-        if load == "tp":
+        if load in ("tp", "split"):
             # Own rows, the same rows everywhere, and the weights of a column- and a row-parallel layer.
             same = torch.randn(37, 16, generator=common)
             return [draw(24, 16), same, draw(12, 16), draw(16, 12), draw(24 * size, 12)]
@@ -121,6 +125,35 @@ class Work:
                 for op, subject in zip(mine, subjects, strict=True)
             ]
         return partial(run, [partial(op, group=self._group) for op in plain]), partial(run, mine)
+
+    def _split(self, check: bool) -> tuple[Callable[[Results], Results], Callable[[Results], Results]]:
+        first = self._transport
+        options = TransportOptions(
+            channel="part b",
+            timeout_s=first.timeout_s,
+            flight_recorder=first.flight_recorder,  # type: ignore[attr-defined]
+        )
+        transports = first, GlooTransport(self._group, options)
+
+        def run(of_parts: Callable[..., list[torch.Tensor]], batch: Results) -> Results:
+            rows, column, row = leaves = [batch[k].clone().requires_grad_() for k in (0, 2, 3)]
+            y = torch.cat(of_parts(rows[:, None].chunk(2), column, row))
+            y.square().sum().backward()
+            return [y.detach(), *(leaf.grad for leaf in leaves)]  # type: ignore[misc]
+
+        def plain(parts: Sequence[torch.Tensor], column: torch.Tensor, row: torch.Tensor) -> list[torch.Tensor]:
+            wide = [reference.all_gather_linear(part, column, None, group=self._group).relu() for part in parts]
+            return [reference.linear_reduce_scatter(middle, row, None, group=self._group) for middle in wide]
+
+        def mine(parts: Sequence[torch.Tensor], column: torch.Tensor, row: torch.Tensor) -> list[torch.Tensor]:
+            deferred_wgrad = DeferredWgrad(num_terms=2)
+            both = [PartMessages(transport, deferred_wgrad) for transport in transports]
+            inputs = [gathered(part.contiguous(), messages) for part, messages in zip(parts, both, strict=True)]
+            wide = [column_part(x, column, None, messages).relu() for x, messages in zip(inputs, both, strict=True)]
+            outputs = [row_part(middle, row, messages) for middle, messages in zip(wide, both, strict=True)]
+            return [scattered(y, messages) for y, messages in zip(outputs, both, strict=True)]
+
+        return partial(run, plain), partial(run, mine)
 
     def _dp(self, check: bool) -> tuple[Callable[[Results], Results], Callable[[Results], Results]]:
         size, rank = self._group.size(), self._group.rank()

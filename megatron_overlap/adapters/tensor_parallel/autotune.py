@@ -15,7 +15,7 @@ from megatron_overlap.adapters.diagnostics.reference_check import Check
 from megatron_overlap.adapters.tensor_parallel.call import LayerOutput, LinearCall
 from megatron_overlap.adapters.tensor_parallel.eligibility import is_te_linear
 from megatron_overlap.adapters.tensor_parallel.forward_only import ForwardOnlyCalls, is_forward_only
-from megatron_overlap.autotune.candidates import BATCH_OVERLAP, SEPARATE_LAYERS, STOCK, Call, Candidate
+from megatron_overlap.autotune.candidates import SEPARATE_LAYERS, SEQUENCE_OVERLAP, STOCK, Call, Candidate
 from megatron_overlap.autotune.search import Search, Step
 from megatron_overlap.autotune.tuner import Autotuner, Kind
 from megatron_overlap.comm import Transport
@@ -160,11 +160,13 @@ class LinearAutotuner:
             self._stock_calls[number] = _StockCall(facts, own.search, tally, group if gathers else None)
         return result
 
-    def run_block(self, layers: Sequence[Any], x: torch.Tensor, run: Callable[[Candidate], torch.Tensor]) -> Any:
-        """Runs the layers of a block with `SEPARATE_LAYERS` or `BATCH_OVERLAP`.
+    def run_block(
+        self, layers: Sequence[Any], x: torch.Tensor, run: Callable[[Candidate], torch.Tensor], overlap: Candidate
+    ) -> Any:
+        """Runs the layers of a block with `SEPARATE_LAYERS` or `overlap`, which supports `layers`.
 
         The comparison starts when the candidates of the separate layers are selected. `run` returns the output of the
-        block, whose input is `x`. Batch overlap supports `layers`.
+        block, whose input is `x`.
         """
         group, sharded = layers[0].self_attention.linear_proj.tp_group, layers[0].config.sequence_parallel
         autotuner = self._autotuners.get(group)
@@ -182,8 +184,9 @@ class LinearAutotuner:
                 kind.step = Step(kind.search.selected.candidate)
             return run(candidate)
 
-        kind = Call("block", rows, x.shape[-1], x.shape[-1], dtype, backward, f"of {len(layers)} layers")
-        candidates = SEPARATE_LAYERS, BATCH_OVERLAP
+        variant = f"of {len(layers)} layers" + (" by sequences" if overlap == SEQUENCE_OVERLAP else "")
+        kind = Call("block", rows, x.shape[-1], x.shape[-1], dtype, backward, variant)
+        candidates = SEPARATE_LAYERS, overlap
         return autotuner.run(kind, run_candidate, (x,), lambda: candidates, timed=not self._check.due)[0]
 
     def unsupported_reason(self, call: LinearCall) -> str | None:

@@ -22,10 +22,11 @@ from megatron_overlap.adapters.tensor_parallel.layer_handoff import InputPart, P
 from megatron_overlap.adapters.tensor_parallel.split_layer import SplitLayer
 from megatron_overlap.adapters.tensor_parallel.split_sharded_layer import SplitShardedLayer
 from megatron_overlap.adapters.wrapping import Method, tracing, untraced
-from megatron_overlap.autotune.candidates import BATCH_OVERLAP, SEPARATE_LAYERS, Candidate
+from megatron_overlap.autotune.candidates import BATCH_OVERLAP, SEPARATE_LAYERS, SEQUENCE_OVERLAP, Candidate
 from megatron_overlap.ops.tensor_parallel.batch_overlap import Slots
 from megatron_overlap.session import Session
 
+_SPLITS = {"batch": BATCH_OVERLAP, "sequence": SEQUENCE_OVERLAP}
 _POSITIONAL = ("hidden_states", "attention_mask")
 
 
@@ -33,7 +34,7 @@ def block_forward(original: Method, session: Session) -> Method:
     """Replacement of `TransformerBlock.forward`.
 
     Runs the original, and records the order of its layers. With `method: auto` the autotuner selects whether the layers
-    run in batch overlap.
+    run in batch overlap: on parts of the batch, or of each sequence if the batch does not split.
     """
     adapter = session.adapter(LinearAdapter)
     layer_handoff = adapter.layer_handoff
@@ -52,9 +53,11 @@ def block_forward(original: Method, session: Session) -> Method:
 
     def measured(self: Any, *args: Any, **kwargs: Any) -> Any:
         def run(candidate: Candidate) -> Any:
-            adapter.split = "batch" if candidate == BATCH_OVERLAP else "none"
+            if candidate == SEPARATE_LAYERS:
+                return original(self, *args, **kwargs)
+            adapter.split = "batch" if candidate == BATCH_OVERLAP else "sequence"
             try:
-                return (original if adapter.split == "none" else split)(self, *args, **kwargs)
+                return split(self, *args, **kwargs)
             finally:
                 adapter.split = "none"
 
@@ -62,12 +65,15 @@ def block_forward(original: Method, session: Session) -> Method:
         if not self.pre_process:
             arguments["hidden_states"] = self.input_tensor
         x = arguments["hidden_states"]
-        reasons = (_unsupported_reason(layer, arguments, adapter, "batch") for layer in self.layers)
         unknown = len(args) > len(_POSITIONAL) or not isinstance(x, torch.Tensor)
-        reason = "positional arguments" if unknown else next(filter(None, reasons), None)
-        if reason is None:
-            return adapter.autotuner.run_block(self.layers, x, run)
-        session.counters.exclude("batch overlap", reason)
+        reasons: list[str] = []
+        for each, overlap in _SPLITS.items():
+            found = (_unsupported_reason(layer, arguments, adapter, each) for layer in self.layers)
+            reason = "positional arguments" if unknown else next(filter(None, found), None)
+            if reason is None:
+                return adapter.autotuner.run_block(self.layers, x, run, overlap)
+            reasons.append(reason)
+        session.counters.exclude("batch overlap", reasons[0])
         return run(SEPARATE_LAYERS)
 
     @functools.wraps(original)

@@ -89,7 +89,7 @@ class PartMessages:
     """The messages of one part in one step, in forward and in backward.
 
     Args:
-        transport: of the ranks. No other part uses it: a message that is not yet sent would delay those after it.
+        transport: of the ranks. No other part uses it, since its buffers belong to one reduce-scatter at a time.
         deferred_wgrad: gets the weight gradients of both parts of the step; made with `num_terms=2`.
         save_gathered: forward saves the gathered input for the weight gradient; otherwise backward gathers it again.
         serial: wait for each message where it starts, to measure the time without overlap.

@@ -16,7 +16,7 @@ from megatron_overlap.config.cluster import load_cluster_profile, with_hosts
 from megatron_overlap.config.errors import writing
 from megatron_overlap.config.resources import config_file
 from megatron_overlap.tools.compare.flops import CONVENTION
-from megatron_overlap.tools.simulate.job import Job, job_of
+from megatron_overlap.tools.simulate.job import Job, Split, job_of
 from megatron_overlap.tools.simulate.linear import LinearOverlap, Method
 from megatron_overlap.tools.simulate.step import StepTime, simulate_step
 from megatron_overlap.tools.simulate.sweep import Memory, Sweep, memory_of, sweep
@@ -32,6 +32,8 @@ _METHOD_NAMES: dict[Method | Literal["auto"], str] = {
     "p2p": "this plugin, p2p",
     "auto": "this plugin, auto",
 }
+
+_SPLIT_NAMES: dict[Split, str] = {"batch": "this plugin, batch split", "sequence": "this plugin, sequence split"}
 
 
 def simulate(
@@ -57,9 +59,7 @@ def simulate(
         raise ConfigError(str(config), key, value, remedy or rest) from error
     step = simulate_step(job, model)
     memory = memory_of(job)
-    jobs = {"as configured": job}
-    jobs |= {text: replace(job, tensor_overlap=LinearOverlap(name)) for name, text in _METHOD_NAMES.items()}
-    methods = {name: simulate_step(other, model) for name, other in jobs.items()}
+    methods = {name: simulate_step(other, model) for name, other in _jobs(job).items()}
     found = sweep(job, model) if find else None
     content = _content(job, model, step, memory, methods, found)
     console = Console()
@@ -75,6 +75,18 @@ def simulate(
         )
         return 1
     return 0
+
+
+def _jobs(job: Job) -> dict[str, Job]:
+    jobs = {"as configured": job}
+    for name, text in _METHOD_NAMES.items():
+        split: Literal["none", "auto"] = "auto" if name == "auto" else "none"
+        jobs[text] = replace(job, tensor_overlap=LinearOverlap(name), split=split)
+    for split_name, text in _SPLIT_NAMES.items():
+        split_job = replace(job, tensor_overlap=LinearOverlap("auto"), split=split_name)
+        if split_job.used_split == split_name:
+            jobs[text] = split_job
+    return jobs
 
 
 def figures(job: Job, model: CostModel, step: StepTime) -> dict[str, float]:

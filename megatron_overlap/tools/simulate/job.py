@@ -11,6 +11,7 @@ from megatron_overlap.tools.compare.flops import Attention, known_model, padded_
 from megatron_overlap.tools.simulate.linear import LinearOverlap
 
 DataOverlap = Literal["none", "stock"]
+Split = Literal["none", "batch", "sequence"]
 Recompute = Literal["none", "selective", "full", "needed", "half"]
 
 _LAYERS_FLAG = "--num-layers-per-virtual-pipeline-stage"
@@ -38,6 +39,8 @@ class Job:
             half of the gate and all elementwise operations.
         precision: dtype of weights and activations.
         tensor_overlap: overlap method of tensor parallel communication.
+        split: parts of a micro-batch whose messages overlap each other's computation; auto: those that the layout
+            supports, if they are faster than separate layers.
         data_overlap: stock: Megatron's overlap flags for gradients and parameters; none: no overlap.
         gradient_bytes: bytes of one gradient element in the reduction; Megatron reduces in fp32 by default.
         bucket_parameters: smallest number of parameters of a gradient bucket; None: Megatron's default.
@@ -59,6 +62,7 @@ class Job:
     recompute: Recompute = "none"
     precision: Precision = "bf16"
     tensor_overlap: LinearOverlap = LinearOverlap()
+    split: Split | Literal["auto"] = "none"
     data_overlap: DataOverlap = "stock"
     gradient_bytes: int = 4
     bucket_parameters: int | None = None
@@ -88,6 +92,19 @@ class Job:
     def rows(self) -> int:
         """Tokens of one micro-batch on one context rank: rows of a gathered activation."""
         return self.micro_batch_size * self.seq_length // self.context
+
+    @property
+    def used_split(self) -> Split:
+        """`split`, or what `auto` measures; none if the plugin does not split the layers of this layout."""
+        splits: dict[Split, bool] = {
+            "batch": self.micro_batch_size % 2 == 0,
+            "sequence": self.seq_length % (2 * self.tensor) == 0 and self.context == 1,
+        }
+        supported = self.tensor > 1 and self.sequence_parallel and self.recompute == "none"
+        for split, divisible in splits.items():
+            if supported and divisible and self.split in (split, "auto"):
+                return split
+        return "none"
 
     @property
     def vocabulary(self) -> int:
@@ -186,6 +203,7 @@ def job_of(config: LaunchConfig) -> Job:
         recompute=train.recompute,
         precision=train.precision,
         tensor_overlap=overlap,
+        split="none" if tensor.split == "auto" and tensor.method != "auto" else tensor.split,
         data_overlap="none" if config.overlap.data.method == "none" else "stock",
         gradient_bytes=2 if _NARROW_GRADIENTS in config.megatron_args else 4,
         bucket_parameters=number_after(_BUCKET_FLAG, config.megatron_args),

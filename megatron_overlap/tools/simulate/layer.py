@@ -33,7 +33,7 @@ _ROTARY_CALLS = (54, 44)
 _FIRST_CALLS = (130, 10)
 _LAST_CALLS = (66, 50)
 # Additional calls of one pass of an overlapped linear layer, the mean of 18 passes.
-_OVERLAPPED_CALLS = 23
+OVERLAPPED_CALLS = 23
 
 _ATTENTION = ("scores", "repeat", "attention")
 
@@ -137,7 +137,7 @@ class Layers:
     @cached_property
     def forward(self) -> Pass:
         """Forward of one layer."""
-        return self._pass(*self._forward)
+        return self.skewed(*self._forward)
 
     @cached_property
     def _forward(self) -> tuple[Op, ...]:
@@ -174,7 +174,7 @@ class Layers:
             *self._calls(self._layer_calls[1]),
         )
         recomputed = tuple(replace(op, name=f"{op.name} again") for op in self._recomputed())
-        return self._pass(*recomputed, *ops)
+        return self.skewed(*recomputed, *ops)
 
     def _recomputed(self) -> tuple[Op, ...]:
         """Operations that the backward computes again."""
@@ -205,8 +205,8 @@ class Layers:
         if job.tensor > 1 and job.sequence_parallel:
             backward = [self._moved("embedding grad gather", "all_gather", moved), *backward]
         return (
-            self._pass(*forward, *self._calls(_FIRST_CALLS[0])),
-            self._pass(*backward, *self._calls(_FIRST_CALLS[1])),
+            self.skewed(*forward, *self._calls(_FIRST_CALLS[0])),
+            self.skewed(*backward, *self._calls(_FIRST_CALLS[1])),
         )
 
     @cached_property
@@ -222,9 +222,13 @@ class Layers:
             self._norm(backward=True),
             *self._accumulated(self._table),
         ]
-        return (self._pass(*forward, *self._calls(_LAST_CALLS[0])), self._pass(*backward, *self._calls(_LAST_CALLS[1])))
+        return (
+            self.skewed(*forward, *self._calls(_LAST_CALLS[0])),
+            self.skewed(*backward, *self._calls(_LAST_CALLS[1])),
+        )
 
-    def _pass(self, *ops: Op) -> Pass:
+    def skewed(self, *ops: Op) -> Pass:
+        """The pass of the operations with the rank skew of the machine."""
         return with_rank_skew(ops, self.model.late_us)
 
     @property
@@ -330,7 +334,7 @@ class Layers:
         sync: Sync | None = None
         if job.tensor > 1:
             sync = "before" if column is not backward else "after"
-        calls = _OVERLAPPED_CALLS if job.tensor > 1 and linear.overlap.method == "p2p" else 0
+        calls = OVERLAPPED_CALLS if job.tensor > 1 and linear.overlap.method == "p2p" else 0
         time_us = simulated.time_us + self.model.calls_us(calls)
         return Op(name, time_us, tensor_us=simulated.exposed_us, sync=sync, slack_us=simulated.slack_us)
 

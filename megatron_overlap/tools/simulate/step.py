@@ -15,6 +15,7 @@ from typing import NamedTuple
 from megatron_overlap.autotune.cost_model import CLIP_BYTES, CollectiveKind, CostModel, Link
 from megatron_overlap.tools.simulate.job import Job
 from megatron_overlap.tools.simulate.layer import Layers, Pass
+from megatron_overlap.tools.simulate.split import layer_passes
 
 _MIN_BUCKET_PARAMETERS = 40e6
 _BUCKET_PARAMETERS_PER_RANK = 1e6
@@ -130,7 +131,7 @@ class _Simulation:
         job, layers = self.job, self.layers
         each = job.layer_parameters() / job.tensor
         table = job.vocabulary * job.model.hidden_size / job.tensor
-        parts = [_Part("layer", each, layers.forward, layers.backward)] * job.layers_per_chunk
+        parts = [_Part("layer", each, *layer_passes(job, self.model))] * job.layers_per_chunk
         if stage == 0 and chunk == 0:
             parts = [_Part("embedding", table, *layers.first), *parts]
         if stage == job.pipeline - 1 and chunk == job.virtual - 1:

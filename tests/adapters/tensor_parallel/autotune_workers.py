@@ -21,7 +21,7 @@ from megatron_overlap.autotune.candidates import STOCK, Candidate
 from megatron_overlap.autotune.search import Search, Timing, calls_to_select
 from megatron_overlap.autotune.tuner import AutotuneError, Kind
 from megatron_overlap.session import Session
-from tests.adapters.tensor_parallel.batch_overlap_workers import HIDDEN, SEQUENCE, make_block
+from tests.adapters.tensor_parallel.batch_overlap_workers import HIDDEN, SEQUENCE, make_block, sum_over_rows
 from tests.adapters.tensor_parallel.linear_workers import make_data, make_layer, start, step
 
 RANKS = 4
@@ -274,9 +274,11 @@ def block(group: dist.ProcessGroup, case: BlockCase) -> BlockRun:
         layers.set_input_tensor(leaf if case.last_stage else None)
         y = layers(hidden_states=None if case.last_stage else leaf, attention_mask=mask)
         y.backward(dy)
+        sum_over_rows(layers, group)
         return {"y": y.detach(), "dx": leaf.grad} | {n: p.grad for n, p in layers.named_parameters()}
 
-    times = {"separate layers": case.separate_us, "batch overlap": case.split_us, "stock": 20.0, "p2p x 1": 10.0}
+    times = {"separate layers": case.separate_us, "stock": 20.0, "p2p x 1": 10.0}
+    times |= {"batch overlap": case.split_us, "sequence overlap": case.split_us}
     times |= {"p2p ring x 1": 10.0, "p2p direct x 1": 15.0}  # under sequence parallelism
     record = Search.record
 

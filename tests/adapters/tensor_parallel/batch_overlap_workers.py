@@ -71,11 +71,11 @@ def _step(
     return {"y": y.detach(), "dx": x.grad, **grads}  # type: ignore[dict-item]
 
 
-def sum_over_rows(model: Any) -> None:
+def sum_over_rows(model: Any, group: dist.ProcessGroup | None = None) -> None:
     """Sums the gradients of parameters that a rank uses on its own rows, as Megatron does before the optimizer step."""
     for parameter in model.parameters():
         if getattr(parameter, "sequence_parallel", False) and parameter.grad is not None:
-            dist.all_reduce(parameter.grad)
+            dist.all_reduce(parameter.grad, group=group)
 
 
 def against_stock(
@@ -162,7 +162,10 @@ def order(group: dist.ProcessGroup, prepare: str = "nothing") -> tuple[list[str]
 
 
 def sharded_order(group: dist.ProcessGroup) -> tuple[list[str], list[str]]:
-    """The order of starts and waits of the messages of two layers under sequence parallelism."""
+    """The order of starts and waits of the messages of two layers under sequence parallelism.
+
+    In backward also the end of each core attention.
+    """
     start(group)
     log: list[str] = []
     block = make_block(group, torch.float32, sequence_parallel=True)
@@ -171,6 +174,12 @@ def sharded_order(group: dist.ProcessGroup) -> tuple[list[str], list[str]]:
         for part in ("a", "b"):
             logged = LoggedTransport(GlooTransport(tensor_group), part, log)
             session.transports.insert(tensor_group, logged, f"part {part}")
+
+        def log_backward(_: Any, operands: tuple[torch.Tensor, ...]) -> None:
+            operands[0].register_hook(lambda _: log.append("attention"))
+
+        for layer in block.layers:
+            layer.self_attention.core_attention.register_forward_pre_hook(log_backward)
         x = torch.randn(2, 2, HIDDEN, requires_grad=True)
         rows = 2 * group.size()
         mask = torch.ones(1, 1, rows, rows, dtype=torch.bool).triu(1)

@@ -71,8 +71,10 @@ def test_ranks_that_run_different_layers_get_an_error(ranks: World) -> None:
         (BlockCase(split_us=300), False),
         (BlockCase(sequence_parallel=True), True),
         (BlockCase(sequence_parallel=True, split_us=300), False),
+        (BlockCase(sequence_parallel=True, batch=1), True),
+        (BlockCase(sequence_parallel=True, batch=1, split_us=300), False),
     ],
-    ids=["faster", "faster-on-a-later-stage", "slower", "sp-faster", "sp-slower"],
+    ids=["faster", "faster-on-a-later-stage", "slower", "sp-faster", "sp-slower", "sequence-faster", "sequence-slower"],
 )
 def test_a_block_is_measured_in_batch_overlap(ranks: World, case: BlockCase, wins: bool) -> None:
     answers = ranks.run(RANKS, workers.block, case)
@@ -83,9 +85,10 @@ def test_a_block_is_measured_in_batch_overlap(ranks: World, case: BlockCase, win
     ops = ["ag_gemm", "gemm_rs", "ag_gemm", "gemm_rs"] if case.sequence_parallel else ["copy_gemm"]
     assert [line["op"] for line in run.lines] == [*ops, "block"]
     assert {line["method"] for line in layers} == {"p2p ring x 1" if case.sequence_parallel else "p2p x 1"}
-    assert block["module"] == "block 16->16 of 2 layers"
-    assert block["method"] == ("batch overlap" if wins else "separate layers")
-    assert block["reason"] == ("faster than separate layers" if wins else "none is faster: batch overlap")
+    overlap, variant = ("sequence overlap", " by sequences") if case.batch == 1 else ("batch overlap", "")
+    assert block["module"] == f"block 16->16 of 2 layers{variant}"
+    assert block["method"] == (overlap if wins else "separate layers")
+    assert block["reason"] == ("faster than separate layers" if wins else f"none is faster: {overlap}")
     assert block["gain"] == pytest.approx(1.0 if wins else 0.0)
     assert len(run.split) < case.calls
     assert run.split[-6:] == [wins] * 6

@@ -156,10 +156,12 @@ def test_messages_of_sequence_parallelism_overlap_the_other_part(ranks: World) -
     expected += ["wait b input", "start b output", "wait a output", "wait b output"]
     expected_backward = ["start b output gradient", "start b input", "start a output gradient", "start a input"]
     expected_backward += ["wait b output gradient", "start b input gradient"]
-    for part, other in ("ab", "ba") * 3:
-        expected_backward += [f"wait {other} input", f"wait {part} output gradient", f"wait {other} input gradient"]
+    of_attention = False, True, True, False, False, True
+    for (part, other), attends in zip(("ab", "ba") * 3, of_attention, strict=True):
+        expected_backward += [f"wait {other} input", f"wait {part} output gradient", *["attention"] * attends]
+        expected_backward += [f"wait {other} input gradient"]
         expected_backward += [f"start {other} output gradient", f"start {other} input", f"start {part} input gradient"]
-    expected_backward += ["wait b input", "wait a output gradient", "start a input gradient"]
+    expected_backward += ["wait b input", "wait a output gradient", "attention", "start a input gradient"]
     expected_backward += ["wait a input", "wait b input gradient", "wait a input gradient"]
     for forward, backward in ranks.run(RANKS, cases.sharded_order):
         assert forward == expected

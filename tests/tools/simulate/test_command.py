@@ -31,6 +31,7 @@ def test_figures_and_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         "Simulated, not measured",
         "no overlap",
         "Flux-like fused kernels",
+        "this plugin, sequence split",
         "memory of a rank",
     ):
         assert text in shown

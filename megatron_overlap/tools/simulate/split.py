@@ -1,0 +1,220 @@
+"""Layers under sequence parallelism on two parts of a micro-batch, forward and backward (`overlap.tensor.split`).
+
+The order of work and messages is that of `adapters/tensor_parallel/split_sharded_layer.py` on a device: the middle of a
+step is after its first GEMM, and each wait in backward comes after all postponed weight gradients. The GEMMs of a part
+have half of the rows. `CostModel.gemm_us` gives their time: a wave of tiles that is not full costs as much as a full
+one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from megatron_overlap.autotune.cost_model import CostModel
+from megatron_overlap.autotune.search import MARGIN
+from megatron_overlap.schedules import Message, Plan, Work
+from megatron_overlap.tools.simulate.event_simulator import Program, Stream, run_program
+from megatron_overlap.tools.simulate.job import Job, Split
+from megatron_overlap.tools.simulate.layer import OVERLAPPED_CALLS, Layers, Op, Pass
+from megatron_overlap.tools.simulate.linear import ANY_CHUNK
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Times in us of the attention or the MLP of one part.
+
+    Attributes:
+        start: sum of the received rows, residual and norm, which run before the all-gather.
+        column, core, row: the first GEMM, what is between the GEMMs, and the last GEMM.
+        column_wgrad, row_wgrad: the weight gradients. Zero in forward.
+    """
+
+    start: float
+    column: float
+    core: float
+    row: float
+    column_wgrad: float = 0.0
+    row_wgrad: float = 0.0
+
+
+class _PartLayers(Layers):
+    """The layers of one part: `job` has half of the sequences, or half of each sequence."""
+
+    def steps(self, *, second: bool, of_sequence: bool, backward: bool) -> tuple[_Step, _Step]:
+        """Attention and MLP of the first or the `second` part."""
+        attention = sum(op.time_us for op in self._attention(backward=backward))
+        if of_sequence and second:
+            # Keys of both parts. Fused attention skips the masked scores: half of the own square is left.
+            attention *= 2 if self.job.materializes_scores else 3
+        core = attention + sum(op.time_us for op in self._rotary(backward=backward))
+        ffn = self._ffn * (2 if self.job.model.swiglu else 1)
+        activation = self._activation(backward=backward).time_us
+        attended = self._step(core, self._qkv_width, self._queries, backward)
+        return attended, self._step(activation, ffn, self._ffn, backward)
+
+    def _step(self, core_us: float, columns: int, width: int, backward: bool) -> _Step:
+        rows, hidden, model = self.job.rows, self.job.model.hidden_size, self.model
+        shard = self._hidden * model.item_bytes
+        # One sum reads the received rows and the own rows, and writes the result.
+        added = model.memory_us((self.job.tensor + 1) * shard)
+        start = added + self._norm(backward=backward).time_us + self._elementwise("add", "add", self._hidden).time_us
+        core_us += model.calls_us(self._layer_calls[backward] / 2 + 2 * OVERLAPPED_CALLS)
+        if not backward:
+            return _Step(start, model.gemm_us(rows, columns, hidden), core_us, model.gemm_us(rows, hidden, width))
+        return _Step(
+            start,
+            model.gemm_us(rows, hidden, columns),
+            core_us,
+            model.gemm_us(rows, width, hidden),
+            model.gemm_us(columns, hidden, rows),
+            model.gemm_us(hidden, width, rows),
+        )
+
+    @property
+    def message_bytes(self) -> float:
+        """Bytes that a rank sends in one all-gather or reduce-scatter."""
+        return (self.job.tensor - 1) * self._hidden * self.model.item_bytes
+
+    def accumulated_us(self) -> float:
+        """See `Layers`: once for each layer."""
+        return sum(op.time_us for op in self._accumulated(self.job.layer_parameters() / self.job.tensor))
+
+
+class _Part:
+    """The stream of one part: its messages and its work, in order."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self.work: list[Work] = []
+        self.times: list[float] = []
+
+    def send(self) -> int:
+        """A message after all work so far; returns its number."""
+        self.messages.append(Message(ANY_CHUNK, 0, ANY_CHUNK, 0, after_work=len(self.work)))
+        return len(self.messages) - 1
+
+    def compute(self, time_us: float, *needs: int) -> int:
+        """Work after the messages `needs`; returns its number."""
+        self.work.append(Work((ANY_CHUNK,), needs=needs))
+        self.times.append(time_us)
+        return len(self.work) - 1
+
+    def stream(self, size: int, message_bytes: float) -> Stream:
+        plan = Plan("all_gather", "serial", size, 0, 1, tuple(self.messages), tuple(self.work))
+        count = len(self.times)
+        return Stream(plan, tuple(self.times), (0.0,) * count, (message_bytes,) * len(self.messages))
+
+
+class _Schedule:
+    """Builds the program of both parts. `steps[part]` has the steps of a part in the order of their computation."""
+
+    def __init__(self, steps: Sequence[Sequence[_Step]]) -> None:
+        self._steps = steps
+        self._sequence = [(part, index) for index in range(len(steps[0])) for part in range(2)]
+        self._parts = _Part(), _Part()
+        self.order: list[tuple[int, int]] = []
+
+    def streams(self, size: int, message_bytes: float) -> tuple[Stream, ...]:
+        return tuple(part.stream(size, message_bytes) for part in self._parts)
+
+    def _compute(self, part: int, time_us: float, *needs: int) -> None:
+        self.order.append((part, self._parts[part].compute(time_us, *needs)))
+
+    def forward(self) -> None:
+        """Each step starts the next one after its first GEMM."""
+        gathers, scatters = [0, 0], [-1, -1]
+
+        def start(part: int, index: int) -> None:
+            self._compute(part, self._steps[part][index].start, *([scatters[part]] if index else []))
+            gathers[part] = self._parts[part].send()
+
+        start(0, 0)
+        start(1, 0)
+        for position, (part, index) in enumerate(self._sequence):
+            step = self._steps[part][index]
+            self._compute(part, step.column, gathers[part])
+            if 0 < position < len(self._sequence) - 1:
+                start(*self._sequence[position + 1])
+            self._compute(part, step.core)
+            self._compute(part, step.row)
+            scatters[part] = self._parts[part].send()
+        for part in range(2):
+            self._compute(part, 0.0, scatters[part])
+
+    def backward(self) -> None:
+        """Each step starts the next one before its last GEMM. Each wait runs the postponed weight gradients."""
+        of_output, of_input, scatters = [0, 0], [0, 0], [-1, -1]
+        postponed: list[tuple[int, float, int]] = []
+
+        def wgrads() -> None:
+            for part, time_us, needed in postponed:
+                self._compute(part, time_us, needed)
+            postponed.clear()
+
+        def start(part: int, index: int) -> None:
+            wgrads()
+            self._compute(part, self._steps[part][index].start if index else 0.0, *([scatters[part]] if index else []))
+            of_output[part], of_input[part] = self._parts[part].send(), self._parts[part].send()
+
+        start(0, 0)
+        start(1, 0)
+        for position, (part, index) in enumerate(self._sequence):
+            step = self._steps[part][index]
+            wgrads()
+            self._compute(part, step.row, of_output[part])
+            postponed.append((part, step.row_wgrad, of_output[part]))
+            self._compute(part, step.core)
+            gathered = of_input[part]
+            if 0 < position < len(self._sequence) - 1:
+                start(*self._sequence[position + 1])
+            self._compute(part, step.column)
+            scatters[part] = self._parts[part].send()
+            postponed.append((part, step.column_wgrad, gathered))
+        wgrads()
+        for part in range(2):
+            self._compute(part, self._steps[part][-1].start, scatters[part])
+
+
+def layer_passes(job: Job, model: CostModel) -> tuple[Pass, Pass]:
+    """Forward and backward of one layer: the mean of the layers of a model chunk if they are split."""
+    layers = Layers(job, model)
+    separate = layers.forward, layers.backward
+    split = job.used_split
+    if split == "none":
+        return separate
+    passes = _split_passes(job, model, split)
+    if job.split == "auto" and _time_us(passes) >= (1 - MARGIN) * _time_us(separate):
+        return separate
+    return passes
+
+
+def _time_us(passes: Sequence[Pass]) -> float:
+    return sum(one.time_us for one in passes)
+
+
+@lru_cache(maxsize=1024)
+def _split_passes(job: Job, model: CostModel, split: Split) -> tuple[Pass, Pass]:
+    of_sequence = split == "sequence"
+    length, batch = (2, 1) if of_sequence else (1, 2)
+    half = replace(
+        job, split="none", seq_length=job.seq_length // length, micro_batch_size=job.micro_batch_size // batch
+    )
+    layers = _PartLayers(half, model)
+    count = job.layers_per_chunk
+
+    def op(backward: bool) -> Op:
+        steps = [layers.steps(second=second, of_sequence=of_sequence, backward=backward) for second in (False, True)]
+        if backward:
+            steps = [(mlp, attention) for attention, mlp in reversed(steps)]
+        schedule = _Schedule([[*both] * count for both in steps])
+        (schedule.backward if backward else schedule.forward)()
+        program = Program(schedule.streams(job.tensor, layers.message_bytes), tuple(schedule.order))
+        simulated = run_program(program, model, layers.tensor_link)
+        more = layers.accumulated_us() if backward else 0.0
+        exposed = simulated.exposed_us / count
+        name = f"{split} parts{' grad' if backward else ''}"
+        return Op(name, simulated.time_us / count + more, exposed, sync="before", slack_us=simulated.slack_us)
+
+    return layers.skewed(op(False)), layers.skewed(op(True))
