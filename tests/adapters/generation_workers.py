@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -75,6 +76,38 @@ def make_prompts(count: int) -> list[str]:
     generator = torch.Generator().manual_seed(3)
     lengths = [5 + 7 * number % 19 for number in range(count)]
     return [" ".join(map(str, torch.randint(2, VOCABULARY, (n,), generator=generator).tolist())) for n in lengths]
+
+
+def documented() -> Any:
+    """The function of the example in docs/inference.md."""
+    page = (Path(__file__).parents[2] / "docs" / "inference.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    exec(page.partition("```python\n")[2].partition("```")[0], names)
+    return names["log_probabilities"]
+
+
+def policy(group: dist.ProcessGroup, case: Case) -> list[dict[str, Any]]:
+    """The documented log-probabilities of ragged sequences, compared with those of each sequence alone; the calls."""
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    start(group)
+    model = make_model(group, case)
+    sequences = [[int(word) for word in prompt.split()] for prompt in make_prompts(case.prompts)]
+    assert len({len(ids) for ids in sequences}) > 1
+    alone = []
+    with torch.no_grad():
+        for ids in sequences:
+            padded = torch.tensor([ids + [1] * (-len(ids) % group.size())])
+            logits = model(padded, torch.arange(padded.shape[1])[None], None)
+            logits = gather_from_tensor_model_parallel_region(logits)[0, : len(ids) - 1]
+            alone.append(logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0])
+    with enable(OverlapConfig(tensor=case.tensor), strict=True) as session:
+        found = documented()(model, sequences, group.size() if case.sp else 1)
+        calls: list[dict[str, Any]] = session.report().as_dict()["modules"]
+    assert [len(each) for each in found] == [len(ids) - 1 for ids in sequences]
+    for mine, one in zip(found, alone, strict=True):
+        torch.testing.assert_close(mine, one, rtol=1e-5, atol=1e-5)
+    return calls
 
 
 def tokens(group: dist.ProcessGroup, case: Case) -> Tokens:

@@ -75,6 +75,14 @@ def test_batch_overlap_leaves_generation_to_the_linear_layers(pair: World) -> No
     assert answer.not_overlapped["batch overlap"].startswith("generation: the KV cache is that of the whole batch")
 
 
+@pytest.mark.parametrize("sp", [True, False], ids=["sp", "no-sp"])
+def test_the_documented_log_probabilities_are_those_of_each_sequence_alone(pair: World, sp: bool) -> None:
+    for calls in pair.run(2, workers.policy, Case("", sp=sp, tensor=P2P, llama=True, prompts=8)):
+        assert {call["direction"] for call in calls} == {"forward only"}
+        assert not any(call["fallbacks"] for call in calls)
+        assert sum(call["overlapped"] for call in calls) >= 2 * 2, "two layers, each with two row-parallel layers"
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_50_ragged_prompts_on_four_ranks(ranks: World, case: Case) -> None:

@@ -38,6 +38,11 @@ def test_more_overhead_and_less_to_hide_need_more_rows(call: Call) -> None:
     assert min_rows(call, 2, 2, LINK, replace(GEMM, fixed_us=2000)) > rows, "every part reads the weight again"
 
 
+@pytest.mark.parametrize("call", [GATHER, SCATTER, REDUCE], ids=lambda call: call.op)
+def test_parts_that_only_read_the_weight_again_hide_nothing(call: Call) -> None:
+    assert min_rows(call, 2, 2, replace(LINK, message_us=0), Gemm(fixed_us=2000, row_us=0)) == math.inf
+
+
 def test_nothing_to_hide_is_never_overlapped() -> None:
     assert min_rows(GATHER, 2, 2, replace(LINK, bytes_per_us=1e7), GEMM) == math.inf
     assert min_rows(GATHER, 2, 2, LINK, Gemm(0, 0)) == math.inf
