@@ -1,7 +1,11 @@
 """The keys of the `overlap` section: overlap methods and their settings. Every package above imports them."""
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import Literal, Self
 
+from pydantic import model_validator
+
+from megatron_overlap.config.errors import Problem, raise_first
 from megatron_overlap.config.section import NonNegative, Positive, PositiveFloat, Section, Text
 
 
@@ -104,10 +108,28 @@ class OverlapFields(Section):
     """Every fallback to the stock path is an error."""
     timeout_s: PositiveFloat | None = None
     """Deadline of a wait for a peer, in seconds; null: that of the process group."""
-    deterministic: bool = False
-    """Bitwise reproducible runs: the plan alone fixes the order of all sums."""
+    deterministic: bool | Literal["tp_invariant"] = False
+    """true: bitwise reproducible runs: the plan alone fixes the order of all sums; tp_invariant: also the same logits
+    on 1, 2 and 4 tensor parallel ranks."""
     check: CheckOverlap = CheckOverlap()
     register_buffers: bool = False
     """NCCL: allocate message buffers with NCCL's allocator and register them."""
     trace: bool = False
     """Record computation, waits and messages of each rank for `megatron-overlap trace`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.deterministic == "tp_invariant":
+            raise_first(Problem("deterministic", self.deterministic, remedy) for remedy in _tree_rules(self.tensor))
+        return self
+
+
+def _tree_rules(tensor: TensorOverlap) -> Iterator[str]:
+    if tensor.method not in ("auto", "p2p"):
+        yield f"tensor.method {tensor.method} adds in another order; use p2p; tensor.schedule serial overlaps nothing"
+    if tensor.schedule == "ring":
+        yield "tensor.schedule ring adds in the order of its ranks; use direct"
+    if tensor.split not in ("auto", "none"):
+        yield f"tensor.split {tensor.split} adds in another order; use none"
+    if tensor.attention != "row":
+        yield f"tensor.attention {tensor.attention} adds in another order; use row"

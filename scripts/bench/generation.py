@@ -24,8 +24,10 @@ from harness import run_job, versions
 
 METHODS: dict[str, dict[str, Any] | None] = {
     "stock": None,
-    "p2p": {"method": "p2p"},
-    "auto": {"method": "auto", "autotune_cache": None},
+    "p2p": {"tensor": {"method": "p2p"}},
+    "auto": {"tensor": {"method": "auto", "autotune_cache": None}},
+    "deterministic": {"tensor": {"method": "p2p"}, "deterministic": True},
+    "tp_invariant": {"tensor": {"method": "p2p"}, "deterministic": "tp_invariant"},
 }
 VOCABULARY = 1024
 
@@ -58,7 +60,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=["stock", "p2p", "auto"])
     parser.add_argument("--timeout", type=float, default=600)
     parser.add_argument("--json")
     parser.add_argument("--worker", action="store_true")
@@ -107,8 +109,8 @@ def work(args: argparse.Namespace) -> None:
     for number in range(args.rounds):
         turn = args.methods[number % len(args.methods) :] + args.methods[: number % len(args.methods)]
         for name in turn:
-            tensor = METHODS[name]
-            session = None if tensor is None else enable(OverlapConfig(tensor=tensor, strict=True))
+            overlap = METHODS[name]
+            session = None if overlap is None else enable(OverlapConfig.model_validate({**overlap, "strict": True}))
             dist.barrier()
             generator.generate(prompts, 2)
             generated = generator.generate(prompts, args.tokens)

@@ -164,7 +164,7 @@ def open_transport(session: Session, group: dist.ProcessGroup, channel: str = ""
             timeout_s=config.timeout_s,
             trace=session.trace,
             flight_recorder=None if check is None else check.flight_recorder,
-            ordered=config.deterministic,
+            ordered=bool(config.deterministic),
             register_buffers=config.register_buffers,
         )
         transport = session.transports.open(group, options)

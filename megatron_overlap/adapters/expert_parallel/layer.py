@@ -48,7 +48,7 @@ class ExpertAdapter(Adapter):
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.options = ExpertOptions(fixed_order=session.config.deterministic)
+        self.options = ExpertOptions(fixed_order=bool(session.config.deterministic))
         self.overlapped: weakref.WeakSet[Any] = weakref.WeakSet()
         self._layers: weakref.WeakKeyDictionary[Any, _Layer] = weakref.WeakKeyDictionary()
 

@@ -25,7 +25,7 @@ from megatron_overlap.adapters.tensor_parallel.call import (
     MainGradTarget,
     OverlapBackend,
 )
-from megatron_overlap.adapters.tensor_parallel.eligibility import unsupported_tensors_reason
+from megatron_overlap.adapters.tensor_parallel.eligibility import is_te_linear, unsupported_tensors_reason
 from megatron_overlap.adapters.tensor_parallel.forward_only import is_forward_only
 from megatron_overlap.adapters.tensor_parallel.fused import FusedBackend, FusedTransports
 from megatron_overlap.adapters.tensor_parallel.layer_handoff import LayerHandoff
@@ -34,6 +34,7 @@ from megatron_overlap.comm import PART_CHANNELS, Transport
 from megatron_overlap.counters import SavedActivations, SavedSite
 from megatron_overlap.ops import LinearPlan, all_gather_linear, copy_linear, linear_all_reduce, linear_reduce_scatter
 from megatron_overlap.ops.numerics_check import checked_linear
+from megatron_overlap.ops.tensor_parallel.tree import unsupported_reason as unsupported_tree_reason
 from megatron_overlap.ops.wgrad import DeferredWgrad
 from megatron_overlap.schedules.plan import Pattern
 from megatron_overlap.session import Adapter, Session
@@ -68,6 +69,7 @@ class LinearAdapter(Adapter):
             chunks_per_rank=None if tensor.chunks_per_rank == "auto" else tensor.chunks_per_rank,
             save_gathered=tensor.recompute_gather == "never",
             add_in_place=True if deterministic else None,
+            tree=session.config.deterministic == "tp_invariant",
         )
         self.deferred_wgrad = DeferredWgrad()
         self.assigned: dict[torch.nn.Module, LinearBackend] = {}
@@ -103,6 +105,11 @@ class LinearAdapter(Adapter):
         """Whether the configured schedule overlaps nothing; a baseline for measurements."""
         return self.plan.pattern == "serial"
 
+    @property
+    def tp_invariant(self) -> bool:
+        """Whether a layer has the same bits on 1, 2 and 4 ranks: one rank runs the operations of the plugin too."""
+        return self.plan.tree
+
     def transport(self, group: dist.ProcessGroup) -> Transport:
         """The transport of a tensor-parallel group; closed with the session. The first call is collective."""
         transport = self._transports.get(group)
@@ -130,6 +137,10 @@ class LinearAdapter(Adapter):
         """The reason that an operation on these tensors runs the stock path; None if it is overlapped."""
         if op in ("gemm_ar", "copy_gemm") and self.plan.pattern == "ring":
             return "schedule ring has no all-reduce: use direct, or --sequence-parallel"
+        if self.plan.tree:
+            reason = unsupported_tree_reason(group.size(), weight.shape[1])
+            if reason is not None:
+                return reason
         if self.check.fallbacks:
             reason = self.check.fallbacks.get(_check_name(op, weight))
             if reason is not None:
@@ -151,7 +162,7 @@ class LinearAdapter(Adapter):
             backend = self.assigned.get(call.layer)
             if backend is not None:
                 return backend.run(call)
-        if call.op == "copy_gemm" and call.hooks.forward_only:
+        if call.op == "copy_gemm" and call.hooks.forward_only and not self.plan.tree:
             self.autotuner.add_small(call, math.inf)
             return call.run_not_communicating()
         if self.autotuner.enabled:
@@ -233,6 +244,8 @@ class P2PBackend:
         self._adapter, self._plan = adapter, plan
 
     def unsupported_reason(self, call: LinearCall) -> str | None:
+        if self._plan.tree and is_te_linear(call.layer):
+            return "tp_invariant supports local layers: use --transformer-impl local"
         return self._adapter.unsupported_reason(call.x, call.weight, call.group, call.op)
 
     def run(self, call: LinearCall) -> LayerOutput:

@@ -116,14 +116,15 @@ class _Column:
     ) -> LayerOutput:
         adapter, original = self._adapter, self._original
         group: dist.ProcessGroup | None = get_tensor_model_parallel_group_if_none(kwargs.get("tp_group"))
-        if group is None or group.size() == 1:
+        if group is None or (group.size() == 1 and not adapter.tp_invariant):
             return original(layer, x, weight, *args, **kwargs)
         op = "ag_gemm" if kwargs.get("sequence_parallel") else "copy_gemm"
         target = MainGradTarget.of(weight) if kwargs.get("gradient_accumulation_fusion") else None
         hooks, bias = adapter.hooks("column", op, x, weight), kwargs.get("bias")
         call = ColumnCall(layer, "column", op, x, weight, bias, group, target, hooks, original, args, kwargs)
         reason = unsupported_column_reason(layer, args, kwargs)
-        if reason is None and not kwargs.get("sequence_parallel") and not kwargs.get("allreduce_dgrad"):
+        silent = not kwargs.get("sequence_parallel") and not kwargs.get("allreduce_dgrad")
+        if reason is None and silent and not adapter.tp_invariant:
             return call.run_not_communicating()
         return adapter.run(call, reason)
 
@@ -137,7 +138,7 @@ class _Row:
 
     def forward(self, layer: Any, x: torch.Tensor) -> LayerOutput:
         adapter, original, group = self._adapter, self._original, layer.tp_group
-        if group is None or group.size() == 1:
+        if group is None or (group.size() == 1 and not adapter.tp_invariant):
             return original(layer, x)
         op, weight = "gemm_rs" if layer.sequence_parallel else "gemm_ar", layer.weight
         target = MainGradTarget.of(weight) if layer.gradient_accumulation_fusion else None

@@ -19,10 +19,12 @@ from megatron_overlap.ops.tensor_parallel.method import LinearMethod
 from megatron_overlap.ops.tensor_parallel.pipelined import (
     PLAIN,
     Gemm,
+    GemmInto,
     PipelinedAllGather,
     PipelinedAllReduce,
     PipelinedReduceScatter,
 )
+from megatron_overlap.ops.tensor_parallel.tree import tree_gemm_into
 from megatron_overlap.ops.wgrad import MAX_PIECES, Spans, WeightGradient
 from megatron_overlap.schedules import ChunkLayout, Plan, all_gather_plan, all_reduce_plan, reduce_scatter_plan
 from megatron_overlap.schedules.gather_scatter import Gathers
@@ -49,6 +51,7 @@ class LinearPlan:
         split: `all` computes chunk by chunk, `edge` only where a chunk is exposed; None chooses by the device.
         add_in_place: an all-reduce waits and adds at the positions in the plan; otherwise after messages have arrived.
             None chooses by the device.
+        tree: partial sums are added in the fixed tree of `ops.tensor_parallel.tree`; not for pattern `ring`.
         save_gathered: column-parallel forward saves the gathered input for the weight gradient; otherwise backward
             gathers it again.
     """
@@ -58,6 +61,7 @@ class LinearPlan:
     split: Split | None = None
     save_gathered: bool = False
     add_in_place: bool | None = None
+    tree: bool = False
 
     def schedule(
         self, collective: RowCollective, transport: Transport, num_rows: int, row_bytes: int, device: torch.device
@@ -132,8 +136,10 @@ class P2PMethod(LinearMethod):
         schedule, layout = self.plan.schedule("reduce_scatter", self.transport, num_rows, row_bytes, a.device)
         out = a.new_empty(layout.shard_rows(self.rank), features)
         work_follows = meanwhile is not None
-        scatter = PipelinedReduceScatter(self.transport, schedule, layout, out, op, work_follows=work_follows)
-        scatter.compute(partial(_gemm_rows, a, b), meanwhile)
+        scatter = PipelinedReduceScatter(
+            self.transport, schedule, layout, out, op, work_follows=work_follows, tree=self.plan.tree
+        )
+        scatter.compute(self._gemm_rows(a, b), meanwhile)
         return scatter
 
     def all_reduce(
@@ -142,13 +148,21 @@ class P2PMethod(LinearMethod):
         gathers: Gathers = "after" if work_follows else "between"
         schedule = self.plan.all_reduce_schedule(self.transport, a.shape[0], a.device, gathers)
         out = a.new_empty(a.shape[0], b.shape[1])
-        total = PipelinedAllReduce(self.transport, schedule, out, op, add_in_place=self.plan.add_in_place)
-        total.compute(partial(_gemm_rows, a, b))
+        add_in_place, tree = self.plan.add_in_place, self.plan.tree
+        total = PipelinedAllReduce(self.transport, schedule, out, op, add_in_place=add_in_place, tree=tree)
+        total.compute(self._gemm_rows(a, b))
         return total
+
+    def _gemm_rows(self, a: torch.Tensor, b: torch.Tensor) -> GemmInto:
+        return partial(_tree_gemm_rows, self.size, a, b) if self.plan.tree else partial(_gemm_rows, a, b)
 
 
 def _gemm_rows(a: torch.Tensor, b: torch.Tensor, start: int, stop: int, out: torch.Tensor) -> None:
     gemm_into(a[start:stop], b, out)
+
+
+def _tree_gemm_rows(num_ranks: int, a: torch.Tensor, b: torch.Tensor, start: int, stop: int, out: torch.Tensor) -> None:
+    tree_gemm_into(a[start:stop], b, out, num_ranks)
 
 
 class _ReusedGather:

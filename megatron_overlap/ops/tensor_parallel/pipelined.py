@@ -9,6 +9,7 @@ import torch
 from megatron_overlap.comm import Transport
 from megatron_overlap.comm.transport import Transfer
 from megatron_overlap.ops.call import gemm_into
+from megatron_overlap.ops.tensor_parallel.tree import tree_sum
 from megatron_overlap.ops.wgrad import Piece, WeightGradient, add_wide, like_fp32
 from megatron_overlap.schedules import Chunk, ChunkLayout, PartLayout, Plan
 
@@ -174,6 +175,7 @@ class PipelinedReduceScatter:
         op: name in error messages.
         work_follows: the caller enqueues further work before `finish`. On CUDA the messages are enqueued after it, and
             the GEMMs here hide the messages of another operation.
+        tree: add in the order of `ops.tensor_parallel.tree`; not for a ring.
     """
 
     def __init__(
@@ -185,8 +187,9 @@ class PipelinedReduceScatter:
         op: str,
         *,
         work_follows: bool = False,
+        tree: bool = False,
     ) -> None:
-        self._plan, self._layout, self.out = plan, layout, out
+        self._plan, self._layout, self.out, self._tree = plan, layout, out, tree
         self._buffer_pool = transport.buffer_pool
         self._own = layout.shard(plan.rank)
         features = out.shape[1]
@@ -264,6 +267,8 @@ class PipelinedReduceScatter:
             `out`.
         """
         self._p2p_work.mark_ready(len(self._plan.work))
+        if self._tree:
+            return self._finish_tree()
         if self._plan.messages and self._plan.pattern != "ring" and _adds_at_once(self.out):
             self._p2p_work.wait_all()
             # The messages are in the order of sources and rows.
@@ -293,6 +298,15 @@ class PipelinedReduceScatter:
         self._p2p_work.wait_all()
         return out
 
+    def _finish_tree(self) -> torch.Tensor:
+        plan = self._plan
+        self._p2p_work.wait_all()
+        for part in range(plan.chunks_per_rank):
+            own = self.out[slice(*self._layout.rows_in_shard(Chunk(plan.rank, part)))]
+            terms = {m.source: self._received[k] for k, m in enumerate(plan.messages) if m.recv.part == part}
+            own.copy_(tree_sum([terms.get(rank, own) for rank in range(plan.num_ranks)]))
+        return self.out
+
 
 def _adds_at_once(out: torch.Tensor) -> bool:
     """Whether one kernel adds all received terms: on CUDA each further one reads and writes the sum again."""
@@ -313,12 +327,20 @@ class PipelinedAllReduce:
             has received that partial sum.
         op: name in error messages.
         add_in_place: wait and add at the positions in the plan; None chooses by the device.
+        tree: add in the order of `ops.tensor_parallel.tree`.
     """
 
     def __init__(
-        self, transport: Transport, plan: Plan, out: torch.Tensor, op: str, *, add_in_place: bool | None = None
+        self,
+        transport: Transport,
+        plan: Plan,
+        out: torch.Tensor,
+        op: str,
+        *,
+        add_in_place: bool | None = None,
+        tree: bool = False,
     ) -> None:
-        self._plan, self._out = plan, out
+        self._plan, self._out, self._tree = plan, out, tree
         self._buffer_pool = transport.buffer_pool
         self._layout = PartLayout(out.shape[0], plan.num_ranks, plan.chunks_per_rank)
         self._in_place = out.device.type != "cpu" if add_in_place is None else add_in_place
@@ -399,6 +421,12 @@ class PipelinedAllReduce:
     def _add(self, adds: tuple[int, ...]) -> None:
         """Adds the received partial sums of one own chunk; more than two terms in fp32, rounded once."""
         own = self._rows(self._plan.messages[adds[0]].recv)
+        if self._tree:
+            for k in adds:
+                self._p2p_work.wait(k)
+            terms = {self._plan.messages[k].source: self._received[k] for k in adds}
+            own.copy_(tree_sum([terms.get(rank, own) for rank in range(self._plan.num_ranks)]))
+            return
         total = own
         if len(adds) > 1 and own.element_size() < 4:
             total = self._buffer_pool.take("sum", own.shape, like_fp32(own))

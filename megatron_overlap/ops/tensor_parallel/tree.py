@@ -1,0 +1,35 @@
+"""Sums in a fixed binary tree: a GEMM over a sharded K has the same bits on 1, 2 and 4 ranks.
+
+K is cut into `NUM_BLOCKS` blocks. The products of the blocks are the leaves, in the order of K. A rank adds those of
+its blocks; the tree continues with the sums of the ranks. Each sum is rounded to the dtype of the GEMM.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+NUM_BLOCKS = 4
+"""Leaves of the tree, and the most ranks."""
+
+
+def unsupported_reason(num_ranks: int, in_features: int) -> str | None:
+    """The reason that a GEMM with `in_features` columns on each of `num_ranks` ranks has no tree."""
+    if NUM_BLOCKS % num_ranks:
+        return f"tp_invariant needs 1, 2 or {NUM_BLOCKS} tensor-parallel ranks"
+    if in_features * num_ranks % NUM_BLOCKS:
+        return f"tp_invariant needs in_features divisible by {NUM_BLOCKS}"
+    return None
+
+
+def tree_gemm_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, num_ranks: int) -> None:
+    """`out = a @ b`, where `a` and `b` are the share of one of `num_ranks` ranks."""
+    width = a.shape[1] * num_ranks // NUM_BLOCKS
+    products = [torch.mm(x, y) for x, y in zip(a.split(width, dim=1), b.split(width), strict=True)]
+    out.copy_(tree_sum(products))
+
+
+def tree_sum(terms: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of a power of two of terms: neighbours first, then neighbouring sums."""
+    while len(terms) > 1:
+        terms = [x + y for x, y in zip(terms[::2], terms[1::2], strict=True)]
+    return terms[0]
