@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from megatron_overlap import OverlapConfig
 from tests.adapters.tensor_parallel import tp_invariant_workers as workers
+from tests.helpers.te import needs_te
 from tests.helpers.world import World
 
 SIZES = (1, 2, 4)
@@ -60,6 +61,12 @@ def test_without_the_tree_the_bits_depend_on_the_ranks(worlds: dict[int, World])
     assert differ == {(size, name) for size in (2, 4) for name in settings}
     for each in found.values():
         torch.testing.assert_close(each, first, rtol=1e-4, atol=1e-4)
+
+
+@needs_te
+def test_te_layers_are_a_counted_fallback(te_ranks: World) -> None:
+    for reasons in te_ranks.run(4, workers.te_reasons):
+        assert reasons == {"tp_invariant supports local layers: use --transformer-impl local"}
 
 
 @pytest.mark.parametrize(

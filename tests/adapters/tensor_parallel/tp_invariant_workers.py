@@ -57,3 +57,17 @@ def logits(
         if group.size() > 1:
             assert all(tally.overlapped for site, tally in session.report().sites.items() if site.op != "copy_gemm")
         return found
+
+
+def te_reasons(group: dist.ProcessGroup) -> set[str]:
+    """The reasons of the fallbacks of a model of TransformerEngine layers."""
+    start(group)
+    sizes = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4}
+    model = build_gpt(
+        ranks=group.size(), sp=True, dtype=torch.float32, vocabulary=VOCABULARY, max_tokens=SEQUENCE, te=True, **sizes
+    )
+    ids = torch.zeros(BATCH, SEQUENCE, dtype=torch.long)
+    overlap = {"tensor": {"method": "p2p"}, "deterministic": "tp_invariant"}
+    with enable(OverlapConfig.model_validate(overlap)) as session, torch.no_grad():
+        model(ids, torch.arange(SEQUENCE).expand_as(ids), None)
+        return {reason for tally in session.report().sites.values() for reason in tally.fallbacks}
