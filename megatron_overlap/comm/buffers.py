@@ -22,8 +22,13 @@ class BufferPool:
         self._storage: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
         self._content: dict[tuple[str, torch.dtype, torch.device], tuple[torch.Tensor, object]] = {}
 
-    def take(self, name: str, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        """Return a contiguous tensor of `shape` with the dtype and device of `like` and undefined content."""
+    def take(self, name: str, shape: Sequence[int], like: torch.Tensor, *, symmetric: bool = False) -> torch.Tensor:
+        """Return a contiguous tensor of `shape` with the dtype and device of `like` and undefined content.
+
+        Args:
+            symmetric: all ranks take this name with the same size at the same operation. A pool of symmetric memory
+                returns the same address on all ranks.
+        """
         key = (name, like.dtype, like.device)
         self._content.pop(key, None)
         size = prod(shape)

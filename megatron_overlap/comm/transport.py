@@ -65,6 +65,8 @@ class Transfer:
             is empty.
         extra_recv: further tensors to receive, as many as the peer sends, with equal sizes. None is received if
             `recv` is empty.
+        lands: where `send` lands, in the buffer of this rank that has the name and size of the receiver's
+            (`BufferPool.take` with `symmetric`); None if the ranks do not know. Given on all ranks or on none.
     """
 
     message: Message
@@ -72,6 +74,7 @@ class Transfer:
     recv: torch.Tensor
     extra_send: tuple[torch.Tensor, ...] = ()
     extra_recv: tuple[torch.Tensor, ...] = ()
+    lands: torch.Tensor | None = None
 
     @property
     def send_bytes(self) -> int:

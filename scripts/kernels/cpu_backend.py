@@ -147,6 +147,9 @@ class CpuBackend:
         self._thread.join()
         self._host_group.barrier()
 
+    def all_gather_text(self, text: str) -> list[str]:
+        return self._host_group.all_gather_text(text)
+
     def fork(self) -> None:
         """Do nothing: the work of the computing queue is always complete."""
 

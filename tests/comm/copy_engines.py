@@ -70,3 +70,6 @@ class EngineBackend:
 
     def barrier(self) -> None:
         """Return: the ranks are recorded one after another."""
+
+    def all_gather_text(self, text: str) -> list[str]:
+        return [text]

@@ -90,6 +90,9 @@ class RecordedBackend:
     def barrier(self) -> None:
         """Return: all ranks run in this process."""
 
+    def all_gather_text(self, text: str) -> list[str]:
+        return [text]
+
     def close(self) -> None:
         """Keep the recorded steps."""
 

@@ -33,15 +33,24 @@ OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def record(
-    size: int, ops: list[str], *, rows: int = 2, ring_bytes: int = 1024, pattern: str = "direct", chunks: int = 1
+    size: int,
+    ops: list[str],
+    *,
+    rows: int = 2,
+    ring_bytes: int = 1024,
+    pattern: str = "direct",
+    chunks: int = 1,
+    heap_bytes: int = 0,
 ) -> Recorded:
     """Records operations on integers, one after another, with buffers of the pool and of earlier operations.
+
+    Without a heap all messages pass through rings.
 
     With 64 columns of 4 bytes a row fills the alignment of a piece, so the ring holds four rows.
     """
     arenas: list[torch.Tensor] = []
     backends = [RecordedBackend(rank, size, arenas) for rank in range(size)]
-    transports = [CopyTransport(backend, ring_bytes=ring_bytes) for backend in backends]
+    transports = [CopyTransport(backend, ring_bytes=ring_bytes, heap_bytes=heap_bytes) for backend in backends]
     plan = LinearPlan(pattern=pattern, chunks_per_rank=chunks)
     x = torch.arange(rows * size * 64, dtype=torch.float32).remainder(7).view(-1, 64)
     weights = [torch.full((64, 64), rank + 1.0).tril() for rank in range(size)]
@@ -65,7 +74,7 @@ def record_one_way(messages: int, num_bytes: int, *, ring_bytes: int) -> Recorde
     """Records messages from rank 0 to rank 1 only: nothing but acknowledgements holds back the sender."""
     arenas: list[torch.Tensor] = []
     backends = [RecordedBackend(rank, 2, arenas) for rank in range(2)]
-    transports = [CopyTransport(backend, ring_bytes=ring_bytes) for backend in backends]
+    transports = [CopyTransport(backend, ring_bytes=ring_bytes, heap_bytes=0) for backend in backends]
     empty, chunk = torch.empty(0, dtype=torch.uint8), Chunk(0, 0)
     sent = [torch.full((num_bytes,), number % 251, dtype=torch.uint8) for number in range(messages)]
     received = [torch.zeros_like(content) for content in sent]
@@ -78,15 +87,18 @@ def record_one_way(messages: int, num_bytes: int, *, ring_bytes: int) -> Recorde
 
 
 FOUR = ["ag_gemm", "gemm_rs", "ag_gemm", "gemm_rs"]
+HEAPS = [0, 1 << 16]
 
 
+@pytest.mark.parametrize("heap_bytes", HEAPS)
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_every_state_of_two_ranks(chunks: int) -> None:
-    recorded = record(2, FOUR, chunks=chunks)
+def test_every_state_of_two_ranks(chunks: int, heap_bytes: int) -> None:
+    recorded = record(2, FOUR, chunks=chunks, heap_bytes=heap_bytes)
     assert explore(recorded.queues) > 1000
     ordered(recorded.queues)
 
 
+@pytest.mark.parametrize("heap_bytes", HEAPS)
 @pytest.mark.parametrize(
     ("size", "pattern", "rows", "ring_bytes"),
     [
@@ -98,8 +110,15 @@ def test_every_state_of_two_ranks(chunks: int) -> None:
         (8, "direct", 2, 1024),
     ],
 )
-def test_every_order_of_more_ranks(size: int, pattern: str, rows: int, ring_bytes: int) -> None:
-    ordered(record(size, FOUR, pattern=pattern, rows=rows, ring_bytes=ring_bytes).queues)
+def test_every_order_of_more_ranks(size: int, pattern: str, rows: int, ring_bytes: int, heap_bytes: int) -> None:
+    ordered(record(size, FOUR, pattern=pattern, rows=rows, ring_bytes=ring_bytes, heap_bytes=heap_bytes).queues)
+
+
+def test_a_message_between_symmetric_buffers_is_one_copy() -> None:
+    recorded = record(3, ["ag_gemm", "gemm_rs"], heap_bytes=1 << 16)
+    copies = [sum(bool(step.writes) for step in queue.steps) for queue in recorded.queues if "copies" in queue.name]
+    sending, receiving = 2 * 2, 0
+    assert copies == [sending, receiving] * 3
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -107,10 +126,11 @@ def test_every_order_of_all_reduces(size: int) -> None:
     ordered(record(size, ["gemm_ar", "ag_gemm", "gemm_ar", "gemm_ar"], rows=1).queues)
 
 
+@pytest.mark.parametrize("heap_bytes", HEAPS)
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("size", [2, 3])
-def test_results_in_a_random_order(size: int, seed: int) -> None:
-    recorded = record(size, [*FOUR, "gemm_ar"], rows=1)
+def test_results_in_a_random_order(size: int, seed: int, heap_bytes: int) -> None:
+    recorded = record(size, [*FOUR, "gemm_ar"], rows=1, heap_bytes=heap_bytes)
     for result in recorded.results:
         result.fill_(float("nan"))
     play(recorded.queues, random.Random(seed).randrange)
@@ -134,7 +154,7 @@ def test_the_sender_waits_for_bytes_and_flags_in_use(messages: int, num_bytes: i
 
 def test_a_flag_in_use_is_not_set_again() -> None:
     """Message 257 has the flag of message 1, which is not ready: its receiver would read too early."""
-    transport = CopyTransport(RecordedBackend(0, 2, []), ring_bytes=1 << 20)
+    transport = CopyTransport(RecordedBackend(0, 2, []), ring_bytes=1 << 20, heap_bytes=0)
     empty, chunk, content = torch.empty(0, dtype=torch.uint8), Chunk(0, 0), torch.zeros(256, dtype=torch.uint8)
     transport.begin([Transfer(Message(chunk, 1, chunk, 1, after_work=1), content, empty)], "not ready")
     message = Message(chunk, 1, chunk, 1)
@@ -145,7 +165,7 @@ def test_a_flag_in_use_is_not_set_again() -> None:
 
 
 def test_a_piece_ends_inside_the_ring() -> None:
-    ring = CopyTransport(RecordedBackend(0, 2, []), ring_bytes=2048).sent[1]
+    ring = CopyTransport(RecordedBackend(0, 2, []), ring_bytes=2048, heap_bytes=0).sent[1]
     pieces = [piece for _ in range(9) for piece in ring.pieces([torch.zeros(700, dtype=torch.uint8)])]
     assert [piece.place for piece in pieces[:4]] == [0, 768, 0, 768]
     assert all(piece.place + piece.content.numel() <= 2048 for piece in pieces)

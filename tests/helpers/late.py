@@ -16,8 +16,8 @@ from megatron_overlap.comm.transport import P2PWork, Transfer
 class PoisonedPool(BufferPool):
     """Fills every buffer that it gives out with NaN (integers: the largest value)."""
 
-    def take(self, name: str, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        buffer = super().take(name, shape, like)
+    def take(self, name: str, shape: Sequence[int], like: torch.Tensor, *, symmetric: bool = False) -> torch.Tensor:
+        buffer = super().take(name, shape, like, symmetric=symmetric)
         return buffer.fill_(float("nan") if like.dtype.is_floating_point else torch.iinfo(like.dtype).max)
 
 

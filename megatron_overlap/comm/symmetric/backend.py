@@ -64,6 +64,9 @@ class SymmetricBackend(Protocol):
     def barrier(self) -> None:
         """Block until all ranks have called it and have completed their work."""
 
+    def all_gather_text(self, text: str) -> list[str]:
+        """Return the text of every rank. Collective; blocks the host."""
+
     def fork(self) -> None:
         """Order later work of `copying` after the present work of `computing`."""
 

@@ -2,50 +2,54 @@
 
 Each rank has one arena:
 
-    ring of source 0 | ring of source 1 | ... | flags [R sources, 256] | acknowledgements [R receivers, 256]
+    ring of source 0 | ring of source 1 | ... | flags [R, 256] | acknowledgements [R, 256] | ready words [R] | heap
 
 A message travels in pieces, which the pair of sender and receiver numbers 1, 2, ... in the order of operations and
-messages. Both compute the place of a piece in the ring of the sender in the receiver's arena.
+messages. The sender copies a piece and writes its number to flag `piece % 256` of the receiver.
 
-- Sender: waits until earlier pieces in the same bytes are acknowledged, copies the piece, and writes its number to flag
-  `piece % 256` of the receiver.
-- Receiver: waits for the flag on its computing queue, copies the piece to the tensor of the message, and writes the
-  number to its acknowledgement at the sender.
+- A message between symmetric buffers (`Transfer.lands`) is one piece. It lands in the tensor of the receiver. When an
+  operation begins, the receiver writes its count of such operations to the ready word at the sender: earlier work no
+  longer reads the buffer. The sender waits for this count; the computing queue of the receiver waits for the flag.
+- Any other message passes through the ring of the pair. Both ranks compute the place of a piece. The sender waits until
+  earlier pieces in the same bytes are acknowledged. The receiver waits for the flag, copies the piece to the tensor,
+  and acknowledges it; its computing queue waits for that copy.
 
-Sends run on one copying queue for each peer, so a slow receiver delays no other. A queue waits for a word in memory
-without a kernel (`backend.Queue`). Not yet run on a GPU.
+A rank has one queue of sends and one of receives beside its computing queue. Sends run in the order of the plan, so
+each uses the whole link. A queue waits for a word in memory without a kernel (`backend.Queue`). Not yet run on a GPU.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
 import torch
 
-from megatron_overlap.comm.buffers import BufferPool
-from megatron_overlap.comm.symmetric.backend import Queue, SymmetricBackend
+from megatron_overlap.comm.symmetric.backend import SymmetricBackend
+from megatron_overlap.comm.symmetric.heap import HeapPool
 from megatron_overlap.comm.transport import Transfer, TransportError
 
 _ALIGNMENT = 256
 _NUM_WORDS = 256
 RING_BYTES = 64 * 1024 * 1024
 """Bytes of the ring of one pair. Messages in flight share it; those that do not fit wait for earlier ones."""
+HEAP_BYTES = 512 * 1024 * 1024
+"""Bytes of the symmetric buffers of a rank. A buffer that does not fit is ordinary memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of one tensor in a ring.
+    """A part of one tensor in the arena of its receiver.
 
     Attributes:
         number: of this pair, from 1.
-        begin: first byte, counted over all laps of the ring.
-        place: offset in the ring.
+        begin: first byte, counted over all laps of the ring; None for a message between symmetric buffers.
+        place: offset in the arena.
         content: the bytes of the tensor.
     """
 
     number: int
-    begin: int
+    begin: int | None
     place: int
     content: torch.Tensor
 
@@ -53,8 +57,8 @@ class Piece:
 class _Ring:
     """Numbers the pieces of one direction of a pair; sender and receiver get the same numbers and places."""
 
-    def __init__(self, num_bytes: int) -> None:
-        self._num_bytes = num_bytes
+    def __init__(self, start: int, num_bytes: int) -> None:
+        self._start, self._num_bytes = start, num_bytes
         self._number = self._position = 0
         # Number and first byte of pieces in the order of their numbers, and the numbers of those that are not enqueued.
         self._in_use: deque[tuple[int, int]] = deque()
@@ -68,47 +72,62 @@ class _Ring:
                 if self._position % self._num_bytes + content.numel() > self._num_bytes:
                     self._position += self._num_bytes - self._position % self._num_bytes
                 self._number += 1
-                pieces.append(Piece(self._number, self._position, self._position % self._num_bytes, content))
+                place = self._start + self._position % self._num_bytes
+                pieces.append(Piece(self._number, self._position, place, content))
                 self._position += -(-content.numel() // _ALIGNMENT) * _ALIGNMENT
         return pieces
 
+    def direct(self, tensor: torch.Tensor, place: int) -> Piece:
+        """Return the next piece: all of `tensor`, which lands at `place` of the arena."""
+        self._number += 1
+        return Piece(self._number, None, place, tensor.view(-1).view(torch.uint8))
+
     def will_send(self, pieces: Sequence[Piece]) -> None:
         """Record pieces to send."""
-        self._in_use.extend((piece.number, piece.begin) for piece in pieces)
+        self._in_use.extend((piece.number, piece.begin) for piece in pieces if piece.begin is not None)
         self.not_sent.update(piece.number for piece in pieces)
 
     def replaced(self, piece: Piece) -> Iterator[int]:
-        """Yield and forget the numbers of the earlier pieces whose bytes or flag `piece` takes."""
+        """Yield and forget the numbers of earlier pieces in the ring whose bytes or acknowledgement `piece` takes."""
+        if piece.begin is None:
+            return
         end, in_use = piece.begin + piece.content.numel(), self._in_use
         while in_use and (in_use[0][1] + self._num_bytes < end or in_use[0][0] + _NUM_WORDS <= piece.number):
             yield in_use.popleft()[0]
 
 
 class CopyTransport:
-    """See `Transport`. Every message is a copy into the memory of the receiver and one from there to its tensor.
+    """See `Transport`. Every message is a copy into the memory of the receiver.
 
     Args:
         backend: symmetric memory of the ranks; the transport closes it.
         ring_bytes: bytes of the ring of one pair; the same on every rank.
+        heap_bytes: bytes of symmetric buffers; the same on every rank.
 
     Raises:
         ValueError: `ring_bytes` is below 512.
     """
 
-    def __init__(self, backend: SymmetricBackend, *, ring_bytes: int = RING_BYTES) -> None:
+    def __init__(
+        self, backend: SymmetricBackend, *, ring_bytes: int = RING_BYTES, heap_bytes: int = HEAP_BYTES
+    ) -> None:
         if ring_bytes < 2 * _ALIGNMENT:
             raise ValueError(f"ring_bytes: {ring_bytes}: must be at least {2 * _ALIGNMENT}")
         self.backend, self.rank, self.size = backend, backend.rank, backend.size
-        self.buffer_pool, self.exposed_s = BufferPool(), 0.0
+        self.exposed_s = 0.0
         self._ring_bytes = ring_bytes = ring_bytes // _ALIGNMENT * _ALIGNMENT
-        words = self.size * _NUM_WORDS
-        self._arenas = backend.map(self.size * ring_bytes + 2 * 4 * words)
-        # Flags, then acknowledgements.
-        self._words = [arena[self.size * ring_bytes :].view(torch.int32) for arena in self._arenas]
+        words = 4 * self.size * (2 * _NUM_WORDS + 1)
+        begin, heap = self.size * ring_bytes, self.size * ring_bytes + -(-words // _ALIGNMENT) * _ALIGNMENT
+        self._arenas = backend.map(heap + heap_bytes)
+        self.buffer_pool = HeapPool(self._arenas[self.rank][heap:], backend.all_gather_text)
+        # Flags, then acknowledgements, then ready words.
+        self._words = [arena[begin : begin + words].view(torch.int32) for arena in self._arenas]
         self._words[self.rank].zero_()
-        self.sent = {peer: _Ring(ring_bytes) for peer in range(self.size)}
-        self.received = {peer: _Ring(ring_bytes) for peer in range(self.size)}
-        self.queues: dict[int, Queue] = {peer: backend.queue() for peer in range(self.size) if peer != self.rank}
+        self.sent = {peer: _Ring(self.rank * ring_bytes, ring_bytes) for peer in range(self.size)}
+        self.received = {peer: _Ring(peer * ring_bytes, ring_bytes) for peer in range(self.size)}
+        # Operations with messages between symmetric buffers, by peer.
+        self.ready_to_receive, self.ready_to_send = Counter[int](), Counter[int]()
+        self.sending, self.receiving = backend.queue(), backend.queue()
         # Operations that have messages to send, in order.
         self.works: list[CopyP2PWork] = []
         backend.barrier()
@@ -120,35 +139,63 @@ class CopyTransport:
         work.mark_ready(0)
         return work
 
+    def place(self, transfer: Transfer) -> int | None:
+        """The offset at which `transfer.send` lands in the arena of the receiver; None for a message by the ring."""
+        lands = transfer.lands
+        if lands is None or transfer.extra_send or transfer.extra_recv or not self.buffer_pool.holds(lands):
+            return None
+        return int(lands.storage_offset()) * lands.itemsize
+
+    def write_ready(self, sources: Sequence[int], free: object) -> None:
+        """Enqueue the ready words of `sources`: receive buffers are free at the mark `free` of the computing queue."""
+        self.receiving.after(free)
+        for source in sources:
+            self.ready_to_receive[source] += 1
+            index = 2 * self.size * _NUM_WORDS + self.rank
+            self.receiving.write(self._words[source], index, self.ready_to_receive[source])
+
+    def wait_ready(self, peer: int, count: int) -> None:
+        """Block later sends until the buffers of operation `count` are free at `peer`."""
+        self.sending.wait(self._words[self.rank], 2 * self.size * _NUM_WORDS + peer, count)
+
     def send(self, sender: "CopyP2PWork", peer: int, piece: Piece) -> None:
         """Enqueue the copy of a piece of `sender` to `peer`."""
-        queue, ring = self.queues[peer], self.sent[peer]
+        queue, ring = self.sending, self.sent[peer]
         acknowledgements = self.size * _NUM_WORDS + peer * _NUM_WORDS
+        self._require_sent(piece.number - _NUM_WORDS, sender, peer)  # it sets the same flag
         for earlier in ring.replaced(piece):
-            if earlier in ring.not_sent:
-                for work in takewhile(lambda work: work is not sender, self.works):
-                    work.send_ready()
-            if earlier in ring.not_sent:
-                raise TransportError(
-                    f"the ring to rank {self.backend.ranks[peer]} has {self._ring_bytes} bytes, too few for the "
-                    "messages in flight: an earlier one is not ready; use a larger ring_bytes"
-                )
+            self._require_sent(earlier, sender, peer)
             queue.wait(self._words[self.rank], acknowledgements + earlier % _NUM_WORDS, earlier)
         ring.not_sent.discard(piece.number)
-        queue.copy(self._slot(peer, self.rank, piece), piece.content)
+        queue.copy(self._arenas[peer][piece.place : piece.place + piece.content.numel()], piece.content)
         queue.write(self._words[peer], self.rank * _NUM_WORDS + piece.number % _NUM_WORDS, piece.number)
 
-    def receive(self, peer: int, piece: Piece) -> None:
-        """Enqueue the wait for a piece of `peer` and its copy on the computing queue."""
-        computing = self.backend.computing
-        computing.wait(self._words[self.rank], peer * _NUM_WORDS + piece.number % _NUM_WORDS, piece.number)
-        computing.copy(piece.content, self._slot(self.rank, peer, piece))
-        acknowledgement = self.size * _NUM_WORDS + self.rank * _NUM_WORDS + piece.number % _NUM_WORDS
-        computing.write(self._words[peer], acknowledgement, piece.number)
+    def _require_sent(self, number: int, sender: "CopyP2PWork", peer: int) -> None:
+        ring = self.sent[peer]
+        if number in ring.not_sent:
+            for work in takewhile(lambda work: work is not sender, self.works):
+                work.send_ready()
+        if number in ring.not_sent:
+            raise TransportError(
+                f"the ring to rank {self.backend.ranks[peer]} has {self._ring_bytes} bytes, too few for the "
+                "messages in flight: an earlier one is not ready; use a larger ring_bytes"
+            )
 
-    def _slot(self, owner: int, source: int, piece: Piece) -> torch.Tensor:
-        start = source * self._ring_bytes + piece.place
-        return self._arenas[owner][start : start + piece.content.numel()]
+    def receive(self, peer: int, pieces: Sequence[Piece], free: object) -> None:
+        """Order the computing queue after the pieces of a message of `peer` whose tensor is free at the mark `free`."""
+        own = self._words[self.rank]
+        through_ring = [piece for piece in pieces if piece.begin is not None]
+        queue = self.receiving if through_ring else self.backend.computing
+        if through_ring:
+            queue.after(free)
+        for piece in pieces:
+            index = piece.number % _NUM_WORDS
+            queue.wait(own, peer * _NUM_WORDS + index, piece.number)
+            if piece.begin is not None:
+                queue.copy(piece.content, self._arenas[self.rank][piece.place : piece.place + piece.content.numel()])
+                queue.write(self._words[peer], (self.size + self.rank) * _NUM_WORDS + index, piece.number)
+        if through_ring:
+            self.backend.computing.after(queue.mark())
 
     def close(self) -> None:
         """See `Transport.close`. Call it when no rank uses the memory any more."""
@@ -164,13 +211,25 @@ class CopyP2PWork:
         self._transport, self._transfers, self._op = transport, transfers, op
         self._pieces_to_send: list[list[Piece]] = []
         self._pieces_to_receive: list[list[Piece]] = []
+        self._sources: dict[int, None] = {}  # of messages between symmetric buffers, in the order of the plan
+        self._ready: dict[int, int] = {}
         for transfer in transfers:
             sent, received = transport.sent[transfer.message.to], transport.received[transfer.message.source]
+            place = transport.place(transfer)
             to_send = (transfer.send, *transfer.extra_send) if transfer.send.numel() else ()
             to_receive = (transfer.recv, *transfer.extra_recv) if transfer.recv.numel() else ()
-            self._pieces_to_send.append(sent.pieces(to_send))
-            self._pieces_to_receive.append(received.pieces(to_receive))
+            if place is None:
+                self._pieces_to_send.append(sent.pieces(to_send))
+                self._pieces_to_receive.append(received.pieces(to_receive))
+            else:
+                self._pieces_to_send.append([sent.direct(tensor, place) for tensor in to_send])
+                self._pieces_to_receive.append([received.direct(tensor, 0) for tensor in to_receive])
+                self._sources.update(dict.fromkeys([transfer.message.source] * len(to_receive)))
+                self._ready.update(dict.fromkeys([transfer.message.to] * len(to_send), 0))
             sent.will_send(self._pieces_to_send[-1])
+        for peer in self._ready:
+            transport.ready_to_send[peer] += 1
+            self._ready[peer] = transport.ready_to_send[peer]
         self._num_sent = 0
         # On the host no hardware queue is shared with the computation.
         self._placed = transport.backend.device.type == "cuda"
@@ -178,8 +237,8 @@ class CopyP2PWork:
         # Positions of the computing queue, by the work done there; the last one follows received rows.
         self._marks: list[tuple[int, object]] = []
         self._work_done = -1
-        # Position after the last send to each peer.
-        self._sent: dict[int, object] = {}
+        # Position after the last send.
+        self._sent: object | None = None
 
     @property
     def has_more_to_send(self) -> bool:
@@ -194,9 +253,14 @@ class CopyP2PWork:
     def mark_ready(self, work_done: int) -> None:
         # First what the last work hides, with the positions before it.
         self._send_placed(work_done, self._work_done)
-        if work_done > self._work_done:
+        left = self._transfers[self._num_sent :]
+        # With one hardware queue, a mark that no message needs would delay later work until its queue reaches it.
+        if self._work_done < 0 or any(self._work_done < each.message.after_work <= work_done for each in left):
             self._marks.append((work_done, self._transport.backend.computing.mark()))
-            self._work_done = work_done
+            if self._sources:
+                self._transport.write_ready(list(self._sources), self._marks[0][1])
+                self._sources = {}
+        self._work_done = max(self._work_done, work_done)
         self._send_placed(work_done, self._work_done)
 
     def _send_placed(self, enqueued: int, done: int) -> None:
@@ -213,14 +277,16 @@ class CopyP2PWork:
         transport, message = self._transport, self._transfers[self._num_sent].message
         self._num_sent += 1
         if pieces := self._pieces_to_send[self._num_sent - 1]:
-            queue = transport.queues[message.to]
+            queue = transport.sending
             if message.after_message is not None:
                 queue.after(transport.backend.computing.mark())
             else:
                 queue.after(next(mark for done, mark in self._marks if done >= message.after_work))
+            if pieces[0].begin is None and (count := self._ready.pop(message.to, 0)):
+                transport.wait_ready(message.to, count)
             for piece in pieces:
                 transport.send(self, message.to, piece)
-            self._sent[message.to] = queue.mark()
+            self._sent = queue.mark()
 
     def is_completed(self, message: int) -> bool:
         return False
@@ -234,8 +300,8 @@ class CopyP2PWork:
         self._received[message] = True
         transport, source = self._transport, self._transfers[message].message.source
         try:
-            for piece in self._pieces_to_receive[message]:
-                transport.receive(source, piece)
+            if pieces := self._pieces_to_receive[message]:
+                transport.receive(source, pieces, self._marks[0][1])
         except TransportError as error:
             ranks = transport.backend.ranks
             raise TransportError(
@@ -244,6 +310,9 @@ class CopyP2PWork:
                 peer=ranks[source],
             ) from error
         self._send_placed(self._work_done, self._work_done)
+        if message == len(self._transfers) - 1 and not self.has_more_to_send:
+            # Not in `wait_all`: with one hardware queue it would delay other messages behind the work since then.
+            self._wait_sends()
 
     def _may_send(self) -> bool:
         message = self._transfers[self._num_sent].message
@@ -255,6 +324,10 @@ class CopyP2PWork:
             self.wait(message)
         self.send_ready()
         assert not self.has_more_to_send, "a message was never marked ready"
-        # Not the whole queues: they may have later operations, which wait for what the peers receive after this one.
-        for mark in self._sent.values():
-            self._transport.backend.computing.after(mark)
+        self._wait_sends()
+
+    def _wait_sends(self) -> None:
+        # Not the whole queue: it may have later operations, which wait for what the peers receive after this one.
+        if self._sent is not None:
+            self._transport.backend.computing.after(self._sent)
+            self._sent = None

@@ -196,6 +196,9 @@ class CudaBackend:
         self._host_group.barrier()
         torch.cuda.synchronize(self.device)
 
+    def all_gather_text(self, text: str) -> list[str]:
+        return self._host_group.all_gather_text(text)
+
     def fork(self) -> None:
         self._copies.wait_stream(torch.cuda.current_stream())
 

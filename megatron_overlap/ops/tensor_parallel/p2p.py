@@ -202,7 +202,9 @@ class P2PGather:
         self._full = tuple(
             tensor.new_empty((num_rows, *tensor.shape[1:]))
             if save
-            else transport.buffer_pool.take(f"gather{number or ''}", (num_rows, *tensor.shape[1:]), tensor)
+            else transport.buffer_pool.take(
+                f"gather{number or ''}", (num_rows, *tensor.shape[1:]), tensor, symmetric=True
+            )
             for number, tensor in enumerate(payload)
         )
         self.num_bytes = (transport.size - 1) * sum(tensor.nbytes for tensor in payload)

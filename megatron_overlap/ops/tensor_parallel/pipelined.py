@@ -92,7 +92,8 @@ class PipelinedAllGather:
             )
             start, stop = layout.rows(message.recv)
             received = tuple(full[start:stop] for full in into)
-            transfers.append(Transfer(message, sent[0], received[0], sent[1:], received[1:]))
+            lands = into[0][slice(*layout.rows(message.send))]
+            transfers.append(Transfer(message, sent[0], received[0], sent[1:], received[1:], lands))
         self._p2p_work = transport.begin(transfers, op)
         self._shard, self._has_own_rows = shard, False
         if whole or plan.pattern == "serial":
@@ -195,7 +196,9 @@ class PipelinedReduceScatter:
         features = out.shape[1]
         self._partial = self._buffer_pool.take("partial", (layout.num_rows if plan.messages else 0, features), out)
         sizes = [layout.num_chunk_rows(message.recv) for message in plan.messages]
-        self._terms = self._buffer_pool.take("received", (sum(sizes), features), out)
+        # All ranks receive the same numbers of rows, in the same order.
+        symmetric = layout.num_rows % plan.num_ranks == 0
+        self._terms = self._buffer_pool.take("received", (sum(sizes), features), out, symmetric=symmetric)
         self._received = self._terms.split(sizes)
         transfers: list[Transfer] = []
         for message, received in zip(plan.messages, self._received, strict=True):
@@ -203,7 +206,8 @@ class PipelinedReduceScatter:
             if work_follows and out.is_cuda and plan.pattern != "ring":
                 # The GEMM of the own rows hides the first one.
                 message = replace(message, not_before=len(plan.work) - (not transfers))
-            transfers.append(Transfer(message, self._partial[start:stop], received))
+            lands = received if symmetric else None
+            transfers.append(Transfer(message, self._partial[start:stop], received, lands=lands))
         self._p2p_work = transport.begin(transfers, op)
         self._done = 0
 

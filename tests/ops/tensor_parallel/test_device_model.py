@@ -27,6 +27,18 @@ def test_one_hardware_queue_overlaps_as_eight_do(
     assert took.one < took.compute + took.communication - 0.4 * min(took.compute, took.communication)
 
 
+@pytest.mark.parametrize(
+    ("layer", "direction", "most"),
+    [("qkv", "forward", 1.02), ("proj", "backward", 1.02), ("proj", "forward", 1.05), ("qkv", "backward", 1.07)],
+)
+def test_copy_engines_overlap_with_one_hardware_queue(
+    monkeypatch: pytest.MonkeyPatch, layer: str, direction: str, most: float
+) -> None:
+    took = times(record(monkeypatch, Case(layer, 4096, direction), "copies"))
+    assert took.one <= most * took.eight
+    assert took.one < took.compute + took.communication - 0.4 * min(took.compute, took.communication)
+
+
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_weight_gradient_is_one_gemm(monkeypatch: pytest.MonkeyPatch, layer: str) -> None:
     device = record(monkeypatch, Case(layer, 4096, "backward"))[0]
