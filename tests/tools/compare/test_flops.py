@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from megatron_overlap.config import LaunchConfig
 from megatron_overlap.tools.compare import flops
+from tests.helpers.forked_python import ForkedPython
 
 
 def config(model: dict[str, Any], **train: Any) -> LaunchConfig:
@@ -145,7 +147,10 @@ def test_a_device_without_a_data_sheet_figure_has_no_known_peak() -> None:
     assert flops.known_peak("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16") is None
 
 
-def test_the_peak_of_a_cpu_is_measured_on_all_ranks_at_once() -> None:
+def test_the_peak_of_a_cpu_is_measured_on_all_ranks_at_once(
+    forked_python: ForkedPython, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", forked_python.executable)
     cfg = LaunchConfig.model_validate(
         {
             "name": "x",
