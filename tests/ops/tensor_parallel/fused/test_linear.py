@@ -39,7 +39,9 @@ def test_all_reduce_equals_reference(interpreting: World, op: str, plan: FusedPl
     assert_same(bits)
 
 
-@pytest.mark.parametrize("main_grad", [False, True], ids=["own gradient", "main_grad"])
+@pytest.mark.parametrize(
+    "main_grad", [pytest.param(False, marks=pytest.mark.long), True], ids=["own gradient", "main_grad"]
+)
 @pytest.mark.parametrize("op", SEQUENCE + PLAIN)
 def test_over_two_hosts(interpreting: World, op: str, main_grad: bool) -> None:
     """Fused inside hosts of two ranks, late messages between hosts. 37 rows: hosts own different numbers of rows."""
