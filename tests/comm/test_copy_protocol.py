@@ -152,16 +152,18 @@ def test_the_sender_waits_for_bytes_and_flags_in_use(messages: int, num_bytes: i
         assert torch.equal(result, expected)
 
 
-def test_a_flag_in_use_is_not_set_again() -> None:
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_a_flag_in_use_is_not_set_again(symmetric: bool) -> None:
     """Message 257 has the flag of message 1, which is not ready: its receiver would read too early."""
-    transport = CopyTransport(RecordedBackend(0, 2, []), ring_bytes=1 << 20, heap_bytes=0)
+    transport = CopyTransport(RecordedBackend(0, 2, []), ring_bytes=1 << 20, heap_bytes=4096)
     empty, chunk, content = torch.empty(0, dtype=torch.uint8), Chunk(0, 0), torch.zeros(256, dtype=torch.uint8)
-    transport.begin([Transfer(Message(chunk, 1, chunk, 1, after_work=1), content, empty)], "not ready")
+    lands = transport.buffer_pool.take("received", (256,), content, symmetric=True) if symmetric else None
+    transport.begin([Transfer(Message(chunk, 1, chunk, 1, after_work=1), content, empty, lands=lands)], "not ready")
     message = Message(chunk, 1, chunk, 1)
     for _ in range(255):
-        transport.begin([Transfer(message, content, empty)], "ready")
+        transport.begin([Transfer(message, content, empty, lands=lands)], "ready")
     with pytest.raises(TransportError, match="an earlier one is not ready"):
-        transport.begin([Transfer(message, content, empty)], "ready")
+        transport.begin([Transfer(message, content, empty, lands=lands)], "ready")
 
 
 def test_a_piece_ends_inside_the_ring() -> None:
