@@ -172,7 +172,7 @@ class Counters:
     Attributes:
         saved_activations: bytes saved from forward to backward.
         numerics_check: the largest share of the allowed error in check mode, by operation and tensor.
-        autotune_lines: returns what `method: auto` selected so far.
+        autotune_lines: functions that return what `method: auto` selected so far.
         excluded: modules that no method overlaps, with the reason. They are reported, and never an error.
         symmetric_memory: returns the memory of fused kernels; None unless the config asks for fused kernels.
     """
@@ -181,7 +181,7 @@ class Counters:
         self.strict = strict
         self.saved_activations = SavedActivations()
         self.numerics_check: dict[str, float] = {}
-        self.autotune_lines: Callable[[], tuple[AutotuneLine, ...]] = tuple
+        self.autotune_lines: list[Callable[[], tuple[AutotuneLine, ...]]] = []
         self.symmetric_memory: Callable[[], list[SymmetricMemory]] | None = None
         self.excluded: dict[str, str] = {}
         self._tallies: dict[Site, Tally] = {}

@@ -192,7 +192,7 @@ class Session:
             sites=counters.snapshot(),
             saved=counters.saved_activations.snapshot(),
             not_overlapped=dict(counters.excluded),
-            autotuning=counters.autotune_lines(),
+            autotuning=tuple(line for lines in counters.autotune_lines for line in lines()),
             numerics_check=dict(counters.numerics_check),
             buffers=self._buffers(),
             symmetric_memory=None if counters.symmetric_memory is None else tuple(counters.symmetric_memory()),

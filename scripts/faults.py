@@ -204,12 +204,12 @@ class Runner:
             _do([*command, "qdisc", "del", "dev", device, "root"])
 
 
-def cases(count: int, seed: int, deadline_s: float, kinds: list[str]) -> Iterator[Case]:
-    """`count` cases over all kinds and loads in turn; moments, victims and choices from `seed`."""
+def cases(count: int, seed: int, deadline_s: float, kinds: list[str], wanted: list[str]) -> Iterator[Case]:
+    """`count` cases over all kinds and the wanted loads in turn; moments, victims and choices from `seed`."""
     draw = random.Random(seed)
     for number in range(count):
         kind = kinds[number % len(kinds)]
-        loads = ("tp", "dp") if kind == "corruption" else LOADS  # what check mode compares
+        loads = ["tp", "dp"] if kind == "corruption" else wanted  # what check mode compares
         load = loads[(number // len(kinds)) % len(loads)]
         yield Case(kind, load, draw.randrange(4), draw.randrange(1 << 30), deadline_s)
 
@@ -221,6 +221,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--deadline", type=float, default=3.0, help="of one wait, seconds")
     parser.add_argument("--kinds", default="", help="only these, separated by commas")
+    parser.add_argument("--loads", default=",".join(LOADS), help="what is computed, separated by commas")
     parser.add_argument("--training", type=int, default=0, help="faults in Megatron trainings, besides")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no case after this time")
     parser.add_argument("--json", type=Path)
@@ -233,7 +234,7 @@ def main() -> int:
         skipped["clock jump"] = "no C compiler"
     with _lab(kinds, skipped) as lab:
         runner, found, until = Runner(lab), [], time.monotonic() + 60 * options.minutes
-        for case in cases(options.cases, options.seed, options.deadline, kinds):
+        for case in cases(options.cases, options.seed, options.deadline, kinds, options.loads.split(",")):
             if time.monotonic() > until:
                 break
             outcome = runner.run(case)

@@ -35,6 +35,9 @@ STOCK, SEPARATE_LAYERS = Candidate("stock"), Candidate("separate layers")
 BATCH_OVERLAP, SEQUENCE_OVERLAP = Candidate("batch overlap"), Candidate("sequence overlap")
 """The other candidate of a block: `overlap.tensor.split` is batch, or sequence."""
 
+EXPERTS = "experts"
+"""The op of a mixture-of-experts layer: dispatch, experts and combine."""
+
 FUSED, HOPPER = Candidate("fused"), Candidate("fused", knobs=(("kernel", "hopper"),))
 """The portable fused kernels, and those for sm_90."""
 
@@ -44,8 +47,8 @@ class Call:
     """The kind of a call: calls of a group that agree in every attribute run the same candidate.
 
     Attributes:
-        op: `ag_gemm`, `gemm_rs`, `copy_gemm` or `gemm_ar`; `block` for the layers of a transformer block.
-        rows: gathered rows.
+        op: `ag_gemm`, `gemm_rs`, `copy_gemm` or `gemm_ar`; `block` for the layers of a transformer block; or `EXPERTS`.
+        rows: gathered rows; of experts the most rows that a rank sends in the first call.
         in_features: columns of this rank's input.
         out_features: columns of this rank's output.
         dtype: of input and weight: `bfloat16`.

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from megatron_overlap.autotune.cache import AutotuneCache
-from megatron_overlap.autotune.candidates import FUSED, HOPPER, STOCK, Call, Candidate
+from megatron_overlap.autotune.candidates import EXPERTS, FUSED, HOPPER, STOCK, Call, Candidate
 from megatron_overlap.autotune.search import Search, Selection, Step, Timing
 from megatron_overlap.comm.host_group import HostGroup
 from megatron_overlap.schedules.heuristics import fused_settings, one_knob_apart
@@ -47,6 +47,9 @@ class Span:
             return (self.stop - self.start) / 1e3
         return self.start.elapsed_time(self.stop) * 1e3 if self.stop.query() else math.nan
 
+
+type End = Literal["nodes", "input", "pass"]
+"""The end of the backward of a call: its last node, the gradient of its first leaf, or the end of the backward pass."""
 
 type Samples = tuple[list[Span], list[Span]]  # the timed calls in their order, forward and backward
 
@@ -142,7 +145,8 @@ class Autotuner:
         if not is_timed:
             return run(candidate), candidate
         samples = kind.samples.setdefault(call, {}).setdefault(candidate, ([], []))
-        return _time_call(samples, partial(run, candidate), leaves, whole_pass=call.op == "block"), candidate
+        end: End = "pass" if call.op == "block" else "input" if call.op == EXPERTS else "nodes"
+        return _time_call(samples, partial(run, candidate), leaves, end), candidate
 
     def slowest(self, values: list[float]) -> list[float]:
         """The largest of each value over the ranks of the group. Collective."""
@@ -160,7 +164,10 @@ class Autotuner:
         words = [json.loads(text) for text in self._host.all_gather_text(json.dumps([mine, entry]))]
         if any(theirs != mine for theirs, _ in words):
             calls = " | ".join(theirs for theirs, _ in words)
-            raise AutotuneError(f"ranks run different layers: {calls}; set overlap.tensor.method to none and report it")
+            section = "expert" if call.op == EXPERTS else "tensor"
+            raise AutotuneError(
+                f"ranks run different layers: {calls}; set overlap.{section}.method to none and report it"
+            )
         # All ranks take the cached selection of rank 0: other ranks may have another disk.
         name, *rest = words[0][1] or (None,)
         by_name = {str(each): each for each in (*candidates, *variants)}
@@ -199,12 +206,12 @@ class Autotuner:
             self._cache.put(kind.call.key, Selection(str(candidate), us, stock_us, reason))
 
 
-def _time_call(samples: Samples, run: Callable[[], Any], leaves: Sequence[torch.Tensor], *, whole_pass: bool) -> Any:
+def _time_call(samples: Samples, run: Callable[[], Any], leaves: Sequence[torch.Tensor], end: End) -> Any:
     """Runs a call, adds its times to `samples`, and returns its result.
 
-    Hooks time the backward from before the first until after the last node that the call added to the autograd graph,
-    or until the end of the backward pass. Gradient accumulation into parameters is not included, unless weight
-    gradients are deferred (`ops.wgrad`). On CUDA the marks are events.
+    Hooks time the backward from before the first node that the call added to the autograd graph until its `end`.
+    Gradient accumulation into parameters is not included, unless weight gradients are deferred (`ops.wgrad`). On CUDA
+    the marks are events.
     """
 
     def mark() -> Any:
@@ -230,7 +237,9 @@ def _time_call(samples: Samples, run: Callable[[], Any], leaves: Sequence[torch.
 
     samples[1].append(backward)
     output.grad_fn.register_prehook(lambda grads: setattr(backward, "start", mark()))
-    if whole_pass:
+    if end == "input":
+        leaves[0].register_hook(stop)
+    elif end == "pass":
         handle = leaves[0].register_hook(stop_at_end)
     else:
         for node in _nodes(output.grad_fn, leaves):

@@ -61,8 +61,9 @@ class UlyssesOverlap(Section):
 class ExpertOverlap(Section):
     """Overlap of the all-to-alls of expert parallelism with the experts."""
 
-    method: Literal["p2p", "none"] = "none"
-    """p2p: messages between the experts' GEMMs; none: the stock path."""
+    method: Literal["auto", "p2p", "none"] = "none"
+    """p2p: messages between the experts' GEMMs; none: the stock path; auto: the faster one of each layer, measured in
+    the run."""
 
 
 class VarlenOverlap(Section):

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 from megatron_overlap.adapters.diagnostics.consistency import open_transport
+from megatron_overlap.adapters.expert_parallel.autotune import ExpertAutotuner
 from megatron_overlap.adapters.expert_parallel.experts import LayerExperts, unsupported_layer_reason
 from megatron_overlap.adapters.wrapping import Method, untraced
+from megatron_overlap.autotune.candidates import STOCK, Candidate
 from megatron_overlap.ops import ExpertOptions, expert_parallel
 from megatron_overlap.ops.call import Observer
 from megatron_overlap.session import Adapter, Session
@@ -43,17 +45,21 @@ class ExpertAdapter(Adapter):
 
     Attributes:
         options: of the operation.
-        overlapped: layers between their `dispatch` and `combine` that the operation computes.
+        overlapped: layers between their `dispatch` and `combine` that `routed_experts_compute` computes alone.
+        stock: the replaced methods by name.
+        autotuner: selects the stock path or p2p with `method: auto`.
     """
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.options = ExpertOptions(fixed_order=bool(session.config.deterministic))
         self.overlapped: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.stock: dict[str, Method] = {}
+        self.autotuner = ExpertAutotuner(session)
         self._layers: weakref.WeakKeyDictionary[Any, _Layer] = weakref.WeakKeyDictionary()
 
     def begins(self, layer: Any, hidden_states: torch.Tensor) -> bool:
-        """Called in `dispatch`: whether the operation computes this call. A fallback is counted."""
+        """Called in `dispatch`: whether `routed_experts_compute` computes this call alone. A fallback is counted."""
         self.overlapped.discard(layer)
         known = self._layers.get(layer)
         if known is None:
@@ -77,6 +83,26 @@ class ExpertAdapter(Adapter):
             return _Layer(name, None, None, observer)
         reason = unsupported_layer_reason(layer)
         return _Layer(name, LayerExperts.of(layer.experts) if reason is None else None, reason, observer)
+
+    def run(self, layer: Any, hidden_states: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        """Dispatch, experts and combine of one call by the selected method."""
+        if not self.autotuner.enabled:
+            return self.compute(layer, hidden_states, probs)
+
+        def run(candidate: Candidate) -> torch.Tensor:
+            if candidate != STOCK:
+                return self.compute(layer, hidden_states, probs)
+            self.session.counters.stock_selected("expert", self._layers[layer].name, _OP, "forward")
+            dispatched = self.stock["dispatch"](layer, hidden_states, probs)
+            output = self.stock["routed_experts_compute"](layer, *dispatched)[0]
+            combined: torch.Tensor = self.stock["combine"](layer, output)
+            return combined
+
+        return self.autotuner.run(layer, hidden_states, probs, run)
+
+    def drop(self) -> None:
+        """See `Adapter`."""
+        self.autotuner.drop()
 
     def compute(self, layer: Any, hidden_states: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         """Dispatch, experts and combine of one call: tokens in the order of `dispatch_preprocess`, to their results."""
@@ -110,8 +136,9 @@ class ExpertAdapter(Adapter):
 
 
 def dispatch(original: Method, session: Session) -> Method:
-    """Replacement of `MoELayer.dispatch`: the identity where the operation computes the layer."""
+    """Replacement of `MoELayer.dispatch`: the identity where `routed_experts_compute` computes the layer."""
     adapter = session.adapter(ExpertAdapter)
+    adapter.stock["dispatch"] = original
 
     @untraced
     @functools.wraps(original)
@@ -129,20 +156,22 @@ def routed_experts_compute(original: Method, session: Session) -> Method:
     Equals `combine(routed_experts_compute(*dispatch(hidden_states, probs)))` of the original methods.
     """
     adapter = session.adapter(ExpertAdapter)
+    adapter.stock["routed_experts_compute"] = original
 
     @untraced
     @functools.wraps(original)
     def routed_experts_compute(self: Any, hidden_states: torch.Tensor, probs: torch.Tensor) -> Any:
         if self in adapter.overlapped:
-            return adapter.compute(self, hidden_states, probs), None
+            return adapter.run(self, hidden_states, probs), None
         return original(self, hidden_states, probs)
 
     return routed_experts_compute
 
 
 def combine(original: Method, session: Session) -> Method:
-    """Replacement of `MoELayer.combine`: the identity where the operation computed the layer."""
+    """Replacement of `MoELayer.combine`: the identity where `routed_experts_compute` computed the layer."""
     adapter = session.adapter(ExpertAdapter)
+    adapter.stock["combine"] = original
 
     @untraced
     @functools.wraps(original)

@@ -15,7 +15,14 @@ from megatron_overlap.adapters.diagnostics.reference_check import Check
 from megatron_overlap.adapters.tensor_parallel.call import LayerOutput, LinearCall
 from megatron_overlap.adapters.tensor_parallel.eligibility import is_te_linear
 from megatron_overlap.adapters.tensor_parallel.forward_only import ForwardOnlyCalls, is_forward_only
-from megatron_overlap.autotune.candidates import SEPARATE_LAYERS, SEQUENCE_OVERLAP, STOCK, Call, Candidate
+from megatron_overlap.autotune.candidates import (
+    EXPERTS,
+    SEPARATE_LAYERS,
+    SEQUENCE_OVERLAP,
+    STOCK,
+    Call,
+    Candidate,
+)
 from megatron_overlap.autotune.search import Search, Step
 from megatron_overlap.autotune.tuner import Autotuner, Kind
 from megatron_overlap.comm import Transport
@@ -75,7 +82,7 @@ class LinearAutotuner:
         self._last: tuple[dist.ProcessGroup, weakref.ref[torch.Tensor], int, Candidate] | None = None
         self._stock_calls: dict[int, _StockCall] = {}
         if self.enabled:
-            session.counters.autotune_lines = self.lines
+            session.counters.autotune_lines.append(self.lines)
 
     def runs_stock(self, layer: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor) -> bool:
         """Whether a call runs the stock path untimed. Such a call is counted.
@@ -196,7 +203,7 @@ class LinearAutotuner:
 
     def lines(self) -> tuple[AutotuneLine, ...]:
         """The selections so far, for the report."""
-        measured = [_line(kind) for autotuner in self._autotuners.values() for kind in autotuner.kinds.values()]
+        measured = [line_of(kind) for autotuner in self._autotuners.values() for kind in autotuner.kinds.values()]
         return *measured, *self._forward_only.lines()
 
     def add_small(self, call: LinearCall, rows: float) -> None:
@@ -234,7 +241,8 @@ def _facts(call: Call) -> tuple[int, str, bool, bool]:
     return call.rows, call.dtype, call.backward, call.all_reduces
 
 
-def _line(kind: Kind) -> AutotuneLine:
+def line_of(kind: Kind) -> AutotuneLine:
+    """The selection of one kind of call, for the report."""
     search, selected, call = kind.search, kind.search.selected, kind.call
     base, *others = search.tried
     tried = ", ".join(str(each) for each in others if each != selected.candidate)
@@ -246,7 +254,7 @@ def _line(kind: Kind) -> AutotuneLine:
         "measured": f"none is faster: {tried}" if selected.candidate == base else f"faster than {tried or base}",
     }[selected.reason]
     ms, stock_ms = (None if math.isnan(us) else us / 1e3 for us in (selected.us, selected.stock_us))
-    module = call.op if call.op == "block" else "column" if call.op in ("ag_gemm", "copy_gemm") else "row"
+    module = call.op if call.op in ("block", EXPERTS) else "column" if call.op in ("ag_gemm", "copy_gemm") else "row"
     together = " and all layers without sequence parallelism" if call.all_reduces else ""
     name = " ".join(filter(None, (module, f"{call.in_features}->{call.out_features}{together}", call.variant)))
     passes, method = "forward, backward" if call.backward else "forward", str(selected.candidate)

@@ -3,6 +3,7 @@
 Convention for model FLOPs: 2 operations per multiply-add of the matrix multiplications, three times (forward, and the
 gradients of input and weight in backward). Attention scores count half of the square: the causal mask.
 Recomputation, optimizer, norms, activations and embedding look-up count nothing. The logits use the padded vocabulary.
+Of experts only the active ones count, those that a token passes; the router counts nothing.
 The throughput line of Megatron uses the same convention. Published figures that count the whole attention square are
 higher for the same step: `attention="full"` gives theirs.
 
@@ -32,10 +33,13 @@ VOCABULARY_MULTIPLE = 128  # default of --make-vocab-size-divisible-by in Megatr
 
 _FORWARD_AND_BACKWARD = 3
 _MULTIPLY_ADD = 2
+_MEGATRON_TOPK = 2  # default of --moe-router-topk in Megatron
+EXPERTS_FLAG = "--num-experts"
 _MULTIPLE_FLAG = "--make-vocab-size-divisible-by"
 # Arguments that replace or extend the model of the `model` section.
 _OTHER_MODELS = (
-    "--num-experts",
+    "--moe-layer-freq",
+    "--moe-latent-size",
     "--multi-latent-attention",
     "--mtp-num-layers",
     "--hybrid-",
@@ -90,11 +94,15 @@ class Peak:
 
 
 def token_flops(
-    model: ModelConfig, seq_length: int, padded_vocab_size: int, attention: Attention = "causal"
+    model: ModelConfig,
+    seq_length: int,
+    padded_vocab_size: int,
+    attention: Attention = "causal",
+    ffn_hidden_size: int | None = None,
 ) -> dict[str, float]:
     """FLOPs of one token of a full sequence, forward and backward, by part of the model.
 
-    `causal` attention counts half of the score matrix, `full` all of it.
+    `causal` attention counts half of the score matrix, `full` all of it. `ffn_hidden_size` replaces that of the model.
     """
     gemm = _FORWARD_AND_BACKWARD * _MULTIPLY_ADD
     hidden, layers = model.hidden_size, model.num_layers
@@ -105,7 +113,7 @@ def token_flops(
     return {
         "projections": float(gemm * layers * hidden * (queries + keys_and_values + queries)),  # QKV and output
         "attention": gemm * layers * 2 * queries * keys_seen,  # scores, and their product with the values
-        "mlp": float(gemm * layers * mlp_gemms * hidden * model.ffn_hidden_size),
+        "mlp": float(gemm * layers * mlp_gemms * hidden * (ffn_hidden_size or model.ffn_hidden_size)),
         "logits": float(gemm * hidden * padded_vocab_size),
     }
 
@@ -130,8 +138,18 @@ def step_flops(cfg: LaunchConfig, attention: Attention = "causal") -> float:
     known_model(cfg.megatron_args)
     multiple = number_after(_MULTIPLE_FLAG, cfg.megatron_args) or VOCABULARY_MULTIPLE
     vocabulary = padded_vocab_size(cfg.model.vocab_size, cfg.parallel.tensor, multiple)
-    each = token_flops(cfg.model, cfg.train.seq_length, vocabulary, attention)
+    each = token_flops(cfg.model, cfg.train.seq_length, vocabulary, attention, active_ffn_hidden_size(cfg))
     return sum(each.values()) * tokens_per_step(cfg)
+
+
+def active_ffn_hidden_size(cfg: LaunchConfig) -> int:
+    """Hidden size of the MLP that a token passes: of its experts and the shared expert together, or the dense MLP."""
+    args, dense = cfg.megatron_args, cfg.model.ffn_hidden_size
+    if number_after(EXPERTS_FLAG, args) is None:
+        return dense
+    experts = number_after("--moe-router-topk", args) or _MEGATRON_TOPK
+    shared = number_after("--moe-shared-expert-intermediate-size", args) or 0
+    return experts * (number_after("--moe-ffn-hidden-size", args) or dense) + shared
 
 
 def known_model(megatron_args: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ from typing import Literal
 from megatron_overlap.config import LaunchConfig, ModelConfig
 from megatron_overlap.config.cluster import Precision
 from megatron_overlap.config.megatron_args import flags_in, number_after
-from megatron_overlap.tools.compare.flops import Attention, known_model, padded_vocab_size, token_flops
+from megatron_overlap.tools.compare.flops import EXPERTS_FLAG, Attention, known_model, padded_vocab_size, token_flops
 from megatron_overlap.tools.simulate.linear import LinearOverlap
 
 DataOverlap = Literal["none", "stock"]
@@ -180,6 +180,8 @@ def job_of(config: LaunchConfig) -> Job:
         ValueError: the simulator does not model the model or the layout of the config.
     """
     known_model(config.megatron_args)
+    if number_after(EXPERTS_FLAG, config.megatron_args) is not None:
+        raise ValueError(f"megatron_args: {EXPERTS_FLAG}: the simulator does not model experts")
     tensor = config.overlap.tensor
     parallel, train = config.parallel, config.train
     overlap = LinearOverlap("stock")

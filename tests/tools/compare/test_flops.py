@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megatron_overlap.config import LaunchConfig
+from megatron_overlap.config import LaunchConfig, load_launch_config
 from megatron_overlap.tools.compare import flops
 from tests.helpers.forked_python import ForkedPython
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs/gpu"
 
 
 def config(model: dict[str, Any], **train: Any) -> LaunchConfig:
@@ -27,18 +30,15 @@ def config(model: dict[str, Any], **train: Any) -> LaunchConfig:
     )
 
 
-def megatron_flops(cfg: LaunchConfig, padded_vocab: int) -> float:
+def megatron_flops(cfg: LaunchConfig, padded_vocab: int, **experts: int) -> float:
     """The count of Megatron for the same model, from `num_floating_point_operations`."""
     from megatron.training.training import num_floating_point_operations
 
     model = cfg.model
     unused = dict.fromkeys(
         [
-            "num_experts",
             "mtp_num_layers",
-            "moe_ffn_hidden_size",
             "moe_latent_size",
-            "moe_shared_expert_intermediate_size",
             "experimental_attention_variant",
             "hybrid_layer_pattern",
             "hybrid_override_pattern",
@@ -46,6 +46,8 @@ def megatron_flops(cfg: LaunchConfig, padded_vocab: int) -> float:
     )
     args = SimpleNamespace(
         **unused,
+        **{"num_experts": None, "moe_ffn_hidden_size": None, "moe_shared_expert_intermediate_size": None, **experts},
+        moe_layer_freq=1,
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_hidden_size,
@@ -80,6 +82,37 @@ def test_as_megatron_counts(model: dict[str, Any], tensor: int, padded: int) -> 
     assert flops.step_flops(cfg) == pytest.approx(megatron_flops(cfg, padded), rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("args", "experts"),
+    [
+        (["--num-experts=8"], {"num_experts": 8, "moe_router_topk": 2}),
+        (
+            [
+                *("--num-experts", "16", "--moe-router-topk", "4", "--moe-ffn-hidden-size", "96"),
+                *("--moe-shared-expert-intermediate-size", "160"),
+            ],
+            {
+                "num_experts": 16,
+                "moe_router_topk": 4,
+                "moe_ffn_hidden_size": 96,
+                "moe_shared_expert_intermediate_size": 160,
+            },
+        ),
+    ],
+)
+def test_active_experts_as_megatron_counts(args: list[str], experts: dict[str, int]) -> None:
+    cfg = config({"preset": "llama_tiny"}, megatron_args=args)
+    assert flops.step_flops(cfg) == pytest.approx(megatron_flops(cfg, 4096, **experts), rel=1e-12)
+
+
+def test_mixtral_has_the_active_parameters_of_its_paper() -> None:
+    """Mixtral of Experts (arXiv 2401.04088): 13B active parameters. The embedding look-up counts nothing."""
+    cfg = load_launch_config(CONFIGS / "mixtral_8x7b_tp4_ep8/overlap.yaml")
+    token = flops.token_flops(cfg.model, 4096, 32000, ffn_hidden_size=flops.active_ffn_hidden_size(cfg))
+    active = (sum(token.values()) - token["attention"]) / 6 + 32000 * 4096
+    assert active == pytest.approx(12.9e9, rel=0.005)
+
+
 def test_llama3_8b_by_hand() -> None:
     token = flops.token_flops(config({"preset": "llama3_8b"}).model, 8192, 128256)
     # 32 layers; 32 query heads and 8 key/value heads of 128; 3 GEMMs of 4096 x 14336.
@@ -105,7 +138,9 @@ def test_another_padding_is_read(args: list[str]) -> None:
     assert flops.step_flops(cfg) == pytest.approx(megatron_flops(cfg, 4000), rel=1e-12)
 
 
-@pytest.mark.parametrize("arg", ["--num-experts=8", "--multi-latent-attention", "--hybrid-override-pattern=M*"])
+@pytest.mark.parametrize(
+    "arg", ["--moe-layer-freq=2", "--moe-latent-size=64", "--multi-latent-attention", "--hybrid-override-pattern=M*"]
+)
 def test_another_model_is_not_guessed(arg: str) -> None:
     with pytest.raises(flops.UnknownFlopsError, match=arg.partition("=")[0]):
         flops.step_flops(config({"preset": "gpt_tiny"}, megatron_args=[arg]))
