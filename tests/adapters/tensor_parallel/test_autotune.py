@@ -66,13 +66,13 @@ def test_ranks_that_run_different_layers_get_an_error(ranks: World) -> None:
 @pytest.mark.parametrize(
     ("case", "wins"),
     [
-        (BlockCase(), True),
+        pytest.param(BlockCase(), True, marks=pytest.mark.long),
         (BlockCase(last_stage=True), True),
         (BlockCase(split_us=300), False),
         (BlockCase(sequence_parallel=True), True),
-        (BlockCase(sequence_parallel=True, split_us=300), False),
+        pytest.param(BlockCase(sequence_parallel=True, split_us=300), False, marks=pytest.mark.long),
         (BlockCase(sequence_parallel=True, batch=1), True),
-        (BlockCase(sequence_parallel=True, batch=1, split_us=300), False),
+        pytest.param(BlockCase(sequence_parallel=True, batch=1, split_us=300), False, marks=pytest.mark.long),
     ],
     ids=["faster", "faster-on-a-later-stage", "slower", "sp-faster", "sp-slower", "sequence-faster", "sequence-slower"],
 )
