@@ -21,6 +21,15 @@ def test_a_missing_peer_is_named_within_the_timeout(world: World) -> None:
     assert 0.9 < took < 10
 
 
+def test_a_dead_thread_ends_the_wait_and_the_first_failure_is_the_one_reported(world: World) -> None:
+    (first, second), _ = world.run(2, transport_workers.dead_thread)
+    assert first == (
+        "all_gather_linear: rank 0 could not receive message 0 (chunk 0 of rank 1) from rank 1 within 0.5 s: "
+        "no message made progress"
+    )
+    assert second == first
+
+
 def test_a_send_waits_until_it_is_marked_ready(world: World) -> None:
     assert world.run(2, transport_workers.sends_wait_for_mark_ready) == [[11.0, 12.0], [1.0, 2.0]]
 

@@ -32,6 +32,27 @@ def missing_peer(group: dist.ProcessGroup) -> tuple[str, float]:
     return message_text, took
 
 
+def dead_thread(group: dist.ProcessGroup) -> tuple[str, str]:
+    """The receiving thread of rank 0 has ended. Returns the errors of its wait, before and after another failure."""
+    transport = GlooTransport(group, TransportOptions(timeout_s=0.5))
+    texts = ["", ""]
+    plan = all_gather_plan(2, transport.rank)
+    if transport.rank == 0:
+        transport._receivers[1].put(None)
+    transfers = [Transfer(message, torch.zeros(4), torch.zeros(4)) for message in plan.messages]
+    p2p_work = transport.begin(transfers, "all_gather_linear")
+    if transport.rank == 0:
+        for number in range(2):
+            try:
+                p2p_work.wait(0)
+            except TransportError as error:
+                texts[number] = str(error)
+            p2p_work._fail("send message 0 to", 1, RuntimeError("connection closed"))
+    dist.barrier(group)
+    transport.close()
+    return texts[0], texts[1]
+
+
 def sends_wait_for_mark_ready(group: dist.ProcessGroup) -> list[float]:
     """A send transmits the content of its buffer at `mark_ready`, not at `begin`."""
     transport = GlooTransport(group)

@@ -199,6 +199,17 @@ def test_compiled_hides_all_but_the_backward_of_column_layers() -> None:
     assert ours.column_backward().time_us < serial.column_backward().time_us
 
 
+def test_messages_of_compiled_follow_the_copy() -> None:
+    """The copy also adds to a gather that takes longer than the GEMM."""
+    model = machine(latency_us=1.0, launch_us=1.0, gbps=0.2)
+    compiled, ours = (
+        Linear(model, model.link(4), LinearOverlap(method, save_gathered=True), 4096, 1024, 1024).column_forward()
+        for method in ("compiled", "p2p")
+    )
+    copy_us = model.memory_us(2 * 1024 * 1024 * model.item_bytes)
+    assert compiled.time_us == pytest.approx(ours.time_us + copy_us, rel=1e-9)
+
+
 def test_recomputation_of_a_compiler() -> None:
     def again(recompute: str, **changes: bool) -> list[str]:
         model = job().model.model_copy(update=changes)
