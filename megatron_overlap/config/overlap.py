@@ -30,9 +30,8 @@ class TensorOverlap(Section):
     attention: Literal["row", "query_split"] = "row"
     """query_split: attention and its output projection by slices of queries; row: the projection alone."""
     split: Literal["auto", "none", "batch", "sequence"] = "auto"
-    """batch: batch overlap; needs p2p or auto, attention row, and an even micro-batch size; sequence: the
-    same with two parts of each sequence, under sequence parallelism; auto: batch, or sequence
-    if the batch does not split, where method auto measures it as faster."""
+    """batch: batch overlap; needs p2p or auto, attention row, and an even micro-batch size; sequence: the same with two
+    parts of each sequence, under sequence parallelism; auto: batch, else sequence, where method auto measures a gain."""
 
 
 class DataOverlap(Section):
