@@ -31,7 +31,7 @@ class TensorOverlap(Section):
     """query_split: attention and its output projection by slices of queries; row: the projection alone."""
     split: Literal["auto", "none", "batch", "sequence"] = "auto"
     """batch: batch overlap; needs p2p or auto, attention row, and an even micro-batch size; sequence: the same with two
-    parts of each sequence, under sequence parallelism; auto: batch, else sequence, where method auto measures a gain."""
+    parts of each sequence, under sequence parallelism; auto: batch, else sequence, if measured as faster."""
 
 
 class DataOverlap(Section):

@@ -89,10 +89,12 @@ def documented() -> Any:
 def policy(group: dist.ProcessGroup, case: Case) -> list[dict[str, Any]]:
     """The documented log-probabilities of ragged sequences, compared with those of each sequence alone; the calls."""
     from megatron.core import parallel_state
+    from megatron.core.inference.utils import InferenceMode
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
     start(group)
-    # An earlier generation in this process allocated Megatron's buffer in inference mode; stock cannot write to it here.
+    # An earlier generation in this process has left Megatron's flag, and a buffer that only inference mode may write.
+    InferenceMode.unset_active()
     parallel_state.destroy_global_memory_buffer()
     parallel_state._set_global_memory_buffer()
     model = make_model(group, case)
