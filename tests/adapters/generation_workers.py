@@ -93,7 +93,7 @@ def policy(group: dist.ProcessGroup, case: Case) -> list[dict[str, Any]]:
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
     start(group)
-    # An earlier generation in this process has left Megatron's flag, and a buffer that only inference mode may write.
+    # An earlier generation in this process leaves `InferenceMode` active and Megatron's buffer an inference tensor.
     InferenceMode.unset_active()
     parallel_state.destroy_global_memory_buffer()
     parallel_state._set_global_memory_buffer()
