@@ -51,6 +51,7 @@ class Layout:
     Attributes:
         sharded: with the distributed optimizer.
         split: the plugin's `overlap.tensor.split`; with `sequence` a micro-batch is one sequence.
+        split_at: the plugin's `overlap.tensor.split_at`; None: its default.
         pipeline: pipeline stages.
         documents: a micro-batch is whole documents, and context parallelism is balanced attention.
         expert: expert-parallel ranks, among the data-parallel ranks; more than 1 makes a mixture of experts.
@@ -64,6 +65,7 @@ class Layout:
     sharded: bool = False
     context: int = 1
     split: str = "none"
+    split_at: float | None = None
     pipeline: int = 1
     documents: bool = False
     expert: int = 1
@@ -122,6 +124,7 @@ LAYOUTS = (
     Layout("TP2xDP2-batch-overlap", tensor=2, data=2, sharded=True, split="batch"),
     *(replace(each, name=f"{each.name}-batch-split", split="batch") for each in SEQUENCE_PARALLEL),
     *(replace(each, name=f"{each.name}-sequence-split", split="sequence") for each in SEQUENCE_PARALLEL),
+    Layout("TP2+SP-sequence-split-at-0.3", tensor=2, sequence_parallel=True, split="sequence", split_at=0.3),
     Layout("DP2", data=2),
     Layout("DP4", data=4),
     Layout("DP2+DO", data=2, sharded=True),
@@ -233,6 +236,7 @@ class Runs:
                         "schedule": options.schedule,
                         "chunks_per_rank": options.chunks_per_rank,
                         "split": layout.split,
+                        "split_at": layout.split_at or "auto",
                     },
                     "data": {"method": "p2p" if plugin and layout.data > 1 and layout.expert == 1 else "stock"},
                     "ulysses": {"method": "p2p" if layout.context > 1 and not layout.documents else "none"},

@@ -6,7 +6,7 @@ from typing import Literal, Self
 from pydantic import model_validator
 
 from megatron_overlap.config.errors import Problem, raise_first
-from megatron_overlap.config.section import NonNegative, Positive, PositiveFloat, Section, Text
+from megatron_overlap.config.section import NonNegative, Positive, PositiveFloat, PositiveFraction, Section, Text
 
 
 class TensorOverlap(Section):
@@ -32,6 +32,8 @@ class TensorOverlap(Section):
     split: Literal["auto", "none", "batch", "sequence"] = "auto"
     """batch: batch overlap; needs p2p or auto, attention row, and an even micro-batch size; sequence: the same with two
     parts of each sequence, under sequence parallelism; auto: batch, else sequence, if measured as faster."""
+    split_at: Literal["auto"] | PositiveFraction = "auto"
+    """Share of a sequence in its first part; auto: both parts take about equally long."""
 
 
 class DataOverlap(Section):

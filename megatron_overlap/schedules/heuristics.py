@@ -1,6 +1,8 @@
 """Default pattern and number of chunks per rank, measured on CPU hosts, and the settings that autotuning measures."""
 
+import math
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import product
 
 from megatron_overlap.schedules.layout import Small, part_weights
@@ -32,6 +34,12 @@ KNOBS: dict[str, tuple[str | int, ...]] = {
     "kernel": ("portable", "hopper"),
 }
 """The values of each field of a fused plan that are measured, the default first."""
+
+_TILES = (128, 256, 1.0), (128, 128, 0.92), (64, 128, 0.75)
+"""Rows and columns of the output tiles of a GEMM kernel, and its rate. The tiles are those of CUTLASS 3 for sm_90; the
+rates are assumed."""
+_BALANCE = 0.1
+"""How much of a difference between the times of two parts counts. Less computation than messages rarely occurs."""
 
 _CHUNKS = (1, 2, 4, 8)
 # Messages of fewer rows hide less than they cost on any link.
@@ -119,3 +127,54 @@ def fused_settings(num_ranks: int, num_rows: int, *, hopper: bool) -> list[tuple
 def one_knob_apart(first: Sequence[Knob], second: Sequence[Knob]) -> bool:
     """Whether two fused plans differ in one field."""
     return len({name for name, _ in {*first} ^ {*second}}) == 1
+
+
+@lru_cache
+def balanced_rows(
+    num_rows: int,
+    num_ranks: int,
+    batch: int,
+    gemms: tuple[tuple[int, int], ...],
+    channels: int,
+    processors: int | None = None,
+) -> int:
+    """Return the rows of each rank in the first part of a sequence: both parts take equally long, and few waves.
+
+    Minimizes the time of both parts plus a tenth of their difference, which may leave messages exposed. The time of a
+    part is that of its GEMMs and of its causal attention in forward and backward, in multiply-adds. Queries of the
+    second part also read the keys of the first. With `processors`, a GEMM takes whole waves of tiles.
+
+    Args:
+        num_rows: rows of each rank, at least 2.
+        num_ranks: tensor-parallel ranks, which gather the rows.
+        batch: sequences.
+        gemms: columns and depth of each GEMM of a layer on one rank.
+        channels: attention channels of one rank.
+        processors: of the device; None: a GEMM takes as long as its multiply-adds.
+    """
+
+    def outputs(rows: int, columns: int) -> float:
+        """Elements that a GEMM computes in the same time without empty tiles."""
+        if processors is None:
+            return rows * columns
+        return min(
+            math.ceil(math.ceil(rows / height) * math.ceil(columns / width) / processors)
+            * (processors * height * width / rate)
+            for height, width, rate in _TILES
+        )
+
+    def time(start: int, stop: int) -> float:
+        rows = (stop - start) * num_ranks * batch
+        # Forward, input gradient and weight gradient. The last one adds over the rows, and has the same tiles for all.
+        linear = sum(
+            outputs(rows, columns) * depth + outputs(rows, depth) * columns + rows * columns * depth
+            for columns, depth in gemms
+        )
+        # Two products in forward, five in backward.
+        return linear + 3.5 * batch * channels * num_ranks**2 * (stop**2 - start**2)
+
+    def cost(at: int) -> tuple[float, float]:
+        first, second = time(0, at), time(at, num_rows)
+        return first + second + _BALANCE * abs(first - second), abs(at - num_rows / 2)
+
+    return min(range(1, num_rows), key=cost)

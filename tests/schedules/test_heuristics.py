@@ -11,6 +11,7 @@ from megatron_overlap.ops.tensor_parallel.fused.kernels import FusedPlan
 from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan
 from megatron_overlap.schedules.heuristics import (
     KNOBS,
+    balanced_rows,
     fused_settings,
     max_p2p_settings,
     one_knob_apart,
@@ -84,3 +85,26 @@ def test_every_knob_is_a_field_of_a_fused_plan_with_its_default_first() -> None:
         assert getattr(defaults, name) == values[0]
         for value in values:
             FusedPlan(**{name: value})  # type: ignore[arg-type]
+
+
+def test_both_parts_of_a_sequence_take_as_long() -> None:
+    gemms = ((768, 4096), (4096, 512), (3584, 4096), (4096, 1792))
+    linear = sum(columns * depth for columns, depth in gemms)
+    for num_rows, num_ranks in ((512, 8), (1024, 8), (101, 2)):
+        first = balanced_rows(num_rows, num_ranks, 1, gemms, 512) * num_ranks
+        rows = num_rows * num_ranks
+        times = [
+            3 * linear * (stop - start) + 3.5 * 512 * (stop**2 - start**2)
+            for start, stop in ((0, first), (first, rows))
+        ]
+        assert max(times) / min(times) < 1 + 4 * num_ranks / rows
+        assert first > rows / 2
+    # Without attention, both parts are equal.
+    assert balanced_rows(64, 2, 1, gemms, 0) == 32
+    assert balanced_rows(2, 2, 1, gemms, 512) == 1
+
+
+def test_a_sequence_is_split_where_tiles_fill_the_waves() -> None:
+    """132 processors: 33 tile rows of 4 tiles fill a wave; 32 and 34 leave one row to a second wave."""
+    assert balanced_rows(66 * 128, 1, 1, ((1024, 1024),), 0, processors=132) == 33 * 128
+    assert balanced_rows(99 * 128, 1, 1, ((1024, 1024),), 0, processors=132) in (33 * 128, 66 * 128)

@@ -11,7 +11,7 @@ import torch
 from megatron.core.utils import make_viewless_tensor
 
 from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
-from megatron_overlap.adapters.tensor_parallel.division import BatchDivision, SequenceDivision
+from megatron_overlap.adapters.tensor_parallel.division import BatchDivision, Division, sequence_division
 from megatron_overlap.adapters.tensor_parallel.eligibility import (
     GENERATION,
     unsupported_batch_reason,
@@ -116,8 +116,9 @@ def layer_forward(original: Method, session: Session) -> Method:
                 args, kwargs = ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
             return original(self, *args, **kwargs)
         if pending is None:
-            of_sequence = adapter.split == "sequence"
-            division = SequenceDivision(self.self_attention.linear_proj.tp_group) if of_sequence else BatchDivision()
+            division: Division = BatchDivision()
+            if adapter.split == "sequence":
+                division = sequence_division(self, x, session.config.tensor.split_at)
             parts = [InputPart(part) for part in division.parts(x)]
             pending = PendingOutput(x, parts, Slots.reserve(), division)
         follower = layer_handoff.next_layer(self)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron_overlap.adapters.tensor_parallel.eligibility import BATCH_DIMENSION
 from megatron_overlap.adapters.wrapping import Method, replaced_forward
 from megatron_overlap.ops.tensor_parallel.sequence_split import join_rows, split_rows
+from megatron_overlap.schedules.heuristics import balanced_rows
 
 
 class Division(Protocol):
@@ -50,18 +51,19 @@ class BatchDivision:
 
 
 class SequenceDivision:
-    """The first part has the first half of every sequence, the second part the rest.
+    """The first part has the first rows of every sequence, the second part the rest.
 
     Args:
         group: the tensor-parallel ranks, each with a share of both parts.
+        num_first: own rows of the first part.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup, num_first: int) -> None:
+        self._group, self._num_first = group, num_first
 
     def parts(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         """See `Division`: own rows of both parts."""
-        return split_rows(x, self._group)
+        return split_rows(x, self._group, self._num_first)
 
     def whole(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """See `Division`: own rows of the sequence."""
@@ -70,18 +72,41 @@ class SequenceDivision:
 
     def arguments(self, arguments: dict[str, Any], number: int) -> dict[str, Any]:
         """See `Division`. The second part attends to the keys of both parts."""
-        part: dict[str, Any] = {}
+        part: dict[str, Any] = {"attention_mask": None}
         mask, angles = arguments.get("attention_mask"), arguments.get("rotary_pos_emb")
         if mask is not None:
-            queries = mask.chunk(2, dim=2)[number]
-            part["attention_mask"] = queries if number else queries.chunk(2, dim=3)[0]
-        else:
-            part["attention_mask"] = None
+            queries = self._rows(mask, number, dim=2)
+            part["attention_mask"] = queries if number else self._rows(queries, number, dim=3)
         if isinstance(angles, tuple):
-            part["rotary_pos_emb"] = tuple(each.chunk(2, dim=0)[number] for each in angles)
+            part["rotary_pos_emb"] = tuple(self._rows(each, number) for each in angles)
         elif angles is not None:
-            part["rotary_pos_emb"] = angles.chunk(2, dim=0)[number]
+            part["rotary_pos_emb"] = self._rows(angles, number)
         return part
+
+    def _rows(self, tensor: torch.Tensor, number: int, dim: int = 0) -> torch.Tensor:
+        """The rows of all ranks of one part."""
+        num_first = self._num_first * self._group.size()
+        start, stop = (num_first, tensor.shape[dim]) if number else (0, num_first)
+        return tensor.narrow(dim, start, stop - start)
+
+
+def sequence_division(layer: Any, x: torch.Tensor, split_at: float | Literal["auto"]) -> SequenceDivision:
+    """The division of the sequence for `layer` and the layers after it.
+
+    Args:
+        layer: a transformer layer of Megatron.
+        x: `[S/R, B, H]` own rows of its input.
+        split_at: see `config.overlap.TensorOverlap`.
+    """
+    attention, mlp, group = layer.self_attention, layer.mlp, layer.self_attention.linear_proj.tp_group
+    num_rows = x.shape[0]
+    if split_at != "auto":
+        return SequenceDivision(group, min(max(round(split_at * num_rows), 1), num_rows - 1))
+    linears = attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2
+    shapes = tuple((linear.weight.shape[0], linear.weight.shape[1]) for linear in linears)
+    processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else None
+    num_first = balanced_rows(num_rows, group.size(), x.shape[1], shapes, shapes[1][1], processors)
+    return SequenceDivision(group, num_first)
 
 
 class SplitCoreAttention:

@@ -232,8 +232,8 @@ def unsupported_sequence_reason(layer: Any, arguments: dict[str, Any]) -> str | 
         return "a split sequence needs --sequence-parallel"
     if config.context_parallel_size > 1:
         return "a split sequence does not support context parallelism"
-    if rows % 2:
-        return f"a sequence of {rows} rows per rank does not split into two equal parts"
+    if rows < 2:
+        return "a sequence of one row per rank does not split into two parts"
     if type(core) not in (DotProductAttention, getattr(te_extension, "TEDotProductAttention", None)):
         return f"core attention is {type(core).__name__}, which a split sequence does not support"
     if "forward" in vars(core) or core._forward_hooks or core._forward_pre_hooks_with_kwargs:

@@ -98,7 +98,7 @@ class Job:
         """`split`, or what `auto` measures; none if the plugin does not split the layers of this layout."""
         splits: dict[Split, bool] = {
             "batch": self.micro_batch_size % 2 == 0,
-            "sequence": self.seq_length % (2 * self.tensor) == 0 and self.context == 1,
+            "sequence": self.seq_length >= 2 * self.tensor and self.context == 1,
         }
         supported = self.tensor > 1 and self.sequence_parallel and self.recompute == "none"
         for split, divisible in splits.items():

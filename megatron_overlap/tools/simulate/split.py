@@ -2,8 +2,7 @@
 
 The order of work and messages is that of `adapters/tensor_parallel/split_sharded_layer.py` on a device: the middle of a
 step is after its first GEMM, and each wait in backward comes after all postponed weight gradients. The GEMMs of a part
-have half of the rows. `CostModel.gemm_us` gives their time: a wave of tiles that is not full costs as much as a full
-one.
+have its rows only. `CostModel.gemm_us` gives their time: a wave of tiles that is not full costs as much as a full one.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from functools import lru_cache
 from megatron_overlap.autotune.cost_model import CostModel
 from megatron_overlap.autotune.search import MARGIN
 from megatron_overlap.schedules import Message, Plan, Work
+from megatron_overlap.schedules.heuristics import balanced_rows
 from megatron_overlap.tools.simulate.event_simulator import Program, Stream, run_program
 from megatron_overlap.tools.simulate.job import Job, Split
 from megatron_overlap.tools.simulate.layer import OVERLAPPED_CALLS, Layers, Op, Pass
@@ -40,14 +40,13 @@ class _Step:
 
 
 class _PartLayers(Layers):
-    """The layers of one part: `job` has half of the sequences, or half of each sequence."""
+    """The layers of one part: `job` has half of the sequences, or a part of each sequence."""
 
-    def steps(self, *, second: bool, of_sequence: bool, backward: bool) -> tuple[_Step, _Step]:
-        """Attention and MLP of the first or the `second` part."""
+    def steps(self, *, keys_before: int, backward: bool) -> tuple[_Step, _Step]:
+        """Attention and MLP. The queries of each sequence also read the `keys_before` keys of the other part."""
         attention = sum(op.time_us for op in self._attention(backward=backward))
-        if of_sequence and second:
-            # Keys of both parts. Fused attention skips the masked scores: half of the own square is left.
-            attention *= 2 if self.job.materializes_scores else 3
+        # Fused attention skips the masked scores: half of the own square is left.
+        attention *= 1 + (1 if self.job.materializes_scores else 2) * keys_before / self.job.seq_length
         core = attention + sum(op.time_us for op in self._rotary(backward=backward))
         ffn = self._ffn * (2 if self.job.model.swiglu else 1)
         activation = self._activation(backward=backward).time_us
@@ -70,6 +69,15 @@ class _PartLayers(Layers):
             model.gemm_us(rows, width, hidden),
             model.gemm_us(columns, hidden, rows),
             model.gemm_us(hidden, width, rows),
+        )
+
+    def first_rows(self) -> int:
+        """Rows of all ranks in the first part of each sequence."""
+        job, hidden, ffn = self.job, self.job.model.hidden_size, self._ffn * (2 if self.job.model.swiglu else 1)
+        gemms = (self._qkv_width, hidden), (hidden, self._queries), (ffn, hidden), (hidden, self._ffn)
+        processors, num_rows = self.model.profile.device.gemm.processors, job.seq_length // job.tensor
+        return job.tensor * balanced_rows(
+            num_rows, job.tensor, job.micro_batch_size, gemms, self._queries, processors if processors > 1 else None
         )
 
     @property
@@ -116,8 +124,9 @@ class _Schedule:
         self._parts = _Part(), _Part()
         self.order: list[tuple[int, int]] = []
 
-    def streams(self, size: int, message_bytes: float) -> tuple[Stream, ...]:
-        return tuple(part.stream(size, message_bytes) for part in self._parts)
+    def streams(self, size: int, message_bytes: Sequence[float]) -> tuple[Stream, ...]:
+        """Streams of both parts. `message_bytes`: of each part."""
+        return tuple(part.stream(size, each) for part, each in zip(self._parts, message_bytes, strict=True))
 
     def _compute(self, part: int, time_us: float, *needs: int) -> None:
         self.order.append((part, self._parts[part].compute(time_us, *needs)))
@@ -196,25 +205,30 @@ def _time_us(passes: Sequence[Pass]) -> float:
 
 @lru_cache(maxsize=1024)
 def _split_passes(job: Job, model: CostModel, split: Split) -> tuple[Pass, Pass]:
-    of_sequence = split == "sequence"
-    length, batch = (2, 1) if of_sequence else (1, 2)
-    half = replace(
-        job, split="none", seq_length=job.seq_length // length, micro_batch_size=job.micro_batch_size // batch
-    )
-    layers = _PartLayers(half, model)
+    whole = _PartLayers(job, model)
+    if split == "sequence":
+        first, keys_before = whole.first_rows(), (0, whole.first_rows())
+        jobs = [replace(job, split="none", seq_length=length) for length in (first, job.seq_length - first)]
+    else:
+        keys_before = 0, 0
+        jobs = [replace(job, split="none", micro_batch_size=job.micro_batch_size // 2)] * 2
+    parts = [_PartLayers(each, model) for each in jobs]
     count = job.layers_per_chunk
 
     def op(backward: bool) -> Op:
-        steps = [layers.steps(second=second, of_sequence=of_sequence, backward=backward) for second in (False, True)]
+        both = zip(parts, keys_before, strict=True)
+        steps = [part.steps(keys_before=before, backward=backward) for part, before in both]
+        message_bytes = [part.message_bytes for part in parts]
         if backward:
             steps = [(mlp, attention) for attention, mlp in reversed(steps)]
+            message_bytes.reverse()
         schedule = _Schedule([[*both] * count for both in steps])
         (schedule.backward if backward else schedule.forward)()
-        program = Program(schedule.streams(job.tensor, layers.message_bytes), tuple(schedule.order))
-        simulated = run_program(program, model, layers.tensor_link)
-        more = layers.accumulated_us() if backward else 0.0
+        program = Program(schedule.streams(job.tensor, message_bytes), tuple(schedule.order))
+        simulated = run_program(program, model, whole.tensor_link)
+        more = whole.accumulated_us() if backward else 0.0
         exposed = simulated.exposed_us / count
         name = f"{split} parts{' grad' if backward else ''}"
         return Op(name, simulated.time_us / count + more, exposed, sync="before", slack_us=simulated.slack_us)
 
-    return layers.skewed(op(False)), layers.skewed(op(True))
+    return whole.skewed(op(False)), whole.skewed(op(True))

@@ -88,12 +88,15 @@ def against_stock(
     beside: dict[str, Any] | None = None,
     prepare: str = "nothing",
     split: str = "batch",
+    split_at: str | float = "auto",
+    odd: bool = False,
     rotary: bool = False,
     **settings: Any,
 ) -> tuple[dict[tuple[str, str], int], list[str]]:
     """Output and all gradients, equal to stock. Returns calls by op and direction, and the reasons of fallbacks.
 
-    `alone`: the layers are called without a block. `beside`: further arguments. `rotary`: with rotary angles.
+    `alone`: the layers are called without a block. `beside`: further arguments. `rotary`: with rotary angles. `odd`:
+    each rank has one row more.
     """
     start(group)
     from megatron_overlap.adapters.tensor_parallel import eligibility
@@ -102,9 +105,8 @@ def against_stock(
         settings["activation_func"] = getattr(torch.nn.functional, settings["activation_func"])
     sharded = settings.get("sequence_parallel")
     generator = torch.Generator().manual_seed(31 + (dist.get_rank(group) if sharded else 0))
-    own, rows = (
-        (2 * SEQUENCE // group.size(), 2 * SEQUENCE // group.size() * group.size()) if sharded else (SEQUENCE,) * 2
-    )
+    own = 2 * SEQUENCE // group.size() + odd if sharded else SEQUENCE
+    rows = own * group.size() if sharded else SEQUENCE
     beside = dict(beside or {})
     if rotary:
         beside["rotary_pos_emb"] = torch.randn(rows, 1, 1, HIDDEN // 4, generator=torch.Generator().manual_seed(37))
@@ -117,9 +119,10 @@ def against_stock(
 
     stock = run()
     ordered = eligibility.can_be_ordered() and prepare != "no order"
+    tensor = {"method": "p2p", "split": split, "split_at": split_at}
     with (
         patch.object(eligibility, "can_be_ordered", return_value=ordered),
-        enable(OverlapConfig.model_validate({"tensor": {"method": "p2p", "split": split}})) as session,
+        enable(OverlapConfig.model_validate({"tensor": tensor})) as session,
     ):
         mine = run()
         sites = session.report().sites

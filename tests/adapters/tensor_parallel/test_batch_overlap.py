@@ -61,8 +61,10 @@ def test_equal_to_stock(ranks: World, given: dict[str, Any], dtype: torch.dtype,
         ({"batch": 1, "masks": 0, "rotary": True, **SWIGLU}, torch.bfloat16),
         ({"batch": 1, "prepare": "late"}, torch.float32),
         ({"batch": 1, "alone": True, "rotary": True}, torch.float32),
+        ({"batch": 1, "odd": True, "rotary": True}, torch.float32),
+        ({"batch": 1, "masks": 0, "odd": True, "split_at": 0.7, "rotary": True}, torch.float32),
     ],
-    ids=["gelu", "no-mask", "rotary", "bf16", "gathered-late", "without-a-block"],
+    ids=["gelu", "no-mask", "rotary", "bf16", "gathered-late", "without-a-block", "odd", "split-at"],
 )
 def test_a_split_sequence_equals_stock(ranks: World, given: dict[str, Any], dtype: torch.dtype) -> None:
     given = {"sequence_parallel": True, "split": "sequence", **given}

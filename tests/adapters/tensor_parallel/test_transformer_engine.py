@@ -195,7 +195,8 @@ def test_models_in_batch_overlap_equal_stock(
 @pytest.mark.parametrize("kind", ["llama", "gpt"])
 def test_models_of_a_split_sequence_equal_stock(te_ranks: World, kind: str, dtype: torch.dtype) -> None:
     config = {"qk_layernorm": False} if dtype == BF16 else {"softmax_scale": 0.3}
-    case = Model(kind, dtype, batch=1, fused=kind == "gpt", config=config, tensor={"split": "sequence"})
+    tensor = {"split": "sequence", "split_at": "auto" if kind == "gpt" else 0.7}
+    case = Model(kind, dtype, batch=1, fused=kind == "gpt", config=config, tensor=tensor)
     for calls, reasons, _ in te_ranks.run(RANKS, model_against_stock, case):
         assert reasons == []
         assert calls == {"ag_gemm": 2 * 2 * 2 + 1, "gemm_rs": 2 * 2 * 2}

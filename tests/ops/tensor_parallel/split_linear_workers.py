@@ -160,27 +160,28 @@ def against_reference(
             transport.close()
 
 
-def moves_rows(group: dist.ProcessGroup) -> None:
-    """Own rows of both halves of a sequence, and the way back, in forward and in backward."""
+def moves_rows(group: dist.ProcessGroup, num_rows: int, num_first: int) -> None:
+    """Own rows of both parts of a sequence, and the way back, in forward and in backward."""
     size, rank = group.size(), dist.get_rank(group)
-    whole = torch.randn(6 * size, 2, 5, generator=torch.Generator().manual_seed(3))
+    whole = torch.randn(num_rows * size, 2, 5, generator=torch.Generator().manual_seed(3))
     gradient = torch.randn(whole.shape, generator=torch.Generator().manual_seed(4))
 
-    def halves(tensor: torch.Tensor) -> list[torch.Tensor]:
-        return [half.chunk(size)[rank] for half in tensor.chunk(2)]
+    def own(tensor: torch.Tensor) -> list[torch.Tensor]:
+        sizes = [num_first * size, (num_rows - num_first) * size]
+        return [part.chunk(size)[rank] for part in tensor.split(sizes)]
 
     x = whole.chunk(size)[rank].clone().requires_grad_()
-    parts = split_rows(x, group)
-    for part, expected in zip(parts, halves(whole), strict=True):
+    parts = split_rows(x, group, num_first)
+    for part, expected in zip(parts, own(whole), strict=True):
         assert torch.equal(part, expected)
-    torch.autograd.backward(parts, halves(gradient))
+    torch.autograd.backward(parts, own(gradient))
     assert x.grad is not None
     assert torch.equal(x.grad, gradient.chunk(size)[rank])
 
-    leaves = [half.clone().requires_grad_() for half in halves(whole)]
+    leaves = [part.clone().requires_grad_() for part in own(whole)]
     joined = join_rows(leaves[0], leaves[1], group)
     assert torch.equal(joined, x)
     joined.backward(gradient.chunk(size)[rank])
-    for leaf, expected in zip(leaves, halves(gradient), strict=True):
+    for leaf, expected in zip(leaves, own(gradient), strict=True):
         assert leaf.grad is not None
         assert torch.equal(leaf.grad, expected)

@@ -22,6 +22,13 @@ def test_late_messages(world: World, save_gathered: bool) -> None:
     world.run(4, cases.against_reference, torch.float32, late=True, save_gathered=save_gathered)
 
 
+@pytest.mark.parametrize(("num_rows", "num_first"), [(6, 3), (7, 3), (7, 6), (2, 1)])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_rows_move_to_parts_and_back(world: World, num_ranks: int) -> None:
-    world.run(num_ranks, cases.moves_rows)
+def test_rows_move_to_parts_and_back(world: World, num_ranks: int, num_rows: int, num_first: int) -> None:
+    world.run(num_ranks, cases.moves_rows, num_rows, num_first)
+
+
+@pytest.mark.parametrize("num_first", [0, 7])
+def test_a_part_without_rows_is_an_error(world: World, num_first: int) -> None:
+    with pytest.raises(AssertionError, match=f"num_first: {num_first} of 7 rows: each part needs a row"):
+        world.run(1, cases.moves_rows, 7, num_first)
