@@ -27,7 +27,7 @@ import measured_profile
 from megatron_overlap.autotune.cost_model import CostModel
 from megatron_overlap.config import LaunchConfig, load_launch_config, without_overlap
 from megatron_overlap.config.cluster import ClusterProfile, load_cluster_profile, profile_folder, with_hosts
-from megatron_overlap.tools.compare.rounds import Recorded, run_rounds
+from megatron_overlap.tools.compare.rounds import Recorded, read_training, run_rounds
 from megatron_overlap.tools.launch.netlab import Netlab
 from megatron_overlap.tools.simulate.job import job_of
 from megatron_overlap.tools.simulate.step import simulate_step
@@ -186,7 +186,7 @@ def medians(found: Sequence[Any]) -> Any:
 def _train(shape: Shape, round_number: int, folder: Path, run: dict[str, Any]) -> str:
     """Launch each variant once, in reversed order in odd rounds, add the times to `run`, and describe them."""
     named = list(variants(shape).items())[:: -1 if round_number % 2 else 1]
-    sides = run_rounds([config for _, config in named], 1, folder)
+    sides = run_rounds([config for _, config in named], 1, folder, read=read_training)
     for (name, _), side in zip(named, sides, strict=True):
         run["launches_ms"].setdefault(name, []).append(_median(side))
     run["versions"] = sides[0].records[0].meta.get("versions", {})
@@ -195,7 +195,7 @@ def _train(shape: Shape, round_number: int, folder: Path, run: dict[str, Any]) -
 
 
 def _times(config: LaunchConfig, folder: Path) -> float:
-    return _median(run_rounds([config], 1, folder)[0])
+    return _median(run_rounds([config], 1, folder, read=read_training)[0])
 
 
 def _median(side: Recorded) -> float:

@@ -51,6 +51,12 @@ class Short:
 SHORTENED = (
     Short("megatron-overlap compare cpu/", f"--rounds 1 {TINY}", hosts=True, long=True),
     Short("megatron-overlap compare cpu/llama_tp2/netlab launch", f"--rounds 1 {TINY}", hosts=True, long=True),
+    Short(
+        "megatron-overlap compare cpu/llama_tp2/netlab --generate",
+        f"--rounds 1 --prompt-tokens 8 --batches 1 --new-tokens 2 {TINY}",
+        hosts=True,
+        long=True,
+    ),
     Short("megatron-overlap compare --logs"),
     Short("megatron-overlap doctor", "--deadline 60", long=True),
     Short("megatron-overlap launch cpu/llama_cp2_varlen", "train.iterations=3", long=True),

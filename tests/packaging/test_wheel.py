@@ -44,14 +44,14 @@ def test_the_wheel_has_the_package_and_its_resources_and_nothing_else(installed:
     for folder, files in {
         "_patches": sorted((ROOT / "patches").rglob("*")),
         "_configs": sorted((ROOT / "configs").rglob("*")),
-        "_scripts": sorted((ROOT / "scripts").glob("pretrain_*.py")),
+        "_scripts": [*(ROOT / "scripts").glob("pretrain_*.py"), ROOT / "scripts" / "generate_gpt.py"],
     }.items():
         source = ROOT / folder.removeprefix("_")
         for file in files:
             if file.is_file() and "__pycache__" not in file.parts:
                 assert (package / folder / file.relative_to(source)).read_bytes() == file.read_bytes()
     templates = {file.name for file in package.glob("**/templates/*")}
-    assert {"compare.html.j2", "compare.css", "slurm.sh.j2"} <= templates
+    assert {"base.html.j2", "compare.html.j2", "generation.html.j2", "compare.css", "slurm.sh.j2"} <= templates
     assert {path.name.partition("-")[0] for path in installed.iterdir()} == {"megatron_overlap"}
     (metadata,) = installed.glob("*.dist-info")
     assert "Apache License" in (metadata / "licenses" / "LICENSE").read_text()

@@ -130,6 +130,7 @@ class ScriptRun:
             session.apply_patches({"tracing", *(["tracing_cpu"] if self._device == "cpu" else [])}, required=True)
         self._recorder = StepRecorder(run_dir, self._rank, self._device, self._link, tracer)
         session.apply_patches({"training"}, required=True)
+        session.apply_patches({"evaluation"})
         session.adapter(TrainStep).recorders.append(self._recorder)
 
     def execute(self) -> None:

@@ -1,4 +1,4 @@
-"""Writes one JSON line per training step and rank, with full precision.
+"""Writes one JSON line per training step and rank, with full precision, and one per evaluation.
 
 Megatron's log rounds losses and prints grad-norms with three decimals; comparisons need all digits.
 """
@@ -24,9 +24,9 @@ _LOSSES, _SKIPPED, _GRAD_NORM = 0, 1, 5
 class StepRecorder:
     """Records the training steps of this rank into `run_dir`.
 
-    Files: `steps-rank{r}.jsonl` (one line per iteration), `meta-rank{r}.json` (versions, device, layout) at the first
-    step, `report-rank{r}.json` at the end; with a tracer `events-rank{r}.bin`. Files of an earlier run in the same
-    folder are replaced.
+    Files: `steps-rank{r}.jsonl` (one line per iteration), `evaluations-rank{r}.jsonl` (one line per evaluation),
+    `meta-rank{r}.json` (versions, device, layout) at the first step, `report-rank{r}.json` at the end; with a tracer
+    `events-rank{r}.bin`. Files of an earlier run in the same folder are replaced.
 
     Args:
         run_dir: folder to write to; made if missing.
@@ -58,6 +58,8 @@ class StepRecorder:
         if tracer is None:
             (run_dir / EVENTS.format(rank=rank)).unlink(missing_ok=True)
         self._steps: IO[str] = (run_dir / f"steps-rank{rank}.jsonl").open("w", encoding="utf-8", buffering=1)
+        self._evaluations = run_dir / f"evaluations-rank{rank}.jsonl"
+        self._evaluations.unlink(missing_ok=True)
 
     def step_begins(self) -> None:
         """Reads the clock; before the first step it writes the meta file."""
@@ -72,6 +74,18 @@ class StepRecorder:
         """Writes the line of the step. `iterations_before`: completed before it, if Megatron passes their number."""
         self._synchronize()
         self._write_step(iterations_before, self._start_ns, time.perf_counter_ns(), result)
+
+    def evaluation_begins(self) -> None:
+        """Reads the clock."""
+        self._synchronize()
+        self._start_ns = time.perf_counter_ns()
+
+    def evaluation_completed(self) -> None:
+        """Writes the line of the evaluation."""
+        self._synchronize()
+        row = {"iteration": self._iteration, "time_ms": (time.perf_counter_ns() - self._start_ns) / 1e6}
+        with self._evaluations.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
 
     def write_report(self, report: dict[str, Any]) -> None:
         """Writes the session's report of this rank."""
@@ -114,38 +128,38 @@ class StepRecorder:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def _write_meta(self) -> None:
-        from megatron.training import get_args
-
-        args = get_args()
-        name = torch.cuda.get_device_name() if self._device == "cuda" else platform.processor() or platform.machine()
-        self._write_json(
-            f"meta-rank{self._rank}.json",
-            {
-                "versions": {
-                    "megatron_overlap": __version__,
-                    "megatron_core": installed_versions()["megatron-core"],
-                    "torch": torch.__version__,
-                    "transformer_engine": installed_release("transformer-engine"),
-                    "python": platform.python_version(),
-                },
-                "device": self._device,
-                "device_name": name,
-                "dtype": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
-                "rank": self._rank,
-                "world_size": args.world_size,
-                "tensor_parallel": args.tensor_model_parallel_size,
-                "pipeline_parallel": args.pipeline_model_parallel_size,
-                "context_parallel": args.context_parallel_size,
-                "data_parallel": args.data_parallel_size,
-                "threads": torch.get_num_threads(),
-                "link": self._link,
-                "argv": sys.argv,
-            },
-        )
+        facts = {"rank": self._rank, "link": self._link, "argv": sys.argv}
+        self._write_json(f"meta-rank{self._rank}.json", {**describe_run(self._device), **facts})
 
     def _write_json(self, name: str, content: dict[str, Any]) -> None:
         path = self._run_dir / name
         path.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
+
+
+def describe_run(device: str) -> dict[str, Any]:
+    """Versions, device and layout of this run of Megatron on `cpu` or `cuda`."""
+    from megatron.training import get_args
+
+    args = get_args()
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
+    return {
+        "versions": {
+            "megatron_overlap": __version__,
+            "megatron_core": installed_versions()["megatron-core"],
+            "torch": torch.__version__,
+            "transformer_engine": installed_release("transformer-engine"),
+            "python": platform.python_version(),
+        },
+        "device": device,
+        "device_name": name,
+        "dtype": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+        "world_size": args.world_size,
+        "tensor_parallel": args.tensor_model_parallel_size,
+        "pipeline_parallel": args.pipeline_model_parallel_size,
+        "context_parallel": args.context_parallel_size,
+        "data_parallel": args.data_parallel_size,
+        "threads": torch.get_num_threads(),
+    }
 
 
 def _loss(losses: dict[str, Any]) -> float | None:

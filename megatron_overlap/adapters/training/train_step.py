@@ -1,4 +1,4 @@
-"""The patch of Megatron's `train_step`: counts the session's steps and calls recorders before and after each step."""
+"""The patches of Megatron's `train_step` and `evaluate`: they count the session's steps and call recorders."""
 
 from typing import Any
 
@@ -27,6 +27,21 @@ def train_step(original: Method, session: Session) -> Method:
         result = original(*args, **kwargs)
         for recorder in recorders:
             recorder.step_completed(iterations_before, result)
+        return result
+
+    return run
+
+
+def evaluate(original: Method, session: Session) -> Method:
+    """Factory of the patch."""
+    recorders = session.adapter(TrainStep).recorders
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        for recorder in recorders:
+            recorder.evaluation_begins()
+        result = original(*args, **kwargs)
+        for recorder in recorders:
+            recorder.evaluation_completed()
         return result
 
     return run

@@ -1,7 +1,7 @@
 """`megatron-overlap compare`: launches configs in interleaved rounds and reports the speedup and its spread."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +11,7 @@ from rich.console import Console
 from megatron_overlap.config import LaunchConfig, dump_config, load_launch_config
 from megatron_overlap.config.errors import usage_error, writing
 from megatron_overlap.config.resources import config_file
-from megatron_overlap.tools.compare import report
+from megatron_overlap.tools.compare import generation_report, report
 from megatron_overlap.tools.compare.comparison import WARM_UP_ITERATIONS, Comparison, NotComparableError, Side, Workload
 from megatron_overlap.tools.compare.comparison import compare as compare_sides
 from megatron_overlap.tools.compare.flops import (
@@ -22,9 +22,24 @@ from megatron_overlap.tools.compare.flops import (
     step_flops,
     tokens_per_step,
 )
+from megatron_overlap.tools.compare.generation import (
+    GenerationComparison,
+    GenerationSide,
+    compare_generation,
+)
 from megatron_overlap.tools.compare.megatron_logs import NOTES, read_log
 from megatron_overlap.tools.compare.megatron_logs import sides as read_sides
-from megatron_overlap.tools.compare.rounds import LaunchFailedError, Selection, run_rounds, select
+from megatron_overlap.tools.compare.rounds import (
+    GenerationPlan,
+    LaunchFailedError,
+    Recorded,
+    Selection,
+    read_generated,
+    read_training,
+    run_rounds,
+    select,
+    select_generation,
+)
 from megatron_overlap.tools.launch.command import iterations_in
 from megatron_overlap.tools.launch.plan import unused_folder
 from megatron_overlap.tools.launch.processes import RunError
@@ -51,6 +66,18 @@ def compare(
         float | None,
         typer.Option("--peak-tflops", min=0.001, help="With --logs: peak TFLOP/s of a device, for the MFU."),
     ] = None,
+    generate: Annotated[
+        bool, typer.Option("--generate", help="Generate tokens on Megatron's inference engine instead of training.")
+    ] = False,
+    prompt_tokens: Annotated[
+        str | None,
+        typer.Option("--prompt-tokens", help="With --generate: lengths of prompts, such as 128,512."),
+    ] = None,
+    batches: Annotated[str, typer.Option("--batches", help="With --generate: numbers of prompts.")] = "1,4",
+    new_tokens: Annotated[
+        int, typer.Option("--new-tokens", min=2, help="With --generate: tokens generated from a prompt.")
+    ] = 16,
+    engine: Annotated[str, typer.Option("--engine", help="With --generate: dynamic or static.")] = "dynamic",
 ) -> int:
     """Measure configs in alternating rounds. A single config is compared with itself on the stock path."""
     if logs:
@@ -58,12 +85,17 @@ def compare(
     if peak_tflops is not None:
         raise usage_error("compare --peak-tflops", peak_tflops, "needs --logs: a launch determines the peak itself")
     files, overrides = _split(configs)
-    chosen = select([(file, load_launch_config(config_file(file), overrides)) for file in files], attribute=attribute)
-    last = chosen.configs[-1]
-    folder = _open_folder(
-        output if output is not None else unused_folder(last.launch.output_dir, f"compare-{last.name}")
-    )
-    console = Console()
+    given = [(file, load_launch_config(config_file(file), overrides)) for file in files]
+    if generate:
+        if attribute:
+            raise usage_error("compare --attribute", None, "separates the parts of a training step; leave it out")
+        if engine not in ("dynamic", "static"):
+            raise usage_error("compare --engine", engine, "give dynamic or static")
+        lengths = None if prompt_tokens is None else _numbers("--prompt-tokens", prompt_tokens)
+        plan = GenerationPlan(lengths, _numbers("--batches", batches), new_tokens, engine)
+        return _compare_generation(select_generation(given, plan), rounds, output)
+    chosen = select(given, attribute=attribute)
+    folder, console = _folder_of(chosen, output), Console()
     try:
         result = _measure(chosen, rounds, folder, console)
         report.write(result, folder, {config.name: dump_config(config) for config in chosen.configs})
@@ -72,6 +104,41 @@ def compare(
         return 1
     _show(result, folder, console)
     return 0
+
+
+def _compare_generation(chosen: Selection, rounds: int, output: Path | None) -> int:
+    """The same files for generation: times of prefill and decode, and the generated tokens."""
+    folder, console = _folder_of(chosen, output), Console()
+    try:
+        recorded, notes = _launch(chosen, rounds, folder, console, read_generated)
+    except LaunchFailedError as error:
+        print(f"compare: {error}", file=sys.stderr)
+        return 1
+    how = (
+        f"Rounds: {rounds}. Each round launches every run once; every second round in reversed order. A call that "
+        "generates two tokens from the same prompts comes before the timed one.",
+        "Times: of forward passes on the slowest rank; median over the rounds. First token: the first pass. ms per "
+        "token: the median of the other passes. tokens/s: of all prompts, over all passes.",
+        "Relative to the reference: the ratio within each round; then median, p20 and p80 over the rounds. Above 1 is "
+        "faster.",
+        *notes,
+    )
+    sides = [
+        GenerationSide(config.name, launched.link, launched.records)
+        for config, launched in zip(chosen.configs, recorded, strict=True)
+    ]
+    result = compare_generation(sides, {"rounds": rounds, "order": "alternating", "notes": list(how)})
+    generation_report.write(result, folder, {config.name: dump_config(config) for config in chosen.configs})
+    _show_generation(result, folder, console)
+    return 0
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    """The numbers of `128,512`."""
+    parts = text.split(",")
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise usage_error(f"compare {option}", text, "give whole numbers of 1 or more, separated by commas")
+    return tuple(map(int, parts))
 
 
 def _compare_logs(files: Sequence[Path], output: Path | None, attribute: bool, peak_tflops: float | None) -> int:
@@ -96,6 +163,11 @@ def _compare_logs(files: Sequence[Path], output: Path | None, attribute: bool, p
     return 0
 
 
+def _folder_of(chosen: Selection, output: Path | None) -> Path:
+    last = chosen.configs[-1]
+    return _open_folder(output or unused_folder(last.launch.output_dir, f"compare-{last.name}"))
+
+
 def _open_folder(folder: Path) -> Path:
     with writing("compare --output", folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -103,7 +175,10 @@ def _open_folder(folder: Path) -> Path:
     return folder
 
 
-def _measure(chosen: Selection, rounds: int, folder: Path, console: Console) -> Comparison:
+def _launch[Record](
+    chosen: Selection, rounds: int, folder: Path, console: Console, read: Callable[[Path, LaunchConfig], Record]
+) -> tuple[list[Recorded[Record]], list[str]]:
+    """All launches with their progress on the console: their records, and notes for the report."""
     notes = list(chosen.notes)
 
     def note(text: str) -> None:
@@ -117,7 +192,14 @@ def _measure(chosen: Selection, rounds: int, folder: Path, console: Console) -> 
             status.update("starting")
 
         runs, on_line = folder / report.RUNS_FOLDER, iterations_in(status)
-        recorded = run_rounds(chosen.configs, rounds, runs, on_launch=on_launch, on_line=on_line, on_note=note)
+        recorded = run_rounds(
+            chosen.configs, rounds, runs, read=read, on_launch=on_launch, on_line=on_line, on_note=note
+        )
+    return recorded, notes
+
+
+def _measure(chosen: Selection, rounds: int, folder: Path, console: Console) -> Comparison:
+    recorded, notes = _launch(chosen, rounds, folder, console, read_training)
     console.print("measuring the peak rate of the device ...", highlight=False)
     name = str(recorded[0].records[0].meta.get("device_name"))
     peaks: dict[tuple[object, ...], Peak] = {}
@@ -164,14 +246,28 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _show(result: Comparison, folder: Path, console: Console) -> None:
-    console.print(report.table(result))
-    for line in report.notes(result):
+    _show_table(result.runs, report.rows(result), report.notes(result), console)
+    _show_end((report.headline(result), report.attribution(result)), folder, console)
+
+
+def _show_generation(result: GenerationComparison, folder: Path, console: Console) -> None:
+    _show_table(result.runs, generation_report.rows(result), generation_report.notes(result), console)
+    _show_end((generation_report.headline(result),), folder, console)
+
+
+def _show_table(
+    runs: Sequence[report.Reported], rows: Sequence[report.Row], notes: Sequence[str], console: Console
+) -> None:
+    console.print(report.table(runs, rows))
+    for line in notes:
         console.print(f"- {line}", style="dim", highlight=False, soft_wrap=True)
-    for run, module, operation, reason, calls in report.fallback_lines(result):
+    for run, module, operation, reason, calls in report.fallback_lines(runs):
         console.print(f"- {run}: {module}: {operation}: {calls} calls on the stock path: {reason}", highlight=False)
-    console.print(f"\n{report.headline(result)}", style="bold", highlight=False, soft_wrap=True)
-    parts = report.attribution(result)
-    if parts is not None:
-        console.print(parts, highlight=False, soft_wrap=True)
+    console.print()
+
+
+def _show_end(lines: Sequence[str | None], folder: Path, console: Console) -> None:
+    for line in filter(None, lines):
+        console.print(line, style="bold", highlight=False, soft_wrap=True)
     names = ", ".join((report.JSON_FILE, report.PNG_FILE, report.HTML_FILE))
     console.print(f"{folder}: {names}", highlight=False, soft_wrap=True)

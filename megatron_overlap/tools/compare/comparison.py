@@ -126,6 +126,7 @@ class RunSummary:
     plugin: PluginReport | None
     typical_step: TypicalStep
     exposed: ExposedSummary | None = None
+    evaluation_ms: Spread | None = None
 
     @property
     def floor_ms(self) -> float | None:
@@ -135,7 +136,7 @@ class RunSummary:
 
 @dataclass(frozen=True)
 class AgainstReference:
-    """One run against the reference."""
+    """One run against the reference; `evaluation_speedup` is None where a run has no evaluation."""
 
     name: str
     speedup: Spread
@@ -143,6 +144,7 @@ class AgainstReference:
     max_loss_deviation: float | None
     max_grad_norm_deviation: float | None
     memory_ratio: float | None
+    evaluation_speedup: Spread | None = None
 
 
 @dataclass(frozen=True)
@@ -212,6 +214,7 @@ def summarize(side: Side) -> RunSummary:
     tokens_per_s = work.tokens / seconds if work.tokens is not None else None
     peak = side.peak
     first = side.records[0]
+    evaluations = [time for record in side.records for time in record.evaluation_ms]
     memory = [record.peak_memory_bytes for record in side.records if record.peak_memory_bytes is not None]
     return RunSummary(
         name=side.name,
@@ -235,6 +238,7 @@ def summarize(side: Side) -> RunSummary:
         plugin=first.report,
         typical_step=_typical_step(side, step_time.median),
         exposed=_exposed(side),
+        evaluation_ms=Spread.of(evaluations) if evaluations else None,
     )
 
 
@@ -267,6 +271,7 @@ def _exposed(side: Side) -> ExposedSummary | None:
 def _against(reference: Side, side: Side) -> AgainstReference:
     pairs = list(zip(reference.records, side.records, strict=True))
     ratios = paired_ratios(reference.timed_rounds_ms, side.timed_rounds_ms)
+    evaluated = [(a.evaluation_ms, b.evaluation_ms) for a, b in pairs if a.evaluation_ms and b.evaluation_ms]
     memory = [
         b.peak_memory_bytes / a.peak_memory_bytes
         for a, b in pairs
@@ -282,6 +287,7 @@ def _against(reference: Side, side: Side) -> AgainstReference:
         ),
         # Ratio within a round: the resident set differs by a few percent from launch to launch.
         memory_ratio=median(memory) if memory else None,
+        evaluation_speedup=Spread.of([median(a) / median(b) for a, b in evaluated]) if evaluated else None,
     )
 
 
@@ -323,16 +329,25 @@ def comparison_content(comparison: Comparison) -> dict[str, Any]:
         "link": comparison.runs[0].link,
         "versions": comparison.versions,
         "device": comparison.device,
-        "against_first": [{**vars(entry), "speedup": vars(entry.speedup)} for entry in against],
+        "against_first": [_against_content(entry) for entry in against],
         "settings": comparison.settings,
     }
     if comparison.attribution is not None:
         content["attribution"] = {name: vars(spread) for name, spread in vars(comparison.attribution).items()}
-    return _finite(content)  # type: ignore[no-any-return]
+    return finite(content)  # type: ignore[no-any-return]
+
+
+def _against_content(entry: AgainstReference) -> dict[str, Any]:
+    return {**vars(entry), "speedup": vars(entry.speedup), "evaluation_speedup": _spread(entry.evaluation_speedup)}
+
+
+def _spread(spread: Spread | None) -> dict[str, float] | None:
+    return None if spread is None else vars(spread)
 
 
 def _run_content(run: RunSummary) -> dict[str, Any]:
     content = {**vars(run), "step_time_ms": vars(run.step_time_ms), "typical_step": vars(run.typical_step)}
+    content["evaluation_ms"] = _spread(run.evaluation_ms)
     if run.exposed is not None:
         content["exposed"] = {
             "step_ms": vars(run.exposed.step_ms),
@@ -344,17 +359,23 @@ def _run_content(run: RunSummary) -> dict[str, Any]:
             ],
         }
     if run.plugin is not None:
-        content["plugin"] = {**vars(run.plugin), "fallbacks": [vars(fallback) for fallback in run.plugin.fallbacks]}
+        content["plugin"] = plugin_content(run.plugin)
     return content
 
 
-def _finite(value: Any) -> Any:
+def plugin_content(report: PluginReport) -> dict[str, Any]:
+    """The plugin's report of a run for compare.json."""
+    return {**vars(report), "fallbacks": [vars(fallback) for fallback in report.fallbacks]}
+
+
+def finite(value: Any) -> Any:
+    """A value for JSON: NaN and infinity become null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value
 
 

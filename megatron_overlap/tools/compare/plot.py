@@ -42,21 +42,19 @@ _WIDTH = 13.0
 
 def draw_overview(result: Comparison, form: Literal["png", "svg"], caption: str, title: str = "") -> bytes:
     """Step times, speedup of each round, losses and their deviation."""
-    figure = _figure(4.9 if title else 4.5)
+    figure = make_figure(4.9 if title else 4.5)
     columns = figure.subfigures(1, 3, width_ratios=(1.15, 0.85, 1.0))
     _step_times(columns[0].subplots(), result)
     _speedups(columns[1].subplots(), result)
     _training(columns[2].subplots(2, 1, sharex=True, height_ratios=(1.25, 1)), result)
-    if title:
-        figure.suptitle(title, fontsize=13, fontweight="bold", color=_INK, x=0.012, ha="left")
-    figure.supxlabel(caption, fontsize=8, color=COLORS[0], x=0.012, ha="left")
-    return _file(figure, form)
+    title_and_caption(figure, title, caption)
+    return as_file(figure, form)
 
 
 def draw_timelines(found: Sequence[StepTimeline]) -> bytes:
     """One step of each run on one axis, as an SVG. Waits are coloured by op; messages to the rank are below them."""
     heights = [0.55 + 0.62 * len(one.ranks) for one in found]
-    figure = _figure(sum(heights) + 0.9)
+    figure = make_figure(sum(heights) + 0.9)
     grid = figure.subplots(len(found), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     ends = [max(rank.stop_ms for rank in one.ranks) for one in found]
     styles = op_styles(found)
@@ -69,12 +67,12 @@ def draw_timelines(found: Sequence[StepTimeline]) -> bytes:
         handles.append(_patch(len(OP_STYLES) - 1, "wait: all other ops"))
     handles.append(Patch(facecolor=_MESSAGE, label="messages to the rank"))
     figure.legend(handles=handles, loc="outside lower left", ncols=4, fontsize=8.5, frameon=False)
-    return _file(figure, "svg")
+    return as_file(figure, "svg")
 
 
 def draw_breakdown(part: Breakdown) -> bytes:
     """The step time of the reference, the change of each row, and the step time of the run, as an SVG."""
-    figure = _figure(0.9 + 0.32 * (len(part.changes) + 2))
+    figure = make_figure(0.9 + 0.32 * (len(part.changes) + 2))
     axes = figure.subplots()
     labels = [f"step of {part.reference}", *(change.label for change in part.changes), f"step of {part.run}"]
     for row, total, floor in ((0, part.reference_ms, part.reference_floor_ms), (-1, part.run_ms, part.run_floor_ms)):
@@ -91,7 +89,7 @@ def draw_breakdown(part: Breakdown) -> bytes:
         end = max(change.start_ms, change.stop_ms)
         axes.text(end, place, f" {change.change_ms:+,.1f}", fontsize=8.5, va="center", color=_INK)
     axes.axvline(part.reference_floor_ms, color=_INK, lw=1.2, ls="--")
-    _style(axes, "")
+    style_axes(axes, "")
     axes.set_yticks(range(len(labels)), labels, fontsize=8.5)
     axes.set_ylim(len(labels) - 0.5, -0.5)
     axes.set_xlim(0, 1.08 * max(part.reference_ms, *(change.stop_ms for change in part.changes)))
@@ -103,7 +101,7 @@ def draw_breakdown(part: Breakdown) -> bytes:
         Patch(facecolor="#7a1420", hatch="///", edgecolor="white", label="longer"),
     ]
     figure.legend(handles=handles, loc="outside upper right", ncols=4, fontsize=8.5, frameon=False)
-    return _file(figure, "svg")
+    return as_file(figure, "svg")
 
 
 def op_styles(found: Sequence[StepTimeline]) -> dict[str, int]:
@@ -120,7 +118,7 @@ def _timeline(
     axes: Any, one: StepTimeline, end: float, first_end: float, axis_ms: float, styles: dict[str, int]
 ) -> None:
     shown = "" if len(one.ranks) == one.num_ranks else f"; {len(one.ranks)} of {one.num_ranks} ranks"
-    _style(
+    style_axes(
         axes,
         f"{one.run}: round {one.step.round}, iteration {one.step.iteration}: {one.step.step_time_ms:,.1f} ms, "
         f"median {one.median_ms:,.1f} ms{shown}",
@@ -158,7 +156,7 @@ def _patch(style: int, label: str) -> Patch:
 
 
 def _step_times(axes: Any, result: Comparison) -> None:
-    _style(axes, "Step time, slowest rank (ms)")
+    style_axes(axes, "Step time, slowest rank (ms)")
     longest = max(max(max(times) for times in run.step_times_ms) for run in result.runs)
     for place, run in enumerate(result.runs):
         color, spread = _color(place), run.step_time_ms
@@ -185,7 +183,7 @@ def _step_times(axes: Any, result: Comparison) -> None:
 
 def _speedups(axes: Any, result: Comparison) -> None:
     reference = result.runs[0].name
-    _style(axes, f"Speedup over {reference}" if len(reference) < 24 else "Speedup over the reference")
+    style_axes(axes, f"Speedup over {reference}" if len(reference) < 24 else "Speedup over the reference")
     bars: list[tuple[str, Any, str, list[float]]] = [
         (entry.name, entry.speedup, _color(place), entry.speedup_rounds)
         for place, entry in enumerate(result.against, start=1)
@@ -229,8 +227,8 @@ def _speedups(axes: Any, result: Comparison) -> None:
 
 def _training(axes: Any, result: Comparison) -> None:
     losses, deviations = axes
-    _style(losses, "Loss, and its deviation from the reference")
-    _style(deviations, "")
+    style_axes(losses, "Loss, and its deviation from the reference")
+    style_axes(deviations, "")
     reference = result.runs[0]
     for place, run in enumerate(result.runs):
         steps = range(1, len(run.losses) + 1)
@@ -254,20 +252,30 @@ def _training(axes: Any, result: Comparison) -> None:
     deviations.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def _figure(height: float) -> Any:
+def title_and_caption(figure: Any, title: str, caption: str) -> None:
+    """Puts the headline, if any, above a picture and its caption below."""
+    if title:
+        figure.suptitle(title, fontsize=13, fontweight="bold", color=_INK, x=0.012, ha="left")
+    figure.supxlabel(caption, fontsize=8, color=COLORS[0], x=0.012, ha="left")
+
+
+def make_figure(height: float) -> Any:
+    """A figure of the width of all pictures, and of `height` inches."""
     figure: Any = Figure(figsize=(_WIDTH, height), dpi=150, layout="constrained")
     figure.get_layout_engine().set(w_pad=0.14, h_pad=0.08)
     return figure
 
 
-def _file(figure: Any, form: Literal["png", "svg"]) -> bytes:
+def as_file(figure: Any, form: Literal["png", "svg"]) -> bytes:
+    """The content of the file of a figure."""
     out = io.BytesIO()
     with mpl.rc_context({"svg.fonttype": "none", "hatch.linewidth": 0.8}):  # text stays text: a smaller file
         figure.savefig(out, format=form, facecolor="white")
     return out.getvalue()
 
 
-def _style(axes: Any, title: str) -> None:
+def style_axes(axes: Any, title: str) -> None:
+    """Gives axes their title, grid and ticks."""
     axes.set_title(title, fontsize=10, loc="left", color=_INK)
     axes.grid(color=_GRID, lw=0.6)
     axes.set_axisbelow(True)

@@ -6,13 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, Protocol
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich import box
 from rich.table import Table
 
-from megatron_overlap.tools.compare.comparison import Comparison, RunSummary, Spread, comparison_content
+from megatron_overlap.tools.compare.comparison import Comparison, Spread, comparison_content
 from megatron_overlap.tools.compare.traced_steps import Breakdown, StepTimeline, breakdowns, timelines
+from megatron_overlap.tools.launch.run_records import PluginReport
 
 JSON_FILE, PNG_FILE, HTML_FILE = "compare.json", "compare.png", "compare.html"
 RUNS_FOLDER = "runs"
@@ -23,6 +25,16 @@ NO_EVENTS = (
 )
 
 _MIB = 1024 * 1024
+
+
+class Reported(Protocol):
+    """A run of any comparison."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def plugin(self) -> PluginReport | None: ...
 
 
 @dataclass(frozen=True)
@@ -44,14 +56,17 @@ class KeyFigure:
 
 
 def write(result: Comparison, folder: Path, configs: Mapping[str, str]) -> None:
-    """Write the three files. All contents are complete before the first file is put in place; the JSON comes last."""
+    """Write the three files."""
     from megatron_overlap.tools.compare.plot import draw_overview
 
-    content = {
-        PNG_FILE: draw_overview(result, "png", _caption(result), headline(result)),
-        HTML_FILE: html(result, configs, folder / RUNS_FOLDER).encode(),
-        JSON_FILE: (json.dumps(comparison_content(result), indent=1, allow_nan=False) + "\n").encode(),
-    }
+    picture = draw_overview(result, "png", _caption(result), headline(result))
+    write_files(folder, picture, html(result, configs, folder / RUNS_FOLDER), comparison_content(result))
+
+
+def write_files(folder: Path, picture: bytes, page: str, figures: Mapping[str, Any]) -> None:
+    """Put three complete files in place, the JSON last."""
+    figures_json = json.dumps(figures, indent=1, allow_nan=False) + "\n"
+    content = {PNG_FILE: picture, HTML_FILE: page.encode(), JSON_FILE: figures_json.encode()}
     for name, data in content.items():
         (folder / f"{name}.new").write_bytes(data)
     for name in content:
@@ -64,12 +79,12 @@ def remove(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def table(result: Comparison) -> Table:
+def table(runs: Sequence[Reported], rows: Iterable[Row]) -> Table:
     """The table for a rich console, one column for each run."""
     shown = Table("", box=box.SIMPLE_HEAD)
-    for run in result.runs:
+    for run in runs:
         shown.add_column(run.name, justify="right", overflow="fold")
-    for row in rows(result):
+    for row in rows:
         shown.add_row(f"  {row.label}" if row.detail else row.label, *row.cells)
     return shown
 
@@ -81,11 +96,9 @@ def html(result: Comparison, configs: Mapping[str, str], runs_folder: Path) -> s
     """
     from megatron_overlap.tools.compare.plot import draw_breakdown, draw_overview, draw_timelines
 
-    folder = PackageLoader("megatron_overlap.tools.compare")
-    environment = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
-    environment.filters["image"] = lambda svg: f"data:image/svg+xml;base64,{base64.b64encode(svg).decode('ascii')}"
     steps, step_notes = _steps(result, runs_folder)
-    return environment.get_template("compare.html.j2").render(
+    return render(
+        "compare.html.j2",
         headline=headline(result),
         attribution=attribution(result),
         key_figures=key_figures(result),
@@ -99,10 +112,17 @@ def html(result: Comparison, configs: Mapping[str, str], runs_folder: Path) -> s
         runs=result.runs,
         rows=rows(result),
         notes=notes(result),
-        from_logs=from_logs(result),
-        fallbacks=fallback_lines(result),
+        fallbacks=None if from_logs(result) else fallback_lines(result.runs),
         configs=configs,
     )
+
+
+def render(template: str, **values: object) -> str:
+    """One of the templates of this package with its values."""
+    folder = PackageLoader("megatron_overlap.tools.compare")
+    environment = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
+    environment.filters["image"] = lambda svg: f"data:image/svg+xml;base64,{base64.b64encode(svg).decode('ascii')}"
+    return environment.get_template(template).render(**values)
 
 
 def headline(result: Comparison) -> str:
@@ -164,6 +184,13 @@ def rows(result: Comparison) -> list[Row]:
         Row("grad-norm deviation", against(_deviation(other.max_grad_norm_deviation) for other in others)),
         Row("between rounds of the run", tuple(_deviation(run.own_grad_norm_deviation) for run in runs), True),
     ]
+    if any(run.evaluation_ms is not None for run in runs):
+        times = (None if run.evaluation_ms is None else run.evaluation_ms.median for run in runs)
+        speedups = (other.evaluation_speedup for other in others)
+        shown += [
+            Row("evaluation, ms", tuple(_number(each, "{:.1f}") for each in times)),
+            Row("speedup", against("unknown" if each is None else ratio(each) for each in speedups), detail=True),
+        ]
     exposed = [run.exposed for run in runs]
     if any(one is not None for one in exposed):
         medians = [None if one is None else one.step_ms.median for one in exposed]
@@ -176,8 +203,12 @@ def rows(result: Comparison) -> list[Row]:
         ]
     if from_logs(result):  # a log knows few of the figures: rows without a figure are left out
         return [row for row in shown if set(row.cells) - {"unknown", "reference"}]
+    return [*shown, *call_rows(runs)]
+
+
+def call_rows(runs: Sequence[Reported]) -> list[Row]:
+    """The rows of the plugin's report."""
     return [
-        *shown,
         Row("overlapped calls", tuple(_calls(run) for run in runs)),
         Row("sent by overlapped calls, MiB", tuple(_sent(run) for run in runs)),
         Row("calls on the stock path", tuple(_fallbacks(run) for run in runs)),
@@ -223,10 +254,8 @@ def notes(result: Comparison) -> list[str]:
         f"Network: {links[0]}." if len(links) == 1 else f"The networks differ: {each}.",
         f"Peak: {first.peak_source}.",
         f"FLOPs: {first.flops_convention}.",
+        *version_notes(result.versions),
     ]
-    if result.versions:
-        versions = (f"{name} {version}" for name, version in result.versions.items() if version)
-        lines.append("Versions: " + ", ".join(versions) + ".")
     if result.device["kind"] == "cpu":
         lines.append("Measured on CPU: the absolute values do not carry over to a GPU.")
         lines.append(
@@ -246,6 +275,12 @@ def notes(result: Comparison) -> list[str]:
     return [*lines, *(str(note) for note in result.settings.get("notes", ()))]
 
 
+def version_notes(versions: Mapping[str, Any]) -> list[str]:
+    """One sentence with the known versions, if any."""
+    known = [f"{name} {version}" for name, version in versions.items() if version]
+    return [f"Versions: {', '.join(known)}."] if known else []
+
+
 def from_logs(result: Comparison) -> bool:
     """Whether the figures are from finished logs."""
     return result.settings.get("source") == "logs"
@@ -253,9 +288,13 @@ def from_logs(result: Comparison) -> bool:
 
 def device(result: Comparison) -> str:
     """Ranks and device: `2 ranks on x86_64 (cpu)`."""
-    found = result.device
+    return ranks_and_device(result.device) if not from_logs(result) else str(result.device["name"])
+
+
+def ranks_and_device(found: Mapping[str, Any]) -> str:
+    """`2 ranks on x86_64 (cpu)`."""
     kind = f" ({found['kind']})" if found["kind"] else ""
-    return f"{found['world_size']} ranks on {found['name']}{kind}" if not from_logs(result) else str(found["name"])
+    return f"{found['world_size']} ranks on {found['name']}{kind}"
 
 
 def ratio(spread: Spread) -> str:
@@ -263,11 +302,11 @@ def ratio(spread: Spread) -> str:
     return f"{spread.median:.3f}x ({_range(spread, 3)})"
 
 
-def fallback_lines(result: Comparison) -> list[tuple[str, str, str, str, int]]:
+def fallback_lines(runs: Sequence[Reported]) -> list[tuple[str, str, str, str, int]]:
     """Run, module, operation, reason and number of the calls that ran the stock path while the plugin was active."""
     return [
         (run.name, fallback.module, f"{fallback.op} {fallback.direction}", fallback.reason, fallback.calls)
-        for run in result.runs
+        for run in runs
         if run.plugin is not None
         for fallback in run.plugin.fallbacks
     ]
@@ -316,15 +355,15 @@ def _mib(value: int | None) -> str:
     return "unknown" if value is None else f"{value / _MIB:,.0f}"
 
 
-def _calls(run: RunSummary) -> str:
+def _calls(run: Reported) -> str:
     return f"{run.plugin.overlapped_calls:,}" if run.plugin is not None and run.plugin.active else "plugin off"
 
 
-def _sent(run: RunSummary) -> str:
+def _sent(run: Reported) -> str:
     return f"{run.plugin.sent_bytes / _MIB:,.1f}" if run.plugin is not None and run.plugin.active else "-"
 
 
-def _fallbacks(run: RunSummary) -> str:
+def _fallbacks(run: Reported) -> str:
     if run.plugin is None or not run.plugin.active:
         return "all"
     return f"{sum(fallback.calls for fallback in run.plugin.fallbacks):,}"

@@ -7,7 +7,9 @@ from typing import Any
 
 from megatron_overlap.config import ConfigError, LaunchConfig, arms, load_launch_config
 from megatron_overlap.config.megatron_args import value_at
+from megatron_overlap.config.resources import resource_folder
 from megatron_overlap.tools.compare.comparison import WARM_UP_ITERATIONS
+from megatron_overlap.tools.compare.generation import GenerationRecord, Workload, read_generation
 from megatron_overlap.tools.launch.netlab import NetlabError
 from megatron_overlap.tools.launch.plan import LaunchPlan, execute, plan
 from megatron_overlap.tools.launch.processes import OnLine, RunError
@@ -41,11 +43,35 @@ class Selection:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class Recorded[Record]:
     """All rounds of one config: its records and its link."""
 
-    records: tuple[RunRecord, ...]
+    records: tuple[Record, ...]
     link: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class GenerationPlan:
+    """What every launch of a comparison of generation generates.
+
+    Attributes:
+        prompt_tokens: lengths of the prompts; None: a quarter of `train.seq_length`, and `train.seq_length` or as many
+            tokens as the model has positions for.
+        batches: numbers of prompts; every length runs with each.
+        new_tokens: generated from each prompt.
+        engine: `static` or `dynamic`.
+    """
+
+    prompt_tokens: tuple[int, ...] | None
+    batches: tuple[int, ...]
+    new_tokens: int
+    engine: str
+
+    def workloads(self, config: LaunchConfig) -> list[Workload]:
+        """The workloads of a config, the shortest prompts first."""
+        most = max(1, min(config.train.seq_length, config.model.max_position_embeddings - self.new_tokens))
+        lengths = self.prompt_tokens or (max(1, most // 4), most)
+        return sorted({Workload(length, batch) for length in lengths for batch in self.batches})
 
 
 def select(given: Sequence[tuple[str, LaunchConfig]], *, attribute: bool) -> Selection:
@@ -58,15 +84,7 @@ def select(given: Sequence[tuple[str, LaunchConfig]], *, attribute: bool) -> Sel
     Raises:
         ConfigError: the configs are not comparable; one line that names the key.
     """
-    file, overlapped = given[0] if len(given) == 1 else given[1]
-    configs = [config for _, config in given]
-    if len(given) == 1:
-        configs = [*arms(overlapped)]
-        if not _has_overlap(overlapped):
-            remedy = "the config has no overlap to compare with the stock path: set a method, or give two configs"
-            raise ConfigError(file, "overlap.tensor.method", overlapped.overlap.tensor.method, remedy)
-    else:
-        _same_training(given)
+    file, overlapped, configs = _runs_of(given)
     needed = WARM_UP_ITERATIONS + 1
     if overlapped.train.iterations < needed:
         remedy = f"must be at least {needed}: the first {WARM_UP_ITERATIONS} of every launch are not timed"
@@ -83,15 +101,62 @@ def select(given: Sequence[tuple[str, LaunchConfig]], *, attribute: bool) -> Sel
     return Selection(tuple(configs), serial, tuple(notes))
 
 
-def run_rounds(
+def select_generation(given: Sequence[tuple[str, LaunchConfig]], generation: GenerationPlan) -> Selection:
+    """Complete and check the configs of a comparison of generation, and make them launch `scripts/generate_gpt.py`.
+
+    Args:
+        given: files and the configs read from them. A single config is compared with itself on the stock path.
+        generation: what every launch generates.
+
+    Raises:
+        ConfigError: a config cannot generate, or the configs are not comparable; one line that names the key.
+    """
+    file, _, configs = _runs_of(given)
+    for config in configs:
+        for key, allowed in (("parallel.context", 1), ("parallel.pipeline", 1), ("overlap.varlen.method", "none")):
+            if value_at(config, key) != allowed:
+                raise ConfigError(file, key, value_at(config, key), f"must be {allowed} with compare --generate")
+        longest = max(each.prompt_tokens for each in generation.workloads(config)) + generation.new_tokens
+        positions = config.model.max_position_embeddings
+        if longest > positions:
+            remedy = f"prompt and new tokens need {longest} positions; give shorter --prompt-tokens"
+            raise ConfigError(file, "model.max_position_embeddings", positions, remedy)
+    notes = []
+    if any(config.launch.entry is not None for config in configs):
+        notes.append("The model is that of the provided scripts: launch.entry does not run.")
+    configs = [_generating(config, generation) for config in configs if not config.train.tp_comm_overlap]
+    _different_names(file, configs)
+    return Selection(tuple(configs), None, tuple(notes))
+
+
+def read_training(run_dir: Path, config: LaunchConfig) -> RunRecord:
+    """The record of one launch of a training.
+
+    Raises:
+        RunRecordError: see `read_run`.
+    """
+    return read_run(run_dir, config.world_size, config.train.iterations)
+
+
+def read_generated(run_dir: Path, config: LaunchConfig) -> GenerationRecord:
+    """The record of one launch that generates.
+
+    Raises:
+        RunRecordError: see `read_generation`.
+    """
+    return read_generation(run_dir, config.world_size)
+
+
+def run_rounds[Record](
     configs: Sequence[LaunchConfig],
     rounds: int,
     folder: Path,
     *,
+    read: Callable[[Path, LaunchConfig], Record],
     on_launch: Callable[[str], None] = lambda text: None,
     on_line: OnLine | None = None,
     on_note: Callable[[str], None] = lambda text: None,
-) -> list[Recorded]:
+) -> list[Recorded[Record]]:
     """Launch every config once in each round, in alternating order, and read the records.
 
     A slow period of the machine affects all configs alike.
@@ -99,6 +164,7 @@ def run_rounds(
     Args:
         configs: their names must differ.
         folder: gets a folder `round{i}-{name}` for each launch.
+        read: reads the record of a launch from its folder; may raise RunRecordError.
         on_launch: called before each launch with its round and name.
         on_line: called with (rank, line) for every line of output.
         on_note: called with each new note, such as a fallback of the network.
@@ -110,7 +176,7 @@ def run_rounds(
     plans = [
         [plan(config, run_folder(folder, number, config.name)) for config in configs] for number in range(1, rounds + 1)
     ]
-    records: list[list[RunRecord]] = [[] for _ in configs]
+    records: list[list[Record]] = [[] for _ in configs]
     links: list[Mapping[str, Any]] = [{} for _ in configs]
     reported: set[str] = set()
 
@@ -126,7 +192,7 @@ def run_rounds(
             launched, config = planned[index], configs[index]
             try:
                 execute(launched, on_line=on_line, on_note=note_once)
-                records[index].append(read_run(launched.run_dir, config.world_size, config.train.iterations))
+                records[index].append(read(launched.run_dir, config))
             except (RunError, NetlabError, RunRecordError) as error:
                 raise LaunchFailedError(f"round {number} of {rounds}, {name}: {error}") from error
             links[index] = link_of(launched)
@@ -154,6 +220,31 @@ def link_of(launch_plan: LaunchPlan) -> dict[str, Any]:
     if config.launch.device == "cpu":
         return {"kind": "loopback", "description": "loopback without a rate limit"}
     return {"kind": "cuda", "description": launch_plan.link}
+
+
+def _runs_of(given: Sequence[tuple[str, LaunchConfig]]) -> tuple[str, LaunchConfig, list[LaunchConfig]]:
+    """The file and the config with the overlap, and the configs to launch, the reference first."""
+    if len(given) > 1:
+        _same_training(given)
+        return *given[1], [config for _, config in given]
+    file, overlapped = given[0]
+    if not _has_overlap(overlapped):
+        remedy = "the config has no overlap to compare with the stock path: set a method, or give two configs"
+        raise ConfigError(file, "overlap.tensor.method", overlapped.overlap.tensor.method, remedy)
+    return file, overlapped, [*arms(overlapped)]
+
+
+def _generating(config: LaunchConfig, generation: GenerationPlan) -> LaunchConfig:
+    """The config that launches the generation script. It saves no checkpoint and records no events."""
+    arguments = ["--generate-workloads", *map(str, generation.workloads(config))]
+    arguments += ["--generate-tokens", str(generation.new_tokens), "--generate-engine", generation.engine]
+    return _changed(
+        config,
+        launch={"entry": str(resource_folder("scripts") / "generate_gpt.py")},
+        train={"save": None, "save_interval": None},
+        overlap={"trace": False},
+        megatron_args=(*config.megatron_args, *arguments),
+    )
 
 
 def _has_overlap(config: LaunchConfig) -> bool:
@@ -188,11 +279,11 @@ def _serial(file: str, config: LaunchConfig) -> LaunchConfig:
     return _changed(config, name=f"{config.name}_serial", overlap={"tensor": tensor})
 
 
-def _changed(config: LaunchConfig, **sections: Mapping[str, Any] | str) -> LaunchConfig:
-    """A config with some keys of some sections replaced, validated again."""
+def _changed(config: LaunchConfig, **sections: Mapping[str, Any] | Sequence[str]) -> LaunchConfig:
+    """A config with some keys of some sections replaced, or a whole text or list, validated again."""
     dump = config.model_dump()
     for section, keys in sections.items():
-        dump[section] = keys if isinstance(keys, str) else {**dump[section], **keys}
+        dump[section] = {**dump[section], **keys} if isinstance(keys, Mapping) else keys
     return LaunchConfig.model_validate(dump)
 
 

@@ -60,6 +60,7 @@ class RunRecord:
         meta: versions, device, layout and link of rank 0.
         report: the plugin's report; None if the plugin was off.
         exposed: exposed communication of each iteration with `overlap.trace`; else None.
+        evaluation_ms: time of each evaluation on the slowest rank.
     """
 
     iterations: tuple[int, ...]
@@ -70,6 +71,7 @@ class RunRecord:
     meta: Mapping[str, Any]
     report: PluginReport | None
     exposed: tuple[StepExposed, ...] | None = None
+    evaluation_ms: tuple[float, ...] = ()
 
 
 def read_run(run_dir: Path, world_size: int, iterations: int) -> RunRecord:
@@ -90,9 +92,10 @@ def read_run(run_dir: Path, world_size: int, iterations: int) -> RunRecord:
         losses=tuple(_first_value(rows, "loss") for rows in steps),
         grad_norms=tuple(_first_value(rows, "grad_norm") for rows in steps),
         peak_memory_bytes=max(int(row["peak_memory_bytes"]) for rows in steps for row in rows),
-        meta=_read_object(run_dir / "meta-rank0.json"),
-        report=_read_reports(run_dir, world_size),
+        meta=read_object(run_dir / "meta-rank0.json"),
+        report=read_reports(run_dir, world_size),
         exposed=_exposed(steps),
+        evaluation_ms=_read_evaluations(run_dir, world_size),
     )
 
 
@@ -103,22 +106,36 @@ def deviation(a: float | None, b: float | None) -> float:
     return abs(b - a) / abs(a) if a else abs(b - a)
 
 
+def _read_evaluations(run_dir: Path, world_size: int) -> tuple[float, ...]:
+    paths = [run_dir / f"evaluations-rank{rank}.jsonl" for rank in range(world_size)]
+    ranks = [_read_lines(path) for path in paths if path.exists()]
+    return tuple(max(float(row["time_ms"]) for row in rows) for rows in zip(*ranks, strict=True))
+
+
 def _read_steps(path: Path, iterations: int) -> list[dict[str, Any]]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        rows = _read_lines(path)
     except OSError as error:
         raise RunRecordError(f"{path}: {error.strerror}; the run recorded no steps") from error
-    try:
-        rows = [json.loads(line) for line in lines]
-    except ValueError as error:
-        raise RunRecordError(f"{path}: is not JSON lines: {error}") from error
     last = rows[-1]["iteration"] if rows else 0
     if last != iterations:
         raise RunRecordError(f"{path}: the last step is {last}, must be {iterations}: the run ended early")
     return rows
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except ValueError as error:
+        raise RunRecordError(f"{path}: is not JSON lines: {error}") from error
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Reads a JSON object.
+
+    Raises:
+        RunRecordError: the file is missing, or holds something else.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -148,9 +165,14 @@ def _exposed(steps: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[StepExposed,
     return tuple(means)
 
 
-def _read_reports(run_dir: Path, world_size: int) -> PluginReport | None:
+def read_reports(run_dir: Path, world_size: int) -> PluginReport | None:
+    """Reads the plugin's report of a run; None if the plugin was off.
+
+    Raises:
+        RunRecordError: a report is unreadable.
+    """
     paths = [run_dir / f"report-rank{rank}.json" for rank in range(world_size)]
-    reports = [_read_object(path) for path in paths if path.exists()]
+    reports = [read_object(path) for path in paths if path.exists()]
     if not reports:
         return None
     fallbacks: dict[tuple[str, str, str, str], int] = {}

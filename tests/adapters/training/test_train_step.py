@@ -1,11 +1,11 @@
-"""The patch of `train_step`: step numbers, and the calls of recorders."""
+"""The patches of `train_step` and `evaluate`: step numbers, and the calls of recorders."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from megatron_overlap import OverlapConfig, Session
-from megatron_overlap.adapters.training.train_step import TrainStep, train_step
+from megatron_overlap.adapters.training.train_step import TrainStep, evaluate, train_step
 
 
 class Recorder:
@@ -19,6 +19,12 @@ class Recorder:
 
     def step_completed(self, iterations_before: int | None, result: Any) -> None:
         self.calls.append(("completed", iterations_before, result))
+
+    def evaluation_begins(self) -> None:
+        self.calls.append("begins")
+
+    def evaluation_completed(self) -> None:
+        self.calls.append("completed")
 
 
 def test_recorders_are_called_around_the_step_and_its_number_follows_megatron() -> None:
@@ -40,3 +46,17 @@ def test_recorders_are_called_around_the_step_and_its_number_follows_megatron() 
     assert step("data") == "losses"
     assert session.step == 8, "without the argument the steps are counted"
     assert calls[-1] == ("completed", None, "losses")
+
+
+def test_recorders_are_called_around_an_evaluation() -> None:
+    session = Session(OverlapConfig())
+    calls: list[object] = []
+
+    def original(*args: Any, **kwargs: Any) -> str:
+        calls.append((args, kwargs))
+        return "losses"
+
+    run = evaluate(original, session)
+    session.adapter(TrainStep).recorders.append(Recorder(calls))
+    assert run("data", verbose=True) == "losses"
+    assert calls == ["begins", (("data",), {"verbose": True}), "completed"]

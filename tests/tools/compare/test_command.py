@@ -41,7 +41,7 @@ def compared(python: ForkedPython, folder: Path, *more: str) -> tuple[Path, str]
 
 @pytest.fixture(scope="module")
 def done(forked_python: ForkedPython, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    return compared(forked_python, tmp_path_factory.mktemp("compare"), "overlap.trace=true")
+    return compared(forked_python, tmp_path_factory.mktemp("compare"), "overlap.trace=true", "train.eval_iterations=1")
 
 
 @pytest.mark.long
@@ -73,6 +73,8 @@ def test_the_json_has_every_figure_of_both_runs(done: tuple[Path, str]) -> None:
         assert run["mfu"] == pytest.approx(run["tflops_per_device"] / run["peak_tflops"])
         assert run["tokens_per_s"] == pytest.approx(128 / run["step_time_ms"]["median"] * 1000)
         assert run["peak_memory_bytes"] > 100e6
+        assert run["evaluation_ms"]["median"] > 0
+    assert written["against_first"][0]["evaluation_speedup"]["median"] > 0
     # fp32: only the order of the additions differs.
     assert written["max_loss_deviation"] < 1e-5
     assert written["max_grad_norm_deviation"] < 1e-5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -54,6 +55,19 @@ def test_every_figure_by_hand() -> None:
     assert result["against_first"][0]["memory_ratio"] == pytest.approx((1155 / 1000 + 1000 / 1100) / 2)
     assert result["link"] == LINK
     assert result["versions"]["torch"] == "2.13.0"
+
+
+def test_evaluations_are_compared_within_each_round() -> None:
+    times = {"a": ((30.0, 50.0), (80.0,)), "b": ((20.0, 20.0), (20.0,))}
+    sides = [
+        side(name, [replace(record([1, 1, 1]), evaluation_ms=each) for each in rounds])
+        for name, rounds in times.items()
+    ]
+    result = comparison_content(compare(sides))
+    assert [run["evaluation_ms"]["median"] for run in result["runs"]] == [50.0, 20.0]
+    assert result["against_first"][0]["evaluation_speedup"] == pytest.approx({"median": 3.0, "p20": 2.4, "p80": 3.6})
+    without = comparison_content(compare([sides[0], side("b", [record([1, 1, 1])] * 2)]))
+    assert without["against_first"][0]["evaluation_speedup"] is without["runs"][1]["evaluation_ms"] is None
 
 
 def test_deviation_is_the_largest_of_all_rounds_and_iterations_warm_up_included() -> None:

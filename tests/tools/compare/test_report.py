@@ -99,7 +99,8 @@ def test_the_attribution_is_in_terminal_and_page(tmp_path: Path) -> None:
 
 def test_the_table_has_every_run_and_figure() -> None:
     console = Console(width=160, record=True)
-    console.print(report.table(comparison(serial=True)))
+    result = comparison(serial=True)
+    console.print(report.table(result.runs, report.rows(result)))
     shown = console.export_text()
     for word in ("plain", "hidden_serial", "reference", "MFU", "tokens/s", "p20 to p80", "119.0 to 121.0", "1.984x"):
         assert word in shown

@@ -1,0 +1,207 @@
+"""Compares generation on Megatron's engines: times and tokens of interleaved runs. Pure.
+
+The first run is the reference. A launch times every workload once, after a shorter call with the same prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_overlap.tools.compare.comparison import Spread, finite, plugin_content
+from megatron_overlap.tools.launch.run_records import PluginReport, RunRecordError, read_object, read_reports
+
+RESULT_FILE = "generation.json"
+METRICS = {"first_token_ms": "first token, ms", "decode_ms": "ms per token", "tokens_per_s": "tokens/s"}
+"""Figures of a workload, as the script writes them, and their labels."""
+
+
+@dataclass(frozen=True, order=True)
+class Workload:
+    """Random prompts of one length: `128x4` is a batch of 4 prompts of 128 tokens."""
+
+    prompt_tokens: int
+    batch: int
+
+    @classmethod
+    def parse(cls, text: str) -> Workload:
+        """Reads `128x4`."""
+        prompt_tokens, batch = map(int, text.split("x"))
+        return cls(prompt_tokens, batch)
+
+    def __str__(self) -> str:
+        return f"{self.prompt_tokens}x{self.batch}"
+
+    @property
+    def label(self) -> str:
+        """`128 tokens, batch 4`."""
+        return f"{self.prompt_tokens:,} tokens, batch {self.batch}"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One workload of one launch: the figures of `METRICS` by name, and the generated tokens of every prompt."""
+
+    figures: Mapping[str, float]
+    tokens: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class GenerationRecord:
+    """One launch: the engine that ran, the workloads, versions and device, and the plugin's report."""
+
+    engine: str
+    workloads: Mapping[Workload, Measured]
+    meta: Mapping[str, Any]
+    report: PluginReport | None
+
+
+@dataclass(frozen=True)
+class GenerationSide:
+    """All launches of one config, with one record for each round."""
+
+    name: str
+    link: Mapping[str, Any]
+    records: tuple[GenerationRecord, ...]
+
+
+@dataclass(frozen=True)
+class WorkloadSummary:
+    """One workload of one run.
+
+    Attributes:
+        figures: of `METRICS`, over the rounds.
+        speedups: in each round the time of the reference over that of the run; tokens/s the other way round. Empty for
+            the reference.
+        sequences: number of prompts of all rounds.
+        equal_sequences: those with the tokens of the reference.
+        first_difference: smallest index of a token that differs; None where none does.
+    """
+
+    workload: Workload
+    figures: Mapping[str, Spread]
+    speedups: Mapping[str, Spread]
+    sequences: int
+    equal_sequences: int
+    first_difference: int | None
+
+
+@dataclass(frozen=True)
+class GenerationRun:
+    """The figures of one run, by workload."""
+
+    name: str
+    engine: str
+    workloads: tuple[WorkloadSummary, ...]
+    link: Mapping[str, Any]
+    plugin: PluginReport | None
+
+    @property
+    def tokens_equal(self) -> bool:
+        """Whether every sequence has the tokens of the reference."""
+        return all(each.equal_sequences == each.sequences for each in self.workloads)
+
+
+@dataclass(frozen=True)
+class GenerationComparison:
+    """The result; the first run is the reference."""
+
+    runs: tuple[GenerationRun, ...]
+    device: Mapping[str, Any]
+    versions: Mapping[str, Any]
+    settings: Mapping[str, Any]
+
+
+def read_generation(run_dir: Path, world_size: int) -> GenerationRecord:
+    """Reads what one launch of `scripts/generate_gpt.py` wrote.
+
+    Raises:
+        RunRecordError: a file is missing or incomplete; the text names it.
+    """
+    path = run_dir / RESULT_FILE
+    content = read_object(path)
+    try:
+        rows = {Workload(row["prompt_tokens"], row["batch"]): row for row in content["workloads"]}
+        workloads = {
+            workload: Measured(
+                {name: float(row[name]) for name in METRICS}, tuple(tuple(tokens) for tokens in row["tokens"])
+            )
+            for workload, row in rows.items()
+        }
+        engines = {str(row["engine"]) for row in rows.values()}
+        return GenerationRecord("/".join(engines), workloads, content["meta"], read_reports(run_dir, world_size))
+    except KeyError as error:
+        raise RunRecordError(f"{path}: {error}: the key is missing") from error
+
+
+def compare_generation(sides: Sequence[GenerationSide], settings: Mapping[str, Any]) -> GenerationComparison:
+    """Compares every side with the first. All sides have the same workloads and number of rounds."""
+    meta = sides[0].records[0].meta
+    device = {"kind": meta["device"], "name": meta["device_name"], "world_size": meta["world_size"]}
+    runs = tuple(_summarize(side, None if side is sides[0] else sides[0]) for side in sides)
+    return GenerationComparison(runs, device, meta["versions"], settings)
+
+
+def _summarize(side: GenerationSide, reference: GenerationSide | None) -> GenerationRun:
+    first = side.records[0]
+    workloads = tuple(_workload(workload, side, reference) for workload in first.workloads)
+    return GenerationRun(side.name, first.engine, workloads, side.link, first.report)
+
+
+def _workload(workload: Workload, side: GenerationSide, reference: GenerationSide | None) -> WorkloadSummary:
+    mine = [record.workloads[workload] for record in side.records]
+    base = mine if reference is None else [record.workloads[workload] for record in reference.records]
+    speedups = {}
+    if reference is not None:
+        for name in METRICS:
+            pairs = [(a.figures[name], b.figures[name]) for a, b in zip(base, mine, strict=True)]
+            speedups[name] = Spread.of([b / a if name == "tokens_per_s" else a / b for a, b in pairs])
+    places = [
+        first_difference(a, b)
+        for one, other in zip(base, mine, strict=True)
+        for a, b in zip(one.tokens, other.tokens, strict=True)
+    ]
+    return WorkloadSummary(
+        workload,
+        figures={name: Spread.of([each.figures[name] for each in mine]) for name in METRICS},
+        speedups=speedups,
+        sequences=len(places),
+        equal_sequences=places.count(None),
+        first_difference=min((place for place in places if place is not None), default=None),
+    )
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """Index of the first token that differs, or that only one of the two has; None: they are equal."""
+    shared = min(len(a), len(b))
+    differs = next((place for place in range(shared) if a[place] != b[place]), shared)
+    return None if differs == shared and len(a) == len(b) else differs
+
+
+def generation_content(result: GenerationComparison) -> dict[str, Any]:
+    """The content of compare.json."""
+    content: dict[str, Any] = {
+        "generation": True,
+        "runs": [
+            {
+                "name": run.name,
+                "engine": run.engine,
+                "tokens_equal": run.tokens_equal,
+                "workloads": [_summary_content(each) for each in run.workloads],
+                "link": run.link,
+                "plugin": None if run.plugin is None else plugin_content(run.plugin),
+            }
+            for run in result.runs
+        ],
+        "versions": result.versions,
+        "device": result.device,
+        "settings": result.settings,
+    }
+    return finite(content)  # type: ignore[no-any-return]
+
+
+def _summary_content(summary: WorkloadSummary) -> dict[str, Any]:
+    content = asdict(summary)
+    return {**content.pop("workload"), **content}

@@ -1,0 +1,107 @@
+"""Writes a comparison of generation: the table for the terminal, compare.json, compare.png and compare.html."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatron_overlap.tools.compare.generation import (
+    METRICS,
+    GenerationComparison,
+    WorkloadSummary,
+    generation_content,
+)
+from megatron_overlap.tools.compare.report import (
+    KeyFigure,
+    Row,
+    call_rows,
+    fallback_lines,
+    ranks_and_device,
+    ratio,
+    render,
+    version_notes,
+    write_files,
+)
+
+
+def write(result: GenerationComparison, folder: Path, configs: Mapping[str, str]) -> None:
+    """Write the three files; `configs` has the resolved config of each run by its name."""
+    from megatron_overlap.tools.compare.generation_plot import draw_generation
+
+    page = render(
+        "generation.html.j2",
+        headline=headline(result),
+        key_figures=key_figures(result),
+        overview=draw_generation(result, "svg", _caption(result)),
+        runs=result.runs,
+        rows=rows(result),
+        notes=notes(result),
+        fallbacks=fallback_lines(result.runs),
+        configs=configs,
+    )
+    picture = draw_generation(result, "png", _caption(result), headline(result))
+    write_files(folder, picture, page, generation_content(result))
+
+
+def headline(result: GenerationComparison) -> str:
+    """The second run against the reference in one sentence: the longest prompts with the largest batch."""
+    reference, run = result.runs[0], result.runs[1]
+    last = run.workloads[-1]
+    first_token, decode = (last.speedups[name].median for name in ("first_token_ms", "decode_ms"))
+    return (
+        f"{run.name}: first token {first_token:.3f}x, decode {decode:.3f}x over {reference.name} at "
+        f"{last.workload.label}; tokens {'equal' if run.tokens_equal else 'differ'}"
+    )
+
+
+def key_figures(result: GenerationComparison) -> list[KeyFigure]:
+    """The figures at the head of the report, of the headline's workload."""
+    before, after = result.runs[0].workloads[-1], result.runs[1].workloads[-1]
+    found = [
+        KeyFigure(
+            label,
+            f"{before.figures[name].median:,.1f} \u2192 {after.figures[name].median:,.1f}",
+            f"{ratio(after.speedups[name])}; {after.workload.label}",
+        )
+        for name, label in METRICS.items()
+    ]
+    equal, total = _equal(result.runs[1].workloads)
+    return [*found, KeyFigure("equal sequences", f"{equal} of {total}", "greedy tokens, all rounds")]
+
+
+def rows(result: GenerationComparison) -> list[Row]:
+    """The rows of the table: every figure by workload, then tokens and calls."""
+    runs, workloads = result.runs, [each.workload for each in result.runs[0].workloads]
+    shown = [Row("engine", tuple(run.engine for run in runs))]
+    for name, label in METRICS.items():
+        for place, workload in enumerate(workloads):
+            mine = [run.workloads[place] for run in runs]
+            shown.append(Row(f"{label}: {workload.label}", tuple(f"{each.figures[name].median:,.1f}" for each in mine)))
+            speedups = (ratio(each.speedups[name]) for each in mine[1:])
+            shown.append(Row("relative to the reference", ("reference", *speedups), detail=True))
+    for place, workload in enumerate(workloads):
+        tokens = (_tokens(run.workloads[place]) for run in runs[1:])
+        shown.append(Row(f"equal sequences: {workload.label}", ("reference", *tokens)))
+    return [*shown, *call_rows(runs)]
+
+
+def notes(result: GenerationComparison) -> list[str]:
+    """How the figures were measured, one sentence each."""
+    links = dict.fromkeys(f"{run.link.get('description')}" for run in result.runs)
+    lines = [f"Device: {ranks_and_device(result.device)}.", f"Network: {'; '.join(links)}."]
+    lines += version_notes(result.versions)
+    if result.device["kind"] == "cpu":
+        lines.append("Measured on CPU: the absolute values do not carry over to a GPU.")
+    return [*lines, *map(str, result.settings["notes"])]
+
+
+def _tokens(summary: WorkloadSummary) -> str:
+    text = f"{summary.equal_sequences} of {summary.sequences}"
+    place = summary.first_difference
+    return text if place is None else f"{text}; first difference at token {place + 1}"
+
+
+def _equal(workloads: tuple[WorkloadSummary, ...]) -> tuple[int, int]:
+    return sum(each.equal_sequences for each in workloads), sum(each.sequences for each in workloads)
+
+
+def _caption(result: GenerationComparison) -> str:
+    return f"{ranks_and_device(result.device)}; {result.runs[0].link.get('description')}"
