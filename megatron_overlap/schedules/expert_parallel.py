@@ -133,6 +133,7 @@ def expert_plan(
     parts: int | None = None,
     min_rows: int = MIN_CHUNK_ROWS,
     compute_per_message: float = 1.0,
+    filler_rows: float = 0.0,
 ) -> ExpertPlan:
     """The schedule of one pass for one rank.
 
@@ -144,6 +145,7 @@ def expert_plan(
         min_rows: a chunk has at least so many rows, unless the pair has fewer; the same on every rank.
         compute_per_message: time to compute one row over the time to send one row, from the cost model. It places the
             own pieces on devices that cannot ask whether a message is complete.
+        filler_rows: other computation before the first chunk, in rows.
 
     Raises:
         ValueError: an argument is out of range, or the counts do not fit each other.
@@ -168,9 +170,8 @@ def expert_plan(
     # Part by part, so that no rank receives from one peer alone for long.
     order = [(part, to, source) for part in range(parts) for to, source in steps]
     chunks = [(_at(sent_chunks[to], part), _at(received_chunks[source], part)) for part, to, source in order]
-    before = _own_before(
-        [_rows(chunk) for _, chunk in chunks], [_rows(piece.rows) for piece in own], compute_per_message
-    )
+    sizes = [_rows(chunk) for _, chunk in chunks], [_rows(piece.rows) for piece in own]
+    before = _own_before(*sizes, compute_per_message, filler_rows)
     messages = tuple(
         ExpertMessage(to, source, *chunk, count)
         for (_, to, source), chunk, count in zip(order, chunks, before, strict=True)
@@ -235,14 +236,14 @@ def _first_rows(received: Counts) -> list[list[int]]:
     return starts
 
 
-def _own_before(messages: list[int], own: list[int], compute_per_message: float) -> list[int]:
+def _own_before(messages: list[int], own: list[int], compute_per_message: float, filler_rows: float) -> list[int]:
     """For each message of so many rows, the own pieces that are computed before its chunk.
 
     Simulates a link that delivers the messages one after another. An own piece is computed while no message has
     arrived.
     """
     counts, done = [], 0
-    now = arrival = 0.0
+    now, arrival = filler_rows * compute_per_message, 0.0
     for rows in messages:
         arrival += rows
         while rows and done < len(own) and now < arrival:

@@ -53,6 +53,7 @@ def test_proved_for_arbitrary_counts(data: st.DataObject) -> None:
         "parts": data.draw(st.sampled_from([None, 1, 2, 5])),
         "min_rows": data.draw(st.sampled_from([64, 100, 128])),
         "compute_per_message": data.draw(st.sampled_from([0.0, 0.1, 1.0, 20.0])),
+        "filler_rows": data.draw(st.sampled_from([0.0, 90.5, 1e4])),
     }
     check_expert_plans(plans(routing, **options), routing)
 
@@ -95,6 +96,13 @@ def test_own_rows_fill_both_ends() -> None:
     # Twice as fast: two pieces hide the first message, and one more hides each following message.
     assert before[0.5] == [2, 3, 4, 5, 6, 7, 8, 8]
     assert before[0.0] == [8] * 8
+
+
+@pytest.mark.parametrize(("ratio", "filler", "expected"), [(1.0, 128, [0] * 8), (0.5, 256, list(range(8)))])
+def test_a_filler_takes_the_place_of_own_rows(ratio: float, filler: float, expected: list[int]) -> None:
+    routing = [[[1024], [1024]], [[1024], [1024]]]
+    plan = plans(routing, compute_per_message=ratio, filler_rows=filler)[0]
+    assert [message.own_before for message in plan.messages] == expected
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -1,6 +1,7 @@
-"""Replacements of three methods of `MoELayer`: one overlapped operation in place of dispatch, experts and combine.
+"""Replacements of methods of `MoELayer`: one overlapped operation in place of dispatch, experts and combine.
 
-Router, permutation, capacity, auxiliary losses and shared experts stay Megatron's. Not yet run on a GPU.
+Router, permutation, capacity and auxiliary losses stay Megatron's. So do shared experts, which are computed while the
+first tokens are dispatched. Not yet run on a GPU.
 """
 
 import functools
@@ -40,6 +41,14 @@ class _Layer:
     observer: Observer
 
 
+@dataclass(slots=True)
+class _SharedExperts:
+    """Input and, once it is computed, output of the shared experts in one call."""
+
+    x: torch.Tensor
+    y: torch.Tensor | None = None
+
+
 class ExpertAdapter(Adapter):
     """Options and counters of the mixture-of-experts layers of one session.
 
@@ -57,13 +66,35 @@ class ExpertAdapter(Adapter):
         self.stock: dict[str, Method] = {}
         self.autotuner = ExpertAutotuner(session)
         self._layers: weakref.WeakKeyDictionary[Any, _Layer] = weakref.WeakKeyDictionary()
+        self._shared: weakref.WeakKeyDictionary[Any, _SharedExperts] = weakref.WeakKeyDictionary()
+
+    def postpones_shared(self, layer: Any, hidden_states: torch.Tensor) -> bool:
+        """Called in `shared_experts_compute`: whether this call computes them after its `dispatch` has begun."""
+        self._shared.pop(layer, None)
+        if not layer.use_shared_expert or self._layer(layer).experts is None:
+            return False
+        if layer.shared_experts.use_shared_expert_gate:
+            # Their input has two gradients. Stock adds each to that of `hidden_states`, the view below adds their sum.
+            return False
+        # Autograd runs the backward of this view last, so the gradients of `hidden_states` are added in stock order.
+        self._shared[layer] = _SharedExperts(hidden_states.view_as(hidden_states))
+        return True
+
+    def compute_shared(self, layer: Any) -> None:
+        """Computes the postponed shared experts of this call, if it has any."""
+        shared = self._shared.get(layer)
+        if shared is not None:
+            shared.y = self.stock["shared_experts_compute"](layer, shared.x)
+
+    def take_shared(self, layer: Any) -> torch.Tensor | None:
+        """The output of the postponed shared experts of this call."""
+        shared = self._shared.pop(layer, None)
+        return None if shared is None else shared.y
 
     def begins(self, layer: Any, hidden_states: torch.Tensor) -> bool:
         """Called in `dispatch`: whether `routed_experts_compute` computes this call alone. A fallback is counted."""
         self.overlapped.discard(layer)
-        known = self._layers.get(layer)
-        if known is None:
-            known = self._layers[layer] = self._open(layer)
+        known = self._layer(layer)
         reason = known.reason
         if known.experts is not None:
             reason = known.experts.unsupported_reason(hidden_states, layer.token_dispatcher.ep_group)
@@ -73,6 +104,12 @@ class ExpertAdapter(Adapter):
         if reason is not None:
             self.session.counters.fallback("expert", known.name, _OP, "forward", reason)
         return False
+
+    def _layer(self, layer: Any) -> _Layer:
+        known = self._layers.get(layer)
+        if known is None:
+            known = self._layers[layer] = self._open(layer)
+        return known
 
     def _open(self, layer: Any) -> _Layer:
         config, counters = layer.config, self.session.counters
@@ -94,6 +131,8 @@ class ExpertAdapter(Adapter):
                 return self.compute(layer, hidden_states, probs)
             self.session.counters.stock_selected("expert", self._layers[layer].name, _OP, "forward")
             dispatched = self.stock["dispatch"](layer, hidden_states, probs)
+            # Here their backward precedes that of dispatch, so both candidates are timed with it.
+            self.compute_shared(layer)
             output = self.stock["routed_experts_compute"](layer, *dispatched)[0]
             combined: torch.Tensor = self.stock["combine"](layer, output)
             return combined
@@ -120,7 +159,10 @@ class ExpertAdapter(Adapter):
             if dispatcher.num_local_experts > 1
             else [[int(count)] for count in dispatcher.output_splits]
         )
-
+        options, shared = self.options, self._shared.get(layer)
+        if shared is not None:
+            ratio = layer.config.moe_shared_expert_intermediate_size / layer.config.moe_ffn_hidden_size
+            options = options._replace(filler_rows=shared.x.shape[:-1].numel() * ratio)
         results = expert_parallel(
             hidden_states,
             probs,
@@ -128,11 +170,27 @@ class ExpertAdapter(Adapter):
             received,
             experts,
             group=open_transport(self.session, dispatcher.ep_group),
-            options=self.options,
+            options=options,
             observer=known.observer,
+            filler=None if shared is None else functools.partial(self.compute_shared, layer),
         )
         known.experts.end()
         return results
+
+
+def shared_experts_compute(original: Method, session: Session) -> Method:
+    """Replacement of `MoELayer.shared_experts_compute`: returns None where they are computed during dispatch."""
+    adapter = session.adapter(ExpertAdapter)
+    adapter.stock["shared_experts_compute"] = original
+
+    @untraced
+    @functools.wraps(original)
+    def shared_experts_compute(self: Any, hidden_states: torch.Tensor) -> Any:
+        if adapter.postpones_shared(self, hidden_states):
+            return None
+        return original(self, hidden_states)
+
+    return shared_experts_compute
 
 
 def dispatch(original: Method, session: Session) -> Method:
@@ -145,6 +203,7 @@ def dispatch(original: Method, session: Session) -> Method:
     def dispatch(self: Any, hidden_states: torch.Tensor, probs: torch.Tensor) -> Any:
         if adapter.begins(self, hidden_states):
             return hidden_states, probs
+        adapter.compute_shared(self)
         return original(self, hidden_states, probs)
 
     return dispatch
@@ -182,3 +241,17 @@ def combine(original: Method, session: Session) -> Method:
         return original(self, output)
 
     return combine
+
+
+def postprocess(original: Method, session: Session) -> Method:
+    """Replacement of `MoELayer.postprocess`: adds the shared experts that were computed during dispatch."""
+    adapter = session.adapter(ExpertAdapter)
+
+    @untraced
+    @functools.wraps(original)
+    def postprocess(self: Any, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> Any:
+        if shared_expert_output is None:
+            shared_expert_output = adapter.take_shared(self)
+        return original(self, output, shared_expert_output)
+
+    return postprocess

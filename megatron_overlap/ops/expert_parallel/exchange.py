@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_overlap.comm import Transport
-from megatron_overlap.comm.transport import Transfer
+from megatron_overlap.comm.transport import P2PWork, Transfer
 from megatron_overlap.schedules.expert_parallel import ExpertPlan, OwnPiece, Segment, Segments
 
 Rows = tuple[torch.Tensor, ...]
@@ -35,52 +35,10 @@ class ExpertExchange:
     outputs: Rows
     results: Rows
 
-    def run(
-        self,
-        transport: Transport,
-        plan: ExpertPlan,
-        op: str,
-        compute: Compute,
-        *,
-        fixed_order: bool,
-        fillers: Iterable[Callable[[], None]] = (),
-    ) -> int:
-        """Executes the plan.
-
-        Args:
-            transport: of the ranks.
-            plan: messages and computation.
-            op: name in errors and traces.
-            compute: see `Compute`.
-            fixed_order: compute own pieces where the plan places them. Otherwise one is computed whenever the next
-                chunk is not received, which needs a transport that can report it.
-            fillers: computed after all rows, while the last results are sent.
-
-        Returns:
-            The bytes that this rank sends.
-        """
+    def begin(self, transport: Transport, plan: ExpertPlan, op: str) -> "ExpertPass":
+        """Sends the first dispatch messages. `op` is the name in errors and traces."""
         transfers = self._transfers(plan)
-        p2p_work = transport.begin(transfers, op)
-        done = 0
-        for index, message in enumerate(plan.messages):
-            while done < len(plan.own) and (
-                done < message.own_before if fixed_order else not p2p_work.is_completed(index)
-            ):
-                self._compute_own(plan.own[done], compute)
-                done += 1
-            if message.received:
-                p2p_work.wait(index)
-            for segment in message.received:
-                compute(segment, _rows(self.outputs, segment))
-            p2p_work.mark_ready(index + 1)
-        for piece in plan.own[done:]:
-            self._compute_own(piece, compute)
-        for filler in fillers:
-            filler()
-        for index in range(len(plan.messages), len(transfers)):
-            p2p_work.wait(index)
-        p2p_work.wait_all()
-        return sum(transfer.send_bytes for transfer in transfers)
+        return ExpertPass(self, plan, transport.begin(transfers, op), sum(each.send_bytes for each in transfers))
 
     def _transfers(self, plan: ExpertPlan) -> list[Transfer]:
         there = [(_all(self.tokens, each.sent), _all(self.inputs, each.received)) for each in plan.messages]
@@ -93,11 +51,59 @@ class ExpertExchange:
             )
         ]
 
+
+@dataclass(frozen=True, slots=True)
+class ExpertPass:
+    """A pass that has begun: other computation overlaps its dispatch until `finish`.
+
+    Attributes:
+        exchange: its tensors.
+        plan: messages and computation.
+        p2p_work: the messages.
+        send_bytes: the bytes that this rank sends.
+    """
+
+    exchange: ExpertExchange
+    plan: ExpertPlan
+    p2p_work: P2PWork
+    send_bytes: int
+
+    def finish(self, compute: Compute, *, fixed_order: bool, fillers: Iterable[Callable[[], None]] = ()) -> None:
+        """Executes the rest of the plan.
+
+        Args:
+            compute: see `Compute`.
+            fixed_order: compute own pieces where the plan places them. Otherwise one is computed whenever the next
+                chunk is not received, which needs a transport that can report it.
+            fillers: computed after all rows, while the last results are sent.
+        """
+        plan, p2p_work = self.plan, self.p2p_work
+        done = 0
+        for index, message in enumerate(plan.messages):
+            while done < len(plan.own) and (
+                done < message.own_before if fixed_order else not p2p_work.is_completed(index)
+            ):
+                self._compute_own(plan.own[done], compute)
+                done += 1
+            if message.received:
+                p2p_work.wait(index)
+            for segment in message.received:
+                compute(segment, _rows(self.exchange.outputs, segment))
+            p2p_work.mark_ready(index + 1)
+        for piece in plan.own[done:]:
+            self._compute_own(piece, compute)
+        for filler in fillers:
+            filler()
+        for index in range(len(plan.messages), 2 * len(plan.messages)):
+            p2p_work.wait(index)
+        p2p_work.wait_all()
+
     def _compute_own(self, piece: OwnPiece, compute: Compute) -> None:
+        exchange = self.exchange
         for tokens, rows in zip(piece.tokens, piece.rows, strict=True):
-            for source, sink in zip(_rows(self.tokens, tokens), _rows(self.inputs, rows), strict=True):
+            for source, sink in zip(_rows(exchange.tokens, tokens), _rows(exchange.inputs, rows), strict=True):
                 sink.copy_(source)
-            compute(rows, _rows(self.results, tokens))
+            compute(rows, _rows(exchange.results, tokens))
 
 
 def _rows(tensors: Rows, segment: Segment) -> Rows:

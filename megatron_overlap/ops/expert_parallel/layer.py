@@ -1,5 +1,7 @@
 """Expert parallelism inside one micro-batch: overlapped dispatch, expert MLPs and combine."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -7,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_overlap.comm import Transport
 from megatron_overlap.ops.call import Observer, transport_for
-from megatron_overlap.ops.expert_parallel.exchange import ExpertExchange, Rows
+from megatron_overlap.ops.expert_parallel.exchange import ExpertExchange, ExpertPass, Rows
 from megatron_overlap.ops.expert_parallel.experts import MLPExperts
 from megatron_overlap.schedules.expert_parallel import Counts, ExpertPlan, Segment, expert_plan
 from megatron_overlap.schedules.heuristics import MIN_CHUNK_ROWS
@@ -20,12 +22,14 @@ class ExpertOptions(NamedTuple):
         parts: chunks of each pair of ranks; None uses `schedules.expert_parallel.max_parts`.
         min_rows: rows of the smallest chunk.
         compute_per_message: see `expert_plan`.
+        filler_rows: computation of `filler` in expert rows; places the own rows.
         fixed_order: the plan alone places the own rows. Results do not depend on it.
     """
 
     parts: int | None = None
     min_rows: int = MIN_CHUNK_ROWS
     compute_per_message: float = 1.0
+    filler_rows: float = 0.0
     fixed_order: bool = False
 
 
@@ -39,6 +43,7 @@ def expert_parallel(
     group: dist.ProcessGroup | Transport,
     options: ExpertOptions | None = None,
     observer: Observer | None = None,
+    filler: Callable[[], None] | None = None,
 ) -> torch.Tensor:
     """Equals `all_to_all(experts(all_to_all(x), all_to_all(probs)))`; see `ops.reference.expert_parallel`.
 
@@ -56,6 +61,8 @@ def expert_parallel(
         group: the ranks, or their transport.
         options: number of messages and order; the same on every rank. None uses `ExpertOptions()`.
         observer: called after every pass.
+        filler: called while the first tokens are sent. In backward, autograd computes the gradients of what it computed
+            while the first gradients are sent.
 
     Returns:
         `[T, H]`, dtype of `x`: the result of each token.
@@ -75,6 +82,7 @@ def expert_parallel(
         parts=options.parts,
         min_rows=options.min_rows,
         compute_per_message=options.compute_per_message,
+        filler_rows=options.filler_rows,
     )
     weight = experts.fc1[0].weight
     if x.dim() != 2 or x.shape != (plan.num_tokens, weight.shape[1]) or probs.shape != x.shape[:1]:
@@ -87,16 +95,34 @@ def expert_parallel(
     if x.dtype != weight.dtype or x.device != weight.device:
         raise ValueError(f"x: {x.dtype} on {x.device} does not fit a weight of {weight.dtype} on {weight.device}")
     call = _Call(transport, plan, experts, options.fixed_order or x.is_cuda, observer)
-    y: torch.Tensor = _ExpertParallel.apply(x, probs, call, *experts.weights)
+    begun = _Begin.apply(x, probs, call, *experts.weights)
+    if filler is not None:
+        filler()
+    y: torch.Tensor = _Finish.apply(begun, call)
     return y
 
 
-class _Call(NamedTuple):
+class _Running(NamedTuple):
+    """A pass between its two autograd nodes: its messages, the tensor that it returns, and the saved tensors."""
+
+    expert_pass: ExpertPass
+    result: torch.Tensor
+    saved: tuple[torch.Tensor, ...]
+
+
+@dataclass(slots=True)
+class _Call:
     transport: Transport
     plan: ExpertPlan
     experts: MLPExperts
     fixed_order: bool
     observer: Observer | None
+    running: _Running | None = None
+
+    def take_running(self) -> _Running:
+        running, self.running = self.running, None
+        assert running is not None
+        return running
 
     def take(self, name: str, width: int, like: torch.Tensor) -> torch.Tensor:
         """A buffer with a row for each expert row."""
@@ -111,40 +137,33 @@ class _Call(NamedTuple):
             self.observer(direction, num_bytes)
 
 
-class _ExpertParallel(torch.autograd.Function):
+class _Begin(torch.autograd.Function):
+    """First node of a call: begins its forward and finishes its backward. Its output has no elements.
+
+    Autograd runs a node that was created later first. The backward of `_Finish` therefore precedes that of all nodes
+    between both, which precedes the backward of this one.
+    """
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, probs: torch.Tensor, call: _Call, *weights: torch.Tensor) -> torch.Tensor:
-        plan, experts = call.plan, call.experts
+        plan = call.plan
         x, probs = x.contiguous(), probs.contiguous()
         y = torch.empty_like(x)
-        expert_x, expert_probs = x.new_empty(plan.num_rows, x.shape[1]), probs.new_empty(plan.num_rows)
-        hidden = x.new_empty(plan.num_rows, experts.fc1[0].weight.shape[0])
-
-        def compute(segment: Segment, outputs: Rows) -> None:
-            rows = slice(segment.start, segment.stop)
-            experts.forward(
-                segment.expert, call.whole(segment), expert_x[rows], expert_probs[rows], hidden[rows], *outputs
-            )
-
-        exchange = ExpertExchange((x, probs), (expert_x, expert_probs), (call.take("y", x.shape[1], x),), (y,))
-        num_bytes = exchange.run(call.transport, plan, "expert_parallel", compute, fixed_order=call.fixed_order)
+        saved = x.new_empty(plan.num_rows, x.shape[1]), probs.new_empty(plan.num_rows)
+        exchange = ExpertExchange((x, probs), saved, (call.take("y", x.shape[1], x),), (y,))
+        call.running = _Running(exchange.begin(call.transport, plan, "expert_parallel"), y, saved)
         ctx.call = call
-        ctx.save_for_backward(expert_x, expert_probs, hidden)
-        call.observe("forward", num_bytes)
-        return y
+        return x.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
         plan, experts, pool = call.plan, call.experts, call.transport.buffer_pool
-        dy = grads[0].contiguous()
-        expert_x, expert_probs, hidden = ctx.saved_tensors
-        dx, dprobs = torch.empty_like(dy), expert_probs.new_empty(plan.num_tokens)
-        expert_dy = call.take("dy", dy.shape[1], dy)
-        activated = call.take("activated", experts.fc2[0].weight.shape[1], dy)
+        expert_pass, dx, (expert_x, expert_probs, hidden) = call.take_running()
+        (expert_dy,), (_, dprobs) = expert_pass.exchange.inputs, expert_pass.exchange.results
+        activated = call.take("activated", experts.fc2[0].weight.shape[1], dx)
         # A second backward pass through a retained graph reads `hidden` again.
-        dhidden = call.take("dhidden", hidden.shape[1], dy)
-        expert_dprobs = pool.take("expert_dprobs", (plan.num_rows,), expert_probs)
+        dhidden = call.take("dhidden", hidden.shape[1], dx)
 
         def compute(segment: Segment, outputs: Rows) -> None:
             rows = slice(segment.start, segment.stop)
@@ -161,11 +180,44 @@ class _ExpertParallel(torch.autograd.Function):
 
         needed = ctx.needs_input_grad[3:]
         fillers, gradients = experts.wgrad(plan.experts, expert_x, dhidden, activated, expert_dy, needed, pool)
-        exchange = ExpertExchange((dy,), (expert_dy,), (call.take("dx", dy.shape[1], dy), expert_dprobs), (dx, dprobs))
-        num_bytes = exchange.run(
-            call.transport, plan, "expert_parallel dgrad", compute, fixed_order=call.fixed_order, fillers=fillers
-        )
-        call.observe("dgrad", num_bytes)
+        expert_pass.finish(compute, fixed_order=call.fixed_order, fillers=fillers)
+        call.observe("dgrad", expert_pass.send_bytes)
         if fillers:
             call.observe("wgrad")
         return dx, dprobs, None, *(None if each is None else each.result() for each in gradients)
+
+
+class _Finish(torch.autograd.Function):
+    """Last node of a call: finishes its forward and begins its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, begun: torch.Tensor, call: _Call) -> torch.Tensor:
+        experts = call.experts
+        expert_pass, y, (expert_x, expert_probs) = call.take_running()
+        hidden = y.new_empty(call.plan.num_rows, experts.fc1[0].weight.shape[0])
+
+        def compute(segment: Segment, outputs: Rows) -> None:
+            rows = slice(segment.start, segment.stop)
+            experts.forward(
+                segment.expert, call.whole(segment), expert_x[rows], expert_probs[rows], hidden[rows], *outputs
+            )
+
+        expert_pass.finish(compute, fixed_order=call.fixed_order)
+        ctx.call = call
+        ctx.save_for_backward(expert_x, expert_probs, hidden)
+        call.observe("forward", expert_pass.send_bytes)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        call: _Call = ctx.call
+        dy, saved = grads[0].contiguous(), ctx.saved_tensors
+        probs, width = saved[1], dy.shape[1]
+        dx, dprobs = torch.empty_like(dy), probs.new_empty(call.plan.num_tokens)
+        outputs = (
+            call.take("dx", width, dy),
+            call.transport.buffer_pool.take("expert_dprobs", (call.plan.num_rows,), probs),
+        )
+        exchange = ExpertExchange((dy,), (call.take("dy", width, dy),), outputs, (dx, dprobs))
+        call.running = _Running(exchange.begin(call.transport, call.plan, "expert_parallel dgrad"), dx, saved)
+        return dy.new_empty(0), None

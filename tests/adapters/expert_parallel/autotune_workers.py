@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap import OverlapConfig, enable
-from tests.adapters.expert_parallel.workers import HIDDEN, MoECase, make_layer, start
+from tests.adapters.expert_parallel.workers import HIDDEN, SHARED, MoECase, make_layer, start
 
 DELAY_MS = 30.0
 _CALLS = 150
-CASE = MoECase(config={"moe_router_load_balancing_type": "none"})
+CASE = MoECase(config={**SHARED, "moe_router_load_balancing_type": "none"})
 _NOTHING = {"tensor": {"method": "none", "autotune_cache": None}, "data": {"method": "none"}}
 
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.adapters.conftest import RANKS
 from tests.adapters.expert_parallel import workers
-from tests.adapters.expert_parallel.workers import MoECase
+from tests.adapters.expert_parallel.workers import SHARED, MoECase
 from tests.helpers.te import needs_te
 from tests.helpers.world import World, assert_same
 
@@ -49,11 +49,13 @@ CASES = {
     "top-1": MoECase(topk=1, config={"moe_router_pre_softmax": True}),
     "not gated": MoECase(gated=False),
     "dropping": MoECase(config={"moe_expert_capacity_factor": 1.0}),
-    "shared experts": MoECase(config={"moe_shared_expert_intermediate_size": 48}),
-    "recompute": MoECase(config={"recompute_granularity": "selective", "recompute_modules": ["moe"]}),
+    "shared": MoECase(config=SHARED),
+    "shared, TP2 and SP": MoECase(tensor=2, config=SHARED),
+    "shared, gate": MoECase(config={**SHARED, "moe_shared_expert_gate": True}),
+    "recompute": MoECase(config={**SHARED, "recompute_granularity": "selective", "recompute_modules": ["moe"]}),
     "deterministic": MoECase(deterministic=True),
     "fused activation": MoECase(config={"bias_activation_fusion": True}),
-    "main_grad": MoECase(main_grad=True),
+    "main_grad": MoECase(main_grad=True, config=SHARED),
     "bf16": MoECase(dtype=torch.bfloat16),
     "bf16, EP4": MoECase(dtype=torch.bfloat16, expert=4, experts=16),
 }
@@ -66,7 +68,7 @@ def test_equals_the_stock_layer(moe_ranks: World, name: str) -> None:
 
 @needs_te
 @pytest.mark.parametrize("spec", ["te", "grouped"])
-@pytest.mark.parametrize("name", ["EP2", "EP4", "EP2, TP2 and SP", "dropping", "bf16", "fused activation"])
+@pytest.mark.parametrize("name", ["EP2", "EP4", "EP2, TP2 and SP", "dropping", "bf16", "shared", "fused activation"])
 def test_equals_the_stock_layer_of_transformer_engine(te_moe_ranks: World, name: str, spec: str) -> None:
     check(te_moe_ranks, replace(CASES[name], spec=spec))
 
@@ -128,6 +130,12 @@ def test_changes_between_steps_are_seen(moe_ranks: World) -> None:
         assert reasons == [hook, "1 x autocast is on"]
         assert differ == []
         assert overlapped == 2
+
+
+def test_shared_experts_overlap_dispatch(moe_ranks: World) -> None:
+    """Stock computes them before the router, and their gradients after those of the other experts."""
+    expected = ["router", "shared", "shared wgrad", "experts wgrad"]
+    assert moe_ranks.run(RANKS, workers.shared_expert_order, MoECase(config=SHARED)) == [expected] * RANKS
 
 
 def test_pre_hooks_of_the_experts_run(moe_ranks: World) -> None:

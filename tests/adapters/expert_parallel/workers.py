@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from megatron_overlap import OverlapConfig, enable
 
 HIDDEN, FFN, ROWS = 64, 96, 37
+SHARED = {"moe_shared_expert_intermediate_size": 48}
 
 
 @dataclass(frozen=True)
@@ -188,18 +189,31 @@ def reason_of(group: dist.ProcessGroup, changes: dict[str, Any]) -> str | None:
     return unsupported_layer_reason(layer)
 
 
+def shared_expert_order(group: dist.ProcessGroup, case: MoECase) -> list[str]:
+    """What a step computes, in order: the router and the shared experts, and the weight gradients of all experts."""
+    start(group, case)
+    layer, events = make_layer(case), list[str]()
+    layer.router.register_forward_hook(lambda *_: events.append("router"))
+    layer.shared_experts.register_forward_pre_hook(lambda *_: events.append("shared"))
+    layer.shared_experts.linear_fc1.weight.register_hook(lambda _: events.append("shared wgrad"))
+    next(layer.experts.parameters()).register_hook(lambda _: events.append("experts wgrad"))
+    with _session(case):
+        step(layer, case)
+    return events
+
+
 def changed_between_steps(group: dist.ProcessGroup) -> tuple[list[str], list[str], int]:
     """What changes after a step of a layer is seen in the next: reasons, tensors that differ, and overlapped steps."""
     from megatron_overlap.adapters.expert_parallel.layer import ExpertAdapter
 
-    case = MoECase()
+    case = MoECase(config=SHARED)
     start(group, case)
     layer, plain = make_layer(case), make_layer(case)
     expert, changed = layer.experts.local_experts[0].linear_fc1, plain.experts.local_experts[0].linear_fc1
     with _session(case) as session:
         step(layer, case)
         handle = expert.register_forward_hook(lambda *_: None)
-        step(layer, case)
+        hooked = step(layer, case)
         handle.remove()
         handle = expert.register_forward_pre_hook(lambda *_: None, with_kwargs=True)
         step(layer, case)
@@ -212,9 +226,15 @@ def changed_between_steps(group: dist.ProcessGroup) -> tuple[list[str], list[str
         expert.weight = torch.nn.Parameter(torch.randn(expert.weight.shape))
         got = step(layer, case, 1)
         sites = session.report().sites
+    steps = [(step(plain, case), hooked)]
     changed.weight = torch.nn.Parameter(expert.weight.detach().clone())
-    expected = step(plain, case, 1)
-    differ = [name for name, true in expected.items() if true is not None and not torch.equal(true, got[name])]
+    steps.append((step(plain, case, 1), got))
+    differ = [
+        name
+        for expected, found in steps
+        for name, true in expected.items()
+        if true is not None and not torch.equal(true, found[name])
+    ]
     counts = {(site.op, site.direction): tally for site, tally in sites.items()}
     forward = counts["expert_parallel", "forward"]
     return [f"{count} x {reason}" for reason, count in forward.fallbacks.items()], differ, forward.overlapped

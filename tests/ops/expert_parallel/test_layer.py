@@ -55,6 +55,11 @@ def test_results_do_not_depend_on_arrival(world: World) -> None:
     assert all(world.run(4, workers.orders_agree, ExpertCase(dtype=torch.float32)))
 
 
+def test_a_filler_overlaps_the_first_messages_of_both_passes(world: World) -> None:
+    passes = ["expert_parallel", "filler", "experts", "expert_parallel dgrad", "filler", "experts"]
+    assert world.run(2, workers.filler_order) == [passes] * 2
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation(world: World, reentrant: bool) -> None:
     assert all(world.run(2, workers.compare_recomputation, reentrant))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Literal
 
 import torch
@@ -182,6 +183,42 @@ def bitwise(group: dist.ProcessGroup, case: ExpertCase) -> list[str]:
     if case.late:
         transport.close()
     return [n for n, a, b in zip(problem.names(), got, plain, strict=True) if not torch.equal(a, b)]
+
+
+class _NotedTransport(LateTransport):
+    """Notes when a pass begins."""
+
+    def __init__(self, group: dist.ProcessGroup, events: list[str]) -> None:
+        super().__init__(group)
+        self._events = events
+
+    def begin(self, transfers: Any, op: str) -> Any:
+        self._events.append(op)
+        return super().begin(transfers, op)
+
+
+def filler_order(group: dist.ProcessGroup) -> list[str]:
+    """The order of messages, filler and experts in both passes, without repetitions."""
+    problem, events = Problem(ExpertCase("even"), group), list[str]()
+    transport, x = _NotedTransport(group, events), torch.ones(3, dtype=torch.float64, requires_grad=True)
+    activation, made = problem.activation, list[torch.Tensor]()
+
+    def noted(*args: torch.Tensor) -> torch.Tensor:
+        events.append("experts")
+        return activation(*args)
+
+    def filler() -> None:
+        events.append("filler")
+        made.append(x.exp())
+        made[0].register_hook(lambda _: events.append("filler"))
+
+    def with_filler(*args: Any) -> torch.Tensor:
+        return expert_parallel(*args, group=transport, filler=filler) + made[0].sum()
+
+    problem.activation = noted  # type: ignore[method-assign]
+    problem.run(with_filler)
+    transport.close()
+    return [event for event, _ in groupby(events)]
 
 
 def orders_agree(group: dist.ProcessGroup, case: ExpertCase) -> bool:
