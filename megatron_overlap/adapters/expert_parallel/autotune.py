@@ -6,19 +6,15 @@ trimmed means over many calls of the layer, and replaces the stock path only bey
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.adapters.tensor_parallel.autotune import line_of
+from megatron_overlap.adapters.tensor_parallel.autotune import GroupAutotuners
 from megatron_overlap.autotune.candidates import EXPERTS, STOCK, Call, Candidate
-from megatron_overlap.autotune.tuner import Autotuner
-from megatron_overlap.counters import AutotuneLine
-from megatron_overlap.session import Session, installed_versions
+from megatron_overlap.session import Session
 
-_TIMEOUT_S = 600.0
 _CANDIDATES = STOCK, Candidate("p2p")
 
 
@@ -32,30 +28,19 @@ class _Kind(NamedTuple):
     dtype: torch.dtype
 
 
-class ExpertAutotuner:
+class ExpertAutotuner(GroupAutotuners):
     """The autotuners of one session, one for each expert-parallel group."""
 
     def __init__(self, session: Session) -> None:
-        self._session = session
-        # Which candidate is faster differs from run to run.
-        self.enabled = session.config.expert.method == "auto" and not session.config.deterministic
-        folder = session.config.tensor.autotune_cache
-        self._folder = None if folder is None else Path(folder).expanduser()
-        self._autotuners: dict[dist.ProcessGroup, Autotuner] = {}
+        super().__init__(session, session.config.expert.method)
         self._calls: dict[_Kind, Call] = {}
-        if self.enabled:
-            session.counters.autotune_lines.append(self.lines)
 
     def run(
         self, layer: Any, hidden_states: torch.Tensor, probs: torch.Tensor, run: Callable[[Candidate], torch.Tensor]
     ) -> torch.Tensor:
         """Runs one call of a layer with the candidate that its autotuner names, the same on every rank."""
         group = layer.token_dispatcher.ep_group
-        autotuner = self._autotuners.get(group)
-        if autotuner is None:
-            versions = {name: release for name, release in installed_versions().items() if release}
-            timeout_s = self._session.config.timeout_s or _TIMEOUT_S
-            autotuner = self._autotuners[group] = Autotuner(group, self._folder, versions, timeout_s)
+        autotuner = self.autotuner(group)
         backward = torch.is_grad_enabled() and hidden_states.requires_grad
         predicts = bool(getattr(layer, "is_mtp_layer", False))
         kind = _Kind(group, layer.layer_number, predicts, backward, hidden_states.dtype)
@@ -79,7 +64,3 @@ class ExpertAutotuner:
         """Forgets the autotuners of process groups that the job destroyed."""
         self._autotuners.clear()
         self._calls.clear()
-
-    def lines(self) -> tuple[AutotuneLine, ...]:
-        """The selections so far, for the report."""
-        return tuple(line_of(kind) for each in self._autotuners.values() for kind in each.kinds.values())

@@ -54,7 +54,34 @@ class _SmallCalls:
     communicate: bool
 
 
-class LinearAutotuner:
+class GroupAutotuners:
+    """One `Autotuner` for each process group of a session, if the `method` of the feature is `auto`."""
+
+    def __init__(self, session: Session, method: str) -> None:
+        self._session = session
+        # Which candidate is fastest differs from run to run, and candidates sum in different orders.
+        self.enabled = method == "auto" and not session.config.deterministic
+        folder = session.config.tensor.autotune_cache
+        self._folder = None if folder is None else Path(folder).expanduser()
+        self._versions = {name: release for name, release in installed_versions().items() if release}
+        self._autotuners: dict[dist.ProcessGroup, Autotuner] = {}
+        if self.enabled:
+            session.counters.autotune_lines.append(self.lines)
+
+    def autotuner(self, group: dist.ProcessGroup) -> Autotuner:
+        """The autotuner of a group, made at its first call."""
+        found = self._autotuners.get(group)
+        if found is None:
+            timeout_s = self._session.config.timeout_s or _TIMEOUT_S
+            found = self._autotuners[group] = Autotuner(group, self._folder, self._versions, timeout_s)
+        return found
+
+    def lines(self) -> tuple[AutotuneLine, ...]:
+        """The selections so far, for the report."""
+        return tuple(line_of(kind) for each in self._autotuners.values() for kind in each.kinds.values())
+
+
+class LinearAutotuner(GroupAutotuners):
     """The autotuners of one session: a `LinearBackend` that runs a call with the candidate that its autotuner names.
 
     Steps of the reference check `check` are not timed.
@@ -68,21 +95,14 @@ class LinearAutotuner:
         check: Check,
         transport: Callable[[dist.ProcessGroup], Transport],
     ) -> None:
-        self._session, self._check = session, check
+        super().__init__(session, session.config.tensor.method)
+        self._check = check
         self._forward_only = ForwardOnlyCalls(transport)
         self._small_calls: dict[int, _SmallCalls] = {}
         self._run_candidate, self._fused_candidates = run_candidate, fused_candidates
-        tensor = session.config.tensor
-        # Which candidate is fastest differs from run to run, and candidates sum in different orders.
-        self.enabled = tensor.method == "auto" and not session.config.deterministic
-        self._folder = None if tensor.autotune_cache is None else Path(tensor.autotune_cache).expanduser()
-        self._versions = {name: release for name, release in installed_versions().items() if release}
-        self._autotuners: dict[dist.ProcessGroup, Autotuner] = {}
         # Group, input and its version, and candidate of the last column-parallel call.
         self._last: tuple[dist.ProcessGroup, weakref.ref[torch.Tensor], int, Candidate] | None = None
         self._stock_calls: dict[int, _StockCall] = {}
-        if self.enabled:
-            session.counters.autotune_lines.append(self.lines)
 
     def runs_stock(self, layer: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor) -> bool:
         """Whether a call runs the stock path untimed. Such a call is counted.
@@ -133,10 +153,7 @@ class LinearAutotuner:
             backward=_grad_enabled() and (x.requires_grad or weight.requires_grad),
             variant="frozen" if not weight.requires_grad else "main_grad" if call.wgrad_target is not None else "",
         )
-        autotuner = self._autotuners.get(group)
-        if autotuner is None:
-            timeout_s = self._session.config.timeout_s or _TIMEOUT_S
-            autotuner = self._autotuners[group] = Autotuner(group, self._folder, self._versions, timeout_s)
+        autotuner = self.autotuner(group)
         threshold = modelled = None
         if call.hooks.forward_only:
             threshold = self._forward_only.threshold(call, kind, autotuner.slowest)
@@ -202,9 +219,8 @@ class LinearAutotuner:
         return None
 
     def lines(self) -> tuple[AutotuneLine, ...]:
-        """The selections so far, for the report."""
-        measured = [line_of(kind) for autotuner in self._autotuners.values() for kind in autotuner.kinds.values()]
-        return *measured, *self._forward_only.lines()
+        """See `GroupAutotuners`."""
+        return *super().lines(), *self._forward_only.lines()
 
     def add_small(self, call: LinearCall, rows: float) -> None:
         """Lets `runs_stock` recognize the forward-only calls of a layer that have fewer gathered rows than `rows`."""
