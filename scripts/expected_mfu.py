@@ -64,7 +64,8 @@ def expected(cfg: LaunchConfig) -> tuple[tuple[float, float], tuple[float, float
         job = job_of(cfg)
         model = CostModel(load_cluster_profile(name), job.precision)
         ours.append(figures(job, model, simulate_step(job, model))["mfu"])
-        other = replace(job, tensor_overlap=LinearOverlap("stock"), split="none")
+        experts = None if job.experts is None else replace(job.experts, overlap="none")
+        other = replace(job, tensor_overlap=LinearOverlap("stock"), split="none", experts=experts)
         stock.append(figures(other, model, simulate_step(other, model))["mfu"])
     return (min(stock), max(stock)), (min(ours), max(ours))
 

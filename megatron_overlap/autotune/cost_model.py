@@ -191,6 +191,17 @@ class CostModel:
         """One message from one rank to another."""
         return link.latency_us + num_bytes / link.copy_rate
 
+    def all_to_all_us(self, num_bytes: float, size: int) -> float:
+        """An all-to-all of consecutive ranks; `num_bytes` is the buffer of one rank, an equal part for each rank.
+
+        Messages inside a node and between nodes are concurrent.
+        """
+        if size == 1 or num_bytes <= 0:
+            return 0.0
+        near, link = min(size, self.profile.devices_per_node), self.link(size)
+        inside_us = num_bytes * (near - 1) / size / self.link(near).copy_rate
+        return link.latency_us + max(inside_us, num_bytes * (size - near) / size / link.copy_rate) + self.launch_us
+
     def collective_us(self, kind: CollectiveKind, num_bytes: float, link: Link) -> float:
         """A ring collective; `num_bytes` is the whole gathered or unreduced buffer of one rank."""
         if link.size == 1 or num_bytes <= 0:

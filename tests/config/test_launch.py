@@ -60,8 +60,15 @@ def test_mixtral_has_the_published_size() -> None:
     assert num_parameters(model) + model.num_layers * (7 * expert + router) == 46_702_792_704
 
 
+def test_qwen3_has_the_published_size() -> None:
+    """The preset is the model with one of its 128 experts, and has neither a router nor norms of queries and keys."""
+    model = ModelConfig.model_validate({"preset": "qwen3_30b_a3b"})
+    expert, router, norms = 3 * model.hidden_size * model.ffn_hidden_size, 128 * model.hidden_size, 2 * 128
+    assert num_parameters(model) + model.num_layers * (127 * expert + router + norms) == 30_532_122_624
+
+
 def test_every_preset_is_tested() -> None:
-    assert set(PRESETS) == {*PUBLISHED, "gpt_tiny", "llama_tiny", "mixtral_8x7b"}
+    assert set(PRESETS) == {*PUBLISHED, "gpt_tiny", "llama_tiny", "mixtral_8x7b", "qwen3_30b_a3b"}
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4, 8])

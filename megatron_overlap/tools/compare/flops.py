@@ -85,6 +85,21 @@ class UnknownFlopsError(ValueError):
 
 
 @dataclass(frozen=True)
+class ExpertShape:
+    """Experts of a layer: their number, those that a token passes, hidden size of each and of the shared one."""
+
+    count: int
+    topk: int
+    ffn_hidden_size: int
+    shared: int = 0
+
+    @property
+    def active_ffn_hidden_size(self) -> int:
+        """Of the experts that a token passes, together."""
+        return self.topk * self.ffn_hidden_size + self.shared
+
+
+@dataclass(frozen=True)
 class Peak:
     """Peak rate of a device (of a rank on CPU) in 10^12 operations per second, and the data sheet or measurement."""
 
@@ -144,12 +159,22 @@ def step_flops(cfg: LaunchConfig, attention: Attention = "causal") -> float:
 
 def active_ffn_hidden_size(cfg: LaunchConfig) -> int:
     """Hidden size of the MLP that a token passes: of its experts and the shared expert together, or the dense MLP."""
-    args, dense = cfg.megatron_args, cfg.model.ffn_hidden_size
-    if number_after(EXPERTS_FLAG, args) is None:
-        return dense
-    experts = number_after("--moe-router-topk", args) or _MEGATRON_TOPK
-    shared = number_after("--moe-shared-expert-intermediate-size", args) or 0
-    return experts * (number_after("--moe-ffn-hidden-size", args) or dense) + shared
+    experts = expert_shape(cfg)
+    return cfg.model.ffn_hidden_size if experts is None else experts.active_ffn_hidden_size
+
+
+def expert_shape(cfg: LaunchConfig) -> ExpertShape | None:
+    """The experts of each layer by the arguments of Megatron; None: the layers are dense."""
+    args = cfg.megatron_args
+    count = number_after(EXPERTS_FLAG, args)
+    if count is None:
+        return None
+    return ExpertShape(
+        count,
+        number_after("--moe-router-topk", args) or _MEGATRON_TOPK,
+        number_after("--moe-ffn-hidden-size", args) or cfg.model.ffn_hidden_size,
+        number_after("--moe-shared-expert-intermediate-size", args) or 0,
+    )
 
 
 def known_model(megatron_args: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ from megatron_overlap.config.cluster import load_cluster_profile, with_hosts
 from megatron_overlap.config.errors import writing
 from megatron_overlap.config.resources import config_file
 from megatron_overlap.tools.compare.flops import CONVENTION
-from megatron_overlap.tools.simulate.job import Job, Split, job_of
+from megatron_overlap.tools.simulate.job import ExpertOverlap, Job, Split, job_of
 from megatron_overlap.tools.simulate.linear import LinearOverlap, Method
 from megatron_overlap.tools.simulate.step import StepTime, simulate_step
 from megatron_overlap.tools.simulate.sweep import Memory, Sweep, memory_of, sweep
@@ -33,6 +33,7 @@ _METHOD_NAMES: dict[Method | Literal["auto"], str] = {
     "auto": "this plugin, auto",
 }
 
+_EXPERT_NAMES: dict[ExpertOverlap, str] = {"none": "experts, stock path", "p2p": "experts, this plugin"}
 _SPLIT_NAMES: dict[Split, str] = {"batch": "this plugin, batch split", "sequence": "this plugin, sequence split"}
 
 
@@ -86,6 +87,9 @@ def _jobs(job: Job) -> dict[str, Job]:
         split_job = replace(job, tensor_overlap=LinearOverlap("auto"), split=split_name)
         if split_job.used_split == split_name:
             jobs[text] = split_job
+    if job.experts is not None and job.experts.parallel > 1:
+        for overlap, text in _EXPERT_NAMES.items():
+            jobs[text] = replace(job, experts=replace(job.experts, overlap=overlap))
     return jobs
 
 
@@ -103,6 +107,7 @@ def figures(job: Job, model: CostModel, step: StepTime) -> dict[str, float]:
         "compute_ms": step.compute_us / 1e3,
         "exposed_tensor_ms": step.tensor_us / 1e3,
         "exposed_context_ms": step.context_us / 1e3,
+        "exposed_expert_ms": step.expert_us / 1e3,
         "exposed_data_ms": step.data_us / 1e3,
         "pipeline_ms": step.pipeline_us / 1e3,
         "optimizer_ms": step.optimizer_us / 1e3,
@@ -165,6 +170,7 @@ _COLUMNS = (
     ("tokens/s", "tokens_per_s_per_device", 1.0, 0),
     ("tensor", "exposed_tensor_ms", 1.0, 1),
     ("context", "exposed_context_ms", 1.0, 1),
+    ("expert", "exposed_expert_ms", 1.0, 1),
     ("data", "exposed_data_ms", 1.0, 1),
     ("pipeline", "pipeline_ms", 1.0, 1),
     ("GiB", "gib", 1.0, 0),

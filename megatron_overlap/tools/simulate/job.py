@@ -6,18 +6,48 @@ from typing import Literal
 
 from megatron_overlap.config import LaunchConfig, ModelConfig
 from megatron_overlap.config.cluster import Precision
-from megatron_overlap.config.megatron_args import flags_in, number_after
-from megatron_overlap.tools.compare.flops import EXPERTS_FLAG, Attention, known_model, padded_vocab_size, token_flops
+from megatron_overlap.config.megatron_args import EXPERT_PARALLEL, TWO_MICROBATCHES, flags_in, number_after
+from megatron_overlap.tools.compare.flops import (
+    EXPERTS_FLAG,
+    Attention,
+    ExpertShape,
+    expert_shape,
+    known_model,
+    padded_vocab_size,
+    token_flops,
+)
 from megatron_overlap.tools.simulate.linear import LinearOverlap
 
 DataOverlap = Literal["none", "stock"]
 Split = Literal["none", "batch", "sequence"]
+ExpertOverlap = Literal["none", "p2p", "auto"]
 Recompute = Literal["none", "selective", "full", "needed", "half"]
 
 _LAYERS_FLAG = "--num-layers-per-virtual-pipeline-stage"
 _STAGES_FLAG = "--num-virtual-stages-per-pipeline-rank"
 _NARROW_GRADIENTS = "--grad-reduce-in-bf16"
 _BUCKET_FLAG = "--ddp-bucket-size"
+_EXPERT_TENSOR = "--expert-tensor-parallel-size"
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Experts in place of the MLP of each layer. Every rank has whole experts, and the same number of tokens for each.
+
+    Attributes:
+        shape: number and sizes.
+        parallel: consecutive ranks that share the experts.
+        overlap: none: dispatch, experts, combine; p2p: the plugin; auto: p2p if it is faster.
+    """
+
+    shape: ExpertShape
+    parallel: int = 1
+    overlap: ExpertOverlap = "none"
+
+    @property
+    def local(self) -> int:
+        """Experts of one rank."""
+        return self.shape.count // self.parallel
 
 
 @dataclass(frozen=True)
@@ -44,6 +74,7 @@ class Job:
         data_overlap: stock: Megatron's overlap flags for gradients and parameters; none: no overlap.
         gradient_bytes: bytes of one gradient element in the reduction; Megatron reduces in fp32 by default.
         bucket_parameters: smallest number of parameters of a gradient bucket; None: Megatron's default.
+        experts: None: the layers are dense.
         materializes_scores: attention consists of two products and a softmax with all scores in memory.
         fused_accumulation: whether the wgrad GEMM accumulates into the main gradient.
     """
@@ -66,6 +97,7 @@ class Job:
     data_overlap: DataOverlap = "stock"
     gradient_bytes: int = 4
     bucket_parameters: int | None = None
+    experts: Experts | None = None
     materializes_scores: bool = False
     fused_accumulation: bool = True
 
@@ -100,7 +132,7 @@ class Job:
             "batch": self.micro_batch_size % 2 == 0,
             "sequence": self.seq_length >= 2 * self.tensor and self.context == 1,
         }
-        supported = self.tensor > 1 and self.sequence_parallel and self.recompute == "none"
+        supported = self.tensor > 1 and self.sequence_parallel and self.recompute == "none" and self.experts is None
         for split, divisible in splits.items():
             if supported and divisible and self.split in (split, "auto"):
                 return split
@@ -118,15 +150,46 @@ class Job:
 
     def flops(self, attention: Attention = "causal") -> float:
         """Model FLOPs of a step, in the convention of `tools.compare.flops`."""
-        return sum(token_flops(self.model, self.seq_length, self.vocabulary, attention).values()) * self.tokens
+        active = None if self.experts is None else self.experts.shape.active_ffn_hidden_size
+        token = token_flops(self.model, self.seq_length, self.vocabulary, attention, active)
+        return sum(token.values()) * self.tokens
 
     def layer_parameters(self) -> int:
-        """Parameters of one layer over all tensor ranks."""
+        """Parameters of one layer over all tensor ranks, without those of experts that ranks share."""
         model = self.model
         queries = model.head_size * model.num_attention_heads
         keys = model.head_size * model.num_query_groups
-        mlp = (3 if model.swiglu else 2) * model.hidden_size * model.ffn_hidden_size
-        return model.hidden_size * (2 * queries + 2 * keys) + mlp + 2 * model.hidden_size
+        router = 0 if self.experts is None else model.hidden_size * self.experts.shape.count
+        mlp = self._mlp_parameters(model.ffn_hidden_size if self.experts is None else self.experts.shape.shared)
+        return model.hidden_size * (2 * queries + 2 * keys) + mlp + 2 * model.hidden_size + router
+
+    def expert_parameters(self) -> int:
+        """Parameters of the experts of one rank in one layer."""
+        return (
+            0 if self.experts is None else self.experts.local * self._mlp_parameters(self.experts.shape.ffn_hidden_size)
+        )
+
+    def _mlp_parameters(self, ffn_hidden_size: int) -> int:
+        return (3 if self.model.swiglu else 2) * self.model.hidden_size * ffn_hidden_size
+
+    @property
+    def expert_data(self) -> int:
+        """Ranks that have the same experts."""
+        if self.experts is None:
+            return self.context * self.data
+        return self.tensor * self.context * self.data // self.experts.parallel
+
+    def stage_expert_parameters(self) -> float:
+        """Parameters of the experts of one rank of a pipeline stage."""
+        return self.expert_parameters() * self.model.num_layers / self.pipeline
+
+    def updated_parameters(self, stage: int) -> float:
+        """Parameters that one rank of a pipeline stage updates."""
+        experts = self.stage_expert_parameters()
+        dense = self.stage_parameters(stage) - experts
+        if not self.distributed_optimizer:
+            return dense + experts
+        return dense / (self.data * self.context) + experts / self.expert_data
 
     def stage_parameters(self, stage: int) -> float:
         """Parameters of one rank of a pipeline stage."""
@@ -134,7 +197,7 @@ class Job:
         ends = self.vocabulary * self.model.hidden_size
         first, last = stage == 0, stage == self.pipeline - 1
         tables = first + last if self.model.untie_embeddings or self.pipeline > 1 else 1
-        return (layers + ends * tables * (first or last)) / self.tensor
+        return (layers + ends * tables * (first or last)) / self.tensor + self.stage_expert_parameters()
 
     def stage_tensors(self, stage: int) -> int:
         """Number of parameter tensors of a pipeline stage."""
@@ -154,6 +217,12 @@ def problems(job: Job) -> Sequence[str]:
     """Reasons why a layout is impossible, each as `field: value: remedy`."""
     model = job.model
     found = []
+    if job.experts is not None and job.experts.shape.count % job.experts.parallel:
+        remedy = f"must be a multiple of {EXPERT_PARALLEL} {job.experts.parallel}"
+        found.append(f"megatron_args: {EXPERTS_FLAG} {job.experts.shape.count}: {remedy}")
+    if job.experts is not None and job.tensor * job.context * job.data % job.experts.parallel:
+        remedy = f"must divide the {job.tensor * job.context * job.data} ranks of a pipeline stage"
+        found.append(f"megatron_args: {EXPERT_PARALLEL} {job.experts.parallel}: {remedy}")
     for name in ("num_attention_heads", "num_query_groups", "hidden_size", "ffn_hidden_size"):
         if getattr(model, name) % job.tensor:
             found.append(f"model.{name}: {getattr(model, name)}: must be a multiple of parallel.tensor {job.tensor}")
@@ -180,8 +249,6 @@ def job_of(config: LaunchConfig) -> Job:
         ValueError: the simulator does not model the model or the layout of the config.
     """
     known_model(config.megatron_args)
-    if number_after(EXPERTS_FLAG, config.megatron_args) is not None:
-        raise ValueError(f"megatron_args: {EXPERTS_FLAG}: the simulator does not model experts")
     tensor = config.overlap.tensor
     parallel, train = config.parallel, config.train
     overlap = LinearOverlap("stock")
@@ -209,9 +276,22 @@ def job_of(config: LaunchConfig) -> Job:
         data_overlap="none" if config.overlap.data.method == "none" else "stock",
         gradient_bytes=2 if _NARROW_GRADIENTS in config.megatron_args else 4,
         bucket_parameters=number_after(_BUCKET_FLAG, config.megatron_args),
+        experts=_experts(config),
         materializes_scores=config.launch.device == "cpu",
         fused_accumulation=config.launch.device != "cpu" and train.gradient_accumulation_fusion is not False,
     )
+
+
+def _experts(config: LaunchConfig) -> Experts | None:
+    shape, args = expert_shape(config), config.megatron_args
+    if shape is None:
+        return None
+    tensor = number_after(_EXPERT_TENSOR, args) or config.parallel.tensor
+    if tensor > 1:
+        raise ValueError(f"megatron_args: {_EXPERT_TENSOR} {tensor}: the simulator models 1 only")
+    if TWO_MICROBATCHES in args:
+        raise ValueError(f"megatron_args: {TWO_MICROBATCHES}: the simulator does not model it")
+    return Experts(shape, number_after(EXPERT_PARALLEL, args) or 1, config.overlap.expert.method)
 
 
 def _virtual(config: LaunchConfig) -> int:

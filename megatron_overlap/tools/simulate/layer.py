@@ -1,11 +1,8 @@
-"""Forward and backward of one transformer layer, of the embedding and of the logits on one rank.
-
-A pass is the operations of a rank in order, with the rank skew at their synchronization points.
-"""
+"""Forward and backward of one transformer layer, of the embedding and of the logits on one rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal
@@ -20,8 +17,10 @@ from megatron_overlap.autotune.cost_model import (
 )
 from megatron_overlap.config.cluster import Elementwise
 from megatron_overlap.tools.simulate.event_simulator import SimulatedRun
+from megatron_overlap.tools.simulate.experts import ExpertLayer, expert_ops
 from megatron_overlap.tools.simulate.job import Job
 from megatron_overlap.tools.simulate.linear import Linear
+from megatron_overlap.tools.simulate.passes import Op, Pass, Sync, with_rank_skew
 
 _LOSS_SUMS = 3  # all-reduces over tensor ranks: maximum, logit of the label, sum of exponentials
 _BATCH_MESSAGES = 4  # broadcasts of the first tensor rank: two headers, integers, the loss mask
@@ -36,86 +35,6 @@ _LAST_CALLS = (66, 50)
 OVERLAPPED_CALLS = 23
 
 _ATTENTION = ("scores", "repeat", "attention")
-
-
-Sync = Literal["before", "after"]
-"""Where an operation synchronizes the ranks of its group: before it (input) or after it (result)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Op:
-    """One operation of a layer. Times are in microseconds.
-
-    Attributes:
-        name: module and operation.
-        time_us: time from start to end.
-        tensor_us: exposed tensor parallel communication in it.
-        context_us: exposed context parallel communication in it.
-        sync: where the tensor parallel ranks synchronize; None: nowhere.
-        slack_us: skew of the peers that does not delay the rank.
-    """
-
-    name: str
-    time_us: float
-    tensor_us: float = 0.0
-    context_us: float = 0.0
-    sync: Sync | None = None
-    slack_us: float = 0.0
-
-    @property
-    def computed_us(self) -> float:
-        """Time without exposed communication."""
-        return self.time_us - self.tensor_us - self.context_us
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """Operations in order, with the sums of their times."""
-
-    ops: tuple[Op, ...]
-
-    @property
-    def time_us(self) -> float:
-        return sum(op.time_us for op in self.ops)
-
-    @property
-    def tensor_us(self) -> float:
-        return sum(op.tensor_us for op in self.ops)
-
-    @property
-    def context_us(self) -> float:
-        return sum(op.context_us for op in self.ops)
-
-    def __add__(self, other: Pass) -> Pass:
-        return Pass(self.ops + other.ops)
-
-
-def with_rank_skew(ops: Sequence[Op], late_us: Callable[[float], float]) -> Pass:
-    """A pass in which each synchronization takes longer by the rank skew.
-
-    Args:
-        ops: operations in order.
-        late_us: skew as a function of the computation time since the last synchronization. The previous pass is
-            assumed to be of the same kind.
-    """
-    last = max((index for index, op in enumerate(ops) if op.sync), default=None)
-    if last is None:
-        return Pass(tuple(ops))
-    computed = sum(op.computed_us for op in ops[last + 1 :]) + _after_sync(ops[last])
-    made = []
-    for op in ops:
-        if op.sync is None:
-            computed += op.computed_us
-            made.append(op)
-            continue
-        late = max(0.0, late_us(computed + op.computed_us - _after_sync(op)) - op.slack_us)
-        made.append(replace(op, time_us=op.time_us + late, tensor_us=op.tensor_us + late))
-        computed = _after_sync(op)
-    return Pass(tuple(made))
-
-
-def _after_sync(op: Op) -> float:
-    return op.computed_us if op.sync == "before" else 0.0
 
 
 @dataclass(frozen=True)
@@ -149,9 +68,7 @@ class Layers:
             self._row("proj", self._queries),
             self._elementwise("add", "add", self._hidden),
             self._norm(),
-            self._column("fc1", self._ffn * (2 if self.job.model.swiglu else 1)),
-            self._activation(),
-            self._row("fc2", self._ffn),
+            *self._mlp(),
             self._elementwise("add", "add", self._hidden),
             *self._calls(self._layer_calls[0]),
         )
@@ -161,20 +78,37 @@ class Layers:
         """Backward of one layer, recomputation included."""
         job = self.job
         ops = (
-            self._row("fc2", self._ffn, backward=True),
-            self._activation(backward=True),
-            self._column("fc1", self._ffn * (2 if job.model.swiglu else 1), backward=True),
+            *self._mlp(backward=True),
             self._norm(backward=True),
             self._row("proj", self._queries, backward=True),
             *self._attention(backward=True),
             *self._rotary(backward=True),
             self._column("qkv", self._qkv_width, backward=True),
             self._norm(backward=True),
-            *self._accumulated(job.layer_parameters() / job.tensor),
+            *self._accumulated(job.layer_parameters() / job.tensor + job.expert_parameters()),
             *self._calls(self._layer_calls[1]),
         )
         recomputed = tuple(replace(op, name=f"{op.name} again") for op in self._recomputed())
         return self.skewed(*recomputed, *ops)
+
+    def _mlp(self, *, backward: bool = False) -> Sequence[Op]:
+        experts = self.job.experts
+        if experts is None:
+            return self._dense("fc", self._ffn, backward)
+        shared = (
+            self._dense("shared fc", experts.shape.shared // self.job.tensor, backward) if experts.shape.shared else ()
+        )
+        tokens = int(self._hidden) // self.job.model.hidden_size
+        layer = ExpertLayer(self.model, experts, self.job.model.hidden_size, self.job.model.swiglu, tokens)
+        return expert_ops(layer, shared, backward)
+
+    def _dense(self, name: str, ffn: int, backward: bool) -> Sequence[Op]:
+        ops = (
+            self._column(f"{name}1", ffn * (2 if self.job.model.swiglu else 1), backward=backward),
+            self._activation(ffn, backward=backward),
+            self._row(f"{name}2", ffn, backward=backward),
+        )
+        return ops[::-1] if backward else ops
 
     def _recomputed(self) -> tuple[Op, ...]:
         """Operations that the backward computes again."""
@@ -280,9 +214,9 @@ class Layers:
         kind: Elementwise = "rms_norm" if self.job.model.normalization == "RMSNorm" else "layer_norm"
         return self._elementwise("norm", kind, self._hidden, backward=backward)
 
-    def _activation(self, *, backward: bool = False) -> Op:
+    def _activation(self, ffn: int, *, backward: bool = False) -> Op:
         kind: Elementwise = "swiglu" if self.job.model.swiglu else "gelu"
-        return self._elementwise("activation", kind, self.job.rows * self._ffn, backward=backward)
+        return self._elementwise("activation", kind, self.job.rows * ffn, backward=backward)
 
     def _rotary(self, *, backward: bool = False) -> Iterable[Op]:
         if self.job.model.rotary:

@@ -17,8 +17,9 @@ from megatron_overlap.schedules import Message, Plan, Work
 from megatron_overlap.schedules.heuristics import balanced_rows
 from megatron_overlap.tools.simulate.event_simulator import Program, Stream, run_program
 from megatron_overlap.tools.simulate.job import Job, Split
-from megatron_overlap.tools.simulate.layer import OVERLAPPED_CALLS, Layers, Op, Pass
+from megatron_overlap.tools.simulate.layer import OVERLAPPED_CALLS, Layers
 from megatron_overlap.tools.simulate.linear import ANY_CHUNK
+from megatron_overlap.tools.simulate.passes import Op, Pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class _PartLayers(Layers):
         attention *= 1 + (1 if self.job.materializes_scores else 2) * keys_before / self.job.seq_length
         core = attention + sum(op.time_us for op in self._rotary(backward=backward))
         ffn = self._ffn * (2 if self.job.model.swiglu else 1)
-        activation = self._activation(backward=backward).time_us
+        activation = self._activation(self._ffn, backward=backward).time_us
         attended = self._step(core, self._qkv_width, self._queries, backward)
         return attended, self._step(activation, ffn, self._ffn, backward)
 

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from megatron_overlap.autotune.cost_model import CLIP_BYTES, CollectiveKind, CostModel, Link
 from megatron_overlap.tools.simulate.job import Job
-from megatron_overlap.tools.simulate.layer import Layers, Pass
+from megatron_overlap.tools.simulate.layer import Layers
+from megatron_overlap.tools.simulate.passes import Pass
 from megatron_overlap.tools.simulate.split import layer_passes
 
 _MIN_BUCKET_PARAMETERS = 40e6
@@ -80,7 +81,7 @@ class StepTime:
     Attributes:
         step_us: whole step.
         compute_us: layers, embedding, logits and loss without exposed communication.
-        tensor_us, context_us: exposed tensor and context parallel communication.
+        tensor_us, context_us, expert_us: exposed tensor, context and expert parallel communication.
         pipeline_us: waits for other stages: pipeline bubble and transfers of activations.
         data_us: exposed communication of parameters and gradients, and the slowdown of computation by it.
         optimizer_us: optimizer and the fixed time of a step in the profile.
@@ -90,6 +91,7 @@ class StepTime:
     compute_us: float
     tensor_us: float
     context_us: float
+    expert_us: float
     pipeline_us: float
     data_us: float
     optimizer_us: float
@@ -103,6 +105,7 @@ class _Stage:
     compute: float = 0.0
     tensor: float = 0.0
     context: float = 0.0
+    expert: float = 0.0
     waited_pipeline: float = 0.0
     waited_data: float = 0.0
     ready: dict[int, float] = field(default_factory=dict)  # when the gradient of each part is complete
@@ -110,12 +113,13 @@ class _Stage:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A layer, the embedding or the logits: parameters, a forward and a backward."""
+    """A layer, the embedding or the logits: parameters, those of its experts, a forward and a backward."""
 
     name: str
     parameters: float
     forward: Pass
     backward: Pass
+    experts: float = 0.0
 
 
 class _Simulation:
@@ -124,6 +128,8 @@ class _Simulation:
         self.layers = Layers(job, model)
         self.parts = [[self._chunk(stage, c) for c in range(job.virtual)] for stage in range(job.pipeline)]
         self.data_link = model.link(job.data * job.context, job.tensor)
+        self.expert_link = model.link(job.expert_data, 1 if job.experts is None else job.experts.parallel)
+        self.replicated = max(self.data_link.size, self.expert_link.size) > 1
         self.pipe_link = model.link(job.pipeline, job.tensor * job.context * job.data)
         self.hop_us = model.message_us(self.layers.boundary_bytes, self.pipe_link) if job.pipeline > 1 else 0.0
 
@@ -131,7 +137,7 @@ class _Simulation:
         job, layers = self.job, self.layers
         each = job.layer_parameters() / job.tensor
         table = job.vocabulary * job.model.hidden_size / job.tensor
-        parts = [_Part("layer", each, *layer_passes(job, self.model))] * job.layers_per_chunk
+        parts = [_Part("layer", each, *layer_passes(job, self.model), job.expert_parameters())] * job.layers_per_chunk
         if stage == 0 and chunk == 0:
             parts = [_Part("embedding", table, *layers.first), *parts]
         if stage == job.pipeline - 1 and chunk == job.virtual - 1:
@@ -152,17 +158,23 @@ class _Simulation:
         return [bucket for bucket in buckets if bucket]
 
     def collective_us(self, stage: int, bucket: Sequence[int], *, gradients: bool) -> float:
-        """Time of the collective of a bucket."""
-        sizes = [part.parameters for chunk in self.parts[stage] for part in chunk]
-        count = sum(sizes[index] for index in bucket)
-        if not gradients:
-            return self.model.collective_us("all_gather", count * self.model.item_bytes, self.data_link)
-        kind: CollectiveKind = "reduce_scatter" if self.job.distributed_optimizer else "all_reduce"
-        return self.model.collective_us(kind, count * self.job.gradient_bytes, self.data_link)
+        """Time of the collectives of a bucket: of its experts, and of its other parameters."""
+        parts = [part for chunk in self.parts[stage] for part in chunk]
+        kind: CollectiveKind = "all_gather"
+        item_bytes = self.model.item_bytes
+        if gradients:
+            kind = "reduce_scatter" if self.job.distributed_optimizer else "all_reduce"
+            item_bytes = self.job.gradient_bytes
+        dense, experts = (
+            sum(each) for each in zip(*((parts[k].parameters, parts[k].experts) for k in bucket), strict=True)
+        )
+        return self.model.collective_us(kind, dense * item_bytes, self.data_link) + self.model.collective_us(
+            kind, experts * item_bytes, self.expert_link
+        )
 
     def parameter_times(self, stage: int) -> dict[int, float]:
         """Arrival times of the parameters of each part. The all-gathers start with the step, first part first."""
-        if not (self.job.distributed_optimizer and self.job.data_overlap == "stock") or self.data_link.size == 1:
+        if not (self.job.distributed_optimizer and self.job.data_overlap == "stock" and self.replicated):
             return {}
         clock, arrived = 0.0, {}
         for bucket in reversed(self.buckets(stage)):
@@ -217,11 +229,12 @@ class _Simulation:
             if arrival > stage.clock:
                 stage.waited_data += arrival - stage.clock
                 stage.clock = arrival
-            waits = run.tensor_us + run.context_us
+            waits = run.tensor_us + run.context_us + run.expert_us
             stage.clock += run.time_us
             stage.compute += run.time_us - waits
             stage.tensor += run.tensor_us
             stage.context += run.context_us
+            stage.expert += run.expert_us
             if unit.backward and last:
                 stage.ready[first_part + index] = stage.clock
         arrives = stage.clock
@@ -242,7 +255,7 @@ class _Simulation:
         Without overlap the collectives start after the computation. With overlap a bucket starts when it is complete.
         """
         clock = total = 0.0
-        if self.data_link.size > 1:
+        if self.replicated:
             for bucket in self.buckets(number):
                 ready = max(stage.ready[part] for part in bucket)
                 duration = self.collective_us(number, bucket, gradients=True)
@@ -278,6 +291,7 @@ def simulate_step(job: Job, model: CostModel) -> StepTime:
         compute_us=sum(stage.compute for stage in stages) / count,
         tensor_us=sum(stage.tensor for stage in stages) / count,
         context_us=sum(stage.context for stage in stages) / count,
+        expert_us=sum(stage.expert for stage in stages) / count,
         pipeline_us=sum(s.waited_pipeline + trained - end for s, end in zip(stages, ends, strict=True)) / count,
         data_us=sum(s.waited_data + end - s.clock + gather for s, end in zip(stages, ends, strict=True)) / count,
         optimizer_us=update,
@@ -287,7 +301,7 @@ def simulate_step(job: Job, model: CostModel) -> StepTime:
 def optimizer_us(job: Job, model: CostModel, stage: int) -> float:
     """Time of the optimizer step of one rank of a stage in us, with the fixed time of a step in the profile."""
     parameters = job.stage_parameters(stage)
-    shard = parameters / (job.data * job.context if job.distributed_optimizer else 1)
+    shard = job.updated_parameters(stage)
     clip = model.memory_us(CLIP_BYTES[0] * parameters + CLIP_BYTES[1] * shard, "clip")
     update = model.memory_us(shard * model.profile.device.optimizer_bytes.value, "update")
     world: Link = model.link(job.world_size)

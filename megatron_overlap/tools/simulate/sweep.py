@@ -48,13 +48,12 @@ def _stage(job: Job, stage: int) -> Memory:
     if stage == job.pipeline - 1:
         # Logits in the training dtype and twice in fp32.
         activations += job.rows * job.vocabulary / job.tensor * (item + 8)
-    split = job.data * job.context if job.distributed_optimizer else 1
     # Gathered input, partial product and receive buffers of a reduce-scatter.
     buffer_pool = 3 * job.rows * job.model.hidden_size * item if job.tensor > 1 and job.sequence_parallel else 0.0
     gradient = 4 if job.precision != "fp32" else item  # Megatron's main gradients
     return Memory(
         parameters * (item + gradient) / _GIB,
-        parameters * (_OPTIMIZER_BYTES if item < 4 else 8) / split / _GIB,
+        job.updated_parameters(stage) * (_OPTIMIZER_BYTES if item < 4 else 8) / _GIB,
         activations / _GIB,
         buffer_pool / _GIB,
     )
@@ -69,8 +68,12 @@ def layer_activation_bytes(job: Job) -> float:
     keys = model.head_size * model.num_query_groups
     # Queries, keys, values and the attention output; output of FC1 and input of FC2.
     attention = 2 * queries + 2 * keys
-    mlp = (3 if model.swiglu else 2) * model.ffn_hidden_size
-    return outside + job.rows * (attention + mlp) * item / job.tensor
+    ffn, experts = model.ffn_hidden_size, 0.0
+    if job.experts is not None:
+        # Input and output of each expert row, beside the tensors of its MLP. Tensor ranks share the tokens.
+        ffn, experts = job.experts.shape.active_ffn_hidden_size, 2.0 * job.experts.shape.topk * model.hidden_size
+    mlp = (3 if model.swiglu else 2) * ffn
+    return outside + job.rows * (attention + mlp + experts) * item / job.tensor
 
 
 def _hidden_bytes(job: Job) -> float:

@@ -113,6 +113,14 @@ def test_mixtral_has_the_active_parameters_of_its_paper() -> None:
     assert active == pytest.approx(12.9e9, rel=0.005)
 
 
+def test_qwen3_has_the_active_parameters_of_its_report() -> None:
+    """Qwen3 Technical Report (arXiv 2505.09388): 3.3B active parameters. Norms and routers count nothing."""
+    cfg = load_launch_config(CONFIGS / "qwen3_30b_a3b_ep16/overlap.yaml")
+    token = flops.token_flops(cfg.model, 4096, 151936, ffn_hidden_size=flops.active_ffn_hidden_size(cfg))
+    active = (sum(token.values()) - token["attention"]) / 6 + 151936 * 2048
+    assert active == pytest.approx(3.34e9, rel=0.005)
+
+
 def test_llama3_8b_by_hand() -> None:
     token = flops.token_flops(config({"preset": "llama3_8b"}).model, 8192, 128256)
     # 32 layers; 32 query heads and 8 key/value heads of 128; 3 GEMMs of 4096 x 14336.

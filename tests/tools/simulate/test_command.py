@@ -69,7 +69,10 @@ def test_a_model_that_does_not_fit_fails(capsys: pytest.CaptureFixture[str]) -> 
     [
         (["--cluster", "h1000_dgx"], "unknown profile; did you mean h100_dgx"),
         (["train.precision=fp32"], "train.precision: fp32: the profile h100_dgx has no peak"),
-        (["megatron_args=[--num-experts, '8']"], "megatron_args: --num-experts: the simulator does not model experts"),
+        (
+            ["megatron_args=[--num-experts, '8']"],
+            "megatron_args: --expert-tensor-parallel-size 8: the",
+        ),
         (["megatron_args=[--num-layers-per-virtual-pipeline-stage, '5']"], "megatron_args.0: 5: must divide the 32"),
         (["--json", "/nowhere/at/all.json"], "simulate --json: /nowhere/at/all.json"),
     ],

@@ -10,8 +10,9 @@ from megatron_overlap.autotune.cost_model import CostModel
 from megatron_overlap.config import load_launch_config
 from megatron_overlap.config.cluster import load_cluster_profile
 from megatron_overlap.tools.simulate.job import Job, job_of
-from megatron_overlap.tools.simulate.layer import Layers, Op
+from megatron_overlap.tools.simulate.layer import Layers
 from megatron_overlap.tools.simulate.linear import Linear, LinearOverlap
+from megatron_overlap.tools.simulate.passes import Op
 from megatron_overlap.tools.simulate.step import simulate_step
 from tests.tools.simulate.machines import job, machine
 

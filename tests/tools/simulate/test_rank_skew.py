@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_overlap.tools.simulate.layer import Layers, Op, with_rank_skew
+from megatron_overlap.tools.simulate.layer import Layers
+from megatron_overlap.tools.simulate.passes import Op, with_rank_skew
 from megatron_overlap.tools.simulate.step import simulate_step
 from tests.tools.simulate.machines import LATE_AFTER_US, job, machine
 

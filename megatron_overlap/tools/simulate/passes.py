@@ -1,0 +1,92 @@
+"""A pass: the operations of a rank in order, with the rank skew at their synchronization points."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Sync = Literal["before", "after"]
+"""Where an operation synchronizes the ranks of its group: before it (input) or after it (result)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation of a layer. Times are in microseconds.
+
+    Attributes:
+        name: module and operation.
+        time_us: time from start to end.
+        tensor_us: exposed tensor parallel communication in it.
+        context_us: exposed context parallel communication in it.
+        expert_us: exposed expert parallel communication in it.
+        sync: where the tensor parallel ranks synchronize; None: nowhere.
+        slack_us: skew of the peers that does not delay the rank.
+    """
+
+    name: str
+    time_us: float
+    tensor_us: float = 0.0
+    context_us: float = 0.0
+    expert_us: float = 0.0
+    sync: Sync | None = None
+    slack_us: float = 0.0
+
+    @property
+    def computed_us(self) -> float:
+        """Time without exposed communication."""
+        return self.time_us - self.tensor_us - self.context_us - self.expert_us
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Operations in order, with the sums of their times."""
+
+    ops: tuple[Op, ...]
+
+    @property
+    def time_us(self) -> float:
+        return sum(op.time_us for op in self.ops)
+
+    @property
+    def tensor_us(self) -> float:
+        return sum(op.tensor_us for op in self.ops)
+
+    @property
+    def context_us(self) -> float:
+        return sum(op.context_us for op in self.ops)
+
+    @property
+    def expert_us(self) -> float:
+        return sum(op.expert_us for op in self.ops)
+
+    def __add__(self, other: Pass) -> Pass:
+        return Pass(self.ops + other.ops)
+
+
+def with_rank_skew(ops: Sequence[Op], late_us: Callable[[float], float]) -> Pass:
+    """A pass in which each synchronization takes longer by the rank skew.
+
+    Args:
+        ops: operations in order.
+        late_us: skew as a function of the computation time since the last synchronization. The previous pass is
+            assumed to be of the same kind.
+    """
+    last = max((index for index, op in enumerate(ops) if op.sync), default=None)
+    if last is None:
+        return Pass(tuple(ops))
+    computed = sum(op.computed_us for op in ops[last + 1 :]) + _after_sync(ops[last])
+    made = []
+    for op in ops:
+        if op.sync is None:
+            computed += op.computed_us
+            made.append(op)
+            continue
+        late = max(0.0, late_us(computed + op.computed_us - _after_sync(op)) - op.slack_us)
+        made.append(replace(op, time_us=op.time_us + late, tensor_us=op.tensor_us + late))
+        computed = _after_sync(op)
+    return Pass(tuple(made))
+
+
+def _after_sync(op: Op) -> float:
+    return op.computed_us if op.sync == "before" else 0.0
