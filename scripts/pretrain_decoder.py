@@ -210,8 +210,14 @@ def positions_of_rank(rows: Any, rank: int, size: int) -> torch.Tensor:
     return torch.cat([pieces[rank], pieces[2 * size - 1 - rank]], dim=1)
 
 
-def forward_step(data: Iterator[Any] | None, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-    """Loss of every token of the next micro-batch, and the function that sums the losses."""
+def forward_step(
+    data: Iterator[Any] | None, model: Any, return_schedule_plan: bool = False
+) -> tuple[Any, Callable[..., Any]]:
+    """Loss of every token of the next micro-batch, and the function that sums the losses.
+
+    With `return_schedule_plan` the plan of the forward pass takes the place of the loss, for
+    `--overlap-moe-expert-parallel-comm`.
+    """
     documents = training.varlen_adapter(get_args())
     if documents is not None:
         assert data is not None
@@ -222,7 +228,8 @@ def forward_step(data: Iterator[Any] | None, model: Any) -> tuple[torch.Tensor, 
         batch = next_batch(data)
     else:
         batch = dict.fromkeys((*_INTEGER_KEYS, *_FLOAT_KEYS, "attention_mask"))
-    output = model(
+    run = model.build_schedule_plan if return_schedule_plan else model
+    output = run(
         batch["tokens"],
         batch["position_ids"],
         batch["attention_mask"],

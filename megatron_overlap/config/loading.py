@@ -16,7 +16,7 @@ from pydantic import model_validator
 
 from megatron_overlap.config.errors import ConfigError, Problem, did_you_mean, raise_first
 from megatron_overlap.config.launch import LaunchFields, LaunchSection
-from megatron_overlap.config.megatron_args import data_prefix
+from megatron_overlap.config.megatron_args import EXPERT_PARALLEL, TWO_MICROBATCHES, data_prefix, number_after
 from megatron_overlap.config.merge import Composed, compose
 from megatron_overlap.config.overlap import OverlapFields
 from megatron_overlap.config.section import validate
@@ -177,17 +177,22 @@ def without_overlap(config: LaunchConfig) -> LaunchConfig:
 
 
 def arms(config: LaunchConfig) -> tuple[LaunchConfig, ...]:
-    """The runs of a comparison: without the plugin, with it, and, where it applies, TransformerEngine's own overlap.
+    """The runs of a comparison: without the plugin, with it, and, where they apply, the overlaps of others.
 
-    The latter, `NAME_userbuffers`, is the stock path with `--tp-comm-overlap`. It needs TransformerEngine layers with
-    sequence parallelism on GPUs.
+    `NAME_userbuffers` is the stock path with `--tp-comm-overlap`. It needs TransformerEngine layers with sequence
+    parallelism on GPUs. `NAME_1f1b` is the stock path with `--overlap-moe-expert-parallel-comm`. It needs expert
+    parallelism on GPUs without tensor, context and pipeline parallelism and without full recomputation.
     """
-    off, train = without_overlap(config), config.train
+    off, train, parallel = without_overlap(config), config.train, config.parallel
+    others: list[dict[str, Any]] = []
     on_gpus = config.launch.device == "cuda" and train.transformer_impl == "transformer_engine"
-    if not on_gpus or not config.parallel.sequence_parallel or train.tp_comm_overlap:
-        return off, config
-    own = {"name": f"{config.name}_userbuffers", "train": {**train.model_dump(), "tp_comm_overlap": True}}
-    return off, config, LaunchConfig.model_validate({**off.model_dump(), **own})
+    if on_gpus and parallel.sequence_parallel and not train.tp_comm_overlap:
+        others.append({"name": f"{config.name}_userbuffers", "train": {**train.model_dump(), "tp_comm_overlap": True}})
+    one_stage = parallel.model_size == 1 and train.recompute != "full"
+    args = config.megatron_args
+    if on_gpus and one_stage and (number_after(EXPERT_PARALLEL, args) or 1) > 1 and TWO_MICROBATCHES not in args:
+        others.append({"name": f"{config.name}_1f1b", "megatron_args": (*args, TWO_MICROBATCHES)})
+    return off, config, *(LaunchConfig.model_validate({**off.model_dump(), **each}) for each in others)
 
 
 def json_schema() -> dict[str, Any]:

@@ -13,7 +13,7 @@ from megatron_overlap.config.launch import LaunchFields
 TE_OVERLAP = "--tp-comm-overlap"
 EXPERT_PARALLEL = "--expert-model-parallel-size"
 TWO_MICROBATCHES = "--overlap-moe-expert-parallel-comm"
-"""Megatron's own overlap of experts: the forward of one micro-batch with the backward of another."""
+"""Megatron's overlap of experts: the forward of one micro-batch with the backward of another."""
 TE_OVERLAP_ADVICE = "TransformerEngine overlaps with this flag; remove the flag, or use overlap.tensor.method=none"
 
 # Flags with a value, and the key of the value. A null value omits the flag.

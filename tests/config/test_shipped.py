@@ -66,7 +66,7 @@ PAIRS = {
     else "ulysses"
     if "_up8" in layout
     else "expert"
-    if "_ep2" in layout
+    if "_ep" in layout and "_tp" not in layout
     else "tensor"
     for layout in (short(file).removesuffix("/overlap") for file in SHIPPED if file.stem == "overlap")
     if "_up2" not in layout and "_varlen" not in layout
@@ -80,7 +80,7 @@ def test_a_pair_differs_by_the_plugin_alone(layout: str) -> None:
     assert on.model_copy(update={"name": "x", "overlap": off.overlap}) == off.model_copy(update={"name": "x"})
     assert getattr(on.overlap, PAIRS[layout]).method in ("auto", "p2p")
     assert off.overlap.tensor.method == "none"
-    # Megatron's own overlap stays: it is what the plugin is compared with.
+    # Megatron's overlap stays: it is what the plugin is compared with.
     assert off.overlap.data.method == "stock"
 
 
@@ -117,6 +117,8 @@ GPUS = {
     "llama3_70b_tp4_pp8": (64, 80, 8192),
     "llama3_405b_tp8_pp9": (576, 126, 16384),
     "mixtral_8x7b_tp4_ep8": (64, 32, 4096),
+    "qwen3_30b_a3b_ep16": (16, 48, 2048),
+    "deepseek_v3_like_pp10_ep64": (640, 60, 7168),
 }
 
 
@@ -137,7 +139,8 @@ def test_a_config_is_what_its_name_says_and_states_its_source(layout: str) -> No
 def test_every_config_for_gpus_is_in_the_list() -> None:
     on_gpus = {short(file) for file in SHIPPED if file.is_relative_to(CONFIGS / "gpu")}
     pairs = {f"gpu/{layout}/{kind}" for layout in GPUS for kind in ("overlap", "baseline")}
-    assert on_gpus == pairs | {f"gpu/{layout}/userbuffers" for layout in GPUS if "_tp" in layout}
+    userbuffers = {f"gpu/{layout}/userbuffers" for layout in GPUS if "_tp" in layout}
+    assert on_gpus == pairs | userbuffers | {"gpu/qwen3_30b_a3b_ep16/1f1b"}
 
 
 @pytest.mark.parametrize("layout", [layout for layout in GPUS if "_tp" in layout])
@@ -152,6 +155,16 @@ def test_userbuffers_are_the_baseline_with_one_flag(layout: str) -> None:
         arm.model_copy(update={"name": "x"}) for arm in (without_overlap(on), on, userbuffers)
     ]
     assert [arm.name for arm in made] == [f"{on.name}_baseline", on.name, f"{on.name}_userbuffers"]
+
+
+def test_experts_are_compared_with_two_micro_batches_overlapped() -> None:
+    """Megatron's overlap needs one pipeline stage, or several chunks of each, and no full recomputation."""
+    on, off = pair("gpu/qwen3_30b_a3b_ep16")
+    own = load_launch_config(CONFIGS / "gpu/qwen3_30b_a3b_ep16/1f1b.yaml")
+    assert to_megatron_args(own) == [*to_megatron_args(off), "--overlap-moe-expert-parallel-comm"]
+    assert arms(on) == (without_overlap(on), on, own.model_copy(update={"name": f"{on.name}_1f1b"}))
+    for layout in ("gpu/deepseek_v3_like_pp10_ep64", "cpu/mixtral_ep2"):
+        assert len(arms(pair(layout)[0])) == 2
 
 
 def test_there_are_pairs_and_a_quickstart() -> None:

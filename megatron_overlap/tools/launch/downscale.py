@@ -5,7 +5,8 @@ The function maps a config to a config. Of the machine it reads whether the data
 The rules, in order:
 
 1. Ranks: every parallel size above 1 becomes 2. If the product exceeds the limit, sizes become 1 in the order data,
-   pipeline, context, tensor. Context also becomes 1 if only fused attention kernels support it.
+   pipeline, context, tensor; with expert parallelism pipeline before data. Context also becomes 1 if only fused
+   attention kernels support it.
 2. Model: one layer per pipeline stage and at least two layers. Query heads and key/value heads keep their ratio, have
    32 columns and are as few as the tensor ranks allow. The MLP keeps its ratio to the hidden size.
 3. Training: 3 steps, sequences of 128 tokens, one sequence per micro-batch, at most 2 micro-batches per stage,
@@ -24,7 +25,7 @@ from typing import Any
 
 from megatron_overlap.config import ConfigError, LaunchConfig
 from megatron_overlap.config.loading import missing_inputs
-from megatron_overlap.config.megatron_args import REHEARSAL_SWITCHES, flags_in
+from megatron_overlap.config.megatron_args import EXPERT_PARALLEL, REHEARSAL_SWITCHES, flags_in, number_after
 from megatron_overlap.config.resources import TE_MISSING, transformer_engine_available
 
 ITERATIONS = 3
@@ -103,10 +104,12 @@ def downscale(cfg: LaunchConfig, max_ranks: int) -> tuple[LaunchConfig, list[Cha
     args, dropped = _downscaled_args(cfg, sizes)
     dump = cfg.model_dump()
     micro = min(cfg.num_microbatches, 2 * sizes["pipeline"])
-    method, method_change = cfg.overlap.tensor.method, list[Change]()
-    if method == "auto":
-        reason = "auto selects the stock path on a model this small, and the rehearsal would test nothing"
-        method, method_change = "p2p", [Change("overlap.tensor.method", "auto", "p2p", reason)]
+    overlap, methods = dict(dump["overlap"]), list[Change]()
+    for name in ("tensor", "expert"):
+        if overlap[name]["method"] == "auto":
+            overlap[name] = {**overlap[name], "method": "p2p"}
+            reason = "auto selects the stock path on a model this small, and the rehearsal would test nothing"
+            methods.append(Change(f"overlap.{name}.method", "auto", "p2p", reason))
     train = _downscaled_train(cfg)
     model = _downscaled_model(cfg, sizes, keep_vocab_size=has_data or _has_tokenizer(cfg), stages=_stages(args))
     downscaled: dict[str, Any] = {
@@ -129,11 +132,11 @@ def downscale(cfg: LaunchConfig, max_ranks: int) -> tuple[LaunchConfig, list[Cha
             "rehearsal": cfg.launch.rehearsal or cfg.launch.device == "cuda",
             "threads_per_rank": 1,
         },
-        "overlap": {**dump["overlap"], "tensor": {**dump["overlap"]["tensor"], "method": method}},
+        "overlap": overlap,
         "megatron_args": args,
     }
     result = LaunchConfig.model_validate(downscaled)
-    return result, [*_differences(cfg, result, sizes), *method_change, *dropped, *_kernels(cfg)]
+    return result, [*_differences(cfg, result, sizes), *methods, *dropped, *_kernels(cfg)]
 
 
 def _downscaled_ranks(cfg: LaunchConfig, max_ranks: int) -> dict[str, int]:
@@ -147,7 +150,10 @@ def _downscaled_ranks(cfg: LaunchConfig, max_ranks: int) -> dict[str, int]:
     sizes = {kind: min(size, 2) for kind, size in full.items()}
     if cfg.overlap.ulysses.method == "none" and cfg.overlap.varlen.method == "none":
         sizes["context"] = 1  # the unfused attention of a CPU has no context parallelism
-    for kind in ("data", "pipeline", "context", "tensor"):
+    order = ["data", "pipeline", "context", "tensor"]
+    if (number_after(EXPERT_PARALLEL, cfg.megatron_args) or 1) > 1:
+        order[:2] = ["pipeline", "data"]  # replicas share the experts
+    for kind in order:
         if math.prod(sizes.values()) > max_ranks:
             sizes[kind] = 1
     return sizes
@@ -224,7 +230,7 @@ def _downscaled_arg(
     if flag in _WIDTHS:
         width = int(values[0]) * _hidden(cfg, sizes) // cfg.model.hidden_size
         return [str(max(16, width // 16 * 16))], "keeps its ratio to model.hidden_size"
-    if flag == "--expert-model-parallel-size":
+    if flag == EXPERT_PARALLEL:
         ranks = math.prod(sizes.values()) // sizes["pipeline"]
         return [str(min(int(values[0]), 2, ranks))], _REASONS["parallel"]
     if flag == "--expert-tensor-parallel-size":

@@ -13,7 +13,13 @@ import pytest
 
 from megatron_overlap import cli
 from megatron_overlap.config import ConfigError, LaunchConfig, load_launch_config, to_megatron_args
-from megatron_overlap.config.megatron_args import CPU_VALUES, REHEARSAL_SWITCHES, flags_in
+from megatron_overlap.config.megatron_args import (
+    CPU_VALUES,
+    EXPERT_PARALLEL,
+    REHEARSAL_SWITCHES,
+    flags_in,
+    number_after,
+)
 from megatron_overlap.tools.launch.downscale import downscale
 from megatron_overlap.tools.launch.processes import RunError
 from megatron_overlap.tools.launch.rehearsal import compare_runs, rehearse
@@ -41,24 +47,31 @@ def test_a_shipped_config_is_downscaled(file: Path, max_ranks: int, tmp_path: Pa
     cfg = load_launch_config(file, overrides)
     downscaled, changes = downscale(cfg, max_ranks)
     assert downscaled.world_size <= max_ranks
-    kind = "tensor" if cfg.parallel.tensor > 1 else "context"
-    assert getattr(downscaled.parallel, kind) == 2
+    experts = number_after(EXPERT_PARALLEL, cfg.megatron_args) is not None
+    kinds = [kind for kind in ("tensor", "context") if getattr(cfg.parallel, kind) > 1]
+    assert kinds or experts
+    assert all(getattr(downscaled.parallel, kind) == 2 for kind in kinds[:1])
+    assert number_after(EXPERT_PARALLEL, downscaled.megatron_args) == (2 if experts else None)
     assert downscaled.parallel.sequence_parallel == cfg.parallel.sequence_parallel
     if max_ranks == 8:
         assert downscaled.parallel.pipeline == min(cfg.parallel.pipeline, 2)
         assert downscaled.data_parallel_size == min(cfg.data_parallel_size, 2)
     # auto would select the stock path on a model this small.
-    is_auto = cfg.overlap.tensor.method == "auto"
-    tensor = {**cfg.overlap.tensor.model_dump(), **({"method": "p2p"} if is_auto else {})}
-    assert downscaled.overlap.model_dump() == {**cfg.overlap.model_dump(), "tensor": tensor}
-    assert [change.after for change in changes if change.key == "overlap.tensor.method"] == ["p2p"] * is_auto
+    expected, automatic = cfg.overlap.model_dump(), []
+    for section in ("tensor", "expert"):
+        if expected[section]["method"] == "auto":
+            expected[section]["method"] = "p2p"
+            automatic.append(f"overlap.{section}.method")
+    assert downscaled.overlap.model_dump() == expected
+    assert [change.key for change in changes if change.after == "p2p"] == automatic
     removed = {"--group-query-attention", "--num-query-groups"} if downscaled.model.num_query_groups > 1 else set()
     only_with_copies = (
         {"--overlap-grad-reduce", "--overlap-param-gather"} if downscaled.data_parallel_size == 1 else set()
     )
     assert flags(cfg) - flags(downscaled) <= only_with_copies - removed | {"--moe-grouped-gemm"}
     assert flags(downscaled) - flags(cfg) <= {*REHEARSAL_SWITCHES, *CPU_VALUES, "--no-gradient-accumulation-fusion"}
-    assert {change.key for change in changes} >= {"ranks", f"parallel.{kind}", "model.hidden_size", "launch.device"}
+    changed = {"ranks", "model.hidden_size", "launch.device", *(f"parallel.{kind}" for kind in kinds[:1])}
+    assert {change.key for change in changes} >= changed
 
 
 def test_balanced_attention_needs_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,9 +130,13 @@ def test_interleaved_stages_are_downscaled_with_their_layers() -> None:
 
 def test_experts_are_downscaled() -> None:
     cfg = load_launch_config(CONFIGS / "mixtral_8x7b_tp4_ep8/overlap.yaml")
-    args = list(downscale(cfg, 2)[0].megatron_args)
+    downscaled, changes = downscale(cfg, 2)
+    args = list(downscaled.megatron_args)
     assert args[args.index("--expert-model-parallel-size") + 1] == "2"
     assert args[args.index("--num-experts") + 1] == "8"
+    # auto would select the stock path in three steps.
+    assert downscaled.overlap.expert.method == "p2p"
+    assert "overlap.expert.method" in [change.key for change in changes]
 
 
 @needs_te
@@ -231,6 +248,19 @@ def test_a_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     log = (tmp_path / "llama3_8b_tp8_overlap_rehearsal" / "logs" / "rank0.log").read_text()
     assert re.search(r"transformer_impl \.+ transformer_engine", log), log
     assert runs == ["arguments", "llama3_8b_tp8_overlap_rehearsal", "llama3_8b_tp8_overlap_rehearsal_baseline"]
+
+
+@needs_te
+@pytest.mark.long
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize(("file", "overlaps"), [("overlap", True), ("1f1b", False)])
+def test_a_rehearsal_of_experts(file: str, overlaps: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the plugin, and with two micro-batches overlapped by Megatron."""
+    config = CONFIGS / f"qwen3_30b_a3b_ep16/{file}.yaml"
+    argv = ["launch", str(config), "--rehearse", "--rehearse-ranks", "2", "--run-dir", str(tmp_path)]
+    assert cli.main(argv) == 0, capsys.readouterr().err
+    (calls,) = re.findall(r"rehearsal passed: (\d+) calls overlapped", capsys.readouterr().out)
+    assert (int(calls) > 0) == overlaps
 
 
 @pytest.mark.parametrize(
