@@ -249,7 +249,8 @@ def main() -> None:
             print_row(row)
         rows += result["rows"]
     if args.json:
-        text = json.dumps({"rows": rows, "versions": versions(), "command": sys.argv}, indent=1)
+        link = {"hosts": args.hosts, "kind": "loopback" if args.loopback else "netlab"}
+        text = json.dumps({"rows": rows, "link": link, "versions": versions(), "command": sys.argv}, indent=1)
         Path(args.json).write_text(text + "\n")
 
 

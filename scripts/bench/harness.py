@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import tempfile
 import time
@@ -79,6 +80,7 @@ def versions() -> dict[str, Any]:
         "python": platform.python_version(),
         "kernel": platform.release(),
         "processor": processor,
+        "cores": len(os.sched_getaffinity(0)),
     }
 
 
