@@ -71,6 +71,14 @@ def test_a_slow_link_bounds_the_pass() -> None:
         assert 2 * message_us(slow) < each.time_us < 2.02 * message_us(slow)
 
 
+def test_a_chunk_is_computed_after_it_arrived() -> None:
+    """One message each way is too short to be split: its experts are between both."""
+    rows, gbps = 32, 1e-3
+    layer = ExpertLayer(machine(gbps=gbps), Experts(ExpertShape(2, 1, 512), 2, "p2p"), HIDDEN, False, 2 * rows)
+    message, chunk, router = rows * HIDDEN * 2 / (gbps * 1e3), 4 * rows * HIDDEN * 512 / 1e6, 8 * rows * HIDDEN / 1e6
+    assert Pass(tuple(expert_ops(layer, (), False))).time_us == pytest.approx(2 * message + chunk + router)
+
+
 def test_shared_experts_are_computed_during_dispatch() -> None:
     """The link is as fast as the computation: what dispatch exposes is hidden by other work."""
     shape, gbps = replace(SHAPE, shared=512), message_us(1.0) / gemms_us(False)
