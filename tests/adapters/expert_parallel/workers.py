@@ -59,9 +59,12 @@ def start(_: dist.ProcessGroup, case: MoECase) -> None:
 def make_layer(case: MoECase) -> Any:
     """A layer whose parameters are the same on every call."""
     from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    # The router of 0.16.1 reads the name, which its module lacks without TransformerEngine.
+    vars(moe_utils).setdefault("te_general_gemm", None)
     settings: dict[str, Any] = {
         "moe_router_load_balancing_type": "aux_loss",
         "moe_aux_loss_coeff": 0.01,
