@@ -109,6 +109,7 @@ MIXTURE = (
     *("--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "0.01"),
 )
 TOP2 = ("--moe-router-topk", "2")
+GROUPED = "--moe-grouped-gemm"  # local layers have none
 ALONE = Layout("TP1")
 SEQUENCE_PARALLEL = (
     Layout("TP2+SP", tensor=2, sequence_parallel=True),
@@ -142,6 +143,7 @@ LAYOUTS = (
     Layout("EP2xDP2+DO", data=4, sharded=True, expert=2, experts=TOP2),
     Layout("EP2-shared", data=2, expert=2, experts=(*TOP2, "--moe-shared-expert-intermediate-size", "128")),
     Layout("EP2-dropping", data=2, expert=2, experts=(*TOP2, "--moe-expert-capacity-factor", "1.0")),
+    Layout("EP2-grouped", data=2, expert=2, experts=(*TOP2, GROUPED)),
 )
 RESUMED = [layout for layout in LAYOUTS if layout.name in ("TP2+SP", "TP2+SP-sequence-split")]
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -425,7 +427,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     runs = Runs(options.runs, options, tell)
     iterations = range(1, options.iterations + 1)
-    layouts = [layout for layout in LAYOUTS if layout.name in options.layouts]
+    local = options.transformer_impl == "local"
+    layouts = [each for each in LAYOUTS if each.name in options.layouts and not (local and GROUPED in each.experts)]
     checks: list[Check] = []
 
     def keep(complete: bool) -> None:
