@@ -7,6 +7,8 @@ One rank a host, one thread a rank. Every figure is the median over rounds; each
 `stock` is all-to-all, experts, all-to-all. `messages` sends the messages of `overlap` before and after the computation.
 `halves` overlaps two halves of the tokens by asynchronous all-to-alls. `own_first` computes own rows before all chunks,
 as FasterMoE does. `roof` computes and sends at the same time, as if neither depended on the other.
+
+`--routing FILE` takes the routings of `record_routing.py` in place of a drawn one.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +42,30 @@ def activation(hidden: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
     return (F.gelu(hidden, approximate="tanh") * probs[:, None]).to(hidden.dtype)
 
 
-def routing(size: int, experts: int, rows: int, skew: float) -> list[list[list[int]]]:
-    """`[source][owner][expert]`, the same on every rank; experts are drawn in proportion to `uniform ** skew`."""
+Routing = list[list[list[int]]]
+"""Tokens by source, owner and expert, the same on every rank."""
+
+
+def drawn(size: int, experts: int, rows: int, skew: float) -> Routing:
+    """Experts are drawn in proportion to `uniform ** skew`."""
     generator = torch.Generator().manual_seed(5)
     weights = torch.rand(size * experts, generator=generator) ** skew
-    drawn = [torch.multinomial(weights, rows, replacement=True, generator=generator) for _ in range(size)]
-    return [torch.bincount(each, minlength=size * experts).view(size, experts).tolist() for each in drawn]
+    chosen = [torch.multinomial(weights, rows, replacement=True, generator=generator) for _ in range(size)]
+    return [torch.bincount(each, minlength=size * experts).view(size, experts).tolist() for each in chosen]
+
+
+def recorded(path: Path, size: int, rows: int) -> dict[str, Routing]:
+    """Samples of a file, one sequence a rank, each with `rows` tokens in the recorded proportion."""
+    found = {}
+    for sample in json.loads(path.read_text())["samples"]:
+        local = len(sample["counts"][0]) // size
+        sources = []
+        for counts in sample["counts"][:size]:
+            ends = [round(total * rows / sum(counts)) for total in accumulate(counts, initial=0)]
+            scaled = [stop - start for start, stop in pairwise(ends)]
+            sources.append([scaled[owner * local : (owner + 1) * local] for owner in range(size)])
+        found[f"step {sample['step']}, layer {sample['layer']}"] = sources
+    return found
 
 
 class SerialTransport:
@@ -99,10 +120,9 @@ class Shape:
 class ExpertCase:
     """One layer on one rank, in all variants."""
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, transport: Transport, skew: float, backward: bool) -> None:
+    def __init__(self, shape: Shape, dtype: torch.dtype, transport: Transport, counts: Routing, backward: bool) -> None:
         self.shape, self.transport, self.backward = shape, transport, backward
         rank, size = transport.rank, transport.size
-        counts = routing(size, shape.experts, shape.rows, skew)
         self.sent: Counts = counts[rank]
         self.received: Counts = [counts[source][rank] for source in range(size)]
         generator = torch.Generator().manual_seed(100 + rank)
@@ -259,12 +279,16 @@ def work(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     transport = transport_of(dist.group.WORLD)
-    shape = Shape(args.rows, args.hidden, args.ffn, args.experts)
+    if args.routing is None:
+        routings = {f"skew {args.skew:g}": drawn(transport.size, args.experts, args.rows, args.skew)}
+    else:
+        routings = recorded(args.routing, transport.size, args.rows)
     rows = []
-    for direction in args.directions:
-        case = ExpertCase(shape, DTYPES[args.dtype], transport, args.skew, direction == "forward_backward")
+    for (name, counts), direction in product(routings.items(), args.directions):
+        shape = Shape(args.rows, args.hidden, args.ffn, len(counts[0][0]))
+        case = ExpertCase(shape, DTYPES[args.dtype], transport, counts, direction == "forward_backward")
         gate(case)
-        rows.append(measure(case, direction, args))
+        rows.append({"routing": name, **measure(case, direction, args)})
     if transport.rank == 0:
         Path(args.json).write_text(json.dumps({"rows": rows}))
     destroy_process_groups()
@@ -290,7 +314,6 @@ def measure(case: ExpertCase, direction: str, args: argparse.Namespace) -> dict[
         "ranks": case.transport.size,
         **vars(case.shape),
         "dtype": args.dtype,
-        "skew": args.skew,
         **{f"{name}_ms": timings.ms(name) for name in variants},
         "speedup_over_stock": timings.ratio("stock", "overlap"),
         "speedup_of_messages_alone": timings.ratio("stock", "messages"),
@@ -304,7 +327,7 @@ def measure(case: ExpertCase, direction: str, args: argparse.Namespace) -> dict[
 def print_row(row: dict[str, Any]) -> None:
     names = ("compute", "comm_collective", "comm_p2p", "stock", "messages", "halves", "own_first", "overlap", "roof")
     print(
-        f"{row['direction']:17}{row['ranks']} ranks  {row['gbps'] or 'loopback'} Gbit/s  "
+        f"{row['routing']}  {row['direction']:17}{row['ranks']} ranks  {row['gbps'] or 'loopback'} Gbit/s  "
         + "  ".join(f"{name} {row[f'{name}_ms']:.0f}" for name in names)
         + f" ms  stock/overlap {row['speedup_over_stock']:.2f}  overlap/roof {row['overlap_over_roof']:.2f}",
         flush=True,
@@ -321,6 +344,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ffn", type=int, default=2048)
     parser.add_argument("--experts", type=int, default=4, help="experts of a rank")
     parser.add_argument("--skew", type=float, default=1.0, help="0: balanced; more: fewer experts get more tokens")
+    parser.add_argument("--routing", type=Path, help="recorded routings, in place of --experts and --skew")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=list(DIRECTIONS))
     parser.add_argument("--rounds", type=int, default=9)
