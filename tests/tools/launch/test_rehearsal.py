@@ -188,6 +188,12 @@ def test_failures_of_a_rehearsal(changed: dict[str, Any], message: str | None) -
     assert [message in failure for failure in failures] == ([True] if message else [])
 
 
+def test_experts_without_overlapped_calls_fail() -> None:
+    downscaled = downscale(load_launch_config(CONFIGS / "qwen3_30b_a3b_ep16/overlap.yaml"), 2)[0]
+    idle = dataclasses.replace(STOCK, report=dataclasses.replace(ON, overlapped_calls=0))
+    assert compare_runs(STOCK, idle, downscaled).failures == ("overlap.expert is on, but no call was overlapped",)
+
+
 def test_nan_in_both_runs_fails() -> None:
     broken = dataclasses.replace(STOCK, losses=(math.nan, math.nan), report=ON)
     assert len(compare_runs(broken, broken, downscaled_tiny()).failures) == 2
