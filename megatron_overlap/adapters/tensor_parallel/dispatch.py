@@ -138,7 +138,7 @@ class LinearAdapter(Adapter):
         if op in ("gemm_ar", "copy_gemm") and self.plan.pattern == "ring":
             return "schedule ring has no all-reduce: use direct, or --sequence-parallel"
         if self.plan.tree:
-            reason = unsupported_tree_reason(group.size(), weight.shape[1])
+            reason = self._unsupported_tree_reason(x, weight, group, op)
             if reason is not None:
                 return reason
         if self.check.fallbacks:
@@ -146,6 +146,15 @@ class LinearAdapter(Adapter):
             if reason is not None:
                 return reason
         return unsupported_tensors_reason(x, weight, group)
+
+    def _unsupported_tree_reason(
+        self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, op: str
+    ) -> str | None:
+        gathers = op == "ag_gemm"
+        num_rows = x.numel() // weight.shape[1] * (group.size() if gathers else 1)
+        row_bytes = weight.shape[1 if gathers else 0] * x.itemsize
+        fewest = self.plan.fewest_rows(op, group.size(), num_rows, row_bytes, x.device)
+        return unsupported_tree_reason(group.size(), weight.shape[1], fewest)
 
     def run(self, call: LinearCall, layer_reason: str | None) -> LayerOutput:
         """Runs `call` on the selected backend.

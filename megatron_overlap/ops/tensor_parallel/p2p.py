@@ -26,7 +26,15 @@ from megatron_overlap.ops.tensor_parallel.pipelined import (
 )
 from megatron_overlap.ops.tensor_parallel.tree import tree_gemm_into
 from megatron_overlap.ops.wgrad import MAX_PIECES, Spans, WeightGradient
-from megatron_overlap.schedules import ChunkLayout, Plan, all_gather_plan, all_reduce_plan, reduce_scatter_plan
+from megatron_overlap.schedules import (
+    Chunk,
+    ChunkLayout,
+    PartLayout,
+    Plan,
+    all_gather_plan,
+    all_reduce_plan,
+    reduce_scatter_plan,
+)
 from megatron_overlap.schedules.gather_scatter import Gathers
 from megatron_overlap.schedules.heuristics import (
     MAX_MESSAGES,
@@ -69,21 +77,36 @@ class LinearPlan:
         """The schedule of one rank for `num_rows` gathered rows of `row_bytes` each, and the rows of its chunks."""
         return _schedule(self, collective, transport.size, transport.rank, num_rows, row_bytes, device.type)
 
+    def fewest_rows(self, op: str, num_ranks: int, num_rows: int, row_bytes: int, device: torch.device) -> int:
+        """Rows of the smallest GEMM of the forward pass of `op`, with `num_rows` gathered rows of `row_bytes` each."""
+        collective = _COLLECTIVES.get(op)
+        last = num_ranks - 1  # the first ranks and parts get the remainder
+        if collective is not None:
+            _, layout = _schedule(self, collective, num_ranks, 0, num_rows, row_bytes, device.type)
+            return min(layout.num_chunk_rows(Chunk(last, part)) for part in range(layout.chunks_per_rank))
+        if op == "copy_gemm":
+            return num_rows
+        parts = PartLayout(num_rows, num_ranks, self._all_reduce_parts(num_rows))
+        return min(
+            parts.rows(Chunk(last, part))[1] - parts.rows(Chunk(0, part))[0] for part in range(parts.chunks_per_rank)
+        )
+
     def all_reduce_schedule(self, transport: Transport, num_rows: int, device: torch.device, gathers: Gathers) -> Plan:
         """The schedule of one rank for an all-reduce of `num_rows` rows.
 
         Raises:
             ValueError: the pattern is `ring`.
         """
-        chunks = self.chunks_per_rank
-        if chunks is None:
-            # A part is one GEMM over the rows of all owners.
-            chunks = most_parts(MAX_MESSAGES, num_rows, MIN_CHUNK_ROWS, "both")
-        split = self.split or "edge"
+        chunks, split = self._all_reduce_parts(num_rows), self.split or "edge"
         return _all_reduce_schedule(transport.size, transport.rank, chunks, self.pattern or "direct", split, gathers)
+
+    def _all_reduce_parts(self, num_rows: int) -> int:
+        # A part is one GEMM over the rows of all owners.
+        return self.chunks_per_rank or most_parts(MAX_MESSAGES, num_rows, MIN_CHUNK_ROWS, "both")
 
 
 _DEFAULT_PLAN = LinearPlan()
+_COLLECTIVES: dict[str, RowCollective] = {"ag_gemm": "all_gather", "gemm_rs": "reduce_scatter"}
 
 
 def method_for(group: dist.ProcessGroup | Transport | LinearMethod, plan: LinearPlan | None) -> LinearMethod:

@@ -10,14 +10,24 @@ import torch
 
 NUM_BLOCKS = 4
 """Leaves of the tree, and the most ranks."""
+MIN_ROWS = 16
+"""Of a GEMM. With 1 to 3 rows in fp32 the bits of a row depend on the number of rows, measured on one CPU."""
 
 
-def unsupported_reason(num_ranks: int, in_features: int) -> str | None:
-    """The reason that a GEMM with `in_features` columns on each of `num_ranks` ranks has no tree."""
+def unsupported_reason(num_ranks: int, in_features: int, num_rows: int) -> str | None:
+    """The reason that a GEMM with `in_features` columns on each of `num_ranks` ranks has no tree.
+
+    Args:
+        num_ranks: of the tensor-parallel group.
+        in_features: columns of K on each rank.
+        num_rows: of the smallest GEMM of the operation.
+    """
     if NUM_BLOCKS % num_ranks:
         return f"tp_invariant needs 1, 2 or {NUM_BLOCKS} tensor-parallel ranks"
     if in_features * num_ranks % NUM_BLOCKS:
         return f"tp_invariant needs in_features divisible by {NUM_BLOCKS}"
+    if num_rows < MIN_ROWS:
+        return f"tp_invariant needs GEMMs of {MIN_ROWS} rows or more"
     return None
 
 

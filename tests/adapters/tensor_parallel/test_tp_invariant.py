@@ -65,8 +65,17 @@ def test_without_the_tree_the_bits_depend_on_the_ranks(worlds: dict[int, World])
 
 @needs_te
 def test_te_layers_are_a_counted_fallback(te_ranks: World) -> None:
-    for reasons in te_ranks.run(4, workers.te_reasons):
+    for reasons, overlapped in te_ranks.run(4, workers.reasons, workers.SEQUENCE, True):
         assert reasons == {"tp_invariant supports local layers: use --transformer-impl local"}
+        assert overlapped == 1, "the output layer is local"
+
+
+def test_gemms_of_few_rows_are_a_counted_fallback(worlds: dict[int, World]) -> None:
+    rows = 16 * 4 // workers.BATCH
+    assert worlds[4].run(4, workers.reasons, rows, False) == [(set(), 5)] * 4
+    for reasons, overlapped in worlds[4].run(4, workers.reasons, rows - 4, False):
+        assert reasons == {"tp_invariant needs GEMMs of 16 rows or more"}
+        assert overlapped == 0
 
 
 @pytest.mark.parametrize(

@@ -59,15 +59,16 @@ def logits(
         return found
 
 
-def te_reasons(group: dist.ProcessGroup) -> set[str]:
-    """The reasons of the fallbacks of a model of TransformerEngine layers."""
+def reasons(group: dist.ProcessGroup, sequence: int, te: bool) -> tuple[set[str], int]:
+    """The reasons of the fallbacks of a forward pass with sequence parallelism, and the number of overlapped calls."""
     start(group)
     sizes = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4}
     model = build_gpt(
-        ranks=group.size(), sp=True, dtype=torch.float32, vocabulary=VOCABULARY, max_tokens=SEQUENCE, te=True, **sizes
+        ranks=group.size(), sp=True, dtype=torch.float32, vocabulary=VOCABULARY, max_tokens=SEQUENCE, te=te, **sizes
     )
-    ids = torch.zeros(BATCH, SEQUENCE, dtype=torch.long)
+    ids = torch.zeros(BATCH, sequence, dtype=torch.long)
     overlap = {"tensor": {"method": "p2p"}, "deterministic": "tp_invariant"}
     with enable(OverlapConfig.model_validate(overlap)) as session, torch.no_grad():
-        model(ids, torch.arange(SEQUENCE).expand_as(ids), None)
-        return {reason for tally in session.report().sites.values() for reason in tally.fallbacks}
+        model(ids, torch.arange(sequence).expand_as(ids), None)
+        tallies = session.report().sites.values()
+        return {reason for each in tallies for reason in each.fallbacks}, sum(each.overlapped for each in tallies)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_overlap.ops import LinearPlan
 from megatron_overlap.ops.tensor_parallel.tree import tree_gemm_into, tree_sum, unsupported_reason
 
 
@@ -25,8 +26,28 @@ def test_shares_have_the_bits_of_the_whole(dtype: torch.dtype) -> None:
 
 
 def test_what_has_no_tree_is_named() -> None:
-    assert [unsupported_reason(ranks, 8) for ranks in (1, 2, 4)] == [None] * 3
-    assert unsupported_reason(2, 6) is None, "three columns of K for each block"
-    assert unsupported_reason(8, 8) == "tp_invariant needs 1, 2 or 4 tensor-parallel ranks"
-    assert unsupported_reason(3, 8) == "tp_invariant needs 1, 2 or 4 tensor-parallel ranks"
-    assert unsupported_reason(2, 5) == "tp_invariant needs in_features divisible by 4"
+    assert [unsupported_reason(ranks, 8, 16) for ranks in (1, 2, 4)] == [None] * 3
+    assert unsupported_reason(2, 6, 16) is None, "three columns of K for each block"
+    assert unsupported_reason(8, 8, 16) == "tp_invariant needs 1, 2 or 4 tensor-parallel ranks"
+    assert unsupported_reason(3, 8, 16) == "tp_invariant needs 1, 2 or 4 tensor-parallel ranks"
+    assert unsupported_reason(2, 5, 16) == "tp_invariant needs in_features divisible by 4"
+    assert unsupported_reason(2, 8, 15) == "tp_invariant needs GEMMs of 16 rows or more"
+
+
+@pytest.mark.parametrize(
+    ("op", "num_ranks", "chunks", "num_rows", "fewest"),
+    [
+        ("ag_gemm", 4, None, 67, 16),
+        ("ag_gemm", 4, None, 64, 16),
+        ("ag_gemm", 2, 3, 64, 8),
+        ("gemm_rs", 2, 3, 64, 8),
+        ("gemm_rs", 4, None, 63, 15),
+        ("gemm_ar", 4, None, 17, 17),
+        ("gemm_ar", 4, 3, 64, 16),
+        ("copy_gemm", 4, 3, 17, 17),
+        ("gemm_ar", 1, None, 5, 5),
+    ],
+)
+def test_the_rows_of_the_smallest_gemm(op: str, num_ranks: int, chunks: int | None, num_rows: int, fewest: int) -> None:
+    plan = LinearPlan(chunks_per_rank=chunks)
+    assert plan.fewest_rows(op, num_ranks, num_rows, 1 << 20, torch.device("cpu")) == fewest
