@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -31,6 +31,7 @@ class Case:
         prompts: their number; their lengths differ.
         new_tokens: generated from each.
         threshold: rows from which `method: auto` overlaps; None measures.
+        dtype: of weights and activations.
     """
 
     engine: str
@@ -41,6 +42,25 @@ class Case:
     prompts: int = 3
     new_tokens: int = 6
     threshold: float | None = None
+    dtype: torch.dtype = torch.float32
+
+
+class Rounding(NamedTuple):
+    """Generation with the plugin and with the stock path, against the stock path in fp32 with the same weights.
+
+    Attributes:
+        stock_deviation: largest deviation of a log-probability of a token of stock.
+        deviation: the same of the plugin, up to the first divergence of each prompt.
+        margins: at each first divergence, the log-probability in fp32 of the token of stock minus that of the plugin.
+        tokens: number of compared tokens.
+        overlapped: calls.
+    """
+
+    stock_deviation: float
+    deviation: float
+    margins: list[float]
+    tokens: int
+    overlapped: int
 
 
 class Tokens(NamedTuple):
@@ -54,11 +74,11 @@ class Tokens(NamedTuple):
 
 
 def make_model(group: dist.ProcessGroup, case: Case) -> Any:
-    """A small GPT or LLaMA in fp32, with the same weights on every call."""
+    """A small GPT or LLaMA, with the same weights on every call."""
     return build_gpt(
         ranks=group.size(),
         sp=case.sp,
-        dtype=torch.float32,
+        dtype=case.dtype,
         vocabulary=VOCABULARY,
         max_tokens=128,
         te=case.te,
@@ -88,25 +108,12 @@ def documented() -> Any:
 
 def policy(group: dist.ProcessGroup, case: Case) -> list[dict[str, Any]]:
     """The documented log-probabilities of ragged sequences, compared with those of each sequence alone; the calls."""
-    from megatron.core import parallel_state
-    from megatron.core.inference.utils import InferenceMode
-    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-
     start(group)
-    # An earlier generation in this process leaves `InferenceMode` active and Megatron's buffer an inference tensor.
-    InferenceMode.unset_active()
-    parallel_state.destroy_global_memory_buffer()
-    parallel_state._set_global_memory_buffer()
+    _leave_inference()
     model = make_model(group, case)
     sequences = [[int(word) for word in prompt.split()] for prompt in make_prompts(case.prompts)]
     assert len({len(ids) for ids in sequences}) > 1
-    alone = []
-    with torch.no_grad():
-        for ids in sequences:
-            padded = torch.tensor([ids + [1] * (-len(ids) % group.size())])
-            logits = model(padded, torch.arange(padded.shape[1])[None], None)
-            logits = gather_from_tensor_model_parallel_region(logits)[0, : len(ids) - 1]
-            alone.append(logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0])
+    alone = [_log_probabilities(model, ids)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0] for ids in sequences]
     with enable(OverlapConfig(tensor=case.tensor), strict=True) as session:
         found = documented()(model, sequences, group.size() if case.sp else 1)
         calls: list[dict[str, Any]] = session.report().as_dict()["modules"]
@@ -114,6 +121,60 @@ def policy(group: dist.ProcessGroup, case: Case) -> list[dict[str, Any]]:
     for mine, one in zip(found, alone, strict=True):
         torch.testing.assert_close(mine, one, rtol=1e-5, atol=1e-5)
     return calls
+
+
+def _leave_inference() -> None:
+    """An earlier generation in this process leaves `InferenceMode` active and Megatron's buffer an inference tensor."""
+    from megatron.core import parallel_state
+    from megatron.core.inference.utils import InferenceMode
+
+    InferenceMode.unset_active()
+    parallel_state.destroy_global_memory_buffer()
+    parallel_state._set_global_memory_buffer()
+
+
+def _log_probabilities(model: Any, ids: list[int]) -> torch.Tensor:
+    """`[len(ids), vocabulary]`: those of the next token after each token of one sequence."""
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    padded = torch.tensor([ids + [1] * (-len(ids) % model.config.tensor_model_parallel_size)])
+    with torch.no_grad():
+        logits = model(padded, torch.arange(padded.shape[1])[None], None)
+        return gather_from_tensor_model_parallel_region(logits)[0, : len(ids)].log_softmax(-1)
+
+
+def rounding(group: dist.ProcessGroup, case: Case) -> Rounding:
+    """Generates in `case.dtype` with the stock path and with the plugin, and compares both with fp32."""
+    start(group)
+    from scripts.generate_gpt import Generator, Numbers
+
+    model, prompts = make_model(group, case), make_prompts(case.prompts)
+    made = Generator(model, Numbers(VOCABULARY), engine=case.engine, max_requests=case.prompts, max_tokens=64)
+    stock = made.generate(prompts, case.new_tokens, log_probs=True)
+    with enable(OverlapConfig(tensor=case.tensor), strict=True) as session:
+        mine = made.generate(prompts, case.new_tokens, log_probs=True)
+        overlapped = sum(tally.overlapped for tally in session.report().sites.values())
+    assert mine.engine == stock.engine == case.engine
+    _leave_inference()
+    exact = make_model(group, replace(case, dtype=torch.float32))
+    for to, source in zip(exact.parameters(), model.parameters(), strict=True):
+        to.data.copy_(source)
+    stock_deviation = deviation = 0.0
+    margins: list[float] = []
+    compared = 0
+    for number, prompt in enumerate(prompts):
+        ids = [int(word) for word in prompt.split()]
+        a, b = stock.tokens[number], mine.tokens[number]
+        after = _log_probabilities(exact, ids + a)[len(ids) - 1 :]
+        differs = next((place for place in range(len(a)) if a[place] != b[place]), None)
+        for place, token in enumerate(a):
+            stock_deviation = max(stock_deviation, abs(stock.log_probs[number][place] - float(after[place, token])))
+            if differs is None or place <= differs:  # before it both engines have read the same tokens
+                found = mine.log_probs[number][place] - float(after[place, b[place]])
+                deviation, compared = max(deviation, abs(found)), compared + 1
+        if differs is not None:
+            margins.append(float(after[differs, a[differs]] - after[differs, b[differs]]))
+    return Rounding(stock_deviation, deviation, margins, compared, overlapped)
 
 
 def tokens(group: dist.ProcessGroup, case: Case) -> Tokens:

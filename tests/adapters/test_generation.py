@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.adapters import generation_workers as workers
 from tests.adapters.generation_workers import Case
@@ -63,6 +64,26 @@ def test_greedy_tokens_equal_stock(pair: World, case: Case) -> None:
     check(pair, 2, case)
 
 
+def check_rounding(ranks: World, size: int, case: Case) -> None:
+    """Log-probabilities deviate from fp32 at most twice as far as those of stock, and tokens differ in near ties only.
+
+    A rank picks the largest log-probability. Both tokens of a divergence deviate at most that far, in either run.
+    """
+    answers = ranks.run(size, workers.rounding, replace(case, dtype=torch.bfloat16))
+    assert_same(answers)
+    (answer, *_) = answers
+    assert answer.overlapped > 0
+    assert answer.tokens >= case.prompts
+    assert 0 < answer.stock_deviation < 1
+    assert answer.deviation <= 2 * answer.stock_deviation
+    assert all(margin <= 2 * (answer.stock_deviation + answer.deviation) for margin in answer.margins)
+
+
+@pytest.mark.parametrize("name", ["static", "dynamic-sp"])
+def test_in_bf16_log_probabilities_round_as_those_of_stock(pair: World, name: str) -> None:
+    check_rounding(pair, 2, CASES[name])
+
+
 @pytest.mark.parametrize("name", ["query-split", "query-split-sp"])
 def test_query_split_leaves_generation_to_the_linear_layers(pair: World, name: str) -> None:
     answer = pair.run(2, workers.tokens, CASES[name])[0]
@@ -94,3 +115,31 @@ def test_50_ragged_prompts_on_four_ranks(ranks: World, case: Case) -> None:
 @pytest.mark.parametrize("name", ["static", "dynamic-sp", "dynamic-sp-auto"])
 def test_te_layers(te_ranks: World, name: str) -> None:
     check(te_ranks, 4, replace(CASES[name], te=True))
+
+
+LONG = {
+    f"{engine}-{architecture}": Case(
+        engine, sp=engine == "dynamic", tensor=P2P, llama=architecture == "llama", prompts=50, new_tokens=12
+    )
+    for engine in ("static", "dynamic")
+    for architecture in ("gpt", "llama")
+}
+
+
+@pytest.fixture(scope="module")
+def te_pair() -> Iterator[World]:
+    """As `pair`, with TransformerEngine."""
+    workers = World(2, answer_s=120, sizes=(2,), te=True)
+    workers.run(2, linear_workers.start)
+    yield workers
+    workers.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize(
+    "fixture", ["pair", "ranks", *(pytest.param(name, marks=needs_te) for name in ("te_pair", "te_ranks"))]
+)
+def test_50_ragged_prompts_in_bf16(fixture: str, name: str, request: pytest.FixtureRequest) -> None:
+    te, size = fixture.startswith("te_"), 2 if fixture.endswith("pair") else 4
+    check_rounding(request.getfixturevalue(fixture), size, replace(LONG[name], te=te))
