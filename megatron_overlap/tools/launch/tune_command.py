@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_overlap.autotune.search import calls_to_select
 from megatron_overlap.config import ConfigError, LaunchConfig, load_launch_config
+from megatron_overlap.config.megatron_args import EXPERT_PARALLEL, number_after
 from megatron_overlap.config.resources import config_file
 from megatron_overlap.counters import AutotuneLine
 from megatron_overlap.schedules.heuristics import KNOBS, max_p2p_settings
@@ -64,24 +65,21 @@ def short_run(name: str, cfg: LaunchConfig) -> LaunchConfig:
         cfg: any launch config.
 
     Raises:
-        ConfigError: the config has no tensor parallelism, no autotuning or no cache.
+        ConfigError: the config has neither tensor nor expert parallelism, no autotuning or no cache.
     """
-    tensor = cfg.overlap.tensor
-    if cfg.parallel.tensor == 1:
-        raise ConfigError(name, "parallel.tensor", 1, "autotuning needs tensor parallelism")
-    if tensor.method != "auto":
+    tensor, experts = cfg.overlap.tensor, _tunes_experts(cfg)
+    if cfg.parallel.tensor == 1 and not experts:
+        remedy = "autotuning needs tensor parallelism, or expert parallelism with overlap.expert.method=auto"
+        raise ConfigError(name, "parallel.tensor", 1, remedy)
+    if tensor.method != "auto" and not experts:
         raise ConfigError(
             name, "overlap.tensor.method", tensor.method, "tune needs auto: add overlap.tensor.method=auto"
         )
     if tensor.autotune_cache is None:
         raise ConfigError(name, "overlap.tensor.autotune_cache", None, "name a folder for the cache")
-    # The output layer runs once a micro-batch, every other layer kind once a layer and micro-batch. Variants of fused
-    # kernels are measured in the layers; the output layer may end with fewer of them.
-    cuda = cfg.launch.device == "cuda"
-    layers, num = cfg.model.num_layers // cfg.parallel.pipeline, 1 + max_p2p_settings(cfg.parallel.tensor) + 2 * cuda
-    calls = max(calls_to_select(num), calls_to_select(num, _NUM_VARIANTS if cuda else 0) / layers)
-    if not cfg.parallel.sequence_parallel and tensor.split == "auto":
-        calls += calls_to_select(2)  # then batch overlap of each block is measured
+    calls = float(calls_to_select(2)) if experts else 0.0  # of each layer
+    if cfg.parallel.tensor > 1 and tensor.method == "auto":
+        calls = max(calls, _linear_calls(cfg))
     iterations = _FIRST_STEPS + math.ceil(_MARGIN * calls / cfg.num_microbatches)
     dump = cfg.model_dump()
     train = {
@@ -91,6 +89,22 @@ def short_run(name: str, cfg: LaunchConfig) -> LaunchConfig:
         "save_interval": None,
     }
     return LaunchConfig.model_validate({**dump, "name": f"{cfg.name}_tune", "train": {**dump["train"], **train}})
+
+
+def _tunes_experts(cfg: LaunchConfig) -> bool:
+    return cfg.overlap.expert.method == "auto" and (number_after(EXPERT_PARALLEL, cfg.megatron_args) or 1) > 1
+
+
+def _linear_calls(cfg: LaunchConfig) -> float:
+    """Calls of each tensor parallel layer until all kinds have a selection."""
+    # The output layer runs once a micro-batch, every other layer kind once a layer and micro-batch. Variants of fused
+    # kernels are measured in the layers; the output layer may end with fewer of them.
+    cuda = cfg.launch.device == "cuda"
+    layers, num = cfg.model.num_layers // cfg.parallel.pipeline, 1 + max_p2p_settings(cfg.parallel.tensor) + 2 * cuda
+    calls = max(calls_to_select(num), calls_to_select(num, _NUM_VARIANTS if cuda else 0) / layers)
+    if not cfg.parallel.sequence_parallel and cfg.overlap.tensor.split == "auto":
+        calls += calls_to_select(2)  # then batch overlap of each block is measured
+    return calls
 
 
 def read_selections(run_dir: Path) -> list[AutotuneLine]:

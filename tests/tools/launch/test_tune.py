@@ -39,6 +39,20 @@ def test_a_short_run_is_the_same_job_without_checkpoints(config: Path) -> None:
     assert short_run("tiny.yaml", many).train.iterations > 60, "fused kernels have variants"
 
 
+def test_a_short_run_measures_two_paths_of_each_layer_of_experts(config: Path) -> None:
+    """35 trials of two calls of each path, and a tenth more, with eight micro-batches in a step."""
+    arguments = "'--num-experts', '4', '--expert-model-parallel-size', '2', '--expert-tensor-parallel-size', '1'"
+    overrides = ["overlap.expert.method=auto", f"megatron_args=[{arguments}]"]
+    alone = [
+        "parallel.tensor=1",
+        "parallel.sequence_parallel=false",
+        "launch.ranks_per_node=2",
+        "train.global_batch_size=16",
+    ]
+    assert short_run("tiny.yaml", load_launch_config(config, [*overrides, *alone])).train.iterations == 2 + 20
+    assert short_run("tiny.yaml", load_launch_config(config, overrides)).train.iterations == 60
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
