@@ -35,8 +35,8 @@ sys.path.insert(0, str(ROOT))
 from megatron_overlap.tools.launch.netlab import Netlab, NetlabError  # noqa: E402
 from megatron_overlap.tools.launch.ranks import free_port  # noqa: E402
 from scripts.trust import rank as ranks  # noqa: E402
-from scripts.trust.rank import DIFFERS, DONE, FOUND, WAIT_FAILED, WRONG, Case  # noqa: E402
-from scripts.trust.work import LOADS  # noqa: E402
+from scripts.trust.rank import DIFFERS, DONE, FOUND, GENERATION, WAIT_FAILED, WRONG, Case  # noqa: E402
+from scripts.trust.work import CHECKED_LOADS, LOADS  # noqa: E402
 
 EXPECTED = {
     "SIGKILL": WAIT_FAILED,
@@ -209,7 +209,7 @@ def cases(count: int, seed: int, deadline_s: float, kinds: list[str], wanted: li
     draw = random.Random(seed)
     for number in range(count):
         kind = kinds[number % len(kinds)]
-        loads = ["tp", "dp"] if kind == "corruption" else wanted  # what check mode compares
+        loads = [load for load in CHECKED_LOADS if load in wanted] if kind == "corruption" else wanted
         load = loads[(number // len(kinds)) % len(loads)]
         yield Case(kind, load, draw.randrange(4), draw.randrange(1 << 30), deadline_s)
 
@@ -221,7 +221,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--deadline", type=float, default=3.0, help="of one wait, seconds")
     parser.add_argument("--kinds", default="", help="only these, separated by commas")
-    parser.add_argument("--loads", default=",".join(LOADS), help="what is computed, separated by commas")
+    parser.add_argument("--loads", default=",".join((*LOADS, GENERATION)), help="what is computed, separated by commas")
     parser.add_argument("--training", type=int, default=0, help="faults in Megatron trainings, besides")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no case after this time")
     parser.add_argument("--json", type=Path)
@@ -232,9 +232,17 @@ def main() -> int:
     if "LD_PRELOAD" not in os.environ and "clock jump" in kinds:
         kinds.remove("clock jump")
         skipped["clock jump"] = "no C compiler"
+    loads = options.loads.split(",")
+    if GENERATION in loads:
+        from scripts.trust import generation
+
+        generation.preload()
+    if "corruption" in kinds and not {*CHECKED_LOADS} & {*loads}:
+        kinds.remove("corruption")
+        skipped["corruption"] = f"check mode compares the loads {', '.join(CHECKED_LOADS)}"
     with _lab(kinds, skipped) as lab:
         runner, found, until = Runner(lab), [], time.monotonic() + 60 * options.minutes
-        for case in cases(options.cases, options.seed, options.deadline, kinds, options.loads.split(",")):
+        for case in cases(options.cases, options.seed, options.deadline, kinds, loads):
             if time.monotonic() > until:
                 break
             outcome = runner.run(case)

@@ -11,8 +11,10 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,6 +30,8 @@ from megatron_overlap.diagnostics.heartbeat import Heartbeat
 from scripts.trust.work import CorruptionError, Work
 from tests.helpers.faulty import CorruptTransport
 
+GENERATION = "generation"
+"""The load of `scripts.trust.generation`; the others are those of `scripts.trust.work`."""
 DONE, WAIT_FAILED, DIFFERS, WRONG, FOUND, OTHER = 0, 1, 2, 3, 4, 5
 STUCK_S = 22.0
 """A rank that is still there then shows where."""
@@ -98,6 +102,8 @@ def _run(case: Case, rank: int, port: int, address: str, told: int, folder: Path
     found = compare(store_beside(group), rank, list(range(case.size)), "said", facts, 60)
     if found:
         return DIFFERS, found
+    if case.load == GENERATION:
+        return _generate(case, rank, group, told, folder, draw)
     flight_recorder = FlightRecorder(rank, folder, facts)
     flight_recorder.heartbeat = Heartbeat(store_beside(group), rank, case.deadline_s, flight_recorder.doing)
     corrupts = case.kind == "corruption"
@@ -108,25 +114,54 @@ def _run(case: Case, rank: int, port: int, address: str, told: int, folder: Path
         else GlooTransport(group, TransportOptions(timeout_s=case.deadline_s, flight_recorder=flight_recorder))
     )
     work = Work(case.load, transport, group, check=corrupts)
-    after, until = draw.randint(2, 6), None
-    step = 0
-    while until is None or step < until:
-        step += 1
-        flight_recorder.step = step
-        if step == after:
-            until = step + (CALM_STEPS if case.kind in CALM else SLOW_STEPS if case.kind == SLOW else 1 << 40)
-            if rank == case.victim:
-                if corrupts:
-                    transport._every = every
-                _inject(case, draw, told)
-        if not work.step(step):
-            return WRONG, f"step {step}"
-        if os.getppid() == 1:
-            return OTHER, "nobody waits for this case any more"
+
+    def inject() -> None:
+        if corrupts:
+            transport._every = every
+        _inject(case, draw, told)
+
+    def step(number: int) -> bool:
+        flight_recorder.step = number
+        return work.step(number)
+
+    wrong = _run_steps(case, rank, draw.randint(2, 6), inject, step)
+    if wrong is not None:
+        return WRONG, f"step {wrong}"
     dist.barrier(group)
     flight_recorder.close()
     transport.close()
     return DONE, ""
+
+
+def _generate(
+    case: Case, rank: int, group: dist.ProcessGroup, told: int, folder: Path, draw: random.Random
+) -> tuple[int, str]:
+    from scripts.trust.generation import NEW_TOKENS, Generation
+
+    generation = Generation(group, ("static", "dynamic")[case.seed // 2 % 2], case.deadline_s, folder)
+    inject = partial(generation.inject, draw.randrange(NEW_TOKENS), partial(_inject, case, draw, told))
+    wrong = _run_steps(case, rank, draw.randint(2, 4), inject, generation.step)
+    if wrong is not None:
+        return WRONG, f"tokens of call {wrong}"
+    dist.barrier(group)
+    generation.close()
+    return DONE, ""
+
+
+def _run_steps(
+    case: Case, rank: int, after: int, inject: Callable[[], None], step: Callable[[int], bool]
+) -> int | None:
+    """The number of the first step with a wrong result; None: the run went on after the fault in step `after`."""
+    number, until = 0, after + (CALM_STEPS if case.kind in CALM else SLOW_STEPS if case.kind == SLOW else 1 << 40)
+    while number < until:
+        number += 1
+        if number == after and rank == case.victim:
+            inject()
+        if not step(number):
+            return number
+        if os.getppid() == 1:
+            raise SystemExit("nobody waits for this case any more")
+    return None
 
 
 CALM = ("stopped for a while", "late within the deadline", "clock jump")

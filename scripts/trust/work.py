@@ -36,6 +36,8 @@ from megatron_overlap.schedules.varlen import Topology, partition
 
 NUM_BATCHES = 3
 LOADS = ("tp", "split", "up", "ep", "dp", "varlen")
+CHECKED_LOADS = ("tp", "dp")
+"""The loads that `check` compares."""
 Results = list[torch.Tensor]
 
 
