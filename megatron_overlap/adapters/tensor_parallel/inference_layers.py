@@ -1,0 +1,69 @@
+"""Replacement of the forward methods of Megatron's `inference_optimized` linear layers.
+
+Their own kernels run communication and GEMM one after the other. Training, one tensor-parallel rank, CUDA graphs and
+calls below the threshold of forward-only calls run the original. Not yet run on a GPU.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.inference_layers import _te_rms_norm_kernel
+
+from megatron_overlap.adapters.tensor_parallel.call import LayerOutput
+from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
+from megatron_overlap.adapters.tensor_parallel.eligibility import unsupported_te_reason
+from megatron_overlap.adapters.tensor_parallel.forward_only import is_forward_only
+from megatron_overlap.adapters.tensor_parallel.transformer_engine import TECall
+from megatron_overlap.adapters.wrapping import Method, untraced
+from megatron_overlap.session import Session
+
+_FUSED = "Megatron fuses reduce-scatter, norm and all-gather of this layer"
+_MXFP8 = "the weight is MXFP8"
+
+
+def inference_linear_forward(original: Method, session: Session) -> Method:
+    """Replacement of `InferenceLayerNormColumnParallelLinear.forward` and `InferenceRowParallelLinear.forward`.
+
+    Equals the original: an RMSNorm and `all_gather(x) @ weight.T`, or `reduce_scatter(x @ weight.T)`; no bias.
+    """
+    adapter = session.adapter(LinearAdapter)
+    tuned, runs_stock = adapter.autotuner.enabled, adapter.autotuner.runs_stock
+
+    @untraced
+    @functools.wraps(original)
+    def forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        weight = self.weight
+        if self.training or self.tp_size == 1 or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return original(self, x, *args, **kwargs)
+        if not isinstance(weight, torch.Tensor):
+            session.counters.exclude(type(self).__name__, _MXFP8)
+            return original(self, x, *args, **kwargs)
+        if args or kwargs or not is_forward_only(x, weight):
+            return original(self, x, *args, **kwargs)
+        if tuned and not adapter.assigned and runs_stock(self, x, weight):
+            return original(self, x)
+        column = "layer_norm_weight" in self._parameters
+        kind, op = ("column", "ag_gemm") if column else ("row", "gemm_rs")
+        norm = functools.partial(_te_rms_norm_kernel, weight=self.layer_norm_weight, eps=self.eps) if column else None
+        hooks = adapter.hooks(kind, op, x, weight)
+        call = InferenceCall(self, kind, op, x, weight, None, self.tp_group, None, hooks, original, norm=norm)
+        return adapter.run(call, _unsupported_reason(self, x))
+
+    return forward
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceCall(TECall):
+    """A call of an `inference_optimized` linear, which adds no bias."""
+
+    def result(self, output: torch.Tensor) -> LayerOutput:
+        """See `LinearCall`."""
+        return output, None
+
+
+def _unsupported_reason(layer: Any, x: torch.Tensor) -> str | None:
+    if getattr(layer, "skip_norm_and_all_gather", False) or getattr(layer, "next_layer_norm_weights", None) is not None:
+        return _FUSED
+    return unsupported_te_reason(layer, x)
