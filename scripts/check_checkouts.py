@@ -53,7 +53,7 @@ def check(checkout: Path) -> int:
     try:
         cfg = load_launch_config(config, (*OVERRIDES, f"launch.entry={script}"))
         with tempfile.TemporaryDirectory() as folder:
-            result = rehearse(cfg, Path(folder))
+            result = rehearse(cfg, cfg, Path(folder))
     except (ValueError, RunError, RunRecordError) as error:
         print(f"| {release_of(checkout)} | failed | | | | | {time.monotonic() - started:.0f} |")
         print(error, file=sys.stderr)
