@@ -183,7 +183,8 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for package in (unit_tests.parent, unit_tests, unit_tests / "tensor_parallel"):
         (package / "__init__.py").touch()
     (unit_tests / "tensor_parallel" / "test_layers.py").write_text("def test_something(): pass\n")
-    shutil.copy(ROOT / "scripts" / "pretrain_gpt.py", folder / "Megatron-LM" / "pretrain_gpt.py")
+    for script in (ROOT / "scripts").glob("pretrain_*.py"):
+        shutil.copy(script, folder / "Megatron-LM" / script.name)
     for command in ("init", "add --all", "-c user.name=a -c user.email=a@b commit --message all"):
         subprocess.run(["git", *command.split()], cwd=folder, check=True, stdout=subprocess.DEVNULL)
     run(folder, "python scripts/prepare_data.py --output data/stdlib --max-documents 40 --vocab-size 1000", (0,))
