@@ -160,7 +160,7 @@ def _run_steps(
         if not step(number):
             return number
         if os.getppid() == 1:
-            raise SystemExit("nobody waits for this case any more")
+            raise SystemExit("the parent process of this case has ended")
     return None
 
 

@@ -67,7 +67,8 @@ def test_greedy_tokens_equal_stock(pair: World, case: Case) -> None:
 def check_rounding(ranks: World, size: int, case: Case) -> None:
     """Log-probabilities deviate from fp32 at most twice as far as those of stock, and tokens differ in near ties only.
 
-    A rank picks the largest log-probability. Both tokens of a divergence deviate at most that far, in either run.
+    Greedy decode selects the largest log-probability. Where the runs select different tokens, the log-probabilities of
+    both tokens are within that bound in each run.
     """
     answers = ranks.run(size, workers.rounding, replace(case, dtype=torch.bfloat16))
     assert_same(answers)

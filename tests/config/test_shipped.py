@@ -80,7 +80,7 @@ def test_a_pair_differs_by_the_plugin_alone(layout: str) -> None:
     assert on.model_copy(update={"name": "x", "overlap": off.overlap}) == off.model_copy(update={"name": "x"})
     assert getattr(on.overlap, PAIRS[layout]).method in ("auto", "p2p")
     assert off.overlap.tensor.method == "none"
-    # Megatron's overlap stays: it is what the plugin is compared with.
+    # The baseline keeps Megatron's data parallel overlap.
     assert off.overlap.data.method == "stock"
 
 

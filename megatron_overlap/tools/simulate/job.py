@@ -32,7 +32,7 @@ _EXPERT_TENSOR = "--expert-tensor-parallel-size"
 
 @dataclass(frozen=True)
 class Experts:
-    """Experts in place of the MLP of each layer. Every rank has whole experts, and the same number of tokens for each.
+    """Experts in place of the MLP of each layer. No expert is divided; all experts get equally many tokens.
 
     Attributes:
         shape: number and sizes.

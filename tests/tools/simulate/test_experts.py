@@ -59,7 +59,7 @@ def test_the_stock_path_exposes_both_all_to_alls() -> None:
 
 
 def test_long_computation_hides_all_messages() -> None:
-    """A tenth of the computation: own rows hide the first messages and the last ones."""
+    """Messages take a tenth of the computation. The rows of the own rank hide the first and the last messages."""
     for each in passes("p2p", gbps=10 * message_us(1.0) / gemms_us(False)):
         assert each.expert_us == pytest.approx(0.0, abs=1e-6)
 
