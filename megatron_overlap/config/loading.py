@@ -51,6 +51,11 @@ class LaunchConfig(LaunchFields):
         raise_first(launch_problems(self))
         return self
 
+    @property
+    def expert_parallel_size(self) -> int:
+        """Ranks that share the experts of a layer, from `megatron_args`."""
+        return number_after(EXPERT_PARALLEL, self.megatron_args) or 1
+
 
 @dataclass(frozen=True)
 class OverlapFile:
@@ -190,7 +195,7 @@ def arms(config: LaunchConfig) -> tuple[LaunchConfig, ...]:
         others.append({"name": f"{config.name}_userbuffers", "train": {**train.model_dump(), "tp_comm_overlap": True}})
     one_stage = parallel.model_size == 1 and train.recompute != "full"
     args = config.megatron_args
-    if on_gpus and one_stage and (number_after(EXPERT_PARALLEL, args) or 1) > 1 and TWO_MICROBATCHES not in args:
+    if on_gpus and one_stage and config.expert_parallel_size > 1 and TWO_MICROBATCHES not in args:
         others.append({"name": f"{config.name}_1f1b", "megatron_args": (*args, TWO_MICROBATCHES)})
     return off, config, *(LaunchConfig.model_validate({**off.model_dump(), **each}) for each in others)
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from megatron_overlap.config import ConfigError, LaunchConfig
 from megatron_overlap.config.loading import missing_inputs
-from megatron_overlap.config.megatron_args import EXPERT_PARALLEL, REHEARSAL_SWITCHES, flags_in, number_after
+from megatron_overlap.config.megatron_args import EXPERT_PARALLEL, REHEARSAL_SWITCHES, flags_in
 from megatron_overlap.config.resources import TE_MISSING, transformer_engine_available
 
 ITERATIONS = 3
@@ -151,7 +151,7 @@ def _downscaled_ranks(cfg: LaunchConfig, max_ranks: int) -> dict[str, int]:
     if cfg.overlap.ulysses.method == "none" and cfg.overlap.varlen.method == "none":
         sizes["context"] = 1  # the unfused attention of a CPU has no context parallelism
     order = ["data", "pipeline", "context", "tensor"]
-    if (number_after(EXPERT_PARALLEL, cfg.megatron_args) or 1) > 1:
+    if cfg.expert_parallel_size > 1:
         order[:2] = ["pipeline", "data"]  # replicas share the experts
     for kind in order:
         if math.prod(sizes.values()) > max_ranks:

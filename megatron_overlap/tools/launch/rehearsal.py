@@ -11,7 +11,6 @@ import psutil
 from rich.table import Table
 
 from megatron_overlap.config import LaunchConfig, to_megatron_args, without_overlap
-from megatron_overlap.config.megatron_args import EXPERT_PARALLEL, number_after
 from megatron_overlap.patching.manifest import Permit, load_permits
 from megatron_overlap.tools.launch.downscale import Change
 from megatron_overlap.tools.launch.plan import execute, gpu_env, plan
@@ -128,8 +127,8 @@ def compare_runs(stock: RunRecord, overlapped: RunRecord, downscaled: LaunchConf
                     f"step {step.iteration}: {name} {shown}: difference {difference:.1e}, at most {bound:.1e}"
                 )
     report = overlapped.report
-    overlap, experts = downscaled.overlap, number_after(EXPERT_PARALLEL, downscaled.megatron_args) or 1
-    sizes = {"tensor": downscaled.parallel.tensor, "expert": experts}
+    overlap = downscaled.overlap
+    sizes = {"tensor": downscaled.parallel.tensor, "expert": downscaled.expert_parallel_size}
     on = [name for name, size in sizes.items() if size > 1 and getattr(overlap, name).method != "none"]
     if on and (report is None or not report.overlapped_calls):
         failures.append(f"overlap.{on[0]} is on, but no call was overlapped")

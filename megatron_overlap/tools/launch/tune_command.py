@@ -8,7 +8,6 @@ from typing import Any
 
 from megatron_overlap.autotune.search import calls_to_select
 from megatron_overlap.config import ConfigError, LaunchConfig, load_launch_config
-from megatron_overlap.config.megatron_args import EXPERT_PARALLEL, number_after
 from megatron_overlap.config.resources import config_file
 from megatron_overlap.counters import AutotuneLine
 from megatron_overlap.schedules.heuristics import KNOBS, max_p2p_settings
@@ -92,7 +91,7 @@ def short_run(name: str, cfg: LaunchConfig) -> LaunchConfig:
 
 
 def _tunes_experts(cfg: LaunchConfig) -> bool:
-    return cfg.overlap.expert.method == "auto" and (number_after(EXPERT_PARALLEL, cfg.megatron_args) or 1) > 1
+    return cfg.overlap.expert.method == "auto" and cfg.expert_parallel_size > 1
 
 
 def _linear_calls(cfg: LaunchConfig) -> float:

@@ -70,11 +70,11 @@ class ExpertLayer:
     def grouped_us(self, *, backward: bool) -> float:
         """All local experts of the stock path: their tiles together fill the device."""
         local, rows = self.experts.local, self.rows
-        shapes = ((self._columns, self.hidden), (self.hidden, self._width))
         weights = self.model.memory_us(local * self._columns * self.hidden * self.model.item_bytes)
-        gemms = sum(max(weights, self.model.gemm_us(rows, *reversed(each) if backward else each)) for each in shapes)
+        times = (self.model.gemm_us(rows, *reversed(each) if backward else each) for each in self._shapes)
+        gemms = sum(max(weights, each) for each in times)
         if backward:
-            gemms += sum(self.model.gemm_us(local * n, k, rows // local) for n, k in shapes)
+            gemms += sum(self.model.gemm_us(local * n, k, rows // local) for n, k in self._shapes)
         return gemms + self.activation_us(rows, backward=backward)
 
     def pieces_us(self, segments: Segments, *, backward: bool) -> float:
@@ -82,15 +82,9 @@ class ExpertLayer:
         return sum(self._piece_us(segment.rows, backward) for segment in segments)
 
     def _piece_us(self, rows: int, backward: bool) -> float:
-        if backward:
-            gemms = self.model.gemm_us(rows, self._width, self.hidden) + self.model.gemm_us(
-                rows, self.hidden, self._columns
-            )
-            return gemms + self.activation_us(rows, backward=False) + self.activation_us(rows, backward=True)
-        gemms = self.model.gemm_us(rows, self._columns, self.hidden) + self.model.gemm_us(
-            rows, self.hidden, self._width
-        )
-        return gemms + self.activation_us(rows, backward=False)
+        gemms = sum(self.model.gemm_us(rows, *reversed(each) if backward else each) for each in self._shapes)
+        gradient = self.activation_us(rows, backward=True) if backward else 0.0
+        return gemms + self.activation_us(rows, backward=False) + gradient
 
     def wgrad_us(self) -> float:
         """The weight gradients of one whole expert."""
@@ -101,6 +95,11 @@ class ExpertLayer:
         """Transfer time of a message from rank 0, relative to one between nodes."""
         size, near = self.experts.parallel, min(self.experts.parallel, self.model.profile.devices_per_node)
         return self.model.link(size).copy_rate / self.model.link(near).copy_rate if peer < near else 1.0
+
+    @property
+    def _shapes(self) -> tuple[tuple[int, int], ...]:
+        """Rows and columns of both weights of an expert."""
+        return ((self._columns, self.hidden), (self.hidden, self._width))
 
     @property
     def _width(self) -> int:

@@ -291,7 +291,7 @@ def _experts(config: LaunchConfig) -> Experts | None:
         raise ValueError(f"megatron_args: {_EXPERT_TENSOR} {tensor}: the simulator models 1 only")
     if TWO_MICROBATCHES in args:
         raise ValueError(f"megatron_args: {TWO_MICROBATCHES}: the simulator does not model it")
-    return Experts(shape, number_after(EXPERT_PARALLEL, args) or 1, config.overlap.expert.method)
+    return Experts(shape, config.expert_parallel_size, config.overlap.expert.method)
 
 
 def _virtual(config: LaunchConfig) -> int:
