@@ -151,12 +151,14 @@ class Session:
         Raises:
             PatchRefusedError: a patch is refused and all are required; nothing is changed then.
         """
-        plan = self._engine.plan(set(features) - self._features)
+        return self._apply(self._engine.plan(set(features) - self._features), required=required)
+
+    def _apply(self, plan: Plan, *, required: bool = False) -> Plan:
         refused = [_sentence(finding) for finding in plan.refused]
         if refused and (required or self.config.strict):
             raise PatchRefusedError("; ".join(refused) + ("" if required else "; or set overlap.strict to false"))
         self._engine.apply(plan, self)
-        self._features |= set(features)
+        self._features |= {finding.manifest.feature for finding in plan.findings}
         self._findings += plan.findings
         self._applied |= {finding.manifest.target: finding.manifest.feature for finding in plan.applicable}
         return plan
@@ -222,9 +224,12 @@ class Session:
     def _start(self) -> None:
         features = {feature for feature in _FEATURES if _method(self.config, feature) not in _NOTHING_REPLACED}
         try:
-            refused = self.apply_patches(features).refused
+            # One search of the process for both.
+            checked = bool(features) or self.config.varlen.method != "none"
+            plan = self._engine.plan({*features, _CONSISTENCY} if checked else ())
+            refused = self._apply(plan.of(features)).refused
             if self.active or self.config.varlen.method != "none":
-                self.apply_patches({_CONSISTENCY})
+                self._apply(plan.of({_CONSISTENCY}))
             self.reason = self._explain([_sentence(finding) for finding in refused])
             self._warn()
             for start in self._start_hooks:

@@ -4,7 +4,7 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
@@ -141,6 +141,10 @@ class Plan:
     """The findings of one examination of the process."""
 
     findings: tuple[Finding, ...]
+
+    def of(self, features: Collection[str]) -> "Plan":
+        """The findings of these features."""
+        return Plan(tuple(finding for finding in self.findings if finding.manifest.feature in features))
 
     @property
     def refused(self) -> list[Finding]:

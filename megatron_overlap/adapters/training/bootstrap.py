@@ -32,6 +32,8 @@ USAGE = (
     "usage: python -m megatron_overlap SCRIPT ARGS... [--overlap-config FILE] [--overlap-run-dir DIR [--overlap-trace]]"
 )
 _HELPERS = "dataset_helpers"
+_OF_A_SCRIPT = frozenset({"launch", _HELPERS})
+"""The features of the patches that every script needs."""
 
 
 class UsageError(ValueError):
@@ -105,8 +107,9 @@ class ScriptRun:
                 "Megatron-LM checkout"
             )
         self._session = session = enable(self._overlap)
-        session.apply_patches({"launch", _HELPERS}, required=True)
-        if self._run_dir is not None:
+        if self._run_dir is None:
+            session.apply_patches(_OF_A_SCRIPT, required=True)
+        else:
             session.folder = self._run_dir
             self._record(session, self._run_dir)
         if self._rank == 0:
@@ -123,13 +126,15 @@ class ScriptRun:
         from megatron_overlap.adapters.training.train_step import TrainStep
 
         tracer = None
+        features = {*_OF_A_SCRIPT, "training"}
         if self._trace:
             tracer = session.adapter(StepTracer, lambda session: StepTracer(session, run_dir, self._rank, self._device))
             session.trace = tracer.trace
             # On CUDA a wait orders streams and takes the host no time.
-            session.apply_patches({"tracing", *(["tracing_cpu"] if self._device == "cpu" else [])}, required=True)
+            features |= {"tracing", "tracing_cpu"} if self._device == "cpu" else {"tracing"}
         self._recorder = StepRecorder(run_dir, self._rank, self._device, self._link, tracer)
-        session.apply_patches({"training"}, required=True)
+        # In one call: each one searches the process for attributes that hold a target.
+        session.apply_patches(features, required=True)
         session.apply_patches({"evaluation"})
         session.adapter(TrainStep).recorders.append(self._recorder)
 
