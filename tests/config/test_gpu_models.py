@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megatron_overlap.config import load_launch_config
+from tests.adapters.megatron_runs import start_ranks
 from tests.config.test_shipped import CONFIGS, SHIPPED, short
-from tests.helpers.releases import run_python
 from tests.helpers.te import needs_te
 
 ON_GPUS = [file for file in SHIPPED if file.is_relative_to(CONFIGS / "gpu")]
@@ -26,9 +26,11 @@ def built() -> dict[str, Any]:
     # Models are built without the plugin, whose core attention for documents needs the other ranks.
     request = {short(file): (str(file), ["overlap.varlen.method=none"]) for file in ON_GPUS}
     request |= {name: (str(CONFIGS / "gpu/llama3_8b_tp8/overlap.yaml"), REFUSED[name][0]) for name in REFUSED}
-    done = run_python(["-m", "tests.config.gpu_machine", json.dumps(list(request.values()))], timeout_s=280)
-    assert done.returncode == 0, done.stderr
-    return dict(zip(request, json.loads(done.stdout.splitlines()[-1]), strict=True))
+    program = ("-m", "tests.config.gpu_machine")
+    (done,) = start_ranks(1, [json.dumps(list(request.values()))], program=program, timeout_s=280)
+    assert done.returncode == 0, done.stdout
+    answers = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[{")))
+    return dict(zip(request, answers, strict=True))
 
 
 @needs_te

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +17,11 @@ from megatron_overlap.config.megatron_args import (
     VALUES,
     value_at,
 )
+from tests.adapters.megatron_runs import start_ranks
 from tests.config.samples import write
 from tests.config.test_shipped import SHIPPED, short
 
-# Each list of overrides in argv[1] is parsed and validated by the Megatron that this interpreter finds.
+# Megatron parses and validates each list of arguments in argv[1].
 ASK = """
 import argparse, enum, json, os, sys
 request = json.loads(sys.argv[1])
@@ -69,10 +67,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     configs = {name: load_launch_config(file, overrides) for name, overrides in CASES.items()}
     configs |= {str(shipped): load_launch_config(shipped) for shipped in SHIPPED}
     request = [(cfg.world_size, to_megatron_args(cfg)) for cfg in configs.values()]
-    argv = [sys.executable, "-c", ASK, json.dumps(request)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=280, check=False, env={**os.environ})
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout.splitlines()[-1])
+    (done,) = start_ranks(1, [json.dumps(request)], program=("-c", ASK), timeout_s=280)
+    assert done.returncode == 0, done.stdout
+    answer = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"known"')))
     return {"known": set(answer["known"]), **dict(zip(configs, answer["answers"], strict=True))}
 
 

@@ -21,6 +21,7 @@ import pytest
 from megatron_overlap.config.resources import transformer_engine_available
 from megatron_overlap.tools.launch import netlab
 from tests.docs.commands import COMMANDS, PLACEHOLDER
+from tests.helpers.forked_python import ForkedPython
 from tests.helpers.releases import ROOT
 
 HAS_NETLAB, REASON = netlab.available()
@@ -39,6 +40,7 @@ class Short:
         hosts: whether the command makes network namespaces, which not every machine allows.
         codes: accepted exit codes: some scripts exit with 1 if a measured figure misses its target.
         long: whether only the weekly run has the command, because it is long or repeats another one.
+        forks: whether the ranks of the command start as forks, with the imports of this repository.
     """
 
     start: str
@@ -46,6 +48,7 @@ class Short:
     hosts: bool = False
     codes: tuple[int, ...] = (0,)
     long: bool = False
+    forks: bool = False
 
 
 SHORTENED = (
@@ -61,10 +64,10 @@ SHORTENED = (
     Short("megatron-overlap doctor", "--deadline 60", long=True),
     Short("megatron-overlap launch cpu/llama_cp2_varlen", "train.iterations=3", long=True),
     Short("megatron-overlap launch cpu/llama_tp2/overlap", TINY, long=True),
-    Short("megatron-overlap launch my.yaml", TINY),
+    Short("megatron-overlap launch my.yaml", TINY, forks=True),
     Short("megatron-overlap launch gpu/llama3_70b_tp4_pp8/overlap --rehearse", long=True),
     Short("megatron-overlap launch gpu/llama3_8b_tp8/overlap --rehearse", "--rehearse-ranks 2", long=True),
-    Short("python scripts/bench/linear.py", f"{LINEAR} --ratios 1", hosts=True),
+    Short("python scripts/bench/linear.py", f"{LINEAR} --ratios 1", hosts=True, forks=True),
     Short("python scripts/bench/linear.py --hosts 2 --rows", f"{LINEAR} --ratios 1", hosts=True, long=True),
     Short("python scripts/bench/linear.py --hosts 2 --ops", f"{LINEAR} --gbps 1", hosts=True, long=True),
     Short("python scripts/bench/plot.py"),
@@ -191,10 +194,12 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(folder: Path, command: str, codes: tuple[int, ...]) -> None:
+def run(folder: Path, command: str, codes: tuple[int, ...], forks: ForkedPython | None = None) -> None:
     """Run a command in a tree and check that the files of its options exist afterwards."""
     words = [word.replace("~", str(folder)) for word in shlex.split(command)]
     programs = {"python": [sys.executable], "megatron-overlap": [sys.executable, "-m", "megatron_overlap.cli"]}
+    if forks is not None:
+        programs = {"python": forks.script, "megatron-overlap": forks.cli}
     words[:1] = programs.get(words[0], words[:1])
     environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
     done = subprocess.run(words, cwd=folder, env=environment, text=True, capture_output=True, check=False)
@@ -206,7 +211,7 @@ def run(folder: Path, command: str, codes: tuple[int, ...]) -> None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("command", "how"), cases())
-def test_a_documented_command_runs(command: str, how: Short, tree: Path) -> None:
+def test_a_documented_command_runs(command: str, how: Short, tree: Path, forked_python: ForkedPython) -> None:
     if "--rehearse" in command and not transformer_engine_available():
         pytest.skip("needs TransformerEngine: bash scripts/setup.sh te")
-    run(tree, f"{command} {how.more}", how.codes)
+    run(tree, f"{command} {how.more}", how.codes, forked_python if how.forks else None)

@@ -21,10 +21,10 @@ from pathlib import Path
 from tests.helpers.forked import run
 from tests.helpers.world import server
 
-# Programs other than modules and code, such as the helper processes of a launch, run in the process itself.
+# A program after an option of Python, such as the helper process of a launch, runs in the process itself.
 _PROGRAM = """#!{python} -IS
 import os, socket, sys
-if sys.argv[1] not in ("-m", "-c"):
+if sys.argv[1] not in ("-m", "-c") and sys.argv[1].startswith("-"):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({address!r})
@@ -35,6 +35,10 @@ if code < 0:
 sys.exit(code)
 """
 _CLI = "import sys; sys.executable = sys.argv.pop(1); from megatron_overlap.cli import main; sys.exit(main())"
+_SCRIPT = """import os, runpy, sys
+sys.executable, *sys.argv = sys.argv[1:]
+sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+runpy.run_path(os.path.abspath(sys.argv[0]), run_name="__main__")"""
 
 
 class ForkedPython:
@@ -43,12 +47,14 @@ class ForkedPython:
     Attributes:
         executable: the path of the program, for `sys.executable`.
         cli: the command `megatron-overlap` with this executable.
+        script: `python` with this executable, for a script.
     """
 
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="python-"))
         self.executable = str(self._folder / "python")
         self.cli = [sys.executable, "-B", "-c", _CLI, self.executable]
+        self.script = [sys.executable, "-B", "-c", _SCRIPT, self.executable]
         address = str(self._folder / "socket")
         Path(self.executable).write_text(_PROGRAM.format(python=sys.executable, address=address))
         Path(self.executable).chmod(0o755)
@@ -98,4 +104,6 @@ def _take_over(pid: int) -> None:
     for name, kind in (("user", os.CLONE_NEWUSER), ("net", os.CLONE_NEWNET)):
         if os.readlink(process / "ns" / name) != os.readlink(f"/proc/self/ns/{name}"):
             os.setns(os.open(process / "ns" / name, os.O_RDONLY), kind)
-    run(words[:2], words[2:], dict(each.split("=", 1) for each in variables), folder, str(process / "fd" / "1"))
+    program = words[: 2 if words[0].startswith("-") else 1]
+    environment = dict(each.split("=", 1) for each in variables)
+    run(program, words[len(program) :], environment, folder, str(process / "fd" / "1"))

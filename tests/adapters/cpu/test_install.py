@@ -18,6 +18,7 @@ from megatron_overlap.patching.engine import Engine
 from megatron_overlap.patching.manifest import Manifest, load_manifests
 from megatron_overlap.patching.planning import find_loaded
 from megatron_overlap.patching.source import Target
+from tests.adapters.megatron_runs import start_ranks
 
 TORCH_PATCHES = [manifest for manifest in load_manifests() if manifest.feature == TORCH]
 
@@ -134,8 +135,8 @@ assert DistributedOptimizer.state_dict.__module__ == DistributedOptimizer.__modu
 assert WrappedTorchNorm.__new__.__module__ == WrappedTorchNorm.__module__
 assert adapter.engine.applied == []
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+    (done,) = start_ranks(1, [], program=("-c", code))
+    assert done.returncode == 0, done.stdout
 
 
 def test_importing_the_adapter_changes_nothing() -> None:

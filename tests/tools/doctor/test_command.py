@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from megatron_overlap import cli
 from megatron_overlap.patching.manifest import load_permits
 from megatron_overlap.tools.doctor import command, gemm_rate
+from tests.helpers.forked_python import ForkedPython
 
 
-def test_the_self_test_passes_and_every_feature_has_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_self_test_passes_and_every_feature_has_a_verdict(
+    capsys: pytest.CaptureFixture[str], forked_python: ForkedPython, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", forked_python.executable)
     assert cli.main(["doctor", "--deadline", "120"]) == 0
     printed = capsys.readouterr().out
     assert "agree with plain collectives" in printed
