@@ -9,10 +9,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap import OverlapConfig, enable
+from megatron_overlap.autotune.search import calls_to_select
 from tests.adapters.expert_parallel.workers import HIDDEN, SHARED, MoECase, make_layer, start
+from tests.autotune.trials import few_trials
 
 DELAY_MS = 30.0
-_CALLS = 150
+with few_trials():
+    _CALLS = calls_to_select(2) + 18  # Some run what is selected.
 CASE = MoECase(config={**SHARED, "moe_router_load_balancing_type": "none"})
 _NOTHING = {"tensor": {"method": "none", "autotune_cache": None}, "data": {"method": "none"}}
 
@@ -30,19 +33,17 @@ class _Delay(torch.autograd.Function):
         return grads[0]
 
 
-def _slow_stock(layer: Any, backward: bool) -> None:
+def _slow_stock(layer: Any) -> None:
     """Delays the stock dispatcher, which p2p does not call: in backward its last node, in forward its last call."""
     dispatcher = layer.token_dispatcher
-    name = "token_dispatch" if backward else "token_combine"
-    original = getattr(dispatcher, name)
+    dispatch, combine = dispatcher.token_dispatch, dispatcher.token_combine
 
-    def late(x: torch.Tensor, *rest: Any) -> Any:
-        if backward:
-            return original(_Delay.apply(x), *rest)
+    def late_combine(x: torch.Tensor, *rest: Any) -> Any:
         time.sleep(DELAY_MS / 1e3)
-        return original(x, *rest)
+        return combine(x, *rest)
 
-    setattr(dispatcher, name, late)
+    dispatcher.token_dispatch = lambda x, *rest: dispatch(_Delay.apply(x), *rest)
+    dispatcher.token_combine = late_combine
 
 
 def _step(layer: Any, seed: int) -> list[torch.Tensor]:
@@ -63,7 +64,7 @@ def _layers() -> list[Any]:
     return layers
 
 
-def select(group: dist.ProcessGroup, slow: str, backward: bool = False) -> dict[str, Any]:
+def select(group: dist.ProcessGroup, slow: str) -> dict[str, Any]:
     """What two layers select where one path is slow, and the steps whose results differ from those of stock."""
     from megatron_overlap.adapters.expert_parallel.layer import ExpertAdapter
 
@@ -71,10 +72,11 @@ def select(group: dist.ProcessGroup, slow: str, backward: bool = False) -> dict[
     layers, plain = _layers(), make_layer(CASE)
     expected = [_step(plain, seed) for seed in range(_CALLS)]
     differ = []
-    with enable(OverlapConfig.model_validate({**_NOTHING, "expert": {"method": "auto"}})) as session:
+    config = OverlapConfig.model_validate({**_NOTHING, "expert": {"method": "auto"}})
+    with few_trials(), enable(config) as session:
         adapter: Any = session.adapter(ExpertAdapter)
         for layer in layers if slow == "stock" else ():
-            _slow_stock(layer, backward)
+            _slow_stock(layer)
         compute = adapter.compute
 
         def late(*args: Any) -> torch.Tensor:

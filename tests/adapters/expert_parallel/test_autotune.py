@@ -20,22 +20,19 @@ def moe_ranks() -> Iterator[World]:
 
 @pytest.mark.parametrize(("slow", "selected"), [("stock", "p2p"), ("p2p", "stock")])
 def test_selects_the_faster_path_of_each_layer(moe_ranks: World, slow: str, selected: str) -> None:
-    """The ranks have different numbers of tokens, and every call has another routing."""
+    """The ranks have different numbers of tokens, and every call has another routing.
+
+    The stock path is timed in both passes: a backward ends with the gradient of the tokens, after its delay.
+    """
     for found in moe_ranks.run(RANKS, workers.select, slow):
         assert found["differ"] == []
         assert [(line.op, line.method) for line in found["lines"]] == [("experts", selected)] * 2
         assert [line.module.split(" of ")[1] for line in found["lines"]] == ["layer 1", "layer 2"]
-        assert all(line.stock_ms > line.ms or selected == "stock" for line in found["lines"])
+        if slow == "stock":
+            assert all(line.stock_ms > max(line.ms, 2 * workers.DELAY_MS) for line in found["lines"])
         overlapped, by_autotuning = found["counts"]
         assert overlapped + by_autotuning == found["calls"]
         assert min(overlapped, by_autotuning) > 0
-
-
-def test_both_passes_of_the_stock_path_are_timed(moe_ranks: World) -> None:
-    """The backward of a call ends with the gradient of its tokens: a delay of dispatch backward counts."""
-    for found in moe_ranks.run(RANKS, workers.select, "stock", True):
-        assert all(line.stock_ms > workers.DELAY_MS for line in found["lines"])
-        assert [line.method for line in found["lines"]] == ["p2p"] * 2
 
 
 def test_deterministic_runs_measure_nothing(moe_ranks: World) -> None:
