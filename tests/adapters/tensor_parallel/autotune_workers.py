@@ -23,20 +23,17 @@ from megatron_overlap.autotune.tuner import AutotuneError, Kind
 from megatron_overlap.session import Session
 from tests.adapters.tensor_parallel.batch_overlap_workers import HIDDEN, SEQUENCE, make_block, sum_over_rows
 from tests.adapters.tensor_parallel.linear_workers import make_data, make_layer, start, step
+from tests.autotune.trials import few_trials, one_trial
 
 RANKS = 4
 FREE_CALLS = 66
 
 
-def few_trials() -> Any:
-    """Two trials of each candidate in the first round, instead of five."""
-    return patch.object(search, "FIRST_TRIALS", 2)
-
-
 # Enough for a selection of every kind of call, and some for backward passes that run late: at 16 rows a rank there are
-# six p2p candidates, and two with one chunk.
+# six p2p candidates, three without sequence parallelism, and two with one chunk.
 with few_trials():
     CALLS = calls_to_select(7) + 20
+    PLAIN_CALLS = calls_to_select(4) + 20
     FEW_CALLS = calls_to_select(3) + 20
 
 
@@ -163,7 +160,8 @@ def free_calls(group: dist.ProcessGroup, kind: str) -> FreeCalls:
     x, dy = make_data(kind, torch.float32, 8 * group.size(), group.size(), group.rank())
     layer, other = make_layer(kind, torch.float32), make_layer(kind, torch.float32)
     stock = step(make_layer(kind, torch.float32), x, dy)
-    with few_trials(), enable(config(None, chunks_per_rank=1, schedule="direct"), strict=True) as session:
+    rounds = patch.object(search, "GAPS", search.GAPS[: search.PROVISIONAL_ROUND + 1])
+    with few_trials(), rounds, enable(config(None, chunks_per_rank=1, schedule="direct"), strict=True) as session:
         autotuner: LinearAutotuner = session.adapter(LinearAdapter).autotuner
 
         def run(times: int) -> None:
@@ -177,17 +175,17 @@ def free_calls(group: dist.ProcessGroup, kind: str) -> FreeCalls:
         (layer(leaf)[0] + other(leaf)[0]).backward(dy)
         (of_group,) = autotuner._autotuners.values()
         (only,) = of_group.kinds.values()
-        search = only.search
-        while search.measuring:
+        found = only.search
+        while found.measuring:
             run(1)
-        search.selected = search.selected._replace(candidate=STOCK)
+        found.selected = found.selected._replace(candidate=STOCK)
         run(1)
-        ran, calls, counted = follow(session), search.calls, _selected_stock(session)
+        ran, calls, counted = follow(session), found.calls, _selected_stock(session)
         run(FREE_CALLS)
-        searched, counted, through_run = search.calls - calls, _selected_stock(session) - counted, len(ran)
+        searched, counted, through_run = found.calls - calls, _selected_stock(session) - counted, len(ran)
         others = []
         for case in ("shape", "no gradient", "same input"):
-            calls = search.calls
+            calls = found.calls
             leaf = x.clone().requires_grad_()
             if case == "shape":
                 layer(torch.cat([x, x]))
@@ -196,7 +194,7 @@ def free_calls(group: dist.ProcessGroup, kind: str) -> FreeCalls:
                     layer(x)
             else:
                 layer(leaf), other(leaf)
-            others.append(search.calls - calls)
+            others.append(found.calls - calls)
     return FreeCalls(searched, counted, through_run, others)
 
 
@@ -290,7 +288,7 @@ def block(group: dist.ProcessGroup, case: BlockCase) -> BlockRun:
     stock = once()
     split, measuring, timed_outside, left = [], [], 0, case.calls
     with (
-        few_trials(),
+        one_trial(),
         patch.object(Search, "record", record_given),
         enable(config(None, chunks_per_rank=1), strict=True) as session,
     ):

@@ -18,6 +18,7 @@ from megatron_overlap.autotune.candidates import STOCK
 from megatron_overlap.session import Session
 from tests.adapters.tensor_parallel.autotune_workers import config, follow
 from tests.adapters.tensor_parallel.linear_workers import IN, OUT, make_data, make_layer, start, step
+from tests.autotune.trials import few_trials
 
 TRIAL_CALLS, RECHECK = 3, 2
 THRESHOLD = 64
@@ -107,7 +108,7 @@ def repeated(group: dist.ProcessGroup, stock_wins: bool) -> tuple[list[str], lis
         threshold(THRESHOLD),
         patch.object(forward_only, "TRIAL_CALLS", TRIAL_CALLS),
         patch.object(search, "CACHED_RECHECK", RECHECK),
-        patch.object(search, "FIRST_TRIALS", 2),
+        few_trials(),
         patch.object(search.Search, "record", record_given),
         enable(config(None, chunks_per_rank=1, schedule="direct"), strict=True) as session,
         torch.no_grad(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_overlap.autotune.search import CALLS_PER_TRIAL
 from tests.adapters.tensor_parallel import autotune_workers as workers
 from tests.adapters.tensor_parallel.autotune_workers import RANKS, BlockCase
 from tests.helpers.world import World, assert_same
@@ -11,7 +12,8 @@ from tests.helpers.world import World, assert_same
 
 @pytest.mark.parametrize("plain", [False, True], ids=["sp", "no-sp"])
 def test_ranks_run_the_same_candidates_and_results_hold(ranks: World, plain: bool) -> None:
-    answers = ranks.run(RANKS, workers.trained, ["column", "row"], plain, workers.CALLS, None, uneven=True)
+    calls = workers.PLAIN_CALLS if plain else workers.CALLS
+    answers = ranks.run(RANKS, workers.trained, ["column", "row"], plain, calls, None, uneven=True)
     assert_same([ran for ran, _, _ in answers])
     ran, lines, table = answers[0]
     assert len(set(ran)) > 4, "only one candidate was ever measured"
@@ -92,7 +94,7 @@ def test_a_block_is_measured_in_batch_overlap(ranks: World, case: BlockCase, win
     assert block["gain"] == pytest.approx(1.0 if wins else 0.0)
     assert len(run.split) < case.calls
     assert run.split[-6:] == [wins] * 6
-    assert sum(run.split) >= 2 * 2
+    assert sum(run.split) >= CALLS_PER_TRIAL
     assert not any(split for split, measuring in zip(run.split, run.measuring, strict=True) if measuring)
     assert run.timed_outside == 0, "an output layer after the block runs the selected candidate, untimed"
 

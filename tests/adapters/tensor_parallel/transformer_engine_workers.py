@@ -225,15 +225,16 @@ def tuned(world: dist.ProcessGroup, fused: bool) -> tuple[list[str], list[dict[s
 
     Returns the candidate of each call, and the selections at the end.
     """
-    from tests.adapters.tensor_parallel.autotune_workers import CALLS, config, few_trials, follow
+    from tests.adapters.tensor_parallel.autotune_workers import FEW_CALLS, config, follow
+    from tests.autotune.trials import few_trials
 
     start(world)
     group, cases = tensor_group(2), (Layer("norm", fused=fused), Layer("row", fused=fused))
     stock = [run_layer(make_layer(group, case), case, group) for case in cases]
     exact = [exact_layer(make_layer(group, case), case, group) for case in cases]
-    with few_trials(), enable(config(None), strict=True) as session:
+    with few_trials(), enable(config(None, chunks_per_rank=1), strict=True) as session:
         ran = follow(session)
-        for _ in range(CALLS):
+        for _ in range(FEW_CALLS):
             for case, theirs, true in zip(cases, stock, exact, strict=True):
                 mine = run_layer(make_layer(group, case), case, group)
                 for name in theirs:
