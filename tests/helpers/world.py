@@ -22,16 +22,15 @@ _START_S = 90
 """Time for the server to import torch or Megatron on a busy machine, added to the deadline of the first call."""
 
 _PRELOADED = {
-    "plain": ["tests.helpers.world", "megatron_overlap.ops", "megatron_overlap.session"],
     "interpreted": ["tests.helpers.interpreted"],
     "adapted": ["tests.helpers.adapted"],
     "te": ["tests.helpers.adapted_te"],
-    "rank": ["tests.helpers.rank_imports"],
+    "rank": ["tests.helpers.world", "tests.helpers.rank_imports"],
 }
 _SERVERS: dict[str, forkserver.ForkServer] = {}
 """Imports of the workers by their kind, and the server process of each kind that has run.
 
-`rank` is the kind of `tests.helpers.forked`."""
+`rank` is the kind of a plain `World` and of `tests.helpers.forked`, so that torch is imported once for both."""
 
 
 class World:
@@ -59,7 +58,7 @@ class World:
         te: bool = False,
     ) -> None:
         self._answer_s, self._sizes = answer_s, tuple(sizes)
-        self._kind = "te" if te else "adapted" if adapted else "interpreted" if interpreted else "plain"
+        self._kind = "te" if te else "adapted" if adapted else "interpreted" if interpreted else "rank"
         self._open(size)
 
     def _open(self, size: int) -> None:

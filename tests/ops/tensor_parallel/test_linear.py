@@ -8,16 +8,14 @@ import torch
 from megatron_overlap.ops import LinearPlan
 from tests.helpers.world import World, assert_same
 from tests.ops.tensor_parallel import linear_workers
+from tests.ops.tensor_parallel.equal_cases import equal_cases
 from tests.ops.tensor_parallel.linear_workers import LinearCase
 
 OPS = ["all_gather_linear", "linear_reduce_scatter"]
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["gloo", "late"])
-@pytest.mark.parametrize("pattern", ["direct", "ring", "serial"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("num_ranks", "dtype", "pattern", "late"), equal_cases(["direct", "ring", "serial"]))
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_equals_reference(world: World, num_ranks: int, op: str, dtype: torch.dtype, pattern: str, late: bool) -> None:
     # 61 rows: not divisible by ranks, nor a rank's rows by chunks.
     plan = LinearPlan(pattern=pattern, chunks_per_rank=3)  # type: ignore[arg-type]

@@ -8,15 +8,13 @@ import torch
 from megatron_overlap.ops import LinearPlan
 from tests.helpers.world import World, assert_same
 from tests.ops.tensor_parallel import linear_all_reduce_workers as cases
+from tests.ops.tensor_parallel.equal_cases import equal_cases
 
 OPS = list(cases.OPS)
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["gloo", "late"])
-@pytest.mark.parametrize("pattern", ["direct", "serial"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("num_ranks", "dtype", "pattern", "late"), equal_cases(["direct", "serial"]))
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_equals_reference(world: World, num_ranks: int, op: str, dtype: torch.dtype, pattern: str, late: bool) -> None:
     # 61 rows: not divisible by parts, nor a part's rows by ranks. 300 features: wgrad is made in three pieces.
     plan = LinearPlan(pattern=pattern, chunks_per_rank=3)  # type: ignore[arg-type]
