@@ -30,10 +30,9 @@ FREE_CALLS = 66
 
 
 # Enough for a selection of every kind of call, and some for backward passes that run late: at 16 rows a rank there are
-# six p2p candidates, three without sequence parallelism, and two with one chunk.
+# six p2p candidates, and two with one chunk. Plain layers get the same number: late backward passes take longer there.
 with few_trials():
     CALLS = calls_to_select(7) + 20
-    PLAIN_CALLS = calls_to_select(4) + 20
     FEW_CALLS = calls_to_select(3) + 20
 
 

@@ -12,8 +12,7 @@ from tests.helpers.world import World, assert_same
 
 @pytest.mark.parametrize("plain", [False, True], ids=["sp", "no-sp"])
 def test_ranks_run_the_same_candidates_and_results_hold(ranks: World, plain: bool) -> None:
-    calls = workers.PLAIN_CALLS if plain else workers.CALLS
-    answers = ranks.run(RANKS, workers.trained, ["column", "row"], plain, calls, None, uneven=True)
+    answers = ranks.run(RANKS, workers.trained, ["column", "row"], plain, workers.CALLS, None, uneven=True)
     assert_same([ran for ran, _, _ in answers])
     ran, lines, table = answers[0]
     assert len(set(ran)) > 4, "only one candidate was ever measured"
