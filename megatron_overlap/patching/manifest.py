@@ -63,6 +63,7 @@ class Manifest(BaseModel):
         feature: patches of one feature are applied together or not at all.
         why: the reason for this place.
         requires: a module without which the target does not exist; the patch is then absent, not refused.
+        missing_from: releases that have no target; the patch is absent there, not refused.
         also_bound: attributes that hold the target by value and are replaced with it.
         relies_on: other symbols whose source the replacement repeats or expects.
         releases: the reviewed releases. The target's source is compared with them.
@@ -77,6 +78,7 @@ class Manifest(BaseModel):
     feature: str
     why: Reason
     requires: str | None = None
+    missing_from: list[str] = []
     also_bound: list[TargetName] = []
     relies_on: list[TargetName] = []
     releases: dict[str, ReviewedRelease] = {}
@@ -276,6 +278,8 @@ def judge_source(manifest: Manifest, tree: SourceTree) -> Judgement:
     here = megatron_release(tree) or "this version"
     if f"{target.module}.".startswith(f"{_OPTIONAL_PACKAGE}.") and tree.read(_OPTIONAL_PACKAGE) is None:
         return Judgement(Verdict.ABSENT, f"{here} has no {_OPTIONAL_PACKAGE}")
+    if here in manifest.missing_from:
+        return Judgement(Verdict.ABSENT, f"{here} has no {target.qualname}")
     if manifest.unchecked is not None:
         return NOT_COMPARED
     found = definitions(tree, target)

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron_overlap.patching.manifest import NOT_APPLIED, NOT_COMPARED, Manifest, Verdict, judge
-from megatron_overlap.patching.source import Definition, ImportedTree, Target, definitions
+from megatron_overlap.patching.source import Definition, ImportedTree, Target, definitions, megatron_release
 
 _DEPENDENCIES = sys.stdlib_module_names | {
     *("torch", "sympy", "wandb", "cuda", "numpy", "mpmath", "triton", "omegaconf", "tensorboard", "google", "absl"),
@@ -187,6 +187,8 @@ def _examine(manifest: Manifest) -> Finding:
             importlib.import_module(target.module)
         if manifest.requires not in sys.modules:
             return Finding(manifest, Verdict.ABSENT, f"{target.module} runs without {manifest.requires.split('.')[0]}")
+    if manifest.missing_from and (release := megatron_release(ImportedTree())) in manifest.missing_from:
+        return Finding(manifest, Verdict.ABSENT, f"{release} has no {target.qualname}")
     site, original, own = _resolve(target)
     judgement = NOT_COMPARED
     if manifest.unchecked is None:

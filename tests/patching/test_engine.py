@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from megatron.core import package_info
 
 from megatron_overlap.patching import PatchError, RevertRefusedError
 from megatron_overlap.patching.engine import Engine
@@ -358,6 +359,14 @@ def test_a_patch_of_a_package_that_is_not_installed_is_absent_and_refuses_nothin
     engine.revert()
     present = absent.model_copy(update={"requires": packages.vendor.__name__})
     assert only(Engine([present])).verdict is Verdict.APPLIES
+
+
+def test_a_patch_is_absent_in_a_release_without_its_target(packages: Packages) -> None:
+    gone = f"{packages.vendor.__name__}:Base.gone"
+    release = ".".join(map(str, (package_info.MAJOR, package_info.MINOR, package_info.PATCH)))
+    update = {"target": gone, "missing_from": [release]}
+    finding = only(Engine([packages.manifest("Base.plain").model_copy(update=update)]))
+    assert (finding.verdict, finding.reason) == (Verdict.ABSENT, f"{release} has no Base.gone")
 
 
 def test_a_refused_patch_refuses_its_feature_only(packages: Packages) -> None:

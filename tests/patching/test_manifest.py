@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from megatron_overlap.patching import ManifestError
-from megatron_overlap.patching.manifest import Verdict, judge_source, load_manifest_file, load_manifests
+from megatron_overlap.patching.manifest import Judgement, Verdict, judge_source, load_manifest_file, load_manifests
 from megatron_overlap.patching.source import DirectoryTree, installed_tree
 from tests.helpers.releases import NEWEST, OLDEST, megatron_folder
 
@@ -90,7 +90,7 @@ def test_folder_without_manifests_and_two_of_one_target(tmp_path: Path) -> None:
 def test_own_manifests_have_the_supported_releases_or_a_reason() -> None:
     for manifest in load_manifests():
         if manifest.unchecked is None:
-            assert {OLDEST, "0.17.1", "0.18.2", NEWEST} <= set(manifest.releases)
+            assert {OLDEST, "0.17.1", "0.18.2", NEWEST} <= {*manifest.releases, *manifest.missing_from}
 
 
 def test_own_manifests_fit_the_oldest_and_the_installed_release() -> None:
@@ -103,6 +103,9 @@ def test_own_manifests_fit_the_oldest_and_the_installed_release() -> None:
                 # The wheel of this release has no training loop; a Megatron-LM checkout has.
                 assert judgement.verdict is Verdict.ABSENT
                 assert judgement.reason == f"{OLDEST} has no megatron.training"
+                continue
+            if release in manifest.missing_from:
+                assert judgement == Judgement(Verdict.ABSENT, f"{release} has no {manifest.target.split(':')[1]}")
                 continue
             assert judgement.verdict is Verdict.APPLIES, judgement.reason
             assert judgement.reason.endswith("not compared" if manifest.unchecked else "was reviewed")

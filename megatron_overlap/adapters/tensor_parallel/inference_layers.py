@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel.inference_layers import _te_rms_norm_kernel
 
 from megatron_overlap.adapters.tensor_parallel.call import LayerOutput
 from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
-from megatron_overlap.adapters.tensor_parallel.eligibility import unsupported_te_reason
+from megatron_overlap.adapters.tensor_parallel.eligibility import te_communicates, unsupported_te_reason
 from megatron_overlap.adapters.tensor_parallel.forward_only import is_forward_only
 from megatron_overlap.adapters.tensor_parallel.transformer_engine import TECall
 from megatron_overlap.adapters.wrapping import Method, untraced
@@ -24,9 +24,10 @@ _MXFP8 = "the weight is MXFP8"
 
 
 def inference_linear_forward(original: Method, session: Session) -> Method:
-    """Replacement of `InferenceLayerNormColumnParallelLinear.forward` and `InferenceRowParallelLinear.forward`.
+    """Replacement of `forward` of the three parallel linear layers of `inference_optimized`.
 
-    Equals the original: an RMSNorm and `all_gather(x) @ weight.T`, or `reduce_scatter(x @ weight.T)`; no bias.
+    Equals the original, without bias: `all_gather(x) @ weight.T`, after an RMSNorm in
+    `InferenceLayerNormColumnParallelLinear`, or `reduce_scatter(x @ weight.T)`.
     """
     adapter = session.adapter(LinearAdapter)
     tuned, runs_stock = adapter.autotuner.enabled, adapter.autotuner.runs_stock
@@ -34,8 +35,9 @@ def inference_linear_forward(original: Method, session: Session) -> Method:
     @untraced
     @functools.wraps(original)
     def forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        weight = self.weight
-        if self.training or self.tp_size == 1 or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        weight, kind = self.weight, self.parallel_mode
+        capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
+        if self.training or capturing or not te_communicates(self):
             return original(self, x, *args, **kwargs)
         if not isinstance(weight, torch.Tensor):
             session.counters.exclude(type(self).__name__, _MXFP8)
@@ -44,9 +46,9 @@ def inference_linear_forward(original: Method, session: Session) -> Method:
             return original(self, x, *args, **kwargs)
         if tuned and not adapter.assigned and runs_stock(self, x, weight):
             return original(self, x)
-        column = "layer_norm_weight" in self._parameters
-        kind, op = ("column", "ag_gemm") if column else ("row", "gemm_rs")
-        norm = functools.partial(_te_rms_norm_kernel, weight=self.layer_norm_weight, eps=self.eps) if column else None
+        op = "gemm_rs" if kind == "row" else "ag_gemm"
+        scale = self._parameters.get("layer_norm_weight")
+        norm = None if scale is None else functools.partial(_te_rms_norm_kernel, weight=scale, eps=self.eps)
         hooks = adapter.hooks(kind, op, x, weight)
         call = InferenceCall(self, kind, op, x, weight, None, self.tp_group, None, hooks, original, norm=norm)
         return adapter.run(call, _unsupported_reason(self, x))

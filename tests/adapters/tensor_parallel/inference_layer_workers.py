@@ -25,7 +25,10 @@ def make_layer(group: dist.ProcessGroup, kind: str, bias: bool = False) -> Any:
     torch.manual_seed(11)
     if kind == "row":
         return layers.InferenceRowParallelLinear(2 * HIDDEN, HIDDEN, input_is_parallel=True, **common).eval()
-    layer = layers.InferenceLayerNormColumnParallelLinear(HIDDEN, 2 * HIDDEN, gather_output=False, **common)
+    common["gather_output"] = False
+    if kind == "column":
+        return layers.InferenceColumnParallelLinear(HIDDEN, 2 * HIDDEN, **common).eval()
+    layer = layers.InferenceLayerNormColumnParallelLinear(HIDDEN, 2 * HIDDEN, **common)
     layer.layer_norm_weight.data.uniform_(0.5, 2.0)
     return layer.eval()
 
@@ -46,7 +49,7 @@ def calls(
 
     Args:
         group: the ranks.
-        kind: `row` or `norm`.
+        kind: `row`, `column` or `norm`.
         method: `overlap.tensor.method`.
         rows: of the calls.
         settings: attributes of the layer.
