@@ -6,7 +6,7 @@ One rank a host, one thread a rank. Every figure is the median over rounds; each
 
 `stock` is all-to-all, experts, all-to-all. `messages` sends the messages of `overlap` before and after the computation.
 `halves` overlaps two halves of the tokens by asynchronous all-to-alls. `own_first` computes own rows before all chunks,
-as FasterMoE does. `roof` computes and sends at the same time, as if neither depended on the other.
+as FasterMoE does. `roof` computes and sends a pass at the same time, as if neither depended on the other.
 
 `--routing FILE` takes the routings of `record_routing.py` in place of a drawn one.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, product
 from pathlib import Path
@@ -148,7 +148,7 @@ class ExpertCase:
             "halves": self.halves,
             "own_first": lambda: self.layer(expert_parallel, group=self.transport, options=OWN_FIRST),
             "overlap": lambda: self.layer(expert_parallel, group=self.transport),
-            "roof": lambda: self.send(self.compute),
+            "roof": lambda: self.send(self.passes()),
         }
 
     def layer(self, function: Callable[..., torch.Tensor], **options: Any) -> list[torch.Tensor]:
@@ -165,13 +165,25 @@ class ExpertCase:
 
     def compute(self) -> None:
         """The arithmetic of whole experts."""
-        for expert, rows in enumerate(self.group_rows):
-            x, probs = self.x.new_zeros(rows, self.shape.hidden), self.probs.new_ones(rows)
-            w1, w2 = self.fc1[expert], self.fc2[expert]
-            leaves = [t.detach().requires_grad_(self.backward) for t in (x, probs, w1, w2)]
-            y = activation(leaves[0] @ leaves[2].t(), leaves[1]) @ leaves[3].t()
-            if self.backward:
-                y.backward(x)
+        for run in self.passes():
+            run()
+
+    def passes(self) -> list[Run]:
+        """The arithmetic of whole experts in each pass."""
+        made: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def forward() -> None:
+            for expert, rows in enumerate(self.group_rows):
+                x, probs = self.x.new_zeros(rows, self.shape.hidden), self.probs.new_ones(rows)
+                w1, w2 = self.fc1[expert], self.fc2[expert]
+                leaves = [t.detach().requires_grad_(self.backward) for t in (x, probs, w1, w2)]
+                made.append((activation(leaves[0] @ leaves[2].t(), leaves[1]) @ leaves[3].t(), x))
+
+        def backward() -> None:
+            for y, dy in made:
+                y.backward(dy)
+
+        return [forward, backward] if self.backward else [forward]
 
     def comm_collective(self) -> None:
         """The all-to-alls of the stock order alone."""
@@ -181,8 +193,8 @@ class ExpertCase:
             dist.all_to_all_single(rows, self.x, splits[1], splits[0])
             dist.all_to_all_single(torch.empty_like(self.x), rows, splits[0], splits[1])
 
-    def send(self, beside: Run = lambda: None) -> None:
-        """All messages of each pass at once, and `beside` while they are sent."""
+    def send(self, beside: Sequence[Run] = ()) -> None:
+        """All messages of each pass at once, and the pass of `beside` while they are sent."""
         plan = expert_plan(self.transport.rank, self.sent, self.received)
         rows = self.x.new_zeros(plan.num_rows, self.shape.hidden)
         back, y = torch.empty_like(rows), torch.empty_like(self.x)
@@ -196,9 +208,9 @@ class ExpertCase:
             send, recv = (sent, received) if index < half else (received, sent)
             at_once = replace(message, after_work=0)
             transfers.append(Transfer(at_once, send[0], recv[0], tuple(send[1:]), tuple(recv[1:])))
-        works = [self.transport.begin(transfers, "bench") for _ in range(2 if self.backward else 1)]
-        beside()
-        for work in works:
+        for run in beside or [lambda: None] * (2 if self.backward else 1):
+            work = self.transport.begin(transfers, "bench")
+            run()
             work.wait_all()
 
     def halves(self) -> None:
