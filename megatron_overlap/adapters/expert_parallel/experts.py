@@ -107,19 +107,22 @@ class _Middle:
     Attributes:
         mlp: the copy.
         grouped: it is a `TEGroupedMLP`, which wants the number of rows of each expert.
+        recompute: `--recompute-modules moe_act`.
     """
 
     mlp: Any
     grouped: bool
+    recompute: bool
 
     @classmethod
     def of(cls, mlp: Any) -> "_Middle":
         middle = copy.copy(mlp)
         middle.__dict__["_modules"] = {**mlp._modules, "linear_fc1": _Identity(), "linear_fc2": _Identity()}
-        if hasattr(middle, "activation_recompute"):
-            # Backward computes the activation again anyway.
+        recompute = getattr(mlp, "activation_recompute", False)
+        if recompute:
+            # The operation computes the activation again.
             middle.activation_recompute = False
-        return cls(middle, type(mlp) is _GROUPED)
+        return cls(middle, type(mlp) is _GROUPED, recompute)
 
     def __call__(self, hidden: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         rows = (torch.tensor([hidden.shape[0]]),) if self.grouped else ()
@@ -196,7 +199,7 @@ class LayerExperts:
             tuple(projection_of(linear, parameters[name]) for linear, parameters, name in weights)
             for weights in (self.fc1, self.fc2)
         )
-        return MLPExperts(fc1, fc2, self.middle)
+        return MLPExperts(fc1, fc2, self.middle, self.middle.recompute)
 
     def end(self) -> None:
         """Sets what Megatron's wrappers of TransformerEngine set after every forward."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +20,20 @@ _EXACT_ROWS = 4
 product, 1 row)."""
 
 
+class Activated(NamedTuple):
+    """What backward needs of the activation of some rows.
+
+    Attributes:
+        hidden: `[rows, F1]`, its input.
+        probs: `[rows]`.
+        output: `[rows, F2]` with the graph of its backward; None: backward computes it again.
+    """
+
+    hidden: torch.Tensor
+    probs: torch.Tensor
+    output: torch.Tensor | None
+
+
 @dataclass(frozen=True, slots=True)
 class MLPExperts:
     """`activation(x @ fc1[e].T, probs) @ fc2[e].T` for each local expert e.
@@ -27,11 +42,13 @@ class MLPExperts:
         fc1: for each expert its first weight `[F1, H]` and the destination of its gradient.
         fc2: for each expert its second weight `[H, F2]` and the destination of its gradient.
         activation: see `Activation`.
+        recompute: backward computes the activation again, so that its output is not saved.
     """
 
     fc1: tuple[Projection, ...]
     fc2: tuple[Projection, ...]
     activation: Activation
+    recompute: bool = False
 
     @property
     def weights(self) -> tuple[torch.Tensor, ...]:
@@ -39,40 +56,51 @@ class MLPExperts:
         return tuple(each.weight for each in (*self.fc1, *self.fc2))
 
     def forward(
-        self, expert: int, whole: int, x: torch.Tensor, probs: torch.Tensor, hidden: torch.Tensor, y: torch.Tensor
-    ) -> None:
-        """Writes `hidden` and `y` of some of the `whole` rows of an expert."""
-        _mm(x, self.fc1[expert].weight.t(), hidden, whole)
-        _mm(self.activation(hidden, probs), self.fc2[expert].weight.t(), y, whole)
+        self, expert: int, whole: int, x: torch.Tensor, probs: torch.Tensor, y: torch.Tensor, *, keep_output: bool
+    ) -> Activated:
+        """Writes `y` of some of the `whole` rows of an expert."""
+        weight = self.fc1[expert].weight
+        hidden, probs = x.new_empty(x.shape[0], weight.shape[0]), probs.clone()
+        _mm(x, weight.t(), hidden, whole)
+        if keep_output:
+            activated = self._activate(hidden, probs)
+            assert activated.output is not None
+            output = activated.output.detach()
+        else:
+            activated, output = Activated(hidden, probs, None), self.activation(hidden, probs)
+        _mm(output, self.fc2[expert].weight.t(), y, whole)
+        return activated
+
+    def _activate(self, hidden: torch.Tensor, probs: torch.Tensor) -> Activated:
+        leaves = hidden.detach().requires_grad_(), probs.detach().requires_grad_()
+        with torch.enable_grad():
+            return Activated(*leaves, self.activation(*leaves))
 
     def dgrad(
         self,
         expert: int,
         whole: int,
+        activated: Activated,
         dy: torch.Tensor,
-        probs: torch.Tensor,
-        hidden: torch.Tensor,
         dhidden: torch.Tensor,
-        activated: torch.Tensor,
+        output: torch.Tensor,
         dx: torch.Tensor,
         dprobs: torch.Tensor,
     ) -> None:
-        """Writes `dhidden`, `activated` (the input of the second layer), `dx` and `dprobs` of some rows.
-
-        The activation is computed again: forward saves its input alone.
-        """
-        grad = torch.empty_like(activated)
+        """Writes `dhidden`, the `output` of the activation, `dx` and `dprobs` of some rows."""
+        grad = torch.empty_like(output)
         _mm(dy, self.fc2[expert].weight, grad, whole)
-        leaves = hidden.detach().requires_grad_(), probs.detach().requires_grad_()
-        with torch.enable_grad():
-            again = self.activation(*leaves)
-        for sink, gradient in zip(
-            (dhidden, dprobs),
-            torch.autograd.grad(again, leaves, grad, allow_unused=True, materialize_grads=True),
-            strict=True,
-        ):
+        if activated.output is None:
+            activated = self._activate(activated.hidden, activated.probs)
+        assert activated.output is not None
+        leaves = activated.hidden, activated.probs
+        # A second backward pass through a retained graph needs this one again.
+        gradients = torch.autograd.grad(
+            activated.output, leaves, grad, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+        for sink, gradient in zip((dhidden, dprobs), gradients, strict=True):
             sink.copy_(gradient)
-        activated.copy_(again.detach())
+        output.copy_(activated.output.detach())
         _mm(dhidden, self.fc1[expert].weight, dx, whole)
 
     def wgrad(

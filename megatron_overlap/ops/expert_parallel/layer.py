@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import batched, chain, starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from megatron_overlap.comm import Transport
 from megatron_overlap.ops.call import Observer, transport_for
 from megatron_overlap.ops.expert_parallel.exchange import ExpertExchange, ExpertPass, Rows
-from megatron_overlap.ops.expert_parallel.experts import MLPExperts
+from megatron_overlap.ops.expert_parallel.experts import Activated, MLPExperts
 from megatron_overlap.schedules.expert_parallel import Counts, ExpertPlan, Segment, expert_plan
 from megatron_overlap.schedules.heuristics import MIN_CHUNK_ROWS
 
@@ -94,7 +95,9 @@ def expert_parallel(
         raise ValueError(f"sent: counts for {len(plan.experts)} experts: this rank has {len(experts.fc1)}")
     if x.dtype != weight.dtype or x.device != weight.device:
         raise ValueError(f"x: {x.dtype} on {x.device} does not fit a weight of {weight.dtype} on {weight.device}")
-    call = _Call(transport, plan, experts, options.fixed_order or x.is_cuda, observer)
+    # Hooks, as those of recomputation without reentry, may replace a saved tensor, and its graph would be lost.
+    keep_output = torch.is_grad_enabled() and not experts.recompute and not _saved_tensors_have_hooks()
+    call = _Call(transport, plan, experts, probs.dtype, options.fixed_order or x.is_cuda, keep_output, observer)
     begun = _Begin.apply(x, probs, call, *experts.weights)
     if filler is not None:
         filler()
@@ -102,12 +105,25 @@ def expert_parallel(
     return y
 
 
+def _saved_tensors_have_hooks() -> bool:
+    """Whether `torch.autograd.graph.saved_tensors_hooks` is active. Torch has no public function for this."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 class _Running(NamedTuple):
-    """A pass between its two autograd nodes: its messages, the tensor that it returns, and the saved tensors."""
+    """A pass between its two autograd nodes.
+
+    Attributes:
+        expert_pass: its messages.
+        result: the tensor that it returns.
+        inputs: the received tokens and probabilities in forward, the received tokens in backward.
+        activated: of each segment, in backward.
+    """
 
     expert_pass: ExpertPass
     result: torch.Tensor
-    saved: tuple[torch.Tensor, ...]
+    inputs: tuple[torch.Tensor, ...]
+    activated: dict[Segment, Activated]
 
 
 @dataclass(slots=True)
@@ -115,7 +131,9 @@ class _Call:
     transport: Transport
     plan: ExpertPlan
     experts: MLPExperts
+    probs_dtype: torch.dtype
     fixed_order: bool
+    keep_output: bool
     observer: Observer | None
     running: _Running | None = None
 
@@ -149,9 +167,9 @@ class _Begin(torch.autograd.Function):
         plan = call.plan
         x, probs = x.contiguous(), probs.contiguous()
         y = torch.empty_like(x)
-        saved = x.new_empty(plan.num_rows, x.shape[1]), probs.new_empty(plan.num_rows)
-        exchange = ExpertExchange((x, probs), saved, (call.take("y", x.shape[1], x),), (y,))
-        call.running = _Running(exchange.begin(call.transport, plan, "expert_parallel"), y, saved)
+        inputs = x.new_empty(plan.num_rows, x.shape[1]), probs.new_empty(plan.num_rows)
+        exchange = ExpertExchange((x, probs), inputs, (call.take("y", x.shape[1], x),), (y,))
+        call.running = _Running(exchange.begin(call.transport, plan, "expert_parallel"), y, inputs, {})
         ctx.call = call
         return x.new_empty(0)
 
@@ -159,27 +177,25 @@ class _Begin(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
         plan, experts, pool = call.plan, call.experts, call.transport.buffer_pool
-        expert_pass, dx, (expert_x, expert_probs, hidden) = call.take_running()
+        expert_pass, dx, (expert_x,), activated = call.take_running()
         (expert_dy,), (_, dprobs) = expert_pass.exchange.inputs, expert_pass.exchange.results
-        activated = call.take("activated", experts.fc2[0].weight.shape[1], dx)
-        # A second backward pass through a retained graph reads `hidden` again.
-        dhidden = call.take("dhidden", hidden.shape[1], dx)
+        output = call.take("activated", experts.fc2[0].weight.shape[1], dx)
+        dhidden = call.take("dhidden", experts.fc1[0].weight.shape[0], dx)
 
         def compute(segment: Segment, outputs: Rows) -> None:
             rows = slice(segment.start, segment.stop)
             experts.dgrad(
                 segment.expert,
                 call.whole(segment),
+                activated.pop(segment),
                 expert_dy[rows],
-                expert_probs[rows],
-                hidden[rows],
                 dhidden[rows],
-                activated[rows],
+                output[rows],
                 *outputs,
             )
 
         needed = ctx.needs_input_grad[3:]
-        fillers, gradients = experts.wgrad(plan.experts, expert_x, dhidden, activated, expert_dy, needed, pool)
+        fillers, gradients = experts.wgrad(plan.experts, expert_x, dhidden, output, expert_dy, needed, pool)
         expert_pass.finish(compute, fixed_order=call.fixed_order, fillers=fillers)
         call.observe("dgrad", expert_pass.send_bytes)
         if fillers:
@@ -192,32 +208,39 @@ class _Finish(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, begun: torch.Tensor, call: _Call) -> torch.Tensor:
-        experts = call.experts
-        expert_pass, y, (expert_x, expert_probs) = call.take_running()
-        hidden = y.new_empty(call.plan.num_rows, experts.fc1[0].weight.shape[0])
+        expert_pass, y, (expert_x, expert_probs), activated = call.take_running()
 
         def compute(segment: Segment, outputs: Rows) -> None:
             rows = slice(segment.start, segment.stop)
-            experts.forward(
-                segment.expert, call.whole(segment), expert_x[rows], expert_probs[rows], hidden[rows], *outputs
+            activated[segment] = call.experts.forward(
+                segment.expert,
+                call.whole(segment),
+                expert_x[rows],
+                expert_probs[rows],
+                *outputs,
+                keep_output=call.keep_output,
             )
 
         expert_pass.finish(compute, fixed_order=call.fixed_order)
         ctx.call = call
-        ctx.save_for_backward(expert_x, expert_probs, hidden)
+        # Recomputation expects the saved tensors of a call in one order, whatever the order of arrival.
+        ctx.segments = sorted(activated)
+        ctx.save_for_backward(expert_x, *chain.from_iterable(activated[segment] for segment in ctx.segments))
         call.observe("forward", expert_pass.send_bytes)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
-        dy, saved = grads[0].contiguous(), ctx.saved_tensors
-        probs, width = saved[1], dy.shape[1]
-        dx, dprobs = torch.empty_like(dy), probs.new_empty(call.plan.num_tokens)
+        dy, (expert_x, *saved) = grads[0].contiguous(), ctx.saved_tensors
+        activated = dict(zip(ctx.segments, starmap(Activated, batched(saved, 3)), strict=True))
+        width = dy.shape[1]
+        dx, dprobs = torch.empty_like(dy), dy.new_empty(call.plan.num_tokens, dtype=call.probs_dtype)
         outputs = (
             call.take("dx", width, dy),
-            call.transport.buffer_pool.take("expert_dprobs", (call.plan.num_rows,), probs),
+            call.transport.buffer_pool.take("expert_dprobs", (call.plan.num_rows,), dprobs),
         )
         exchange = ExpertExchange((dy,), (call.take("dy", width, dy),), outputs, (dx, dprobs))
-        call.running = _Running(exchange.begin(call.transport, call.plan, "expert_parallel dgrad"), dx, saved)
+        expert_pass = exchange.begin(call.transport, call.plan, "expert_parallel dgrad")
+        call.running = _Running(expert_pass, dx, (expert_x,), activated)
         return dy.new_empty(0), None

@@ -78,13 +78,12 @@ class ExpertLayer:
         return gemms + self.activation_us(rows, backward=backward)
 
     def pieces_us(self, segments: Segments, *, backward: bool) -> float:
-        """Rows of a chunk: output, or input gradient with the activation computed again."""
+        """Rows of a chunk: output, or input gradient."""
         return sum(self._piece_us(segment.rows, backward) for segment in segments)
 
     def _piece_us(self, rows: int, backward: bool) -> float:
         gemms = sum(self.model.gemm_us(rows, *reversed(each) if backward else each) for each in self._shapes)
-        gradient = self.activation_us(rows, backward=True) if backward else 0.0
-        return gemms + self.activation_us(rows, backward=False) + gradient
+        return gemms + self.activation_us(rows, backward=backward)
 
     def wgrad_us(self) -> float:
         """The weight gradients of one whole expert."""

@@ -79,9 +79,19 @@ def test_observer_counts_the_passes_and_their_bytes(world: World) -> None:
         assert passes == [("forward", sent), ("dgrad", sent), ("wgrad", 0)]
 
 
-def test_saves_the_expert_rows_and_the_input_of_the_activation(world: World) -> None:
+def test_saves_the_expert_rows_and_the_input_of_the_activation_where_hooks_pack_them(world: World) -> None:
     for saved, rows in world.run(2, workers.saved_elements):
-        assert saved == [rows * 24, rows, rows * 40]
+        assert saved[0] == rows * 24
+        assert sum(saved[1:]) == rows * (40 + 1)
+
+
+@pytest.mark.parametrize(("recompute", "hooks", "again"), [(False, False, 0), (True, False, 1), (False, True, 1)])
+def test_backward_computes_the_activation_again_only_if_it_has_to(
+    world: World, recompute: bool, hooks: bool, again: int
+) -> None:
+    for forward, backward in world.run(2, workers.activation_calls, recompute, hooks):
+        assert forward > 0
+        assert backward == again * forward
 
 
 def test_frozen_weights(world: World) -> None:

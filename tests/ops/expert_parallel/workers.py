@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from dataclasses import dataclass
 from itertools import groupby
@@ -205,7 +206,9 @@ def filler_order(group: dist.ProcessGroup) -> list[str]:
 
     def noted(*args: torch.Tensor) -> torch.Tensor:
         events.append("experts")
-        return activation(*args)
+        output = activation(*args)
+        output.register_hook(lambda _: events.append("experts"))
+        return output
 
     def filler() -> None:
         events.append("filler")
@@ -246,8 +249,27 @@ def compare_recomputation(group: dist.ProcessGroup, reentrant: bool) -> bool:
     return all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
 
 
+def activation_calls(group: dist.ProcessGroup, recompute: bool, hooks: bool) -> list[int]:
+    """How often forward and backward compute the activation."""
+    problem, calls = Problem(ExpertCase("even"), group), list[int]()
+
+    def counted(*args: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return problem.activation(*args)
+
+    each = [Projection(weight) for weight in problem.weights]
+    experts = MLPExperts(tuple(each[:2]), tuple(each[2:]), counted, recompute)
+    x = problem.x.clone().requires_grad_()
+    pair = (torch.Tensor.clone, torch.Tensor.clone)
+    with torch.autograd.graph.saved_tensors_hooks(*pair) if hooks else contextlib.nullcontext():
+        y = expert_parallel(x, problem.probs, problem.sent, problem.received, experts, group=group)
+    forward = len(calls)
+    y.backward(problem.dy)
+    return [forward, len(calls) - forward]
+
+
 def saved_elements(group: dist.ProcessGroup) -> tuple[list[int], int]:
-    """Elements of the tensors saved for backward, and expert rows."""
+    """Elements of the tensors saved for backward where hooks pack them, and expert rows."""
     problem = Problem(ExpertCase("even", dtype=torch.float32), group)
     saved: list[int] = []
 
