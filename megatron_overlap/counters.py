@@ -175,6 +175,7 @@ class Counters:
         autotune_lines: functions that return what `method: auto` selected so far.
         excluded: modules that no method overlaps, with the reason. They are reported, and never an error.
         symmetric_memory: returns the memory of fused kernels; None unless the config asks for fused kernels.
+        transports: what carries the messages of layers with sequence parallelism, by group; why, if not copy engines.
     """
 
     def __init__(self, strict: bool = False) -> None:
@@ -184,6 +185,7 @@ class Counters:
         self.autotune_lines: list[Callable[[], tuple[AutotuneLine, ...]]] = []
         self.symmetric_memory: Callable[[], list[SymmetricMemory]] | None = None
         self.excluded: dict[str, str] = {}
+        self.transports: dict[str, str] = {}
         self._tallies: dict[Site, Tally] = {}
         self._lock = threading.Lock()
 

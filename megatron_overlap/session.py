@@ -197,6 +197,7 @@ class Session:
             autotuning=tuple(line for lines in counters.autotune_lines for line in lines()),
             numerics_check=dict(counters.numerics_check),
             buffers=self._buffers(),
+            transports=dict(counters.transports),
             symmetric_memory=None if counters.symmetric_memory is None else tuple(counters.symmetric_memory()),
         )
 

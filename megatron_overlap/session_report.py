@@ -44,6 +44,7 @@ class Report:
         numerics_check: the largest share of the allowed error in check mode, by operation and tensor.
         buffers: bytes of communication buffers by use, for each set of ranks.
         symmetric_memory: memory of fused kernels by group; None unless the config asks for fused kernels.
+        transports: what carries the messages of layers with sequence parallelism, by group; why, if not copy engines.
     """
 
     active: bool
@@ -59,6 +60,7 @@ class Report:
     numerics_check: Mapping[str, float] = field(default_factory=dict)
     buffers: tuple[tuple[str, Mapping[str, int]], ...] = ()
     symmetric_memory: tuple[SymmetricMemory, ...] | None = None
+    transports: Mapping[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON can hold it."""
@@ -87,6 +89,7 @@ class Report:
             "numerics_check": dict(self.numerics_check),
             "saved_activations": self.saved.as_dict(),
             "buffers": [{"ranks": ranks, "bytes": dict(sizes)} for ranks, sizes in self.buffers],
+            "transports": dict(self.transports),
             **({} if symmetric is None else {"symmetric_memory": [each._asdict() for each in symmetric]}),
             "totals": {
                 "overlapped": sum(tally.overlapped for tally in self.sites.values()),
@@ -112,6 +115,7 @@ class Report:
             parts.append(
                 f"numerics check: {len(self.numerics_check)} results, worst {name}: {share:.3g} of the allowed error"
             )
+        parts += [f"messages of {ranks}: {text}" for ranks, text in self.transports.items()]
         parts += self._symmetric_lines()
         parts += [f"not overlapped: {module}: {reason}" for module, reason in self.not_overlapped.items()]
         return Group(*parts)

@@ -37,6 +37,8 @@ class GlooTransport:
         TransportError: a rank did not connect within the deadline.
     """
 
+    link_rate = 0.0
+
     def __init__(
         self,
         group: dist.ProcessGroup,

@@ -29,6 +29,8 @@ class NcclTransport:
         TransportError: `register_buffers` is set, and this torch cannot register buffers.
     """
 
+    link_rate = 0.0
+
     def __init__(self, group: dist.ProcessGroup, options: TransportOptions = DEFAULT_OPTIONS) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)

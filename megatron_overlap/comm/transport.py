@@ -115,11 +115,15 @@ class Transport(Protocol):
     """Point-to-point messages between the ranks of one group.
 
     Every rank of the group begins the same operations in the same order.
+
+    Attributes:
+        link_rate: bytes per second of a copy between two ranks, if copy engines of GPUs move the messages; else 0.
     """
 
     rank: int
     size: int
     buffer_pool: BufferPool
+    link_rate: float
 
     @property
     def exposed_s(self) -> float:
@@ -141,6 +145,7 @@ class OrderedTransport:
     def __init__(self, inner: Transport) -> None:
         self._inner = inner
         self.rank, self.size, self.buffer_pool = inner.rank, inner.size, inner.buffer_pool
+        self.link_rate = inner.link_rate
 
     @property
     def exposed_s(self) -> float:

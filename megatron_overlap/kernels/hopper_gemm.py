@@ -6,7 +6,7 @@ fills slots as they become `empty`. It prefetches up to the length of the ring, 
 store a tile, the operands of the next tile load.
 
 Importing this module fails where `kernels.gluon_version.unsupported_reason()` is not empty. Training uses it
-only on a device where `kernels.hopper_self_test` passes. Not yet run on a GPU.
+only on a device where `kernels.hopper_self_test` passes. An H200 has run it.
 """
 
 import triton.language as tl

@@ -2,8 +2,7 @@
 
 python -m megatron_overlap.kernels.hopper_self_test 0     test device 0; print the failures; exit code 0 or 1
 
-A kernel that hangs or reads invalid memory would end the training process, so a child process runs the test. Not yet
-run on a GPU.
+A kernel that hangs or reads invalid memory would end the training process, so a child process runs the test.
 """
 
 import os

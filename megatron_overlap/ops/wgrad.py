@@ -11,11 +11,8 @@ import torch
 from megatron_overlap.comm import BufferPool
 from megatron_overlap.ops.call import WeightDone
 
-try:
-    # The extension of apex, where it is installed: a GEMM that adds a bf16 or fp16 product to an fp32 total.
-    from fused_weight_gradient_mlp_cuda import wgrad_gemm_accum_fp32 as _fused_wgrad  # type: ignore[import-not-found]
-except ImportError:
-    _fused_wgrad = None
+_ADDS_IN_PLACE = "dtype_out" in torch.ops.aten.addmm.overloads()
+"""Whether torch has a GEMM on CUDA that adds a bf16 or fp16 product to an fp32 total. It has since 2.8."""
 
 LateTensor = torch.Tensor | Callable[[], torch.Tensor]
 """A tensor, or a function that waits for it."""
@@ -272,8 +269,8 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, buffer_po
     if total.dtype == b.dtype:
         total.addmm_(a, b)
         return
-    if total.is_cuda and _fused_wgrad is not None and total.dtype == torch.float32 and b.is_contiguous():
-        _fused_wgrad(b, a.t().contiguous(), total)
+    if total.is_cuda and total.dtype == torch.float32 and _ADDS_IN_PLACE:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
         return
     # In blocks of rows, so that the product needs no buffer of the size of `total`.
     for start in range(0, total.shape[0], _PRODUCT_ROWS):

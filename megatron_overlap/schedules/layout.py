@@ -1,6 +1,7 @@
 """Division of the rows of a gathered activation into shards of ranks and chunks of shards."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
@@ -72,6 +73,7 @@ class ChunkLayout:
     num_ranks: int
     chunks_per_rank: int = 1
     small: Small | None = None
+    _rows: dict[Chunk, tuple[int, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _check_counts(self.num_rows, self.num_ranks, self.chunks_per_rank)
@@ -87,9 +89,22 @@ class ChunkLayout:
 
     def rows(self, chunk: Chunk) -> tuple[int, int]:
         """Return the start and stop row of `chunk` in the gathered activation."""
-        first, last = self.shard(chunk.owner)
-        start, stop = _cut_parts(last - first, self.chunks_per_rank, chunk.part, self.small)
-        return first + start, first + stop
+        found = self._rows.get(chunk)
+        if found is None:
+            first, last = self.shard(chunk.owner)
+            start, stop = _cut_parts(last - first, self.chunks_per_rank, chunk.part, self.small)
+            found = self._rows[chunk] = first + start, first + stop
+        return found
+
+    def runs(self, chunks: Iterable[Chunk]) -> list[tuple[int, int]]:
+        """Return the start and stop row of every contiguous run of `chunks`, which are in row order."""
+        runs: list[tuple[int, int]] = []
+        for start, stop in map(self.rows, chunks):
+            if runs and runs[-1][1] == start:
+                runs[-1] = runs[-1][0], stop
+            else:
+                runs.append((start, stop))
+        return runs
 
     def rows_in_shard(self, chunk: Chunk) -> tuple[int, int]:
         """Return the start and stop row of `chunk`, relative to the first row of its owner's shard."""

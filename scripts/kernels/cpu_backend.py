@@ -122,7 +122,7 @@ class CpuBackend:
         self._num_maps = 0
         self._queues: list[_ThreadQueue] = []
 
-    def map(self, num_bytes: int) -> list[torch.Tensor]:
+    def map(self, num_bytes: int, name: str = "") -> list[torch.Tensor]:
         self._num_maps += 1
         key = f"symmetric memory/{self._num_maps}"
         if self.rank == 0:
@@ -159,6 +159,9 @@ class CpuBackend:
     def queue(self) -> Queue:
         self._queues.append(_ThreadQueue())
         return self._queues[-1]
+
+    def copy_rate(self, to: torch.Tensor, source: torch.Tensor) -> float:
+        raise NotImplementedError("no copy engine")
 
     def unsupported_reason(self) -> str:
         return ""

@@ -34,7 +34,7 @@ TRANSPORTS: Mapping[str, Callable[[dist.ProcessGroup], Any]] = {
     "gloo": GlooTransport,
     "ordered": lambda group: OrderedTransport(GlooTransport(group)),
     "late": LateTransport,
-    "copies": lambda group: CopyTransport(CpuBackend(HostGroup(group)), ring_bytes=16384, heap_bytes=0),
+    "copies": lambda group: CopyTransport(CpuBackend(HostGroup(group)), ring_bytes=16384, symmetric=False),
     "corrupting no message": lambda group: CorruptTransport(group, every=0),
 }
 FAULTY: Mapping[str, Callable[[dist.ProcessGroup], Any]] = {

@@ -8,11 +8,11 @@ the torch operations of the computation. `explore` visits every state that the q
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 Bytes = tuple[int, int]
@@ -38,6 +38,18 @@ class Step:
     needs: tuple[Word, int] | None = None
     follows: tuple[str, int] | None = None
     action: Callable[[], object] | None = None
+
+
+class Steps(list[Step]):
+    """The steps of a queue; `calls` gets those of all queues of the rank, in the order of the calls."""
+
+    def __init__(self, calls: list[Step]) -> None:
+        super().__init__()
+        self._calls = calls
+
+    def append(self, step: Step) -> None:
+        super().append(step)
+        self._calls.append(step)
 
 
 @dataclass(frozen=True)
@@ -70,22 +82,38 @@ def span(tensor: torch.Tensor) -> Bytes:
 
 
 class RecordedBackend:
-    """`SymmetricBackend` of one rank. The arenas of all ranks are `arenas`, which the first rank allocates."""
+    """`SymmetricBackend` of one rank. The first rank allocates those of all ranks in `arenas`, by name and size."""
 
-    def __init__(self, rank: int, size: int, arenas: list[torch.Tensor]) -> None:
+    def __init__(
+        self, rank: int, size: int, arenas: dict[tuple[str, int], list[torch.Tensor]], device: str = "cpu"
+    ) -> None:
         self.rank, self.size, self.ranks, self._arenas = rank, size, range(size), arenas
-        self.device = torch.device("cpu")
-        self.queues = [RecordedQueue(f"rank {rank} computing")]
-        self.computing = self.queues[0]
+        self.device = torch.device(device)
+        self.calls: list[Step] = []
+        self.queues: list[RecordedQueue] = []
+        self.computing = self._queue("computing")
 
-    def map(self, num_bytes: int) -> list[torch.Tensor]:
-        if not self._arenas:
-            self._arenas.extend(torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(self.size))
-        return self._arenas
+    def _queue(self, name: str) -> RecordedQueue:
+        self.queues.append(RecordedQueue(f"rank {self.rank} {name}", Steps(self.calls)))
+        return self.queues[-1]
+
+    def one_hardware_queue(self) -> RecordedQueue:
+        """All steps of this rank in the order of the calls: what `CUDA_DEVICE_MAX_CONNECTIONS=1` permits."""
+        return RecordedQueue(f"rank {self.rank}", [replace(step, follows=None) for step in self.calls])
+
+    def map(self, num_bytes: int, name: str = "") -> list[torch.Tensor]:
+        found = self._arenas.get((name, num_bytes))
+        if found is None:
+            with _disable_current_modes():  # the allocation is no step of the computing queue
+                found = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(self.size)]
+            self._arenas[name, num_bytes] = found
+        return found
 
     def queue(self) -> RecordedQueue:
-        self.queues.append(RecordedQueue(f"rank {self.rank} copies {len(self.queues)}"))
-        return self.queues[-1]
+        return self._queue(f"copies {len(self.queues)}")
+
+    def copy_rate(self, to: torch.Tensor, source: torch.Tensor) -> float:
+        return 4e11
 
     def barrier(self) -> None:
         """Return: all ranks run in this process."""

@@ -68,7 +68,7 @@ class Work(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if name in ("mm", "addmm", "addmm_"):
-            a, b = args[-2:]
+            a, b = args[:2] if name == "mm" else args[1:3]
             seconds = self._gpu.gemm_s(a.shape[0], b.shape[1], a.shape[1])
             self._device.put("work", f"{name} {tuple(a.shape)} {tuple(b.shape)}", seconds=seconds, uses_sms=True)
         elif name in ("add", "add_", "copy_", "mul", "sum"):
@@ -128,8 +128,12 @@ class _Clock:
 
     def _step(self, rank: int) -> bool:
         """Start and end the operations of a rank that can; return whether any did."""
-        progress, blocked = False, set[str]()
+        progress, blocked, full = False, set[str](), set[bool]()
         for op in self._pending[rank]:
+            # The streams of copies have a hardware queue of their own: seen on an H200.
+            copies = op.stream.startswith("copies")
+            if copies in full:
+                continue
             if op.stream not in blocked and not op.started and self._can_start(op, rank):
                 op.started = progress = True
                 self._left[id(op)] = op.seconds
@@ -146,7 +150,7 @@ class _Clock:
             else:
                 blocked.add(op.stream)
             if self._connections == 1 and not op.started:
-                break
+                full.add(copies)
         self._pending[rank] = [op for op in self._pending[rank] if not op.done]
         return progress
 

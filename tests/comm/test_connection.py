@@ -55,8 +55,8 @@ def test_a_rank_program_ends_without_threads_of_gloo() -> None:
 def test_a_group_has_one_transport_for_each_channel(world: World) -> None:
     for seen in world.run(2, connection_workers.transports_have_one_owner):
         assert seen.pop("undeclared") == (
-            "channel: 'dta': not declared: use one of '', 'data', 'data sums', 'intra', 'rebalance', "
-            "'part a', 'part b', or add it to CHANNELS"
+            "channel: 'dta': not declared: use one of '', 'copies', 'data', 'data sums', 'intra', "
+            "'rebalance', 'part a', 'part b', or add it to CHANNELS"
         )
         assert seen.pop("options") == (20, "data")
         assert seen.pop("buffers") == {"ranks 0, 1": {}, "data of ranks 0, 1": {}}

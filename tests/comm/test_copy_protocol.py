@@ -13,7 +13,7 @@ from megatron_overlap.comm.symmetric.copies import CopyTransport
 from megatron_overlap.comm.transport import Transfer, TransportError
 from megatron_overlap.ops import LinearPlan, all_gather_linear, linear_all_reduce, linear_reduce_scatter
 from megatron_overlap.schedules.plan import Chunk, Message
-from tests.comm.copy_protocol import RecordedBackend, RecordedQueue, Recording, explore, ordered, play
+from tests.comm.copy_protocol import ProtocolError, RecordedBackend, RecordedQueue, Recording, explore, ordered, play
 
 
 @dataclass
@@ -21,6 +21,7 @@ class Recorded:
     """What all ranks enqueue, their results, and the results of the plain program."""
 
     queues: list[RecordedQueue]
+    hardware_queues: list[RecordedQueue]
     results: list[torch.Tensor]
     expected: list[torch.Tensor]
 
@@ -40,17 +41,18 @@ def record(
     ring_bytes: int = 1024,
     pattern: str = "direct",
     chunks: int = 1,
-    heap_bytes: int = 0,
+    symmetric: bool = False,
+    device: str = "cpu",
 ) -> Recorded:
     """Records operations on integers, one after another, with buffers of the pool and of earlier operations.
 
-    Without a heap all messages pass through rings.
+    Unless `symmetric`, all messages pass through rings.
 
     With 64 columns of 4 bytes a row fills the alignment of a piece, so the ring holds four rows.
     """
-    arenas: list[torch.Tensor] = []
-    backends = [RecordedBackend(rank, size, arenas) for rank in range(size)]
-    transports = [CopyTransport(backend, ring_bytes=ring_bytes, heap_bytes=heap_bytes) for backend in backends]
+    arenas: dict[tuple[str, int], list[torch.Tensor]] = {}
+    backends = [RecordedBackend(rank, size, arenas, device) for rank in range(size)]
+    transports = [CopyTransport(backend, ring_bytes=ring_bytes, symmetric=symmetric) for backend in backends]
     plan = LinearPlan(pattern=pattern, chunks_per_rank=chunks)
     x = torch.arange(rows * size * 64, dtype=torch.float32).remainder(7).view(-1, 64)
     weights = [torch.full((64, 64), rank + 1.0).tril() for rank in range(size)]
@@ -67,14 +69,14 @@ def record(
         for op in ops:
             plain = {"ag_gemm": x @ weights[rank].T, "gemm_ar": total, "gemm_rs": total[rank * rows :][:rows]}
             expected.append(plain[op])
-    return Recorded([queue for backend in backends for queue in backend.queues], found, expected)
+    return _recorded(backends, found, expected)
 
 
 def record_one_way(messages: int, num_bytes: int, *, ring_bytes: int) -> Recorded:
     """Records messages from rank 0 to rank 1 only: nothing but acknowledgements holds back the sender."""
-    arenas: list[torch.Tensor] = []
+    arenas: dict[tuple[str, int], list[torch.Tensor]] = {}
     backends = [RecordedBackend(rank, 2, arenas) for rank in range(2)]
-    transports = [CopyTransport(backend, ring_bytes=ring_bytes, heap_bytes=0) for backend in backends]
+    transports = [CopyTransport(backend, ring_bytes=ring_bytes, symmetric=False) for backend in backends]
     empty, chunk = torch.empty(0, dtype=torch.uint8), Chunk(0, 0)
     sent = [torch.full((num_bytes,), number % 251, dtype=torch.uint8) for number in range(messages)]
     received = [torch.zeros_like(content) for content in sent]
@@ -83,22 +85,26 @@ def record_one_way(messages: int, num_bytes: int, *, ring_bytes: int) -> Recorde
             pair = (sent[number], empty) if rank == 0 else (empty, received[number])
             message = Message(chunk, 1 - rank, chunk, 1 - rank)
             transport.begin([Transfer(message, *pair)], "one way").wait_all()
-    return Recorded([queue for backend in backends for queue in backend.queues], received, sent)
+    return _recorded(backends, received, sent)
+
+
+def _recorded(backends: list[RecordedBackend], results: list[torch.Tensor], expected: list[torch.Tensor]) -> Recorded:
+    queues = [queue for backend in backends for queue in backend.queues]
+    return Recorded(queues, [backend.one_hardware_queue() for backend in backends], results, expected)
 
 
 FOUR = ["ag_gemm", "gemm_rs", "ag_gemm", "gemm_rs"]
-HEAPS = [0, 1 << 16]
 
 
-@pytest.mark.parametrize("heap_bytes", HEAPS)
+@pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_every_state_of_two_ranks(chunks: int, heap_bytes: int) -> None:
-    recorded = record(2, FOUR, chunks=chunks, heap_bytes=heap_bytes)
+def test_every_state_of_two_ranks(chunks: int, symmetric: bool) -> None:
+    recorded = record(2, FOUR, chunks=chunks, symmetric=symmetric)
     assert explore(recorded.queues) > 1000
     ordered(recorded.queues)
 
 
-@pytest.mark.parametrize("heap_bytes", HEAPS)
+@pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize(
     ("size", "pattern", "rows", "ring_bytes"),
     [
@@ -110,12 +116,29 @@ def test_every_state_of_two_ranks(chunks: int, heap_bytes: int) -> None:
         (8, "direct", 2, 1024),
     ],
 )
-def test_every_order_of_more_ranks(size: int, pattern: str, rows: int, ring_bytes: int, heap_bytes: int) -> None:
-    ordered(record(size, FOUR, pattern=pattern, rows=rows, ring_bytes=ring_bytes, heap_bytes=heap_bytes).queues)
+def test_every_order_of_more_ranks(size: int, pattern: str, rows: int, ring_bytes: int, symmetric: bool) -> None:
+    ordered(record(size, FOUR, pattern=pattern, rows=rows, ring_bytes=ring_bytes, symmetric=symmetric).queues)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize(("size", "pattern"), [(2, "direct"), (3, "ring"), (4, "direct"), (8, "direct")])
+def test_one_hardware_queue_has_no_deadlock(size: int, pattern: str, symmetric: bool) -> None:
+    """All queues of a rank run as one, in the order of the calls; rings hold the messages of one operation."""
+    ops = [*FOUR, "gemm_ar", "ag_gemm", "gemm_ar"] if pattern == "direct" else FOUR
+    recorded = record(size, ops, pattern=pattern, ring_bytes=8192, symmetric=symmetric, device="cuda")
+    ordered(recorded.hardware_queues)
+
+
+def test_a_ring_that_is_too_small_for_one_hardware_queue() -> None:
+    """Both ranks would wait for an acknowledgement that the other has enqueued behind the same wait."""
+    with pytest.raises(ProtocolError, match="deadlock"):
+        ordered(record(2, ["gemm_ar"], rows=8, ring_bytes=1024).hardware_queues)
+    with pytest.raises(TransportError, match="an earlier one is not yet received"):
+        record(2, ["gemm_ar"], rows=8, ring_bytes=1024, device="cuda")
 
 
 def test_a_message_between_symmetric_buffers_is_one_copy() -> None:
-    recorded = record(3, ["ag_gemm", "gemm_rs"], heap_bytes=1 << 16)
+    recorded = record(3, ["ag_gemm", "gemm_rs"], symmetric=True)
     copies = [sum(bool(step.writes) for step in queue.steps) for queue in recorded.queues if "copies" in queue.name]
     sending, receiving = 2 * 2, 0
     assert copies == [sending, receiving] * 3
@@ -126,11 +149,11 @@ def test_every_order_of_all_reduces(size: int) -> None:
     ordered(record(size, ["gemm_ar", "ag_gemm", "gemm_ar", "gemm_ar"], rows=1).queues)
 
 
-@pytest.mark.parametrize("heap_bytes", HEAPS)
+@pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("size", [2, 3])
-def test_results_in_a_random_order(size: int, seed: int, heap_bytes: int) -> None:
-    recorded = record(size, [*FOUR, "gemm_ar"], rows=1, heap_bytes=heap_bytes)
+def test_results_in_a_random_order(size: int, seed: int, symmetric: bool) -> None:
+    recorded = record(size, [*FOUR, "gemm_ar"], rows=1, symmetric=symmetric)
     for result in recorded.results:
         result.fill_(float("nan"))
     play(recorded.queues, random.Random(seed).randrange)
@@ -155,7 +178,7 @@ def test_the_sender_waits_for_bytes_and_flags_in_use(messages: int, num_bytes: i
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_a_flag_in_use_is_not_set_again(symmetric: bool) -> None:
     """Message 257 has the flag of message 1, which is not ready: its receiver would read too early."""
-    transport = CopyTransport(RecordedBackend(0, 2, []), ring_bytes=1 << 20, heap_bytes=4096)
+    transport = CopyTransport(RecordedBackend(0, 2, {}), ring_bytes=1 << 20, symmetric=True)
     empty, chunk, content = torch.empty(0, dtype=torch.uint8), Chunk(0, 0), torch.zeros(256, dtype=torch.uint8)
     lands = transport.buffer_pool.take("received", (256,), content, symmetric=True) if symmetric else None
     transport.begin([Transfer(Message(chunk, 1, chunk, 1, after_work=1), content, empty, lands=lands)], "not ready")
@@ -167,7 +190,7 @@ def test_a_flag_in_use_is_not_set_again(symmetric: bool) -> None:
 
 
 def test_a_piece_ends_inside_the_ring() -> None:
-    ring = CopyTransport(RecordedBackend(0, 2, []), ring_bytes=2048, heap_bytes=0).sent[1]
+    ring = CopyTransport(RecordedBackend(0, 2, {}), ring_bytes=2048, symmetric=False).sent[1]
     pieces = [piece for _ in range(9) for piece in ring.pieces([torch.zeros(700, dtype=torch.uint8)])]
     assert [piece.place for piece in pieces[:4]] == [0, 768, 0, 768]
     assert all(piece.place + piece.content.numel() <= 2048 for piece in pieces)

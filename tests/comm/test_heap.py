@@ -1,4 +1,4 @@
-"""Symmetric buffers lie at the same offset on all ranks, or nowhere in the heap."""
+"""Symmetric buffers have the same place on all ranks, in arenas that grow."""
 
 from __future__ import annotations
 
@@ -7,28 +7,34 @@ import torch
 
 from megatron_overlap.comm.symmetric.heap import HeapPool
 from megatron_overlap.comm.transport import TransportError
+from tests.comm.copy_protocol import RecordedBackend
 
 
-def pool(num_bytes: int = 4096) -> HeapPool:
-    return HeapPool(torch.zeros(num_bytes, dtype=torch.uint8), lambda text: [text, text])
+def pool() -> HeapPool:
+    return HeapPool(RecordedBackend(0, 2, {}))
 
 
-def test_a_name_keeps_its_place_until_it_grows() -> None:
+def test_a_name_keeps_its_memory_until_it_grows() -> None:
     buffers, like = pool(), torch.zeros(1)
     first = buffers.take("gather", (100,), like, symmetric=True)
     other = buffers.take("received", (10,), like, symmetric=True)
-    assert buffers.take("gather", (10, 5), like, symmetric=True).data_ptr() == first.data_ptr()
+    assert buffers.take("gather", (10, 5), like, symmetric=True).data_ptr() == first.data_ptr() != other.data_ptr()
     grown = buffers.take("gather", (200,), like, symmetric=True)
-    assert [tensor.storage_offset() for tensor in (first, other, grown)] == [0, 128, 192]
-    assert all(map(buffers.holds, (first, other, grown)))
+    assert grown.data_ptr() != first.data_ptr()
+    assert buffers.sizes() == {"gather": 800, "received": 40}
 
 
-def test_a_buffer_that_does_not_fit_or_is_not_symmetric_is_ordinary_memory() -> None:
+def test_the_place_at_a_peer() -> None:
     buffers, like = pool(), torch.zeros(1)
-    assert not buffers.holds(buffers.take("gather", (100,), like))
-    assert not buffers.holds(buffers.take("gather", (1025,), like, symmetric=True))
-    buffers.take("gather", (600,), like, symmetric=True)
-    assert not buffers.holds(buffers.take("received", (600,), like, symmetric=True))
+    buffer = buffers.take("gather", (10, 4), like, symmetric=True)
+    own, far = buffers.at(0, buffer[2:4]), buffers.at(1, buffer[2:4])
+    assert own is not None
+    assert far is not None
+    assert own.data_ptr() == buffer[2].data_ptr()
+    assert own.numel() == far.numel() == 32
+    assert own.untyped_storage().data_ptr() != far.untyped_storage().data_ptr()
+    assert far.storage_offset() == 32
+    assert buffers.at(1, buffers.take("other", (10,), like)) is None
 
 
 def test_a_new_buffer_forgets_the_content_of_its_name() -> None:
@@ -39,7 +45,8 @@ def test_a_new_buffer_forgets_the_content_of_its_name() -> None:
     assert buffers.recall("gather", like) is None
 
 
-def test_ranks_that_take_different_buffers() -> None:
-    buffers = HeapPool(torch.zeros(4096, dtype=torch.uint8), lambda text: [text, "gather: 4 bytes at 0"])
-    with pytest.raises(TransportError, match="gather: 12 bytes at 0; gather: 4 bytes at 0"):
-        buffers.take("gather", (3,), torch.zeros(1), symmetric=True)
+def test_ranks_that_take_different_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = RecordedBackend(0, 2, {})
+    monkeypatch.setattr(backend, "all_gather_text", lambda text: [text, "gather: 4 bytes"])
+    with pytest.raises(TransportError, match="gather: 12 bytes; gather: 4 bytes"):
+        HeapPool(backend).take("gather", (3,), torch.zeros(1), symmetric=True)

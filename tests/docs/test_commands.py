@@ -33,8 +33,8 @@ ELSEWHERE = {
         "tests/patching/test_command.py::test_survey_prints_the_entries_of_the_manifests"
     ),
     "python scripts/rehearse_all.py": ".ci/run: scripts/rehearse_all.py",
-    "python scripts/bench/fused_one_gpu.py --dry-run": (
-        "tests/scripts/test_fused_one_gpu.py::test_every_part_runs_in_the_interpreter"
+    "python scripts/gpu/first_contact.py --dry-run": (
+        "tests/scripts/test_first_contact.py::test_every_part_runs_in_the_interpreter"
     ),
     "python scripts/pages/screenshot.py": "tests/scripts/test_screenshot.py::test_the_picture_ends_where_the_page_ends",
     "torchrun --nproc-per-node 2 scripts/bench/fused.py --check-only --interpret": (
@@ -42,7 +42,7 @@ ELSEWHERE = {
     ),
 }
 NEEDS_GPUS = re.compile(
-    r"torchrun --nproc-per-node 8 |megatron-overlap compare gpu/|sbatch |python scripts/bench/fused_one_gpu\.py --json"
+    r"torchrun --nproc-per-node 8 |megatron-overlap compare gpu/|sbatch |python scripts/gpu/first_contact\.py --json"
 )
 CHEAP = [
     pytest.param(command, id=f"{page}: {command}")

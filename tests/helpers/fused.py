@@ -18,8 +18,8 @@ from tests.helpers.late import LateTransport
 class PoisonedBackend(CpuBackend):
     """Fills new memory with NaN of every dtype: a read of unwritten memory changes the result."""
 
-    def map(self, num_bytes: int) -> list[torch.Tensor]:
-        arenas = super().map(num_bytes)
+    def map(self, num_bytes: int, name: str = "") -> list[torch.Tensor]:
+        arenas = super().map(num_bytes, name)
         arenas[self.rank].fill_(255)
         return arenas
 

@@ -15,6 +15,8 @@ from megatron.core import parallel_state
 from megatron_overlap.adapters.wrapping import Method
 from megatron_overlap.comm import Transport, TransportOptions
 from megatron_overlap.comm.host_group import store_beside
+from megatron_overlap.comm.symmetric.cuda import open_copies
+from megatron_overlap.comm.transport import TransportError
 from megatron_overlap.config.errors import Problem
 from megatron_overlap.diagnostics.consistency import compare
 from megatron_overlap.diagnostics.flight_recorder import FlightRecorder
@@ -168,6 +170,29 @@ def open_transport(session: Session, group: dist.ProcessGroup, channel: str = ""
             register_buffers=config.register_buffers,
         )
         transport = session.transports.open(group, options)
+    return transport
+
+
+def open_copies_transport(session: Session, group: dist.ProcessGroup) -> Transport | str:
+    """Return the transport of copy engines of a group of GPUs for a session, or why there is none. Collective."""
+    chosen = session.config.tensor.transport
+    if chosen == "nccl":
+        return "overlap.tensor.transport is nccl"
+    check = session.find(ConsistencyCheck)
+    if check is not None:
+        check.check_group(group)
+    transport: Transport | str
+    if session.trace is not None:
+        transport = "a trace measures the messages of NCCL"
+    elif session.config.tensor.recompute_gather == "never":
+        transport = "overlap.tensor.recompute_gather is never: the gathered rows are saved outside symmetric memory"
+    else:
+        transport = open_copies(group)
+    if isinstance(transport, str):
+        if chosen == "copies":
+            raise TransportError(f"overlap.tensor.transport: copies: {transport}; use auto")
+        return transport
+    session.transports.insert(group, transport, "copies")
     return transport
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.adapters.diagnostics.consistency import open_transport
+from megatron_overlap.adapters.diagnostics.consistency import open_copies_transport, open_transport
 from megatron_overlap.adapters.diagnostics.reference_check import Check
 from megatron_overlap.adapters.tensor_parallel.autotune import LinearAutotuner
 from megatron_overlap.adapters.tensor_parallel.call import (
@@ -77,6 +77,7 @@ class LinearAdapter(Adapter):
         self.layer_handoff = LayerHandoff()
         self.check = session.adapter(Check)
         self._transports: dict[dist.ProcessGroup, Transport] = {}
+        self._row_transports: dict[dist.ProcessGroup, Transport] = {}
         self._hooks: dict[tuple[str, str, torch.Size, bool], LinearHooks] = {}
         self._fused_transports = FusedTransports(session, self.transport)
         self._stock, self._p2p = StockBackend(), P2PBackend(self, self.plan)
@@ -116,6 +117,20 @@ class LinearAdapter(Adapter):
         if transport is None:
             transport = self._transports[group] = open_transport(self._session, group)
         return transport
+
+    def row_transport(self, group: dist.ProcessGroup) -> Transport:
+        """The transport of layers with sequence parallelism: copy engines, or as `transport`."""
+        transport = self._row_transports.get(group)
+        if transport is None:
+            transport = self.transport(group) if dist.get_backend(group) != "nccl" else self._open_row_transport(group)
+            self._row_transports[group] = transport
+        return transport
+
+    def _open_row_transport(self, group: dist.ProcessGroup) -> Transport:
+        found = open_copies_transport(self._session, group)
+        ranks = "ranks " + ", ".join(map(str, dist.get_process_group_ranks(group)))
+        self._counters.transports[ranks] = f"NCCL: {found}" if isinstance(found, str) else "copy engines"
+        return self.transport(group) if isinstance(found, str) else found
 
     def part_transports(self, group: dist.ProcessGroup) -> tuple[Transport, Transport]:
         """The transports of the parts of a split micro-batch, as `transport`."""
@@ -261,9 +276,10 @@ class P2PBackend:
         return call.result(self.output(call))
 
     def output(self, call: LinearCall, *, checked: bool = False) -> torch.Tensor:
-        target, hooks = call.wgrad_target, call.hooks
+        adapter, target, hooks = self._adapter, call.wgrad_target, call.hooks
+        rows = call.op in ("ag_gemm", "gemm_rs")
         options: dict[str, Any] = {
-            "group": self._adapter.transport(call.group),
+            "group": adapter.row_transport(call.group) if rows else adapter.transport(call.group),
             "plan": self._plan,
             "observer": hooks.overlapped,
         }

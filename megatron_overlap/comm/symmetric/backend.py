@@ -55,10 +55,10 @@ class SymmetricBackend(Protocol):
     num_sms: int
     max_polls: int
 
-    def map(self, num_bytes: int) -> list[torch.Tensor]:
+    def map(self, num_bytes: int, name: str = "") -> list[torch.Tensor]:
         """Allocate an arena of `num_bytes` on every rank and return the arenas of all ranks, uint8. Collective.
 
-        The content is undefined. Earlier arenas become invalid.
+        The content is undefined. Earlier arenas of the same name become invalid: no rank may use them any more.
         """
 
     def barrier(self) -> None:
@@ -75,6 +75,9 @@ class SymmetricBackend(Protocol):
 
     def queue(self) -> Queue:
         """Return a further queue of copies."""
+
+    def copy_rate(self, to: torch.Tensor, source: torch.Tensor) -> float:
+        """Return the bytes per second of a copy by a copy engine; `to` is memory of a peer. Blocks the host."""
 
     def unsupported_reason(self) -> str:
         """Return why an operation cannot start now; empty if it can."""

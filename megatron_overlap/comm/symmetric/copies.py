@@ -1,8 +1,8 @@
 """Point-to-point messages as copies through symmetric memory: no kernel moves bytes, and no kernel waits.
 
-Each rank has one arena:
+Each rank has one arena, beside those of its symmetric buffers (`heap`):
 
-    ring of source 0 | ring of source 1 | ... | flags [R, 256] | acknowledgements [R, 256] | ready words [R] | heap
+    ring of source 0 | ring of source 1 | ... | flags [R, 256] | acknowledgements [R, 256] | ready words [R]
 
 A message travels in pieces, which the pair of sender and receiver numbers 1, 2, ... in the order of operations and
 messages. The sender copies a piece and writes its number to flag `piece % 256` of the receiver.
@@ -15,7 +15,11 @@ messages. The sender copies a piece and writes its number to flag `piece % 256` 
   and acknowledges it; its computing queue waits for that copy.
 
 A rank has one queue of sends and one of receives beside its computing queue. Sends run in the order of the plan, so
-each uses the whole link. A queue waits for a word in memory without a kernel (`backend.Queue`). Not yet run on a GPU.
+each uses the whole link. A queue waits for a word in memory without a kernel (`backend.Queue`).
+
+A device may run several queues in one hardware queue, in the order of their calls. Every wait is for a step that a peer
+enqueues at an earlier point of the program, so this order has no deadlock. On a device a message therefore never waits
+for the acknowledgement of a message that this rank has not yet received from its side: the ring must hold both.
 """
 
 from collections import Counter, deque
@@ -25,33 +29,38 @@ from itertools import takewhile
 
 import torch
 
+from megatron_overlap.comm.buffers import BufferPool
 from megatron_overlap.comm.symmetric.backend import SymmetricBackend
 from megatron_overlap.comm.symmetric.heap import HeapPool
 from megatron_overlap.comm.transport import Transfer, TransportError
 
+NVLINK_RATE, PCIE_RATE = 3.3e11, 4.7e10
+"""Bytes per second of messages of some MB over NVLink 4 and PCIe 5, both directions at once, measured on an H200."""
+_SLOWEST_NVLINK = 1e11
+_PROBE_BYTES = 32 * 1024 * 1024
 _ALIGNMENT = 256
 _NUM_WORDS = 256
 RING_BYTES = 64 * 1024 * 1024
-"""Bytes of the ring of one pair. Messages in flight share it; those that do not fit wait for earlier ones."""
-HEAP_BYTES = 512 * 1024 * 1024
-"""Bytes of the symmetric buffers of a rank. A buffer that does not fit is ordinary memory."""
+"""Bytes of all rings of a rank. Messages in flight share a ring; those that do not fit wait for earlier ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of one tensor in the arena of its receiver.
+    """A part of one message.
 
     Attributes:
         number: of this pair, from 1.
         begin: first byte, counted over all laps of the ring; None for a message between symmetric buffers.
-        place: offset in the arena.
+        place: offset in the arena of the receiver, for a piece in the ring.
         content: the bytes of the tensor.
+        lands: the bytes of the receiver, for a message between symmetric buffers.
     """
 
     number: int
     begin: int | None
     place: int
     content: torch.Tensor
+    lands: torch.Tensor | None = None
 
 
 class _Ring:
@@ -63,6 +72,8 @@ class _Ring:
         # Number and first byte of pieces in the order of their numbers, and the numbers of those that are not enqueued.
         self._in_use: deque[tuple[int, int]] = deque()
         self.not_sent: set[int] = set()
+        # Numbers of pieces of messages for which no `wait` has been called on this rank, nor on the peer.
+        self.not_received: set[int] = set()
 
     def pieces(self, tensors: Sequence[torch.Tensor]) -> list[Piece]:
         """Return the next pieces: those of `tensors`."""
@@ -77,15 +88,16 @@ class _Ring:
                 self._position += -(-content.numel() // _ALIGNMENT) * _ALIGNMENT
         return pieces
 
-    def direct(self, tensor: torch.Tensor, place: int) -> Piece:
-        """Return the next piece: all of `tensor`, which lands at `place` of the arena."""
+    def direct(self, tensor: torch.Tensor, lands: torch.Tensor | None = None) -> Piece:
+        """Return the next piece: all of `tensor`, which lands in the bytes `lands` of the receiver."""
         self._number += 1
-        return Piece(self._number, None, place, tensor.view(-1).view(torch.uint8))
+        return Piece(self._number, None, 0, tensor.view(-1).view(torch.uint8), lands)
 
     def will_send(self, pieces: Sequence[Piece]) -> None:
         """Record pieces to send."""
         self._in_use.extend((piece.number, piece.begin) for piece in pieces if piece.begin is not None)
         self.not_sent.update(piece.number for piece in pieces)
+        self.not_received.update(piece.number for piece in pieces)
 
     def replaced(self, piece: Piece) -> Iterator[int]:
         """Yield and forget the numbers of earlier pieces in the ring whose bytes or acknowledgement `piece` takes."""
@@ -101,25 +113,26 @@ class CopyTransport:
 
     Args:
         backend: symmetric memory of the ranks; the transport closes it.
-        ring_bytes: bytes of the ring of one pair; the same on every rank.
-        heap_bytes: bytes of symmetric buffers; the same on every rank.
+        ring_bytes: bytes of the ring of one pair; the same on every rank. None divides `RING_BYTES` by the ranks.
+        symmetric: messages between symmetric buffers do not pass through rings; the same on every rank.
 
     Raises:
         ValueError: `ring_bytes` is below 512.
     """
 
-    def __init__(
-        self, backend: SymmetricBackend, *, ring_bytes: int = RING_BYTES, heap_bytes: int = HEAP_BYTES
-    ) -> None:
+    def __init__(self, backend: SymmetricBackend, *, ring_bytes: int | None = None, symmetric: bool = True) -> None:
+        ring_bytes = RING_BYTES // backend.size if ring_bytes is None else ring_bytes
         if ring_bytes < 2 * _ALIGNMENT:
             raise ValueError(f"ring_bytes: {ring_bytes}: must be at least {2 * _ALIGNMENT}")
         self.backend, self.rank, self.size = backend, backend.rank, backend.size
         self.exposed_s = 0.0
+        self._on_device = backend.device.type == "cuda"
         self._ring_bytes = ring_bytes = ring_bytes // _ALIGNMENT * _ALIGNMENT
         words = 4 * self.size * (2 * _NUM_WORDS + 1)
-        begin, heap = self.size * ring_bytes, self.size * ring_bytes + -(-words // _ALIGNMENT) * _ALIGNMENT
-        self._arenas = backend.map(heap + heap_bytes)
-        self.buffer_pool = HeapPool(self._arenas[self.rank][heap:], backend.all_gather_text)
+        begin = self.size * ring_bytes
+        self._arenas = backend.map(begin + words)
+        self._heap = HeapPool(backend) if symmetric else None
+        self.buffer_pool = self._heap or BufferPool()
         # Flags, then acknowledgements, then ready words.
         self._words = [arena[begin : begin + words].view(torch.int32) for arena in self._arenas]
         self._words[self.rank].zero_()
@@ -130,7 +143,20 @@ class CopyTransport:
         self.sending, self.receiving = backend.queue(), backend.queue()
         # Operations that have messages to send, in order.
         self.works: list[CopyP2PWork] = []
+        self.link_rate = self._rounded_link_rate() if self._on_device and self.size > 1 else 0.0
         backend.barrier()
+
+    def _rounded_link_rate(self) -> float:
+        """The rate of the slowest link, as that of its kind: plans must not depend on the noise of a measurement."""
+        backend, num_bytes = self.backend, min(_PROBE_BYTES, self._ring_bytes)
+        peer = (self.rank + 1) % self.size
+        place = self.rank * self._ring_bytes
+        backend.barrier()
+        rate = backend.copy_rate(
+            self._arenas[peer][place : place + num_bytes], self._arenas[self.rank][place : place + num_bytes]
+        )
+        slowest = min(map(float, backend.all_gather_text(repr(rate))))
+        return NVLINK_RATE if slowest > _SLOWEST_NVLINK else PCIE_RATE
 
     def begin(self, transfers: Sequence[Transfer], op: str) -> "CopyP2PWork":
         self.works = [work for work in self.works if work.has_more_to_send]
@@ -139,12 +165,11 @@ class CopyTransport:
         work.mark_ready(0)
         return work
 
-    def place(self, transfer: Transfer) -> int | None:
-        """The offset at which `transfer.send` lands in the arena of the receiver; None for a message by the ring."""
-        lands = transfer.lands
-        if lands is None or transfer.extra_send or transfer.extra_recv or not self.buffer_pool.holds(lands):
+    def lands(self, transfer: Transfer) -> torch.Tensor | None:
+        """The bytes of the receiver at which `transfer.send` lands; None for a message by the ring."""
+        if self._heap is None or transfer.lands is None or transfer.extra_send or transfer.extra_recv:
             return None
-        return int(lands.storage_offset()) * lands.itemsize
+        return self._heap.at(transfer.message.to, transfer.lands)
 
     def write_ready(self, sources: Sequence[int], free: object) -> None:
         """Enqueue the ready words of `sources`: receive buffers are free at the mark `free` of the computing queue."""
@@ -165,9 +190,12 @@ class CopyTransport:
         self._require_sent(piece.number - _NUM_WORDS, sender, peer)  # it sets the same flag
         for earlier in ring.replaced(piece):
             self._require_sent(earlier, sender, peer)
+            if self._on_device and earlier in ring.not_received:
+                raise TransportError(self._too_small(peer, "an earlier one is not yet received"))
             queue.wait(self._words[self.rank], acknowledgements + earlier % _NUM_WORDS, earlier)
         ring.not_sent.discard(piece.number)
-        queue.copy(self._arenas[peer][piece.place : piece.place + piece.content.numel()], piece.content)
+        place = slice(piece.place, piece.place + piece.content.numel())
+        queue.copy(self._arenas[peer][place] if piece.lands is None else piece.lands, piece.content)
         queue.write(self._words[peer], self.rank * _NUM_WORDS + piece.number % _NUM_WORDS, piece.number)
 
     def _require_sent(self, number: int, sender: "CopyP2PWork", peer: int) -> None:
@@ -176,10 +204,13 @@ class CopyTransport:
             for work in takewhile(lambda work: work is not sender, self.works):
                 work.send_ready()
         if number in ring.not_sent:
-            raise TransportError(
-                f"the ring to rank {self.backend.ranks[peer]} has {self._ring_bytes} bytes, too few for the "
-                "messages in flight: an earlier one is not ready; use a larger ring_bytes"
-            )
+            raise TransportError(self._too_small(peer, "an earlier one is not ready"))
+
+    def _too_small(self, peer: int, reason: str) -> str:
+        return (
+            f"the ring to rank {self.backend.ranks[peer]} has {self._ring_bytes} bytes, too few for the "
+            f"messages in flight: {reason}; use a larger ring_bytes"
+        )
 
     def receive(self, peer: int, pieces: Sequence[Piece], free: object) -> None:
         """Order the computing queue after the pieces of a message of `peer` whose tensor is free at the mark `free`."""
@@ -215,15 +246,15 @@ class CopyP2PWork:
         self._ready: dict[int, int] = {}
         for transfer in transfers:
             sent, received = transport.sent[transfer.message.to], transport.received[transfer.message.source]
-            place = transport.place(transfer)
+            lands = transport.lands(transfer)
             to_send = (transfer.send, *transfer.extra_send) if transfer.send.numel() else ()
             to_receive = (transfer.recv, *transfer.extra_recv) if transfer.recv.numel() else ()
-            if place is None:
+            if lands is None:
                 self._pieces_to_send.append(sent.pieces(to_send))
                 self._pieces_to_receive.append(received.pieces(to_receive))
             else:
-                self._pieces_to_send.append([sent.direct(tensor, place) for tensor in to_send])
-                self._pieces_to_receive.append([received.direct(tensor, 0) for tensor in to_receive])
+                self._pieces_to_send.append([sent.direct(tensor, lands) for tensor in to_send])
+                self._pieces_to_receive.append([received.direct(tensor) for tensor in to_receive])
                 self._sources.update(dict.fromkeys([transfer.message.source] * len(to_receive)))
                 self._ready.update(dict.fromkeys([transfer.message.to] * len(to_send), 0))
             sent.will_send(self._pieces_to_send[-1])
@@ -231,8 +262,6 @@ class CopyP2PWork:
             transport.ready_to_send[peer] += 1
             self._ready[peer] = transport.ready_to_send[peer]
         self._num_sent = 0
-        # On the host no hardware queue is shared with the computation.
-        self._placed = transport.backend.device.type == "cuda"
         self._received = [False] * len(transfers)
         # Positions of the computing queue, by the work done there; the last one follows received rows.
         self._marks: list[tuple[int, object]] = []
@@ -267,7 +296,7 @@ class CopyP2PWork:
         for transfer in self._transfers[self._num_sent :]:
             message = transfer.message
             forwarded = message.after_message
-            if (self._placed and message.not_before > enqueued) or message.after_work > done:
+            if (self._transport.link_rate and message.not_before > enqueued) or message.after_work > done:
                 return
             if forwarded is not None and not self._received[forwarded]:
                 return
@@ -309,6 +338,8 @@ class CopyP2PWork:
                 f"{ranks[source]}: {error}",
                 peer=ranks[source],
             ) from error
+        ring = transport.sent[self._transfers[message].message.to]
+        ring.not_received.difference_update(piece.number for piece in self._pieces_to_send[message])
         self._send_placed(self._work_done, self._work_done)
         if message == len(self._transfers) - 1 and not self.has_more_to_send:
             # Not in `wait_all`: with one hardware queue it would delay other messages behind the work since then.

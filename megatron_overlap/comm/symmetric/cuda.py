@@ -1,6 +1,6 @@
 """Symmetric memory of the GPUs of one host: torch's SymmetricMemory, copy engines, and stream memory operations.
 
-It requires torch only: no NVSHMEM and no MPI. Not yet run on a GPU.
+It requires torch only: no NVSHMEM and no MPI. Processes that share one GPU have run it, several GPUs not yet.
 """
 
 import ctypes
@@ -8,6 +8,7 @@ import socket
 import threading
 import uuid
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from megatron_overlap.comm.host_group import HostGroup, store_beside
 from megatron_overlap.comm.symmetric.backend import Queue
+from megatron_overlap.comm.symmetric.copies import CopyTransport
 from megatron_overlap.comm.transport import TransportError
 from megatron_overlap.diagnostics.consistency import first_unsupported_reason
 from megatron_overlap.schedules.hierarchical import Nodes
@@ -102,35 +104,45 @@ def _trial(host_group: HostGroup, device: int) -> str:
     return "" if got == list(range(1, backend.size + 1)) else f"the writes of the peers did not arrive: {got}"
 
 
-class _StreamQueue:
-    """A queue on a stream. `None` selects the current stream at each call."""
+@lru_cache
+def _driver_functions() -> tuple[Callable[..., int], ...]:
+    """The calls of the driver that copy, write a word, and wait for a word on a stream, without a kernel."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    copy, write, wait = driver.cuMemcpyAsync, driver.cuStreamWriteValue32_v2, driver.cuStreamWaitValue32_v2
+    copy.argtypes = ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
+    write.argtypes = wait.argtypes = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint
+    return copy, write, wait
+
+
+class StreamQueue:
+    """A queue on a stream. `None` selects the current stream at each call.
+
+    The caller orders the computing stream after all copies from a tensor before it frees the tensor.
+    """
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
-        self._stream = stream
-        # The driver call that torch lacks: a stream waits for a word in memory without a kernel.
-        self._wait_value = ctypes.CDLL("libcuda.so.1").cuStreamWaitValue32_v2
+        self._stream, self._handle = stream, None if stream is None else stream.cuda_stream
+        self._copy, self._write, self._wait = _driver_functions()
 
     @property
     def stream(self) -> torch.cuda.Stream:
         return self._stream or torch.cuda.current_stream()
 
+    def _raw_stream(self) -> int:
+        return torch.cuda.current_stream().cuda_stream if self._handle is None else self._handle
+
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        with torch.cuda.stream(self.stream):
-            to.copy_(source, non_blocking=True)
-        source.record_stream(self.stream)
+        _check("cuMemcpyAsync", self._copy(to.data_ptr(), source.data_ptr(), source.nbytes, self._raw_stream()))
 
     def write(self, words: torch.Tensor, index: int, value: int) -> None:
-        from torch.distributed import _symmetric_memory as symmetric
-
-        with torch.cuda.stream(self.stream):
-            # torch accepts unsigned words only.
-            symmetric._SymmetricMemory.stream_write_value32(words.view(torch.uint32), index, value)
+        # Flags 0: the write follows all earlier work of the stream, also for readers on other devices.
+        status = self._write(self._raw_stream(), words.data_ptr() + 4 * index, value, 0)
+        _check("cuStreamWriteValue32", status)
 
     def wait(self, words: torch.Tensor, index: int, value: int) -> None:
-        stream, address = ctypes.c_void_p(self.stream.cuda_stream), ctypes.c_uint64(words.data_ptr() + 4 * index)
-        status = self._wait_value(stream, address, ctypes.c_uint32(value), ctypes.c_uint(0))
-        if status:
-            raise TransportError(f"cuStreamWaitValue32: CUDA driver error {status}")
+        # Flags 0: until the word is at least the value.
+        status = self._wait(self._raw_stream(), words.data_ptr() + 4 * index, value, 0)
+        _check("cuStreamWaitValue32", status)
 
     def mark(self) -> object:
         return self.stream.record_event()
@@ -138,6 +150,11 @@ class _StreamQueue:
     def after(self, mark: object) -> None:
         assert isinstance(mark, torch.cuda.Event)
         self.stream.wait_event(mark)
+
+
+def _check(function: str, status: int) -> None:
+    if status:
+        raise TransportError(f"{function}: CUDA driver error {status}")
 
 
 def _register_group(host_group: HostGroup) -> tuple[str, dist.ProcessGroup]:
@@ -178,17 +195,19 @@ class CudaBackend:
         if host_group.group is None:
             self._name, self._registered = _register_group(host_group)
         self._copies = torch.cuda.Stream(self.device, priority=-1)
-        self.computing: Queue = _StreamQueue(None)
-        self.copying: Queue = _StreamQueue(self._copies)
-        self._arena: torch.Tensor | None = None
-        self._handle: object | None = None
+        self.computing: Queue = StreamQueue(None)
+        self.copying: Queue = StreamQueue(self._copies)
+        # Arenas by name, with the handles that keep the memory of the peers mapped.
+        self._arenas: dict[str, tuple[torch.Tensor, object]] = {}
 
-    def map(self, num_bytes: int) -> list[torch.Tensor]:
+    def map(self, num_bytes: int, name: str = "") -> list[torch.Tensor]:
         from torch.distributed import _symmetric_memory as symmetric
 
-        self.close()
-        self._arena = symmetric.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        handle = self._handle = symmetric.rendezvous(self._arena, self._name)
+        if self._arenas.pop(name, None) is not None:
+            torch.cuda.synchronize(self.device)
+        arena = symmetric.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        handle = symmetric.rendezvous(arena, self._name)
+        self._arenas[name] = arena, handle
         return [handle.get_buffer(peer, (num_bytes,), torch.uint8) for peer in range(self.size)]
 
     def barrier(self) -> None:
@@ -206,7 +225,17 @@ class CudaBackend:
         torch.cuda.current_stream().wait_stream(self._copies)
 
     def queue(self) -> Queue:
-        return _StreamQueue(torch.cuda.Stream(self.device, priority=-1))
+        return StreamQueue(torch.cuda.Stream(self.device, priority=-1))
+
+    def copy_rate(self, to: torch.Tensor, source: torch.Tensor) -> float:
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        with torch.cuda.stream(self._copies):
+            self.copying.copy(to, source)
+            start.record()
+            self.copying.copy(to, source)
+            stop.record()
+        stop.synchronize()
+        return source.nbytes / max(start.elapsed_time(stop), 1e-3) * 1e3
 
     def unsupported_reason(self) -> str:
         if torch.cuda.is_current_stream_capturing():
@@ -214,6 +243,19 @@ class CudaBackend:
         return ""
 
     def close(self) -> None:
-        if self._arena is not None:
+        if self._arenas:
             torch.cuda.synchronize(self.device)
-            self._arena = self._handle = None
+            self._arenas.clear()
+
+
+def open_copies(group: dist.ProcessGroup) -> CopyTransport | str:
+    """Return a transport of copy engines between the ranks of `group`, or why there is none. Collective.
+
+    All ranks return the same reason.
+    """
+    nodes = probe_symmetric_memory(group)
+    if isinstance(nodes, str):
+        return nodes
+    if nodes.num_nodes > 1:
+        return f"the group spans {nodes.num_nodes} hosts"
+    return CopyTransport(CudaBackend(HostGroup(group)))

@@ -1,30 +1,29 @@
-"""Symmetric buffers of a transport: each lies at the same offset of the heap on all ranks of the group."""
+"""Symmetric buffers of a transport: every rank of the group knows the address of a buffer on all ranks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 
 import torch
 
 from megatron_overlap.comm.buffers import BufferPool
+from megatron_overlap.comm.symmetric.backend import SymmetricBackend
 from megatron_overlap.comm.transport import TransportError
-
-_ALIGNMENT = 256
 
 
 class HeapPool(BufferPool):
-    """See `BufferPool`. A symmetric buffer that does not fit into the heap is ordinary memory, on all ranks alike.
+    """See `BufferPool`. A symmetric buffer is an arena of its own.
 
-    A buffer that grows takes new bytes of the heap. The ranks compare each new buffer on the host, once.
+    A new or larger buffer is collective: it waits for all work of the ranks, and compares their requests. This occurs
+    in the first steps.
 
     Args:
-        heap: the heap of this rank, uint8.
-        all_gather_text: returns the text of every rank.
+        backend: maps the arenas.
     """
 
-    def __init__(self, heap: torch.Tensor, all_gather_text: Callable[[str], list[str]]) -> None:
+    def __init__(self, backend: SymmetricBackend) -> None:
         super().__init__()
-        self._heap, self._all_gather_text, self._num_used = heap, all_gather_text, 0
-        self._symmetric: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        self._backend = backend
+        self._arenas: dict[tuple[str, torch.dtype], list[torch.Tensor]] = {}
 
     def take(self, name: str, shape: Sequence[int], like: torch.Tensor, *, symmetric: bool = False) -> torch.Tensor:
         """See `BufferPool.take`.
@@ -32,30 +31,33 @@ class HeapPool(BufferPool):
         Raises:
             TransportError: the ranks took different symmetric buffers.
         """
-        key, num_bytes = (name, like.dtype), prod(shape) * like.itemsize
-        if not symmetric or num_bytes > self._heap.numel():
+        num_bytes = prod(shape) * like.itemsize
+        if not symmetric or num_bytes == 0:
             return super().take(name, shape, like)
-        storage = self._symmetric.get(key)
-        if storage is None or storage.numel() < num_bytes:
-            start, stop = self._num_used, self._num_used + -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-            if stop > self._heap.numel():
-                return super().take(name, shape, like)
-            texts = self._all_gather_text(f"{name}: {num_bytes} bytes at {start}")
+        key, backend = (name, like.dtype), self._backend
+        arenas = self._arenas.get(key)
+        if arenas is None or arenas[backend.rank].numel() < num_bytes:
+            backend.barrier()
+            texts = backend.all_gather_text(f"{name}: {num_bytes} bytes")
             if len(set(texts)) > 1:
                 raise TransportError(f"symmetric buffer: the ranks differ: {'; '.join(texts)}; use ordinary buffers")
-            storage, self._num_used = self._heap[start:stop], stop
-            self._symmetric[key] = storage
+            arenas = self._arenas[key] = backend.map(num_bytes, f"{name} {like.dtype}")
         self._content.pop((name, like.dtype, like.device), None)
-        return storage[:num_bytes].view(like.dtype).view(*shape)
+        return arenas[backend.rank][:num_bytes].view(like.dtype).view(*shape)
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` lies in the heap."""
-        return tensor.untyped_storage()._cdata == self._heap.untyped_storage()._cdata
+    def at(self, peer: int, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The bytes of `peer` at the place of `tensor`; None if `tensor` is no part of a symmetric buffer."""
+        storage = tensor.untyped_storage()._cdata
+        for arenas in self._arenas.values():
+            if arenas[self._backend.rank].untyped_storage()._cdata == storage:
+                start = tensor.storage_offset() * tensor.itemsize
+                return arenas[peer][start : start + tensor.nbytes]
+        return None
 
     def sizes(self) -> dict[str, int]:
-        return {**super().sizes(), "symmetric heap": self._heap.numel()}
+        symmetric = {name: arenas[self._backend.rank].numel() for (name, _), arenas in self._arenas.items()}
+        return {**super().sizes(), **symmetric}
 
     def clear(self) -> None:
         super().clear()
-        self._symmetric.clear()
-        self._heap = self._heap[:0]
+        self._arenas.clear()

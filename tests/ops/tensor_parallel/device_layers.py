@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_overlap.comm import Transport, TransportOptions, nccl
 from megatron_overlap.comm.symmetric.copies import CopyTransport
-from megatron_overlap.ops import wgrad
 from megatron_overlap.ops.tensor_parallel.linear import _AllGatherLinear, _LinearReduceScatter
 from megatron_overlap.ops.tensor_parallel.method import LinearOptions
 from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan, P2PMethod
@@ -108,14 +107,6 @@ def record(patch: pytest.MonkeyPatch, case: Case, transport_name: str = "nccl") 
             target = WgradTarget(empty(*w.shape, dtype=torch.float32), buffer_pool=transport.buffer_pool)
             call = LinearOptions(P2PMethod(transport, LinearPlan()), target, num_rows=rows)
             context = Context(saved_tensors=(x, w), call=call, gathered=False, saved_input=None)
-            # Megatron's gradient accumulation fusion needs this kernel of apex on a GPU.
-            patch.setattr(
-                wgrad,
-                "_fused_wgrad",
-                lambda x, dy, total, device=device: device.put(
-                    "work", f"mm wgrad {tuple(x.shape)}", seconds=GPU.gemm_s(*total.shape, x.shape[0]), uses_sms=True
-                ),
-            )
             function = _AllGatherLinear if column else _LinearReduceScatter
             device.ops.clear()  # the operations of the transport's creation
             with Work(device, GPU):

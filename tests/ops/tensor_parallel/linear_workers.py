@@ -435,10 +435,10 @@ def copies_equal_messages(group: dist.ProcessGroup, dtype: torch.dtype, pattern:
     messages = OrderedTransport(GlooTransport(group))
     expected = _layers_on(messages, dtype, pattern)
     different: list[int] = []
-    for heap_bytes in (0, 1 << 20):
+    for symmetric in (False, True):
         # Small rings: pieces wait for acknowledgements. A ring of ranks has more messages that are not ready in flight.
         ring_bytes = 16384 if pattern == "ring" else 4096
-        copies = CopyTransport(CpuBackend(HostGroup(group)), ring_bytes=ring_bytes, heap_bytes=heap_bytes)
+        copies = CopyTransport(CpuBackend(HostGroup(group)), ring_bytes=ring_bytes, symmetric=symmetric)
         for _ in range(2):
             got = _layers_on(copies, dtype, pattern)
         dist.barrier(group)

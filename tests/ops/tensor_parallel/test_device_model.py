@@ -36,13 +36,13 @@ def test_copy_engines_overlap_with_one_hardware_queue(
 ) -> None:
     took = times(record(monkeypatch, Case(layer, 4096, direction), "copies"))
     assert took.one <= most * took.eight
-    assert took.one < took.compute + took.communication - 0.4 * min(took.compute, took.communication)
+    assert took.one < took.compute + took.communication - 0.2 * min(took.compute, took.communication)
 
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_weight_gradient_is_one_gemm(monkeypatch: pytest.MonkeyPatch, layer: str) -> None:
     device = record(monkeypatch, Case(layer, 4096, "backward"))[0]
-    assert sum(op.kind == "work" and op.label.startswith("mm wgrad") for op in device.ops) == 1
+    assert sum(op.kind == "work" and op.label.startswith("addmm") for op in device.ops) == 1
 
 
 @pytest.mark.parametrize("layer", ["proj", "fc2"])

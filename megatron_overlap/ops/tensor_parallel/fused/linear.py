@@ -4,7 +4,7 @@
 - Reduce-scatter: the GEMM stores its tiles in the memory of their owners; the owners add them.
 - All-reduce: that reduce-scatter, then an all-gather of the sums.
 
-Source: Flux (arXiv 2406.06858) for the forward pass. Flux has no backward pass. Not yet run on a GPU.
+Source: Flux (arXiv 2406.06858) for the forward pass. Flux has no backward pass. Not yet run on several GPUs.
 """
 
 from __future__ import annotations
@@ -52,7 +52,14 @@ class FusedMethod(LinearMethod):
         self.rank, self.size, self.buffer_pool = transport.rank, transport.size, transport.buffer_pool
 
     def gather(
-        self, shard: torch.Tensor, num_rows: int, op: str, *, version: InputVersion | None = None, save: bool = False
+        self,
+        shard: torch.Tensor,
+        num_rows: int,
+        op: str,
+        *,
+        columns: int = 0,
+        version: InputVersion | None = None,
+        save: bool = False,
     ) -> IntraNodeGather | NodesGather:
         assert not save
         if isinstance(self.transport, NodesTransport):

@@ -1,8 +1,8 @@
 """Fused kernels on one GPU: are they right, how fast is the GEMM, and how much of a link's time is hidden.
 
-    python scripts/bench/fused_one_gpu.py --json fused_one_gpu.json     less than 8 minutes, needs only torch
-    python scripts/bench/fused_one_gpu.py --only gemm --json out.json   one part
-    python scripts/bench/fused_one_gpu.py --dry-run                     every line of it in the interpreter, no GPU
+    python scripts/gpu/first_contact.py --json first_contact.json       less than 10 minutes, needs only torch
+    python scripts/gpu/first_contact.py --only gemm --json out.json   one part
+    python scripts/gpu/first_contact.py --dry-run                     every line of it in the interpreter, no GPU
 
 Each part is a process of its own with a deadline. What it has measured is in the JSON file after every part, whatever
 happens to it: an error of the compiler, of memory or of an address, a deadlock, or the end of the run.
@@ -29,17 +29,24 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
-BUDGET_S = 460.0
+BUDGET_S = 580.0
 SECONDS = {
-    "correct": 75.0,
-    "gemm": 100.0,
-    "overlap": 130.0,
-    "split": 25.0,
+    "physics": 30.0,
+    "queues 1": 15.0,
+    "queues 8": 15.0,
+    "correct": 50.0,
+    "copies": 60.0,
     "processes": 60.0,
-    "stress": 70.0,
-    "hopper": 120.0,
+    "link 1": 100.0,
+    "link 8": 40.0,
+    "gemm": 40.0,
+    "split": 15.0,
+    "overlap": 50.0,
+    "hopper": 60.0,
+    "stress": 30.0,
 }
-"""Of each part, in the order of the run; what one leaves over goes to those behind it."""
+"""Of each part, in the order of the run; what one leaves over goes to those behind it. A number is that of hardware
+queues (CUDA_DEVICE_MAX_CONNECTIONS)."""
 GRACE_S = 10.0
 INTERRUPTED = "interrupted"
 
@@ -47,10 +54,13 @@ INTERRUPTED = "interrupted"
 def run_part(name: str, dry: bool, seconds: float) -> int:
     """This process is one part: a JSON line for each row, at once."""
     from one_gpu.hopper import hopper
+    from one_gpu.link import link
     from one_gpu.parts import PARTS
-    from one_gpu.processes import processes
+    from one_gpu.physics import physics, queues
+    from one_gpu.processes import copies, processes
 
-    part = {**PARTS, "processes": processes, "hopper": hopper}[name]
+    others = {each.__name__: each for each in (physics, queues, copies, processes, hopper, link)}
+    part = {**PARTS, **others}[name.split()[0]]
     wrong = False
     for row in part(dry, time.perf_counter() + seconds):
         print(json.dumps(row), flush=True)
@@ -70,6 +80,8 @@ def measure(name: str, dry: bool, seconds: float) -> dict[str, Any]:
     environment = {**os.environ, "CUDA_MODULE_LOADING": "EAGER", "PYTHONUNBUFFERED": "1"}
     if dry:
         environment["TRITON_INTERPRET"] = "1"
+    if name[-1].isdigit():
+        environment["CUDA_DEVICE_MAX_CONNECTIONS"] = name.split()[1]
     command = [sys.executable, __file__, "--part", name, "--seconds", str(seconds), *(["--dry-run"] if dry else [])]
     start = time.perf_counter()
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:

@@ -39,7 +39,7 @@ def correct_rows(
                 if time.perf_counter() > deadline:
                     return
                 layout = ChunkLayout(m, ranks, 2)
-                rates = [2000.0] * ranks
+                rates = [200.0] * ranks
                 # First what does not wait, so that nothing is compiled while a kernel waits.
                 noticed = gather(kernels, layout, n, k, dtype, rates, mutant=True)
                 wrong = gather(kernels, layout, n, k, dtype, rates)
@@ -65,7 +65,7 @@ def stress(dry: bool, deadline: float) -> Rows:
         ranks, (m, n, k) = draw.choice([2, 4]), draw.choice(problems)
         dtype = torch.float16 if dry else draw.choice([torch.bfloat16, torch.float16])
         layout = ChunkLayout(m, ranks, draw.choice([1, 2, 4]))
-        rates = [draw.choice([20.0, 200.0, 2000.0]) for _ in range(ranks)]
+        rates = [draw.choice([5.0, 20.0, 200.0]) for _ in range(ranks)]
         if (m, n, k, dtype, ranks) not in warm:
             gather(kernels, layout, n, k, dtype, rates, mutant=True)
             warm.add((m, n, k, dtype, ranks))
@@ -92,17 +92,19 @@ def _candidates(dry: bool, arch: int, hopper: bool) -> list[GemmConfig]:
         shapes_ = [(128, 128, 32, 4, 4), (128, 256, 32, 3, 8), (256, 128, 32, 3, 8), (64, 128, 32, 4, 4)]
     else:
         shapes_ = [(128, 256, 64, 3, 8), (128, 128, 64, 4, 8), (128, 128, 64, 4, 4), (256, 128, 64, 3, 8)]
-        shapes_ += [(128, 256, 64, 4, 8), (128, 192, 64, 4, 8)]
+        shapes_ += [(128, 256, 64, 4, 8)]
     return [GemmConfig(m, n, k, 8, stages, warps) for m, n, k, stages, warps in shapes_]
 
 
 def gemm(dry: bool, deadline: float) -> Rows:
-    """The package's GEMM with nothing to wait for against cuBLAS, same operands; the rule's tile shape and others."""
+    """The package's GEMM with nothing to wait for against cuBLAS, same operands: the rule's tile shape, then others."""
     kernels = Kernels(device(dry))
-    for shape in shapes(dry):
-        if time.perf_counter() > deadline:
-            return
-        yield gemm_row(kernels, shape, dry)
+    # Other tile shapes last: each takes seconds to compile.
+    for others in (False, True):
+        for shape in shapes(dry):
+            if time.perf_counter() > deadline:
+                return
+            yield gemm_row(kernels, shape, dry, others=others)
 
 
 def _operands(kernels: Kernels, shape: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -113,15 +115,16 @@ def _operands(kernels: Kernels, shape: Shape) -> tuple[torch.Tensor, torch.Tenso
     return a, w, kernels.nan(shape.m, shape.n, dtype=dtype)
 
 
-def gemm_row(kernels: Kernels, shape: Shape, dry: bool) -> dict[str, Any]:
-    """One shape against cuBLAS."""
+def gemm_row(kernels: Kernels, shape: Shape, dry: bool, *, others: bool) -> dict[str, Any]:
+    """One shape against cuBLAS, with the rule's tile shape or also with `others`."""
     a, w, out = _operands(kernels, shape)
     waits, layout = kernels.waits(kernels.flags(1), 0), ChunkLayout(shape.m, 1, 1)
     theirs = kernels.device.timed_ms(lambda: torch.mm(a, w.t(), out=out), None, REPEATS)
     exact = out.clone()
     rule = kernels.config(shape.m, shape.n, shape.k)
     own: list[dict[str, Any]] = []
-    for config in [rule, *(each for each in _candidates(dry, kernels.arch, kernels.hopper) if each != rule)]:
+    candidates = _candidates(dry, kernels.arch, kernels.hopper) if others else []
+    for config in [rule, *(each for each in candidates if each != rule)]:
         if shape.n % config.block_n and not dry:
             continue
         launch = partial(
@@ -161,24 +164,24 @@ def gemm_row(kernels: Kernels, shape: Shape, dry: bool) -> dict[str, Any]:
 
 
 def overlap(dry: bool, deadline: float) -> Rows:
-    """Both fused kernels over links P and D: copies alone, cuBLAS on resident data, fused."""
+    """Both fused kernels over PCIe and links like NVLink: copies alone, cuBLAS on resident data, fused."""
     kernels = Kernels(device(dry))
-    for gbps in (450.0, None, 200.0):
+    for share in (8, 1):
         for shape in shapes(dry):
             if time.perf_counter() > deadline:
                 return
             for rows in (512,) if shape.m < 8192 else (512, 128):
-                yield overlap_row(kernels, shape, gbps, rows)
+                yield overlap_row(kernels, shape, share, rows)
             if not dry:
                 torch.cuda.empty_cache()
 
 
-def overlap_row(kernels: Kernels, shape: Shape, gbps: float | None, chunk_rows: int) -> dict[str, Any]:
-    """One shape over one link, in chunks of `chunk_rows`."""
-    return (_gather_row if shape.op == "ag" else _scatter_row)(kernels, shape, gbps, chunk_rows)
+def overlap_row(kernels: Kernels, shape: Shape, share: int, chunk_rows: int) -> dict[str, Any]:
+    """One shape over one link, in chunks of `chunk_rows`. Results are checked with whole chunks (`share` of 1)."""
+    return (_gather_row if shape.op == "ag" else _scatter_row)(kernels, shape, share, chunk_rows)
 
 
-def _row(kernels: Kernels, shape: Shape, gbps: float | None, link: Any, parts: int, runs: Any, right: bool) -> Any:
+def _row(kernels: Kernels, shape: Shape, share: int, link: Any, parts: int, runs: Any, right: bool) -> Any:
     """Times of copies alone, cuBLAS alone and the fused kernel, interleaved by the caller's order."""
     communicate, resident, fused = runs
     timed = kernels.device.timed_ms
@@ -188,7 +191,7 @@ def _row(kernels: Kernels, shape: Shape, gbps: float | None, link: Any, parts: i
     gave_up = int(kernels.status)
     kernels.status.zero_()
     return {
-        "link": "P" if gbps is None else f"D {gbps:g} GB/s",
+        "link": "PCIe" if share == 1 else f"PCIe, 1/{share} of the bytes",
         "shape": shape.name,
         "op": shape.op,
         "mnk": [shape.m, shape.n, shape.k],
@@ -203,8 +206,8 @@ def _row(kernels: Kernels, shape: Shape, gbps: float | None, link: Any, parts: i
     }
 
 
-def _gather_row(kernels: Kernels, shape: Shape, gbps: float | None, chunk_rows: int) -> dict[str, Any]:
-    link = kernels.device.link(gbps)
+def _gather_row(kernels: Kernels, shape: Shape, share: int, chunk_rows: int) -> dict[str, Any]:
+    link, whole_link = kernels.device.link(share=share), kernels.device.link()
     parts = max(1, min(32, shape.m // shape.ranks // chunk_rows))
     layout = ChunkLayout(shape.m, shape.ranks, parts)
     a, w, out = _operands(kernels, shape)
@@ -224,7 +227,7 @@ def _gather_row(kernels: Kernels, shape: Shape, gbps: float | None, chunk_rows: 
         link.start(copies, epoch)
         link.join()
 
-    def fused() -> None:
+    def fused(link: Any = link) -> None:
         nonlocal epoch
         epoch += 1
         link.start(copies, epoch)
@@ -241,17 +244,16 @@ def _gather_row(kernels: Kernels, shape: Shape, gbps: float | None, chunk_rows: 
     exact, terms = a.double() @ w.double().t(), a.double().abs() @ w.double().abs().t()
     a[slice(layout.shard(0)[1], None)] = torch.nan
     kernels.device.synchronize()
-    fused()
-    link.pace()
+    fused(whole_link)
     kernels.device.synchronize()
     right = not is_wrong(out, exact, terms)
     del exact, terms
-    return _row(kernels, shape, gbps, link, parts, (communicate, resident, fused), right)
+    return _row(kernels, shape, share, link, parts, (communicate, resident, fused), right)
 
 
-def _scatter_row(kernels: Kernels, shape: Shape, gbps: float | None, chunk_rows: int) -> dict[str, Any]:
+def _scatter_row(kernels: Kernels, shape: Shape, share: int, chunk_rows: int) -> dict[str, Any]:
     """The inbound half and the sum: peers' parts of the own rows arrive while the GEMM stores others' rows."""
-    name, link = kernels.device.name, kernels.device.link(gbps)
+    name, link, whole_link = kernels.device.name, kernels.device.link(share=share), kernels.device.link()
     parts = max(1, min(32, shape.m // shape.ranks // chunk_rows))
     layout, slot_rows = ChunkLayout(shape.m, shape.ranks, parts), shape.m // shape.ranks
     a, w, y = _operands(kernels, shape)
@@ -291,7 +293,7 @@ def _scatter_row(kernels: Kernels, shape: Shape, gbps: float | None, chunk_rows:
         link.join()
         add(0)
 
-    def fused() -> None:
+    def fused(link: Any = link) -> None:
         nonlocal epoch
         epoch += 1
         link.start(copies, epoch)
@@ -306,14 +308,13 @@ def _scatter_row(kernels: Kernels, shape: Shape, gbps: float | None, chunk_rows:
     add(0)
     resident()
     kernels.device.synchronize()
-    fused()
-    link.pace()
+    fused(whole_link)
     kernels.device.synchronize()
     # Own rows are the first ones here: virtual rank 0 is measured.
     mine = (a[:slot_rows].double() @ w.double().t()) + sent[1:].double().sum(0)
     terms = a[:slot_rows].double().abs() @ w.double().abs().t() + sent[1:].double().abs().sum(0)
     right = not is_wrong(out, mine, terms)
-    return _row(kernels, shape, gbps, link, parts, (communicate, resident, fused), right)
+    return _row(kernels, shape, share, link, parts, (communicate, resident, fused), right)
 
 
 def split(dry: bool, deadline: float) -> Rows:

@@ -28,21 +28,22 @@ class Shape:
 
 
 def shapes(dry: bool = False) -> list[Shape]:
-    """Flux's shapes (global n, k of 49152 x 12288 over 8) and LLaMA-3 70B's with tensor parallelism of 8.
+    """Layers of LLaMA-3 70B and 8B with tensor parallelism of 8, and Flux's shapes (49152 x 12288 over 8 ranks).
 
-    Largest first of what is promised, so that a run that is cut short has them.
+    Largest first, so that a run that is cut short has them.
     """
     if dry:
         return [Shape("dry", "ag", 64, 48, 40, 4), Shape("dry", "rs", 64, 40, 48, 4)]
     found = []
+    for m in (8192, 4096):
+        for model, hidden, ffn in (("70b", 8192, 28672), ("8b", 4096, 14336)):
+            found.append(Shape(f"llama{model} fc1 m{m}", "ag", m, 2 * ffn // 8, hidden))
+            found.append(Shape(f"llama{model} fc2 m{m}", "rs", m, hidden, ffn // 8))
+            found.append(Shape(f"llama{model} qkv m{m}", "ag", m, (hidden + 2048) // 8, hidden))
+            found.append(Shape(f"llama{model} proj m{m}", "rs", m, hidden, hidden // 8))
     for m in (4096, 8192, 1024, 2048):
         found.append(Shape(f"flux m{m}", "ag", m, 49152 // 8, 12288))
         found.append(Shape(f"flux m{m}", "rs", m, 12288, 49152 // 8))
-    for m in (4096, 8192):
-        found.append(Shape(f"llama70b fc1 m{m}", "ag", m, 57344 // 8, 8192))
-        found.append(Shape(f"llama70b fc2 m{m}", "rs", m, 8192, 28672 // 8))
-        found.append(Shape(f"llama70b qkv m{m}", "ag", m, 10240 // 8, 8192))
-        found.append(Shape(f"llama70b proj m{m}", "rs", m, 8192, 8192 // 8))
     return found
 
 

@@ -1,4 +1,4 @@
-"""The parts of scripts/bench/fused_one_gpu.py that need no GPU. The measurement itself has never run."""
+"""The parts of scripts/gpu/first_contact.py that need no GPU. A GPU runs the rest."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parents[2] / "scripts/bench/fused_one_gpu.py"
+SCRIPT = Path(__file__).parents[2] / "scripts/gpu/first_contact.py"
 
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    spec = importlib.util.spec_from_file_location("fused_one_gpu", SCRIPT)
+    spec = importlib.util.spec_from_file_location("first_contact", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["fused_one_gpu"] = module
+    sys.modules["first_contact"] = module
     spec.loader.exec_module(module)
     return module
 

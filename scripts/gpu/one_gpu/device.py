@@ -36,6 +36,8 @@ class Gpu:
         self.capability = properties.major * 10 + properties.minor
         self._go = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self._turn = 0
+        self.host_us = 0.0
+        """Median microseconds for which the host enqueued in the last `timed_ms`."""
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
@@ -49,15 +51,17 @@ class Gpu:
 
         `pace` is called by the host once the device runs.
         """
-        times = []
+        times, hosts = [], []
         for number in range(repeats + 3):
             start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             torch.cuda.synchronize()
             self._turn += 1
             self.word("Wait", torch.cuda.current_stream(), self._go.data_ptr(), self._turn)
             start.record()
+            begun = time.perf_counter()
             try:
                 enqueue()
+                hosts.append((time.perf_counter() - begun) * 1e6)
                 stop.record()
             finally:
                 # Whatever happened: a stream that waits for ever would hang the process.
@@ -67,6 +71,7 @@ class Gpu:
             stop.synchronize()
             if number >= 3:
                 times.append(start.elapsed_time(stop))
+        self.host_us = median(hosts)
         return median(times)
 
     def word(self, what: str, stream: Any, address: int, value: int) -> None:
@@ -77,27 +82,31 @@ class Gpu:
         if status:
             raise RuntimeError(f"cuStream{what}Value32: CUDA driver error {status}")
 
-    def link(self, gbps: float | None) -> GpuLink:
-        return GpuLink(self, gbps)
+    def link(self, gbps: float | None = None, share: int = 1) -> GpuLink:
+        return GpuLink(self, gbps, share)
 
 
 class GpuLink:
-    """Copies of chunks on a stream of their own; a flag is raised after each.
+    """Copies of chunks from pinned host memory over PCIe, on a stream of their own; a flag is raised after each.
+
+    Not copies on the device: those need processors, which a persistent grid that waits for them may hold.
 
     Args:
-        gbps: None for pinned host memory over PCIe (link P); else device copies paced to this rate (link D).
+        gbps: the host lets the copies go at this rate; None lets them go at once.
+        share: copies one `share`th of each chunk: the time of a link that is `share` times as fast. The rest of the
+            chunk keeps its content.
     """
 
-    def __init__(self, gpu: Gpu, gbps: float | None) -> None:
-        self._gpu, self._gbps = gpu, gbps
+    def __init__(self, gpu: Gpu, gbps: float | None, share: int) -> None:
+        self._gpu, self._gbps, self._share = gpu, gbps, share
         self._stream = torch.cuda.Stream(priority=-1)
         self._gate = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self._raised = 0
         self._sizes: list[int] = []
 
     def source(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Where peers' rows come from: pinned on the host, or the device."""
-        return tensor.cpu().pin_memory() if self._gbps is None else tensor.clone()
+        """Where peers' rows come from."""
+        return tensor.cpu().pin_memory()
 
     def start(self, copies: Copies, epoch: int) -> None:
         """Enqueues all copies, behind what the current stream holds. `pace` lets them go."""
@@ -106,8 +115,9 @@ class GpuLink:
         for number, (to, source, flag) in enumerate(copies, start=1):
             if self._gbps is not None:
                 self._gpu.word("Wait", self._stream, self._gate.data_ptr(), self._raised + number)
+            count = to.numel() // self._share
             with torch.cuda.stream(self._stream):
-                to.copy_(source, non_blocking=True)
+                to.view(-1)[:count].copy_(source.view(-1)[:count], non_blocking=True)
             if flag is not None:
                 self._gpu.word("Write", self._stream, flag, epoch)
 
@@ -136,6 +146,7 @@ class Dry:
     interpreted = True
     num_sms = 2
     capability = 90
+    host_us = 0.0
 
     def synchronize(self) -> None:
         pass
@@ -152,7 +163,7 @@ class Dry:
             pace()
         return (time.perf_counter() - start) * 1e3
 
-    def link(self, gbps: float | None) -> DryLink:
+    def link(self, gbps: float | None = None, share: int = 1) -> DryLink:
         return DryLink()
 
 

@@ -103,6 +103,7 @@ def gather(
     tables = [kernels.table(layout, rank, "arrival", config.block_m) for rank in range(ranks)]
     chunks = [kernels.table(layout, rank, "arrival", None) for rank in range(ranks)]
     links = [device.link(rate) for rate in rates]
+    far = links[0].source(whole)
     aligned = n % launch.ALIGNMENT == 0 and k % launch.ALIGNMENT == 0
     wgrad_config = (launch.WGRAD if aligned else launch.WGRAD_ODD)[kernels.arch]
     device.synchronize()
@@ -117,7 +118,7 @@ def gather(
         for rank in range(ranks):
             with streams[rank]:
                 if copying:
-                    links[rank].start(copies_to(layout, rank, gathered[rank], whole, flags[rank]), 1)
+                    links[rank].start(copies_to(layout, rank, gathered[rank], far, flags[rank]), 1)
                     continue
                 waits = kernels.waits(flags[rank], 0 if mutant else 1)
                 common = {"waits": waits, "num_programs": programs}

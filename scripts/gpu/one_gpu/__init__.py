@@ -1,0 +1,1 @@
+"""Parts of first_contact.py, each run in a process of its own."""

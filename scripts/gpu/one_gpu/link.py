@@ -1,0 +1,304 @@
+"""Method p2p over copies on one rank of eight: the peers are pinned host memory, the link is PCIe in both directions.
+
+The rank runs the package's operations and its `CopyTransport`. Its copies go to the host. What the peers would send
+arrives from the host, in the same order and no earlier: message k of the peers follows what message k of this rank
+follows, since all ranks run the same plan.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+
+from megatron_overlap.comm.symmetric.copies import CopyP2PWork, CopyTransport
+from megatron_overlap.comm.transport import Transfer
+from megatron_overlap.ops import all_gather_linear, linear_reduce_scatter
+from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan, P2PMethod
+from megatron_overlap.ops.tensor_parallel.pipelined import PipelinedReduceScatter
+from megatron_overlap.ops.wgrad import add_product
+from megatron_overlap.schedules.plan import Message
+from one_gpu.device import device as measured_device
+from one_gpu.parts import REPEATS
+from one_gpu.problem import is_wrong
+from one_gpu.shapes import Shape, overlap_figures, shapes
+
+ALWAYS = 1 << 30
+"""Of a word that a peer would write: later than any operation."""
+
+
+class ImmediateQueue:
+    """Of a dry run: everything happens at once."""
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        to.copy_(source)
+
+    def write(self, words: torch.Tensor, index: int, value: int) -> None:
+        words[index] = value
+
+    def wait(self, words: torch.Tensor, index: int, value: int) -> None:
+        assert int(words[index]) >= value
+
+    def mark(self) -> object:
+        return None
+
+    def after(self, mark: object) -> None:
+        pass
+
+
+class HostPeers:
+    """`SymmetricBackend` of rank 0. All peers are one arena in pinned host memory, which nobody reads."""
+
+    rank = 0
+
+    def __init__(self, size: int, dry: bool) -> None:
+        self.size, self.ranks, self._dry = size, range(size), dry
+        self.device = torch.device("cpu" if dry else "cuda")
+        self.computing = self._queue(None)
+
+    def _queue(self, stream: Any) -> Any:
+        if self._dry:
+            return ImmediateQueue()
+        from megatron_overlap.comm.symmetric.cuda import StreamQueue
+
+        return StreamQueue(stream)
+
+    def queue(self) -> Any:
+        return self._queue(None if self._dry else torch.cuda.Stream(priority=-1))
+
+    def map(self, num_bytes: int, name: str = "") -> list[torch.Tensor]:
+        own = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+        far = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=not self._dry)
+        return [own, *[far] * (self.size - 1)]
+
+    def copy_rate(self, to: torch.Tensor, source: torch.Tensor) -> float:
+        """That of NVLink: `share` makes the link as fast."""
+        return 4e11
+
+    def barrier(self) -> None:
+        """Return: there is one rank."""
+
+    def all_gather_text(self, text: str) -> list[str]:
+        return [text] * self.size
+
+    def close(self) -> None:
+        """Free nothing."""
+
+
+class HostPeersTransport(CopyTransport):
+    """Sends to the host, and receives what `sent_by` returns for a message."""
+
+    def __init__(self, backend: HostPeers, sent_by: Callable[[Message], torch.Tensor]) -> None:
+        super().__init__(backend, ring_bytes=1 << 16)  # type: ignore[arg-type]
+        self.sent_by = sent_by
+        self.share = 1
+        self.arrival_s = 0.0
+        self.arriving = backend.queue()
+        self.sending = HostQueue(self.sending, self)
+        self.words = self._words[0]
+        # Receive buffers of the peers are always free, and they acknowledge at once.
+        self.words[backend.size * 256 :].fill_(ALWAYS)
+
+    def begin(self, transfers: Sequence[Transfer], op: str) -> CopyP2PWork:
+        self.works = []
+        work = HostPeersWork(self, transfers, op)
+        self.works.append(work)
+        work.mark_ready(0)
+        return work
+
+
+class HostPeersWork(CopyP2PWork):
+    """Lets message k arrive after what message k of this rank follows."""
+
+    def _send_next(self) -> None:
+        number, transport = self._num_sent, self._transport
+        assert isinstance(transport, HostPeersTransport)
+        start = time.perf_counter()
+        message, arriving = self._transfers[number].message, transport.arriving
+        arriving.after(next(mark for done, mark in self._marks if done >= message.after_work))
+        source = transport.sent_by(message).view(-1).view(torch.uint8)
+        for piece in self._pieces_to_receive[number]:
+            assert piece.begin is None, "a message that is not between symmetric buffers"
+            count = piece.content.numel() // transport.share
+            with nullcontext() if source.device == piece.content.device else torch.cuda.stream(arriving.stream):
+                piece.content[:count].copy_(source[:count], non_blocking=True)
+            arriving.write(transport.words, message.source * 256 + piece.number % 256, piece.number)
+        # The host of a peer does this.
+        transport.arrival_s += time.perf_counter() - start
+        super()._send_next()
+
+
+class HostQueue:
+    """A queue to the host that copies one `share`th of each message."""
+
+    def __init__(self, queue: Any, transport: Any) -> None:
+        self._queue, self._transport = queue, transport
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        share = self._transport.share
+        if share > 1:
+            to, source = to[: source.numel() // share], source[: source.numel() // share]
+        self._queue.copy(to, source)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._queue, name)
+
+
+class _Problem:
+    """One layer of rank 0 of `shape.ranks`, and what its peers send."""
+
+    def __init__(self, shape: Shape, dry: bool) -> None:
+        self.device, self.shape = measured_device(dry), shape
+        self.gathers = shape.op == "ag"
+        dtype, name = torch.bfloat16, self.device.name
+        self.width = shape.k if self.gathers else shape.n
+        shard = shape.m // shape.ranks
+        self.whole = torch.randn(shape.m, self.width, device=name).to(dtype)
+        self.far = self.whole.cpu() if dry else self.whole.cpu().pin_memory()
+        rows = shard if self.gathers else shape.m
+        self.x = self.whole[:shard].clone() if self.gathers else torch.randn(rows, shape.k, device=name).to(dtype)
+        self.w = torch.randn(shape.n, shape.k, device=name).to(dtype)
+        self.transport = HostPeersTransport(HostPeers(shape.ranks, dry), self._sent_by)
+        self.out: Any = None
+        self.main_grad = torch.zeros(shape.n, shape.k, device=name)
+        self.dy = torch.randn(shape.m if self.gathers else shard, shape.n, device=name).to(dtype)
+
+    def _sent_by(self, message: Message) -> torch.Tensor:
+        """Rows of the gathered input, or a peer's sums of rows of this rank: those at the peer's place."""
+        rows = slice(*self.layout.rows(message.recv))
+        if message.recv.owner == 0:
+            start, shard = message.source * (self.shape.m // self.shape.ranks), rows
+            rows = slice(start + shard.start, start + shard.stop)
+        return self.far[rows]
+
+    def method(self, plan: LinearPlan) -> P2PMethod:
+        collective: Any = "all_gather" if self.gathers else "reduce_scatter"
+        row_bytes = self.width * self.far.itemsize
+        gemm = self.shape.n, self.shape.k
+        self.schedule, self.layout = plan.schedule(
+            collective, self.transport, self.shape.m, row_bytes, self.whole.device, gemm
+        )
+        return P2PMethod(self.transport, plan)
+
+    def overlapped(self, method: P2PMethod) -> None:
+        """Forward. A new view of the input: consecutive calls with one tensor would share a gather."""
+        function = all_gather_linear if self.gathers else linear_reduce_scatter
+        with torch.no_grad():
+            self.out = function(self.x.detach(), self.w, group=method)
+
+    def both_passes(self, method: P2PMethod) -> None:
+        """Forward and backward, the weight gradient added to an fp32 buffer."""
+        function = all_gather_linear if self.gathers else linear_reduce_scatter
+        x, w = self.x.detach().requires_grad_(), self.w.detach().requires_grad_()
+        y = function(x, w, group=method, main_grad=self.main_grad)
+        y.backward(self.dy)
+
+    def gemms_alone(self) -> None:
+        """The GEMMs of both passes on resident data."""
+        x = self.whole if self.gathers else self.x
+        dy = self.dy if self.gathers else self.whole
+        torch.mm(x, self.w.t())
+        torch.mm(dy, self.w)
+        add_product(self.main_grad, dy.t(), x, self.transport.buffer_pool)
+
+    def messages_alone(self, method: P2PMethod) -> None:
+        """The same messages, and the sum of a reduce-scatter, without a GEMM."""
+        if self.gathers:
+            method.gather(self.x, self.shape.m, "alone").finish()
+            return
+        out = self.x.new_empty(self.shape.m // self.shape.ranks, self.width)
+        scatter = PipelinedReduceScatter(self.transport, self.schedule, self.layout, out, "alone")
+        scatter.compute(lambda start, stop, out: None)
+        scatter.finish()
+
+    def gemm_alone(self) -> None:
+        torch.mm(self.whole if self.gathers else self.x, self.w.t())
+
+    def is_right(self) -> bool:
+        """Whether the last result is the product of all rows, or the sum of the own rows and what the peers sent."""
+        shard, weight = self.shape.m // self.shape.ranks, self.w.double()
+        if self.gathers:
+            x = self.whole.double()
+            return not is_wrong(self.out, x @ weight.t(), x.abs() @ weight.abs().t())
+        own, terms = self.x[:shard].double(), self.whole.double().view(self.shape.ranks, shard, -1)[1:]
+        exact = own @ weight.t() + terms.sum(0)
+        return not is_wrong(self.out, exact, own.abs() @ weight.abs().t() + terms.abs().sum(0))
+
+
+PLANS = {
+    "p2p": LinearPlan(pattern="direct"),
+    "slice by slice": LinearPlan(pattern="direct", split="edge"),
+    "serial": LinearPlan(pattern="serial"),
+}
+
+
+def link(dry: bool, deadline: float) -> Iterator[dict[str, Any]]:
+    """Forward of each shape with each plan, the messages alone, and cuBLAS alone.
+
+    Over PCIe, and over a link that is eight times as fast: an eighth of each message is copied.
+    """
+    for shape in shapes(dry):
+        if time.perf_counter() > deadline:
+            return
+        problem = _Problem(shape, dry)
+        for share in (8, 1):
+            yield _row(problem, share)
+        problem.transport.close()
+        del problem
+        if not dry:
+            torch.cuda.empty_cache()
+
+
+def _row(problem: _Problem, share: int) -> dict[str, Any]:
+    gpu, shape, transport = problem.device, problem.shape, problem.transport
+    repeats = REPEATS // 3
+    right = True
+    transport.share = 1
+    for name, plan in PLANS.items():
+        # Buffers are compared between ranks at first use, and libraries load their kernels. Then with whole messages.
+        method, problem.out = problem.method(plan), None
+        problem.overlapped(method)
+        gpu.synchronize()
+        right &= problem.is_right()
+        if name in ("p2p", "serial"):
+            problem.both_passes(method)
+            gpu.synchronize()
+    problem.method(PLANS["p2p"])
+    slices = [len(each.chunks) for each in problem.schedule.work if each.chunks]
+    transport.share = share
+    found: dict[str, list[float]] = {}
+
+    def measure(name: str, enqueue: Callable[[], object]) -> None:
+        before = transport.arrival_s
+        found.setdefault(name, []).append(gpu.timed_ms(enqueue, None, repeats))
+        arrivals_us = (transport.arrival_s - before) / (repeats + 3) * 1e6
+        found.setdefault(f"{name} host_us", []).append(gpu.host_us - arrivals_us)
+
+    for _ in range(3):
+        measure("gemm", problem.gemm_alone)
+        for name, plan in PLANS.items():
+            method = problem.method(plan)
+            if name == "p2p":
+                measure("messages", partial(problem.messages_alone, method))
+            measure(name, partial(problem.overlapped, method))
+            if name in ("p2p", "serial"):
+                measure(f"both {name}", partial(problem.both_passes, method))
+        measure("both gemm", problem.gemms_alone)
+    at = {name: median(values) for name, values in found.items()}
+    return {
+        "shape": shape.name,
+        "op": shape.op,
+        "mnk": [shape.m, shape.n, shape.k],
+        "share": share,
+        "slices": slices,
+        "link_gbps": shape.link_bytes / at["messages"] / 1e6,
+        "ms": {name: value for name, value in at.items() if not name.endswith("host_us")},
+        "host_us": {name.removesuffix(" host_us"): value for name, value in at.items() if name.endswith("host_us")},
+        **overlap_figures(at["gemm"], at["messages"], at["p2p"]),
+        "right": right,
+    }

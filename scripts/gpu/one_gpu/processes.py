@@ -1,0 +1,213 @@
+"""Ranks that are processes: operations over torch's symmetric memory, on one device or, dry, over the host's memory.
+
+Correctness only: processes on one device take turns, so that their times mean nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import get_context
+from multiprocessing.queues import Queue
+from typing import Any
+
+from megatron_overlap.tools.launch.ranks import free_port
+
+CASES = ["all_gather_linear", "linear_reduce_scatter", "linear_all_reduce", "copy_linear"]
+Rows = Iterator[dict[str, Any]]
+
+
+def processes(dry: bool, deadline: float) -> Rows:
+    """The fused method: every op, forward and backward, with each way to move, against plain collectives."""
+    yield from _spawn(_fused_rows, 2, dry, deadline)
+
+
+def copies(dry: bool, deadline: float) -> Rows:
+    """Method p2p over copies: every op, forward and backward, against plain collectives; then ranks that are late."""
+    for ranks in (2, 4):
+        share = (deadline - time.perf_counter()) / (2 if ranks == 2 else 1)
+        yield from _spawn(_copy_rows, ranks, dry, time.perf_counter() + share)
+
+
+def _spawn(rows: Callable[..., Rows], ranks: int, dry: bool, deadline: float) -> Rows:
+    """The rows of `ranks` processes."""
+    port = free_port()
+    context = get_context("spawn")
+    answers: Queue[Any] = context.Queue()
+    # All of it goes with this process, which is ended if it takes too long.
+    workers = [
+        context.Process(
+            target=_work, args=(rows, rank, ranks, port, dry, deadline - time.perf_counter(), answers), daemon=True
+        )
+        for rank in range(ranks)
+    ]
+    for worker in workers:
+        worker.start()
+    left = ranks
+    while left:
+        answer = answers.get(timeout=max(1.0, deadline - time.perf_counter()))
+        if answer is None:
+            left -= 1
+        else:
+            yield answer
+
+
+def _work(rows: Callable[..., Rows], rank: int, ranks: int, port: int, dry: bool, seconds: float, answers: Any) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES="1")
+    try:
+        import torch
+        import torch.distributed as dist
+
+        # The group's store is all that symmetric memory needs of it.
+        dist.init_process_group("gloo", rank=rank, world_size=ranks)
+        if not dry:
+            torch.cuda.set_device(0)
+        for row in rows(rank, dry, time.perf_counter() + seconds):
+            answers.put({"rank": rank, "ranks": ranks, **row})
+    except Exception as error:
+        answers.put({"rank": rank, "ranks": ranks, "failed": f"{type(error).__name__}: {str(error)[:800]}"})
+    answers.put(None)
+
+
+def _all_have_time(deadline: float) -> bool:
+    """Whether no rank is past its deadline; the same answer on all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    more = torch.tensor(float(time.perf_counter() < deadline))
+    dist.all_reduce(more, dist.ReduceOp.MIN)
+    return bool(more)
+
+
+def _backend(dry: bool, group: Any) -> Any:
+    from megatron_overlap.comm.host_group import HostGroup
+    from megatron_overlap.comm.symmetric.cuda import CudaBackend
+    from scripts.kernels.cpu_backend import CpuBackend
+
+    return (CpuBackend if dry else CudaBackend)(HostGroup(group))
+
+
+def _copy_rows(rank: int, dry: bool, deadline: float) -> Rows:
+    import random
+
+    import torch
+    import torch.distributed as dist
+
+    from megatron_overlap.comm.symmetric.copies import CopyTransport
+    from megatron_overlap.comm.symmetric.cuda import probe_symmetric_memory
+    from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan, P2PMethod
+
+    group = dist.group.WORLD
+    if not dry:
+        found = probe_symmetric_memory(group, deadline_s=60)
+        yield {"objection": found if isinstance(found, str) else "", "failed": isinstance(found, str)}
+        if isinstance(found, str):
+            return
+    # On a device, a ring must hold what is in flight. On the host, pieces wait for acknowledgements.
+    memories = {"symmetric": (1 << 23, True), "ring": (1 << 23, False)}
+    if dry:
+        memories = {"symmetric": (16384, True), "ring": (1 << 17, False), "small ring": (16384, False)}
+    transports = {
+        name: CopyTransport(_backend(dry, group), ring_bytes=ring_bytes, symmetric=symmetric)
+        for name, (ring_bytes, symmetric) in memories.items()
+    }
+    plans = {"direct": LinearPlan(pattern="direct"), "ring": LinearPlan(pattern="ring")}
+    torch.set_num_threads(2)  # the reference runs on the host
+    for pattern, plan in plans.items():
+        for memory, transport in transports.items():
+            for op in CASES:
+                if (pattern == "ring" and op in CASES[2:]) or not _all_have_time(deadline - 12):
+                    continue
+                for seed, rows in enumerate((32, 37) if dry else (1024, 1021, 2048)):
+                    start = time.perf_counter()
+                    errors = _compare(op, P2PMethod(transport, plan), group, dry, seed, rows)
+                    row = {"op": op, "pattern": pattern, "memory": memory, "rows": rows, "errors": errors}
+                    row["seconds"] = time.perf_counter() - start
+                    yield row | {"right": max(errors.values()) < 1.0}
+    # Again and again with ranks that are late on the device: the same bits.
+    draw, different, steps = random.Random(rank), 0, 0
+    generator = torch.Generator().manual_seed(rank)
+    shape = (8, 24) if dry else (512, 512)
+    device = "cpu" if dry else "cuda"
+    x, w = (torch.randn(shape, generator=generator).to(device, torch.bfloat16) for _ in range(2))
+    from megatron_overlap.ops import all_gather_linear, linear_reduce_scatter
+
+    w = w if dry else w[:384]
+    first: list[torch.Tensor] = []
+    while steps < (3 if dry else 500) and _all_have_time(deadline - 6):
+        results = []
+        for transport in transports.values():
+            method = P2PMethod(transport, plans["direct"])
+            if not dry and draw.random() < 0.3:
+                torch.cuda._sleep(draw.randrange(2_000_000))
+            y = all_gather_linear(x.clone(), w, group=method)
+            results += [y, linear_reduce_scatter(y, w.t().contiguous(), group=method)]
+        first = first or [each.clone() for each in results]
+        different += sum(not torch.equal(*pair) for pair in zip(results, first, strict=True))
+        steps += 1
+    yield {"late": True, "steps": steps, "wrong": different}
+
+
+def _fused_rows(rank: int, dry: bool, deadline: float) -> Rows:
+    import torch.distributed as dist
+
+    from megatron_overlap.comm.symmetric.cuda import probe_symmetric_memory
+    from megatron_overlap.comm.symmetric.transport import SymmetricTransport
+    from megatron_overlap.kernels.primitives import wait_all
+    from megatron_overlap.ops.tensor_parallel.fused.kernels import FusedPlan
+    from megatron_overlap.ops.tensor_parallel.fused.linear import FusedMethod
+
+    group = dist.group.WORLD
+    if not dry:
+        found = probe_symmetric_memory(group, deadline_s=60)
+        yield {"objection": found if isinstance(found, str) else "", "failed": isinstance(found, str)}
+        if isinstance(found, str):
+            return
+    for mover, stores in (("push", "remote"), ("pull", "staged"), ("ring", "remote")):
+        transport = SymmetricTransport(_backend(dry, group), wait_all)
+        plan = FusedPlan(mover=mover, stores=stores, chunk_rows=8 if dry else 128)  # type: ignore[arg-type]
+        for op in CASES:
+            if not _all_have_time(deadline):
+                return
+            for repeat in range(1 if dry else 4):
+                errors = _compare(op, FusedMethod(transport, plan), group, dry, repeat, 32 if dry else 1024)
+                worst = max(errors.values())
+                row = {"op": op, "mover": mover, "stores": stores, "repeat": repeat}
+                yield row | {"right": worst < 1.0, "errors": errors, "gave_up": int(transport.status)}
+        transport.close()
+
+
+def _compare(op: str, method: Any, group: Any, dry: bool, seed: int, rows: int) -> dict[str, float]:
+    """The largest error of each result, over what sums of rounded terms may be off by."""
+    import torch
+
+    from megatron_overlap import ops
+    from megatron_overlap.ops import reference
+    from megatron_overlap.schedules import ChunkLayout
+
+    device, dtype = ("cpu", torch.float16) if dry else ("cuda", torch.bfloat16)
+    k, f = (24, 40) if dry else (384, 512)
+    size, rank = method.size, method.rank
+    own = ChunkLayout(rows, size).shard_rows(rank)
+    of_rank, of_all = torch.Generator().manual_seed(seed * 64 + rank + 1), torch.Generator().manual_seed(seed * 64)
+    sharded = op == "all_gather_linear"
+    options: Any = {"num_rows": rows} if sharded else {}
+    x = torch.randn(own if sharded else rows, k, generator=of_all if op == "copy_linear" else of_rank)
+    w = torch.randn(f, k, generator=of_rank)
+    out_rows = own if op == "linear_reduce_scatter" else rows
+    dy = torch.randn(out_rows, f, generator=of_all if op == "linear_all_reduce" else of_rank)
+    mine = [tensor.to(device, dtype).requires_grad_() for tensor in (x, w)]
+    y = getattr(ops, op)(*mine, group=method, **options)
+    y.backward(dy.to(device, dtype))
+    if not dry:
+        torch.cuda.synchronize()
+    plain = [tensor.detach().cpu().double().requires_grad_() for tensor in mine]
+    exact = getattr(reference, op)(*plain, group=group, **options)
+    exact.backward(dy.to(dtype).double())
+    results = {"y": (y, exact.detach()), "dx": (mine[0].grad, plain[0].grad), "dw": (mine[1].grad, plain[1].grad)}
+    eps = torch.finfo(dtype).eps
+    return {
+        name: float((got.detach().cpu().double() - true).abs().max() / (8 * eps * true.abs().max()))
+        for name, (got, true) in results.items()
+    }
