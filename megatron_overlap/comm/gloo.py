@@ -37,7 +37,7 @@ class GlooTransport:
         TransportError: a rank did not connect within the deadline.
     """
 
-    link_rate = 0.0
+    copy_engines = False
 
     def __init__(
         self,

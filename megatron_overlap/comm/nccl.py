@@ -29,7 +29,7 @@ class NcclTransport:
         TransportError: `register_buffers` is set, and this torch cannot register buffers.
     """
 
-    link_rate = 0.0
+    copy_engines = False
 
     def __init__(self, group: dist.ProcessGroup, options: TransportOptions = DEFAULT_OPTIONS) -> None:
         self.rank = dist.get_rank(group)

@@ -117,13 +117,13 @@ class Transport(Protocol):
     Every rank of the group begins the same operations in the same order.
 
     Attributes:
-        link_rate: bytes per second of a copy between two ranks, if copy engines of GPUs move the messages; else 0.
+        copy_engines: copy engines of GPUs move the messages, which take no SMs from GEMMs.
     """
 
     rank: int
     size: int
     buffer_pool: BufferPool
-    link_rate: float
+    copy_engines: bool
 
     @property
     def exposed_s(self) -> float:
@@ -145,7 +145,7 @@ class OrderedTransport:
     def __init__(self, inner: Transport) -> None:
         self._inner = inner
         self.rank, self.size, self.buffer_pool = inner.rank, inner.size, inner.buffer_pool
-        self.link_rate = inner.link_rate
+        self.copy_engines = inner.copy_engines
 
     @property
     def exposed_s(self) -> float:

@@ -6,9 +6,7 @@ exposed. The direct pattern sends each chunk to its destination without forwardi
 reduce-scatter to plain tensor parallelism; this project adds the all-gather of the sums, part by part.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
 from typing import Literal
 
 from megatron_overlap.schedules.layout import Chunk
@@ -46,23 +44,8 @@ def validate(num_ranks: int, rank: int, chunks_per_rank: int, pattern: str, spli
         raise ValueError(f"split: {split}: use edge or all")
 
 
-def _check_slices(slices: Sequence[int] | None, num_ranks: int, pattern: str) -> None:
-    if slices is None:
-        return
-    if pattern == "ring":
-        raise ValueError(f"slices: {slices}: not for a ring, which forwards slice by slice")
-    if sum(slices) != num_ranks - 1 or min(slices, default=1) < 1:
-        raise ValueError(f"slices: {slices}: must be positive and add up to {num_ranks - 1}")
-
-
 def all_gather_plan(
-    num_ranks: int,
-    rank: int,
-    *,
-    chunks_per_rank: int = 1,
-    pattern: Pattern = "direct",
-    split: Split = "all",
-    slices: Sequence[int] | None = None,
+    num_ranks: int, rank: int, *, chunks_per_rank: int = 1, pattern: Pattern = "direct", split: Split = "all"
 ) -> Plan:
     """Return the plan of `y = all_gather(x_shard) @ w.T` for one rank: own rows first, then slices in arrival order.
 
@@ -78,33 +61,29 @@ def all_gather_plan(
             decomposed collective without overlap, for attribution.
         split: `all` computes every remote slice chunk by chunk. `edge` cuts only the last slice, the only exposed one:
             the other slices use one large GEMM each.
-        slices: remote slices of each unit of work, in order; not for a ring. None computes them one by one.
 
     Raises:
         ValueError: an argument is out of range.
     """
     validate(num_ranks, rank, chunks_per_rank, pattern, split)
-    _check_slices(slices, num_ranks, pattern)
     parts = range(chunks_per_rank)
     messages: list[Message] = []
     work = [Work(tuple(Chunk(rank, part) for part in parts))]
-    for owners in _joined([(rank - distance) % num_ranks for distance in range(1, num_ranks)], slices):
-        needs: dict[Chunk, int] = {}
-        for owner in owners:
-            distance, first = (rank - owner) % num_ranks, len(messages)
-            for part in parts:
-                needs[Chunk(owner, part)] = len(messages)
-                if pattern == "ring":
-                    forwarded, after = (owner + 1) % num_ranks, first - chunks_per_rank + part if distance > 1 else None
-                    to, source = (rank + 1) % num_ranks, (rank - 1) % num_ranks
-                    message = Message(Chunk(forwarded, part), to, Chunk(owner, part), source, after_message=after)
-                else:
-                    message = Message(Chunk(rank, part), (rank + distance) % num_ranks, Chunk(owner, part), owner)
-                messages.append(message)
-        if len(owners) == 1 and (split == "all" or owners[0] == (rank + 1) % num_ranks):
-            work += [Work((chunk,), needs=(message,)) for chunk, message in needs.items()]
+    for distance in range(1, num_ranks):
+        owner = (rank - distance) % num_ranks
+        first = len(messages)
+        for part in parts:
+            if pattern == "ring":
+                forwarded, after = (owner + 1) % num_ranks, first - chunks_per_rank + part if distance > 1 else None
+                to, source = (rank + 1) % num_ranks, (rank - 1) % num_ranks
+                messages.append(Message(Chunk(forwarded, part), to, Chunk(owner, part), source, after_message=after))
+            else:
+                messages.append(Message(Chunk(rank, part), (rank + distance) % num_ranks, Chunk(owner, part), owner))
+        received = range(first, len(messages))
+        if split == "all" or distance == num_ranks - 1:
+            work += [Work((Chunk(owner, part),), needs=(received[part],)) for part in parts]
         else:
-            work.append(Work(tuple(sorted(needs)), needs=tuple(needs.values())))
+            work.append(Work(tuple(Chunk(owner, part) for part in parts), needs=tuple(received)))
     if pattern == "serial" and num_ranks > 1:
         all_chunks = tuple(Chunk(owner, part) for owner in range(num_ranks) for part in parts)
         work = [Work(all_chunks, needs=tuple(range(len(messages))))]
@@ -112,13 +91,7 @@ def all_gather_plan(
 
 
 def reduce_scatter_plan(
-    num_ranks: int,
-    rank: int,
-    *,
-    chunks_per_rank: int = 1,
-    pattern: Pattern = "direct",
-    split: Split = "all",
-    slices: Sequence[int] | None = None,
+    num_ranks: int, rank: int, *, chunks_per_rank: int = 1, pattern: Pattern = "direct", split: Split = "all"
 ) -> Plan:
     """Return the plan of `y_shard = reduce_scatter(x @ w.T)` for one rank: rows of other owners first, own rows last.
 
@@ -133,17 +106,13 @@ def reduce_scatter_plan(
             `direct` after one GEMM over all rows.
         split: `all` computes every remote slice chunk by chunk. `edge` cuts only the first slice, so that sending
             starts early.
-        slices: as of `all_gather_plan`.
 
     Raises:
         ValueError: an argument is out of range.
     """
     validate(num_ranks, rank, chunks_per_rank, pattern, split)
-    _check_slices(slices, num_ranks, pattern)
-    if pattern == "ring":
-        messages, work = _ring_reduce_scatter(num_ranks, rank, chunks_per_rank, split)
-    else:
-        messages, work = _direct_reduce_scatter(num_ranks, rank, chunks_per_rank, split, slices)
+    build = _ring_reduce_scatter if pattern == "ring" else _direct_reduce_scatter
+    messages, work = build(num_ranks, rank, chunks_per_rank, split)
     if pattern == "serial" and num_ranks > 1:
         all_chunks = tuple(Chunk(owner, part) for owner in range(num_ranks) for part in range(chunks_per_rank))
         work = [Work(all_chunks), Work((), adds=tuple(range(len(messages))))]
@@ -168,12 +137,6 @@ def _placed(messages: list[Message], work: list[Work]) -> tuple[Message, ...]:
     return tuple(placed)
 
 
-def _joined(owners: list[int], slices: Sequence[int] | None) -> list[list[int]]:
-    """Divide remote slices, in the order of their messages, into those of each unit of work: as many on every rank."""
-    bounds = pairwise(accumulate((1,) * len(owners) if slices is None else slices, initial=0))
-    return [owners[start:stop] for start, stop in bounds]
-
-
 def _groups(owner: int, num_parts: int, cut: bool) -> list[tuple[Chunk, ...]]:
     chunks = tuple(Chunk(owner, part) for part in range(num_parts))
     return [(chunk,) for chunk in chunks] if cut else [chunks]
@@ -195,19 +158,15 @@ def _ring_reduce_scatter(num_ranks: int, rank: int, num_parts: int, split: Split
     return messages, work
 
 
-def _direct_reduce_scatter(
-    num_ranks: int, rank: int, num_parts: int, split: Split, slices: Sequence[int] | None
-) -> tuple[list[Message], list[Work]]:
+def _direct_reduce_scatter(num_ranks: int, rank: int, num_parts: int, split: Split) -> tuple[list[Message], list[Work]]:
     messages: list[Message] = []
     work: list[Work] = []
-    for owners in _joined([(rank + distance) % num_ranks for distance in range(1, num_ranks)], slices):
-        chunks = [Chunk(owner, part) for owner in owners for part in range(num_parts)]
-        cut = len(owners) == 1 and (split == "all" or owners[0] == (rank + 1) % num_ranks)
-        for run in [(chunk,) for chunk in chunks] if cut else [tuple(chunks)]:
-            work.append(Work(tuple(sorted(run))))
-            for chunk in run:
-                source = (2 * rank - chunk.owner) % num_ranks
-                messages.append(Message(chunk, chunk.owner, Chunk(rank, chunk.part), source, after_work=len(work)))
+    for distance in range(1, num_ranks):
+        owner, source = (rank + distance) % num_ranks, (rank - distance) % num_ranks
+        for chunks in _groups(owner, num_parts, split == "all" or distance == 1):
+            work.append(Work(chunks))
+            for chunk in chunks:
+                messages.append(Message(chunk, owner, Chunk(rank, chunk.part), source, after_work=len(work)))
     work.append(Work(tuple(Chunk(rank, part) for part in range(num_parts))))
     if messages:
         work.append(Work((), adds=tuple(range(len(messages)))))

@@ -35,16 +35,9 @@ KNOBS: dict[str, tuple[str | int, ...]] = {
 }
 """The values of each field of a fused plan that are measured, the default first."""
 
-_TILES = (
-    *((128, 256, 1.0), (256, 128, 1.0), (128, 192, 0.97), (192, 128, 0.97)),
-    *((128, 128, 0.94), (64, 256, 0.9), (64, 192, 0.85), (64, 128, 0.8)),
-)
-"""Rows and columns of the output tiles of a GEMM kernel on sm_90, and its rate. The rates are assumed. With them the
-modelled times of split layers are within 3 % of those on an H200 on average, and within 11 % at worst."""
-_GPU_FLOPS = 8e14
-"""Rate of whole tiles of bf16 by cuBLAS on an H200 (docs/results/first_contact.json)."""
-_GPU_GEMM_S = 6e-6
-"""Cost of a further GEMM: a wait of the stream, a launch, and the time of the host."""
+_TILES = (128, 256, 1.0), (128, 128, 0.92), (64, 128, 0.75)
+"""Rows and columns of the output tiles of a GEMM kernel, and its rate. The tiles are those of CUTLASS 3 for sm_90; the
+rates are assumed."""
 _BALANCE = 0.1
 """How much of a difference between the times of two parts counts. Less computation than messages rarely occurs."""
 
@@ -62,14 +55,14 @@ def default_pattern(device_type: str) -> Pattern:
 
 
 def default_chunks(
-    collective: Collective, num_ranks: int, num_rows: int, row_bytes: int, *, link_rate: float = 0.0
+    collective: Collective, num_ranks: int, num_rows: int, row_bytes: int, *, copy_engines: bool = False
 ) -> int:
     """Return the chunks per rank of an all-gather or reduce-scatter of `num_rows` gathered rows of `row_bytes` each.
 
-    With copy engines (`link_rate` as of `Transport`) a slice is one message, of two ranks two: each further GEMM costs
-    a partial wave of tiles.
+    With copy engines (as of `Transport`) a slice is one message, of two ranks two: a further GEMM costs a partial wave
+    of tiles, and the host enqueues every message.
     """
-    if link_rate:
+    if copy_engines:
         return 2 if num_ranks == 2 and num_rows >= 4 * MIN_CHUNK_ROWS else 1
     smallest = max(MIN_CHUNK_ROWS, -(-_MIN_CHUNK_BYTES // row_bytes))
     peers = max(1, num_ranks - 1)
@@ -144,72 +137,6 @@ def one_knob_apart(first: Sequence[Knob], second: Sequence[Knob]) -> bool:
     return len({name for name, _ in {*first} ^ {*second}}) == 1
 
 
-def _tile_outputs(rows: int, columns: int, processors: int) -> float:
-    """Elements that a GEMM of whole waves of tiles would compute in the time of this one."""
-    return min(
-        math.ceil(math.ceil(rows / height) * math.ceil(columns / width) / processors)
-        * (processors * height * width / rate)
-        for height, width, rate in _TILES
-    )
-
-
-@lru_cache
-def slices_per_gemm(
-    collective: Collective,
-    num_ranks: int,
-    num_rows: int,
-    columns: int,
-    depth: int,
-    row_bytes: int,
-    processors: int,
-    link_rate: float,
-) -> tuple[int, ...]:
-    """Return the remote slices of each GEMM on a GPU, in the order of the plan, with the least modelled time.
-
-    A GEMM takes whole waves of tiles, so few GEMMs of several slices compute faster. A gather needs the slices of a
-    GEMM before it; a scatter sends them after it. Messages follow one another.
-
-    Args:
-        collective: an all-gather before the GEMM, or a reduce-scatter after it.
-        num_ranks: ranks of the group.
-        num_rows: rows of all slices.
-        columns, depth: of the GEMM on one rank.
-        row_bytes: bytes of a row of a message.
-        processors: of the device.
-        link_rate: bytes per second of a message.
-    """
-    remote, rows = num_ranks - 1, -(-num_rows // num_ranks)
-    message_s = rows * row_bytes / link_rate
-
-    def gemm_s(slices: int) -> float:
-        return 2 * _tile_outputs(slices * rows, columns, processors) * depth / _GPU_FLOPS + _GPU_GEMM_S
-
-    sizes = [gemm_s(slices) for slices in range(num_ranks)]
-    # By the slices computed: end of the GEMMs, end of the messages, and the choice. None is later in both.
-    best: list[list[tuple[float, float, tuple[int, ...]]]] = [[(0.0, 0.0, ())]]
-    if collective == "all_gather":
-        best = [[(gemm_s(1), 0.0, ())]]
-    for done in range(1, num_ranks):
-        found = []
-        for before in range(done):
-            for computed, sent, chosen in best[before]:
-                slices = done - before
-                if collective == "all_gather":
-                    end = max(computed, done * message_s) + sizes[slices]
-                    found.append((end, 0.0, (*chosen, slices)))
-                else:
-                    end = computed + sizes[slices]
-                    found.append((end, max(sent, end) + slices * message_s, (*chosen, slices)))
-        found.sort(key=lambda each: (each[0], each[1], len(each[2])))
-        least = found[:1]
-        for each in found:
-            if each[1] < least[-1][1]:
-                least.append(each)
-        best.append(least)
-    last = 0.0 if collective == "all_gather" else gemm_s(1)
-    return min(best[remote], key=lambda each: (max(each[0] + last, each[1]), len(each[2])))[2]
-
-
 @lru_cache
 def balanced_rows(
     num_rows: int,
@@ -236,7 +163,13 @@ def balanced_rows(
 
     def outputs(rows: int, columns: int) -> float:
         """Elements that a GEMM computes in the same time without empty tiles."""
-        return rows * columns if processors is None else _tile_outputs(rows, columns, processors)
+        if processors is None:
+            return rows * columns
+        return min(
+            math.ceil(math.ceil(rows / height) * math.ceil(columns / width) / processors)
+            * (processors * height * width / rate)
+            for height, width, rate in _TILES
+        )
 
     def time(start: int, stop: int) -> float:
         rows = (stop - start) * num_ranks * batch

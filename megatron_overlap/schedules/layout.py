@@ -1,6 +1,5 @@
 """Division of the rows of a gathered activation into shards of ranks and chunks of shards."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal, NamedTuple
@@ -95,16 +94,6 @@ class ChunkLayout:
             start, stop = _cut_parts(last - first, self.chunks_per_rank, chunk.part, self.small)
             found = self._rows[chunk] = first + start, first + stop
         return found
-
-    def runs(self, chunks: Iterable[Chunk]) -> list[tuple[int, int]]:
-        """Return the start and stop row of every contiguous run of `chunks`, which are in row order."""
-        runs: list[tuple[int, int]] = []
-        for start, stop in map(self.rows, chunks):
-            if runs and runs[-1][1] == start:
-                runs[-1] = runs[-1][0], stop
-            else:
-                runs.append((start, stop))
-        return runs
 
     def rows_in_shard(self, chunk: Chunk) -> tuple[int, int]:
         """Return the start and stop row of `chunk`, relative to the first row of its owner's shard."""

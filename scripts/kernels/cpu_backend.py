@@ -160,9 +160,6 @@ class CpuBackend:
         self._queues.append(_ThreadQueue())
         return self._queues[-1]
 
-    def copy_rate(self, to: torch.Tensor, source: torch.Tensor) -> float:
-        raise NotImplementedError("no copy engine")
-
     def unsupported_reason(self) -> str:
         return ""
 

@@ -68,9 +68,6 @@ class EngineBackend:
         self._num_queues += 1
         return EngineQueue(self, f"copies {self._num_queues}")
 
-    def copy_rate(self, to: torch.Tensor, source: torch.Tensor) -> float:
-        return 4e11
-
     def barrier(self) -> None:
         """Return: the ranks are recorded one after another."""
 

@@ -112,9 +112,6 @@ class RecordedBackend:
     def queue(self) -> RecordedQueue:
         return self._queue(f"copies {len(self.queues)}")
 
-    def copy_rate(self, to: torch.Tensor, source: torch.Tensor) -> float:
-        return 4e11
-
     def barrier(self) -> None:
         """Return: all ranks run in this process."""
 

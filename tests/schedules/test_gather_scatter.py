@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +17,6 @@ from megatron_overlap.schedules import (
     reduce_scatter_plan,
 )
 from megatron_overlap.schedules.layout import Small, part_weights
-from megatron_overlap.schedules.plan import Pattern
 from tests.schedules.verify import ScheduleError, check, describe
 
 BUILDERS = {"all_gather": all_gather_plan, "reduce_scatter": reduce_scatter_plan}
@@ -31,50 +29,22 @@ def plans(collective: str, num_ranks: int, **options: object) -> list[Plan]:
 DEFAULT_SIZES = [*range(1, 10), 16, 31, 64]
 
 
-@pytest.mark.parametrize(
-    ("pattern", "split", "joined"),
-    [("ring", "all", 0), ("ring", "edge", 0), ("direct", "all", 0), ("direct", "edge", 0), ("direct", "edge", 3)],
-)
+@pytest.mark.parametrize("split", ["all", "edge"])
+@pytest.mark.parametrize("pattern", ["ring", "direct"])
 @pytest.mark.parametrize("collective", BUILDERS)
 @pytest.mark.parametrize(
     ("chunks_per_rank", "sizes"),
     [(2, DEFAULT_SIZES), *(pytest.param(chunks, range(1, 65), marks=pytest.mark.long) for chunks in (1, 2, 3))],
 )
 def test_proved_for_every_group_size(
-    collective: str, pattern: str, split: str, joined: int, chunks_per_rank: int, sizes: Sequence[int]
+    collective: str, pattern: str, split: str, chunks_per_rank: int, sizes: Sequence[int]
 ) -> None:
-    """With `joined` a GEMM has up to so many slices."""
     for num_ranks in sizes:
-        slices = [min(joined, num_ranks - 1 - done) for done in range(0, num_ranks - 1, joined)] if joined else None
-        options: dict[str, Any] = {"chunks_per_rank": chunks_per_rank, "pattern": pattern, "split": split}
-        group = plans(collective, num_ranks, **options, slices=slices)
+        group = plans(collective, num_ranks, chunks_per_rank=chunks_per_rank, pattern=pattern, split=split)
         proof = check(group)
         assert proof.tail_free
         assert proof.num_messages == (num_ranks - 1) * chunks_per_rank
         assert proof.peak_chunks_in_flight <= proof.num_messages
-        layout = group[0].layout(num_ranks * 3 * chunks_per_rank)
-        for work in (each for plan in group for each in plan.work):
-            assert len(layout.runs(work.chunks)) <= (2 if joined else 1)
-
-
-@pytest.mark.parametrize("collective", BUILDERS)
-def test_slices_of_one_gemm(collective: str) -> None:
-    """On every rank as many; only slices at both ends of the activation are not one run."""
-    for rank in range(8):
-        work = [each for each in BUILDERS[collective](8, rank, slices=(1, 2, 4)).work if each.chunks]
-        remote = work[1:] if collective == "all_gather" else work[:-1]
-        assert [len(each.chunks) for each in remote] == [1, 2, 4]
-        runs = [len(ChunkLayout(16, 8).runs(each.chunks)) for each in remote]
-        assert sum(runs) in (3, 4)
-
-
-@pytest.mark.parametrize(
-    ("slices", "pattern"), [((1, 1), "direct"), ((0, 3), "direct"), ((1, 2), "ring")], ids=["few", "none", "ring"]
-)
-@pytest.mark.parametrize("collective", BUILDERS)
-def test_wrong_slices(collective: str, slices: tuple[int, ...], pattern: Pattern) -> None:
-    with pytest.raises(ValueError, match=r"^slices: "):
-        BUILDERS[collective](4, 0, slices=slices, pattern=pattern)
 
 
 @pytest.mark.parametrize("collective", BUILDERS)

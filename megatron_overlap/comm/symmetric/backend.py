@@ -76,9 +76,6 @@ class SymmetricBackend(Protocol):
     def queue(self) -> Queue:
         """Return a further queue of copies."""
 
-    def copy_rate(self, to: torch.Tensor, source: torch.Tensor) -> float:
-        """Return the bytes per second of a copy by a copy engine; `to` is memory of a peer. Blocks the host."""
-
     def unsupported_reason(self) -> str:
         """Return why an operation cannot start now; empty if it can."""
 

@@ -34,10 +34,6 @@ from megatron_overlap.comm.symmetric.backend import SymmetricBackend
 from megatron_overlap.comm.symmetric.heap import HeapPool
 from megatron_overlap.comm.transport import Transfer, TransportError
 
-NVLINK_RATE, PCIE_RATE = 3.3e11, 4.7e10
-"""Bytes per second of messages of some MB over NVLink 4 and PCIe 5, both directions at once, measured on an H200."""
-_SLOWEST_NVLINK = 1e11
-_PROBE_BYTES = 32 * 1024 * 1024
 _ALIGNMENT = 256
 _NUM_WORDS = 256
 RING_BYTES = 64 * 1024 * 1024
@@ -126,7 +122,7 @@ class CopyTransport:
             raise ValueError(f"ring_bytes: {ring_bytes}: must be at least {2 * _ALIGNMENT}")
         self.backend, self.rank, self.size = backend, backend.rank, backend.size
         self.exposed_s = 0.0
-        self._on_device = backend.device.type == "cuda"
+        self.copy_engines = backend.device.type == "cuda"
         self._ring_bytes = ring_bytes = ring_bytes // _ALIGNMENT * _ALIGNMENT
         words = 4 * self.size * (2 * _NUM_WORDS + 1)
         begin = self.size * ring_bytes
@@ -143,20 +139,7 @@ class CopyTransport:
         self.sending, self.receiving = backend.queue(), backend.queue()
         # Operations that have messages to send, in order.
         self.works: list[CopyP2PWork] = []
-        self.link_rate = self._rounded_link_rate() if self._on_device and self.size > 1 else 0.0
         backend.barrier()
-
-    def _rounded_link_rate(self) -> float:
-        """The rate of the slowest link, as that of its kind: plans must not depend on the noise of a measurement."""
-        backend, num_bytes = self.backend, min(_PROBE_BYTES, self._ring_bytes)
-        peer = (self.rank + 1) % self.size
-        place = self.rank * self._ring_bytes
-        backend.barrier()
-        rate = backend.copy_rate(
-            self._arenas[peer][place : place + num_bytes], self._arenas[self.rank][place : place + num_bytes]
-        )
-        slowest = min(map(float, backend.all_gather_text(repr(rate))))
-        return NVLINK_RATE if slowest > _SLOWEST_NVLINK else PCIE_RATE
 
     def begin(self, transfers: Sequence[Transfer], op: str) -> "CopyP2PWork":
         self.works = [work for work in self.works if work.has_more_to_send]
@@ -166,7 +149,7 @@ class CopyTransport:
         return work
 
     def lands(self, transfer: Transfer) -> torch.Tensor | None:
-        """The bytes of the receiver at which `transfer.send` lands; None for a message by the ring."""
+        """The bytes of the receiver at which `transfer.send` lands; None for a message through the ring."""
         if self._heap is None or transfer.lands is None or transfer.extra_send or transfer.extra_recv:
             return None
         return self._heap.at(transfer.message.to, transfer.lands)
@@ -190,7 +173,7 @@ class CopyTransport:
         self._require_sent(piece.number - _NUM_WORDS, sender, peer)  # it sets the same flag
         for earlier in ring.replaced(piece):
             self._require_sent(earlier, sender, peer)
-            if self._on_device and earlier in ring.not_received:
+            if self.copy_engines and earlier in ring.not_received:
                 raise TransportError(self._too_small(peer, "an earlier one is not yet received"))
             queue.wait(self._words[self.rank], acknowledgements + earlier % _NUM_WORDS, earlier)
         ring.not_sent.discard(piece.number)
@@ -296,7 +279,7 @@ class CopyP2PWork:
         for transfer in self._transfers[self._num_sent :]:
             message = transfer.message
             forwarded = message.after_message
-            if (self._transport.link_rate and message.not_before > enqueued) or message.after_work > done:
+            if (self._transport.copy_engines and message.not_before > enqueued) or message.after_work > done:
                 return
             if forwarded is not None and not self._received[forwarded]:
                 return

@@ -227,16 +227,6 @@ class CudaBackend:
     def queue(self) -> Queue:
         return StreamQueue(torch.cuda.Stream(self.device, priority=-1))
 
-    def copy_rate(self, to: torch.Tensor, source: torch.Tensor) -> float:
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        with torch.cuda.stream(self._copies):
-            self.copying.copy(to, source)
-            start.record()
-            self.copying.copy(to, source)
-            stop.record()
-        stop.synchronize()
-        return source.nbytes / max(start.elapsed_time(stop), 1e-3) * 1e3
-
     def unsupported_reason(self) -> str:
         if torch.cuda.is_current_stream_capturing():
             return "a CUDA graph is being captured; a replay would write the epoch of the capture to flags"

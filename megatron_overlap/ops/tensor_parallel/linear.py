@@ -143,9 +143,7 @@ class _AllGatherLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         method, x = call.method, x.contiguous()
         save_gathered = method.save_gathered and call.save_input
-        gather = method.gather(
-            x, call.num_rows, "all_gather_linear", columns=w.shape[0], version=call.version, save=save_gathered
-        )
+        gather = method.gather(x, call.num_rows, "all_gather_linear", version=call.version, save=save_gathered)
         y = gather.matmul(w.t(), bias)
         gather.finish()
         ctx.save_for_backward((gather.full if save_gathered else x) if call.save_input else None, w)
@@ -205,8 +203,7 @@ class _LinearReduceScatter(torch.autograd.Function):
         need_x, need_w = ctx.needs_input_grad[:2]
         if not (need_x or need_w):
             return None, None, None
-        columns = w.shape[1] if need_x else 0
-        gather = call.method.gather(grads[0].contiguous(), x.shape[0], "linear_reduce_scatter dgrad", columns=columns)
+        gather = call.method.gather(grads[0].contiguous(), x.shape[0], "linear_reduce_scatter dgrad")
         dx = gather.matmul(w) if need_x else None
         wgrad = None
         if need_w:

@@ -76,14 +76,7 @@ class LinearMethod(ABC):
 
     @abstractmethod
     def gather(
-        self,
-        shard: torch.Tensor,
-        num_rows: int,
-        op: str,
-        *,
-        columns: int = 0,
-        version: InputVersion | None = None,
-        save: bool = False,
+        self, shard: torch.Tensor, num_rows: int, op: str, *, version: InputVersion | None = None, save: bool = False
     ) -> Gather:
         """Starts an all-gather.
 
@@ -91,7 +84,6 @@ class LinearMethod(ABC):
             shard: own rows `[rows, K]`, contiguous, unchanged until `finish`.
             num_rows: rows of all ranks.
             op: name in error messages.
-            columns: of the product that `matmul` computes; 0 without a product.
             version: of the tensor that `shard` shows. A gather of the same version may be reused.
             save: `full` is a tensor of the caller and not a buffer.
         """

@@ -42,7 +42,6 @@ from megatron_overlap.schedules.heuristics import (
     default_chunks,
     default_pattern,
     most_parts,
-    slices_per_gemm,
 )
 from megatron_overlap.schedules.plan import Pattern, Split
 
@@ -57,8 +56,7 @@ class LinearPlan:
     Attributes:
         pattern: `direct` or `ring`; `serial` sends the same messages without overlap. None is the device default.
         chunks_per_rank: messages per slice of a rank; None chooses by the number of rows and their bytes.
-        split: `all` computes chunk by chunk, `edge` only where a chunk is exposed. None is `all` on the CPU; a GPU
-            computes several slices in one GEMM where `slices_per_gemm` expects a gain.
+        split: `all` computes chunk by chunk, `edge` only where a chunk is exposed; None chooses by the device.
         add_in_place: an all-reduce waits and adds at the positions in the plan; otherwise after messages have arrived.
             None chooses by the device.
         tree: partial sums are added in the fixed tree of `ops.tensor_parallel.tree`; not for pattern `ring`.
@@ -74,24 +72,11 @@ class LinearPlan:
     tree: bool = False
 
     def schedule(
-        self,
-        collective: RowCollective,
-        transport: Transport,
-        num_rows: int,
-        row_bytes: int,
-        device: torch.device,
-        gemm: tuple[int, int] | None = None,
+        self, collective: RowCollective, transport: Transport, num_rows: int, row_bytes: int, device: torch.device
     ) -> tuple[Plan, ChunkLayout]:
-        """The schedule of one rank for `num_rows` gathered rows of `row_bytes` each, and the rows of its chunks.
-
-        `gemm` is the number of columns and the depth of the local GEMM; a GPU computes several slices at once.
-        """
-        size, rank = transport.size, transport.rank
-        link_rate = transport.link_rate
-        if not link_rate or gemm is None:
-            return _schedule(self, collective, size, rank, num_rows, row_bytes, device.type, link_rate)
-        gpu = (*gemm, row_bytes, _processors(device), link_rate)
-        return _schedule(self, collective, size, rank, num_rows, row_bytes, device.type, link_rate, gpu)
+        """The schedule of one rank for `num_rows` gathered rows of `row_bytes` each, and the rows of its chunks."""
+        size, rank, engines = transport.size, transport.rank, transport.copy_engines
+        return _schedule(self, collective, size, rank, num_rows, row_bytes, device.type, engines)
 
     def fewest_rows(self, op: str, num_ranks: int, num_rows: int, row_bytes: int, device: torch.device) -> int:
         """Rows of the smallest GEMM of the forward pass of `op`, with `num_rows` gathered rows of `row_bytes` each."""
@@ -150,19 +135,12 @@ class P2PMethod(LinearMethod):
         self.save_gathered = plan.save_gathered and gemm is PLAIN
 
     def gather(
-        self,
-        shard: torch.Tensor,
-        num_rows: int,
-        op: str,
-        *,
-        columns: int = 0,
-        version: InputVersion | None = None,
-        save: bool = False,
+        self, shard: torch.Tensor, num_rows: int, op: str, *, version: InputVersion | None = None, save: bool = False
     ) -> P2PGather | _ReusedGather:
         if self.gemm is not PLAIN:
             version = None
         full = None if save or version is None else self._reusable(shard, num_rows, version)
-        return P2PGather(self, shard, num_rows, op, columns, version, save) if full is None else _ReusedGather(full)
+        return P2PGather(self, shard, num_rows, op, version, save) if full is None else _ReusedGather(full)
 
     def _reusable(self, shard: torch.Tensor, num_rows: int, version: InputVersion) -> torch.Tensor | None:
         """The gathered rows of `shard` if the last gather was of this version; the same decision on all ranks."""
@@ -179,8 +157,7 @@ class P2PMethod(LinearMethod):
     ) -> PipelinedReduceScatter:
         num_rows, features = a.shape[0], b.shape[1]
         row_bytes = features * a.itemsize
-        gemm = features, a.shape[1]
-        schedule, layout = self.plan.schedule("reduce_scatter", self.transport, num_rows, row_bytes, a.device, gemm)
+        schedule, layout = self.plan.schedule("reduce_scatter", self.transport, num_rows, row_bytes, a.device)
         out = a.new_empty(layout.shard_rows(self.rank), features)
         work_follows = meanwhile is not None
         scatter = PipelinedReduceScatter(
@@ -239,21 +216,13 @@ class P2PGather:
     """An all-gather by messages; see `Gather`. At most one weight gradient and one product use its rows."""
 
     def __init__(
-        self,
-        method: P2PMethod,
-        shard: torch.Tensor,
-        num_rows: int,
-        op: str,
-        columns: int,
-        version: InputVersion | None,
-        save: bool,
+        self, method: P2PMethod, shard: torch.Tensor, num_rows: int, op: str, version: InputVersion | None, save: bool
     ) -> None:
         transport, self._gemm = method.transport, method.gemm
         payload = self._gemm.encode(shard)
         self._num_rows, self._like = num_rows, shard
         row_bytes = sum(tensor.shape[1:].numel() * tensor.itemsize for tensor in payload)
-        gemm = (columns, shard.shape[1]) if columns else None
-        schedule, layout = method.plan.schedule("all_gather", transport, num_rows, row_bytes, shard.device, gemm)
+        schedule, layout = method.plan.schedule("all_gather", transport, num_rows, row_bytes, shard.device)
         self._full = tuple(
             tensor.new_empty((num_rows, *tensor.shape[1:]))
             if save
@@ -327,29 +296,17 @@ def _schedule(
     num_rows: int,
     row_bytes: int,
     device: str,
-    link_rate: float = 0.0,
-    gpu: tuple[int, int, int, int, float] | None = None,
+    copy_engines: bool = False,
 ) -> tuple[Plan, ChunkLayout]:
-    """`gpu` is the rest of the arguments of `slices_per_gemm`; None without copy engines or a GEMM on the rows."""
     chunks = plan.chunks_per_rank
     if chunks is None:
-        chunks = default_chunks(collective, size, num_rows, row_bytes, link_rate=link_rate)
+        chunks = default_chunks(collective, size, num_rows, row_bytes, copy_engines=copy_engines)
     # On the CPU, arrived chunks are merged into one GEMM. On a GPU a query for arrival would synchronise.
     split = plan.split or ("all" if device == "cpu" else "edge")
     build = all_gather_plan if collective == "all_gather" else reduce_scatter_plan
     pattern = plan.pattern or default_pattern(device)
-    slices = None
-    # Messages of NCCL share the queue of the kernels: one GEMM hides each.
-    if gpu is not None and pattern == "direct" and plan.split is None:
-        slices = slices_per_gemm(collective, size, num_rows, *gpu)
-    schedule = build(size, rank, chunks_per_rank=chunks, pattern=pattern, split=split, slices=slices)
+    schedule = build(size, rank, chunks_per_rank=chunks, pattern=pattern, split=split)
     return schedule, schedule.layout(num_rows)
-
-
-@lru_cache
-def _processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; of an H100 where none is present, for schedules that are only examined."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if torch.cuda.is_available() else 132
 
 
 @lru_cache(maxsize=256)

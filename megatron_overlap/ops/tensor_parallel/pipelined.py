@@ -99,7 +99,6 @@ class PipelinedAllGather:
         if whole or plan.pattern == "serial":
             self.copy_own_rows()
         self._pending = list(range(len(plan.work)))
-        self._runs: list[Rows] = []  # rows that have arrived with those that `next_rows` returned
         self._enqueued = 0
 
     def copy_own_rows(self) -> None:
@@ -116,18 +115,15 @@ class PipelinedAllGather:
     @property
     def ready(self) -> bool:
         """Whether `next_rows` returns without waiting."""
-        return bool(self._runs) or any(map(self._has_arrived, self._pending))
+        return any(map(self._has_arrived, self._pending))
 
     @property
     def done(self) -> bool:
         """Whether `next_rows` has returned all rows."""
-        return not (self._pending or self._runs)
+        return not self._pending
 
     def next_rows(self) -> tuple[Rows, Payload]:
         """Waits for rows; returns their range and data, joined with arrived rows next to them of the same owner."""
-        if self._runs:
-            start, stop = self._runs.pop(0)
-            return (start, stop), tuple(full[start:stop] for full in self.full)
         work, position = self._plan.work, 0
         if not self.full[0].is_cuda:  # on a device nothing is reported as complete
             position = next((place for place, index in enumerate(self._pending) if self._has_arrived(index)), 0)
@@ -140,8 +136,8 @@ class PipelinedAllGather:
             if work[last + 1].chunks[0].owner != owner:
                 break
             last = self._pending.pop(position)
-        runs = self._layout.runs(chunk for each in work[first : last + 1] for chunk in each.chunks)
-        (start, stop), *self._runs = runs
+        start = self._layout.rows(work[first].chunks[0])[0]
+        stop = self._layout.rows(work[last].chunks[-1])[1]
         if not self._has_own_rows and owner == self._rank:
             return (start, stop), self._shard
         return (start, stop), tuple(full[start:stop] for full in self.full)
@@ -240,9 +236,9 @@ class PipelinedReduceScatter:
             own = work.chunks[0].owner == plan.rank and not serial
             if own:
                 self._forward_until(index, meanwhile)
-            for start, stop in layout.runs(work.chunks):
-                if start < stop:
-                    gemm(start, stop, self.out if own else self._partial[start:stop])
+            start, stop = layout.rows(work.chunks[0])[0], layout.rows(work.chunks[-1])[1]
+            if start < stop:
+                gemm(start, stop, self.out if own else self._partial[start:stop])
             if meanwhile is not None and self.out.is_cuda:
                 meanwhile()
             if not own:

@@ -92,7 +92,7 @@ class GpuLink:
     Not copies on the device: those need processors, which a persistent grid that waits for them may hold.
 
     Args:
-        gbps: the host lets the copies go at this rate; None lets them go at once.
+        gbps: the host releases the copies at this rate; None releases them at once.
         share: copies one `share`th of each chunk: the time of a link that is `share` times as fast. The rest of the
             chunk keeps its content.
     """

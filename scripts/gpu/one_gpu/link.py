@@ -52,7 +52,7 @@ class ImmediateQueue:
 
 
 class HostPeers:
-    """`SymmetricBackend` of rank 0. All peers are one arena in pinned host memory, which nobody reads."""
+    """`SymmetricBackend` of rank 0. One arena in pinned host memory stands for all peers."""
 
     rank = 0
 
@@ -75,10 +75,6 @@ class HostPeers:
         own = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
         far = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=not self._dry)
         return [own, *[far] * (self.size - 1)]
-
-    def copy_rate(self, to: torch.Tensor, source: torch.Tensor) -> float:
-        """That of NVLink: `share` makes the link as fast."""
-        return 4e11
 
     def barrier(self) -> None:
         """Return: there is one rank."""
@@ -179,9 +175,8 @@ class _Problem:
     def method(self, plan: LinearPlan) -> P2PMethod:
         collective: Any = "all_gather" if self.gathers else "reduce_scatter"
         row_bytes = self.width * self.far.itemsize
-        gemm = self.shape.n, self.shape.k
         self.schedule, self.layout = plan.schedule(
-            collective, self.transport, self.shape.m, row_bytes, self.whole.device, gemm
+            collective, self.transport, self.shape.m, row_bytes, self.whole.device
         )
         return P2PMethod(self.transport, plan)
 
@@ -232,7 +227,6 @@ class _Problem:
 
 PLANS = {
     "p2p": LinearPlan(pattern="direct"),
-    "slice by slice": LinearPlan(pattern="direct", split="edge"),
     "serial": LinearPlan(pattern="serial"),
 }
 
@@ -240,7 +234,7 @@ PLANS = {
 def link(dry: bool, deadline: float) -> Iterator[dict[str, Any]]:
     """Forward of each shape with each plan, the messages alone, and cuBLAS alone.
 
-    Over PCIe, and over a link that is eight times as fast: an eighth of each message is copied.
+    Each is timed over PCIe. A second time an eighth of each message is copied, as if the link were eight times as fast.
     """
     for shape in shapes(dry):
         if time.perf_counter() > deadline:
@@ -259,17 +253,14 @@ def _row(problem: _Problem, share: int) -> dict[str, Any]:
     repeats = REPEATS // 3
     right = True
     transport.share = 1
-    for name, plan in PLANS.items():
+    for plan in PLANS.values():
         # Buffers are compared between ranks at first use, and libraries load their kernels. Then with whole messages.
         method, problem.out = problem.method(plan), None
         problem.overlapped(method)
         gpu.synchronize()
         right &= problem.is_right()
-        if name in ("p2p", "serial"):
-            problem.both_passes(method)
-            gpu.synchronize()
-    problem.method(PLANS["p2p"])
-    slices = [len(each.chunks) for each in problem.schedule.work if each.chunks]
+        problem.both_passes(method)
+        gpu.synchronize()
     transport.share = share
     found: dict[str, list[float]] = {}
 
@@ -286,8 +277,7 @@ def _row(problem: _Problem, share: int) -> dict[str, Any]:
             if name == "p2p":
                 measure("messages", partial(problem.messages_alone, method))
             measure(name, partial(problem.overlapped, method))
-            if name in ("p2p", "serial"):
-                measure(f"both {name}", partial(problem.both_passes, method))
+            measure(f"both {name}", partial(problem.both_passes, method))
         measure("both gemm", problem.gemms_alone)
     at = {name: median(values) for name, values in found.items()}
     return {
@@ -295,7 +285,6 @@ def _row(problem: _Problem, share: int) -> dict[str, Any]:
         "op": shape.op,
         "mnk": [shape.m, shape.n, shape.k],
         "share": share,
-        "slices": slices,
         "link_gbps": shape.link_bytes / at["messages"] / 1e6,
         "ms": {name: value for name, value in at.items() if not name.endswith("host_us")},
         "host_us": {name.removesuffix(" host_us"): value for name, value in at.items() if name.endswith("host_us")},

@@ -35,7 +35,7 @@ def _spawn(rows: Callable[..., Rows], ranks: int, dry: bool, deadline: float) ->
     port = free_port()
     context = get_context("spawn")
     answers: Queue[Any] = context.Queue()
-    # All of it goes with this process, which is ended if it takes too long.
+    # The workers end with this process, which its parent kills after the deadline.
     workers = [
         context.Process(
             target=_work, args=(rows, rank, ranks, port, dry, deadline - time.perf_counter(), answers), daemon=True
@@ -80,6 +80,14 @@ def _all_have_time(deadline: float) -> bool:
     return bool(more)
 
 
+def _unsupported_reason(dry: bool, group: Any) -> str:
+    """Why the ranks cannot use symmetric memory, or an empty string."""
+    from megatron_overlap.comm.symmetric.cuda import probe_symmetric_memory
+
+    found = "" if dry else probe_symmetric_memory(group, deadline_s=60)
+    return found if isinstance(found, str) else ""
+
+
 def _backend(dry: bool, group: Any) -> Any:
     from megatron_overlap.comm.host_group import HostGroup
     from megatron_overlap.comm.symmetric.cuda import CudaBackend
@@ -95,15 +103,12 @@ def _copy_rows(rank: int, dry: bool, deadline: float) -> Rows:
     import torch.distributed as dist
 
     from megatron_overlap.comm.symmetric.copies import CopyTransport
-    from megatron_overlap.comm.symmetric.cuda import probe_symmetric_memory
     from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan, P2PMethod
 
     group = dist.group.WORLD
-    if not dry:
-        found = probe_symmetric_memory(group, deadline_s=60)
-        yield {"objection": found if isinstance(found, str) else "", "failed": isinstance(found, str)}
-        if isinstance(found, str):
-            return
+    if reason := _unsupported_reason(dry, group):
+        yield {"failed": reason}
+        return
     # On a device, a ring must hold what is in flight. On the host, pieces wait for acknowledgements.
     memories = {"symmetric": (1 << 23, True), "ring": (1 << 23, False)}
     if dry:
@@ -125,7 +130,7 @@ def _copy_rows(rank: int, dry: bool, deadline: float) -> Rows:
                     row = {"op": op, "pattern": pattern, "memory": memory, "rows": rows, "errors": errors}
                     row["seconds"] = time.perf_counter() - start
                     yield row | {"right": max(errors.values()) < 1.0}
-    # Again and again with ranks that are late on the device: the same bits.
+    # Repeated operations with ranks that are late on the device give the same bits.
     draw, different, steps = random.Random(rank), 0, 0
     generator = torch.Generator().manual_seed(rank)
     shape = (8, 24) if dry else (512, 512)
@@ -152,18 +157,15 @@ def _copy_rows(rank: int, dry: bool, deadline: float) -> Rows:
 def _fused_rows(rank: int, dry: bool, deadline: float) -> Rows:
     import torch.distributed as dist
 
-    from megatron_overlap.comm.symmetric.cuda import probe_symmetric_memory
     from megatron_overlap.comm.symmetric.transport import SymmetricTransport
     from megatron_overlap.kernels.primitives import wait_all
     from megatron_overlap.ops.tensor_parallel.fused.kernels import FusedPlan
     from megatron_overlap.ops.tensor_parallel.fused.linear import FusedMethod
 
     group = dist.group.WORLD
-    if not dry:
-        found = probe_symmetric_memory(group, deadline_s=60)
-        yield {"objection": found if isinstance(found, str) else "", "failed": isinstance(found, str)}
-        if isinstance(found, str):
-            return
+    if reason := _unsupported_reason(dry, group):
+        yield {"failed": reason}
+        return
     for mover, stores in (("push", "remote"), ("pull", "staged"), ("ring", "remote")):
         transport = SymmetricTransport(_backend(dry, group), wait_all)
         plan = FusedPlan(mover=mover, stores=stores, chunk_rows=8 if dry else 128)  # type: ignore[arg-type]

@@ -38,5 +38,5 @@ def test_what_is_said_is_done() -> None:
 
 def parts(collective: RowCollective, plan: LinearPlan, num_ranks: int, num_rows: int, row_bytes: int) -> int:
     """Messages a slice is cut into; a schedule needs nothing of the transport but who is there."""
-    place = cast(Transport, SimpleNamespace(size=num_ranks, rank=0, link_rate=0.0))
+    place = cast(Transport, SimpleNamespace(size=num_ranks, rank=0, copy_engines=False))
     return plan.schedule(collective, place, num_rows, row_bytes, torch.device("cpu"))[0].chunks_per_rank

@@ -52,14 +52,7 @@ class FusedMethod(LinearMethod):
         self.rank, self.size, self.buffer_pool = transport.rank, transport.size, transport.buffer_pool
 
     def gather(
-        self,
-        shard: torch.Tensor,
-        num_rows: int,
-        op: str,
-        *,
-        columns: int = 0,
-        version: InputVersion | None = None,
-        save: bool = False,
+        self, shard: torch.Tensor, num_rows: int, op: str, *, version: InputVersion | None = None, save: bool = False
     ) -> IntraNodeGather | NodesGather:
         assert not save
         if isinstance(self.transport, NodesTransport):
