@@ -3,8 +3,11 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import prod
+from typing import Any
 
 import torch
+
+_MAX_TENSORS = 256
 
 
 class BufferPool:
@@ -15,12 +18,18 @@ class BufferPool:
 
     Args:
         within: returns the context of allocations, such as another memory pool.
+
+    Attributes:
+        derived: what callers derive from buffers of the pool, by keys of theirs. It is emptied when a buffer is
+            replaced.
     """
 
     def __init__(self, *, within: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
         self._within = within
         self._storage: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
         self._content: dict[tuple[str, torch.dtype, torch.device], tuple[torch.Tensor, object]] = {}
+        self._taken: dict[tuple[object, ...], torch.Tensor] = {}
+        self.derived: dict[Any, Any] = {}
 
     def take(self, name: str, shape: Sequence[int], like: torch.Tensor, *, symmetric: bool = False) -> torch.Tensor:
         """Return a contiguous tensor of `shape` with the dtype and device of `like` and undefined content.
@@ -31,16 +40,33 @@ class BufferPool:
         """
         key = (name, like.dtype, like.device)
         self._content.pop(key, None)
+        taken = self._taken.get((key, *shape))
+        if taken is not None:
+            return taken
         size = prod(shape)
         storage = self._storage.get(key)
         if storage is None or storage.numel() < size:
             # Free the old buffer first to lower the peak.
             self._storage.pop(key, None)
+            self.forget()
             # Training writes to buffers that generation allocated, which torch refuses for tensors of inference mode.
             with self._within(), torch.inference_mode(False):
                 storage = torch.empty(size, dtype=like.dtype, device=like.device)
             self._storage[key] = storage
-        return storage[:size].view(*shape)
+        with torch.inference_mode(False):
+            return self._keep((key, *shape), storage[:size].view(*shape))
+
+    def _keep(self, key: tuple[object, ...], buffer: torch.Tensor) -> torch.Tensor:
+        """Return the same tensor for the same shape. Shapes that never repeat must not add up."""
+        if len(self._taken) >= _MAX_TENSORS:
+            self.forget()
+        self._taken[key] = buffer
+        return buffer
+
+    def forget(self) -> None:
+        """Drop all tensors of earlier calls, and what is derived from them."""
+        self._taken.clear()
+        self.derived.clear()
 
     def remember(self, name: str, buffer: torch.Tensor, content: object) -> None:
         """Record the content of `buffer`, taken as `name`, until `name` is taken again."""
@@ -59,5 +85,6 @@ class BufferPool:
 
     def clear(self) -> None:
         """Free all buffers."""
+        self.forget()
         self._storage.clear()
         self._content.clear()

@@ -38,6 +38,7 @@ class GlooTransport:
     """
 
     copy_engines = False
+    on_device = False
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Protocols of point-to-point transports: ordered messages between the ranks of one group, beside the computation."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, overload
 
 import torch
 
@@ -87,6 +87,49 @@ class Transfer:
         return self.recv.nbytes + sum(tensor.nbytes for tensor in self.extra_recv)
 
 
+class Repeated:
+    """An operation that is repeated with the same buffers, and each time with other own rows.
+
+    Args:
+        build: returns the transfers of the own rows of a call. A send is rows of them, or of a buffer.
+
+    Attributes:
+        prepared: what a transport derives from the transfers, apart from the own rows; None before the first call.
+    """
+
+    def __init__(self, build: Callable[[torch.Tensor | None], Sequence[Transfer]]) -> None:
+        self.build = build
+        self.prepared: Any = None
+
+
+class Exchange(Sequence[Transfer]):
+    """The transfers of one call of a repeated operation, built when a transport reads them.
+
+    Args:
+        repeated: the operation.
+        own: own rows of this call: one contiguous tensor. None if all sends are rows of buffers.
+    """
+
+    def __init__(self, repeated: Repeated, own: torch.Tensor | None = None) -> None:
+        self.repeated, self.own = repeated, own
+        self._transfers: Sequence[Transfer] | None = None
+
+    def _built(self) -> Sequence[Transfer]:
+        if self._transfers is None:
+            self._transfers = self.repeated.build(self.own)
+        return self._transfers
+
+    def __len__(self) -> int:
+        return len(self._built())
+
+    @overload
+    def __getitem__(self, index: int) -> Transfer: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Transfer]: ...
+    def __getitem__(self, index: int | slice) -> Transfer | Sequence[Transfer]:
+        return self._built()[index]
+
+
 class P2PWork(Protocol):
     """All messages of one operation, like `torch.distributed.Work`."""
 
@@ -118,12 +161,15 @@ class Transport(Protocol):
 
     Attributes:
         copy_engines: copy engines of GPUs move the messages, which take no SMs from GEMMs.
+        on_device: streams of a device order messages and work. The host never waits, so no message is ever reported as
+            completed.
     """
 
     rank: int
     size: int
     buffer_pool: BufferPool
     copy_engines: bool
+    on_device: bool
 
     @property
     def exposed_s(self) -> float:
@@ -145,7 +191,7 @@ class OrderedTransport:
     def __init__(self, inner: Transport) -> None:
         self._inner = inner
         self.rank, self.size, self.buffer_pool = inner.rank, inner.size, inner.buffer_pool
-        self.copy_engines = inner.copy_engines
+        self.copy_engines, self.on_device = inner.copy_engines, inner.on_device
 
     @property
     def exposed_s(self) -> float:

@@ -12,11 +12,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megatron_overlap.comm.host_group import HostGroup
-from megatron_overlap.comm.symmetric.backend import Queue
+from megatron_overlap.comm.symmetric.backend import FlagStep, Queue
 from megatron_overlap.comm.transport import TransportError
 
 _SHARED_FOLDER = Path("/dev/shm")
@@ -28,6 +29,7 @@ _POLL_S = 0.0002
 class _ImmediateQueue:
     """The computing queue. The interpreter runs a kernel inside its call, so all earlier work is complete."""
 
+    @torch.no_grad()
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         to.copy_(source)
 
@@ -40,6 +42,15 @@ class _ImmediateQueue:
             if time.monotonic() > deadline:
                 raise TransportError(f"word {index}: {int(words[index])}: did not reach {value} within {_WAIT_S:g} s")
             time.sleep(_POLL_S)
+
+    def prepare(self, steps: Sequence[FlagStep]) -> object:
+        return tuple(steps)
+
+    def run(self, prepared: Any) -> None:
+        for words, index, sets in prepared:
+            if not sets:
+                self.wait(words, index, 1)
+            self.write(words, index, int(sets))
 
     def mark(self) -> object:
         return None
@@ -77,6 +88,12 @@ class _ThreadQueue:
 
     def wait(self, words: torch.Tensor, index: int, value: int) -> None:
         self._work.put(lambda: self._immediate.wait(words, index, value))
+
+    def prepare(self, steps: Sequence[FlagStep]) -> object:
+        return self._immediate.prepare(steps)
+
+    def run(self, prepared: object) -> None:
+        self._work.put(lambda: self._immediate.run(prepared))
 
     def mark(self) -> object:
         reached = threading.Event()

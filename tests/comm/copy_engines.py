@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from megatron_overlap.comm.symmetric.backend import FlagStep
 from tests.comm.device import Recorder
 from tests.comm.makespan import Gpu
 
@@ -22,12 +24,16 @@ class EngineQueue:
         seconds = gpu.move_s(2 * to.nbytes) if rank == self._backend.rank else gpu.message_s(to.nbytes)
         self._put("copy", rank, seconds=seconds)
 
-    def write(self, words: torch.Tensor, index: int, value: int) -> None:
-        self._put("set", (self._backend.owner(words), index, value), seconds=self._backend.gpu.word_s)
+    def prepare(self, steps: Sequence[FlagStep]) -> object:
+        return tuple(steps)
 
-    def wait(self, words: torch.Tensor, index: int, value: int) -> None:
-        assert self._backend.owner(words) == self._backend.rank
-        self._put("reach", (self._backend.rank, index, value))
+    def run(self, prepared: Any) -> None:
+        for words, index, sets in prepared:
+            word = (*self._backend.place(words), index)
+            if not sets:
+                assert word[0] == self._backend.rank
+                self._put("reach", (word, 1))
+            self._put("set", (word, int(sets)), seconds=self._backend.gpu.word_s)
 
     def mark(self) -> object:
         event = self._backend.recorder.event()
@@ -53,16 +59,22 @@ class EngineBackend:
         self.device = torch.device("cuda")
         self.computing = EngineQueue(self, "compute")
         self._num_queues = 0
-        self._owners: dict[int, int] = {}
+        # Rank and number of each arena.
+        self._places: dict[int, tuple[int, int]] = {}
 
     def map(self, num_bytes: int, name: str = "") -> list[torch.Tensor]:
         arenas = [torch.empty(num_bytes, dtype=torch.uint8, device="cuda") for _ in self.ranks]
-        self._owners.update({arena.untyped_storage()._cdata: rank for rank, arena in enumerate(arenas)})
+        number = len(self._places) // self.size
+        self._places.update({arena.untyped_storage()._cdata: (rank, number) for rank, arena in enumerate(arenas)})
         return arenas
+
+    def place(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """The rank whose memory holds `tensor`, and the number of the arena; -1 for other memory of this rank."""
+        return self._places.get(tensor.untyped_storage()._cdata, (self.rank, -1))
 
     def owner(self, tensor: torch.Tensor) -> int:
         """The rank whose memory holds `tensor`."""
-        return self._owners.get(tensor.untyped_storage()._cdata, self.rank)
+        return self.place(tensor)[0]
 
     def queue(self) -> EngineQueue:
         self._num_queues += 1

@@ -1,8 +1,8 @@
 """Records what the ranks of a `CopyTransport` enqueue, and searches all orders in which a device may run it.
 
-Every rank has a computing queue, and a queue of copies to each peer. A queue runs its steps in order; queues run
-concurrently. `Recording` records the steps of one rank: copies, writes and waits of words, waits for another queue, and
-the torch operations of the computation. `explore` visits every state that the queues of all ranks can reach.
+Every rank has a computing queue, a queue of sends and a queue of receives. A queue runs its steps in order; queues run
+concurrently. `Recording` records the steps of one rank: copies, steps on flags, waits for another queue, and the torch
+operations of the computation. `explore` visits every state that the queues of all ranks can reach.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from megatron_overlap.comm.symmetric.backend import FlagStep
+
 Bytes = tuple[int, int]
-Word = int
-"""The address of a flag or an acknowledgement."""
+Flag = int
+"""The address of a flag."""
 
 
 @dataclass
@@ -26,16 +28,16 @@ class Step:
 
     Attributes:
         reads, writes: bytes that the step uses while it runs.
-        sets: word and value that the step writes.
-        needs: word that the step waits for, and its least value.
+        sets: flag that the step sets.
+        clears: flag that the step waits for and clears.
         follows: queue of the same rank, and the number of its steps that must be complete.
         action: computes the result of the step.
     """
 
     reads: list[Bytes] = field(default_factory=list)
     writes: list[Bytes] = field(default_factory=list)
-    sets: tuple[Word, int] | None = None
-    needs: tuple[Word, int] | None = None
+    sets: Flag | None = None
+    clears: Flag | None = None
     follows: tuple[str, int] | None = None
     action: Callable[[], object] | None = None
 
@@ -62,11 +64,13 @@ class RecordedQueue:
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         self.steps.append(Step([span(source)], [span(to)], action=lambda: to.copy_(source)))
 
-    def write(self, words: torch.Tensor, index: int, value: int) -> None:
-        self.steps.append(Step(sets=(words[index].data_ptr(), value)))
+    def prepare(self, steps: Sequence[FlagStep]) -> object:
+        flags = [(words.data_ptr() + 4 * index, sets) for words, index, sets in steps]
+        return [(flag, None) if sets else (None, flag) for flag, sets in flags]
 
-    def wait(self, words: torch.Tensor, index: int, value: int) -> None:
-        self.steps.append(Step(needs=(words[index].data_ptr(), value)))
+    def run(self, prepared: Any) -> None:
+        for sets, clears in prepared:
+            self.steps.append(Step(sets=sets, clears=clears))
 
     def mark(self) -> object:
         return self.name, len(self.steps)
@@ -173,23 +177,26 @@ def explore(queues: Sequence[RecordedQueue]) -> int:
     """Visits every reachable state, and returns their number.
 
     A state is the number of complete steps of each queue. Steps that can start in the same state can run at the same
-    time. Values of words only grow, so a step that can start stays able to, and each state is reached by all orders.
+    time. One queue clears a flag, so a step that can start stays able to, and each state is reached by all orders.
 
     Raises:
-        ProtocolError: a race, or a deadlock.
+        ProtocolError: a race, a deadlock, or a flag that is set while it is set.
     """
     names = {queue.name: index for index, queue in enumerate(queues)}
     programs = [queue.steps for queue in queues]
-    setters = word_writes(programs)
+    uses = flag_uses(programs)
     independent: set[tuple[int, int, int, int]] = set()
+    before = [_counts(program) for program in programs]
+
+    def is_set(flag: Flag, state: tuple[int, ...]) -> bool:
+        setter, clearer = uses[flag].setter, uses[flag].clearer
+        times_set = before[setter][state[setter]].get((flag, True), 0)
+        return times_set > (before[clearer][state[clearer]].get((flag, False), 0) if clearer >= 0 else 0)
 
     def can_start(step: Step, state: tuple[int, ...]) -> bool:
         if step.follows is not None and state[names[step.follows[0]]] < step.follows[1]:
             return False
-        if step.needs is None:
-            return True
-        queue, positions = setters.get(step.needs[0], (0, []))
-        return any(value >= step.needs[1] and state[queue] > position for position, value in positions)
+        return step.clears is None or is_set(step.clears, state)
 
     first = (0,) * len(programs)
     seen, stack = {first}, [first]
@@ -199,6 +206,9 @@ def explore(queues: Sequence[RecordedQueue]) -> int:
         if not ready and any(done < len(program) for done, program in zip(state, programs, strict=True)):
             raise ProtocolError(f"deadlock: {dict(zip(names, state, strict=True))}")
         for number, q in enumerate(ready):
+            flag = programs[q][state[q]].sets
+            if flag is not None and is_set(flag, state):
+                raise ProtocolError(f"lost: {queues[q].name} step {state[q]} sets a flag that is set")
             for other in ready[:number]:
                 key = (other, state[other], q, state[q])
                 if key not in independent and conflict(programs[other][state[other]], programs[q][state[q]]):
@@ -211,59 +221,87 @@ def explore(queues: Sequence[RecordedQueue]) -> int:
     return len(seen)
 
 
-def word_writes(programs: Sequence[Sequence[Step]]) -> dict[Word, tuple[int, list[tuple[int, int]]]]:
-    """The queue that writes each word, and the positions and values of its writes.
+def _counts(program: Sequence[Step]) -> list[dict[tuple[Flag, bool], int]]:
+    """How often each flag is set (True) and cleared (False) before each step, and at the end."""
+    counts: list[dict[tuple[Flag, bool], int]] = [{}]
+    for step in program:
+        now = dict(counts[-1])
+        for flag, sets in ((step.sets, True), (step.clears, False)):
+            if flag is not None:
+                now[flag, sets] = now.get((flag, sets), 0) + 1
+        counts.append(now)
+    return counts
+
+
+@dataclass
+class FlagUse:
+    """The queue that sets a flag, the queue that clears it, -1 for none, and the positions of their steps."""
+
+    setter: int = -1
+    clearer: int = -1
+    sets: list[int] = field(default_factory=list)
+    clears: list[int] = field(default_factory=list)
+
+
+def flag_uses(programs: Sequence[Sequence[Step]]) -> dict[Flag, FlagUse]:
+    """The uses of all flags.
 
     Raises:
-        ProtocolError: two queues write one word, or a value does not grow.
+        ProtocolError: two queues set or clear one flag, or a flag is cleared more often than set.
     """
-    found: dict[Word, tuple[int, list[tuple[int, int]]]] = {}
+    uses: dict[Flag, FlagUse] = {}
     for q, program in enumerate(programs):
         for position, step in enumerate(program):
-            if step.sets is None:
-                continue
-            word, value = step.sets
-            queue, writes = found.setdefault(word, (q, []))
-            if queue != q or (writes and value <= writes[-1][1]):
-                raise ProtocolError(f"word {word}: {value} by {queue} and {q} after {writes[-1:]}")
-            writes.append((position, value))
-    return found
+            if step.sets is not None:
+                use = uses.setdefault(step.sets, FlagUse())
+                use.setter = q if use.setter < 0 else use.setter
+                use.sets.append(position)
+                if use.setter != q:
+                    raise ProtocolError(f"queues {use.setter} and {q} set one flag")
+            if step.clears is not None:
+                use = uses.setdefault(step.clears, FlagUse())
+                use.clearer = q if use.clearer < 0 else use.clearer
+                use.clears.append(position)
+                if use.clearer != q:
+                    raise ProtocolError(f"queues {use.clearer} and {q} clear one flag")
+    if any(len(use.clears) > len(use.sets) for use in uses.values()):
+        raise ProtocolError("deadlock: nothing sets a flag")
+    return uses
 
 
 def ordered(queues: Sequence[RecordedQueue]) -> None:
-    """Proves for any number of ranks that no order of the queues has a race or a deadlock.
+    """Proves for any number of ranks that no order of the queues has a race or a deadlock, or loses a flag.
 
     Every step gets a vector clock: the steps of each queue that are complete whenever it starts. Two steps may run at
     the same time where neither clock contains the other step. This is the search of `explore` without its states: each
-    wait has one writer whose values grow, so what a wait guarantees does not depend on the order.
+    flag has one queue that sets it and one that clears it, so the order decides nothing else.
 
     Raises:
-        ProtocolError: a race, or a deadlock.
+        ProtocolError: a race, a deadlock, or a flag that may be set while it is set.
     """
     names = {queue.name: index for index, queue in enumerate(queues)}
     programs = [queue.steps for queue in queues]
-    setters = word_writes(programs)
+    uses = flag_uses(programs)
     clocks: list[list[list[int]]] = [[] for _ in programs]
     now = [[0] * len(programs) for _ in programs]
+    num_cleared: dict[Flag, int] = {}
 
     def guarantee(step: Step) -> tuple[int, int] | None:
         """Queue and number of steps that are complete when the step starts."""
         if step.follows is not None:
             return names[step.follows[0]], step.follows[1]
-        if step.needs is None:
+        if step.clears is None:
             return None
-        queue, writes = setters.get(step.needs[0], (0, []))
-        enough = [position for position, value in writes if value >= step.needs[1]]
-        if not enough:
-            raise ProtocolError(f"deadlock: nothing writes {step.needs}")
-        return queue, enough[0] + 1
+        use = uses[step.clears]
+        return use.setter, use.sets[num_cleared.get(step.clears, 0)] + 1
 
     progress = True
     while progress:
         progress = False
         for q, program in enumerate(programs):
             while len(clocks[q]) < len(program):
-                needed = guarantee(program[len(clocks[q])])
+                step = program[len(clocks[q])]
+                needed = guarantee(step)
                 if needed is not None and needed[1]:
                     queue, count = needed
                     if len(clocks[queue]) < count:
@@ -271,11 +309,18 @@ def ordered(queues: Sequence[RecordedQueue]) -> None:
                     before = clocks[queue][count - 1]
                     now[q] = [max(pair) for pair in zip(now[q], before, strict=True)]
                     now[q][queue] = max(now[q][queue], count)
+                if step.clears is not None:
+                    num_cleared[step.clears] = num_cleared.get(step.clears, 0) + 1
                 clocks[q].append(list(now[q]))
                 now[q][q] = len(clocks[q])
                 progress = True
     if any(len(clock) < len(program) for clock, program in zip(clocks, programs, strict=True)):
         raise ProtocolError("deadlock")
+    for use in uses.values():
+        for number, position in enumerate(use.sets[1:]):
+            cleared = number < len(use.clears) and clocks[use.setter][position][use.clearer] > use.clears[number]
+            if not cleared:
+                raise ProtocolError(f"lost: {queues[use.setter].name} step {position} may set a flag that is set")
     for a, i, b, j in _pairs(programs):
         concurrent = clocks[b][j][a] <= i and clocks[a][i][b] <= j
         if concurrent and conflict(programs[a][i], programs[b][j]):
@@ -289,10 +334,28 @@ def _pairs(programs: Sequence[Sequence[Step]]) -> Iterator[tuple[int, int, int, 
             yield from ((a, i, b, j) for i in using[a] for j in using[b])
 
 
+def repeated(queues: Sequence[RecordedQueue], times: int) -> list[RecordedQueue]:
+    """The steps of a captured CUDA graph that is replayed.
+
+    A replay starts when all queues of its rank have finished the last one. Here each queue starts when it has itself:
+    a weaker order, which a proof covers too.
+    """
+    lengths = {queue.name: len(queue.steps) for queue in queues}
+    again = []
+    for queue in queues:
+        steps = []
+        for number in range(times):
+            for step in queue.steps:
+                after = step.follows and (step.follows[0], step.follows[1] + number * lengths[step.follows[0]])
+                steps.append(replace(step, follows=after))
+        again.append(RecordedQueue(queue.name, steps))
+    return again
+
+
 def play(queues: Sequence[RecordedQueue], choose: Callable[[int], int]) -> None:
     """Runs all steps; `choose(n)` selects one of n queues whose next step can start."""
     names = {queue.name: index for index, queue in enumerate(queues)}
-    done, words = [0] * len(queues), dict[Word, int]()
+    done, is_set = [0] * len(queues), set[Flag]()
     while any(count < len(queue.steps) for count, queue in zip(done, queues, strict=True)):
         ready = []
         for q, queue in enumerate(queues):
@@ -301,12 +364,14 @@ def play(queues: Sequence[RecordedQueue], choose: Callable[[int], int]) -> None:
             step = queue.steps[done[q]]
             if step.follows is not None and done[names[step.follows[0]]] < step.follows[1]:
                 continue
-            if step.needs is None or words.get(step.needs[0], 0) >= step.needs[1]:
+            if step.clears is None or step.clears in is_set:
                 ready.append(q)
         q = ready[choose(len(ready))]
         step = queues[q].steps[done[q]]
         if step.action is not None:
             step.action()
         if step.sets is not None:
-            words[step.sets[0]] = step.sets[1]
+            is_set.add(step.sets)
+        if step.clears is not None:
+            is_set.remove(step.clears)
         done[q] += 1

@@ -24,7 +24,7 @@ import torch
 class Op:
     """One operation of a stream: `record` or `wait` of an event, `work`, `collective`, `messages` of one NCCL call.
 
-    Copy engines add `copy` to a rank (`label`), and `set` and `reach` of a word (rank, index, value).
+    Copy engines add `copy` to a rank (`label`), and `set` and `reach` of a word to or at a value.
 
     Attributes:
         seconds: duration of work or of a copy on an otherwise idle device.

@@ -102,7 +102,7 @@ class _Clock:
         for op in (op for device in ranks for op in device.ops):
             op.started = op.done = False
         self._recorded: list[set[Any]] = [set() for _ in ranks]
-        self._words: dict[tuple[int, int], int] = {}
+        self._words: dict[object, int] = {}
         self._message_starts: dict[tuple[str, tuple[int, int, int]], float] = {}
         self._left: dict[int, float] = {}  # remaining seconds of running work, by identity
         self._busy_sms: Counter[int] = Counter()
@@ -146,7 +146,7 @@ class _Clock:
                 if op.kind == "record":
                     self._recorded[rank].add(op.label)
                 if op.kind == "set":
-                    self._words[op.label[:2]] = op.label[2]
+                    self._words[op.label[0]] = op.label[1]
             else:
                 blocked.add(op.stream)
             if self._connections == 1 and not op.started:
@@ -156,7 +156,7 @@ class _Clock:
 
     def _can_start(self, op: Op, rank: int) -> bool:
         if op.kind == "reach":
-            return self._words.get(op.label[:2], 0) >= op.label[2]
+            return self._words.get(op.label[0], 0) >= op.label[1]
         return op.kind != "wait" or op.label in self._recorded[rank]
 
     def _occupy(self, op: Op, rank: int, change: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_overlap.comm.symmetric.heap import HeapPool
+from megatron_overlap.comm.symmetric.heap import MAX_FLAGS, HeapPool
 from megatron_overlap.comm.transport import TransportError
 from tests.comm.copy_protocol import RecordedBackend
 
@@ -24,17 +24,31 @@ def test_a_name_keeps_its_memory_until_it_grows() -> None:
     assert buffers.sizes() == {"gather": 800, "received": 40}
 
 
-def test_the_place_at_a_peer() -> None:
+def test_the_memory_of_a_buffer_and_its_flags() -> None:
     buffers, like = pool(), torch.zeros(1)
-    buffer = buffers.take("gather", (10, 4), like, symmetric=True)
-    own, far = buffers.at(0, buffer[2:4]), buffers.at(1, buffer[2:4])
-    assert own is not None
-    assert far is not None
-    assert own.data_ptr() == buffer[2].data_ptr()
-    assert own.numel() == far.numel() == 32
-    assert own.untyped_storage().data_ptr() != far.untyped_storage().data_ptr()
-    assert far.storage_offset() == 32
-    assert buffers.at(1, buffers.take("other", (10,), like)) is None
+    taken = buffers.take("gather", (10, 4), like, symmetric=True)
+    buffer = buffers.buffer_of(taken[2:4])
+    assert buffer is not None
+    assert [data.numel() for data in buffer.data] == [160, 160]
+    assert buffer.data[0].data_ptr() == taken.data_ptr() != buffer.data[1].data_ptr()
+    flags = {buffer.flag(source, number) for source in (0, 1) for number in range(MAX_FLAGS)}
+    flags |= {buffer.free(receiver) for receiver in (0, 1)}
+    assert sorted(flags) == list(range(buffer.words[0].numel()))
+    assert not any(words.any() for words in buffer.words)
+    assert buffer.words[0].data_ptr() >= taken.data_ptr() + taken.nbytes
+    assert buffers.buffer_of(buffers.take("other", (10,), like)) is None
+
+
+def test_what_is_derived_from_buffers_lives_as_long_as_they() -> None:
+    buffers, like = pool(), torch.zeros(1)
+    for symmetric in (True, False):
+        taken = buffers.take("gather", (10, 4), like, symmetric=symmetric)
+        buffers.derived["key"] = "value"
+        assert buffers.take("gather", (10, 4), like, symmetric=symmetric) is taken
+        assert buffers.take("gather", (20, 2), like, symmetric=symmetric).data_ptr() == taken.data_ptr()
+        assert buffers.derived
+        buffers.take("gather", (11, 4), like, symmetric=symmetric)
+        assert not buffers.derived
 
 
 def test_a_new_buffer_forgets_the_content_of_its_name() -> None:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
+import shutil
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm.host_group import HostGroup, store_beside
 from megatron_overlap.comm.symmetric.cuda import (
+    WAIT_VALUE_32,
+    WRITE_VALUE_32,
+    MemOp,
     _register_group,
     _with_deadline,
     local_unsupported_reason,
@@ -117,3 +126,29 @@ def test_an_attempt_that_hangs_or_fails_returns_the_reason() -> None:
     )
     assert _with_deadline(fails, 5) == "RuntimeError: peer access is not supported"
     assert _with_deadline(lambda: "", 5) == ""
+
+
+_LAYOUT = """
+#include <cuda.h>
+#include <stddef.h>
+#include <stdio.h>
+typedef CUstreamBatchMemOpParams Op;
+#define AT(field) offsetof(Op, waitValue.field), offsetof(Op, writeValue.field)
+int main() {
+    printf("%zu %zu %zu %zu %zu %zu %zu %d %d", sizeof(Op), AT(address), AT(value), AT(flags),
+           CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32);
+}
+"""
+
+
+def test_flag_steps_have_the_layout_of_the_driver(tmp_path: Path) -> None:
+    """The header of the driver is that of triton's package."""
+    compiler, triton = shutil.which("cc"), find_spec("triton")
+    if compiler is None or triton is None or triton.origin is None:
+        pytest.skip("needs a C compiler and triton")
+    (tmp_path / "layout.c").write_text(_LAYOUT)
+    include = Path(triton.origin).parent / "backends/nvidia/include"
+    subprocess.run([compiler, "-I", include, "-o", "layout", "layout.c"], cwd=tmp_path, check=True)
+    printed = subprocess.run([tmp_path / "layout"], capture_output=True, text=True, check=True).stdout
+    offsets = [getattr(MemOp, name).offset for name in ("address", "value", "flags") for _ in range(2)]
+    assert printed == " ".join(map(str, [ctypes.sizeof(MemOp), *offsets, WAIT_VALUE_32, WRITE_VALUE_32]))

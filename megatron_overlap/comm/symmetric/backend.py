@@ -6,9 +6,23 @@ Both run the protocol of `transport`.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
+
+
+class FlagStep(NamedTuple):
+    """A step on a flag: a word of symmetric memory that is 0 or 1.
+
+    Attributes:
+        words: memory that holds the flag.
+        position: of the flag.
+        sets: write 1, at any rank. Otherwise wait until the flag of this rank is 1, and write 0.
+    """
+
+    words: torch.Tensor
+    position: int
+    sets: bool
 
 
 class Queue(Protocol):
@@ -22,6 +36,12 @@ class Queue(Protocol):
 
     def wait(self, words: torch.Tensor, index: int, value: int) -> None:
         """Block later work of this queue until `words[index] >= value`. `words` is memory of this rank."""
+
+    def prepare(self, steps: Sequence[FlagStep]) -> object:
+        """Return `steps` in the form that `run` takes, as often as needed."""
+
+    def run(self, prepared: object) -> None:
+        """Enqueue prepared steps. All ranks see a flag after all earlier work of this queue."""
 
     def mark(self) -> object:
         """Return the present position of this queue."""
@@ -58,7 +78,7 @@ class SymmetricBackend(Protocol):
     def map(self, num_bytes: int, name: str = "") -> list[torch.Tensor]:
         """Allocate an arena of `num_bytes` on every rank and return the arenas of all ranks, uint8. Collective.
 
-        The content is undefined. Earlier arenas of the same name become invalid: no rank may use them any more.
+        All bytes are zero. Earlier arenas of the same name become invalid: no rank may use them any more.
         """
 
     def barrier(self) -> None:

@@ -1,21 +1,21 @@
 """Point-to-point messages as copies through symmetric memory: no kernel moves bytes, and no kernel waits.
 
-Each rank has one arena, beside those of its symmetric buffers (`heap`):
+A queue waits for a flag in memory without a kernel (`backend.Queue`), and clears it, so an operation enqueues the same
+steps every time.
 
-    ring of source 0 | ring of source 1 | ... | flags [R, 256] | acknowledgements [R, 256] | ready words [R]
+- A message between symmetric buffers (`Transfer.lands`) is one copy, from the tensor of the sender to that of the
+  receiver. When an operation begins, the computing queue of the receiver sets a flag at each sender: earlier work no
+  longer reads the buffer. The sender waits for it, copies, and sets a flag at the receiver, for which the computing
+  queue of the receiver waits. All flags are those of the buffer (`heap`): one operation at a time uses a buffer.
+- Any other message passes through a ring of the pair, in pieces, which the pair numbers 1, 2, ... in the order of
+  operations and messages. Both ranks compute the place of a piece. The sender waits until earlier pieces in the same
+  bytes are acknowledged. The receiver waits for the flag, copies the piece to the tensor, and acknowledges it; its
+  computing queue waits for that copy. Rings and their flags are an arena of each rank:
 
-A message travels in pieces, which the pair of sender and receiver numbers 1, 2, ... in the order of operations and
-messages. The sender copies a piece and writes its number to flag `piece % 256` of the receiver.
-
-- A message between symmetric buffers (`Transfer.lands`) is one piece. It lands in the tensor of the receiver. When an
-  operation begins, the receiver writes its count of such operations to the ready word at the sender: earlier work no
-  longer reads the buffer. The sender waits for this count; the computing queue of the receiver waits for the flag.
-- Any other message passes through the ring of the pair. Both ranks compute the place of a piece. The sender waits until
-  earlier pieces in the same bytes are acknowledged. The receiver waits for the flag, copies the piece to the tensor,
-  and acknowledges it; its computing queue waits for that copy.
+      ring of source 0 | ring of source 1 | ... | flags [R, 256] | acknowledgements [R, 256]
 
 A rank has one queue of sends and one of receives beside its computing queue. Sends run in the order of the plan, so
-each uses the whole link. A queue waits for a word in memory without a kernel (`backend.Queue`).
+each uses the whole link.
 
 A device may run several queues in one hardware queue, in the order of their calls. Every wait is for a step that a peer
 enqueues at an earlier point of the program, so this order has no deadlock. On a device a message therefore never waits
@@ -24,15 +24,16 @@ for the acknowledgement of a message that this rank has not yet received from it
 
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 import torch
 
 from megatron_overlap.comm.buffers import BufferPool
-from megatron_overlap.comm.symmetric.backend import SymmetricBackend
-from megatron_overlap.comm.symmetric.heap import HeapPool
-from megatron_overlap.comm.transport import Transfer, TransportError
+from megatron_overlap.comm.symmetric.backend import FlagStep, Queue, SymmetricBackend
+from megatron_overlap.comm.symmetric.heap import MAX_FLAGS, HeapPool, SymmetricBuffer
+from megatron_overlap.comm.transport import Exchange, Transfer, TransportError
+from megatron_overlap.schedules.plan import Message
 
 _ALIGNMENT = 256
 _NUM_WORDS = 256
@@ -42,21 +43,19 @@ RING_BYTES = 64 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of one message.
+    """A part of a message that passes through a ring.
 
     Attributes:
         number: of this pair, from 1.
-        begin: first byte, counted over all laps of the ring; None for a message between symmetric buffers.
-        place: offset in the arena of the receiver, for a piece in the ring.
+        begin: first byte, counted over all laps of the ring.
+        place: offset in the arena of the receiver.
         content: the bytes of the tensor.
-        lands: the bytes of the receiver, for a message between symmetric buffers.
     """
 
     number: int
-    begin: int | None
+    begin: int
     place: int
     content: torch.Tensor
-    lands: torch.Tensor | None = None
 
 
 class _Ring:
@@ -84,24 +83,59 @@ class _Ring:
                 self._position += -(-content.numel() // _ALIGNMENT) * _ALIGNMENT
         return pieces
 
-    def direct(self, tensor: torch.Tensor, lands: torch.Tensor | None = None) -> Piece:
-        """Return the next piece: all of `tensor`, which lands in the bytes `lands` of the receiver."""
-        self._number += 1
-        return Piece(self._number, None, 0, tensor.view(-1).view(torch.uint8), lands)
-
     def will_send(self, pieces: Sequence[Piece]) -> None:
         """Record pieces to send."""
-        self._in_use.extend((piece.number, piece.begin) for piece in pieces if piece.begin is not None)
+        self._in_use.extend((piece.number, piece.begin) for piece in pieces)
         self.not_sent.update(piece.number for piece in pieces)
         self.not_received.update(piece.number for piece in pieces)
 
     def replaced(self, piece: Piece) -> Iterator[int]:
-        """Yield and forget the numbers of earlier pieces in the ring whose bytes or acknowledgement `piece` takes."""
-        if piece.begin is None:
-            return
+        """Yield and forget the numbers of earlier pieces whose bytes or acknowledgement `piece` takes."""
         end, in_use = piece.begin + piece.content.numel(), self._in_use
         while in_use and (in_use[0][1] + self._num_bytes < end or in_use[0][0] + _NUM_WORDS <= piece.number):
             yield in_use.popleft()[0]
+
+
+@dataclass(slots=True)
+class _Message:
+    """A message, and the prepared steps of one between symmetric buffers.
+
+    Attributes:
+        plan: chunks, peers and order.
+        sends: the tensors; of a message between symmetric buffers one or none.
+        recvs: as `sends`.
+        own_rows: start and stop of `sends` in the own rows of a call; None: the tensor is the same in every call.
+        lands: the tensor of the receiver; None for a message through a ring.
+        free: waits until the buffer of the receiver is free; None after the first message of an operation to it.
+        sent: sets the flag of the receiver.
+        received: waits for the flag; None if the message has no bytes.
+    """
+
+    plan: Message
+    sends: tuple[torch.Tensor, ...]
+    recvs: tuple[torch.Tensor, ...]
+    own_rows: tuple[int, int] | None = None
+    lands: torch.Tensor | None = None
+    free: object | None = None
+    sent: object | None = None
+    received: object | None = None
+
+
+@dataclass(slots=True)
+class _Messages:
+    """The messages of an operation.
+
+    Attributes:
+        all: in the order of the plan.
+        through_ring: whether a message passes through a ring: the operation is prepared again each time.
+        buffers_are_free: sets the flags of the senders; None without messages between symmetric buffers.
+        marks: values of `Message.after_work`, ascending, from 0.
+    """
+
+    all: list[_Message] = field(default_factory=list)
+    through_ring: bool = False
+    buffers_are_free: object | None = None
+    marks: list[int] = field(default_factory=list)
 
 
 class CopyTransport:
@@ -122,64 +156,94 @@ class CopyTransport:
             raise ValueError(f"ring_bytes: {ring_bytes}: must be at least {2 * _ALIGNMENT}")
         self.backend, self.rank, self.size = backend, backend.rank, backend.size
         self.exposed_s = 0.0
-        self.copy_engines = backend.device.type == "cuda"
+        self.copy_engines = self.on_device = backend.device.type == "cuda"
         self._ring_bytes = ring_bytes = ring_bytes // _ALIGNMENT * _ALIGNMENT
-        words = 4 * self.size * (2 * _NUM_WORDS + 1)
-        begin = self.size * ring_bytes
+        begin, words = self.size * ring_bytes, 8 * self.size * _NUM_WORDS
         self._arenas = backend.map(begin + words)
         self._heap = HeapPool(backend) if symmetric else None
         self.buffer_pool = self._heap or BufferPool()
-        # Flags, then acknowledgements, then ready words.
+        # Flags, then acknowledgements.
         self._words = [arena[begin : begin + words].view(torch.int32) for arena in self._arenas]
-        self._words[self.rank].zero_()
         self.sent = {peer: _Ring(self.rank * ring_bytes, ring_bytes) for peer in range(self.size)}
         self.received = {peer: _Ring(peer * ring_bytes, ring_bytes) for peer in range(self.size)}
-        # Operations with messages between symmetric buffers, by peer.
-        self.ready_to_receive, self.ready_to_send = Counter[int](), Counter[int]()
         self.sending, self.receiving = backend.queue(), backend.queue()
-        # Operations that have messages to send, in order.
+        # Operations that have messages to send through rings, in order.
         self.works: list[CopyP2PWork] = []
         backend.barrier()
 
     def begin(self, transfers: Sequence[Transfer], op: str) -> "CopyP2PWork":
-        self.works = [work for work in self.works if work.has_more_to_send]
-        work = CopyP2PWork(self, transfers, op)
-        self.works.append(work)
+        repeated, own = (transfers.repeated, transfers.own) if isinstance(transfers, Exchange) else (None, None)
+        messages: _Messages | None = None if repeated is None else repeated.prepared
+        if messages is None:
+            messages = self._prepared(transfers, own)
+            if repeated is not None and not messages.through_ring:
+                repeated.prepared = messages
+        work = CopyP2PWork(self, messages, own, op)
+        if messages.through_ring:
+            self.works = [earlier for earlier in self.works if earlier.has_more_to_send]
+            self.works.append(work)
+        if messages.buffers_are_free is not None:
+            self.backend.computing.run(messages.buffers_are_free)
         work.mark_ready(0)
         return work
 
-    def lands(self, transfer: Transfer) -> torch.Tensor | None:
-        """The bytes of the receiver at which `transfer.send` lands; None for a message through the ring."""
+    def _prepared(self, transfers: Sequence[Transfer], own: torch.Tensor | None) -> _Messages:
+        """The messages of `transfers`. On both ranks of a pair, the same messages are between symmetric buffers."""
+        messages, computing, sending = _Messages(marks=[0]), self.backend.computing, self.sending
+        num_sent, num_received = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+        free: list[FlagStep] = []
+        for transfer in transfers:
+            plan = transfer.message
+            sends = (transfer.send, *transfer.extra_send) if transfer.send.numel() else ()
+            recvs = (transfer.recv, *transfer.extra_recv) if transfer.recv.numel() else ()
+            message = _Message(plan, sends, recvs)
+            messages.all.append(message)
+            messages.marks.append(plan.after_work)
+            buffer = self._buffer_between(transfer)
+            to, source = (plan.to, id(buffer)), (plan.source, id(buffer))
+            if buffer is None or num_sent[to] == MAX_FLAGS or num_received[source] == MAX_FLAGS:
+                messages.through_ring = messages.through_ring or bool(sends or recvs)
+                continue
+            words = buffer.words
+            if sends:
+                message.own_rows = None if own is None else _rows_of(own, transfer.send)
+                if message.own_rows is not None:
+                    message.sends = ()  # they must not keep the own rows of this call
+                assert transfer.lands is not None
+                message.lands = _at(buffer.data[plan.to], transfer.lands)
+                if not num_sent[to]:
+                    message.free = sending.prepare([FlagStep(words[self.rank], buffer.free(plan.to), sets=False)])
+                flag = buffer.flag(self.rank, num_sent[to])
+                message.sent = sending.prepare([FlagStep(words[plan.to], flag, sets=True)])
+                num_sent[to] += 1
+            if recvs:
+                flag = buffer.flag(plan.source, num_received[source])
+                message.received = computing.prepare([FlagStep(words[self.rank], flag, sets=False)])
+                if not num_received[source]:
+                    free.append(FlagStep(words[plan.source], buffer.free(self.rank), sets=True))
+                num_received[source] += 1
+        messages.buffers_are_free = computing.prepare(free) if free else None
+        messages.marks = sorted(set(messages.marks))
+        return messages
+
+    def _buffer_between(self, transfer: Transfer) -> SymmetricBuffer | None:
+        """The symmetric buffer in which `transfer` lands; None for a message through the ring."""
         if self._heap is None or transfer.lands is None or transfer.extra_send or transfer.extra_recv:
             return None
-        return self._heap.at(transfer.message.to, transfer.lands)
-
-    def write_ready(self, sources: Sequence[int], free: object) -> None:
-        """Enqueue the ready words of `sources`: receive buffers are free at the mark `free` of the computing queue."""
-        self.receiving.after(free)
-        for source in sources:
-            self.ready_to_receive[source] += 1
-            index = 2 * self.size * _NUM_WORDS + self.rank
-            self.receiving.write(self._words[source], index, self.ready_to_receive[source])
-
-    def wait_ready(self, peer: int, count: int) -> None:
-        """Block later sends until the buffers of operation `count` are free at `peer`."""
-        self.sending.wait(self._words[self.rank], 2 * self.size * _NUM_WORDS + peer, count)
+        return self._heap.buffer_of(transfer.lands)
 
     def send(self, sender: "CopyP2PWork", peer: int, piece: Piece) -> None:
         """Enqueue the copy of a piece of `sender` to `peer`."""
         queue, ring = self.sending, self.sent[peer]
-        acknowledgements = self.size * _NUM_WORDS + peer * _NUM_WORDS
-        self._require_sent(piece.number - _NUM_WORDS, sender, peer)  # it sets the same flag
         for earlier in ring.replaced(piece):
             self._require_sent(earlier, sender, peer)
-            if self.copy_engines and earlier in ring.not_received:
+            if self.on_device and earlier in ring.not_received:
                 raise TransportError(self._too_small(peer, "an earlier one is not yet received"))
-            queue.wait(self._words[self.rank], acknowledgements + earlier % _NUM_WORDS, earlier)
+            acknowledgement = (self.size + peer) * _NUM_WORDS + earlier % _NUM_WORDS
+            _step(queue, self._words[self.rank], acknowledgement, sets=False)
         ring.not_sent.discard(piece.number)
-        place = slice(piece.place, piece.place + piece.content.numel())
-        queue.copy(self._arenas[peer][place] if piece.lands is None else piece.lands, piece.content)
-        queue.write(self._words[peer], self.rank * _NUM_WORDS + piece.number % _NUM_WORDS, piece.number)
+        queue.copy(self._arenas[peer][piece.place : piece.place + piece.content.numel()], piece.content)
+        _step(queue, self._words[peer], self.rank * _NUM_WORDS + piece.number % _NUM_WORDS, sets=True)
 
     def _require_sent(self, number: int, sender: "CopyP2PWork", peer: int) -> None:
         ring = self.sent[peer]
@@ -197,19 +261,14 @@ class CopyTransport:
 
     def receive(self, peer: int, pieces: Sequence[Piece], free: object) -> None:
         """Order the computing queue after the pieces of a message of `peer` whose tensor is free at the mark `free`."""
-        own = self._words[self.rank]
-        through_ring = [piece for piece in pieces if piece.begin is not None]
-        queue = self.receiving if through_ring else self.backend.computing
-        if through_ring:
-            queue.after(free)
+        queue = self.receiving
+        queue.after(free)
         for piece in pieces:
             index = piece.number % _NUM_WORDS
-            queue.wait(own, peer * _NUM_WORDS + index, piece.number)
-            if piece.begin is not None:
-                queue.copy(piece.content, self._arenas[self.rank][piece.place : piece.place + piece.content.numel()])
-                queue.write(self._words[peer], (self.size + self.rank) * _NUM_WORDS + index, piece.number)
-        if through_ring:
-            self.backend.computing.after(queue.mark())
+            _step(queue, self._words[self.rank], peer * _NUM_WORDS + index, sets=False)
+            queue.copy(piece.content, self._arenas[self.rank][piece.place : piece.place + piece.content.numel()])
+            _step(queue, self._words[peer], (self.size + self.rank) * _NUM_WORDS + index, sets=True)
+        self.backend.computing.after(queue.mark())
 
     def close(self) -> None:
         """See `Transport.close`. Call it when no rank uses the memory any more."""
@@ -218,44 +277,56 @@ class CopyTransport:
         self.backend.close()
 
 
+def _step(queue: Queue, words: torch.Tensor, index: int, *, sets: bool) -> None:
+    queue.run(queue.prepare([FlagStep(words, index, sets)]))
+
+
+def _at(data: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor of another rank, with the bytes `data` of a buffer, at the place of `tensor` in the own buffer."""
+    start = tensor.storage_offset() * tensor.itemsize
+    return data[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+
+def _rows_of(own: torch.Tensor, send: torch.Tensor) -> tuple[int, int] | None:
+    """Start and stop of the rows `send` of `own`; None if `send` is no part of it."""
+    if send.untyped_storage()._cdata != own.untyped_storage()._cdata:
+        return None
+    start = (send.storage_offset() - own.storage_offset()) // own.stride(0)
+    return start, start + send.shape[0]
+
+
 class CopyP2PWork:
     """See `P2PWork`. Enqueues a send when it is ready and the work that hides it is enqueued; receives in `wait`."""
 
-    def __init__(self, transport: CopyTransport, transfers: Sequence[Transfer], op: str) -> None:
-        self._transport, self._transfers, self._op = transport, transfers, op
+    def __init__(self, transport: CopyTransport, messages: _Messages, own: torch.Tensor | None, op: str) -> None:
+        self._transport, self._messages, self._own, self._op = transport, messages.all, own, op
+        self._on_device = transport.on_device
         self._pieces_to_send: list[list[Piece]] = []
         self._pieces_to_receive: list[list[Piece]] = []
-        self._sources: dict[int, None] = {}  # of messages between symmetric buffers, in the order of the plan
-        self._ready: dict[int, int] = {}
-        for transfer in transfers:
-            sent, received = transport.sent[transfer.message.to], transport.received[transfer.message.source]
-            lands = transport.lands(transfer)
-            to_send = (transfer.send, *transfer.extra_send) if transfer.send.numel() else ()
-            to_receive = (transfer.recv, *transfer.extra_recv) if transfer.recv.numel() else ()
-            if lands is None:
-                self._pieces_to_send.append(sent.pieces(to_send))
-                self._pieces_to_receive.append(received.pieces(to_receive))
-            else:
-                self._pieces_to_send.append([sent.direct(tensor, lands) for tensor in to_send])
-                self._pieces_to_receive.append([received.direct(tensor) for tensor in to_receive])
-                self._sources.update(dict.fromkeys([transfer.message.source] * len(to_receive)))
-                self._ready.update(dict.fromkeys([transfer.message.to] * len(to_send), 0))
-            sent.will_send(self._pieces_to_send[-1])
-        for peer in self._ready:
-            transport.ready_to_send[peer] += 1
-            self._ready[peer] = transport.ready_to_send[peer]
+        if messages.through_ring:
+            self._number_pieces()
         self._num_sent = 0
-        self._received = [False] * len(transfers)
-        # Positions of the computing queue, by the work done there; the last one follows received rows.
-        self._marks: list[tuple[int, object]] = []
+        self._received = [False] * len(messages.all)
+        # Positions of the computing queue, by the work done there, and the work that has none yet.
+        self._marks: dict[int, object] = {}
+        self._marked_work = deque(messages.marks)
         self._work_done = -1
-        # Position after the last send.
+        # The mark that the queue of sends follows, and the position after the last send.
+        self._sends_after: object = ...
+        self._has_sent = False
         self._sent: object | None = None
+
+    def _number_pieces(self) -> None:
+        for message in self._messages:
+            sent, received = self._transport.sent[message.plan.to], self._transport.received[message.plan.source]
+            self._pieces_to_send.append(sent.pieces(message.sends if message.sent is None else ()))
+            self._pieces_to_receive.append(received.pieces(message.recvs if message.received is None else ()))
+            sent.will_send(self._pieces_to_send[-1])
 
     @property
     def has_more_to_send(self) -> bool:
         """Whether sends remain to be enqueued."""
-        return self._num_sent < len(self._transfers)
+        return self._num_sent < len(self._messages)
 
     def send_ready(self) -> None:
         """Enqueue all sends that are ready, also before the work that hides them."""
@@ -265,40 +336,60 @@ class CopyP2PWork:
     def mark_ready(self, work_done: int) -> None:
         # First what the last work hides, with the positions before it.
         self._send_placed(work_done, self._work_done)
-        left = self._transfers[self._num_sent :]
         # With one hardware queue, a mark that no message needs would delay later work until its queue reaches it.
-        if self._work_done < 0 or any(self._work_done < each.message.after_work <= work_done for each in left):
-            self._marks.append((work_done, self._transport.backend.computing.mark()))
-            if self._sources:
-                self._transport.write_ready(list(self._sources), self._marks[0][1])
-                self._sources = {}
-        self._work_done = max(self._work_done, work_done)
-        self._send_placed(work_done, self._work_done)
+        if self._marked_work and self._marked_work[0] <= work_done:
+            mark = self._transport.backend.computing.mark()
+            while self._marked_work and self._marked_work[0] <= work_done:
+                self._marks[self._marked_work.popleft()] = mark
+        if work_done > self._work_done:
+            self._work_done = work_done
+            self._send_placed(work_done, work_done)
 
     def _send_placed(self, enqueued: int, done: int) -> None:
-        for transfer in self._transfers[self._num_sent :]:
-            message = transfer.message
-            forwarded = message.after_message
-            if (self._transport.copy_engines and message.not_before > enqueued) or message.after_work > done:
+        messages = self._messages
+        while self._num_sent < len(messages):
+            message = messages[self._num_sent].plan
+            if message.after_work > done or (message.not_before > enqueued and self._on_device):
                 return
-            if forwarded is not None and not self._received[forwarded]:
+            if message.after_message is not None and not self._received[message.after_message]:
                 return
             self._send_next()
 
     def _send_next(self) -> None:
-        transport, message = self._transport, self._transfers[self._num_sent].message
-        self._num_sent += 1
-        if pieces := self._pieces_to_send[self._num_sent - 1]:
-            queue = transport.sending
-            if message.after_message is not None:
-                queue.after(transport.backend.computing.mark())
-            else:
-                queue.after(next(mark for done, mark in self._marks if done >= message.after_work))
-            if pieces[0].begin is None and (count := self._ready.pop(message.to, 0)):
-                transport.wait_ready(message.to, count)
+        number, transport = self._num_sent, self._transport
+        self._num_sent = number + 1
+        message = self._messages[number]
+        pieces = self._pieces_to_send[number] if self._pieces_to_send else ()
+        queue = transport.sending
+        if message.lands is not None:
+            self._order_sends(message.plan)
+            if message.free is not None:
+                queue.run(message.free)
+            queue.copy(message.lands, self._source(message))
+            queue.run(message.sent)
+            self._has_sent = True
+        elif pieces:
+            self._order_sends(message.plan)
             for piece in pieces:
-                transport.send(self, message.to, piece)
+                transport.send(self, message.plan.to, piece)
+            self._has_sent = True
+        if self._has_sent and number == len(self._messages) - 1:
             self._sent = queue.mark()
+
+    def _order_sends(self, plan: Message) -> None:
+        """Order later sends after the work that produces this one."""
+        forwards = plan.after_message is not None
+        mark = self._transport.backend.computing.mark() if forwards else self._marks[plan.after_work]
+        if mark is not self._sends_after:
+            self._transport.sending.after(mark)
+            self._sends_after = mark
+
+    def _source(self, message: _Message) -> torch.Tensor:
+        if message.own_rows is None:
+            return message.sends[0]
+        assert self._own is not None
+        start, stop = message.own_rows
+        return self._own if stop - start == self._own.shape[0] else self._own[start:stop]
 
     def is_completed(self, message: int) -> bool:
         return False
@@ -310,32 +401,39 @@ class CopyP2PWork:
         if self._received[message]:
             return
         self._received[message] = True
-        transport, source = self._transport, self._transfers[message].message.source
+        self._receive(message)
+        if self._pieces_to_send:
+            ring = self._transport.sent[self._messages[message].plan.to]
+            ring.not_received.difference_update(piece.number for piece in self._pieces_to_send[message])
+        self._send_placed(self._work_done, self._work_done)
+        if message == len(self._messages) - 1 and not self.has_more_to_send:
+            # Not in `wait_all`: with one hardware queue it would delay other messages behind the work since then.
+            self._wait_sends()
+
+    def _receive(self, message: int) -> None:
+        transport, received = self._transport, self._messages[message].received
         try:
-            if pieces := self._pieces_to_receive[message]:
-                transport.receive(source, pieces, self._marks[0][1])
+            if received is not None:
+                transport.backend.computing.run(received)
+            elif self._pieces_to_receive and (pieces := self._pieces_to_receive[message]):
+                transport.receive(self._messages[message].plan.source, pieces, self._marks[0])
         except TransportError as error:
-            ranks = transport.backend.ranks
+            ranks, source = transport.backend.ranks, self._messages[message].plan.source
             raise TransportError(
                 f"{self._op}: rank {ranks[transport.rank]} could not receive message {message} from rank "
                 f"{ranks[source]}: {error}",
                 peer=ranks[source],
             ) from error
-        ring = transport.sent[self._transfers[message].message.to]
-        ring.not_received.difference_update(piece.number for piece in self._pieces_to_send[message])
-        self._send_placed(self._work_done, self._work_done)
-        if message == len(self._transfers) - 1 and not self.has_more_to_send:
-            # Not in `wait_all`: with one hardware queue it would delay other messages behind the work since then.
-            self._wait_sends()
 
     def _may_send(self) -> bool:
-        message = self._transfers[self._num_sent].message
+        message = self._messages[self._num_sent].plan
         forwarded = message.after_message
         return message.after_work <= self._work_done and (forwarded is None or self._received[forwarded])
 
     def wait_all(self) -> None:
-        for message in range(len(self._transfers)):
-            self.wait(message)
+        for message, received in enumerate(self._received):
+            if not received:
+                self.wait(message)
         self.send_ready()
         assert not self.has_more_to_send, "a message was never marked ready"
         self._wait_sends()

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm.host_group import HostGroup, store_beside
-from megatron_overlap.comm.symmetric.backend import Queue
+from megatron_overlap.comm.symmetric.backend import FlagStep, Queue
 from megatron_overlap.comm.symmetric.copies import CopyTransport
 from megatron_overlap.comm.transport import TransportError
 from megatron_overlap.diagnostics.consistency import first_unsupported_reason
@@ -87,31 +87,57 @@ def _with_deadline(attempt: Callable[[], str], deadline_s: float) -> str:
 
 
 def _trial(host_group: HostGroup, device: int) -> str:
-    """Write this rank's number to each peer, wait for the numbers of the peers as copies do, and compare them."""
+    """Write this rank's number to each peer and set flags of all peers as copies do; compare the numbers."""
     torch.cuda.set_device(device)
     backend = CudaBackend(host_group)
     words = [arena.view(torch.int32) for arena in backend.map(4 * _TRIAL_WORDS)]
-    words[backend.rank].zero_()
-    backend.barrier()
     for peer in range(backend.size):
         backend.computing.write(words[peer], backend.rank, backend.rank + 1)
     backend.barrier()
-    for peer in range(backend.size):
-        backend.copying.wait(words[backend.rank], peer, peer + 1)
-    torch.cuda.synchronize()
-    got = words[backend.rank][: backend.size].tolist()
+    peers = range(backend.size)
+    copying, flags = backend.copying, backend.size
+    for peer in peers:
+        copying.wait(words[backend.rank], peer, peer + 1)
+    for _ in range(2):
+        copying.run(copying.prepare([FlagStep(words[peer], flags + backend.rank, sets=True) for peer in peers]))
+        copying.run(copying.prepare([FlagStep(words[backend.rank], flags + peer, sets=False) for peer in peers]))
+        backend.barrier()
+    got = words[backend.rank][: 2 * backend.size].tolist()
     backend.barrier()
-    return "" if got == list(range(1, backend.size + 1)) else f"the writes of the peers did not arrive: {got}"
+    wanted = [*range(1, backend.size + 1), *[0] * backend.size]
+    return "" if got == wanted else f"the writes of the peers did not arrive: {got}"
 
 
 @lru_cache
 def _driver_functions() -> tuple[Callable[..., int], ...]:
-    """The calls of the driver that copy, write a word, and wait for a word on a stream, without a kernel."""
+    """The calls of the driver that copy, write a word, wait for a word, and do several of these on words, on a stream.
+
+    None of them starts a kernel.
+    """
     driver = ctypes.CDLL("libcuda.so.1")
     copy, write, wait = driver.cuMemcpyAsync, driver.cuStreamWriteValue32_v2, driver.cuStreamWaitValue32_v2
+    batch = driver.cuStreamBatchMemOp_v2
     copy.argtypes = ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
     write.argtypes = wait.argtypes = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint
-    return copy, write, wait
+    batch.argtypes = ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint
+    return copy, write, wait, batch
+
+
+class MemOp(ctypes.Structure):
+    """`CUstreamBatchMemOpParams` of the CUDA driver: a wait for a word or a write to it."""
+
+    _fields_ = (
+        ("operation", ctypes.c_uint),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint),
+        ("alias", ctypes.c_uint64),
+        ("pad", ctypes.c_uint64),
+    )
+
+
+# CUstreamBatchMemOpType.
+WAIT_VALUE_32, WRITE_VALUE_32 = 1, 2
 
 
 class StreamQueue:
@@ -122,14 +148,16 @@ class StreamQueue:
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self._stream, self._handle = stream, None if stream is None else stream.cuda_stream
-        self._copy, self._write, self._wait = _driver_functions()
+        self._device = torch.cuda.current_device()
+        self._copy, self._write, self._wait, self._batch = _driver_functions()
 
     @property
     def stream(self) -> torch.cuda.Stream:
         return self._stream or torch.cuda.current_stream()
 
     def _raw_stream(self) -> int:
-        return torch.cuda.current_stream().cuda_stream if self._handle is None else self._handle
+        # `torch.cuda.current_stream().cuda_stream` takes microseconds.
+        return torch._C._cuda_getCurrentRawStream(self._device) if self._handle is None else self._handle
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         _check("cuMemcpyAsync", self._copy(to.data_ptr(), source.data_ptr(), source.nbytes, self._raw_stream()))
@@ -143,6 +171,19 @@ class StreamQueue:
         # Flags 0: until the word is at least the value.
         status = self._wait(self._raw_stream(), words.data_ptr() + 4 * index, value, 0)
         _check("cuStreamWaitValue32", status)
+
+    def prepare(self, steps: Sequence[FlagStep]) -> object:
+        ops = []
+        for words, index, sets in steps:
+            address = words.data_ptr() + 4 * index
+            # Flags 0, as in `write` and `wait`.
+            ops += [] if sets else [MemOp(WAIT_VALUE_32, address, 1)]
+            ops += [MemOp(WRITE_VALUE_32, address, int(sets))]
+        return (MemOp * len(ops))(*ops)
+
+    def run(self, prepared: object) -> None:
+        assert isinstance(prepared, ctypes.Array)
+        _check("cuStreamBatchMemOp", self._batch(self._raw_stream(), len(prepared), prepared, 0))
 
     def mark(self) -> object:
         return self.stream.record_event()
@@ -205,7 +246,8 @@ class CudaBackend:
 
         if self._arenas.pop(name, None) is not None:
             torch.cuda.synchronize(self.device)
-        arena = symmetric.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        arena = symmetric.empty(num_bytes, dtype=torch.uint8, device=self.device).zero_()
+        torch.cuda.synchronize(self.device)  # the peers may write when they have mapped it
         handle = symmetric.rendezvous(arena, self._name)
         self._arenas[name] = arena, handle
         return [handle.get_buffer(peer, (num_bytes,), torch.uint8) for peer in range(self.size)]

@@ -1,6 +1,7 @@
 """Symmetric buffers of a transport: every rank of the group knows the address of a buffer on all ranks."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -9,9 +10,35 @@ from megatron_overlap.comm.buffers import BufferPool
 from megatron_overlap.comm.symmetric.backend import SymmetricBackend
 from megatron_overlap.comm.transport import TransportError
 
+MAX_FLAGS = 64
+"""Flags of a symmetric buffer for each source: the most messages of one operation from one rank to one buffer."""
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class SymmetricBuffer:
+    """One name and dtype of the pool.
+
+    Attributes:
+        data: the bytes of each rank.
+        words: the flags of each rank: `[R, MAX_FLAGS]` of received messages by source, then `[R]` of free buffers, by
+            the rank that owns the buffer.
+    """
+
+    data: list[torch.Tensor]
+    words: list[torch.Tensor]
+
+    def flag(self, source: int, number: int) -> int:
+        """Index of the flag of message `number` from `source`, at the receiver."""
+        return source * MAX_FLAGS + number
+
+    def free(self, receiver: int) -> int:
+        """Index of the flag that the buffer of `receiver` is free, at the sender."""
+        return len(self.data) * MAX_FLAGS + receiver
+
 
 class HeapPool(BufferPool):
-    """See `BufferPool`. A symmetric buffer is an arena of its own.
+    """See `BufferPool`. A symmetric buffer is an arena of its own, with the flags of the messages that land in it.
 
     A new or larger buffer is collective: it waits for all work of the ranks, and compares their requests. This occurs
     in the first steps.
@@ -23,7 +50,7 @@ class HeapPool(BufferPool):
     def __init__(self, backend: SymmetricBackend) -> None:
         super().__init__()
         self._backend = backend
-        self._arenas: dict[tuple[str, torch.dtype], list[torch.Tensor]] = {}
+        self._buffers: dict[tuple[str, torch.dtype], SymmetricBuffer] = {}
 
     def take(self, name: str, shape: Sequence[int], like: torch.Tensor, *, symmetric: bool = False) -> torch.Tensor:
         """See `BufferPool.take`.
@@ -31,33 +58,47 @@ class HeapPool(BufferPool):
         Raises:
             TransportError: the ranks took different symmetric buffers.
         """
-        num_bytes = prod(shape) * like.itemsize
-        if not symmetric or num_bytes == 0:
+        dtype = like.dtype
+        if not symmetric:
             return super().take(name, shape, like)
-        key, backend = (name, like.dtype), self._backend
-        arenas = self._arenas.get(key)
-        if arenas is None or arenas[backend.rank].numel() < num_bytes:
-            backend.barrier()
-            texts = backend.all_gather_text(f"{name}: {num_bytes} bytes")
-            if len(set(texts)) > 1:
-                raise TransportError(f"symmetric buffer: the ranks differ: {'; '.join(texts)}; use ordinary buffers")
-            arenas = self._arenas[key] = backend.map(num_bytes, f"{name} {like.dtype}")
-        self._content.pop((name, like.dtype, like.device), None)
-        return arenas[backend.rank][:num_bytes].view(like.dtype).view(*shape)
+        taken = self._taken.get((name, dtype, *shape))
+        if taken is None:
+            num_bytes = prod(shape) * like.itemsize
+            if num_bytes == 0:
+                return super().take(name, shape, like)
+            buffer = self._buffers.get((name, dtype))
+            if buffer is None or buffer.data[self._backend.rank].numel() < num_bytes:
+                self.forget()
+                buffer = self._buffers[name, dtype] = self._map(name, dtype, num_bytes)
+            with torch.inference_mode(False):
+                bytes_of_shape = buffer.data[self._backend.rank][:num_bytes]
+                taken = self._keep((name, dtype, *shape), bytes_of_shape.view(dtype).view(*shape))
+        self._content.pop((name, dtype, like.device), None)
+        return taken
 
-    def at(self, peer: int, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The bytes of `peer` at the place of `tensor`; None if `tensor` is no part of a symmetric buffer."""
+    def _map(self, name: str, dtype: torch.dtype, num_bytes: int) -> SymmetricBuffer:
+        backend = self._backend
+        backend.barrier()
+        texts = backend.all_gather_text(f"{name}: {num_bytes} bytes")
+        if len(set(texts)) > 1:
+            raise TransportError(f"symmetric buffer: the ranks differ: {'; '.join(texts)}; use ordinary buffers")
+        begin = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        arenas = backend.map(begin + 4 * backend.size * (MAX_FLAGS + 1), f"{name} {dtype}")
+        words = [arena[begin:].view(torch.int32) for arena in arenas]
+        return SymmetricBuffer([arena[:num_bytes] for arena in arenas], words)
+
+    def buffer_of(self, tensor: torch.Tensor) -> SymmetricBuffer | None:
+        """The symmetric buffer of which `tensor` is a part; None if there is none."""
         storage = tensor.untyped_storage()._cdata
-        for arenas in self._arenas.values():
-            if arenas[self._backend.rank].untyped_storage()._cdata == storage:
-                start = tensor.storage_offset() * tensor.itemsize
-                return arenas[peer][start : start + tensor.nbytes]
+        for buffer in self._buffers.values():
+            if buffer.data[self._backend.rank].untyped_storage()._cdata == storage:
+                return buffer
         return None
 
     def sizes(self) -> dict[str, int]:
-        symmetric = {name: arenas[self._backend.rank].numel() for (name, _), arenas in self._arenas.items()}
+        symmetric = {name: buffer.data[self._backend.rank].numel() for (name, _), buffer in self._buffers.items()}
         return {**super().sizes(), **symmetric}
 
     def clear(self) -> None:
         super().clear()
-        self._arenas.clear()
+        self._buffers.clear()

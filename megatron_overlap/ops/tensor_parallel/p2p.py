@@ -233,7 +233,10 @@ class P2PGather:
         )
         self.num_bytes = (transport.size - 1) * sum(tensor.nbytes for tensor in payload)
         self._buffer_pool, self._version = transport.buffer_pool, None if save else version
-        self._gather = PipelinedAllGather(transport, schedule, payload, layout, self._full, op, whole=save)
+        self._gather = PipelinedAllGather(
+            transport, schedule, payload, layout, self._full, op, whole=save, repeats=not save
+        )
+        self._on_device = transport.on_device
         self._product: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor] | None = None
         self._wgrad: tuple[WeightGradient, torch.Tensor | None, torch.Tensor | None] | None = None
         self._spans = Spans()
@@ -277,7 +280,7 @@ class P2PGather:
             self._spans.add((start, stop))
             # The product uses rows as they arrive; the weight gradient fills the time without new rows. On a GPU it is
             # one GEMM after the last row: each further one would read and write the whole gradient.
-            if self._gather.done or not (self._like.is_cuda or self._gather.ready):
+            if self._gather.done or not (self._on_device or self._gather.ready):
                 self._add_wgrad(*self._wgrad)
 
     def _add_wgrad(self, wgrad: WeightGradient, dy: torch.Tensor | None, x: torch.Tensor | None) -> None:

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from megatron_overlap.comm import Transport
-from megatron_overlap.comm.transport import Transfer
+from megatron_overlap.comm.transport import Exchange, Repeated, Transfer
 from megatron_overlap.ops.call import gemm_into
 from megatron_overlap.ops.tensor_parallel.tree import tree_sum
 from megatron_overlap.ops.wgrad import Piece, WeightGradient, add_wide, like_fp32
@@ -65,6 +65,7 @@ class PipelinedAllGather:
             `whole`.
         op: name in error messages.
         whole: the consumer reads the own and the received rows as one tensor.
+        repeats: `into` are buffers of the transport's pool, and further calls have the same plan and layout.
     """
 
     def __init__(
@@ -77,24 +78,18 @@ class PipelinedAllGather:
         op: str,
         *,
         whole: bool = False,
+        repeats: bool = False,
     ) -> None:
         self._plan, self._layout = plan, layout
         self._rank = plan.rank
         self.full = into
-        own_start = layout.shard(plan.rank)[0]
-        transfers = []
-        for message in plan.messages:
-            start, stop = layout.rows(message.send)
-            own = message.send.owner == plan.rank
-            sent = tuple(
-                rows[start - own_start : stop - own_start] if own else full[start:stop]
-                for rows, full in zip(shard, into, strict=True)
-            )
-            start, stop = layout.rows(message.recv)
-            received = tuple(full[start:stop] for full in into)
-            lands = into[0][slice(*layout.rows(message.send))]
-            transfers.append(Transfer(message, sent[0], received[0], sent[1:], received[1:], lands))
-        self._p2p_work = transport.begin(transfers, op)
+        self._on_device = transport.on_device
+        if repeats and len(shard) == 1:
+            self._rows = _repeated(transport, (plan, layout, into[0]), lambda: _GatheredRows(plan, layout, into))
+            self._p2p_work = transport.begin(Exchange(self._rows.repeated, shard[0]), op)
+        else:
+            self._rows = _GatheredRows(plan, layout, into)
+            self._p2p_work = transport.begin(self._rows.transfers(shard), op)
         self._shard, self._has_own_rows = shard, False
         if whole or plan.pattern == "serial":
             self.copy_own_rows()
@@ -115,6 +110,8 @@ class PipelinedAllGather:
     @property
     def ready(self) -> bool:
         """Whether `next_rows` returns without waiting."""
+        if self._on_device:
+            return bool(self._pending) and not self._plan.work[self._pending[0]].needs
         return any(map(self._has_arrived, self._pending))
 
     @property
@@ -125,21 +122,27 @@ class PipelinedAllGather:
     def next_rows(self) -> tuple[Rows, Payload]:
         """Waits for rows; returns their range and data, joined with arrived rows next to them of the same owner."""
         work, position = self._plan.work, 0
-        if not self.full[0].is_cuda:  # on a device nothing is reported as complete
+        if not self._on_device:
             position = next((place for place, index in enumerate(self._pending) if self._has_arrived(index)), 0)
         first = last = self._pending.pop(position)
         self._enqueue(first)
         for k in work[first].needs:
             self._p2p_work.wait(k)
         owner = work[first].chunks[0].owner
-        while position < len(self._pending) and self._pending[position] == last + 1 and self._has_arrived(last + 1):
+        while (
+            not self._on_device
+            and position < len(self._pending)
+            and self._pending[position] == last + 1
+            and self._has_arrived(last + 1)
+        ):
             if work[last + 1].chunks[0].owner != owner:
                 break
             last = self._pending.pop(position)
-        start = self._layout.rows(work[first].chunks[0])[0]
-        stop = self._layout.rows(work[last].chunks[-1])[1]
+        start, stop = self._rows.of_work[first][0], self._rows.of_work[last][1]
         if not self._has_own_rows and owner == self._rank:
             return (start, stop), self._shard
+        if first == last:
+            return (start, stop), self._rows.of_full[first]
         return (start, stop), tuple(full[start:stop] for full in self.full)
 
     def enqueue_next(self) -> None:
@@ -151,7 +154,7 @@ class PipelinedAllGather:
         self._enqueue(place)
 
     def _enqueue(self, work_done: int) -> None:
-        if self.full[0].is_cuda and work_done > self._enqueued:
+        if self._on_device and work_done > self._enqueued:
             self._enqueued = work_done
             self._p2p_work.mark_ready(work_done)
 
@@ -164,6 +167,88 @@ class PipelinedAllGather:
     def finish(self) -> None:
         """Waits until the own rows are sent too."""
         self._p2p_work.wait_all()
+
+
+def _repeated[Rows](transport: Transport, of: tuple[object, ...], build: Callable[[], Rows]) -> Rows:
+    """What `build` returned for the same objects `of` in an earlier call with the present buffers of the transport."""
+    derived = transport.buffer_pool.derived
+    key = tuple(map(id, of))
+    found = derived.get(key)
+    if found is None:
+        found = derived[key] = of, build()  # `of` must live as long as its identity is a key
+    rows: Rows = found[1]
+    return rows
+
+
+class _GatheredRows:
+    """The rows of an all-gather.
+
+    Attributes:
+        of_work: start and stop by work of the plan.
+        of_full: the gathered rows by work of the plan.
+        repeated: the messages.
+    """
+
+    def __init__(self, plan: Plan, layout: ChunkLayout, full: Payload) -> None:
+        self._plan, self._layout, self._full = plan, layout, full
+        self.of_work = [(layout.rows(work.chunks[0])[0], layout.rows(work.chunks[-1])[1]) for work in plan.work]
+        self.of_full = [tuple(each[start:stop] for each in full) for start, stop in self.of_work]
+        self.repeated = Repeated(lambda own: self.transfers((own,) if own is not None else ()))
+
+    def transfers(self, shard: Payload) -> list[Transfer]:
+        """The messages of the own rows `shard`."""
+        plan, layout, into = self._plan, self._layout, self._full
+        own_start = layout.shard(plan.rank)[0]
+        transfers = []
+        for message in plan.messages:
+            start, stop = layout.rows(message.send)
+            own = message.send.owner == plan.rank
+            sent = tuple(
+                rows[start - own_start : stop - own_start] if own else full[start:stop]
+                for rows, full in zip(shard, into, strict=True)
+            )
+            start, stop = layout.rows(message.recv)
+            received = tuple(full[start:stop] for full in into)
+            lands = into[0][slice(*layout.rows(message.send))]
+            transfers.append(Transfer(message, sent[0], received[0], sent[1:], received[1:], lands))
+        return transfers
+
+
+class _ScatteredRows:
+    """The rows of a reduce-scatter, and the buffers of its partial sums.
+
+    Args:
+        pool: has the buffers.
+        out: own rows of a result.
+        hidden: further work hides the messages; see `work_follows`.
+
+    Attributes:
+        of_work: start and stop by work of the plan; None for work without a GEMM.
+        partial: all rows before they are sent.
+        of_partial: rows of `partial` by work of the plan.
+        terms: received rows, in the order of the messages.
+        received: rows of `terms` by message.
+        repeated: the messages.
+    """
+
+    def __init__(
+        self, plan: Plan, layout: ChunkLayout, partial: torch.Tensor, terms: torch.Tensor, hidden: bool
+    ) -> None:
+        self.partial, self.terms = partial, terms
+        bounds = [(work.chunks[0], work.chunks[-1]) for work in plan.work if work.chunks]
+        self.of_work = [(layout.rows(first)[0], layout.rows(last)[1]) for first, last in bounds]
+        self.of_partial = [partial[start:stop] for start, stop in self.of_work]
+        self.received = terms.split([layout.num_chunk_rows(message.recv) for message in plan.messages])
+        # All ranks receive the same numbers of rows, in the same order.
+        symmetric = layout.num_rows % plan.num_ranks == 0
+        transfers: list[Transfer] = []
+        for message, received in zip(plan.messages, self.received, strict=True):
+            start, stop = layout.rows(message.send)
+            if hidden and plan.pattern != "ring":
+                # The GEMM of the own rows hides the first one.
+                message = replace(message, not_before=len(plan.work) - (not transfers))
+            transfers.append(Transfer(message, partial[start:stop], received, lands=received if symmetric else None))
+        self.repeated = Repeated(lambda own: transfers)
 
 
 class PipelinedReduceScatter:
@@ -192,24 +277,22 @@ class PipelinedReduceScatter:
         tree: bool = False,
     ) -> None:
         self._plan, self._layout, self.out, self._tree = plan, layout, out, tree
-        self._buffer_pool = transport.buffer_pool
-        self._own = layout.shard(plan.rank)
-        features = out.shape[1]
-        self._partial = self._buffer_pool.take("partial", (layout.num_rows if plan.messages else 0, features), out)
-        sizes = [layout.num_chunk_rows(message.recv) for message in plan.messages]
-        # All ranks receive the same numbers of rows, in the same order.
+        pool = self._buffer_pool = transport.buffer_pool
+        self._own, self._on_device = layout.shard(plan.rank), transport.on_device
+        features, hidden, sent = out.shape[1], work_follows and transport.on_device, bool(plan.messages)
+        partial = pool.take("partial", (layout.num_rows * sent, features), out)
+        num_received = (plan.num_ranks - 1) * out.shape[0] * sent
+        if plan.pattern == "ring":  # it receives rows of other owners too
+            num_received = sum(layout.num_chunk_rows(message.recv) for message in plan.messages)
         symmetric = layout.num_rows % plan.num_ranks == 0
-        self._terms = self._buffer_pool.take("received", (sum(sizes), features), out, symmetric=symmetric)
-        self._received = self._terms.split(sizes)
-        transfers: list[Transfer] = []
-        for message, received in zip(plan.messages, self._received, strict=True):
-            start, stop = layout.rows(message.send)
-            if work_follows and out.is_cuda and plan.pattern != "ring":
-                # The GEMM of the own rows hides the first one.
-                message = replace(message, not_before=len(plan.work) - (not transfers))
-            lands = received if symmetric else None
-            transfers.append(Transfer(message, self._partial[start:stop], received, lands=lands))
-        self._p2p_work = transport.begin(transfers, op)
+        terms = pool.take("received", (num_received, features), out, symmetric=symmetric)
+        self._rows = _repeated(
+            transport,
+            (plan, layout, partial, terms, hidden),
+            lambda: _ScatteredRows(plan, layout, partial, terms, hidden),
+        )
+        self._partial, self._received = partial, self._rows.received
+        self._p2p_work = transport.begin(Exchange(self._rows.repeated), op)
         self._done = 0
 
     @property
@@ -228,7 +311,7 @@ class PipelinedReduceScatter:
             meanwhile: a piece of other work, called while a ring waits and only own rows are left, and on CUDA after
                 each GEMM. It returns False when there is no work left.
         """
-        plan, layout = self._plan, self._layout
+        plan = self._plan
         serial = plan.pattern == "serial" and plan.num_ranks > 1
         for index, work in enumerate(plan.work):
             if not work.chunks:
@@ -236,13 +319,13 @@ class PipelinedReduceScatter:
             own = work.chunks[0].owner == plan.rank and not serial
             if own:
                 self._forward_until(index, meanwhile)
-            start, stop = layout.rows(work.chunks[0])[0], layout.rows(work.chunks[-1])[1]
+            start, stop = self._rows.of_work[index]
             if start < stop:
-                gemm(start, stop, self.out if own else self._partial[start:stop])
-            if meanwhile is not None and self.out.is_cuda:
+                gemm(start, stop, self.out if own else self._rows.of_partial[index])
+            if meanwhile is not None and self._on_device:
                 meanwhile()
             if not own:
-                self._forward_until(index + 1, None, wait=self.out.is_cuda)
+                self._forward_until(index + 1, None, wait=self._on_device)
         if serial:
             self.out.copy_(self._partial[slice(*self._own)])
         # All but the addition of `finish`.
@@ -252,7 +335,7 @@ class PipelinedReduceScatter:
         """Adds received partial sums to the work items before `stop`, in order, and marks their sends ready."""
         while self._done < stop:
             adds = self._plan.work[self._done].adds
-            if not all(map(self._p2p_work.is_completed, adds)):
+            if adds and not all(map(self._p2p_work.is_completed, adds)):
                 if meanwhile is not None and meanwhile():
                     continue
                 if not wait:
@@ -274,10 +357,10 @@ class PipelinedReduceScatter:
         self._p2p_work.mark_ready(len(self._plan.work))
         if self._tree:
             return self._finish_tree()
-        if self._plan.messages and self._plan.pattern != "ring" and _adds_at_once(self.out):
+        if self._plan.messages and self._plan.pattern != "ring" and self._on_device:
             self._p2p_work.wait_all()
-            # The messages are in the order of sources and rows.
-            terms = self._terms.unflatten(0, (self._plan.num_ranks - 1, self.out.shape[0]))
+            # The messages are in the order of sources and rows. Each further kernel would read and write the sum again.
+            terms = self._rows.terms.unflatten(0, (self._plan.num_ranks - 1, self.out.shape[0]))
             return torch.add(terms.sum(0, dtype=torch.float32), self.out, out=self.out)
         messages, out = self._plan.messages, self.out
         # Each part is summed in the order of the plan. Parts are summed in the order of arrival.
@@ -311,11 +394,6 @@ class PipelinedReduceScatter:
             terms = {m.source: self._received[k] for k, m in enumerate(plan.messages) if m.recv.part == part}
             own.copy_(tree_sum([terms.get(rank, own) for rank in range(plan.num_ranks)]))
         return self.out
-
-
-def _adds_at_once(out: torch.Tensor) -> bool:
-    """Whether one kernel adds all received terms: on CUDA each further one reads and writes the sum again."""
-    return out.is_cuda
 
 
 class PipelinedAllReduce:

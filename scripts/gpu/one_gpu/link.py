@@ -8,6 +8,7 @@ follows, since all ranks run the same plan.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -16,8 +17,10 @@ from typing import Any
 
 import torch
 
+from megatron_overlap.comm.symmetric.backend import FlagStep
 from megatron_overlap.comm.symmetric.copies import CopyP2PWork, CopyTransport
-from megatron_overlap.comm.transport import Transfer
+from megatron_overlap.comm.symmetric.heap import HeapPool
+from megatron_overlap.comm.transport import Exchange, Transfer
 from megatron_overlap.ops import all_gather_linear, linear_reduce_scatter
 from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan, P2PMethod
 from megatron_overlap.ops.tensor_parallel.pipelined import PipelinedReduceScatter
@@ -28,9 +31,6 @@ from one_gpu.parts import REPEATS
 from one_gpu.problem import is_wrong
 from one_gpu.shapes import Shape, overlap_figures, shapes
 
-ALWAYS = 1 << 30
-"""Of a word that a peer would write: later than any operation."""
-
 
 class ImmediateQueue:
     """Of a dry run: everything happens at once."""
@@ -38,11 +38,13 @@ class ImmediateQueue:
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         to.copy_(source)
 
-    def write(self, words: torch.Tensor, index: int, value: int) -> None:
-        words[index] = value
+    def prepare(self, steps: Sequence[FlagStep]) -> object:
+        return tuple(steps)
 
-    def wait(self, words: torch.Tensor, index: int, value: int) -> None:
-        assert int(words[index]) >= value
+    def run(self, prepared: Any) -> None:
+        for words, position, sets in prepared:
+            assert sets or int(words[position]) == 1
+            words[position] = int(sets)
 
     def mark(self) -> object:
         return None
@@ -96,34 +98,54 @@ class HostPeersTransport(CopyTransport):
         self.arrival_s = 0.0
         self.arriving = backend.queue()
         self.sending = HostQueue(self.sending, self)
-        self.words = self._words[0]
-        # Receive buffers of the peers are always free, and they acknowledge at once.
-        self.words[backend.size * 256 :].fill_(ALWAYS)
+        # What the peers do, by operation: the steps that free their buffers, and that follow their messages.
+        self.by_peers: dict[int, tuple[object, list[object]]] = {}
 
     def begin(self, transfers: Sequence[Transfer], op: str) -> CopyP2PWork:
-        self.works = []
-        work = HostPeersWork(self, transfers, op)
-        self.works.append(work)
+        repeated, own = (transfers.repeated, transfers.own) if isinstance(transfers, Exchange) else (None, None)
+        assert repeated is not None, "an operation without symmetric buffers"
+        if repeated.prepared is None:
+            repeated.prepared = self._prepared(transfers, own)
+            self.by_peers[id(repeated.prepared)] = self._steps_of_peers(transfers)
+        start = time.perf_counter()
+        free, sent = self.by_peers[id(repeated.prepared)]
+        self.backend.computing.run(free)
+        # Flags at the peers stay set: the host clears none.
+        self.arrival_s += time.perf_counter() - start
+        work = HostPeersWork(self, repeated.prepared, own, op)
+        work.steps_of_peers = sent
         work.mark_ready(0)
         return work
+
+    def _steps_of_peers(self, transfers: Sequence[Transfer]) -> tuple[object, list[object]]:
+        assert isinstance(self.buffer_pool, HeapPool)
+        free: dict[int, FlagStep] = {}
+        sent, numbers, arriving = [], Counter[int](), self.arriving
+        for transfer in transfers:
+            buffer, source = self.buffer_pool.buffer_of(transfer.recv), transfer.message.source
+            assert buffer is not None, "a message that is not between symmetric buffers"
+            sent.append(arriving.prepare([FlagStep(buffer.words[0], buffer.flag(source, numbers[source]), sets=True)]))
+            numbers[source] += 1
+            free[transfer.message.to] = FlagStep(buffer.words[0], buffer.free(transfer.message.to), sets=True)
+        return self.backend.computing.prepare(list(free.values())), sent
 
 
 class HostPeersWork(CopyP2PWork):
     """Lets message k arrive after what message k of this rank follows."""
 
+    steps_of_peers: Sequence[object] = ()
+
     def _send_next(self) -> None:
         number, transport = self._num_sent, self._transport
         assert isinstance(transport, HostPeersTransport)
         start = time.perf_counter()
-        message, arriving = self._transfers[number].message, transport.arriving
-        arriving.after(next(mark for done, mark in self._marks if done >= message.after_work))
-        source = transport.sent_by(message).view(-1).view(torch.uint8)
-        for piece in self._pieces_to_receive[number]:
-            assert piece.begin is None, "a message that is not between symmetric buffers"
-            count = piece.content.numel() // transport.share
-            with nullcontext() if source.device == piece.content.device else torch.cuda.stream(arriving.stream):
-                piece.content[:count].copy_(source[:count], non_blocking=True)
-            arriving.write(transport.words, message.source * 256 + piece.number % 256, piece.number)
+        message, arriving = self._messages[number], transport.arriving
+        arriving.after(self._marks[message.plan.after_work])
+        source, into = transport.sent_by(message.plan).view(-1), message.recvs[0].view(-1)
+        count = into.numel() // transport.share
+        with nullcontext() if source.device == into.device else torch.cuda.stream(arriving.stream):
+            into[:count].copy_(source[:count], non_blocking=True)
+        arriving.run(self.steps_of_peers[number])
         # The host of a peer does this.
         transport.arrival_s += time.perf_counter() - start
         super()._send_next()
@@ -138,7 +160,7 @@ class HostQueue:
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         share = self._transport.share
         if share > 1:
-            to, source = to[: source.numel() // share], source[: source.numel() // share]
+            to, source = (each.view(-1)[: source.numel() // share] for each in (to, source))
         self._queue.copy(to, source)
 
     def __getattr__(self, name: str) -> Any:
