@@ -39,6 +39,7 @@ class GlooTransport:
 
     copy_engines = False
     on_device = False
+    prepares = False
 
     def __init__(
         self,

@@ -31,6 +31,7 @@ class NcclTransport:
 
     copy_engines = False
     on_device = True
+    prepares = False
 
     def __init__(self, group: dist.ProcessGroup, options: TransportOptions = DEFAULT_OPTIONS) -> None:
         self.rank = dist.get_rank(group)

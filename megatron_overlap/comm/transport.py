@@ -163,6 +163,7 @@ class Transport(Protocol):
         copy_engines: copy engines of GPUs move the messages, which take no SMs from GEMMs.
         on_device: streams of a device order messages and work. The host never waits, so no message is ever reported as
             completed.
+        prepares: derives the steps of an `Exchange` once, and does not build its transfers again.
     """
 
     rank: int
@@ -170,6 +171,7 @@ class Transport(Protocol):
     buffer_pool: BufferPool
     copy_engines: bool
     on_device: bool
+    prepares: bool
 
     @property
     def exposed_s(self) -> float:
@@ -191,7 +193,7 @@ class OrderedTransport:
     def __init__(self, inner: Transport) -> None:
         self._inner = inner
         self.rank, self.size, self.buffer_pool = inner.rank, inner.size, inner.buffer_pool
-        self.copy_engines, self.on_device = inner.copy_engines, inner.on_device
+        self.copy_engines, self.on_device, self.prepares = inner.copy_engines, inner.on_device, inner.prepares
 
     @property
     def exposed_s(self) -> float:

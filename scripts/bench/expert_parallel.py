@@ -74,7 +74,8 @@ class SerialTransport:
     def __init__(self, inner: Transport) -> None:
         self._inner = inner
         self.rank, self.size, self.buffer_pool = inner.rank, inner.size, inner.buffer_pool
-        self.exposed_s, self.copy_engines, self.on_device = 0.0, inner.copy_engines, inner.on_device
+        self.exposed_s, self.prepares = 0.0, False
+        self.copy_engines, self.on_device = inner.copy_engines, inner.on_device
 
     def begin(self, transfers: list[Transfer], op: str) -> SerialWork:
         return SerialWork(self._inner.begin(transfers, op), len(transfers) // 2)

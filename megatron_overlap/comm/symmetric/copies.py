@@ -150,6 +150,8 @@ class CopyTransport:
         ValueError: `ring_bytes` is below 512.
     """
 
+    prepares = True
+
     def __init__(self, backend: SymmetricBackend, *, ring_bytes: int | None = None, symmetric: bool = True) -> None:
         ring_bytes = RING_BYTES // backend.size if ring_bytes is None else ring_bytes
         if ring_bytes < 2 * _ALIGNMENT:

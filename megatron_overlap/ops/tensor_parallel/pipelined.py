@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -84,7 +85,7 @@ class PipelinedAllGather:
         self._rank = plan.rank
         self.full = into
         self._on_device = transport.on_device
-        if repeats and len(shard) == 1:
+        if repeats and transport.prepares and len(shard) == 1:
             self._rows = _repeated(transport, (plan, layout, into[0]), lambda: _GatheredRows(plan, layout, into))
             self._p2p_work = transport.begin(Exchange(self._rows.repeated, shard[0]), op)
         else:
@@ -186,14 +187,17 @@ class _GatheredRows:
     Attributes:
         of_work: start and stop by work of the plan.
         of_full: the gathered rows by work of the plan.
-        repeated: the messages.
     """
 
     def __init__(self, plan: Plan, layout: ChunkLayout, full: Payload) -> None:
         self._plan, self._layout, self._full = plan, layout, full
         self.of_work = [(layout.rows(work.chunks[0])[0], layout.rows(work.chunks[-1])[1]) for work in plan.work]
         self.of_full = [tuple(each[start:stop] for each in full) for start, stop in self.of_work]
-        self.repeated = Repeated(lambda own: self.transfers((own,) if own is not None else ()))
+
+    @cached_property
+    def repeated(self) -> Repeated:
+        """The messages, for other own rows in each call."""
+        return Repeated(lambda own: self.transfers(() if own is None else (own,)))
 
     def transfers(self, shard: Payload) -> list[Transfer]:
         """The messages of the own rows `shard`."""

@@ -29,7 +29,7 @@ class Logged:
     def __init__(self, inner: Transport, part: str, log: list[str]) -> None:
         self._inner, self._part, self._log = inner, part, log
         self.rank, self.size, self.buffer_pool, self.exposed_s = inner.rank, inner.size, inner.buffer_pool, 0.0
-        self.copy_engines, self.on_device = inner.copy_engines, inner.on_device
+        self.copy_engines, self.on_device, self.prepares = inner.copy_engines, inner.on_device, inner.prepares
 
     def begin(self, transfers: Sequence[Transfer], op: str) -> P2PWork:
         name = f"{self._part} {op.removesuffix(' of a part').split(' of ')[1]}"
