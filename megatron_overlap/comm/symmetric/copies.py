@@ -203,6 +203,7 @@ class CopyTransport:
             messages.marks.append(plan.after_work)
             buffer = self._buffer_between(transfer)
             to, source = (plan.to, id(buffer)), (plan.source, id(buffer))
+            # At each message of a plan, a rank has sent as many to `to` as it has received from `source`.
             if buffer is None or num_sent[to] == MAX_FLAGS or num_received[source] == MAX_FLAGS:
                 messages.through_ring = messages.through_ring or bool(sends or recvs)
                 continue

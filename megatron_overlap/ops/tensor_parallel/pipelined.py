@@ -170,15 +170,15 @@ class PipelinedAllGather:
         self._p2p_work.wait_all()
 
 
-def _repeated[Rows](transport: Transport, of: tuple[object, ...], build: Callable[[], Rows]) -> Rows:
+def _repeated[Derived](transport: Transport, of: tuple[object, ...], build: Callable[[], Derived]) -> Derived:
     """What `build` returned for the same objects `of` in an earlier call with the present buffers of the transport."""
     derived = transport.buffer_pool.derived
     key = tuple(map(id, of))
     found = derived.get(key)
     if found is None:
         found = derived[key] = of, build()  # `of` must live as long as its identity is a key
-    rows: Rows = found[1]
-    return rows
+    derived_before: Derived = found[1]
+    return derived_before
 
 
 class _GatheredRows:
