@@ -1,7 +1,8 @@
 """From how many rows on a forward-only call is worth overlapping, computed before any candidate is measured. Pure.
 
 A forward-only call has no backward pass: evaluation, log-probabilities, the prefill and decode of generation. The model
-has four terms, each from a short measurement: a GEMM is `fixed + row x rows`, a collective is `latency + bytes / rate`.
+has three lines, each through two short measurements: a GEMM is `fixed + row x rows`, a collective and the messages of
+p2p are `latency + bytes / rate`.
 """
 
 import math
@@ -14,6 +15,10 @@ from megatron_overlap.schedules.heuristics import MAX_MESSAGES, MIN_CHUNK_ROWS, 
 MARGIN = 0.05
 """The model must predict a gain of this fraction: a decode that is slower than stock costs more than a lost gain."""
 
+MOST_GAIN = 2
+"""p2p sends many bytes at most so much faster than the collective, over the same links, and few bytes no faster: what is
+measured above it is noise."""
+
 MOST_ROWS = 1 << 17
 TRIAL_CALLS = 256
 """Calls of one kind and number of rows before it is measured. Ragged prompts rarely repeat one so often."""
@@ -21,17 +26,15 @@ TRIAL_CALLS = 256
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The stock collective of an operation, and what p2p adds to it.
-
-    Attributes:
-        latency_us: a collective of few bytes.
-        bytes_per_us: of a collective of many bytes; its bytes are those of the gathered or reduced rows.
-        message_us: what the p2p operation of few bytes takes longer, for one message to each peer.
-    """
+    """The time of the gathered or reduced rows of an operation, without a GEMM: `latency_us` and their bytes / rate."""
 
     latency_us: float
     bytes_per_us: float
-    message_us: float
+
+    @classmethod
+    def fitted(cls, few_bytes: int, few_us: float, many_bytes: int, many_us: float) -> "Link":
+        """The line through two measured times."""
+        return cls(few_us, (many_bytes - few_bytes) / max(many_us - few_us, 1e-3))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,26 +50,34 @@ class Gemm:
         row_us = max(0.0, (many_us - few_us) / (many_rows - few_rows))
         return cls(max(0.0, few_us - few_rows * row_us), row_us)
 
+    def us(self, rows: int, gemms: int = 1) -> float:
+        """Microseconds of `rows` in some GEMMs."""
+        return gemms * self.fixed_us + rows * self.row_us
 
-def min_rows(call: Call, num_ranks: int, item_bytes: int, link: Link, gemm: Gemm) -> float:
+
+def min_rows(call: Call, num_ranks: int, item_bytes: int, stock: Link, p2p: Link, gemm: Gemm) -> float:
     """The fewest gathered rows from which p2p with its default settings is faster; infinite if there are none.
 
     Args:
         call: the kind; its `rows` are not read.
         num_ranks: size of the group.
         item_bytes: bytes of an element.
-        link: of the operation.
+        stock: of the stock collective.
+        p2p: of p2p with one message to each peer.
         gemm: of the layer.
     """
     row_bytes = item_bytes * (call.in_features if call.op == "ag_gemm" else call.out_features)
 
+    latency_us = max(p2p.latency_us, stock.latency_us)
+    bytes_per_us = min(p2p.bytes_per_us, MOST_GAIN * stock.bytes_per_us)
+
     def gains(rows: int) -> bool:
-        communication_us = link.latency_us + rows * row_bytes / link.bytes_per_us
         chunks, parts = _parts(call, num_ranks, rows, row_bytes)
-        computation_us = parts * gemm.fixed_us + gemm.row_us * rows
-        hidden_us = min(communication_us, computation_us) * (1 - 1 / max(2, parts))
-        overlapped_us = computation_us + communication_us - hidden_us + chunks * link.message_us
-        stock_us = gemm.fixed_us + gemm.row_us * rows + communication_us
+        computation_us, messages_us = gemm.us(rows, parts), rows * row_bytes / bytes_per_us
+        # A latency is mostly time of the host, which computes nothing meanwhile.
+        hidden_us = min(messages_us, computation_us) * (1 - 1 / max(2, parts))
+        overlapped_us = computation_us + chunks * latency_us + messages_us - hidden_us
+        stock_us = gemm.us(rows) + stock.latency_us + rows * row_bytes / stock.bytes_per_us
         return overlapped_us <= (1 - MARGIN) * stock_us
 
     return _first(gains, num_ranks)

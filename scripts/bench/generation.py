@@ -2,8 +2,9 @@
 
     python scripts/bench/generation.py --gbps 0.4 --engine dynamic --sp --json generation.json
 
-One rank a host, one thread a rank. Every round enables each method anew, so `auto` starts without measurements. A ratio
-is the median over rounds of the time of the stock path divided by that of the method in the same round.
+One rank a host, one thread a rank. Every round enables each method anew, so `auto` starts without measurements: `first
+decode` is its first pass of one token. Prefill and evaluation are the faster of two passes. A ratio is the median over
+rounds of the time of the stock path divided by that of the method in the same round.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from harness import run_job, versions
 
 METHODS: dict[str, dict[str, Any] | None] = {
     "stock": None,
+    "stock again": None,  # how far a ratio of the same code is from one
     "p2p": {"tensor": {"method": "p2p"}},
     "auto": {"tensor": {"method": "auto", "autotune_cache": None}},
     "deterministic": {"tensor": {"method": "p2p"}, "deterministic": True},
@@ -113,12 +115,18 @@ def work(args: argparse.Namespace) -> None:
             config = {**(overlap or {}), "strict": name != "tp_invariant"}
             session = None if overlap is None else enable(OverlapConfig.model_validate(config))
             dist.barrier()
-            generator.generate(prompts, 2)
+            first = generator.generate(prompts, 2).summary()
+            again = generator.generate(prompts, 2).summary()
             generated = generator.generate(prompts, args.tokens)
             tokens[name] = generated.tokens
             summary = generated.summary()
-            measured = summary["first_token_ms"], summary["decode_ms"], evaluate(model, ids)
-            for what, ms in zip(("prefill", "decode", "eval"), measured, strict=True):
+            measured = {
+                "prefill": min(again["first_token_ms"], summary["first_token_ms"]),
+                "first decode": first["decode_ms"],
+                "decode": summary["decode_ms"],
+                "eval": evaluate(model, ids),
+            }
+            for what, ms in measured.items():
                 times[name].setdefault(what, []).append(ms)
             if session is not None:
                 thresholds[name] = [asdict(line) for line in session.report().autotuning]

@@ -23,7 +23,8 @@ from megatron_overlap.ops import LinearPlan, all_gather_linear, linear_all_reduc
 _FEW_ROWS, _MANY_ROWS = 8, 128
 _FEW_BYTES, _MANY_BYTES = 4096, 1024 * 1024
 _FEATURES = 8  # of the GEMM beside the measured communication
-_REPEATS = 3
+_REPEATS = {_FEW_BYTES: 8, _MANY_BYTES: 3}
+_GEMM_REPEATS = 3
 _P2P: dict[str, Callable[..., torch.Tensor]] = {
     "ag_gemm": all_gather_linear,
     "gemm_rs": linear_reduce_scatter,
@@ -48,7 +49,8 @@ class Threshold:
 
     rows: float
     call: Call
-    link: Link
+    stock: Link
+    p2p: Link
     gemm: Gemm
     measured: bool = False
 
@@ -75,7 +77,7 @@ class ForwardOnlyCalls:
 
     def __init__(self, transport: Callable[[dist.ProcessGroup], Transport]) -> None:
         self._transport = transport
-        self._links: dict[tuple[dist.ProcessGroup, str, torch.dtype], Link] = {}
+        self._links: dict[tuple[dist.ProcessGroup, str, torch.dtype], tuple[Link, Link]] = {}
         self._thresholds: dict[tuple[dist.ProcessGroup, Call], Threshold] = {}
         self._shapes: dict[tuple[dist.ProcessGroup, Call], Shape] = {}
 
@@ -84,9 +86,9 @@ class ForwardOnlyCalls:
         key = call.group, replace(kind, rows=0)
         threshold = self._thresholds.get(key)
         if threshold is None:
-            link, gemm = self._link(call, slowest), _gemm(call.weight, slowest)
-            rows = min_rows(kind, call.group.size(), call.x.itemsize, link, gemm)
-            threshold = self._thresholds[key] = Threshold(rows, kind, link, gemm)
+            (stock, p2p), gemm = self._stock_and_p2p(call, slowest), _gemm(call.weight, slowest)
+            rows = min_rows(kind, call.group.size(), call.x.itemsize, stock, p2p, gemm)
+            threshold = self._thresholds[key] = Threshold(rows, kind, stock, p2p, gemm)
         return threshold
 
     def shape(self, group: dist.ProcessGroup, kind: Call, candidate: Callable[[], Candidate]) -> Shape:
@@ -101,22 +103,21 @@ class ForwardOnlyCalls:
         """The thresholds, for the report."""
         return [_line(threshold) for threshold in self._thresholds.values()]
 
-    def _link(self, call: LinearCall, slowest: Slowest) -> Link:
+    def _stock_and_p2p(self, call: LinearCall, slowest: Slowest) -> tuple[Link, Link]:
         key = call.group, call.op, call.x.dtype
-        link = self._links.get(key)
-        if link is None:
-            measured = [_communication(call, num_bytes, None) for num_bytes in (_FEW_BYTES, _MANY_BYTES)]
-            p2p = _communication(call, _FEW_BYTES, self._transport(call.group))
-            few_us, many_us, p2p_us = slowest([*measured, p2p])
-            rate = (_MANY_BYTES - _FEW_BYTES) / max(many_us - few_us, 1e-3)
-            link = self._links[key] = Link(few_us, rate, max(0.0, p2p_us - few_us))
-        return link
+        links = self._links.get(key)
+        if links is None:
+            ways, sizes = (None, self._transport(call.group)), (_FEW_BYTES, _MANY_BYTES)
+            few, many, p2p_few, p2p_many = slowest([_communication(call, size, way) for way in ways for size in sizes])
+            stock = Link.fitted(_FEW_BYTES, few, _MANY_BYTES, many)
+            links = self._links[key] = stock, Link.fitted(_FEW_BYTES, p2p_few, _MANY_BYTES, p2p_many)
+        return links
 
 
 def _gemm(weight: torch.Tensor, slowest: Slowest) -> Gemm:
     def run(rows: int) -> float:
         x = weight.new_zeros(rows, weight.shape[1])
-        return _us(lambda: torch.mm(x, weight.t()), x)
+        return _us(lambda: torch.mm(x, weight.t()), x, _GEMM_REPEATS)
 
     few_us, many_us = slowest([run(_FEW_ROWS), run(_MANY_ROWS)])
     return Gemm.fitted(_FEW_ROWS, few_us, _MANY_ROWS, many_us)
@@ -150,14 +151,14 @@ def _communication(call: LinearCall, num_bytes: int, transport: Transport | None
             else:
                 dist.all_reduce(gathered, group=group)
 
-    return _us(run, x)
+    return _us(run, x, _REPEATS[num_bytes])
 
 
 @torch.no_grad()
-def _us(run: Callable[[], object], x: torch.Tensor) -> float:
+def _us(run: Callable[[], object], x: torch.Tensor, repeats: int) -> float:
     """Microseconds of the fastest of some runs, after one that is not counted."""
     fastest = math.inf
-    for number in range(1 + _REPEATS):
+    for number in range(1 + repeats):
         if x.is_cuda:
             torch.cuda.synchronize(x.device)
         start = time.perf_counter()
@@ -170,11 +171,11 @@ def _us(run: Callable[[], object], x: torch.Tensor) -> float:
 
 
 def _line(threshold: Threshold) -> AutotuneLine:
-    call, link, gemm = threshold.call, threshold.link, threshold.gemm
+    call, gemm = threshold.call, threshold.gemm
     name = f"{'column' if call.op == 'ag_gemm' else 'row'} {call.in_features}->{call.out_features}"
     reason = (
-        f"GEMM {gemm.fixed_us:.0f} us + {gemm.row_us:.2f} us a row; link {link.latency_us:.0f} us, "
-        f"{link.bytes_per_us:.0f} bytes/us; a message {link.message_us:.0f} us"
+        f"GEMM {gemm.fixed_us:.0f} us + {gemm.row_us:.2f} us a row; "
+        f"collective {_line_of(threshold.stock)}; p2p {_line_of(threshold.p2p)}"
     )
     if threshold.measured:
         reason = f"measured: none is faster with fewer rows; {reason}"
@@ -184,3 +185,7 @@ def _line(threshold: Threshold) -> AutotuneLine:
     return AutotuneLine(
         name, call.op, int(threshold.rows), call.dtype, "forward only", method, None, None, f"modelled: {reason}"
     )
+
+
+def _line_of(link: Link) -> str:
+    return f"{link.latency_us:.0f} us, {link.bytes_per_us:.0f} bytes/us"

@@ -131,7 +131,7 @@ def measures(group: dist.ProcessGroup) -> list[tuple[str, float, float, float, f
             layer(make_data(kind, torch.float32, 8 * group.size(), group.size(), group.rank(), not plain)[0])
         found = session.adapter(LinearAdapter).autotuner._forward_only._thresholds.values()
         return [
-            (t.call.op, t.rows, t.link.latency_us, t.link.bytes_per_us, t.gemm.fixed_us, t.link.message_us)
+            (t.call.op, t.rows, t.stock.latency_us, t.stock.bytes_per_us, t.gemm.fixed_us, t.p2p.latency_us)
             for t in found
         ]
 
