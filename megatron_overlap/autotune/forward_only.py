@@ -16,8 +16,8 @@ MARGIN = 0.05
 """The model must predict a gain of this fraction: a decode that is slower than stock costs more than a lost gain."""
 
 MOST_GAIN = 2
-"""p2p sends many bytes at most so much faster than the collective, over the same links, and few bytes no faster: what is
-measured above it is noise."""
+"""p2p sends many bytes at most so much faster than the collective, over the same links, and few bytes no faster: all
+that is measured above it is noise."""
 
 MOST_ROWS = 1 << 17
 TRIAL_CALLS = 256

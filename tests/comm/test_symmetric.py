@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm.host_group import HostGroup, store_beside
+from megatron_overlap.comm.symmetric.backend import ALIGNMENT
 from megatron_overlap.comm.symmetric.cuda import (
     WAIT_VALUE_32,
     WRITE_VALUE_32,
@@ -22,7 +23,7 @@ from megatron_overlap.comm.symmetric.cuda import (
     local_unsupported_reason,
     probe_symmetric_memory,
 )
-from megatron_overlap.comm.symmetric.transport import ALIGNMENT, MAX_PARTS, ArenaLayout, gathered_bytes
+from megatron_overlap.comm.symmetric.transport import MAX_PARTS, ArenaLayout, gathered_bytes
 from megatron_overlap.diagnostics.consistency import first_unsupported_reason
 from tests.helpers.world import World
 

@@ -10,6 +10,13 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+ALIGNMENT = 256
+
+
+def aligned(num_bytes: int) -> int:
+    """`num_bytes` rounded up, so that any dtype may begin there."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
 
 class FlagStep(NamedTuple):
     """A step on a flag: a word of symmetric memory that is 0 or 1.

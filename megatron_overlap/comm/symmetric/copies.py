@@ -30,12 +30,11 @@ from itertools import takewhile
 import torch
 
 from megatron_overlap.comm.buffers import BufferPool
-from megatron_overlap.comm.symmetric.backend import FlagStep, Queue, SymmetricBackend
+from megatron_overlap.comm.symmetric.backend import ALIGNMENT, FlagStep, Queue, SymmetricBackend, aligned
 from megatron_overlap.comm.symmetric.heap import MAX_FLAGS, HeapPool, SymmetricBuffer
 from megatron_overlap.comm.transport import Exchange, Transfer, TransportError
 from megatron_overlap.schedules.plan import Message
 
-_ALIGNMENT = 256
 _NUM_WORDS = 256
 RING_BYTES = 64 * 1024 * 1024
 """Bytes of all rings of a rank. Messages in flight share a ring; those that do not fit wait for earlier ones."""
@@ -74,13 +73,13 @@ class _Ring:
         """Return the next pieces: those of `tensors`."""
         pieces = []
         for tensor in tensors:
-            for content in tensor.view(-1).view(torch.uint8).split(self._num_bytes // 2 // _ALIGNMENT * _ALIGNMENT):
+            for content in tensor.view(-1).view(torch.uint8).split(self._num_bytes // 2 // ALIGNMENT * ALIGNMENT):
                 if self._position % self._num_bytes + content.numel() > self._num_bytes:
                     self._position += self._num_bytes - self._position % self._num_bytes
                 self._number += 1
                 place = self._start + self._position % self._num_bytes
                 pieces.append(Piece(self._number, self._position, place, content))
-                self._position += -(-content.numel() // _ALIGNMENT) * _ALIGNMENT
+                self._position += aligned(content.numel())
         return pieces
 
     def will_send(self, pieces: Sequence[Piece]) -> None:
@@ -154,12 +153,12 @@ class CopyTransport:
 
     def __init__(self, backend: SymmetricBackend, *, ring_bytes: int | None = None, symmetric: bool = True) -> None:
         ring_bytes = RING_BYTES // backend.size if ring_bytes is None else ring_bytes
-        if ring_bytes < 2 * _ALIGNMENT:
-            raise ValueError(f"ring_bytes: {ring_bytes}: must be at least {2 * _ALIGNMENT}")
+        if ring_bytes < 2 * ALIGNMENT:
+            raise ValueError(f"ring_bytes: {ring_bytes}: must be at least {2 * ALIGNMENT}")
         self.backend, self.rank, self.size = backend, backend.rank, backend.size
         self.exposed_s = 0.0
         self.copy_engines = self.on_device = backend.device.type == "cuda"
-        self._ring_bytes = ring_bytes = ring_bytes // _ALIGNMENT * _ALIGNMENT
+        self._ring_bytes = ring_bytes = ring_bytes // ALIGNMENT * ALIGNMENT
         begin, words = self.size * ring_bytes, 8 * self.size * _NUM_WORDS
         self._arenas = backend.map(begin + words)
         self._heap = HeapPool(backend) if symmetric else None

@@ -7,12 +7,11 @@ from math import prod
 import torch
 
 from megatron_overlap.comm.buffers import BufferPool
-from megatron_overlap.comm.symmetric.backend import SymmetricBackend
+from megatron_overlap.comm.symmetric.backend import SymmetricBackend, aligned
 from megatron_overlap.comm.transport import TransportError
 
 MAX_FLAGS = 64
 """Flags of a symmetric buffer for each source: the most messages of one operation from one rank to one buffer."""
-_ALIGNMENT = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +81,7 @@ class HeapPool(BufferPool):
         texts = backend.all_gather_text(f"{name}: {num_bytes} bytes")
         if len(set(texts)) > 1:
             raise TransportError(f"symmetric buffer: the ranks differ: {'; '.join(texts)}; use ordinary buffers")
-        begin = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        begin = aligned(num_bytes)
         arenas = backend.map(begin + 4 * backend.size * (MAX_FLAGS + 1), f"{name} {dtype}")
         words = [arena[begin:].view(torch.int32) for arena in arenas]
         return SymmetricBuffer([arena[:num_bytes] for arena in arenas], words)

@@ -26,7 +26,7 @@ from typing import Any, Literal
 import torch
 
 from megatron_overlap.comm.buffers import BufferPool
-from megatron_overlap.comm.symmetric.backend import SymmetricBackend
+from megatron_overlap.comm.symmetric.backend import SymmetricBackend, aligned
 from megatron_overlap.comm.transport import TransportError
 from megatron_overlap.schedules import Chunk, ChunkLayout
 
@@ -36,15 +36,10 @@ WaitAll = Callable[..., None]
 Mover = Literal["push", "pull", "ring"]
 """The copies of an all-gather: the owner writes to each peer, each peer reads from the owner, or a ring of ranks."""
 
-ALIGNMENT = 256
 MAX_PARTS = 32
 """Largest number of chunks per shard: the arena has one flag for each."""
 
 _FLAG_BYTES = 4
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def gathered_bytes(num_rows: int, num_ranks: int, features: int, itemsize: int) -> int:
@@ -75,25 +70,25 @@ class ArenaLayout:
 
     def slot(self, epoch: int) -> int:
         """Offset of the slot of operation `epoch`."""
-        return epoch % 2 * _aligned(self.slot_bytes)
+        return epoch % 2 * aligned(self.slot_bytes)
 
     def flags(self, epoch: int) -> int:
         """Offset of the flags of operation `epoch`, int32 `[num_flags]`."""
-        return 2 * _aligned(self.slot_bytes) + epoch % 2 * _aligned(self.num_flags * _FLAG_BYTES)
+        return 2 * aligned(self.slot_bytes) + epoch % 2 * aligned(self.num_flags * _FLAG_BYTES)
 
     def acknowledgements(self, epoch: int) -> int:
         """Offset of the latest epoch of this slot that each rank has acknowledged, int32 `[R]`."""
-        flags = 2 * (_aligned(self.slot_bytes) + _aligned(self.num_flags * _FLAG_BYTES))
-        return flags + epoch % 2 * _aligned(self.num_ranks * _FLAG_BYTES)
+        flags = 2 * (aligned(self.slot_bytes) + aligned(self.num_flags * _FLAG_BYTES))
+        return flags + epoch % 2 * aligned(self.num_ranks * _FLAG_BYTES)
 
     def ready(self, epoch: int) -> int:
         """Offset of the latest epoch of this slot whose rows peers may pull from each rank, int32 `[R]`."""
-        return self.acknowledgements(0) + (2 + epoch % 2) * _aligned(self.num_ranks * _FLAG_BYTES)
+        return self.acknowledgements(0) + (2 + epoch % 2) * aligned(self.num_ranks * _FLAG_BYTES)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the arena: twice the largest gathered activation and a few kilobytes of flags."""
-        return self.ready(1) + _aligned(self.num_ranks * _FLAG_BYTES)
+        return self.ready(1) + aligned(self.num_ranks * _FLAG_BYTES)
 
 
 class SymmetricTransport:

@@ -21,9 +21,9 @@ from megatron_overlap.ops.tensor_parallel.pipelined import (
     Gemm,
     GemmInto,
     PipelinedAllGather,
-    PipelinedAllReduce,
     PipelinedReduceScatter,
 )
+from megatron_overlap.ops.tensor_parallel.pipelined_all_reduce import PipelinedAllReduce
 from megatron_overlap.ops.tensor_parallel.tree import tree_gemm_into
 from megatron_overlap.ops.wgrad import MAX_PIECES, Spans, WeightGradient
 from megatron_overlap.schedules import (

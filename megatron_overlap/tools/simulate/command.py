@@ -1,6 +1,7 @@
 """`megatron-overlap simulate`: predict the step time of a launch config on a cluster."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,6 +17,7 @@ from megatron_overlap.config.cluster import load_cluster_profile, with_hosts
 from megatron_overlap.config.errors import writing
 from megatron_overlap.config.resources import config_file
 from megatron_overlap.tools.compare.flops import CONVENTION
+from megatron_overlap.tools.simulate.generation import generation_us
 from megatron_overlap.tools.simulate.job import ExpertOverlap, Job, Split, job_of
 from megatron_overlap.tools.simulate.linear import LinearOverlap, Method
 from megatron_overlap.tools.simulate.step import StepTime, simulate_step
@@ -44,6 +46,9 @@ def simulate(
         str, typer.Option("--cluster", help="Profile: a name in configs/clusters, or a YAML file.")
     ] = "h100_dgx",
     find: Annotated[bool, typer.Option("--sweep", help="Simulate every layout with this number of ranks.")] = False,
+    generation: Annotated[
+        bool, typer.Option("--generation", help="Simulate prefill and decode of one layer too.")
+    ] = False,
     output: Annotated[Path | None, typer.Option("--json", help="Write all results as JSON.")] = None,
 ) -> int:
     """Predict the time of a training step on a cluster without running it."""
@@ -63,6 +68,8 @@ def simulate(
     methods = {name: simulate_step(other, model) for name, other in _jobs(job).items()}
     found = sweep(job, model) if find else None
     content = _content(job, model, step, memory, methods, found)
+    if generation:
+        content["generation_us"] = generation_us(job, model, {text: name for name, text in _METHOD_NAMES.items()})
     console = Console()
     _show(console, job, model, content, found)
     if output is not None:
@@ -159,6 +166,8 @@ def _show(console: Console, job: Job, model: CostModel, content: dict[str, Any],
         title = f"Best of {found.tried} layouts, {found.too_large} do not fit in memory; simulated (times in ms)"
         rows = {row["layout"]: row | {"gib": row["memory_gib"]["total"]} for row in content["sweep"]["best"]}
         console.print(_table(title, "layout", rows))
+    if "generation_us" in content:
+        console.print(_generation_table(content["generation_us"], job.seq_length))
     console.print(
         f"Tokens/s: per device. MFU: {CONVENTION}. {DISCLAIMER}", style="dim", highlight=False, soft_wrap=True
     )
@@ -187,4 +196,15 @@ def _table(title: str, first: str, rows: dict[str, dict[str, float]]) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for name, row in rows.items():
         table.add_row(name, *(f"{factor * row[key]:.{digits}f}" for _, key, factor, digits in columns))
+    return table
+
+
+def _generation_table(times: Mapping[str, Mapping[str, float]], cached: int) -> Table:
+    title = f"One layer, simulated (us): prefill of N tokens, decode of N requests with {cached} cached tokens"
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("tensor parallelism", no_wrap=True)
+    for heading in next(iter(times.values())):
+        table.add_column(heading, justify="right")
+    for name, row in times.items():
+        table.add_row(name, *(f"{us:.0f}" for us in row.values()))
     return table

@@ -43,10 +43,16 @@ class Layers:
 
     Without sequence parallelism the linear layers end in all-reduces in the order of the stock path: the all-reduce of
     dgrad overlaps wgrad unless the method is `serial`.
+
+    Attributes:
+        forward_only: no backward pass follows; method `auto` selects by the forward pass.
+        cached: tokens of keys and values that attention reads for each row of a decode; 0: the rows are sequences.
     """
 
     job: Job
     model: CostModel
+    forward_only: bool = False
+    cached: int = 0
 
     @cached_property
     def tensor_link(self) -> Link:
@@ -263,7 +269,7 @@ class Layers:
             return self._all_reduced(name, n, k, moved=column is backward, backward=backward)
         linear = Linear(self.model, self.tensor_link, job.tensor_overlap, job.rows, n, k)
         if linear.overlap.method == "auto":
-            linear = _fastest(linear, column)
+            linear = _fastest(linear, column, self.forward_only)
         simulated = _simulated(linear, column, backward)
         sync: Sync | None = None
         if job.tensor > 1:
@@ -291,6 +297,9 @@ class Layers:
         """Causal attention. Over context ranks a ring: each step overlaps the transfer of the next keys and values."""
         job, model = self.job, self.job.model
         name = "attention grad" if backward else "attention"
+        if self.cached:
+            yield self._memory(name, 2.0 * job.rows * self.cached * self._keys)
+            return
         heads = model.num_attention_heads // job.tensor
         flops = 2.0 * job.micro_batch_size * heads * model.head_size * job.seq_length**2 / job.context
         if job.materializes_scores:
@@ -329,5 +338,5 @@ def _simulated(linear: Linear, column: bool, backward: bool) -> SimulatedRun:
 
 
 @lru_cache(maxsize=8192)
-def _fastest(linear: Linear, column: bool) -> Linear:
-    return linear.fastest(column)
+def _fastest(linear: Linear, column: bool, forward_only: bool) -> Linear:
+    return linear.fastest(column, forward_only=forward_only)

@@ -23,7 +23,29 @@ def test_the_self_test_passes_and_every_feature_has_a_verdict(
         assert feature in printed
     for permit in load_permits():
         assert permit.what[:12] in printed
-    assert "no CUDA device: `method: fused` runs p2p" in " ".join(printed.split())
+    words = " ".join(printed.split())
+    assert "no CUDA device: `method: fused` runs p2p" in words
+    assert "no CUDA device: layers with sequence parallelism use gloo" in words
+
+
+@pytest.mark.parametrize(
+    ("gpus", "reachable", "expected"), [(1, True, "needs"), (4, False, "some pairs"), (4, True, "")]
+)
+def test_the_transport_of_gpus_has_its_reason(
+    gpus: int, reachable: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "local_unsupported_reason", lambda: "")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("torch.cuda.can_device_access_peer", lambda a, b: reachable or {a, b} != {1, 2})
+    found = {each.feature: each for each in command.findings(None, 2)}
+    copies = found["tensor: p2p by copy engines"]
+    if expected:
+        assert copies.verdict == found["tensor: fused"].verdict == "not available"
+        assert copies.reason.startswith(expected)
+        assert copies.reason.endswith("use NCCL")
+    else:
+        assert copies.verdict == "works"
 
 
 def test_the_self_test_fails_at_its_deadline(capsys: pytest.CaptureFixture[str]) -> None:

@@ -176,7 +176,7 @@ def test_a_wrong_protocol_is_caught(interpreting: World, tmp_path: Path, name: s
 
 LAYER_MUTANTS = {
     "one slot for two operations": Edit(
-        "comm.symmetric.transport", "return epoch % 2 * _aligned(self.slot_bytes)", "return 0"
+        "comm.symmetric.transport", "return epoch % 2 * aligned(self.slot_bytes)", "return 0"
     ),
     "acknowledged before wgrad": Edit(
         "ops.tensor_parallel.fused.intra_node",
