@@ -19,6 +19,10 @@ MOST_GAIN = 2
 """p2p sends many bytes at most so much faster than the collective, over the same links, and few bytes no faster: all
 that is measured above it is noise."""
 
+BUSY = 2
+"""Latencies of p2p that one message costs: ranks that compute notice it later than ranks that only wait for it, as in
+the measurement."""
+
 MOST_ROWS = 1 << 17
 TRIAL_CALLS = 256
 """Calls of one kind and number of rows before it is measured. Ragged prompts rarely repeat one so often."""
@@ -68,7 +72,7 @@ def min_rows(call: Call, num_ranks: int, item_bytes: int, stock: Link, p2p: Link
     """
     row_bytes = item_bytes * (call.in_features if call.op == "ag_gemm" else call.out_features)
 
-    latency_us = max(p2p.latency_us, stock.latency_us)
+    latency_us = BUSY * max(p2p.latency_us, stock.latency_us)
     bytes_per_us = min(p2p.bytes_per_us, MOST_GAIN * stock.bytes_per_us)
 
     def gains(rows: int) -> bool:

@@ -62,7 +62,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=["stock", "p2p", "auto"])
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=["stock", "stock again", "auto"])
     parser.add_argument("--timeout", type=float, default=600)
     parser.add_argument("--json")
     parser.add_argument("--worker", action="store_true")

@@ -157,8 +157,10 @@ class LinearAutotuner(GroupAutotuners):
         threshold = modelled = None
         if call.hooks.forward_only:
             threshold = self._forward_only.threshold(call, kind, autotuner.slowest)
-            if kind.rows < threshold.rows:
+            small = kind.rows < threshold.rows
+            if small or id(call.layer) not in self._small_calls:
                 self.add_small(call, threshold.rows)
+            if small:
                 return self._run_candidate(call, STOCK)
             shape = self._forward_only.shape(group, kind, partial(self._p2p_default, call, kind))
             modelled = shape.candidate
