@@ -27,7 +27,7 @@ def test_prefill_is_overlapped_and_decode_runs_the_stock_path(te_ranks: World, k
         assert list(found) == [(OPS[kind], "forward only")]
         count = found[OPS[kind], "forward only"]
         assert (count.overlapped, count.stock) == (2, 2)
-        assert [each.split()[1] for each in ran] == ["p2p", "stock", "p2p"], "one decode call registers"
+        assert [each.split()[1] for each in ran] == ["p2p", "p2p"], "no decode call runs through the autotuner"
 
 
 @pytest.mark.parametrize("kind", OPS)
