@@ -8,6 +8,7 @@ import pytest
 
 from tests.adapters.conftest import RANKS
 from tests.adapters.expert_parallel import autotune_workers as workers
+from tests.helpers.gemm_rounding import bound
 from tests.helpers.world import World
 
 
@@ -25,7 +26,7 @@ def test_selects_the_faster_path_of_each_layer(moe_ranks: World, slow: str, sele
     The stock path is timed in both passes: a backward ends with the gradient of the tokens, after its delay.
     """
     for found in moe_ranks.run(RANKS, workers.select, slow):
-        assert found["differ"] == []
+        assert all(each <= bound() for each in found["deviations"])
         assert [(line.op, line.method) for line in found["lines"]] == [("experts", selected)] * 2
         assert [line.module.split(" of ")[1] for line in found["lines"]] == ["layer 1", "layer 2"]
         if slow == "stock":

@@ -11,6 +11,7 @@ import torch
 from tests.adapters.conftest import RANKS
 from tests.adapters.expert_parallel import workers
 from tests.adapters.expert_parallel.workers import SHARED, MoECase
+from tests.helpers.gemm_rounding import bound
 from tests.helpers.te import needs_te
 from tests.helpers.world import World, assert_same
 
@@ -33,7 +34,7 @@ def te_moe_ranks() -> Iterator[World]:
 
 def check(world: World, case: MoECase) -> None:
     for found in world.run(RANKS, workers.against_stock, case):
-        assert found["differ"] == [], found
+        assert found["differ"] == [] or found["worst"] <= bound(), found
         calls = {"expert_parallel forward": 2, "expert_parallel dgrad": 2, "expert_parallel wgrad": 2}
         if case.config.get("recompute_granularity") == "selective":
             calls["expert_parallel forward"] = 4
