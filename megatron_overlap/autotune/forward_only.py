@@ -16,12 +16,12 @@ MARGIN = 0.05
 """The model must predict a gain of this fraction: a decode that is slower than stock costs more than a lost gain."""
 
 MOST_GAIN = 2
-"""p2p sends many bytes at most so much faster than the collective, over the same links, and few bytes no faster: all
-that is measured above it is noise."""
+"""Upper limit of the rate of p2p over that of the collective, because both use the same links. A larger measured ratio
+is noise."""
 
 BUSY = 2
-"""Latencies of p2p that one message costs: ranks that compute notice it later than ranks that only wait for it, as in
-the measurement."""
+"""Factor on the measured latency of a message: the ranks only wait in the measurement. Ranks that compute notice a
+message later."""
 
 MOST_ROWS = 1 << 17
 TRIAL_CALLS = 256

@@ -6,12 +6,12 @@ from functools import cache
 
 import torch
 
-_EXACT_ROWS = 4  # as in ops/expert_parallel/experts.py
+from megatron_overlap.ops.expert_parallel.experts import _EXACT_ROWS
 
 
 @cache
 def rows_round_alike() -> bool:
-    """Whether each row of a GEMM of four or more rows has the bits that it has in a GEMM of more rows.
+    """Whether a GEMM of four or more rows gives each row the same bits as a GEMM of more rows.
 
     True on an AMD EPYC, false on an Intel Xeon with AVX-512 and AMX, whose libraries select kernels by the rows.
     """
