@@ -83,6 +83,10 @@ def test_chunks_are_balanced_and_keep_small_groups_whole() -> None:
     # A bound 50 rows before the end of a group moves to its end.
     plan = expert_plan(0, [[0, 0], [210, 110]], [[0, 0], [0, 0]], parts=2)
     assert [message.sent for message in plan.messages] == [(Segment(0, 0, 210),), (Segment(1, 210, 320),)]
+    # So does one 80 rows before it, unless smaller pieces are permitted.
+    for min_rows, stop in ((128, 240), (80, 160)):
+        plan = expert_plan(0, [[0, 0], [240, 80]], [[0, 0], [0, 0]], parts=2, min_rows=min_rows)
+        assert plan.messages[0].sent == (Segment(0, 0, stop),)
 
 
 def test_own_rows_fill_both_ends() -> None:
@@ -91,14 +95,14 @@ def test_own_rows_fill_both_ends() -> None:
         ratio: [message.own_before for message in plans(routing, compute_per_message=ratio)[0].messages]
         for ratio in (0.0, 0.5, 1.0, 4.0)
     }
-    # Chunks of 128 rows. One own piece hides the first message if computation is as slow as the link.
-    assert before[4.0] == before[1.0] == [1] * 8
+    # Chunks of 256 rows. One own piece hides the first message if computation is as slow as the link.
+    assert before[4.0] == before[1.0] == [1] * 4
     # Twice as fast: two pieces hide the first message, and one more hides each following message.
-    assert before[0.5] == [2, 3, 4, 5, 6, 7, 8, 8]
-    assert before[0.0] == [8] * 8
+    assert before[0.5] == [2, 3, 4, 4]
+    assert before[0.0] == [4] * 4
 
 
-@pytest.mark.parametrize(("ratio", "filler", "expected"), [(1.0, 128, [0] * 8), (0.5, 256, list(range(8)))])
+@pytest.mark.parametrize(("ratio", "filler", "expected"), [(1.0, 256, [0] * 4), (0.5, 512, list(range(4)))])
 def test_a_filler_takes_the_place_of_own_rows(ratio: float, filler: float, expected: list[int]) -> None:
     routing = [[[1024], [1024]], [[1024], [1024]]]
     plan = plans(routing, compute_per_message=ratio, filler_rows=filler)[0]

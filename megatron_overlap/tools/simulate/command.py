@@ -1,7 +1,7 @@
 """`megatron-overlap simulate`: predict the step time of a launch config on a cluster."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -167,13 +167,21 @@ def _show(console: Console, job: Job, model: CostModel, content: dict[str, Any],
         rows = {row["layout"]: row | {"gib": row["memory_gib"]["total"]} for row in content["sweep"]["best"]}
         console.print(_table(title, "layout", rows))
     if "generation_us" in content:
-        console.print(_generation_table(content["generation_us"], job.seq_length))
+        title = (
+            f"One layer, simulated (us): prefill of N tokens, decode of N requests with {job.seq_length} cached tokens"
+        )
+        passes = next(iter(content["generation_us"].values()))
+        columns = tuple((name, name, 1.0, 0) for name in passes)
+        console.print(_table(title, "tensor parallelism", content["generation_us"], columns))
     console.print(
         f"Tokens/s: per device. MFU: {CONVENTION}. {DISCLAIMER}", style="dim", highlight=False, soft_wrap=True
     )
 
 
-_COLUMNS = (
+_Column = tuple[str, str, float, int]
+"""Heading, key, factor, decimals."""
+
+_COLUMNS: tuple[_Column, ...] = (
     ("step", "step_ms", 1.0, 1),
     ("MFU %", "mfu", 100.0, 1),
     ("tokens/s", "tokens_per_s_per_device", 1.0, 0),
@@ -184,27 +192,18 @@ _COLUMNS = (
     ("pipeline", "pipeline_ms", 1.0, 1),
     ("GiB", "gib", 1.0, 0),
 )
-"""Heading, key, factor, decimals. `tensor` to `pipeline` are exposed communication and pipeline waits."""
+"""`tensor` to `pipeline` are exposed communication and pipeline waits."""
 
 
-def _table(title: str, first: str, rows: dict[str, dict[str, float]]) -> Table:
+def _table(
+    title: str, first: str, rows: Mapping[str, Mapping[str, float]], columns: Sequence[_Column] = _COLUMNS
+) -> Table:
     """A table with one row per name, without columns of zeros only."""
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column(first, no_wrap=True)
-    columns = [column for column in _COLUMNS if any(row.get(column[1], 0.0) > 0.0 for row in rows.values())]
+    columns = [column for column in columns if any(row.get(column[1], 0.0) > 0.0 for row in rows.values())]
     for heading, *_ in columns:
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="right")
     for name, row in rows.items():
         table.add_row(name, *(f"{factor * row[key]:.{digits}f}" for _, key, factor, digits in columns))
-    return table
-
-
-def _generation_table(times: Mapping[str, Mapping[str, float]], cached: int) -> Table:
-    title = f"One layer, simulated (us): prefill of N tokens, decode of N requests with {cached} cached tokens"
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("tensor parallelism", no_wrap=True)
-    for heading in next(iter(times.values())):
-        table.add_column(heading, justify="right")
-    for name, row in times.items():
-        table.add_row(name, *(f"{us:.0f}" for us in row.values()))
     return table
