@@ -167,12 +167,14 @@ def _show(console: Console, job: Job, model: CostModel, content: dict[str, Any],
         rows = {row["layout"]: row | {"gib": row["memory_gib"]["total"]} for row in content["sweep"]["best"]}
         console.print(_table(title, "layout", rows))
     if "generation_us" in content:
-        title = (
-            f"One layer, simulated (us): prefill of N tokens, decode of N requests with {job.seq_length} cached tokens"
-        )
-        passes = next(iter(content["generation_us"].values()))
-        columns = tuple((name, name, 1.0, 0) for name in passes)
-        console.print(_table(title, "tensor parallelism", content["generation_us"], columns))
+        titles = {
+            "prefill": "Prefill of N tokens",
+            "decode": f"Decode of N requests with {job.seq_length} cached tokens",
+        }
+        times = content["generation_us"]
+        for name, title in titles.items():
+            columns = [(key.removeprefix(f"{name} "), key, 1.0, 0) for key in next(iter(times.values())) if name in key]
+            console.print(_table(f"{title}, one layer, simulated (us)", "tensor parallelism", times, columns))
     console.print(
         f"Tokens/s: per device. MFU: {CONVENTION}. {DISCLAIMER}", style="dim", highlight=False, soft_wrap=True
     )

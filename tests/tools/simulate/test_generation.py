@@ -47,7 +47,11 @@ def test_the_command_prints_and_writes_the_passes(
 ) -> None:
     out = tmp_path / "out.json"
     assert cli.main(["simulate", config, "--generation", "--json", str(out)]) == 0
-    assert "decode of N requests with" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "Prefill of N tokens" in shown
+    assert "Decode of N requests" in shown
+    for number in map(str, (*PROMPTS, *BATCHES)):
+        assert number in shown.split(), "headings are not cut"
     found = json.loads(out.read_text())["generation_us"]
     assert set(found) >= {"stock path", "this plugin, p2p", "this plugin, auto"}
     prefill = [found["stock path"][f"prefill {n}"] for n in PROMPTS]
