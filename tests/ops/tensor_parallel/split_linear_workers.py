@@ -161,6 +161,28 @@ def against_reference(
             transport.close()
 
 
+def abandons(group: dist.ProcessGroup) -> None:
+    """`abandon` waits for all messages, so that the transport can serve the next step."""
+    log: list[str] = []
+    messages = PartMessages(Logged(transport_of(group, CHANNELS[0]), "a", log), DeferredWgrad(num_terms=2))
+    x, _, w2, *_ = _data(group, torch.float32, 1)
+    shard = x.flatten(0, 1)
+    messages.gather("input", shard)
+    messages.scatter("output", torch.ones(len(shard) * group.size(), F), w2.t())
+    messages.abandon()
+    assert sorted(log) == ["start a input", "start a output", "wait a input", "wait a output"]
+    try:
+        messages.finish("input")
+    except RuntimeError as error:
+        assert "the input of a split layer was not started" in str(error)  # noqa: PT017
+    else:
+        raise AssertionError("abandoned messages were finished again")
+    messages.gather("input", shard)
+    rows = [torch.empty_like(shard) for _ in range(group.size())]
+    dist.all_gather(rows, shard, group=group)
+    assert torch.equal(messages.finish("input"), torch.cat(rows))
+
+
 def moves_rows(group: dist.ProcessGroup, num_rows: int, num_first: int) -> None:
     """Own rows of both parts of a sequence, and the way back, in forward and in backward."""
     size, rank = group.size(), dist.get_rank(group)

@@ -22,6 +22,11 @@ def test_late_messages(world: World, save_gathered: bool) -> None:
     world.run(4, cases.against_reference, torch.float32, late=True, save_gathered=save_gathered)
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_abandoned_messages_are_completed(world: World, num_ranks: int) -> None:
+    world.run(num_ranks, cases.abandons)
+
+
 @pytest.mark.parametrize(("num_rows", "num_first"), [(6, 3), (7, 3), (7, 6), (2, 1)])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_rows_move_to_parts_and_back(world: World, num_ranks: int, num_rows: int, num_first: int) -> None:
