@@ -24,9 +24,9 @@ from megatron_overlap.schedules.layout import Chunk
 from megatron_overlap.schedules.plan import Message
 
 MAX_CHUNKS = 4
-"""About so many chunks of a rank in each direction, and pieces of its own rows. Own rows hide the first and the last
-message, so more chunks hide little, and each reads the weights of its experts again: on two CPU hosts a forward with 4
-chunks of 256 rows takes 0.82 of the time with 8 of 128, and forward + backward 0.96 (bf16, AMX)."""
+"""A rank has about so many chunks in each direction, and so many pieces of its own rows. Own rows hide the first and
+the last message, so more chunks hide little. Each chunk reads the weights of its experts again. With 4 chunks of about
+256 rows a forward takes 0.82 of the time with 8 of 128, forward + backward 0.96 (two CPU hosts, bf16, AMX)."""
 MIN_PIECE_ROWS = 64
 """Smallest value of `min_rows`. A GEMM of fewer rows is slow and may round differently."""
 
@@ -146,8 +146,8 @@ def expert_plan(
         sent: for each rank, the tokens of this rank for each local expert of that rank.
         received: for each rank, its tokens for each local expert of this rank; `received[rank]` is `sent[rank]`.
         parts: chunks of one pair of ranks; the same on every rank. None uses `max_parts`.
-        min_rows: a chunk has at least so many rows, unless the pair has fewer, and so has a piece that is cut off the
-            rows of an expert; the same on every rank.
+        min_rows: smallest number of rows of a chunk, unless the pair has fewer. No cut leaves fewer rows of an expert.
+            The same on every rank.
         compute_per_message: time to compute one row over the time to send one row, from the cost model. It places the
             own pieces on devices that cannot ask whether a message is complete.
         filler_rows: other computation before the first chunk, in rows.

@@ -162,7 +162,7 @@ def against_reference(
 
 
 def abandons(group: dist.ProcessGroup) -> None:
-    """`abandon` waits for all messages, so that the transport can serve the next step."""
+    """`abandon` waits for all messages, so that the next step can use the transport."""
     log: list[str] = []
     messages = PartMessages(Logged(transport_of(group, CHANNELS[0]), "a", log), DeferredWgrad(num_terms=2))
     x, _, w2, *_ = _data(group, torch.float32, 1)
