@@ -146,8 +146,8 @@ def expert_plan(
         sent: for each rank, the tokens of this rank for each local expert of that rank.
         received: for each rank, its tokens for each local expert of this rank; `received[rank]` is `sent[rank]`.
         parts: chunks of one pair of ranks; the same on every rank. None uses `max_parts`.
-        min_rows: smallest number of rows of a chunk, unless the pair has fewer. No cut leaves fewer rows of an expert.
-            The same on every rank.
+        min_rows: smallest number of rows of a chunk, unless the pair has fewer. No cut leaves fewer rows of an expert,
+            nor fewer than half a chunk. The same on every rank.
         compute_per_message: time to compute one row over the time to send one row, from the cost model. It places the
             own pieces on devices that cannot ask whether a message is complete.
         filler_rows: other computation before the first chunk, in rows.
@@ -197,12 +197,14 @@ class _Piece(NamedTuple):
 def _cut(counts: Sequence[int], parts: int, min_rows: int) -> list[list[_Piece]]:
     """Cuts the rows of one pair of ranks into at most `parts` chunks of about equal size.
 
-    A bound inside the rows of an expert moves to their start or end where it would cut off fewer than `min_rows`.
+    A bound inside the rows of an expert moves to their start or end where it would cut off fewer than `min_rows`, or
+    fewer than half a chunk.
     """
     bounds = list(accumulate(counts, initial=0))
     total = bounds[-1]
     chunks = min(parts, max(1, total // min_rows))
-    inner = {_snapped(total * index // chunks, bounds, min_rows) for index in range(1, chunks)}
+    least = max(min_rows, total // chunks // 2)
+    inner = {_snapped(total * index // chunks, bounds, least) for index in range(1, chunks)}
     edges = sorted({0, total} | inner)
     return [
         [
@@ -214,10 +216,10 @@ def _cut(counts: Sequence[int], parts: int, min_rows: int) -> list[list[_Piece]]
     ]
 
 
-def _snapped(bound: int, bounds: list[int], min_rows: int) -> int:
-    """The nearest position to `bound` that cuts off no piece of fewer than `min_rows`."""
+def _snapped(bound: int, bounds: list[int], least: int) -> int:
+    """The nearest position to `bound` that cuts off no piece of fewer than `least` rows."""
     for start, stop in zip(bounds, bounds[1:], strict=False):
-        if start < bound < stop and min(bound - start, stop - bound) < min_rows:
+        if start < bound < stop and min(bound - start, stop - bound) < least:
             return start if bound - start <= stop - bound else stop
     return bound
 

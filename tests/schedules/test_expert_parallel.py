@@ -87,6 +87,10 @@ def test_chunks_are_balanced_and_keep_small_groups_whole() -> None:
     for min_rows, stop in ((128, 240), (80, 160)):
         plan = expert_plan(0, [[0, 0], [240, 80]], [[0, 0], [0, 0]], parts=2, min_rows=min_rows)
         assert plan.messages[0].sent == (Segment(0, 0, stop),)
+    # Half of a chunk of 400 rows, or more, is cut off.
+    for rows, stop in ((599, 599), (600, 400)):
+        plan = expert_plan(0, [[0, 0], [rows, 800 - rows]], [[0, 0], [0, 0]], parts=2)
+        assert plan.messages[0].sent == (Segment(0, 0, stop),)
 
 
 def test_own_rows_fill_both_ends() -> None:

@@ -67,7 +67,7 @@ def test_parts_run_in_the_interpreter(tmp_path: Path) -> None:
     run, figures = dry(tmp_path, "--only", "correct", "--only", "overlap", "--budget", "300")
     assert run.returncode == 0, run.stderr
     assert all(row["mutant_noticed"] for row in figures["correct"]["rows"])
-    assert [row["op"] for row in figures["overlap"]["rows"]] == ["ag", "rs"] * 3
+    assert [row["op"] for row in figures["overlap"]["rows"]] == ["ag", "rs"] * 2
     assert "gemm" not in figures
 
 
