@@ -87,6 +87,9 @@ def test_chunks_are_balanced_and_keep_small_groups_whole() -> None:
     for min_rows, stop in ((128, 240), (80, 160)):
         plan = expert_plan(0, [[0, 0], [240, 80]], [[0, 0], [0, 0]], parts=2, min_rows=min_rows)
         assert plan.messages[0].sent == (Segment(0, 0, stop),)
+    # Fewer than 128 rows are one chunk, also of several experts.
+    plan = expert_plan(0, [[0] * 4, [30] * 4], [[0] * 4] * 2, parts=2)
+    assert [len(message.sent) for message in plan.messages] == [4, 0]
     # Half of a chunk of 400 rows, or more, is cut off.
     for rows, stop in ((599, 599), (600, 400)):
         plan = expert_plan(0, [[0, 0], [rows, 800 - rows]], [[0, 0], [0, 0]], parts=2)
