@@ -24,9 +24,10 @@ from megatron_overlap.schedules.layout import Chunk
 from megatron_overlap.schedules.plan import Message
 
 MAX_CHUNKS = 4
-"""A rank has about so many chunks in each direction, and so many pieces of its own rows. Own rows hide the first and
-the last message, so more chunks hide little. Each chunk reads the weights of its experts again. With 4 chunks of about
-256 rows a forward takes 0.82 of the time with 8 of 128, forward + backward 0.96 (two CPU hosts, bf16, AMX)."""
+"""Approximate number of chunks of a rank in each direction, and largest number of pieces of its own rows. Own rows hide
+the first and the last message, so more chunks hide little. Each chunk reads the weights of its experts again. With 4
+chunks of about 256 rows a forward takes 0.82 of the time with 8 of 128, forward + backward 0.96 (two CPU hosts, bf16,
+AMX)."""
 MIN_PIECE_ROWS = 64
 """Smallest value of `min_rows`. A GEMM of fewer rows is slow and may round differently."""
 
@@ -146,8 +147,8 @@ def expert_plan(
         sent: for each rank, the tokens of this rank for each local expert of that rank.
         received: for each rank, its tokens for each local expert of this rank; `received[rank]` is `sent[rank]`.
         parts: chunks of one pair of ranks; the same on every rank. None uses `max_parts`.
-        min_rows: smallest number of rows of a chunk, unless the pair has fewer. No cut leaves fewer rows of an expert,
-            nor fewer than half a chunk. The same on every rank.
+        min_rows: smallest number of rows of a chunk, unless the pair has fewer. A cut inside the rows of an expert
+            leaves at least this number, and at least half a chunk, on both sides. The same on every rank.
         compute_per_message: time to compute one row over the time to send one row, from the cost model. It places the
             own pieces on devices that cannot ask whether a message is complete.
         filler_rows: other computation before the first chunk, in rows.
@@ -197,8 +198,8 @@ class _Piece(NamedTuple):
 def _cut(counts: Sequence[int], parts: int, min_rows: int) -> list[list[_Piece]]:
     """Cuts the rows of one pair of ranks into at most `parts` chunks of about equal size.
 
-    A bound inside the rows of an expert moves to their start or end where it would cut off fewer than `min_rows`, or
-    fewer than half a chunk.
+    A cut inside the rows of an expert leaves at least `min_rows`, and at least half a chunk, on both sides. Otherwise
+    it moves to the nearer end of these rows.
     """
     bounds = list(accumulate(counts, initial=0))
     total = bounds[-1]
@@ -217,7 +218,7 @@ def _cut(counts: Sequence[int], parts: int, min_rows: int) -> list[list[_Piece]]
 
 
 def _snapped(bound: int, bounds: list[int], least: int) -> int:
-    """The nearest position to `bound` that cuts off no piece of fewer than `least` rows."""
+    """`bound`, or the nearer end of the rows of its expert if `bound` leaves fewer than `least` of them on a side."""
     for start, stop in zip(bounds, bounds[1:], strict=False):
         if start < bound < stop and min(bound - start, stop - bound) < least:
             return start if bound - start <= stop - bound else stop
