@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, cached_property
 from pathlib import Path
 from types import TracebackType
@@ -213,6 +214,16 @@ class Session:
         if was_active:
             self.reason = "disabled"
         self._close()
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Inside the context the stock path runs, to compare it with the overlapped one in the same process.
+
+        The session keeps its transports and measurements. Enter and leave it on all ranks, never between the forward
+        and the backward pass of a step.
+        """
+        with self._engine.suspended():
+            yield
 
     def __enter__(self) -> Self:
         return self

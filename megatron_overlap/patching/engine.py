@@ -1,6 +1,7 @@
 """Plans patches, applies all of a plan or none, and reverts exactly."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
@@ -90,6 +91,33 @@ class Engine:
         Raises:
             RevertRefusedError: another package replaced one of our replacements; nothing is changed then.
         """
+        self._refuse_foreign()
+        undone = [applied for applied in self._undo(0) if applied.finding.manifest.unchecked is None]
+        late = []
+        for applied, bindings in zip(undone, bindings_of(*(one.replacement for one in undone)), strict=True):
+            for binding in bindings:
+                setattr(binding.holder, binding.name, applied.finding.original)
+                late.append(str(binding))
+        return late
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Inside the context the originals are back, and after it the same replacements.
+
+        Attributes to which other code has assigned a replacement keep it.
+
+        Raises:
+            RevertRefusedError: another package replaced one of our replacements; nothing is changed then.
+        """
+        self._refuse_foreign()
+        undone = self._undo(0)
+        try:
+            yield
+        finally:
+            for applied in reversed(undone):
+                self._replace(applied.finding, applied.replacement)
+
+    def _refuse_foreign(self) -> None:
         foreign = [
             f"{site}: replaced after us by {describe(site.read())}; undo that first"
             for applied in self._applied
@@ -98,13 +126,6 @@ class Engine:
         ]
         if foreign:
             raise RevertRefusedError("; ".join(foreign))
-        undone = [applied for applied in self._undo(0) if applied.finding.manifest.unchecked is None]
-        late = []
-        for applied, bindings in zip(undone, bindings_of(*(one.replacement for one in undone)), strict=True):
-            for binding in bindings:
-                setattr(binding.holder, binding.name, applied.finding.original)
-                late.append(str(binding))
-        return late
 
     def _make(self, finding: Finding, session: Any) -> Any:
         manifest = finding.manifest

@@ -2,35 +2,42 @@
 
     python scripts/bench/generation.py --gbps 0.4 --engine dynamic --sp --json generation.json
 
-One rank a host, one thread a rank. Every round enables each method anew, so `auto` starts without measurements: `first
-decode` is its first pass of one token. Prefill and evaluation are the faster of two passes. A ratio is the median over
-rounds of the time of the stock path divided by that of the method in the same round.
+One rank a host, one thread a rank. Every forward pass of the engine runs three times on the same input and cache: on
+the stock path, on the stock path again, and overlapped, in random order. A ratio is the median, over all
+passes of a kind, of the time of the stock path divided by the other time of the same pass; a time is that of the
+slowest rank. `stock again` shows how far the ratio of the same code is from 1. Every round enables each method anew, so
+`auto` starts without measurements: the first prefill and the first decode are counted apart.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 import time
-from dataclasses import asdict
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from gpt import build_gpt
 from harness import run_job, versions
 
-METHODS: dict[str, dict[str, Any] | None] = {
-    "stock": None,
-    "stock again": None,  # how far a ratio of the same code is from one
+if TYPE_CHECKING:
+    from megatron_overlap import Session
+
+METHODS: dict[str, dict[str, Any]] = {
     "p2p": {"tensor": {"method": "p2p"}},
     "auto": {"tensor": {"method": "auto", "autotune_cache": None}},
     "deterministic": {"tensor": {"method": "p2p"}, "deterministic": True},
     "tp_invariant": {"tensor": {"method": "p2p"}, "deterministic": "tp_invariant"},
 }
+STOCK, STOCK_AGAIN, OVERLAPPED = PATHS = ["stock", "stock again", "overlapped"]
 VOCABULARY = 1024
 
 
@@ -43,9 +50,10 @@ def main() -> None:
     for gbps in args.gbps:
         result = run_job(__file__, sys.argv[1:], 2, gbps, args.timeout)
         results.append({"gbps": gbps, **result})
-        for name, row in result["methods"].items():
-            print(f"{gbps:g} Gbit/s  {name:6}", "  ".join(f"{what} {value:.2f}" for what, value in row.items()))
-        print(f"{gbps:g} Gbit/s  same tokens: {result['same_tokens']}")
+        for each in result["rows"]:
+            ratios = "  ".join(f"{name} {each[name]:.3f}" for name in ("ratio", "stock_again", "same_tokens"))
+            what = f"{each['method']:13} {each['pass']:13} {each['passes']:4} passes"
+            print(f"{gbps:g} Gbit/s  {what}  stock {each['stock_ms']:8.2f} ms  {ratios}", flush=True)
     if args.json:
         text = json.dumps({"results": results, "versions": versions(), "command": sys.argv}, indent=1)
         Path(args.json).write_text(text + "\n")
@@ -62,7 +70,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=["stock", "stock again", "auto"])
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=["auto"])
     parser.add_argument("--timeout", type=float, default=600)
     parser.add_argument("--json")
     parser.add_argument("--worker", action="store_true")
@@ -105,62 +113,101 @@ def work(args: argparse.Namespace) -> None:
         max_requests=args.batch,
         max_tokens=args.prompt + args.tokens,
     )
-    times: dict[str, dict[str, list[float]]] = {name: {} for name in args.methods}
-    tokens, thresholds = {}, {}
-    for number in range(args.rounds):
-        turn = args.methods[number % len(args.methods) :] + args.methods[: number % len(args.methods)]
-        for name in turn:
-            overlap = METHODS[name]
+    in_turn = InTurn(model)
+    passes: dict[tuple[str, str], list[Pass]] = {}
+    thresholds = {}
+    for _ in range(args.rounds):
+        for name in args.methods:
             # A decode step has fewer rows than tp_invariant needs.
-            config = {**(overlap or {}), "strict": name != "tp_invariant"}
-            session = None if overlap is None else enable(OverlapConfig.model_validate(config))
-            dist.barrier()
-            first = generator.generate(prompts, 2).summary()
-            again = generator.generate(prompts, 2).summary()
-            generated = generator.generate(prompts, args.tokens)
-            tokens[name] = generated.tokens
-            summary = generated.summary()
-            measured = {
-                "prefill": min(again["first_token_ms"], summary["first_token_ms"]),
-                "first decode": first["decode_ms"],
-                "decode": summary["decode_ms"],
-                "eval": evaluate(model, ids),
-            }
-            for what, ms in measured.items():
-                times[name].setdefault(what, []).append(ms)
-            if session is not None:
-                thresholds[name] = [asdict(line) for line in session.report().autotuning]
-                session.disable()
-    methods = {}
-    for name, by_pass in times.items():
-        row = {f"{what} ms": median(each) for what, each in by_pass.items()}
-        if name != "stock":
-            for what, each in by_pass.items():
-                row[f"{what} x"] = median(a / b for a, b in zip(times["stock"][what], each, strict=True))
-        methods[name] = row
+            config = OverlapConfig.model_validate({**METHODS[name], "strict": name != "tp_invariant"})
+            with enable(config) as in_turn.session:
+                for prefix, tokens in ("first ", 2), ("", 2), ("", args.tokens):
+                    generator.generate(prompts, tokens)
+                    prefill, *decode = in_turn.taken()
+                    passes.setdefault((name, f"{prefix}prefill"), []).append(prefill)
+                    passes.setdefault((name, f"{prefix}decode"), []).extend(decode)
+                evaluate(model, ids)
+                passes.setdefault((name, "evaluation"), []).extend(in_turn.taken())
+                thresholds[name] = [asdict(line) for line in in_turn.session.report().autotuning]
     if dist.get_rank() == 0:
-        same = all(each == tokens["stock"] for each in tokens.values())
-        result = {"methods": methods, "same_tokens": same, "autotuning": thresholds}
-        Path(args.json).write_text(json.dumps(result))
+        rows = [row(*key, each) for key, each in passes.items()]
+        Path(args.json).write_text(json.dumps({"rows": rows, "autotuning": thresholds}))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def evaluate(model: Any, ids: torch.Tensor) -> float:
-    """Milliseconds of a pass without gradients over all prompts, as in evaluation; the faster of two."""
+@dataclass
+class Pass:
+    """One forward pass on every path.
+
+    Attributes:
+        ms: time of the slowest rank by path.
+        same_tokens: fraction of positions at which stock and the method have the same greedy token.
+    """
+
+    ms: dict[str, float]
+    same_tokens: float
+
+
+class InTurn:
+    """Replaces the forward pass of `model` by one on each of `PATHS` in turn; returns the output of the stock path.
+
+    Attributes:
+        session: the overlapped path.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._forward, model.forward = model.forward, self
+        self._passes: list[Pass] = []
+        self._order = random.Random(0)  # the same order on every rank
+        self.session: Session
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        """Runs the pass on all paths."""
+        ms, outputs = {}, {}
+        for path in self._order.sample(PATHS, len(PATHS)):
+            with nullcontext() if path == OVERLAPPED else self.session.suspended():
+                dist.barrier()
+                start = time.perf_counter()
+                outputs[path] = self._forward(*args, **keywords)
+                ms[path] = 1e3 * (time.perf_counter() - start)
+        same = (outputs[STOCK].argmax(dim=-1) == outputs[OVERLAPPED].argmax(dim=-1)).float().mean()
+        self._passes.append(Pass(ms, same.item()))
+        return outputs[STOCK]
+
+    def taken(self) -> list[Pass]:
+        """The passes since the last call, with the times of the slowest rank; collective."""
+        passes, self._passes = self._passes, []
+        times = torch.tensor([[each.ms[path] for path in PATHS] for each in passes])
+        dist.all_reduce(times, op=dist.ReduceOp.MAX)
+        for each, row in zip(passes, times.tolist(), strict=True):
+            each.ms = dict(zip(PATHS, row, strict=True))
+        return passes
+
+
+def row(method: str, kind: str, passes: Sequence[Pass]) -> dict[str, Any]:
+    """Medians over passes of one kind."""
+    return {
+        "method": method,
+        "pass": kind,
+        "passes": len(passes),
+        "stock_ms": median(each.ms[STOCK] for each in passes),
+        "ratio": median(each.ms[STOCK] / each.ms[OVERLAPPED] for each in passes),
+        "stock_again": median(each.ms[STOCK] / each.ms[STOCK_AGAIN] for each in passes),
+        "same_tokens": min(each.same_tokens for each in passes),
+    }
+
+
+def evaluate(model: Any, ids: torch.Tensor) -> None:
+    """Two passes without gradients over all prompts, as in evaluation."""
     from megatron.core.inference.utils import InferenceMode
 
     positions = torch.arange(ids.shape[1]).expand_as(ids)
-    times = []
     InferenceMode.unset_active()
     with torch.inference_mode():
         for _ in range(2):
-            dist.barrier()
-            start = time.perf_counter()
             model(ids, positions, None)
-            times.append(1e3 * (time.perf_counter() - start))
     InferenceMode.set_active()
-    return min(times)
 
 
 if __name__ == "__main__":

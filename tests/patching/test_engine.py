@@ -227,6 +227,35 @@ def test_foreign_patch_after_us_stops_revert_and_nothing_changes(packages: Packa
     assert base.plain is stock
 
 
+def test_originals_run_while_suspended_and_the_same_replacements_after(packages: Packages, snapshot: Snapshot) -> None:
+    base, derived = packages.vendor.Base, packages.vendor.Derived
+    same, same_derived = snapshot(base), snapshot(derived)
+    engine = applied(packages.manifest("Base.plain"), packages.manifest("Derived.inherited"))
+    ours = base.plain, derived.inherited
+    with engine.suspended():
+        assert same()
+        assert same_derived()
+        assert engine.applied == []
+    assert (base.plain, derived.inherited) == ours
+    with pytest.raises(ZeroDivisionError), engine.suspended():
+        raise ZeroDivisionError
+    assert (base.plain, derived.inherited) == ours
+    engine.revert()
+    assert same()
+    assert same_derived()
+
+
+def test_foreign_patch_after_us_refuses_to_suspend(packages: Packages) -> None:
+    base = packages.vendor.Base
+    engine = applied(packages.manifest("Base.plain"))
+    ours, base.plain = base.plain, len
+    with pytest.raises(RevertRefusedError, match=r"Base\.plain: replaced after us by .*len"), engine.suspended():
+        pass
+    assert base.plain is len
+    base.plain = ours
+    engine.revert()
+
+
 def test_failure_midway_restores_the_replaced_attributes(packages: Packages) -> None:
     source = """
     class Guard(type):

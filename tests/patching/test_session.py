@@ -55,6 +55,16 @@ def test_context_manager_enables_and_disables(packages: Packages) -> None:
     session.disable()
 
 
+def test_a_suspended_session_runs_the_stock_path_and_keeps_its_resources(packages: Packages) -> None:
+    closed: list[str] = []
+    with megatron_overlap.enable(manifests=[packages.manifest("scale")]) as session:
+        session.add_close(lambda: closed.append("closed"))
+        with session.suspended():
+            assert packages.vendor.scale(2) == 4
+        assert packages.vendor.scale(2) == ("ours", 4)
+        assert not closed
+
+
 def test_config_from_a_file_and_strict_argument(packages: Packages, tmp_path: Path) -> None:
     file = tmp_path / "overlap.yaml"
     file.write_text("overlap: {strict: false, tensor: {schedule: ring}}\n")
