@@ -45,9 +45,6 @@ BF16_FACTOR = 2.0
 NAMES = ("loss", "grad_norm")
 SEED = 1234
 """Megatron's default: of the weights and the order of the data."""
-MORE_SEEDS = 1, 2
-"""Further bf16 trainings with experts. Rounding sends single tokens to other experts, and how far that moves one
-training is chance. So the largest deviation of the plugin over all seeds is judged by that of stock."""
 
 Curves = dict[int, dict[str, float]]
 """Loss and grad-norm by iteration."""
@@ -88,6 +85,15 @@ class Runs:
     def __init__(self, folder: Path, options: argparse.Namespace, tell: Callable[[str], None]) -> None:
         self._folder, self._options, self._tell = folder, options, tell
         self.count = 0
+
+    def seeds(self, layout: Layout) -> int:
+        """Number of bf16 trainings with other seeds. Without experts one is enough.
+
+        Rounding sends single tokens to other experts, and how far that moves one training is chance. So the largest
+        deviation of the plugin over all seeds is judged by that of stock.
+        """
+        seeds: int = self._options.seeds if layout.expert > 1 else 1
+        return seeds
 
     def train(
         self,
@@ -239,7 +245,7 @@ def compare_layouts(runs: Runs, arch: str, layouts: Sequence[Layout], iterations
             else:
                 what, off = "from fp32", deviation(mine, exact, iterations)
                 of_stock = beside["stock from fp32"] = deviation(stock, exact, iterations)
-                for seed in MORE_SEEDS if layout.expert > 1 else ():
+                for seed in range(1, runs.seeds(layout)):
                     beside |= deviations_of_seed(runs, arch, layout, seed, iterations)
                     off = largest(off, beside[f"plugin from fp32, seed {seed}"])
                     of_stock = largest(of_stock, beside[f"stock from fp32, seed {seed}"])
@@ -312,6 +318,7 @@ def as_json(options: argparse.Namespace, meta: dict[str, Any], checks: Sequence[
         "complete": complete,
         "equal": complete and all(check.ok for check in checks),
         "iterations": options.iterations,
+        "seeds": options.seeds,
         "transformer_impl": options.transformer_impl,
         "overlap": {"schedule": options.schedule, "chunks_per_rank": options.chunks_per_rank},
         "bounds": {"fp32": FP32_BOUND, "bf16": f"{BF16_FACTOR} x stock's own deviation from fp32, over all seeds"},
@@ -343,6 +350,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--iterations", type=int, default=20, help="an even number of training steps")
     parser.add_argument("--models", nargs="+", choices=list(ARCHITECTURES), default=list(ARCHITECTURES))
     parser.add_argument("--layouts", nargs="*", choices=layouts, default=layouts)
+    parser.add_argument("--seeds", type=int, default=3, help="of bf16 trainings with experts")
     parser.add_argument("--no-resume", action="store_true", help="leave the checkpoints out")
     parser.add_argument("--transformer-impl", choices=("local", "transformer_engine"), default="local")
     parser.add_argument("--schedule", choices=("auto", "ring", "direct"), default="auto")

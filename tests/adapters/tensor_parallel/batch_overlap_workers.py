@@ -236,6 +236,11 @@ def _pre_hook(block: Any) -> None:
     block.layers[1].register_forward_pre_hook(check_finite, with_kwargs=True)
 
 
+def _first_unsupported(block: Any) -> None:
+    """Batch overlap does not support the first layer."""
+    block.layers[0].recompute_mlp = True
+
+
 def _second_unsupported(block: Any) -> None:
     """Batch overlap does not support the second layer."""
     block.layers[1].recompute_mlp = True
@@ -278,6 +283,7 @@ PREPARE = {
     "hook": _hook,
     "pre-hook": _pre_hook,
     "backward hook": _backward_hook,
+    "first unsupported": _first_unsupported,
     "second unsupported": _second_unsupported,
     "changes late": _changes_late,
 }

@@ -121,7 +121,7 @@ def test_an_unsupported_layer_has_a_reason(ranks: World, given: dict[str, Any], 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["no-sp", "sp"])
 @pytest.mark.parametrize("split", ["batch", "sequence"])
-@pytest.mark.parametrize("prepare", ["second unsupported", "changes late"])
+@pytest.mark.parametrize("prepare", ["first unsupported", "second unsupported", "changes late"])
 def test_an_unsupported_layer_gets_the_complete_input(
     ranks: World, prepare: str, split: str, sequence_parallel: bool
 ) -> None:
@@ -130,7 +130,7 @@ def test_an_unsupported_layer_gets_the_complete_input(
     given = {**SWIGLU, "sequence_parallel": sequence_parallel, "split": split}
     for calls, reasons in ranks.run(RANKS, cases.against_stock, prepare=prepare, **given):
         assert reasons == ["activation recomputation"]
-        # Recomputation runs the forward of the second MLP twice.
+        # Recomputation runs the forward of the MLP twice.
         assert calls["gemm_rs" if sequence_parallel else "gemm_ar", "forward"] == 4 + 3
 
 
