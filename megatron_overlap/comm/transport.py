@@ -94,12 +94,13 @@ class Repeated:
         build: returns the transfers of the own rows of a call. A send is rows of them, or of a buffer.
 
     Attributes:
-        prepared: what a transport derives from the transfers, apart from the own rows; None before the first call.
+        prepared: what a transport derives from the transfers, apart from the own rows, by name of the operation; set by
+            the first call.
     """
 
     def __init__(self, build: Callable[[torch.Tensor | None], Sequence[Transfer]]) -> None:
         self.build = build
-        self.prepared: Any = None
+        self.prepared: dict[str, Any] = {}
 
 
 class Exchange(Sequence[Transfer]):

@@ -1,10 +1,12 @@
 """Heartbeats: each rank publishes its activity in the store of the job.
 
-After a failed wait, a rank uses them to distinguish a slow peer from a dead peer.
+After a failed wait, a rank uses them to distinguish a slow peer from a dead peer. A watchdog finds such a wait where
+the waiting thread does not end it.
 """
 
 import atexit
 import json
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +17,8 @@ import torch.distributed as dist
 _LONGEST_PERIOD_S, _SHORTEST_PERIOD_S = 2.0, 0.1
 _STORE_S = 2.0
 """Deadline of one request to the store, which ends with the rank that hosts it."""
+_LOOK_S = 1.0
+"""Longest time between two looks of a watchdog."""
 
 
 class Heartbeat:
@@ -95,6 +99,42 @@ class Heartbeat:
         self._count += 1
         note = {"count": str(self._count), "doing": self._doing(), "failure": self._failure}
         self._store.set(_key(self._rank), json.dumps(note))
+
+
+class Watchdog:
+    """Calls `report` once, when a program has not moved for a deadline.
+
+    A thread looks at the program periodically. It counts looks, not seconds: a stopped process sees no deadline pass.
+
+    Args:
+        deadline_s: seconds.
+        look: returns what the program waits for; None if it does not wait. Another value shows that it has moved.
+        report: gets that value.
+    """
+
+    def __init__[State](
+        self, deadline_s: float, look: Callable[[], State | None], report: Callable[[State], None]
+    ) -> None:
+        num_looks = max(10, math.ceil(deadline_s / _LOOK_S))
+        self._stop = threading.Event()
+
+        def run() -> None:
+            last, num_equal = None, 0
+            while not self._stop.wait(deadline_s / num_looks):
+                seen = look()
+                num_equal = num_equal + 1 if seen is not None and seen == last else 0
+                last = seen
+                if seen is not None and num_equal == num_looks:
+                    report(seen)
+                    return
+
+        self._thread = threading.Thread(target=run, name="megatron_overlap_watchdog", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the thread; not during `report`, which may wait for the store of the job."""
+        self._stop.set()
+        self._thread.join(timeout=_STORE_S)
 
 
 def _key(rank: int) -> str:

@@ -47,10 +47,14 @@ class _ImmediateQueue:
         return tuple(steps)
 
     def run(self, prepared: Any) -> None:
-        for words, index, sets in prepared:
+        for words, index, sets, note in prepared:
+            if note is not None:
+                self.write(note.words, note.position, note.number)
             if not sets:
                 self.wait(words, index, 1)
             self.write(words, index, int(sets))
+            if note is not None:
+                self.write(note.words, note.position, 0)
 
     def mark(self) -> object:
         return None

@@ -28,7 +28,7 @@ class EngineQueue:
         return tuple(steps)
 
     def run(self, prepared: Any) -> None:
-        for words, index, sets in prepared:
+        for words, index, sets, _ in prepared:
             word = (*self._backend.place(words), index)
             if not sets:
                 assert word[0] == self._backend.rank

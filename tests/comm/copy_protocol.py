@@ -65,7 +65,7 @@ class RecordedQueue:
         self.steps.append(Step([span(source)], [span(to)], action=lambda: to.copy_(source)))
 
     def prepare(self, steps: Sequence[FlagStep]) -> object:
-        flags = [(words.data_ptr() + 4 * index, sets) for words, index, sets in steps]
+        flags = [(words.data_ptr() + 4 * index, sets) for words, index, sets, _ in steps]
         return [(flag, None) if sets else (None, flag) for flag, sets in flags]
 
     def run(self, prepared: Any) -> None:

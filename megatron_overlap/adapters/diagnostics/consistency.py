@@ -187,7 +187,9 @@ def open_copies_transport(session: Session, group: dist.ProcessGroup) -> Transpo
     elif session.config.tensor.recompute_gather == "never":
         transport = "overlap.tensor.recompute_gather is never: the gathered rows are saved outside symmetric memory"
     else:
-        transport = open_copies(group)
+        recorder = None if check is None else check.flight_recorder
+        limit_s = session.config.timeout_s
+        transport = open_copies(group, TransportOptions("copies", timeout_s=limit_s, flight_recorder=recorder))
     if isinstance(transport, str):
         if chosen == "copies":
             raise TransportError(f"overlap.tensor.transport: copies: {transport}; use auto")

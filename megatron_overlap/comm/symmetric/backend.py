@@ -18,6 +18,20 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
+class Note(NamedTuple):
+    """A word of host memory that identifies the wait of a queue.
+
+    Attributes:
+        words: memory of this host that its queues write, int32.
+        position: of the word.
+        number: value of the word during the wait; 0 before and after it.
+    """
+
+    words: torch.Tensor
+    position: int
+    number: int
+
+
 class FlagStep(NamedTuple):
     """A step on a flag: a word of symmetric memory that is 0 or 1.
 
@@ -25,11 +39,13 @@ class FlagStep(NamedTuple):
         words: memory that holds the flag.
         position: of the flag.
         sets: write 1, at any rank. Otherwise wait until the flag of this rank is 1, and write 0.
+        note: identifies a wait; a queue without a watchdog may ignore it.
     """
 
     words: torch.Tensor
     position: int
     sets: bool
+    note: Note | None = None
 
 
 class Queue(Protocol):

@@ -20,24 +20,33 @@ each uses the whole link.
 A device may run several queues in one hardware queue, in the order of their calls. Every wait is for a step that a peer
 enqueues at an earlier point of the program, so this order has no deadlock. On a device a message therefore never waits
 for the acknowledgement of a message that this rank has not yet received from its side: the ring must hold both.
+
+Queues note in host memory for which message they wait. A `Watchdog` reads the notes, and names the message and the peer
+when no queue has moved for the deadline.
 """
 
+import sys
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from typing import NamedTuple
 
 import torch
 
 from megatron_overlap.comm.buffers import BufferPool
-from megatron_overlap.comm.symmetric.backend import ALIGNMENT, FlagStep, Queue, SymmetricBackend, aligned
+from megatron_overlap.comm.symmetric.backend import ALIGNMENT, FlagStep, Note, Queue, SymmetricBackend, aligned
 from megatron_overlap.comm.symmetric.heap import MAX_FLAGS, HeapPool, SymmetricBuffer
-from megatron_overlap.comm.transport import Exchange, Transfer, TransportError
+from megatron_overlap.comm.transport import DEFAULT_OPTIONS, Exchange, Transfer, TransportError, TransportOptions
+from megatron_overlap.diagnostics.heartbeat import Watchdog
 from megatron_overlap.schedules.plan import Message
 
 _NUM_WORDS = 256
 RING_BYTES = 64 * 1024 * 1024
 """Bytes of all rings of a rank. Messages in flight share a ring; those that do not fit wait for earlier ones."""
+_SENDING, _RECEIVING, _COMPUTING = range(3)
+_NUM_PIECES = 1 << 14
+"""Waits of rings to remember: more than a host enqueues ahead of its device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +146,71 @@ class _Messages:
     marks: list[int] = field(default_factory=list)
 
 
+class _Wait(NamedTuple):
+    """A wait for a peer.
+
+    Attributes:
+        op: name of the operation.
+        number: of the message in its plan.
+        message: chunks and peers.
+        reason: why the rank cannot send `message`; empty if it receives it.
+    """
+
+    op: str
+    number: int
+    message: Message
+    reason: str = ""
+
+    @property
+    def peer(self) -> int:
+        return self.message.to if self.reason else self.message.source
+
+    def text(self, ranks: Sequence[int]) -> str:
+        """What the rank could not do, with global ranks."""
+        (owner, part), peer = self.message.send if self.reason else self.message.recv, ranks[self.peer]
+        chunk = f"message {self.number} (chunk {part} of rank {ranks[owner]})"
+        if self.reason:
+            return f"send {chunk} to rank {peer}: {self.reason}"
+        return f"receive {chunk} from rank {peer}: it has not arrived"
+
+
+class _Waits:
+    """The waits of the queues of this rank. The host can read them while the queues are blocked.
+
+    The words are in host memory: with one hardware queue a copy from the device would wait behind the queue of sends.
+    """
+
+    def __init__(self, *, on_device: bool) -> None:
+        pinned = on_device and torch.cuda.is_available()
+        self._words = torch.zeros(3, dtype=torch.int32, pin_memory=pinned)
+        self._by_number: dict[int, _Wait] = {}
+        self._num_repeated = self._num_once = 0
+
+    def note(self, queue: int, wait: _Wait, *, repeats: bool) -> Note:
+        """Return the note of a wait that is enqueued again and again, or once."""
+        if repeats:
+            self._num_repeated += 1
+            number = _NUM_PIECES + self._num_repeated
+        else:
+            self._num_once = self._num_once % _NUM_PIECES + 1
+            number = self._num_once
+        self._by_number[number] = wait
+        return Note(self._words, queue, number)
+
+    def numbers(self) -> tuple[int, ...]:
+        """Numbers of the present waits by queue; 0: the queue does not wait for a peer."""
+        return tuple(self._words.tolist())
+
+    def of(self, numbers: Sequence[int]) -> list[_Wait]:
+        return [self._by_number[number] for number in numbers if number]
+
+
 class CopyTransport:
     """See `Transport`. Every message is a copy into the memory of the receiver.
 
     Args:
         backend: symmetric memory of the ranks; the transport closes it.
+        options: deadline of a wait, and flight recorder. Without a deadline there is no watchdog.
         ring_bytes: bytes of the ring of one pair; the same on every rank. None divides `RING_BYTES` by the ranks.
         symmetric: messages between symmetric buffers do not pass through rings; the same on every rank.
 
@@ -151,7 +220,14 @@ class CopyTransport:
 
     prepares = True
 
-    def __init__(self, backend: SymmetricBackend, *, ring_bytes: int | None = None, symmetric: bool = True) -> None:
+    def __init__(
+        self,
+        backend: SymmetricBackend,
+        options: TransportOptions = DEFAULT_OPTIONS,
+        *,
+        ring_bytes: int | None = None,
+        symmetric: bool = True,
+    ) -> None:
         ring_bytes = RING_BYTES // backend.size if ring_bytes is None else ring_bytes
         if ring_bytes < 2 * ALIGNMENT:
             raise ValueError(f"ring_bytes: {ring_bytes}: must be at least {2 * ALIGNMENT}")
@@ -170,15 +246,26 @@ class CopyTransport:
         self.sending, self.receiving = backend.queue(), backend.queue()
         # Operations that have messages to send through rings, in order.
         self.works: list[CopyP2PWork] = []
+        self.waits = _Waits(on_device=self.on_device)
+        self._num_begun = 0
+        # What the watchdog has found. Every later operation raises it.
+        self.broken: TransportError | None = None
+        self._timeout_s, self._flight_recorder = options.timeout_s, options.flight_recorder
         backend.barrier()
+        self._watchdog: Watchdog | None = None
+        if options.timeout_s is not None:
+            self._watchdog = Watchdog(options.timeout_s, self._waiting, self._report)
 
     def begin(self, transfers: Sequence[Transfer], op: str) -> "CopyP2PWork":
+        if self.broken is not None:
+            raise self.broken
+        self._num_begun += 1
         repeated, own = (transfers.repeated, transfers.own) if isinstance(transfers, Exchange) else (None, None)
-        messages: _Messages | None = None if repeated is None else repeated.prepared
+        messages: _Messages | None = None if repeated is None else repeated.prepared.get(op)
         if messages is None:
-            messages = self._prepared(transfers, own)
+            messages = self._prepared(transfers, own, op)
             if repeated is not None and not messages.through_ring:
-                repeated.prepared = messages
+                repeated.prepared[op] = messages
         work = CopyP2PWork(self, messages, own, op)
         if messages.through_ring:
             self.works = [earlier for earlier in self.works if earlier.has_more_to_send]
@@ -188,12 +275,12 @@ class CopyTransport:
         work.mark_ready(0)
         return work
 
-    def _prepared(self, transfers: Sequence[Transfer], own: torch.Tensor | None) -> _Messages:
+    def _prepared(self, transfers: Sequence[Transfer], own: torch.Tensor | None, op: str) -> _Messages:
         """The messages of `transfers`. On both ranks of a pair, the same messages are between symmetric buffers."""
         messages, computing, sending = _Messages(marks=[0]), self.backend.computing, self.sending
         num_sent, num_received = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
         free: list[FlagStep] = []
-        for transfer in transfers:
+        for index, transfer in enumerate(transfers):
             plan = transfer.message
             sends = (transfer.send, *transfer.extra_send) if transfer.send.numel() else ()
             recvs = (transfer.recv, *transfer.extra_recv) if transfer.recv.numel() else ()
@@ -214,13 +301,16 @@ class CopyTransport:
                 assert transfer.lands is not None
                 message.lands = _at(buffer.data[plan.to], transfer.lands)
                 if not num_sent[to]:
-                    message.free = sending.prepare([FlagStep(words[self.rank], buffer.free(plan.to), sets=False)])
+                    wait = _Wait(op, index, plan, "its buffer is not free")
+                    note = self.waits.note(_SENDING, wait, repeats=True)
+                    message.free = sending.prepare([FlagStep(words[self.rank], buffer.free(plan.to), False, note)])
                 flag = buffer.flag(self.rank, num_sent[to])
                 message.sent = sending.prepare([FlagStep(words[plan.to], flag, sets=True)])
                 num_sent[to] += 1
             if recvs:
                 flag = buffer.flag(plan.source, num_received[source])
-                message.received = computing.prepare([FlagStep(words[self.rank], flag, sets=False)])
+                note = self.waits.note(_COMPUTING, _Wait(op, index, plan), repeats=True)
+                message.received = computing.prepare([FlagStep(words[self.rank], flag, False, note)])
                 if not num_received[source]:
                     free.append(FlagStep(words[plan.source], buffer.free(self.rank), sets=True))
                 num_received[source] += 1
@@ -234,18 +324,20 @@ class CopyTransport:
             return None
         return self._heap.buffer_of(transfer.lands)
 
-    def send(self, sender: "CopyP2PWork", peer: int, piece: Piece) -> None:
-        """Enqueue the copy of a piece of `sender` to `peer`."""
-        queue, ring = self.sending, self.sent[peer]
+    def send(self, sender: "CopyP2PWork", wait: _Wait, piece: Piece) -> None:
+        """Enqueue the copy of a piece of `sender`. It may wait for the acknowledgement of an earlier piece: `wait`."""
+        queue, peer = self.sending, wait.peer
+        ring = self.sent[peer]
         for earlier in ring.replaced(piece):
             self._require_sent(earlier, sender, peer)
             if self.on_device and earlier in ring.not_received:
                 raise TransportError(self._too_small(peer, "an earlier one is not yet received"))
             acknowledgement = (self.size + peer) * _NUM_WORDS + earlier % _NUM_WORDS
-            _step(queue, self._words[self.rank], acknowledgement, sets=False)
+            note = self.waits.note(_SENDING, wait, repeats=False)
+            _run(queue, FlagStep(self._words[self.rank], acknowledgement, False, note))
         ring.not_sent.discard(piece.number)
         queue.copy(self._arenas[peer][piece.place : piece.place + piece.content.numel()], piece.content)
-        _step(queue, self._words[peer], self.rank * _NUM_WORDS + piece.number % _NUM_WORDS, sets=True)
+        _run(queue, FlagStep(self._words[peer], self.rank * _NUM_WORDS + piece.number % _NUM_WORDS, sets=True))
 
     def _require_sent(self, number: int, sender: "CopyP2PWork", peer: int) -> None:
         ring = self.sent[peer]
@@ -261,26 +353,49 @@ class CopyTransport:
             f"messages in flight: {reason}; use a larger ring_bytes"
         )
 
-    def receive(self, peer: int, pieces: Sequence[Piece], free: object) -> None:
-        """Order the computing queue after the pieces of a message of `peer` whose tensor is free at the mark `free`."""
-        queue = self.receiving
+    def receive(self, wait: _Wait, pieces: Sequence[Piece], free: object) -> None:
+        """Order the computing queue after the pieces of a message whose tensor is free at the mark `free`."""
+        queue, peer = self.receiving, wait.peer
         queue.after(free)
         for piece in pieces:
             index = piece.number % _NUM_WORDS
-            _step(queue, self._words[self.rank], peer * _NUM_WORDS + index, sets=False)
+            note = self.waits.note(_RECEIVING, wait, repeats=False)
+            _run(queue, FlagStep(self._words[self.rank], peer * _NUM_WORDS + index, False, note))
             queue.copy(piece.content, self._arenas[self.rank][piece.place : piece.place + piece.content.numel()])
-            _step(queue, self._words[peer], (self.size + self.rank) * _NUM_WORDS + index, sets=True)
+            _run(queue, FlagStep(self._words[peer], (self.size + self.rank) * _NUM_WORDS + index, sets=True))
         self.backend.computing.after(queue.mark())
+
+    def _waiting(self) -> tuple[int, ...] | None:
+        """The waits of the queues and the operations begun; None if no queue waits for a peer."""
+        numbers = self.waits.numbers()
+        return (*numbers, self._num_begun) if any(numbers) else None
+
+    def _report(self, waiting: tuple[int, ...]) -> None:
+        """Print which messages are late, and let later operations raise it. The computing thread may be blocked."""
+        ranks, waits = self.backend.ranks, self.waits.of(waiting[:-1])
+        peer = ranks[waits[0].peer]
+        text = (
+            f"{waits[0].op}: within {self._timeout_s:g} s rank {ranks[self.rank]} could not "
+            f"{', and not '.join(wait.text(ranks) for wait in waits)}; look at the log of rank {peer}, or raise "
+            "overlap.timeout_s if it is only slow"
+        )
+        if self._flight_recorder is not None:
+            text = self._flight_recorder.explain(text, peer)
+        self.broken = TransportError(text, peer=peer)
+        self.broken.explained = True
+        print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """See `Transport.close`. Call it when no rank uses the memory any more."""
+        if self._watchdog is not None:
+            self._watchdog.close()
         self.buffer_pool.clear()
         self._arenas, self._words = [], []
         self.backend.close()
 
 
-def _step(queue: Queue, words: torch.Tensor, index: int, *, sets: bool) -> None:
-    queue.run(queue.prepare([FlagStep(words, index, sets)]))
+def _run(queue: Queue, step: FlagStep) -> None:
+    queue.run(queue.prepare([step]))
 
 
 def _at(data: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -372,8 +487,9 @@ class CopyP2PWork:
             self._has_sent = True
         elif pieces:
             self._order_sends(message.plan)
+            wait = _Wait(self._op, number, message.plan, "it has not taken an earlier message")
             for piece in pieces:
-                transport.send(self, message.plan.to, piece)
+                transport.send(self, wait, piece)
             self._has_sent = True
         if self._has_sent and number == len(self._messages) - 1:
             self._sent = queue.mark()
@@ -418,7 +534,7 @@ class CopyP2PWork:
             if received is not None:
                 transport.backend.computing.run(received)
             elif self._pieces_to_receive and (pieces := self._pieces_to_receive[message]):
-                transport.receive(self._messages[message].plan.source, pieces, self._marks[0])
+                transport.receive(_Wait(self._op, message, self._messages[message].plan), pieces, self._marks[0])
         except TransportError as error:
             ranks, source = transport.backend.ranks, self._messages[message].plan.source
             raise TransportError(

@@ -8,6 +8,7 @@ import socket
 import threading
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from megatron_overlap.comm.host_group import HostGroup, store_beside
 from megatron_overlap.comm.symmetric.backend import FlagStep, Queue
 from megatron_overlap.comm.symmetric.copies import CopyTransport
-from megatron_overlap.comm.transport import TransportError
+from megatron_overlap.comm.transport import DEFAULT_OPTIONS, TransportError, TransportOptions
 from megatron_overlap.diagnostics.consistency import first_unsupported_reason
 from megatron_overlap.schedules.hierarchical import Nodes
 
@@ -173,12 +174,17 @@ class StreamQueue:
         _check("cuStreamWaitValue32", status)
 
     def prepare(self, steps: Sequence[FlagStep]) -> object:
-        ops = []
-        for words, index, sets in steps:
+        ops: list[MemOp] = []
+        for words, index, sets, note in steps:
             address = words.data_ptr() + 4 * index
             # Flags 0, as in `write` and `wait`.
-            ops += [] if sets else [MemOp(WAIT_VALUE_32, address, 1)]
-            ops += [MemOp(WRITE_VALUE_32, address, int(sets))]
+            step = [] if sets else [MemOp(WAIT_VALUE_32, address, 1)]
+            step.append(MemOp(WRITE_VALUE_32, address, int(sets)))
+            if note is not None:
+                # A device writes pinned memory at its address on the host.
+                word = note.words.data_ptr() + 4 * note.position
+                step = [MemOp(WRITE_VALUE_32, word, note.number), *step, MemOp(WRITE_VALUE_32, word, 0)]
+            ops += step
         return (MemOp * len(ops))(*ops)
 
     def run(self, prepared: object) -> None:
@@ -280,7 +286,7 @@ class CudaBackend:
             self._arenas.clear()
 
 
-def open_copies(group: dist.ProcessGroup) -> CopyTransport | str:
+def open_copies(group: dist.ProcessGroup, options: TransportOptions = DEFAULT_OPTIONS) -> CopyTransport | str:
     """Return a transport of copy engines between the ranks of `group`, or why there is none. Collective.
 
     All ranks return the same reason.
@@ -290,4 +296,6 @@ def open_copies(group: dist.ProcessGroup) -> CopyTransport | str:
         return nodes
     if nodes.num_nodes > 1:
         return f"the group spans {nodes.num_nodes} hosts"
-    return CopyTransport(CudaBackend(HostGroup(group)))
+    backend = CudaBackend(HostGroup(group))
+    limit_s = options.timeout_s or group._get_backend(backend.device).options._timeout.total_seconds()
+    return CopyTransport(backend, replace(options, timeout_s=limit_s))

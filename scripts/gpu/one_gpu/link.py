@@ -42,7 +42,7 @@ class ImmediateQueue:
         return tuple(steps)
 
     def run(self, prepared: Any) -> None:
-        for words, position, sets in prepared:
+        for words, position, sets, _ in prepared:
             assert sets or int(words[position]) == 1
             words[position] = int(sets)
 
@@ -104,15 +104,16 @@ class HostPeersTransport(CopyTransport):
     def begin(self, transfers: Sequence[Transfer], op: str) -> CopyP2PWork:
         repeated, own = (transfers.repeated, transfers.own) if isinstance(transfers, Exchange) else (None, None)
         assert repeated is not None, "an operation without symmetric buffers"
-        if repeated.prepared is None:
-            repeated.prepared = self._prepared(transfers, own)
-            self.by_peers[id(repeated.prepared)] = self._steps_of_peers(transfers)
+        prepared = repeated.prepared.get(op)
+        if prepared is None:
+            prepared = repeated.prepared[op] = self._prepared(transfers, own, op)
+            self.by_peers[id(prepared)] = self._steps_of_peers(transfers)
         start = time.perf_counter()
-        free, sent = self.by_peers[id(repeated.prepared)]
+        free, sent = self.by_peers[id(prepared)]
         self.backend.computing.run(free)
         # Flags at the peers stay set: the host clears none.
         self.arrival_s += time.perf_counter() - start
-        work = HostPeersWork(self, repeated.prepared, own, op)
+        work = HostPeersWork(self, prepared, own, op)
         work.steps_of_peers = sent
         work.mark_ready(0)
         return work

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -374,3 +375,18 @@ def memory_of(group: dist.ProcessGroup, recompute_gather: str) -> dict[str, int]
             "peak": report["peak_bytes"],
             "a_call": report["modules"][0]["saved_bytes"],
         }
+
+
+def options_of_copies(group: dist.ProcessGroup) -> tuple[str, float | None, str]:
+    """The options with which a session opens the copies of a group: channel, deadline and flight recorder."""
+    from megatron_overlap.adapters.diagnostics import consistency
+
+    opened: list[Any] = []
+    check = SimpleNamespace(check_group=lambda group: None, flight_recorder="recorder")
+    tensor = SimpleNamespace(transport="auto", recompute_gather="auto")
+    session: Any = SimpleNamespace(
+        config=SimpleNamespace(tensor=tensor, timeout_s=7.0), trace=None, find=lambda kind: check
+    )
+    with patch.object(consistency, "open_copies", lambda group, options: opened.append(options) or "no GPU"):
+        assert consistency.open_copies_transport(session, group) == "no GPU"
+    return opened[0].channel, opened[0].timeout_s, opened[0].flight_recorder

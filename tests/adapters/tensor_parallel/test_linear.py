@@ -180,3 +180,7 @@ def test_the_oldest_release() -> None:
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
+
+
+def test_copies_have_the_deadline_and_the_flight_recorder_of_the_session(ranks: World) -> None:
+    assert ranks.run(1, cases.options_of_copies) == [("copies", 7.0, "recorder")]

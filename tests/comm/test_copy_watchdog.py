@@ -1,0 +1,147 @@
+"""The watchdog of copies names the message and the peer when no queue has moved for the deadline."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_overlap.comm import TransportError, TransportOptions
+from megatron_overlap.comm.symmetric import cuda
+from megatron_overlap.comm.symmetric.backend import FlagStep, Note
+from megatron_overlap.comm.symmetric.copies import _COMPUTING, _SENDING, CopyTransport, _Wait
+from megatron_overlap.diagnostics.heartbeat import Watchdog
+from megatron_overlap.ops import LinearPlan, all_gather_linear
+from megatron_overlap.schedules.plan import Chunk, Message
+from tests.comm import watchdog_workers
+from tests.comm.copy_protocol import RecordedBackend
+from tests.comm.watchdog_workers import DEADLINE_S, Late
+from tests.helpers.world import World
+
+BEYOND_S, WITHIN_S = 2.5 * DEADLINE_S, 0.6 * DEADLINE_S
+REMEDY = "; look at the log of rank {}, or raise overlap.timeout_s if it is only slow"
+NOT_FREE = "send message 0 (chunk 0 of rank 10) to rank 11: its buffer is not free"
+
+
+def late(chunk: int, rank: int, message: int | None = None) -> str:
+    number = chunk if message is None else message
+    return f"receive message {number} (chunk {chunk} of rank {rank}) from rank {rank}: it has not arrived"
+
+
+@pytest.mark.parametrize(
+    ("size", "case", "expected"),
+    [
+        (2, Late(True, BEYOND_S), f"{NOT_FREE}, and not {late(0, 11)}"),
+        (2, Late(False, BEYOND_S), late(0, 11)),
+        (2, Late(True, BEYOND_S, copy=1), late(1, 11)),
+        (2, Late(False, BEYOND_S, copy=1), late(1, 11)),
+        # The messages of rank 11 have arrived; the first copy of rank 12 goes to rank 10.
+        (3, Late(True, BEYOND_S, copy=1), late(1, 12)),
+    ],
+    ids=["no operation", "no operation, rings", "second message", "second message, rings", "one of two peers"],
+)
+def test_a_message_beyond_the_deadline_is_named(world: World, size: int, case: Late, expected: str) -> None:
+    (printed, failure, right), *others = world.run(size, watchdog_workers.gather_from_a_late_rank, case)
+    text = f"all_gather_linear: within 1 s rank 10 could not {expected}"
+    assert printed == text + REMEDY.format(9 + size) + "\n"
+    assert failure + "\n" == printed
+    assert right
+    assert all(correct for *_, correct in others)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("copy", [None, 0])
+def test_messages_within_the_deadline_are_not_reported(world: World, symmetric: bool, copy: int | None) -> None:
+    """Three late calls together are longer than the deadline."""
+    case = Late(symmetric, WITHIN_S, copy, calls=3 if copy is None else 1)
+    assert world.run(2, watchdog_workers.gather_from_a_late_rank, case) == [("", "", True)] * 2
+
+
+def test_a_message_that_is_not_taken_is_named(world: World) -> None:
+    sent, received = world.run(2, watchdog_workers.send_to_a_rank_that_takes_nothing)
+    what = "send message 0 (chunk 2 of rank 10) to rank 11: it has not taken an earlier message"
+    assert sent == f"one way: within 1 s rank 10 could not {what}{REMEDY.format(11)}\n"
+    assert received == ""
+
+
+def test_closing_ends_the_watchdog(world: World) -> None:
+    assert world.run(2, watchdog_workers.threads_after_close) == [["megatron_overlap_watchdog"]] * 2
+
+
+def test_operations_that_share_buffers_have_their_own_names() -> None:
+    transport = CopyTransport(RecordedBackend(0, 2, {}))
+    weight = torch.ones(8, 8, requires_grad=True)
+    y = all_gather_linear(torch.ones(4, 8), weight, group=transport, plan=LinearPlan(pattern="direct"))
+    y.sum().backward()
+    waits = transport.waits._by_number.values()
+    assert {wait.op for wait in waits} == {"all_gather_linear", "all_gather_linear wgrad"}
+
+
+def test_a_watchdog_reports_once_and_never_a_program_that_moves() -> None:
+    looks, reports = [0], list[int]()
+
+    def look() -> int | None:
+        looks[0] += 1
+        return [looks[0], None, 7][min(looks[0] // 30, 2)]
+
+    watchdog = Watchdog(0.1, look, reports.append)
+    until = time.monotonic() + 20
+    while not reports and time.monotonic() < until:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    watchdog.close()
+    assert reports == [7]
+    assert looks[0] == 60 + 10
+
+
+def test_a_stream_notes_its_waits_and_no_other_steps() -> None:
+    notes, words = torch.zeros(3, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+    steps = [FlagStep(words, 2, sets=True), FlagStep(words, 5, False, Note(notes, 1, 70000))]
+    ops: Any = cuda.StreamQueue.prepare(None, steps)  # type: ignore[arg-type]
+    flag, word, write, wait = words.data_ptr(), notes.data_ptr() + 4, cuda.WRITE_VALUE_32, cuda.WAIT_VALUE_32
+    assert [(op.operation, op.address, op.value) for op in ops] == [
+        (write, flag + 8, 1),
+        (write, word, 70000),
+        (wait, flag + 20, 1),
+        (write, flag + 20, 0),
+        (write, word, 0),
+    ]
+
+
+@pytest.mark.parametrize(("limit_s", "expected"), [(None, 40.0), (7.0, 7.0)])
+def test_copies_have_the_deadline_of_the_session_or_group(
+    monkeypatch: pytest.MonkeyPatch, limit_s: float | None, expected: float
+) -> None:
+    options = SimpleNamespace(_timeout=timedelta(seconds=40))
+    group: Any = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=options))
+    monkeypatch.setattr(cuda, "probe_symmetric_memory", lambda group: SimpleNamespace(num_nodes=1))
+    monkeypatch.setattr(cuda, "HostGroup", lambda group: None)
+    monkeypatch.setattr(cuda, "CudaBackend", lambda host_group: RecordedBackend(0, 1, {}))
+    transport = cuda.open_copies(group, TransportOptions("copies", timeout_s=limit_s))
+    assert isinstance(transport, CopyTransport)
+    assert transport._timeout_s == expected
+    transport.close()
+
+
+def test_the_flight_recorder_explains_the_first_peer(capfd: pytest.CaptureFixture[str]) -> None:
+    recorder: Any = SimpleNamespace(explain=lambda text, peer: f"{text}; explained for rank {peer}")
+    options = TransportOptions(timeout_s=0.1, flight_recorder=recorder)
+    transport = CopyTransport(RecordedBackend(0, 3, {}), options)
+    chunk = Chunk(0, 0)
+    waits = _Wait("op", 5, Message(chunk, 2, chunk, 1)), _Wait("op", 4, Message(chunk, 2, chunk, 1), "not free")
+    for queue, wait in zip((_COMPUTING, _SENDING), waits, strict=True):
+        note = transport.waits.note(queue, wait, repeats=True)
+        note.words[note.position] = note.number
+    until = time.monotonic() + 20
+    while transport.broken is None and time.monotonic() < until:
+        time.sleep(0.01)
+    with pytest.raises(TransportError, match=r"to rank 2: not free, and not receive .*explained for rank 2$") as raised:
+        transport.begin([], "next")
+    transport.close()
+    assert raised.value.peer == 2
+    assert raised.value.explained
+    assert capfd.readouterr().err == f"{raised.value}\n"

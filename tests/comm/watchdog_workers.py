@@ -1,0 +1,120 @@
+"""Workers of the tests of the watchdog of copies. Ranks 0, 1, ... of a group are the global ranks 10, 11, ..."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_overlap.comm.host_group import HostGroup
+from megatron_overlap.comm.symmetric.copies import CopyTransport
+from megatron_overlap.comm.transport import Transfer, TransportError, TransportOptions
+from megatron_overlap.ops import LinearPlan, all_gather_linear
+from megatron_overlap.schedules.plan import Chunk, Message
+from scripts.kernels.cpu_backend import CpuBackend
+
+DEADLINE_S = 1.0
+
+
+@dataclass(frozen=True)
+class Late:
+    """What the last rank does late in each call after the first.
+
+    Attributes:
+        symmetric: messages are between symmetric buffers, not through rings.
+        seconds: of lateness.
+        copy: number of its late copy in the call; None: it begins late.
+        calls: number of late calls.
+    """
+
+    symmetric: bool
+    seconds: float
+    copy: int | None = None
+    calls: int = 1
+
+
+def _transport(group: dist.ProcessGroup, *, symmetric: bool, ring_bytes: int = 1 << 16) -> CopyTransport:
+    backend = CpuBackend(HostGroup(group))
+    backend.ranks = range(10, 10 + backend.size)
+    return CopyTransport(backend, TransportOptions(timeout_s=DEADLINE_S), ring_bytes=ring_bytes, symmetric=symmetric)
+
+
+def _late_copies(queue: Any, late: Late) -> None:
+    """Let copy number `late.copy` from now wait in `queue`, and thereby all later work of the queue."""
+    copy, count = queue.copy, iter(range(1 << 30))
+
+    def copy_late(to: torch.Tensor, source: torch.Tensor) -> None:
+        if next(count) == late.copy:
+            queue._work.put(lambda: time.sleep(late.seconds))
+        copy(to, source)
+
+    queue.copy = copy_late
+
+
+def _failure(transport: CopyTransport) -> str:
+    """The text of the error that the next operation raises; empty if it raises none."""
+    chunk, empty = Chunk(0, 0), torch.empty(0)
+    try:
+        transport.begin([Transfer(Message(chunk, 0, chunk, 0), empty, empty)], "next").wait_all()
+    except TransportError as error:
+        return str(error)
+    return ""
+
+
+def gather_from_a_late_rank(group: dist.ProcessGroup, late: Late) -> tuple[str, str, bool]:
+    """Return what a rank prints, the error of its next operation, and whether its results are right."""
+    transport = _transport(group, symmetric=late.symmetric)
+    last = transport.rank == transport.size - 1
+    plan = LinearPlan(pattern="direct", chunks_per_rank=2)
+    x, weight = torch.full((4, 8), float(transport.rank)), torch.eye(8)
+    expected = torch.arange(transport.size).repeat_interleave(4)[:, None].expand(-1, 8).float()
+    right = True
+    with redirect_stderr(io.StringIO()) as printed, torch.no_grad():
+        for call in range(1 + late.calls):
+            if call == 1:
+                dist.barrier(group)
+                if last and late.copy is not None:
+                    _late_copies(transport.sending, late)
+            if call and last and late.copy is None:
+                time.sleep(late.seconds)
+            y = all_gather_linear(x.clone(), weight, group=transport, plan=plan)  # the rows of `x` would be reused
+            right &= torch.equal(y, expected)
+    failure = _failure(transport)
+    dist.barrier(group)
+    transport.close()
+    return printed.getvalue(), failure, right
+
+
+def send_to_a_rank_that_takes_nothing(group: dist.ProcessGroup) -> str:
+    """Rank 0 sends more than the ring of rank 1 holds. Return what it prints."""
+    transport = _transport(group, symmetric=False, ring_bytes=512)
+    empty, content = torch.empty(0, dtype=torch.uint8), torch.ones(256, dtype=torch.uint8)
+    with redirect_stderr(io.StringIO()) as printed:
+        if transport.rank == 1:
+            time.sleep(2.5 * DEADLINE_S)
+        for number in range(3):
+            chunk = Chunk(0, number)
+            pair = (content, empty) if transport.rank == 0 else (empty, torch.zeros_like(content))
+            transport.begin([Transfer(Message(chunk, 1, chunk, 0), *pair)], "one way").wait_all()
+    dist.barrier(group)
+    transport.close()
+    return printed.getvalue()
+
+
+def threads_after_close(group: dist.ProcessGroup) -> list[str]:
+    """The threads of watchdogs while a transport is open, and after it is closed."""
+
+    def names() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if "watchdog" in thread.name]
+
+    transport = _transport(group, symmetric=True)
+    found = names()
+    dist.barrier(group)
+    transport.close()
+    return [*found, *names()]
