@@ -1,0 +1,26 @@
+"""A captured sequence over copies gives the bits of messages over gloo in every replay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_overlap.ops import LinearPlan
+from tests.comm import captured
+from tests.helpers.world import World
+
+STEPS = 100
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("pattern", "chunks", "dtype"),
+    [("direct", 1, torch.bfloat16), ("direct", 2, torch.float32), ("ring", 1, torch.float32)],
+)
+def test_a_hundred_replays_in_processes(
+    world: World, num_ranks: int, pattern: str, chunks: int, dtype: torch.dtype
+) -> None:
+    plan = LinearPlan(pattern=pattern, chunks_per_rank=chunks)  # type: ignore[arg-type]
+    for different, num_changed in world.run(num_ranks, captured.replay_layers, STEPS, plan, dtype):
+        assert different == []
+        assert num_changed == STEPS
