@@ -23,7 +23,7 @@ from megatron_overlap.kernels.launch import ALIGNED, HOPPER, HOPPER_SMALL, WGRAD
 from megatron_overlap.schedules.tile_order import RowTile
 from scripts.kernels.compiled import peer_stores
 
-EPOCHS = (1, 2, 3, 8, 15, 16, 17, 32, 48, 64)
+EPOCHS = range(1, 65)
 """Triton specializes integers that are 1 or a multiple of 16."""
 
 bind = JITFunction.run
@@ -66,6 +66,7 @@ triton.runtime.driver.set_active(
 JITFunction.run = without_launching
 if sys.argv[1:] == ["epochs"]:
     self_test._is_wrong = lambda *_: False
+    self_test.ROWS, self_test.COLUMNS, self_test.DEPTH = 100, 80, 80  # no kernel runs
     JITFunction._do_compile = without_compiling
     for number in EPOCHS:
         launch_all(number)
