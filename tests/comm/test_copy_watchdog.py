@@ -13,7 +13,15 @@ import torch
 from megatron_overlap.comm import TransportError, TransportOptions
 from megatron_overlap.comm.symmetric import cuda
 from megatron_overlap.comm.symmetric.backend import FlagStep, Note
-from megatron_overlap.comm.symmetric.copies import _COMPUTING, _SENDING, CopyTransport, _Wait
+from megatron_overlap.comm.symmetric.copies import (
+    _COMPUTING,
+    _NUM_PIECES,
+    _RECEIVING,
+    _SENDING,
+    CopyTransport,
+    _Wait,
+    _Waits,
+)
 from megatron_overlap.diagnostics.heartbeat import Watchdog
 from megatron_overlap.ops import LinearPlan, all_gather_linear
 from megatron_overlap.schedules.plan import Chunk, Message
@@ -144,3 +152,12 @@ def test_the_flight_recorder_explains_the_first_peer(capfd: pytest.CaptureFixtur
     assert raised.value.peer == 2
     assert raised.value.explained
     assert capfd.readouterr().err == f"{raised.value}\n"
+
+
+def test_repeated_waits_are_remembered_and_others_until_many_later() -> None:
+    waits, chunk = _Waits(on_device=False), Chunk(0, 0)
+    described = [_Wait("op", number, Message(chunk, 1, chunk, 1)) for number in range(_NUM_PIECES + 3)]
+    repeated = waits.note(_COMPUTING, described[0], repeats=True)
+    once = [waits.note(_RECEIVING, wait, repeats=False) for wait in described]
+    assert waits.of([0, repeated.number]) == described[:1]
+    assert waits.of([note.number for note in once[3:]]) == described[3:]
