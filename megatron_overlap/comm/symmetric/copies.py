@@ -163,6 +163,7 @@ class _Wait(NamedTuple):
 
     @property
     def peer(self) -> int:
+        """The rank that the wait is for, in the group."""
         return self.message.to if self.reason else self.message.source
 
     def text(self, ranks: Sequence[int]) -> str:
@@ -202,6 +203,7 @@ class _Waits:
         return tuple(self._words.tolist())
 
     def of(self, numbers: Sequence[int]) -> list[_Wait]:
+        """The waits with these numbers."""
         return [self._by_number[number] for number in numbers if number]
 
 
