@@ -16,19 +16,19 @@ are timed. One GPU stands for one rank here: no figure of this script is one of 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+
+from part_process import BAD_ROWS, ENDED, INTERRUPTED, device_text, is_bad, run_process, save  # noqa: E402
+
 BUDGET_S = 580.0
 SECONDS = {
     "physics": 30.0,
@@ -48,7 +48,6 @@ SECONDS = {
 """Of each part, in the order of the run; what one leaves over goes to those behind it. A number is that of hardware
 queues (CUDA_DEVICE_MAX_CONNECTIONS)."""
 GRACE_S = 10.0
-INTERRUPTED = "interrupted"
 
 
 def run_part(name: str, dry: bool, seconds: float) -> int:
@@ -65,14 +64,7 @@ def run_part(name: str, dry: bool, seconds: float) -> int:
     for row in part(dry, time.perf_counter() + seconds):
         print(json.dumps(row), flush=True)
         wrong |= is_bad(row)
-    return int(wrong)
-
-
-def is_bad(row: dict[str, Any]) -> bool:
-    """Whether a row says that a result was wrong."""
-    return bool(
-        row.get("wrong") or row.get("gave_up") or row.get("failed") or not row.get("right", True)
-    ) or not row.get("mutant_noticed", True)
+    return BAD_ROWS if wrong else 0
 
 
 def measure(name: str, dry: bool, seconds: float) -> dict[str, Any]:
@@ -83,43 +75,7 @@ def measure(name: str, dry: bool, seconds: float) -> dict[str, Any]:
     if name[-1].isdigit():
         environment["CUDA_DEVICE_MAX_CONNECTIONS"] = name.split()[1]
     command = [sys.executable, __file__, "--part", name, "--seconds", str(seconds), *(["--dry-run"] if dry else [])]
-    start = time.perf_counter()
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        child = subprocess.Popen(command, stdout=out, stderr=err, env=environment, start_new_session=True)
-        ended, code = "ended", 0
-        try:
-            code = child.wait(seconds + GRACE_S)
-            if code not in (0, 1):
-                ended = f"exit code {code}"
-        except subprocess.TimeoutExpired:
-            ended = f"killed after {seconds + GRACE_S:.0f} s: a deadlock, or too much to do"
-        except (KeyboardInterrupt, SystemExit):
-            ended = INTERRUPTED
-        finally:
-            # The whole session: ranks that are processes, too.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-        out.seek(0)
-        err.seek(0)
-        rows = [parsed for line in out if (parsed := _parsed(line)) is not None]
-        error = err.read()[-3000:]
-    found: dict[str, Any] = {"rows": rows, "how": ended, "seconds": time.perf_counter() - start}
-    found["wrong_rows"] = sum(is_bad(row) for row in rows)
-    if ended == "ended" and (not rows or (code == 1 and not found["wrong_rows"])):
-        found["how"] = "failed"
-    if found["how"] != "ended":
-        found["stderr"] = error
-    return found
-
-
-def _parsed(line: str) -> dict[str, Any] | None:
-    """A row, unless it was cut off when its process ended, or is something that a library printed."""
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError:
-        return None
-    return row if isinstance(row, dict) else None
+    return run_process(command, environment, seconds + GRACE_S)
 
 
 def machine(dry: bool) -> dict[str, Any]:
@@ -129,24 +85,8 @@ def machine(dry: bool) -> dict[str, Any]:
 
     found = {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda, "dry_run": dry}
     if not dry:
-        query = ["nvidia-smi", "--query-gpu=name,driver_version,clocks.max.sm,power.limit", "--format=csv,noheader"]
-        try:
-            found["device"] = subprocess.run(
-                query, capture_output=True, text=True, timeout=20, check=True
-            ).stdout.strip()
-        except (OSError, subprocess.SubprocessError) as error:
-            found["device"] = f"unknown: {error}"
+        found["device"] = device_text()
     return found
-
-
-def save(path: Path | None, figures: dict[str, Any]) -> None:
-    """Writes all or nothing, so that an end in the middle of it leaves the file before."""
-    if path is None:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".part")
-    beside.write_text(json.dumps(figures, indent=1) + "\n")
-    beside.replace(path)
 
 
 def plot(figures: dict[str, Any], path: Path) -> None:
@@ -220,7 +160,7 @@ def main() -> int:
             print(f"no plot: {error}", file=sys.stderr)
     # A part that an interrupt left out has no entry.
     ends = {name: figures.get(name, {"how": "left out"}) for name in names}
-    bad = [name for name, found in ends.items() if found.get("wrong_rows") or found["how"] != "ended"]
+    bad = [name for name, found in ends.items() if found.get("wrong_rows") or found["how"] != ENDED]
     if bad:
         print(f"failed parts: {', '.join(bad)}", file=sys.stderr)
     return int(bool(bad))

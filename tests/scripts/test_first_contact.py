@@ -102,9 +102,10 @@ def test_what_ends_a_part_leaves_what_was_measured(
     assert run.returncode == 1
     assert figures["gemm"]["how"] == "no time left"
     assert "failed parts: gemm" in run.stderr
-    assert script._parsed('{"a": 1') is None
-    assert script._parsed("3") is None
-    assert script._parsed('{"a": 1}') == {"a": 1}
+    parsed = importlib.import_module("part_process").parsed
+    assert parsed('{"a": 1') is None
+    assert parsed("3") is None
+    assert parsed('{"a": 1}') == {"a": 1}
 
 
 def test_a_row_that_is_wrong_is_seen(script: Any) -> None:

@@ -29,7 +29,7 @@ def hopper(dry: bool, deadline: float) -> Rows:
     kernels, start = Kernels(device(dry), hopper=True), time.perf_counter()
     share = (deadline - start) / 3
     # The largest of what is promised come first.
-    rows = (gemm_row(kernels, shape, dry, others=False) for shape in shapes(dry))
+    rows = (gemm_row(kernels, shape, dry) for shape in shapes(dry))
     yield from _told("gemm", rows, start + share)
     rows = (overlap_row(kernels, shape, share, 512) for share in (8, 1) for shape in shapes(dry))
     yield from _told("overlap", rows, start + 2 * share)

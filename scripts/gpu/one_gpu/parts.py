@@ -5,14 +5,13 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from megatron_overlap.kernels import gemm_rs
-from megatron_overlap.kernels.launch import HOPPER, HOPPER_SMALL, GemmConfig
+from megatron_overlap.kernels.launch import GemmConfig
 from megatron_overlap.schedules import ChunkLayout
 from one_gpu.device import device
 from one_gpu.problem import Kernels, copies_to, gather, is_wrong, scatter
@@ -83,11 +82,9 @@ def stress(dry: bool, deadline: float) -> Rows:
     yield dict(total)
 
 
-def _candidates(dry: bool, arch: int, hopper: bool) -> list[GemmConfig]:
+def _candidates(dry: bool, arch: int) -> list[GemmConfig]:
     if dry:
         return [GemmConfig(32, 32, 32, 2, 2, 4)]
-    if hopper:
-        return [HOPPER, HOPPER_SMALL, replace(HOPPER, num_stages=3), replace(HOPPER, group=16)]
     if arch == 80:
         shapes_ = [(128, 128, 32, 4, 4), (128, 256, 32, 3, 8), (256, 128, 32, 3, 8), (64, 128, 32, 4, 4)]
     else:
@@ -97,14 +94,16 @@ def _candidates(dry: bool, arch: int, hopper: bool) -> list[GemmConfig]:
 
 
 def gemm(dry: bool, deadline: float) -> Rows:
-    """The package's GEMM with nothing to wait for against cuBLAS, same operands: the rule's tile shape, then others."""
+    """The package's GEMM with nothing to wait for against cuBLAS: the rule's tile shape, then beside it each other one.
+
+    A tile shape takes seconds to compile. It runs all shapes before the next one is compiled.
+    """
     kernels = Kernels(device(dry))
-    # Other tile shapes last: each takes seconds to compile.
-    for others in (False, True):
+    for other in (None, *_candidates(dry, kernels.arch)):
         for shape in shapes(dry):
             if time.perf_counter() > deadline:
                 return
-            yield gemm_row(kernels, shape, dry, others=others)
+            yield gemm_row(kernels, shape, dry, other)
 
 
 def _operands(kernels: Kernels, shape: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -115,16 +114,15 @@ def _operands(kernels: Kernels, shape: Shape) -> tuple[torch.Tensor, torch.Tenso
     return a, w, kernels.nan(shape.m, shape.n, dtype=dtype)
 
 
-def gemm_row(kernels: Kernels, shape: Shape, dry: bool, *, others: bool) -> dict[str, Any]:
-    """One shape against cuBLAS, with the rule's tile shape or also with `others`."""
+def gemm_row(kernels: Kernels, shape: Shape, dry: bool, other: GemmConfig | None = None) -> dict[str, Any]:
+    """One shape against cuBLAS, with the rule's tile shape and with `other`."""
     a, w, out = _operands(kernels, shape)
     waits, layout = kernels.waits(kernels.flags(1), 0), ChunkLayout(shape.m, 1, 1)
     theirs = kernels.device.timed_ms(lambda: torch.mm(a, w.t(), out=out), None, REPEATS)
     exact = out.clone()
     rule = kernels.config(shape.m, shape.n, shape.k)
     own: list[dict[str, Any]] = []
-    candidates = _candidates(dry, kernels.arch, kernels.hopper) if others else []
-    for config in [rule, *(each for each in candidates if each != rule)]:
+    for config in [rule] if other in (None, rule) else [rule, other]:
         if shape.n % config.block_n and not dry:
             continue
         launch = partial(

@@ -27,6 +27,28 @@ class Shape:
         return (self.ranks - 1) * (self.m // self.ranks) * width * 2
 
 
+MODELS = {"70b": (8192, 28672), "8b": (4096, 14336)}
+"""LLaMA-3: hidden size and size of the feed-forward layer. Keys and values have 8 heads of 128 in both."""
+
+
+def llama_layers(model: str, m: int, ranks: int = 8) -> list[Shape]:
+    """The linear layers of a LLaMA-3 model over `ranks`, largest first.
+
+    Raises:
+        ValueError: rows or features do not divide by the number of ranks.
+    """
+    hidden, ffn = MODELS[model]
+    for name, extent in {"rows": m, "features": hidden, "features of the feed-forward layer": ffn}.items():
+        if extent % ranks:
+            raise ValueError(f"{extent} {name} are not divisible by {ranks} ranks")
+    return [
+        Shape(f"llama{model} fc1 m{m}", "ag", m, 2 * ffn // ranks, hidden, ranks),
+        Shape(f"llama{model} fc2 m{m}", "rs", m, hidden, ffn // ranks, ranks),
+        Shape(f"llama{model} qkv m{m}", "ag", m, (hidden + 2048) // ranks, hidden, ranks),
+        Shape(f"llama{model} proj m{m}", "rs", m, hidden, hidden // ranks, ranks),
+    ]
+
+
 def shapes(dry: bool = False) -> list[Shape]:
     """Layers of LLaMA-3 70B and 8B with tensor parallelism of 8, and Flux's shapes (49152 x 12288 over 8 ranks).
 
@@ -34,13 +56,7 @@ def shapes(dry: bool = False) -> list[Shape]:
     """
     if dry:
         return [Shape("dry", "ag", 64, 48, 40, 4), Shape("dry", "rs", 64, 40, 48, 4)]
-    found = []
-    for m in (8192, 4096):
-        for model, hidden, ffn in (("70b", 8192, 28672), ("8b", 4096, 14336)):
-            found.append(Shape(f"llama{model} fc1 m{m}", "ag", m, 2 * ffn // 8, hidden))
-            found.append(Shape(f"llama{model} fc2 m{m}", "rs", m, hidden, ffn // 8))
-            found.append(Shape(f"llama{model} qkv m{m}", "ag", m, (hidden + 2048) // 8, hidden))
-            found.append(Shape(f"llama{model} proj m{m}", "rs", m, hidden, hidden // 8))
+    found = [shape for m in (8192, 4096) for model in MODELS for shape in llama_layers(model, m)]
     for m in (4096, 8192, 1024, 2048):
         found.append(Shape(f"flux m{m}", "ag", m, 49152 // 8, 12288))
         found.append(Shape(f"flux m{m}", "rs", m, 12288, 49152 // 8))
