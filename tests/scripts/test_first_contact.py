@@ -7,6 +7,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,22 @@ def test_what_ends_a_part_leaves_what_was_measured(
     assert parsed('{"a": 1') is None
     assert parsed("3") is None
     assert parsed('{"a": 1}') == {"a": 1}
+
+
+def test_gemm_runs_all_shapes_before_it_compiles_the_next_tile_shape(
+    script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = importlib.import_module("one_gpu.parts")
+    calls: list[tuple[str, bool]] = []
+
+    def gemm_row(kernels: Any, shape: Any, dry: bool, other: Any) -> dict[str, Any]:
+        calls.append((shape.op, other is None))
+        return {}
+
+    monkeypatch.setattr(parts, "gemm_row", gemm_row)
+    assert list(parts.gemm(True, time.perf_counter() + 60)) == [{}] * 4
+    assert calls == [("ag", True), ("rs", True), ("ag", False), ("rs", False)]
+    assert list(parts.gemm(True, time.perf_counter())) == []
 
 
 def test_a_row_that_is_wrong_is_seen(script: Any) -> None:
