@@ -37,8 +37,8 @@ ELSEWHERE = {
         "tests/scripts/test_first_contact.py::test_every_part_runs_in_the_interpreter"
     ),
     "python scripts/pages/screenshot.py": "tests/scripts/test_screenshot.py::test_the_picture_ends_where_the_page_ends",
-    "torchrun --nproc-per-node 2 scripts/bench/fused.py --check-only --interpret": (
-        "tests/scripts/test_fused_bench.py::test_all_methods_agree"
+    "torchrun --nproc-per-node 2 scripts/gpu/node.py --dry-run": (
+        "tests/scripts/test_node.py::test_every_method_runs_on_the_cpu"
     ),
 }
 NEEDS_GPUS = re.compile(

@@ -1,0 +1,1 @@
+"""Parts and methods of node.py."""
