@@ -14,7 +14,7 @@ from megatron_overlap.kernels import primitives
 from megatron_overlap.kernels.launch import GemmConfig, RowTiles, Waits, check_gemm, launch_gemm
 
 
-@triton.jit(do_not_specialize=["epoch"])
+@triton.jit(do_not_specialize=["epoch", "num_first_tiles", "num_row_tiles"])
 def ag_gemm_kernel(
     a_ptr,
     b_ptr,

@@ -15,7 +15,7 @@ from megatron_overlap.kernels import primitives
 from megatron_overlap.kernels.launch import GemmConfig, RowTiles, Waits, check_gemm, launch_gemm
 
 
-@triton.jit(do_not_specialize=["epoch"])
+@triton.jit(do_not_specialize=["epoch", "first_flag", "num_first_tiles", "num_row_tiles"])
 def gemm_to_owners_kernel(
     a_ptr,
     b_ptr,
@@ -71,7 +71,7 @@ def gemm_to_owners_kernel(
         primitives.count_tile(counters_ptr + tl.load(tile + primitives.FLAG), num_tiles, flag, epoch)
 
 
-@triton.jit(do_not_specialize=["epoch"])
+@triton.jit(do_not_specialize=["epoch", "num_row_tiles", "parts"])
 def sum_received_kernel(
     recv_buffer_ptr,
     out_ptr,

@@ -164,7 +164,7 @@ def _store_columns(out, stride, num_rows, num_columns, block, FIRST: gl.constexp
     gl.store(out + rows * stride + columns, gl.convert_layout(block, layout), mask=mask)
 
 
-@jit(do_not_specialize=["epoch"])
+@jit(do_not_specialize=["epoch", "num_first_tiles", "num_row_tiles"])
 def ag_gemm_sm90_kernel(
     a_desc,
     b_desc,
@@ -234,7 +234,7 @@ def _store_products(
         store_rows(out, stride_om, num_rows, N - first, total, out_ptr.dtype.element_ty)
 
 
-@jit(do_not_specialize=["epoch"])
+@jit(do_not_specialize=["epoch", "first_flag", "num_first_tiles", "num_row_tiles"])
 def gemm_to_owners_sm90_kernel(
     a_desc,
     b_desc,

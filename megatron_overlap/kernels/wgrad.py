@@ -13,7 +13,7 @@ from megatron_overlap.kernels import primitives
 from megatron_overlap.kernels.launch import GemmConfig, RowTiles, Waits, interpreted
 
 
-@triton.jit(do_not_specialize=["epoch"])
+@triton.jit(do_not_specialize=["epoch", "first_chunk", "last_chunk"])
 def wgrad_kernel(
     dy_ptr,
     x_ptr,

@@ -1,7 +1,7 @@
 """Binds and compiles the Hopper kernels for CPU tensors without launching them. Prints one JSON line per kernel.
 
-Runs Triton's argument binding, specialization and compiler. With `epochs`, binds every kernel for `EPOCHS` without
-compiling it, and prints the number of launches and of compiled variants of each kernel.
+Runs Triton's argument binding, specialization and compiler. With `variants`, binds every kernel for `EPOCHS`, each with
+other numbers of rows, without compiling it, and prints the number of launches and of variants of each kernel.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ def without_compiling(self: Any, key: str, *_: object) -> None:
 
 
 def launch_all(epoch: int) -> None:
-    """Launch every kernel of one operation."""
-    self_test.EPOCH = epoch
+    """Launch every kernel of one operation. The number of rows grows with the epoch."""
+    self_test.EPOCH, self_test.ROWS, rows = epoch, 40 * epoch, 8 * epoch
     for config in (ALIGNED[90], HOPPER):
         list(self_test.gathering(ag_gemm.ag_gemm, "cpu", torch.bfloat16, config, True))
         list(self_test.scattering(gemm_rs.gemm_to_owners, "cpu", torch.bfloat16, config, True))
-    tiles = RowTiles.of([RowTile(0, 8, 0, 0, 0, 1, False, 0)], "cpu")
+    tiles = RowTiles.of([RowTile(8 * number, 8, 0, 0, 0, 1, False, 0) for number in range(epoch)], "cpu")
     waits = Waits(torch.zeros(2, dtype=torch.int32), epoch, torch.zeros(1, dtype=torch.int32))
-    x, total = torch.zeros(8, 512), torch.zeros(512, 512)
-    gemm_rs.sum_received(torch.zeros(2, 8, 512), x, tiles=tiles, waits=waits, parts=1, num_programs=1)
+    x, total = torch.zeros(rows, 512), torch.zeros(512, 512)
+    gemm_rs.sum_received(torch.zeros(2, rows, 512), x, tiles=tiles, waits=waits, parts=1, num_programs=1)
     wgrad.wgrad(x, x, total, chunks=tiles, waits=waits, config=WGRAD[90], num_programs=1, add=True)
     for num_flags in (2, 16):
         primitives.wait_all(torch.zeros(num_flags, dtype=torch.int32), epoch, waits.status)
@@ -64,9 +64,9 @@ triton.runtime.driver.set_active(
     )
 )
 JITFunction.run = without_launching
-if sys.argv[1:] == ["epochs"]:
+if sys.argv[1:] == ["variants"]:
     self_test._is_wrong = lambda *_: False
-    self_test.ROWS, self_test.COLUMNS, self_test.DEPTH = 100, 80, 80  # no kernel runs
+    self_test.COLUMNS, self_test.DEPTH = 80, 80  # no kernel runs
     JITFunction._do_compile = without_compiling
     for number in EPOCHS:
         launch_all(number)
