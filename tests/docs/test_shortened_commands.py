@@ -94,7 +94,7 @@ SHORTENED = (
     ),
     Short(
         "python scripts/bench/generation.py",
-        "--rounds 1 --methods stock auto --prompt 16 --tokens 2 --hidden 64 --layers 1",
+        "--rounds 1 --prompt 16 --tokens 2 --hidden 64 --layers 1",
         hosts=True,
         long=True,
     ),
