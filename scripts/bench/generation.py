@@ -3,10 +3,10 @@
     python scripts/bench/generation.py --gbps 0.4 --engine dynamic --sp --json generation.json
 
 One rank a host, one thread a rank. Every forward pass of the engine runs three times on the same input and cache: on
-the stock path, on the stock path again, and overlapped, in random order. A ratio is the median, over all
-passes of a kind, of the time of the stock path divided by the other time of the same pass; a time is that of the
-slowest rank. `stock again` shows how far the ratio of the same code is from 1. Every round enables each method anew, so
-`auto` starts without measurements: the first prefill and the first decode are counted apart.
+the stock path, on the stock path again, and overlapped, in random order. A ratio is the median, over all passes of a
+kind, of the time of the stock path divided by the other time of the same pass; a time is that of the slowest rank.
+`stock_again` shows how far the ratio of the same code is from 1. Every round enables each method anew, so `auto` starts
+without measurements: the first prefill and the first decode are counted apart. `autotuning` is of the last round.
 """
 
 from __future__ import annotations
@@ -180,8 +180,8 @@ class InTurn:
         passes, self._passes = self._passes, []
         times = torch.tensor([[each.ms[path] for path in PATHS] for each in passes])
         dist.all_reduce(times, op=dist.ReduceOp.MAX)
-        for each, row in zip(passes, times.tolist(), strict=True):
-            each.ms = dict(zip(PATHS, row, strict=True))
+        for each, slowest in zip(passes, times.tolist(), strict=True):
+            each.ms = dict(zip(PATHS, slowest, strict=True))
         return passes
 
 
