@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_overlap.autotune import search
 from megatron_overlap.autotune.candidates import STOCK, Call, Candidate
-from megatron_overlap.autotune.search import Selection, calls_to_select
+from megatron_overlap.autotune.search import Search, Selection, calls_to_select
 from megatron_overlap.autotune.tuner import Autotuner
 
 P2P = Candidate("p2p", "direct", 1)
@@ -74,11 +74,23 @@ class Layers:
                 assert x.grad is not None
                 assert torch.equal(x.grad, torch.full((4,), 2.0))
 
+    def run_until(self, takes: Callable[[Candidate], Seconds], done: Callable[[Search[Candidate]], bool]) -> None:
+        """Runs calls until `done`, which is equal on all ranks, at most a thousand."""
+        for _ in range(50):
+            if done(self.search):
+                return
+            self.run(20, takes)
+
+    @property
+    def search(self) -> Search[Candidate]:
+        """The search of the only kind of call."""
+        (kind,) = self.autotuner.kinds.values()
+        return kind.search
+
     @property
     def selected(self) -> Selection[Candidate]:
         """The selection of the only kind of call."""
-        (kind,) = self.autotuner.kinds.values()
-        return kind.search.selected
+        return self.search.selected
 
 
 def selected(
@@ -146,9 +158,11 @@ def reverted(group: dist.ProcessGroup, folder: str) -> Reverted:
             slow = candidate != STOCK and group.rank() == group.size() - 1
             return Seconds(0.008, 0.024) if slow else before(candidate)
 
+        # On a busy machine times differ so much that a search goes on with candidates that it would else drop.
         layers.run(calls_to_select(3), before)
+        layers.run_until(before, lambda search: not search.measuring)
         first = str(layers.selected.candidate)
-        layers.run(160, after)
+        layers.run_until(after, lambda search: search.selected.reason == "reverted")
         again = Layers(group, folder)
         again.run(5, after)
         writers = {path.parent.name for path in Path(folder).glob("*/*.json")}

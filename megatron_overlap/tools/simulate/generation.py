@@ -47,8 +47,6 @@ def _alone(job: Job, rows: int, method: Method | Literal["auto"]) -> Job:
         global_batch_size=replicas,
         data=replicas,
         context=1,
-        pipeline=1,
-        virtual=1,
         tensor_overlap=LinearOverlap(method),
         split="none",
     )
