@@ -14,7 +14,8 @@ class BufferPool:
     """Named buffers of one transport. `take` returns the same memory for the same name. An operation must finish with
     a name before the next operation takes it.
 
-    A buffer grows to the largest requested size and is never freed, like Megatron's global memory buffer.
+    A buffer grows to the largest requested size and is never freed, like Megatron's global memory buffer. It grows by
+    at least a quarter, because a pool whose sizes vary would replace it, and fragment memory, at every new largest one.
 
     Args:
         within: returns the context of allocations, such as another memory pool.
@@ -46,12 +47,14 @@ class BufferPool:
         size = prod(shape)
         storage = self._storage.get(key)
         if storage is None or storage.numel() < size:
+            capacity = size if storage is None else max(size, storage.numel() * 5 // 4)
             # Free the old buffer first to lower the peak.
+            del storage
             self._storage.pop(key, None)
             self.forget()
             # Training writes to buffers that generation allocated, which torch refuses for tensors of inference mode.
             with self._within(), torch.inference_mode(False):
-                storage = torch.empty(size, dtype=like.dtype, device=like.device)
+                storage = torch.empty(capacity, dtype=like.dtype, device=like.device)
             self._storage[key] = storage
         with torch.inference_mode(False):
             return self._keep((key, *shape), storage[:size].view(*shape))

@@ -24,6 +24,10 @@ def test_a_buffer_grows_and_the_old_one_is_freed() -> None:
     buffer_pool.take("gather", (4,), torch.zeros(1))
     buffer_pool.take("gather", (10,), torch.zeros(1))
     assert sum(buffer_pool.sizes().values()) == 40
+    grown = buffer_pool.take("gather", (11,), torch.zeros(1))
+    assert sum(buffer_pool.sizes().values()) == 48, "a quarter more"
+    assert grown.shape == (11,)
+    assert buffer_pool.take("gather", (12,), torch.zeros(1)).data_ptr() == grown.data_ptr()
     buffer_pool.clear()
     assert sum(buffer_pool.sizes().values()) == 0
 
