@@ -24,7 +24,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,7 +34,8 @@ sys.path.insert(0, str(ROOT))
 from megatron_overlap.tools.launch.netlab import Netlab, NetlabError  # noqa: E402
 from megatron_overlap.tools.launch.ranks import free_port  # noqa: E402
 from scripts.trust import rank as ranks  # noqa: E402
-from scripts.trust.rank import DIFFERS, DONE, FOUND, GENERATION, WAIT_FAILED, WRONG, Case  # noqa: E402
+from scripts.trust.rank import DIFFERS, DONE, FOUND, GENERATION, WAIT_FAILED, WRONG, Case, Outcome  # noqa: E402
+from scripts.trust.training import run_trainings  # noqa: E402
 from scripts.trust.work import CHECKED_LOADS, LOADS  # noqa: E402
 
 EXPECTED = {
@@ -59,22 +59,6 @@ _PAUSE_S = 1.0
 _AGAIN = 5
 _BEYOND_S = 25.0
 """Beyond the deadline: the grace of a wait, the questions for signs of life, and a machine that is busy."""
-
-
-@dataclass
-class Outcome:
-    """What came of a case."""
-
-    case: Case
-    codes: list[int | None] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    took_s: float = 0.0
-    hangs: int = 0
-    wrong: int = 0
-    unexpected: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
-    named: bool = False
-    disturbed: bool = False
 
 
 class Runner:
@@ -258,8 +242,6 @@ def main() -> int:
             state = f"NOT as asked for: {outcome.unexpected} {outcome.left}" if bad else "as asked for"
             print(f"{len(found)}: {case.kind}, {case.load}, {outcome.took_s:.1f} s: {state}", flush=True)
     if options.training:
-        from scripts.trust.training import run_trainings
-
         found += run_trainings(options.training, options.seed)
     rows = table(found)
     print("\n".join(f"| {' | '.join(map(str, row.values()))} |" for row in rows))

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -58,6 +58,22 @@ class Case:
     seed: int
     deadline_s: float
     size: int = 4
+
+
+@dataclass
+class Outcome:
+    """What came of a case."""
+
+    case: Case
+    codes: list[int | None] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    took_s: float = 0.0
+    hangs: int = 0
+    wrong: int = 0
+    unexpected: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    named: bool = False
+    disturbed: bool = False
 
 
 def main(case: Case, rank: int, port: int, address: str, told: int, folder: Path, net: str | None) -> NoReturn:

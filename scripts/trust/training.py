@@ -14,12 +14,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from megatron_overlap.tools.launch.ranks import free_port
-from scripts.trust.rank import Case
+from scripts.trust.rank import Case, Outcome
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = shlex.split(
@@ -105,10 +104,8 @@ class Training:
             process.wait()
 
 
-def run_trainings(count: int, seed: int) -> list[Any]:
-    """So many faults in trainings, over the kinds in turn; outcomes as those of other cases."""
-    from scripts.faults import Outcome
-
+def run_trainings(count: int, seed: int) -> list[Outcome]:
+    """`count` faults in trainings, of each kind in turn."""
     draw, found = random.Random(seed), []
     for number in range(count):
         case = Case(KINDS[number % len(KINDS)], "training", draw.randrange(RANKS), draw.randrange(1 << 30), DEADLINE_S)
@@ -123,7 +120,7 @@ def run_trainings(count: int, seed: int) -> list[Any]:
     return found
 
 
-def _fault(outcome: Any, folder: Path, draw: random.Random) -> None:
+def _fault(outcome: Outcome, folder: Path, draw: random.Random) -> None:
     case = outcome.case
     odd = case.victim if case.kind == "training: other config" else None
     training = Training(folder, 100_000, odd_rank=odd)
@@ -151,7 +148,7 @@ def _fault(outcome: Any, folder: Path, draw: random.Random) -> None:
         training.end()
 
 
-def _restart(outcome: Any, folder: Path, draw: random.Random) -> None:
+def _restart(outcome: Outcome, folder: Path, draw: random.Random) -> None:
     """Killed at some step, resumed from its checkpoint: the losses of a run that nobody disturbed."""
     steps, saved = 6, folder / "saved"
     # The one that is killed is told of more steps: the rate goes down as in the others all the same.
