@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Run, Timings, run_job, versions
+from harness import Run, Timings, link_parser, rates_for, run_job, write_rows
 from linear_cases import LinearCase
 
 from megatron_overlap.comm import Transport, destroy_process_groups, transport_of
@@ -235,8 +234,7 @@ def main() -> None:
         return
     rows: list[dict[str, Any]] = []
     for shape, ratios, published in cases(args):
-        rates = [None] if args.loopback else rates_for(args, shape, ratios) if ratios else args.gbps
-        for gbps in rates:
+        for gbps in rates(args, shape, ratios):
             result = run_job(__file__, options(args, shape), args.hosts, gbps, args.timeout)
             for row in result["rows"]:
                 row["gbps"] = gbps
@@ -246,10 +244,7 @@ def main() -> None:
             rows += result["rows"]
     if args.paper:
         print_paper(rows)
-    link = {"hosts": args.hosts, "kind": "loopback" if args.loopback else "netlab"}
-    text = json.dumps({"rows": rows, "link": link, "versions": versions(), "command": sys.argv}, indent=1)
-    if args.json:
-        Path(args.json).write_text(text + "\n")
+    write_rows(args, rows)
 
 
 def cases(args: argparse.Namespace) -> list[tuple[Shape, Sequence[float] | None, PaperRow | None]]:
@@ -275,11 +270,13 @@ def options(args: argparse.Namespace, shape: Shape, *extra: str) -> list[str]:
     return [*words, "--directions", *args.directions, *extra]
 
 
-def rates_for(args: argparse.Namespace, shape: Shape, ratios: Sequence[float]) -> list[float | None]:
-    """The link rates at which communication takes `ratio` times the compute, which is measured over loopback."""
+def rates(args: argparse.Namespace, shape: Shape, ratios: Sequence[float] | None) -> list[float | None]:
+    """Those asked for; for ratios from the compute, which is measured over loopback."""
+    if args.loopback or not ratios:
+        return [None] if args.loopback else args.gbps
     compute_ms = run_job(__file__, options(args, shape, "--probe"), args.hosts, None, args.timeout)["compute_ms"]
     moved = shape.positions * shape.batch * shape.features * DTYPES[args.dtype].itemsize * (args.hosts - 1) / args.hosts
-    return [round(moved * 8 / (ratio * compute_ms * 1e6), 3) for ratio in ratios]
+    return rates_for(moved, compute_ms, ratios)
 
 
 def work(args: argparse.Namespace) -> None:
@@ -401,11 +398,7 @@ def print_paper(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--hosts", type=int, default=2, help="ranks, one a host")
-    parser.add_argument("--gbps", type=float, nargs="+", default=[1.0], help="rate of each host's link, Gbit/s")
-    parser.add_argument("--ratios", type=float, nargs="+", help="communication : compute; sets the rates")
-    parser.add_argument("--loopback", action="store_true", help="no hosts and no rate: a check, not a measurement")
+    parser = link_parser(__doc__, "communication : compute")
     parser.add_argument("--paper", action="store_true", help="the paper's two shapes, scaled, at its ratios")
     parser.add_argument("--positions", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=1)
@@ -418,12 +411,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pattern", choices=("direct", "ring"), default="direct")
     parser.add_argument("--chunks", type=int, default=None, help="chunks per rank; chosen by the shape if not given")
     parser.add_argument("--slices", type=int, default=4, help="slices of the asynchronous-collective baseline")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--timeout", type=float, default=900, help="seconds for one rate")
-    parser.add_argument("--json", help="file for the figures")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

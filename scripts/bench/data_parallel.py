@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Run, Timings, run_job, versions
+from harness import Run, Timings, link_parser, rates_for, run_job, run_rates
 
 from megatron_overlap.comm import Transport, destroy_process_groups, transport_of
 from megatron_overlap.ops import Gathering, GradientReduce
@@ -204,19 +204,7 @@ def main() -> None:
     if args.worker:
         work(args)
         return
-    rows: list[dict[str, Any]] = []
-    rates = [None] if args.loopback else args.gbps
-    if args.ratios and not args.loopback:
-        rates = rates_for(args)
-    for gbps in rates:
-        row = run_job(__file__, sys.argv[1:], args.hosts, gbps, args.timeout)
-        row["gbps"] = gbps
-        print_row(row)
-        rows.append(row)
-    link = {"hosts": args.hosts, "kind": "loopback" if args.loopback else "netlab", "gbps": rates}
-    text = json.dumps({"rows": rows, "link": link, "versions": versions(), "command": sys.argv}, indent=1)
-    if args.json:
-        Path(args.json).write_text(text + "\n")
+    run_rates(__file__, args, rates(args), print_row)
 
 
 def moved_bytes(args: argparse.Namespace) -> float:
@@ -225,10 +213,12 @@ def moved_bytes(args: argparse.Namespace) -> float:
     return elements * (4 + DTYPES[args.dtype].itemsize)
 
 
-def rates_for(args: argparse.Namespace) -> list[float]:
-    """The link rates at which communication takes `ratio` times the computation, measured over loopback."""
+def rates(args: argparse.Namespace) -> list[float | None]:
+    """Those asked for; for `--ratios` from the computation, measured over loopback."""
+    if args.loopback or not args.ratios:
+        return [None] if args.loopback else args.gbps
     compute_ms = run_job(__file__, [*sys.argv[1:], "--probe"], args.hosts, None, args.timeout)["compute_ms"]
-    return [round(moved_bytes(args) * 8 / (ratio * compute_ms * 1e6), 3) for ratio in args.ratios]
+    return rates_for(moved_bytes(args), compute_ms, args.ratios)
 
 
 def work(args: argparse.Namespace) -> None:
@@ -238,12 +228,13 @@ def work(args: argparse.Namespace) -> None:
     transport = transport_of(dist.group.WORLD)
     case = DataCase(args.layers, args.hidden, args.tokens, DTYPES[args.dtype], transport)
     if args.probe:
-        row = {"compute_ms": Timings({"compute": case.variants()["compute"]}, args.rounds, 2).ms("compute")}
+        variants = {"compute": case.variants()["compute"]}
+        result: dict[str, Any] = {"compute_ms": Timings(variants, args.rounds, 2).ms("compute")}
     else:
         gate(case)
-        row = measure(case, args)
+        result = {"rows": [measure(case, args)]}
     if transport.rank == 0:
-        Path(args.json).write_text(json.dumps(row))
+        Path(args.json).write_text(json.dumps(result))
     destroy_process_groups()
 
 
@@ -312,21 +303,11 @@ def print_row(row: dict[str, Any]) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--hosts", type=int, default=2, help="ranks, one a host")
-    parser.add_argument("--gbps", type=float, nargs="+", default=[1.0], help="rate of each host's link, Gbit/s")
-    parser.add_argument("--ratios", type=float, nargs="+", help="communication : computation; sets the rates")
-    parser.add_argument("--loopback", action="store_true", help="no hosts and no rate: a check, not a measurement")
+    parser = link_parser(__doc__, "communication : computation")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--tokens", type=int, default=512, help="rows of the activations on each rank")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of parameters; gradients are summed in fp32")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--timeout", type=float, default=900, help="seconds for one rate")
-    parser.add_argument("--json", help="file for the figures")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

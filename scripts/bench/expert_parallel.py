@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, product
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import Run, Timings, run_job, versions
+from harness import Run, Timings, link_parser, run_rates
 
 from megatron_overlap.comm import Transport, destroy_process_groups, transport_of
 from megatron_overlap.comm.transport import P2PWork, Transfer
@@ -274,17 +273,7 @@ def main() -> None:
     if args.worker:
         work(args)
         return
-    rows: list[dict[str, Any]] = []
-    for gbps in [None] if args.loopback else args.gbps:
-        result = run_job(__file__, sys.argv[1:], args.hosts, gbps, args.timeout)
-        for row in result["rows"]:
-            row["gbps"] = gbps
-            print_row(row)
-        rows += result["rows"]
-    if args.json:
-        link = {"hosts": args.hosts, "kind": "loopback" if args.loopback else "netlab"}
-        text = json.dumps({"rows": rows, "link": link, "versions": versions(), "command": sys.argv}, indent=1)
-        Path(args.json).write_text(text + "\n")
+    run_rates(__file__, args, [None] if args.loopback else args.gbps, print_row)
 
 
 def work(args: argparse.Namespace) -> None:
@@ -348,10 +337,7 @@ def print_row(row: dict[str, Any]) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--hosts", type=int, default=2, help="ranks, one a host")
-    parser.add_argument("--gbps", type=float, nargs="+", default=[0.4], help="rate of each host's link, Gbit/s")
-    parser.add_argument("--loopback", action="store_true", help="no hosts and no rate: a check, not a measurement")
+    parser = link_parser(__doc__, rounds=9, warmup=2)
     parser.add_argument("--rows", type=int, default=2048, help="tokens of a rank")
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--ffn", type=int, default=2048)
@@ -360,11 +346,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--routing", type=Path, help="recorded routings, in place of --experts and --skew")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=list(DIRECTIONS))
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--timeout", type=float, default=600, help="seconds for one rate")
-    parser.add_argument("--json", help="file for the figures")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

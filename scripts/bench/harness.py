@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -64,6 +66,54 @@ class Timings:
     def ratio(self, name: str, other: str) -> float:
         """Median over rounds of `name` / `other` in the same round."""
         return median(a / b for a, b in zip(self.rounds[name], self.rounds[other], strict=True))
+
+
+def link_parser(doc: str | None, ratios: str = "", *, rounds: int = 15, warmup: int = 3) -> argparse.ArgumentParser:
+    """The options of every benchmark over links with a limited rate: hosts, rates, rounds and files.
+
+    Args:
+        doc: of the script.
+        ratios: which times `--ratios` compares; empty: the script has no such option.
+        rounds, warmup: defaults.
+    """
+    parser = argparse.ArgumentParser(description=doc.split("\n")[0] if doc else None)
+    parser.add_argument("--hosts", type=int, default=2, help="ranks, one a host")
+    parser.add_argument("--gbps", type=float, nargs="+", default=[1.0], help="rate of each host's link, Gbit/s")
+    if ratios:
+        parser.add_argument("--ratios", type=float, nargs="+", help=f"{ratios}; sets the rates")
+    parser.add_argument("--loopback", action="store_true", help="no hosts and no rate: a check, not a measurement")
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--warmup", type=int, default=warmup)
+    parser.add_argument("--timeout", type=float, default=900, help="seconds for one rate")
+    parser.add_argument("--json", help="file for the figures")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def run_rates(
+    script: str, args: argparse.Namespace, rates: Sequence[float | None], print_row: Callable[[dict[str, Any]], None]
+) -> None:
+    """Runs `script` at each rate, prints its rows, and writes them to the file of `--json`."""
+    rows: list[dict[str, Any]] = []
+    for gbps in rates:
+        for row in run_job(script, sys.argv[1:], args.hosts, gbps, args.timeout)["rows"]:
+            rows.append({**row, "gbps": gbps})
+            print_row(rows[-1])
+    write_rows(args, rows)
+
+
+def write_rows(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """Writes rows with link, versions and command to the file of `--json`."""
+    if args.json:
+        link = {"hosts": args.hosts, "kind": "loopback" if args.loopback else "netlab"}
+        text = json.dumps({"rows": rows, "link": link, "versions": versions(), "command": sys.argv}, indent=1)
+        Path(args.json).write_text(text + "\n")
+
+
+def rates_for(moved_bytes: float, alone_ms: float, ratios: Sequence[float]) -> list[float | None]:
+    """The rates in Gbit/s at which `moved_bytes` of a rank take `ratio` times `alone_ms`."""
+    return [round(moved_bytes * 8 / (ratio * alone_ms * 1e6), 3) for ratio in ratios]
 
 
 def versions() -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Run, Timings, run_job, versions
+from harness import Run, Timings, link_parser, rates_for, run_job, run_rates
 
 from megatron_overlap.comm import Transport, destroy_process_groups, transport_of
 from megatron_overlap.comm.transport import Transfer
@@ -261,30 +261,18 @@ def main() -> None:
     if args.worker:
         work(args)
         return
-    rows: list[dict[str, Any]] = []
-    link: dict[str, Any] = {"hosts": args.hosts, "kind": "netlab" if not args.loopback else "loopback"}
-    rates = [None] if args.loopback else args.gbps
-    if args.ratios and not args.loopback:
-        rates = rates_for(args)
-    for gbps in rates:
-        result = run_job(__file__, sys.argv[1:], args.hosts, gbps, args.timeout)
-        for row in result["rows"]:
-            row["gbps"] = gbps
-            print_row(row)
-        rows += result["rows"]
-        link["gbps"] = gbps if len(rates) == 1 else rates
-    text = json.dumps({"rows": rows, "link": link, "versions": versions(), "command": sys.argv}, indent=1)
-    if args.json:
-        Path(args.json).write_text(text + "\n")
+    run_rates(__file__, args, rates(args), print_row)
 
 
-def rates_for(args: argparse.Namespace) -> list[float]:
-    """The link rates at which communication takes `ratio` times the arithmetic of a forward, measured over loopback."""
+def rates(args: argparse.Namespace) -> list[float | None]:
+    """Those asked for; for `--ratios` from the arithmetic of a forward, measured over loopback."""
+    if args.loopback or not args.ratios:
+        return [None] if args.loopback else args.gbps
     compute_ms = run_job(__file__, [*sys.argv[1:], "--probe"], args.hosts, None, args.timeout)["compute_ms"]
     heads = 2 * args.heads + 2 * args.kv_heads
     elements = args.sequence * args.batch * heads * args.hidden // args.heads
     moved = elements / args.hosts * DTYPES[args.dtype].itemsize * (args.hosts - 1) / args.hosts
-    return [round(moved * 8 / (ratio * compute_ms * 1e6), 3) for ratio in args.ratios]
+    return rates_for(moved, compute_ms, args.ratios)
 
 
 def work(args: argparse.Namespace) -> None:
@@ -392,11 +380,7 @@ def print_row(row: dict[str, Any]) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--hosts", type=int, default=2, help="ranks, one a host")
-    parser.add_argument("--gbps", type=float, nargs="+", default=[1.0], help="rate of each host's link, Gbit/s")
-    parser.add_argument("--ratios", type=float, nargs="+", help="communication : arithmetic; sets the rates")
-    parser.add_argument("--loopback", action="store_true", help="no hosts and no rate: a check, not a measurement")
+    parser = link_parser(__doc__, "communication : arithmetic")
     parser.add_argument("--sequence", type=int, default=2048, help="rows of all ranks together")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--hidden", type=int, default=1024)
@@ -408,12 +392,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--slices", type=int, default=4, help="most head groups of the asynchronous-collective baseline"
     )
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--timeout", type=float, default=900, help="seconds for one rate")
-    parser.add_argument("--json", help="file for the figures")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
