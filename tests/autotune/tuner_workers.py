@@ -1,9 +1,8 @@
-"""Worker functions of test_tuner.py: an autotuner on layers that sleep for known times."""
+"""Worker functions of test_tuner.py: an autotuner on layers that take known times on a clock of their own."""
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.autotune import search
+from megatron_overlap.autotune import search, tuner
 from megatron_overlap.autotune.candidates import STOCK, Call, Candidate
 from megatron_overlap.autotune.search import Search, Selection, calls_to_select
 from megatron_overlap.autotune.tuner import Autotuner
@@ -29,17 +28,32 @@ class Seconds(NamedTuple):
     backward: float
 
 
-class _Sleep(torch.autograd.Function):
+class Clock:
+    """The clock of the autotuner of a rank: only layers take time, so a busy machine changes nothing."""
+
+    def __init__(self) -> None:
+        self._ns = 0
+
+    def perf_counter_ns(self) -> int:
+        """As `time.perf_counter_ns`."""
+        return self._ns
+
+    def advance(self, seconds: float) -> None:
+        """A layer takes so long."""
+        self._ns += round(1e9 * seconds)
+
+
+class _Taking(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, takes: Seconds) -> torch.Tensor:
-        ctx.takes = takes
-        time.sleep(takes.forward)
+    def forward(ctx: Any, x: torch.Tensor, takes: Seconds, clock: Clock) -> torch.Tensor:
+        ctx.takes, ctx.clock = takes, clock
+        clock.advance(takes.forward)
         return x * 2
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        time.sleep(ctx.takes.backward)
-        return grads[0] * 2, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.clock.advance(ctx.takes.backward)
+        return grads[0] * 2, None, None
 
 
 class Layers:
@@ -52,6 +66,7 @@ class Layers:
         path = None if folder is None else Path(folder, f"rank{group.rank()}")
         self.autotuner = Autotuner(group, folder=path, versions={"release": "1"}, timeout_s=20)
         self.ran: list[str] = []
+        self._clock = Clock()
 
     def run(self, calls: int, takes: Callable[[Candidate], Seconds], micro_batches: int = 1) -> None:
         """Runs the forwards of so many micro-batches, then their backwards, as pipelines do."""
@@ -59,27 +74,28 @@ class Layers:
         w = torch.zeros(2, requires_grad=True)
         for _ in range(calls // micro_batches):
             outputs = []
-            for _ in range(micro_batches):
-                x = torch.ones(4, requires_grad=True)
+            with patch.object(tuner, "time", self._clock):
+                for _ in range(micro_batches):
+                    x = torch.ones(4, requires_grad=True)
 
-                def once(candidate: Candidate, x: torch.Tensor = x) -> torch.Tensor:
-                    self.ran.append(str(candidate))
-                    y: torch.Tensor = _Sleep.apply(x, takes(candidate))
-                    # Several nodes: a view and a sum, as in a layer with a bias.
-                    return y.view(2, 2) + w
+                    def once(candidate: Candidate, x: torch.Tensor = x) -> torch.Tensor:
+                        self.ran.append(str(candidate))
+                        y: torch.Tensor = _Taking.apply(x, takes(candidate), self._clock)
+                        # Several nodes: a view and a sum, as in a layer with a bias.
+                        return y.view(2, 2) + w
 
-                outputs.append((x, self.autotuner.run(call, once, (x, w), lambda: self.candidates)[0]))
-            for x, y in reversed(outputs):
-                y.sum().backward()
-                assert x.grad is not None
-                assert torch.equal(x.grad, torch.full((4,), 2.0))
+                    outputs.append((x, self.autotuner.run(call, once, (x, w), lambda: self.candidates)[0]))
+                for x, y in reversed(outputs):
+                    y.sum().backward()
+                    assert x.grad is not None
+                    assert torch.equal(x.grad, torch.full((4,), 2.0))
 
     def run_until(self, takes: Callable[[Candidate], Seconds], done: Callable[[Search[Candidate]], bool]) -> None:
         """Runs calls until `done`, which is equal on all ranks, at most a thousand."""
         for _ in range(50):
+            self.run(20, takes)
             if done(self.search):
                 return
-            self.run(20, takes)
 
     @property
     def search(self) -> Search[Candidate]:
@@ -150,7 +166,6 @@ def reverted(group: dist.ProcessGroup, folder: str) -> Reverted:
         layers = Layers(group, folder)
 
         def before(candidate: Candidate) -> Seconds:
-            # Far apart, because beside other tests a sleep takes some milliseconds too long at times.
             seconds = 0.008 if candidate == STOCK else 0.002 if candidate == P2P else 0.005
             return Seconds(seconds, seconds)
 
@@ -158,8 +173,6 @@ def reverted(group: dist.ProcessGroup, folder: str) -> Reverted:
             slow = candidate != STOCK and group.rank() == group.size() - 1
             return Seconds(0.008, 0.024) if slow else before(candidate)
 
-        # On a busy machine times differ so much that a search goes on with candidates that it would else drop.
-        layers.run(calls_to_select(3), before)
         layers.run_until(before, lambda search: not search.measuring)
         first = str(layers.selected.candidate)
         layers.run_until(after, lambda search: search.selected.reason == "reverted")
@@ -176,7 +189,7 @@ def other_disks(group: dist.ProcessGroup, folder: str) -> tuple[list[str], list[
         What ran last in the first run, and what runs in the second one.
     """
     first = Layers(group, folder)
-    first.run(calls_to_select(3), lambda candidate: Seconds(0.0 if candidate == P2P else 0.004, 0.0))
+    first.run(calls_to_select(3), lambda candidate: Seconds(0.001 if candidate == P2P else 0.004, 0.0))
     dist.barrier(group)
     own = Path(folder, f"rank{group.rank()}")
     if group.rank():
@@ -187,5 +200,5 @@ def other_disks(group: dist.ProcessGroup, folder: str) -> tuple[list[str], list[
         (own / source.name).write_text(json.dumps(json.loads(text) | {"candidate": "stock"}))
     dist.barrier(group)
     again = Layers(group, folder)
-    again.run(5, lambda candidate: Seconds(0.0, 0.0))
+    again.run(5, lambda candidate: Seconds(0.001, 0.0))
     return first.ran[-1:], again.ran
