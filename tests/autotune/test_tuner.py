@@ -21,8 +21,8 @@ def test_forward_and_backward_count_together(world: World, micro_batches: int) -
     assert_same([ran for ran, *_ in answers])
     for _, method, us, stock_us in answers:
         assert method == "p2p direct x 1", "the faster backward outweighs the slower forward"
-        assert us == pytest.approx(4000)
-        assert stock_us == pytest.approx(8000)
+        assert us == pytest.approx(4000, abs=10)
+        assert stock_us == pytest.approx(8000, abs=10)
 
 
 def test_a_candidate_that_is_slow_on_one_rank_is_not_selected_on_any(world: World) -> None:

@@ -11,10 +11,11 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.autotune import search, tuner
+from megatron_overlap.autotune import search
 from megatron_overlap.autotune.candidates import STOCK, Call, Candidate
 from megatron_overlap.autotune.search import Search, Selection, calls_to_select
 from megatron_overlap.autotune.tuner import Autotuner
+from tests.autotune.trials import Clock
 
 P2P = Candidate("p2p", "direct", 1)
 OTHER = Candidate("p2p", "direct", 2)
@@ -26,21 +27,6 @@ class Seconds(NamedTuple):
 
     forward: float
     backward: float
-
-
-class Clock:
-    """The clock of the autotuner of a rank: only layers take time, so a busy machine changes nothing."""
-
-    def __init__(self) -> None:
-        self._ns = 0
-
-    def perf_counter_ns(self) -> int:
-        """As `time.perf_counter_ns`."""
-        return self._ns
-
-    def advance(self, seconds: float) -> None:
-        """A layer takes so long."""
-        self._ns += round(1e9 * seconds)
 
 
 class _Taking(torch.autograd.Function):
@@ -74,7 +60,7 @@ class Layers:
         w = torch.zeros(2, requires_grad=True)
         for _ in range(calls // micro_batches):
             outputs = []
-            with patch.object(tuner, "time", self._clock):
+            with self._clock.of_tuner():
                 for _ in range(micro_batches):
                     x = torch.ones(4, requires_grad=True)
 

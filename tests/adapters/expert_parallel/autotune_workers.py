@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -11,9 +10,10 @@ import torch.distributed as dist
 from megatron_overlap import OverlapConfig, enable
 from megatron_overlap.autotune.search import calls_to_select
 from tests.adapters.expert_parallel.workers import HIDDEN, SHARED, MoECase, make_layer, start
-from tests.autotune.trials import few_trials
+from tests.autotune.trials import Clock, few_trials
 
 DELAY_MS = 30.0
+CLOCK = Clock()
 with few_trials():
     _CALLS = calls_to_select(2) + 18  # Some run what is selected.
 CASE = MoECase(config={**SHARED, "moe_router_load_balancing_type": "none"})
@@ -29,7 +29,7 @@ class _Delay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        time.sleep(DELAY_MS / 1e3)
+        CLOCK.advance(DELAY_MS / 1e3)
         return grads[0]
 
 
@@ -39,7 +39,7 @@ def _slow_stock(layer: Any) -> None:
     dispatch, combine = dispatcher.token_dispatch, dispatcher.token_combine
 
     def late_combine(x: torch.Tensor, *rest: Any) -> Any:
-        time.sleep(DELAY_MS / 1e3)
+        CLOCK.advance(DELAY_MS / 1e3)
         return combine(x, *rest)
 
     dispatcher.token_dispatch = lambda x, *rest: dispatch(_Delay.apply(x), *rest)
@@ -73,14 +73,14 @@ def select(group: dist.ProcessGroup, slow: str) -> dict[str, Any]:
     expected = [_step(plain, seed) for seed in range(_CALLS)]
     deviations = []
     config = OverlapConfig.model_validate({**_NOTHING, "expert": {"method": "auto"}})
-    with few_trials(), enable(config) as session:
+    with few_trials(), CLOCK.of_tuner(), enable(config) as session:
         adapter: Any = session.adapter(ExpertAdapter)
         for layer in layers if slow == "stock" else ():
             _slow_stock(layer)
         compute = adapter.compute
 
         def late(*args: Any) -> torch.Tensor:
-            time.sleep(DELAY_MS / 1e3)
+            CLOCK.advance(DELAY_MS / 1e3)
             result: torch.Tensor = compute(*args)
             return result
 
