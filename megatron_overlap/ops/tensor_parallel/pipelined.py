@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -12,6 +13,8 @@ from megatron_overlap.comm.transport import Exchange, Repeated, Transfer
 from megatron_overlap.ops.tensor_parallel.tree import tree_sum
 from megatron_overlap.ops.wgrad import WeightGradient, add_wide, like_fp32
 from megatron_overlap.schedules import Chunk, ChunkLayout, Plan
+
+_HAS_TRITON = find_spec("triton") is not None
 
 Rows = tuple[int, int]
 GemmInto = Callable[[int, int, torch.Tensor], None]
@@ -293,6 +296,16 @@ class _ScatteredRows(_WorkRows):
         self.repeated = Repeated(lambda own: transfers)
 
 
+def _add_terms(terms: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """`out += terms.sum(0)` in fp32. On CUDA one kernel adds in the order of the terms: a second one costs a pass."""
+    if out.is_cuda and _HAS_TRITON:
+        from megatron_overlap.kernels.gemm_rs import add_terms
+
+        add_terms(terms, out)
+        return out
+    return torch.add(terms.sum(0, dtype=torch.float32), out, out=out)
+
+
 class PipelinedReduceScatter:
     """A reduce-scatter of GEMM results: rows of other owners are computed and sent first, own rows last, to `out`.
 
@@ -395,7 +408,8 @@ class PipelinedReduceScatter:
     def finish(self) -> torch.Tensor:
         """Adds the received partial sums to the own rows, in the order of the plan. Waits for all messages.
 
-        More than two terms are summed in fp32 and rounded once. On CUDA one kernel adds the received terms.
+        More than two terms are summed in fp32 and rounded once. On a device the received terms are added first,
+        then the own rows.
 
         Returns:
             `out`.
@@ -405,8 +419,7 @@ class PipelinedReduceScatter:
             return self._finish_tree()
         if self._plan.messages and self._plan.pattern != "ring" and self._on_device:
             self._p2p_work.wait_all()
-            # Each further kernel would read and write the sum again.
-            return torch.add(self._rows.of_sources.sum(0, dtype=torch.float32), self.out, out=self.out)
+            return _add_terms(self._rows.of_sources, self.out)
         messages, out = self._plan.messages, self.out
         # Each part is summed in the order of the plan. Parts are summed in the order of arrival.
         waiting: dict[int, list[int]] = {}
