@@ -111,6 +111,19 @@ def sum_received_kernel(
         tl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit(do_not_specialize=["num_rows"])
+def add_terms_kernel(terms_ptr, out_ptr, num_rows, N, NUM_TERMS: tl.constexpr, BLOCK: tl.constexpr):
+    num_elements = num_rows.to(tl.int64) * N
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < num_elements
+    # In this order, so that the result is bitwise reproducible: the terms, then the own rows.
+    total = tl.load(terms_ptr + offsets, mask=mask).to(tl.float32)
+    for term in tl.static_range(1, NUM_TERMS):
+        total += tl.load(terms_ptr + term * num_elements + offsets, mask=mask).to(tl.float32)
+    total += tl.load(out_ptr + offsets, mask=mask).to(tl.float32)
+    tl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
 @dataclass(frozen=True, slots=True)
 class Owners:
     """Receive buffers and flags of all ranks, as addresses that are valid on this rank.
@@ -214,6 +227,33 @@ def sum_received(
         MAX_POLLS=waits.max_polls,
         num_warps=SUM_WARPS,
     )
+
+
+ADD_ELEMENTS, ADD_WARPS = 2048, 8
+
+
+def add_terms(terms: torch.Tensor, out: torch.Tensor) -> None:
+    """Enqueue `out = terms.sum(0) + out`, in fp32, in this order, rounded once.
+
+    Args:
+        terms: `[number, rows, N]`, contiguous, at least one.
+        out: `[rows, N]`, contiguous, of the same dtype.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    num_terms, num_rows, num_columns = terms.shape
+    if out.shape != (num_rows, num_columns) or out.dtype != terms.dtype or num_terms < 1:
+        raise ValueError(
+            f"out: {out.dtype} {tuple(out.shape)} does not fit terms of {terms.dtype} {tuple(terms.shape)}"
+        )
+    if not (terms.is_contiguous() and out.is_contiguous()):
+        raise ValueError("terms, out: must be contiguous")
+    if out.numel():
+        grid = (triton.cdiv(out.numel(), ADD_ELEMENTS),)
+        add_terms_kernel[grid](
+            terms, out, num_rows, num_columns, NUM_TERMS=num_terms, BLOCK=ADD_ELEMENTS, num_warps=ADD_WARPS
+        )
 
 
 TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

@@ -85,7 +85,7 @@ def check_operands(
         raise ValueError(f"bias: shape {tuple(bias.shape)}: must be ({w.shape[0]},)")
     if main_grad is not None and main_grad.shape != w.shape:
         raise ValueError(f"main_grad: shape {tuple(main_grad.shape)}: must be {tuple(w.shape)}")
-    return int(x.shape[1:-1].numel())
+    return 1 if x.dim() == 2 else int(x.shape[1:-1].numel())
 
 
 def gathered_rows(x: torch.Tensor, ranks: int) -> int:

@@ -3,7 +3,12 @@
     python scripts/bench/host_cost.py --ranks 8 --json host_cost.json
 
 One rank runs the operations of the package on tiny fp32 tensors. The queues of the device do nothing, so the calls of
-the CUDA driver are not in the figures; `calls` counts them. `gemms_us` is the time of the GEMM calls alone.
+the CUDA driver are not in the figures; `calls` counts them. `gemms_us` is the time of the GEMM calls alone. On the host
+torch adds the partial sums of a reduce-scatter, where CUDA launches a kernel. The figures are CPU time: other programs
+on the host add less to it than to wall-clock time.
+
+A column-parallel layer has three operations in both passes, a row-parallel layer two. A call of `backward` starts
+torch's autograd engine once. The blocks show the layers as in a training step, where one call serves many layers.
 """
 
 from __future__ import annotations
@@ -15,7 +20,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 from harness import versions
@@ -26,7 +32,8 @@ from megatron_overlap.ops import all_gather_linear, linear_reduce_scatter
 from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan, P2PMethod
 
 WIDTH = 16
-CALLS = 200
+CALLS = 20  # a window that is short enough to pass while no other program shares the core
+BLOCKS = 4
 
 
 class CountedQueue:
@@ -84,8 +91,22 @@ class CountedBackend:
         """Free nothing."""
 
 
-def operations(backend: Any, ranks: int) -> dict[str, tuple[Callable[[], object], int]]:
-    """The passes of both kinds of layer, and the numbers of their GEMMs."""
+class Case(NamedTuple):
+    """Passes of layers.
+
+    Attributes:
+        call: runs them.
+        gemms: number of GEMMs.
+        operations: number of overlapped operations.
+    """
+
+    call: Callable[[], object]
+    gemms: int
+    operations: int
+
+
+def cases(backend: Any, ranks: int) -> dict[str, Case]:
+    """The passes of both kinds of layer, alone and in blocks of one column-parallel and one row-parallel layer."""
     method = P2PMethod(CopyTransport(backend, ring_bytes=1 << 16), LinearPlan(pattern="direct", split="edge"))
     rows = 8 * ranks
     shard, whole = torch.randn(8, WIDTH), torch.randn(rows, WIDTH)
@@ -96,50 +117,58 @@ def operations(backend: Any, ranks: int) -> dict[str, tuple[Callable[[], object]
         with torch.no_grad():
             return function(x.detach(), weight, group=method)
 
-    def both(function: Any, x: torch.Tensor, dy: torch.Tensor) -> None:
-        leaf = x.detach().requires_grad_()
-        function(leaf, weight, group=method, main_grad=main_grad).backward(dy)
+    def both(functions: Sequence[Any], x: torch.Tensor, dy: torch.Tensor) -> None:
+        y = x.detach().requires_grad_()
+        for function in functions:
+            y = function(y, weight, group=method, main_grad=main_grad)
+        y.backward(dy)
 
+    column, row = all_gather_linear, linear_reduce_scatter
     return {
-        "all_gather_linear forward": (lambda: forward(all_gather_linear, shard), ranks),
-        "linear_reduce_scatter forward": (lambda: forward(linear_reduce_scatter, whole), ranks),
-        "all_gather_linear both passes": (lambda: both(all_gather_linear, shard, whole), 2 * ranks + 1),
-        "linear_reduce_scatter both passes": (lambda: both(linear_reduce_scatter, whole, shard), 2 * ranks + 1),
+        "all_gather_linear forward": Case(lambda: forward(column, shard), ranks, 1),
+        "linear_reduce_scatter forward": Case(lambda: forward(row, whole), ranks, 1),
+        "all_gather_linear both passes": Case(lambda: both([column], shard, whole), 2 * ranks + 1, 3),
+        "linear_reduce_scatter both passes": Case(lambda: both([row], whole, shard), 2 * ranks + 1, 2),
+        f"{BLOCKS} blocks, both passes": Case(
+            lambda: both([column, row] * BLOCKS, shard, shard), BLOCKS * (4 * ranks + 2), BLOCKS * 5
+        ),
     }
 
 
-def microseconds(call: Callable[[], object], repeats: int) -> float:
-    """The shortest time of a call over some repeats of many: the host's other work only adds."""
+def microseconds(call: Callable[[], object], repeats: int) -> list[float]:
+    """The CPU time of a call, on average over `CALLS` calls, in each of the repeats."""
     found = []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = time.process_time()
         for _ in range(CALLS):
             call()
-        found.append((time.perf_counter() - start) / CALLS * 1e6)
-    return min(found)
+        found.append((time.process_time() - start) / CALLS * 1e6)
+    return found
 
 
 def main() -> None:
     """Prints and stores the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=90)
     parser.add_argument("--json", type=Path, help="file for the figures")
     args = parser.parse_args()
     torch.set_num_threads(1)
     backend = CountedBackend(args.ranks)
     a, b, out = torch.randn(8, WIDTH), torch.randn(WIDTH, WIDTH), torch.empty(8, WIDTH)
-    gemm = microseconds(lambda: torch.mm(a, b, out=out), args.repeats)
+    gemm = min(microseconds(lambda: torch.mm(a, b, out=out), args.repeats))
     rows = []
-    for name, (call, gemms) in operations(backend, args.ranks).items():
+    for name, case in cases(backend, args.ranks).items():
         for _ in range(3):
-            call()
+            case.call()
         backend.calls.clear()
-        call()
-        row = {"operation": name, "ranks": args.ranks, "calls": dict(backend.calls)}
-        row |= {"us": microseconds(call, args.repeats), "gemms_us": gemms * gemm}
+        case.call()
+        row = {"operation": name, "ranks": args.ranks, "operations": case.operations, "calls": dict(backend.calls)}
+        times = microseconds(case.call, args.repeats)
+        row |= {"us": min(times), "median_us": median(times), "gemms_us": case.gemms * gemm}
         rows.append(row)
-        print(f"{name:36} {row['us']:6.0f} us, of them GEMM calls {row['gemms_us']:4.0f}  {row['calls']}", flush=True)
+        each = f"{row['us'] / case.operations:6.1f} us an operation, median {row['median_us'] / case.operations:6.1f}"
+        print(f"{name:36} {each}, of them GEMM calls {row['gemms_us'] / case.operations:4.1f}", flush=True)
     if args.json:
         figures = {"rows": rows, "versions": versions(), "command": sys.argv}
         args.json.write_text(json.dumps(figures, indent=1) + "\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from megatron_overlap.kernels.gemm_rs import SUM_COLUMNS, SUM_ROWS, SUM_WARPS
+from megatron_overlap.kernels.gemm_rs import ADD_ELEMENTS, ADD_WARPS, SUM_COLUMNS, SUM_ROWS, SUM_WARPS
 from megatron_overlap.kernels.launch import (
     ALIGNED,
     ALIGNED_SMALL,
@@ -80,6 +80,7 @@ def shipped() -> list[Variant]:
         variants.append(_wait(arch))
         for dtype in ("bf16", "fp16"):
             variants += [_sum(arch, dtype, num_ranks, even) for num_ranks in (2, 4, 8) for even in (True, False)]
+            variants += [_add(arch, dtype, num_terms, even) for num_terms in (1, 3, 7) for even in (True, False)]
     return variants
 
 
@@ -149,6 +150,19 @@ def _sum(arch: int, dtype: str, num_ranks: int, even: bool) -> Variant:
         },
         values | {key: _FLAG_POINTERS[key] for key in ("tiles_ptr", "flags_ptr", "status_ptr")},
         ("slot_stride", "N") if even else (),
+    )
+
+
+def _add(arch: int, dtype: str, num_terms: int, even: bool) -> Variant:
+    return Variant(
+        f"add {num_terms} {dtype}{'' if even else ' odd'}",
+        "gemm_rs",
+        "add_terms_kernel",
+        arch,
+        ADD_WARPS,
+        {"NUM_TERMS": num_terms, "BLOCK": ADD_ELEMENTS},
+        dict.fromkeys(("terms_ptr", "out_ptr"), f"*{dtype}"),
+        ("N",) if even else (),
     )
 
 

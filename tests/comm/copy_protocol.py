@@ -146,7 +146,8 @@ class Recording(TorchDispatchMode):
             (written if changes else read).extend(map(span, tensors))
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         changes_input = bool(written)
-        if not changes_input and any(returned.alias_info is not None for returned in schema.returns):
+        is_split = func is torch.ops.aten.unsafe_split_with_sizes.default  # its schema does not say that it aliases
+        if is_split or not changes_input and any(returned.alias_info is not None for returned in schema.returns):
             return result  # a view
         written.extend(map(span, outputs))
 

@@ -1,4 +1,4 @@
-"""A captured sequence over copies gives the bits of messages over gloo in every replay."""
+"""Operations over copies give the bits of messages over gloo, and so does every replay of a captured sequence."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_overlap.ops import LinearPlan
-from tests.comm import captured
+from tests.comm import captured, operations_workers
 from tests.helpers.world import World
 
 STEPS = 100
@@ -24,3 +24,12 @@ def test_a_hundred_replays_in_processes(
     for different, num_changed in world.run(num_ranks, captured.replay_layers, STEPS, plan, dtype):
         assert different == []
         assert num_changed == STEPS
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("name", operations_workers.OPERATIONS)
+def test_other_operations_in_processes(world: World, num_ranks: int, name: str) -> None:
+    """A sequence of them cannot be replayed: messages through rings have numbers that grow."""
+    for different, num_pieces in world.run(num_ranks, operations_workers.compare, name, 10):
+        assert different == []
+        assert num_pieces > 0

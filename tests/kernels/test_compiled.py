@@ -19,6 +19,7 @@ DEFAULT_NAMES = [
     "wgrad bf16 to fp32",
     "wgrad bf16 to bf16 odd",
     "sum of 8 bf16",
+    "add 7 bf16",
     "wait for all",
 ]
 

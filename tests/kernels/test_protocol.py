@@ -172,6 +172,27 @@ def test_a_sum_in_another_order_is_caught(interpreting: World, shared: Path) -> 
     assert scattering(interpreting, replace(odd(shared, 4), dtype=FP32), edits=(edit,), epochs=(1,)).wrong
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(("num_terms", "shape"), [(1, (2, 16)), (3, (37, 19)), (7, (5, 700))])
+def test_terms_of_a_reduce_scatter(
+    interpreting: World, num_terms: int, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    assert interpreting.run(1, workers.add_in_order, num_terms, shape, dtype) == [True]
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        Edit("gemm_rs", "terms_ptr + term * num_elements", "terms_ptr + (NUM_TERMS - term) * num_elements"),
+        Edit("gemm_rs", "mask = offsets < num_elements", "mask = offsets < num_elements + 1"),
+        Edit("gemm_rs", "    total += tl.load(out_ptr + offsets, mask=mask).to(tl.float32)\n", ""),
+    ],
+    ids=["order", "mask", "no own rows"],
+)
+def test_a_wrong_sum_of_terms_is_caught(interpreting: World, edit: Edit) -> None:
+    assert interpreting.run(1, workers.add_in_order, 7, (5, 700), FP32, (edit,)) == [False]
+
+
 @pytest.mark.parametrize("name", default_mutants(WGRAD_MUTANTS, "missing wait"))
 def test_a_wrong_weight_gradient_is_caught(interpreting: World, shared: Path, name: str) -> None:
     problem = replace(odd(shared), max_polls=2000)

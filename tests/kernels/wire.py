@@ -215,10 +215,7 @@ def _sum_in_order(problem: Problem, rank: int, epoch: int) -> torch.Tensor:
     total = torch.zeros(recv_buffer.shape[1:])
     for term in recv_buffer:
         total += term.float()
-    if problem.dtype == torch.bfloat16:
-        # The interpreter truncates instead of rounding.
-        return ((total.view(torch.int32) >> 16).to(torch.int16)).view(torch.bfloat16)
-    return total.to(problem.dtype)
+    return workers.converted(total, problem.dtype)
 
 
 def _scatter_message(problem: Problem, epoch: int, source: int, owner: int, part: int) -> Message:

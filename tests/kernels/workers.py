@@ -144,6 +144,33 @@ def wait_for_all(group: dist.ProcessGroup, flags: list[int], epoch: int, edits: 
     return int(status)
 
 
+def converted(total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """fp32 to `dtype` as the interpreter does: it truncates to bf16 instead of rounding."""
+    if dtype == torch.bfloat16:
+        return (total.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
+    return total.to(dtype)
+
+
+def add_in_order(
+    group: dist.ProcessGroup, num_terms: int, shape: tuple[int, int], dtype: torch.dtype, edits: Sequence[Edit] = ()
+) -> bool:
+    """Whether `add_terms` adds in fp32 in the order of the terms, then the own rows, and converts the sum once.
+
+    Memory behind the result stays.
+    """
+    count = shape[0] * shape[1]
+    terms, memory = torch.empty(num_terms, *shape, dtype=dtype), torch.full((count + 99,), 7, dtype=dtype)
+    out = memory[:count].view(shape)
+    generator = torch.Generator().manual_seed(num_terms)
+    for tensor in (terms, out):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    total = terms[0].float()
+    for term in (*terms[1:], out):
+        total = total + term.float()
+    kernels("gemm_rs", edits).add_terms(terms, out)
+    return torch.equal(out, converted(total, dtype)) and bool((memory[count:] == 7).all())
+
+
 def self_check(
     group: dist.ProcessGroup, kind: str, transposed: bool, edits: Sequence[Edit] = (), whole: bool = False
 ) -> list[str]:

@@ -110,6 +110,8 @@ class _Message:
 
     Attributes:
         plan: chunks, peers and order.
+        after_work: as of `plan`.
+        not_before: as of `plan` on a device; 0 on a host, where the queues need no order of calls.
         sends: the tensors; of a message between symmetric buffers one or none.
         recvs: as `sends`.
         own_rows: start and stop of `sends` in the own rows of a call; None: the tensor is the same in every call.
@@ -120,6 +122,8 @@ class _Message:
     """
 
     plan: Message
+    after_work: int
+    not_before: int
     sends: tuple[torch.Tensor, ...]
     recvs: tuple[torch.Tensor, ...]
     own_rows: tuple[int, int] | None = None
@@ -138,12 +142,14 @@ class _Messages:
         through_ring: whether a message passes through a ring: the operation is prepared again each time.
         buffers_are_free: sets the flags of the senders; None without messages between symmetric buffers.
         marks: values of `Message.after_work`, ascending, from 0.
+        forwards: whether a message sends what an earlier one receives.
     """
 
     all: list[_Message] = field(default_factory=list)
     through_ring: bool = False
     buffers_are_free: object | None = None
     marks: list[int] = field(default_factory=list)
+    forwards: bool = False
 
 
 class _Wait(NamedTuple):
@@ -286,9 +292,10 @@ class CopyTransport:
             plan = transfer.message
             sends = (transfer.send, *transfer.extra_send) if transfer.send.numel() else ()
             recvs = (transfer.recv, *transfer.extra_recv) if transfer.recv.numel() else ()
-            message = _Message(plan, sends, recvs)
+            message = _Message(plan, plan.after_work, plan.not_before if self.on_device else 0, sends, recvs)
             messages.all.append(message)
             messages.marks.append(plan.after_work)
+            messages.forwards = messages.forwards or plan.after_message is not None
             buffer = self._buffer_between(transfer)
             to, source = (plan.to, id(buffer)), (plan.source, id(buffer))
             # At each message of a plan, a rank has sent as many to `to` as it has received from `source`.
@@ -419,16 +426,17 @@ class CopyP2PWork:
 
     def __init__(self, transport: CopyTransport, messages: _Messages, own: torch.Tensor | None, op: str) -> None:
         self._transport, self._messages, self._own, self._op = transport, messages.all, own, op
-        self._on_device = transport.on_device
+        self._computing, self._sending = transport.backend.computing, transport.sending
+        self._forwards, self._num_messages = messages.forwards, len(messages.all)
         self._pieces_to_send: list[list[Piece]] = []
         self._pieces_to_receive: list[list[Piece]] = []
         if messages.through_ring:
             self._number_pieces()
         self._num_sent = 0
-        self._received = [False] * len(messages.all)
-        # Positions of the computing queue, by the work done there, and the work that has none yet.
+        self._received = [False] * self._num_messages
+        # Positions of the computing queue, by the work done there, and the number of those that are taken.
         self._marks: dict[int, object] = {}
-        self._marked_work = deque(messages.marks)
+        self._marked_work, self._num_marked = messages.marks, 0
         self._work_done = -1
         # The mark that the queue of sends follows, and the position after the last send.
         self._sends_after: object = ...
@@ -445,7 +453,7 @@ class CopyP2PWork:
     @property
     def has_more_to_send(self) -> bool:
         """Whether sends remain to be enqueued."""
-        return self._num_sent < len(self._messages)
+        return self._num_sent < self._num_messages
 
     def send_ready(self) -> None:
         """Enqueue all sends that are ready, also before the work that hides them."""
@@ -455,60 +463,57 @@ class CopyP2PWork:
     def mark_ready(self, work_done: int) -> None:
         # First what the last work hides, with the positions before it.
         self._send_placed(work_done, self._work_done)
+        if work_done <= self._work_done:
+            return
+        self._work_done = work_done
+        works, num_marked = self._marked_work, self._num_marked
         # With one hardware queue, a mark that no message needs would delay later work until its queue reaches it.
-        if self._marked_work and self._marked_work[0] <= work_done:
-            mark = self._transport.backend.computing.mark()
-            while self._marked_work and self._marked_work[0] <= work_done:
-                self._marks[self._marked_work.popleft()] = mark
-        if work_done > self._work_done:
-            self._work_done = work_done
+        if num_marked < len(works) and works[num_marked] <= work_done:
+            mark = self._computing.mark()
+            while num_marked < len(works) and works[num_marked] <= work_done:
+                self._marks[works[num_marked]] = mark
+                num_marked += 1
+            self._num_marked = num_marked
             self._send_placed(work_done, work_done)
 
     def _send_placed(self, enqueued: int, done: int) -> None:
-        messages = self._messages
-        while self._num_sent < len(messages):
-            message = messages[self._num_sent].plan
-            if message.after_work > done or (message.not_before > enqueued and self._on_device):
-                return
-            if message.after_message is not None and not self._received[message.after_message]:
+        while self._num_sent < self._num_messages:
+            message = self._messages[self._num_sent]
+            if message.after_work > done or message.not_before > enqueued or self._forwards and not self._may_send():
                 return
             self._send_next()
 
     def _send_next(self) -> None:
-        number, transport = self._num_sent, self._transport
+        number, queue = self._num_sent, self._sending
         self._num_sent = number + 1
         message = self._messages[number]
-        pieces = self._pieces_to_send[number] if self._pieces_to_send else ()
-        queue = transport.sending
         if message.lands is not None:
-            self._order_sends(message.plan)
+            self._order_sends(message)
             if message.free is not None:
                 queue.run(message.free)
-            queue.copy(message.lands, self._source(message))
+            source = message.sends[0] if message.own_rows is None else self._rows_of_call(*message.own_rows)
+            queue.copy(message.lands, source)
             queue.run(message.sent)
             self._has_sent = True
-        elif pieces:
-            self._order_sends(message.plan)
+        elif self._pieces_to_send and (pieces := self._pieces_to_send[number]):
+            self._order_sends(message)
             wait = _Wait(self._op, number, message.plan, "it has not taken an earlier message")
             for piece in pieces:
-                transport.send(self, wait, piece)
+                self._transport.send(self, wait, piece)
             self._has_sent = True
-        if self._has_sent and number == len(self._messages) - 1:
+        if self._num_sent == self._num_messages and self._has_sent:
             self._sent = queue.mark()
 
-    def _order_sends(self, plan: Message) -> None:
+    def _order_sends(self, message: _Message) -> None:
         """Order later sends after the work that produces this one."""
-        forwards = plan.after_message is not None
-        mark = self._transport.backend.computing.mark() if forwards else self._marks[plan.after_work]
+        forwards = self._forwards and message.plan.after_message is not None
+        mark = self._computing.mark() if forwards else self._marks[message.after_work]
         if mark is not self._sends_after:
-            self._transport.sending.after(mark)
+            self._sending.after(mark)
             self._sends_after = mark
 
-    def _source(self, message: _Message) -> torch.Tensor:
-        if message.own_rows is None:
-            return message.sends[0]
+    def _rows_of_call(self, start: int, stop: int) -> torch.Tensor:
         assert self._own is not None
-        start, stop = message.own_rows
         return self._own if stop - start == self._own.shape[0] else self._own[start:stop]
 
     def is_completed(self, message: int) -> bool:
@@ -521,33 +526,32 @@ class CopyP2PWork:
         if self._received[message]:
             return
         self._received[message] = True
-        self._receive(message)
+        received = self._messages[message].received
+        try:
+            if received is not None:
+                self._computing.run(received)
+            elif self._pieces_to_receive and (pieces := self._pieces_to_receive[message]):
+                self._transport.receive(_Wait(self._op, message, self._messages[message].plan), pieces, self._marks[0])
+        except TransportError as error:
+            raise self._not_received(message, error) from error
         if self._pieces_to_send:
             ring = self._transport.sent[self._messages[message].plan.to]
             ring.not_received.difference_update(piece.number for piece in self._pieces_to_send[message])
-        self._send_placed(self._work_done, self._work_done)
-        if message == len(self._messages) - 1 and not self.has_more_to_send:
+        if self._forwards:
+            self._send_placed(self._work_done, self._work_done)
+        if message == self._num_messages - 1 and not self.has_more_to_send:
             # Not in `wait_all`: with one hardware queue it would delay other messages behind the work since then.
             self._wait_sends()
 
-    def _receive(self, message: int) -> None:
-        transport, received = self._transport, self._messages[message].received
-        try:
-            if received is not None:
-                transport.backend.computing.run(received)
-            elif self._pieces_to_receive and (pieces := self._pieces_to_receive[message]):
-                transport.receive(_Wait(self._op, message, self._messages[message].plan), pieces, self._marks[0])
-        except TransportError as error:
-            ranks, source = transport.backend.ranks, self._messages[message].plan.source
-            raise TransportError(
-                f"{self._op}: rank {ranks[transport.rank]} could not receive message {message} from rank "
-                f"{ranks[source]}: {error}",
-                peer=ranks[source],
-            ) from error
+    def _not_received(self, message: int, error: TransportError) -> TransportError:
+        transport, source = self._transport, self._messages[message].plan.source
+        ranks = transport.backend.ranks
+        text = f"{self._op}: rank {ranks[transport.rank]} could not receive message {message} from rank {ranks[source]}"
+        return TransportError(f"{text}: {error}", peer=ranks[source])
 
     def _may_send(self) -> bool:
-        message = self._messages[self._num_sent].plan
-        forwarded = message.after_message
+        message = self._messages[self._num_sent]
+        forwarded = message.plan.after_message
         return message.after_work <= self._work_done and (forwarded is None or self._received[forwarded])
 
     def wait_all(self) -> None:
@@ -561,5 +565,5 @@ class CopyP2PWork:
     def _wait_sends(self) -> None:
         # Not the whole queue: it may have later operations, which wait for what the peers receive after this one.
         if self._sent is not None:
-            self._transport.backend.computing.after(self._sent)
+            self._computing.after(self._sent)
             self._sent = None

@@ -63,11 +63,11 @@ def all_gather_linear(
     """
     method = method_for(group, plan)
     rows_per_index = check_operands(x_shard, w, bias, main_grad, "x_shard")
-    flat = x_shard.reshape(-1, x_shard.shape[-1])
-    total = method.size * flat.shape[0] if num_rows is None else num_rows
-    own = ChunkLayout(total, method.size).shard_rows(method.rank)
-    if own != flat.shape[0]:
-        raise ValueError(f"x_shard: {flat.shape[0]} rows: rank {method.rank} of {method.size} owns {own} of {total}")
+    flat = x_shard if x_shard.dim() == 2 else x_shard.reshape(-1, x_shard.shape[-1])
+    rank, size, given = method.rank, method.size, flat.shape[0]
+    total = size * given if num_rows is None else num_rows
+    if num_rows is not None and (own := ChunkLayout(total, size).shard_rows(rank)) != given:
+        raise ValueError(f"x_shard: {given} rows: rank {rank} of {size} owns {own} of {total}")
     call = LinearOptions(
         method,
         WgradTarget(main_grad, weight_done, method.buffer_pool),
@@ -123,7 +123,8 @@ def linear_reduce_scatter(
     if x.dim() > 2 and x.shape[0] % method.size:
         raise ValueError(f"x: {x.shape[0]} positions: not divisible by {method.size} ranks; pad the sequence")
     call = LinearOptions(method, WgradTarget(main_grad, weight_done, method.buffer_pool), observer)
-    y: torch.Tensor = _LinearReduceScatter.apply(x.reshape(-1, x.shape[-1]), w_shard, call)
+    flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    y: torch.Tensor = _LinearReduceScatter.apply(flat, w_shard, call)
     if bias is not None:
         y = y + bias
     if x.dim() == 2:

@@ -2,8 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -99,8 +98,7 @@ class LinearMethod(ABC):
         """Runs `a @ b` and starts the sum over ranks. With `work_follows` the caller calls `run_beside`."""
 
 
-@dataclass(frozen=True, slots=True)
-class LinearOptions:
+class LinearOptions(NamedTuple):
     """The options of one call of a linear layer: everything but tensors that autograd differentiates.
 
     Attributes:

@@ -163,7 +163,9 @@ class P2PMethod(LinearMethod):
         scatter = PipelinedReduceScatter(
             self.transport, schedule, layout, out, op, work_follows=work_follows, tree=self.plan.tree
         )
-        scatter.compute(self._gemm_rows(a, b), meanwhile)
+        split = self.transport.on_device and not self.plan.tree
+        gemm = partial(_gemm_split, scatter.split(a), b) if split else self._gemm_rows(a, b)
+        scatter.compute(gemm, meanwhile)
         return scatter
 
     def all_reduce(
@@ -182,7 +184,11 @@ class P2PMethod(LinearMethod):
 
 
 def _gemm_rows(a: torch.Tensor, b: torch.Tensor, start: int, stop: int, out: torch.Tensor) -> None:
-    gemm_into(a[start:stop], b, out)
+    torch.mm(a[start:stop], b, out=out)
+
+
+def _gemm_split(rows: dict[int, torch.Tensor], b: torch.Tensor, start: int, stop: int, out: torch.Tensor) -> None:
+    torch.mm(rows[start], b, out=out)
 
 
 def _tree_gemm_rows(num_ranks: int, a: torch.Tensor, b: torch.Tensor, start: int, stop: int, out: torch.Tensor) -> None:
@@ -255,21 +261,38 @@ class P2PGather:
         self._wgrad = wgrad, dy, x
 
     def advance(self) -> bool:
-        computed = False
         self._gather.enqueue_next()
         if self._wgrad is not None:
             self._gather.copy_own_rows()
-        while self._gather.ready:
+        computed = False
+        while self._gather.ready and not self._on_device:
             self._compute_next()
             computed = True
         return computed
 
     def finish(self) -> None:
-        while not self._gather.done:
-            self._compute_next()
-        self._gather.finish()
+        if self._on_device:
+            self._finish_on_device()
+        else:
+            while not self._gather.done:
+                self._compute_next()
+            self._gather.finish()
         if self._version is not None:
             self._buffer_pool.remember("gather", self._full[0], self._version)
+
+    def _finish_on_device(self) -> None:
+        """Enqueues the product in GEMMs that follow their messages, and the weight gradient after the last row."""
+        if self._product is not None:
+            b, bias, out = self._product
+            rows_of_out, matmul = self._gather.split(out), self._gemm.matmul
+            for (start, _), rows in self._gather:
+                matmul(rows, b, rows_of_out[start], bias)
+        self._gather.finish()
+        if self._wgrad is not None:
+            # One GEMM: each further one would read and write the whole gradient.
+            self._gather.copy_own_rows()
+            wgrad, dy, x = self._wgrad
+            self._gemm.wgrad(wgrad, self._full if dy is None else dy, self._full if x is None else x)
 
     def _compute_next(self) -> None:
         (start, stop), rows = self._gather.next_rows()
@@ -278,9 +301,8 @@ class P2PGather:
             self._gemm.matmul(rows, b, out[start:stop], bias)
         if self._wgrad is not None:
             self._spans.add((start, stop))
-            # The product uses rows as they arrive; the weight gradient fills the time without new rows. On a GPU it is
-            # one GEMM after the last row: each further one would read and write the whole gradient.
-            if self._gather.done or not (self._on_device or self._gather.ready):
+            # The product uses rows as they arrive; the weight gradient fills the time without new rows.
+            if self._gather.done or not self._gather.ready:
                 self._add_wgrad(*self._wgrad)
 
     def _add_wgrad(self, wgrad: WeightGradient, dy: torch.Tensor | None, x: torch.Tensor | None) -> None:

@@ -3,16 +3,18 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
 
 from megatron_overlap.comm import Transport
 from megatron_overlap.comm.transport import Exchange, Repeated, Transfer
-from megatron_overlap.ops.call import gemm_into
 from megatron_overlap.ops.tensor_parallel.tree import tree_sum
 from megatron_overlap.ops.wgrad import WeightGradient, add_wide, like_fp32
 from megatron_overlap.schedules import Chunk, ChunkLayout, Plan
+
+_HAS_TRITON = find_spec("triton") is not None
 
 Rows = tuple[int, int]
 GemmInto = Callable[[int, int, torch.Tensor], None]
@@ -42,7 +44,10 @@ class PlainGemm:
         return (rows,)
 
     def matmul(self, rows: Payload, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        gemm_into(rows[0], b, out, bias)
+        if bias is None:
+            torch.mm(rows[0], b, out=out)
+        else:
+            torch.addmm(bias, rows[0], b, out=out)
 
     def wgrad(self, wgrad: WeightGradient, dy: torch.Tensor | Payload, x: torch.Tensor | Payload) -> None:
         wgrad.add(dy[0] if isinstance(dy, tuple) else dy, x[0] if isinstance(x, tuple) else x)
@@ -81,8 +86,7 @@ class PipelinedAllGather:
         whole: bool = False,
         repeats: bool = False,
     ) -> None:
-        self._plan, self._layout = plan, layout
-        self._rank = plan.rank
+        self._plan, self._rank = plan, plan.rank
         self.full = into
         self._on_device = transport.on_device
         if repeats and transport.prepares and len(shard) == 1:
@@ -100,9 +104,8 @@ class PipelinedAllGather:
     def copy_own_rows(self) -> None:
         """Copies the own rows into `full`, once."""
         if not self._has_own_rows:
-            own_start, own_stop = self._layout.shard(self._rank)
-            for own, full in zip(self._shard, self.full, strict=True):
-                full[own_start:own_stop].copy_(own)
+            for own, full in zip(self._shard, self._rows.own, strict=True):
+                full.copy_(own)
             self._has_own_rows = True
 
     def _has_arrived(self, index: int) -> bool:
@@ -122,34 +125,40 @@ class PipelinedAllGather:
 
     def next_rows(self) -> tuple[Rows, Payload]:
         """Waits for rows; returns their range and data, joined with arrived rows next to them of the same owner."""
-        work, position = self._plan.work, 0
+        position = 0
         if not self._on_device:
             position = next((place for place, index in enumerate(self._pending) if self._has_arrived(index)), 0)
-        first = last = self._pending.pop(position)
+        first = self._pending.pop(position)
         self._enqueue(first)
-        for k in work[first].needs:
+        for k in self._plan.work[first].needs:
             self._p2p_work.wait(k)
-        owner = work[first].chunks[0].owner
+        last = first if self._on_device else self._last_arrived(first, position)
+        if self._rows.owners[first] == self._rank and not self._has_own_rows:
+            return (self._rows.of_work[first][0], self._rows.of_work[last][1]), self._shard
+        if first == last:
+            return self._rows.of_work[first], self._rows.of_full[first]
+        start, stop = self._rows.of_work[first][0], self._rows.of_work[last][1]
+        return (start, stop), tuple(full[start:stop] for full in self.full)
+
+    def _last_arrived(self, last: int, position: int) -> int:
+        """Takes the work after `last` for which rows of the same owner have arrived; returns the last one."""
+        owner = self._rows.owners[last]
         while (
-            not self._on_device
-            and position < len(self._pending)
+            position < len(self._pending)
             and self._pending[position] == last + 1
             and self._has_arrived(last + 1)
+            and self._rows.owners[last + 1] == owner
         ):
-            if work[last + 1].chunks[0].owner != owner:
-                break
             last = self._pending.pop(position)
-        start, stop = self._rows.of_work[first][0], self._rows.of_work[last][1]
-        if not self._has_own_rows and owner == self._rank:
-            return (start, stop), self._shard
-        if first == last:
-            return (start, stop), self._rows.of_full[first]
-        return (start, stop), tuple(full[start:stop] for full in self.full)
+        return last
+
+    def split(self, tensor: torch.Tensor) -> dict[int, torch.Tensor]:
+        """See `_WorkRows.split`; the rows that `next_rows` returns on a device."""
+        return self._rows.split(tensor)
 
     def enqueue_next(self) -> None:
         """On CUDA, enqueues the messages of the next owner's rows. The caller has enqueued work that hides them."""
-        owners = [work.chunks[0].owner for work in self._plan.work]
-        place = self._enqueued + 1
+        place, owners = self._enqueued + 1, self._rows.owners
         while place < len(owners) - 1 and owners[place + 1] == owners[place]:
             place += 1
         self._enqueue(place)
@@ -160,7 +169,7 @@ class PipelinedAllGather:
             self._p2p_work.mark_ready(work_done)
 
     def __iter__(self) -> Iterator[tuple[Rows, Payload]]:
-        while not self.done:
+        while self._pending:
             rows, data = self.next_rows()
             if rows[0] < rows[1]:
                 yield rows, data
@@ -181,18 +190,49 @@ def _repeated[Derived](transport: Transport, of: tuple[object, ...], build: Call
     return derived_before
 
 
-class _GatheredRows:
+class _WorkRows:
+    """The rows of the GEMMs of a plan, which are all rows.
+
+    Attributes:
+        of_work: start and stop by work of the plan, without work that has no GEMM.
+    """
+
+    def __init__(self, plan: Plan, layout: ChunkLayout) -> None:
+        bounds = [(work.chunks[0], work.chunks[-1]) for work in plan.work if work.chunks]
+        self.of_work = [(layout.rows(first)[0], layout.rows(last)[1]) for first, last in bounds]
+
+    @cached_property
+    def _starts_and_sizes(self) -> tuple[list[int], list[int]]:
+        in_order = sorted(self.of_work)
+        return [start for start, _ in in_order], [stop - start for start, stop in in_order]
+
+    def split(self, tensor: torch.Tensor) -> dict[int, torch.Tensor]:
+        """The rows of each GEMM in `tensor` `[num_rows, ...]`, by their start. Only without autograd.
+
+        For the host, one call of torch's dispatcher for all rows costs less than one for each.
+        """
+        starts, sizes = self._starts_and_sizes
+        return dict(zip(starts, torch.unsafe_split_with_sizes(tensor, sizes), strict=True))
+
+
+class _GatheredRows(_WorkRows):
     """The rows of an all-gather.
 
     Attributes:
-        of_work: start and stop by work of the plan.
         of_full: the gathered rows by work of the plan.
+        owners: by work of the plan.
     """
 
     def __init__(self, plan: Plan, layout: ChunkLayout, full: Payload) -> None:
+        super().__init__(plan, layout)
         self._plan, self._layout, self._full = plan, layout, full
-        self.of_work = [(layout.rows(work.chunks[0])[0], layout.rows(work.chunks[-1])[1]) for work in plan.work]
         self.of_full = [tuple(each[start:stop] for each in full) for start, stop in self.of_work]
+        self.owners = [work.chunks[0].owner for work in plan.work]
+
+    @cached_property
+    def own(self) -> Payload:
+        """The own rows among the gathered ones."""
+        return tuple(each[slice(*self._layout.shard(self._plan.rank))] for each in self._full)
 
     @cached_property
     def repeated(self) -> Repeated:
@@ -218,7 +258,7 @@ class _GatheredRows:
         return transfers
 
 
-class _ScatteredRows:
+class _ScatteredRows(_WorkRows):
     """The rows of a reduce-scatter, and the buffers of its partial sums.
 
     Args:
@@ -227,10 +267,9 @@ class _ScatteredRows:
         hidden: further work hides the messages; see `work_follows`.
 
     Attributes:
-        of_work: start and stop by work of the plan; None for work without a GEMM.
         partial: all rows before they are sent.
         of_partial: rows of `partial` by work of the plan.
-        terms: received rows, in the order of the messages.
+        of_sources: received rows by source, `[R - 1, own rows, F]`; of a ring `[rows, F]`.
         received: rows of `terms` by message.
         repeated: the messages.
     """
@@ -238,10 +277,12 @@ class _ScatteredRows:
     def __init__(
         self, plan: Plan, layout: ChunkLayout, partial: torch.Tensor, terms: torch.Tensor, hidden: bool
     ) -> None:
-        self.partial, self.terms = partial, terms
-        bounds = [(work.chunks[0], work.chunks[-1]) for work in plan.work if work.chunks]
-        self.of_work = [(layout.rows(first)[0], layout.rows(last)[1]) for first, last in bounds]
+        super().__init__(plan, layout)
+        self.partial = partial
         self.of_partial = [partial[start:stop] for start, stop in self.of_work]
+        # The messages are in the order of sources and rows.
+        by_source = bool(plan.messages) and plan.pattern != "ring"
+        self.of_sources = terms.unflatten(0, (plan.num_ranks - 1, -1)) if by_source else terms
         self.received = terms.split([layout.num_chunk_rows(message.recv) for message in plan.messages])
         # All ranks receive the same numbers of rows, in the same order.
         symmetric = layout.num_rows % plan.num_ranks == 0
@@ -253,6 +294,16 @@ class _ScatteredRows:
                 message = replace(message, not_before=len(plan.work) - (not transfers))
             transfers.append(Transfer(message, partial[start:stop], received, lands=received if symmetric else None))
         self.repeated = Repeated(lambda own: transfers)
+
+
+def _add_terms(terms: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """`out += terms.sum(0)` in fp32. On CUDA one kernel adds in the order of the terms: a second one costs a pass."""
+    if out.is_cuda and _HAS_TRITON:
+        from megatron_overlap.kernels.gemm_rs import add_terms
+
+        add_terms(terms, out)
+        return out
+    return torch.add(terms.sum(0, dtype=torch.float32), out, out=out)
 
 
 class PipelinedReduceScatter:
@@ -282,7 +333,7 @@ class PipelinedReduceScatter:
     ) -> None:
         self._plan, self._layout, self.out, self._tree = plan, layout, out, tree
         pool = self._buffer_pool = transport.buffer_pool
-        self._own, self._on_device = layout.shard(plan.rank), transport.on_device
+        self._on_device = transport.on_device
         features, hidden, sent = out.shape[1], work_follows and transport.on_device, bool(plan.messages)
         partial = pool.take("partial", (layout.num_rows * sent, features), out)
         num_received = (plan.num_ranks - 1) * out.shape[0] * sent
@@ -298,6 +349,10 @@ class PipelinedReduceScatter:
         self._partial, self._received = partial, self._rows.received
         self._p2p_work = transport.begin(Exchange(self._rows.repeated), op)
         self._done = 0
+
+    def split(self, tensor: torch.Tensor) -> dict[int, torch.Tensor]:
+        """See `_WorkRows.split`; the rows of the calls of a GEMM."""
+        return self._rows.split(tensor)
 
     @property
     def ready(self) -> bool:
@@ -331,7 +386,7 @@ class PipelinedReduceScatter:
             if not own:
                 self._forward_until(index + 1, None, wait=self._on_device)
         if serial:
-            self.out.copy_(self._partial[slice(*self._own)])
+            self.out.copy_(self._partial[slice(*self._layout.shard(plan.rank))])
         # All but the addition of `finish`.
         self._p2p_work.mark_ready(len(plan.work) - 1)
 
@@ -353,7 +408,8 @@ class PipelinedReduceScatter:
     def finish(self) -> torch.Tensor:
         """Adds the received partial sums to the own rows, in the order of the plan. Waits for all messages.
 
-        More than two terms are summed in fp32 and rounded once. On CUDA one kernel adds the received terms.
+        More than two terms are summed in fp32 and rounded once. On a device the received terms are added first,
+        then the own rows.
 
         Returns:
             `out`.
@@ -363,9 +419,7 @@ class PipelinedReduceScatter:
             return self._finish_tree()
         if self._plan.messages and self._plan.pattern != "ring" and self._on_device:
             self._p2p_work.wait_all()
-            # The messages are in the order of sources and rows. Each further kernel would read and write the sum again.
-            terms = self._rows.terms.unflatten(0, (self._plan.num_ranks - 1, self.out.shape[0]))
-            return torch.add(terms.sum(0, dtype=torch.float32), self.out, out=self.out)
+            return _add_terms(self._rows.of_sources, self.out)
         messages, out = self._plan.messages, self.out
         # Each part is summed in the order of the plan. Parts are summed in the order of arrival.
         waiting: dict[int, list[int]] = {}

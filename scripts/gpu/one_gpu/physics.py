@@ -18,6 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
 from megatron_overlap.comm.symmetric.cuda import StreamQueue
+from megatron_overlap.kernels.gemm_rs import add_terms
 from one_gpu.device import Gpu
 
 Rows = Iterator[dict[str, Any]]
@@ -314,7 +315,7 @@ def _bandwidth(asked: _Questions) -> dict[str, Any]:
 
 
 def _sums(asked: _Questions) -> Rows:
-    """The sum after a reduce-scatter at TP8: seven additions to an fp32 total, or one kernel for all terms."""
+    """The sum after a reduce-scatter at TP8: seven additions to an fp32 total, two kernels of torch, or one kernel."""
     for features in (4096, 8192):
         terms = torch.randn(7, 1024, features, device="cuda").bfloat16()
         own = torch.randn(1024, features, device="cuda").bfloat16()
@@ -328,11 +329,21 @@ def _sums(asked: _Questions) -> Rows:
         def at_once(terms: torch.Tensor = terms, own: torch.Tensor = own) -> torch.Tensor:
             return torch.add(terms.sum(0, dtype=torch.float32), own, out=own)
 
+        def in_one_kernel(terms: torch.Tensor = terms, own: torch.Tensor = own) -> None:
+            add_terms(terms, own)
+
+        in_order = terms[0].float()
+        for term in (*terms[1:], own):
+            in_order += term
+        in_one_kernel()
+        right = torch.equal(own, in_order.bfloat16())
         yield {
             "sum_of_terms": 8,
             "mn": [1024, features],
             "one_by_one_ms": _event_ms(one_by_one),
             "at_once_ms": _event_ms(at_once),
+            "in_one_kernel_ms": _event_ms(in_one_kernel),
+            "in_one_kernel_right": right,
             "floor_ms": 9 * own.nbytes / 4.3e12 * 1e3,
         }
 

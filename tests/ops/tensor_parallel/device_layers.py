@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_overlap.comm import Transport, TransportOptions, nccl
 from megatron_overlap.comm.symmetric.copies import CopyTransport
+from megatron_overlap.kernels import gemm_rs
 from megatron_overlap.ops.tensor_parallel.linear import _AllGatherLinear, _LinearReduceScatter
 from megatron_overlap.ops.tensor_parallel.method import LinearOptions
 from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan, P2PMethod
@@ -109,6 +110,12 @@ def record(patch: pytest.MonkeyPatch, case: Case, transport_name: str = "nccl") 
             context = Context(saved_tensors=(x, w), call=call, gathered=False, saved_input=None)
             function = _AllGatherLinear if column else _LinearReduceScatter
             device.ops.clear()  # the operations of the transport's creation
+
+            def add_terms(terms: torch.Tensor, out: torch.Tensor, device: Recorder = device) -> None:
+                moved = terms.nbytes + 2 * out.nbytes
+                device.put("work", "add_terms", seconds=GPU.move_s(moved), uses_sms=True)
+
+            patch.setattr(gemm_rs, "add_terms", add_terms)
             with Work(device, GPU):
                 if case.direction == "backward":
                     function.backward(context, dy)

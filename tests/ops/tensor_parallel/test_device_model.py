@@ -11,8 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron_overlap.ops import flash_attention
 from megatron_overlap.ops.tensor_parallel import p2p
 from megatron_overlap.schedules import gather_scatter
+from megatron_overlap.schedules.heuristics import default_chunks
 from tests.comm.makespan import makespan
-from tests.ops.tensor_parallel.device_layers import DIRECTIONS, GPU, LAYERS, Case, record, times
+from tests.ops.tensor_parallel.device_layers import DIRECTIONS, GPU, LAYERS, RANKS, Case, record, times
 
 
 @pytest.mark.parametrize("rows", [4096, 8192])
@@ -45,10 +46,23 @@ def test_a_weight_gradient_is_one_gemm(monkeypatch: pytest.MonkeyPatch, layer: s
     assert sum(op.kind == "work" and op.label.startswith("addmm") for op in device.ops) == 1
 
 
+@pytest.mark.parametrize("transport", ["nccl", "copies"])
 @pytest.mark.parametrize("layer", ["proj", "fc2"])
-def test_two_kernels_add_the_sums_of_a_scatter(monkeypatch: pytest.MonkeyPatch, layer: str) -> None:
-    labels = [op.label for op in record(monkeypatch, Case(layer, 4096, "forward"))[0].ops if op.kind == "work"]
-    assert [label for label in labels if not label.startswith("mm")] == ["sum", "add"]
+def test_one_kernel_adds_the_sums_of_a_scatter(monkeypatch: pytest.MonkeyPatch, layer: str, transport: str) -> None:
+    """Forward launches a GEMM for each slice, of which the first is cut into the chunks of a rank, and one kernel."""
+    device = record(monkeypatch, Case(layer, 4096, "forward"), transport)[0]
+    labels = [op.label for op in device.ops if op.kind == "work"]
+    chunks = default_chunks("reduce_scatter", RANKS, 4096, 2 * 4096, copy_engines=transport == "copies")
+    assert [label for label in labels if not label.startswith("mm")] == ["add_terms"]
+    assert len(labels) == (RANKS - 1 + chunks) + 1
+
+
+@pytest.mark.parametrize("layer", ["qkv", "fc1"])
+def test_the_kernels_of_a_gradient_with_a_scatter(monkeypatch: pytest.MonkeyPatch, layer: str) -> None:
+    """Backward of a column-parallel layer: the own rows are copied, one weight gradient, one sum."""
+    device = record(monkeypatch, Case(layer, 4096, "backward"))[0]
+    labels = [str(op.label).split()[0] for op in device.ops if op.kind == "work"]
+    assert [label for label in labels if label != "mm"] == ["copy_", "addmm", "add_terms"]
 
 
 def test_the_model_has_the_cost_of_one_queue(monkeypatch: pytest.MonkeyPatch) -> None:

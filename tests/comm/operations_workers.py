@@ -1,0 +1,136 @@
+"""Worker functions: all operations of the package over `CopyTransport` on the host, and over gloo in fixed order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron_overlap.comm.gloo import GlooTransport
+from megatron_overlap.comm.host_group import HostGroup
+from megatron_overlap.comm.symmetric.copies import CopyTransport
+from megatron_overlap.comm.transport import OrderedTransport, Transport
+from megatron_overlap.ops import (
+    Gathering,
+    GradientReduce,
+    Projection,
+    attention_linear_reduce_scatter,
+    balanced_attention,
+    copy_linear,
+    expert_parallel,
+    linear_all_reduce,
+    ulysses_attention,
+    ulysses_self_attention,
+)
+from megatron_overlap.schedules import SequenceLayout
+from megatron_overlap.schedules.varlen import CostModel, Topology
+from scripts.bench.placements import METHODS
+from scripts.kernels.cpu_backend import CpuBackend
+from tests.ops.expert_parallel.workers import ExpertCase, Problem
+from tests.ops.ulysses import attention_workers as ulysses
+from tests.ops.varlen import attention_workers as varlen
+
+Operation = Callable[[Sequence[Transport], dist.ProcessGroup, int], list[torch.Tensor]]
+"""Results and gradients of one step, with input by its seed. Data-parallel buckets use a second transport."""
+
+
+def _draw(seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.bfloat16).requires_grad_() for shape in shapes]
+
+
+def _all_reduce(transports: Sequence[Transport], group: dist.ProcessGroup, seed: int) -> list[torch.Tensor]:
+    (x, dy), (v, w) = _draw(seed, (37, 16), (37, 16)), _draw(64 * seed + group.rank() + 1, (24, 16), (16, 24))
+    hidden = copy_linear(x, v, group=transports[0])
+    y = linear_all_reduce(hidden, w, group=transports[0])
+    return [hidden, y, *torch.autograd.grad(y, [x, v, w], dy.detach())]
+
+
+def _attention_projection(transports: Sequence[Transport], group: dist.ProcessGroup, seed: int) -> list[torch.Tensor]:
+    positions, heads, size = 8 * group.size(), 2, 8
+    shape = positions, 1, heads, size
+    *qkv, w, dy = _draw(64 * seed + group.rank(), shape, shape, shape, (16, heads * size), (8, 1, 16))
+    y = attention_linear_reduce_scatter(*qkv, w, group=transports[0])
+    return [y, *torch.autograd.grad(y, [*qkv, w], dy.detach())]
+
+
+def _ulysses(transports: Sequence[Transport], group: dist.ProcessGroup, seed: int) -> list[torch.Tensor]:
+    layout = SequenceLayout.zigzag(32, group.size())
+    tensors = ulysses.make_tensors(group, layout, heads=8, kv_heads=4, seed=seed)
+    return ulysses.run(ulysses_attention, tensors, group=transports[0], layout=layout)
+
+
+def _ulysses_layer(transports: Sequence[Transport], group: dist.ProcessGroup, seed: int) -> list[torch.Tensor]:
+    heads, size, hidden = 4, 8, 16
+    (qkv, out), (x, dy) = (
+        _draw(seed, (3 * heads * size, hidden), (hidden, heads * size)),
+        _draw(64 * seed + group.rank() + 1, (8, 2, hidden), (8, 2, hidden)),
+    )
+    y = ulysses_self_attention(
+        x, Projection(qkv), None, Projection(out), num_heads=heads, num_kv_heads=heads, group=transports[0]
+    )
+    return [y, *torch.autograd.grad(y, [x, qkv, out], dy.detach())]
+
+
+def _varlen(transports: Sequence[Transport], group: dist.ProcessGroup, seed: int) -> list[torch.Tensor]:
+    lengths = [97, 9, 3, 1]  # the first one is longer than the rows of a rank: a ring
+    topology, capacity = Topology(1, group.size()), -(-sum(lengths) // group.size())
+    plan = METHODS["balanced"](lengths, topology, capacity=capacity, cost=CostModel(linear_fs=10**15))
+    results = []
+    for passing, layout in (("kv", "attention"), ("q", "attention"), ("kv", "linear")):
+        case = varlen.Case(plan, passing=passing, layout=layout)  # type: ignore[arg-type]
+        batch = varlen.make_batch(group, case, 0, seed)
+        results += varlen.run(balanced_attention, batch, plan, group=transports[0], passing=passing, layout=layout)
+    return results
+
+
+def _buckets(transports: Sequence[Transport], group: dist.ProcessGroup, seed: int) -> list[torch.Tensor]:
+    buckets = [bucket.detach() for bucket in _draw(64 * seed + group.rank(), *[(480,)] * 6)]
+    for gather, some in ((None, buckets[:2]), (transports[1], buckets[2:4])):
+        reduce = GradientReduce(transports[0], gather=gather, wide=True, pieces=3)
+        for reduction in [reduce.begin(bucket, mean=True) for bucket in some]:
+            reduction.wait()
+        reduce.close()
+    for gathering in [Gathering(transports[0], bucket) for bucket in buckets[4:]]:
+        gathering.wait()
+    return buckets
+
+
+def _experts(transports: Sequence[Transport], group: dist.ProcessGroup, seed: int) -> list[torch.Tensor]:
+    case = ExpertCase(dtype=torch.bfloat16, probs_dtype=torch.float32, main_grad=True, seed=seed)
+    results: list[torch.Tensor] = Problem(case, group).run(
+        expert_parallel, main_grad=True, group=transports[0], options=case.options
+    )
+    return results
+
+
+OPERATIONS: dict[str, Operation] = {
+    "all-reduce": _all_reduce,
+    "attention projection": _attention_projection,
+    "Ulysses attention": _ulysses,
+    "Ulysses layer": _ulysses_layer,
+    "balanced attention": _varlen,
+    "buckets": _buckets,
+    "experts": _experts,
+}
+
+
+def compare(group: dist.ProcessGroup, name: str, num_steps: int) -> tuple[list[int], int]:
+    """Run an operation, forward and backward, with new input in each step.
+
+    Return the steps whose results differ between copies and messages, and the number of pieces sent through rings.
+    """
+    operation = OPERATIONS[name]
+    copies = [CopyTransport(CpuBackend(HostGroup(group)), ring_bytes=1 << 17) for _ in range(2)]
+    messages = [OrderedTransport(GlooTransport(group)) for _ in range(2)]
+    different = []
+    for step in range(1, num_steps + 1):
+        got, expected = operation(copies, group, step), operation(messages, group, step)
+        if len(got) != len(expected) or not all(map(torch.equal, got, expected)):
+            different.append(step)
+    num_pieces = sum(ring._number for transport in copies for ring in transport.sent.values())
+    dist.barrier(group)
+    for transport in (*copies, *messages):
+        transport.close()
+    return different, num_pieces
