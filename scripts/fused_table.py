@@ -1,7 +1,8 @@
-"""Compiles every fused kernel without a GPU and prints its resource usage: the table of docs/design/fused_protocol.md.
+"""Compiles every fused kernel without a GPU, checks its code and prints its resource usage as a table.
 
 python scripts/fused_table.py             a Markdown table
 python scripts/fused_table.py --json      one JSON line per kernel
+python scripts/fused_table.py --code      the same with PTX and SASS
 python scripts/fused_table.py --check     exit code 1 if a kernel fails a check
 """
 
@@ -30,62 +31,101 @@ PACKAGE = "megatron_overlap.kernels"
 def problems(variant: Variant, result: compiled.Compiled) -> list[str]:
     """Return the failed checks of a compiled kernel."""
     found = []
+    code = compiled.parse_sass(result.sass)
     is_gemm = "BLOCK_K" in variant.constants
     odd = variant.name.endswith("odd")
-    if result.stack_bytes:
-        found.append(f"spills: {result.stack_bytes} bytes of stack per thread")
+    hopper = bool(variant.descriptors)
+    spills = compiled.number_of(code, compiled.LOCAL_ACCESS)
+    if result.stack_bytes or spills:
+        found.append(f"spills: {result.stack_bytes} bytes of stack per thread, {spills} loads and stores")
     if result.shared_bytes > compiled.SHARED_LIMIT_BYTES[variant.arch]:
         found.append(f"shared memory: {result.shared_bytes} bytes exceed the limit of a block")
-    if is_gemm and not result.count(compiled.TENSOR_CORE[variant.arch]):
+    if is_gemm and not compiled.number_of(code, compiled.TENSOR_CORE[variant.arch]):
         found.append(f"no {compiled.TENSOR_CORE[variant.arch]}")
-    stores = set(compiled.peer_stores(result.ptx))
-    if stores and not odd and stores != {"st.global.v4.b32"}:
-        found.append(f"stores are not of 16 bytes: {', '.join(sorted(stores))}")
-    hopper = bool(variant.descriptors)
-    if is_gemm and not odd and not hopper and not result.count("cp.async.cg"):
-        found.append("the main loop does not prefetch (no cp.async)")
+    narrow = stores(code).keys() - {"STG.E.128"}
+    if narrow and not odd:
+        found.append(f"stores are not of 16 bytes: {', '.join(sorted(narrow))}")
+    if is_gemm and not odd and not hopper and not compiled.number_of(code, compiled.WIDE_PREFETCH):
+        found.append("the main loop does not prefetch 16 bytes at a time (no LDGSTS.E.BYPASS.128)")
     if hopper:
-        found += hopper_problems(variant, result)
+        found += hopper_problems(result, code)
     if variant.kernel.startswith("gemm_to_owners"):
-        if not compiled.barrier_before_release(result.ptx):
-            found.append("no block barrier between the stores and the atomic add that counts the tile")
-        if not result.count(".release"):
-            found.append("the flag is set without release semantics")
-    elif "flags_ptr" in variant.pointers and not result.count(".sys.acquire"):
-        found.append("the flag is read without acquire semantics of system scope")
+        found += release_problems(result, code)
+    elif "flags_ptr" in variant.pointers:
+        found += acquire_problems(variant, result, code)
     return found
 
 
-def hopper_problems(variant: Variant, result: compiled.Compiled) -> list[str]:
+def stores(code: list[compiled.Instruction]) -> Counter[str]:
+    """Return the number of instructions that store data to global memory, by opcode."""
+    return Counter(each.opcode for each in code if each.opcode.startswith(compiled.DATA_STORE))
+
+
+def hopper_problems(result: compiled.Compiled, code: list[compiled.Instruction]) -> list[str]:
     """Return the failed checks that only kernels with a producer warp and a ring have."""
     found = []
-    if not result.count("cp.async.bulk.tensor"):
-        found.append("no TMA load")
+    if not compiled.number_of(code, compiled.TMA_LOAD):
+        found.append("no TMA load (UTMALDG)")
     if not result.count("setmaxnreg.dec") or not result.count("setmaxnreg.inc"):
         found.append("the producer releases no registers to the consumers (setmaxnreg)")
-    if not compiled.barrier_before_slot_release(result.ptx):
+    wait = compiled.MMA_WAIT, compiled.BARRIER
+    if not compiled.ordered(code, compiled.TENSOR_CORE[90], compiled.SLOT_RELEASE, *wait):
         found.append("a ring slot is released before all consumers have read it")
-    if variant.kernel.startswith("ag_gemm") and not compiled.fence_before_loads(result.ptx):
-        found.append("no fence between the wait for a flag and the TMA load")
     return found
 
 
-def row(variant: Variant, package: str) -> dict[str, Any]:
-    """Compile one variant and return its JSON line."""
+def acquire_problems(variant: Variant, result: compiled.Compiled, code: list[compiled.Instruction]) -> list[str]:
+    """Return the failed checks of a kernel that waits for flags."""
+    found = []
+    if not result.count(".sys.acquire") or not compiled.number_of(code, compiled.FLAG_READ):
+        found.append("the flag is read without acquire semantics of system scope")
+    read, acquire = compiled.FLAG_READ, compiled.ACQUIRE
+    # Data is loaded by TMA, by all threads of the block, or by the next kernel.
+    if variant.descriptors:
+        if not compiled.ordered(code, read, compiled.TMA_LOAD, acquire, compiled.PROXY_FENCE):
+            found.append("no invalidation of L1 (CCTL.IVALL) and proxy fence between a flag and the TMA load")
+    elif variant.num_warps > 1:
+        if not compiled.ordered(code, read, compiled.DATA_LOAD, acquire, compiled.BARRIER):
+            found.append("no invalidation of L1 (CCTL.IVALL) and block barrier between a flag and the loads of data")
+    elif not compiled.ordered(code, read, "EXIT", acquire):
+        found.append("no invalidation of L1 (CCTL.IVALL) between a flag and the end of the kernel")
+    return found
+
+
+def release_problems(result: compiled.Compiled, code: list[compiled.Instruction]) -> list[str]:
+    """Return the failed checks of a kernel that counts stored tiles and sets flags."""
+    found = []
+    if not result.count(".release"):
+        found.append("the flag is set without release semantics")
+    count, flag, release = compiled.TILE_COUNT, compiled.FLAG_WRITE, compiled.RELEASE
+    if not compiled.ordered(code, compiled.DATA_STORE, count, compiled.BARRIER, release):
+        found.append("no block barrier and MEMBAR.SYS between the stores and the atomic add that counts the tile")
+    if not compiled.ordered(code, count, flag, compiled.ACQUIRE, release):
+        found.append("no CCTL.IVALL and MEMBAR.SYS between the atomic add that counts the tile and the flag")
+    return found
+
+
+def row(variant: Variant, package: str, *, with_code: bool = False) -> dict[str, Any]:
+    """Compile one variant and return its JSON line, with the PTX and SASS if `with_code`."""
     result = compiled.compile_variant(variant, package)
+    code = compiled.parse_sass(result.sass)
+    text = {"ptx": result.ptx, "sass": result.sass} if with_code else {}
     return {
         "name": variant.name,
         "arch": variant.arch,
         "tile": [variant.constants.get(key) for key in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "NUM_STAGES")],
         "warps": variant.num_warps,
+        "threads": result.threads,
         "registers": result.registers,
         "stack_bytes": result.stack_bytes,
         "shared_bytes": result.shared_bytes,
-        "tensor_core": result.count(compiled.TENSOR_CORE[variant.arch]),
-        "cp_async": result.count("cp.async.cg"),
-        "tma": result.count("cp.async.bulk.tensor"),
-        "stores": dict(Counter(compiled.peer_stores(result.ptx))),
+        "blocks_per_sm": compiled.blocks_per_sm(result, variant.arch),
+        "beside_nccl": compiled.blocks_per_sm(result, variant.arch, beside_nccl=True),
+        "tensor_core": compiled.number_of(code, compiled.TENSOR_CORE[variant.arch]),
+        "tma": compiled.number_of(code, compiled.TMA_LOAD),
+        "stores": dict(stores(code)),
         "problems": problems(variant, result),
+        **text,
     }
 
 
@@ -110,19 +150,21 @@ def edited(edit: str) -> str:
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """Return the rows as the Markdown table of docs/design/fused_protocol.md."""
+    """Return the rows as a Markdown table. `beside NCCL`: blocks that fit on an SM that also runs a block of NCCL."""
     lines = [
-        "| kernel | arch | tile m, n, k, stages | warps | registers | spilled | shared KiB | tensor core | stores |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| kernel | arch | tile m, n, k, stages | warps | registers | spilled | shared KiB "
+        "| blocks per SM | beside NCCL | tensor core | stores |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for each in rows:
         tile = ", ".join(str(extent) for extent in each["tile"] if extent is not None)
         core = f"{each['tensor_core']} x {compiled.TENSOR_CORE[each['arch']]}" if each["tensor_core"] else "-"
-        stores = ", ".join(f"{count} x {name[10:]}" for name, count in each["stores"].items())
+        stores = ", ".join(f"{count} x {name}" for name, count in each["stores"].items())
         suffix = "" if each["arch"] == ARCHITECTURES[0] else "a"
         lines.append(
             f"| {each['name']} | sm_{each['arch']}{suffix} | {tile} | {each['warps']} | {each['registers']} | "
-            f"{each['stack_bytes']} | {each['shared_bytes'] / 1024:.0f} | {core} | {stores} |"
+            f"{each['stack_bytes']} | {each['shared_bytes'] / 1024:.0f} | "
+            f"{each['blocks_per_sm']} | {each['beside_nccl']} | {core} | {stores} |"
         )
     return "\n".join(lines)
 
@@ -132,6 +174,7 @@ def main() -> int:
     parser.add_argument("--arch", type=int, choices=ARCHITECTURES, help="compile for this architecture only")
     parser.add_argument("--name", action="append", help="compile this kernel only; repeat for several, in order")
     parser.add_argument("--json", action="store_true", help="one JSON line per kernel")
+    parser.add_argument("--code", action="store_true", help="one JSON line per kernel, with its PTX and SASS")
     parser.add_argument("--check", action="store_true", help="exit 1 if a kernel fails a check")
     parser.add_argument("--edit", help="module|old|new: compile an edited copy, to test the checks")
     options = parser.parse_args()
@@ -142,10 +185,10 @@ def main() -> int:
     package = edited(options.edit) if options.edit else PACKAGE
     rows = []
     for variant in variants:
-        rows.append(row(variant, package))
-        if options.json:
+        rows.append(row(variant, package, with_code=options.code))
+        if options.json or options.code:
             print(json.dumps(rows[-1]), flush=True)
-    if not options.json:
+    if not options.json and not options.code:
         print(markdown(rows))
     wrong = [f"{each['name']} sm_{each['arch']}: {'; '.join(each['problems'])}" for each in rows if each["problems"]]
     if options.check and wrong:

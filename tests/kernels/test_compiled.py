@@ -1,12 +1,17 @@
-"""Every kernel variant compiles for every architecture without a GPU, and its code passes the PTX checks."""
+"""Every kernel variant compiles for every architecture without a GPU, and its PTX and machine code pass the checks."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,7 +36,7 @@ HOPPER = [
 ]
 
 
-def compiled(*arguments: str, cache: Path | None = None) -> list[dict[str, object]]:
+def compiled(*arguments: str, cache: Path | None = None) -> list[dict[str, Any]]:
     """Return the rows of scripts/fused_table.py. Runs a subprocess, because Triton may interpret in this process."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("TRITON_INTERPRET", None)
@@ -48,25 +53,24 @@ def compiled(*arguments: str, cache: Path | None = None) -> list[dict[str, objec
     return [json.loads(line) for line in run.stdout.splitlines()]
 
 
-def check(rows: list[dict[str, object]]) -> None:
+def check(rows: Iterable[dict[str, Any]]) -> None:
     for row in rows:
-        assert row["problems"] == [], row
+        assert row["problems"] == [], (row["name"], row["arch"])
+
+
+@cache
+def default_rows(arch: int) -> dict[str, dict[str, Any]]:
+    """Return the rows of a variant of each kernel with its PTX and SASS, by name."""
+    names = [*DEFAULT_NAMES, *(HOPPER if arch == 90 else [])]
+    rows = compiled("--code", "--arch", str(arch), *(word for name in names for word in ("--name", name)))
+    assert [row["name"] for row in rows] == names
+    return {row["name"]: row for row in rows}
 
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("arch", [80, 90, pytest.param(100, marks=pytest.mark.long)])
 def test_a_variant_of_each_kernel(arch: int) -> None:
-    rows = compiled("--arch", str(arch), *(word for name in DEFAULT_NAMES for word in ("--name", name)))
-    assert [row["name"] for row in rows] == DEFAULT_NAMES
-    check(rows)
-
-
-@pytest.mark.timeout(1200)
-def test_hopper_variants() -> None:
-    rows = compiled("--arch", "90", *(word for name in HOPPER for word in ("--name", name)))
-    assert [row["name"] for row in rows] == HOPPER
-    assert all(row["tma"] for row in rows)
-    check(rows)
+    check(default_rows(arch).values())
 
 
 @pytest.mark.long
@@ -98,40 +102,148 @@ def test_all_variants(arch: int) -> None:
         ),
         pytest.param('primitives|"acquire"|"relaxed"', "ag_gemm nt bf16", "acquire", marks=pytest.mark.long),
         pytest.param('primitives|sem="release"|sem="relaxed"', "gemm_rs nt bf16", "release", marks=pytest.mark.long),
+        pytest.param(
+            'primitives|sem="acquire", scope="sys"|sem="acquire", scope="gpu"',
+            "ag_gemm nt bf16",
+            "system scope",
+            marks=pytest.mark.long,
+        ),
+        pytest.param('primitives|sem="acq_rel"|sem="acquire"', "gemm_rs nt bf16", "stores", marks=pytest.mark.long),
+        pytest.param('primitives|sem="acq_rel"|sem="release"', "gemm_rs nt bf16", "IVALL", marks=pytest.mark.long),
     ],
-    ids=["no alignment hint", "no fence", "no alignment hint on Hopper", "no acquire", "no release"],
+    ids=[
+        "no alignment hint",
+        "no fence",
+        "no alignment hint on Hopper",
+        "no acquire",
+        "no release",
+        "acquire of one GPU",
+        "count without release",
+        "count without acquire",
+    ],
 )
 def test_an_edited_kernel_fails_its_check(edit: str, name: str, problem: str, tmp_path: Path) -> None:
     (row,) = compiled("--arch", "90", "--name", name, "--edit", edit, cache=tmp_path)
-    assert any(problem in text for text in row["problems"]), row  # type: ignore[attr-defined]
+    assert any(problem in text for text in row["problems"]), row
 
 
-def test_a_tile_count_before_the_barrier_is_caught() -> None:
-    """Tests the check on PTX text, because Triton 3.7 inserts its own barrier before an atomic."""
-    from scripts.kernels.compiled import barrier_before_release
+GATHER, SCATTER, WGRAD, SUM, WAIT = (DEFAULT_NAMES[number] for number in (0, 1, 4, 6, 7))
+HOPPER_GATHER, HOPPER_SCATTER = HOPPER[0], HOPPER[2]
+WAITING, SCATTERING = (GATHER, WGRAD, SUM, WAIT, HOPPER_GATHER), (SCATTER, HOPPER_SCATTER)
+GEMMS = (GATHER, SCATTER, WGRAD, HOPPER_GATHER, HOPPER_SCATTER)
+MACHINE_CODE_EDITS = {
+    "flag read at GPU scope": (WAITING, r"STRONG\.SYS", "STRONG.GPU", "system scope"),
+    "no acquire": (WAITING, r"CCTL\.IVALL", "NOP", "CCTL.IVALL"),
+    "no barrier after the flag": ((GATHER, WGRAD, SUM), r"BAR\.SYNC", "NOP", "block barrier"),
+    "no proxy fence": ((HOPPER_GATHER,), r"FENCE\.VIEW\.ASYNC\.G", "FENCE.VIEW.ASYNC.S", "proxy fence"),
+    "no barrier before the count": (SCATTERING, r"BAR\.SYNC", "NOP", "block barrier"),
+    "no fence before the count": (
+        SCATTERING,
+        r"(?s)MEMBAR\.ALL\.SYS(?=((?!ATOMG).)*ATOMG\S+ADD)",
+        "NOP",
+        "between the stores",
+    ),
+    "count without acquire": (SCATTERING, r"CCTL\.IVALL", "NOP", "and the flag"),
+    "fence of GPU scope before the flag": (
+        SCATTERING,
+        r"(?s)MEMBAR\.ALL\.SYS(?=((?!ATOMG).)*ATOMG\S+EXCH)",
+        "MEMBAR.ALL.GPU",
+        "and the flag",
+    ),
+    "no TMA": ((HOPPER_GATHER, HOPPER_SCATTER), "UTMALDG", "NOP", "no TMA"),
+    "no wait for wgmma": ((HOPPER_GATHER, HOPPER_SCATTER), r"WARPGROUP\.DEPBAR", "NOP", "ring slot"),
+    "no tensor core": (GEMMS, r"\b(HMMA|HGMMA|UTCHMMA)\b", "NOP", "MMA"),
+    "narrow stores": ((*GEMMS, SUM), r"STG\.E\.128", "STG.E.64", "16 bytes"),
+    "no prefetch": ((GATHER, SCATTER, WGRAD), r"LDGSTS\.E\.BYPASS\.128", "LDG.E.128", "prefetch"),
+    "spills": (GEMMS, r"LDG\.E(?!\.)", "LDL", "spills"),
+}
 
-    store, barrier, add = "st.global.v4.b32 [ %rd1 ], { %r1 };", "bar.sync 0;", "atom.global.sys.acq_rel.add.u32 %r2;"
-    assert barrier_before_release("\n".join([store, barrier, add]))
-    assert not barrier_before_release("\n".join([barrier, store, add]))
-    assert not barrier_before_release("\n".join([store, add, barrier]))
-    assert not barrier_before_release(store)
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("name", "arch", "old", "new", "problem"),
+    [
+        pytest.param(name, arch, *edit, id=f"{label}: {name}, sm_{arch}", marks=[] if arch == 90 else pytest.mark.long)
+        for label, (names, *edit) in MACHINE_CODE_EDITS.items()
+        for name in names
+        for arch in ([90] if name in HOPPER else [80, 90, 100])
+    ],
+)
+def test_edited_machine_code_fails_its_check(name: str, arch: int, old: str, new: str, problem: str) -> None:
+    from scripts.fused_table import problems
+    from scripts.kernels.compiled import Compiled
+    from scripts.kernels.variants import shipped, shipped_for_hopper
+
+    variants = {(each.name, each.arch): each for each in [*shipped(), *shipped_for_hopper()]}
+    row = default_rows(arch)[name]
+    before = Compiled(
+        row["ptx"], row["sass"], row["threads"], row["registers"], row["stack_bytes"], row["shared_bytes"]
+    )
+    after = replace(before, sass=re.sub(old, new, before.sass))
+    assert after != before
+    assert problems(variants[name, arch], before) == []
+    assert any(problem in text for text in problems(variants[name, arch], after))
 
 
-def test_an_early_slot_release_is_caught() -> None:
-    """Tests the check on PTX text, because Triton inserts its own barrier before an mbarrier arrival."""
-    from scripts.kernels.compiled import barrier_before_slot_release
+def code_of(*lines: str) -> Any:
+    """Parse lines of SASS without addresses; a line that ends with a colon is a label."""
+    from scripts.kernels.compiled import parse_sass
 
-    read, barrier, release = "wgmma.wait_group 1;", "bar.sync 0, 256;", "mbarrier.arrive.shared::cta.b64 _, [%r1];"
-    assert barrier_before_slot_release("\n".join([read, barrier, release]))
-    assert not barrier_before_slot_release("\n".join([barrier, read, release]))
-    assert not barrier_before_slot_release("\n".join([read, barrier, release, read, release, barrier]))
-    assert not barrier_before_slot_release(read)
+    return parse_sass("\n".join(line if line.endswith(":") else f"/*0000*/ {line} ;" for line in lines))
 
 
-def test_a_fence_in_the_wrong_place_is_caught() -> None:
-    from scripts.kernels.compiled import fence_before_loads
+STORE, BARRIER, FENCE = "STG.E.128 [R2.64], R4", "BAR.SYNC.DEFER_BLOCKING 0x0", "MEMBAR.ALL.SYS"
+COUNT = "ATOMG.E.ADD.STRONG.SYS PT, R0, [R8.64], R5"
 
-    acquire, fence, load = "ld.global.sys.acquire.b32", "fence.proxy.async.global;", "cp.async.bulk.tensor.2d"
-    assert fence_before_loads("\n".join([acquire, fence, load]))
-    assert not fence_before_loads("\n".join([fence, acquire, load]))
-    assert not fence_before_loads("\n".join([acquire, load]))
+
+@pytest.mark.parametrize(
+    ("lines", "holds"),
+    [
+        ((STORE, BARRIER, FENCE, COUNT), True),
+        ((STORE, FENCE, BARRIER, COUNT), False),
+        ((BARRIER, STORE, FENCE, COUNT), False),
+        ((BARRIER, FENCE, COUNT, STORE), False),
+        ((BARRIER, FENCE, COUNT), False),
+        ((STORE, BARRIER, "@P0 BRA `(.L_x_1)", FENCE, COUNT, ".L_x_1:", "EXIT"), True),
+        ((STORE, BARRIER, "@P0 BRA `(.L_x_1)", FENCE, ".L_x_1:", COUNT), False),
+        ((STORE, BARRIER, "BRA P0, `(.L_x_1)", FENCE, ".L_x_1:", COUNT), False),
+        ((STORE, BARRIER, "BRA `(.L_x_1)", ".L_x_0:", FENCE, COUNT, ".L_x_1:", "BRA `(.L_x_0)"), True),
+        ((STORE, BARRIER, '@P0 BRX R2 -0x1 (*"BRANCH_TARGETS .L_x_1"*)', FENCE, ".L_x_1:", COUNT), False),
+        ((".L_x_0:", BARRIER, FENCE, COUNT, STORE, "@P0 BRA `(.L_x_0)"), True),
+        ((".L_x_0:", FENCE, COUNT, STORE, "@P0 BRA `(.L_x_0)"), False),
+        ((STORE, BARRIER, f"@P1 {FENCE}", "@P1 ERRBAR", f"@P1 {COUNT}"), True),
+        ((STORE, BARRIER, f"@P1 {FENCE}", f"@!P1 {COUNT}"), False),
+        ((STORE, BARRIER, f"@P1 {FENCE}", COUNT), False),
+        ((f"@P1 {STORE}", "@P0 EXIT", BARRIER, FENCE, COUNT), True),
+        ((STORE, "EXIT", BARRIER, FENCE, COUNT), False),
+    ],
+)
+def test_the_order_of_instructions_holds_on_all_paths(lines: tuple[str, ...], holds: bool) -> None:
+    from scripts.kernels.compiled import ordered
+
+    assert ordered(code_of(*lines), "STG", r"ATOMG\..*ADD", "BAR", "MEMBAR") is holds
+
+
+def test_an_indirect_branch_without_targets_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="BRX"):
+        code_of("BRX R2 -0x1b0")
+
+
+@pytest.mark.parametrize(
+    ("threads", "registers", "shared_bytes", "alone", "beside_nccl"),
+    [
+        (384, 168, 229_508, 1, 0),  # registers of 97 % of an SM
+        (128, 54, 4, 9, 0),  # 56 registers are allocated per thread
+        (128, 32, 4, 16, 1),  # NCCL leaves 4,096 registers
+        (32, 8, 4, 32, 16),  # 32 blocks at most
+        (32, 8, 100 * 1024, 2, 1),  # shared memory
+    ],
+)
+def test_blocks_that_fit_on_an_sm(
+    threads: int, registers: int, shared_bytes: int, alone: int, beside_nccl: int
+) -> None:
+    from scripts.kernels.compiled import Compiled, blocks_per_sm
+
+    result = Compiled("", "", threads, registers, 0, shared_bytes)
+    assert blocks_per_sm(result, 90) == alone
+    assert blocks_per_sm(result, 90, beside_nccl=True) == beside_nccl
