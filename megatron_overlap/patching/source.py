@@ -88,19 +88,26 @@ class DirectoryTree:
 
 
 class ImportedTree:
-    """Sources of the modules that this process imported."""
+    """Sources of the modules that this process imported. An instance reads each file once."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[str, str]] = {}
 
     def read(self, module: str) -> tuple[str, str] | None:
-        loaded = sys.modules.get(module)
-        get_source = getattr(getattr(loaded, "__loader__", None), "get_source", None)
-        file = getattr(loaded, "__file__", None)
-        if file is None or get_source is None:
-            return None
-        try:
-            text = get_source(module)
-        except (ImportError, OSError):
-            return None
-        return None if text is None else (file, text)
+        if module not in self._found:
+            loaded = sys.modules.get(module)
+            get_source = getattr(getattr(loaded, "__loader__", None), "get_source", None)
+            file = getattr(loaded, "__file__", None)
+            if file is None or get_source is None:
+                return None
+            try:
+                text = get_source(module)
+            except (ImportError, OSError):
+                return None
+            if text is None:
+                return None
+            self._found[module] = file, text
+        return self._found[module]
 
 
 def installed_tree(package: str = PACKAGE) -> DirectoryTree | None:
