@@ -98,7 +98,8 @@ class ForkedPython:
 def _take_over(pid: int) -> None:
     """Run the program of a process in a fork."""
     process = Path("/proc", str(pid))
-    _, _, _, *words = process.joinpath("cmdline").read_text().split("\0")[:-1]  # python -IS SCRIPT WORDS
+    # python -IS SCRIPT WORDS. A program of this one starts as a fork, too.
+    _, _, sys.executable, *words = process.joinpath("cmdline").read_text().split("\0")[:-1]
     variables = process.joinpath("environ").read_text().split("\0")[:-1]
     folder = os.readlink(process / "cwd")
     for name, kind in (("user", os.CLONE_NEWUSER), ("net", os.CLONE_NEWNET)):
@@ -106,4 +107,4 @@ def _take_over(pid: int) -> None:
             os.setns(os.open(process / "ns" / name, os.O_RDONLY), kind)
     program = words[: 2 if words[0].startswith("-") else 1]
     environment = dict(each.split("=", 1) for each in variables)
-    run(program, words[len(program) :], environment, folder, str(process / "fd" / "1"))
+    run(program, words[len(program) :], environment, folder, str(process / "fd" / "1"), str(process / "fd" / "2"))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.forked_python import ForkedPython
 
 ROOT = Path(__file__).parents[2]
 DEFAULT_NAMES = [
@@ -30,14 +31,14 @@ HOPPER = [
 ]
 
 
-def compiled(*arguments: str, cache: Path | None = None) -> list[dict[str, object]]:
+def compiled(python: ForkedPython, *arguments: str, cache: Path | None = None) -> list[dict[str, object]]:
     """Return the rows of scripts/fused_table.py. Runs a subprocess, because Triton may interpret in this process."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
     environment.pop("TRITON_INTERPRET", None)
     if cache is not None:
         environment["TRITON_CACHE_DIR"] = str(cache)
     run = subprocess.run(
-        [sys.executable, ROOT / "scripts/fused_table.py", "--json", *arguments],
+        [python.executable, ROOT / "scripts/fused_table.py", "--json", *arguments],
         capture_output=True,
         text=True,
         env=environment,
@@ -54,15 +55,15 @@ def check(rows: list[dict[str, object]]) -> None:
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("arch", [80, 90, pytest.param(100, marks=pytest.mark.long)])
-def test_a_variant_of_each_kernel(arch: int) -> None:
-    rows = compiled("--arch", str(arch), *(word for name in DEFAULT_NAMES for word in ("--name", name)))
+def test_a_variant_of_each_kernel(forked_python: ForkedPython, arch: int) -> None:
+    rows = compiled(forked_python, "--arch", str(arch), *(word for name in DEFAULT_NAMES for word in ("--name", name)))
     assert [row["name"] for row in rows] == DEFAULT_NAMES
     check(rows)
 
 
 @pytest.mark.timeout(1200)
-def test_hopper_variants() -> None:
-    rows = compiled("--arch", "90", *(word for name in HOPPER for word in ("--name", name)))
+def test_hopper_variants(forked_python: ForkedPython) -> None:
+    rows = compiled(forked_python, "--arch", "90", *(word for name in HOPPER for word in ("--name", name)))
     assert [row["name"] for row in rows] == HOPPER
     assert all(row["tma"] for row in rows)
     check(rows)
@@ -71,8 +72,8 @@ def test_hopper_variants() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("arch", [80, 90, 100])
-def test_all_variants(arch: int) -> None:
-    rows = compiled("--arch", str(arch))
+def test_all_variants(forked_python: ForkedPython, arch: int) -> None:
+    rows = compiled(forked_python, "--arch", str(arch))
     assert len(rows) > 40
     check(rows)
 
@@ -100,8 +101,10 @@ def test_all_variants(arch: int) -> None:
     ],
     ids=["no alignment hint", "no fence", "no alignment hint on Hopper", "no acquire", "no release"],
 )
-def test_an_edited_kernel_fails_its_check(edit: str, name: str, problem: str, tmp_path: Path) -> None:
-    (row,) = compiled("--arch", "90", "--name", name, "--edit", edit, cache=tmp_path)
+def test_an_edited_kernel_fails_its_check(
+    forked_python: ForkedPython, edit: str, name: str, problem: str, tmp_path: Path
+) -> None:
+    (row,) = compiled(forked_python, "--arch", "90", "--name", name, "--edit", edit, cache=tmp_path)
     assert any(problem in text for text in row["problems"]), row  # type: ignore[attr-defined]
 
 
