@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 
 import pytest
 
 from tests.helpers.forked_python import ForkedPython
-from tests.helpers.world import World
+from tests.helpers.world import SERVERS, World
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_servers(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """All workers of pytest-xdist fork from the same servers, whose imports take seconds."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        SERVERS.folder = tmp_path_factory.getbasetemp().parent
 
 
 @pytest.fixture(scope="module")

@@ -64,16 +64,16 @@ def bindings_of(*objects: object) -> list[list[Binding]]:
     packages = {str(getattr(each, "__module__", "builtins")).partition(".")[0] for each in objects}
     without = _DEPENDENCIES if packages.isdisjoint(_DEPENDENCIES) else frozenset()
     for holder, names in _holders(without) if found else ():
-        if found.keys().isdisjoint(map(id, names.values())):
+        if found.keys().isdisjoint(map(id, list(names.values()))):
             continue
-        for name, value in names.items():
+        for name, value in list(names.items()):
             if id(value) in found:
                 found[id(value)].append(Binding(holder, name))
     return [found[id(each)] for each in objects]
 
 
-def _holders(without: frozenset[str]) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """The modules and classes of all packages but `without`, with copies of their namespaces."""
+def _holders(without: frozenset[str]) -> Iterator[tuple[Any, Mapping[str, Any]]]:
+    """The modules and classes of all packages but `without`, with their namespaces, to which other threads may add."""
     seen: set[int] = set()
     for key, module in list(sys.modules.items()):
         if key.partition(".")[0] in without:
@@ -86,16 +86,16 @@ def _holders(without: frozenset[str]) -> Iterator[tuple[Any, dict[str, Any]]]:
         namespace = _namespace(module)
         if str(namespace.get("__name__")).partition(".")[0] in without:
             continue
-        names = dict(namespace)
-        yield module, names
+        yield module, namespace
         # The test of `_is_a` inline: it runs a million times.
-        for value in [each for each in names.values() if issubclass(type(each), type)]:
+        values = list(namespace.values())
+        for value in [each for each in values if issubclass(type(each), type) and id(each) not in seen]:
             if id(value) in seen:
                 continue
             seen.add(id(value))
             namespace = type.__getattribute__(value, "__dict__")
             if str(namespace.get("__module__")).partition(".")[0] not in without:
-                yield value, dict(namespace)
+                yield value, namespace
 
 
 def _namespace(holder: Any) -> Mapping[str, Any]:
@@ -159,7 +159,8 @@ class Plan:
 
 def plan_patches(manifests: Iterable[Manifest]) -> list[Finding]:
     """Imports the modules of all targets and replacements, examines the targets, and changes nothing."""
-    findings = [_or_refused(manifest, _examine, manifest) for manifest in manifests]
+    tree = ImportedTree()
+    findings = [_or_refused(manifest, _examine, manifest, tree) for manifest in manifests]
     # One search for all patches, after the last import of any: it reads every attribute in sys.modules.
     holders = iter(bindings_of(*(each.original for each in findings if _is_compared(each))))
     return [
@@ -180,14 +181,14 @@ def _or_refused[**P](manifest: Manifest, step: Callable[P, Finding], *args: P.ar
         return Finding(manifest, Verdict.REFUSED, str(refusal))
 
 
-def _examine(manifest: Manifest) -> Finding:
+def _examine(manifest: Manifest, tree: ImportedTree) -> Finding:
     target = Target.parse(manifest.target)
     if manifest.requires is not None:
         with contextlib.suppress(ImportError):
             importlib.import_module(target.module)
         if manifest.requires not in sys.modules:
             return Finding(manifest, Verdict.ABSENT, f"{target.module} runs without {manifest.requires.split('.')[0]}")
-    if manifest.missing_from and (release := megatron_release(ImportedTree())) in manifest.missing_from:
+    if manifest.missing_from and (release := megatron_release(tree)) in manifest.missing_from:
         return Finding(manifest, Verdict.ABSENT, f"{release} has no {target.qualname}")
     site, original, own = _resolve(target)
     judgement = NOT_COMPARED
@@ -196,7 +197,7 @@ def _examine(manifest: Manifest) -> Finding:
             # The imported source is judged; a module that cannot be imported is then reported as missing.
             with contextlib.suppress(ImportError):
                 importlib.import_module(Target.parse(name).module)
-        judgement = judge(manifest, _definition_of(site, original), ImportedTree())
+        judgement = judge(manifest, _definition_of(site, original, tree), tree)
         if judgement.verdict is Verdict.REFUSED:
             raise _RefusedError(judgement.reason)
     made_by = _import_replacement(manifest)
@@ -235,14 +236,13 @@ def plain_function(raw: Any) -> Any:
     return raw.__func__ if isinstance(raw, staticmethod | classmethod) else raw
 
 
-def _definition_of(site: Binding, raw: Any) -> Definition:
+def _definition_of(site: Binding, raw: Any, tree: ImportedTree) -> Definition:
     """The statement in the owner's source that made `raw`; refuses an object that another package put there."""
     owner = site.holder
     if not isinstance(owner, ModuleType):
         owner = next(base for base in owner.__mro__ if Binding(base, site.name).read() is raw)
     place = Binding(owner, site.name)
     qualname = site.name if isinstance(owner, ModuleType) else f"{owner.__qualname__}.{site.name}"
-    tree = ImportedTree()
     found = definitions(tree, Target(place.module, qualname))
     if not found:
         known = tree.read(place.module) is not None
@@ -266,8 +266,11 @@ def _made_by(function: Any, definition: Definition) -> bool:
     code = getattr(function, "__code__", None)
     return (
         code is not None
-        and os.path.realpath(code.co_filename) == os.path.realpath(definition.file)
         and code.co_firstlineno == definition.line
+        and (
+            code.co_filename == definition.file
+            or os.path.realpath(code.co_filename) == os.path.realpath(definition.file)
+        )
     )
 
 

@@ -1,6 +1,7 @@
 """Whole trainings with and without the plugin: every loss and grad-norm. `scripts/equality.py` has the full matrix.
 
-The daily run has the one of TransformerEngine's layers; `tests/tools/compare/test_command.py` trains local layers.
+The daily run has others: `tests/tools/launch/test_rehearsal.py` trains TransformerEngine's layers, and
+`tests/tools/compare/test_command.py` local layers.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ def test_llama(plugin: tuple[str, str], tmp_path: Path) -> None:
 
 
 @needs_te
+@pytest.mark.long
 def test_llama_of_te_layers(plugin: tuple[str, str], tmp_path: Path) -> None:
     layout = (*GQA, *TP2_SP, *TE_LAYERS)
     exact = train(tmp_path / "stock", LLAMA, 2, *layout)

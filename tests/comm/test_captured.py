@@ -12,10 +12,16 @@ from tests.helpers.world import World
 STEPS = 100
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize(
-    ("pattern", "chunks", "dtype"),
-    [("direct", 1, torch.bfloat16), ("direct", 2, torch.float32), ("ring", 1, torch.float32)],
+    ("num_ranks", "pattern", "chunks", "dtype"),
+    [
+        (2, "direct", 1, torch.bfloat16),
+        (4, "direct", 2, torch.float32),
+        (4, "ring", 1, torch.float32),
+        pytest.param(4, "direct", 1, torch.bfloat16, marks=pytest.mark.long),
+        pytest.param(2, "direct", 2, torch.float32, marks=pytest.mark.long),
+        pytest.param(2, "ring", 1, torch.float32, marks=pytest.mark.long),
+    ],
 )
 def test_a_hundred_replays_in_processes(
     world: World, num_ranks: int, pattern: str, chunks: int, dtype: torch.dtype

@@ -26,7 +26,7 @@ def busy_loops(world: World) -> Iterator[None]:
         loop.wait()
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.long), 4])
 @pytest.mark.parametrize("times", [60, pytest.param(500, marks=pytest.mark.long)])
 def test_transports_open_and_close_beside_busy_loops(
     world: World, busy_loops: None, num_ranks: int, times: int

@@ -23,7 +23,11 @@ NAMES_A_PAGE = [
     for file in sorted((ROOT / folder).rglob("*"))
     if file.suffix in (".py", ".sh", ".yaml") and PAGE_NAME.search(file.read_text(encoding="utf-8"))
 ]
-ON_GPUS = sorted((ROOT / "configs").glob("gpu/*/overlap.yaml"))
+SLOW_TO_SIMULATE = ("gpt3_175b_tp8_pp16", "llama2_70b_tp8_pp4")
+ON_GPUS = [
+    pytest.param(file, marks=[pytest.mark.long] if file.parent.name in SLOW_TO_SIMULATE else [], id=file.parent.name)
+    for file in sorted((ROOT / "configs").glob("gpu/*/overlap.yaml"))
+]
 
 
 def test_the_page_quotes_the_present_schedules() -> None:
@@ -73,7 +77,7 @@ def test_the_readme_is_short() -> None:
     assert len(text.split()) <= 700
 
 
-@pytest.mark.parametrize("file", ON_GPUS, ids=lambda file: file.parent.name)
+@pytest.mark.parametrize("file", ON_GPUS)
 def test_a_config_states_the_simulated_mfu(file: Path) -> None:
     """The stated MFU is within two points, so that a change of the cost model need not update every file."""
     sentence = runpy.run_path(str(ROOT / "scripts" / "expected_mfu.py"))["sentence"](load_launch_config(file))

@@ -64,7 +64,9 @@ SHORTENED = (
     Short("megatron-overlap doctor", "--deadline 60", long=True),
     Short("megatron-overlap launch cpu/llama_cp2_varlen", "train.iterations=3", long=True),
     Short("megatron-overlap launch cpu/llama_tp2/overlap", TINY, long=True),
-    Short("megatron-overlap launch my.yaml", TINY, forks=True),
+    # tests/tools/launch/test_command.py launches a training.
+    Short("megatron-overlap launch my.yaml", TINY, forks=True, long=True),
+    Short("megatron-overlap launch my.yaml --dry-run"),
     Short("megatron-overlap launch gpu/llama3_70b_tp4_pp8/overlap --rehearse", long=True),
     Short("megatron-overlap launch gpu/llama3_8b_tp8/overlap --rehearse", "--rehearse-ranks 2", long=True),
     Short("python scripts/bench/linear.py", f"{LINEAR} --ratios 1", hosts=True, forks=True),
@@ -111,9 +113,10 @@ SHORTENED = (
         hosts=True,
         long=True,
     ),
-    Short("python scripts/bench/partition.py", "--seeds 1 --tokens 65536 --nodes 2"),
+    Short("python scripts/bench/partition.py", "--seeds 1 --tokens 65536 --nodes 2 --repeats 1"),
     Short("python scripts/simulate_varlen.py", "--ranks 16 --profiles h800 --distributions prolong --seeds 1"),
-    Short("python scripts/simulate_papers.py"),
+    # tests/tools/simulate/test_command.py computes its tables.
+    Short("python scripts/simulate_papers.py", long=True),
     Short("python scripts/validate_simulator.py", "--shapes 1", hosts=True, long=True),
     # The fixture `tree` runs it.
     Short("python scripts/prepare_data.py", "--max-documents 8 --vocab-size 300 --force", long=True),
@@ -122,7 +125,7 @@ SHORTENED = (
     Short("python scripts/faults.py", "--cases 2", long=True),
     Short("python scripts/fuzz.py --configs 10000", "--configs 20"),
     Short("python scripts/fuzz.py --configs 0", "--calls 4", long=True),
-    Short("python scripts/soak.py", "--steps 100", codes=(0, 1)),
+    Short("python scripts/soak.py", "--steps 40", codes=(0, 1)),
     Short("python scripts/long_run.py", "--iterations 40 --kills 1", long=True),
     # Memory still grows in the first steps.
     Short("python scripts/long_run.py --experts", "--iterations 16", codes=(0, 1), long=True),
@@ -190,7 +193,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(script, folder / "Megatron-LM" / script.name)
     for command in ("init", "add --all", "-c user.name=a -c user.email=a@b commit --message all"):
         subprocess.run(["git", *command.split()], cwd=folder, check=True, stdout=subprocess.DEVNULL)
-    run(folder, "python scripts/prepare_data.py --output data/stdlib --max-documents 40 --vocab-size 1000", (0,))
+    run(folder, "python scripts/prepare_data.py --output data/stdlib --max-documents 8 --vocab-size 300", (0,))
     return folder
 
 

@@ -54,15 +54,26 @@ class ForkedProgram:
         self._process.join()
 
 
-def run(program: list[str], argv: list[str], environment: dict[str, str], folder: str, output: str) -> None:
-    """Does what `python` does with these words, in a fork. `program`: "-m" and a module, "-c" and code, or a script."""
+def run(
+    program: list[str], argv: list[str], environment: dict[str, str], folder: str, output: str, errors: str = ""
+) -> None:
+    """Does what `python` does with these words, in a fork.
+
+    Args:
+        program: "-m" and a module, "-c" and code, or a script.
+        argv: its arguments.
+        environment: all of its environment.
+        folder: its working directory.
+        output: file for standard output.
+        errors: file for standard error; empty: as standard output.
+    """
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
     mp.set_start_method(None, force=True)  # The server sets its own method in its forks.
     written = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(written, 1)
-    os.dup2(written, 2)
+    os.dup2(os.open(errors, os.O_WRONLY) if errors else written, 2)
     gc.freeze()  # A full collection would visit all objects of the imports, and copy their pages.
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     sys.argv = [program[-1], *argv]

@@ -21,10 +21,11 @@ from pathlib import Path
 from tests.helpers.forked import run
 from tests.helpers.world import server
 
-# A program after an option of Python, such as the helper process of a launch, runs in the process itself.
+# A program after an option of Python, such as the helper process of a launch, runs in the process itself. torchrun asks
+# for -u, which changes the buffers alone: the fork leaves it out.
 _PROGRAM = """#!{python} -IS
 import os, socket, sys
-if sys.argv[1] not in ("-m", "-c") and sys.argv[1].startswith("-"):
+if sys.argv[1] not in ("-m", "-c", "-u") and sys.argv[1].startswith("-"):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({address!r})
@@ -98,7 +99,10 @@ class ForkedPython:
 def _take_over(pid: int) -> None:
     """Run the program of a process in a fork."""
     process = Path("/proc", str(pid))
-    _, _, _, *words = process.joinpath("cmdline").read_text().split("\0")[:-1]  # python -IS SCRIPT WORDS
+    # python -IS SCRIPT WORDS. A program of this one starts as a fork, too.
+    _, _, sys.executable, *words = process.joinpath("cmdline").read_text().split("\0")[:-1]
+    if words[0] == "-u":
+        del words[0]
     variables = process.joinpath("environ").read_text().split("\0")[:-1]
     folder = os.readlink(process / "cwd")
     for name, kind in (("user", os.CLONE_NEWUSER), ("net", os.CLONE_NEWNET)):
@@ -106,4 +110,4 @@ def _take_over(pid: int) -> None:
             os.setns(os.open(process / "ns" / name, os.O_RDONLY), kind)
     program = words[: 2 if words[0].startswith("-") else 1]
     environment = dict(each.split("=", 1) for each in variables)
-    run(program, words[len(program) :], environment, folder, str(process / "fd" / "1"))
+    run(program, words[len(program) :], environment, folder, str(process / "fd" / "1"), str(process / "fd" / "2"))

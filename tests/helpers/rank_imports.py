@@ -12,3 +12,12 @@ import wandb  # noqa: F401
 
 import megatron_overlap.adapters.training.bootstrap
 import megatron_overlap.ops  # noqa: F401
+from megatron_overlap.patching.manifest import digest_of, load_manifests
+from megatron_overlap.patching.source import installed_tree
+
+_TREE = installed_tree()
+assert _TREE is not None
+# Digests the sources that the patches of a session rely on, once for all programs.
+for manifest in load_manifests():
+    for name in (manifest.target, *manifest.relies_on):
+        digest_of(_TREE, name)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import importlib
+import json
 import multiprocessing as mp
 import os
 import traceback
@@ -12,7 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -27,10 +31,68 @@ _PRELOADED = {
     "te": ["tests.helpers.adapted_te"],
     "rank": ["tests.helpers.world", "tests.helpers.rank_imports"],
 }
-_SERVERS: dict[str, forkserver.ForkServer] = {}
-"""Imports of the workers by their kind, and the server process of each kind that has run.
+"""Imports of the workers by their kind.
 
 `rank` is the kind of a plain `World` and of `tests.helpers.forked`, so that torch is imported once for both."""
+
+
+class _Servers:
+    """The server process of each kind that has run.
+
+    Attributes:
+        folder: where the processes of a parallel test run, which set it, find the servers of each other; None: the
+            process starts its own.
+    """
+
+    def __init__(self) -> None:
+        self.folder: Path | None = None
+        self._found: dict[str, forkserver.ForkServer] = {}
+
+    def get(self, kind: str) -> forkserver.ForkServer:
+        if kind not in self._found:
+            self._found[kind] = _start(kind) if self.folder is None else _join(kind, self.folder)
+        return self._found[kind]
+
+
+SERVERS = _Servers()
+
+
+class _JoinedServer(forkserver.ForkServer):
+    """The server that another process of the test run has started. It ends after both processes."""
+
+    def __init__(self, owner: int, alive: int, **attributes: str) -> None:
+        super().__init__()
+        vars(self).update(attributes, _forkserver_alive_fd=os.open(f"/proc/{owner}/fd/{alive}", os.O_WRONLY))
+        if "_forkserver_authkey" in attributes:
+            self._forkserver_authkey = bytes.fromhex(attributes["_forkserver_authkey"])
+
+    def ensure_running(self) -> None:
+        """It runs: this process holds its pipe."""
+
+
+def _start(kind: str) -> forkserver.ForkServer:
+    started = forkserver.ForkServer()
+    started.set_forkserver_preload(_PRELOADED[kind])
+    started.ensure_running()
+    return started
+
+
+def _join(kind: str, folder: Path) -> forkserver.ForkServer:
+    """The server of the process that asks first, with its socket in `folder`; an own one if that process has ended."""
+    with (folder / f"{kind}-server.json").open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        with contextlib.suppress(ValueError, OSError):
+            return _JoinedServer(**json.load(file))
+        with patch("multiprocessing.util.get_temp_dir", return_value=str(folder)):
+            started = _start(kind)
+        own = {"owner": os.getpid(), "alive": started._forkserver_alive_fd}
+        own["_forkserver_address"] = started._forkserver_address
+        if (key := getattr(started, "_forkserver_authkey", None)) is not None:  # since Python 3.14
+            own["_forkserver_authkey"] = key.hex()
+        file.truncate(0)
+        json.dump(own, file)
+        return started
 
 
 class World:
@@ -111,11 +173,8 @@ class World:
 @contextlib.contextmanager
 def server(kind: str) -> Iterator[None]:
     """Processes that start inside are forks of the server of this kind; multiprocessing itself has one server."""
-    if kind not in _SERVERS:
-        _SERVERS[kind] = forkserver.ForkServer()
-        _SERVERS[kind].set_forkserver_preload(_PRELOADED[kind])
     connect = forkserver.connect_to_new_process
-    forkserver.connect_to_new_process = _SERVERS[kind].connect_to_new_process
+    forkserver.connect_to_new_process = SERVERS.get(kind).connect_to_new_process
     try:
         yield
     finally:

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.helpers.forked_python import ForkedPython
 
 ROOT = Path(__file__).parents[2]
 DEFAULT_NAMES = [
@@ -36,14 +37,14 @@ HOPPER = [
 ]
 
 
-def compiled(*arguments: str, cache: Path | None = None) -> list[dict[str, Any]]:
+def compiled(python: ForkedPython, *arguments: str, cache: Path | None = None) -> list[dict[str, Any]]:
     """Return the rows of scripts/fused_table.py. Runs a subprocess, because Triton may interpret in this process."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
     environment.pop("TRITON_INTERPRET", None)
     if cache is not None:
         environment["TRITON_CACHE_DIR"] = str(cache)
     run = subprocess.run(
-        [sys.executable, ROOT / "scripts/fused_table.py", "--json", *arguments],
+        [python.executable, ROOT / "scripts/fused_table.py", "--json", *arguments],
         capture_output=True,
         text=True,
         env=environment,
@@ -59,25 +60,25 @@ def check(rows: Iterable[dict[str, Any]]) -> None:
 
 
 @cache
-def default_rows(arch: int) -> dict[str, dict[str, Any]]:
+def default_rows(python: ForkedPython, arch: int) -> dict[str, dict[str, Any]]:
     """Return the rows of a variant of each kernel with its PTX and SASS, by name."""
     names = [*DEFAULT_NAMES, *(HOPPER if arch == 90 else [])]
-    rows = compiled("--code", "--arch", str(arch), *(word for name in names for word in ("--name", name)))
+    rows = compiled(python, "--code", "--arch", str(arch), *(word for name in names for word in ("--name", name)))
     assert [row["name"] for row in rows] == names
     return {row["name"]: row for row in rows}
 
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("arch", [80, 90, pytest.param(100, marks=pytest.mark.long)])
-def test_a_variant_of_each_kernel(arch: int) -> None:
-    check(default_rows(arch).values())
+def test_a_variant_of_each_kernel(forked_python: ForkedPython, arch: int) -> None:
+    check(default_rows(forked_python, arch).values())
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("arch", [80, 90, 100])
-def test_all_variants(arch: int) -> None:
-    rows = compiled("--arch", str(arch))
+def test_all_variants(forked_python: ForkedPython, arch: int) -> None:
+    rows = compiled(forked_python, "--arch", str(arch))
     assert len(rows) > 40
     check(rows)
 
@@ -122,12 +123,14 @@ def test_all_variants(arch: int) -> None:
         "count without acquire",
     ],
 )
-def test_an_edited_kernel_fails_its_check(edit: str, name: str, problem: str, tmp_path: Path) -> None:
-    (row,) = compiled("--arch", "90", "--name", name, "--edit", edit, cache=tmp_path)
+def test_an_edited_kernel_fails_its_check(
+    forked_python: ForkedPython, edit: str, name: str, problem: str, tmp_path: Path
+) -> None:
+    (row,) = compiled(forked_python, "--arch", "90", "--name", name, "--edit", edit, cache=tmp_path)
     assert any(problem in text for text in row["problems"]), row
 
 
-GATHER, SCATTER, WGRAD, SUM, WAIT = (DEFAULT_NAMES[number] for number in (0, 1, 4, 6, 7))
+GATHER, SCATTER, WGRAD, SUM, WAIT = (DEFAULT_NAMES[number] for number in (0, 1, 4, 6, 8))
 HOPPER_GATHER, HOPPER_SCATTER = HOPPER[0], HOPPER[2]
 WAITING, SCATTERING = (GATHER, WGRAD, SUM, WAIT, HOPPER_GATHER), (SCATTER, HOPPER_SCATTER)
 GEMMS = (GATHER, SCATTER, WGRAD, HOPPER_GATHER, HOPPER_SCATTER)
@@ -169,13 +172,15 @@ MACHINE_CODE_EDITS = {
         for arch in ([90] if name in HOPPER else [80, 90, 100])
     ],
 )
-def test_edited_machine_code_fails_its_check(name: str, arch: int, old: str, new: str, problem: str) -> None:
+def test_edited_machine_code_fails_its_check(
+    forked_python: ForkedPython, name: str, arch: int, old: str, new: str, problem: str
+) -> None:
     from scripts.fused_table import problems
     from scripts.kernels.compiled import Compiled
     from scripts.kernels.variants import shipped, shipped_for_hopper
 
     variants = {(each.name, each.arch): each for each in [*shipped(), *shipped_for_hopper()]}
-    row = default_rows(arch)[name]
+    row = default_rows(forked_python, arch)[name]
     before = Compiled(
         row["ptx"], row["sass"], row["threads"], row["registers"], row["stack_bytes"], row["shared_bytes"]
     )

@@ -52,7 +52,10 @@ def test_four_ranks(interpreting: World, shared: Path, parts: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype", [BF16, pytest.param(FP16, marks=pytest.mark.long), FP32], ids=["bf16", "fp16", "fp32"]
+    "dtype",
+    # The tests of the layers in tests/ops/tensor_parallel/fused have fp32.
+    [BF16, pytest.param(FP16, marks=pytest.mark.long), pytest.param(FP32, marks=pytest.mark.long)],
+    ids=["bf16", "fp16", "fp32"],
 )
 @pytest.mark.parametrize(
     ("rows", "n", "k", "parts", "programs", "transposed"),

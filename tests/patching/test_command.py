@@ -1,15 +1,20 @@
-"""`megatron-overlap patches` and the survey script, run as commands."""
+"""`megatron-overlap patches` and the survey script. Some tests start them as commands; others call their functions."""
 
 from __future__ import annotations
 
 import shutil
 import zipfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import megatron.core
+import pytest
 import yaml
 
+from megatron_overlap import cli
 from megatron_overlap.patching.manifest import load_manifests
+from scripts import survey_seams
 from tests.helpers.releases import NEWEST, OLDEST, megatron_folder, run_python
 
 SYMBOLS = [
@@ -37,6 +42,21 @@ def copied(release_folder: Path, folder: Path, old: str, new: str) -> Path:
     return folder
 
 
+Run = Callable[[Callable[[Sequence[str]], int], Sequence[str]], CompletedProcess[str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Calls the main function of a program with arguments."""
+
+    def called(main: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> CompletedProcess[str]:
+        capsys.readouterr()
+        code = main(arguments)
+        return CompletedProcess(arguments, code, *capsys.readouterr())
+
+    return called
+
+
 def test_patches_of_the_installed_and_the_oldest_release() -> None:
     command = ["-m", "megatron_overlap.cli", "patches"]
     here, there = run_python(command), run_python([*command, "--megatron", str(megatron_folder(OLDEST))])
@@ -52,8 +72,8 @@ def test_patches_of_the_installed_and_the_oldest_release() -> None:
     assert f"{OLDEST} has no megatron.training" in " ".join(there.stdout.replace("│", " ").split())
 
 
-def test_patches_prints_every_attribute_and_its_reason_on_request() -> None:
-    done = run_python(["-m", "megatron_overlap.cli", "patches", "--reasons"])
+def test_patches_prints_every_attribute_and_its_reason_on_request(run: Run) -> None:
+    done = run(cli.main, ["patches", "--reasons"])
     assert done.returncode == 0, done.stderr
     assert max(map(len, done.stdout.splitlines())) <= 120
     for manifest in load_manifests():
@@ -62,20 +82,20 @@ def test_patches_prints_every_attribute_and_its_reason_on_request() -> None:
         assert manifest.unchecked is None or "Not compared: " in done.stdout
 
 
-def test_patches_of_a_future_release(tmp_path: Path) -> None:
+def test_patches_of_a_future_release(run: Run, tmp_path: Path) -> None:
     old = "def _forward_impl(self, input, weight, *args, **kwargs):"
     folder = copied(INSTALLED, tmp_path / "signature", old, old.replace("weight", "tensor"))
-    done = run_python(["-m", "megatron_overlap.cli", "patches", "--megatron", str(folder)])
+    done = run(cli.main, ["patches", "--megatron", str(folder)])
     assert done.returncode == 1
     assert "refused" in done.stdout
     folder = copied(INSTALLED, tmp_path / "body", "allreduce_dgrad = False", "allreduce_dgrad = bool(0)")
-    done = run_python(["-m", "megatron_overlap.cli", "patches", "--megatron", str(folder)])
+    done = run(cli.main, ["patches", "--megatron", str(folder)])
     assert done.returncode == 0
     assert "applies unreviewed" in done.stdout
 
 
-def test_patches_without_a_megatron_is_one_line(tmp_path: Path) -> None:
-    done = run_python(["-m", "megatron_overlap.cli", "patches", "--megatron", str(tmp_path)])
+def test_patches_without_a_megatron_is_one_line(run: Run, tmp_path: Path) -> None:
+    done = run(cli.main, ["patches", "--megatron", str(tmp_path)])
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "holds no megatron-core" in done.stderr
@@ -98,15 +118,15 @@ def test_survey_prints_the_entries_of_the_manifests(tmp_path: Path) -> None:
     assert [entry[OLDEST] for entry in entries if entry] == written
 
 
-def test_survey_of_any_symbol_over_two_releases(tmp_path: Path) -> None:
+def test_survey_of_any_symbol_over_two_releases(run: Run, tmp_path: Path) -> None:
     folder = copied(megatron_folder(OLDEST), tmp_path, "allreduce_dgrad = False", "allreduce_dgrad = bool(0)")
     symbol = "megatron.core.tensor_parallel.layers:RowParallelLinear.forward"
-    done = run_python(["scripts/survey_seams.py", str(megatron_folder(OLDEST)), str(folder), "--symbol", symbol])
+    done = run(survey_seams.main, [str(megatron_folder(OLDEST)), str(folder), "--symbol", symbol])
     row = next(line for line in done.stdout.splitlines() if "RowParallelLinear.forward" in line)
     assert row.split("│")[2:6] == [" 1      ", " 2     ", " 1          ", " 2      "]
     shutil.rmtree(folder / "megatron")
-    done = run_python(["scripts/survey_seams.py", str(folder)])
+    done = run(survey_seams.main, [str(folder)])
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "holds no megatron-core" in done.stderr
-    done = run_python(["scripts/survey_seams.py", "--symbol", "no colon"])
+    done = run(survey_seams.main, ["--symbol", "no colon"])
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)

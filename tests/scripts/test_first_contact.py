@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import time
@@ -13,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from tests.helpers.forked_python import ForkedPython
 
 SCRIPT = Path(__file__).parents[2] / "scripts/gpu/first_contact.py"
 
@@ -54,10 +57,13 @@ def test_shapes_are_whole_on_eight_ranks(script: Any) -> None:
     assert ("flux m4096", 6144, 12288) in [(shape.name, shape.n, shape.k) for shape in found]
 
 
-def dry(tmp_path: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+def dry(
+    tmp_path: Path, *arguments: str, python: str = sys.executable
+) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     file = tmp_path / "figures.json"
-    command = [sys.executable, SCRIPT, "--dry-run", "--json", file, *arguments]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [python, SCRIPT, "--dry-run", "--json", file, *arguments]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     return run, json.loads(file.read_text())
 
 
@@ -85,8 +91,8 @@ def test_every_part_runs_in_the_interpreter(tmp_path: Path) -> None:
     assert figures["stress"]["rows"][-1]["launches"] >= 16
 
 
-def test_hopper_kernels_are_left_out_by_name(tmp_path: Path) -> None:
-    run, figures = dry(tmp_path, "--only", "hopper", "--budget", "60")
+def test_hopper_kernels_are_left_out_by_name(forked_python: ForkedPython, tmp_path: Path) -> None:
+    run, figures = dry(tmp_path, "--only", "hopper", "--budget", "60", python=forked_python.executable)
     assert run.returncode == 0, run.stderr
     assert figures["hopper"]["how"] == "ended"
     assert figures["hopper"]["rows"] == [{"what": "trial", "left_out": "nothing interprets Gluon"}]

@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.forked_python import ForkedPython
+
 SCRIPT = Path(__file__).parents[2] / "scripts/gpu/node.py"
 PASSES = {(op, name) for op in ("ag", "rs") for name in ("forward", "backward")}
 
@@ -33,8 +35,8 @@ def script() -> Any:
     return module
 
 
-def command(ranks: int, *arguments: str) -> list[str]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+def command(ranks: int, *arguments: str, python: str = sys.executable) -> list[str]:
+    torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [*torchrun, str(SCRIPT), "--dry-run", *arguments]
 
 
@@ -47,10 +49,12 @@ def timed(figures: dict[str, Any]) -> dict[str, set[tuple[str, str]]]:
     return found
 
 
-def test_a_wrong_method_is_noticed_and_not_timed(tmp_path: Path) -> None:
+def test_a_wrong_method_is_noticed_and_not_timed(forked_python: ForkedPython, tmp_path: Path) -> None:
     file = tmp_path / "node.json"
+    arguments = "--json", str(file), "--methods", "stock,userbuffers,p2p", "--break", "p2p"
     run = subprocess.run(
-        command(2, "--json", str(file), "--methods", "stock,userbuffers,p2p", "--break", "p2p"),
+        command(2, *arguments, python=forked_python.executable),
+        env={"OMP_NUM_THREADS": "1", **os.environ},
         capture_output=True,
         text=True,
         check=False,

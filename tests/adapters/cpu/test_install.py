@@ -111,9 +111,9 @@ def test_install_after_megatron_is_refused() -> None:
     # The check looks for a module of this name; importing Megatron takes seconds.
     before = "import sys, types; sys.modules['megatron.core'] = types.ModuleType('megatron.core')"
     code = f"{before}\nfrom megatron_overlap.adapters import cpu\ncpu.install()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    (done,) = start_ranks(1, [], program=("-c", code))
     assert done.returncode == 1
-    assert "must come before it" in done.stderr
+    assert "must come before it" in done.stdout
 
 
 def test_install_patches_megatron_too_and_uninstall_restores_everything() -> None:

@@ -70,7 +70,7 @@ def test_ranks_that_run_different_layers_get_an_error(ranks: World) -> None:
         pytest.param(BlockCase(), True, marks=pytest.mark.long),
         (BlockCase(last_stage=True), True),
         (BlockCase(split_us=300), False),
-        (BlockCase(sequence_parallel=True), True),
+        pytest.param(BlockCase(sequence_parallel=True), True, marks=pytest.mark.long),
         pytest.param(BlockCase(sequence_parallel=True, split_us=300), False, marks=pytest.mark.long),
         (BlockCase(sequence_parallel=True, batch=1), True),
         pytest.param(BlockCase(sequence_parallel=True, batch=1, split_us=300), False, marks=pytest.mark.long),

@@ -25,6 +25,15 @@ BF16 = torch.bfloat16
 DTYPES = {"fp32": torch.float32, "bf16": BF16}
 BATCH_OVERLAP_IN_BF16 = [("sp", "gpt"), ("no-sp", "llama")]
 QUERY_SPLIT = {"attention": "query_split"}
+LLAMA_AND_GPT = pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        pytest.param("llama", torch.float32, id="llama-fp32"),
+        pytest.param("gpt", BF16, id="gpt-bf16"),
+        pytest.param("llama", BF16, id="llama-bf16", marks=pytest.mark.long),
+        pytest.param("gpt", torch.float32, id="gpt-fp32", marks=pytest.mark.long),
+    ],
+)
 # A model without sequence parallelism whose layers run in batch overlap.
 SPLIT: dict[str, Any] = {"config": {"sequence_parallel": False}, "tensor": {"split": "batch"}}
 
@@ -212,8 +221,7 @@ def test_models_in_batch_overlap_equal_stock(
         assert calls == {column: 2 * 2 * 2 + 1, row: 2 * 2 * 2}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("kind", ["llama", "gpt"])
+@LLAMA_AND_GPT
 def test_models_of_a_split_sequence_equal_stock(te_ranks: World, kind: str, dtype: torch.dtype) -> None:
     config = {"qk_layernorm": False} if dtype == BF16 else {"softmax_scale": 0.3}
     tensor = {"split": "sequence", "split_at": "auto" if kind == "gpt" else 0.7}
@@ -223,8 +231,7 @@ def test_models_of_a_split_sequence_equal_stock(te_ranks: World, kind: str, dtyp
         assert calls == {"ag_gemm": 2 * 2 * 2 + 1, "gemm_rs": 2 * 2 * 2}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("kind", ["llama", "gpt"])
+@LLAMA_AND_GPT
 def test_models_with_query_split_equal_stock(te_ranks: World, kind: str, dtype: torch.dtype) -> None:
     """Flash attention in slices of queries, and the projection of each slice, in place of two modules."""
     config = {"qk_layernorm": False} if dtype == BF16 else {"softmax_scale": 0.3}

@@ -16,6 +16,7 @@ import torch
 from megatron_overlap.kernels import gluon_version, launch
 from megatron_overlap.kernels import hopper_self_test as self_test
 from megatron_overlap.kernels.launch import HOPPER, HOPPER_SMALL
+from tests.helpers.forked_python import ForkedPython
 from tests.helpers.world import World
 from tests.kernels import workers
 from tests.kernels.gluon_model import on
@@ -38,18 +39,18 @@ def test_the_hopper_kernel_passes_on_the_model() -> None:
         assert list(self_test.gathering(ag_gemm, "cpu", torch.bfloat16, HOPPER, True)) == []
 
 
-def bound(*arguments: str) -> list[dict[str, Any]]:
+def bound(python: ForkedPython, *arguments: str) -> list[dict[str, Any]]:
     """Return the rows that bind.py prints."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    command = [sys.executable, str(Path(__file__).with_name("bind.py")), *arguments]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    command = [python.executable, str(Path(__file__).with_name("bind.py")), *arguments]
     run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert run.returncode == 0, run.stderr
     return [json.loads(line) for line in run.stdout.splitlines()]
 
 
-def test_neither_epoch_nor_rows_select_a_variant_of_a_kernel() -> None:
+def test_neither_epoch_nor_rows_select_a_variant_of_a_kernel(forked_python: ForkedPython) -> None:
     """A variant is a module, and a module that is loaded during a run waits for all streams."""
-    (kernels,) = bound("variants")
+    (kernels,) = bound(forked_python, "variants")
     names = ["ag_gemm_kernel", "gemm_to_owners_kernel", "sum_received_kernel", "wgrad_kernel", "wait_all_kernel"]
     names += ["add_terms_kernel", "ag_gemm_sm90_kernel", "gemm_to_owners_sm90_kernel"]
     assert sorted(kernels) == sorted(names)
@@ -59,9 +60,9 @@ def test_neither_epoch_nor_rows_select_a_variant_of_a_kernel() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_launchers_bind_and_compile() -> None:
+def test_launchers_bind_and_compile(forked_python: ForkedPython) -> None:
     """Eight consumer warps and a producer warp group of four; TMA blocks match the swizzled layout."""
-    rows = bound()
+    rows = bound(forked_python)
     names = ["ag_gemm_sm90_kernel", "ag_gemm_sm90_kernel", "gemm_to_owners_sm90_kernel"]
     assert [row["name"] for row in rows] == names * 2
     assert [row["blocks"][1] for row in rows] == [[256, 64]] * 3 + [[64, 64]] * 3

@@ -16,7 +16,7 @@ from tests.comm.makespan import makespan
 from tests.ops.tensor_parallel.device_layers import DIRECTIONS, GPU, LAYERS, RANKS, Case, record, times
 
 
-@pytest.mark.parametrize("rows", [4096, 8192])
+@pytest.mark.parametrize("rows", [pytest.param(4096, marks=pytest.mark.long), 8192])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_one_hardware_queue_overlaps_as_eight_do(

@@ -62,7 +62,7 @@ def test_weight_gradient_goes_into_main_grad(world: World, op: str, dtype: torch
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.long), 4])
 def test_random_calls(world: World, num_ranks: int, seed: int) -> None:
     world.run(num_ranks, linear_workers.random_calls, seed * 4 + num_ranks, 12)
 

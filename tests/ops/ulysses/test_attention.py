@@ -96,7 +96,7 @@ def test_without_artificial_delays(world: World) -> None:
         world.run(4, workers.compare_with_reference, case)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.long), 4])
 @pytest.mark.parametrize("seed", range(3))
 def test_random_calls(world: World, num_ranks: int, seed: int) -> None:
     world.run(num_ranks, workers.compare_random_calls, seed * 4 + num_ranks, 8)
