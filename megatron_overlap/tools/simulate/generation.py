@@ -49,6 +49,6 @@ def _alone(job: Job, rows: int, method: Method | Literal["auto"]) -> Job:
         context=1,
         pipeline=1,
         virtual=1,
-        tensor_overlap=LinearOverlap(method),
+        tensor_overlap=LinearOverlap(method, copies=job.tensor_overlap.copies),
         split="none",
     )
