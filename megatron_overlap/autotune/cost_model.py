@@ -7,7 +7,7 @@ wave that is not full takes as long as one that is. So many small GEMMs cost mor
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal
@@ -15,6 +15,8 @@ from typing import Literal
 from megatron_overlap.config.cluster import ClusterProfile, Elementwise, LinkProfile, Precision
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce"]
+Mover = Literal["collective", "message", "copy"]
+"""What moves bytes: NCCL's kernels for a collective or for a message, or copies."""
 
 ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -67,6 +69,7 @@ class Link:
         ring_latency_us: fixed cost of a whole ring collective, all its hops together.
         all_reduce_rate: bus bandwidth of an all-reduce relative to the bytes of an all-gather; None: a reduce-scatter
             and an all-gather.
+        copy_us, flag_us: of the copy engines between these ranks; None: they have none.
     """
 
     size: int
@@ -76,6 +79,8 @@ class Link:
     scatter_rate: float
     ring_latency_us: float
     all_reduce_rate: float | None = None
+    copy_us: float | None = None
+    flag_us: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,17 @@ class CostModel:
         """Fixed time of one kernel launch."""
         return self.profile.device.launch_us.value
 
+    @property
+    def on_device(self) -> bool:
+        """Whether the host enqueues work on a device that runs it later."""
+        return self.profile.device.call_us is None
+
+    @property
+    def enqueue_us(self) -> float:
+        """Host time of one point-to-point message."""
+        cost = self.profile.device.enqueue_us
+        return 0.0 if cost is None else cost.value
+
     def gemm_us(self, m: int, n: int, k: int) -> float:
         """Time of `[m, k] x [k, n]`: the larger of full waves of computation and memory traffic, and one launch.
 
@@ -126,6 +142,11 @@ class CostModel:
         if rates is not None:
             rate = rates.backward if backward and rates.backward is not None else rates.forward
         return num_bytes / (rate * 1e9) * _US + self.launch_us
+
+    def sum_us(self, received: float, own: float) -> float:
+        """Time of two kernels: one sums `received` elements in fp32, one adds `own` elements to the result."""
+        num_bytes = (received + 2 * own) * self.item_bytes + 2 * own * ITEM_BYTES["fp32"]
+        return self.memory_us(num_bytes, "sum") + self.launch_us
 
     def calls_us(self, calls: float, *, loop: bool = False) -> float:
         """Host time of calls of the tensor library, without the operations themselves.
@@ -185,7 +206,15 @@ class CostModel:
                 min(limit, rate * nics) for limit, rate in zip(limits[1:], outside[1:], strict=True)
             )
         all_reduce = None if math.isinf(reduce) else reduce * 1e3
-        return Link(size, latency, copy * 1e3, gather * 1e3, scatter * 1e3, ring_latency, all_reduce)
+        link = Link(size, latency, copy * 1e3, gather * 1e3, scatter * 1e3, ring_latency, all_reduce)
+        engines = inside.copy_engines
+        if engines is None or size > together:
+            return link
+        return replace(link, copy_us=engines.copy_us.value, flag_us=engines.flag_us.value)
+
+    def nccl_message_us(self, link: Link) -> float:
+        """Fixed time of a message on NCCL: its latency and a kernel. The next kernel starts when it has ended."""
+        return link.latency_us + self.launch_us
 
     def message_us(self, num_bytes: float, link: Link) -> float:
         """One message from one rank to another."""
@@ -226,15 +255,15 @@ class CostModel:
         points = [(point.computed_us.value, point.late_us.value) for point in self.profile.contention.late]
         return _between(points, computed_us)
 
-    def compute_rate(self, kind: Literal["collective", "copy"], bytes_per_us: float) -> float:
+    def compute_rate(self, kind: Mover, bytes_per_us: float) -> float:
         """Speed of computation beside communication, relative to computation alone.
 
         Args:
-            kind: whether a collective or copies move the bytes.
+            kind: what moves the bytes.
             bytes_per_us: bytes that this rank sends and receives, both directions together.
         """
         contention = self.profile.contention
-        lost = contention.collective.value if kind == "collective" else contention.copy_.value
+        lost = contention.copy_.value if kind == "copy" else contention.collective.value
         host = contention.host_us_per_mb.value * bytes_per_us / _MEGABYTE
         return max(_LEAST_RATE, 1.0 - lost - host)
 

@@ -21,6 +21,7 @@ Elementwise = Literal[
     "rms_norm",
     "layer_norm",
     "add",
+    "sum",
     "rotary",
     "repeat",
     "scores",
@@ -101,6 +102,8 @@ class ElementwiseRates(Section):
     rms_norm: PassRates | None = None
     layer_norm: PassRates | None = None
     add: PassRates | None = None
+    sum: PassRates | None = None
+    """Sum of the received terms of a reduce-scatter."""
     rotary: PassRates | None = None
     repeat: PassRates | None = None
     """Repetition of grouped keys and values for every query head."""
@@ -134,6 +137,8 @@ class DeviceProfile(Section):
     """Cost of one kernel launch on the stream, in microseconds."""
     call_us: Cost | None = None
     """Host cost of one torch call, in microseconds, on a device without an asynchronous queue; null: hidden."""
+    enqueue_us: Cost | None = None
+    """Host cost of one point-to-point message on a device with an asynchronous queue; null: hidden."""
     optimizer_bytes: Figure
     """Bytes that the optimizer moves per parameter of its shard."""
     step_ms: Cost
@@ -153,6 +158,22 @@ class LinkProfile(Section):
     """Bus bandwidth of reduce-scatters; null: as all-gathers."""
     all_reduce_gbps: Figure | None = None
     """Bandwidth of all-reduces relative to the bytes of an all-gather; null: a reduce-scatter and an all-gather."""
+
+
+class CopyEngines(Section):
+    """Copy engines that write to the memory of peers."""
+
+    copy_us: Cost
+    """Fixed cost of one copy."""
+    flag_us: Cost
+    """Cost of one batch of flags on a queue, set or waited for."""
+
+
+class InsideLink(LinkProfile):
+    """Link between ranks of one node."""
+
+    copy_engines: CopyEngines | None = None
+    """They send the messages of linear layers between ranks of a node; null: NCCL's kernels, or threads."""
 
 
 class HostRates(Section):
@@ -186,9 +207,9 @@ class Contention(Section):
     """Slowdown of computation by concurrent communication."""
 
     collective: Share
-    """Fraction of the compute rate that a collective takes."""
+    """Fraction of the compute rate that NCCL's kernels take: collectives and point-to-point messages."""
     copy_: Annotated[Share, Field(alias="copy")]
-    """Fraction that point-to-point messages or copy engines take."""
+    """Fraction that copies by copy engines take."""
     host_us_per_mb: Cost
     """Compute time to move 10^6 bytes in one direction, if the processor moves them."""
     busy_us: Cost | None = None
@@ -204,8 +225,7 @@ class ClusterProfile(Section):
     description: Text
     devices_per_node: Positive
     device: DeviceProfile
-    inside: LinkProfile
-    """Link between ranks of one node."""
+    inside: InsideLink
     between: NodeLink
     """Link between nodes."""
     contention: Contention

@@ -89,7 +89,7 @@ def _jobs(job: Job) -> dict[str, Job]:
     jobs = {"as configured": job}
     for name, text in _METHOD_NAMES.items():
         split: Literal["none", "auto"] = "auto" if name == "auto" else "none"
-        jobs[text] = replace(job, tensor_overlap=LinearOverlap(name), split=split)
+        jobs[text] = replace(job, tensor_overlap=LinearOverlap(name, copies=job.tensor_overlap.copies), split=split)
     for split_name, text in _SPLIT_NAMES.items():
         split_job = replace(job, tensor_overlap=LinearOverlap("auto"), split=split_name)
         if split_job.used_split == split_name:

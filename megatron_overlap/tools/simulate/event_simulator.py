@@ -8,9 +8,8 @@ computation, which runs slower while the rank communicates.
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
-from megatron_overlap.autotune.cost_model import CostModel, Link
+from megatron_overlap.autotune.cost_model import CostModel, Link, Mover
 from megatron_overlap.schedules import Plan
 
 _DONE = 1e-9
@@ -27,6 +26,7 @@ class Stream:
         send_bytes: size of each of `plan.messages`.
         latency_us: fixed cost of each message; None: that of the link.
         stretch: factor on the transfer time of each message; empty: 1.
+        queued_us: fixed time of each message in the queue of sends, where no other message overlaps it; empty: 0.
     """
 
     plan: Plan
@@ -35,6 +35,12 @@ class Stream:
     send_bytes: tuple[float, ...]
     latency_us: float | None = None
     stretch: tuple[float, ...] = ()
+    queued_us: tuple[float, ...] = ()
+
+    @property
+    def num_messages(self) -> int:
+        """Number of messages that have bytes."""
+        return sum(size > 0 for size in self.send_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +63,7 @@ class SimulatedRun:
         compute_us: computation time with the slowdown by communication.
         arrived_us: arrival time of each message, by stream.
         slack_us: smallest time between the arrival of a message and its use.
+        num_messages: messages that this rank sends.
     """
 
     time_us: float
@@ -64,6 +71,7 @@ class SimulatedRun:
     sent_bytes: float
     arrived_us: tuple[tuple[float, ...], ...]
     slack_us: float
+    num_messages: int
 
     @property
     def exposed_us(self) -> float:
@@ -92,12 +100,12 @@ class _Message:
 
 
 class _Simulation:
-    def __init__(self, program: Program, model: CostModel, link: Link, kind: Literal["copy", "collective"]) -> None:
+    def __init__(self, program: Program, model: CostModel, link: Link, kind: Mover) -> None:
         count = len(program.streams)
         self.program, self.model, self.link, self.kind = program, model, link, kind
-        self.port_rate = link.copy_rate if kind == "copy" else link.collective_rate
+        self.port_rate = link.collective_rate if kind == "collective" else link.copy_rate
         # Half of the delay is before a message leaves, half before the receiver processes it.
-        self.busy_us = model.busy_us / 2 if kind == "copy" else 0.0
+        self.busy_us = 0.0 if kind == "collective" else model.busy_us / 2
         self.now = 0.0
         self.next_work = 0
         self.computing = False
@@ -124,6 +132,7 @@ class _Simulation:
                 continue
             latency = self.link.latency_us if stream.latency_us is None else stream.latency_us
             size = stream.send_bytes[at] * (stream.stretch[at] if stream.stretch else 1.0)
+            size += stream.queued_us[at] * self.port_rate if stream.queued_us and size > 0 else 0.0
             ready = self.now + (latency if size > 0 else 0.0)
             start = ready + (self.busy_us if size > 0 else 0.0)
             self.messages.append(_Message(number, at, size, ready, start))
@@ -219,12 +228,10 @@ class _Simulation:
         self.messages = remaining
 
 
-def run_program(
-    program: Program, model: CostModel, link: Link, kind: Literal["copy", "collective"] = "copy"
-) -> SimulatedRun:
+def run_program(program: Program, model: CostModel, link: Link, kind: Mover = "copy") -> SimulatedRun:
     """Simulate the program of rank 0 for all ranks: its messages arrive when its own messages leave.
 
-    The messages are copies or point-to-point messages, or kernels of a collective, which slow computation down.
+    Messages of each kind slow computation down by their share of the profile.
 
     Raises:
         ValueError: deadlock; `check` in `tests/schedules/verify.py` finds its place.
@@ -246,4 +253,5 @@ def run_program(
         simulation.sent_bytes,
         tuple(tuple(times[index] for index in sorted(times)) for times in simulation.arrived),
         0.0 if math.isinf(simulation.slack_us) else simulation.slack_us,
+        sum(stream.num_messages for stream in program.streams),
     )

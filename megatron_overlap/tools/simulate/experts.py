@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from megatron_overlap.autotune.cost_model import TOUCHED, CostModel
+from megatron_overlap.autotune.cost_model import TOUCHED, CostModel, Link
 from megatron_overlap.autotune.search import MARGIN
 from megatron_overlap.config.cluster import Elementwise
 from megatron_overlap.schedules import Message, Plan, Work
@@ -90,10 +90,14 @@ class ExpertLayer:
         rows = self.rows // self.experts.local
         return self.model.gemm_us(self._columns, self.hidden, rows) + self.model.gemm_us(self.hidden, self._width, rows)
 
+    def link(self, peer: int) -> Link:
+        """The link from rank 0 to a peer."""
+        size, near = self.experts.parallel, min(self.experts.parallel, self.model.profile.devices_per_node)
+        return self.model.link(near if peer < near else size)
+
     def stretch(self, peer: int) -> float:
         """Transfer time of a message from rank 0, relative to one between nodes."""
-        size, near = self.experts.parallel, min(self.experts.parallel, self.model.profile.devices_per_node)
-        return self.model.link(size).copy_rate / self.model.link(near).copy_rate if peer < near else 1.0
+        return self.model.link(self.experts.parallel).copy_rate / self.link(peer).copy_rate
 
     @property
     def _shapes(self) -> tuple[tuple[int, int], ...]:
@@ -119,7 +123,9 @@ def expert_ops(layer: ExpertLayer, shared: Sequence[Op], backward: bool) -> Sequ
     if _overlaps(layer):
         played = _played(layer, sum(op.time_us for op in shared), backward)
         tensor_us = sum(op.tensor_us for op in shared)
-        return *ends, Op(f"experts{name}", played.time_us, tensor_us=tensor_us, expert_us=played.exposed_us)
+        enqueue_us = _enqueue_us(layer, played) + sum(op.enqueue_us for op in shared)
+        experts = Op(f"experts{name}", played.time_us, tensor_us, expert_us=played.exposed_us, enqueue_us=enqueue_us)
+        return *ends, experts
     return *ends, *shared, *_stock_ops(layer, backward)
 
 
@@ -142,7 +148,13 @@ def _overlaps(layer: ExpertLayer) -> bool:
     if overlap != "auto" or layer.experts.parallel == 1:
         return overlap != "none" and layer.experts.parallel > 1
     stock_us = sum(op.time_us for backward in (False, True) for op in _stock_ops(layer, backward))
-    return sum(_played(layer, 0.0, backward).time_us for backward in (False, True)) < (1 - MARGIN) * stock_us
+    runs = [_played(layer, 0.0, backward) for backward in (False, True)]
+    return sum(max(run.time_us, _enqueue_us(layer, run)) for run in runs) < (1 - MARGIN) * stock_us
+
+
+def _enqueue_us(layer: ExpertLayer, run: SimulatedRun) -> float:
+    """Host time of the messages of a pass."""
+    return run.num_messages * layer.model.enqueue_us
 
 
 @lru_cache(maxsize=1024)
@@ -171,7 +183,7 @@ def _played(layer: ExpertLayer, filler_us: float, backward: bool) -> SimulatedRu
         compute(layer.wgrad_us())
     compute(0.0, tuple(range(half, 2 * half)))
     stream = _stream(layer, plan, messages, work, times)
-    return run_program(in_order(stream), model, model.link(experts.parallel))
+    return run_program(in_order(stream), model, model.link(experts.parallel), "message" if model.on_device else "copy")
 
 
 def _stream(
@@ -181,10 +193,15 @@ def _stream(
     sent = [sum(segment.rows for segment in message.sent) for message in plan.messages]
     back = [sum(segment.rows for segment in message.received) for message in plan.messages]
     peers = [message.to for message in plan.messages] + [message.source for message in plan.messages]
-    return Stream(
+    stream = Stream(
         Plan("all_gather", "serial", plan.num_ranks, 0, 1, tuple(messages), tuple(work)),
         tuple(times),
         (0.0,) * len(times),
         tuple(float(rows * row_bytes) for rows in (*sent, *back)),
         stretch=tuple(layer.stretch(peer) for peer in peers),
     )
+    if not layer.model.on_device:
+        return stream
+    # NCCL's kernels carry the messages, one after another.
+    queued_us = tuple(layer.model.nccl_message_us(layer.link(peer)) for peer in peers)
+    return replace(stream, latency_us=0.0, queued_us=queued_us)

@@ -47,6 +47,6 @@ def _alone(job: Job, rows: int, method: Method | Literal["auto"]) -> Job:
         global_batch_size=replicas,
         data=replicas,
         context=1,
-        tensor_overlap=LinearOverlap(method),
+        tensor_overlap=LinearOverlap(method, copies=job.tensor_overlap.copies),
         split="none",
     )

@@ -7,6 +7,7 @@ from typing import Literal
 from megatron_overlap.config import LaunchConfig, ModelConfig
 from megatron_overlap.config.cluster import Precision
 from megatron_overlap.config.megatron_args import EXPERT_PARALLEL, TWO_MICROBATCHES, flags_in, number_after
+from megatron_overlap.schedules.plan import Pattern
 from megatron_overlap.tools.compare.flops import (
     EXPERTS_FLAG,
     Attention,
@@ -254,7 +255,10 @@ def job_of(config: LaunchConfig) -> Job:
     overlap = LinearOverlap("stock")
     if tensor.method in ("auto", "p2p") and parallel.sequence_parallel:
         chunks = None if tensor.chunks_per_rank == "auto" else tensor.chunks_per_rank
-        overlap = LinearOverlap(tensor.method, "direct" if tensor.schedule == "auto" else tensor.schedule, chunks)
+        # The copy engines write to buffers of the transport, not to rows that are saved for backward.
+        copies = tensor.transport != "nccl" and tensor.recompute_gather != "never"
+        pattern: Pattern = "direct" if tensor.schedule == "auto" else tensor.schedule
+        overlap = LinearOverlap(tensor.method, pattern, chunks, copies=copies)
     elif tensor.method == "fused" and parallel.sequence_parallel:
         overlap = LinearOverlap("fused")
     return Job(

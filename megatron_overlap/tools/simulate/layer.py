@@ -20,7 +20,7 @@ from megatron_overlap.tools.simulate.event_simulator import SimulatedRun
 from megatron_overlap.tools.simulate.experts import ExpertLayer, expert_ops
 from megatron_overlap.tools.simulate.job import Job
 from megatron_overlap.tools.simulate.linear import Linear
-from megatron_overlap.tools.simulate.passes import Op, Pass, Sync, with_rank_skew
+from megatron_overlap.tools.simulate.passes import Op, Pass, Sync, enqueued, with_rank_skew
 
 _LOSS_SUMS = 3  # all-reduces over tensor ranks: maximum, logit of the label, sum of exponentials
 _BATCH_MESSAGES = 4  # broadcasts of the first tensor rank: two headers, integers, the loss mask
@@ -168,8 +168,8 @@ class Layers:
         )
 
     def skewed(self, *ops: Op) -> Pass:
-        """The pass of the operations with the rank skew of the machine."""
-        return with_rank_skew(ops, self.model.late_us)
+        """The pass of the operations with the rank skew and the host of the machine."""
+        return with_rank_skew(enqueued(ops), self.model.late_us)
 
     @property
     def boundary_bytes(self) -> float:
@@ -276,7 +276,8 @@ class Layers:
             sync = "before" if column is not backward else "after"
         calls = OVERLAPPED_CALLS if job.tensor > 1 and linear.overlap.method == "p2p" else 0
         time_us = simulated.time_us + self.model.calls_us(calls)
-        return Op(name, time_us, tensor_us=simulated.exposed_us, sync=sync, slack_us=simulated.slack_us)
+        enqueue_us = linear.enqueue_us(simulated)
+        return Op(name, time_us, simulated.exposed_us, sync=sync, slack_us=simulated.slack_us, enqueue_us=enqueue_us)
 
     def _all_reduced(self, name: str, n: int, k: int, *, moved: bool, backward: bool) -> Op:
         """A layer without sequence parallelism: all-reduce of the row output or of the column input gradient."""

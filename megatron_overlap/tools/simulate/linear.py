@@ -1,7 +1,8 @@
 """Simulated column- and row-parallel linear layers with each overlap method, forward and backward.
 
-`p2p` simulates the plugin's schedules. The other methods consist of the same parts. A collective is one message of
-`(R-1)/R` of the buffer with the latency of `R-1` hops.
+`p2p` simulates the plugin's schedules. On a device its messages follow one another: copies, each with the batches of
+flags of `comm.symmetric.copies`, where the link has copy engines, else NCCL's kernels. The other methods consist of the
+same parts. A collective is one message of `(R-1)/R` of the buffer with the latency of `R-1` hops.
 
 | method | forward | backward |
 |---|---|---|
@@ -27,7 +28,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from megatron_overlap.autotune.cost_model import CostModel, Link
+from megatron_overlap.autotune.cost_model import CostModel, Link, Mover
 from megatron_overlap.autotune.search import MARGIN
 from megatron_overlap.schedules import Chunk, ChunkLayout, Message, Plan, Work, all_gather_plan, reduce_scatter_plan
 from megatron_overlap.schedules.heuristics import default_chunks
@@ -110,8 +111,9 @@ class LinearOverlap:
         pattern: message pattern of `p2p`.
         chunks_per_rank: chunks of `p2p` and `fused`. None: the heuristics for `p2p`, the fastest of 1, 2, 4 and 8 for
             `fused`.
-        split: split of `p2p`; None: the faster one.
+        split: split of `p2p`; None: `edge` on a device, else the faster one.
         save_gathered: a column-parallel layer saves its gathered input for the weight gradient.
+        copies: messages of `p2p` are copies by the copy engines of the link, if it has some.
     """
 
     method: Method | Literal["auto"] = "p2p"
@@ -119,6 +121,7 @@ class LinearOverlap:
     chunks_per_rank: int | None = None
     split: Split | None = None
     save_gathered: bool = False
+    copies: bool = True
 
 
 @dataclass(frozen=True)
@@ -164,6 +167,8 @@ class Linear:
             )
         if method in ("p2p", "fused", "sliced"):
             wgrad = self._concurrent(gather, (Work((ANY_CHUNK,), needs=needs),), (self.wgrad_us,))
+            if self._queued and needs:
+                wgrad = self._regather(width)
             candidates = []
             for scatter in self._scatter_streams(dgrad, width):
                 last = len(scatter.work_us) - (not scatter.plan.work[-1].chunks)
@@ -182,7 +187,7 @@ class Linear:
         dgrad = self._gemm(self.in_features, self.out_features)
         if self.overlap.method in ("serial", "stock") or self.link.size == 1:
             return self._sequential([("all_gather", width), ("compute", dgrad.whole), ("compute", self.wgrad_us)])
-        return self._gather(dgrad, width, then_us=self.wgrad_us)
+        return self._gather(dgrad, width, then_us=self.wgrad_us + self._own_rows_us(width))
 
     def fastest(self, column: bool, *, forward_only: bool = False) -> Linear:
         """The method that `auto` selects: `p2p` if its passes gain more than 2 %, else `stock`."""
@@ -199,12 +204,54 @@ class Linear:
 
     def _passes_us(self, column: bool, forward_only: bool) -> float:
         passes = (self.column_forward, self.column_backward) if column else (self.row_forward, self.row_backward)
-        return sum(one().time_us for one in passes[: 1 if forward_only else 2])
+        runs = [one() for one in passes[: 1 if forward_only else 2]]
+        return sum(max(run.time_us, self.enqueue_us(run)) for run in runs)
+
+    def enqueue_us(self, run: SimulatedRun) -> float:
+        """Host time of the messages of a pass."""
+        return run.num_messages * self.model.enqueue_us if self.overlap.method == "p2p" else 0.0
 
     @cached_property
     def wgrad_us(self) -> float:
         """`dw = dy.T @ x` over all rows."""
         return self.model.gemm_us(self.out_features, self.in_features, self.rows)
+
+    @property
+    def _queued(self) -> bool:
+        """Whether a queue of a device sends the messages of `p2p` one after another."""
+        return self.overlap.method == "p2p" and self.model.on_device
+
+    @property
+    def _copy_us(self) -> float | None:
+        """Fixed time of a copy; None: other messages."""
+        return self.link.copy_us if self._queued and self.overlap.copies else None
+
+    @property
+    def _mover(self) -> Mover:
+        return "message" if self._queued and self._copy_us is None else "copy"
+
+    def _queued_us(self, plan: Plan) -> tuple[float, ...]:
+        """Fixed times of the messages. The first copy to each peer waits until the buffer of the peer is free."""
+        copy_us = self._copy_us
+        if copy_us is None:
+            return (self.model.nccl_message_us(self.link),) * len(plan.messages)
+        first = {message.to: index for index, message in reversed(list(enumerate(plan.messages)))}
+        flags = [1 + (first[message.to] == index) for index, message in enumerate(plan.messages)]
+        return tuple(copy_us + count * self.link.flag_us for count in flags)
+
+    def _own_rows_us(self, width: int) -> float:
+        """Copy of the own rows beside the gathered ones, which the weight gradient reads as one tensor."""
+        if not self._queued:
+            return 0.0
+        return self.model.memory_us(2 * self._bytes(self.rows / self.link.size, width))
+
+    def _regather(self, width: int) -> Stream:
+        """The gather of the input in backward, and the weight gradient after its last message."""
+        chunks, split = self._variants("all_gather", width)[0]
+        gather = self._stream("all_gather", lambda rows: 0.0, width, self.overlap.pattern, chunks, split)
+        work = Work((ANY_CHUNK,), needs=tuple(range(len(gather.plan.messages))))
+        time_us = sum(gather.work_us) + self._own_rows_us(width) + self.wgrad_us
+        return replace(gather, plan=replace(gather.plan, work=(work,)), work_us=(time_us,), add_us=(0.0,))
 
     @property
     def _ring_latency(self) -> float:
@@ -244,7 +291,7 @@ class Linear:
         method = self.overlap.method
         if method in ("serial", "stock") or self.link.size == 1:
             return self._sequential([("compute", gemm.whole), ("reduce_scatter", width)])
-        kind: Literal["copy", "collective"] = "collective" if method in ("sliced", "userbuffers") else "copy"
+        kind: Mover = "collective" if method in ("sliced", "userbuffers") else self._mover
         return self._best([in_order(stream) for stream in self._scatter_streams(gemm, width)], kind)
 
     def _scatter_streams(self, gemm: Gemm, width: int) -> list[Stream]:
@@ -269,10 +316,13 @@ class Linear:
         return _CHUNKS if self.overlap.chunks_per_rank is None else (self.overlap.chunks_per_rank,)
 
     def _variants(self, collective: Collective, width: int) -> list[tuple[int, Split]]:
-        splits: tuple[Split, ...] = ("edge", "all") if self.overlap.split is None else (self.overlap.split,)
+        splits: tuple[Split, ...] = ("edge",) if self._queued else ("edge", "all")
+        if self.overlap.split is not None:
+            splits = (self.overlap.split,)
         chunks = self.overlap.chunks_per_rank
         if chunks is None:
-            chunks = default_chunks(collective, self.link.size, self.rows, int(self._bytes(1, width)))
+            row_bytes, engines = int(self._bytes(1, width)), self._copy_us is not None
+            chunks = default_chunks(collective, self.link.size, self.rows, row_bytes, copy_engines=engines)
         return [(chunks, split) for split in splits[: None if chunks > 1 else 1]]
 
     def _collective(
@@ -307,16 +357,27 @@ class Linear:
         build = all_gather_plan if collective == "all_gather" else reduce_scatter_plan
         plan = build(self.link.size, 0, chunks_per_rank=chunks, pattern=pattern, split=split)
         layout = plan.layout(self.rows)
+        # The computing queue sets the flags of free buffers in one batch, and waits for the flag of each message.
+        flag_us = 0.0 if self._copy_us is None else self.link.flag_us
         times, additions = [], []
         for index, work in enumerate(plan.work):
             gemm_us = time(sum(layout.num_chunk_rows(chunk) for chunk in work.chunks)) if work.chunks else 0.0
-            times.append(gemm_us + (launch_us if index == 0 else 0.0))
+            flags = len(work.needs) + (index == 0)
+            times.append(gemm_us + flags * flag_us + (launch_us if index == 0 else 0.0))
             added = sum(layout.num_chunk_rows(plan.messages[k].recv) for k in work.adds)
-            # An addition reads its terms once and reads and writes the sum.
-            touched = added + 2 * min(added, layout.shard_rows(0)) if added else 0
-            additions.append(self.model.memory_us(self._bytes(touched, width)))
+            additions.append(self._added_us(added, layout.shard_rows(0), width) + len(work.adds) * flag_us)
         sizes = tuple(self._bytes(layout.num_chunk_rows(e.send), width) for e in plan.messages)
-        return Stream(plan, tuple(times), tuple(additions), sizes)
+        stream = Stream(plan, tuple(times), tuple(additions), sizes)
+        return replace(stream, latency_us=0.0, queued_us=self._queued_us(plan)) if self._queued else stream
+
+    def _added_us(self, received: int, own: int, width: int) -> float:
+        """Time to add received rows to own rows."""
+        if not received:
+            return 0.0
+        if self._queued and self.overlap.pattern != "ring":
+            return self.model.sum_us(received * width, own * width)
+        # An addition reads its terms once and reads and writes the sum.
+        return self.model.memory_us(self._bytes(received + 2 * min(received, own), width))
 
     def _sequential(self, steps: Sequence[_Step]) -> SimulatedRun:
         """Collectives and GEMMs one after the other."""
@@ -334,8 +395,9 @@ class Linear:
                 moves += self._collective(what, [self.rows], int(amount), after=len(work))
         return self._play(in_order(self._concurrent(moves, work, times)), "collective")
 
-    def _best(self, programs: list[Program], kind: Literal["copy", "collective"] = "copy") -> SimulatedRun:
-        return min((self._play(program, kind) for program in programs), key=lambda simulated: simulated.time_us)
+    def _best(self, programs: list[Program], kind: Mover | None = None) -> SimulatedRun:
+        runs = (self._play(program, kind or self._mover) for program in programs)
+        return min(runs, key=lambda simulated: simulated.time_us)
 
-    def _play(self, program: Program, kind: Literal["copy", "collective"]) -> SimulatedRun:
+    def _play(self, program: Program, kind: Mover) -> SimulatedRun:
         return run_program(program, self.model, self.link, kind)

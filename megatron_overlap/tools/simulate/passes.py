@@ -22,6 +22,7 @@ class Op:
         expert_us: exposed expert parallel communication in it.
         sync: where the tensor parallel ranks synchronize; None: nowhere.
         slack_us: skew of the peers that does not delay the rank.
+        enqueue_us: host time of its point-to-point messages.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Op:
     expert_us: float = 0.0
     sync: Sync | None = None
     slack_us: float = 0.0
+    enqueue_us: float = 0.0
 
     @property
     def computed_us(self) -> float:
@@ -62,6 +64,12 @@ class Pass:
 
     def __add__(self, other: Pass) -> Pass:
         return Pass(self.ops + other.ops)
+
+
+def enqueued(ops: Sequence[Op]) -> Sequence[Op]:
+    """The operations, and the time by which the host takes longer to enqueue their messages."""
+    late_us = sum(op.enqueue_us for op in ops) - sum(op.time_us for op in ops)
+    return [*ops, Op("host", late_us)] if late_us > 0 else ops
 
 
 def with_rank_skew(ops: Sequence[Op], late_us: Callable[[float], float]) -> Pass:

@@ -3,6 +3,7 @@
 The order of work and messages is that of `adapters/tensor_parallel/split_sharded_layer.py` on a device: the middle of a
 step is after its first GEMM, and each wait in backward comes after all postponed weight gradients. The GEMMs of a part
 have its rows only. `CostModel.gemm_us` gives their time: a wave of tiles that is not full costs as much as a full one.
+On a device NCCL's kernels carry the messages, one after another.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ class _PartLayers(Layers):
         shard = self._hidden * model.item_bytes
         # One sum reads the received rows and the own rows, and writes the result.
         added = model.memory_us((self.job.tensor + 1) * shard)
+        if model.on_device:
+            added = model.sum_us((self.job.tensor - 1) * self._hidden, self._hidden)
         start = added + self._norm(backward=backward).time_us + self._elementwise("add", "add", self._hidden).time_us
         core_us += model.calls_us(self._layer_calls[backward] / 2 + 2 * OVERLAPPED_CALLS)
         if not backward:
@@ -110,10 +113,14 @@ class _Part:
         self.times.append(time_us)
         return len(self.work) - 1
 
-    def stream(self, size: int, message_bytes: float) -> Stream:
+    def stream(self, size: int, message_bytes: float, queued_us: float | None) -> Stream:
+        """Messages of `message_bytes` to all peers, each with a fixed time, or with the latency of the link."""
         plan = Plan("all_gather", "serial", size, 0, 1, tuple(self.messages), tuple(self.work))
         count = len(self.times)
-        return Stream(plan, tuple(self.times), (0.0,) * count, (message_bytes,) * len(self.messages))
+        stream = Stream(plan, tuple(self.times), (0.0,) * count, (message_bytes,) * len(self.messages))
+        if queued_us is None:
+            return stream
+        return replace(stream, latency_us=0.0, queued_us=((size - 1) * queued_us,) * len(self.messages))
 
 
 class _Schedule:
@@ -125,9 +132,9 @@ class _Schedule:
         self._parts = _Part(), _Part()
         self.order: list[tuple[int, int]] = []
 
-    def streams(self, size: int, message_bytes: Sequence[float]) -> tuple[Stream, ...]:
+    def streams(self, size: int, message_bytes: Sequence[float], queued_us: float | None) -> tuple[Stream, ...]:
         """Streams of both parts. `message_bytes`: of each part."""
-        return tuple(part.stream(size, each) for part, each in zip(self._parts, message_bytes, strict=True))
+        return tuple(part.stream(size, each, queued_us) for part, each in zip(self._parts, message_bytes, strict=True))
 
     def _compute(self, part: int, time_us: float, *needs: int) -> None:
         self.order.append((part, self._parts[part].compute(time_us, *needs)))
@@ -225,11 +232,20 @@ def _split_passes(job: Job, model: CostModel, split: Split) -> tuple[Pass, Pass]
             message_bytes.reverse()
         schedule = _Schedule([[*both] * count for both in steps])
         (schedule.backward if backward else schedule.forward)()
-        program = Program(schedule.streams(job.tensor, message_bytes), tuple(schedule.order))
-        simulated = run_program(program, model, whole.tensor_link)
+        queued_us = model.nccl_message_us(whole.tensor_link) if model.on_device else None
+        program = Program(schedule.streams(job.tensor, message_bytes, queued_us), tuple(schedule.order))
+        simulated = run_program(program, model, whole.tensor_link, "message" if model.on_device else "copy")
         more = whole.accumulated_us() if backward else 0.0
         exposed = simulated.exposed_us / count
         name = f"{split} parts{' grad' if backward else ''}"
-        return Op(name, simulated.time_us / count + more, exposed, sync="before", slack_us=simulated.slack_us)
+        enqueue_us = (job.tensor - 1) * simulated.num_messages * model.enqueue_us / count
+        return Op(
+            name,
+            simulated.time_us / count + more,
+            exposed,
+            sync="before",
+            slack_us=simulated.slack_us,
+            enqueue_us=enqueue_us,
+        )
 
     return whole.skewed(op(False)), whole.skewed(op(True))

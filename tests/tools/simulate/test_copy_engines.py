@@ -1,0 +1,218 @@
+"""Messages of the plugin on GPUs: by copy engines inside a node, by NCCL's kernels elsewhere."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_overlap.autotune.cost_model import CostModel
+from megatron_overlap.config import load_launch_config
+from megatron_overlap.config.cluster import ClusterProfile, load_cluster_profile
+from megatron_overlap.tools.simulate.experts import ExpertLayer, _played
+from megatron_overlap.tools.simulate.job import Experts, job_of
+from megatron_overlap.tools.simulate.layer import Layers
+from megatron_overlap.tools.simulate.linear import METHODS, Linear, LinearOverlap
+from megatron_overlap.tools.simulate.split import layer_passes
+from tests.ops.tensor_parallel.device_layers import DIRECTIONS, GPU, LAYERS, MODELS, Case, record, times
+from tests.tools.simulate.machines import job, number, profile
+from tests.tools.simulate.test_experts import SHAPE
+
+ROOT = Path(__file__).resolve().parents[3]
+ROWS, WIDTH, RANKS = 1024, 512, 4
+# A GEMM of all rows at 1 TFLOP/s, and the rows of one rank at 10 GB/s.
+GEMM_US = 2.0 * ROWS * WIDTH * WIDTH / 1e6
+SLICE_US = ROWS / RANKS * WIDTH * 2 / 1e4
+COPY_US, FLAG_US, NCCL_US = 7.0, 1.0, 5.0
+
+
+def gpu(*, engines: bool = True, enqueue_us: float = 0.0, **changes: float) -> CostModel:
+    """A GPU with links of 10 GB/s. Copies take 7 us, flags 1 us, and NCCL's messages 5 us besides their bytes."""
+    tree = profile(**{"gbps": 10.0, "latency_us": NCCL_US, **changes}).model_dump(by_alias=True)
+    tree["device"] |= {"call_us": None, "enqueue_us": number(enqueue_us)}
+    tree["inside"]["copy_engines"] = {"copy_us": number(COPY_US), "flag_us": number(FLAG_US)} if engines else None
+    return CostModel(ClusterProfile.model_validate(tree))
+
+
+def linear(model: CostModel, ranks: int = RANKS, method: str = "p2p", **overlap: Any) -> Linear:
+    choice = LinearOverlap(method, **overlap)  # type: ignore[arg-type]
+    return Linear(model, model.link(ranks), choice, ROWS, WIDTH, WIDTH)
+
+
+def test_only_groups_inside_a_node_have_copy_engines() -> None:
+    model = gpu(devices=4)
+    assert (model.link(4).copy_us, model.link(4).flag_us) == (COPY_US, FLAG_US)
+    assert model.link(8).copy_us is None
+    assert model.link(2, stride=4).copy_us is None
+    assert model.link(2, stride=2).copy_us == COPY_US
+    assert gpu(engines=False).link(4).copy_us is None
+
+
+def test_a_slow_link_carries_copies_one_after_another() -> None:
+    """Each copy takes its fixed time, its bytes and two batches of flags; then a last GEMM, or a sum, remains."""
+    model = gpu(tflops=1e6)
+    message_us = COPY_US + 2 * FLAG_US + SLICE_US
+    assert linear(model).column_forward().time_us == pytest.approx(3 * message_us + FLAG_US, rel=1e-3)
+    # The computing queue waits for the flags of all messages before the sum.
+    assert linear(model).row_forward().time_us == pytest.approx(3 * message_us + 3 * FLAG_US + FLAG_US, rel=1e-3)
+    # The gather of the input precedes the partial sums.
+    assert linear(model).column_backward().time_us == pytest.approx(6 * message_us + 3 * FLAG_US, rel=0.01)
+
+
+def test_a_fast_link_leaves_the_flags_of_the_computing_queue() -> None:
+    """One batch frees the buffers, one waits for each message."""
+    model = gpu(gbps=1e6)
+    assert linear(model).column_forward().time_us == pytest.approx(GEMM_US + 4 * FLAG_US, rel=1e-3)
+    assert linear(model).row_forward().time_us == pytest.approx(GEMM_US + 4 * FLAG_US, rel=1e-3)
+    assert linear(model).row_backward().time_us == pytest.approx(2 * GEMM_US + 4 * FLAG_US, rel=1e-3)
+    assert linear(model).column_backward().time_us == pytest.approx(2 * GEMM_US + 8 * FLAG_US, rel=1e-3)
+
+
+def test_the_second_copy_to_a_peer_waits_for_no_free_buffer() -> None:
+    """Two ranks send two chunks; see `default_chunks`."""
+    run = linear(gpu(tflops=1e6), ranks=2).column_forward()
+    assert run.num_messages == 2
+    moved_us = 2 * COPY_US + 3 * FLAG_US + 2 * SLICE_US
+    assert run.time_us == pytest.approx(moved_us + FLAG_US, rel=1e-3)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("layer", ["qkv", "proj"])
+def test_copies_flags_and_times_are_those_of_the_device_model(
+    monkeypatch: pytest.MonkeyPatch, layer: str, direction: str
+) -> None:
+    """Against the operations that the transport enqueues. The device model has no time for the writes of GEMM tiles."""
+    case = Case(layer, 4096, direction)
+    devices = record(monkeypatch, case, "copies")
+    model = gpu(
+        tflops=GPU.num_sms * GPU.sm_flops / 1e12,
+        gbps=GPU.link / 1e9,
+        launch_us=GPU.latency_s * 1e6,
+        memory_gbps=GPU.memory / 1e9,
+    )
+    tree = model.profile.model_dump(by_alias=True)
+    tree["device"]["gemm"] |= {"processors": GPU.num_sms, "tiles": [{"rows": GPU.tile[0], "columns": GPU.tile[1]}]}
+    tree["inside"]["copy_engines"] = {"copy_us": number(GPU.latency_s * 1e6), "flag_us": number(GPU.word_s * 1e6)}
+    model = CostModel(ClusterProfile.model_validate(tree))
+    hidden, features = MODELS["8b"].hidden, MODELS["8b"].features(layer) // 8
+    shape = (features, hidden) if LAYERS[layer] == "column" else (hidden, features)
+    run = getattr(Linear(model, model.link(8), LinearOverlap("p2p"), 4096, *shape), f"{LAYERS[layer]}_{direction}")()
+    copies = [op for op in devices[0].ops if op.kind == "copy"]
+    assert run.num_messages == len(copies)
+    assert run.sent_bytes == pytest.approx(sum((op.seconds - GPU.latency_s) * GPU.link for op in copies))
+    # Each message waits for a free buffer at the sender, and for its flag at the receiver.
+    assert 2 * run.num_messages == sum(op.kind == "reach" for op in devices[0].ops)
+    assert run.time_us == pytest.approx(times(devices).eight * 1e6, rel=0.05)
+
+
+def test_nccl_takes_sms_and_copies_do_not() -> None:
+    given = {"copy": 0.05, "collective": 0.5, "gbps": 3.0}
+    by_copies, by_nccl = (linear(gpu(engines=engines, **given)).column_forward() for engines in (True, False))
+    assert by_nccl.compute_us > 1.2 * by_copies.compute_us
+    # A group of several nodes has no copy engines.
+    assert linear(gpu(devices=2, **given)).column_forward().compute_us > 1.2 * by_copies.compute_us
+
+
+def test_a_config_may_leave_the_copy_engines_out() -> None:
+    config = ROOT / "configs/gpu/llama3_8b_tp8/overlap.yaml"
+
+    def copies(*overrides: str) -> bool:
+        return job_of(load_launch_config(config, overrides)).tensor_overlap.copies
+
+    assert copies()
+    assert not copies("overlap.tensor.transport=nccl")
+    assert not copies("overlap.tensor.recompute_gather=never")
+    given = {"collective": 0.5, "gbps": 3.0}
+    assert linear(gpu(**given), copies=False).column_backward() == linear(gpu(engines=False, **given)).column_backward()
+
+
+def test_messages_on_nccl_follow_one_another() -> None:
+    model = gpu(engines=False, tflops=1e6, launch_us=0.25)
+    run = linear(model, chunks_per_rank=1).column_forward()
+    assert run.arrived_us[0] == pytest.approx([(k + 1) * (NCCL_US + 0.25 + SLICE_US) for k in range(3)])
+
+
+def test_the_sum_of_received_terms_has_its_rate() -> None:
+    """Three terms of 2 bytes read, 4 bytes written and read, own rows read and written; two kernels."""
+    shard = ROWS / RANKS * WIDTH
+    slow = gpu(tflops=1e6, gbps=1e6, elementwise={"sum": (1.0, 1.0)})  # type: ignore[arg-type]
+    run = linear(slow).row_forward()
+    assert run.time_us == pytest.approx(shard * (3 * 2 + 4 + 4 + 2 + 2) / 1e3, rel=0.1)
+
+
+def test_weight_gradients_read_a_copy_of_the_own_rows() -> None:
+    model = gpu(tflops=1e6, gbps=1e6, memory_gbps=1.0)
+    copy_us = 2 * ROWS / RANKS * WIDTH * 2 / 1e3
+    layer = linear(model)
+    forward, backward = layer.column_forward().time_us, layer.row_backward().time_us
+    assert backward - forward == pytest.approx(layer.wgrad_us + copy_us, rel=1e-3)
+
+
+@pytest.mark.parametrize("method", [each for each in METHODS if each != "p2p"])
+def test_other_methods_do_not_depend_on_copy_engines(method: str) -> None:
+    given = linear(gpu(copy=0.1), method=method)
+    other = linear(gpu(engines=False, copy=0.1), method=method)
+    for one in ("column_forward", "row_forward", "column_backward", "row_backward"):
+        assert getattr(given, one)().time_us == getattr(other, one)().time_us
+
+
+def test_a_pass_lasts_as_long_as_the_host_enqueues_its_messages() -> None:
+    """Four linear layers, three messages each in forward; the two column-parallel ones gather again in backward."""
+    given = job(tensor=4, tensor_overlap=LinearOverlap("p2p"))
+    fast = {"tflops": 1e6, "gbps": 1e6}
+    layers = Layers(given, gpu(enqueue_us=1000.0, **fast))
+    assert layers.forward.time_us == pytest.approx(4 * 3 * 1000)
+    assert layers.backward.time_us == pytest.approx(6 * 3 * 1000)
+    hidden = Layers(given, gpu(enqueue_us=0.001, **fast))
+    assert hidden.forward.time_us == Layers(given, gpu(**fast)).forward.time_us
+    stock = replace(given, tensor_overlap=LinearOverlap("stock"))
+    assert Layers(stock, gpu(enqueue_us=1000.0, **fast)).forward.time_us < 1000
+
+
+def test_auto_selects_stock_if_the_host_takes_longer() -> None:
+    for enqueue_us, selected in ((0.0, "p2p"), (1000.0, "stock")):
+        layer = linear(gpu(enqueue_us=enqueue_us, gbps=1.0), method="auto")
+        assert layer.fastest(column=True).overlap.method == selected
+
+
+def test_split_micro_batches_run_on_nccl() -> None:
+    """Batch overlap does not use copy engines: eight gathers and scatters of three messages in forward."""
+    given = job(tensor=4, micro_batch_size=2, split="batch")
+    slow = {"tflops": 1e6, "gbps": 1.0}
+    forward = layer_passes(given, gpu(**slow))[0]
+    bytes_us = 8 * 3 * 1024 / 4 * 1024 * 2 / 1e3
+    assert forward.time_us == pytest.approx(bytes_us + 8 * 3 * NCCL_US, rel=0.001)
+    assert layer_passes(given, gpu(engines=False, **slow))[0] == forward
+    free, taken = (layer_passes(given, gpu(collective=share, gbps=3.0))[0].time_us for share in (0.0, 0.5))
+    assert taken > 1.05 * free
+    hosted = layer_passes(given, gpu(enqueue_us=1e5, **slow))[0]
+    assert hosted.time_us == pytest.approx(8 * 3 * 1e5)
+
+
+def test_experts_run_on_nccl() -> None:
+    def played(**changes: float) -> Any:
+        return _played(ExpertLayer(gpu(**changes), Experts(SHAPE, 4, "p2p"), 1024, False, 512), 0.0, False)
+
+    free = played(tflops=1e6)
+    slow = played(tflops=1e6, latency_us=NCCL_US + 100)
+    assert slow.time_us - free.time_us == pytest.approx(100 * free.num_messages, rel=0.01)
+    assert played(collective=0.5, gbps=0.1).compute_us > 1.1 * played(collective=0.0, gbps=0.1).compute_us
+
+
+ONE_H200 = json.loads((ROOT / "docs/results/first_contact.json").read_text())["link 1"]["rows"]
+FORWARDS = [row for row in ONE_H200 if row.get("share") == 8 and row["shape"].startswith("llama")]
+
+
+@pytest.mark.parametrize("row", FORWARDS, ids=lambda row: f"{row['shape']} {row['op']}")
+def test_forward_over_copies_is_as_long_as_on_one_h200(row: dict[str, Any]) -> None:
+    """The present schedule on a link as fast as eight of PCIe, with cuBLAS at the rate of short runs (h200.yaml)."""
+    tree = load_cluster_profile("h200").model_dump(by_alias=True)
+    tree["device"]["gemm"]["efficiency"]["value"] = 0.82
+    tree["inside"]["copy_gbps"]["value"] = 8 * 48.6
+    model = CostModel(ClusterProfile.model_validate(tree))
+    layer = Linear(model, model.link(8), LinearOverlap("p2p"), *row["mnk"])
+    run = layer.column_forward() if row["op"] == "ag" else layer.row_forward()
+    assert run.time_us / 1e3 == pytest.approx(row["ms"]["slice by slice"], rel=0.07)
