@@ -144,9 +144,8 @@ class CostModel:
         return num_bytes / (rate * 1e9) * _US + self.launch_us
 
     def sum_us(self, received: float, own: float) -> float:
-        """Time of two kernels: one sums `received` elements in fp32, one adds `own` elements to the result."""
-        num_bytes = (received + 2 * own) * self.item_bytes + 2 * own * ITEM_BYTES["fp32"]
-        return self.memory_us(num_bytes, "sum") + self.launch_us
+        """Time of a kernel that adds `received` elements to `own` elements."""
+        return self.memory_us((received + 2 * own) * self.item_bytes, "sum")
 
     def calls_us(self, calls: float, *, loop: bool = False) -> float:
         """Host time of calls of the tensor library, without the operations themselves.

@@ -136,11 +136,11 @@ def test_messages_on_nccl_follow_one_another() -> None:
 
 
 def test_the_sum_of_received_terms_has_its_rate() -> None:
-    """Three terms of 2 bytes read, 4 bytes written and read, own rows read and written; two kernels."""
+    """Three terms of 2 bytes read, own rows read and written."""
     shard = ROWS / RANKS * WIDTH
     slow = gpu(tflops=1e6, gbps=1e6, elementwise={"sum": (1.0, 1.0)})  # type: ignore[arg-type]
     run = linear(slow).row_forward()
-    assert run.time_us == pytest.approx(shard * (3 * 2 + 4 + 4 + 2 + 2) / 1e3, rel=0.1)
+    assert run.time_us == pytest.approx(shard * (3 * 2 + 2 + 2) / 1e3, rel=0.1)
 
 
 def test_weight_gradients_read_a_copy_of_the_own_rows() -> None:
@@ -208,11 +208,16 @@ FORWARDS = [row for row in ONE_H200 if row.get("share") == 8 and row["shape"].st
 
 @pytest.mark.parametrize("row", FORWARDS, ids=lambda row: f"{row['shape']} {row['op']}")
 def test_forward_over_copies_is_as_long_as_on_one_h200(row: dict[str, Any]) -> None:
-    """The present schedule on a link as fast as eight of PCIe, with cuBLAS at the rate of short runs (h200.yaml)."""
+    """The present schedule on a link as fast as eight of PCIe, with cuBLAS at the rate of short runs (h200.yaml).
+
+    That run summed the received rows in a kernel of its own, which wrote fp32.
+    """
     tree = load_cluster_profile("h200").model_dump(by_alias=True)
     tree["device"]["gemm"]["efficiency"]["value"] = 0.82
     tree["inside"]["copy_gbps"]["value"] = 8 * 48.6
     model = CostModel(ClusterProfile.model_validate(tree))
     layer = Linear(model, model.link(8), LinearOverlap("p2p"), *row["mnk"])
-    run = layer.column_forward() if row["op"] == "ag" else layer.row_forward()
-    assert run.time_us / 1e3 == pytest.approx(row["ms"]["slice by slice"], rel=0.07)
+    gathers = row["op"] == "ag"
+    time_us = layer.column_forward().time_us if gathers else layer.row_forward().time_us
+    more_us = 0.0 if gathers else model.memory_us(2 * 4 * layer.rows / 8 * layer.out_features, "sum")
+    assert (time_us + more_us) / 1e3 == pytest.approx(row["ms"]["slice by slice"], rel=0.07)
