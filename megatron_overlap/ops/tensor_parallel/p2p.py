@@ -163,8 +163,7 @@ class P2PMethod(LinearMethod):
         scatter = PipelinedReduceScatter(
             self.transport, schedule, layout, out, op, work_follows=work_follows, tree=self.plan.tree
         )
-        split = self.transport.on_device and not self.plan.tree
-        gemm = partial(_gemm_split, scatter.split(a), b) if split else self._gemm_rows(a, b)
+        gemm = self._gemm_rows(a, b) if self.plan.tree else partial(_gemm_split, scatter.split(a), b)
         scatter.compute(gemm, meanwhile)
         return scatter
 
@@ -265,7 +264,7 @@ class P2PGather:
         if self._wgrad is not None:
             self._gather.copy_own_rows()
         computed = False
-        while self._gather.ready and not self._on_device:
+        while not self._on_device and self._gather.ready:
             self._compute_next()
             computed = True
         return computed
