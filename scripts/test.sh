@@ -7,5 +7,7 @@ setup_environment
 setup_transformer_engine
 # torch looks up the names of hosts when it connects ranks. If no name server answers, this takes 5 s by default.
 export RES_OPTIONS="timeout:1"
+# Hundreds of processes import the package and the tests: without stored byte code each compiles them.
+unset PYTHONDONTWRITEBYTECODE
 # Two at a time: most of a test is processes that start and wait. A file stays together, with its workers.
 exec .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long" "$@"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -44,7 +45,14 @@ def forked_python() -> Iterator[ForkedPython]:
 
 
 def pytest_configure() -> None:
+    gc.disable()  # until all tests are found
     # A shell starts its background jobs with SIGINT ignored, and programs inherit that: tests of Ctrl-C would
     # wait for ever.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """Later collections of garbage leave out the modules and the tests: visiting 700,000 objects takes 0.4 s."""
+    gc.freeze()
+    gc.enable()

@@ -40,8 +40,7 @@ class _Servers:
     """The server process of each kind that has run.
 
     Attributes:
-        folder: where the processes of a parallel test run, which set it, find the servers of each other; None: the
-            process starts its own.
+        folder: the workers of pytest-xdist publish their servers there; None: this process starts its own servers.
     """
 
     def __init__(self) -> None:

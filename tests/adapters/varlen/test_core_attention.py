@@ -74,8 +74,15 @@ def test_two_context_and_two_tensor_ranks(data: Path, one_rank: Reference, tmp_p
 
 
 @needs_te
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize(
+    ("tensor", "dtype"),
+    [
+        pytest.param(1, torch.float32, id="1-fp32"),
+        pytest.param(2, torch.bfloat16, id="2-bf16"),
+        pytest.param(1, torch.bfloat16, id="1-bf16", marks=pytest.mark.long),
+        pytest.param(2, torch.float32, id="2-fp32", marks=pytest.mark.long),
+    ],
+)
 def test_a_model_of_transformer_engine_layers(te_ranks: World, tensor: int, dtype: torch.dtype) -> None:
     """Two context ranks, with and without tensor and sequence parallelism, equal one with stock attention."""
     linears = {"ag_gemm": 2 * 2 + 1, "gemm_rs": 2 * 2} if tensor > 1 else {}

@@ -14,7 +14,7 @@ from tests.ops.tensor_parallel.attention_projection_workers import Shape
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("late", [False, True], ids=["gloo", "late"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.long), 4])
 def test_equals_float64(world: World, num_ranks: int, dtype: torch.dtype, late: bool, causal: bool) -> None:
     # 61 positions: not divisible by ranks, nor a rank's positions by chunks. Three query heads a key head.
     shape = Shape(61, heads=6, kv_heads=2)

@@ -22,16 +22,24 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
-@pytest.mark.parametrize("op", SEQUENCE)
+def with_each_plan(first: str, second: str) -> list[object]:
+    """Two operations with all plans. The daily run has one operation of each plan."""
+    daily = zip(PLANS, (first, second, first), strict=True)
+    return [
+        pytest.param(op, PLANS[plan], id=f"{op}-{plan}", marks=[] if op == of_plan else [pytest.mark.long])
+        for plan, of_plan in daily
+        for op in (first, second)
+    ]
+
+
+@pytest.mark.parametrize(("op", "plan"), with_each_plan(*SEQUENCE))
 @pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_equals_reference(interpreting: World, num_ranks: int, op: str, plan: FusedPlan) -> None:
     """37 rows: shards and chunks differ in length."""
     interpreting.run(num_ranks, linear_workers.against_reference, op, 37, 48, 33, torch.float32, plan, late=False)
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
-@pytest.mark.parametrize("op", PLAIN)
+@pytest.mark.parametrize(("op", "plan"), with_each_plan(*PLAIN))
 def test_all_reduce_equals_reference(interpreting: World, op: str, plan: FusedPlan) -> None:
     bits = interpreting.run(
         4, linear_all_reduce_workers.against_reference, op, 37, 48, 33, torch.float32, plan, late=False
