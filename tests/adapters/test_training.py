@@ -67,7 +67,6 @@ def test_llama(plugin: tuple[str, str], tmp_path: Path) -> None:
 
 
 @needs_te
-@pytest.mark.long
 def test_llama_of_te_layers(plugin: tuple[str, str], tmp_path: Path) -> None:
     layout = (*GQA, *TP2_SP, *TE_LAYERS)
     exact = train(tmp_path / "stock", LLAMA, 2, *layout)
