@@ -105,17 +105,60 @@ def test_a_watchdog_reports_once_and_never_a_program_that_moves() -> None:
     assert looks[0] == 60 + 10
 
 
-def test_a_stream_notes_its_waits_and_no_other_steps() -> None:
+class Driver:
+    """Records the calls of the driver of one stream, and writes the words of copies."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[Any] = []
+        self.sources = torch.tensor([1, 0], dtype=torch.int32)
+        monkeypatch.setattr(cuda, "_driver_functions", lambda: (self.copy, self.write, self.wait, self.batch))
+        monkeypatch.setattr(cuda, "_source_words", lambda: self.sources)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        self.queue = cuda.StreamQueue(SimpleNamespace(cuda_stream=17))  # type: ignore[arg-type]
+
+    def copy(self, to: int, source: int, num_bytes: int, stream: int) -> int:
+        value = self.sources[(source - self.sources.data_ptr()) // 4].item()
+        self.calls.append(("copy", to, num_bytes, value, stream))
+        return 0
+
+    def write(self, stream: int, address: int, value: int, flags: int) -> int:
+        assert stream == 17
+        self.sources[(address - self.sources.data_ptr()) // 4] = value
+        return 0
+
+    def wait(self, stream: int, address: int, value: int, flags: int) -> int:
+        self.calls.append(("wait", address, value, stream))
+        return 0
+
+    def batch(self, stream: int, count: int, ops: Any, flags: int) -> int:
+        assert count == len(ops)
+        self.calls.append([(op.operation, op.address, op.value) for op in ops])
+        return 0
+
+
+def test_a_stream_writes_words_of_peers_by_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, words = Driver(monkeypatch), torch.zeros(8, dtype=torch.int32)
+    driver.queue.write(words, 3, 41)
+    driver.queue.run(driver.queue.prepare([FlagStep(words, position, sets=True) for position in (2, 6)]))
+    driver.queue.write(words, 3, 42)
+    at = words.data_ptr()
+    assert driver.calls == [
+        ("copy", at + 12, 4, 41, 17),
+        ("copy", at + 8, 4, 1, 17),
+        ("copy", at + 24, 4, 1, 17),
+        ("copy", at + 12, 4, 42, 17),
+    ]
+
+
+def test_a_stream_notes_its_waits_and_no_other_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch)
     notes, words = torch.zeros(3, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
     steps = [FlagStep(words, 2, sets=True), FlagStep(words, 5, False, Note(notes, 1, 70000))]
-    ops: Any = cuda.StreamQueue.prepare(None, steps)  # type: ignore[arg-type]
+    driver.queue.run(driver.queue.prepare(steps))
     flag, word, write, wait = words.data_ptr(), notes.data_ptr() + 4, cuda.WRITE_VALUE_32, cuda.WAIT_VALUE_32
-    assert [(op.operation, op.address, op.value) for op in ops] == [
-        (write, flag + 8, 1),
-        (write, word, 70000),
-        (wait, flag + 20, 1),
-        (write, flag + 20, 0),
-        (write, word, 0),
+    assert driver.calls == [
+        ("copy", flag + 8, 4, 1, 17),
+        [(write, word, 70000), (wait, flag + 20, 1), (write, flag + 20, 0), (write, word, 0)],
     ]
 
 

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -144,6 +145,9 @@ WAIT_VALUE_32, WRITE_VALUE_32 = 1, 2
 class StreamQueue:
     """A queue on a stream. `None` selects the current stream at each call.
 
+    Words of peers are written by copies: since CUDA 13.1 `cuStreamWriteValue` cannot write to the memory of another GPU
+    (github.com/NVIDIA/nccl/issues/2052).
+
     The caller orders the computing stream after all copies from a tensor before it frees the tensor.
     """
 
@@ -151,6 +155,8 @@ class StreamQueue:
         self._stream, self._handle = stream, None if stream is None else stream.cuda_stream
         self._device = torch.cuda.current_device()
         self._copy, self._write, self._wait, self._batch = _driver_functions()
+        self._sources = _source_words()
+        self._one, self._value = self._sources.data_ptr(), self._sources.data_ptr() + 4
 
     @property
     def stream(self) -> torch.cuda.Stream:
@@ -164,9 +170,10 @@ class StreamQueue:
         _check("cuMemcpyAsync", self._copy(to.data_ptr(), source.data_ptr(), source.nbytes, self._raw_stream()))
 
     def write(self, words: torch.Tensor, index: int, value: int) -> None:
-        # Flags 0: the write follows all earlier work of the stream, also for readers on other devices.
-        status = self._write(self._raw_stream(), words.data_ptr() + 4 * index, value, 0)
-        _check("cuStreamWriteValue32", status)
+        # Flags 0: the write follows all earlier work of the stream.
+        stream = self._raw_stream()
+        _check("cuStreamWriteValue32", self._write(stream, self._value, value, 0))
+        _check("cuMemcpyAsync", self._copy(words.data_ptr() + 4 * index, self._value, 4, stream))
 
     def wait(self, words: torch.Tensor, index: int, value: int) -> None:
         # Flags 0: until the word is at least the value.
@@ -174,22 +181,23 @@ class StreamQueue:
         _check("cuStreamWaitValue32", status)
 
     def prepare(self, steps: Sequence[FlagStep]) -> object:
-        ops: list[MemOp] = []
-        for words, index, sets, note in steps:
-            address = words.data_ptr() + 4 * index
-            # Flags 0, as in `write` and `wait`.
-            step = [] if sets else [MemOp(WAIT_VALUE_32, address, 1)]
-            step.append(MemOp(WRITE_VALUE_32, address, int(sets)))
-            if note is not None:
-                # A device writes pinned memory at its address on the host.
-                word = note.words.data_ptr() + 4 * note.position
-                step = [MemOp(WRITE_VALUE_32, word, note.number), *step, MemOp(WRITE_VALUE_32, word, 0)]
-            ops += step
-        return (MemOp * len(ops))(*ops)
+        calls: list[object] = []
+        for sets, group in groupby(steps, key=lambda step: step.sets):
+            if sets:
+                calls += [step.words.data_ptr() + 4 * step.position for step in group]
+            else:
+                ops = [op for step in group for op in _wait_ops(step)]
+                calls.append((MemOp * len(ops))(*ops))
+        return calls
 
     def run(self, prepared: object) -> None:
-        assert isinstance(prepared, ctypes.Array)
-        _check("cuStreamBatchMemOp", self._batch(self._raw_stream(), len(prepared), prepared, 0))
+        assert isinstance(prepared, list)
+        stream = self._raw_stream()
+        for call in prepared:
+            if isinstance(call, int):
+                _check("cuMemcpyAsync", self._copy(call, self._one, 4, stream))
+            else:
+                _check("cuStreamBatchMemOp", self._batch(stream, len(call), call, 0))
 
     def mark(self) -> object:
         return self.stream.record_event()
@@ -197,6 +205,24 @@ class StreamQueue:
     def after(self, mark: object) -> None:
         assert isinstance(mark, torch.cuda.Event)
         self.stream.wait_event(mark)
+
+
+def _source_words() -> torch.Tensor:
+    """Two words of device memory, from which a queue writes to peers: 1, and any value."""
+    words = torch.tensor([1, 0], dtype=torch.int32, device="cuda")
+    torch.cuda.current_stream().synchronize()  # other streams read them
+    return words
+
+
+def _wait_ops(step: FlagStep) -> list[MemOp]:
+    """Wait for a flag of this rank, and clear it. Flags 0, as in `StreamQueue.write` and `wait`."""
+    address = step.words.data_ptr() + 4 * step.position
+    wait = [MemOp(WAIT_VALUE_32, address, 1), MemOp(WRITE_VALUE_32, address, 0)]
+    if step.note is None:
+        return wait
+    # A device writes pinned memory at its address on the host.
+    word = step.note.words.data_ptr() + 4 * step.note.position
+    return [MemOp(WRITE_VALUE_32, word, step.note.number), *wait, MemOp(WRITE_VALUE_32, word, 0)]
 
 
 def _check(function: str, status: int) -> None:
