@@ -166,7 +166,7 @@ class CopyEngines(Section):
     copy_us: Cost
     """Fixed cost of one copy."""
     flag_us: Cost
-    """Cost of one batch of flags on a queue, set or waited for."""
+    """Cost of a flag on a queue, set or waited for."""
 
 
 class InsideLink(LinkProfile):

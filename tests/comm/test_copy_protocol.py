@@ -137,14 +137,16 @@ def test_every_state_of_two_ranks(chunks: int, symmetric: bool) -> None:
     ordered(recorded.queues)
 
 
-@pytest.mark.parametrize(("pattern", "times"), [("direct", 1), ("direct", 2), ("ring", 1)])
+@pytest.mark.parametrize(
+    ("pattern", "times"), [("direct", 1), pytest.param("direct", 2, marks=pytest.mark.long), ("ring", 1)]
+)
 def test_every_state_of_three_ranks(pattern: str, times: int) -> None:
     """Four operations between symmetric buffers, without reduction; twice is the replay of a graph.
 
-    142,303, 289,609 and 27,081 states.
+    906,558, 1,844,285 and 87,656 states.
     """
     queues = record(3, FOUR, rows=1, pattern=pattern, symmetric=True).queues
-    assert explore(repeated(queues, times)) > 25_000
+    assert explore(repeated(queues, times)) > 80_000
 
 
 @pytest.mark.long
@@ -274,7 +276,7 @@ def test_what_a_call_enqueues() -> None:
     transport = CopyTransport(backend)
     weight, shard, whole = torch.ones(64, 64), torch.ones(rows, 64), torch.ones(rows * size, 64)
     plan = LinearPlan(pattern="direct")
-    for operation, x, marks in ((all_gather_linear, shard, 2), (linear_reduce_scatter, whole, size)):
+    for operation, x, marks in ((all_gather_linear, shard, 3), (linear_reduce_scatter, whole, size + 1)):
         counted = []
         for _ in range(3):
             backend.calls.clear()

@@ -4,9 +4,10 @@ A queue waits for a flag in memory without a kernel (`backend.Queue`), and clear
 steps every time.
 
 - A message between symmetric buffers (`Transfer.lands`) is one copy, from the tensor of the sender to that of the
-  receiver. When an operation begins, the computing queue of the receiver sets a flag at each sender: earlier work no
-  longer reads the buffer. The sender waits for it, copies, and sets a flag at the receiver, for which the computing
-  queue of the receiver waits. All flags are those of the buffer (`heap`): one operation at a time uses a buffer.
+  receiver. When an operation begins, the receiver sets a flag at each sender, after the present work of its computing
+  queue: that no longer reads the buffer. The sender waits for it, copies, and sets a flag at the receiver, for which
+  the computing queue of the receiver waits. All flags are those of the buffer (`heap`): one operation at a time uses a
+  buffer.
 - Any other message passes through a ring of the pair, in pieces, which the pair numbers 1, 2, ... in the order of
   operations and messages. Both ranks compute the place of a piece. The sender waits until earlier pieces in the same
   bytes are acknowledged. The receiver waits for the flag, copies the piece to the tensor, and acknowledges it; its
@@ -279,7 +280,9 @@ class CopyTransport:
             self.works = [earlier for earlier in self.works if earlier.has_more_to_send]
             self.works.append(work)
         if messages.buffers_are_free is not None:
-            self.backend.computing.run(messages.buffers_are_free)
+            # Beside the computation: on a device each flag is a copy.
+            self.receiving.after(self.backend.computing.mark())
+            self.receiving.run(messages.buffers_are_free)
         work.mark_ready(0)
         return work
 
@@ -323,7 +326,7 @@ class CopyTransport:
                 if not num_received[source]:
                     free.append(FlagStep(words[plan.source], buffer.free(self.rank), sets=True))
                 num_received[source] += 1
-        messages.buffers_are_free = computing.prepare(free) if free else None
+        messages.buffers_are_free = self.receiving.prepare(free) if free else None
         messages.marks = sorted(set(messages.marks))
         return messages
 

@@ -357,13 +357,12 @@ class Linear:
         build = all_gather_plan if collective == "all_gather" else reduce_scatter_plan
         plan = build(self.link.size, 0, chunks_per_rank=chunks, pattern=pattern, split=split)
         layout = plan.layout(self.rows)
-        # The computing queue sets the flags of free buffers in one batch, and waits for the flag of each message.
+        # The computing queue waits for the flag of each message.
         flag_us = 0.0 if self._copy_us is None else self.link.flag_us
         times, additions = [], []
         for index, work in enumerate(plan.work):
             gemm_us = time(sum(layout.num_chunk_rows(chunk) for chunk in work.chunks)) if work.chunks else 0.0
-            flags = len(work.needs) + (index == 0)
-            times.append(gemm_us + flags * flag_us + (launch_us if index == 0 else 0.0))
+            times.append(gemm_us + len(work.needs) * flag_us + (launch_us if index == 0 else 0.0))
             added = sum(layout.num_chunk_rows(plan.messages[k].recv) for k in work.adds)
             additions.append(self._added_us(added, layout.shard_rows(0), width) + len(work.adds) * flag_us)
         sizes = tuple(self._bytes(layout.num_chunk_rows(e.send), width) for e in plan.messages)
