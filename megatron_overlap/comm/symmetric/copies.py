@@ -275,13 +275,14 @@ class CopyTransport:
             messages = self._prepared(transfers, own, op)
             if repeated is not None and not messages.through_ring:
                 repeated.prepared[op] = messages
-        work = CopyP2PWork(self, messages, own, op)
+        begun = self.backend.computing.mark()
+        work = CopyP2PWork(self, messages, own, op, begun)
         if messages.through_ring:
             self.works = [earlier for earlier in self.works if earlier.has_more_to_send]
             self.works.append(work)
         if messages.buffers_are_free is not None:
             # Beside the computation: on a device each flag is a copy.
-            self.receiving.after(self.backend.computing.mark())
+            self.receiving.after(begun)
             self.receiving.run(messages.buffers_are_free)
         work.mark_ready(0)
         return work
@@ -427,7 +428,9 @@ def _rows_of(own: torch.Tensor, send: torch.Tensor) -> tuple[int, int] | None:
 class CopyP2PWork:
     """See `P2PWork`. Enqueues a send when it is ready and the work that hides it is enqueued; receives in `wait`."""
 
-    def __init__(self, transport: CopyTransport, messages: _Messages, own: torch.Tensor | None, op: str) -> None:
+    def __init__(
+        self, transport: CopyTransport, messages: _Messages, own: torch.Tensor | None, op: str, begun: object
+    ) -> None:
         self._transport, self._messages, self._own, self._op = transport, messages.all, own, op
         self._computing, self._sending = transport.backend.computing, transport.sending
         self._forwards, self._num_messages = messages.forwards, len(messages.all)
@@ -438,9 +441,9 @@ class CopyP2PWork:
         self._num_sent = 0
         self._received = [False] * self._num_messages
         # Positions of the computing queue, by the work done there, and the number of those that are taken.
-        self._marks: dict[int, object] = {}
-        self._marked_work, self._num_marked = messages.marks, 0
-        self._work_done = -1
+        self._marks = {0: begun}
+        self._marked_work, self._num_marked = messages.marks, 1
+        self._work_done = 0
         # The mark that the queue of sends follows, and the position after the last send.
         self._sends_after: object = ...
         self._has_sent = False

@@ -113,7 +113,7 @@ class HostPeersTransport(CopyTransport):
         self.backend.computing.run(free)
         # Flags at the peers stay set: the host clears none.
         self.arrival_s += time.perf_counter() - start
-        work = HostPeersWork(self, prepared, own, op)
+        work = HostPeersWork(self, prepared, own, op, self.backend.computing.mark())
         work.steps_of_peers = sent
         work.mark_ready(0)
         return work
