@@ -8,7 +8,7 @@ torch adds the partial sums of a reduce-scatter, where CUDA launches a kernel. T
 on the host add less to it than to wall-clock time.
 
 A column-parallel layer has three operations in both passes, a row-parallel layer two. A call of `backward` starts
-torch's autograd engine once. The blocks show the layers as in a training step, where one call runs the backward of many layers.
+torch's autograd engine once. The blocks show the layers as in a training step: one call runs many backward passes.
 """
 
 from __future__ import annotations
