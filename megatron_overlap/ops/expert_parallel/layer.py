@@ -95,9 +95,11 @@ def expert_parallel(
         raise ValueError(f"sent: counts for {len(plan.experts)} experts: this rank has {len(experts.fc1)}")
     if x.dtype != weight.dtype or x.device != weight.device:
         raise ValueError(f"x: {x.dtype} on {x.device} does not fit a weight of {weight.dtype} on {weight.device}")
+    needs_grad = torch.is_grad_enabled() and any(each.requires_grad for each in (x, probs, *experts.weights))
     # Hooks, as those of recomputation without reentry, may replace a saved tensor, and its graph would be lost.
-    keep_output = torch.is_grad_enabled() and not experts.recompute and not _saved_tensors_have_hooks()
-    call = _Call(transport, plan, experts, probs.dtype, options.fixed_order or x.is_cuda, keep_output, observer)
+    keep_output = needs_grad and not experts.recompute and not _saved_tensors_have_hooks()
+    fixed_order = options.fixed_order or x.is_cuda
+    call = _Call(transport, plan, experts, probs.dtype, fixed_order, needs_grad, keep_output, observer)
     begun = _Begin.apply(x, probs, call, *experts.weights)
     if filler is not None:
         filler()
@@ -133,6 +135,7 @@ class _Call:
     experts: MLPExperts
     probs_dtype: torch.dtype
     fixed_order: bool
+    needs_grad: bool
     keep_output: bool
     observer: Observer | None
     running: _Running | None = None
@@ -212,7 +215,7 @@ class _Finish(torch.autograd.Function):
 
         def compute(segment: Segment, outputs: Rows) -> None:
             rows = slice(segment.start, segment.stop)
-            activated[segment] = call.experts.forward(
+            made = call.experts.forward(
                 segment.expert,
                 call.whole(segment),
                 expert_x[rows],
@@ -220,6 +223,8 @@ class _Finish(torch.autograd.Function):
                 *outputs,
                 keep_output=call.keep_output,
             )
+            if call.needs_grad:
+                activated[segment] = made
 
         expert_pass.finish(compute, fixed_order=call.fixed_order)
         ctx.call = call

@@ -96,6 +96,13 @@ def test_backward_computes_the_activation_again_only_if_it_has_to(
         assert backward == again * forward
 
 
+def test_only_a_forward_that_backward_follows_keeps_activations(world: World) -> None:
+    for live, computed in world.run(2, workers.live_activations, True):
+        assert live == computed > 2
+    for live, _ in world.run(2, workers.live_activations, False):
+        assert live == 1
+
+
 def test_frozen_weights(world: World) -> None:
     assert world.run(2, workers.frozen_weight) == [[False, True, True, True]] * 2
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import weakref
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal
@@ -266,6 +267,21 @@ def activation_calls(group: dist.ProcessGroup, recompute: bool, hooks: bool) -> 
     forward = len(calls)
     y.backward(problem.dy)
     return [forward, len(calls) - forward]
+
+
+def live_activations(group: dist.ProcessGroup, needs_grad: bool) -> tuple[int, int]:
+    """The largest number of inputs of the activation that exist at once in a forward, and how many it computes."""
+    problem, inputs, live = Problem(ExpertCase("even"), group), list[weakref.ref[torch.Tensor]](), list[int]()
+
+    def noted(hidden: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        inputs.append(weakref.ref(hidden))
+        live.append(sum(each() is not None for each in inputs))
+        return problem.activation(hidden, probs)
+
+    weights = [Projection(weight.clone().requires_grad_(needs_grad)) for weight in problem.weights]
+    experts = MLPExperts(tuple(weights[:2]), tuple(weights[2:]), noted)
+    expert_parallel(problem.x, problem.probs, problem.sent, problem.received, experts, group=group)
+    return max(live), len(live)
 
 
 def saved_elements(group: dist.ProcessGroup) -> tuple[list[int], int]:
