@@ -238,10 +238,10 @@ class Session:
         try:
             # One search of the process for both.
             checked = bool(features) or self.config.varlen.method != "none"
-            plan = self._engine.plan({*features, _CONSISTENCY} if checked else ())
+            plan = self._engine.plan({*features, *_ALWAYS} if checked else ())
             refused = self._apply(plan.of(features)).refused
             if self.active or self.config.varlen.method != "none":
-                self._apply(plan.of({_CONSISTENCY}))
+                self._apply(plan.of(_ALWAYS))
             self.reason = self._explain([_sentence(finding) for finding in refused])
             self._warn()
             for start in self._start_hooks:
@@ -389,7 +389,8 @@ def installed_versions() -> dict[str, str | None]:
 
 
 _FEATURES = ("tensor", "attention", "split", "data", "ulysses", "expert", "varlen")
-_CONSISTENCY = "consistency"
+_ALWAYS = ("consistency", "bucket_order")
+"""Features that any other needs."""
 _NOTHING_REPLACED = ("none", "stock", "row")
 
 

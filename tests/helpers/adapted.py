@@ -11,4 +11,6 @@ from megatron_overlap.patching.engine import Engine  # noqa: E402
 from megatron_overlap.patching.manifest import load_manifests  # noqa: E402
 
 # Reads and digests the sources that the patches of a session rely on, once for all workers.
-Engine(load_manifests()).plan({"tensor", "attention", "split", "data", "ulysses", "expert", "consistency"})
+Engine(load_manifests()).plan(
+    {"tensor", "attention", "split", "data", "ulysses", "expert", "consistency", "bucket_order"}
+)

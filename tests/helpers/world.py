@@ -185,7 +185,7 @@ def _share_gloo_device() -> None:
     device, group_class = dist.ProcessGroupGloo.create_default_device(), dist.ProcessGroupGloo
 
     class SharedDevice(group_class):  # type: ignore[misc,valid-type]
-        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, **_: object) -> None:
             options = group_class._Options()
             options._devices, options._timeout, options._threads = [device], timeout, 2
             super().__init__(store, rank, size, options)

@@ -30,7 +30,7 @@ from tests.patching.conftest import Packages
 
 Future = Callable[[str, str], list[Manifest]]
 LINEARS = (layers.ColumnParallelLinear, layers.RowParallelLinear)
-OVERLAPPED = {"tensor", "attention", "split", "data", "ulysses", "expert", "consistency"}
+OVERLAPPED = {"tensor", "attention", "split", "data", "ulysses", "expert", "consistency", "bucket_order"}
 """Features that the session of this test applies."""
 CLASSES = (*LINEARS, Attention, DotProductAttention, MoELayer, TransformerBlock, TransformerLayer)
 

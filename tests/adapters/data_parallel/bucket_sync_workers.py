@@ -45,6 +45,8 @@ class Run:
         sharded: with the distributed optimizer, else plain data parallelism.
         ddp, optimizer: further settings of Megatron's configs.
         data: the plugin's settings, None without the plugin.
+        tensor: its method of tensor parallelism, which no layer of the model uses.
+        reordered: ranks of odd number compute the layers, and so their gradients, in reverse.
         late: nothing has landed before it is waited for, and is NaN until then.
         overflow: iterations in which a gradient of the last rank is infinite.
         evaluate: iterations after which all parameters are looked at.
@@ -57,6 +59,8 @@ class Run:
     ddp: tuple[tuple[str, Any], ...] = ()
     optimizer: tuple[tuple[str, Any], ...] = ()
     data: tuple[tuple[str, Any], ...] | None = None
+    tensor: str = "none"
+    reordered: bool = False
     strict: bool = True
     late: bool = False
     overflow: tuple[int, ...] = ()
@@ -70,7 +74,7 @@ class ForeignAdam(torch.optim.AdamW):
     """An Adam of an unknown class."""
 
 
-def _model(precision: torch.dtype) -> torch.nn.Module:
+def _model(precision: torch.dtype, reverse: bool) -> torch.nn.Module:
     class Layer(torch.nn.Module):
         def __init__(self, size: int) -> None:
             super().__init__()
@@ -88,9 +92,13 @@ def _model(precision: torch.dtype) -> torch.nn.Module:
             self.layers = torch.nn.ModuleList(Layer(size) for size in SIZES)
 
         def forward(self, factors: torch.Tensor) -> torch.Tensor:
+            terms = {
+                number: self.layers[number](torch.zeros(()), factors.roll(number))
+                for number in (reversed(range(len(SIZES))) if reverse else range(len(SIZES)))
+            }
             total = torch.zeros(())
-            for number, layer in enumerate(self.layers):
-                total = layer(total, factors.roll(number))
+            for number in range(len(SIZES)):
+                total = total + terms[number]
             return total
 
     return Model()
@@ -107,7 +115,7 @@ def _wrapped(run: Run) -> tuple[Any, Any]:
     flags = {"overlap_grad_reduce": True, "overlap_param_gather": run.sharded, "bucket_size": 400, **both}
     ddp = DistributedDataParallelConfig(**{**flags, "grad_reduce_in_fp32": True, **dict(run.ddp)})
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
-    model = DistributedDataParallel(config, ddp, _model(dtype))
+    model = DistributedDataParallel(config, ddp, _model(dtype, run.reordered and dist.get_rank() % 2 == 1))
     settings: dict[str, Any] = {
         "optimizer": "adam",
         "lr": 0.125,
@@ -144,7 +152,7 @@ def train(group: dist.ProcessGroup, run: Run) -> dict[str, Any]:
     data_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     if run.data is None:
         return _train(group, run)
-    config = OverlapConfig.model_validate({"tensor": {"method": "none"}, "data": dict(run.data)})
+    config = OverlapConfig.model_validate({"tensor": {"method": run.tensor}, "data": dict(run.data)})
     with enable(config, strict=run.strict) as session:
         if run.late:
             for channel in ("data", "data sums"):

@@ -53,6 +53,13 @@ def test_equal_to_stock(ranks: World, precision: str, sharded: bool, late: bool)
     assert done == {"reduce_scatter": 4 * 4, "all_gather": 4 * 4, STEPS: 4 * 4}
 
 
+@pytest.mark.parametrize("data", [P2P, (("method", "none"),)], ids=["p2p", "collectives"])
+def test_ranks_with_another_order_of_gradients(ranks: World, data: tuple[tuple[str, object], ...]) -> None:
+    """Overlap may change the order on some ranks: the reductions of all buckets start in one order all the same."""
+    stock = Run(sharded=False)
+    ranks.run(RANKS, cases.compared, replace(stock, data=data, tensor="p2p", reordered=True), stock)
+
+
 def test_the_first_layers_are_stepped_first(ranks: World) -> None:
     assert ranks.run(RANKS, cases.order_of_steps) == [[[0], [1, 2], [3], [4, 5]]] * RANKS
 
