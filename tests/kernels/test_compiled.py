@@ -157,7 +157,7 @@ MACHINE_CODE_EDITS = {
     "no wait for wgmma": ((HOPPER_GATHER, HOPPER_SCATTER), r"WARPGROUP\.DEPBAR", "NOP", "ring slot"),
     "no tensor core": (GEMMS, r"\b(HMMA|HGMMA|UTCHMMA)\b", "NOP", "MMA"),
     "narrow stores": ((*GEMMS, SUM), r"STG\.E\.128", "STG.E.64", "16 bytes"),
-    "no prefetch": ((GATHER, SCATTER, WGRAD), r"LDGSTS\.E\.BYPASS\.128", "LDG.E.128", "prefetch"),
+    "no prefetch": ((GATHER, SCATTER, WGRAD), r"LDGSTS\.E\.BYPASS(\.LTC128B)?\.128", "LDG.E.128", "prefetch"),
     "spills": (GEMMS, r"LDG\.E(?!\.)", "LDL", "spills"),
 }
 
