@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_overlap.comm.symmetric import copies
 from megatron_overlap.comm.symmetric.copies import CopyTransport
+from megatron_overlap.comm.symmetric.rings import Rings
 from megatron_overlap.comm.transport import Transfer, TransportError
 from megatron_overlap.ops import LinearPlan, all_gather_linear, linear_all_reduce, linear_reduce_scatter
 from megatron_overlap.ops.tensor_parallel.pipelined import _GatheredRows
@@ -69,6 +70,7 @@ def record(
     chunks: int = 1,
     symmetric: bool = False,
     device: str = "cpu",
+    transport: type[CopyTransport] = CopyTransport,
 ) -> Recorded:
     """Records operations on integers, one after another, with buffers of the pool and of earlier operations.
 
@@ -78,16 +80,16 @@ def record(
     """
     arenas: dict[tuple[str, int], list[torch.Tensor]] = {}
     backends = [RecordedBackend(rank, size, arenas, device) for rank in range(size)]
-    transports = [CopyTransport(backend, ring_bytes=ring_bytes, symmetric=symmetric) for backend in backends]
+    transports = [transport(backend, ring_bytes=ring_bytes, symmetric=symmetric) for backend in backends]
     plan = LinearPlan(pattern=pattern, chunks_per_rank=chunks)
     x = torch.arange(rows * size * 64, dtype=torch.float32).remainder(7).view(-1, 64)
     weights = [torch.full((64, 64), rank + 1.0).tril() for rank in range(size)]
     found, owned = [], [x[rank * rows : (rank + 1) * rows].clone() for rank in range(size)]
-    for rank, transport in enumerate(transports):
+    for rank, each in enumerate(transports):
         with torch.no_grad(), Recording(backends[rank].computing):
             for op in ops:
                 operand = owned[rank] if op == "ag_gemm" else x + 0.0
-                found.append(OPERATIONS[op](operand, weights[rank], group=transport, plan=plan))
+                found.append(OPERATIONS[op](operand, weights[rank], group=each, plan=plan))
 
     def expected() -> list[torch.Tensor]:
         total = torch.stack([x @ weight.T for weight in weights]).sum(0)
@@ -174,22 +176,26 @@ def verdict(search: Callable[[], object]) -> str:
 
 
 MUTANTS = [
-    each for each in load() if each.file.endswith("copies.py") and "tests/comm/test_copy_protocol.py" in each.tests
+    each
+    for each in load()
+    if each.file.endswith(("copies.py", "rings.py")) and "tests/comm/test_copy_protocol.py" in each.tests
 ]
 
 
 def test_the_reduction_finds_the_mutants_that_the_whole_search_finds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every mutant of `copies.py` on two ranks."""
+    """Every mutant of `copies.py` and `rings.py` on two ranks."""
     found = set[tuple[str, int]]()
     for mutant in MUTANTS:
         module = ModuleType("mutant")
         source = (ROOT / mutant.file).read_text(encoding="utf-8")
         mutated = compile(source.replace(mutant.before, mutant.after), mutant.file, "exec", dont_inherit=True)
         exec(mutated, module.__dict__)
-        monkeypatch.setattr(sys.modules[__name__], "CopyTransport", module.CopyTransport)
+        of_rings = mutant.file.endswith("rings.py")
+        monkeypatch.setattr(copies, "Rings", module.Rings if of_rings else Rings)
+        transport = CopyTransport if of_rings else module.CopyTransport
         for symmetric, pattern, chunks in ((True, "direct", 2), (True, "ring", 1), (False, "direct", 1)):
             try:
-                recorded = record(2, FOUR, chunks=chunks, pattern=pattern, symmetric=symmetric)
+                recorded = record(2, FOUR, chunks=chunks, pattern=pattern, symmetric=symmetric, transport=transport)
             except (TransportError, AssertionError):
                 continue
             whole = verdict(lambda recorded=recorded: explore(recorded.queues))
@@ -364,7 +370,7 @@ def test_a_flag_in_use_is_not_set_again() -> None:
 
 
 def test_a_piece_ends_inside_the_ring() -> None:
-    ring = CopyTransport(RecordedBackend(0, 2, {}), ring_bytes=2048, symmetric=False).sent[1]
+    ring = CopyTransport(RecordedBackend(0, 2, {}), ring_bytes=2048, symmetric=False).rings.sent[1]
     pieces = [piece for _ in range(9) for piece in ring.pieces([torch.zeros(700, dtype=torch.uint8)])]
     assert [piece.place for piece in pieces[:4]] == [0, 768, 0, 768]
     assert all(piece.place + piece.content.numel() <= 2048 for piece in pieces)

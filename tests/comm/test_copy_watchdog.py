@@ -13,15 +13,8 @@ import torch
 from megatron_overlap.comm import TransportError, TransportOptions
 from megatron_overlap.comm.symmetric import cuda
 from megatron_overlap.comm.symmetric.backend import FlagStep, Note
-from megatron_overlap.comm.symmetric.copies import (
-    _COMPUTING,
-    _NUM_PIECES,
-    _RECEIVING,
-    _SENDING,
-    CopyTransport,
-    _Wait,
-    _Waits,
-)
+from megatron_overlap.comm.symmetric.copies import CopyTransport
+from megatron_overlap.comm.symmetric.waits import _NUM_ONCE, COMPUTING, RECEIVING, SENDING, Wait, Waits
 from megatron_overlap.diagnostics.heartbeat import Watchdog
 from megatron_overlap.ops import LinearPlan, all_gather_linear
 from megatron_overlap.schedules.plan import Chunk, Message
@@ -182,8 +175,8 @@ def test_the_flight_recorder_explains_the_first_peer(capfd: pytest.CaptureFixtur
     options = TransportOptions(timeout_s=0.1, flight_recorder=recorder)
     transport = CopyTransport(RecordedBackend(0, 3, {}), options)
     chunk = Chunk(0, 0)
-    waits = _Wait("op", 5, Message(chunk, 2, chunk, 1)), _Wait("op", 4, Message(chunk, 2, chunk, 1), "not free")
-    for queue, wait in zip((_COMPUTING, _SENDING), waits, strict=True):
+    waits = Wait("op", 5, Message(chunk, 2, chunk, 1)), Wait("op", 4, Message(chunk, 2, chunk, 1), "not free")
+    for queue, wait in zip((COMPUTING, SENDING), waits, strict=True):
         note = transport.waits.note(queue, wait, repeats=True)
         note.words[note.position] = note.number
     until = time.monotonic() + 20
@@ -198,9 +191,9 @@ def test_the_flight_recorder_explains_the_first_peer(capfd: pytest.CaptureFixtur
 
 
 def test_repeated_waits_are_remembered_and_others_until_many_later() -> None:
-    waits, chunk = _Waits(on_device=False), Chunk(0, 0)
-    described = [_Wait("op", number, Message(chunk, 1, chunk, 1)) for number in range(_NUM_PIECES + 3)]
-    repeated = waits.note(_COMPUTING, described[0], repeats=True)
-    once = [waits.note(_RECEIVING, wait, repeats=False) for wait in described]
+    waits, chunk = Waits(on_device=False), Chunk(0, 0)
+    described = [Wait("op", number, Message(chunk, 1, chunk, 1)) for number in range(_NUM_ONCE + 3)]
+    repeated = waits.note(COMPUTING, described[0], repeats=True)
+    once = [waits.note(RECEIVING, wait, repeats=False) for wait in described]
     assert waits.of([0, repeated.number]) == described[:1]
     assert waits.of([note.number for note in once[3:]]) == described[3:]
