@@ -93,10 +93,10 @@ class LinearAutotuner(GroupAutotuners):
         run_candidate: Callable[[LinearCall, Candidate], LayerOutput],
         fused_candidates: Callable[[LinearCall], Sequence[Candidate]],
         check: Check,
-        transport: Callable[[dist.ProcessGroup], Transport],
+        transport: Callable[[dist.ProcessGroup, str], Transport],
     ) -> None:
         super().__init__(session, session.config.tensor.method)
-        self._check = check
+        self._check, self._transport = check, transport
         self._forward_only = ForwardOnlyCalls(transport)
         self._small_calls: dict[int, _SmallCalls] = {}
         self._run_candidate, self._fused_candidates = run_candidate, fused_candidates
@@ -251,6 +251,7 @@ class LinearAutotuner(GroupAutotuners):
             all_reduces=kind.all_reduces,
             pattern=None if tensor.schedule == "auto" else tensor.schedule,
             chunks=None if tensor.chunks_per_rank == "auto" else tensor.chunks_per_rank,
+            copy_engines=self._transport(call.group, call.op).copy_engines,
         )
         return [Candidate("p2p", *each) for each in settings]
 

@@ -43,6 +43,7 @@ _NOT_OVERLAPPED = {
     "VocabParallelEmbedding": "it has no GEMM to overlap its all-reduce or reduce-scatter with",
     "VocabParallelCrossEntropy": "it sums a few numbers per token, not rows",
 }
+_ROW_OPS = ("ag_gemm", "gemm_rs")  # of sequence parallelism, where ranks own rows
 
 
 class LinearAdapter(Adapter):
@@ -83,7 +84,7 @@ class LinearAdapter(Adapter):
         self._stock, self._p2p = StockBackend(), P2PBackend(self, self.plan)
         self._fused = FusedBackend(self._fused_transports)
         self.autotuner = LinearAutotuner(
-            session, self.run_candidate, self._fused.candidates, self.check, self.transport
+            session, self.run_candidate, self._fused.candidates, self.check, self.transport_of
         )
         self._method: OverlapBackend = self._fused if self.fused else self._p2p
         self._candidates: dict[Candidate, OverlapBackend] = {}
@@ -125,6 +126,10 @@ class LinearAdapter(Adapter):
             transport = self.transport(group) if dist.get_backend(group) != "nccl" else self._open_row_transport(group)
             self._row_transports[group] = transport
         return transport
+
+    def transport_of(self, group: dist.ProcessGroup, op: str) -> Transport:
+        """The transport of the messages of an operation."""
+        return self.row_transport(group) if op in _ROW_OPS else self.transport(group)
 
     def _open_row_transport(self, group: dist.ProcessGroup) -> Transport:
         found = open_copies_transport(self._session, group)
@@ -277,9 +282,8 @@ class P2PBackend:
 
     def output(self, call: LinearCall, *, checked: bool = False) -> torch.Tensor:
         adapter, target, hooks = self._adapter, call.wgrad_target, call.hooks
-        rows = call.op in ("ag_gemm", "gemm_rs")
         options: dict[str, Any] = {
-            "group": adapter.row_transport(call.group) if rows else adapter.transport(call.group),
+            "group": adapter.transport_of(call.group, call.op),
             "plan": self._plan,
             "observer": hooks.overlapped,
         }
