@@ -14,6 +14,7 @@ import torch
 
 from megatron_overlap.comm.symmetric import copies
 from megatron_overlap.comm.symmetric.copies import CopyTransport
+from megatron_overlap.comm.symmetric.heap import HeapPool
 from megatron_overlap.comm.symmetric.rings import Rings
 from megatron_overlap.comm.transport import Transfer, TransportError
 from megatron_overlap.ops import LinearPlan, all_gather_linear, linear_all_reduce, linear_reduce_scatter
@@ -44,6 +45,7 @@ class Recorded:
 
     queues: list[RecordedQueue]
     hardware_queues: list[RecordedQueue]
+    backends: list[RecordedBackend]
     results: list[torch.Tensor]
     expected: Callable[[], list[torch.Tensor]]
     set_input: Callable[[int], None] = lambda seed: None
@@ -71,10 +73,12 @@ def record(
     symmetric: bool = False,
     device: str = "cpu",
     transport: type[CopyTransport] = CopyTransport,
+    captured: bool = False,
 ) -> Recorded:
     """Records operations on integers, one after another, with buffers of the pool and of earlier operations.
 
-    Unless `symmetric`, all messages pass through rings.
+    Unless `symmetric`, all messages pass through rings. `captured` records a CUDA graph, after calls that allocate the
+    buffers.
 
     With 64 columns of 4 bytes a row fills the alignment of a piece, so the ring holds four rows.
     """
@@ -86,6 +90,10 @@ def record(
     weights = [torch.full((64, 64), rank + 1.0).tril() for rank in range(size)]
     found, owned = [], [x[rank * rows : (rank + 1) * rows].clone() for rank in range(size)]
     for rank, each in enumerate(transports):
+        if captured:
+            for op in set(ops):
+                OPERATIONS[op](owned[rank] if op == "ag_gemm" else x, weights[rank], group=each, plan=plan)
+            backends[rank].begin_capture()
         with torch.no_grad(), Recording(backends[rank].computing):
             for op in ops:
                 operand = owned[rank] if op == "ag_gemm" else x + 0.0
@@ -125,7 +133,7 @@ def record_one_way(messages: int, num_bytes: int, *, ring_bytes: int) -> Recorde
 
 def _recorded(backends: list[RecordedBackend], results: list[torch.Tensor], *functions: Any) -> Recorded:
     queues = [queue for backend in backends for queue in backend.queues]
-    return Recorded(queues, [backend.one_hardware_queue() for backend in backends], results, *functions)
+    return Recorded(queues, [backend.one_hardware_queue() for backend in backends], backends, results, *functions)
 
 
 FOUR = ["ag_gemm", "gemm_rs", "ag_gemm", "gemm_rs"]
@@ -342,6 +350,68 @@ def test_results_of_a_hundred_replays(size: int, chunks: int) -> None:
         recorded.set_input(step)
         play(recorded.queues, order.randrange)
         assert recorded.is_right()
+
+
+CAPTURED = pytest.mark.parametrize(
+    ("size", "pattern", "chunks"),
+    [(2, "direct", 2), (3, "ring", 1), (4, "direct", 1), (4, "ring", 2)],
+)
+
+
+@CAPTURED
+def test_a_captured_graph_joins_all_queues(size: int, pattern: str, chunks: int) -> None:
+    """CUDA refuses a graph with work that does not end in the stream of the capture."""
+    recorded = record(size, FOUR, rows=chunks, pattern=pattern, chunks=chunks, symmetric=True, captured=True)
+    assert [backend.unjoined() for backend in recorded.backends] == [[]] * size
+
+
+@CAPTURED
+def test_a_captured_graph_on_one_hardware_queue(size: int, pattern: str, chunks: int) -> None:
+    """CUDA may run the steps of a graph in any order that keeps their dependencies."""
+    recorded = record(size, FOUR, rows=chunks, pattern=pattern, chunks=chunks, symmetric=True, captured=True)
+    ordered(recorded.queues)
+
+    def first(wanted: Callable[[Step], object]) -> Callable[[list[Step]], int]:
+        return lambda steps: max(range(len(steps)), key=lambda index: bool(wanted(steps[index])))
+
+    orders = [first(lambda step: step.clears), first(lambda step: not step.sets and not step.writes)]
+    draw = random.Random(size)
+    orders += [lambda steps: draw.randrange(len(steps))] * 4
+    for order in orders:
+        ordered(repeated([backend.graph_in_one_queue(order) for backend in recorded.backends], 2))
+
+
+def test_results_of_captured_replays() -> None:
+    recorded = record(3, FOUR, rows=1, symmetric=True, captured=True)
+    for step in range(10):
+        recorded.set_input(step)
+        play(recorded.queues, random.Random(step).randrange)
+        assert recorded.is_right()
+
+
+def test_a_captured_operation_marks_the_buffers() -> None:
+    """Also one that reuses no earlier gather."""
+    backend = RecordedBackend(0, 2, {})
+    transport, x, weight = CopyTransport(backend), torch.ones(4, 64), torch.ones(64, 64)
+    with torch.no_grad():
+        linear_reduce_scatter(x, weight, group=transport)
+        backend.begin_capture()
+        linear_reduce_scatter(x, weight, group=transport)
+    assert isinstance(transport.buffer_pool, HeapPool)
+    assert transport.buffer_pool.captured
+
+
+def test_rings_and_new_buffers_are_not_captured() -> None:
+    x, weight = torch.ones(2, 64), torch.ones(64, 64)
+    backends = [RecordedBackend(0, 2, {}) for _ in range(2)]
+    rings, new = CopyTransport(backends[0], symmetric=False), CopyTransport(backends[1])
+    for backend in backends:
+        backend.begin_capture()
+    with torch.no_grad():
+        with pytest.raises(TransportError, match="a message is not between symmetric buffers"):
+            all_gather_linear(x, weight, group=rings)
+        with pytest.raises(TransportError, match="forward and backward with the same shapes before the capture"):
+            all_gather_linear(x, weight, group=new)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from megatron_overlap.diagnostics.heartbeat import Watchdog
 from megatron_overlap.ops import LinearPlan, all_gather_linear
 from megatron_overlap.schedules.plan import Chunk, Message
 from tests.comm import watchdog_workers
-from tests.comm.copy_protocol import RecordedBackend
+from tests.comm.copy_protocol import RecordedBackend, Recording
 from tests.comm.watchdog_workers import DEADLINE_S, Late
 from tests.helpers.world import World
 
@@ -168,6 +168,26 @@ def test_copies_have_the_deadline_of_the_session_or_group(
     assert isinstance(transport, CopyTransport)
     assert transport._timeout_s == expected
     transport.close()
+
+
+def test_replays_move_although_they_wait_for_the_same_message() -> None:
+    backend = RecordedBackend(0, 2, {})
+    transport = CopyTransport(backend)
+    x, weight = torch.ones(4, 8), torch.ones(8, 8)
+    with torch.no_grad():
+        all_gather_linear(x, weight, group=transport)
+        backend.begin_capture()
+        with Recording(backend.computing):
+            all_gather_linear(x, weight, group=transport)
+    transport.waits._words[COMPUTING] = 1
+    seen = []
+    for _ in range(3):
+        seen.append(transport._waiting())
+        for step in backend.computing.steps:
+            if step.action is not None:
+                step.action()
+    assert None not in seen
+    assert len(set(seen)) == 3
 
 
 def test_the_flight_recorder_explains_the_first_peer(capfd: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,10 @@ each uses the whole link.
 A device may run several queues in one hardware queue, in the order of their calls. Every wait is for a step that a peer
 enqueues at an earlier point of the program, so this order has no deadlock.
 
+A CUDA graph may capture operations between symmetric buffers, because they leave all flags as they found them. It keeps
+the dependencies of steps, and not the order of their calls: during a capture every wait therefore depends on all flags
+that this rank sets earlier in the program. Not yet run on a GPU.
+
 Queues note in host memory for which message they wait (`waits`). A `Watchdog` reads the notes, and names the message
 and the peer when no queue has moved for the deadline.
 """
@@ -98,7 +102,7 @@ class CopyTransport:
         ValueError: `ring_bytes` is below 512.
     """
 
-    prepares = True
+    prepares = capturable = True
 
     def __init__(
         self,
@@ -135,16 +139,31 @@ class CopyTransport:
             messages = self._prepared(transfers, own, op)
             if repeated is not None and not messages.through_ring:
                 repeated.prepared[op] = messages
+        captured = self.backend.is_capturing()
+        if captured:
+            self._begin_captured(messages, op)
         begun = self.backend.computing.mark()
-        work = CopyP2PWork(self, messages, own, op, begun)
+        work = CopyP2PWork(self, messages, own, op, begun, captured=captured)
         if messages.through_ring:
             self.rings.begin(work)
         if messages.buffers_are_free is not None:
             # Beside the computation: on a device each flag is a copy.
             self.receiving.after(begun)
             self.receiving.run(messages.buffers_are_free)
+            if captured:
+                self.sending.after(self.receiving.mark())
         work.mark_ready(0)
         return work
+
+    def _begin_captured(self, messages: _Messages, op: str) -> None:
+        if messages.through_ring or self._heap is None:
+            raise TransportError(
+                f"{op}: a CUDA graph is being captured, and a message is not between symmetric buffers; run the "
+                "operation outside the graph"
+            )
+        self._heap.captured = True
+        # A replay runs no Python: without this the watchdog would take repeated replays for one that does not move.
+        self.waits.count_replay(self.backend.computing)
 
     def _prepared(self, transfers: Sequence[Transfer], own: torch.Tensor | None, op: str) -> _Messages:
         """The messages of `transfers`. On both ranks of a pair, the same messages are between symmetric buffers."""
@@ -197,13 +216,13 @@ class CopyTransport:
         return self._heap.buffer_of(transfer.lands)
 
     def _waiting(self) -> tuple[int, ...] | None:
-        """The waits of the queues and the operations begun; None if no queue waits for a peer."""
+        """The waits of the queues and the operations begun and replayed; None if no queue waits for a peer."""
         numbers = self.waits.numbers()
-        return (*numbers, self._num_begun) if any(numbers) else None
+        return (*numbers, self._num_begun, self.waits.num_replayed()) if any(numbers) else None
 
     def _report(self, waiting: tuple[int, ...]) -> None:
         """Print which messages are late, and let later operations raise it. The computing thread may be blocked."""
-        ranks, waits = self.backend.ranks, self.waits.of(waiting[:-1])
+        ranks, waits = self.backend.ranks, self.waits.of(waiting[:-2])
         peer = ranks[waits[0].peer]
         text = (
             f"{waits[0].op}: within {self._timeout_s:g} s rank {ranks[self.rank]} could not "
@@ -243,7 +262,14 @@ class CopyP2PWork:
     """See `P2PWork`. Enqueues a send when it is ready and the work that hides it is enqueued; receives in `wait`."""
 
     def __init__(
-        self, transport: CopyTransport, messages: _Messages, own: torch.Tensor | None, op: str, begun: object
+        self,
+        transport: CopyTransport,
+        messages: _Messages,
+        own: torch.Tensor | None,
+        op: str,
+        begun: object,
+        *,
+        captured: bool = False,
     ) -> None:
         self._transport, self._messages, self._own, self._op = transport, messages.all, own, op
         self._computing, self._sending = transport.backend.computing, transport.sending
@@ -252,7 +278,7 @@ class CopyP2PWork:
         self._pieces_to_receive: list[list[Piece]] = []
         if messages.through_ring:
             self._number_pieces()
-        self._num_sent = 0
+        self._captured, self._num_sent = captured, 0
         self._received = [False] * self._num_messages
         # Positions of the computing queue, by the work done there, and the number of those that are taken.
         self._marks = {0: begun}
@@ -350,6 +376,8 @@ class CopyP2PWork:
         received = self._messages[message].received
         try:
             if received is not None:
+                if self._captured:
+                    self._computing.after(self._sending.mark())
                 self._computing.run(received)
             elif self._pieces_to_receive and (pieces := self._pieces_to_receive[message]):
                 wait = Wait(self._op, message, self._messages[message].plan)

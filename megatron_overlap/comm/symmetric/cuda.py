@@ -301,8 +301,11 @@ class CudaBackend:
     def queue(self) -> Queue:
         return StreamQueue(torch.cuda.Stream(self.device, priority=-1))
 
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
     def unsupported_reason(self) -> str:
-        if torch.cuda.is_current_stream_capturing():
+        if self.is_capturing():
             return "a CUDA graph is being captured; a replay would write the epoch of the capture to flags"
         return ""
 

@@ -84,6 +84,9 @@ class HostPeers:
     def all_gather_text(self, text: str) -> list[str]:
         return [text] * self.size
 
+    def is_capturing(self) -> bool:
+        return False
+
     def close(self) -> None:
         """Free nothing."""
 
