@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -387,6 +388,18 @@ def test_results_of_captured_replays() -> None:
         recorded.set_input(step)
         play(recorded.queues, random.Random(step).randrange)
         assert recorded.is_right()
+
+
+def test_calls_inside_and_outside_a_graph_share_no_gather() -> None:
+    """Two calls outside share one. A capture runs nothing, and a replay writes the buffer without Python."""
+    backend = RecordedBackend(0, 2, {})
+    transport, x, weight, counts = CopyTransport(backend), torch.ones(4, 64), torch.ones(64, 64), [0]
+    with torch.no_grad():
+        for captures in (False, False, True, True, False):
+            backend.captures = captures
+            all_gather_linear(x, weight, group=transport, plan=LinearPlan(pattern="direct"))
+            counts.append(sum(bool(step.writes) for step in transport.sending.steps))  # type: ignore[attr-defined]
+    assert [after - before for before, after in pairwise(counts)] == [1, 0, 1, 1, 1]
 
 
 def test_a_captured_operation_marks_the_buffers() -> None:

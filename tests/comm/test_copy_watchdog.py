@@ -155,6 +155,14 @@ def test_a_stream_notes_its_waits_and_no_other_steps(monkeypatch: pytest.MonkeyP
     ]
 
 
+def test_a_call_of_the_driver_gets_at_most_255_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, words = Driver(monkeypatch), torch.zeros(200, dtype=torch.int32)
+    driver.queue.run(driver.queue.prepare([FlagStep(words, position, sets=False) for position in range(200)]))
+    assert [len(call) for call in driver.calls] == [255, 145]
+    waits = [address for call in driver.calls for operation, address, _ in call if operation == cuda.WAIT_VALUE_32]
+    assert waits == [words.data_ptr() + 4 * position for position in range(200)]
+
+
 @pytest.mark.parametrize(("limit_s", "expected"), [(None, 40.0), (7.0, 7.0)])
 def test_copies_have_the_deadline_of_the_session_or_group(
     monkeypatch: pytest.MonkeyPatch, limit_s: float | None, expected: float

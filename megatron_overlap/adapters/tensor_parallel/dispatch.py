@@ -214,7 +214,7 @@ class LinearAdapter(Adapter):
         return self.run_overlapped(call, self._method)
 
     def _run_captured(self, call: LinearCall) -> LayerOutput:
-        """Runs a call that a CUDA graph captures. A measurement or a check would synchronise, which a capture forbids."""
+        """Runs a call that a CUDA graph captures. A capture forbids to synchronise, as measurements and checks do."""
         backend = self._method
         if self.autotuner.enabled:
             candidate = self.autotuner.selected(call)

@@ -78,6 +78,7 @@ class _Messages:
         all: in the order of the plan.
         through_ring: whether a message passes through a ring: the operation is prepared again each time.
         buffers_are_free: sets the flags of the senders; None without messages between symmetric buffers.
+        all_received: waits for all flags; None with a message that passes through a ring or `forwards`.
         marks: values of `Message.after_work`, ascending, from 0.
         forwards: whether a message sends what an earlier one receives.
     """
@@ -85,6 +86,7 @@ class _Messages:
     all: list[_Message] = field(default_factory=list)
     through_ring: bool = False
     buffers_are_free: object | None = None
+    all_received: object | None = None
     marks: list[int] = field(default_factory=list)
     forwards: bool = False
 
@@ -169,7 +171,7 @@ class CopyTransport:
         """The messages of `transfers`. On both ranks of a pair, the same messages are between symmetric buffers."""
         messages, computing, sending = _Messages(marks=[0]), self.backend.computing, self.sending
         num_sent, num_received = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
-        free: list[FlagStep] = []
+        free, arrivals = list[FlagStep](), list[FlagStep]()
         for index, transfer in enumerate(transfers):
             plan = transfer.message
             sends = (transfer.send, *transfer.extra_send) if transfer.send.numel() else ()
@@ -201,11 +203,14 @@ class CopyTransport:
             if recvs:
                 flag = buffer.flag(plan.source, num_received[source])
                 note = self.waits.note(COMPUTING, Wait(op, index, plan), repeats=True)
-                message.received = computing.prepare([FlagStep(words[self.rank], flag, False, note)])
+                arrivals.append(FlagStep(words[self.rank], flag, False, note))
+                message.received = computing.prepare(arrivals[-1:])
                 if not num_received[source]:
                     free.append(FlagStep(words[plan.source], buffer.free(self.rank), sets=True))
                 num_received[source] += 1
         messages.buffers_are_free = self.receiving.prepare(free) if free else None
+        if arrivals and not messages.through_ring and not messages.forwards:
+            messages.all_received = computing.prepare(arrivals)
         messages.marks = sorted(set(messages.marks))
         return messages
 
@@ -272,6 +277,7 @@ class CopyP2PWork:
         captured: bool = False,
     ) -> None:
         self._transport, self._messages, self._own, self._op = transport, messages.all, own, op
+        self._all_received = messages.all_received
         self._computing, self._sending = transport.backend.computing, transport.sending
         self._forwards, self._num_messages = messages.forwards, len(messages.all)
         self._pieces_to_send: list[list[Piece]] = []
@@ -279,7 +285,7 @@ class CopyP2PWork:
         if messages.through_ring:
             self._number_pieces()
         self._captured, self._num_sent = captured, 0
-        self._received = [False] * self._num_messages
+        self._received, self._num_waited = [False] * self._num_messages, 0
         # Positions of the computing queue, by the work done there, and the number of those that are taken.
         self._marks = {0: begun}
         self._marked_work, self._num_marked = messages.marks, 1
@@ -308,8 +314,9 @@ class CopyP2PWork:
             self._send_next()
 
     def mark_ready(self, work_done: int) -> None:
-        # First what the last work hides, with the positions before it.
-        self._send_placed(work_done, self._work_done)
+        if self._num_sent < self._num_messages:
+            # First what the last work hides, with the positions before it.
+            self._send_placed(work_done, self._work_done)
         if work_done <= self._work_done:
             return
         self._work_done = work_done
@@ -373,6 +380,7 @@ class CopyP2PWork:
         if self._received[message]:
             return
         self._received[message] = True
+        self._num_waited += 1
         received = self._messages[message].received
         try:
             if received is not None:
@@ -383,7 +391,7 @@ class CopyP2PWork:
                 wait = Wait(self._op, message, self._messages[message].plan)
                 self._transport.rings.receive(wait, pieces, self._marks[0])
         except TransportError as error:
-            raise self._not_received(message, error) from error
+            raise self._not_received(error, message) from error
         if self._pieces_to_send:
             self._transport.rings.was_received(self._messages[message].plan.to, self._pieces_to_send[message])
         if self._forwards:
@@ -392,11 +400,13 @@ class CopyP2PWork:
             # Not in `wait_all`: with one hardware queue it would delay other messages behind the work since then.
             self._wait_sends()
 
-    def _not_received(self, message: int, error: TransportError) -> TransportError:
-        transport, source = self._transport, self._messages[message].plan.source
-        ranks = transport.backend.ranks
-        text = f"{self._op}: rank {ranks[transport.rank]} could not receive message {message} from rank {ranks[source]}"
-        return TransportError(f"{text}: {error}", peer=ranks[source])
+    def _not_received(self, error: TransportError, message: int | None = None) -> TransportError:
+        ranks, peer, what = self._transport.backend.ranks, -1, "its messages"
+        if message is not None:
+            peer = ranks[self._messages[message].plan.source]
+            what = f"message {message} from rank {peer}"
+        text = f"{self._op}: rank {ranks[self._transport.rank]} could not receive {what}"
+        return TransportError(f"{text}: {error}", peer=peer)
 
     def _may_send(self) -> bool:
         message = self._messages[self._num_sent]
@@ -404,8 +414,17 @@ class CopyP2PWork:
         return message.after_work <= self._work_done and (forwarded is None or self._received[forwarded])
 
     def wait_all(self) -> None:
-        for message, received in enumerate(self._received):
-            if not received:
+        if self._all_received is not None and not self._num_waited:
+            self.send_ready()
+            if self._captured:
+                self._computing.after(self._sending.mark())
+            try:
+                self._computing.run(self._all_received)
+            except TransportError as error:
+                raise self._not_received(error) from error
+            self._received, self._num_waited = [True] * self._num_messages, self._num_messages
+        elif self._num_waited < self._num_messages:
+            for message in range(self._num_messages):
                 self.wait(message)
         self.send_ready()
         assert not self.has_more_to_send, "a message was never marked ready"
