@@ -49,6 +49,7 @@ class BufferPool:
         if storage is None or storage.numel() < size:
             capacity = size if storage is None else max(size, storage.numel() * 5 // 4)
             # Free the old buffer first to lower the peak.
+            self._replace(storage)
             del storage
             self._storage.pop(key, None)
             self.forget()
@@ -58,6 +59,9 @@ class BufferPool:
             self._storage[key] = storage
         with torch.inference_mode(False):
             return self._keep((key, *shape), storage[:size].view(*shape))
+
+    def _replace(self, buffer: object) -> None:
+        """Called with a buffer before a larger one takes its place; None for a new name."""
 
     def _keep(self, key: tuple[object, ...], buffer: torch.Tensor) -> torch.Tensor:
         """Return the same tensor for the same shape. Shapes that never repeat must not add up."""

@@ -37,7 +37,7 @@ class GlooTransport:
         TransportError: a rank did not connect within the deadline.
     """
 
-    copy_engines = False
+    copy_engines = capturable = False
     on_device = False
     prepares = False
 

@@ -29,7 +29,7 @@ class NcclTransport:
         TransportError: `register_buffers` is set, and this torch cannot register buffers.
     """
 
-    copy_engines = False
+    copy_engines = capturable = False
     on_device = True
     prepares = False
 

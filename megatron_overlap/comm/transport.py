@@ -164,6 +164,7 @@ class Transport(Protocol):
         copy_engines: copy engines of GPUs move the messages, which take no SMs from GEMMs.
         on_device: streams of a device order messages and work. The host never waits, so no message is ever reported as
             completed.
+        capturable: a CUDA graph that captures its operations may be replayed.
         prepares: derives the steps of an `Exchange` once, and does not build its transfers again.
     """
 
@@ -172,6 +173,7 @@ class Transport(Protocol):
     buffer_pool: BufferPool
     copy_engines: bool
     on_device: bool
+    capturable: bool
     prepares: bool
 
     @property
@@ -195,6 +197,7 @@ class OrderedTransport:
         self._inner = inner
         self.rank, self.size, self.buffer_pool = inner.rank, inner.size, inner.buffer_pool
         self.copy_engines, self.on_device, self.prepares = inner.copy_engines, inner.on_device, inner.prepares
+        self.capturable = inner.capturable
 
     @property
     def exposed_s(self) -> float:

@@ -85,11 +85,12 @@ def p2p_settings(
     all_reduces: bool,
     pattern: Pattern | None = None,
     chunks: int | None = None,
+    copy_engines: bool = False,
 ) -> list[tuple[Pattern | None, int | None]]:
     """Return all pairs of a pattern and chunks per rank, the default first. No two send the same messages.
 
     Args:
-        num_ranks, num_rows, row_bytes, device_type: as of `default_chunks` and `default_pattern`.
+        num_ranks, num_rows, row_bytes, device_type, copy_engines: as of `default_chunks` and `default_pattern`.
         all_reduces: the layer has no sequence parallelism; its defaults are None.
         pattern, chunks: the only value allowed; None allows all.
     """
@@ -103,7 +104,7 @@ def p2p_settings(
         first: int | None = None
         if not all_reduces:
             gathers, scatters = (
-                default_chunks(collective, num_ranks, num_rows, row_bytes)
+                default_chunks(collective, num_ranks, num_rows, row_bytes, copy_engines=copy_engines)
                 for collective in ("all_gather", "reduce_scatter")
             )
             first = gathers if gathers == scatters else None

@@ -87,6 +87,9 @@ class CountedBackend:
     def all_gather_text(self, text: str) -> list[str]:
         return [text]
 
+    def is_capturing(self) -> bool:
+        return False
+
     def close(self) -> None:
         """Free nothing."""
 

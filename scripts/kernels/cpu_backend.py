@@ -181,6 +181,9 @@ class CpuBackend:
         self._queues.append(_ThreadQueue())
         return self._queues[-1]
 
+    def is_capturing(self) -> bool:
+        return False
+
     def unsupported_reason(self) -> str:
         return ""
 

@@ -95,6 +95,9 @@ class CapturedBackend(CpuBackend):
         queue: Any = CapturedQueue(super().queue(), self._graph)
         return queue
 
+    def is_capturing(self) -> bool:
+        return self._graph.calls is not None
+
 
 def replay_layers(
     group: dist.ProcessGroup, num_steps: int, plan: LinearPlan, dtype: torch.dtype

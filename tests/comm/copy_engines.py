@@ -80,6 +80,9 @@ class EngineBackend:
         self._num_queues += 1
         return EngineQueue(self, f"copies {self._num_queues}")
 
+    def is_capturing(self) -> bool:
+        return False
+
     def barrier(self) -> None:
         """Return: the ranks are recorded one after another."""
 

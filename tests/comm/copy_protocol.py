@@ -94,6 +94,7 @@ class RecordedBackend:
         self.rank, self.size, self.ranks, self._arenas = rank, size, range(size), arenas
         self.device = torch.device(device)
         self.calls: list[Step] = []
+        self.captures = False
         self.queues: list[RecordedQueue] = []
         self.computing = self._queue("computing")
 
@@ -104,6 +105,44 @@ class RecordedBackend:
     def one_hardware_queue(self) -> RecordedQueue:
         """All steps of this rank in the order of the calls: what `CUDA_DEVICE_MAX_CONNECTIONS=1` permits."""
         return RecordedQueue(f"rank {self.rank}", [replace(step, follows=None) for step in self.calls])
+
+    def begin_capture(self) -> None:
+        """Drop the steps so far: later ones are a CUDA graph."""
+        self.captures = True
+        for queue in self.queues:
+            queue.steps.clear()
+        self.calls.clear()
+
+    def graph_in_one_queue(self, choose: Callable[[list[Step]], int]) -> RecordedQueue:
+        """The steps as a CUDA graph with one hardware queue may run them: in an order of their dependencies.
+
+        Args:
+            choose: selects one of the steps that may come next.
+        """
+        done = dict.fromkeys((queue.name for queue in self.queues), 0)
+        steps: list[Step] = []
+        while len(steps) < len(self.calls):
+            ready = []
+            for queue in self.queues:
+                if done[queue.name] < len(queue.steps):
+                    step = queue.steps[done[queue.name]]
+                    if step.follows is None or done[step.follows[0]] >= step.follows[1]:
+                        ready.append((queue.name, step))
+            name, step = ready[choose([step for _, step in ready])]
+            done[name] += 1
+            steps.append(replace(step, follows=None))
+        return RecordedQueue(f"rank {self.rank}", steps)
+
+    def unjoined(self) -> list[str]:
+        """The queues with steps that the end of the computing queue does not follow: CUDA refuses such a graph."""
+        reached, waiting = {self.computing.name: len(self.computing.steps)}, [self.computing]
+        by_name = {queue.name: queue for queue in self.queues}
+        for queue in waiting:  # the loop appends to this list
+            for step in queue.steps[: reached[queue.name]]:
+                if step.follows is not None and step.follows[1] > reached.get(step.follows[0], 0):
+                    reached[step.follows[0]] = step.follows[1]
+                    waiting.append(by_name[step.follows[0]])
+        return [queue.name for queue in self.queues if reached.get(queue.name, 0) < len(queue.steps)]
 
     def map(self, num_bytes: int, name: str = "") -> list[torch.Tensor]:
         found = self._arenas.get((name, num_bytes))
@@ -121,6 +160,9 @@ class RecordedBackend:
 
     def all_gather_text(self, text: str) -> list[str]:
         return [text]
+
+    def is_capturing(self) -> bool:
+        return self.captures
 
     def close(self) -> None:
         """Keep the recorded steps."""

@@ -129,7 +129,7 @@ def compare(group: dist.ProcessGroup, name: str, num_steps: int) -> tuple[list[i
         got, expected = operation(copies, group, step), operation(messages, group, step)
         if len(got) != len(expected) or not all(map(torch.equal, got, expected)):
             different.append(step)
-    num_pieces = sum(ring._number for transport in copies for ring in transport.sent.values())
+    num_pieces = sum(ring._number for transport in copies for ring in transport.rings.sent.values())
     dist.barrier(group)
     for transport in (*copies, *messages):
         transport.close()

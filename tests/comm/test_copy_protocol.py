@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_overlap.comm.symmetric import copies
 from megatron_overlap.comm.symmetric.copies import CopyTransport
+from megatron_overlap.comm.symmetric.heap import HeapPool
+from megatron_overlap.comm.symmetric.rings import Rings
 from megatron_overlap.comm.transport import Transfer, TransportError
 from megatron_overlap.ops import LinearPlan, all_gather_linear, linear_all_reduce, linear_reduce_scatter
 from megatron_overlap.ops.tensor_parallel.pipelined import _GatheredRows
@@ -43,6 +46,7 @@ class Recorded:
 
     queues: list[RecordedQueue]
     hardware_queues: list[RecordedQueue]
+    backends: list[RecordedBackend]
     results: list[torch.Tensor]
     expected: Callable[[], list[torch.Tensor]]
     set_input: Callable[[int], None] = lambda seed: None
@@ -69,25 +73,32 @@ def record(
     chunks: int = 1,
     symmetric: bool = False,
     device: str = "cpu",
+    transport: type[CopyTransport] = CopyTransport,
+    captured: bool = False,
 ) -> Recorded:
     """Records operations on integers, one after another, with buffers of the pool and of earlier operations.
 
-    Unless `symmetric`, all messages pass through rings.
+    Unless `symmetric`, all messages pass through rings. `captured` records a CUDA graph, after calls that allocate the
+    buffers.
 
     With 64 columns of 4 bytes a row fills the alignment of a piece, so the ring holds four rows.
     """
     arenas: dict[tuple[str, int], list[torch.Tensor]] = {}
     backends = [RecordedBackend(rank, size, arenas, device) for rank in range(size)]
-    transports = [CopyTransport(backend, ring_bytes=ring_bytes, symmetric=symmetric) for backend in backends]
+    transports = [transport(backend, ring_bytes=ring_bytes, symmetric=symmetric) for backend in backends]
     plan = LinearPlan(pattern=pattern, chunks_per_rank=chunks)
     x = torch.arange(rows * size * 64, dtype=torch.float32).remainder(7).view(-1, 64)
     weights = [torch.full((64, 64), rank + 1.0).tril() for rank in range(size)]
     found, owned = [], [x[rank * rows : (rank + 1) * rows].clone() for rank in range(size)]
-    for rank, transport in enumerate(transports):
+    for rank, each in enumerate(transports):
+        if captured:
+            for op in set(ops):
+                OPERATIONS[op](owned[rank] if op == "ag_gemm" else x, weights[rank], group=each, plan=plan)
+            backends[rank].begin_capture()
         with torch.no_grad(), Recording(backends[rank].computing):
             for op in ops:
                 operand = owned[rank] if op == "ag_gemm" else x + 0.0
-                found.append(OPERATIONS[op](operand, weights[rank], group=transport, plan=plan))
+                found.append(OPERATIONS[op](operand, weights[rank], group=each, plan=plan))
 
     def expected() -> list[torch.Tensor]:
         total = torch.stack([x @ weight.T for weight in weights]).sum(0)
@@ -123,7 +134,7 @@ def record_one_way(messages: int, num_bytes: int, *, ring_bytes: int) -> Recorde
 
 def _recorded(backends: list[RecordedBackend], results: list[torch.Tensor], *functions: Any) -> Recorded:
     queues = [queue for backend in backends for queue in backend.queues]
-    return Recorded(queues, [backend.one_hardware_queue() for backend in backends], results, *functions)
+    return Recorded(queues, [backend.one_hardware_queue() for backend in backends], backends, results, *functions)
 
 
 FOUR = ["ag_gemm", "gemm_rs", "ag_gemm", "gemm_rs"]
@@ -174,22 +185,26 @@ def verdict(search: Callable[[], object]) -> str:
 
 
 MUTANTS = [
-    each for each in load() if each.file.endswith("copies.py") and "tests/comm/test_copy_protocol.py" in each.tests
+    each
+    for each in load()
+    if each.file.endswith(("copies.py", "rings.py")) and "tests/comm/test_copy_protocol.py" in each.tests
 ]
 
 
 def test_the_reduction_finds_the_mutants_that_the_whole_search_finds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every mutant of `copies.py` on two ranks."""
+    """Every mutant of `copies.py` and `rings.py` on two ranks."""
     found = set[tuple[str, int]]()
     for mutant in MUTANTS:
         module = ModuleType("mutant")
         source = (ROOT / mutant.file).read_text(encoding="utf-8")
         mutated = compile(source.replace(mutant.before, mutant.after), mutant.file, "exec", dont_inherit=True)
         exec(mutated, module.__dict__)
-        monkeypatch.setattr(sys.modules[__name__], "CopyTransport", module.CopyTransport)
+        of_rings = mutant.file.endswith("rings.py")
+        monkeypatch.setattr(copies, "Rings", module.Rings if of_rings else Rings)
+        transport = CopyTransport if of_rings else module.CopyTransport
         for symmetric, pattern, chunks in ((True, "direct", 2), (True, "ring", 1), (False, "direct", 1)):
             try:
-                recorded = record(2, FOUR, chunks=chunks, pattern=pattern, symmetric=symmetric)
+                recorded = record(2, FOUR, chunks=chunks, pattern=pattern, symmetric=symmetric, transport=transport)
             except (TransportError, AssertionError):
                 continue
             whole = verdict(lambda recorded=recorded: explore(recorded.queues))
@@ -338,6 +353,80 @@ def test_results_of_a_hundred_replays(size: int, chunks: int) -> None:
         assert recorded.is_right()
 
 
+CAPTURED = pytest.mark.parametrize(
+    ("size", "pattern", "chunks"),
+    [(2, "direct", 2), (3, "ring", 1), (4, "direct", 1), (4, "ring", 2)],
+)
+
+
+@CAPTURED
+def test_a_captured_graph_joins_all_queues(size: int, pattern: str, chunks: int) -> None:
+    """CUDA refuses a graph with work that does not end in the stream of the capture."""
+    recorded = record(size, FOUR, rows=chunks, pattern=pattern, chunks=chunks, symmetric=True, captured=True)
+    assert [backend.unjoined() for backend in recorded.backends] == [[]] * size
+
+
+@CAPTURED
+def test_a_captured_graph_on_one_hardware_queue(size: int, pattern: str, chunks: int) -> None:
+    """CUDA may run the steps of a graph in any order that keeps their dependencies."""
+    recorded = record(size, FOUR, rows=chunks, pattern=pattern, chunks=chunks, symmetric=True, captured=True)
+    ordered(recorded.queues)
+
+    def first(wanted: Callable[[Step], object]) -> Callable[[list[Step]], int]:
+        return lambda steps: max(range(len(steps)), key=lambda index: bool(wanted(steps[index])))
+
+    orders = [first(lambda step: step.clears), first(lambda step: not step.sets and not step.writes)]
+    draw = random.Random(size)
+    orders += [lambda steps: draw.randrange(len(steps))] * 4
+    for order in orders:
+        ordered(repeated([backend.graph_in_one_queue(order) for backend in recorded.backends], 2))
+
+
+def test_results_of_captured_replays() -> None:
+    recorded = record(3, FOUR, rows=1, symmetric=True, captured=True)
+    for step in range(10):
+        recorded.set_input(step)
+        play(recorded.queues, random.Random(step).randrange)
+        assert recorded.is_right()
+
+
+def test_calls_inside_and_outside_a_graph_share_no_gather() -> None:
+    """Two calls outside share one. A capture runs nothing, and a replay writes the buffer without Python."""
+    backend = RecordedBackend(0, 2, {})
+    transport, x, weight, counts = CopyTransport(backend), torch.ones(4, 64), torch.ones(64, 64), [0]
+    with torch.no_grad():
+        for captures in (False, False, True, True, False):
+            backend.captures = captures
+            all_gather_linear(x, weight, group=transport, plan=LinearPlan(pattern="direct"))
+            counts.append(sum(bool(step.writes) for step in transport.sending.steps))  # type: ignore[attr-defined]
+    assert [after - before for before, after in pairwise(counts)] == [1, 0, 1, 1, 1]
+
+
+def test_a_captured_operation_marks_the_buffers() -> None:
+    """Also one that reuses no earlier gather."""
+    backend = RecordedBackend(0, 2, {})
+    transport, x, weight = CopyTransport(backend), torch.ones(4, 64), torch.ones(64, 64)
+    with torch.no_grad():
+        linear_reduce_scatter(x, weight, group=transport)
+        backend.begin_capture()
+        linear_reduce_scatter(x, weight, group=transport)
+    assert isinstance(transport.buffer_pool, HeapPool)
+    assert transport.buffer_pool.captured
+
+
+def test_rings_and_new_buffers_are_not_captured() -> None:
+    x, weight = torch.ones(2, 64), torch.ones(64, 64)
+    backends = [RecordedBackend(0, 2, {}) for _ in range(2)]
+    rings, new = CopyTransport(backends[0], symmetric=False), CopyTransport(backends[1])
+    for backend in backends:
+        backend.begin_capture()
+    with torch.no_grad():
+        with pytest.raises(TransportError, match="a message is not between symmetric buffers"):
+            all_gather_linear(x, weight, group=rings)
+        with pytest.raises(TransportError, match="forward and backward with the same shapes before the capture"):
+            all_gather_linear(x, weight, group=new)
+
+
 @pytest.mark.parametrize(
     ("messages", "num_bytes", "ring_bytes"), [(5, 512, 1024), (7, 700, 2048), (6, 256, 512), (600, 256, 1 << 20)]
 )
@@ -364,7 +453,7 @@ def test_a_flag_in_use_is_not_set_again() -> None:
 
 
 def test_a_piece_ends_inside_the_ring() -> None:
-    ring = CopyTransport(RecordedBackend(0, 2, {}), ring_bytes=2048, symmetric=False).sent[1]
+    ring = CopyTransport(RecordedBackend(0, 2, {}), ring_bytes=2048, symmetric=False).rings.sent[1]
     pieces = [piece for _ in range(9) for piece in ring.pieces([torch.zeros(700, dtype=torch.uint8)])]
     assert [piece.place for piece in pieces[:4]] == [0, 768, 0, 768]
     assert all(piece.place + piece.content.numel() <= 2048 for piece in pieces)

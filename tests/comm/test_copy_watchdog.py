@@ -13,20 +13,13 @@ import torch
 from megatron_overlap.comm import TransportError, TransportOptions
 from megatron_overlap.comm.symmetric import cuda
 from megatron_overlap.comm.symmetric.backend import FlagStep, Note
-from megatron_overlap.comm.symmetric.copies import (
-    _COMPUTING,
-    _NUM_PIECES,
-    _RECEIVING,
-    _SENDING,
-    CopyTransport,
-    _Wait,
-    _Waits,
-)
+from megatron_overlap.comm.symmetric.copies import CopyTransport
+from megatron_overlap.comm.symmetric.waits import _NUM_ONCE, COMPUTING, RECEIVING, SENDING, Wait, Waits
 from megatron_overlap.diagnostics.heartbeat import Watchdog
 from megatron_overlap.ops import LinearPlan, all_gather_linear
 from megatron_overlap.schedules.plan import Chunk, Message
 from tests.comm import watchdog_workers
-from tests.comm.copy_protocol import RecordedBackend
+from tests.comm.copy_protocol import RecordedBackend, Recording
 from tests.comm.watchdog_workers import DEADLINE_S, Late
 from tests.helpers.world import World
 
@@ -162,6 +155,14 @@ def test_a_stream_notes_its_waits_and_no_other_steps(monkeypatch: pytest.MonkeyP
     ]
 
 
+def test_a_call_of_the_driver_gets_at_most_255_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, words = Driver(monkeypatch), torch.zeros(200, dtype=torch.int32)
+    driver.queue.run(driver.queue.prepare([FlagStep(words, position, sets=False) for position in range(200)]))
+    assert [len(call) for call in driver.calls] == [255, 145]
+    waits = [address for call in driver.calls for operation, address, _ in call if operation == cuda.WAIT_VALUE_32]
+    assert waits == [words.data_ptr() + 4 * position for position in range(200)]
+
+
 @pytest.mark.parametrize(("limit_s", "expected"), [(None, 40.0), (7.0, 7.0)])
 def test_copies_have_the_deadline_of_the_session_or_group(
     monkeypatch: pytest.MonkeyPatch, limit_s: float | None, expected: float
@@ -177,13 +178,33 @@ def test_copies_have_the_deadline_of_the_session_or_group(
     transport.close()
 
 
+def test_replays_move_although_they_wait_for_the_same_message() -> None:
+    backend = RecordedBackend(0, 2, {})
+    transport = CopyTransport(backend)
+    x, weight = torch.ones(4, 8), torch.ones(8, 8)
+    with torch.no_grad():
+        all_gather_linear(x, weight, group=transport)
+        backend.begin_capture()
+        with Recording(backend.computing):
+            all_gather_linear(x, weight, group=transport)
+    transport.waits._words[COMPUTING] = 1
+    seen = []
+    for _ in range(3):
+        seen.append(transport._waiting())
+        for step in backend.computing.steps:
+            if step.action is not None:
+                step.action()
+    assert None not in seen
+    assert len(set(seen)) == 3
+
+
 def test_the_flight_recorder_explains_the_first_peer(capfd: pytest.CaptureFixture[str]) -> None:
     recorder: Any = SimpleNamespace(explain=lambda text, peer: f"{text}; explained for rank {peer}")
     options = TransportOptions(timeout_s=0.1, flight_recorder=recorder)
     transport = CopyTransport(RecordedBackend(0, 3, {}), options)
     chunk = Chunk(0, 0)
-    waits = _Wait("op", 5, Message(chunk, 2, chunk, 1)), _Wait("op", 4, Message(chunk, 2, chunk, 1), "not free")
-    for queue, wait in zip((_COMPUTING, _SENDING), waits, strict=True):
+    waits = Wait("op", 5, Message(chunk, 2, chunk, 1)), Wait("op", 4, Message(chunk, 2, chunk, 1), "not free")
+    for queue, wait in zip((COMPUTING, SENDING), waits, strict=True):
         note = transport.waits.note(queue, wait, repeats=True)
         note.words[note.position] = note.number
     until = time.monotonic() + 20
@@ -198,9 +219,9 @@ def test_the_flight_recorder_explains_the_first_peer(capfd: pytest.CaptureFixtur
 
 
 def test_repeated_waits_are_remembered_and_others_until_many_later() -> None:
-    waits, chunk = _Waits(on_device=False), Chunk(0, 0)
-    described = [_Wait("op", number, Message(chunk, 1, chunk, 1)) for number in range(_NUM_PIECES + 3)]
-    repeated = waits.note(_COMPUTING, described[0], repeats=True)
-    once = [waits.note(_RECEIVING, wait, repeats=False) for wait in described]
+    waits, chunk = Waits(on_device=False), Chunk(0, 0)
+    described = [Wait("op", number, Message(chunk, 1, chunk, 1)) for number in range(_NUM_ONCE + 3)]
+    repeated = waits.note(COMPUTING, described[0], repeats=True)
+    once = [waits.note(RECEIVING, wait, repeats=False) for wait in described]
     assert waits.of([0, repeated.number]) == described[:1]
     assert waits.of([note.number for note in once[3:]]) == described[3:]

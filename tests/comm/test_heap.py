@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -22,6 +25,31 @@ def test_a_name_keeps_its_memory_until_it_grows() -> None:
     grown = buffers.take("gather", (200,), like, symmetric=True)
     assert grown.data_ptr() != first.data_ptr()
     assert buffers.sizes() == {"gather": 800, "received": 40}
+
+
+def test_a_buffer_of_a_graph_outlives_a_larger_one() -> None:
+    """A replay writes to the addresses of its capture. An arena replaces the one of the same name."""
+    arenas: dict[tuple[str, int], list[torch.Tensor]] = {}
+    backend, like = RecordedBackend(0, 2, arenas), torch.zeros(1)
+    buffers = HeapPool(backend)
+    for name, symmetric in (("gather", True), ("partial", False)):
+        buffers.take(name, (100,), like, symmetric=symmetric)
+    buffers.take("gather", (200,), like, symmetric=True)
+    backend.begin_capture()
+    captured = [buffers.take(name, (90,), like, symmetric=name == "gather") for name in ("gather", "partial")]
+    assert buffers.recall("gather", like) is None
+    backend.captures = False
+    storages = [weakref.ref(each.untyped_storage()) for each in captured]
+    del captured
+    for count in (300, 400):
+        buffers.take("gather", (count,), like, symmetric=True)
+        buffers.take("partial", (count,), like)
+    names = [name for name, _ in arenas]
+    assert names[0] == names[1]
+    assert len(set(names)) == 3
+    arenas.clear()
+    gc.collect()
+    assert all(storage() is not None for storage in storages)
 
 
 def test_the_memory_of_a_buffer_and_its_flags() -> None:

@@ -30,7 +30,7 @@ class CorruptTransport:
         self.rank, self.size = self._inner.rank, self._inner.size
         self.buffer_pool = self._inner.buffer_pool
         self.exposed_s = 0.0
-        self.copy_engines = self.on_device = self.prepares = False
+        self.copy_engines = self.capturable = self.on_device = self.prepares = False
         self._op, self._every, self._num_messages = op, every, 0
         self.corrupted = 0
 

@@ -33,7 +33,7 @@ class LateTransport:
         self.rank, self.size = self._inner.rank, self._inner.size
         self.buffer_pool = self._inner.buffer_pool
         self.exposed_s = 0.0
-        self.copy_engines = self.on_device = self.prepares = False
+        self.copy_engines = self.capturable = self.on_device = self.prepares = False
 
     def begin(self, transfers: Sequence[Transfer], op: str) -> LateP2PWork:
         return LateP2PWork(self._inner, transfers, op)

@@ -38,9 +38,9 @@ def test_fixed_settings_leave_one() -> None:
     assert [chunks for _, chunks in few] == [1, 2]
 
 
-def place(ranks: int, rank: int) -> Transport:
+def place(ranks: int, rank: int, copy_engines: bool = False) -> Transport:
     """A schedule needs nothing of the transport but who is there."""
-    return cast(Transport, SimpleNamespace(size=ranks, rank=rank, copy_engines=False))
+    return cast(Transport, SimpleNamespace(size=ranks, rank=rank, copy_engines=copy_engines))
 
 
 @pytest.mark.parametrize(("ranks", "chunks"), [(2, 2), (4, 1), (8, 1)])
@@ -52,8 +52,10 @@ def test_copy_engines_send_whole_slices(ranks: int, chunks: int) -> None:
 @pytest.mark.parametrize("row_bytes", [1024, 2048])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("rows", [16, 1024, 8192])
-@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_no_two_settings_send_the_same_messages(row_bytes: int, ranks: int, rows: int, device_type: str) -> None:
+@pytest.mark.parametrize(("device_type", "copy_engines"), [("cpu", False), ("cuda", False), ("cuda", True)])
+def test_no_two_settings_send_the_same_messages(
+    row_bytes: int, ranks: int, rows: int, device_type: str, copy_engines: bool
+) -> None:
     rows = rows // ranks * ranks
     device = torch.device(device_type)
 
@@ -61,15 +63,14 @@ def test_no_two_settings_send_the_same_messages(row_bytes: int, ranks: int, rows
         plan = LinearPlan(pattern, chunks)
         return repr(
             [
-                plan.schedule(
-                    collective, SimpleNamespace(size=ranks, rank=rank, copy_engines=False), rows, row_bytes, device
-                )[0].messages  # type: ignore[arg-type]
+                plan.schedule(collective, place(ranks, rank, copy_engines), rows, row_bytes, device)[0].messages  # type: ignore[arg-type]
                 for collective in ("all_gather", "reduce_scatter")
                 for rank in range(ranks)
             ]
         )
 
-    messages = [messages_of(*each) for each in p2p_settings(ranks, rows, row_bytes, device_type, all_reduces=False)]
+    settings = p2p_settings(ranks, rows, row_bytes, device_type, all_reduces=False, copy_engines=copy_engines)
+    messages = [messages_of(*each) for each in settings]
     assert len(messages) == len(set(messages))
     assert messages[0] == messages_of(None, None), "the default comes first"
 

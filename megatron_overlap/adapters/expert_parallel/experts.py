@@ -16,7 +16,12 @@ from megatron.core.transformer.moe import experts as moe_experts
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from megatron_overlap.adapters.tensor_parallel.call import projection_of
-from megatron_overlap.adapters.tensor_parallel.eligibility import te_quantizes, unsupported_tensors_reason
+from megatron_overlap.adapters.tensor_parallel.eligibility import (
+    CAPTURED,
+    is_capturing,
+    te_quantizes,
+    unsupported_tensors_reason,
+)
 from megatron_overlap.adapters.wrapping import run_pre_hooks
 from megatron_overlap.ops import MLPExperts
 from megatron_overlap.schedules.gather_scatter import MAX_RANKS
@@ -187,6 +192,8 @@ class LayerExperts:
             return "fp8: TransformerEngine quantizes the rows of the experts"
         if any(self.hooks) or any("forward" in attributes for attributes in self.attributes):
             return "a forward hook reads the output of an expert, or its forward is replaced"
+        if is_capturing(hidden_states):
+            return CAPTURED
         first = self.fc1[0]
         return unsupported_tensors_reason(hidden_states, first.parameters[first.name], group)
 

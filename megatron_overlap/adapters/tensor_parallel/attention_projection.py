@@ -14,6 +14,8 @@ from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron_overlap.adapters.tensor_parallel.call import projection_of
 from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
 from megatron_overlap.adapters.tensor_parallel.eligibility import (
+    CAPTURED,
+    is_capturing,
     is_te_linear,
     unsupported_attention_reason,
     unsupported_core_attention_reason,
@@ -75,7 +77,8 @@ class _JointCall:
         """The forward of the core attention: stores its operands."""
         layer, adapter = self._projection, self._adapter
         reason = (
-            unsupported_core_attention_reason(self._core, query, key, value, attention_mask, kwargs)
+            (CAPTURED if is_capturing(query) else None)
+            or unsupported_core_attention_reason(self._core, query, key, value, attention_mask, kwargs)
             or _unsupported_projection_reason(layer, query)
             or adapter.unsupported_reason(query, layer.weight, layer.tp_group, _OP)
         )

@@ -93,10 +93,10 @@ class LinearAutotuner(GroupAutotuners):
         run_candidate: Callable[[LinearCall, Candidate], LayerOutput],
         fused_candidates: Callable[[LinearCall], Sequence[Candidate]],
         check: Check,
-        transport: Callable[[dist.ProcessGroup], Transport],
+        transport: Callable[[dist.ProcessGroup, str], Transport],
     ) -> None:
         super().__init__(session, session.config.tensor.method)
-        self._check = check
+        self._check, self._transport = check, transport
         self._forward_only = ForwardOnlyCalls(transport)
         self._small_calls: dict[int, _SmallCalls] = {}
         self._run_candidate, self._fused_candidates = run_candidate, fused_candidates
@@ -144,15 +144,7 @@ class LinearAutotuner(GroupAutotuners):
         gathers = call.op == "ag_gemm"
         if gathers and last is not None and last[1]() is x and last[0] is group and last[2] == version:
             return self._run_candidate(call, last[3])
-        kind = Call(
-            call.op,
-            gathered_rows(x, group.size() if gathers else 1),
-            weight.shape[1],
-            weight.shape[0],
-            str(x.dtype).removeprefix("torch."),
-            backward=_grad_enabled() and (x.requires_grad or weight.requires_grad),
-            variant="frozen" if not weight.requires_grad else "main_grad" if call.wgrad_target is not None else "",
-        )
+        kind = _kind_of(call)
         autotuner = self.autotuner(group)
         threshold = modelled = None
         if call.hooks.forward_only:
@@ -185,6 +177,12 @@ class LinearAutotuner(GroupAutotuners):
             tally = self._session.counters.tally(*call.hooks.site, "forward")
             self._stock_calls[number] = _StockCall(facts, own.search, tally, group if gathers else None)
         return result
+
+    def selected(self, call: LinearCall) -> Candidate:
+        """The present selection for a call that is neither counted nor measured; the stock path if there is none."""
+        autotuner = self._autotuners.get(call.group)
+        known = None if autotuner is None else autotuner.kinds.get(_kind_of(call))
+        return STOCK if known is None else known.search.selected.candidate
 
     def run_block(
         self, layers: Sequence[Any], x: torch.Tensor, run: Callable[[Candidate], torch.Tensor], overlap: Candidate
@@ -251,8 +249,22 @@ class LinearAutotuner(GroupAutotuners):
             all_reduces=kind.all_reduces,
             pattern=None if tensor.schedule == "auto" else tensor.schedule,
             chunks=None if tensor.chunks_per_rank == "auto" else tensor.chunks_per_rank,
+            copy_engines=self._transport(call.group, call.op).copy_engines,
         )
         return [Candidate("p2p", *each) for each in settings]
+
+
+def _kind_of(call: LinearCall) -> Call:
+    x, weight = call.x, call.weight
+    return Call(
+        call.op,
+        gathered_rows(x, call.group.size() if call.op == "ag_gemm" else 1),
+        weight.shape[1],
+        weight.shape[0],
+        str(x.dtype).removeprefix("torch."),
+        backward=_grad_enabled() and (x.requires_grad or weight.requires_grad),
+        variant="frozen" if not weight.requires_grad else "main_grad" if call.wgrad_target is not None else "",
+    )
 
 
 def _facts(call: Call) -> tuple[int, str, bool, bool]:

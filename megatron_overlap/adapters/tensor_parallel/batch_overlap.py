@@ -13,7 +13,9 @@ from megatron.core.utils import make_viewless_tensor
 from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
 from megatron_overlap.adapters.tensor_parallel.division import BatchDivision, Division, sequence_division
 from megatron_overlap.adapters.tensor_parallel.eligibility import (
+    CAPTURED,
     GENERATION,
+    is_capturing,
     unsupported_batch_reason,
     unsupported_layer_reason,
     unsupported_sequence_reason,
@@ -146,6 +148,8 @@ def _whole(pending: PendingOutput) -> torch.Tensor:
 
 def _unsupported_reason(layer: Any, arguments: dict[str, Any], adapter: LinearAdapter, split: str) -> str | None:
     """The reason that a layer runs on the whole micro-batch; None if it supports `split`."""
+    if is_capturing(arguments["hidden_states"]):
+        return CAPTURED
     if adapter.fused:
         return "method fused does not split the batch"
     reason = unsupported_layer_reason(layer, arguments)

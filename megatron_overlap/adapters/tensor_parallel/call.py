@@ -162,6 +162,10 @@ class LinearBackend(Protocol):
 class OverlapBackend(LinearBackend, Protocol):
     """A backend whose operation the reference check can run on tensors of its own."""
 
+    def unsupported_capture_reason(self, call: LinearCall) -> str | None:
+        """The reason that a CUDA graph cannot capture `call` on this backend; None if it can. The same on every rank of
+        the group."""
+
     def output(self, call: LinearCall, *, checked: bool = False) -> torch.Tensor:
         """The output of `call.op`.
 

@@ -2,7 +2,7 @@
 
 Order of selection: the stock path where `eligibility` names a reason; the backend that batch overlap assigned to the
 layer; the autotuner with `method: auto`; else the configured method, fused or p2p. In a step of the reference check the
-selected operation is compared with its reference.
+selected operation is compared with its reference. A call that a CUDA graph captures is neither measured nor checked.
 """
 
 import math
@@ -25,11 +25,16 @@ from megatron_overlap.adapters.tensor_parallel.call import (
     MainGradTarget,
     OverlapBackend,
 )
-from megatron_overlap.adapters.tensor_parallel.eligibility import is_te_linear, unsupported_tensors_reason
+from megatron_overlap.adapters.tensor_parallel.eligibility import (
+    CAPTURED,
+    is_capturing,
+    is_te_linear,
+    unsupported_tensors_reason,
+)
 from megatron_overlap.adapters.tensor_parallel.forward_only import is_forward_only
 from megatron_overlap.adapters.tensor_parallel.fused import FusedBackend, FusedTransports
 from megatron_overlap.adapters.tensor_parallel.layer_handoff import LayerHandoff
-from megatron_overlap.autotune.candidates import Candidate
+from megatron_overlap.autotune.candidates import STOCK, Candidate
 from megatron_overlap.comm import PART_CHANNELS, Transport
 from megatron_overlap.counters import SavedActivations, SavedSite
 from megatron_overlap.ops import LinearPlan, all_gather_linear, copy_linear, linear_all_reduce, linear_reduce_scatter
@@ -43,6 +48,7 @@ _NOT_OVERLAPPED = {
     "VocabParallelEmbedding": "it has no GEMM to overlap its all-reduce or reduce-scatter with",
     "VocabParallelCrossEntropy": "it sums a few numbers per token, not rows",
 }
+_ROW_OPS = ("ag_gemm", "gemm_rs")  # of sequence parallelism, where ranks own rows
 
 
 class LinearAdapter(Adapter):
@@ -83,7 +89,7 @@ class LinearAdapter(Adapter):
         self._stock, self._p2p = StockBackend(), P2PBackend(self, self.plan)
         self._fused = FusedBackend(self._fused_transports)
         self.autotuner = LinearAutotuner(
-            session, self.run_candidate, self._fused.candidates, self.check, self.transport
+            session, self.run_candidate, self._fused.candidates, self.check, self.transport_of
         )
         self._method: OverlapBackend = self._fused if self.fused else self._p2p
         self._candidates: dict[Candidate, OverlapBackend] = {}
@@ -125,6 +131,15 @@ class LinearAdapter(Adapter):
             transport = self.transport(group) if dist.get_backend(group) != "nccl" else self._open_row_transport(group)
             self._row_transports[group] = transport
         return transport
+
+    def transport_of(self, group: dist.ProcessGroup, op: str) -> Transport:
+        """The transport of the messages of an operation."""
+        return self.row_transport(group) if op in _ROW_OPS else self.transport(group)
+
+    def is_capturable(self, group: dist.ProcessGroup, op: str) -> bool:
+        """Whether a CUDA graph can capture an operation on `group`, whose transport must be open."""
+        transport = self._row_transports.get(group) if op in _ROW_OPS else None
+        return transport is not None and transport.capturable
 
     def _open_row_transport(self, group: dist.ProcessGroup) -> Transport:
         found = open_copies_transport(self._session, group)
@@ -182,6 +197,8 @@ class LinearAdapter(Adapter):
         if reason is not None:
             call.hooks.fallback(reason)
             return call.run_stock()
+        if is_capturing(call.x):
+            return self._run_captured(call)
         if self.assigned:
             backend = self.assigned.get(call.layer)
             if backend is not None:
@@ -195,6 +212,20 @@ class LinearAdapter(Adapter):
                 return self.autotuner.run(call)
             self._counters.exclude("autotuning", reason)
         return self.run_overlapped(call, self._method)
+
+    def _run_captured(self, call: LinearCall) -> LayerOutput:
+        """Runs a call that a CUDA graph captures. A capture forbids to synchronise, as measurements and checks do."""
+        backend = self._method
+        if self.autotuner.enabled:
+            candidate = self.autotuner.selected(call)
+            if candidate == STOCK:
+                return self._stock.run(call)
+            backend = self._backend(candidate)
+        reason = backend.unsupported_capture_reason(call)
+        if reason is not None:
+            call.hooks.fallback(reason)
+            return call.run_stock()
+        return backend.run(call if call.norm is None else call.normalized())
 
     def run_overlapped(self, call: LinearCall, backend: OverlapBackend | None = None) -> LayerOutput:
         """Runs `call` on `backend`, default the configured one; p2p where fused kernels do not support the call."""
@@ -212,8 +243,9 @@ class LinearAdapter(Adapter):
 
     def run_candidate(self, call: LinearCall, candidate: Candidate) -> LayerOutput:
         """Runs `call` with a candidate of the autotuner."""
-        if candidate.method == "stock":
-            return self._stock.run(call)
+        return self._stock.run(call) if candidate == STOCK else self.run_overlapped(call, self._backend(candidate))
+
+    def _backend(self, candidate: Candidate) -> OverlapBackend:
         backend = self._candidates.get(candidate)
         if backend is None:
             if candidate.method == "fused":
@@ -222,7 +254,7 @@ class LinearAdapter(Adapter):
                 chunks = candidate.chunks_per_rank
                 backend = P2PBackend(self, replace(self.plan, pattern=candidate.pattern, chunks_per_rank=chunks))
             self._candidates[candidate] = backend
-        return self.run_overlapped(call, backend)
+        return backend
 
     @contextmanager
     def assign(self, layers: Iterable[torch.nn.Module | None], backend: LinearBackend) -> Iterator[None]:
@@ -266,20 +298,29 @@ class P2PBackend:
 
     def __init__(self, adapter: LinearAdapter, plan: LinearPlan) -> None:
         self._adapter, self._plan = adapter, plan
+        # Calls over transports whose operations can be captured: later ones of the same shapes allocate nothing.
+        self._capturable: set[tuple[object, ...]] = set()
 
     def unsupported_reason(self, call: LinearCall) -> str | None:
         if self._plan.tree and is_te_linear(call.layer):
             return "tp_invariant supports local layers: use --transformer-impl local"
         return self._adapter.unsupported_reason(call.x, call.weight, call.group, call.op)
 
+    def unsupported_capture_reason(self, call: LinearCall) -> str | None:
+        if not self._adapter.is_capturable(call.group, call.op):
+            return CAPTURED
+        return None if _shapes(call) in self._capturable else f"{CAPTURED} before a call of the same shape"
+
     def run(self, call: LinearCall) -> LayerOutput:
         return call.result(self.output(call))
 
     def output(self, call: LinearCall, *, checked: bool = False) -> torch.Tensor:
         adapter, target, hooks = self._adapter, call.wgrad_target, call.hooks
-        rows = call.op in ("ag_gemm", "gemm_rs")
+        transport = adapter.transport_of(call.group, call.op)
+        if transport.capturable:
+            self._capturable.add(_shapes(call))
         options: dict[str, Any] = {
-            "group": adapter.row_transport(call.group) if rows else adapter.transport(call.group),
+            "group": transport,
             "plan": self._plan,
             "observer": hooks.overlapped,
         }
@@ -338,6 +379,10 @@ class _CheckedOperation:
         target = None if main_grad is None else MainGradTarget(weight, main_grad)
         call = replace(self.call, x=x, weight=weight, bias=bias, wgrad_target=target)
         return self.backend.output(call, checked=True)
+
+
+def _shapes(call: LinearCall) -> tuple[object, ...]:
+    return call.op, call.x.shape, call.x.dtype, call.weight.shape, call.hooks.forward_only
 
 
 def _check_name(op: str, weight: torch.Tensor) -> str:

@@ -16,6 +16,7 @@ from megatron_overlap.adapters.wrapping import Method
 from megatron_overlap.ops.tensor_parallel.batch_overlap import can_be_ordered
 from megatron_overlap.schedules.gather_scatter import MAX_RANKS
 
+CAPTURED = "a CUDA graph is being captured"
 GENERATION = "generation: the KV cache is that of the whole batch; its linear layers are overlapped one by one"
 EXPERT = "expert layer: the token dispatcher communicates, not the layer"
 _GTP = "generalized tensor parallel weights"
@@ -57,12 +58,15 @@ def unsupported_tensors_reason(x: torch.Tensor, weight: torch.Tensor, group: dis
         return f"input is {x.dtype}, weight is {weight.dtype}"
     if torch.is_autocast_enabled(x.device.type):
         return "autocast is on"
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        return "a CUDA graph is being captured"
     backend = dist.get_backend(group)
     if backend not in ("gloo", "nccl"):
         return f"process group backend {backend} has no point-to-point transport"
     return None
+
+
+def is_capturing(x: torch.Tensor) -> bool:
+    """Whether a CUDA graph captures a call with the input `x`."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def unsupported_column_reason(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:

@@ -72,10 +72,10 @@ class ForwardOnlyCalls:
     """The thresholds of all groups of one session.
 
     Args:
-        transport: returns the transport of a group.
+        transport: returns the transport of a group for an operation.
     """
 
-    def __init__(self, transport: Callable[[dist.ProcessGroup], Transport]) -> None:
+    def __init__(self, transport: Callable[[dist.ProcessGroup, str], Transport]) -> None:
         self._transport = transport
         self._links: dict[tuple[dist.ProcessGroup, str, torch.dtype], tuple[Link, Link]] = {}
         self._thresholds: dict[tuple[dist.ProcessGroup, Call], Threshold] = {}
@@ -107,7 +107,7 @@ class ForwardOnlyCalls:
         key = call.group, call.op, call.x.dtype
         links = self._links.get(key)
         if links is None:
-            ways, sizes = (None, self._transport(call.group)), (_FEW_BYTES, _MANY_BYTES)
+            ways, sizes = (None, self._transport(call.group, call.op)), (_FEW_BYTES, _MANY_BYTES)
             few, many, p2p_few, p2p_many = slowest([_communication(call, size, way) for way in ways for size in sizes])
             stock = Link.fitted(_FEW_BYTES, few, _MANY_BYTES, many)
             links = self._links[key] = stock, Link.fitted(_FEW_BYTES, p2p_few, _MANY_BYTES, p2p_many)

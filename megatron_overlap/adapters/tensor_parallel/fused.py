@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.adapters.tensor_parallel.call import LayerOutput, LinearCall
+from megatron_overlap.adapters.tensor_parallel.eligibility import CAPTURED
 from megatron_overlap.autotune.candidates import FUSED, HOPPER, Candidate
 from megatron_overlap.comm import Transport
 from megatron_overlap.counters import SymmetricMemory
@@ -91,6 +92,10 @@ class FusedBackend:
             return reason
         transport = self._transports.open(call.group)
         return transport if isinstance(transport, str) else None
+
+    def unsupported_capture_reason(self, call: LinearCall) -> str | None:
+        """See `OverlapBackend`. Kernels compare flags with the epoch of their call, which a replay would repeat."""
+        return f"{CAPTURED}: fused kernels cannot be replayed"
 
     def candidates(self, call: LinearCall) -> list[Candidate]:
         """Candidates of the autotuner. The first call for Hopper kernels tests them on the device."""

@@ -119,6 +119,9 @@ class SymmetricBackend(Protocol):
     def queue(self) -> Queue:
         """Return a further queue of copies."""
 
+    def is_capturing(self) -> bool:
+        """Return whether a CUDA graph captures the present work of the caller."""
+
     def unsupported_reason(self) -> str:
         """Return why an operation cannot start now; empty if it can."""
 

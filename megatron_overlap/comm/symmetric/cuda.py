@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import groupby
+from itertools import batched, groupby
 from typing import Any
 
 import torch
@@ -138,6 +138,7 @@ class MemOp(ctypes.Structure):
     )
 
 
+_MAX_OPS = 255  # of one call of cuStreamBatchMemOp
 # CUstreamBatchMemOpType.
 WAIT_VALUE_32, WRITE_VALUE_32 = 1, 2
 
@@ -186,8 +187,8 @@ class StreamQueue:
             if sets:
                 calls += [step.words.data_ptr() + 4 * step.position for step in group]
             else:
-                ops = [op for step in group for op in _wait_ops(step)]
-                calls.append((MemOp * len(ops))(*ops))
+                ops = (op for step in group for op in _wait_ops(step))
+                calls += [(MemOp * len(some))(*some) for some in batched(ops, _MAX_OPS)]
         return calls
 
     def run(self, prepared: object) -> None:
@@ -301,8 +302,11 @@ class CudaBackend:
     def queue(self) -> Queue:
         return StreamQueue(torch.cuda.Stream(self.device, priority=-1))
 
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
     def unsupported_reason(self) -> str:
-        if torch.cuda.is_current_stream_capturing():
+        if self.is_capturing():
             return "a CUDA graph is being captured; a replay would write the epoch of the capture to flags"
         return ""
 

@@ -42,20 +42,37 @@ class HeapPool(BufferPool):
     A new or larger buffer is collective: it waits for all work of the ranks, and compares their requests. This occurs
     in the first steps.
 
+    A replay of a CUDA graph writes to the buffers, and runs no Python. After a capture the pool therefore recalls no
+    content, and keeps the buffers that larger ones replace.
+
     Args:
         backend: maps the arenas.
+
+    Attributes:
+        captured: whether a CUDA graph uses the buffers.
     """
 
     def __init__(self, backend: SymmetricBackend) -> None:
         super().__init__()
         self._backend = backend
         self._buffers: dict[tuple[str, torch.dtype], SymmetricBuffer] = {}
+        self.captured = False
+        self._of_graphs: list[object] = []
+
+    def recall(self, name: str, like: torch.Tensor) -> tuple[torch.Tensor, object] | None:
+        if self._backend.is_capturing():
+            self.captured = True
+        return None if self.captured else super().recall(name, like)
+
+    def _replace(self, buffer: object) -> None:
+        if self.captured:
+            self._of_graphs.append(buffer)
 
     def take(self, name: str, shape: Sequence[int], like: torch.Tensor, *, symmetric: bool = False) -> torch.Tensor:
         """See `BufferPool.take`.
 
         Raises:
-            TransportError: the ranks took different symmetric buffers.
+            TransportError: the ranks took different symmetric buffers, or a new one while a CUDA graph is captured.
         """
         dtype = like.dtype
         if not symmetric:
@@ -68,6 +85,7 @@ class HeapPool(BufferPool):
             buffer = self._buffers.get((name, dtype))
             if buffer is None or buffer.data[self._backend.rank].numel() < num_bytes:
                 self.forget()
+                self._replace(buffer)
                 buffer = self._buffers[name, dtype] = self._map(name, dtype, num_bytes)
             with torch.inference_mode(False):
                 bytes_of_shape = buffer.data[self._backend.rank][:num_bytes]
@@ -77,12 +95,19 @@ class HeapPool(BufferPool):
 
     def _map(self, name: str, dtype: torch.dtype, num_bytes: int) -> SymmetricBuffer:
         backend = self._backend
+        if backend.is_capturing():
+            raise TransportError(
+                f"symmetric buffer {name}: {num_bytes} bytes: a CUDA graph is being captured; run forward and backward "
+                "with the same shapes before the capture"
+            )
         backend.barrier()
         texts = backend.all_gather_text(f"{name}: {num_bytes} bytes")
         if len(set(texts)) > 1:
             raise TransportError(f"symmetric buffer: the ranks differ: {'; '.join(texts)}; use ordinary buffers")
         begin = aligned(num_bytes)
-        arenas = backend.map(begin + 4 * backend.size * (MAX_FLAGS + 1), f"{name} {dtype}")
+        # An arena replaces the one of the same name.
+        name = f"{name} {dtype} {len(self._of_graphs)}"
+        arenas = backend.map(begin + 4 * backend.size * (MAX_FLAGS + 1), name)
         words = [arena[begin:].view(torch.int32) for arena in arenas]
         return SymmetricBuffer([arena[:num_bytes] for arena in arenas], words)
 
@@ -101,3 +126,4 @@ class HeapPool(BufferPool):
     def clear(self) -> None:
         super().clear()
         self._buffers.clear()
+        self._of_graphs.clear()

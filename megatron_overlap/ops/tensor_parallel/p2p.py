@@ -16,14 +16,9 @@ import torch.distributed as dist
 from megatron_overlap.comm import Transport
 from megatron_overlap.ops.call import InputVersion, gemm_into, transport_for
 from megatron_overlap.ops.tensor_parallel.method import LinearMethod
-from megatron_overlap.ops.tensor_parallel.pipelined import (
-    PLAIN,
-    Gemm,
-    GemmInto,
-    PipelinedAllGather,
-    PipelinedReduceScatter,
-)
+from megatron_overlap.ops.tensor_parallel.pipelined import PLAIN, Gemm, GemmInto, PipelinedAllGather
 from megatron_overlap.ops.tensor_parallel.pipelined_all_reduce import PipelinedAllReduce
+from megatron_overlap.ops.tensor_parallel.pipelined_reduce_scatter import PipelinedReduceScatter
 from megatron_overlap.ops.tensor_parallel.tree import tree_gemm_into
 from megatron_overlap.ops.wgrad import MAX_PIECES, Spans, WeightGradient
 from megatron_overlap.schedules import (

@@ -23,7 +23,7 @@ from megatron_overlap.comm.symmetric.heap import HeapPool
 from megatron_overlap.comm.transport import Exchange, Transfer
 from megatron_overlap.ops import all_gather_linear, linear_reduce_scatter
 from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan, P2PMethod
-from megatron_overlap.ops.tensor_parallel.pipelined import PipelinedReduceScatter
+from megatron_overlap.ops.tensor_parallel.pipelined_reduce_scatter import PipelinedReduceScatter
 from megatron_overlap.ops.wgrad import add_product
 from megatron_overlap.schedules.plan import Message
 from one_gpu.device import device as measured_device
@@ -83,6 +83,9 @@ class HostPeers:
 
     def all_gather_text(self, text: str) -> list[str]:
         return [text] * self.size
+
+    def is_capturing(self) -> bool:
+        return False
 
     def close(self) -> None:
         """Free nothing."""

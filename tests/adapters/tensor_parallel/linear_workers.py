@@ -234,25 +234,6 @@ def falls_back(group: dist.ProcessGroup, kind: str, what: str, strict: bool) -> 
     return reasons, error
 
 
-def in_a_capture(group: dist.ProcessGroup, kind: str) -> str | None:
-    """The reason for the stock path during a stream capture, with fake CUDA tensors."""
-    from unittest import mock
-
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-
-    from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
-
-    start(group)
-    with enable(OverlapConfig(tensor=TENSOR)) as session, FakeTensorMode() as mode:
-        metas = (torch.empty(shape, device="meta") for shape in ((12, BATCH, IN), (OUT, IN)))
-        x, w = (FakeTensor(mode, meta, torch.device("cuda:0")) for meta in metas)
-        assert x.is_cuda
-        with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
-            return session.adapter(LinearAdapter).unsupported_reason(
-                x, w, group, {"column": "ag_gemm", "row": "gemm_rs"}[kind]
-            )
-
-
 def asks_for_fused(group: dist.ProcessGroup, kind: str, plain: bool, strict: bool) -> tuple[dict[str, int], str, str]:
     """A layer with `method: fused` without a GPU: returns counts and report; it must equal p2p."""
     from megatron_overlap.counters import FallbackError

@@ -114,11 +114,6 @@ def test_a_row_layer_with_offloaded_activations_runs_the_stock_path(ranks: World
         assert "CPU Offloading" in error
 
 
-@pytest.mark.parametrize("kind", ["column", "row"])
-def test_a_cuda_graph_capture_runs_the_stock_path(ranks: World, kind: str) -> None:
-    assert ranks.run(RANKS, cases.in_a_capture, kind) == ["a CUDA graph is being captured"] * RANKS
-
-
 def test_an_indivisible_sequence_runs_the_stock_path(ranks: World) -> None:
     """Megatron rejects it with its own message."""
     for reasons, error in ranks.run(RANKS, cases.falls_back, "row", "odd", False):

@@ -1,0 +1,52 @@
+"""Linear layers that a CUDA graph captures: replays over copies, and the reasons of calls that cannot be captured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.adapters.tensor_parallel import captured_workers as cases
+from tests.helpers.world import World
+
+RANKS = 4
+STEPS = 100
+CAPTURED = "a CUDA graph is being captured"
+
+
+@pytest.mark.parametrize("tensor", [{"method": "p2p", "chunks_per_rank": 2}, {"method": "p2p", "schedule": "ring"}])
+def test_a_hundred_replays_of_both_layers(ranks: World, tensor: dict[str, Any]) -> None:
+    """Forward and backward are graphs of their own. The report counts a captured pass once."""
+    passes = {f"{op} {way}": 1 for op in ("ag_gemm", "gemm_rs") for way in ("forward", "dgrad", "wgrad")}
+    for different, num_changed, counted in ranks.run(RANKS, cases.replay, STEPS, tensor):
+        assert different == []
+        assert num_changed == STEPS
+        assert counted == passes
+
+
+def test_calls_inside_and_outside_a_graph_share_no_gather(ranks: World) -> None:
+    assert ranks.run(RANKS, cases.gathers_that_must_not_be_shared) == [[True, True, True]] * RANKS
+
+
+def test_the_reasons_of_calls_that_are_not_captured(ranks: World) -> None:
+    found = [None, f"{CAPTURED} before a call of the same shape", CAPTURED, CAPTURED]
+    found.append(f"{CAPTURED}: fused kernels cannot be replayed")
+    assert ranks.run(RANKS, cases.reasons) == [{"column": found, "row": found}] * RANKS
+
+
+def test_a_captured_call_runs_the_selection_of_the_autotuner(ranks: World) -> None:
+    assert ranks.run(RANKS, cases.autotuned) == [["stock", "p2p", "p2p"]] * RANKS
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_messages_over_gloo_are_not_captured(ranks: World, kind: str) -> None:
+    assert ranks.run(RANKS, cases.captured_over_gloo, kind) == [[CAPTURED]] * RANKS
+
+
+def test_joint_operations_are_not_captured(ranks: World) -> None:
+    assert ranks.run(RANKS, cases.joint_operations) == [[CAPTURED] * 3] * RANKS
+
+
+def test_autotuning_lists_the_candidates_of_the_transport(ranks: World) -> None:
+    found = {"ag_gemm": True, "gemm_rs": True, "copy_gemm": False, "gemm_ar": False}
+    assert ranks.run(RANKS, cases.settings_of_copies) == [found] * RANKS
