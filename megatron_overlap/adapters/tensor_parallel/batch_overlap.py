@@ -56,7 +56,7 @@ def block_forward(original: Method, session: Session) -> Method:
         def run(candidate: Candidate) -> Any:
             adapter.split = used = _SPLITS.get(candidate, "none")
             try:
-                output = (original if candidate == SEPARATE_LAYERS else split)(self, *args, **kwargs)
+                output = split(self, *args, **kwargs)
             finally:
                 adapter.split = "none"
             if self.config.recompute_granularity == "full":
