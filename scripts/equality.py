@@ -155,6 +155,7 @@ class Runs:
                     "min_lr": 1e-4,
                     "lr_warmup_iterations": 2,
                     "transformer_impl": options.transformer_impl,
+                    "recompute": layout.recompute,
                     "distributed_optimizer": layout.sharded,
                     **places,
                 },

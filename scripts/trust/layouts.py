@@ -13,6 +13,7 @@ class Layout:
         sharded: with the distributed optimizer.
         split: the plugin's `overlap.tensor.split`; with `sequence` a micro-batch is one sequence.
         split_at: the plugin's `overlap.tensor.split_at`; None: its default.
+        recompute: activation recomputation: `none`, `selective` (core attention), or `full` (each layer).
         pipeline: pipeline stages.
         documents: a micro-batch is whole documents, and context parallelism is balanced attention.
         expert: expert-parallel ranks, among the data-parallel ranks; more than 1 makes a mixture of experts.
@@ -27,6 +28,7 @@ class Layout:
     context: int = 1
     split: str = "none"
     split_at: float | None = None
+    recompute: str = "none"
     pipeline: int = 1
     documents: bool = False
     expert: int = 1
@@ -87,6 +89,11 @@ LAYOUTS = (
     *(replace(each, name=f"{each.name}-batch-split", split="batch") for each in SEQUENCE_PARALLEL),
     *(replace(each, name=f"{each.name}-sequence-split", split="sequence") for each in SEQUENCE_PARALLEL),
     Layout("TP2+SP-sequence-split-at-0.3", tensor=2, sequence_parallel=True, split="sequence", split_at=0.3),
+    *(
+        Layout(f"TP2+SP-{split}-split-{each}-recompute", 2, sequence_parallel=True, split=split, recompute=each)
+        for split in ("batch", "sequence")
+        for each in ("full", "selective")
+    ),
     Layout("DP2", data=2),
     Layout("DP4", data=4),
     Layout("DP2+DO", data=2, sharded=True),

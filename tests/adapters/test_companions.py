@@ -30,6 +30,12 @@ FEATURES = {
         4,
         f"--pipeline-model-parallel-size 2 {UNFUSED_LOSS} --micro-batch-size 2 --global-batch-size 8",
     ),
+    "batch overlap with full recomputation": (
+        2,
+        "--micro-batch-size 2 --num-layers 4 "
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
+    ),
+    "batch overlap with selective recomputation": (2, "--micro-batch-size 2 --recompute-granularity selective"),
     "experts": (
         2,
         "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 "

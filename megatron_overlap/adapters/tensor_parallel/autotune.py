@@ -196,9 +196,11 @@ class LinearAutotuner(GroupAutotuners):
         autotuner = self._autotuners.get(group)
         rows, dtype = gathered_rows(x, group.size() if sharded else 1), str(x.dtype).removeprefix("torch.")
         backward = _grad_enabled() and x.requires_grad
-        of_layers = (rows, dtype, backward, not sharded)
+        # The first pass of full recomputation has no gradients.
+        passes = {True, False} if backward and layers[0].config.recompute_granularity == "full" else {backward}
+        of_layers = [(rows, dtype, each, not sharded) for each in passes]
         kinds = () if autotuner is None else autotuner.kinds.values()
-        separate = [kind for kind in kinds if _facts(kind.call) == of_layers and kind.call.op != "block"]
+        separate = [kind for kind in kinds if _facts(kind.call) in of_layers and kind.call.op != "block"]
         if autotuner is None or not separate or any(kind.search.measuring for kind in separate):
             return run(SEPARATE_LAYERS)
 

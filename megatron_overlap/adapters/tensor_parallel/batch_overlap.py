@@ -5,7 +5,7 @@ parallelism, `split_sharded_layer.py` one with it.
 """
 
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core.utils import make_viewless_tensor
@@ -28,7 +28,8 @@ from megatron_overlap.autotune.candidates import BATCH_OVERLAP, SEPARATE_LAYERS,
 from megatron_overlap.ops.tensor_parallel.batch_overlap import Slots
 from megatron_overlap.session import Session
 
-_SPLITS = {"batch": BATCH_OVERLAP, "sequence": SEQUENCE_OVERLAP}
+type _Split = Literal["none", "batch", "sequence"]
+_SPLITS: dict[Candidate, _Split] = {BATCH_OVERLAP: "batch", SEQUENCE_OVERLAP: "sequence"}
 _POSITIONAL = ("hidden_states", "attention_mask")
 
 
@@ -47,7 +48,7 @@ def block_forward(original: Method, session: Session) -> Method:
         # Further positional arguments are not known, and may let the block read the outputs of its layers.
         unknown = len(args) > len(_POSITIONAL)
         reads_outputs = unknown or self.config.cpu_offloading or kwargs.get("extract_layer_indices")
-        with layer_handoff.block(() if reads_outputs else self.layers):
+        with layer_handoff.block(() if reads_outputs else _chains(self)):
             return original(self, *args, **kwargs)
 
     if adapter.split != "none":
@@ -55,13 +56,14 @@ def block_forward(original: Method, session: Session) -> Method:
 
     def measured(self: Any, *args: Any, **kwargs: Any) -> Any:
         def run(candidate: Candidate) -> Any:
-            if candidate == SEPARATE_LAYERS:
-                return original(self, *args, **kwargs)
-            adapter.split = "batch" if candidate == BATCH_OVERLAP else "sequence"
+            adapter.split = used = _SPLITS.get(candidate, "none")
             try:
-                return split(self, *args, **kwargs)
+                output = split(self, *args, **kwargs)
             finally:
                 adapter.split = "none"
+            if self.config.recompute_granularity == "full":
+                _recompute_with(adapter, used, output)
+            return output
 
         arguments = {**dict(zip(_POSITIONAL, args, strict=False)), **kwargs}
         if not self.pre_process:
@@ -69,7 +71,7 @@ def block_forward(original: Method, session: Session) -> Method:
         x = arguments["hidden_states"]
         unknown = len(args) > len(_POSITIONAL) or not isinstance(x, torch.Tensor)
         reasons: list[str] = []
-        for each, overlap in _SPLITS.items():
+        for overlap, each in _SPLITS.items():
             found = (_unsupported_reason(layer, arguments, adapter, each) for layer in self.layers)
             reason = "positional arguments" if unknown else next(filter(None, found), None)
             if reason is None:
@@ -137,6 +139,29 @@ def layer_forward(original: Method, session: Session) -> Method:
         return (original if adapter.split == "none" else split)(self, *args, **kwargs)
 
     return forward
+
+
+def _chains(block: Any) -> list[list[Any]]:
+    """Layers of a block, divided where other code reads the output of a layer: Megatron's `checkpoint` saves it."""
+    config, layers = block.config, list(block.layers)
+    if config.recompute_granularity != "full" or not block.training:
+        return [layers]
+    number = config.recompute_num_layers
+    if config.recompute_method == "uniform":
+        return [layers[start : start + number] for start in range(0, len(layers), number)]
+    return [*([layer] for layer in layers[:number]), layers[number:]]
+
+
+def _recompute_with(adapter: LinearAdapter, split: _Split, output: Any) -> None:
+    """Lets the backward pass of a block divide the layers that it recomputes as the forward pass did."""
+
+    def begin(_: Any) -> None:
+        adapter.split = split
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: setattr(adapter, "split", "none"))
+
+    node = (output[0] if isinstance(output, tuple) else output).grad_fn
+    if node is not None:
+        node.register_prehook(begin)
 
 
 def _whole(pending: PendingOutput) -> torch.Tensor:

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import checkpoint
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
@@ -110,32 +112,53 @@ def sequence_division(layer: Any, x: torch.Tensor, split_at: float | Literal["au
 
 
 class SplitCoreAttention:
-    """The core attention of one layer on a split sequence: the second part reads the keys of both parts."""
+    """The core attention of one layer on a split sequence: the second part reads the keys of both parts.
 
-    def __init__(self, core: Any) -> None:
-        self._core, self._forward = core, core.forward
+    With `--recompute-granularity selective` it is recomputed here. Megatron's `_checkpointed_attention_forward` would
+    call the core attention in backward, where its forward is no longer replaced.
+    """
+
+    def __init__(self, attention: Any) -> None:
+        self._attention, self._core = attention, attention.core_attention
+        self._forward = self._core.forward
+        self._recomputes = attention.checkpoint_core_attention and attention.training
         self._keys: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @contextmanager
     def part(self, number: int) -> Iterator[None]:
         """Inside the context the core attention runs on one part. The first part runs first."""
-        forward: Method = self._second if number else self._first
-        with replaced_forward(self._core, forward):
-            yield
+        attention, forward = self._attention, self._second if number else self._first
+        configured, attention.checkpoint_core_attention = attention.checkpoint_core_attention, False
+        try:
+            with replaced_forward(self._core, forward):
+                yield
+        finally:
+            attention.checkpoint_core_attention = configured
 
     def _first(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
     ) -> torch.Tensor:
         self._keys = key, value
-        output: torch.Tensor = self._forward(query, key, value, mask, **kwargs)
-        return output
+        return self._run(partial(self._forward, **kwargs), query, key, value, mask)
 
     def _second(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
     ) -> torch.Tensor:
         assert self._keys is not None
-        rows, keys = query.shape[0], torch.cat((self._keys[0], key))
-        values = torch.cat((self._keys[1], value))
+        return self._run(partial(self._of_both_keys, **kwargs), query, key, value, mask, *self._keys)
+
+    def _of_both_keys(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        first_key: torch.Tensor,
+        first_value: torch.Tensor,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        rows, keys = query.shape[0], torch.cat((first_key, key))
+        values = torch.cat((first_value, value))
         if not isinstance(self._core, DotProductAttention):
             # TransformerEngine aligns a causal mask at the first key.
             kwargs["attn_mask_type"] = AttnMaskType.causal_bottom_right
@@ -143,4 +166,8 @@ class SplitCoreAttention:
             ones = torch.ones(1, 1, rows, keys.shape[0], dtype=torch.bool, device=query.device)
             mask = ones.triu(keys.shape[0] - rows + 1)
         output: torch.Tensor = self._forward(query, keys, values, mask, **kwargs)
+        return output
+
+    def _run(self, forward: Method, *tensors: torch.Tensor | None) -> torch.Tensor:
+        output: torch.Tensor = checkpoint(forward, False, *tensors) if self._recomputes else forward(*tensors)
         return output

@@ -278,8 +278,10 @@ def unsupported_layer_reason(layer: Any, arguments: dict[str, Any]) -> str | Non
         return "the kernel of another layer adds the residual"
     if getattr(config, "mlp_chunks_for_training", 1) > 1:
         return "--mlp-chunks-for-training"
-    if config.recompute_granularity is not None or any(getattr(layer, name, False) for name in _RECOMPUTE_FIELDS):
-        return "activation recomputation"
+    if any(getattr(layer, name, False) for name in _RECOMPUTE_FIELDS):
+        return "activation recomputation of a norm or the MLP (--recompute-modules)"
+    if config.recompute_granularity == "full" and (config.fp8 or config.fp4):
+        return "TransformerEngine recomputes the activations (fp8)"
     if config.cpu_offloading or any(getattr(layer, name, False) for name in _OFFLOAD_FIELDS):
         return _OFFLOADED
     if layer.training and (layer.hidden_dropout > 0.0 or config.attention_dropout > 0.0):

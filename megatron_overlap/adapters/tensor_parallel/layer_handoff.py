@@ -1,12 +1,13 @@
 """Layer handoff: a transformer layer under batch overlap is completed inside the next layer."""
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
+from megatron.core.tensor_parallel import random as megatron_random
 
 from megatron_overlap.adapters.tensor_parallel.division import Division
 
@@ -85,21 +86,27 @@ class LayerHandoff:
     """
 
     def __init__(self) -> None:
-        self._next: dict[int, Any] = {}
+        self._next: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        self._in_block = False
         self._pending: PendingOutput | None = None
 
     @contextmanager
-    def block(self, layers: Sequence[Any]) -> Iterator[None]:
-        """Inside the context a block runs `layers` in this order."""
-        self._next = {id(layer): follower for layer, follower in itertools.pairwise(layers)}
+    def block(self, chains: Sequence[Sequence[Any]]) -> Iterator[None]:
+        """Inside the context a block runs `chains` of layers in this order. No pending output leaves its chain.
+
+        The order also holds after the context, where backward runs layers again (activation recomputation).
+        """
+        for layers in chains:
+            self._next.update(zip(layers, [*layers[1:], None], strict=True))
+        self._in_block = bool(chains)
         try:
             yield
         finally:
-            self._next, self._pending = {}, None
+            self._in_block, self._pending = False, None
 
     def next_layer(self, layer: Any) -> Any:
         """The layer that reads the output of `layer`; None where a hook or another module may read it too."""
-        follower = self._next.get(id(layer))
+        follower = self._next.get(layer) if self._in_block or _recomputes() else None
         hooked = layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks
         # Megatron's pre-hooks for parameter gathers get no keyword arguments, so they do not read the input.
         return None if follower is None or hooked or follower._forward_pre_hooks_with_kwargs else follower
@@ -113,3 +120,8 @@ class LayerHandoff:
         """The stored output whose placeholder is `x`; None if there is none."""
         pending, self._pending = self._pending, None
         return pending if pending is not None and pending.placeholder is x else None
+
+
+def _recomputes() -> bool:
+    """Whether backward runs a forward again, inside Megatron's `checkpoint`."""
+    return bool(megatron_random.IS_CHECKPOINTING) and torch.is_grad_enabled()

@@ -172,7 +172,7 @@ class SplitShardedLayer:
         given = [division.arguments(arguments, number) for number in range(2)]
         contexts: list[AbstractContextManager[None]] = [nullcontext(), nullcontext()]
         if isinstance(division, SequenceDivision):
-            core = SplitCoreAttention(attention.core_attention)
+            core = SplitCoreAttention(attention)
             contexts = [core.part(number) for number in range(2)]
         blocks = _mlp(self._layer), None if follower is None else _attention(follower)
         outputs: Sequence[PendingPart] = ()

@@ -133,7 +133,8 @@ class Job:
             "batch": self.micro_batch_size % 2 == 0,
             "sequence": self.seq_length >= 2 * self.tensor and self.context == 1,
         }
-        supported = self.tensor > 1 and self.sequence_parallel and self.recompute == "none" and self.experts is None
+        recompute = self.recompute in ("none", "selective", "full")
+        supported = self.tensor > 1 and self.sequence_parallel and recompute and self.experts is None
         for split, divisible in splits.items():
             if supported and divisible and self.split in (split, "auto"):
                 return split

@@ -46,7 +46,8 @@ class _PartLayers(Layers):
 
     def steps(self, *, keys_before: int, backward: bool) -> tuple[_Step, _Step]:
         """Attention and MLP. The queries of each sequence also read the `keys_before` keys of the other part."""
-        attention = sum(op.time_us for op in self._attention(backward=backward))
+        passes = (False, True) if backward and self.job.recompute == "selective" else (backward,)
+        attention = sum(op.time_us for each in passes for op in self._attention(backward=each))
         # Fused attention skips the masked scores: half of the own square is left.
         attention *= 1 + (1 if self.job.materializes_scores else 2) * keys_before / self.job.seq_length
         core = attention + sum(op.time_us for op in self._rotary(backward=backward))
@@ -88,6 +89,14 @@ class _PartLayers(Layers):
     def message_bytes(self) -> float:
         """Bytes that a rank sends in one all-gather or reduce-scatter."""
         return (self.job.tensor - 1) * self._hidden * self.model.item_bytes
+
+    def moved(self, split: Split, count: int) -> Op:
+        """The input is divided into parts before `count` layers, and the output is joined after them."""
+        num_bytes = self._hidden * self.model.item_bytes
+        # `sequence_split.py` moves most rows to other ranks.
+        exchange_us = self.model.all_to_all_us(num_bytes, self.job.tensor) if split == "sequence" else 0.0
+        copy_us = self.model.memory_us(2 * num_bytes)
+        return Op("parts", 2 * (copy_us + exchange_us) / count, 2 * exchange_us / count)
 
     def accumulated_us(self) -> float:
         """See `Layers`: once for each layer."""
@@ -195,7 +204,7 @@ class _Schedule:
 
 
 def layer_passes(job: Job, model: CostModel) -> tuple[Pass, Pass]:
-    """Forward and backward of one layer: the mean of the layers of a model chunk if they are split."""
+    """Forward and backward of one layer: the mean of those that hand off their output if they are split."""
     layers = Layers(job, model)
     separate = layers.forward, layers.backward
     split = job.used_split
@@ -221,7 +230,8 @@ def _split_passes(job: Job, model: CostModel, split: Split) -> tuple[Pass, Pass]
         keys_before = 0, 0
         jobs = [replace(job, split="none", micro_batch_size=job.micro_batch_size // 2)] * 2
     parts = [_PartLayers(each, model) for each in jobs]
-    count = job.layers_per_chunk
+    # No output is handed off from a layer that is recomputed alone.
+    count = 1 if job.recompute == "full" else job.layers_per_chunk
 
     def op(backward: bool) -> Op:
         both = zip(parts, keys_before, strict=True)
@@ -248,4 +258,6 @@ def _split_passes(job: Job, model: CostModel, split: Split) -> tuple[Pass, Pass]
             enqueue_us=enqueue_us,
         )
 
-    return whole.skewed(op(False)), whole.skewed(op(True))
+    forward, moved = op(False), whole.moved(split, count)
+    again = [replace(each, name=f"{each.name} again") for each in (moved, forward)] if job.recompute == "full" else []
+    return whole.skewed(moved, forward), whole.skewed(*again, moved, op(True))

@@ -226,6 +226,7 @@ class BlockCase:
         calls: most calls of the block.
         te: the layers are TransformerEngine's.
         sequence_parallel: rows are sharded.
+        recompute: activation recomputation of each layer.
     """
 
     split_us: float = 100
@@ -235,6 +236,7 @@ class BlockCase:
     calls: int = 60
     te: bool = False
     sequence_parallel: bool = False
+    recompute: bool = False
 
 
 class BlockRun(NamedTuple):
@@ -262,7 +264,9 @@ def block(group: dist.ProcessGroup, case: BlockCase) -> BlockRun:
     own, rows = (2, 2 * group.size()) if case.sequence_parallel else (SEQUENCE, SEQUENCE)
     x, dy = (torch.randn(own, case.batch, HIDDEN, generator=generator) for _ in range(2))
     mask = torch.ones(1, 1, rows, rows, dtype=torch.bool).triu(1)
-    layers = make_block(group, torch.float32, te=case.te, sequence_parallel=case.sequence_parallel)
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    settings: dict[str, Any] = full if case.recompute else {}
+    layers = make_block(group, torch.float32, te=case.te, sequence_parallel=case.sequence_parallel, **settings)
     layers.pre_process = not case.last_stage
 
     def once() -> dict[str, Any]:
@@ -281,7 +285,10 @@ def block(group: dist.ProcessGroup, case: BlockCase) -> BlockRun:
 
     def record_given(search: Search[Candidate], measured: Sequence[Timing]) -> None:
         """A real time that is missing stays missing."""
-        given = [Timing(times[str(each)]) for each in search.wanted]
+        # Candidates that are close take more rounds: the first pass of recomputation is measured the longest.
+        first = any(kind.search is search and not kind.call.backward for kind in _kinds(session))
+        close = {"p2p direct x 1": 10.8} if first else {}
+        given = [Timing((times | close)[str(each)]) for each in search.wanted]
         record(search, [m if math.isnan(m.us) else g for m, g in zip(measured, given, strict=True)])
 
     stock = once()
@@ -296,13 +303,16 @@ def block(group: dist.ProcessGroup, case: BlockCase) -> BlockRun:
             linears = [kind for kind in before if kind.call.op != "block"]
             blocks = [kind for kind in before if kind.call.op == "block"]
             separate = next(iter(linears), None)
-            calls = 0 if separate is None else separate.search.calls
+            calls = [kind.search.calls for kind in linears]
             mine = once()
             for name, value in stock.items():
                 scale = float(value.abs().max())
                 torch.testing.assert_close(mine[name], value, rtol=0, atol=1e-5 * scale, msg=f"{name} {split[-1:]}")
             measuring.append(separate is None or any(kind.search.measuring for kind in linears))
-            split.append(separate is not None and separate.search.calls == calls)
+            now = [kind.search.calls for kind in linears]
+            split.append(separate is not None and now == calls)
+            assert split[-1] or all(one > other for one, other in zip(now, calls, strict=True)), "in one pass only"
+            assert session.adapter(LinearAdapter).split == "none", "after a backward pass"
             timed_outside += separate is not None and split[-1] and separate.step.timed
             # The last calls run what is selected.
             left = min(left - 1, 6) if blocks and not blocks[0].search.measuring else left - 1

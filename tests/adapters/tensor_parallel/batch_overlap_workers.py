@@ -61,7 +61,7 @@ def _step(
     if alone:
         y = x
         for layer in block.layers:
-            y = layer(hidden_states=y, attention_mask=mask, **beside)[0]
+            y = 1.0 * layer(hidden_states=y, attention_mask=mask, **beside)[0]  # read outside of the layers
     else:
         y = block(hidden_states=x, attention_mask=mask, **beside)
     y.backward(dy)
@@ -164,14 +164,14 @@ def order(group: dist.ProcessGroup, prepare: str = "nothing") -> tuple[list[str]
     return forward, [line.replace(" backward", "") for line in log]
 
 
-def sharded_order(group: dist.ProcessGroup) -> tuple[list[str], list[str]]:
+def sharded_order(group: dist.ProcessGroup, **settings: Any) -> tuple[list[str], list[str]]:
     """The order of starts and waits of the messages of two layers under sequence parallelism.
 
     In backward also the end of each core attention.
     """
     start(group)
     log: list[str] = []
-    block = make_block(group, torch.float32, sequence_parallel=True)
+    block = make_block(group, torch.float32, sequence_parallel=True, **settings)
     with enable(OverlapConfig.model_validate(BATCH_OVERLAP)) as session:
         tensor_group = block.layers[0].self_attention.linear_proj.tp_group
         for part in ("a", "b"):
@@ -179,7 +179,8 @@ def sharded_order(group: dist.ProcessGroup) -> tuple[list[str], list[str]]:
             session.transports.insert(tensor_group, logged, f"part {part}")
 
         def log_backward(_: Any, operands: tuple[torch.Tensor, ...]) -> None:
-            operands[0].register_hook(lambda _: log.append("attention"))
+            if operands[0].requires_grad:  # not in the first pass of activation recomputation
+                operands[0].register_hook(lambda _: log.append("attention"))
 
         for layer in block.layers:
             layer.self_attention.core_attention.register_forward_pre_hook(log_backward)
@@ -191,6 +192,43 @@ def sharded_order(group: dist.ProcessGroup) -> tuple[list[str], list[str]]:
         log.clear()
         y.sum().backward()
     return forward, log
+
+
+def core_attention_calls(group: dist.ProcessGroup, split: str) -> list[int]:
+    """Calls of the core attention of two layers in forward and backward of two steps, with selective recomputation."""
+    start(group)
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    calls: list[int] = []
+    original = DotProductAttention.forward
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        calls[-1] += 1
+        return original(self, *args, **kwargs)
+
+    block = make_block(group, torch.float32, sequence_parallel=True, recompute_granularity="selective")
+    tensor = {"method": "p2p", "split": split}
+    with (
+        enable(OverlapConfig.model_validate({"tensor": tensor}), strict=True),
+        patch.object(DotProductAttention, "forward", counted),
+    ):
+        for _ in range(2):
+            calls.append(0)
+            y = block(hidden_states=torch.randn(2, 2, HIDDEN, requires_grad=True), attention_mask=None)
+            calls.append(0)
+            y.sum().backward()
+    return calls
+
+
+def extracted_is_finite(group: dist.ProcessGroup) -> bool:
+    """Whether the first layer's output is finite where the block returns it too. Before, the block ran without that."""
+    start(group)
+    block = make_block(group, torch.float32)
+    x = torch.randn(SEQUENCE, 2, HIDDEN)
+    with enable(OverlapConfig.model_validate(BATCH_OVERLAP), strict=True):
+        block(hidden_states=x, attention_mask=None)
+        _, (first,) = block(hidden_states=x, attention_mask=None, extract_layer_indices={0})
+    return bool(first.isfinite().all())
 
 
 def _gathered_late(mlp: Any) -> None:
@@ -251,6 +289,12 @@ def _changes_late(block: Any) -> None:
     block.layers[1].register_forward_pre_hook(lambda layer, _: setattr(layer, "recompute_mlp", True))
 
 
+def _after_a_block(block: Any) -> None:
+    """The layers ran in a block before."""
+    with torch.no_grad():
+        block(hidden_states=torch.zeros(2, 2, HIDDEN), attention_mask=None)
+
+
 def _another_mlp(block: Any) -> None:
     """The MLP is a subclass of Megatron's."""
     for layer in block.layers:
@@ -268,6 +312,12 @@ def _cross_attention(block: Any) -> None:
         layer.cross_attention = Other()
 
 
+def _fp8(block: Any) -> None:
+    """TransformerEngine recomputes the layers."""
+    _setting("recompute_granularity", "full")(block)
+    _setting("fp8", "hybrid")(block)
+
+
 def _setting(name: str, value: Any) -> Any:
     """A setting that needs TransformerEngine; layers of the local spec do not read it."""
     return lambda block: setattr(block.config, name, value)
@@ -276,10 +326,12 @@ def _setting(name: str, value: Any) -> Any:
 PREPARE = {
     "another MLP": _another_mlp,
     "cross-attention": _cross_attention,
+    "fp8": _fp8,
     "offloading": _setting("cpu_offloading", True),
     "no order": lambda block: None,
     "nothing": lambda block: None,
     "late": _late,
+    "after a block": _after_a_block,
     "hook": _hook,
     "pre-hook": _pre_hook,
     "backward hook": _backward_hook,

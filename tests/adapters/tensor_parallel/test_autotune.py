@@ -73,9 +73,23 @@ def test_ranks_that_run_different_layers_get_an_error(ranks: World) -> None:
         pytest.param(BlockCase(sequence_parallel=True), True, marks=pytest.mark.long),
         pytest.param(BlockCase(sequence_parallel=True, split_us=300), False, marks=pytest.mark.long),
         (BlockCase(sequence_parallel=True, batch=1), True),
+        (BlockCase(sequence_parallel=True, recompute=True), True),
+        pytest.param(BlockCase(sequence_parallel=True, recompute=True, split_us=300), False, marks=pytest.mark.long),
+        pytest.param(BlockCase(recompute=True), True, marks=pytest.mark.long),
         pytest.param(BlockCase(sequence_parallel=True, batch=1, split_us=300), False, marks=pytest.mark.long),
     ],
-    ids=["faster", "faster-on-a-later-stage", "slower", "sp-faster", "sp-slower", "sequence-faster", "sequence-slower"],
+    ids=[
+        "faster",
+        "faster-on-a-later-stage",
+        "slower",
+        "sp-faster",
+        "sp-slower",
+        "sequence-faster",
+        "recomputed-faster",
+        "recomputed-slower",
+        "recomputed-no-sp-faster",
+        "sequence-slower",
+    ],
 )
 def test_a_block_is_measured_in_batch_overlap(ranks: World, case: BlockCase, wins: bool) -> None:
     answers = ranks.run(RANKS, workers.block, case)
@@ -84,7 +98,8 @@ def test_a_block_is_measured_in_batch_overlap(ranks: World, case: BlockCase, win
     run = answers[0]
     *layers, block = run.lines
     ops = ["ag_gemm", "gemm_rs", "ag_gemm", "gemm_rs"] if case.sequence_parallel else ["copy_gemm"]
-    assert [line["op"] for line in run.lines] == [*ops, "block"]
+    # The first pass of recomputation is a kind of calls of its own.
+    assert [line["op"] for line in run.lines] == [*ops * (2 if case.recompute else 1), "block"]
     assert {line["method"] for line in layers} == {"p2p ring x 1" if case.sequence_parallel else "p2p x 1"}
     overlap, variant = ("sequence overlap", " by sequences") if case.batch == 1 else ("batch overlap", "")
     assert block["module"] == f"block 16->16 of 2 layers{variant}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version as release
 from typing import Any
 
 import pytest
@@ -17,6 +18,9 @@ CALLS = {
     sequence_parallel: {(op, direction): 8 for op in ops for direction in ("forward", "dgrad", "wgrad")}
     for sequence_parallel, ops in ((False, ("copy_gemm", "gemm_ar")), (True, ("ag_gemm", "gemm_rs")))
 }
+
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["no-sp", "sp"])
@@ -74,6 +78,54 @@ def test_a_split_sequence_equals_stock(ranks: World, given: dict[str, Any], dtyp
 
 
 @pytest.mark.parametrize(
+    ("split", "given"),
+    [
+        ("batch", {"sequence_parallel": False, "num_query_groups": 4, **SWIGLU}),
+        ("batch", {"sequence_parallel": True, "batch": 2, "rotary": True}),
+        ("sequence", {"batch": 1, "masks": 0, "num_query_groups": 4, "rotary": True, **SWIGLU}),
+        ("sequence", {"batch": 2, "odd": True, "split_at": 0.7}),
+        ("sequence", {"batch": 1, "masks": 0, "dtype": torch.bfloat16}),
+    ],
+    ids=["batch-no-sp", "batch", "sequence", "sequence-mask", "sequence-bf16"],
+)
+@pytest.mark.parametrize(
+    ("recompute", "num_forwards"),
+    [
+        ({"recompute_granularity": "selective"}, 8),
+        ({**FULL, "recompute_num_layers": 1}, 16),
+        ({**FULL, "recompute_num_layers": 2}, 16),
+        ({**FULL, "recompute_method": "block", "recompute_num_layers": 1}, 12),
+    ],
+    ids=["selective", "uniform-1", "uniform-2", "block-1"],
+)
+def test_recomputed_layers_equal_stock(
+    ranks: World, split: str, given: dict[str, Any], recompute: dict[str, Any], num_forwards: int
+) -> None:
+    given = {"sequence_parallel": True, "split": split, **given, **recompute}
+    for calls, reasons in ranks.run(RANKS, cases.against_stock, **given):
+        assert reasons == []
+        forwards = {name: num_forwards for name in CALLS[given["sequence_parallel"]] if name[1] == "forward"}
+        assert calls == CALLS[given["sequence_parallel"]] | forwards
+
+
+@pytest.mark.parametrize("split", ["batch", "sequence"])
+def test_core_attention_of_both_parts_is_recomputed(ranks: World, split: str) -> None:
+    assert ranks.run(RANKS, cases.core_attention_calls, split) == [[4, 4, 4, 4]] * RANKS
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["no-sp", "sp"])
+def test_layers_outside_of_their_block_return_their_output(ranks: World, sequence_parallel: bool) -> None:
+    given = {"alone": True, "prepare": "after a block", "sequence_parallel": sequence_parallel}
+    for _, reasons in ranks.run(RANKS, cases.against_stock, **given):
+        assert reasons == []
+
+
+@pytest.mark.skipif(release("megatron-core") < "0.17", reason="the block returns its output only")
+def test_an_output_that_the_block_returns_is_complete(ranks: World) -> None:
+    assert ranks.run(RANKS, cases.extracted_is_finite) == [True] * RANKS
+
+
+@pytest.mark.parametrize(
     ("given", "reason"),
     [
         ({"sequence_parallel": False}, "a split sequence needs --sequence-parallel"),
@@ -91,7 +143,9 @@ def test_a_sequence_that_does_not_split_has_a_reason(ranks: World, given: dict[s
     ("given", "reason"),
     [
         ({"batch": 3}, "a micro-batch of 3 does not split into two equal parts"),
-        ({"recompute_granularity": "selective"}, "activation recomputation"),
+        # Without a bias: Megatron's recomputation of an MLP with one does not end.
+        ({"recompute_granularity": "selective", "recompute_modules": ["mlp"], **SWIGLU}, "of a norm or the MLP"),
+        ({"alone": True, "prepare": "fp8"}, "TransformerEngine recomputes the activations (fp8)"),
         ({"fp32_residual_connection": True}, "--fp32-residual-connection"),
         ({"hidden_dropout": 0.1}, "dropout: the parts of a split batch would draw other masks"),
         ({"prepare": "another MLP"}, "the MLP is not an MLP or the attention is not a SelfAttention"),
@@ -103,6 +157,7 @@ def test_a_sequence_that_does_not_split_has_a_reason(ranks: World, given: dict[s
     ids=[
         "odd",
         "recompute",
+        "recompute-fp8",
         "fp32-residual",
         "dropout",
         "another-mlp",
@@ -129,7 +184,7 @@ def test_an_unsupported_layer_gets_the_complete_input(
         pytest.skip("a split sequence needs sequence parallelism")
     given = {**SWIGLU, "sequence_parallel": sequence_parallel, "split": split}
     for calls, reasons in ranks.run(RANKS, cases.against_stock, prepare=prepare, **given):
-        assert reasons == ["activation recomputation"]
+        assert reasons == ["activation recomputation of a norm or the MLP (--recompute-modules)"]
         # Recomputation runs the forward of the MLP twice.
         assert calls["gemm_rs" if sequence_parallel else "gemm_ar", "forward"] == 4 + 3
 
@@ -150,21 +205,34 @@ def test_all_reduces_overlap_the_other_part(ranks: World, prepare: str) -> None:
         ]
 
 
+def _messages(num_layers: int) -> tuple[list[str], list[str]]:
+    """The order of messages in forward and backward of layers that hand off their output."""
+    positions = ("ba", "ab") * (2 * num_layers - 1)
+    forward = ["start a input", "start b input", "wait a input", "start a output"]
+    for part, other in positions:
+        forward += [f"wait {part} input", f"wait {other} output", f"start {other} input", f"start {part} output"]
+    forward += ["wait b input", "start b output", "wait a output", "wait b output"]
+    backward = ["start b output gradient", "start b input", "start a output gradient", "start a input"]
+    backward += ["wait b output gradient", "start b input gradient"]
+    of_attention = (False, True, True, False) * num_layers
+    for (other, part), attends in zip(positions, of_attention, strict=False):
+        backward += [f"wait {other} input", f"wait {part} output gradient", *["attention"] * attends]
+        backward += [f"wait {other} input gradient"]
+        backward += [f"start {other} output gradient", f"start {other} input", f"start {part} input gradient"]
+    backward += ["wait b input", "wait a output gradient", "attention", "start a input gradient"]
+    backward += ["wait a input", "wait b input gradient", "wait a input gradient"]
+    return forward, backward
+
+
 def test_messages_of_sequence_parallelism_overlap_the_other_part(ranks: World) -> None:
     """Between the start of a message and its wait is a GEMM of the other part, at the first and last steps apart."""
-    expected = ["start a input", "start b input", "wait a input", "start a output"]
-    for part, other in ("ba", "ab") * 3:
-        expected += [f"wait {part} input", f"wait {other} output", f"start {other} input", f"start {part} output"]
-    expected += ["wait b input", "start b output", "wait a output", "wait b output"]
-    expected_backward = ["start b output gradient", "start b input", "start a output gradient", "start a input"]
-    expected_backward += ["wait b output gradient", "start b input gradient"]
-    of_attention = False, True, True, False, False, True
-    for (part, other), attends in zip(("ab", "ba") * 3, of_attention, strict=True):
-        expected_backward += [f"wait {other} input", f"wait {part} output gradient", *["attention"] * attends]
-        expected_backward += [f"wait {other} input gradient"]
-        expected_backward += [f"start {other} output gradient", f"start {other} input", f"start {part} input gradient"]
-    expected_backward += ["wait b input", "wait a output gradient", "attention", "start a input gradient"]
-    expected_backward += ["wait a input", "wait b input gradient", "wait a input gradient"]
-    for forward, backward in ranks.run(RANKS, cases.sharded_order):
-        assert forward == expected
-        assert backward == expected_backward
+    for order in ranks.run(RANKS, cases.sharded_order):
+        assert order == _messages(2)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_layers_hand_off_inside_a_recomputed_part_in_both_passes(ranks: World, num_layers: int) -> None:
+    forward, backward = _messages(num_layers)
+    parts = 2 // num_layers
+    for order in ranks.run(RANKS, cases.sharded_order, **FULL, recompute_num_layers=num_layers):
+        assert order == (forward * parts, [*forward, *backward] * parts)

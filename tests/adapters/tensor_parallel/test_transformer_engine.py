@@ -231,6 +231,24 @@ def test_models_of_a_split_sequence_equal_stock(te_ranks: World, kind: str, dtyp
         assert calls == {"ag_gemm": 2 * 2 * 2 + 1, "gemm_rs": 2 * 2 * 2}
 
 
+@pytest.mark.parametrize("split", ["batch", "sequence"])
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        {"recompute_granularity": "selective"},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
+    ],
+    ids=["selective", "full"],
+)
+def test_recomputed_models_in_two_parts_equal_stock(te_ranks: World, split: str, recompute: dict[str, Any]) -> None:
+    batch = 1 if split == "sequence" else 2
+    case = Model("llama", batch=batch, fused=True, config=recompute, tensor={"split": split})
+    passes = 2 if recompute["recompute_granularity"] == "full" else 1
+    for calls, reasons, _ in te_ranks.run(RANKS, model_against_stock, case):
+        assert reasons == []
+        assert calls == {"ag_gemm": passes * 2 * 2 * 2 + 1, "gemm_rs": passes * 2 * 2 * 2}
+
+
 @LLAMA_AND_GPT
 def test_models_with_query_split_equal_stock(te_ranks: World, kind: str, dtype: torch.dtype) -> None:
     """Flash attention in slices of queries, and the projection of each slice, in place of two modules."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_overlap.tools.simulate.job import Job, Split
+from megatron_overlap.tools.simulate.job import Job, Recompute, Split
 from megatron_overlap.tools.simulate.layer import Layers
 from megatron_overlap.tools.simulate.linear import LinearOverlap
 from megatron_overlap.tools.simulate.split import _PartLayers, layer_passes
@@ -22,10 +22,11 @@ def times(split_job: Job, **machine_changes: float) -> tuple[float, float]:
     return forward.time_us, backward.time_us
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("split", SPLITS)
-def test_both_parts_have_the_work_of_the_layer(split: Split) -> None:
+def test_both_parts_have_the_work_of_the_layer(split: Split, recompute: Recompute) -> None:
     """Without messages, waves and launches the parts take as long as the layer: no operation is lost or doubled."""
-    given = job(**SHARED)
+    given = job(**SHARED, recompute=recompute)
     model = machine(gbps=1e12)
     layers = Layers(given, model)
     expected = layers.forward.time_us, layers.backward.time_us
@@ -38,12 +39,22 @@ def test_only_the_first_and_last_messages_are_exposed(split: Split) -> None:
     given = job(**SHARED, split=split, num_layers=4)
     # Own rows of a part: 1,024 tokens of 1,024 elements of 2 bytes on 4 ranks, to 3 peers.
     message_us = 3 * 1024 / 4 * 1024 * 2 / 1e5
+    # Parts of sequences are exchanged before and after the layers; a rank sends 3/4 of the rows of both parts.
+    exchanges_us = 2 * 2 * message_us / 4 if split == "sequence" else 0.0
     forward, backward = layer_passes(given, machine(gbps=100.0))
-    assert forward.tensor_us == pytest.approx(2 * message_us / 4)
+    assert forward.tensor_us == pytest.approx((2 * message_us + exchanges_us) / 4)
     # The second part of a sequence is shorter, and is first in backward.
     rows = _PartLayers(given, machine()).first_rows() if split == "sequence" else 512
     assert 512 <= rows < 600
-    assert backward.tensor_us == pytest.approx((1024 - rows) / 512 * message_us / 4)
+    last_us = (1024 - rows) / 512 * message_us
+    assert backward.tensor_us == pytest.approx((last_us + exchanges_us) / 4)
+    # Layers that are recomputed one by one hand nothing off; the recomputation is a forward.
+    again = layer_passes(replace(given, recompute="full"), machine(gbps=100.0))
+    assert again[0].tensor_us == pytest.approx(2 * message_us + exchanges_us)
+    assert again[1].tensor_us == pytest.approx(2 * message_us + last_us + 2 * exchanges_us)
+    selective = layer_passes(replace(given, recompute="selective"), machine(gbps=100.0))
+    assert selective[0] == forward
+    assert selective[1].tensor_us == pytest.approx(backward.tensor_us)
 
 
 def test_a_slow_link_bounds_the_pass() -> None:
@@ -66,7 +77,9 @@ def test_a_slow_link_bounds_the_pass() -> None:
         ({"split": "sequence", "context": 2}, "none"),
         ({"split": "sequence", "seq_length": 1020}, "sequence"),
         ({"split": "sequence", "seq_length": 4}, "none"),
-        ({"split": "auto", "recompute": "full"}, "none"),
+        ({"split": "auto", "recompute": "full"}, "batch"),
+        ({"split": "auto", "recompute": "selective"}, "batch"),
+        ({"split": "auto", "recompute": "needed"}, "none"),
         ({"split": "auto", "sequence_parallel": False}, "none"),
         ({"split": "none"}, "none"),
     ],
