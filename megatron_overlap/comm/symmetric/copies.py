@@ -171,7 +171,7 @@ class CopyTransport:
         """The messages of `transfers`. On both ranks of a pair, the same messages are between symmetric buffers."""
         messages, computing, sending = _Messages(marks=[0]), self.backend.computing, self.sending
         num_sent, num_received = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
-        free, arrivals = list[FlagStep](), list[FlagStep]()
+        free, received_flags = list[FlagStep](), list[FlagStep]()
         for index, transfer in enumerate(transfers):
             plan = transfer.message
             sends = (transfer.send, *transfer.extra_send) if transfer.send.numel() else ()
@@ -203,14 +203,14 @@ class CopyTransport:
             if recvs:
                 flag = buffer.flag(plan.source, num_received[source])
                 note = self.waits.note(COMPUTING, Wait(op, index, plan), repeats=True)
-                arrivals.append(FlagStep(words[self.rank], flag, False, note))
-                message.received = computing.prepare(arrivals[-1:])
+                received_flags.append(FlagStep(words[self.rank], flag, False, note))
+                message.received = computing.prepare(received_flags[-1:])
                 if not num_received[source]:
                     free.append(FlagStep(words[plan.source], buffer.free(self.rank), sets=True))
                 num_received[source] += 1
         messages.buffers_are_free = self.receiving.prepare(free) if free else None
-        if arrivals and not messages.through_ring and not messages.forwards:
-            messages.all_received = computing.prepare(arrivals)
+        if received_flags and not messages.through_ring and not messages.forwards:
+            messages.all_received = computing.prepare(received_flags)
         messages.marks = sorted(set(messages.marks))
         return messages
 
