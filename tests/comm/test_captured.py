@@ -32,7 +32,7 @@ def test_a_hundred_replays_in_processes(
         assert num_changed == STEPS
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.long), 4])
 @pytest.mark.parametrize("name", operations_workers.OPERATIONS)
 def test_other_operations_in_processes(world: World, num_ranks: int, name: str) -> None:
     """A sequence of them cannot be replayed: messages through rings have numbers that grow."""

@@ -118,7 +118,7 @@ SHORTENED = (
     # tests/tools/simulate/test_command.py computes its tables.
     Short("python scripts/simulate_papers.py", long=True),
     Short("python scripts/validate_simulator.py", "--shapes 1", hosts=True, long=True),
-    # The fixture `tree` runs it.
+    # The fixture `complete_tree` runs it, and tests/scripts/test_prepare_data.py daily.
     Short("python scripts/prepare_data.py", "--max-documents 8 --vocab-size 300 --force", long=True),
     Short("python scripts/prepare_data.py --output", "--max-documents 8 --vocab-size 300 --force", long=True),
     Short("python scripts/equality.py", "--iterations 4 --models gpt --layouts TP2 --no-resume", long=True),
@@ -167,7 +167,7 @@ def cases() -> list[object]:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of this repository with data, logs and a checkout of Megatron-LM."""
+    """A copy of this repository with logs."""
     folder = tmp_path_factory.mktemp("tree")
     for name in ("megatron_overlap", "patches", "configs", "scripts", "docs", "tests"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -184,17 +184,23 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     logs = sorted((ROOT / "tests" / "tools" / "compare" / "logs").glob("*.log"))
     for name, log in (("base", logs[0]), ("overlap", logs[1]), ("userbuffers", logs[0])):
         shutil.copy(log, folder / f"{name}.log")
-    unit_tests = folder / "Megatron-LM" / "tests" / "unit_tests"
+    return folder
+
+
+@pytest.fixture(scope="module")
+def complete_tree(tree: Path) -> Path:
+    """The copy with data, a checkout of Megatron-LM and a commit, which only commands of the weekly run need."""
+    unit_tests = tree / "Megatron-LM" / "tests" / "unit_tests"
     (unit_tests / "tensor_parallel").mkdir(parents=True)
     for package in (unit_tests.parent, unit_tests, unit_tests / "tensor_parallel"):
         (package / "__init__.py").touch()
     (unit_tests / "tensor_parallel" / "test_layers.py").write_text("def test_something(): pass\n")
     for script in (ROOT / "scripts").glob("pretrain_*.py"):
-        shutil.copy(script, folder / "Megatron-LM" / script.name)
+        shutil.copy(script, tree / "Megatron-LM" / script.name)
     for command in ("init", "add --all", "-c user.name=a -c user.email=a@b commit --message all"):
-        subprocess.run(["git", *command.split()], cwd=folder, check=True, stdout=subprocess.DEVNULL)
-    run(folder, "python scripts/prepare_data.py --output data/stdlib --max-documents 8 --vocab-size 300", (0,))
-    return folder
+        subprocess.run(["git", *command.split()], cwd=tree, check=True, stdout=subprocess.DEVNULL)
+    run(tree, "python scripts/prepare_data.py --output data/stdlib --max-documents 8 --vocab-size 300", (0,))
+    return tree
 
 
 def run(folder: Path, command: str, codes: tuple[int, ...], forks: ForkedPython | None = None) -> None:
@@ -214,7 +220,10 @@ def run(folder: Path, command: str, codes: tuple[int, ...], forks: ForkedPython 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("command", "how"), cases())
-def test_a_documented_command_runs(command: str, how: Short, tree: Path, forked_python: ForkedPython) -> None:
+def test_a_documented_command_runs(
+    command: str, how: Short, request: pytest.FixtureRequest, forked_python: ForkedPython
+) -> None:
+    tree = request.getfixturevalue("complete_tree" if how.long else "tree")
     if "--rehearse" in command and not transformer_engine_available():
         pytest.skip("needs TransformerEngine: bash scripts/setup.sh te")
     run(tree, f"{command} {how.more}", how.codes, forked_python if how.forks else None)

@@ -69,7 +69,9 @@ def default_rows(python: ForkedPython, arch: int) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("arch", [80, 90, pytest.param(100, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "arch", [pytest.param(80, marks=pytest.mark.long), 90, pytest.param(100, marks=pytest.mark.long)]
+)
 def test_a_variant_of_each_kernel(forked_python: ForkedPython, arch: int) -> None:
     check(default_rows(forked_python, arch).values())
 
@@ -87,11 +89,12 @@ def test_all_variants(forked_python: ForkedPython, arch: int) -> None:
 @pytest.mark.parametrize(
     ("edit", "name", "problem"),
     [
-        (
+        pytest.param(
             "gemm_rs|tl.multiple_of(tl.load(recv_buffers_ptr + owner).to(tl.pointer_type(DTYPE)), 16)|"
             "tl.load(recv_buffers_ptr + owner).to(tl.pointer_type(DTYPE))",
             "gemm_rs nt bf16",
             "16 bytes",
+            marks=pytest.mark.long,
         ),
         ("hopper_gemm|                fence_reads(start)|                pass", "ag_gemm_sm90 nt bf16", "fence"),
         pytest.param(

@@ -42,17 +42,26 @@ class MoECase:
 
 
 def start(_: dist.ProcessGroup, case: MoECase) -> None:
-    """Megatron's groups for the layout of a case."""
+    """Megatron's groups for the layout of a case. Groups of the same layout stay: Megatron makes 30."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=case.tensor,
-        expert_model_parallel_size=case.expert,
-        expert_tensor_parallel_size=case.expert_tensor,
+    wanted = case.tensor, case.expert, case.expert_tensor
+    sizes = (
+        parallel_state.get_tensor_model_parallel_world_size,
+        parallel_state.get_expert_model_parallel_world_size,
+        parallel_state.get_expert_tensor_parallel_world_size,
     )
+    started = parallel_state.model_parallel_is_initialized()
+    if started and tuple(size() for size in sizes) != wanted:
+        parallel_state.destroy_model_parallel()
+        started = False
+    if not started:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=case.tensor,
+            expert_model_parallel_size=case.expert,
+            expert_tensor_parallel_size=case.expert_tensor,
+        )
     model_parallel_cuda_manual_seed(7)
 
 

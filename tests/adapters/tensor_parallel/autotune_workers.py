@@ -55,17 +55,16 @@ def config(folder: str | None, **tensor: Any) -> OverlapConfig:
 
 
 def trained(
-    group: dist.ProcessGroup, kinds: list[str], plain: bool, calls: int, folder: str | None, *, uneven: bool = False
+    group: dist.ProcessGroup, kinds: list[str], plain: bool, calls: int, **tensor: Any
 ) -> tuple[list[str], list[dict[str, Any]], str]:
-    """Runs layers many times and compares each call with the stock path.
+    """Runs layers many times and compares each call with the stock path. Every rank is slow at random.
 
     Args:
         group: the ranks.
         kinds: of the layers.
         plain: without sequence parallelism.
         calls: of each layer.
-        folder: of the cache.
-        uneven: every rank is slow at random, so that ranks measure different times.
+        tensor: further settings.
 
     Returns:
         The candidate of each call, and the selections at the end: as data and as the printed report.
@@ -80,12 +79,11 @@ def trained(
     stock = {kind: step(fresh(kind), *data[kind]) for kind in kinds}
     layers = {kind: fresh(kind) for kind in kinds}
     generator = torch.Generator().manual_seed(rank)
-    with few_trials(), enable(config(folder), strict=True) as session:
+    with few_trials(), enable(config(None, **tensor), strict=True) as session:
         ran = follow(session)
         for _ in range(calls):
             for kind in kinds:
-                if uneven:
-                    time.sleep(0.003 * torch.rand((), generator=generator).item())
+                time.sleep(0.003 * torch.rand((), generator=generator).item())
                 layers[kind].zero_grad(set_to_none=True)
                 mine = step(layers[kind], *data[kind])
                 for name, value in stock[kind].items():

@@ -12,10 +12,18 @@ from tests.helpers.world import World, assert_same
 
 RANKS = 4
 OPS = {("column", False): "ag_gemm", ("row", False): "gemm_rs", ("row", True): "gemm_ar"}
+WITHOUT_BACKWARD = ("no_grad", "inference_mode", "frozen")
 
 
-@pytest.mark.parametrize("how", ["no_grad", "inference_mode", "frozen"])
-@pytest.mark.parametrize(("kind", "plain"), OPS, ids=OPS.values())
+@pytest.mark.parametrize(
+    ("kind", "plain", "how"),
+    [
+        # The daily run has each operation, and each way to run without a backward pass, once.
+        pytest.param(*layer, how, id=f"{op}-{how}", marks=[] if daily == how else [pytest.mark.long])
+        for (layer, op), daily in zip(OPS.items(), WITHOUT_BACKWARD, strict=True)
+        for how in WITHOUT_BACKWARD
+    ],
+)
 def test_ragged_prompts_run_p2p_and_decode_the_stock_path(ranks: World, kind: str, plain: bool, how: str) -> None:
     prompts = [THRESHOLD, 2 * THRESHOLD, THRESHOLD + 8, 3 * THRESHOLD, 10 * THRESHOLD]
     decode = [8, 8, THRESHOLD - 8, 8]

@@ -42,8 +42,15 @@ def table(worlds: dict[int, World], dtype: torch.dtype, sp: bool, overlap: dict[
     return found
 
 
-@pytest.mark.parametrize("sp", [True, False], ids=["sp", "no-sp"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "sp"),
+    [
+        pytest.param(torch.float32, True, id="fp32-sp"),
+        pytest.param(torch.bfloat16, False, id="bf16-no-sp"),
+        pytest.param(torch.float32, False, id="fp32-no-sp", marks=pytest.mark.long),
+        pytest.param(torch.bfloat16, True, id="bf16-sp", marks=pytest.mark.long),
+    ],
+)
 def test_all_logits_have_the_same_bits(worlds: dict[int, World], dtype: torch.dtype, sp: bool) -> None:
     found = table(worlds, dtype, sp, OVERLAP)
     assert len(found) == len(SIZES) * 2 * 2

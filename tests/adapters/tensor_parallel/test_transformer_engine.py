@@ -46,9 +46,9 @@ def overlapped(kind: str, sequence_parallel: bool, calls: int = 1, wgrad: int = 
     return [count for count in counts if count[2]]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
+# The tests below have two ranks, and weight gradients in bf16.
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(BF16, marks=pytest.mark.long)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sp", "no-sp"])
-# The tests below have two ranks.
 @pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.long), 4])
 @pytest.mark.parametrize("kind", ["column", "row", "norm"])
 def test_equal_to_stock(
@@ -128,7 +128,7 @@ def test_an_unsupported_layer_runs_the_stock_forward(te_ranks: World, what: str,
         assert reasons == [reason]
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["autograd", "main_grad"])
+@pytest.mark.parametrize("fused", [pytest.param(False, marks=pytest.mark.long), True], ids=["autograd", "main_grad"])
 def test_auto_measures_every_candidate_and_lists_a_selection(te_ranks: World, fused: bool) -> None:
     """Every trial is a call of the training, so that it adds to `main_grad` once."""
     answers = te_ranks.run(RANKS, cases.tuned, fused)
@@ -143,7 +143,7 @@ def test_auto_measures_every_candidate_and_lists_a_selection(te_ranks: World, fu
         assert any(each.startswith(f"{op} p2p") for each in ran)
 
 
-@pytest.mark.parametrize("split_us", [100, 300], ids=["faster", "slower"])
+@pytest.mark.parametrize("split_us", [100, pytest.param(300, marks=pytest.mark.long)], ids=["faster", "slower"])
 def test_auto_measures_a_block_in_batch_overlap(te_ranks: World, split_us: float) -> None:
     run = te_ranks.run(RANKS, autotune_workers.block, autotune_workers.BlockCase(split_us, te=True))[0]
     layers, block = run.lines

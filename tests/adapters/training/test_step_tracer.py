@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from wandb.proto.wandb_internal_pb2 import Record
 
 from megatron_overlap import cli
 from megatron_overlap.tools.launch.run_records import read_run
@@ -58,6 +56,8 @@ def test_the_log_line_has_the_exposed_communication(run: tuple[Path, str]) -> No
 
 
 def test_tensorboard_has_the_series(run: tuple[Path, str]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     board = EventAccumulator(str(run[0] / "board"))
     board.Reload()
     rows = _rows(run[0])
@@ -101,6 +101,8 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
 
 def _history(file: Path) -> dict[int, dict[str, Any]]:
     """The history of an offline run of Weights & Biases, by step."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
     history: dict[int, dict[str, Any]] = {}
     for data in _records(file.read_bytes()):
         record = Record.FromString(data)

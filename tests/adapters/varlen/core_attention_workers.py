@@ -5,12 +5,14 @@ The functions import Megatron, so that only worker processes import it, after th
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -43,15 +45,18 @@ def argument_errors(
 ) -> list[str]:
     """The error message for the arguments of a launch with each list of further flags; empty if there is none."""
     start()
-    from megatron.training.arguments import parse_args
+    from megatron.training import arguments
 
     from megatron_overlap.adapters.varlen.core_attention import VarlenError
     from scripts.pretrain_varlen import check_arguments
 
+    # `parse_args` makes a parser in 0.15 s for each list.
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     messages = []
     for flags in flag_lists:
         sys.argv = ["pretrain", *to_megatron_args(cfg), *flags]
-        args = parse_args()
+        with patch.object(arguments, "add_megatron_arguments", lambda new: parser):
+            args = arguments.parse_args()
         try:
             check_arguments(args, method)
         except VarlenError as error:

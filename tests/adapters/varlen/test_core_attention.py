@@ -157,7 +157,7 @@ REFUSED = {
 @pytest.fixture(scope="module")
 def worker() -> Iterator[World]:
     """Separate workers, because imported and adapted Megatron modules cannot be unloaded."""
-    processes = World(answer_s=120, adapted=True)
+    processes = World(1, answer_s=120, adapted=True)
     yield processes
     processes.close()
 

@@ -30,7 +30,7 @@ def test_received_terms_that_one_kernel_adds(world: World, dtype: torch.dtype, r
 
 @pytest.mark.parametrize("pattern", ["direct", "ring"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_copies_through_shared_memory_give_the_bits_of_messages(
     world: World, num_ranks: int, dtype: torch.dtype, pattern: str
 ) -> None:

@@ -109,7 +109,7 @@ MIXED = [90, 40, 25, 7, 7, 3, 1]
 @pytest.mark.parametrize("passing", ["kv", "q"])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(3, marks=pytest.mark.long), 4])
+@pytest.mark.parametrize("num_ranks", [1, *(pytest.param(size, marks=pytest.mark.long) for size in (2, 3)), 4])
 def test_rounding_is_that_of_one_rank(world: World, num_ranks: int, dtype: str, heads: str, passing: Passing) -> None:
     if num_ranks == 1 and passing == "q":
         pytest.skip("one rank sends no messages")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_overlap import cli
 from megatron_overlap.config import load_launch_config
 from megatron_overlap.tools.launch.netlab import available
 from tests.helpers.forked_python import ForkedPython
@@ -152,9 +153,10 @@ def test_without_permission_for_namespaces_launch_fails_or_reports_loopback(
         (["launch.device=cuda"], "{config} (override): launch.device: cuda: launch.hosts needs cpu"),
     ],
 )
-def test_a_wrong_request_prints_one_line(arguments: list[str], line: str, config: Path, tmp_path: Path) -> None:
-    done = start(config, *arguments)
-    assert done.returncode == 2
-    (shown,) = done.stderr.splitlines()
+def test_a_wrong_request_prints_one_line(
+    arguments: list[str], line: str, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["launch", str(config), *arguments]) == 2
+    (shown,) = capsys.readouterr().err.splitlines()
     assert shown.startswith(line.format(config=config)), shown
     assert list(tmp_path.iterdir()) == [config]

@@ -55,7 +55,7 @@ def is_limited(measured_gbps: float, gbps: float) -> bool:
     return 0.5 * gbps < measured_gbps < 1.07 * gbps
 
 
-@pytest.mark.parametrize("gbps", [0.4, 1.0, 2.0])
+@pytest.mark.parametrize("gbps", [0.4, pytest.param(1.0, marks=pytest.mark.long), 2.0])
 def test_a_link_has_its_rate(gbps: float) -> None:
     with Netlab(hosts=2, gbps=gbps) as lab:
         assert is_limited(goodput_gbps(lab, gbps), gbps)

@@ -232,7 +232,7 @@ HOST_MUTANTS = {
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.long] if number > 1 else []) for number, name in enumerate(HOST_MUTANTS)],
+    [pytest.param(name, marks=[pytest.mark.long] if number else []) for number, name in enumerate(HOST_MUTANTS)],
 )
 def test_wrong_layers_over_two_hosts_are_caught(interpreting: World, name: str) -> None:
     assert any(interpreting.run(4, fused_workers.layers, (HOST_MUTANTS[name],), hosts=2))
