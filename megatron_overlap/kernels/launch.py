@@ -7,6 +7,7 @@ that no register spills. Importing this module does not need Gluon.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -163,7 +164,9 @@ class Waits:
 
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter. Triton selects it at import."""
-    return bool(triton.knobs.runtime.interpret)
+    if hasattr(triton, "knobs"):
+        return bool(triton.knobs.runtime.interpret)
+    return os.environ.get("TRITON_INTERPRET") == "1"  # before Triton 3.4
 
 
 def check_gemm(

@@ -108,8 +108,9 @@ def expert_parallel(
 
 
 def _saved_tensors_have_hooks() -> bool:
-    """Whether `torch.autograd.graph.saved_tensors_hooks` is active. Torch has no public function for this."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    """Whether `torch.autograd.graph.saved_tensors_hooks` is or may be active; torch has no public function for it."""
+    active = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return active is None or active(True) is not None
 
 
 class _Running(NamedTuple):
