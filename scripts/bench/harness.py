@@ -94,13 +94,13 @@ def link_parser(doc: str | None, ratios: str = "", *, rounds: int = 15, warmup: 
 def run_rates(
     script: str, args: argparse.Namespace, rates: Sequence[float | None], print_row: Callable[[dict[str, Any]], None]
 ) -> None:
-    """Runs `script` at each rate, prints its rows, and writes them to the file of `--json`."""
+    """Runs `script` at each rate, prints its rows, and writes those so far to the file of `--json`."""
     rows: list[dict[str, Any]] = []
     for gbps in rates:
         for row in run_job(script, sys.argv[1:], args.hosts, gbps, args.timeout)["rows"]:
             rows.append({**row, "gbps": gbps})
             print_row(rows[-1])
-    write_rows(args, rows)
+        write_rows(args, rows)
 
 
 def write_rows(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
