@@ -134,7 +134,7 @@ class Times:
     Attributes:
         compute: all kernels in turn, on an idle device.
         communication: all messages in turn.
-        piece: the longest kernel plus the longest message: what no order hides.
+        piece: the longest message, which no order hides.
     """
 
     one: float
