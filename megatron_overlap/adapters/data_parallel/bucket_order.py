@@ -42,14 +42,12 @@ class BucketOrder:
         """Called once for each group in a step, when its gradients are complete; `start` starts its reduction."""
         number = self._number[id(group)]
         if number < self._next or number in self._ready:
-            # The step before was aborted.
+            # A new step. The one before may have been aborted.
             self._ready, self._next = {}, 0
         self._ready[number] = start
         while self._next in self._ready:
             self._next += 1
             self._ready.pop(self._next - 1)()
-        if self._next == len(self._number):
-            self._next = 0
 
 
 def partition_buckets(original: Method, session: Session) -> Method:
