@@ -37,8 +37,8 @@ def test_a_buffer_of_a_graph_outlives_a_larger_one() -> None:
     buffers.take("gather", (200,), like, symmetric=True)
     backend.begin_capture()
     captured = [buffers.take(name, (90,), like, symmetric=name == "gather") for name in ("gather", "partial")]
-    backend.captures = False
     assert buffers.recall("gather", like) is None
+    backend.captures = False
     storages = [weakref.ref(each.untyped_storage()) for each in captured]
     del captured
     for count in (300, 400):

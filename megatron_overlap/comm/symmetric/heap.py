@@ -60,12 +60,9 @@ class HeapPool(BufferPool):
         self._of_graphs: list[object] = []
 
     def recall(self, name: str, like: torch.Tensor) -> tuple[torch.Tensor, object] | None:
-        self._note_capture()
-        return None if self.captured else super().recall(name, like)
-
-    def _note_capture(self) -> None:
         if self._backend.is_capturing():
             self.captured = True
+        return None if self.captured else super().recall(name, like)
 
     def _replace(self, buffer: object) -> None:
         if self.captured:
@@ -77,7 +74,6 @@ class HeapPool(BufferPool):
         Raises:
             TransportError: the ranks took different symmetric buffers, or a new one while a CUDA graph is captured.
         """
-        self._note_capture()
         dtype = like.dtype
         if not symmetric:
             return super().take(name, shape, like)
