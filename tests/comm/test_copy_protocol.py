@@ -396,7 +396,7 @@ def test_results_of_captured_replays() -> None:
 
 
 def test_calls_inside_and_outside_a_graph_share_no_gather() -> None:
-    """Two calls outside share one. A capture runs nothing, and a replay writes the buffer without Python."""
+    """Calls before a capture share a gather. A capture gathers nothing, and a replay overwrites the rows unseen."""
     backend = RecordedBackend(0, 2, {})
     transport, x, weight, counts = CopyTransport(backend), torch.ones(4, 64), torch.ones(64, 64), [0]
     with torch.no_grad():

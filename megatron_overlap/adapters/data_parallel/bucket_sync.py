@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megatron_overlap.adapters.diagnostics.consistency import open_transport
 from megatron_overlap.adapters.diagnostics.reference_check import Check
+from megatron_overlap.adapters.tensor_parallel.eligibility import CAPTURED, is_capturing
 from megatron_overlap.adapters.wrapping import Method
 from megatron_overlap.comm import Transport
 from megatron_overlap.counters import Direction
@@ -297,6 +298,6 @@ def _unsupported_group_reason(group: dist.ProcessGroup, data: torch.Tensor) -> s
         return f"more than {MAX_RANKS} data-parallel ranks"
     if dist.get_backend(group) not in ("gloo", "nccl"):
         return f"process group backend {dist.get_backend(group)} has no point-to-point transport"
-    if data.is_cuda and torch.cuda.is_current_stream_capturing():
-        return "a CUDA graph is being captured"
+    if is_capturing(data):
+        return CAPTURED
     return None

@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel.inference_layers import _te_rms_norm_kernel
 
 from megatron_overlap.adapters.tensor_parallel.call import LayerOutput
 from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
-from megatron_overlap.adapters.tensor_parallel.eligibility import te_communicates, unsupported_te_reason
+from megatron_overlap.adapters.tensor_parallel.eligibility import is_capturing, te_communicates, unsupported_te_reason
 from megatron_overlap.adapters.tensor_parallel.forward_only import is_forward_only
 from megatron_overlap.adapters.tensor_parallel.transformer_engine import TECall
 from megatron_overlap.adapters.wrapping import Method, untraced
@@ -36,8 +36,7 @@ def inference_linear_forward(original: Method, session: Session) -> Method:
     @functools.wraps(original)
     def forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         weight, kind = self.weight, self.parallel_mode
-        capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
-        if self.training or capturing or not te_communicates(self):
+        if self.training or is_capturing(x) or not te_communicates(self):
             return original(self, x, *args, **kwargs)
         if not isinstance(weight, torch.Tensor):
             session.counters.exclude(type(self).__name__, _MXFP8)

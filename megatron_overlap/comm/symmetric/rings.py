@@ -7,8 +7,9 @@ an arena of each rank:
 
     ring of source 0 | ring of source 1 | ... | flags [R, 256] | acknowledgements [R, 256]
 
-On a device a message never waits for the acknowledgement of a message that this rank has not yet received from its
-side: the ring must hold both. A device may run several queues in one hardware queue, in the order of their calls.
+A device may run several queues in one hardware queue, in the order of their calls. A send must therefore never wait
+for a receive that the peer enqueues later. On a device the ring must hold all messages to a peer whose counterparts
+from that peer are not yet received; a smaller one is an error.
 """
 
 from collections import deque
@@ -142,7 +143,10 @@ class Rings:
         return sent, received
 
     def send(self, sender: Sender, wait: Wait, piece: Piece) -> None:
-        """Enqueue the copy of a piece of `sender`. It may wait for the acknowledgement of an earlier piece: `wait`."""
+        """Enqueue the copy of a piece of `sender`.
+
+        `wait` describes its wait for the acknowledgement of an earlier piece, if there is one.
+        """
         queue, peer = self._sending, wait.peer
         ring = self.sent[peer]
         for earlier in ring.replaced(piece):

@@ -44,9 +44,9 @@ class Wait(NamedTuple):
 
 
 class Waits:
-    """The waits of the queues of this rank. The host can read them while the queues are blocked.
+    """Numbers the waits of a rank, and has the number of the present wait of each queue.
 
-    The words are in host memory: with one hardware queue a copy from the device would wait behind the queue of sends.
+    They are in host memory: with one hardware queue a copy from the device would wait behind the queue of sends.
     """
 
     def __init__(self, *, on_device: bool) -> None:

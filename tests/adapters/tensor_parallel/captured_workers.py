@@ -142,9 +142,9 @@ def _counts(job: Job) -> dict[str, int]:
 
 
 def gathers_that_must_not_be_shared(group: dist.ProcessGroup) -> list[bool]:
-    """Whether each gather of the same tensor has its own rows.
+    """Whether each of several gathers of one tensor gathers the rows anew, in place of those of an earlier one.
 
-    They are: replays of a graph, after a call outside it; a call outside after the capture; and after a replay.
+    The gathers: replays of a graph, after a call outside it; a call outside after the capture; and after a replay.
     """
     start(group)
     generator = torch.Generator().manual_seed(group.rank())

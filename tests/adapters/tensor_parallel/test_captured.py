@@ -16,7 +16,7 @@ CAPTURED = "a CUDA graph is being captured"
 
 @pytest.mark.parametrize("tensor", [{"method": "p2p", "chunks_per_rank": 2}, {"method": "p2p", "schedule": "ring"}])
 def test_a_hundred_replays_of_both_layers(ranks: World, tensor: dict[str, Any]) -> None:
-    """Forward and backward are graphs of their own. The report counts a captured pass once."""
+    """Forward and backward are captured in two graphs. The report counts a captured pass once."""
     passes = {f"{op} {way}": 1 for op in ("ag_gemm", "gemm_rs") for way in ("forward", "dgrad", "wgrad")}
     for different, num_changed, counted in ranks.run(RANKS, cases.replay, STEPS, tensor):
         assert different == []
