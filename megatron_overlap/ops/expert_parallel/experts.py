@@ -19,6 +19,10 @@ _EXACT_ROWS = 4
 """GEMMs of fewer rows take other kernels, which sum in another order (fp32: MKL, below 4 rows; bf16: a matrix-vector
 product, 1 row)."""
 
+_ROWS_STEP = 32
+"""oneDNN compiles a kernel for each new number of rows of a GEMM in bf16 or fp16 on a CPU. With AMX that takes 8 to 17
+ms, and a GEMM of 350 rows, 1024 and 2048 features 5 ms. Routing changes the rows in each call."""
+
 
 class Activated(NamedTuple):
     """What backward needs of the activation of some rows.
@@ -154,11 +158,24 @@ class _Product:
 
 def _mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, whole: int) -> None:
     """`out = a @ b`, where `a` has some of `whole` rows. Each row rounds as in a GEMM of all rows."""
-    least = min(_EXACT_ROWS, whole)
     rows = a.shape[0]
-    if rows >= least:
+    padded_rows = _padded_rows(a, whole)
+    if padded_rows == rows:
         torch.mm(a, b, out=out)
         return
-    padded = a.new_zeros(least, a.shape[1])
+    # The other rows may have any values: no row depends on another.
+    padded = a.new_empty(padded_rows, a.shape[1])
     padded[:rows] = a
     out.copy_(torch.mm(padded, b)[:rows])
+
+
+def _padded_rows(a: torch.Tensor, whole: int) -> int:
+    """Rows of the GEMM for `a`: at least `_EXACT_ROWS`, and few different numbers where a new one costs time."""
+    rows = a.shape[0]
+    least = min(_EXACT_ROWS, whole)
+    if not a.is_cpu or a.dtype not in (torch.bfloat16, torch.float16) or whole < _EXACT_ROWS:
+        return max(rows, least)
+    step = _ROWS_STEP
+    while rows > 64 * step:
+        step *= 2
+    return -(-rows // step) * step
