@@ -68,6 +68,8 @@ class ExpertOverlap(Section):
     method: Literal["auto", "p2p", "none"] = "none"
     """p2p: messages between the experts' GEMMs; none: the stock path; auto: the faster one of each layer, measured in
     the run."""
+    schedule: Literal["direct", "serial"] = "direct"
+    """serial: the same messages without overlap, as a reference."""
 
 
 class VarlenOverlap(Section):

@@ -27,13 +27,14 @@ import torch.nn.functional as F
 from harness import Run, Timings, link_parser, run_rates
 
 from megatron_overlap.comm import Transport, destroy_process_groups, transport_of
-from megatron_overlap.comm.transport import P2PWork, Transfer
+from megatron_overlap.comm.transport import Transfer
 from megatron_overlap.ops import ExpertOptions, MLPExperts, Projection, expert_parallel, reference
 from megatron_overlap.schedules.expert_parallel import Counts, expert_plan
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 DIRECTIONS = ("forward", "forward_backward")
 OWN_FIRST = ExpertOptions(compute_per_message=0.0, fixed_order=True)
+SERIAL = ExpertOptions(schedule="serial")
 
 
 def activation(hidden: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
@@ -67,46 +68,6 @@ def recorded(path: Path, size: int, rows: int) -> dict[str, Routing]:
     return found
 
 
-class SerialTransport:
-    """The messages of a transport, none of which overlaps with computation."""
-
-    def __init__(self, inner: Transport) -> None:
-        self._inner = inner
-        self.rank, self.size, self.buffer_pool = inner.rank, inner.size, inner.buffer_pool
-        self.exposed_s, self.prepares = 0.0, False
-        self.copy_engines, self.on_device = inner.copy_engines, inner.on_device
-
-    def begin(self, transfers: list[Transfer], op: str) -> SerialWork:
-        return SerialWork(self._inner.begin(transfers, op), len(transfers) // 2)
-
-    def close(self) -> None:
-        """The inner transport stays open."""
-
-
-class SerialWork:
-    """Waits for all dispatch messages at once, and releases combine messages when the first is waited for."""
-
-    def __init__(self, inner: P2PWork, count: int) -> None:
-        self._inner, self._count = inner, count
-
-    def mark_ready(self, work_done: int) -> None:
-        """Keeps the results until the computation is done."""
-
-    def is_completed(self, message: int) -> bool:
-        return True
-
-    def wait(self, message: int) -> None:
-        if message >= self._count:
-            self._inner.mark_ready(self._count)
-            self._inner.wait(message)
-            return
-        for index in range(self._count):
-            self._inner.wait(index)
-
-    def wait_all(self) -> None:
-        self._inner.wait_all()
-
-
 @dataclass(frozen=True)
 class Shape:
     """Tokens of one rank, H, F, and experts of one rank."""
@@ -138,13 +99,12 @@ class ExpertCase:
 
     def variants(self) -> dict[str, Run]:
         """Name to callable."""
-        serial = SerialTransport(self.transport)
         return {
             "compute": self.compute,
             "comm_collective": self.comm_collective,
             "comm_p2p": self.send,
             "stock": lambda: self.layer(reference.expert_parallel, group=dist.group.WORLD),
-            "messages": lambda: self.layer(expert_parallel, group=serial),
+            "messages": lambda: self.layer(expert_parallel, group=self.transport, options=SERIAL),
             "halves": self.halves,
             "own_first": lambda: self.layer(expert_parallel, group=self.transport, options=OWN_FIRST),
             "overlap": lambda: self.layer(expert_parallel, group=self.transport),
@@ -299,7 +259,7 @@ def work(args: argparse.Namespace) -> None:
 def gate(case: ExpertCase) -> None:
     """Check the results before anything is timed."""
     expected = case.layer(reference.expert_parallel, group=dist.group.WORLD)
-    for options in (None, OWN_FIRST):
+    for options in (None, OWN_FIRST, SERIAL):
         got = case.layer(expert_parallel, group=case.transport, options=options)
         for one, other in zip(got, expected, strict=True):
             error = (one.float() - other.float()).norm() / other.float().norm()

@@ -61,7 +61,9 @@ class ExpertAdapter(Adapter):
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.options = ExpertOptions(fixed_order=bool(session.config.deterministic))
+        self.options = ExpertOptions(
+            fixed_order=bool(session.config.deterministic), schedule=session.config.expert.schedule
+        )
         self.overlapped: weakref.WeakSet[Any] = weakref.WeakSet()
         self.stock: dict[str, Method] = {}
         self.autotuner = ExpertAutotuner(session)

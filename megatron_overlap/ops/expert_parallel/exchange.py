@@ -68,13 +68,26 @@ class ExpertPass:
     p2p_work: P2PWork
     send_bytes: int
 
-    def finish(self, compute: Compute, *, fixed_order: bool, fillers: Iterable[Callable[[], None]] = ()) -> None:
+    def wait_dispatch(self) -> None:
+        """Waits for all dispatch messages."""
+        for index in range(len(self.plan.messages)):
+            self.p2p_work.wait(index)
+
+    def finish(
+        self,
+        compute: Compute,
+        *,
+        fixed_order: bool,
+        serial: bool = False,
+        fillers: Iterable[Callable[[], None]] = (),
+    ) -> None:
         """Executes the rest of the plan.
 
         Args:
             compute: see `Compute`.
             fixed_order: compute own pieces where the plan places them. Otherwise one is computed whenever the next
                 chunk is not received, which needs a transport that can report it.
+            serial: send the results after all computation.
             fillers: computed after all rows, while the last results are sent.
         """
         plan, p2p_work = self.plan, self.p2p_work
@@ -89,11 +102,14 @@ class ExpertPass:
                 p2p_work.wait(index)
             for segment in message.received:
                 compute(segment, _rows(self.exchange.outputs, segment))
-            p2p_work.mark_ready(index + 1)
+            if not serial:
+                p2p_work.mark_ready(index + 1)
         for piece in plan.own[done:]:
             self._compute_own(piece, compute)
         for filler in fillers:
             filler()
+        if serial:
+            p2p_work.mark_ready(len(plan.messages))
         for index in range(len(plan.messages), 2 * len(plan.messages)):
             p2p_work.wait(index)
         p2p_work.wait_all()

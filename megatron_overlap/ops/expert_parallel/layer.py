@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import batched, chain, starmap
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ class ExpertOptions(NamedTuple):
         compute_per_message: see `expert_plan`.
         filler_rows: computation of `filler` in expert rows; places the own rows.
         fixed_order: the plan alone places the own rows. Results do not depend on it.
+        schedule: `direct`; or `serial`: the same messages without overlap.
     """
 
     parts: int | None = None
@@ -32,6 +33,7 @@ class ExpertOptions(NamedTuple):
     compute_per_message: float = 1.0
     filler_rows: float = 0.0
     fixed_order: bool = False
+    schedule: Literal["direct", "serial"] = "direct"
 
 
 def expert_parallel(
@@ -62,8 +64,8 @@ def expert_parallel(
         group: the ranks, or their transport.
         options: number of messages and order; the same on every rank. None uses `ExpertOptions()`.
         observer: called after every pass.
-        filler: called while the first tokens are sent. In backward, autograd computes the gradients of what it computed
-            while the first gradients are sent.
+        filler: called while the first tokens are sent; with the serial schedule, when they are received. In backward,
+            autograd computes the gradients of what it computed in the same place.
 
     Returns:
         `[T, H]`, dtype of `x`: the result of each token.
@@ -99,7 +101,8 @@ def expert_parallel(
     # Hooks, as those of recomputation without reentry, may replace a saved tensor, and its graph would be lost.
     keep_output = needs_grad and not experts.recompute and not _saved_tensors_have_hooks()
     fixed_order = options.fixed_order or x.is_cuda
-    call = _Call(transport, plan, experts, probs.dtype, fixed_order, needs_grad, keep_output, observer)
+    serial = options.schedule == "serial"
+    call = _Call(transport, plan, experts, probs.dtype, fixed_order, serial, needs_grad, keep_output, observer)
     begun = _Begin.apply(x, probs, call, *experts.weights)
     if filler is not None:
         filler()
@@ -136,10 +139,25 @@ class _Call:
     experts: MLPExperts
     probs_dtype: torch.dtype
     fixed_order: bool
+    serial: bool
     needs_grad: bool
     keep_output: bool
     observer: Observer | None
     running: _Running | None = None
+
+    def begin(
+        self,
+        exchange: ExpertExchange,
+        op: str,
+        result: torch.Tensor,
+        inputs: tuple[torch.Tensor, ...],
+        activated: dict[Segment, Activated],
+    ) -> None:
+        """Sends the first messages of a pass; a serial pass receives all of them here."""
+        expert_pass = exchange.begin(self.transport, self.plan, op)
+        if self.serial:
+            expert_pass.wait_dispatch()
+        self.running = _Running(expert_pass, result, inputs, activated)
 
     def take_running(self) -> _Running:
         running, self.running = self.running, None
@@ -173,7 +191,7 @@ class _Begin(torch.autograd.Function):
         y = torch.empty_like(x)
         inputs = x.new_empty(plan.num_rows, x.shape[1]), probs.new_empty(plan.num_rows)
         exchange = ExpertExchange((x, probs), inputs, (call.take("y", x.shape[1], x),), (y,))
-        call.running = _Running(exchange.begin(call.transport, plan, "expert_parallel"), y, inputs, {})
+        call.begin(exchange, "expert_parallel", y, inputs, {})
         ctx.call = call
         return x.new_empty(0)
 
@@ -200,7 +218,7 @@ class _Begin(torch.autograd.Function):
 
         needed = ctx.needs_input_grad[3:]
         fillers, gradients = experts.wgrad(plan.experts, expert_x, dhidden, output, expert_dy, needed, pool)
-        expert_pass.finish(compute, fixed_order=call.fixed_order, fillers=fillers)
+        expert_pass.finish(compute, fixed_order=call.fixed_order, serial=call.serial, fillers=fillers)
         call.observe("dgrad", expert_pass.send_bytes)
         if fillers:
             call.observe("wgrad")
@@ -227,7 +245,7 @@ class _Finish(torch.autograd.Function):
             if call.needs_grad:
                 activated[segment] = made
 
-        expert_pass.finish(compute, fixed_order=call.fixed_order)
+        expert_pass.finish(compute, fixed_order=call.fixed_order, serial=call.serial)
         ctx.call = call
         # Recomputation expects the saved tensors of a call in one order, whatever the order of arrival.
         ctx.segments = sorted(activated)
@@ -247,6 +265,5 @@ class _Finish(torch.autograd.Function):
             call.transport.buffer_pool.take("expert_dprobs", (call.plan.num_rows,), dprobs),
         )
         exchange = ExpertExchange((dy,), (call.take("dy", width, dy),), outputs, (dx, dprobs))
-        expert_pass = exchange.begin(call.transport, call.plan, "expert_parallel dgrad")
-        call.running = _Running(expert_pass, dx, (expert_x,), activated)
+        call.begin(exchange, "expert_parallel dgrad", dx, (expert_x,), activated)
         return dy.new_empty(0), None

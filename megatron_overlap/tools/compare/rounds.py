@@ -268,15 +268,18 @@ def _same_training(given: Sequence[tuple[str, LaunchConfig]]) -> None:
 
 def _serial(file: str, config: LaunchConfig) -> LaunchConfig:
     """The config with the same messages, during which the ranks compute nothing."""
-    if config.parallel.context > 1 and config.parallel.tensor == 1:
-        ulysses = {**config.overlap.ulysses.model_dump(), "schedule": "serial"}
-        return _changed(config, name=f"{config.name}_serial", overlap={"ulysses": ulysses})
-    method = config.overlap.tensor.method
-    if method not in ("auto", "p2p"):
-        remedy = "compare --attribute needs method p2p; use auto or p2p"
-        raise ConfigError(file, "overlap.tensor.method", method, remedy)
-    tensor = {**config.overlap.tensor.model_dump(), "method": "p2p", "schedule": "serial"}
-    return _changed(config, name=f"{config.name}_serial", overlap={"tensor": tensor})
+    parallel, overlap = config.parallel, config.overlap
+    sections: dict[str, Any] = {}
+    if parallel.tensor > 1 and overlap.tensor.method in ("auto", "p2p"):
+        sections["tensor"] = {**overlap.tensor.model_dump(), "method": "p2p", "schedule": "serial"}
+    if parallel.tensor == 1 and parallel.context > 1 and overlap.ulysses.method != "none":
+        sections["ulysses"] = {**overlap.ulysses.model_dump(), "schedule": "serial"}
+    if config.expert_parallel_size > 1 and overlap.expert.method != "none":
+        sections["expert"] = {"method": "p2p", "schedule": "serial"}
+    if not sections:
+        remedy = "compare --attribute needs method p2p or auto of tensor, ulysses or expert, and ranks that share it"
+        raise ConfigError(file, "overlap.tensor.method", overlap.tensor.method, remedy)
+    return _changed(config, name=f"{config.name}_serial", overlap=sections)
 
 
 def _changed(config: LaunchConfig, **sections: Mapping[str, Any] | Sequence[str]) -> LaunchConfig:

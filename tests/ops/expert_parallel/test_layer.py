@@ -13,6 +13,7 @@ from tests.helpers.world import World
 from tests.ops.expert_parallel import workers
 from tests.ops.expert_parallel.workers import ExpertCase, Kind
 
+SERIAL = ExpertOptions(3, 64, schedule="serial")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 
@@ -66,7 +67,13 @@ def test_results_do_not_depend_on_arrival(world: World) -> None:
 
 def test_a_filler_overlaps_the_first_messages_of_both_passes(world: World) -> None:
     passes = ["expert_parallel", "filler", "experts", "expert_parallel dgrad", "filler", "experts"]
-    assert world.run(2, workers.filler_order) == [passes] * 2
+    assert world.run(2, workers.filler_order, "direct") == [passes] * 2
+
+
+def test_the_serial_schedule_computes_after_all_tokens_are_received_and_before_results_are_sent(world: World) -> None:
+    steps = ["received", "filler", "experts", "results"]
+    passes = ["expert_parallel", *steps, "expert_parallel dgrad", *steps]
+    assert world.run(2, workers.filler_order, "serial") == [passes] * 2
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -120,6 +127,6 @@ def test_wrong_arguments(world: World) -> None:
         assert [text.split(":")[0] for text in texts] == ["x", "x", "x", "sent", "sent"]
 
 
-@pytest.mark.parametrize("options", [None, ExpertOptions(1), ExpertOptions(5, 64, 0.2, fixed_order=True)])
+@pytest.mark.parametrize("options", [None, ExpertOptions(1), ExpertOptions(5, 64, 0.2, fixed_order=True), SERIAL])
 def test_options(world: World, options: ExpertOptions | None) -> None:
     world.run(3, workers.compare_with_reference, ExpertCase(options=options, seed=7))

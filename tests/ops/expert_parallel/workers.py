@@ -188,21 +188,37 @@ def bitwise(group: dist.ProcessGroup, case: ExpertCase) -> list[str]:
 
 
 class _NotedTransport(LateTransport):
-    """Notes when a pass begins."""
+    """Notes when a pass begins, and with `messages` when its tokens are received and its results may be sent."""
 
-    def __init__(self, group: dist.ProcessGroup, events: list[str]) -> None:
+    def __init__(self, group: dist.ProcessGroup, events: list[str], *, messages: bool) -> None:
         super().__init__(group)
-        self._events = events
+        self._events, self._messages = events, messages
 
     def begin(self, transfers: Any, op: str) -> Any:
         self._events.append(op)
-        return super().begin(transfers, op)
+        work = super().begin(transfers, op)
+        if self._messages:
+            wait, mark_ready, dispatch = work.wait, work.mark_ready, list(range(len(transfers) // 2))
+
+            def noted_wait(message: int) -> None:
+                if message in dispatch:
+                    dispatch.remove(message)
+                    self._events.append("received")
+                wait(message)
+
+            def noted_mark_ready(work_done: int) -> None:
+                self._events.append("results")
+                mark_ready(work_done)
+
+            work.wait, work.mark_ready = noted_wait, noted_mark_ready  # type: ignore[method-assign]
+        return work
 
 
-def filler_order(group: dist.ProcessGroup) -> list[str]:
+def filler_order(group: dist.ProcessGroup, schedule: Literal["direct", "serial"]) -> list[str]:
     """The order of messages, filler and experts in both passes, without repetitions."""
-    problem, events = Problem(ExpertCase("even"), group), list[str]()
-    transport, x = _NotedTransport(group, events), torch.ones(3, dtype=torch.float64, requires_grad=True)
+    problem, events, options = Problem(ExpertCase("even"), group), list[str](), ExpertOptions(schedule=schedule)
+    transport = _NotedTransport(group, events, messages=schedule == "serial")
+    x = torch.ones(3, dtype=torch.float64, requires_grad=True)
     activation, made = problem.activation, list[torch.Tensor]()
 
     def noted(*args: torch.Tensor) -> torch.Tensor:
@@ -217,7 +233,7 @@ def filler_order(group: dist.ProcessGroup) -> list[str]:
         made[0].register_hook(lambda _: events.append("filler"))
 
     def with_filler(*args: Any) -> torch.Tensor:
-        return expert_parallel(*args, group=transport, filler=filler) + made[0].sum()
+        return expert_parallel(*args, group=transport, options=options, filler=filler) + made[0].sum()
 
     problem.activation = noted  # type: ignore[method-assign]
     problem.run(with_filler)

@@ -48,6 +48,21 @@ def test_attribution_adds_the_same_messages_without_overlap() -> None:
     assert serial.train == chosen.configs[1].train
 
 
+def with_experts(ranks: int, method: str = "none") -> LaunchConfig:
+    """Experts over so many ranks, without tensor parallelism."""
+    dump = config(method=method).model_dump()
+    dump["parallel"].update(tensor=1, sequence_parallel=False)
+    dump["overlap"]["expert"]["method"] = "auto"
+    dump["megatron_args"] = ["--num-experts", "8", "--expert-model-parallel-size", str(ranks)]
+    return LaunchConfig.model_validate(dump)
+
+
+def test_attribution_of_experts_has_serial_experts() -> None:
+    serial = select([("b.yaml", with_experts(2))], attribute=True).configs[-1]
+    assert (serial.overlap.expert.method, serial.overlap.expert.schedule) == ("p2p", "serial")
+    assert serial.overlap.tensor.schedule == "auto"
+
+
 def test_checkpoints_are_not_saved_and_a_note_reports_it() -> None:
     chosen = select([("b.yaml", config(save="checkpoints", save_interval=5))], attribute=False)
     assert all(entry.train.save is None and entry.train.save_interval is None for entry in chosen.configs)
@@ -64,6 +79,7 @@ def test_checkpoints_are_not_saved_and_a_note_reports_it() -> None:
         ([config("a", precision="fp32"), config("b")], False, "f1.yaml: train.precision: bf16: must be fp32"),
         ([config("a"), config("a")], False, "name: a: two configs have this name"),
         ([config("a"), config("b", method="none")], True, "f1.yaml: overlap.tensor.method: none: compare --attribute"),
+        ([with_experts(1, "p2p")], True, "f0.yaml: overlap.tensor.method: p2p: compare --attribute needs"),
     ],
 )
 def test_configs_that_are_not_comparable_are_refused(given: list[LaunchConfig], attribute: bool, message: str) -> None:
