@@ -63,16 +63,14 @@ class MLPExperts:
         self, expert: int, whole: int, x: torch.Tensor, probs: torch.Tensor, y: torch.Tensor, *, keep_output: bool
     ) -> Activated:
         """Writes `y` of some of the `whole` rows of an expert."""
-        weight = self.fc1[expert].weight
-        hidden, probs = x.new_empty(x.shape[0], weight.shape[0]), probs.clone()
-        _mm(x, weight.t(), hidden, whole)
+        hidden, probs = _mm(x, self.fc1[expert].weight.t(), whole), probs.clone()
         if keep_output:
             activated = self._activate(hidden, probs)
             assert activated.output is not None
             output = activated.output.detach()
         else:
             activated, output = Activated(hidden, probs, None), self.activation(hidden, probs)
-        _mm(output, self.fc2[expert].weight.t(), y, whole)
+        _mm_into(y, output, self.fc2[expert].weight.t(), whole)
         return activated
 
     def _activate(self, hidden: torch.Tensor, probs: torch.Tensor) -> Activated:
@@ -92,8 +90,7 @@ class MLPExperts:
         dprobs: torch.Tensor,
     ) -> None:
         """Writes `dhidden`, the `output` of the activation, `dx` and `dprobs` of some rows."""
-        grad = torch.empty_like(output)
-        _mm(dy, self.fc2[expert].weight, grad, whole)
+        grad = _mm(dy, self.fc2[expert].weight, whole)
         if activated.output is None:
             activated = self._activate(activated.hidden, activated.probs)
         assert activated.output is not None
@@ -105,7 +102,7 @@ class MLPExperts:
         for sink, gradient in zip((dhidden, dprobs), gradients, strict=True):
             sink.copy_(gradient)
         output.copy_(activated.output.detach())
-        _mm(dhidden, self.fc1[expert].weight, dx, whole)
+        _mm_into(dx, dhidden, self.fc1[expert].weight, whole)
 
     def wgrad(
         self,
@@ -156,17 +153,32 @@ class _Product:
         self.gradient.add(self.grad, self.value)
 
 
-def _mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, whole: int) -> None:
-    """`out = a @ b`, where `a` has some of `whole` rows. Each row rounds as in a GEMM of all rows."""
-    rows = a.shape[0]
-    padded_rows = _padded_rows(a, whole)
-    if padded_rows == rows:
+def _mm(a: torch.Tensor, b: torch.Tensor, whole: int) -> torch.Tensor:
+    """`a @ b`, where `a` has some of `whole` rows. Each row rounds as in a GEMM of all rows."""
+    return torch.mm(_padded(a, whole), b)[: a.shape[0]]
+
+
+def _mm_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, whole: int) -> None:
+    """Writes `_mm(a, b, whole)` to `out`."""
+    padded = _padded(a, whole)
+    if padded is a:
         torch.mm(a, b, out=out)
-        return
-    # The other rows may have any values: no row depends on another.
-    padded = a.new_empty(padded_rows, a.shape[1])
-    padded[:rows] = a
-    out.copy_(torch.mm(padded, b)[:rows])
+    else:
+        out.copy_(torch.mm(padded, b)[: a.shape[0]])
+
+
+def _padded(a: torch.Tensor, whole: int) -> torch.Tensor:
+    """`a` and as many rows of zeros as `_padded_rows` asks for.
+
+    AMX kernels multiply the first columns of the next row by zero, so a NaN there would change a row.
+    """
+    rows = _padded_rows(a, whole)
+    if rows == a.shape[0]:
+        return a
+    padded = a.new_empty(rows, a.shape[1])
+    padded[: a.shape[0]] = a
+    padded[a.shape[0] :] = 0
+    return padded
 
 
 def _padded_rows(a: torch.Tensor, whole: int) -> int:
