@@ -6,8 +6,9 @@
     python scripts/equality.py --data data/stdlib --transformer-impl transformer_engine --json equality_te.json
 
 A GPT and a LLaMA (RMSNorm, SwiGLU, RoPE, grouped queries), in every layout below, in fp32 and bf16, on text; then
-training saved half-way and continued with the plugin on, off, and switched. No GPU is needed. `docs/numerics.md` says
-where the bounds come from. Exit code 1 where one does not hold.
+training saved half-way and continued with the plugin on, off, and switched. No GPU is needed. `--device cuda` trains on
+the GPUs of this machine; with `--share-gpu` all ranks use one, which needs NCCL 2.30.3. `docs/numerics.md` says where
+the bounds come from. Exit code 1 where one does not hold.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,8 +34,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron_overlap.config import LaunchConfig  # noqa: E402
-from megatron_overlap.tools.launch.plan import execute, plan  # noqa: E402
+from megatron_overlap.tools.launch.plan import LaunchPlan, entry_args, execute, gpu_env, plan  # noqa: E402
 from megatron_overlap.tools.launch.processes import RunError  # noqa: E402
+from megatron_overlap.tools.launch.ranks import worker_commands  # noqa: E402
+from scripts.gpu.part_process import SHARED_GPU_ENV, device_text  # noqa: E402
 from scripts.trust.layouts import ALONE, GROUPED, LAYOUTS, Layout  # noqa: E402
 
 FP32_BOUND = 1e-5
@@ -162,7 +165,7 @@ class Runs:
                 "data": {"kind": "text", "path": str(options.data)},
                 "overlap": {
                     "tensor": {
-                        "method": "p2p" if plugin else "none",
+                        "method": options.method if plugin else "none",
                         "schedule": options.schedule,
                         "chunks_per_rank": options.chunks_per_rank,
                         "split": layout.split,
@@ -173,13 +176,16 @@ class Runs:
                     "expert": {"method": "p2p" if plugin and layout.expert > 1 else "none"},
                     "varlen": {"method": varlen},
                 },
-                "launch": {"device": "cpu", "ranks_per_node": layout.ranks, "timeout_s": 600.0},
-                # The whole weight is drawn and then cut: the same model in every layout. Several buckets.
-                "megatron_args": ["--use-cpu-initialization", "--ddp-bucket-size", "100000", *layout.flags],
+                "launch": {"device": options.device, "ranks_per_node": layout.ranks, "timeout_s": options.timeout},
+                "megatron_args": [
+                    # The whole weight is drawn and then cut: the same model in every layout. Several buckets.
+                    *("--use-cpu-initialization", "--ddp-bucket-size", "100000"),
+                    *(*layout.flags, *options.megatron_args),
+                ],
             }
         )
         start_s = time.monotonic()
-        execute(plan(config, run_dir))
+        execute(on_shared_gpu(plan(config, run_dir)) if options.share_gpu else plan(config, run_dir))
         self._tell(f"{run_dir.name}: {time.monotonic() - start_s:.0f} s")
         # The last pipeline stage has the loss.
         lines = (run_dir / f"steps-rank{layout.ranks - 1}.jsonl").read_text().splitlines()
@@ -192,6 +198,15 @@ class Runs:
         saved = next(self._folder.glob(f"{self.count:02d}-*")) / "saved"
         (saved / "latest_checkpointed_iteration.txt").write_text(str(self._options.iterations // 2))
         return saved
+
+
+def on_shared_gpu(launch: LaunchPlan) -> LaunchPlan:
+    """The same launch with all ranks on the first GPU."""
+    config = launch.config
+    argv = [sys.executable, "-m", "megatron_overlap", *entry_args(config, launch.run_dir)]
+    ranks = worker_commands(argv, config.world_size)
+    env = gpu_env(config) | SHARED_GPU_ENV | {"LOCAL_RANK": "0"}
+    return replace(launch, commands=tuple(replace(each, env={**each.env, **env}) for each in ranks))
 
 
 def deviation(curves: Curves, from_: Curves, iterations: Sequence[int]) -> dict[str, float]:
@@ -232,35 +247,38 @@ def calls_of(report: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
     return calls, fallbacks
 
 
-def compare_layouts(runs: Runs, arch: str, layouts: Sequence[Layout], iterations: Sequence[int]) -> Iterator[Check]:
-    """Every layout with and without the plugin, fp32 first: bf16 is judged by it."""
-    alone = {precision: runs.train(arch, ALONE, precision, False)[0] for precision in ("fp32", "bf16")}
-    for layout in layouts:
-        exact: Curves = {}
-        for precision in ("fp32", "bf16"):
-            plain = layout.without_context
-            alike = plain.ranks == 1 and not layout.documents
-            stock = alone[precision] if alike else runs.train(arch, plain, precision, False)[0]
-            mine, report = runs.train(arch, layout, precision, True)
-            beside = {"plugin from stock": deviation(mine, stock, iterations)}
-            if not layout.documents and layout.expert == layout.pipeline == 1:  # else other tokens, or another model
-                beside["stock from TP1 stock"] = deviation(stock, alone[precision], iterations)
-                beside["plugin from TP1 stock"] = deviation(mine, alone[precision], iterations)
-            if precision == "fp32":
-                exact = stock
-                what, off, bound = "from stock", beside["plugin from stock"], dict.fromkeys(NAMES, FP32_BOUND)
-            else:
-                of_plugin, of_stock = [deviation(mine, exact, iterations)], [deviation(stock, exact, iterations)]
-                for seed in range(1, runs.num_seeds(layout)):
-                    found = deviations_of_seed(runs, arch, layout, seed, iterations)
-                    of_plugin.append(found[0])
-                    of_stock.append(found[1])
-                for number, (plugin, own) in enumerate(zip(of_plugin, of_stock, strict=True)):
-                    suffix = f", seed {number}" if number else ""
-                    beside |= {f"plugin from fp32{suffix}": plugin, f"stock from fp32{suffix}": own}
-                what, off, bound = "from fp32", medians(of_plugin), scaled(medians(of_stock))
-            check = Check(arch, layout.name, precision, what, off, bound, beside, *calls_of(report))
-            yield check.judge(layout.calls)
+def compare_layout(
+    runs: Runs, arch: str, layout: Layout, alone: dict[str, Curves], iterations: Sequence[int]
+) -> Iterator[Check]:
+    """A layout with and without the plugin, fp32 first: bf16 is judged by it.
+
+    `alone`: stock on one rank, by precision.
+    """
+    exact: Curves = {}
+    for precision in ("fp32", "bf16"):
+        plain = layout.without_context
+        alike = plain.ranks == 1 and not layout.documents
+        stock = alone[precision] if alike else runs.train(arch, plain, precision, False)[0]
+        mine, report = runs.train(arch, layout, precision, True)
+        beside = {"plugin from stock": deviation(mine, stock, iterations)}
+        if not layout.documents and layout.expert == layout.pipeline == 1:  # else other tokens, or another model
+            beside["stock from TP1 stock"] = deviation(stock, alone[precision], iterations)
+            beside["plugin from TP1 stock"] = deviation(mine, alone[precision], iterations)
+        if precision == "fp32":
+            exact = stock
+            what, off, bound = "from stock", beside["plugin from stock"], dict.fromkeys(NAMES, FP32_BOUND)
+        else:
+            of_plugin, of_stock = [deviation(mine, exact, iterations)], [deviation(stock, exact, iterations)]
+            for seed in range(1, runs.num_seeds(layout)):
+                found = deviations_of_seed(runs, arch, layout, seed, iterations)
+                of_plugin.append(found[0])
+                of_stock.append(found[1])
+            for number, (plugin, own) in enumerate(zip(of_plugin, of_stock, strict=True)):
+                suffix = f", seed {number}" if number else ""
+                beside |= {f"plugin from fp32{suffix}": plugin, f"stock from fp32{suffix}": own}
+            what, off, bound = "from fp32", medians(of_plugin), scaled(medians(of_stock))
+        check = Check(arch, layout.name, precision, what, off, bound, beside, *calls_of(report))
+        yield check.judge(layout.calls)
 
 
 def deviations_of_seed(
@@ -326,7 +344,8 @@ def as_json(options: argparse.Namespace, meta: dict[str, Any], checks: Sequence[
         "iterations": options.iterations,
         "seeds": options.seeds,
         "transformer_impl": options.transformer_impl,
-        "overlap": {"schedule": options.schedule, "chunks_per_rank": options.chunks_per_rank},
+        "overlap": {name: getattr(options, name) for name in ("method", "schedule", "chunks_per_rank")},
+        "megatron_args": options.megatron_args,
         "bounds": {"fp32": FP32_BOUND, "bf16": f"{BF16_FACTOR} x stock's own deviation from fp32, medians over seeds"},
         **meta,
         "checks": [asdict(check) for check in checks],
@@ -334,17 +353,20 @@ def as_json(options: argparse.Namespace, meta: dict[str, Any], checks: Sequence[
     return json.dumps(content, indent=1) + "\n"
 
 
-def machine() -> dict[str, Any]:
+def machine(options: argparse.Namespace) -> dict[str, Any]:
     """Where it ran."""
     cpus = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     name = cpus[0].partition(":")[2].strip() if cpus else platform.processor()
-    return {"cpu": name, "cores": os.cpu_count(), "device": "cpu, gloo over loopback, 1 thread a rank"}
+    device = "cpu, gloo over loopback, 1 thread a rank"
+    if options.device == "cuda":
+        device = device_text() + (", shared by all ranks" if options.share_gpu else "")
+    return {"cpu": name, "cores": os.cpu_count(), "device": device}
 
 
 def versions(folder: Path) -> dict[str, str]:
     """What ran, as the first run wrote it down."""
-    meta = json.loads(next(iter(sorted(folder.glob("*/meta-rank0.json")))).read_text())
-    return dict(meta["versions"])
+    found = sorted(folder.glob("*/meta-rank0.json"))
+    return dict(json.loads(found[0].read_text())["versions"]) if found else {}
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -359,9 +381,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3, help="of bf16 trainings with experts")
     parser.add_argument("--no-resume", action="store_true", help="leave the checkpoints out")
     parser.add_argument("--transformer-impl", choices=("local", "transformer_engine"), default="local")
+    parser.add_argument("--method", choices=("p2p", "fused"), default="p2p", help="of tensor parallelism")
     parser.add_argument("--schedule", choices=("auto", "ring", "direct"), default="auto")
     parser.add_argument("--chunks-per-rank", type=int, default=2, help="messages a rank's rows are cut into")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds of one training")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--share-gpu", action="store_true", help="all ranks on the first GPU; needs NCCL 2.30.3")
+    parser.add_argument(
+        "--megatron-args", type=shlex.split, default=[], metavar="TEXT", help="further arguments of every training"
+    )
     options = parser.parse_args(argv)
+    if options.share_gpu and options.device == "cpu":
+        parser.error("--share-gpu: needs --device cuda")
     if options.iterations < 4 or options.iterations % 2:
         parser.error(f"--iterations: {options.iterations}: must be even, and at least 4")
     if not (options.data / "data.json").is_file():
@@ -388,23 +419,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     def keep(complete: bool) -> None:
         if options.json is not None:
             options.json.parent.mkdir(parents=True, exist_ok=True)
-            meta = {"versions": versions(options.runs), "machine": machine(), "seconds": time.monotonic() - start_s}
+            meta = {
+                "versions": versions(options.runs),
+                "machine": machine(options),
+                "seconds": time.monotonic() - start_s,
+            }
             options.json.write_text(as_json(options, meta, checks, complete))
 
-    try:
-        for arch in options.models:
-            parts = [compare_layouts(runs, arch, layouts, iterations)] if layouts else []
-            parts += [compare_resumed(runs, arch, each, iterations) for each in RESUMED if not options.no_resume]
-            for part in parts:
+    failed = False
+    for arch in options.models:
+        try:
+            alone = {name: runs.train(arch, ALONE, name, False)[0] for name in ("fp32", "bf16") if layouts}
+        except RunError as error:
+            tell(str(error))
+            failed = True
+            continue
+        parts = [compare_layout(runs, arch, each, alone, iterations) for each in layouts]
+        parts += [compare_resumed(runs, arch, each, iterations) for each in RESUMED if not options.no_resume]
+        for part in parts:
+            try:
                 for check in part:
                     checks.append(check)
                     keep(complete=False)
-    except RunError as error:
-        console.print(str(error), markup=False)
-        return 1
-    keep(complete=True)
+            except RunError as error:
+                tell(str(error))
+                failed = True
+    keep(complete=not failed)
     Console(width=None if sys.stdout.isatty() else 150).print(table(checks))
-    return 0 if all(check.ok for check in checks) else 1
+    return 0 if not failed and all(check.ok for check in checks) else 1
 
 
 if __name__ == "__main__":

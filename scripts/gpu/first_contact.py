@@ -36,6 +36,7 @@ SECONDS = {
     "queues 8": 15.0,
     "correct": 50.0,
     "copies": 60.0,
+    "graphs": 30.0,
     "processes": 60.0,
     "link 1": 100.0,
     "link 8": 40.0,
@@ -56,9 +57,9 @@ def run_part(name: str, dry: bool, seconds: float) -> int:
     from one_gpu.link import link
     from one_gpu.parts import PARTS
     from one_gpu.physics import physics, queues
-    from one_gpu.processes import copies, processes
+    from one_gpu.processes import copies, graphs, processes
 
-    others = {each.__name__: each for each in (physics, queues, copies, processes, hopper, link)}
+    others = {each.__name__: each for each in (physics, queues, copies, graphs, processes, hopper, link)}
     part = {**PARTS, **others}[name.split()[0]]
     wrong = False
     for row in part(dry, time.perf_counter() + seconds):

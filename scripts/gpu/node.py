@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 8 scripts/gpu/node.py --json node.json --plot node.png      less than 15 minutes
     torchrun --nproc-per-node 2 scripts/gpu/node.py --dry-run                             tiny shapes on the CPU, gloo
+    torchrun --nproc-per-node 2 scripts/gpu/node.py --share-gpu                           all ranks on one GPU
 
 First each method is compared with the plain program (all-gather, then GEMM; GEMM, then reduce-scatter), forward and
 backward, within a derived bound. A method that is wrong, fails or hangs is reported and not timed, and the exit code is
@@ -41,7 +42,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 from one_node.methods import METHODS  # noqa: E402
 from one_node.parts import DRY, GATE, PASSES, SMS, TIMED, layers, run_part  # noqa: E402
-from part_process import ENDED, INTERRUPTED, device_text, is_bad, run_process, save  # noqa: E402
+from part_process import ENDED, INTERRUPTED, SHARED_GPU_ENV, device_text, is_bad, run_process, save  # noqa: E402
 
 from megatron_overlap.comm.host_group import store_beside  # noqa: E402
 from megatron_overlap.tools.launch.ranks import free_port, loopback_env  # noqa: E402
@@ -51,6 +52,7 @@ SECONDS = {GATE: 300.0, **dict.fromkeys([*TIMED, DRY], 110.0), SMS: 60.0}
 """Of each part. What one part leaves over goes to the parts behind it."""
 GRACE_S = 10.0
 DRY_NOTE = "a dry run on the CPU: the times have no meaning"
+SHARED_NOTE = "all ranks share one GPU: the times have no meaning"
 Row = dict[str, Any]
 
 
@@ -81,6 +83,8 @@ class Ranks:
             command += ["--break", options.break_method]
         if options.dry_run:
             command, environment = [*command, "--dry-run"], environment | {"TRITON_INTERPRET": "1"}
+        if options.share_gpu:
+            environment |= {**SHARED_GPU_ENV, "LOCAL_RANK": "0"}
         self._number += 1
         key = f"stop/{self._number}"
         stopped = "stopped: the process of another rank has ended"
@@ -159,7 +163,7 @@ def table(figures: Row) -> str:
     """The figures of each shape and pass, and why methods have none."""
     counted = [row for row in figures.get(SMS, {}).get("rows", []) if "sms" in row]
     sms = {(row["method"], row["op"], row["pass"]): row["sms"] for row in counted}
-    lines = [DRY_NOTE] if figures.get("dry_run") else []
+    lines = [figures["what"]] if "what" in figures else []
     for row in timings(figures):
         if "method" not in row:
             bounds = ", ".join(f"{name[:-3]} {value:.3f}" for name, value in row.items() if name.endswith("_ms"))
@@ -198,7 +202,7 @@ def plot(figures: Row, path: Path) -> None:
         axes.set_xticks(range(len(shapes)), shapes, rotation=30, ha="right", fontsize=7)
         axes.set(ylabel="ms", title=f"{name}; the line is the larger of GEMM and communication alone")
     panels[0].legend(fontsize=7)
-    figure.suptitle(DRY_NOTE if figures.get("dry_run") else "")
+    figure.suptitle(figures.get("what", ""))
     figure.tight_layout()
     figure.savefig(path, dpi=150)
 
@@ -214,6 +218,8 @@ def machine(options: argparse.Namespace, ranks: int) -> Row:
     found["max_connections"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
     if options.dry_run:
         return found | {"dry_run": True, "what": DRY_NOTE}
+    if options.share_gpu:
+        found["what"] = SHARED_NOTE
     return found | {"nccl": torch.cuda.nccl.version(), "device": device_text()}
 
 
@@ -275,9 +281,9 @@ def unsupported_reason(options: argparse.Namespace) -> str:
     size, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if size != local or size < 2:
         return f"{size} ranks, {local} of them on this node: it needs one node and at least two ranks"
-    if not options.dry_run and torch.cuda.device_count() < local:
+    if not options.dry_run and torch.cuda.device_count() < (1 if options.share_gpu else local):
         found = f"{torch.cuda.device_count()} CUDA devices for {local} ranks"
-        return f"{found}: it needs one for each rank; without GPUs, try --dry-run"
+        return f"{found}: it needs one for each rank; with one, try --share-gpu; without GPUs, try --dry-run"
     return ""
 
 
@@ -290,6 +296,7 @@ def main() -> int:
     )
     parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds for everything")
     parser.add_argument("--dry-run", action="store_true", help="gloo and the CPU; the times have no meaning")
+    parser.add_argument("--share-gpu", action="store_true", help=f"{SHARED_NOTE}; needs NCCL 2.30.3")
     parser.add_argument(
         "--break", dest="break_method", choices=METHODS, help="make this method wrong, to see that it is noticed"
     )

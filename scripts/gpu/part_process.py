@@ -20,6 +20,8 @@ ENDED, INTERRUPTED = "ended", "interrupted"
 BAD_ROWS = 3
 """Exit code of a process that has run to its end and has printed a bad row. An exception exits with 1."""
 POLL_S = 0.1
+SHARED_GPU_ENV = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+"""Of ranks that share one GPU, by NCCL 2.30.3 and later."""
 
 
 def run_process(

@@ -278,7 +278,8 @@ def test_without_gpus_it_says_so(script: Any, monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.setattr(sys, "argv", ["node.py"])
     assert script.main() == 2
     assert capsys.readouterr().err == (
-        "0 CUDA devices for 2 ranks: it needs one for each rank; without GPUs, try --dry-run\n"
+        "0 CUDA devices for 2 ranks: it needs one for each rank; with one, try --share-gpu; without GPUs, try "
+        "--dry-run\n"
     )
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert script.main() == 2

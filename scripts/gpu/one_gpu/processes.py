@@ -30,6 +30,13 @@ def copies(dry: bool, deadline: float) -> Rows:
         yield from _spawn(_copy_rows, ranks, dry, time.perf_counter() + share)
 
 
+def graphs(dry: bool, deadline: float) -> Rows:
+    """Method p2p over copies in CUDA graphs: forward and backward captured apart, replayed, against calls without."""
+    for ranks in (2, 4):
+        share = (deadline - time.perf_counter()) / (2 if ranks == 2 else 1)
+        yield from _spawn(_graph_rows, ranks, dry, time.perf_counter() + share)
+
+
 def _spawn(rows: Callable[..., Rows], ranks: int, dry: bool, deadline: float) -> Rows:
     """The rows of `ranks` processes."""
     port = free_port()
@@ -152,6 +159,88 @@ def _copy_rows(rank: int, dry: bool, deadline: float) -> Rows:
         different += sum(not torch.equal(*pair) for pair in zip(results, first, strict=True))
         steps += 1
     yield {"late": True, "steps": steps, "wrong": different}
+
+
+class _Layers:
+    """A column- and a row-parallel layer on static tensors."""
+
+    def __init__(self, method: Any, rows: int) -> None:
+        import torch
+
+        generator = torch.Generator().manual_seed(method.rank)
+        sizes = {
+            "x": (rows // method.size, 384),
+            "up": (512, 384),
+            "down": (384, 512),
+            "dy": (rows // method.size, 384),
+        }
+        for name, shape in sizes.items():
+            setattr(self, name, torch.randn(shape, generator=generator).to("cuda", torch.bfloat16))
+        self.leaves = [tensor.requires_grad_() for tensor in (self.x, self.up, self.down)]
+        self._method, self._output = method, self.x
+
+    def forward(self) -> list[Any]:
+        from megatron_overlap.ops import all_gather_linear, linear_reduce_scatter
+
+        between = all_gather_linear(self.x, self.up, group=self._method)
+        self._output = linear_reduce_scatter(between, self.down, group=self._method)
+        return [self._output.detach()]
+
+    def backward(self) -> list[Any]:
+        import torch
+
+        return list(torch.autograd.grad(self._output, self.leaves, self.dy))
+
+
+def _graph_rows(rank: int, dry: bool, deadline: float) -> Rows:
+    import random
+
+    import torch
+    import torch.distributed as dist
+
+    from megatron_overlap.comm.symmetric.copies import CopyTransport
+    from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan, P2PMethod
+
+    group = dist.group.WORLD
+    if dry:
+        yield {"left_out": "the host has no CUDA graphs"}
+        return
+    if reason := _unsupported_reason(dry, group):
+        yield {"failed": reason}
+        return
+    method = P2PMethod(CopyTransport(_backend(dry, group)), LinearPlan(pattern="direct"))
+    captured, plain = (_Layers(method, 1024) for _ in range(2))
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            captured.forward()
+            captured.backward()
+    torch.cuda.current_stream().wait_stream(aside)
+    recorded, results = [], []
+    for run in (captured.forward, captured.backward):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results += run()
+        recorded.append(graph)
+    draw, generator = random.Random(rank), torch.Generator().manual_seed(rank)
+    steps = different = unchanged = 0
+    last = [torch.empty(0, device="cuda")] * len(results)
+    while steps < 200 and _all_have_time(deadline - 6):
+        with torch.no_grad():
+            for name in ("x", "dy"):
+                getattr(captured, name).copy_(torch.randn(captured.x.shape, generator=generator))
+                getattr(plain, name).copy_(getattr(captured, name))
+        if draw.random() < 0.3:
+            torch.cuda._sleep(draw.randrange(2_000_000))
+        for graph in recorded:
+            graph.replay()
+        expected = plain.forward() + plain.backward()
+        different += not all(map(torch.equal, results, expected))
+        unchanged += any(map(torch.equal, results, last))
+        last = [result.clone() for result in results]
+        steps += 1
+    yield {"replays": steps, "different": different, "unchanged": unchanged, "right": not different and not unchanged}
 
 
 def _fused_rows(rank: int, dry: bool, deadline: float) -> Rows:
