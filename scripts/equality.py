@@ -403,6 +403,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the comparison; 0 all equal, 1 not."""
     options = parse(argv)
+    # TransformerEngine's fp32 GEMMs round to TF32 otherwise.
+    os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
     console = Console(stderr=True, highlight=False)
     shutil.rmtree(options.runs, ignore_errors=True)
     start_s = time.monotonic()

@@ -149,7 +149,8 @@ class StreamQueue:
     Words of peers are written by copies: since CUDA 13.1 `cuStreamWriteValue` cannot write to the memory of another GPU
     (github.com/NVIDIA/nccl/issues/2052).
 
-    The caller orders the computing stream after all copies from a tensor before it frees the tensor.
+    The caller orders the computing stream after all copies from a tensor before it frees the tensor. A new thread, such
+    as one of autograd, calls `mark` or `after` first: calls of the driver fail (201) in a thread without a context.
     """
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:

@@ -111,12 +111,13 @@ class HostPeersTransport(CopyTransport):
         if prepared is None:
             prepared = repeated.prepared[op] = self._prepared(transfers, own, op)
             self.by_peers[id(prepared)] = self._steps_of_peers(transfers)
+        begun = self.backend.computing.mark()
         start = time.perf_counter()
         free, sent = self.by_peers[id(prepared)]
         self.backend.computing.run(free)
         # Flags at the peers stay set: the host clears none.
         self.arrival_s += time.perf_counter() - start
-        work = HostPeersWork(self, prepared, own, op, self.backend.computing.mark())
+        work = HostPeersWork(self, prepared, own, op, begun)
         work.steps_of_peers = sent
         work.mark_ready(0)
         return work
