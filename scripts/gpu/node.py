@@ -17,7 +17,7 @@ return the weight gradient in bf16.
 - `host_us`: time in which the host enqueues. `sms`: largest number of blocks of a kernel that only communicates.
 
 Every part is a process of each rank with a deadline. The JSON file is written after every part.
-CUDA_DEVICE_MAX_CONNECTIONS is the caller's, and is recorded. Not yet run on a GPU.
+CUDA_DEVICE_MAX_CONNECTIONS is the caller's, and is recorded. Not yet run on several GPUs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Replacements of methods of `MoELayer`: one overlapped operation in place of dispatch, experts and combine.
 
 Router, permutation, capacity and auxiliary losses stay Megatron's. So do shared experts, which are computed while the
-first tokens are dispatched. Not yet run on a GPU.
+first tokens are dispatched. Not yet run on several GPUs.
 """
 
 import functools

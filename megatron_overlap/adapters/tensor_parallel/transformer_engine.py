@@ -2,7 +2,7 @@
 
 Parameters, initialisation, checkpoints, norm and low precision stay TransformerEngine's; only the forward of a bf16,
 fp16 or fp32 layer that communicates is replaced. Tested on CPU ranks with the kernels of `adapters/cpu/te_kernels.py`.
-Not yet run on a GPU.
+Not yet run on several GPUs.
 """
 
 import functools

@@ -18,7 +18,7 @@ enqueues at an earlier point of the program, so this order has no deadlock.
 
 A CUDA graph may capture operations between symmetric buffers, because they leave all flags as they found them. It keeps
 the dependencies of steps, and not the order of their calls: during a capture every wait therefore depends on all flags
-that this rank sets earlier in the program. Not yet run on a GPU.
+that this rank sets earlier in the program. Not yet run on several GPUs.
 
 Queues note in host memory for which message they wait (`waits`). A `Watchdog` reads the notes, and names the message
 and the peer when no queue has moved for the deadline.
