@@ -154,7 +154,7 @@ class _Product:
 
 
 def _mm(a: torch.Tensor, b: torch.Tensor, whole: int) -> torch.Tensor:
-    """`a @ b`, where `a` has some of `whole` rows. Each row rounds as in a GEMM of all rows."""
+    """Return `a @ b`. `a` holds some of the `whole` rows of an expert; each row rounds as in one GEMM over all."""
     return torch.mm(_padded(a, whole), b)[: a.shape[0]]
 
 
@@ -168,7 +168,7 @@ def _mm_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, whole: int) ->
 
 
 def _padded(a: torch.Tensor, whole: int) -> torch.Tensor:
-    """`a` and as many rows of zeros as `_padded_rows` asks for.
+    """Return `a`, extended with rows of zeros to `_padded_rows(a, whole)` rows.
 
     AMX kernels multiply the first columns of the next row by zero, so a NaN there would change a row.
     """

@@ -12,6 +12,8 @@ from multiprocessing import get_context
 from multiprocessing.queues import Queue
 from typing import Any
 
+from part_process import SHARED_GPU_ENV
+
 from megatron_overlap.tools.launch.ranks import free_port
 
 CASES = ["all_gather_linear", "linear_reduce_scatter", "linear_all_reduce", "copy_linear"]
@@ -25,16 +27,19 @@ def processes(dry: bool, deadline: float) -> Rows:
 
 def copies(dry: bool, deadline: float) -> Rows:
     """Method p2p over copies: every op, forward and backward, against plain collectives; then ranks that are late."""
-    for ranks in (2, 4):
-        share = (deadline - time.perf_counter()) / (2 if ranks == 2 else 1)
-        yield from _spawn(_copy_rows, ranks, dry, time.perf_counter() + share)
+    yield from _by_two_and_four(_copy_rows, dry, deadline)
 
 
 def graphs(dry: bool, deadline: float) -> Rows:
     """Method p2p over copies in CUDA graphs: forward and backward captured apart, replayed, against calls without."""
+    yield from _by_two_and_four(_graph_rows, dry, deadline)
+
+
+def _by_two_and_four(rows: Callable[..., Rows], dry: bool, deadline: float) -> Rows:
+    """The rows of 2, then of 4 processes; each gets half of the time."""
     for ranks in (2, 4):
         share = (deadline - time.perf_counter()) / (2 if ranks == 2 else 1)
-        yield from _spawn(_graph_rows, ranks, dry, time.perf_counter() + share)
+        yield from _spawn(rows, ranks, dry, time.perf_counter() + share)
 
 
 def _spawn(rows: Callable[..., Rows], ranks: int, dry: bool, deadline: float) -> Rows:
@@ -61,7 +66,7 @@ def _spawn(rows: Callable[..., Rows], ranks: int, dry: bool, deadline: float) ->
 
 
 def _work(rows: Callable[..., Rows], rank: int, ranks: int, port: int, dry: bool, seconds: float, answers: Any) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES="1")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **SHARED_GPU_ENV)
     try:
         import torch
         import torch.distributed as dist
