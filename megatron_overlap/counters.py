@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-Direction = Literal["forward", "forward only", "dgrad", "wgrad"]
-"""The pass. `forward only`: no backward pass follows (evaluation, generation, log-probabilities)."""
+Direction = Literal["forward", "forward only", "skipped forward", "dgrad", "wgrad"]
+"""The pass. `forward only`: no backward pass follows (evaluation, generation, log-probabilities). `skipped forward`: a
+recomputed one whose output is not read."""
 
 
 class FallbackError(ValueError):

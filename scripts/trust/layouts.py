@@ -94,6 +94,8 @@ LAYOUTS = (
         for split in ("batch", "sequence")
         for each in ("full", "selective")
     ),
+    Layout("TP2-full-recompute", tensor=2, recompute="full"),
+    Layout("TP2+SP-full-recompute", tensor=2, sequence_parallel=True, recompute="full"),
     Layout("DP2", data=2),
     Layout("DP4", data=4),
     Layout("DP2+DO", data=2, sharded=True),

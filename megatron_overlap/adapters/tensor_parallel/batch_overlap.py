@@ -16,6 +16,7 @@ from megatron_overlap.adapters.tensor_parallel.eligibility import (
     CAPTURED,
     GENERATION,
     is_capturing,
+    reads_only_sum,
     unsupported_batch_reason,
     unsupported_layer_reason,
     unsupported_sequence_reason,
@@ -36,15 +37,16 @@ _POSITIONAL = ("hidden_states", "attention_mask")
 def block_forward(original: Method, session: Session) -> Method:
     """Replacement of `TransformerBlock.forward`.
 
-    Runs the original, and records the order of its layers. With `method: auto` the autotuner selects whether the layers
+    Runs the original, and records the order of its layers: the output of the last layer that backward recomputes is not
+    read. With `method: auto` the autotuner selects whether the layers
     run in batch overlap: on parts of the batch, or of each sequence if the batch does not split.
     """
     adapter = session.adapter(LinearAdapter)
-    layer_handoff = adapter.layer_handoff
+    layer_handoff, skips_outputs = adapter.layer_handoff, session.config.tensor.recompute_output == "skip"
 
     @untraced
     @functools.wraps(original)
-    def split(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Further positional arguments are not known, and may let the block read the outputs of its layers.
         unknown = len(args) > len(_POSITIONAL)
         reads_outputs = unknown or self.config.cpu_offloading or kwargs.get("extract_layer_indices")
@@ -52,13 +54,13 @@ def block_forward(original: Method, session: Session) -> Method:
             return original(self, *args, **kwargs)
 
     if adapter.split != "none":
-        return split
+        return recorded
 
     def measured(self: Any, *args: Any, **kwargs: Any) -> Any:
         def run(candidate: Candidate) -> Any:
             adapter.split = used = _SPLITS.get(candidate, "none")
             try:
-                output = split(self, *args, **kwargs)
+                output = recorded(self, *args, **kwargs)
             finally:
                 adapter.split = "none"
             if self.config.recompute_granularity == "full":
@@ -87,7 +89,10 @@ def block_forward(original: Method, session: Session) -> Method:
         if runs_measured and kwargs.get("inference_context") is not None:
             session.counters.exclude("batch overlap", GENERATION)
             runs_measured = False
-        return (measured if runs_measured else original)(self, *args, **kwargs)
+        if runs_measured:
+            return measured(self, *args, **kwargs)
+        recomputes = skips_outputs and communicates and self.config.recompute_granularity == "full"
+        return (recorded if recomputes and not tracing() else original)(self, *args, **kwargs)
 
     return forward
 
@@ -95,10 +100,11 @@ def block_forward(original: Method, session: Session) -> Method:
 def layer_forward(original: Method, session: Session) -> Method:
     """Replacement of `TransformerLayer.forward`.
 
-    Equals the original: the layer computes each row of a micro-batch independently of the others.
+    Equals the original: the layer computes each row of a micro-batch independently of the others. With full
+    recomputation the MLP of the last layer of a recomputed part ends before its last linear layer, whose output is NaN.
     """
     adapter = session.adapter(LinearAdapter)
-    layer_handoff = adapter.layer_handoff
+    layer_handoff, skips_outputs = adapter.layer_handoff, session.config.tensor.recompute_output == "skip"
 
     @untraced
     def split(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -136,7 +142,11 @@ def layer_forward(original: Method, session: Session) -> Method:
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return (original if adapter.split == "none" else split)(self, *args, **kwargs)
+        run = original if adapter.split == "none" else split
+        if skips_outputs and layer_handoff.is_unread(self) and reads_only_sum(self):
+            with adapter.unread(self.mlp.linear_fc2):
+                return run(self, *args, **kwargs)
+        return run(self, *args, **kwargs)
 
     return forward
 

@@ -78,7 +78,7 @@ class LinearHooks:
         return "forward only" if self.forward_only else "forward"
 
     def overlapped(self, direction: Any, num_bytes: int) -> None:
-        """Counts an overlapped pass, `forward`, `dgrad` or `wgrad`, and the bytes that this rank sent."""
+        """Counts an overlapped or skipped pass, and the bytes that this rank sent."""
         self.counters.overlapped(*self.site, self.forward if direction == "forward" else direction, num_bytes)
 
     def saved(self, x: torch.Tensor, gathered_bytes: int) -> Callable[[], None]:
@@ -117,6 +117,7 @@ class LinearCall(ABC):
         wgrad_target: destination of the weight gradient; None returns it to autograd.
         hooks: counts the call.
         norm: of a layer that starts with a norm. Overlapped backends get a call whose `x` went through it.
+        skip_output: backends need not compute the output, which is recomputed and not read.
     """
 
     layer: torch.nn.Module
@@ -129,6 +130,7 @@ class LinearCall(ABC):
     wgrad_target: MainGradTarget | None
     hooks: LinearHooks
     norm: Callable[[torch.Tensor], torch.Tensor] | None = field(default=None, kw_only=True)
+    skip_output: bool = field(default=False, kw_only=True)
 
     def normalized(self) -> Self:
         """This call after its norm, which it must have."""

@@ -79,6 +79,7 @@ class LinearAdapter(Adapter):
         )
         self.deferred_wgrad = DeferredWgrad()
         self.assigned: dict[torch.nn.Module, LinearBackend] = {}
+        self._unread: torch.nn.Module | None = None
         self.split = "none" if tensor.split == "auto" else tensor.split
         self.layer_handoff = LayerHandoff()
         self.check = session.adapter(Check)
@@ -199,6 +200,8 @@ class LinearAdapter(Adapter):
             return call.run_stock()
         if is_capturing(call.x):
             return self._run_captured(call)
+        if call.layer is self._unread:
+            call = replace(call, skip_output=True)
         if self.assigned:
             backend = self.assigned.get(call.layer)
             if backend is not None:
@@ -265,6 +268,15 @@ class LinearAdapter(Adapter):
         finally:
             self.assigned = {}
 
+    @contextmanager
+    def unread(self, layer: torch.nn.Module) -> Iterator[None]:
+        """Inside the context no code reads the output of the row-parallel `layer`. The same on every rank."""
+        self._unread = layer
+        try:
+            yield
+        finally:
+            self._unread = None
+
     def close(self) -> None:
         """Frees the symmetric memory. The session closes the transports."""
         self._transports.clear()
@@ -330,12 +342,13 @@ class P2PBackend:
         if call.op == "ag_gemm":
             on_save = None if checked else hooks.saved
             return all_gather_linear(call.x, call.weight, call.bias, on_save=on_save, **options)
+        deferred_wgrad = None if checked else self._adapter.deferred_wgrad
+        if call.op == "copy_gemm":
+            return copy_linear(call.x, call.weight, call.bias, deferred_wgrad=deferred_wgrad, **options)
+        options["skip_output"] = call.skip_output and not checked
         if call.op == "gemm_rs":
             return linear_reduce_scatter(call.x, call.weight, call.bias, **options)
-        options["deferred_wgrad"] = None if checked else self._adapter.deferred_wgrad
-        if call.op == "copy_gemm":
-            return copy_linear(call.x, call.weight, call.bias, **options)
-        return linear_all_reduce(call.x, call.weight, call.bias, **options)
+        return linear_all_reduce(call.x, call.weight, call.bias, deferred_wgrad=deferred_wgrad, **options)
 
 
 class CheckedBackend:

@@ -5,12 +5,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.extensions import transformer_engine as te_extension
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_overlap.adapters.wrapping import Method
 from megatron_overlap.ops.tensor_parallel.batch_overlap import can_be_ordered
@@ -249,6 +251,15 @@ def unsupported_sequence_reason(layer: Any, arguments: dict[str, Any]) -> str | 
     if arguments.get("rotary_pos_cos") is not None or arguments.get("rotary_pos_sin") is not None:
         return "rotary_pos_cos and rotary_pos_sin are given"
     return _core_feature(core)
+
+
+def reads_only_sum(layer: Any) -> bool:
+    """Whether a transformer layer adds the output of its MLP to the residual, and reads it nowhere else."""
+    standard = type(layer)._forward_mlp is TransformerLayer._forward_mlp
+    standard &= type(layer)._forward_post_mlp is TransformerLayer._forward_post_mlp
+    standard &= type(layer.mlp) in _MLPS and layer.mlp_bda is get_bias_dropout_add
+    fused = getattr(layer.config, "fused_residual_rmsnorm", False)
+    return standard and not fused and getattr(layer.config, "mlp_chunks_for_training", 1) == 1
 
 
 def unsupported_layer_reason(layer: Any, arguments: dict[str, Any]) -> str | None:

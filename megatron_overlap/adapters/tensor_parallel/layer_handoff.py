@@ -111,6 +111,10 @@ class LayerHandoff:
         # Megatron's pre-hooks for parameter gathers get no keyword arguments, so they do not read the input.
         return None if follower is None or hooked or follower._forward_pre_hooks_with_kwargs else follower
 
+    def is_unread(self, layer: Any) -> bool:
+        """Whether backward recomputes `layer` as the last of its chain. Megatron's `checkpoint` ignores its output."""
+        return _recomputes() and self._next.get(layer, layer) is None
+
     def put(self, pending: PendingOutput) -> torch.Tensor:
         """Stores the output of a layer for the next one; returns the placeholder."""
         self._pending = pending

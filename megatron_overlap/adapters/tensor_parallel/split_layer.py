@@ -65,7 +65,9 @@ class BatchOverlapBackend:
         else:
             into = WgradTarget(target.main_grad, target.written, self.buffer_pool)
         if call.op == "gemm_ar":
-            return call.result(row_half(call.x, call.weight, self.forward, self.deferred_wgrad, into, observer))
+            return call.result(
+                row_half(call.x, call.weight, self.forward, self.deferred_wgrad, into, observer, call.skip_output)
+            )
         x = entered(call.x, self.backward, self.before, self.slot)
         output = column_half(x, call.weight, call.bias, self.backward, self.deferred_wgrad, into, observer)
         return call.result(output)

@@ -129,7 +129,8 @@ class _Step:
         if call.op == "gemm_rs":
             # The last position in this step from which the gather of the other part is hidden.
             self._start_other(now=True)
-            return call.result(row_part(call.x, call.weight, self.messages, into, hooks.overlapped))
+            y = row_part(call.x, call.weight, self.messages, into, hooks.overlapped, call.skip_output)
+            return call.result(y)
         if call.x is not self._gathered:
             raise RuntimeError(
                 f"an unknown operation changes the input of {type(call.layer).__name__}: "

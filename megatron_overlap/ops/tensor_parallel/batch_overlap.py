@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from megatron_overlap.comm.transport import TransportError
 from megatron_overlap.ops.call import Observer, check_operands
+from megatron_overlap.ops.tensor_parallel.method import skipped_output
 from megatron_overlap.ops.wgrad import DeferredWgrad, WgradTarget
 
 
@@ -149,6 +150,7 @@ def row_half(
     deferred_wgrad: DeferredWgrad,
     target: WgradTarget | None = None,
     observer: Observer | None = None,
+    skip_output: bool = False,
 ) -> torch.Tensor:
     """`x @ w_shard.T`, for which `reduction` starts the sum over ranks. Only `arrived` may read the result.
 
@@ -156,6 +158,7 @@ def row_half(
         x: `[S, B, K/R]` one half.
         w_shard: `[F, K/R]` own columns of the weight.
         reduction, deferred_wgrad, target, observer: see `column_half`.
+        skip_output: see `linear_reduce_scatter`.
 
     Returns:
         `[S, B, F]`, dtype of `x`.
@@ -164,7 +167,7 @@ def row_half(
         ValueError: shapes, dtypes or devices do not fit each other.
     """
     call = _HalfCall(x, w_shard, None, reduction, deferred_wgrad, target or WgradTarget(), observer)
-    y: torch.Tensor = _RowHalf.apply(x.reshape(-1, x.shape[-1]), w_shard.detach(), call)
+    y: torch.Tensor = _RowHalf.apply(x.reshape(-1, x.shape[-1]), w_shard.detach(), call, skip_output)
     return y.view(*x.shape[:-1], w_shard.shape[0])
 
 
@@ -242,9 +245,12 @@ class _ColumnHalf(torch.autograd.Function):
 
 class _RowHalf(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, call: _HalfCall) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, call: _HalfCall, skip_output: bool) -> torch.Tensor:
         ctx.save_for_backward(x if call.weight.requires_grad else None, w)
         ctx.call = call
+        if skip_output:
+            call.count("skipped forward")
+            return skipped_output(x, x.shape[0], w.shape[0])
         y = torch.mm(x, w.t())
         call.count("forward", call.reduction.start(y))
         return y
@@ -257,4 +263,4 @@ class _RowHalf(torch.autograd.Function):
         if dx is not None:
             call.count("dgrad")
         call.defer_wgrad(dy, x)
-        return dx, None, None
+        return dx, None, None, None

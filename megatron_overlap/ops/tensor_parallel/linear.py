@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_overlap.comm import Transport
 from megatron_overlap.ops.call import InputVersion, Observer, SavedInput, SavedInputHook, WeightDone, check_operands
-from megatron_overlap.ops.tensor_parallel.method import LinearContext, LinearMethod, LinearOptions
+from megatron_overlap.ops.tensor_parallel.method import LinearContext, LinearMethod, LinearOptions, skipped_output
 from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan, method_for
 from megatron_overlap.ops.wgrad import WeightGradient, WgradTarget
 from megatron_overlap.schedules import ChunkLayout
@@ -94,6 +94,7 @@ def linear_reduce_scatter(
     main_grad: torch.Tensor | None = None,
     weight_done: WeightDone | None = None,
     observer: Observer | None = None,
+    skip_output: bool = False,
 ) -> torch.Tensor:
     """Equals `reduce_scatter(x @ w_shard.T) + bias`; see `ops.reference.linear_reduce_scatter`.
 
@@ -109,6 +110,8 @@ def linear_reduce_scatter(
         main_grad: as in `all_gather_linear`.
         weight_done: as in `all_gather_linear`.
         observer: as in `all_gather_linear`.
+        skip_output: for a recomputed call whose output no code reads: forward computes and sends nothing, and the
+            output is NaN. The same on every rank. Backward is unchanged.
 
     Returns:
         `[S/R, ..., F]`, dtype of `x`. If `x` is `[rows, K/R]`, rows need not be divisible by R: they are cut as
@@ -122,7 +125,8 @@ def linear_reduce_scatter(
     rows_per_index = check_operands(x, w_shard, bias, main_grad, "x")
     if x.dim() > 2 and x.shape[0] % method.size:
         raise ValueError(f"x: {x.shape[0]} positions: not divisible by {method.size} ranks; pad the sequence")
-    call = LinearOptions(method, WgradTarget(main_grad, weight_done, method.buffer_pool), observer)
+    target = WgradTarget(main_grad, weight_done, method.buffer_pool)
+    call = LinearOptions(method, target, observer, skip_output=skip_output)
     flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     y: torch.Tensor = _LinearReduceScatter.apply(flat, w_shard, call)
     if bias is not None:
@@ -191,9 +195,13 @@ class _AllGatherLinear(torch.autograd.Function):
 class _LinearReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: LinearContext, x: torch.Tensor, w: torch.Tensor, call: LinearOptions) -> torch.Tensor:
-        y = call.method.scatter(x, w.t(), "linear_reduce_scatter").finish()
         ctx.save_for_backward(x, w)
-        ctx.call = call
+        ctx.call, method = call, call.method
+        if call.skip_output:
+            if call.observer is not None:
+                call.observer("skipped forward", 0)
+            return skipped_output(x, ChunkLayout(x.shape[0], method.size).shard_rows(method.rank), w.shape[0])
+        y = method.scatter(x, w.t(), "linear_reduce_scatter").finish()
         if call.observer is not None:
             call.observer("forward", (x.shape[0] - y.shape[0]) * w.shape[0] * y.element_size())
         return y

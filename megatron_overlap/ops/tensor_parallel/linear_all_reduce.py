@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_overlap.comm import Transport
 from megatron_overlap.ops.call import Observer, WeightDone, check_operands
-from megatron_overlap.ops.tensor_parallel.method import LinearContext, LinearMethod, LinearOptions
+from megatron_overlap.ops.tensor_parallel.method import LinearContext, LinearMethod, LinearOptions, skipped_output
 from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan, method_for
 from megatron_overlap.ops.wgrad import DeferredWgrad, WeightGradient, WgradTarget
 
@@ -28,6 +28,7 @@ def linear_all_reduce(
     weight_done: WeightDone | None = None,
     observer: Observer | None = None,
     deferred_wgrad: DeferredWgrad | None = None,
+    skip_output: bool = False,
 ) -> torch.Tensor:
     """Equals `all_reduce(x @ w_shard.T) + bias`; see `ops.reference.linear_all_reduce`.
 
@@ -42,6 +43,7 @@ def linear_all_reduce(
         group, plan, main_grad, weight_done, observer: as in `all_gather_linear`.
         deferred_wgrad: postpones the weight gradient to a `copy_linear` with the same object whose backward comes
             later in the pass. None computes it at once.
+        skip_output: as in `linear_reduce_scatter`.
 
     Returns:
         `[S, ..., F]`, dtype of `x`.
@@ -60,6 +62,7 @@ def linear_all_reduce(
         save_input=w_shard.requires_grad,
         deferred_wgrad=deferred_wgrad,
         deferred_weight=w_shard if defers else None,
+        skip_output=skip_output,
     )
     # For a weight in its graph, autograd would run the hooks with an empty gradient before the postponed one exists.
     w = w_shard.detach() if defers else w_shard
@@ -117,10 +120,14 @@ def copy_linear(
 class _LinearAllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: LinearContext, x: torch.Tensor, w: torch.Tensor, call: LinearOptions) -> torch.Tensor:
-        total = call.method.all_reduce(x, w.t(), "linear_all_reduce")
-        y = total.finish()
         ctx.save_for_backward(x if call.save_input else None, w)
         ctx.call = call
+        if call.skip_output:
+            if call.observer is not None:
+                call.observer("skipped forward", 0)
+            return skipped_output(x, x.shape[0], w.shape[0])
+        total = call.method.all_reduce(x, w.t(), "linear_all_reduce")
+        y = total.finish()
         if call.observer is not None:
             call.observer("forward", total.num_bytes)
         return y

@@ -111,6 +111,7 @@ class LinearOptions(NamedTuple):
         on_save: called in forward with a saved input, for an all-gather.
         deferred_wgrad: where the layer puts, or takes, postponed weight gradients.
         deferred_weight: the leaf whose gradient is postponed; autograd gets a detached weight in its place.
+        skip_output: forward of a row-parallel layer computes and sends nothing.
     """
 
     method: LinearMethod
@@ -122,6 +123,12 @@ class LinearOptions(NamedTuple):
     on_save: SavedInputHook | None = None
     deferred_wgrad: DeferredWgrad | None = None
     deferred_weight: torch.Tensor | None = None
+    skip_output: bool = False
+
+
+def skipped_output(x: torch.Tensor, num_rows: int, features: int) -> torch.Tensor:
+    """NaN in place of an output `[num_rows, features]` that no code reads. It holds one element."""
+    return x.new_full((), float("nan")).expand(num_rows, features)
 
 
 class LinearContext(Protocol):

@@ -22,6 +22,7 @@ import torch
 from megatron_overlap.comm import Transport
 from megatron_overlap.ops.call import Observer, SavedInput, SavedInputHook, check_operands
 from megatron_overlap.ops.tensor_parallel.batch_overlap import Slots
+from megatron_overlap.ops.tensor_parallel.method import skipped_output
 from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan, P2PMethod
 from megatron_overlap.ops.tensor_parallel.pipelined import PipelinedAllGather
 from megatron_overlap.ops.wgrad import DeferredWgrad, LateTensor, WgradTarget
@@ -105,6 +106,10 @@ class PartMessages:
         self.saved: torch.Tensor | None = None
         self._serial = serial
         self._started: dict[Rows, PartGather | PartScatter] = {}
+
+    def has_started(self, rows: Rows) -> bool:
+        """Whether messages with `rows` are in flight."""
+        return rows in self._started
 
     def is_ready(self, rows: Rows) -> bool:
         """Whether `finish(rows)` returns without waiting. False where a query would synchronise."""
@@ -213,6 +218,7 @@ def row_part(
     messages: PartMessages,
     target: WgradTarget | None = None,
     observer: Observer | None = None,
+    skip_output: bool = False,
 ) -> torch.Tensor:
     """Own rows of `x @ w_shard.T`, whose reduce-scatter starts. Only `scattered` may read the result.
 
@@ -220,6 +226,7 @@ def row_part(
         x: `[S, B, K/R]` all rows of one part.
         w_shard: `[F, K/R]` own columns of the weight.
         messages, target, observer: see `column_part`.
+        skip_output: see `linear_reduce_scatter`.
 
     Returns:
         `[S/R, B, F]`, dtype of `x`.
@@ -228,7 +235,7 @@ def row_part(
         ValueError: shapes, dtypes or devices do not fit each other.
     """
     call = _PartCall(x, w_shard, None, messages, target or WgradTarget(), observer)
-    y: torch.Tensor = _RowPart.apply(x.reshape(-1, x.shape[-1]), w_shard.detach(), call)
+    y: torch.Tensor = _RowPart.apply(x.reshape(-1, x.shape[-1]), w_shard.detach(), call, skip_output)
     return y.view(-1, *x.shape[1:-1], w_shard.shape[0])
 
 
@@ -278,7 +285,8 @@ class _Scattered(torch.autograd.Function):
     def forward(ctx: Any, y: torch.Tensor, x: torch.Tensor | None, messages: PartMessages) -> torch.Tensor:
         ctx.messages = messages
         ctx.save_for_backward(x)
-        messages.finish("output")
+        if messages.has_started("output"):
+            messages.finish("output")
         return y.view_as(y)
 
     @staticmethod
@@ -329,9 +337,12 @@ class _ColumnPart(torch.autograd.Function):
 
 class _RowPart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, call: _PartCall) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, call: _PartCall, skip_output: bool) -> torch.Tensor:
         ctx.save_for_backward(x if call.weight.requires_grad else None, w)
         ctx.call = call
+        if skip_output:
+            call.count("skipped forward")
+            return skipped_output(x, x.shape[0] // call.messages.transport.size, w.shape[0])
         y, num_bytes = call.messages.scatter("output", x, w.t())
         call.count("forward", num_bytes)
         return y
@@ -345,4 +356,4 @@ class _RowPart(torch.autograd.Function):
         if x is not None:
             call.defer_wgrad(dy, x)
             call.count("wgrad")
-        return dx, None, None
+        return dx, None, None, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -89,6 +90,7 @@ def against_stock(
     prepare: str = "nothing",
     split: str = "batch",
     split_at: str | float = "auto",
+    recompute_output: str = "skip",
     odd: bool = False,
     rotary: bool = False,
     **settings: Any,
@@ -119,7 +121,7 @@ def against_stock(
 
     stock = run()
     ordered = eligibility.can_be_ordered() and prepare != "no order"
-    tensor = {"method": "p2p", "split": split, "split_at": split_at}
+    tensor = {"method": "p2p", "split": split, "split_at": split_at, "recompute_output": recompute_output}
     with (
         patch.object(eligibility, "can_be_ordered", return_value=ordered),
         enable(OverlapConfig.model_validate({"tensor": tensor})) as session,
@@ -295,6 +297,12 @@ def _after_a_block(block: Any) -> None:
         block(hidden_states=torch.zeros(2, 2, HIDDEN), attention_mask=None)
 
 
+def _own_residual(block: Any) -> None:
+    """Another function than Megatron's adds the output of the MLP."""
+    for layer in block.layers:
+        layer.mlp_bda = partial(layer.mlp_bda)
+
+
 def _another_mlp(block: Any) -> None:
     """The MLP is a subclass of Megatron's."""
     for layer in block.layers:
@@ -331,6 +339,7 @@ PREPARE = {
     "no order": lambda block: None,
     "nothing": lambda block: None,
     "late": _late,
+    "own residual": _own_residual,
     "after a block": _after_a_block,
     "hook": _hook,
     "pre-hook": _pre_hook,

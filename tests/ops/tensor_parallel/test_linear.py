@@ -82,6 +82,16 @@ def test_frozen_weight_and_constant_input(world: World, op: str) -> None:
     assert world.run(2, linear_workers.frozen, op, "x") == [[False, True]] * 2
 
 
+@pytest.mark.parametrize("op", ["linear_reduce_scatter", "linear_all_reduce"])
+def test_a_skipped_output_is_nan_and_sends_nothing(world: World, op: str) -> None:
+    own = [7, 6]
+    for rank, (is_nan, equal, passes) in enumerate(world.run(2, linear_workers.skipped_output, op)):
+        assert is_nan
+        assert equal
+        sent = own[rank] * 6 * 4 if op == "linear_reduce_scatter" else 0
+        assert passes == [("skipped forward", 0), ("dgrad", sent), ("wgrad", 0)]
+
+
 def test_activation_recomputation(world: World) -> None:
     plain = world.run(2, linear_workers.two_layers_recomputed, checkpoint=False)
     recomputed = world.run(2, linear_workers.two_layers_recomputed, checkpoint=True)
