@@ -139,6 +139,22 @@ def against_stock(
     return calls, [reason for site, tally in sites.items() if site.op == "batch_overlap" for reason in tally.fallbacks]
 
 
+def bits_of_skipped_outputs(group: dist.ProcessGroup, split: str, dtype: torch.dtype) -> bool:
+    """Whether the gradients have the same bits with recomputed outputs skipped and computed."""
+    start(group)
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    generator = torch.Generator().manual_seed(41 + dist.get_rank(group))
+    x, dy = (torch.randn(2, 2, HIDDEN, generator=generator).to(dtype) for _ in range(2))
+    results = []
+    for recompute_output in ("skip", "compute"):
+        block = make_block(group, dtype, sequence_parallel=True, **full)
+        tensor = {"method": "p2p", "split": split, "recompute_output": recompute_output}
+        with enable(OverlapConfig.model_validate({"tensor": tensor, "deterministic": True})):
+            results.append(_step(block, x, dy, 2 * group.size(), 0, False, {}))
+    skipped, computed = results
+    return skipped.keys() == computed.keys() and all(torch.equal(skipped[name], computed[name]) for name in skipped)
+
+
 def order(group: dist.ProcessGroup, prepare: str = "nothing") -> tuple[list[str], list[str]]:
     """The order of starts and waits of the all-reduces of two layers, in forward and in backward."""
     start(group)

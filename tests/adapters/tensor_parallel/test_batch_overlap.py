@@ -128,6 +128,12 @@ def test_recomputed_outputs_that_may_be_read_are_computed(ranks: World, split: s
         assert calls["gemm_rs", "forward"] == 2 * calls["gemm_rs", "dgrad"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("split", ["none", "batch", "sequence"])
+def test_skipped_outputs_change_no_bit(ranks: World, split: str, dtype: torch.dtype) -> None:
+    assert ranks.run(RANKS, cases.bits_of_skipped_outputs, split, dtype) == [True] * RANKS
+
+
 @pytest.mark.parametrize("split", ["batch", "sequence"])
 def test_core_attention_of_both_parts_is_recomputed(ranks: World, split: str) -> None:
     assert ranks.run(RANKS, cases.core_attention_calls, split) == [[4, 4, 4, 4]] * RANKS

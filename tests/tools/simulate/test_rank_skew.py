@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megatron_overlap.tools.simulate.layer import Layers
+from megatron_overlap.tools.simulate.linear import LinearOverlap
 from megatron_overlap.tools.simulate.passes import Op, with_rank_skew
 from megatron_overlap.tools.simulate.step import simulate_step
 from tests.tools.simulate.machines import LATE_AFTER_US, job, machine
@@ -57,8 +60,9 @@ def test_replicas_synchronize_once_per_step() -> None:
 
 
 def test_recomputation_adds_no_second_skew() -> None:
+    given = job(tensor=2, tensor_overlap=LinearOverlap("stock"))
     kept, again = (
-        Layers(job(tensor=2, recompute=recompute), machine(late_us=7.0)).backward for recompute in ("none", "full")
+        Layers(replace(given, recompute=recompute), machine(late_us=7.0)).backward for recompute in ("none", "full")
     )
-    forward = Layers(job(tensor=2), machine(late_us=7.0)).forward
+    forward = Layers(given, machine(late_us=7.0)).forward
     assert again.time_us == pytest.approx(kept.time_us + forward.time_us)

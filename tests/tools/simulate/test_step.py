@@ -103,6 +103,12 @@ def test_a_layer_by_hand() -> None:
     assert layers.backward.time_us == pytest.approx(2 * gemms + 2.5 * attention)
     again = Layers(job(recompute="full"), machine())
     assert again.backward.time_us == pytest.approx(3 * gemms + 3.5 * attention)
+    # On two ranks with half of the GEMMs each: the plugin leaves out FC2, 4 h^2 parameters, of the recomputed pass.
+    stock, plugin = (
+        Layers(job(recompute="full", tensor=2, tensor_overlap=LinearOverlap(method)), machine(gbps=1e12))
+        for method in ("stock", "p2p")
+    )
+    assert stock.backward.time_us - plugin.backward.time_us == pytest.approx(gemms / 2 * 4 / 12, rel=1e-3)
 
 
 def test_flops_are_those_of_the_layers() -> None:
