@@ -31,8 +31,8 @@ class TensorOverlap(Section):
     recompute_gather: Literal["auto", "always", "never"] = "auto"
     """never: save the gathered input for wgrad: R times the memory, one all-gather less."""
     recompute_output: Literal["skip", "compute"] = "skip"
-    """skip: full activation recomputation leaves out the last linear layer of each recomputed part, whose output is
-    not read; compute: as stock Megatron."""
+    """skip: with p2p, full activation recomputation leaves out the last linear layer of each recomputed part, whose
+    output is not read; compute: as stock Megatron."""
     attention: Literal["row", "query_split"] = "row"
     """query_split: attention and its output projection by slices of queries; row: the projection alone."""
     split: Literal["auto", "none", "batch", "sequence"] = "auto"

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from megatron_overlap.comm import Transport, transport_of
 
 Observer = Callable[[str, int], None]
-"""Called for each pass with its direction (`forward`, `dgrad`, `wgrad`) and the bytes that this rank sent."""
+"""Called for each pass with its direction (`forward`, `skipped forward`, `dgrad`, `wgrad`) and the bytes that this rank
+sent."""
 
 WeightDone = Callable[[], torch.Tensor | None]
 """Called when `main_grad` holds the weight gradient. Autograd gets the result as the gradient."""

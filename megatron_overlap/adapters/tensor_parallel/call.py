@@ -78,7 +78,10 @@ class LinearHooks:
         return "forward only" if self.forward_only else "forward"
 
     def overlapped(self, direction: Any, num_bytes: int) -> None:
-        """Counts an overlapped or skipped pass, and the bytes that this rank sent."""
+        """Counts an overlapped pass, or a forward that is skipped, and the bytes that this rank sent."""
+        if direction == "skipped forward":
+            self.counters.not_communicating(*self.site, direction)
+            return
         self.counters.overlapped(*self.site, self.forward if direction == "forward" else direction, num_bytes)
 
     def saved(self, x: torch.Tensor, gathered_bytes: int) -> Callable[[], None]:

@@ -112,7 +112,6 @@ class FusedBackend:
     def output(self, call: LinearCall, *, checked: bool = False) -> torch.Tensor:
         transport, target = self._transports.open(call.group), call.wgrad_target
         assert not isinstance(transport, str)
-        skips = {"skip_output": True} if call.skip_output and not checked else {}
         return _FUSED_OPS[call.op](
             call.x,
             call.weight,
@@ -121,5 +120,4 @@ class FusedBackend:
             main_grad=None if target is None else target.main_grad,
             weight_done=None if target is None or checked else target.written,
             observer=call.hooks.overlapped,
-            **skips,
         )

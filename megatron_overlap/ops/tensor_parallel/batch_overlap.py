@@ -249,8 +249,7 @@ class _RowHalf(torch.autograd.Function):
         ctx.save_for_backward(x if call.weight.requires_grad else None, w)
         ctx.call = call
         if skip_output:
-            call.count("skipped forward")
-            return skipped_output(x, x.shape[0], w.shape[0])
+            return skipped_output(x, x.shape[0], w.shape[0], call.count)
         y = torch.mm(x, w.t())
         call.count("forward", call.reduction.start(y))
         return y

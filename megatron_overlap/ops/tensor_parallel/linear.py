@@ -198,9 +198,8 @@ class _LinearReduceScatter(torch.autograd.Function):
         ctx.save_for_backward(x, w)
         ctx.call, method = call, call.method
         if call.skip_output:
-            if call.observer is not None:
-                call.observer("skipped forward", 0)
-            return skipped_output(x, ChunkLayout(x.shape[0], method.size).shard_rows(method.rank), w.shape[0])
+            num_rows = ChunkLayout(x.shape[0], method.size).shard_rows(method.rank)
+            return skipped_output(x, num_rows, w.shape[0], call.observer)
         y = method.scatter(x, w.t(), "linear_reduce_scatter").finish()
         if call.observer is not None:
             call.observer("forward", (x.shape[0] - y.shape[0]) * w.shape[0] * y.element_size())

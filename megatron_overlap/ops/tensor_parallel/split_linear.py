@@ -108,7 +108,7 @@ class PartMessages:
         self._started: dict[Rows, PartGather | PartScatter] = {}
 
     def has_started(self, rows: Rows) -> bool:
-        """Whether messages with `rows` are in flight."""
+        """Whether messages with `rows` have started."""
         return rows in self._started
 
     def is_ready(self, rows: Rows) -> bool:
@@ -341,8 +341,7 @@ class _RowPart(torch.autograd.Function):
         ctx.save_for_backward(x if call.weight.requires_grad else None, w)
         ctx.call = call
         if skip_output:
-            call.count("skipped forward")
-            return skipped_output(x, x.shape[0] // call.messages.transport.size, w.shape[0])
+            return skipped_output(x, x.shape[0] // call.messages.transport.size, w.shape[0], call.count)
         y, num_bytes = call.messages.scatter("output", x, w.t())
         call.count("forward", num_bytes)
         return y

@@ -22,6 +22,7 @@ from megatron_overlap.tools.simulate.linear import LinearOverlap
 DataOverlap = Literal["none", "stock"]
 Split = Literal["none", "batch", "sequence"]
 ExpertOverlap = Literal["none", "p2p", "auto"]
+RecomputeOutput = Literal["skip", "compute"]
 Recompute = Literal["none", "selective", "full", "needed", "half"]
 
 _LAYERS_FLAG = "--num-layers-per-virtual-pipeline-stage"
@@ -68,6 +69,7 @@ class Job:
         recompute: activation recomputation. Megatron has none, selective (attention) and full. `needed`, of a compiler,
             is full without FC2 and the addition after it. `half` is torchtitan's selective "op": the keys, the second
             half of the gate and all elementwise operations.
+        recompute_output: see `config.overlap.TensorOverlap`.
         precision: dtype of weights and activations.
         tensor_overlap: overlap method of tensor parallel communication.
         split: parts of a micro-batch whose messages overlap each other's computation; auto: those that the layout
@@ -92,6 +94,7 @@ class Job:
     sequence_parallel: bool = True
     distributed_optimizer: bool = True
     recompute: Recompute = "none"
+    recompute_output: RecomputeOutput = "skip"
     precision: Precision = "bf16"
     tensor_overlap: LinearOverlap = LinearOverlap()
     split: Split | Literal["auto"] = "none"
@@ -139,6 +142,12 @@ class Job:
             if supported and divisible and self.split in (split, "auto"):
                 return split
         return "none"
+
+    @property
+    def skips_output(self) -> bool:
+        """Whether the plugin leaves out the last linear layer of a recomputed transformer layer."""
+        plugin = self.tensor > 1 and self.tensor_overlap.method in ("p2p", "auto")
+        return plugin and self.recompute == "full" and self.recompute_output == "skip"
 
     @property
     def vocabulary(self) -> int:
@@ -275,6 +284,7 @@ def job_of(config: LaunchConfig) -> Job:
         sequence_parallel=parallel.sequence_parallel,
         distributed_optimizer=train.distributed_optimizer,
         recompute=train.recompute,
+        recompute_output=tensor.recompute_output,
         precision=train.precision,
         tensor_overlap=overlap,
         split="none" if tensor.split == "auto" and tensor.method != "auto" else tensor.split,

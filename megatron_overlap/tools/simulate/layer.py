@@ -120,8 +120,7 @@ class Layers:
         """Operations that the backward computes again."""
         ops = self._forward
         match self.job.recompute:
-            case "full" if self.job.tensor > 1 and self.job.tensor_overlap.method in ("p2p", "fused", "auto"):
-                # The plugin leaves out the last linear layer of a recomputed one.
+            case "full" if self.job.skips_output:
                 return tuple(op for op in ops if op.name != "fc2")
             case "full":
                 return ops

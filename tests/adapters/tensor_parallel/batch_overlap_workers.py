@@ -135,7 +135,9 @@ def against_stock(
     assert sorted(mine) == sorted(stock)
     calls: dict[tuple[str, str], int] = {}
     for site, tally in sites.items():
-        calls[site.op, site.direction] = calls.get((site.op, site.direction), 0) + tally.overlapped
+        calls[site.op, site.direction] = (
+            calls.get((site.op, site.direction), 0) + tally.overlapped + tally.not_communicating
+        )
     return calls, [reason for site, tally in sites.items() if site.op == "batch_overlap" for reason in tally.fallbacks]
 
 

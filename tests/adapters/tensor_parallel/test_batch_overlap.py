@@ -103,7 +103,7 @@ def test_a_split_sequence_equals_stock(ranks: World, given: dict[str, Any], dtyp
 def test_recomputed_layers_equal_stock(
     ranks: World, split: str, given: dict[str, Any], recompute: dict[str, Any], num_recomputed: int, num_skipped: int
 ) -> None:
-    """The last linear layer of each recomputed part computes nothing: its output is NaN, and nobody reads it."""
+    """The last linear layer of each recomputed part computes nothing: its output is NaN, and no code reads it."""
     given = {"sequence_parallel": True, "split": split, **given, **recompute}
     column, row = ("ag_gemm", "gemm_rs") if given["sequence_parallel"] else ("copy_gemm", "gemm_ar")
     parts = 1 if split == "none" else 2

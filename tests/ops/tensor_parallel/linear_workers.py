@@ -152,23 +152,6 @@ def frozen(group: dist.ProcessGroup, op: str, which: str) -> list[bool]:
     return [x.grad is not None, w.grad is not None]
 
 
-def skipped_output(group: dist.ProcessGroup, op: str) -> tuple[bool, bool, list[tuple[str, int]]]:
-    """Whether a skipped output is NaN, whether the gradients have the bits of a computed one, and the passes."""
-    gradients: list[list[torch.Tensor]] = []
-    passes: list[tuple[str, int]] = []
-    for skip in (False, True):
-        x, w, bias, dy = _data(group, "linear_reduce_scatter", 13, 8, 6, torch.float32, 3)
-        leaves = [each.requires_grad_() for each in (x, w, bias)]
-        passes.clear()
-        observer = lambda direction, num_bytes: passes.append((direction, num_bytes))  # noqa: E731
-        function = linear_reduce_scatter if op == "linear_reduce_scatter" else linear_all_reduce
-        y = function(x, w, bias, group=group, observer=observer, skip_output=skip)
-        y.backward(dy if y.shape == dy.shape else torch.ones_like(y))
-        gradients.append([each.grad for each in leaves if each.grad is not None])
-    equal = all(torch.equal(*pair) for pair in zip(*gradients, strict=True)) and len(gradients[0]) == 3
-    return bool(y.isnan().all()), equal, passes
-
-
 def two_layers_recomputed(group: dist.ProcessGroup, *, checkpoint: bool) -> list[float]:
     """A column- and a row-parallel layer, with and without activation recomputation."""
     from torch.utils.checkpoint import checkpoint as recompute

@@ -7,7 +7,7 @@ import torch
 
 from megatron_overlap.ops import LinearPlan
 from tests.helpers.world import World, assert_same
-from tests.ops.tensor_parallel import linear_workers
+from tests.ops.tensor_parallel import linear_all_reduce_workers, linear_workers
 from tests.ops.tensor_parallel.equal_cases import equal_cases
 from tests.ops.tensor_parallel.linear_workers import LinearCase
 
@@ -85,7 +85,7 @@ def test_frozen_weight_and_constant_input(world: World, op: str) -> None:
 @pytest.mark.parametrize("op", ["linear_reduce_scatter", "linear_all_reduce"])
 def test_a_skipped_output_is_nan_and_sends_nothing(world: World, op: str) -> None:
     own = [7, 6]
-    for rank, (is_nan, equal, passes) in enumerate(world.run(2, linear_workers.skipped_output, op)):
+    for rank, (is_nan, equal, passes) in enumerate(world.run(2, linear_all_reduce_workers.skipped_output, op)):
         assert is_nan
         assert equal
         sent = own[rank] * 6 * 4 if op == "linear_reduce_scatter" else 0
