@@ -185,12 +185,17 @@ class LinearAutotuner(GroupAutotuners):
         return STOCK if known is None else known.search.selected.candidate
 
     def run_block(
-        self, layers: Sequence[Any], x: torch.Tensor, run: Callable[[Candidate], torch.Tensor], overlap: Candidate
+        self,
+        layers: Sequence[Any],
+        x: torch.Tensor,
+        run: Callable[[Candidate], torch.Tensor],
+        overlap: Candidate,
+        leaf: torch.Tensor,
     ) -> Any:
         """Runs the layers of a block with `SEPARATE_LAYERS` or `overlap`, which supports `layers`.
 
         The comparison starts when the candidates of the separate layers are selected. `run` returns the output of the
-        block, whose input is `x`.
+        block, whose input is `x`; its backward pass ends at `leaf`.
         """
         group, sharded = layers[0].self_attention.linear_proj.tp_group, layers[0].config.sequence_parallel
         autotuner = self._autotuners.get(group)
@@ -213,7 +218,7 @@ class LinearAutotuner(GroupAutotuners):
         variant = f"of {len(layers)} layers" + (" by sequences" if overlap == SEQUENCE_OVERLAP else "")
         kind = Call("block", rows, x.shape[-1], x.shape[-1], dtype, backward, variant)
         candidates = SEPARATE_LAYERS, overlap
-        return autotuner.run(kind, run_candidate, (x,), lambda: candidates, timed=not self._check.due)[0]
+        return autotuner.run(kind, run_candidate, (leaf,), lambda: candidates, timed=not self._check.due)[0]
 
     def unsupported_reason(self, call: LinearCall) -> str | None:
         if call.wgrad_target is not None and not call.x.is_cuda and not is_te_linear(call.layer):

@@ -5,6 +5,7 @@ parallelism, `split_sharded_layer.py` one with it.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -21,7 +22,13 @@ from megatron_overlap.adapters.tensor_parallel.eligibility import (
     unsupported_layer_reason,
     unsupported_sequence_reason,
 )
-from megatron_overlap.adapters.tensor_parallel.layer_handoff import InputPart, PendingOutput
+from megatron_overlap.adapters.tensor_parallel.layer_handoff import (
+    InputPart,
+    LayerHandoff,
+    PendingEmbedding,
+    PendingOutput,
+    PendingPart,
+)
 from megatron_overlap.adapters.tensor_parallel.split_layer import SplitLayer
 from megatron_overlap.adapters.tensor_parallel.split_sharded_layer import SplitShardedLayer
 from megatron_overlap.adapters.wrapping import Method, tracing, untraced
@@ -59,8 +66,9 @@ def block_forward(original: Method, session: Session) -> Method:
     def measured(self: Any, *args: Any, **kwargs: Any) -> Any:
         def run(candidate: Candidate) -> Any:
             adapter.split = used = _SPLITS.get(candidate, "none")
+            given = _with_embedding(kwargs, layer_handoff) if used == "none" else kwargs
             try:
-                output = recorded(self, *args, **kwargs)
+                output = recorded(self, *args, **given)
             finally:
                 adapter.split = "none"
             if self.config.recompute_granularity == "full":
@@ -77,7 +85,9 @@ def block_forward(original: Method, session: Session) -> Method:
             found = (_unsupported_reason(layer, arguments, adapter, each) for layer in self.layers)
             reason = "positional arguments" if unknown else next(filter(None, found), None)
             if reason is None:
-                return adapter.autotuner.run_block(self.layers, x, run, overlap)
+                embedding = layer_handoff.stored(x)
+                leaf = embedding.terms if isinstance(embedding, PendingEmbedding) else x
+                return adapter.autotuner.run_block(self.layers, x, run, overlap, leaf)
             reasons.append(reason)
         session.counters.exclude("batch overlap", reasons[0])
         return run(SEPARATE_LAYERS)
@@ -92,7 +102,8 @@ def block_forward(original: Method, session: Session) -> Method:
         if runs_measured:
             return measured(self, *args, **kwargs)
         recomputes = skips_outputs and communicates and self.config.recompute_granularity == "full"
-        return (recorded if recomputes and not tracing() else original)(self, *args, **kwargs)
+        given = _with_embedding(kwargs, layer_handoff)
+        return (recorded if recomputes and not tracing() else original)(self, *args, **given)
 
     return forward
 
@@ -125,19 +136,24 @@ def layer_forward(original: Method, session: Session) -> Method:
                 x = _whole(pending)
                 args, kwargs = ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
             return original(self, *args, **kwargs)
-        if pending is None:
+        sharded = SplitShardedLayer(self, adapter) if self.config.sequence_parallel else None
+        if not isinstance(pending, PendingOutput):
             division: Division = BatchDivision()
             if adapter.split == "sequence":
                 division = sequence_division(self, x, session.config.tensor.split_at)
-            parts = [InputPart(part) for part in division.parts(x)]
+            parts: Sequence[PendingPart]
+            if sharded is None or pending is None:
+                parts = [InputPart(part) for part in division.parts(x)]
+            else:
+                parts = sharded.embedded(division.rows(pending.terms))
             pending = PendingOutput(x, parts, Slots.reserve(), division)
         follower = layer_handoff.next_layer(self)
         if follower is not None and _unsupported_reason(follower, arguments, adapter, adapter.split) is not None:
             follower = None
-        if self.config.sequence_parallel:
-            output = SplitShardedLayer(self, adapter).forward(pending, arguments, follower)
-        else:
+        if sharded is None:
             output = SplitLayer(self, adapter).forward(pending, arguments)
+        else:
+            output = sharded.forward(pending, arguments, follower)
         return (_whole(output) if follower is None else layer_handoff.put(output)), None
 
     @functools.wraps(original)
@@ -174,8 +190,14 @@ def _recompute_with(adapter: LinearAdapter, split: _Split, output: Any) -> None:
         node.register_prehook(begin)
 
 
-def _whole(pending: PendingOutput) -> torch.Tensor:
-    """The complete output of a layer, for the whole micro-batch."""
+def _with_embedding(arguments: dict[str, Any], layer_handoff: LayerHandoff) -> dict[str, Any]:
+    """The keyword arguments of a block, with the complete output of the embedding if that is pending."""
+    pending = layer_handoff.take(arguments.get("hidden_states"))
+    return arguments if pending is None else {**arguments, "hidden_states": _whole(pending)}
+
+
+def _whole(pending: PendingOutput | PendingEmbedding) -> torch.Tensor:
+    """The complete output of a layer or of the embedding, for the whole micro-batch."""
     whole = pending.whole()
     viewless: torch.Tensor = make_viewless_tensor(inp=whole, requires_grad=whole.requires_grad, keep_graph=True)
     return viewless

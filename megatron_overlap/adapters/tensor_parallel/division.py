@@ -23,6 +23,9 @@ class Division(Protocol):
     def parts(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         """Both parts of the input of the first layer."""
 
+    def rows(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Both parts of a tensor that has the rows of all ranks. No communication."""
+
     def whole(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """The output of the last layer."""
 
@@ -36,6 +39,10 @@ class BatchDivision:
     def parts(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         """See `Division`."""
         return [part.contiguous() for part in x.chunk(2, dim=1)]
+
+    def rows(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """See `Division`."""
+        return self.parts(x)
 
     def whole(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """See `Division`."""
@@ -66,6 +73,11 @@ class SequenceDivision:
     def parts(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         """See `Division`: own rows of both parts."""
         return split_rows(x, self._group, self._num_first)
+
+    def rows(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """See `Division`."""
+        num_first = self._num_first * self._group.size()
+        return x.split([num_first, x.shape[0] - num_first])
 
     def whole(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """See `Division`: own rows of the sequence."""

@@ -1,4 +1,4 @@
-"""Layer handoff: a transformer layer under batch overlap is completed inside the next layer."""
+"""Layer handoff: under batch overlap the embedding and each transformer layer are completed inside the next layer."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -7,7 +7,9 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.tensor_parallel import reduce_scatter_to_sequence_parallel_region
 
 from megatron_overlap.adapters.tensor_parallel.division import Division
 
@@ -78,8 +80,31 @@ class PendingOutput:
         return self.division.whole([part.complete() for part in self.parts])
 
 
+class PendingEmbedding:
+    """The output of an embedding whose sum over ranks has not started: the layer that reads it knows its parts.
+
+    Args:
+        terms: `[S, B, H]` the term of this rank: zero for tokens of other ranks.
+        group: the ranks, with sequence parallelism.
+
+    Attributes:
+        placeholder: what Megatron passes to the block: own rows `[S/R, B, H]` of NaN.
+    """
+
+    def __init__(self, terms: torch.Tensor, group: dist.ProcessGroup) -> None:
+        self.terms, self._group = terms, group
+        # A block copies a view, so this is none. It requires a gradient as the output would.
+        self.placeholder = terms.new_full((terms.shape[0] // group.size(), *terms.shape[1:]), float("nan"))
+        self.placeholder.requires_grad_(terms.requires_grad)
+
+    def whole(self) -> torch.Tensor:
+        """The complete output, summed as Megatron does."""
+        output: torch.Tensor = reduce_scatter_to_sequence_parallel_region(self.terms, group=self._group)
+        return output
+
+
 class LayerHandoff:
-    """Passes the pending output of a layer to the next layer of the same block.
+    """Passes the pending output of the embedding, or of a layer, to the next layer of the same block.
 
     Only for an output that no other module reads. Megatron passes a placeholder of NaN, so that any other reader gets
     NaN.
@@ -88,7 +113,7 @@ class LayerHandoff:
     def __init__(self) -> None:
         self._next: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self._in_block = False
-        self._pending: PendingOutput | None = None
+        self._pending: PendingOutput | PendingEmbedding | None = None
 
     @contextmanager
     def block(self, chains: Sequence[Sequence[Any]]) -> Iterator[None]:
@@ -115,15 +140,35 @@ class LayerHandoff:
         """Whether backward recomputes `layer` as the last of its chain. Megatron's `checkpoint` ignores its output."""
         return _recomputes() and self._next.get(layer, layer) is None
 
-    def put(self, pending: PendingOutput) -> torch.Tensor:
-        """Stores the output of a layer for the next one; returns the placeholder."""
+    def put(self, pending: PendingOutput | PendingEmbedding) -> torch.Tensor:
+        """Stores an output for the next layer; returns the placeholder."""
         self._pending = pending
         return pending.placeholder
 
-    def take(self, x: torch.Tensor) -> PendingOutput | None:
-        """The stored output whose placeholder is `x`; None if there is none."""
-        pending, self._pending = self._pending, None
-        return pending if pending is not None and pending.placeholder is x else None
+    def take(self, x: object) -> PendingOutput | PendingEmbedding | None:
+        """The stored output whose placeholder is `x`; None if there is none. It is no longer stored."""
+        pending, self._pending = self.stored(x), None
+        return pending
+
+    def stored(self, x: object) -> PendingOutput | PendingEmbedding | None:
+        """As `take`, but it stays stored.
+
+        Raises:
+            RuntimeError: the embedding stored its output, and `x` is not its placeholder.
+        """
+        pending = self._pending
+        if pending is not None and pending.placeholder is x:
+            return pending
+        if isinstance(pending, PendingEmbedding):
+            raise RuntimeError(
+                "the input of the first transformer layer is not the output of the embedding, whose reduce-scatter "
+                "that layer runs: set overlap.tensor.split to none and report it"
+            )
+        return None
+
+    def drop(self) -> None:
+        """Drops an output that no layer has taken, as after an error."""
+        self._pending = None
 
 
 def _recomputes() -> bool:

@@ -21,7 +21,14 @@ from megatron_overlap.adapters.tensor_parallel.division import SequenceDivision,
 from megatron_overlap.adapters.tensor_parallel.layer_handoff import PendingAdd, PendingOutput, PendingPart
 from megatron_overlap.adapters.tensor_parallel.transformer_engine import norm_of
 from megatron_overlap.ops.tensor_parallel.batch_overlap import Slots
-from megatron_overlap.ops.tensor_parallel.split_linear import PartMessages, column_part, gathered, row_part, scattered
+from megatron_overlap.ops.tensor_parallel.split_linear import (
+    PartMessages,
+    column_part,
+    gathered,
+    row_part,
+    scattered,
+    summed_part,
+)
 from megatron_overlap.ops.wgrad import DeferredWgrad, WgradTarget
 
 
@@ -66,6 +73,29 @@ def _attention(layer: Any) -> _Block:
 def _mlp(layer: Any) -> _Block:
     linears = layer.mlp.linear_fc1, layer.mlp.linear_fc2
     return _Block(layer, layer.mlp, layer.pre_mlp_layernorm, *linears, layer.mlp_bda)
+
+
+class EmbeddedPart:
+    """One part of the output of the embedding, whose sum over ranks may be in flight: a `PendingPart`.
+
+    Args:
+        terms: `[rows, B, H]` all rows of the part, the term of this rank.
+        messages: of the sum.
+    """
+
+    def __init__(self, terms: torch.Tensor, messages: PartMessages) -> None:
+        self._terms, self._messages = terms, messages
+        self._sum: torch.Tensor | None = None
+
+    def begin(self) -> torch.Tensor:
+        """Starts the sum; returns own rows, incomplete."""
+        if self._sum is None:
+            self._sum = summed_part(self._terms, self._messages)
+        return self._sum
+
+    def complete(self) -> torch.Tensor:
+        """See `PendingPart`."""
+        return scattered(self.begin(), self._messages)
 
 
 class _Step:
@@ -156,6 +186,13 @@ class SplitShardedLayer:
     def __init__(self, layer: Any, adapter: LinearAdapter) -> None:
         self._layer, self._adapter = layer, adapter
         self._transports = adapter.part_transports(layer.self_attention.linear_proj.tp_group)
+        # Of the first steps. Later steps take that of the step before.
+        self._deferred_wgrad = DeferredWgrad(num_terms=2)
+
+    def embedded(self, terms: Sequence[torch.Tensor]) -> list[EmbeddedPart]:
+        """The parts of the input of the first layer, from the terms of an embedding for all rows of each part."""
+        deferred_wgrad = self._deferred_wgrad
+        return [EmbeddedPart(each, self._messages(number, deferred_wgrad)) for number, each in enumerate(terms)]
 
     def forward(self, pending: PendingOutput, arguments: dict[str, Any], follower: Any) -> PendingOutput:
         """Runs attention of both parts, then the MLP of both parts.
@@ -195,15 +232,18 @@ class SplitShardedLayer:
         first, second = parts
         if isinstance(first, _Step) and isinstance(second, _Step):
             return first, second
-        deferred_wgrad = DeferredWgrad(num_terms=2)
         block = _attention(self._layer)
-        first, second = (
-            _Step(block, self._adapter, part, self._messages(number, deferred_wgrad))
+        steps = [
+            _Step(block, self._adapter, part, self._messages(number, self._deferred_wgrad))
             for number, part in enumerate(parts)
-        )
-        first.start()
-        second.start()
-        return first, second
+        ]
+        steps[0].start()
+        if isinstance(second, EmbeddedPart):
+            # The first step hides this sum, and starts the second step.
+            second.begin()
+        else:
+            steps[1].start()
+        return steps[0], steps[1]
 
     def _next(self, block: _Block, output: PendingAdd, before: _Step, number: int) -> _Step:
         """The step that follows `before` on the same part; its input is `output`, the output of `before`."""

@@ -150,17 +150,26 @@ class P2PMethod(LinearMethod):
     def scatter(
         self, a: torch.Tensor, b: torch.Tensor, op: str, meanwhile: Callable[[], bool] | None = None
     ) -> PipelinedReduceScatter:
-        num_rows, features = a.shape[0], b.shape[1]
-        row_bytes = features * a.itemsize
-        schedule, layout = self.plan.schedule("reduce_scatter", self.transport, num_rows, row_bytes, a.device)
-        out = a.new_empty(layout.shard_rows(self.rank), features)
-        work_follows = meanwhile is not None
-        scatter = PipelinedReduceScatter(
-            self.transport, schedule, layout, out, op, work_follows=work_follows, tree=self.plan.tree
-        )
+        scatter = self._begin_scatter(a, b.shape[1], op, work_follows=meanwhile is not None)
         gemm = self._gemm_rows(a, b) if self.plan.tree else partial(_gemm_split, scatter.split(a), b)
         scatter.compute(gemm, meanwhile)
         return scatter
+
+    def reduce_scatter(self, rows: torch.Tensor, op: str) -> PipelinedReduceScatter:
+        """Starts the reduce-scatter of `rows` `[num_rows, F]`, which are complete."""
+        scatter = self._begin_scatter(rows, rows.shape[1], op, work_follows=False)
+        scatter.compute(partial(_copy_rows, rows))
+        return scatter
+
+    def _begin_scatter(
+        self, like: torch.Tensor, features: int, op: str, *, work_follows: bool
+    ) -> PipelinedReduceScatter:
+        num_rows, row_bytes = like.shape[0], features * like.itemsize
+        schedule, layout = self.plan.schedule("reduce_scatter", self.transport, num_rows, row_bytes, like.device)
+        out = like.new_empty(layout.shard_rows(self.rank), features)
+        return PipelinedReduceScatter(
+            self.transport, schedule, layout, out, op, work_follows=work_follows, tree=self.plan.tree
+        )
 
     def all_reduce(
         self, a: torch.Tensor, b: torch.Tensor, op: str, *, work_follows: bool = False
@@ -179,6 +188,10 @@ class P2PMethod(LinearMethod):
 
 def _gemm_rows(a: torch.Tensor, b: torch.Tensor, start: int, stop: int, out: torch.Tensor) -> None:
     torch.mm(a[start:stop], b, out=out)
+
+
+def _copy_rows(rows: torch.Tensor, start: int, stop: int, out: torch.Tensor) -> None:
+    out.copy_(rows[start:stop])
 
 
 def _gemm_split(rows: dict[int, torch.Tensor], b: torch.Tensor, start: int, stop: int, out: torch.Tensor) -> None:

@@ -61,14 +61,21 @@ class PartGather:
 
 
 class PartScatter:
-    """The GEMM `a @ b` of one part, and the reduce-scatter of its rows in one message to each rank.
+    """The reduce-scatter of the rows of one part, in one message to each rank.
+
+    Args:
+        transport: of the ranks.
+        a: the rows, or the left operand of the GEMM `a @ b` that computes them.
+        b: the right operand of that GEMM, or None.
+        op: name in error messages.
 
     Attributes:
         out: own rows; the sum over ranks after `finish`.
     """
 
-    def __init__(self, transport: Transport, a: torch.Tensor, b: torch.Tensor, op: str) -> None:
-        self._scatter = P2PMethod(transport, _WHOLE).scatter(a, b, op)
+    def __init__(self, transport: Transport, a: torch.Tensor, b: torch.Tensor | None, op: str) -> None:
+        method = P2PMethod(transport, _WHOLE)
+        self._scatter = method.reduce_scatter(a, op) if b is None else method.scatter(a, b, op)
         self.out = self._scatter.out
         self.num_bytes = (transport.size - 1) * self.out.nbytes
         self._finished = False
@@ -121,8 +128,8 @@ class PartMessages:
         self._start(rows, gather)
         return gather.num_bytes
 
-    def scatter(self, rows: Rows, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Runs `a @ b` and starts its reduce-scatter; returns its own rows, incomplete, and the bytes that it sends."""
+    def scatter(self, rows: Rows, a: torch.Tensor, b: torch.Tensor | None = None) -> tuple[torch.Tensor, int]:
+        """Starts the reduce-scatter of `a` or `a @ b`; returns own rows, incomplete, and the bytes that are sent."""
         scatter = PartScatter(self.transport, a, b, f"reduce-scatter of {rows} of a part")
         self._start(rows, scatter)
         return scatter.out, scatter.num_bytes
@@ -174,7 +181,7 @@ def gathered(x: torch.Tensor, messages: PartMessages, slot: int | None = None) -
 
 
 def scattered(y: torch.Tensor, messages: PartMessages) -> torch.Tensor:
-    """The result `y` of `row_part`, after its sum is complete. Backward starts the all-gathers of the step."""
+    """The result `y` of `row_part` or `summed_part`, after its sum is complete. Backward starts its all-gathers."""
     saved, messages.saved = messages.saved, None
     result: torch.Tensor = _Scattered.apply(y, saved, messages)
     return result
@@ -239,6 +246,22 @@ def row_part(
     return y.view(-1, *x.shape[1:-1], w_shard.shape[0])
 
 
+def summed_part(x: torch.Tensor, messages: PartMessages) -> torch.Tensor:
+    """Own rows of the sum of `x` over ranks, whose reduce-scatter starts. Only `scattered` may read the result.
+
+    Backward waits for the gradient that `scattered` gathers.
+
+    Args:
+        x: `[S, B, H]` all rows of one part, the term of this rank.
+        messages: of this sum.
+
+    Returns:
+        `[S/R, B, H]`, dtype of `x`.
+    """
+    y: torch.Tensor = _SummedPart.apply(x.reshape(-1, x.shape[-1]), messages)
+    return y.view(-1, *x.shape[1:])
+
+
 class _PartCall:
     """The options of one GEMM: everything but tensors that autograd differentiates."""
 
@@ -278,6 +301,18 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ctx.messages.finish("input gradient")
         return grads[0], None
+
+
+class _SummedPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, messages: PartMessages) -> torch.Tensor:
+        ctx.messages = messages
+        y, _ = messages.scatter("output", x)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return ctx.messages.finish("output gradient"), None
 
 
 class _Scattered(torch.autograd.Function):

@@ -13,7 +13,14 @@ from megatron_overlap.comm.transport import P2PWork, Transfer, Transport
 from megatron_overlap.ops import reference
 from megatron_overlap.ops.tensor_parallel.batch_overlap import Slots
 from megatron_overlap.ops.tensor_parallel.sequence_split import join_rows, split_rows
-from megatron_overlap.ops.tensor_parallel.split_linear import PartMessages, column_part, gathered, row_part, scattered
+from megatron_overlap.ops.tensor_parallel.split_linear import (
+    PartMessages,
+    column_part,
+    gathered,
+    row_part,
+    scattered,
+    summed_part,
+)
 from megatron_overlap.ops.wgrad import DeferredWgrad, WgradTarget
 from tests.helpers.late import LateTransport
 from tests.helpers.numerics import assert_close_to_exact
@@ -156,6 +163,30 @@ def against_reference(
         for name, mine, unfused, true in zip(NAMES, got, plain, exact, strict=True):
             assert mine is not None
             assert_close_to_exact(f"parts {name}", mine, unfused, true, true.abs().max() * torch.ones_like(true), 64)
+    if late:
+        for transport in transports:
+            transport.close()
+
+
+def sums_parts(group: dist.ProcessGroup, dtype: torch.dtype, late: bool = False) -> None:
+    """The sums of both parts, in flight at once, and the gathered gradients, against sums in float64."""
+    rank, size = dist.get_rank(group), group.size()
+    transports = _transports(group, late)
+    terms, gradient = (
+        torch.randn(size, size * ROWS, 4, K, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in (1, 2)
+    )
+    x = terms[rank].clone().requires_grad_()
+    deferred_wgrad = DeferredWgrad(num_terms=2)
+    messages = [PartMessages(transport, deferred_wgrad) for transport in transports]
+    pairs = list(zip(x.chunk(2, dim=1), messages, strict=True))
+    started = [summed_part(part, own) for part, own in pairs]
+    y = torch.cat([scattered(part, own) for part, own in zip(started, messages, strict=True)], dim=1)
+    exact = terms.double().sum(0).chunk(size)[rank]
+    bound = torch.finfo(dtype).eps * terms.double().abs().sum(0).chunk(size)[rank]
+    assert bool(((y.double() - exact).abs() <= bound).all())
+    y.backward(gradient[0].chunk(size)[rank])
+    assert x.grad is not None
+    assert torch.equal(x.grad, gradient[0])
     if late:
         for transport in transports:
             transport.close()

@@ -22,6 +22,13 @@ def test_late_messages(world: World, save_gathered: bool) -> None:
     world.run(4, cases.against_reference, torch.float32, late=True, save_gathered=save_gathered)
 
 
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_sums_of_parts(world: World, num_ranks: int, dtype: torch.dtype, late: bool) -> None:
+    world.run(num_ranks, cases.sums_parts, dtype, late=late)
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_abandoned_messages_are_completed(world: World, num_ranks: int) -> None:
     world.run(num_ranks, cases.abandons)

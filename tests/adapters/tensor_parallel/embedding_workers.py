@@ -1,0 +1,183 @@
+"""Runs a model of Megatron on the stock path and with batch overlap of its embedding."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megatron_overlap import OverlapConfig, enable
+from tests.adapters.tensor_parallel.batch_overlap_workers import PREPARE as PREPARE_BLOCK
+from tests.adapters.tensor_parallel.batch_overlap_workers import sum_over_rows
+from tests.adapters.tensor_parallel.linear_workers import start
+
+VOCABULARY, HIDDEN = 64, 16
+
+
+def make_model(group: dist.ProcessGroup, dtype: torch.dtype, rows: int, *, position: str, **settings: Any) -> Any:
+    """A LLaMA of two layers of the local spec, with the same weights on every call."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from scripts.pretrain_decoder import layer_specification
+
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=HIDDEN,
+        ffn_hidden_size=2 * HIDDEN,
+        num_attention_heads=4,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=group.size(),
+        sequence_parallel=True,
+        params_dtype=dtype,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        bias_dropout_fusion=False,
+        **settings,
+    )
+    torch.manual_seed(13)
+    layer = layer_specification(config, use_te=False)
+    embedding: dict[str, Any] = {"position_embedding_type": position, "parallel_output": True}
+    return GPTModel(config, layer, VOCABULARY, rows, **embedding).to(dtype)
+
+
+def _step(model: Any, rows: int, batch: int, training: bool) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(17)
+    tokens, labels = (torch.randint(VOCABULARY, (batch, rows), generator=generator) for _ in range(2))
+    weights = torch.rand(batch, rows, generator=generator)
+    positions = torch.arange(rows).expand(batch, rows)
+    with torch.set_grad_enabled(training):
+        loss = model(tokens, positions, None, labels=labels)
+    if not training:
+        return {"loss": loss}
+    (loss * weights).sum().backward()
+    sum_over_rows(model)
+    return {"loss": loss.detach(), **{name: parameter.grad for name, parameter in model.named_parameters()}}
+
+
+def against_stock(
+    group: dist.ProcessGroup,
+    *,
+    dtype: torch.dtype = torch.float32,
+    batch: int = 2,
+    own_rows: int = 4,
+    prepare: str = "nothing",
+    position: str = "rope",
+    training: bool = True,
+    steps: int = 1,
+    tensor: dict[str, Any],
+    **settings: Any,
+) -> tuple[int, int]:
+    """Loss and all gradients equal stock, those of the embedding bit for bit as far as its gradient goes.
+
+    Returns:
+        The outputs that the embedding left to the first layer, and those that the block completed before its layers.
+    """
+    start(group)
+    from megatron_overlap.adapters.tensor_parallel import embedding
+
+    counts = {"pending": 0, "whole": 0}
+
+    class Counted(embedding.PendingEmbedding):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            counts["pending"] += 1
+
+        def whole(self) -> torch.Tensor:
+            counts["whole"] += 1
+            return super().whole()
+
+    rows = own_rows * group.size()
+
+    def run() -> dict[str, torch.Tensor]:
+        model = make_model(group, dtype, rows, position=position, **settings).train(training)
+        PREPARE[prepare](model)
+        for _ in range(steps):
+            model.zero_grad()
+            result = _step(model, rows, batch, training)
+        return result
+
+    stock = run()
+    with patch.object(embedding, "PendingEmbedding", Counted), enable(OverlapConfig.model_validate({"tensor": tensor})):
+        mine = run()
+    tolerance = 1e-5 if dtype == torch.float32 else 6e-2
+    assert sorted(mine) == sorted(stock)
+    for name, value in stock.items():
+        scale = float(value.abs().max())
+        torch.testing.assert_close(mine[name], value, rtol=0, atol=tolerance * scale, msg=lambda m, n=name: f"{n}: {m}")
+    return counts["pending"], counts["whole"]
+
+
+def order(group: dist.ProcessGroup, split: str) -> tuple[list[str], list[str]]:
+    """The order of starts and waits of the first messages of forward and of the last ones of backward."""
+    start(group)
+    from megatron_overlap.comm.gloo import GlooTransport
+    from tests.ops.tensor_parallel.split_linear_workers import Logged
+
+    log: list[str] = []
+    model = make_model(group, torch.float32, 4 * group.size(), position="rope")
+    with enable(OverlapConfig.model_validate({"tensor": {"method": "p2p", "split": split}})) as session:
+        tensor_group = model.decoder.layers[0].self_attention.linear_proj.tp_group
+        for part in ("a", "b"):
+            logged = Logged(GlooTransport(tensor_group), part, log)
+            session.transports.insert(tensor_group, logged, f"part {part}")
+        model.output_layer.register_forward_hook(lambda *_: log.append("output layer"))
+        _step(model, 4 * group.size(), 2, True)
+    end = log.index("output layer")
+    return log[:8], log[end + 1 :][-9:]
+
+
+def is_refused(group: dist.ProcessGroup) -> str:
+    """The error where other code copies the output of the embedding before the first layer."""
+    start(group)
+    rows = 4 * group.size()
+    model = make_model(group, torch.float32, rows, position="rope")
+
+    def copies(*_: Any) -> None:
+        def copy(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+            return args, {**kwargs, "hidden_states": kwargs["hidden_states"].clone()}
+
+        model.decoder.register_forward_pre_hook(copy, with_kwargs=True)
+
+    model.rotary_pos_emb.register_forward_hook(copies)
+    with enable(OverlapConfig.model_validate({"tensor": {"method": "p2p", "split": "batch"}})):
+        try:
+            _step(model, rows, 2, True)
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def _gathered_late(model: Any) -> None:
+    """As Megatron's --overlap-param-gather: the weight is there when its hook has run, and NaN before."""
+    words = model.embedding.word_embeddings
+    weight = words.weight.detach().clone()
+    words.weight.data.fill_(float("nan"))
+
+    def wait(*_: Any) -> None:
+        words.weight.data.copy_(weight)
+
+    words.register_forward_pre_hook(wait)
+    model.decoder.register_forward_pre_hook(lambda *_: None)
+
+
+PREPARE: dict[str, Any] = {
+    "nothing": lambda model: None,
+    "late": _gathered_late,
+    "hook": lambda model: model.embedding.register_forward_hook(lambda *_: None),
+    "hook of the words": lambda model: model.embedding.word_embeddings.register_forward_hook(lambda *_: None),
+    "hook of the block": lambda model: model.decoder.register_forward_pre_hook(lambda *_: None, with_kwargs=True),
+    "backward hook": lambda model: model.decoder.layers[0].register_full_backward_hook(lambda *_: None),
+    "first unsupported": lambda model: PREPARE_BLOCK["first unsupported"](model.decoder),
+    "subclass": lambda model: setattr(model, "__class__", type("Other", (type(model),), {})),
+}
