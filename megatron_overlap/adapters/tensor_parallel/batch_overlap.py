@@ -102,8 +102,7 @@ def block_forward(original: Method, session: Session) -> Method:
         if runs_measured:
             return measured(self, *args, **kwargs)
         recomputes = skips_outputs and communicates and self.config.recompute_granularity == "full"
-        given = _with_embedding(kwargs, layer_handoff)
-        return (recorded if recomputes and not tracing() else original)(self, *args, **given)
+        return (recorded if recomputes and not tracing() else original)(self, *args, **kwargs)
 
     return forward
 

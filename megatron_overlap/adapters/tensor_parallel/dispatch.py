@@ -44,8 +44,9 @@ from megatron_overlap.ops.wgrad import DeferredWgrad
 from megatron_overlap.schedules.plan import Pattern
 from megatron_overlap.session import Adapter, Session
 
+_EMBEDDING = "VocabParallelEmbedding"
 _NOT_OVERLAPPED = {
-    "VocabParallelEmbedding": "it has no GEMM to overlap its all-reduce or reduce-scatter with",
+    _EMBEDDING: "it has no GEMM to overlap its all-reduce or reduce-scatter with",
     "VocabParallelCrossEntropy": "it sums a few numbers per token, not rows",
 }
 _ROW_OPS = ("ag_gemm", "gemm_rs")  # of sequence parallelism, where ranks own rows
@@ -161,6 +162,11 @@ class LinearAdapter(Adapter):
             site = SavedSite(kind, f"{weight.shape[1]}->{weight.shape[0]}", op)
             hooks = self._hooks[key] = LinearHooks(self._counters, site, key[-1])
         return hooks
+
+    def count_embedding(self, direction: Any, num_bytes: int) -> None:
+        """Counts a pass of one part of the embedding, which the first layer overlaps, and the bytes that were sent."""
+        self._counters.excluded.pop(_EMBEDDING, None)
+        self._counters.overlapped("embedding", _EMBEDDING, "reduce_scatter", direction, num_bytes)
 
     def unsupported_reason(
         self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, op: str

@@ -20,6 +20,7 @@ from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
 from megatron_overlap.adapters.tensor_parallel.division import SequenceDivision, SplitCoreAttention
 from megatron_overlap.adapters.tensor_parallel.layer_handoff import PendingAdd, PendingOutput, PendingPart
 from megatron_overlap.adapters.tensor_parallel.transformer_engine import norm_of
+from megatron_overlap.ops.call import Observer
 from megatron_overlap.ops.tensor_parallel.batch_overlap import Slots
 from megatron_overlap.ops.tensor_parallel.split_linear import (
     PartMessages,
@@ -81,16 +82,17 @@ class EmbeddedPart:
     Args:
         terms: `[rows, B, H]` all rows of the part, the term of this rank.
         messages: of the sum.
+        observer: called in every pass.
     """
 
-    def __init__(self, terms: torch.Tensor, messages: PartMessages) -> None:
-        self._terms, self._messages = terms, messages
+    def __init__(self, terms: torch.Tensor, messages: PartMessages, observer: Observer) -> None:
+        self._terms, self._messages, self._observer = terms, messages, observer
         self._sum: torch.Tensor | None = None
 
     def begin(self) -> torch.Tensor:
         """Starts the sum; returns own rows, incomplete."""
         if self._sum is None:
-            self._sum = summed_part(self._terms, self._messages)
+            self._sum = summed_part(self._terms, self._messages, self._observer)
         return self._sum
 
     def complete(self) -> torch.Tensor:
@@ -191,8 +193,9 @@ class SplitShardedLayer:
 
     def embedded(self, terms: Sequence[torch.Tensor]) -> list[EmbeddedPart]:
         """The parts of the input of the first layer, from the terms of an embedding for all rows of each part."""
-        deferred_wgrad = self._deferred_wgrad
-        return [EmbeddedPart(each, self._messages(number, deferred_wgrad)) for number, each in enumerate(terms)]
+        observer = self._adapter.count_embedding
+        messages = [self._messages(number, self._deferred_wgrad) for number in range(2)]
+        return [EmbeddedPart(part, own, observer) for part, own in zip(terms, messages, strict=True)]
 
     def forward(self, pending: PendingOutput, arguments: dict[str, Any], follower: Any) -> PendingOutput:
         """Runs attention of both parts, then the MLP of both parts.

@@ -246,7 +246,7 @@ def row_part(
     return y.view(-1, *x.shape[1:-1], w_shard.shape[0])
 
 
-def summed_part(x: torch.Tensor, messages: PartMessages) -> torch.Tensor:
+def summed_part(x: torch.Tensor, messages: PartMessages, observer: Observer | None = None) -> torch.Tensor:
     """Own rows of the sum of `x` over ranks, whose reduce-scatter starts. Only `scattered` may read the result.
 
     Backward waits for the gradient that `scattered` gathers.
@@ -254,11 +254,12 @@ def summed_part(x: torch.Tensor, messages: PartMessages) -> torch.Tensor:
     Args:
         x: `[S, B, H]` all rows of one part, the term of this rank.
         messages: of this sum.
+        observer: called in every pass.
 
     Returns:
         `[S/R, B, H]`, dtype of `x`.
     """
-    y: torch.Tensor = _SummedPart.apply(x.reshape(-1, x.shape[-1]), messages)
+    y: torch.Tensor = _SummedPart.apply(x.reshape(-1, x.shape[-1]), messages, observer)
     return y.view(-1, *x.shape[1:])
 
 
@@ -305,14 +306,19 @@ class _Gathered(torch.autograd.Function):
 
 class _SummedPart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, messages: PartMessages) -> torch.Tensor:
-        ctx.messages = messages
-        y, _ = messages.scatter("output", x)
+    def forward(ctx: Any, x: torch.Tensor, messages: PartMessages, observer: Observer | None) -> torch.Tensor:
+        ctx.messages, ctx.observer = messages, observer
+        y, num_bytes = messages.scatter("output", x)
+        if observer is not None:
+            observer("forward", num_bytes)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return ctx.messages.finish("output gradient"), None
+        dx, size = ctx.messages.finish("output gradient"), ctx.messages.transport.size
+        if ctx.observer is not None:
+            ctx.observer("dgrad", dx.nbytes // size * (size - 1))
+        return dx, None, None
 
 
 class _Scattered(torch.autograd.Function):

@@ -108,8 +108,18 @@ def against_stock(
         return result
 
     stock = run()
-    with patch.object(embedding, "PendingEmbedding", Counted), enable(OverlapConfig.model_validate({"tensor": tensor})):
+    config = OverlapConfig.model_validate({"tensor": tensor})
+    with patch.object(embedding, "PendingEmbedding", Counted), enable(config) as session:
         mine = run()
+        report = session.report()
+    sites = {site.direction: each for site, each in report.sites.items() if site.kind == "embedding"}
+    summed = counts["pending"] - counts["whole"]
+    sent = batch * own_rows * HIDDEN * torch.tensor([], dtype=dtype).itemsize * (group.size() - 1)
+    for direction in ("forward", "dgrad") if training and summed else ("forward",) if summed else ():
+        tally = sites.pop(direction)
+        assert (tally.overlapped, tally.moved_bytes) == (2 * summed, sent * summed), direction
+    assert not sites
+    assert ("VocabParallelEmbedding" in report.not_overlapped) == (not summed)
     tolerance = 1e-5 if dtype == torch.float32 else 6e-2
     assert sorted(mine) == sorted(stock)
     for name, value in stock.items():
@@ -156,6 +166,25 @@ def is_refused(group: dist.ProcessGroup) -> str:
         except RuntimeError as error:
             return str(error)
     return ""
+
+
+def runs_after_an_error(group: dist.ProcessGroup) -> bool:
+    """Whether a layer runs by itself after an error between the embedding and the first layer."""
+    start(group)
+    rows = 4 * group.size()
+    model = make_model(group, torch.float32, rows, position="rope")
+
+    def fails(*_: Any) -> None:
+        raise ValueError("between")
+
+    model.rotary_pos_emb.register_forward_hook(fails)
+    with enable(OverlapConfig.model_validate({"tensor": {"method": "p2p", "split": "batch"}})):
+        try:
+            _step(model, rows, 2, True)
+        except ValueError:
+            output, _ = model.decoder.layers[0](hidden_states=torch.ones(4, 2, HIDDEN), attention_mask=None)
+            return bool(output.isfinite().all())
+    return False
 
 
 def _gathered_late(model: Any) -> None:

@@ -74,6 +74,10 @@ def test_a_copy_of_the_output_is_an_error(ranks: World) -> None:
         assert "the input of the first transformer layer is not the output of the embedding" in message
 
 
+def test_an_error_leaves_no_output_behind(ranks: World) -> None:
+    assert ranks.run(RANKS, cases.runs_after_an_error) == [True] * RANKS
+
+
 @pytest.mark.parametrize("split", ["batch", "sequence"])
 def test_messages_of_the_embedding_overlap_the_other_part(ranks: World, split: str) -> None:
     """The first layer hides the sum of part b in forward, and the gather of its gradient in backward."""
