@@ -95,6 +95,12 @@ SHORTENED = (
         long=True,
     ),
     Short(
+        "python scripts/bench/split.py",
+        "--rounds 1 --sequence 32 --hidden 64 --ffn 64 --layers 1 --auto-steps 2",
+        hosts=True,
+        long=True,
+    ),
+    Short(
         "python scripts/bench/generation.py",
         "--rounds 1 --prompt 16 --tokens 2 --hidden 64 --layers 1",
         hosts=True,

@@ -76,8 +76,7 @@ class SequenceDivision:
 
     def rows(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         """See `Division`."""
-        num_first = self._num_first * self._group.size()
-        return x.split([num_first, x.shape[0] - num_first])
+        return [self._rows(x, number) for number in range(2)]
 
     def whole(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """See `Division`: own rows of the sequence."""
