@@ -96,7 +96,10 @@ def _registered_pool(backend: Any, device: torch.device) -> Any:
 
 
 class NcclP2PWork:
-    """See `P2PWork`. Enqueues messages in order, each when its send is ready and the work that hides it is enqueued."""
+    """See `P2PWork`. Enqueues messages in order, each when its send is ready and the work that hides it is enqueued.
+
+    Messages with `with_next` are one NCCL call.
+    """
 
     def __init__(
         self, transport: NcclTransport, transfers: Sequence[Transfer], op: str, timing: CudaWorkEvents | None
@@ -125,51 +128,58 @@ class NcclP2PWork:
 
     def _enqueue_placed(self, enqueued: int, done: int) -> None:
         """Enqueue the messages that the plan places after `work[:enqueued]` and that depend on `work[:done]`."""
-        for transfer in self._transfers[len(self._works) :]:
-            if transfer.message.not_before > enqueued or transfer.message.after_work > done:
+        while len(self._works) < len(self._transfers):
+            message = self._transfers[len(self._works)].message
+            if message.not_before > enqueued or message.after_work > done:
                 break
             self._enqueue_next()
 
     def _enqueue_next(self) -> None:
         """Enqueue the next message after the work that it depends on, but not after later work."""
-        transport, transfer = self._transport, self._transfers[len(self._works)]
-        assert transfer.message.after_work <= self._work_done, "a message was never marked ready"
-        while self._followed < transfer.message.after_work:
+        transport, first = self._transport, len(self._works)
+        last = first
+        while self._transfers[last].message.with_next:
+            last += 1
+        transfers = self._transfers[first : last + 1]
+        after_work = transfers[0].message.after_work
+        assert after_work <= self._work_done, "a message was never marked ready"
+        while self._followed < after_work:
             self._followed, position = self._positions.pop(0)
             transport._stream.wait_event(position)
             transport.recycle([position])
         with torch.cuda.stream(transport._stream):
-            self._enqueue(transfer)
+            self._enqueue(transfers)
 
-    def _enqueue(self, transfer: Transfer) -> None:
-        group, message = self._transport._group, transfer.message
-        device = self._transport._device
-        index = len(self._works)
-        start = self._timing.owner.mark() if self._timing is not None else None
-        work = None
+    def _enqueue(self, transfers: Sequence[Transfer]) -> None:
+        group, device, first = self._transport._group, self._transport._device, len(self._works)
+        starts = [] if self._timing is None else [self._timing.owner.mark() for _ in transfers]
+        work, message = None, transfers[0].message
         try:
-            if transfer.send.numel() or transfer.recv.numel():
+            if any(each.send.numel() or each.recv.numel() for each in transfers):
                 # One NCCL group call for both directions: neither blocks the other.
                 group._start_coalescing(device)
-                if transfer.send.numel():
-                    for tensor in (transfer.send, *transfer.extra_send):
-                        group.send([tensor], message.to, 0)
-                if transfer.recv.numel():
-                    for tensor in (transfer.recv, *transfer.extra_recv):
-                        group.recv([tensor], message.source, 0)
+                for transfer in transfers:
+                    message = transfer.message
+                    if transfer.send.numel():
+                        for tensor in (transfer.send, *transfer.extra_send):
+                            group.send([tensor], message.to, 0)
+                    if transfer.recv.numel():
+                        for tensor in (transfer.recv, *transfer.extra_recv):
+                            group.recv([tensor], message.source, 0)
                 work = group._end_coalescing(device)
         except RuntimeError as error:
             ranks = self._transport.ranks
             raise TransportError(
-                f"{self._op}: rank {ranks[self._transport.rank]} could not post message {index} to rank "
-                f"{ranks[message.to]} and from rank {ranks[message.source]}: {error}"
+                f"{self._op}: rank {ranks[self._transport.rank]} could not post message {first} or one of the "
+                f"same call: to rank {ranks[message.to]} and from rank {ranks[message.source]}: {error}"
             ) from error
-        if self._timing is not None and start is not None:
+        if self._timing is not None:
             # Only for a trace: the wait of this stream blocks a single hardware queue until the message is complete.
             if work is not None:
                 work.wait()
-            self._timing.add(Kind.RECEIVED, start, index, transfer)
-        self._works.append(work)
+            for index, (start, each) in enumerate(zip(starts, transfers, strict=True), first):
+                self._timing.add(Kind.RECEIVED, start, index, each)
+        self._works += [work] * len(transfers)
 
     def is_completed(self, message: int) -> bool:
         return False

@@ -86,6 +86,20 @@ def test_nothing_waits_on_the_host(monkeypatch: pytest.MonkeyPatch, collective: 
     assert kinds.index(("compute", "record")) < kinds.index(("stream 1", "wait")) < first
 
 
+@pytest.mark.parametrize("connections", [None, 1])
+@pytest.mark.parametrize("collective", PLANS)
+def test_one_call_carries_the_messages_of_a_serial_plan(
+    monkeypatch: pytest.MonkeyPatch, collective: str, connections: int | None
+) -> None:
+    """As on a split micro-batch: no work is between them, so a call for each would only cost time."""
+    plans = [PLANS[collective](SIZE, rank, pattern="serial") for rank in range(SIZE)]
+    ranks = [record(monkeypatch, rank, [plans[rank]] * 2) for rank in range(SIZE)]
+    for device in ranks:
+        calls = [op for op in device.ops if op.kind == "messages"]
+        assert [(len(op.sends), len(op.recvs)) for op in calls] == [(SIZE - 1, SIZE - 1)] * 2
+    assert play(ranks, connections=connections) == []
+
+
 def test_work_that_needs_a_message_waits_for_it_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The peers never send. Only the work before the first message completes."""
     plan = all_gather_plan(SIZE, 1)

@@ -3,7 +3,7 @@
 The order of work and messages is that of `adapters/tensor_parallel/split_sharded_layer.py` on a device: the middle of a
 step is after its first GEMM, and each wait in backward comes after all postponed weight gradients. The GEMMs of a part
 have its rows only. `CostModel.gemm_us` gives their time: a wave of tiles that is not full costs as much as a full one.
-On a device NCCL's kernels carry the messages, one after another.
+On a device one NCCL kernel carries the messages of a collective to all peers; kernels run one after another.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from megatron_overlap.tools.simulate.job import Job, Split
 from megatron_overlap.tools.simulate.layer import OVERLAPPED_CALLS, Layers
 from megatron_overlap.tools.simulate.linear import ANY_CHUNK
 from megatron_overlap.tools.simulate.passes import Op, Pass
+
+_PEER_US = 10.0
+"""Assumed: host time of a send and a receive in an NCCL call, for each peer but the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +132,7 @@ class _Part:
         stream = Stream(plan, tuple(self.times), (0.0,) * count, (message_bytes,) * len(self.messages))
         if queued_us is None:
             return stream
-        return replace(stream, latency_us=0.0, queued_us=((size - 1) * queued_us,) * len(self.messages))
+        return replace(stream, latency_us=0.0, queued_us=(queued_us,) * len(self.messages))
 
 
 class _Schedule:
@@ -248,7 +251,8 @@ def _split_passes(job: Job, model: CostModel, split: Split) -> tuple[Pass, Pass]
         more = whole.accumulated_us() if backward else 0.0
         exposed = simulated.exposed_us / count
         name = f"{split} parts{' grad' if backward else ''}"
-        enqueue_us = (job.tensor - 1) * simulated.num_messages * model.enqueue_us / count
+        call_us = model.enqueue_us + (job.tensor - 2) * _PEER_US if model.enqueue_us else 0.0
+        enqueue_us = simulated.num_messages * call_us / count
         return Op(
             name,
             simulated.time_us / count + more,

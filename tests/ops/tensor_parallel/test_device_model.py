@@ -67,7 +67,7 @@ def test_the_kernels_of_a_gradient_with_a_scatter(monkeypatch: pytest.MonkeyPatc
 
 def test_the_model_has_the_cost_of_one_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks the model: without places, all messages of a gather are enqueued first, and nothing overlaps."""
-    monkeypatch.setattr(gather_scatter, "_placed", lambda messages, work: tuple(messages))
+    monkeypatch.setattr(gather_scatter, "_placed", lambda messages, work, **_: tuple(messages))
     p2p._schedule.cache_clear()
     devices = record(monkeypatch, Case("fc1", 8192, "forward"))
     p2p._schedule.cache_clear()
