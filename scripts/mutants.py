@@ -107,7 +107,7 @@ def main() -> int:
             for name in COPIED:
                 source = ROOT / name
                 if source.is_dir():
-                    shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+                    shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
                 else:
                     shutil.copy(source, tree / name)
             if mutant.tests not in healthy:
