@@ -44,9 +44,9 @@ from megatron_overlap.ops.wgrad import DeferredWgrad
 from megatron_overlap.schedules.plan import Pattern
 from megatron_overlap.session import Adapter, Session
 
-_EMBEDDING = "VocabParallelEmbedding"
+EMBEDDING = "VocabParallelEmbedding"
 _NOT_OVERLAPPED = {
-    _EMBEDDING: "it has no GEMM to overlap its all-reduce or reduce-scatter with",
+    EMBEDDING: "it has no GEMM to overlap its all-reduce or reduce-scatter with",
     "VocabParallelCrossEntropy": "it sums a few numbers per token, not rows",
 }
 _ROW_OPS = ("ag_gemm", "gemm_rs")  # of sequence parallelism, where ranks own rows
@@ -165,8 +165,8 @@ class LinearAdapter(Adapter):
 
     def count_embedding(self, direction: Any, num_bytes: int) -> None:
         """Counts a pass of one part of the embedding, which the first layer overlaps, and the bytes that were sent."""
-        self._counters.excluded.pop(_EMBEDDING, None)
-        self._counters.overlapped("embedding", _EMBEDDING, "reduce_scatter", direction, num_bytes)
+        self._counters.excluded.pop(EMBEDDING, None)
+        self._counters.overlapped("embedding", EMBEDDING, "reduce_scatter", direction, num_bytes)
 
     def unsupported_reason(
         self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, op: str

@@ -15,7 +15,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
+from megatron_overlap.adapters.tensor_parallel.dispatch import EMBEDDING, LinearAdapter
 from megatron_overlap.adapters.tensor_parallel.eligibility import CAPTURED, GENERATION, is_capturing
 from megatron_overlap.adapters.tensor_parallel.layer_handoff import LayerHandoff, PendingEmbedding
 from megatron_overlap.adapters.wrapping import Method, replaced_forward, tracing
@@ -37,7 +37,11 @@ def model_forward(original: Method, session: Session) -> Method:
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if tracing() or not _may_split(adapter) or _unsupported_reason(self, args, kwargs) is not None:
+        if tracing() or not _may_split(adapter) or not _sums_by_reduce_scatter(self):
+            return original(self, *args, **kwargs)
+        reason = _unsupported_reason(self, args, kwargs)
+        if reason is not None:
+            session.counters.exclude(EMBEDDING, f"the first layer cannot overlap its reduce-scatter: {reason}")
             return original(self, *args, **kwargs)
         embedding = self.embedding
         words = embedding.word_embeddings
@@ -52,6 +56,12 @@ def model_forward(original: Method, session: Session) -> Method:
 
 def _may_split(adapter: LinearAdapter) -> bool:
     return (adapter.split != "none" or adapter.autotuner.enabled) and not adapter.check.due
+
+
+def _sums_by_reduce_scatter(model: Any) -> bool:
+    """Whether this pipeline stage has the embedding, and its output is rows of each rank."""
+    config = model.config
+    return bool(model.pre_process and config.sequence_parallel and config.tensor_model_parallel_size > 1)
 
 
 def _pending(words: Any, layer_handoff: LayerHandoff) -> Callable[..., torch.Tensor]:
@@ -76,8 +86,6 @@ def _unsupported_reason(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     if type(model) is not GPTModel or type(model.decoder) is not TransformerBlock or not model.decoder.layers:
         return "the model is not a GPTModel of Megatron"
     config, block = model.config, model.decoder
-    if not model.pre_process or not config.sequence_parallel or config.tensor_model_parallel_size == 1:
-        return "the embedding has no reduce-scatter"
     if len(args) > len(_POSITIONAL):
         return "positional arguments"
     if kwargs.get("inference_context") is not None or kwargs.get("inference_params") is not None:

@@ -76,9 +76,10 @@ def against_stock(
     training: bool = True,
     steps: int = 1,
     tensor: dict[str, Any],
+    reason: str = "",
     **settings: Any,
 ) -> tuple[int, int]:
-    """Loss and all gradients equal stock, those of the embedding bit for bit as far as its gradient goes.
+    """Loss and all gradients equal stock, and the report has `reason` where the embedding is not overlapped.
 
     Returns:
         The outputs that the embedding left to the first layer, and those that the block completed before its layers.
@@ -119,6 +120,7 @@ def against_stock(
         tally = sites.pop(direction)
         assert (tally.overlapped, tally.moved_bytes) == (2 * summed, sent * summed), direction
     assert not sites
+    assert reason in report.not_overlapped.get("VocabParallelEmbedding", "")
     assert ("VocabParallelEmbedding" in report.not_overlapped) == (not summed)
     tolerance = 1e-5 if dtype == torch.float32 else 6e-2
     assert sorted(mine) == sorted(stock)
