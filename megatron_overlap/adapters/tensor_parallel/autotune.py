@@ -194,7 +194,7 @@ class LinearAutotuner(GroupAutotuners):
     ) -> Any:
         """Runs the layers of a block with `SEPARATE_LAYERS` or `overlap`, which supports `layers`.
 
-        The comparison starts when the candidates of the separate layers are selected. `run` returns the output of the
+        The comparison starts when the candidates of its separate layers are selected. `run` returns the output of the
         block, whose input is `x`; its backward pass ends at `leaf`.
         """
         group, sharded = layers[0].self_attention.linear_proj.tp_group, layers[0].config.sequence_parallel
@@ -206,7 +206,12 @@ class LinearAutotuner(GroupAutotuners):
         of_layers = [(rows, dtype, each, not sharded) for each in passes]
         kinds = () if autotuner is None else autotuner.kinds.values()
         separate = [kind for kind in kinds if _facts(kind.call) in of_layers and kind.call.op != "block"]
-        if autotuner is None or not separate or any(kind.search.measuring for kind in separate):
+        measuring = [kind.call for kind in separate if kind.search.measuring]
+        if measuring and sharded:
+            # A layer outside the block, such as the output layer, has fewer calls: its search takes many more steps.
+            shapes = {(linear.weight.shape[1], linear.weight.shape[0]) for each in layers for linear in _linears(each)}
+            measuring = [call for call in measuring if (call.in_features, call.out_features) in shapes]
+        if autotuner is None or not separate or measuring:
             return run(SEPARATE_LAYERS)
 
         def run_candidate(candidate: Candidate) -> torch.Tensor:
@@ -272,6 +277,11 @@ def _kind_of(call: LinearCall) -> Call:
         backward=_grad_enabled() and (x.requires_grad or weight.requires_grad),
         variant="frozen" if not weight.requires_grad else "main_grad" if call.wgrad_target is not None else "",
     )
+
+
+def _linears(layer: Any) -> tuple[Any, ...]:
+    attention, mlp = layer.self_attention, layer.mlp
+    return attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2
 
 
 def _facts(call: Call) -> tuple[int, str, bool, bool]:

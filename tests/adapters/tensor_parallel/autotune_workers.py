@@ -318,6 +318,35 @@ def block(group: dist.ProcessGroup, case: BlockCase) -> BlockRun:
     return BlockRun(split, measuring, timed_outside, report["autotuning"], report["not_overlapped"])
 
 
+def block_beside_output_layer(group: dist.ProcessGroup) -> tuple[bool, bool]:
+    """Whether a block is measured, and then whether a layer outside it, which has run once, is not measured yet."""
+    start(group)
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    layers = make_block(group, torch.float32, sequence_parallel=True)
+    options = {"bias": False, "gather_output": False, "init_method": torch.nn.init.normal_}
+    output = ColumnParallelLinear(HIDDEN, 5 * HIDDEN, config=layers.config, **options)
+    times, record = {"stock": 20.0, "p2p ring x 1": 10.0, "p2p direct x 1": 15.0}, Search.record
+
+    def record_given(search: Search[Candidate], measured: Sequence[Timing]) -> None:
+        given = [Timing(times.get(str(each), 1.0)) for each in search.wanted]
+        record(search, [m if math.isnan(m.us) else g for m, g in zip(measured, given, strict=True)])
+
+    with (
+        one_trial(),
+        patch.object(Search, "record", record_given),
+        enable(config(None, chunks_per_rank=1), strict=True) as session,
+    ):
+        for number in range(60):
+            y = layers(hidden_states=torch.randn(2, 2, HIDDEN, requires_grad=True), attention_mask=None)
+            (output(y)[0] if number == 0 else y).sum().backward()
+            if any(kind.call.op == "block" for kind in _kinds(session)):
+                break
+        kinds = _kinds(session)
+    outside = [kind for kind in kinds if kind.call.out_features == 5 * HIDDEN // group.size()]
+    return any(kind.call.op == "block" for kind in kinds), outside[0].search.measuring
+
+
 def _kinds(session: Session) -> list[Kind]:
     return [
         kind for each in session.adapter(LinearAdapter).autotuner._autotuners.values() for kind in each.kinds.values()

@@ -115,6 +115,10 @@ def test_a_block_is_measured_in_batch_overlap(ranks: World, case: BlockCase, win
     assert run.timed_outside == 0, "an output layer after the block runs the selected candidate, untimed"
 
 
+def test_a_block_does_not_wait_for_the_output_layer(ranks: World) -> None:
+    assert ranks.run(RANKS, workers.block_beside_output_layer) == [(True, True)] * RANKS
+
+
 def test_a_block_that_does_not_support_batch_overlap_has_a_reason_and_no_fallback(ranks: World) -> None:
     run = ranks.run(RANKS, workers.block, BlockCase(batch=3, calls=16))[0]
     assert [line["op"] for line in run.lines] == ["copy_gemm"]
