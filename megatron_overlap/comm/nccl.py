@@ -170,8 +170,8 @@ class NcclP2PWork:
         except RuntimeError as error:
             ranks = self._transport.ranks
             raise TransportError(
-                f"{self._op}: rank {ranks[self._transport.rank]} could not post message {first} or one of the "
-                f"same call: to rank {ranks[message.to]} and from rank {ranks[message.source]}: {error}"
+                f"{self._op}: rank {ranks[self._transport.rank]} could not post message {first}, or a later "
+                f"one of the same call, to rank {ranks[message.to]} and from rank {ranks[message.source]}: {error}"
             ) from error
         if self._timing is not None:
             # Only for a trace: the wait of this stream blocks a single hardware queue until the message is complete.

@@ -24,8 +24,7 @@ class Message:
         after_message: earlier message whose received chunk this send forwards; None if it forwards no chunk.
         not_before: a transport on a device enqueues the message when `work[:not_before]` is enqueued. With one hardware
             queue (CUDA_DEVICE_MAX_CONNECTIONS=1) work that is enqueued after a message starts after it.
-        with_next: the next message has the same position in the plan. NCCL sends both in one call, so both arrive
-            together.
+        with_next: NCCL sends this message and the next one in one call. No work of the plan is between them.
     """
 
     send: Chunk

@@ -29,20 +29,17 @@ from harness import link_parser, run_rates
 
 from megatron_overlap.comm import PART_CHANNELS, destroy_process_groups
 from megatron_overlap.comm.gloo import GlooTransport
-from megatron_overlap.comm.transport import P2PWork, Transfer, Transport
+from megatron_overlap.comm.transport import OrderedTransport, P2PWork, Transfer, Transport
 
 VOCABULARY = 4096
 
 
-class UnorderedTransport:
+class UnorderedTransport(OrderedTransport):
     """A transport that reports every message as completed at once. `finish` waits for all of them."""
 
     def __init__(self, inner: Transport) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._begun: list[P2PWork] = []
-        self.rank, self.size, self.buffer_pool, self.exposed_s = inner.rank, inner.size, inner.buffer_pool, 0.0
-        self.copy_engines, self.on_device, self.prepares = inner.copy_engines, inner.on_device, inner.prepares
-        self.capturable = inner.capturable
 
     def begin(self, transfers: Sequence[Transfer], op: str) -> P2PWork:
         self._begun.append(self._inner.begin(transfers, op))
@@ -52,9 +49,6 @@ class UnorderedTransport:
         for work in self._begun:
             work.wait_all()
         self._begun.clear()
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 class _UnorderedWork:

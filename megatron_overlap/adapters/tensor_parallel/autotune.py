@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_overlap.adapters.diagnostics.reference_check import Check
 from megatron_overlap.adapters.tensor_parallel.call import LayerOutput, LinearCall
-from megatron_overlap.adapters.tensor_parallel.eligibility import is_te_linear
+from megatron_overlap.adapters.tensor_parallel.eligibility import is_te_linear, linears_of
 from megatron_overlap.adapters.tensor_parallel.forward_only import ForwardOnlyCalls, is_forward_only
 from megatron_overlap.autotune.candidates import (
     EXPERTS,
@@ -194,8 +194,8 @@ class LinearAutotuner(GroupAutotuners):
     ) -> Any:
         """Runs the layers of a block with `SEPARATE_LAYERS` or `overlap`, which supports `layers`.
 
-        The comparison starts when the candidates of its separate layers are selected. `run` returns the output of the
-        block, whose input is `x`; its backward pass ends at `leaf`.
+        The comparison starts when the candidates of the linear layers in the block are selected. `run` returns the
+        output of the block, whose input is `x`. The backward pass of the block ends at `leaf`.
         """
         group, sharded = layers[0].self_attention.linear_proj.tp_group, layers[0].config.sequence_parallel
         autotuner = self._autotuners.get(group)
@@ -209,7 +209,9 @@ class LinearAutotuner(GroupAutotuners):
         measuring = [kind.call for kind in separate if kind.search.measuring]
         if measuring and sharded:
             # A layer outside the block, such as the output layer, has fewer calls: its search takes many more steps.
-            shapes = {(linear.weight.shape[1], linear.weight.shape[0]) for each in layers for linear in _linears(each)}
+            shapes = {
+                (linear.weight.shape[1], linear.weight.shape[0]) for each in layers for linear in linears_of(each)
+            }
             measuring = [call for call in measuring if (call.in_features, call.out_features) in shapes]
         if autotuner is None or not separate or measuring:
             return run(SEPARATE_LAYERS)
@@ -277,11 +279,6 @@ def _kind_of(call: LinearCall) -> Call:
         backward=_grad_enabled() and (x.requires_grad or weight.requires_grad),
         variant="frozen" if not weight.requires_grad else "main_grad" if call.wgrad_target is not None else "",
     )
-
-
-def _linears(layer: Any) -> tuple[Any, ...]:
-    attention, mlp = layer.self_attention, layer.mlp
-    return attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2
 
 
 def _facts(call: Call) -> tuple[int, str, bool, bool]:

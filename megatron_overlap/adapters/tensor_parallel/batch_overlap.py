@@ -17,6 +17,7 @@ from megatron_overlap.adapters.tensor_parallel.eligibility import (
     CAPTURED,
     GENERATION,
     is_capturing,
+    linears_of,
     reads_only_sum,
     unsupported_batch_reason,
     unsupported_layer_reason,
@@ -216,13 +217,8 @@ def _unsupported_reason(layer: Any, arguments: dict[str, Any], adapter: LinearAd
         return reason
     if adapter.splits_queries:
         return "attention query_split hides the reduce-scatter of the output projection"
-    attention, mlp, x = layer.self_attention, layer.mlp, arguments["hidden_states"]
-    for op, linear in (
-        ("ag_gemm", attention.linear_qkv),
-        ("gemm_rs", attention.linear_proj),
-        ("ag_gemm", mlp.linear_fc1),
-        ("gemm_rs", mlp.linear_fc2),
-    ):
+    x = arguments["hidden_states"]
+    for op, linear in zip(("ag_gemm", "gemm_rs") * 2, linears_of(layer), strict=True):
         reason = adapter.unsupported_reason(x, linear.weight, linear.tp_group, op)
         if reason is not None:
             return reason

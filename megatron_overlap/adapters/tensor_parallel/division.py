@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel import checkpoint
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
-from megatron_overlap.adapters.tensor_parallel.eligibility import BATCH_DIMENSION
+from megatron_overlap.adapters.tensor_parallel.eligibility import BATCH_DIMENSION, linears_of
 from megatron_overlap.adapters.wrapping import Method, replaced_forward
 from megatron_overlap.ops.tensor_parallel.sequence_split import join_rows, split_rows
 from megatron_overlap.schedules.heuristics import balanced_rows
@@ -111,12 +111,10 @@ def sequence_division(layer: Any, x: torch.Tensor, split_at: float | Literal["au
         x: `[S/R, B, H]` own rows of its input.
         split_at: see `config.overlap.TensorOverlap`.
     """
-    attention, mlp, group = layer.self_attention, layer.mlp, layer.self_attention.linear_proj.tp_group
-    num_rows = x.shape[0]
+    group, num_rows = layer.self_attention.linear_proj.tp_group, x.shape[0]
     if split_at != "auto":
         return SequenceDivision(group, min(max(round(split_at * num_rows), 1), num_rows - 1))
-    linears = attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2
-    shapes = tuple((linear.weight.shape[0], linear.weight.shape[1]) for linear in linears)
+    shapes = tuple((linear.weight.shape[0], linear.weight.shape[1]) for linear in linears_of(layer))
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else None
     num_first = balanced_rows(num_rows, group.size(), x.shape[1], shapes, shapes[1][1], processors)
     return SequenceDivision(group, num_first)

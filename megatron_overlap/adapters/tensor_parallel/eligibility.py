@@ -262,6 +262,12 @@ def reads_only_sum(layer: Any) -> bool:
     return standard and not fused and getattr(layer.config, "mlp_chunks_for_training", 1) == 1
 
 
+def linears_of(layer: Any) -> tuple[Any, Any, Any, Any]:
+    """The linear layers of a transformer layer with QKV in one of them, column- and row-parallel in turn."""
+    attention, mlp = layer.self_attention, layer.mlp
+    return attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2
+
+
 def unsupported_layer_reason(layer: Any, arguments: dict[str, Any]) -> str | None:
     """The reason in a transformer layer or its arguments that it does not run in two parts."""
     config = layer.config

@@ -22,7 +22,7 @@ from megatron_overlap.adapters.wrapping import Method, replaced_forward, tracing
 from megatron_overlap.session import Session
 
 _POSITIONAL = ("input_ids", "position_ids", "attention_mask")
-_READERS = ("decoder_input", "output_processor", "inference_context", "inference_params", "extra_block_kwargs")
+_READERS = ("decoder_input", "output_processor", "extra_block_kwargs")
 """Arguments of the model that replace the output of the embedding, or let other code read it."""
 
 

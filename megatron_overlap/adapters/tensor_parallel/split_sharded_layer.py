@@ -77,7 +77,7 @@ def _mlp(layer: Any) -> _Block:
 
 
 class EmbeddedPart:
-    """One part of the output of the embedding, whose sum over ranks may be in flight: a `PendingPart`.
+    """One part of the output of the embedding, whose sum over ranks may be incomplete: a `PendingPart`.
 
     Args:
         terms: `[rows, B, H]` all rows of the part, the term of this rank.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -255,6 +256,19 @@ class BlockRun(NamedTuple):
     not_overlapped: dict[str, str]
 
 
+@contextmanager
+def given_times(times_of: Callable[[Search[Candidate]], dict[str, float]]) -> Iterator[None]:
+    """Gives a search times by the names of its candidates. A real time that is missing stays missing."""
+    record = Search.record
+
+    def record_given(search: Search[Candidate], measured: Sequence[Timing]) -> None:
+        given = [Timing(times_of(search)[str(each)]) for each in search.wanted]
+        record(search, [m if math.isnan(m.us) else g for m, g in zip(measured, given, strict=True)])
+
+    with patch.object(Search, "record", record_given):
+        yield
+
+
 def block(group: dist.ProcessGroup, case: BlockCase) -> BlockRun:
     """Runs a block until autotuning has selected, and compares each call with the stock path."""
     start(group)
@@ -279,21 +293,17 @@ def block(group: dist.ProcessGroup, case: BlockCase) -> BlockRun:
     times = {"separate layers": case.separate_us, "stock": 20.0, "p2p x 1": 10.0}
     times |= {"batch overlap": case.split_us, "sequence overlap": case.split_us}
     times |= {"p2p ring x 1": 10.0, "p2p direct x 1": 15.0}  # under sequence parallelism
-    record = Search.record
 
-    def record_given(search: Search[Candidate], measured: Sequence[Timing]) -> None:
-        """A real time that is missing stays missing."""
+    def times_of(search: Search[Candidate]) -> dict[str, float]:
         # Candidates that are close take more rounds: the first pass of recomputation is measured the longest.
         first = any(kind.search is search and not kind.call.backward for kind in _kinds(session))
-        close = {"p2p direct x 1": 10.8} if first else {}
-        given = [Timing((times | close)[str(each)]) for each in search.wanted]
-        record(search, [m if math.isnan(m.us) else g for m, g in zip(measured, given, strict=True)])
+        return times | ({"p2p direct x 1": 10.8} if first else {})
 
     stock = once()
     split, measuring, timed_outside, left = [], [], 0, case.calls
     with (
         one_trial(),
-        patch.object(Search, "record", record_given),
+        given_times(times_of),
         enable(config(None, chunks_per_rank=1), strict=True) as session,
     ):
         while left:
@@ -326,15 +336,10 @@ def block_beside_output_layer(group: dist.ProcessGroup) -> tuple[bool, bool]:
     layers = make_block(group, torch.float32, sequence_parallel=True)
     options = {"bias": False, "gather_output": False, "init_method": torch.nn.init.normal_}
     output = ColumnParallelLinear(HIDDEN, 5 * HIDDEN, config=layers.config, **options)
-    times, record = {"stock": 20.0, "p2p ring x 1": 10.0, "p2p direct x 1": 15.0}, Search.record
-
-    def record_given(search: Search[Candidate], measured: Sequence[Timing]) -> None:
-        given = [Timing(times.get(str(each), 1.0)) for each in search.wanted]
-        record(search, [m if math.isnan(m.us) else g for m, g in zip(measured, given, strict=True)])
-
+    times = {"stock": 20.0, "p2p ring x 1": 10.0, "p2p direct x 1": 15.0, "separate layers": 1.0, "batch overlap": 1.0}
     with (
         one_trial(),
-        patch.object(Search, "record", record_given),
+        given_times(lambda search: times),
         enable(config(None, chunks_per_rank=1), strict=True) as session,
     ):
         for number in range(60):

@@ -19,15 +19,12 @@ HIDDEN, SEQUENCE = 16, 9
 BATCH_OVERLAP = {"tensor": {"method": "p2p", "split": "batch"}}
 
 
-def make_block(group: dist.ProcessGroup, dtype: torch.dtype, *, te: bool = False, **settings: Any) -> Any:
-    """A block of two layers of the local spec, or TransformerEngine's, and a norm; the same weights on every call."""
-    from megatron.core.transformer.transformer_block import TransformerBlock
+def make_config(group: dist.ProcessGroup, dtype: torch.dtype, **settings: Any) -> Any:
+    """The configuration of two small layers without dropout."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from scripts.pretrain_decoder import layer_specification
-
-    settings = {"hidden_dropout": 0.0, "attention_dropout": 0.0, **settings}
-    config = TransformerConfig(
+    return TransformerConfig(
+        **{"hidden_dropout": 0.0, "attention_dropout": 0.0, **settings},
         num_layers=2,
         hidden_size=HIDDEN,
         ffn_hidden_size=2 * HIDDEN,
@@ -39,8 +36,16 @@ def make_block(group: dist.ProcessGroup, dtype: torch.dtype, *, te: bool = False
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         bias_dropout_fusion=False,
-        **settings,
     )
+
+
+def make_block(group: dist.ProcessGroup, dtype: torch.dtype, *, te: bool = False, **settings: Any) -> Any:
+    """A block of two layers of the local spec, or TransformerEngine's, and a norm; the same weights on every call."""
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    from scripts.pretrain_decoder import layer_specification
+
+    config = make_config(group, dtype, **settings)
     torch.manual_seed(11)
     block = TransformerBlock(config, layer_specification(config, use_te=te))
     generator = torch.Generator().manual_seed(23)

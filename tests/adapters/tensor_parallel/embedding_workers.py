@@ -10,41 +10,21 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_overlap import OverlapConfig, enable
+from tests.adapters.tensor_parallel.batch_overlap_workers import HIDDEN, make_config, sum_over_rows
 from tests.adapters.tensor_parallel.batch_overlap_workers import PREPARE as PREPARE_BLOCK
-from tests.adapters.tensor_parallel.batch_overlap_workers import sum_over_rows
 from tests.adapters.tensor_parallel.linear_workers import start
 
-VOCABULARY, HIDDEN = 64, 16
+VOCABULARY = 64
 
 
 def make_model(group: dist.ProcessGroup, dtype: torch.dtype, rows: int, *, position: str, **settings: Any) -> Any:
     """A LLaMA of two layers of the local spec, with the same weights on every call."""
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
     from scripts.pretrain_decoder import layer_specification
 
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=HIDDEN,
-        ffn_hidden_size=2 * HIDDEN,
-        num_attention_heads=4,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=group.size(),
-        sequence_parallel=True,
-        params_dtype=dtype,
-        use_cpu_initialization=True,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-        bias_dropout_fusion=False,
-        **settings,
-    )
+    llama = {"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu, "add_bias_linear": False}
+    config = make_config(group, dtype, sequence_parallel=True, **llama, **settings)
     torch.manual_seed(13)
     layer = layer_specification(config, use_te=False)
     embedding: dict[str, Any] = {"position_embedding_type": position, "parallel_output": True}
@@ -82,7 +62,7 @@ def against_stock(
     """Loss and all gradients equal stock, and the report has `reason` where the embedding is not overlapped.
 
     Returns:
-        The outputs that the embedding left to the first layer, and those that the block completed before its layers.
+        How often the embedding left its sum to the first layer, and how often the block completed that sum instead.
     """
     start(group)
     from megatron_overlap.adapters.tensor_parallel import embedding

@@ -169,7 +169,7 @@ def against_reference(
 
 
 def sums_parts(group: dist.ProcessGroup, dtype: torch.dtype, late: bool = False) -> None:
-    """The sums of both parts, in flight at once, and the gathered gradients, against sums in float64."""
+    """The sums of both parts, started before either is complete, and the gathered gradients, against float64."""
     rank, size = dist.get_rank(group), group.size()
     transports = _transports(group, late)
     terms, gradient = (
