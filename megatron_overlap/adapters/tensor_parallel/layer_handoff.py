@@ -47,7 +47,7 @@ class PendingAdd:
     layer: Any
     bias_dropout_add: Any
     output: tuple[Any, Any]
-    arrive: Callable[[torch.Tensor], torch.Tensor]
+    arrive: Callable[..., torch.Tensor]
     residual: torch.Tensor
 
     def complete(self) -> torch.Tensor:

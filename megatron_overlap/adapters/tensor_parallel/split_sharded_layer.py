@@ -7,9 +7,9 @@ step of the other part. See `ops/tensor_parallel/split_linear.py` for the order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -109,6 +109,9 @@ class _Step:
         source: the input of the block.
         messages: of this step.
         before: the messages of the same part's step before, whose output `source` completes; None if it is complete.
+
+    Attributes:
+        slot: position in the backward pass before the column-parallel GEMM; see `Slots`.
     """
 
     def __init__(
@@ -123,7 +126,7 @@ class _Step:
         self._x: torch.Tensor | None = None
         self._gathered: torch.Tensor | None = None
         self._other: _Step | None = None
-        self._slot: int | None = None
+        self.slot: int | None = None
 
     def complete(self) -> torch.Tensor:
         """See `PendingPart`: the input of the block, for a layer that runs on the whole micro-batch."""
@@ -139,10 +142,11 @@ class _Step:
     def compute(self, other: _Step | None, arguments: dict[str, Any]) -> PendingAdd:
         """Runs the block with `arguments`, and in its middle starts `other`. Starts its reduce-scatter."""
         self.start()
-        block, self._other = self._block, other
-        with self._adapter.assign((block.column, block.row), self):
-            output = block.module(self._gathered, **arguments)
         assert self._x is not None
+        assert self._gathered is not None
+        block, self._other = self._block, other
+        with self._adapter.assign((block.column, block.row), self), self._polling(self._gathered):
+            output = block.module(self._gathered, **arguments)
         arrive = partial(scattered, messages=self.messages)
         return PendingAdd(block.layer, block.bias_dropout_add, output, arrive, self._x)
 
@@ -169,16 +173,39 @@ class _Step:
                 "set overlap.tensor.split to none"
             )
         output = column_part(call.x, call.weight, call.bias, self.messages, into, hooks.overlapped, on_save=hooks.saved)
-        self._slot = Slots.reserve()
+        self.slot = Slots.reserve()
         # A device does not report received messages.
         self._start_other(now=call.x.is_cuda)
         return call.result(output)
+
+    @contextmanager
+    def _polling(self, x: torch.Tensor) -> Iterator[None]:
+        """On the host, attention inside the context can start the other part's step before and after its softmax."""
+        core = getattr(self._block.module, "core_attention", None)
+        modules = () if core is None or x.is_cuda else core.named_modules()
+        softmax = next((module for name, module in modules if name.endswith("scale_mask_softmax")), None)
+        if softmax is None:
+            yield
+            return
+        records = torch.is_grad_enabled()
+
+        def poll(*arguments: object) -> None:
+            # Inside activation recomputation autograd would not record the other step.
+            if torch.is_grad_enabled() == records:
+                self._start_other(now=False)
+
+        handles = softmax.register_forward_pre_hook(poll), softmax.register_forward_hook(poll)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _start_other(self, *, now: bool) -> None:
         """Starts the other part's step: at once, or only if the output of its step before has arrived."""
         other = self._other
         if other is not None and (now or other._before is None or other._before.is_ready("output")):
-            other.start(self._slot)
+            other.start(self.slot)
             self._other = None
 
 
@@ -225,7 +252,8 @@ class SplitShardedLayer:
             with contexts[1]:
                 last = second.compute(other, given[1])
             if block is None or other is None:
-                outputs = added, last
+                # In backward the first part's all-gather starts when that of the last part has arrived.
+                outputs = replace(added, arrive=partial(added.arrive, slot=second.slot)), last
             else:
                 outputs = steps = other, self._next(block, last, second, 1)
             given, contexts = [{}, {}], [nullcontext(), nullcontext()]
@@ -242,10 +270,8 @@ class SplitShardedLayer:
         ]
         steps[0].start()
         if isinstance(second, EmbeddedPart):
-            # The first step hides this sum, and starts the second step.
+            # The first step hides this sum.
             second.begin()
-        else:
-            steps[1].start()
         return steps[0], steps[1]
 
     def _next(self, block: _Block, output: PendingAdd, before: _Step, number: int) -> _Step:

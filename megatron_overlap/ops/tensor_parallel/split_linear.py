@@ -9,7 +9,10 @@ column-parallel GEMM, it completes the output of the step before, and starts the
 
 Autograd mirrors this order in backward, where `gathered` completes the reduce-scatter of the input gradient and
 `scattered` starts the all-gathers of the output gradient and of the saved input. Postponed weight gradients run while a
-message has not arrived. Each message is whole, and no GEMM is cut.
+message has not arrived. Each message is whole.
+
+On a device no GEMM is cut. On the host a GEMM multiplies own rows first if others have not arrived, and computes
+own rows last if its result is sent.
 
 Source: Domino (arXiv 2409.15241) for the split of a micro-batch. The order under sequence parallelism is not from a
 paper.
@@ -20,7 +23,7 @@ from typing import Any, Literal
 import torch
 
 from megatron_overlap.comm import Transport
-from megatron_overlap.ops.call import Observer, SavedInput, SavedInputHook, check_operands
+from megatron_overlap.ops.call import Observer, SavedInput, SavedInputHook, check_operands, gemm_into
 from megatron_overlap.ops.tensor_parallel.batch_overlap import Slots
 from megatron_overlap.ops.tensor_parallel.method import skipped_output
 from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan, P2PMethod
@@ -29,6 +32,8 @@ from megatron_overlap.ops.wgrad import DeferredWgrad, LateTensor, WgradTarget
 
 _WHOLE = LinearPlan(pattern="serial", chunks_per_rank=1)
 """One message to each rank, after the whole GEMM."""
+_OWN_LAST = LinearPlan(pattern="direct", chunks_per_rank=1)
+"""One message to each rank, before the GEMM of the own rows."""
 _MAX_DEFERRED = 4
 """Postponed products of two steps. More would keep more gathered rows."""
 
@@ -45,6 +50,7 @@ class PartGather:
         plan, layout = _WHOLE.schedule("all_gather", transport, num_rows, row_bytes, shard.device)
         full = shard.new_empty(num_rows, features)
         self._gather = PipelinedAllGather(transport, plan, (shard,), layout, (full,), op, whole=True)
+        self._on_device, self._own = transport.on_device, layout.shard(transport.rank)
         self.num_bytes = (transport.size - 1) * shard.nbytes
 
     @property
@@ -59,6 +65,20 @@ class PartGather:
             self._gather.finish()
         return self._gather.full[0]
 
+    def matmul(self, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """`finish() @ b + bias`."""
+        full, (start, stop) = self._gather.full[0], self._own
+        out = full.new_empty(full.shape[0], b.shape[1])
+        if self._on_device or self.ready:
+            gemm_into(self.finish(), b, out, bias)
+            return out
+        gemm_into(full[start:stop], b, out[start:stop], bias)
+        self.finish()
+        for rows in slice(start), slice(stop, None):
+            if out[rows].numel():
+                gemm_into(full[rows], b, out[rows], bias)
+        return out
+
 
 class PartScatter:
     """The reduce-scatter of the rows of one part, in one message to each rank.
@@ -68,13 +88,16 @@ class PartScatter:
         a: the rows, or the left operand of the GEMM `a @ b` that computes them.
         b: the right operand of that GEMM, or None.
         op: name in error messages.
+        whole: the messages start after the whole GEMM.
 
     Attributes:
         out: own rows; the sum over ranks after `finish`.
     """
 
-    def __init__(self, transport: Transport, a: torch.Tensor, b: torch.Tensor | None, op: str) -> None:
-        method = P2PMethod(transport, _WHOLE)
+    def __init__(
+        self, transport: Transport, a: torch.Tensor, b: torch.Tensor | None, op: str, *, whole: bool = False
+    ) -> None:
+        method = P2PMethod(transport, _WHOLE if whole or transport.on_device else _OWN_LAST)
         self._scatter = method.reduce_scatter(a, op) if b is None else method.scatter(a, b, op)
         self.out = self._scatter.out
         self.num_bytes = (transport.size - 1) * self.out.nbytes
@@ -130,7 +153,7 @@ class PartMessages:
 
     def scatter(self, rows: Rows, a: torch.Tensor, b: torch.Tensor | None = None) -> tuple[torch.Tensor, int]:
         """Starts the reduce-scatter of `a` or `a @ b`; returns own rows, incomplete, and the bytes that are sent."""
-        scatter = PartScatter(self.transport, a, b, f"reduce-scatter of {rows} of a part")
+        scatter = PartScatter(self.transport, a, b, f"reduce-scatter of {rows} of a part", whole=self._serial)
         self._start(rows, scatter)
         return scatter.out, scatter.num_bytes
 
@@ -150,9 +173,21 @@ class PartMessages:
 
     def finish(self, rows: Rows) -> torch.Tensor:
         """Waits for started messages; computes postponed weight gradients until they are complete."""
+        return self._filled(rows).finish()
+
+    def matmul(
+        self, rows: Rows, b: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`gathered @ b + bias` and `gathered`, the result of `finish(rows)`, whose all-gather has started."""
+        gather = self._filled(rows)
+        assert isinstance(gather, PartGather)
+        return gather.matmul(b, bias), gather.finish()
+
+    def _filled(self, rows: Rows) -> PartGather | PartScatter:
+        """Removes started messages, after postponed weight gradients have filled the time until they are complete."""
         work = self.take(rows)
         self.deferred_wgrad.run_while(lambda: not work.ready)
-        return work.finish()
+        return work
 
     def abandon(self) -> None:
         """Completes all messages. No layer uses their rows."""
@@ -180,10 +215,17 @@ def gathered(x: torch.Tensor, messages: PartMessages, slot: int | None = None) -
     return y
 
 
-def scattered(y: torch.Tensor, messages: PartMessages) -> torch.Tensor:
-    """The result `y` of `row_part` or `summed_part`, after its sum is complete. Backward starts its all-gathers."""
+def scattered(y: torch.Tensor, messages: PartMessages, slot: int | None = None) -> torch.Tensor:
+    """The result `y` of `row_part` or `summed_part`, after its sum is complete. Backward starts its all-gathers.
+
+    Args:
+        y: own rows.
+        messages: of the step.
+        slot: position in the backward pass; see `Slots`.
+    """
     saved, messages.saved = messages.saved, None
     result: torch.Tensor = _Scattered.apply(y, saved, messages)
+    Slots.put(result, slot)
     return result
 
 
@@ -350,7 +392,7 @@ class _ColumnPart(torch.autograd.Function):
         on_save: SavedInputHook | None,
     ) -> torch.Tensor:
         messages, saves = call.messages, call.saves_input
-        full = messages.finish("input")
+        y, full = messages.matmul("input", w.t(), bias)
         keeps_full = saves and messages.save_gathered
         messages.saved = x.detach().contiguous() if saves and not keeps_full else None
         ctx.save_for_backward(full if keeps_full else None, w)
@@ -358,7 +400,7 @@ class _ColumnPart(torch.autograd.Function):
         if saves and on_save is not None:
             ctx.saved_input = SavedInput(on_save(x, full.nbytes))
         call.count("forward", full.nbytes // messages.transport.size * (messages.transport.size - 1))
-        return torch.mm(full, w.t()) if bias is None else torch.addmm(bias, full, w.t())
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -390,8 +432,10 @@ class _RowPart(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call, (x, w) = ctx.call, ctx.saved_tensors
-        dy = call.messages.finish("output gradient")
-        dx = dy @ w if ctx.needs_input_grad[0] else None
+        if ctx.needs_input_grad[0]:
+            dx, dy = call.messages.matmul("output gradient", w)
+        else:
+            dx, dy = None, call.messages.finish("output gradient")
         call.count("dgrad", dy.nbytes // call.messages.transport.size * (call.messages.transport.size - 1))
         if x is not None:
             call.defer_wgrad(dy, x)

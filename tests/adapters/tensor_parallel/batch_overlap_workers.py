@@ -219,6 +219,33 @@ def sharded_order(group: dist.ProcessGroup, **settings: Any) -> tuple[list[str],
     return forward, log
 
 
+def attention_order(group: dist.ProcessGroup, *, arrives_at: int, **settings: Any) -> list[str]:
+    """The starts of gathers and the ends of core attention and its softmax, in forward of two layers."""
+    start(group)
+    log: list[str] = []
+    block = make_block(group, torch.float32, sequence_parallel=True, **settings)
+    with enable(OverlapConfig.model_validate(BATCH_OVERLAP)) as session:
+        tensor_group = block.layers[0].self_attention.linear_proj.tp_group
+        for part in ("a", "b"):
+            logged = LoggedTransport(GlooTransport(tensor_group), part, log, arrives_at)
+            session.transports.insert(tensor_group, logged, f"part {part}")
+        for layer in block.layers:
+            core = layer.self_attention.core_attention
+            core.scale_mask_softmax.register_forward_hook(lambda *_: log.append("softmax"))
+            core.register_forward_hook(lambda *_: log.append("attention"))
+        rows = 2 * group.size()
+        mask = torch.ones(1, 1, rows, rows, dtype=torch.bool).triu(1)
+        y = block(hidden_states=torch.randn(2, 2, HIDDEN, requires_grad=True), attention_mask=mask)
+        forward = [each for each in log if each in ("softmax", "attention", "start a input", "start b input")]
+        y.sum().backward()
+        for layer in block.layers:
+            softmax = layer.self_attention.core_attention.scale_mask_softmax
+            assert len(softmax._forward_hooks) == 1
+            assert not softmax._forward_pre_hooks
+    assert all(parameter.grad is not None for parameter in block.parameters())
+    return forward
+
+
 def core_attention_calls(group: dist.ProcessGroup, split: str) -> list[int]:
     """Calls of the core attention of two layers in forward and backward of two steps, with selective recomputation."""
     start(group)

@@ -234,19 +234,19 @@ def test_all_reduces_overlap_the_other_part(ranks: World, prepare: str) -> None:
 def _messages(num_layers: int) -> tuple[list[str], list[str]]:
     """The order of messages in forward and backward of layers that hand off their output."""
     positions = ("ba", "ab") * (2 * num_layers - 1)
-    forward = ["start a input", "start b input", "wait a input", "start a output"]
+    forward = ["start a input", "wait a input", "start b input", "start a output"]
     for part, other in positions:
         forward += [f"wait {part} input", f"wait {other} output", f"start {other} input", f"start {part} output"]
     forward += ["wait b input", "start b output", "wait a output", "wait b output"]
-    backward = ["start b output gradient", "start b input", "start a output gradient", "start a input"]
-    backward += ["wait b output gradient", "start b input gradient"]
+    backward = ["start b output gradient", "start b input", "wait b output gradient"]
+    backward += ["start a output gradient", "start a input", "start b input gradient"]
     of_attention = (False, True, True, False) * num_layers
     for (other, part), attends in zip(positions, of_attention, strict=False):
         backward += [f"wait {other} input", f"wait {part} output gradient", *["attention"] * attends]
         backward += [f"wait {other} input gradient"]
         backward += [f"start {other} output gradient", f"start {other} input", f"start {part} input gradient"]
-    backward += ["wait b input", "wait a output gradient", "attention", "start a input gradient"]
-    backward += ["wait a input", "wait b input gradient", "wait a input gradient"]
+    backward += ["wait b input", "wait a output gradient", "attention", "wait b input gradient"]
+    backward += ["start a input gradient", "wait a input", "wait a input gradient"]
     return forward, backward
 
 
@@ -254,6 +254,28 @@ def test_messages_of_sequence_parallelism_overlap_the_other_part(ranks: World) -
     """Between the start of a message and its wait is a GEMM of the other part, at the first and last steps apart."""
     for order in ranks.run(RANKS, cases.sharded_order):
         assert order == _messages(2)
+
+
+ATTENTION_OF_B = {
+    1: ["start a input", "softmax", "attention"],
+    2: ["start a input", "softmax", "attention"],
+    3: ["softmax", "start a input", "attention"],
+    4: ["softmax", "attention", "start a input"],
+}
+"""By the query from which messages have arrived. The first one is after the column-parallel GEMM."""
+
+
+@pytest.mark.parametrize(("arrives_at", "expected"), ATTENTION_OF_B.items())
+def test_attention_starts_the_other_step_when_its_input_has_arrived(
+    ranks: World, arrives_at: int, expected: list[str]
+) -> None:
+    for order in ranks.run(RANKS, cases.attention_order, arrives_at=arrives_at):
+        assert order[:7] == ["start a input", "start b input", "softmax", "attention", *expected]
+
+
+def test_a_recomputed_core_attention_does_not_start_the_other_step(ranks: World) -> None:
+    for order in ranks.run(RANKS, cases.attention_order, arrives_at=2, recompute_granularity="selective"):
+        assert order[4:7] == ATTENTION_OF_B[4]
 
 
 @pytest.mark.parametrize("num_layers", [1, 2])

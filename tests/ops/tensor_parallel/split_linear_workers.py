@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,8 @@ from torch.nn import functional
 from megatron_overlap.comm import transport_of
 from megatron_overlap.comm.transport import P2PWork, Transfer, Transport
 from megatron_overlap.ops import reference
+from megatron_overlap.ops.call import gemm_into
+from megatron_overlap.ops.tensor_parallel import p2p, split_linear
 from megatron_overlap.ops.tensor_parallel.batch_overlap import Slots
 from megatron_overlap.ops.tensor_parallel.sequence_split import join_rows, split_rows
 from megatron_overlap.ops.tensor_parallel.split_linear import (
@@ -31,29 +34,41 @@ CHANNELS = ("part a", "part b")
 
 
 class Logged:
-    """A transport that logs starts and the last wait of each operation."""
+    """A transport that logs starts and the last wait of each operation.
 
-    def __init__(self, inner: Transport, part: str, log: list[str]) -> None:
-        self._inner, self._part, self._log = inner, part, log
+    Args:
+        inner: carries the messages.
+        part: in the log.
+        log: gets the names.
+        arrives_at: the query for an operation from which its messages have arrived; None: never.
+    """
+
+    def __init__(self, inner: Transport, part: str, log: list[str], arrives_at: int | None = None) -> None:
+        self._inner, self._part, self._log, self._arrives_at = inner, part, log, arrives_at
         self.rank, self.size, self.buffer_pool, self.exposed_s = inner.rank, inner.size, inner.buffer_pool, 0.0
         self.copy_engines, self.on_device, self.prepares = inner.copy_engines, inner.on_device, inner.prepares
 
     def begin(self, transfers: Sequence[Transfer], op: str) -> P2PWork:
         name = f"{self._part} {op.removesuffix(' of a part').split(' of ')[1]}"
         self._log.append(f"start {name}")
-        return _LoggedWork(self._inner.begin(transfers, op), name, self._log)
+        return _LoggedWork(self._inner.begin(transfers, op), name, self._log, self._arrives_at)
 
     def close(self) -> None:
         self._inner.close()
 
 
 class _LoggedWork:
-    def __init__(self, inner: P2PWork, name: str, log: list[str]) -> None:
-        self._inner, self._name, self._log = inner, name, log
+    def __init__(self, inner: P2PWork, name: str, log: list[str], arrives_at: int | None) -> None:
+        self._inner, self._name, self._log, self._arrives_at = inner, name, log, arrives_at
+        self._queries = 0
         self.mark_ready, self.wait = inner.mark_ready, inner.wait
 
     def is_completed(self, message: int) -> bool:
-        return False
+        self._queries += message == 0
+        if self._arrives_at is None or self._queries < self._arrives_at:
+            return False
+        self._inner.wait(message)
+        return True
 
     def wait_all(self) -> None:
         self._log.append(f"wait {self._name}")
@@ -212,6 +227,41 @@ def abandons(group: dist.ProcessGroup) -> None:
     rows = [torch.empty_like(shard) for _ in range(group.size())]
     dist.all_gather(rows, shard, group=group)
     assert torch.equal(messages.finish("input"), torch.cat(rows))
+
+
+def row_order(group: dist.ProcessGroup, *, arrived: bool) -> tuple[list[str], list[str]]:
+    """The order of GEMMs and waits of a gather of one part, and of the GEMMs of a scatter."""
+    log: list[str] = []
+    transport = Logged(transport_of(group, CHANNELS[0]), "a", log, 1 if arrived else None)
+    messages = PartMessages(transport, DeferredWgrad(num_terms=2))
+    x, w1, w2, *_ = _data(group, torch.float32, 1)
+    shard, size = x.flatten(0, 1), group.size()
+    own = len(shard)
+
+    def logged(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        start = out.storage_offset() // out.stride(0)
+        log.append(f"rows {start // own} to {start // own + len(out) // own}")
+        gemm_into(a, b, out, bias)
+
+    with patch.object(split_linear, "gemm_into", logged):
+        messages.gather("input", shard)
+        y, full = messages.matmul("input", w1.t())
+    torch.testing.assert_close(y, full @ w1.t())
+    gathered_order, log[:] = list(log), []
+    terms = torch.ones(size * own, F)
+
+    def logged_rows(rows: dict[int, torch.Tensor], b: torch.Tensor, start: int, stop: int, out: torch.Tensor) -> None:
+        log.append(f"rows {start // own} to {stop // own}")
+        torch.mm(rows[start], b, out=out)
+
+    with patch.object(p2p, "_gemm_split", logged_rows):
+        out, _ = messages.scatter("output", terms, w2.t())
+    scattered_order = list(log)
+    messages.finish("output")
+    weights = [torch.empty_like(w2) for _ in range(size)]
+    dist.all_gather(weights, w2, group=group)
+    torch.testing.assert_close(out, sum(weights).sum(1).expand(own, K))
+    return gathered_order, scattered_order
 
 
 def moves_rows(group: dist.ProcessGroup, num_rows: int, num_first: int) -> None:

@@ -34,6 +34,22 @@ def test_abandoned_messages_are_completed(world: World, num_ranks: int) -> None:
     world.run(num_ranks, cases.abandons)
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_own_rows_are_first_in_a_gather_and_last_in_a_scatter(world: World, num_ranks: int) -> None:
+    for rank, (gather, scatter) in enumerate(world.run(num_ranks, cases.row_order, arrived=False)):
+        own, others = f"rows {rank} to {rank + 1}", [(0, rank), (rank + 1, num_ranks)]
+        received = [f"rows {start} to {stop}" for start, stop in others if start < stop]
+        assert gather == ["start a input", own, "wait a input", *received]
+        peers = [(rank + distance) % num_ranks for distance in range(1, num_ranks)]
+        assert scatter == ["start a output", *(f"rows {peer} to {peer + 1}" for peer in peers), own]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_rows_that_have_arrived_are_one_gemm(world: World, num_ranks: int) -> None:
+    for gather, _ in world.run(num_ranks, cases.row_order, arrived=True):
+        assert gather == ["start a input", "wait a input", f"rows 0 to {num_ranks}"]
+
+
 @pytest.mark.parametrize(("num_rows", "num_first"), [(6, 3), (7, 3), (7, 6), (2, 1)])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_rows_move_to_parts_and_back(world: World, num_ranks: int, num_rows: int, num_first: int) -> None:
