@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,9 @@ from harness import link_parser, run_rates
 from megatron_overlap.comm import PART_CHANNELS, destroy_process_groups
 from megatron_overlap.comm.gloo import GlooTransport
 from megatron_overlap.comm.transport import OrderedTransport, P2PWork, Transfer, Transport
+
+if TYPE_CHECKING:
+    from megatron_overlap import Session
 
 VOCABULARY = 4096
 
@@ -143,10 +146,14 @@ def measure(step: Step, args: argparse.Namespace, cache: str) -> dict[str, Any]:
         "roof": {"method": "p2p", "split": split},
     }
     auto = {"method": "auto", "autotune_cache": cache}
+    selected: list[str] = []
     if args.auto_steps:
-        with overlapped(step.group, auto):
+        with overlapped(step.group, auto) as (session, _):
             for _ in range(args.auto_steps):
                 step()
+            selected = [
+                f"{line.module}, {line.passes}: {line.method} ({line.reason})" for line in session.report().autotuning
+            ]
         variants["auto"] = auto
     names = list(variants)
     times: dict[str, list[float]] = {name: [] for name in names}
@@ -154,7 +161,7 @@ def measure(step: Step, args: argparse.Namespace, cache: str) -> dict[str, Any]:
     results: dict[str, tuple[float, float]] = {}
     for number in range(-args.warmup, args.rounds):
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            with overlapped(step.group, variants[name], unordered=name == "roof") as finish, waits() as waited:
+            with overlapped(step.group, variants[name], unordered=name == "roof") as (_, finish), waits() as waited:
                 step()
                 finish()
                 dist.barrier()
@@ -186,6 +193,7 @@ def measure(step: Step, args: argparse.Namespace, cache: str) -> dict[str, Any]:
         "messages_over_split": median(a / b for a, b in zip(times["messages"], times[split], strict=True)),
         "split_over_roof": median(a / b for a, b in zip(times[split], times["roof"], strict=True)),
         "loss_and_grad_norm": {name: each for name, each in results.items() if name != "roof"},
+        "auto_selected": selected,
         "times_ms": {name: [round(1e3 * t, 1) for t in each] for name, each in times.items()},
     }
 
@@ -193,8 +201,8 @@ def measure(step: Step, args: argparse.Namespace, cache: str) -> dict[str, Any]:
 @contextmanager
 def overlapped(
     group: dist.ProcessGroup, tensor: dict[str, Any], *, unordered: bool = False
-) -> Iterator[Callable[[], None]]:
-    """The plugin with the settings of `overlap.tensor`. Yields what waits for the remaining messages of a step."""
+) -> Iterator[tuple[Session, Callable[[], None]]]:
+    """The plugin with the settings of `overlap.tensor`. Yields what waits for the remaining messages of a step, too."""
     from megatron_overlap import OverlapConfig, enable
 
     channels = ("", *PART_CHANNELS) if unordered else ()
@@ -207,7 +215,7 @@ def overlapped(
             for transport in opened:
                 transport.finish()
 
-        yield finish
+        yield session, finish
 
 
 @contextmanager
