@@ -148,6 +148,11 @@ class Search[C: Hashable]:
         return bool(self.wanted) and not self._steps
 
     @property
+    def has_selection(self) -> bool:
+        """Whether a selection rests on measurements, or none is to come."""
+        return not self.measuring or self.selected.reason == "measured"
+
+    @property
     def tried(self) -> tuple[C, ...]:
         """The candidates that were measured, or are being measured."""
         return tuple(dict.fromkeys([*self._candidates, *self._times, *self.wanted]))

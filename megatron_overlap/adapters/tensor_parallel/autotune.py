@@ -85,6 +85,9 @@ class LinearAutotuner(GroupAutotuners):
     """The autotuners of one session: a `LinearBackend` that runs a call with the candidate that its autotuner names.
 
     Steps of the reference check `check` are not timed.
+
+    Attributes:
+        rests: linear layers run their selection, untimed, because the block around them is compared.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class LinearAutotuner(GroupAutotuners):
         # Group, input and its version, and candidate of the last column-parallel call.
         self._last: tuple[dist.ProcessGroup, weakref.ref[torch.Tensor], int, Candidate] | None = None
         self._stock_calls: dict[int, _StockCall] = {}
+        self.rests = False
 
     def runs_stock(self, layer: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor) -> bool:
         """Whether a call runs the stock path untimed. Such a call is counted.
@@ -161,7 +165,7 @@ class LinearAutotuner(GroupAutotuners):
                     self._last = group, weakref.ref(x), version, modelled
                 return self._run_candidate(call, modelled)
         run, candidates = partial(self._run_candidate, call), partial(self._candidates, call, kind)
-        timed = not self._check.due
+        timed = not self._check.due and not self.rests
         result, candidate = autotuner.run(kind, run, (x, weight), candidates, timed=timed, modelled=modelled)
         if gathers:
             self._last = group, weakref.ref(x), version, candidate
@@ -194,8 +198,9 @@ class LinearAutotuner(GroupAutotuners):
     ) -> Any:
         """Runs the layers of a block with `SEPARATE_LAYERS` or `overlap`, which supports `layers`.
 
-        The comparison starts when the candidates of the linear layers in the block are selected. `run` returns the
-        output of the block, whose input is `x`. The backward pass of the block ends at `leaf`.
+        The comparison starts when the linear layers in the block have a first selection. Until it has ended, their
+        search rests. `run` returns the output of the block, whose input is `x`. The backward pass of the block ends at
+        `leaf`.
         """
         group, sharded = layers[0].self_attention.linear_proj.tp_group, layers[0].config.sequence_parallel
         autotuner = self._autotuners.get(group)
@@ -206,26 +211,30 @@ class LinearAutotuner(GroupAutotuners):
         of_layers = [(rows, dtype, each, not sharded) for each in passes]
         kinds = () if autotuner is None else autotuner.kinds.values()
         separate = [kind for kind in kinds if _facts(kind.call) in of_layers and kind.call.op != "block"]
-        measuring = [kind.call for kind in separate if kind.search.measuring]
-        if measuring and sharded:
+        waiting = [kind.call for kind in separate if not kind.search.has_selection]
+        if waiting and sharded:
             # A layer outside the block, such as the output layer, has fewer calls: its search takes many more steps.
             shapes = {
                 (linear.weight.shape[1], linear.weight.shape[0]) for each in layers for linear in linears_of(each)
             }
-            measuring = [call for call in measuring if (call.in_features, call.out_features) in shapes]
-        if autotuner is None or not separate or measuring:
+            waiting = [call for call in waiting if (call.in_features, call.out_features) in shapes]
+        if autotuner is None or not separate or waiting:
             return run(SEPARATE_LAYERS)
 
         def run_candidate(candidate: Candidate) -> torch.Tensor:
             # Layers outside the block, such as the output layer, keep their candidate; their calls begin no step.
             for kind in separate if not sharded else ():
                 kind.step = Step(kind.search.selected.candidate)
-            return run(candidate)
+            self.rests = autotuner.kinds[kind_of_block].search.measuring
+            try:
+                return run(candidate)
+            finally:
+                self.rests = False
 
         variant = f"of {len(layers)} layers" + (" by sequences" if overlap == SEQUENCE_OVERLAP else "")
-        kind = Call("block", rows, x.shape[-1], x.shape[-1], dtype, backward, variant)
+        kind_of_block = Call("block", rows, x.shape[-1], x.shape[-1], dtype, backward, variant)
         candidates = SEPARATE_LAYERS, overlap
-        return autotuner.run(kind, run_candidate, (leaf,), lambda: candidates, timed=not self._check.due)[0]
+        return autotuner.run(kind_of_block, run_candidate, (leaf,), lambda: candidates, timed=not self._check.due)[0]
 
     def unsupported_reason(self, call: LinearCall) -> str | None:
         if call.wgrad_target is not None and not call.x.is_cuda and not is_te_linear(call.layer):

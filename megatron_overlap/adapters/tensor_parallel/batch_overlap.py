@@ -179,11 +179,16 @@ def _chains(block: Any) -> list[list[Any]]:
 
 
 def _recompute_with(adapter: LinearAdapter, split: _Split, output: Any) -> None:
-    """Lets the backward pass of a block divide the layers that it recomputes as the forward pass did."""
+    """Lets the backward pass of a block run the layers that it recomputes as the forward pass did."""
+    autotuner = adapter.autotuner
+    rests = autotuner.rests
 
     def begin(_: Any) -> None:
-        adapter.split = split
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: setattr(adapter, "split", "none"))
+        adapter.split, autotuner.rests = split, rests
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def end() -> None:
+        adapter.split, autotuner.rests = "none", False
 
     node = (output[0] if isinstance(output, tuple) else output).grad_fn
     if node is not None:
