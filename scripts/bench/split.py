@@ -203,7 +203,7 @@ def measure(step: Step, args: argparse.Namespace, cache: str) -> dict[str, Any]:
 def overlapped(
     group: dist.ProcessGroup, tensor: dict[str, Any], *, unordered: bool = False
 ) -> Iterator[tuple[Session, Callable[[], None]]]:
-    """The plugin with the settings of `overlap.tensor`. Yields what waits for the remaining messages of a step, too."""
+    """The plugin with the settings of `overlap.tensor`. Yields the session, and what waits for the rest of a step."""
     from megatron_overlap import OverlapConfig, enable
 
     channels = ("", *PART_CHANNELS) if unordered else ()

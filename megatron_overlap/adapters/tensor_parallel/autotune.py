@@ -87,7 +87,7 @@ class LinearAutotuner(GroupAutotuners):
     Steps of the reference check `check` are not timed.
 
     Attributes:
-        rests: linear layers run their selection, untimed, because the block around them is compared.
+        paused: linear layers run their selection, untimed, while the block around them is compared.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class LinearAutotuner(GroupAutotuners):
         # Group, input and its version, and candidate of the last column-parallel call.
         self._last: tuple[dist.ProcessGroup, weakref.ref[torch.Tensor], int, Candidate] | None = None
         self._stock_calls: dict[int, _StockCall] = {}
-        self.rests = False
+        self.paused = False
 
     def runs_stock(self, layer: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor) -> bool:
         """Whether a call runs the stock path untimed. Such a call is counted.
@@ -165,7 +165,7 @@ class LinearAutotuner(GroupAutotuners):
                     self._last = group, weakref.ref(x), version, modelled
                 return self._run_candidate(call, modelled)
         run, candidates = partial(self._run_candidate, call), partial(self._candidates, call, kind)
-        timed = not self._check.due and not self.rests
+        timed = not self._check.due and not self.paused
         result, candidate = autotuner.run(kind, run, (x, weight), candidates, timed=timed, modelled=modelled)
         if gathers:
             self._last = group, weakref.ref(x), version, candidate
@@ -198,8 +198,8 @@ class LinearAutotuner(GroupAutotuners):
     ) -> Any:
         """Runs the layers of a block with `SEPARATE_LAYERS` or `overlap`, which supports `layers`.
 
-        The comparison starts when the linear layers in the block have a first selection. Until it has ended, their
-        search rests. `run` returns the output of the block, whose input is `x`. The backward pass of the block ends at
+        The comparison starts when the linear layers in the block have a first selection. It pauses their own
+        comparison. `run` returns the output of the block, whose input is `x`. The backward pass of the block ends at
         `leaf`.
         """
         group, sharded = layers[0].self_attention.linear_proj.tp_group, layers[0].config.sequence_parallel
@@ -225,11 +225,11 @@ class LinearAutotuner(GroupAutotuners):
             # Layers outside the block, such as the output layer, keep their candidate; their calls begin no step.
             for kind in separate if not sharded else ():
                 kind.step = Step(kind.search.selected.candidate)
-            self.rests = autotuner.kinds[kind_of_block].search.measuring
+            self.paused = autotuner.kinds[kind_of_block].search.measuring
             try:
                 return run(candidate)
             finally:
-                self.rests = False
+                self.paused = False
 
         variant = f"of {len(layers)} layers" + (" by sequences" if overlap == SEQUENCE_OVERLAP else "")
         kind_of_block = Call("block", rows, x.shape[-1], x.shape[-1], dtype, backward, variant)

@@ -179,16 +179,16 @@ def _chains(block: Any) -> list[list[Any]]:
 
 
 def _recompute_with(adapter: LinearAdapter, split: _Split, output: Any) -> None:
-    """Lets the backward pass of a block run the layers that it recomputes as the forward pass did."""
+    """Lets recomputation in backward run the layers of a block as forward did, and with the same split."""
     autotuner = adapter.autotuner
-    rests = autotuner.rests
+    paused = autotuner.paused
 
     def begin(_: Any) -> None:
-        adapter.split, autotuner.rests = split, rests
+        adapter.split, autotuner.paused = split, paused
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def end() -> None:
-        adapter.split, autotuner.rests = "none", False
+        adapter.split, autotuner.paused = "none", False
 
     node = (output[0] if isinstance(output, tuple) else output).grad_fn
     if node is not None:

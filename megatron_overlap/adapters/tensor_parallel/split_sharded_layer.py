@@ -111,7 +111,7 @@ class _Step:
         before: the messages of the same part's step before, whose output `source` completes; None if it is complete.
 
     Attributes:
-        slot: position in the backward pass before the column-parallel GEMM; see `Slots`.
+        slot: where backward runs the nodes of another step: before the column-parallel GEMM of this one; see `Slots`.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class _Step:
         records = torch.is_grad_enabled()
 
         def poll(*arguments: object) -> None:
-            # Inside activation recomputation autograd would not record the other step.
+            # In the first pass of activation recomputation autograd would not record the other step.
             if torch.is_grad_enabled() == records:
                 self._start_other(now=False)
 

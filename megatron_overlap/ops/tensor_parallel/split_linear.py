@@ -178,13 +178,13 @@ class PartMessages:
     def matmul(
         self, rows: Rows, b: torch.Tensor, bias: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`gathered @ b + bias` and `gathered`, the result of `finish(rows)`, whose all-gather has started."""
+        """`full @ b + bias` and `full`, the rows of all ranks, whose all-gather has started."""
         gather = self._filled(rows)
         assert isinstance(gather, PartGather)
         return gather.matmul(b, bias), gather.finish()
 
     def _filled(self, rows: Rows) -> PartGather | PartScatter:
-        """Removes started messages, after postponed weight gradients have filled the time until they are complete."""
+        """Takes started messages, and computes postponed weight gradients until they are complete."""
         work = self.take(rows)
         self.deferred_wgrad.run_while(lambda: not work.ready)
         return work

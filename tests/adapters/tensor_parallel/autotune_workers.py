@@ -244,7 +244,7 @@ class BlockRun(NamedTuple):
     Attributes:
         split: for each call, whether the block ran in batch overlap.
         without_selection: for each call, whether a separate layer had no selection yet.
-        rested: whether the block was compared before its separate layers were measured to the end.
+        paused: whether the block was compared before its separate layers were measured to the end.
         timed_outside: steps of the separate layers that were timed after a call in batch overlap.
         lines: the selections.
         not_overlapped: modules of the report that no method overlaps, with the reason.
@@ -252,7 +252,7 @@ class BlockRun(NamedTuple):
 
     split: list[bool]
     without_selection: list[bool]
-    rested: bool
+    paused: bool
     timed_outside: int
     lines: list[dict[str, Any]]
     not_overlapped: dict[str, str]
@@ -302,7 +302,7 @@ def block(group: dist.ProcessGroup, case: BlockCase) -> BlockRun:
         return times | ({"p2p direct x 1": 10.3} if first else {})
 
     stock = once()
-    split, without_selection, rested, timed_outside, left = [], [], False, 0, case.calls
+    split, without_selection, paused, timed_outside, left = [], [], False, 0, case.calls
     with (
         one_trial(),
         given_times(times_of),
@@ -321,7 +321,7 @@ def block(group: dist.ProcessGroup, case: BlockCase) -> BlockRun:
             blocks = [kind for kind in _kinds(session) if kind.call.op == "block"]
             split.append(bool(blocks) and blocks[0].step.candidate != SEPARATE_LAYERS)
             compared = bool(blocks) and blocks[0].search.measuring
-            rested |= compared and any(kind.search.measuring for kind in linears)
+            paused |= compared and any(kind.search.measuring for kind in linears)
             advanced = [kind.search.calls > number for kind, number in zip(linears, calls, strict=True)]
             assert advanced == [not split[-1] and not compared] * len(linears), "all of them, in one pass only"
             assert session.adapter(LinearAdapter).split == "none", "after a backward pass"
@@ -331,7 +331,7 @@ def block(group: dist.ProcessGroup, case: BlockCase) -> BlockRun:
             # The last calls run what is selected.
             left = min(left - 1, 6) if blocks and not blocks[0].search.measuring else left - 1
         report = session.report().as_dict()
-    return BlockRun(split, without_selection, rested, timed_outside, report["autotuning"], report["not_overlapped"])
+    return BlockRun(split, without_selection, paused, timed_outside, report["autotuning"], report["not_overlapped"])
 
 
 def block_beside_output_layer(group: dist.ProcessGroup) -> tuple[bool, bool]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megatron_overlap import OverlapConfig, enable
 from megatron_overlap.comm.gloo import GlooTransport
+from megatron_overlap.session import Session
 from tests.adapters.tensor_parallel.linear_workers import start
 from tests.ops.tensor_parallel.batch_overlap_workers import Logged
 from tests.ops.tensor_parallel.split_linear_workers import Logged as LoggedTransport
@@ -189,6 +190,13 @@ def order(group: dist.ProcessGroup, prepare: str = "nothing") -> tuple[list[str]
     return forward, [line.replace(" backward", "") for line in log]
 
 
+def _log_parts(session: Session, group: dist.ProcessGroup, log: list[str], arrives_at: int | None = None) -> None:
+    """Logs the messages of both parts of a split micro-batch."""
+    for part in ("a", "b"):
+        logged = LoggedTransport(GlooTransport(group), part, log, arrives_at)
+        session.transports.insert(group, logged, f"part {part}")
+
+
 def sharded_order(group: dist.ProcessGroup, **settings: Any) -> tuple[list[str], list[str]]:
     """The order of starts and waits of the messages of two layers under sequence parallelism.
 
@@ -199,9 +207,7 @@ def sharded_order(group: dist.ProcessGroup, **settings: Any) -> tuple[list[str],
     block = make_block(group, torch.float32, sequence_parallel=True, **settings)
     with enable(OverlapConfig.model_validate(BATCH_OVERLAP)) as session:
         tensor_group = block.layers[0].self_attention.linear_proj.tp_group
-        for part in ("a", "b"):
-            logged = LoggedTransport(GlooTransport(tensor_group), part, log)
-            session.transports.insert(tensor_group, logged, f"part {part}")
+        _log_parts(session, tensor_group, log)
 
         def log_backward(_: Any, operands: tuple[torch.Tensor, ...]) -> None:
             if operands[0].requires_grad:  # not in the first pass of activation recomputation
@@ -226,9 +232,7 @@ def attention_order(group: dist.ProcessGroup, *, arrives_at: int, **settings: An
     block = make_block(group, torch.float32, sequence_parallel=True, **settings)
     with enable(OverlapConfig.model_validate(BATCH_OVERLAP)) as session:
         tensor_group = block.layers[0].self_attention.linear_proj.tp_group
-        for part in ("a", "b"):
-            logged = LoggedTransport(GlooTransport(tensor_group), part, log, arrives_at)
-            session.transports.insert(tensor_group, logged, f"part {part}")
+        _log_parts(session, tensor_group, log, arrives_at)
         for layer in block.layers:
             core = layer.self_attention.core_attention
             core.scale_mask_softmax.register_forward_hook(lambda *_: log.append("softmax"))

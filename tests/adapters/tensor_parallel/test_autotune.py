@@ -112,7 +112,7 @@ def test_a_block_is_measured_in_batch_overlap(ranks: World, case: BlockCase, win
     assert run.split[-6:] == [wins] * 6
     assert sum(run.split) >= CALLS_PER_TRIAL
     assert not any(split for split, waits in zip(run.split, run.without_selection, strict=True) if waits)
-    assert run.rested == (case.recompute and case.sequence_parallel), "only there are close candidates"
+    assert run.paused == (case.recompute and case.sequence_parallel), "only these layers have close candidates"
     assert run.timed_outside == 0, "an output layer after the block runs the selected candidate, untimed"
 
 

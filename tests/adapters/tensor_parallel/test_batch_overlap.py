@@ -262,7 +262,7 @@ ATTENTION_OF_B = {
     3: ["softmax", "start a input", "attention"],
     4: ["softmax", "attention", "start a input"],
 }
-"""By the query from which messages have arrived. The first one is after the column-parallel GEMM."""
+"""Forward of attention b, by the query that finds messages arrived. The first one follows the column-parallel GEMM."""
 
 
 @pytest.mark.parametrize(("arrives_at", "expected"), ATTENTION_OF_B.items())

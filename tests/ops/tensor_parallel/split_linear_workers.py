@@ -40,7 +40,7 @@ class Logged:
         inner: carries the messages.
         part: in the log.
         log: gets the names.
-        arrives_at: the query for an operation from which its messages have arrived; None: never.
+        arrives_at: number of the query that finds the messages of an operation arrived; None: no query does.
     """
 
     def __init__(self, inner: Transport, part: str, log: list[str], arrives_at: int | None = None) -> None:
