@@ -7,7 +7,8 @@ One rank a host, one thread a rank. Every figure is the median over rounds; each
 `stock` is Megatron. `layers` overlaps each linear layer alone. `batch` and `sequence` split the micro-batch or each
 sequence; `messages` sends the messages of the split without overlap. `auto` has measured before. `roof` computes and
 sends the same as the split and waits for no message before the end, as if nothing depended on them; its results are
-wrong. `communication` is the share of the stock time in which the rank waits for a collective.
+wrong. `communication` is the share of the stock time in which the rank waits for a collective. `best_over_auto` is the
+time of `stock`, `layers` or the split, whichever has the smallest median, divided by that of `auto`.
 """
 
 from __future__ import annotations
@@ -145,6 +146,7 @@ def measure(step: Step, args: argparse.Namespace, cache: str) -> dict[str, Any]:
         split: {"method": "p2p", "split": split},
         "roof": {"method": "p2p", "split": split},
     }
+    variants = {name: each for name, each in variants.items() if name not in args.without}
     auto = {"method": "auto", "autotune_cache": cache}
     selected: list[str] = []
     if args.auto_steps:
@@ -178,11 +180,17 @@ def measure(step: Step, args: argparse.Namespace, cache: str) -> dict[str, Any]:
                 results[name] = loss, step.grad_norm()
                 if name == "stock":
                     shares.append(sum(waited) / took)
-    speedups = {
-        f"speedup_of_{name}": median(a / b for a, b in zip(times["stock"], times[name], strict=True))
-        for name in names
-        if name != "stock"
-    }
+
+    def ratio(name: str, other: str) -> float:
+        return median(a / b for a, b in zip(times[name], times[other], strict=True))
+
+    ratios = {f"speedup_of_{name}": ratio("stock", name) for name in names if name != "stock"}
+    if "messages" in names:
+        ratios["messages_over_split"] = ratio("messages", split)
+    if "roof" in names:
+        ratios["split_over_roof"] = ratio(split, "roof")
+    if "auto" in names:
+        ratios["best_over_auto"] = ratio(min("stock", "layers", split, key=lambda name: median(times[name])), "auto")
     return {
         "layers": "TransformerEngine" if args.te else "local",
         **{name: getattr(args, name) for name in ("sequence", "batch", "hidden", "ffn", "hosts", "rounds")},
@@ -190,9 +198,7 @@ def measure(step: Step, args: argparse.Namespace, cache: str) -> dict[str, Any]:
         "split": split,
         "communication": median(shares),
         **{f"{name}_ms": 1e3 * median(each) for name, each in times.items()},
-        **speedups,
-        "messages_over_split": median(a / b for a, b in zip(times["messages"], times[split], strict=True)),
-        "split_over_roof": median(a / b for a, b in zip(times[split], times["roof"], strict=True)),
+        **ratios,
         "loss_and_grad_norm": {name: each for name, each in results.items() if name != "roof"},
         "auto_selected": selected,
         "times_ms": {name: [round(1e3 * t, 1) for t in each] for name, each in times.items()},
@@ -241,10 +247,10 @@ def waits() -> Iterator[list[float]]:
 
 def print_row(row: dict[str, Any]) -> None:
     speedups = "  ".join(f"{name[11:]} {row[name]:.2f}" for name in row if name.startswith("speedup_of_"))
+    others = "  ".join(f"{name} {value:.2f}" for name, value in row.items() if "_over_" in name)
     print(
         f"{row['gbps'] or 'loopback'} Gbit/s  {row['layers']}  stock {row['stock_ms']:.0f} ms, of it communication "
-        f"{row['communication']:.0%}  speedups: {speedups}  messages/{row['split']} {row['messages_over_split']:.2f}  "
-        f"{row['split']}/roof {row['split_over_roof']:.2f}",
+        f"{row['communication']:.0%}  speedups: {speedups}  {others}",
         flush=True,
     )
 
@@ -259,6 +265,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=2, help="sequences; one is split itself")
     parser.add_argument("--te", action="store_true", help="TransformerEngine layers")
     parser.add_argument("--auto-steps", type=int, default=0, help="of `auto` before it is timed; 240 for four layers")
+    parser.add_argument("--without", nargs="+", choices=["messages", "roof"], default=[], help="variants not to run")
     return parser.parse_args()
 
 

@@ -3,7 +3,7 @@
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,11 @@ class GroupAutotuners:
 
     def lines(self) -> tuple[AutotuneLine, ...]:
         """The selections so far, for the report."""
-        return tuple(line_of(kind) for each in self._autotuners.values() for kind in each.kinds.values())
+        return tuple(self.line(kind) for each in self._autotuners.values() for kind in each.kinds.values())
+
+    def line(self, kind: Kind) -> AutotuneLine:
+        """The selection of one kind of call."""
+        return line_of(kind)
 
 
 class LinearAutotuner(GroupAutotuners):
@@ -107,6 +111,8 @@ class LinearAutotuner(GroupAutotuners):
         self._last: tuple[dist.ProcessGroup, weakref.ref[torch.Tensor], int, Candidate] | None = None
         self._stock_calls: dict[int, _StockCall] = {}
         self.paused = False
+        # Calls of linear layers whose block runs in batch overlap.
+        self._replaced: frozenset[Call] = frozenset()
 
     def runs_stock(self, layer: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor) -> bool:
         """Whether a call runs the stock path untimed. Such a call is counted.
@@ -211,14 +217,14 @@ class LinearAutotuner(GroupAutotuners):
         of_layers = [(rows, dtype, each, not sharded) for each in passes]
         kinds = () if autotuner is None else autotuner.kinds.values()
         separate = [kind for kind in kinds if _facts(kind.call) in of_layers and kind.call.op != "block"]
-        waiting = [kind.call for kind in separate if not kind.search.has_selection]
-        if waiting and sharded:
+        inside = separate
+        if sharded:
             # A layer outside the block, such as the output layer, has fewer calls: its search takes many more steps.
             shapes = {
                 (linear.weight.shape[1], linear.weight.shape[0]) for each in layers for linear in linears_of(each)
             }
-            waiting = [call for call in waiting if (call.in_features, call.out_features) in shapes]
-        if autotuner is None or not separate or waiting:
+            inside = [kind for kind in separate if (kind.call.in_features, kind.call.out_features) in shapes]
+        if autotuner is None or not inside or not all(kind.search.has_selection for kind in inside):
             return run(SEPARATE_LAYERS)
 
         def run_candidate(candidate: Candidate) -> torch.Tensor:
@@ -233,8 +239,10 @@ class LinearAutotuner(GroupAutotuners):
 
         variant = f"of {len(layers)} layers" + (" by sequences" if overlap == SEQUENCE_OVERLAP else "")
         kind_of_block = Call("block", rows, x.shape[-1], x.shape[-1], dtype, backward, variant)
-        candidates = SEPARATE_LAYERS, overlap
-        return autotuner.run(kind_of_block, run_candidate, (leaf,), lambda: candidates, timed=not self._check.due)[0]
+        candidates, timed = (SEPARATE_LAYERS, overlap), not self._check.due
+        output, used = autotuner.run(kind_of_block, run_candidate, (leaf,), lambda: candidates, timed=timed)
+        self._replaced = frozenset(kind.call for kind in inside if used == overlap)
+        return output
 
     def unsupported_reason(self, call: LinearCall) -> str | None:
         if call.wgrad_target is not None and not call.x.is_cuda and not is_te_linear(call.layer):
@@ -244,6 +252,13 @@ class LinearAutotuner(GroupAutotuners):
     def lines(self) -> tuple[AutotuneLine, ...]:
         """See `GroupAutotuners`."""
         return *super().lines(), *self._forward_only.lines()
+
+    def line(self, kind: Kind) -> AutotuneLine:
+        """See `GroupAutotuners`."""
+        line = super().line(kind)
+        if kind.call in self._replaced and kind.search.measuring:
+            return replace(line, reason="not measured to the end: its block runs in batch overlap")
+        return line
 
     def add_small(self, call: LinearCall, rows: float) -> None:
         """Lets `runs_stock` recognize the forward-only calls of a layer that have fewer gathered rows than `rows`."""

@@ -160,11 +160,10 @@ class _Schedule:
             gathers[part] = self._parts[part].send()
 
         start(0, 0)
-        start(1, 0)
         for position, (part, index) in enumerate(self._sequence):
             step = self._steps[part][index]
             self._compute(part, step.column, gathers[part])
-            if 0 < position < len(self._sequence) - 1:
+            if position < len(self._sequence) - 1:
                 start(*self._sequence[position + 1])
             self._compute(part, step.core)
             self._compute(part, step.row)
@@ -188,7 +187,6 @@ class _Schedule:
             of_output[part], of_input[part] = self._parts[part].send(), self._parts[part].send()
 
         start(0, 0)
-        start(1, 0)
         for position, (part, index) in enumerate(self._sequence):
             step = self._steps[part][index]
             wgrads()
@@ -196,7 +194,7 @@ class _Schedule:
             postponed.append((part, step.row_wgrad, of_output[part]))
             self._compute(part, step.core)
             gathered = of_input[part]
-            if 0 < position < len(self._sequence) - 1:
+            if position < len(self._sequence) - 1:
                 start(*self._sequence[position + 1])
             self._compute(part, step.column)
             scatters[part] = self._parts[part].send()

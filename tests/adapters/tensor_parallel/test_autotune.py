@@ -113,6 +113,8 @@ def test_a_block_is_measured_in_batch_overlap(ranks: World, case: BlockCase, win
     assert sum(run.split) >= CALLS_PER_TRIAL
     assert not any(split for split, waits in zip(run.split, run.without_selection, strict=True) if waits)
     assert run.paused == (case.recompute and case.sequence_parallel), "only these layers have close candidates"
+    reasons = {line["reason"] for line in layers}
+    assert ("not measured to the end: its block runs in batch overlap" in reasons) == (run.paused and wins)
     assert run.timed_outside == 0, "an output layer after the block runs the selected candidate, untimed"
 
 
