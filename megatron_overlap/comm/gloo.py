@@ -40,6 +40,7 @@ class GlooTransport:
     copy_engines = capturable = False
     on_device = False
     prepares = False
+    collectives = None
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Point-to-point messages over NCCL on a separate stream that events order against the computation.
+"""Point-to-point messages over NCCL on a separate stream that events order against the computation, and collectives.
 
 The host never waits. Every dependency is an event, so that correctness does not depend on the order in which the device
 executes several queues (CUDA_DEVICE_MAX_CONNECTIONS). For a trace, pairs of events measure messages and waits.
@@ -6,7 +6,7 @@ executes several queues (CUDA_DEVICE_MAX_CONNECTIONS). For a trace, pairs of eve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron_overlap.comm.buffers import BufferPool
 from megatron_overlap.comm.host_group import store_beside
 from megatron_overlap.comm.transport import DEFAULT_OPTIONS, Transfer, TransportError, TransportOptions
+from megatron_overlap.schedules import Chunk, Message
 from megatron_overlap.tracing.events import Kind, Trace, WorkEvents
 
 
@@ -62,11 +63,27 @@ class NcclTransport:
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._free_events: list[torch.cuda.Event] = []
 
+    @property
+    def collectives(self) -> NcclTransport:
+        return self
+
     def begin(self, transfers: Sequence[Transfer], op: str) -> NcclP2PWork:
+        return NcclP2PWork(self, transfers, op, self._events(op))
+
+    def all_gather(self, shard: torch.Tensor, into: torch.Tensor, op: str) -> NcclCollective:
+        """See `Collectives`."""
+        received = into.flatten()[shard.numel() :]
+        return NcclCollective(self, partial(self._group._allgather_base, into, shard), received, op, self._events(op))
+
+    def reduce_scatter(self, rows: torch.Tensor, into: torch.Tensor, op: str) -> NcclCollective:
+        """See `Collectives`."""
+        sent = rows.flatten()[into.numel() :]
+        return NcclCollective(self, partial(self._group._reduce_scatter_base, into, rows), sent, op, self._events(op))
+
+    def _events(self, op: str) -> CudaWorkEvents | None:
         self._num_p2p_works += 1
         timing = self._timing
-        events = timing.operation(self.ranks, self._channel, self._num_p2p_works, op) if timing is not None else None
-        return NcclP2PWork(self, transfers, op, events)
+        return None if timing is None else timing.operation(self.ranks, self._channel, self._num_p2p_works, op)
 
     def event(self) -> torch.cuda.Event:
         """Return an unused event; `recycle` returns it to the pool."""
@@ -96,10 +113,7 @@ def _registered_pool(backend: Any, device: torch.device) -> Any:
 
 
 class NcclP2PWork:
-    """See `P2PWork`. Enqueues messages in order, each when its send is ready and the work that hides it is enqueued.
-
-    Messages with `with_next` are one NCCL call.
-    """
+    """See `P2PWork`. Enqueues messages in order, each when its send is ready and the work that hides it is enqueued."""
 
     def __init__(
         self, transport: NcclTransport, transfers: Sequence[Transfer], op: str, timing: CudaWorkEvents | None
@@ -128,58 +142,51 @@ class NcclP2PWork:
 
     def _enqueue_placed(self, enqueued: int, done: int) -> None:
         """Enqueue the messages that the plan places after `work[:enqueued]` and that depend on `work[:done]`."""
-        while len(self._works) < len(self._transfers):
-            message = self._transfers[len(self._works)].message
-            if message.not_before > enqueued or message.after_work > done:
+        for transfer in self._transfers[len(self._works) :]:
+            if transfer.message.not_before > enqueued or transfer.message.after_work > done:
                 break
             self._enqueue_next()
 
     def _enqueue_next(self) -> None:
         """Enqueue the next message after the work that it depends on, but not after later work."""
-        transport, first = self._transport, len(self._works)
-        last = first
-        while self._transfers[last].message.with_next:
-            last += 1
-        transfers = self._transfers[first : last + 1]
-        after_work = transfers[0].message.after_work
-        assert after_work <= self._work_done, "a message was never marked ready"
-        while self._followed < after_work:
+        transport, transfer = self._transport, self._transfers[len(self._works)]
+        assert transfer.message.after_work <= self._work_done, "a message was never marked ready"
+        while self._followed < transfer.message.after_work:
             self._followed, position = self._positions.pop(0)
             transport._stream.wait_event(position)
             transport.recycle([position])
         with torch.cuda.stream(transport._stream):
-            self._enqueue(transfers)
+            self._enqueue(transfer)
 
-    def _enqueue(self, transfers: Sequence[Transfer]) -> None:
-        group, device, first = self._transport._group, self._transport._device, len(self._works)
-        starts = [] if self._timing is None else [self._timing.owner.mark() for _ in transfers]
-        work, message = None, transfers[0].message
+    def _enqueue(self, transfer: Transfer) -> None:
+        group, message = self._transport._group, transfer.message
+        device = self._transport._device
+        index = len(self._works)
+        start = self._timing.owner.mark() if self._timing is not None else None
+        work = None
         try:
-            if any(each.send.numel() or each.recv.numel() for each in transfers):
+            if transfer.send.numel() or transfer.recv.numel():
                 # One NCCL group call for both directions: neither blocks the other.
                 group._start_coalescing(device)
-                for transfer in transfers:
-                    message = transfer.message
-                    if transfer.send.numel():
-                        for tensor in (transfer.send, *transfer.extra_send):
-                            group.send([tensor], message.to, 0)
-                    if transfer.recv.numel():
-                        for tensor in (transfer.recv, *transfer.extra_recv):
-                            group.recv([tensor], message.source, 0)
+                if transfer.send.numel():
+                    for tensor in (transfer.send, *transfer.extra_send):
+                        group.send([tensor], message.to, 0)
+                if transfer.recv.numel():
+                    for tensor in (transfer.recv, *transfer.extra_recv):
+                        group.recv([tensor], message.source, 0)
                 work = group._end_coalescing(device)
         except RuntimeError as error:
             ranks = self._transport.ranks
             raise TransportError(
-                f"{self._op}: rank {ranks[self._transport.rank]} could not post message {first}, or a later "
-                f"one of the same call, to rank {ranks[message.to]} and from rank {ranks[message.source]}: {error}"
+                f"{self._op}: rank {ranks[self._transport.rank]} could not post message {index} to rank "
+                f"{ranks[message.to]} and from rank {ranks[message.source]}: {error}"
             ) from error
-        if self._timing is not None:
+        if self._timing is not None and start is not None:
             # Only for a trace: the wait of this stream blocks a single hardware queue until the message is complete.
             if work is not None:
                 work.wait()
-            for index, (start, each) in enumerate(zip(starts, transfers, strict=True), first):
-                self._timing.add(Kind.RECEIVED, start, index, each)
-        self._works += [work] * len(transfers)
+            self._timing.add(Kind.RECEIVED, start, index, transfer)
+        self._works.append(work)
 
     def is_completed(self, message: int) -> bool:
         return False
@@ -206,6 +213,59 @@ class NcclP2PWork:
         self._transport.recycle([position for _, position in self._positions])
         if self._timing is not None:
             self._timing.add(Kind.OP, self._timing.began)
+
+
+class NcclCollective:
+    """See `CollectiveWork`. In a trace it is one message to the next rank, as in a ring.
+
+    Args:
+        transport: of the ranks.
+        start: enqueues the collective after the work of the current stream.
+        moved: as large as what each rank sends and receives.
+        op: name in error messages.
+        timing: records the events of a trace.
+    """
+
+    def __init__(
+        self,
+        transport: NcclTransport,
+        start: Callable[[], dist.Work],
+        moved: torch.Tensor,
+        op: str,
+        timing: CudaWorkEvents | None,
+    ) -> None:
+        self._timing = timing
+        try:
+            if timing is None:
+                self._work = start()
+                return
+            position = transport.event()
+            position.record()
+            transport._stream.wait_event(position)
+            transport.recycle([position])
+            with torch.cuda.stream(transport._stream):
+                began = timing.owner.mark()
+                self._work = start()
+                # Only for a trace; see `NcclP2PWork`.
+                self._work.wait()
+                rank, size = transport.rank, transport.size
+                to, source = (rank + 1) % size, (rank - 1) % size
+                message = Message(Chunk(rank, 0), to, Chunk(source, 0), source)
+                timing.add(Kind.RECEIVED, began, 0, Transfer(message, moved, moved))
+        except RuntimeError as error:
+            ranks = transport.ranks
+            text = f"{op}: rank {ranks[transport.rank]} could not start its part of a collective of ranks {ranks}"
+            raise TransportError(f"{text}: {error}") from error
+
+    def wait(self) -> None:
+        """See `CollectiveWork`."""
+        if self._timing is None:
+            self._work.wait()
+            return
+        start = self._timing.owner.mark()
+        self._work.wait()
+        self._timing.add(Kind.WAIT, start, 0)
+        self._timing.add(Kind.OP, self._timing.began)
 
 
 @dataclass(frozen=True, slots=True)

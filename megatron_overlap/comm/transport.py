@@ -155,6 +155,30 @@ class P2PWork(Protocol):
         """
 
 
+class CollectiveWork(Protocol):
+    """A collective that has started, like `torch.distributed.Work`."""
+
+    def wait(self) -> None:
+        """Return when the caller may read the result and reuse the input. On CUDA: order the current stream after it.
+
+        Raises:
+            TransportError: the peer is gone or the deadline has passed.
+        """
+
+
+class Collectives(Protocol):
+    """Whole collectives, which start after the present work of the caller.
+
+    Every rank of the group starts the same ones in the same order. The ranks have equal numbers of rows.
+    """
+
+    def all_gather(self, shard: torch.Tensor, into: torch.Tensor, op: str) -> CollectiveWork:
+        """Start `into = all_gather(shard)`. `op` names it in errors and traces."""
+
+    def reduce_scatter(self, rows: torch.Tensor, into: torch.Tensor, op: str) -> CollectiveWork:
+        """Start `into = reduce_scatter(rows)`, a sum."""
+
+
 class Transport(Protocol):
     """Point-to-point messages between the ranks of one group.
 
@@ -180,6 +204,10 @@ class Transport(Protocol):
     def exposed_s(self) -> float:
         """Seconds for which the computing thread has waited for messages; 0 if the transport does not measure it."""
 
+    @property
+    def collectives(self) -> Collectives | None:
+        """The collectives of a library, faster than messages where no GEMM is cut; None if it has none."""
+
     def begin(self, transfers: Sequence[Transfer], op: str) -> P2PWork:
         """Post the messages of one operation. `op` names it in errors and traces."""
 
@@ -188,7 +216,7 @@ class Transport(Protocol):
 
 
 class OrderedTransport:
-    """A transport that never reports a message as completed: the order of computation depends on the plan alone.
+    """A transport of messages that are never reported as completed: the order of computation depends on the plan alone.
 
     Results are then bitwise reproducible.
     """
@@ -202,6 +230,10 @@ class OrderedTransport:
     @property
     def exposed_s(self) -> float:
         return self._inner.exposed_s
+
+    @property
+    def collectives(self) -> None:
+        """None: NCCL may select an algorithm whose order of additions varies."""
 
     def begin(self, transfers: Sequence[Transfer], op: str) -> P2PWork:
         return _OrderedP2PWork(self._inner.begin(transfers, op))

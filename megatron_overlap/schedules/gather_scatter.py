@@ -87,8 +87,7 @@ def all_gather_plan(
     if pattern == "serial" and num_ranks > 1:
         all_chunks = tuple(Chunk(owner, part) for owner in range(num_ranks) for part in parts)
         work = [Work(all_chunks, needs=tuple(range(len(messages))))]
-    placed = _placed(messages, work, together=pattern == "serial")
-    return Plan("all_gather", pattern, num_ranks, rank, chunks_per_rank, placed, tuple(work))
+    return Plan("all_gather", pattern, num_ranks, rank, chunks_per_rank, _placed(messages, work), tuple(work))
 
 
 def reduce_scatter_plan(
@@ -118,12 +117,11 @@ def reduce_scatter_plan(
         all_chunks = tuple(Chunk(owner, part) for owner in range(num_ranks) for part in range(chunks_per_rank))
         work = [Work(all_chunks), Work((), adds=tuple(range(len(messages))))]
         messages = [Message(m.send, m.to, m.recv, m.source, after_work=1) for m in messages]
-    placed = _placed(messages, work, together=pattern == "serial")
-    return Plan("reduce_scatter", pattern, num_ranks, rank, chunks_per_rank, placed, tuple(work))
+    return Plan("reduce_scatter", pattern, num_ranks, rank, chunks_per_rank, _placed(messages, work), tuple(work))
 
 
-def _placed(messages: list[Message], work: list[Work], *, together: bool = False) -> tuple[Message, ...]:
-    """Return the messages with `not_before`: after the GEMM that hides them. `together`: one call sends all of them.
+def _placed(messages: list[Message], work: list[Work]) -> tuple[Message, ...]:
+    """Return the messages with `not_before`: after the GEMM that hides them.
 
     A message that depends on a GEMM follows the next GEMM. Any other message follows the work before the one that waits
     for it.
@@ -135,7 +133,7 @@ def _placed(messages: list[Message], work: list[Work], *, together: bool = False
             place = max(place, message.after_work + any(each.chunks for each in work[message.after_work :]))
         else:
             place = max(place, first_use.get(k, 0))
-        placed.append(replace(message, not_before=place, with_next=together and k < len(messages) - 1))
+        placed.append(replace(message, not_before=place))
     return tuple(placed)
 
 

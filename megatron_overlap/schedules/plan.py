@@ -24,7 +24,6 @@ class Message:
         after_message: earlier message whose received chunk this send forwards; None if it forwards no chunk.
         not_before: a transport on a device enqueues the message when `work[:not_before]` is enqueued. With one hardware
             queue (CUDA_DEVICE_MAX_CONNECTIONS=1) work that is enqueued after a message starts after it.
-        with_next: NCCL sends this message and the next one in one call. No work of the plan is between them.
     """
 
     send: Chunk
@@ -34,7 +33,6 @@ class Message:
     after_work: int = 0
     after_message: int | None = None
     not_before: int = 0
-    with_next: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@
 Recording: every call appends an operation to a stream and returns at once. Functions that block the host are missing,
 so that code which calls them fails. Playing: the streams of all ranks run as on devices; a message needs sender and
 receiver, and copies its bytes. `connections=1` starts the operations of all streams of a rank in the order in which the
-host enqueued them.
+host enqueued them, except that the record of an event delays none: Megatron enqueues the GEMM of wgrad after the
+all-reduce of dgrad and the record of its end, and both run at once.
 
 `makespan.py` plays recorded operations against the clock.
 """
@@ -154,6 +155,7 @@ class NcclGroup:
     recvs: list[Any] = field(default_factory=list)
     tensors: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
     backend: Any = None
+    num_collectives: int = 0
 
     def _set_default_backend(self, kind: str) -> None: ...
 
@@ -175,12 +177,25 @@ class NcclGroup:
         self.tensors[self.recvs[-1]] = tensors[0]
 
     def _end_coalescing(self, device: Any) -> Any:
-        recorder, nccl = self.recorder, SimpleNamespace(name="nccl")
+        return self._put("messages", sends=tuple(self.sends), recvs=tuple(self.recvs), tensors=self.tensors)
+
+    def _allgather_base(self, into: torch.Tensor, shard: torch.Tensor) -> Any:
+        return self._collective("all_gather", into.nbytes - shard.nbytes)
+
+    def _reduce_scatter_base(self, into: torch.Tensor, rows: torch.Tensor) -> Any:
+        return self._collective("reduce_scatter", rows.nbytes - into.nbytes)
+
+    def _collective(self, name: str, num_bytes: int) -> Any:
+        self.num_collectives += 1
+        return self._put("collective", (name, self.num_collectives, num_bytes))
+
+    def _put(self, kind: str, label: Any = None, **fields: Any) -> Any:
+        recorder = self.recorder
         before, after = recorder.event(), recorder.event()
         before.record()
-        with recorder.on(nccl):
+        with recorder.on(SimpleNamespace(name="nccl")):
             recorder.wait(before)
-            recorder.put("messages", sends=tuple(self.sends), recvs=tuple(self.recvs), tensors=self.tensors)
+            recorder.put(kind, label, **fields)
             after.record()
         return SimpleNamespace(wait=lambda: recorder.wait(after))
 
@@ -232,7 +247,7 @@ def _step(
                     return True
             else:
                 blocked.add(op.stream)
-            if connections == 1 and not op.started:
+            if connections == 1 and not op.started and op.kind != "record":
                 break
     return progress
 

@@ -149,7 +149,7 @@ class _Clock:
                     self._words[op.label[0]] = op.label[1]
             else:
                 blocked.add(op.stream)
-            if self._connections == 1 and not op.started:
+            if self._connections == 1 and not op.started and op.kind != "record":
                 full.add(copies)
         self._pending[rank] = [op for op in self._pending[rank] if not op.done]
         return progress

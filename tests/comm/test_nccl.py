@@ -13,6 +13,7 @@ import torch
 from megatron_overlap.comm import nccl
 from megatron_overlap.comm.transport import Transfer, TransportError, TransportOptions
 from megatron_overlap.schedules import Plan, all_gather_plan, reduce_scatter_plan
+from megatron_overlap.tracing.events import Kind
 from tests.comm.device import Recorder, play
 
 PLANS: dict[str, Callable[..., Plan]] = {"all_gather": all_gather_plan, "reduce_scatter": reduce_scatter_plan}
@@ -86,18 +87,74 @@ def test_nothing_waits_on_the_host(monkeypatch: pytest.MonkeyPatch, collective: 
     assert kinds.index(("compute", "record")) < kinds.index(("stream 1", "wait")) < first
 
 
+def collectives(device: Recorder, transport: Any, count: int) -> None:
+    """All-gathers and reduce-scatters in turn, each beside one unit of work."""
+    shard, full = torch.zeros(2, 3), torch.zeros(2 * SIZE, 3)
+    for number in range(count):
+        device.put("work", ("before", number))
+        if number % 2 == 0:
+            started = transport.collectives.all_gather(shard, full, "op")
+        else:
+            started = transport.collectives.reduce_scatter(full, shard, "op")
+        device.put("work", ("beside", number))
+        started.wait()
+        device.put("work", ("after", number))
+
+
 @pytest.mark.parametrize("connections", [None, 1])
-@pytest.mark.parametrize("collective", PLANS)
-def test_one_call_carries_the_messages_of_a_serial_plan(
-    monkeypatch: pytest.MonkeyPatch, collective: str, connections: int | None
-) -> None:
-    """As on a split micro-batch: no work is between them, so a call for each would only cost time."""
-    plans = [PLANS[collective](SIZE, rank, pattern="serial") for rank in range(SIZE)]
-    ranks = [record(monkeypatch, rank, [plans[rank]] * 2) for rank in range(SIZE)]
-    for device in ranks:
-        calls = [op for op in device.ops if op.kind == "messages"]
-        assert [(len(op.sends), len(op.recvs)) for op in calls] == [(SIZE - 1, SIZE - 1)] * 2
+def test_collectives(monkeypatch: pytest.MonkeyPatch, connections: int | None) -> None:
+    """A collective follows the work before it, and the device does the work beside it meanwhile."""
+    ranks = []
+    for rank in range(SIZE):
+        device, transport = opened(monkeypatch, rank, SIZE)
+        collectives(device, transport, 4)
+        ranks.append(device)
+    alone = ranks[0]
+    moved = (SIZE - 1) * 2 * 3 * 4
+    found = [op.label for op in alone.ops if op.kind == "collective"]
+    assert found == [(("all_gather", "reduce_scatter")[n % 2], n + 1, moved) for n in range(4)]
+    play([alone, *(Recorder(rank, SIZE) for rank in range(1, SIZE))], connections=connections)
+    assert [op.label for op in alone.ops if op.kind == "work" and op.done] == [("before", 0), ("beside", 0)]
+    assert not any(op.done for op in alone.ops if op.kind == "collective")
+    for op in alone.ops:
+        op.done = op.started = False
     assert play(ranks, connections=connections) == []
+    order = [op for op in alone.ops if op.kind in ("work", "collective")]
+    assert [op.label[0] for op in order[:4]] == ["before", "all_gather", "beside", "after"]
+
+
+def test_a_collective_that_does_not_start_names_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("NCCL error: remote process exited")
+
+    _, transport = opened(monkeypatch, 1, SIZE)
+    monkeypatch.setattr(transport._group, "_allgather_base", refuse, raising=False)
+    text = r"reduce of a part: rank 1 could not start .* of ranks \[0, 1, 2, 3\]: NCCL error: remote process exited"
+    with pytest.raises(TransportError, match=text):
+        transport.all_gather(torch.zeros(1), torch.zeros(SIZE), "reduce of a part")
+
+
+def test_a_trace_has_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one message to the next rank, between two marks of the stream, and the wait for it."""
+    device, transport = opened(monkeypatch, 1, SIZE)
+    added: list[tuple[Any, ...]] = []
+    marks = SimpleNamespace(mark=lambda: device.put("mark"))
+    timing = SimpleNamespace(owner=marks, began=None, add=lambda *event: added.append((device.current, *event)))
+    monkeypatch.setattr(transport, "_events", lambda op: timing)
+    collectives(device, transport, 1)
+    (_, _, _, number, transfer), *_ = added
+    assert [event[:2] for event in added] == [
+        ("stream 1", Kind.RECEIVED),
+        ("compute", Kind.WAIT),
+        ("compute", Kind.OP),
+    ]
+    assert (number, transfer.message.to, transfer.message.source) == (0, 2, 0)
+    assert transfer.send_bytes == transfer.recv_bytes == (SIZE - 1) * 2 * 3 * 4
+    kinds = [(op.stream, op.kind) for op in device.ops]
+    start = kinds.index(("stream 1", "wait"))  # after the work before it
+    assert kinds[start + 1] == ("stream 1", "mark")
+    assert kinds.index(("nccl", "collective")) > start
+    assert ("stream 1", "wait") in kinds[kinds.index(("nccl", "collective")) :], "the end is after the collective"
 
 
 def test_work_that_needs_a_message_waits_for_it_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,8 +203,8 @@ def test_streams_have_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device.made_streams == [{"priority": -1}]
 
 
-def opened(monkeypatch: pytest.MonkeyPatch, **options: bool) -> tuple[Recorder, Any]:
-    device = Recorder(0, 2)
+def opened(monkeypatch: pytest.MonkeyPatch, rank: int = 0, size: int = 2, **options: bool) -> tuple[Recorder, Any]:
+    device = Recorder(rank, size)
     monkeypatch.setattr(nccl, "torch", device.torch)
     monkeypatch.setattr(nccl, "dist", device.dist)
     monkeypatch.setattr(nccl, "store_beside", lambda group: None)
@@ -185,5 +242,9 @@ def test_the_model_uses_names_of_torch() -> None:
     names = ("eager_connect_single_device", "mem_allocator", "register_mem_pool", "deregister_mem_pool", "shutdown")
     real = pytest.importorskip("torch._C._distributed_c10d").ProcessGroupNCCL
     assert all(hasattr(real, name) for name in names)
+    c10d = pytest.importorskip("torch._C._distributed_c10d")
+    assert all(hasattr(c10d.ProcessGroup, name) for name in ("_allgather_base", "_reduce_scatter_base"))
+    assert c10d.AllgatherOptions().asyncOp
+    assert c10d.ReduceScatterOptions().asyncOp
     assert "pool" in inspect.signature(torch.cuda.use_mem_pool).parameters
     assert "allocator" in inspect.signature(torch.cuda.MemPool.__init__).parameters

@@ -31,6 +31,7 @@ class CorruptTransport:
         self.buffer_pool = self._inner.buffer_pool
         self.exposed_s = 0.0
         self.copy_engines = self.capturable = self.on_device = self.prepares = False
+        self.collectives = None
         self._op, self._every, self._num_messages = op, every, 0
         self.corrupted = 0
 

@@ -34,6 +34,7 @@ class LateTransport:
         self.buffer_pool = self._inner.buffer_pool
         self.exposed_s = 0.0
         self.copy_engines = self.capturable = self.on_device = self.prepares = False
+        self.collectives = None
 
     def begin(self, transfers: Sequence[Transfer], op: str) -> LateP2PWork:
         return LateP2PWork(self._inner, transfers, op)
@@ -80,6 +81,9 @@ class LateP2PWork:
             recv.copy_(hidden)
 
     def wait_all(self) -> None:
+        for message in range(len(self._recvs)):
+            if message not in self._completed:
+                self.wait(message)
         self._p2p_work.wait_all()
 
 

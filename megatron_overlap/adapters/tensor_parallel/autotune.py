@@ -194,6 +194,12 @@ class LinearAutotuner(GroupAutotuners):
         known = None if autotuner is None else autotuner.kinds.get(_kind_of(call))
         return STOCK if known is None else known.search.selected.candidate
 
+    @property
+    def measures_forward_only(self) -> bool:
+        """Whether linear layers are measured in passes without gradients. A block is compared after them."""
+        kinds = (kind for each in self._autotuners.values() for kind in each.kinds.values())
+        return any(not kind.call.backward for kind in kinds)
+
     def run_block(
         self,
         layers: Sequence[Any],

@@ -100,7 +100,7 @@ def block_forward(original: Method, session: Session) -> Method:
         if runs_measured and kwargs.get("inference_context") is not None:
             session.counters.exclude("batch overlap", GENERATION)
             runs_measured = False
-        if runs_measured:
+        if runs_measured and (torch.is_grad_enabled() or adapter.autotuner.measures_forward_only):
             return measured(self, *args, **kwargs)
         recomputes = skips_outputs and communicates and self.config.recompute_granularity == "full"
         return (recorded if recomputes and not tracing() else original)(self, *args, **kwargs)

@@ -105,6 +105,7 @@ class CopyTransport:
     """
 
     prepares = capturable = True
+    collectives = None
 
     def __init__(
         self,

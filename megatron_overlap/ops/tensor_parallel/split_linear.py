@@ -11,8 +11,8 @@ Autograd mirrors this order in backward, where `gathered` completes the reduce-s
 `scattered` starts the all-gathers of the output gradient and of the saved input. Postponed weight gradients run while a
 message has not arrived. Each message is whole.
 
-On a device no GEMM is cut. On the host a GEMM multiplies own rows first if others have not arrived, and computes
-own rows last if its result is sent.
+Where the transport has collectives (`Transport.collectives`) each message is one of them, and no GEMM is cut. Elsewhere
+a GEMM multiplies own rows first if others have not arrived, and computes own rows last if its result is sent.
 
 Source: Domino (arXiv 2409.15241) for the split of a micro-batch. The order under sequence parallelism is not from a
 paper.
@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 
 from megatron_overlap.comm import Transport
+from megatron_overlap.comm.transport import CollectiveWork
 from megatron_overlap.ops.call import Observer, SavedInput, SavedInputHook, check_operands, gemm_into
 from megatron_overlap.ops.tensor_parallel.batch_overlap import Slots
 from megatron_overlap.ops.tensor_parallel.method import skipped_output
@@ -50,12 +51,12 @@ class PartGather:
         plan, layout = _WHOLE.schedule("all_gather", transport, num_rows, row_bytes, shard.device)
         full = shard.new_empty(num_rows, features)
         self._gather = PipelinedAllGather(transport, plan, (shard,), layout, (full,), op, whole=True)
-        self._on_device, self._own = transport.on_device, layout.shard(transport.rank)
+        self._own = layout.shard(transport.rank)
         self.num_bytes = (transport.size - 1) * shard.nbytes
 
     @property
     def ready(self) -> bool:
-        """Whether `finish` returns without waiting for a received message. False where a query would synchronise."""
+        """Whether `finish` returns without waiting for a received message."""
         return self._gather.done or self._gather.ready
 
     def finish(self) -> torch.Tensor:
@@ -69,7 +70,7 @@ class PartGather:
         """`finish() @ b + bias`."""
         full, (start, stop) = self._gather.full[0], self._own
         out = full.new_empty(full.shape[0], b.shape[1])
-        if self._on_device or self.ready:
+        if self.ready:
             gemm_into(self.finish(), b, out, bias)
             return out
         gemm_into(full[start:stop], b, out[start:stop], bias)
@@ -97,7 +98,7 @@ class PartScatter:
     def __init__(
         self, transport: Transport, a: torch.Tensor, b: torch.Tensor | None, op: str, *, whole: bool = False
     ) -> None:
-        method = P2PMethod(transport, _WHOLE if whole or transport.on_device else _OWN_LAST)
+        method = P2PMethod(transport, _WHOLE if whole else _OWN_LAST)
         self._scatter = method.reduce_scatter(a, op) if b is None else method.scatter(a, b, op)
         self.out = self._scatter.out
         self.num_bytes = (transport.size - 1) * self.out.nbytes
@@ -114,6 +115,42 @@ class PartScatter:
             self._scatter.finish()
             self._finished = True
         return self.out
+
+
+class PartCollective:
+    """An all-gather or reduce-scatter of the rows of one part that the transport runs as a whole.
+
+    Args:
+        work: the collective that has started.
+        out: its result.
+        num_bytes: that this rank sends.
+    """
+
+    def __init__(self, work: CollectiveWork, out: torch.Tensor, num_bytes: int) -> None:
+        self._work: CollectiveWork | None = work
+        self.out, self.num_bytes = out, num_bytes
+
+    @property
+    def ready(self) -> bool:
+        """See `PartGather.ready`. False before `finish`: a query would synchronise."""
+        return self._work is None
+
+    def finish(self) -> torch.Tensor:
+        """Waits for the collective; returns `out`. Further calls return the same tensor."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self.out
+
+    def matmul(self, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """`finish() @ b + bias`."""
+        full = self.finish()
+        out = full.new_empty(full.shape[0], b.shape[1])
+        gemm_into(full, b, out, bias)
+        return out
+
+
+_PartWork = PartGather | PartScatter | PartCollective
 
 
 class PartMessages:
@@ -135,7 +172,8 @@ class PartMessages:
         self.transport, self.deferred_wgrad, self.save_gathered = transport, deferred_wgrad, save_gathered
         self.saved: torch.Tensor | None = None
         self._serial = serial
-        self._started: dict[Rows, PartGather | PartScatter] = {}
+        self._started: dict[Rows, _PartWork] = {}
+        self._following: tuple[Rows, torch.Tensor] | None = None
 
     def has_started(self, rows: Rows) -> bool:
         """Whether messages with `rows` have started."""
@@ -147,17 +185,41 @@ class PartMessages:
 
     def gather(self, rows: Rows, shard: torch.Tensor) -> int:
         """Starts an all-gather; returns the bytes that this rank sends."""
-        gather = PartGather(self.transport, shard, f"all-gather of {rows} of a part")
+        op, collectives = f"all-gather of {rows} of a part", self.transport.collectives
+        gather: PartGather | PartCollective
+        if collectives is None:
+            gather = PartGather(self.transport, shard, op)
+        else:
+            full = shard.new_empty(shard.shape[0] * self.transport.size, shard.shape[1])
+            gather = PartCollective(collectives.all_gather(shard, full, op), full, full.nbytes - shard.nbytes)
         self._start(rows, gather)
         return gather.num_bytes
 
+    def gather_next(self, rows: Rows, shard: torch.Tensor) -> None:
+        """Starts an all-gather behind the one before.
+
+        As a collective it starts when that one has arrived: in the same hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1)
+        it would delay all work that is enqueued meanwhile.
+        """
+        if self.transport.collectives is None:
+            self.gather(rows, shard)
+        else:
+            self._following = rows, shard
+
     def scatter(self, rows: Rows, a: torch.Tensor, b: torch.Tensor | None = None) -> tuple[torch.Tensor, int]:
         """Starts the reduce-scatter of `a` or `a @ b`; returns own rows, incomplete, and the bytes that are sent."""
-        scatter = PartScatter(self.transport, a, b, f"reduce-scatter of {rows} of a part", whole=self._serial)
+        op, collectives = f"reduce-scatter of {rows} of a part", self.transport.collectives
+        scatter: PartScatter | PartCollective
+        if collectives is None:
+            scatter = PartScatter(self.transport, a, b, op, whole=self._serial)
+        else:
+            terms = a.contiguous() if b is None else a @ b
+            out = terms.new_empty(terms.shape[0] // self.transport.size, terms.shape[1])
+            scatter = PartCollective(collectives.reduce_scatter(terms, out, op), out, terms.nbytes - out.nbytes)
         self._start(rows, scatter)
         return scatter.out, scatter.num_bytes
 
-    def take(self, rows: Rows) -> PartGather | PartScatter:
+    def take(self, rows: Rows) -> _PartWork:
         """Removes started messages. The caller finishes them.
 
         Raises:
@@ -180,21 +242,26 @@ class PartMessages:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`full @ b + bias` and `full`, the rows of all ranks, whose all-gather has started."""
         gather = self._filled(rows)
-        assert isinstance(gather, PartGather)
+        assert not isinstance(gather, PartScatter)
         return gather.matmul(b, bias), gather.finish()
 
-    def _filled(self, rows: Rows) -> PartGather | PartScatter:
+    def _filled(self, rows: Rows) -> _PartWork:
         """Takes started messages, and computes postponed weight gradients until they are complete."""
         work = self.take(rows)
         self.deferred_wgrad.run_while(lambda: not work.ready)
+        if self._following is not None:
+            work.finish()
+            following, self._following = self._following, None
+            self.gather(*following)
         return work
 
     def abandon(self) -> None:
         """Completes all messages. No layer uses their rows."""
+        self._following = None
         while self._started:
             self._started.popitem()[1].finish()
 
-    def _start(self, rows: Rows, work: PartGather | PartScatter) -> None:
+    def _start(self, rows: Rows, work: _PartWork) -> None:
         self._started[rows] = work
         if self._serial:
             work.finish()
@@ -377,7 +444,7 @@ class _Scattered(torch.autograd.Function):
         messages, (x,) = ctx.messages, ctx.saved_tensors
         messages.gather("output gradient", grads[0].reshape(-1, grads[0].shape[-1]).contiguous())
         if x is not None:
-            messages.gather("input", x)
+            messages.gather_next("input", x)
         return grads[0], None, None
 
 

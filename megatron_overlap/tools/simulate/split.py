@@ -3,7 +3,7 @@
 The order of work and messages is that of `adapters/tensor_parallel/split_sharded_layer.py` on a device: the middle of a
 step is after its first GEMM, and each wait in backward comes after all postponed weight gradients. The GEMMs of a part
 have its rows only. `CostModel.gemm_us` gives their time: a wave of tiles that is not full costs as much as a full one.
-On a device one NCCL kernel carries the messages of a collective to all peers; kernels run one after another.
+On a device the messages of a part are NCCL's collectives, one after another; they need no sum afterwards.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megatron_overlap.autotune.cost_model import CostModel
+from megatron_overlap.autotune.cost_model import CollectiveKind, CostModel
 from megatron_overlap.autotune.search import MARGIN
 from megatron_overlap.schedules import Message, Plan, Work
 from megatron_overlap.schedules.heuristics import balanced_rows
@@ -22,16 +22,13 @@ from megatron_overlap.tools.simulate.layer import OVERLAPPED_CALLS, Layers
 from megatron_overlap.tools.simulate.linear import ANY_CHUNK
 from megatron_overlap.tools.simulate.passes import Op, Pass
 
-_PEER_US = 10.0
-"""Assumed: host time of a send and a receive in an NCCL call, for each peer but the first."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Step:
     """Times in us of the attention or the MLP of one part.
 
     Attributes:
-        start: sum of the received rows, residual and norm, which run before the all-gather.
+        start: sum of the received rows unless a collective adds them, residual and norm. Before the all-gather.
         column, core, row: the first GEMM, what is between the GEMMs, and the last GEMM.
         column_wgrad, row_wgrad: the weight gradients. Zero in forward.
     """
@@ -61,11 +58,8 @@ class _PartLayers(Layers):
 
     def _step(self, core_us: float, columns: int, width: int, backward: bool) -> _Step:
         rows, hidden, model = self.job.rows, self.job.model.hidden_size, self.model
-        shard = self._hidden * model.item_bytes
         # One sum reads the received rows and the own rows, and writes the result.
-        added = model.memory_us((self.job.tensor + 1) * shard)
-        if model.on_device:
-            added = model.sum_us((self.job.tensor - 1) * self._hidden, self._hidden)
+        added = 0.0 if model.on_device else model.memory_us((self.job.tensor + 1) * self._hidden * model.item_bytes)
         start = added + self._norm(backward=backward).time_us + self._elementwise("add", "add", self._hidden).time_us
         core_us += model.calls_us(self._layer_calls[backward] / 2 + 2 * OVERLAPPED_CALLS)
         if not backward:
@@ -93,6 +87,11 @@ class _PartLayers(Layers):
         """Bytes that a rank sends in one all-gather or reduce-scatter."""
         return (self.job.tensor - 1) * self._hidden * self.model.item_bytes
 
+    def collective_us(self, kind: CollectiveKind) -> float:
+        """Time of one all-gather or reduce-scatter that NCCL runs alone."""
+        num_bytes = self.job.tensor * self._hidden * self.model.item_bytes
+        return self.model.collective_us(kind, num_bytes, self.tensor_link)
+
     def moved(self, split: Split, count: int) -> Op:
         """The input is divided into parts before `count` layers, and the output is joined after them."""
         num_bytes = self._hidden * self.model.item_bytes
@@ -111,11 +110,13 @@ class _Part:
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
+        self.kinds: list[CollectiveKind] = []
         self.work: list[Work] = []
         self.times: list[float] = []
 
-    def send(self) -> int:
-        """A message after all work so far; returns its number."""
+    def send(self, kind: CollectiveKind) -> int:
+        """The messages of a collective after all work so far; returns its number."""
+        self.kinds.append(kind)
         self.messages.append(Message(ANY_CHUNK, 0, ANY_CHUNK, 0, after_work=len(self.work)))
         return len(self.messages) - 1
 
@@ -125,28 +126,35 @@ class _Part:
         self.times.append(time_us)
         return len(self.work) - 1
 
-    def stream(self, size: int, message_bytes: float, queued_us: float | None) -> Stream:
-        """Messages of `message_bytes` to all peers, each with a fixed time, or with the latency of the link."""
-        plan = Plan("all_gather", "serial", size, 0, 1, tuple(self.messages), tuple(self.work))
+    def stream(self, layers: _PartLayers) -> Stream:
+        """On a device each message is one collective."""
+        link, sent = layers.tensor_link, layers.message_bytes
+        plan = Plan("all_gather", "serial", link.size, 0, 1, tuple(self.messages), tuple(self.work))
         count = len(self.times)
-        stream = Stream(plan, tuple(self.times), (0.0,) * count, (message_bytes,) * len(self.messages))
-        if queued_us is None:
+        stream = Stream(plan, tuple(self.times), (0.0,) * count, (sent,) * len(self.messages))
+        if not layers.model.on_device:
             return stream
-        return replace(stream, latency_us=0.0, queued_us=(queued_us,) * len(self.messages))
+        more_us = {kind: layers.collective_us(kind) - sent / link.copy_rate for kind in set(self.kinds)}
+        return replace(stream, latency_us=0.0, queued_us=tuple(more_us[kind] for kind in self.kinds))
 
 
 class _Schedule:
-    """Builds the program of both parts. `steps[part]` has the steps of a part in the order of their computation."""
+    """Builds the program of both parts.
 
-    def __init__(self, steps: Sequence[Sequence[_Step]]) -> None:
-        self._steps = steps
+    Args:
+        steps: of each part, in the order of their computation.
+        collectives: see `PartMessages.gather_next`.
+    """
+
+    def __init__(self, steps: Sequence[Sequence[_Step]], *, collectives: bool) -> None:
+        self._steps, self._collectives = steps, collectives
         self._sequence = [(part, index) for index in range(len(steps[0])) for part in range(2)]
         self._parts = _Part(), _Part()
         self.order: list[tuple[int, int]] = []
 
-    def streams(self, size: int, message_bytes: Sequence[float], queued_us: float | None) -> tuple[Stream, ...]:
-        """Streams of both parts. `message_bytes`: of each part."""
-        return tuple(part.stream(size, each, queued_us) for part, each in zip(self._parts, message_bytes, strict=True))
+    def streams(self, layers: Sequence[_PartLayers]) -> tuple[Stream, ...]:
+        """Streams of both parts, whose `layers` are in the order of `steps`."""
+        return tuple(part.stream(each) for part, each in zip(self._parts, layers, strict=True))
 
     def _compute(self, part: int, time_us: float, *needs: int) -> None:
         self.order.append((part, self._parts[part].compute(time_us, *needs)))
@@ -157,7 +165,7 @@ class _Schedule:
 
         def start(part: int, index: int) -> None:
             self._compute(part, self._steps[part][index].start, *([scatters[part]] if index else []))
-            gathers[part] = self._parts[part].send()
+            gathers[part] = self._parts[part].send("all_gather")
 
         start(0, 0)
         for position, (part, index) in enumerate(self._sequence):
@@ -167,7 +175,7 @@ class _Schedule:
                 start(*self._sequence[position + 1])
             self._compute(part, step.core)
             self._compute(part, step.row)
-            scatters[part] = self._parts[part].send()
+            scatters[part] = self._parts[part].send("reduce_scatter")
         for part in range(2):
             self._compute(part, 0.0, scatters[part])
 
@@ -184,12 +192,17 @@ class _Schedule:
         def start(part: int, index: int) -> None:
             wgrads()
             self._compute(part, self._steps[part][index].start if index else 0.0, *([scatters[part]] if index else []))
-            of_output[part], of_input[part] = self._parts[part].send(), self._parts[part].send()
+            of_output[part] = self._parts[part].send("all_gather")
+            if not self._collectives:
+                of_input[part] = self._parts[part].send("all_gather")
 
         start(0, 0)
         for position, (part, index) in enumerate(self._sequence):
             step = self._steps[part][index]
             wgrads()
+            if self._collectives:
+                self._compute(part, 0.0, of_output[part])
+                of_input[part] = self._parts[part].send("all_gather")
             self._compute(part, step.row, of_output[part])
             postponed.append((part, step.row_wgrad, of_output[part]))
             self._compute(part, step.core)
@@ -197,7 +210,7 @@ class _Schedule:
             if position < len(self._sequence) - 1:
                 start(*self._sequence[position + 1])
             self._compute(part, step.column)
-            scatters[part] = self._parts[part].send()
+            scatters[part] = self._parts[part].send("reduce_scatter")
             postponed.append((part, step.column_wgrad, gathered))
         wgrads()
         for part in range(2):
@@ -237,20 +250,17 @@ def _split_passes(job: Job, model: CostModel, split: Split) -> tuple[Pass, Pass]
     def op(backward: bool) -> Op:
         both = zip(parts, keys_before, strict=True)
         steps = [part.steps(keys_before=before, backward=backward) for part, before in both]
-        message_bytes = [part.message_bytes for part in parts]
         if backward:
             steps = [(mlp, attention) for attention, mlp in reversed(steps)]
-            message_bytes.reverse()
-        schedule = _Schedule([[*both] * count for both in steps])
+        schedule = _Schedule([[*both] * count for both in steps], collectives=model.on_device)
         (schedule.backward if backward else schedule.forward)()
-        queued_us = model.nccl_message_us(whole.tensor_link) if model.on_device else None
-        program = Program(schedule.streams(job.tensor, message_bytes, queued_us), tuple(schedule.order))
+        streams = schedule.streams(parts[::-1] if backward else parts)
+        program = Program(streams, tuple(schedule.order))
         simulated = run_program(program, model, whole.tensor_link, "message" if model.on_device else "copy")
         more = whole.accumulated_us() if backward else 0.0
         exposed = simulated.exposed_us / count
         name = f"{split} parts{' grad' if backward else ''}"
-        call_us = model.enqueue_us + (job.tensor - 2) * _PEER_US if model.enqueue_us else 0.0
-        enqueue_us = simulated.num_messages * call_us / count
+        enqueue_us = simulated.num_messages * model.enqueue_us / count
         return Op(
             name,
             simulated.time_us / count + more,

@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap import OverlapConfig, enable
+from megatron_overlap.comm import PART_CHANNELS
 from megatron_overlap.comm.gloo import GlooTransport
 from megatron_overlap.session import Session
 from tests.adapters.tensor_parallel.linear_workers import start
+from tests.helpers.collectives import LateCollectives
 from tests.ops.tensor_parallel.batch_overlap_workers import Logged
 from tests.ops.tensor_parallel.split_linear_workers import Logged as LoggedTransport
 
@@ -99,12 +101,13 @@ def against_stock(
     recompute_output: str = "skip",
     odd: bool = False,
     rotary: bool = False,
+    collectives: bool = False,
     **settings: Any,
 ) -> tuple[dict[tuple[str, str], int], list[str]]:
     """Output and all gradients, equal to stock. Returns calls by op and direction, and the reasons of fallbacks.
 
     `alone`: the layers are called without a block. `beside`: further arguments. `rotary`: with rotary angles. `odd`:
-    each rank has one row more.
+    each rank has one row more. `collectives`: the parts send by collectives, as over NCCL.
     """
     start(group)
     from megatron_overlap.adapters.tensor_parallel import eligibility
@@ -132,6 +135,8 @@ def against_stock(
         patch.object(eligibility, "can_be_ordered", return_value=ordered),
         enable(OverlapConfig.model_validate({"tensor": tensor})) as session,
     ):
+        for channel in PART_CHANNELS if collectives else ():
+            session.transports.insert(group, LateCollectives(group), channel)
         mine = run()
         sites = session.report().sites
     tolerance = 1e-5 if dtype == torch.float32 else 6e-2

@@ -56,6 +56,16 @@ def test_equal_to_stock(ranks: World, given: dict[str, Any], dtype: torch.dtype,
         assert calls == CALLS[sequence_parallel]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("split", ["batch", "sequence"])
+def test_parts_by_collectives_equal_stock(ranks: World, split: str, dtype: torch.dtype) -> None:
+    """As over NCCL."""
+    given = {"sequence_parallel": True, "split": split, "collectives": True}
+    for calls, reasons in ranks.run(RANKS, cases.against_stock, dtype=dtype, **given):
+        assert reasons == []
+        assert calls == CALLS[True]
+
+
 @pytest.mark.parametrize(
     ("given", "dtype"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 from unittest.mock import patch
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from megatron_overlap.comm import transport_of
-from megatron_overlap.comm.transport import P2PWork, Transfer, Transport
+from megatron_overlap.comm.transport import OrderedTransport, P2PWork, Transfer, Transport
 from megatron_overlap.ops import reference
 from megatron_overlap.ops.call import gemm_into
 from megatron_overlap.ops.tensor_parallel import p2p, split_linear
@@ -25,12 +26,15 @@ from megatron_overlap.ops.tensor_parallel.split_linear import (
     summed_part,
 )
 from megatron_overlap.ops.wgrad import DeferredWgrad, WgradTarget
+from tests.helpers.collectives import LateCollectives
 from tests.helpers.late import LateTransport
 from tests.helpers.numerics import assert_close_to_exact
 
 ROWS, K, F = 5, 24, 20
 NAMES = ("y", "dx", "dw1", "dw2", "dbias")
 CHANNELS = ("part a", "part b")
+Messages = Literal["gloo", "late", "device", "collectives"]
+"""What carries the parts; `device`: late messages that a device orders."""
 
 
 class Logged:
@@ -47,6 +51,7 @@ class Logged:
         self._inner, self._part, self._log, self._arrives_at = inner, part, log, arrives_at
         self.rank, self.size, self.buffer_pool, self.exposed_s = inner.rank, inner.size, inner.buffer_pool, 0.0
         self.copy_engines, self.on_device, self.prepares = inner.copy_engines, inner.on_device, inner.prepares
+        self.collectives = inner.collectives
 
     def begin(self, transfers: Sequence[Transfer], op: str) -> P2PWork:
         name = f"{self._part} {op.removesuffix(' of a part').split(' of ')[1]}"
@@ -149,8 +154,23 @@ def overlapped(
     return torch.cat([part() for part in parts], dim=1)
 
 
-def _transports(group: dist.ProcessGroup, late: bool) -> list[Transport]:
-    return [LateTransport(group) if late else transport_of(group, channel) for channel in CHANNELS]
+def _transports(group: dist.ProcessGroup, messages: Messages) -> list[Transport]:
+    match messages:
+        case "collectives":
+            return [LateCollectives(group) for _ in CHANNELS]
+        case "gloo":
+            return [transport_of(group, channel) for channel in CHANNELS]
+        case "late" | "device":
+            late = [LateTransport(group) for _ in CHANNELS]
+            for transport in late:
+                transport.on_device = messages == "device"
+            return list(late)
+
+
+def _close(transports: Sequence[Transport], messages: Messages) -> None:
+    if messages != "gloo":
+        for transport in transports:
+            transport.close()
 
 
 def against_reference(
@@ -158,13 +178,13 @@ def against_reference(
     dtype: torch.dtype,
     *,
     main_grad: bool = False,
-    late: bool = False,
+    messages: Messages = "gloo",
     save_gathered: bool = False,
 ) -> None:
     """Output and every gradient against the reference and against float64."""
     # The bound is that of one sum after another: rounding errors of a block are not amplified by a second one.
     blocks = 2 if dtype == torch.float32 else 1
-    transports = _transports(group, late)
+    transports = _transports(group, messages)
     for seed in (1, 2):
         data = _data(group, dtype, seed)
         plain = _reference(data, group, blocks)
@@ -178,33 +198,38 @@ def against_reference(
         for name, mine, unfused, true in zip(NAMES, got, plain, exact, strict=True):
             assert mine is not None
             assert_close_to_exact(f"parts {name}", mine, unfused, true, true.abs().max() * torch.ones_like(true), 64)
-    if late:
-        for transport in transports:
-            transport.close()
+    _close(transports, messages)
 
 
-def sums_parts(group: dist.ProcessGroup, dtype: torch.dtype, late: bool = False) -> None:
+def sums_parts(group: dist.ProcessGroup, dtype: torch.dtype, messages: Messages = "gloo") -> None:
     """The sums of both parts, started before either is complete, and the gathered gradients, against float64."""
     rank, size = dist.get_rank(group), group.size()
-    transports = _transports(group, late)
+    transports = _transports(group, messages)
+    # Each part is one of two sequences: its rows are not contiguous.
     terms, gradient = (
-        torch.randn(size, size * ROWS, 4, K, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in (1, 2)
+        torch.randn(size, size * ROWS, 2, K, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in (1, 2)
     )
     x = terms[rank].clone().requires_grad_()
     deferred_wgrad = DeferredWgrad(num_terms=2)
-    messages = [PartMessages(transport, deferred_wgrad) for transport in transports]
-    pairs = list(zip(x.chunk(2, dim=1), messages, strict=True))
+    of_parts = [PartMessages(transport, deferred_wgrad) for transport in transports]
+    pairs = list(zip(x.chunk(2, dim=1), of_parts, strict=True))
     started = [summed_part(part, own) for part, own in pairs]
-    y = torch.cat([scattered(part, own) for part, own in zip(started, messages, strict=True)], dim=1)
+    y = torch.cat([scattered(part, own) for part, own in zip(started, of_parts, strict=True)], dim=1)
     exact = terms.double().sum(0).chunk(size)[rank]
-    bound = torch.finfo(dtype).eps * terms.double().abs().sum(0).chunk(size)[rank]
+    # A collective rounds each of its sums.
+    roundings = size - 1 if messages == "collectives" else 1
+    bound = roundings * torch.finfo(dtype).eps * terms.double().abs().sum(0).chunk(size)[rank]
     assert bool(((y.double() - exact).abs() <= bound).all())
     y.backward(gradient[0].chunk(size)[rank])
     assert x.grad is not None
     assert torch.equal(x.grad, gradient[0])
-    if late:
-        for transport in transports:
-            transport.close()
+    _close(transports, messages)
+
+
+def collectives_of_ordered(group: dist.ProcessGroup) -> tuple[bool, bool]:
+    """Whether an ordered transport has the collectives of its inner one, and whether that has any."""
+    inner = LateCollectives(group)
+    return OrderedTransport(inner).collectives is not None, inner.collectives is not None
 
 
 def abandons(group: dist.ProcessGroup) -> None:

@@ -10,10 +10,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_overlap.ops import flash_attention
 from megatron_overlap.ops.tensor_parallel import p2p
+from megatron_overlap.ops.tensor_parallel.split_linear import PartMessages
+from megatron_overlap.ops.wgrad import DeferredWgrad
 from megatron_overlap.schedules import gather_scatter
 from megatron_overlap.schedules.heuristics import default_chunks
+from tests.comm.device import Recorder, play
 from tests.comm.makespan import makespan
-from tests.ops.tensor_parallel.device_layers import DIRECTIONS, GPU, LAYERS, RANKS, Case, record, times
+from tests.ops.tensor_parallel.device_layers import DIRECTIONS, GPU, LAYERS, RANKS, TRANSPORTS, Case, record, times
 
 
 @pytest.mark.parametrize("rows", [pytest.param(4096, marks=pytest.mark.long), 8192])
@@ -87,3 +90,20 @@ def test_cumulative_lengths_are_copied_without_a_synchronisation(monkeypatch: py
         lengths = flash_attention._cu_seqlens([3, 2], torch.device("cuda"))
     assert lengths.is_cuda
     assert made == [{"values": [0, 3, 5], "pinned": True}]
+
+
+def test_the_second_gather_of_a_part_delays_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In backward of a split layer. In one queue a collective waits for the one before it, and delays what follows."""
+    device = Recorder(0, RANKS)
+    messages = PartMessages(TRANSPORTS["nccl"](monkeypatch, device), DeferredWgrad(num_terms=2))
+    messages.gather("output gradient", torch.zeros(2, 3))
+    messages.gather_next("input", torch.zeros(2, 3))
+    device.put("work", "of the other part")
+    messages.finish("output gradient")
+    device.put("work", "of this part")
+    messages.finish("input")
+    order = [op.label for op in device.ops if op.kind == "work" or op.kind == "collective"]
+    first, second = (("all_gather", number, 7 * 24) for number in (1, 2))
+    assert order == [first, "of the other part", second, "of this part"]
+    play([device, *(Recorder(rank, RANKS) for rank in range(1, RANKS))], connections=1)
+    assert [op.label for op in device.ops if op.kind == "work" and op.done] == ["of the other part"]

@@ -16,17 +16,30 @@ def test_equals_reference(world: World, num_ranks: int, dtype: torch.dtype, main
     world.run(num_ranks, cases.against_reference, dtype, main_grad=main_grad)
 
 
+@pytest.mark.parametrize("messages", ["late", "device"])
 @pytest.mark.parametrize("save_gathered", [False, True])
-def test_late_messages(world: World, save_gathered: bool) -> None:
+def test_late_messages(world: World, save_gathered: bool, messages: cases.Messages) -> None:
     """No row is read before its message was waited for."""
-    world.run(4, cases.against_reference, torch.float32, late=True, save_gathered=save_gathered)
+    world.run(4, cases.against_reference, torch.float32, messages=messages, save_gathered=save_gathered)
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("save_gathered", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_collectives(world: World, num_ranks: int, dtype: torch.dtype, save_gathered: bool) -> None:
+    """As over NCCL. No row is read before its collective was waited for."""
+    world.run(num_ranks, cases.against_reference, dtype, messages="collectives", save_gathered=save_gathered)
+
+
+def test_a_deterministic_run_uses_messages(world: World) -> None:
+    assert world.run(2, cases.collectives_of_ordered) == [(False, True)] * 2
+
+
+@pytest.mark.parametrize("messages", ["gloo", "late", "device", "collectives"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_sums_of_parts(world: World, num_ranks: int, dtype: torch.dtype, late: bool) -> None:
-    world.run(num_ranks, cases.sums_parts, dtype, late=late)
+def test_sums_of_parts(world: World, num_ranks: int, dtype: torch.dtype, messages: cases.Messages) -> None:
+    world.run(num_ranks, cases.sums_parts, dtype, messages=messages)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
