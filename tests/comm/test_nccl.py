@@ -154,6 +154,7 @@ def test_a_trace_has_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     start = kinds.index(("stream 1", "wait"))  # after the work before it
     assert kinds[start + 1] == ("stream 1", "mark")
     assert kinds.index(("nccl", "collective")) > start
+    assert ("compute", "wait") in kinds[kinds.index(("nccl", "collective")) :], "the caller waits, too"
     assert ("stream 1", "wait") in kinds[kinds.index(("nccl", "collective")) :], "the end is after the collective"
 
 

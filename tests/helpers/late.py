@@ -37,14 +37,17 @@ class LateTransport:
         self.collectives = None
 
     def begin(self, transfers: Sequence[Transfer], op: str) -> LateP2PWork:
-        return LateP2PWork(self._inner, transfers, op)
+        return LateP2PWork(self._inner, transfers, op, together=self.on_device)
 
     def close(self) -> None:
         self._inner.close()
 
 
 class LateP2PWork:
-    def __init__(self, inner: GlooTransport, transfers: Sequence[Transfer], op: str) -> None:
+    """`together`: `wait_all` delivers all messages, as on a device; otherwise the caller waits for each before."""
+
+    def __init__(self, inner: GlooTransport, transfers: Sequence[Transfer], op: str, *, together: bool = False) -> None:
+        self._together = together
         self._recvs = [(transfer.recv, *transfer.extra_recv) for transfer in transfers]
         self._hidden = [tuple(torch.full_like(recv, float("nan")) for recv in recvs) for recvs in self._recvs]
         self._completed: set[int] = set()
@@ -81,7 +84,7 @@ class LateP2PWork:
             recv.copy_(hidden)
 
     def wait_all(self) -> None:
-        for message in range(len(self._recvs)):
+        for message in range(len(self._recvs)) if self._together else ():
             if message not in self._completed:
                 self.wait(message)
         self._p2p_work.wait_all()
