@@ -16,7 +16,7 @@ from megatron_overlap.tools.simulate.experts import ExpertLayer, _played
 from megatron_overlap.tools.simulate.job import Experts, job_of
 from megatron_overlap.tools.simulate.layer import Layers
 from megatron_overlap.tools.simulate.linear import METHODS, Linear, LinearOverlap
-from megatron_overlap.tools.simulate.split import layer_passes
+from megatron_overlap.tools.simulate.split import _PartLayers, layer_passes
 from tests.ops.tensor_parallel.device_layers import DIRECTIONS, GPU, LAYERS, MODELS, Case, record, times
 from tests.tools.simulate.machines import job, number, profile
 from tests.tools.simulate.test_experts import SHAPE
@@ -190,7 +190,10 @@ def test_split_micro_batches_run_on_nccl() -> None:
     assert taken > 1.05 * free
     hosted = layer_passes(given, gpu(enqueue_us=1e5, **slow))[0]
     assert hosted.time_us == pytest.approx(8 * 1e5)
-    assert layer_passes(given, gpu(elementwise={"sum": (0.001, 0.001)}, **slow))[0] == forward
+    parts = _PartLayers(given, gpu(memory_gbps=1.0))
+    elements = given.rows * given.model.hidden_size / 4
+    # The norm moves four elements for each of its own, the residual three. No kernel adds the received rows.
+    assert parts.steps(keys_before=0, backward=False)[0].start == pytest.approx((4 + 3) * elements * 2 / 1e3)
 
 
 def test_experts_run_on_nccl() -> None:
