@@ -72,13 +72,13 @@ class NcclTransport:
 
     def all_gather(self, shard: torch.Tensor, into: torch.Tensor, op: str) -> NcclCollective:
         """See `Collectives`."""
-        received = into.flatten()[shard.numel() :]
-        return NcclCollective(self, partial(self._group._allgather_base, into, shard), received, op, self._events(op))
+        start = partial(self._group._allgather_base, into, shard)
+        return NcclCollective(self, start, into, shard, op, self._events(op))
 
     def reduce_scatter(self, rows: torch.Tensor, into: torch.Tensor, op: str) -> NcclCollective:
         """See `Collectives`."""
-        sent = rows.flatten()[into.numel() :]
-        return NcclCollective(self, partial(self._group._reduce_scatter_base, into, rows), sent, op, self._events(op))
+        start = partial(self._group._reduce_scatter_base, into, rows)
+        return NcclCollective(self, start, rows, into, op, self._events(op))
 
     def _events(self, op: str) -> CudaWorkEvents | None:
         self._num_p2p_works += 1
@@ -221,7 +221,7 @@ class NcclCollective:
     Args:
         transport: of the ranks.
         start: enqueues the collective after the work of the current stream.
-        moved: as large as what each rank sends and receives.
+        whole, own: rows of all ranks and of this one. Each rank sends and receives what `whole` has more.
         op: name in error messages.
         timing: records the events of a trace.
     """
@@ -230,7 +230,8 @@ class NcclCollective:
         self,
         transport: NcclTransport,
         start: Callable[[], dist.Work],
-        moved: torch.Tensor,
+        whole: torch.Tensor,
+        own: torch.Tensor,
         op: str,
         timing: CudaWorkEvents | None,
     ) -> None:
@@ -250,6 +251,7 @@ class NcclCollective:
                 self._work.wait()
                 rank, size = transport.rank, transport.size
                 to, source = (rank + 1) % size, (rank - 1) % size
+                moved = whole.flatten()[own.numel() :]
                 message = Message(Chunk(rank, 0), to, Chunk(source, 0), source)
                 timing.add(Kind.RECEIVED, began, 0, Transfer(message, moved, moved))
         except RuntimeError as error:

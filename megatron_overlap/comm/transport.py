@@ -167,7 +167,7 @@ class CollectiveWork(Protocol):
 
 
 class Collectives(Protocol):
-    """Whole collectives, which start after the present work of the caller.
+    """Collectives of whole tensors. Each starts when the work that the caller has enqueued before it is complete.
 
     Every rank of the group starts the same ones in the same order. The ranks have equal numbers of rows.
     """

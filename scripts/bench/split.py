@@ -165,7 +165,7 @@ def measure(step: Step, args: argparse.Namespace, cache: str) -> dict[str, Any]:
         for name in names[number % len(names) :] + names[: number % len(names)]:
             with overlapped(step.group, variants[name], unordered=name == "roof") as (_, finish), waits() as waited:
                 for _ in range(2 if name == "auto" else 1):
-                    step()  # with `auto` the second step opens what batch overlap needs
+                    step()  # with `auto` the second step opens the transports of batch overlap
                 finish()
                 dist.barrier()
                 waited.clear()
@@ -209,7 +209,7 @@ def measure(step: Step, args: argparse.Namespace, cache: str) -> dict[str, Any]:
 def overlapped(
     group: dist.ProcessGroup, tensor: dict[str, Any], *, unordered: bool = False
 ) -> Iterator[tuple[Session, Callable[[], None]]]:
-    """The plugin with the settings of `overlap.tensor`. Yields the session, and what waits for the rest of a step."""
+    """The plugin with the settings of `overlap.tensor`. Yields the session, and what waits for all messages."""
     from megatron_overlap import OverlapConfig, enable
 
     channels = ("", *PART_CHANNELS) if unordered else ()

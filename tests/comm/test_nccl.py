@@ -103,7 +103,7 @@ def collectives(device: Recorder, transport: Any, count: int) -> None:
 
 @pytest.mark.parametrize("connections", [None, 1])
 def test_collectives(monkeypatch: pytest.MonkeyPatch, connections: int | None) -> None:
-    """A collective follows the work before it, and the device does the work beside it meanwhile."""
+    """A collective starts after the work that was enqueued before it, and overlaps the work enqueued after it."""
     ranks = []
     for rank in range(SIZE):
         device, transport = opened(monkeypatch, rank, SIZE)

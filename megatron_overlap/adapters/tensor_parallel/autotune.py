@@ -196,7 +196,7 @@ class LinearAutotuner(GroupAutotuners):
 
     @property
     def measures_forward_only(self) -> bool:
-        """Whether linear layers are measured in passes without gradients. A block is compared after them."""
+        """Whether a linear layer has been measured in a pass without gradients: only then is its block compared."""
         kinds = (kind for each in self._autotuners.values() for kind in each.kinds.values())
         return any(not kind.call.backward for kind in kinds)
 
@@ -223,14 +223,8 @@ class LinearAutotuner(GroupAutotuners):
         of_layers = [(rows, dtype, each, not sharded) for each in passes]
         kinds = () if autotuner is None else autotuner.kinds.values()
         separate = [kind for kind in kinds if _facts(kind.call) in of_layers and kind.call.op != "block"]
-        inside = separate
-        if sharded:
-            # A layer outside the block, such as the output layer, has fewer calls: its search takes many more steps.
-            shapes = {
-                (linear.weight.shape[1], linear.weight.shape[0]) for each in layers for linear in linears_of(each)
-            }
-            inside = [kind for kind in separate if (kind.call.in_features, kind.call.out_features) in shapes]
-        if autotuner is None or not inside or not all(kind.search.has_selection for kind in inside):
+        waiting = [kind for kind in separate if not kind.search.has_selection]
+        if autotuner is None or not separate or _inside(waiting, layers):
             return run(SEPARATE_LAYERS)
 
         def run_candidate(candidate: Candidate) -> torch.Tensor:
@@ -247,7 +241,10 @@ class LinearAutotuner(GroupAutotuners):
         kind_of_block = Call("block", rows, x.shape[-1], x.shape[-1], dtype, backward, variant)
         candidates, timed = (SEPARATE_LAYERS, overlap), not self._check.due
         output, used = autotuner.run(kind_of_block, run_candidate, (leaf,), lambda: candidates, timed=timed)
-        self._replaced = frozenset(kind.call for kind in inside if used == overlap)
+        if used != overlap:
+            self._replaced = frozenset()
+        elif not self._replaced:
+            self._replaced = frozenset(kind.call for kind in _inside(separate, layers))
         return output
 
     def unsupported_reason(self, call: LinearCall) -> str | None:
@@ -309,6 +306,18 @@ def _kind_of(call: LinearCall) -> Call:
         backward=_grad_enabled() and (x.requires_grad or weight.requires_grad),
         variant="frozen" if not weight.requires_grad else "main_grad" if call.wgrad_target is not None else "",
     )
+
+
+def _inside(kinds: Sequence[Kind], layers: Sequence[Any]) -> Sequence[Kind]:
+    """The kinds of linear layers in `layers`.
+
+    Under sequence parallelism a layer outside of them, such as the output layer, is a kind of its own. It has fewer
+    calls, and its search takes many more steps.
+    """
+    if not kinds or not layers[0].config.sequence_parallel:
+        return kinds
+    shapes = {(linear.weight.shape[1], linear.weight.shape[0]) for each in layers for linear in linears_of(each)}
+    return [kind for kind in kinds if (kind.call.in_features, kind.call.out_features) in shapes]
 
 
 def _facts(call: Call) -> tuple[int, str, bool, bool]:

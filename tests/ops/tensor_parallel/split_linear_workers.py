@@ -44,7 +44,7 @@ class Logged:
         inner: carries the messages.
         part: in the log.
         log: gets the names.
-        arrives_at: number of the query that finds the messages of an operation arrived; None: no query does.
+        arrives_at: from this call of `is_completed` on, the messages of an operation have arrived; None: never.
     """
 
     def __init__(self, inner: Transport, part: str, log: list[str], arrives_at: int | None = None) -> None:
