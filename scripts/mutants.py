@@ -1,6 +1,6 @@
 """Changes one line of the program at a time, and looks whether the tests notice.
 
-    python scripts/mutants.py --json docs/results/mutants.json [--kind schedules] [--first 10]
+    python scripts/mutants.py --json docs/results/mutants.json [--kind schedules] [--jobs 2]
 
 `scripts/trust/mutants.yaml` lists the changes and the tests that have to fail. Every mutant is made in a copy of the
 tree; the tests must pass there without it.
@@ -18,9 +18,10 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from threading import Lock
 
 import yaml
 
@@ -84,6 +85,34 @@ def passes(root: Path, tests: tuple[str, ...], limit_s: float) -> bool:
             process.wait()
 
 
+def judge(mutant: Mutant, limit_s: float) -> str:
+    """What the tests say about a mutant."""
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        tree = Path(folder)
+        for name in COPIED:
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, tree / name)
+        if not passes_unchanged(tree, mutant.tests, limit_s):
+            return "not judged: the tests fail without it"
+        mutant.apply(tree)
+        return "survived" if passes(tree, mutant.tests, limit_s) else "caught"
+
+
+_unchanged: dict[tuple[str, ...], bool] = {}
+_one_at_a_time = Lock()
+
+
+def passes_unchanged(root: Path, tests: tuple[str, ...], limit_s: float) -> bool:
+    """Whether the tests pass without a mutant; they run once."""
+    with _one_at_a_time:
+        if tests not in _unchanged:
+            _unchanged[tests] = passes(root, tests, limit_s)
+        return _unchanged[tests]
+
+
 def main() -> int:
     """0: all were caught; 1: not all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -92,46 +121,46 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=1, help="begin with this number")
     parser.add_argument("--limit", type=float, default=300.0, help="of one test run, seconds")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin none after this time")
-    parser.add_argument("--json", type=Path, help="results are added to it")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
+    parser.add_argument("--json", type=Path, help="results are added to it, and those of removed mutants are left out")
     options = parser.parse_args()
     kinds = options.kind.split(",") if options.kind else None
-    chosen = [m for m in load() if (kinds is None or m.kind in kinds) and options.file in m.file]
-    rows: list[dict[str, Any]] = []
-    healthy: dict[tuple[str, ...], bool] = {}
+    every = list(load())
+    chosen = [m for m in every[options.first - 1 :] if (kinds is None or m.kind in kinds) and options.file in m.file]
+    verdicts: dict[Mutant, str] = {}
     until = time.monotonic() + 60 * options.minutes
-    for mutant in [each for each in chosen if each.number >= options.first]:
-        if time.monotonic() > until:
-            break
-        with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-            tree = Path(folder)
-            for name in COPIED:
-                source = ROOT / name
-                if source.is_dir():
-                    shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-                else:
-                    shutil.copy(source, tree / name)
-            if mutant.tests not in healthy:
-                healthy[mutant.tests] = passes(tree, mutant.tests, options.limit)
-            if not healthy[mutant.tests]:
-                verdict = "not judged: the tests fail without it"
-            else:
-                mutant.apply(tree)
-                verdict = "survived" if passes(tree, mutant.tests, options.limit) else "caught"
-        change = next(iter(mutant.after.splitlines()), "(removed)")
-        print(f"{mutant.number} {mutant.kind} {mutant.file}: {verdict}: {change}", flush=True)
-        rows.append({"number": mutant.number, "kind": mutant.kind, "file": mutant.file, "verdict": verdict})
-        if options.json:
-            _add(options.json, rows)
-    print(dict(Counter((row["kind"], row["verdict"]) for row in rows)))
-    return int(any(row["verdict"] != "caught" for row in rows))
+    with ThreadPoolExecutor(options.jobs) as pool:
+        judged = pool.map(lambda m: judge(m, options.limit) if time.monotonic() < until else None, chosen)
+        for mutant, verdict in zip(chosen, judged, strict=True):
+            if verdict is None:
+                continue
+            verdicts[mutant] = verdict
+            change = next(iter(mutant.after.splitlines()), "(removed)")
+            print(f"{mutant.number} {mutant.kind} {mutant.file}: {verdict}: {change}", flush=True)
+            if options.json:
+                _add(options.json, verdicts, every)
+    print(dict(Counter((mutant.kind, verdict) for mutant, verdict in verdicts.items())))
+    return int(any(verdict != "caught" for verdict in verdicts.values()))
 
 
-def _add(path: Path, rows: list[dict[str, Any]]) -> None:
-    """To the file's own rows, of which those of the same numbers are replaced."""
+def _add(path: Path, verdicts: dict[Mutant, str], every: list[Mutant]) -> None:
+    """Writes the verdicts, and those of the file about other mutants, in the order of the list."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    old = json.loads(path.read_text()) if path.is_file() else []
-    merged = {row["number"]: row for row in [*old, *rows]}
-    path.write_text(json.dumps([merged[number] for number in sorted(merged)], indent=1) + "\n")
+    rows = {}
+    for row in json.loads(path.read_text()) if path.is_file() else []:
+        rows[tuple(row["change"])] = row["verdict"]
+    rows |= {_change(mutant): verdict for mutant, verdict in verdicts.items()}
+    kept = [
+        {"kind": mutant.kind, "change": _change(mutant), "verdict": rows[_change(mutant)]}
+        for mutant in every
+        if _change(mutant) in rows
+    ]
+    path.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def _change(mutant: Mutant) -> tuple[str, ...]:
+    """What tells a mutant from the others, also when the list grows."""
+    return (mutant.file, mutant.before, mutant.after, *mutant.tests)
 
 
 if __name__ == "__main__":

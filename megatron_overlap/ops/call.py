@@ -94,6 +94,11 @@ def gathered_rows(x: torch.Tensor, ranks: int) -> int:
     return int(x.shape[:-1].numel()) * ranks
 
 
+def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`a @ b + bias`."""
+    return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+
+
 def gemm_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
     """`out = a @ b + bias`."""
     if bias is None:

@@ -29,7 +29,8 @@ from megatron_overlap.ops import (
     ulysses_attention,
 )
 from megatron_overlap.ops.numerics_check import Subject, checked_linear
-from megatron_overlap.ops.tensor_parallel.split_linear import PartMessages, column_part, gathered, row_part, scattered
+from megatron_overlap.ops.tensor_parallel.part_messages import PartMessages
+from megatron_overlap.ops.tensor_parallel.split_linear import column_part, gathered, row_part, scattered
 from megatron_overlap.ops.wgrad import DeferredWgrad
 from megatron_overlap.schedules import SequenceLayout
 from megatron_overlap.schedules.varlen import Topology, partition

@@ -22,8 +22,8 @@ from megatron_overlap.adapters.tensor_parallel.layer_handoff import PendingAdd, 
 from megatron_overlap.adapters.tensor_parallel.transformer_engine import norm_of
 from megatron_overlap.ops.call import Observer
 from megatron_overlap.ops.tensor_parallel.batch_overlap import Slots
+from megatron_overlap.ops.tensor_parallel.part_messages import PartMessages
 from megatron_overlap.ops.tensor_parallel.split_linear import (
-    PartMessages,
     column_part,
     gathered,
     row_part,

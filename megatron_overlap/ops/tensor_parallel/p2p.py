@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm import Transport
-from megatron_overlap.ops.call import InputVersion, gemm_into, transport_for
+from megatron_overlap.ops.call import InputVersion, product, transport_for
 from megatron_overlap.ops.tensor_parallel.method import LinearMethod
 from megatron_overlap.ops.tensor_parallel.pipelined import PLAIN, Gemm, GemmInto, PipelinedAllGather
 from megatron_overlap.ops.tensor_parallel.pipelined_all_reduce import PipelinedAllReduce
@@ -211,9 +211,7 @@ class _ReusedGather:
         self.full = full
 
     def matmul(self, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        out = self.full.new_empty(self.full.shape[0], b.shape[1])
-        gemm_into(self.full, b, out, bias)
-        return out
+        return product(self.full, b, bias)
 
     def wgrad(self, wgrad: WeightGradient, *, dy: torch.Tensor | None = None, x: torch.Tensor | None = None) -> None:
         wgrad.add(self.full if dy is None else dy, self.full if x is None else x)

@@ -14,11 +14,11 @@ from megatron_overlap.comm import transport_of
 from megatron_overlap.comm.transport import OrderedTransport, P2PWork, Transfer, Transport
 from megatron_overlap.ops import reference
 from megatron_overlap.ops.call import gemm_into
-from megatron_overlap.ops.tensor_parallel import p2p, split_linear
+from megatron_overlap.ops.tensor_parallel import p2p, part_messages
 from megatron_overlap.ops.tensor_parallel.batch_overlap import Slots
+from megatron_overlap.ops.tensor_parallel.part_messages import PartMessages
 from megatron_overlap.ops.tensor_parallel.sequence_split import join_rows, split_rows
 from megatron_overlap.ops.tensor_parallel.split_linear import (
-    PartMessages,
     column_part,
     gathered,
     row_part,
@@ -268,7 +268,12 @@ def row_order(group: dist.ProcessGroup, *, arrived: bool) -> tuple[list[str], li
         log.append(f"rows {start // own} to {start // own + len(out) // own}")
         gemm_into(a, b, out, bias)
 
-    with patch.object(split_linear, "gemm_into", logged):
+    def logged_product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        out = a.new_empty(len(a), b.shape[1])
+        logged(a, b, out, bias)
+        return out
+
+    with patch.multiple(part_messages, gemm_into=logged, product=logged_product):
         messages.gather("input", shard)
         y, full = messages.matmul("input", w1.t())
     torch.testing.assert_close(y, full @ w1.t())

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_overlap.ops import flash_attention
 from megatron_overlap.ops.tensor_parallel import p2p
-from megatron_overlap.ops.tensor_parallel.split_linear import PartMessages
+from megatron_overlap.ops.tensor_parallel.part_messages import PartMessages
 from megatron_overlap.ops.wgrad import DeferredWgrad
 from megatron_overlap.schedules import gather_scatter
 from megatron_overlap.schedules.heuristics import default_chunks

@@ -1,0 +1,246 @@
+"""The messages of one part of a split micro-batch; `split_linear` has the operations.
+
+Each message is whole. Where the transport has collectives (`Transport.collectives`) each message is one of them, and no
+GEMM is cut. Elsewhere a GEMM multiplies own rows first if others have not arrived, and computes own rows last if its
+result is sent.
+"""
+
+from typing import Literal
+
+import torch
+
+from megatron_overlap.comm import Transport
+from megatron_overlap.comm.transport import CollectiveWork
+from megatron_overlap.ops.call import gemm_into, product
+from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan, P2PMethod
+from megatron_overlap.ops.tensor_parallel.pipelined import PipelinedAllGather
+from megatron_overlap.ops.wgrad import DeferredWgrad
+
+_WHOLE = LinearPlan(pattern="serial", chunks_per_rank=1)
+"""One message to each rank, after the whole GEMM."""
+_OWN_LAST = LinearPlan(pattern="direct", chunks_per_rank=1)
+"""One message to each rank, before the GEMM of the own rows."""
+
+Rows = Literal["input", "output", "output gradient", "input gradient"]
+"""What the messages of one operation carry. Backward gathers the input again."""
+
+
+class PartGather:
+    """An all-gather of the rows `[rows, K]` of one part, in one message to each rank."""
+
+    def __init__(self, transport: Transport, shard: torch.Tensor, op: str) -> None:
+        num_rows, features = shard.shape[0] * transport.size, shard.shape[1]
+        row_bytes = features * shard.itemsize
+        plan, layout = _WHOLE.schedule("all_gather", transport, num_rows, row_bytes, shard.device)
+        full = shard.new_empty(num_rows, features)
+        self._gather = PipelinedAllGather(transport, plan, (shard,), layout, (full,), op, whole=True)
+        self._own = layout.shard(transport.rank)
+        self.num_bytes = (transport.size - 1) * shard.nbytes
+
+    @property
+    def ready(self) -> bool:
+        """Whether `finish` returns without waiting for a received message."""
+        return self._gather.done or self._gather.ready
+
+    def finish(self) -> torch.Tensor:
+        """Waits for all messages; returns the rows of all ranks. Further calls return the same tensor."""
+        if not self._gather.done:
+            self._gather.next_rows()
+            self._gather.finish()
+        return self._gather.full[0]
+
+    def matmul(self, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """`finish() @ b + bias`."""
+        if self.ready:
+            return product(self.finish(), b, bias)
+        full, (start, stop) = self._gather.full[0], self._own
+        out = full.new_empty(full.shape[0], b.shape[1])
+        gemm_into(full[start:stop], b, out[start:stop], bias)
+        self.finish()
+        for rows in slice(start), slice(stop, None):
+            if out[rows].numel():
+                gemm_into(full[rows], b, out[rows], bias)
+        return out
+
+
+class PartScatter:
+    """The reduce-scatter of the rows of one part, in one message to each rank.
+
+    Args:
+        transport: of the ranks.
+        a: the rows, or the left operand of the GEMM `a @ b` that computes them.
+        b: the right operand of that GEMM, or None.
+        op: name in error messages.
+        whole: the messages start after the whole GEMM.
+
+    Attributes:
+        out: own rows; the sum over ranks after `finish`.
+    """
+
+    def __init__(
+        self, transport: Transport, a: torch.Tensor, b: torch.Tensor | None, op: str, *, whole: bool = False
+    ) -> None:
+        method = P2PMethod(transport, _WHOLE if whole else _OWN_LAST)
+        self._scatter = method.reduce_scatter(a, op) if b is None else method.scatter(a, b, op)
+        self.out = self._scatter.out
+        self.num_bytes = (transport.size - 1) * self.out.nbytes
+        self._finished = False
+
+    @property
+    def ready(self) -> bool:
+        """See `PartGather.ready`."""
+        return self._finished or self._scatter.ready
+
+    def finish(self) -> torch.Tensor:
+        """Waits for all messages; returns `out`. Further calls return the same tensor."""
+        if not self._finished:
+            self._scatter.finish()
+            self._finished = True
+        return self.out
+
+
+class PartCollective:
+    """An all-gather or reduce-scatter of the rows of one part that the transport runs as a whole.
+
+    Args:
+        work: the collective that has started.
+        out: its result.
+        num_bytes: that this rank sends.
+    """
+
+    def __init__(self, work: CollectiveWork, out: torch.Tensor, num_bytes: int) -> None:
+        self._work: CollectiveWork | None = work
+        self.out, self.num_bytes = out, num_bytes
+
+    @property
+    def ready(self) -> bool:
+        """See `PartGather.ready`. False before `finish`: a query would synchronise."""
+        return self._work is None
+
+    def finish(self) -> torch.Tensor:
+        """Waits for the collective; returns `out`. Further calls return the same tensor."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self.out
+
+    def matmul(self, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """`finish() @ b + bias`."""
+        return product(self.finish(), b, bias)
+
+
+_PartWork = PartGather | PartScatter | PartCollective
+
+
+class PartMessages:
+    """The messages of one part in one step, in forward and in backward.
+
+    Args:
+        transport: of the ranks. No other part uses it, since its buffers belong to one reduce-scatter at a time.
+        deferred_wgrad: gets the weight gradients of both parts of the step; made with `num_terms=2`.
+        save_gathered: forward saves the gathered input for the weight gradient; otherwise backward gathers it again.
+        serial: wait for each message where it starts, to measure the time without overlap.
+
+    Attributes:
+        saved: own rows of the input that `scattered` saves for the weight gradient.
+    """
+
+    def __init__(
+        self, transport: Transport, deferred_wgrad: DeferredWgrad, *, save_gathered: bool = False, serial: bool = False
+    ) -> None:
+        self.transport, self.deferred_wgrad, self.save_gathered = transport, deferred_wgrad, save_gathered
+        self.saved: torch.Tensor | None = None
+        self._serial = serial
+        self._started: dict[Rows, _PartWork] = {}
+        self._following: tuple[Rows, torch.Tensor] | None = None
+
+    def has_started(self, rows: Rows) -> bool:
+        """Whether messages with `rows` have started."""
+        return rows in self._started
+
+    def is_ready(self, rows: Rows) -> bool:
+        """Whether `finish(rows)` returns without waiting. False where a query would synchronise."""
+        return self._started[rows].ready
+
+    def gather(self, rows: Rows, shard: torch.Tensor) -> int:
+        """Starts an all-gather; returns the bytes that this rank sends."""
+        op, collectives = f"all-gather of {rows} of a part", self.transport.collectives
+        gather: PartGather | PartCollective
+        if collectives is None:
+            gather = PartGather(self.transport, shard, op)
+        else:
+            full = shard.new_empty(shard.shape[0] * self.transport.size, shard.shape[1])
+            gather = PartCollective(collectives.all_gather(shard, full, op), full, full.nbytes - shard.nbytes)
+        self._start(rows, gather)
+        return gather.num_bytes
+
+    def gather_next(self, rows: Rows, shard: torch.Tensor) -> None:
+        """Starts an all-gather behind the one before.
+
+        As a collective it starts when that one has arrived: in the same hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1)
+        it would delay all work that is enqueued meanwhile.
+        """
+        if self.transport.collectives is None:
+            self.gather(rows, shard)
+        else:
+            self._following = rows, shard
+
+    def scatter(self, rows: Rows, a: torch.Tensor, b: torch.Tensor | None = None) -> tuple[torch.Tensor, int]:
+        """Starts the reduce-scatter of `a` or `a @ b`; returns own rows, incomplete, and the bytes that are sent."""
+        op, collectives = f"reduce-scatter of {rows} of a part", self.transport.collectives
+        scatter: PartScatter | PartCollective
+        if collectives is None:
+            scatter = PartScatter(self.transport, a, b, op, whole=self._serial)
+        else:
+            terms = a.contiguous() if b is None else a @ b
+            out = terms.new_empty(terms.shape[0] // self.transport.size, terms.shape[1])
+            scatter = PartCollective(collectives.reduce_scatter(terms, out, op), out, terms.nbytes - out.nbytes)
+        self._start(rows, scatter)
+        return scatter.out, scatter.num_bytes
+
+    def take(self, rows: Rows) -> _PartWork:
+        """Removes started messages. The caller finishes them.
+
+        Raises:
+            RuntimeError: they were not started.
+        """
+        work = self._started.pop(rows, None)
+        if work is None:
+            raise RuntimeError(
+                f"the {rows} of a split layer was not started: its linear layers did not run in the order of its "
+                "forward; set overlap.tensor.split to none"
+            )
+        return work
+
+    def finish(self, rows: Rows) -> torch.Tensor:
+        """Waits for started messages; computes postponed weight gradients until they are complete."""
+        return self._filled(rows).finish()
+
+    def matmul(
+        self, rows: Rows, b: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`full @ b + bias` and `full`, the rows of all ranks, whose all-gather has started."""
+        gather = self._filled(rows)
+        assert not isinstance(gather, PartScatter)
+        return gather.matmul(b, bias), gather.finish()
+
+    def _filled(self, rows: Rows) -> _PartWork:
+        """Takes started messages, and computes postponed weight gradients until they are complete."""
+        work = self.take(rows)
+        self.deferred_wgrad.run_while(lambda: not work.ready)
+        if self._following is not None:
+            work.finish()
+            following, self._following = self._following, None
+            self.gather(*following)
+        return work
+
+    def abandon(self) -> None:
+        """Completes all messages. No layer uses their rows."""
+        self._following = None
+        while self._started:
+            self._started.popitem()[1].finish()
+
+    def _start(self, rows: Rows, work: _PartWork) -> None:
+        self._started[rows] = work
+        if self._serial:
+            work.finish()
