@@ -109,10 +109,11 @@ class Exchange(Sequence[Transfer]):
     Args:
         repeated: the operation.
         own: own rows of this call: one contiguous tensor. None if all sends are rows of buffers.
+        into: the transport also copies `own` there, complete after `wait_all`; None: no copy.
     """
 
-    def __init__(self, repeated: Repeated, own: torch.Tensor | None = None) -> None:
-        self.repeated, self.own = repeated, own
+    def __init__(self, repeated: Repeated, own: torch.Tensor | None = None, into: torch.Tensor | None = None) -> None:
+        self.repeated, self.own, self.into = repeated, own, into
         self._transfers: Sequence[Transfer] | None = None
 
     def _built(self) -> Sequence[Transfer]:

@@ -11,6 +11,9 @@ from megatron_overlap.schedules.plan import Collective, Pattern
 # With fewer rows a bf16 GEMM loses more than 5 % per row, and one more cut hides less than that. Measured with oneDNN
 # on AVX-512: 256 rows 0-1 %, 128 rows 3-7 %, 64 rows 11-20 %.
 MIN_CHUNK_ROWS = 128
+# Of an all-gather of one part by copy engines, to one rank. The fixed time of a smaller copy is longer than what a GEMM
+# gains from the SMs of NCCL. Modelled for H100 (`configs/clusters/h100_dgx.yaml`), not measured.
+MIN_COPY_BYTES = 8 << 20
 # Each message wakes up two threads. A smaller message hides less time than the wake-ups cost.
 _MIN_CHUNK_BYTES = 256 * 1024
 # Beyond eight messages per operation, per-message overhead exceeds the extra overlap (measured on 2 and 4 hosts). If 8

@@ -1,14 +1,18 @@
-"""The collectives of `NcclTransport` on CPU ranks, with the latest results that the contract allows."""
+"""What moves the parts of a split micro-batch on GPUs, on CPU ranks: collectives, with late results, and copies."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_overlap.comm.host_group import HostGroup
 from megatron_overlap.comm.nccl import NcclTransport
+from megatron_overlap.comm.symmetric.copies import CopyTransport
+from megatron_overlap.comm.symmetric.heap import HeapPool
+from scripts.kernels.cpu_backend import CpuBackend
 from tests.helpers.late import PoisonedPool
 
 
@@ -46,3 +50,17 @@ class _LateWork:
     def wait(self) -> None:
         self._work.wait()
         self._into.copy_(self._hidden)
+
+
+class _PoisonedHeap(HeapPool):
+    def take(self, name: str, shape: Sequence[int], like: torch.Tensor, *, symmetric: bool = False) -> torch.Tensor:
+        return super().take(name, shape, like, symmetric=symmetric).fill_(float("nan"))
+
+
+def device_copies(group: dist.ProcessGroup) -> CopyTransport:
+    """Copies in host memory that a device would order, into buffers that hold NaN at first."""
+    backend = CpuBackend(HostGroup(group))
+    copies = CopyTransport(backend, ring_bytes=16384)
+    copies.buffer_pool = copies._heap = _PoisonedHeap(backend)
+    copies.copy_engines = copies.on_device = True
+    return copies

@@ -39,6 +39,7 @@ from megatron_overlap.comm import PART_CHANNELS, Transport
 from megatron_overlap.counters import SavedActivations, SavedSite
 from megatron_overlap.ops import LinearPlan, all_gather_linear, copy_linear, linear_all_reduce, linear_reduce_scatter
 from megatron_overlap.ops.numerics_check import checked_linear
+from megatron_overlap.ops.tensor_parallel.part_messages import PartGathers
 from megatron_overlap.ops.tensor_parallel.tree import unsupported_reason as unsupported_tree_reason
 from megatron_overlap.ops.wgrad import DeferredWgrad
 from megatron_overlap.schedules.plan import Pattern
@@ -86,6 +87,7 @@ class LinearAdapter(Adapter):
         self.check = session.adapter(Check)
         self._transports: dict[dist.ProcessGroup, Transport] = {}
         self._row_transports: dict[dist.ProcessGroup, Transport] = {}
+        self._part_gathers: dict[dist.ProcessGroup, PartGathers | None] = {}
         self._hooks: dict[tuple[str, str, torch.Size, bool], LinearHooks] = {}
         self._fused_transports = FusedTransports(session, self.transport)
         self._stock, self._p2p = StockBackend(), P2PBackend(self, self.plan)
@@ -153,6 +155,13 @@ class LinearAdapter(Adapter):
         """The transports of the parts of a split micro-batch, as `transport`."""
         first, second = (open_transport(self._session, group, channel) for channel in PART_CHANNELS)
         return first, second
+
+    def part_gathers(self, group: dist.ProcessGroup) -> PartGathers | None:
+        """The all-gathers of the parts by copy engines; None where the group has none."""
+        if group not in self._part_gathers:
+            transport = self.row_transport(group)
+            self._part_gathers[group] = PartGathers(transport) if transport.copy_engines else None
+        return self._part_gathers[group]
 
     def hooks(self, kind: str, op: str, x: torch.Tensor, weight: torch.Tensor) -> LinearHooks:
         """The counters of a kind of layer; forward-only calls have their own."""
@@ -285,7 +294,8 @@ class LinearAdapter(Adapter):
 
     def close(self) -> None:
         """Frees the symmetric memory. The session closes the transports."""
-        self._transports.clear()
+        for transports in (self._transports, self._row_transports, self._part_gathers):
+            transports.clear()
         self._fused_transports.close()
 
     def drop(self) -> None:

@@ -214,14 +214,16 @@ class SplitShardedLayer:
 
     def __init__(self, layer: Any, adapter: LinearAdapter) -> None:
         self._layer, self._adapter = layer, adapter
-        self._transports = adapter.part_transports(layer.self_attention.linear_proj.tp_group)
+        group = layer.self_attention.linear_proj.tp_group
+        self._transports, self._gathers = adapter.part_transports(group), adapter.part_gathers(group)
         # Of the first steps. Later steps take that of the step before.
         self._deferred_wgrad = DeferredWgrad(num_terms=2)
 
     def embedded(self, terms: Sequence[torch.Tensor]) -> list[EmbeddedPart]:
         """The parts of the input of the first layer, from the terms of an embedding for all rows of each part."""
         observer = self._adapter.count_embedding
-        messages = [self._messages(number, self._deferred_wgrad) for number in range(2)]
+        # Not by `_gathers`: autograd gets the gathered gradient.
+        messages = [PartMessages(each, self._deferred_wgrad, serial=self._adapter.serial) for each in self._transports]
         return [EmbeddedPart(part, own, observer) for part, own in zip(terms, messages, strict=True)]
 
     def forward(self, pending: PendingOutput, arguments: dict[str, Any], follower: Any) -> PendingOutput:
@@ -282,5 +284,9 @@ class SplitShardedLayer:
     def _messages(self, number: int, deferred_wgrad: DeferredWgrad) -> PartMessages:
         adapter = self._adapter
         return PartMessages(
-            self._transports[number], deferred_wgrad, save_gathered=adapter.plan.save_gathered, serial=adapter.serial
+            self._transports[number],
+            deferred_wgrad,
+            save_gathered=adapter.plan.save_gathered,
+            serial=adapter.serial,
+            gathers=self._gathers,
         )

@@ -149,12 +149,18 @@ class CopyTransport:
         work = CopyP2PWork(self, messages, own, op, begun, captured=captured)
         if messages.through_ring:
             self.rings.begin(work)
-        if messages.buffers_are_free is not None:
+        into = transfers.into if isinstance(transfers, Exchange) else None
+        if messages.buffers_are_free is not None or into is not None:
             # Beside the computation: on a device each flag is a copy.
             self.receiving.after(begun)
+        if messages.buffers_are_free is not None:
             self.receiving.run(messages.buffers_are_free)
             if captured:
                 self.sending.after(self.receiving.mark())
+        if into is not None:
+            assert own is not None
+            self.receiving.copy(into, own)
+            work.own_copied = self.receiving.mark()
         work.mark_ready(0)
         return work
 
@@ -295,6 +301,8 @@ class CopyP2PWork:
         self._sends_after: object = ...
         self._has_sent = False
         self._sent: object | None = None
+        # The position of the receiving queue after the copy of the own rows.
+        self.own_copied: object | None = None
 
     def _number_pieces(self) -> None:
         for message in self._messages:
@@ -430,6 +438,9 @@ class CopyP2PWork:
         self.send_ready()
         assert not self.has_more_to_send, "a message was never marked ready"
         self._wait_sends()
+        if self.own_copied is not None:
+            self._computing.after(self.own_copied)
+            self.own_copied = None
 
     def _wait_sends(self) -> None:
         # Not the whole queue: it may have later operations, which wait for what the peers receive after this one.

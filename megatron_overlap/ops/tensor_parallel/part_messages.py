@@ -1,8 +1,8 @@
 """The messages of one part of a split micro-batch; `split_linear` has the operations.
 
-Each message is whole. Where the transport has collectives (`Transport.collectives`) each message is one of them, and no
-GEMM is cut. Elsewhere a GEMM multiplies own rows first if others have not arrived, and computes own rows last if its
-result is sent.
+Each message is whole. On GPUs a reduce-scatter is one collective of NCCL (`Transport.collectives`), and so is an
+all-gather unless copy engines move it (`PartGathers`). No GEMM is cut there. On the host a GEMM multiplies own rows
+first if others have not arrived, and computes own rows last if its result is sent.
 """
 
 from typing import Literal
@@ -15,45 +15,60 @@ from megatron_overlap.ops.call import gemm_into, product
 from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan, P2PMethod
 from megatron_overlap.ops.tensor_parallel.pipelined import PipelinedAllGather
 from megatron_overlap.ops.wgrad import DeferredWgrad
+from megatron_overlap.schedules.heuristics import MIN_COPY_BYTES
 
 _WHOLE = LinearPlan(pattern="serial", chunks_per_rank=1)
 """One message to each rank, after the whole GEMM."""
 _OWN_LAST = LinearPlan(pattern="direct", chunks_per_rank=1)
 """One message to each rank, before the GEMM of the own rows."""
+MAX_DEFERRED = 4
+"""Postponed products of two steps. More would keep more gathered rows."""
 
 Rows = Literal["input", "output", "output gradient", "input gradient"]
 """What the messages of one operation carry. Backward gathers the input again."""
 
 
 class PartGather:
-    """An all-gather of the rows `[rows, K]` of one part, in one message to each rank."""
+    """An all-gather of the rows `[rows, K]` of one part, in one message to each rank.
 
-    def __init__(self, transport: Transport, shard: torch.Tensor, op: str) -> None:
+    Args:
+        transport: of the ranks.
+        shard: own rows.
+        op: name in error messages.
+        full: buffer of the transport for the rows of all ranks; None: new memory.
+    """
+
+    def __init__(self, transport: Transport, shard: torch.Tensor, op: str, full: torch.Tensor | None = None) -> None:
         num_rows, features = shard.shape[0] * transport.size, shard.shape[1]
         row_bytes = features * shard.itemsize
         plan, layout = _WHOLE.schedule("all_gather", transport, num_rows, row_bytes, shard.device)
-        full = shard.new_empty(num_rows, features)
-        self._gather = PipelinedAllGather(transport, plan, (shard,), layout, (full,), op, whole=True)
-        self._own = layout.shard(transport.rank)
+        repeats = full is not None
+        self._full = shard.new_empty(num_rows, features) if full is None else full
+        self._gather = PipelinedAllGather(
+            transport, plan, (shard,), layout, (self._full,), op, whole=True, repeats=repeats
+        )
+        self._own, self._on_device, self._finished = layout.shard(transport.rank), transport.on_device, False
         self.num_bytes = (transport.size - 1) * shard.nbytes
 
     @property
     def ready(self) -> bool:
         """Whether `finish` returns without waiting for a received message."""
-        return self._gather.done or self._gather.ready
+        return self._finished or self._gather.ready
 
     def finish(self) -> torch.Tensor:
         """Waits for all messages; returns the rows of all ranks. Further calls return the same tensor."""
-        if not self._gather.done:
-            self._gather.next_rows()
+        if not self._finished:
+            if not self._on_device:
+                self._gather.next_rows()
             self._gather.finish()
-        return self._gather.full[0]
+            self._finished = True
+        return self._full
 
     def matmul(self, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`finish() @ b + bias`."""
-        if self.ready:
+        if self._on_device or self.ready:
             return product(self.finish(), b, bias)
-        full, (start, stop) = self._gather.full[0], self._own
+        full, (start, stop) = self._full, self._own
         out = full.new_empty(full.shape[0], b.shape[1])
         gemm_into(full[start:stop], b, out[start:stop], bias)
         self.finish()
@@ -61,6 +76,42 @@ class PartGather:
             if out[rows].numel():
                 gemm_into(full[rows], b, out[rows], bias)
         return out
+
+
+class PartGathers:
+    """All-gathers of both parts by copy engines, into buffers that take turns.
+
+    A gather overwrites the rows of the one `NUM_BUFFERS` before. Postponed weight gradients that may read them are
+    computed first.
+
+    Args:
+        transport: of the ranks; every rank starts the same gathers in the same order.
+        min_bytes: of the rows of a rank, in a gather that copy engines carry.
+    """
+
+    NUM_BUFFERS = 12
+    """`MAX_DEFERRED` weight gradients, two gathers of each part in flight, and some to spare."""
+
+    def __init__(self, transport: Transport, min_bytes: int = MIN_COPY_BYTES) -> None:
+        self._transport, self._min_bytes, self._num_started = transport, min_bytes, 0
+        self._readers: list[DeferredWgrad | None] = [None] * self.NUM_BUFFERS
+
+    def carry(self, shard: torch.Tensor) -> bool:
+        """Whether copy engines carry the gather of `shard`."""
+        return shard.nbytes >= self._min_bytes
+
+    def start(self, shard: torch.Tensor, op: str, deferred_wgrad: DeferredWgrad) -> PartGather:
+        """Starts a gather, whose rows only GEMMs of a step and weight gradients of `deferred_wgrad` read."""
+        number = self._num_started % self.NUM_BUFFERS
+        self._num_started += 1
+        reader = self._readers[number]
+        # Those of the same list are newer: it has at most `MAX_DEFERRED`.
+        if reader is not None and reader is not deferred_wgrad:
+            reader.run_while(lambda: True)
+        self._readers[number] = deferred_wgrad
+        shape = shard.shape[0] * self._transport.size, shard.shape[1]
+        full = self._transport.buffer_pool.take(f"part {number}", shape, shard, symmetric=True)
+        return PartGather(self._transport, shard, op, full)
 
 
 class PartScatter:
@@ -140,15 +191,23 @@ class PartMessages:
         deferred_wgrad: gets the weight gradients of both parts of the step; made with `num_terms=2`.
         save_gathered: forward saves the gathered input for the weight gradient; otherwise backward gathers it again.
         serial: wait for each message where it starts, to measure the time without overlap.
+        gathers: carries the all-gathers; None: `transport` does. Not with `save_gathered`, which keeps gathered rows.
 
     Attributes:
         saved: own rows of the input that `scattered` saves for the weight gradient.
     """
 
     def __init__(
-        self, transport: Transport, deferred_wgrad: DeferredWgrad, *, save_gathered: bool = False, serial: bool = False
+        self,
+        transport: Transport,
+        deferred_wgrad: DeferredWgrad,
+        *,
+        save_gathered: bool = False,
+        serial: bool = False,
+        gathers: PartGathers | None = None,
     ) -> None:
         self.transport, self.deferred_wgrad, self.save_gathered = transport, deferred_wgrad, save_gathered
+        self._gathers = None if save_gathered else gathers
         self.saved: torch.Tensor | None = None
         self._serial = serial
         self._started: dict[Rows, _PartWork] = {}
@@ -166,7 +225,9 @@ class PartMessages:
         """Starts an all-gather; returns the bytes that this rank sends."""
         op, collectives = f"all-gather of {rows} of a part", self.transport.collectives
         gather: PartGather | PartCollective
-        if collectives is None:
+        if self._gathers is not None and self._gathers.carry(shard):
+            gather = self._gathers.start(shard, op, self.deferred_wgrad)
+        elif collectives is None:
             gather = PartGather(self.transport, shard, op)
         else:
             full = shard.new_empty(shard.shape[0] * self.transport.size, shard.shape[1])
@@ -180,7 +241,8 @@ class PartMessages:
         As a collective it starts when that one has arrived: in the same hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1)
         it would delay all work that is enqueued meanwhile.
         """
-        if self.transport.collectives is None:
+        copied = self._gathers is not None and self._gathers.carry(shard)
+        if copied or self.transport.collectives is None:
             self.gather(rows, shard)
         else:
             self._following = rows, shard

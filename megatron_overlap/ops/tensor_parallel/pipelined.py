@@ -87,13 +87,15 @@ class PipelinedAllGather:
         self._plan, self._rank = plan, plan.rank
         self.full = into
         self._on_device = transport.on_device
+        self._shard, self._has_own_rows = shard, False
         if repeats and transport.prepares and len(shard) == 1:
             self._rows = repeated(transport, (plan, layout, into[0]), lambda: _GatheredRows(plan, layout, into))
-            self._p2p_work = transport.begin(Exchange(self._rows.repeated, shard[0]), op)
+            self._has_own_rows = whole
+            exchange = Exchange(self._rows.repeated, shard[0], self._rows.own[0] if whole else None)
+            self._p2p_work = transport.begin(exchange, op)
         else:
             self._rows = _GatheredRows(plan, layout, into)
             self._p2p_work = transport.begin(self._rows.transfers(shard), op)
-        self._shard, self._has_own_rows = shard, False
         if whole or plan.pattern == "serial":
             self.copy_own_rows()
         self._pending = list(range(len(plan.work)))

@@ -22,11 +22,8 @@ import torch
 from megatron_overlap.ops.call import Observer, SavedInput, SavedInputHook, check_operands
 from megatron_overlap.ops.tensor_parallel.batch_overlap import Slots
 from megatron_overlap.ops.tensor_parallel.method import skipped_output
-from megatron_overlap.ops.tensor_parallel.part_messages import PartMessages
+from megatron_overlap.ops.tensor_parallel.part_messages import MAX_DEFERRED, PartMessages
 from megatron_overlap.ops.wgrad import LateTensor, WgradTarget
-
-_MAX_DEFERRED = 4
-"""Postponed products of two steps. More would keep more gathered rows."""
 
 
 def gathered(x: torch.Tensor, messages: PartMessages, slot: int | None = None) -> torch.Tensor:
@@ -159,7 +156,7 @@ class _PartCall:
     def defer_wgrad(self, dy: torch.Tensor, x: LateTensor) -> None:
         deferred_wgrad = self.messages.deferred_wgrad
         deferred_wgrad.put(self.weight, dy, x, self._target)
-        deferred_wgrad.run_while(lambda: deferred_wgrad.num_pending > _MAX_DEFERRED)
+        deferred_wgrad.run_while(lambda: deferred_wgrad.num_pending > MAX_DEFERRED)
 
 
 class _Gathered(torch.autograd.Function):

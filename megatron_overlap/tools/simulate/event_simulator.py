@@ -27,6 +27,7 @@ class Stream:
         latency_us: fixed cost of each message; None: that of the link.
         stretch: factor on the transfer time of each message; empty: 1.
         queued_us: fixed time of each message in the queue of sends, where no other message overlaps it; empty: 0.
+        movers: what moves each message; empty: as in `run_program`.
     """
 
     plan: Plan
@@ -36,6 +37,7 @@ class Stream:
     latency_us: float | None = None
     stretch: tuple[float, ...] = ()
     queued_us: tuple[float, ...] = ()
+    movers: tuple[Mover, ...] = ()
 
     @property
     def num_messages(self) -> int:
@@ -182,8 +184,8 @@ class _Simulation:
     def advance(self) -> None:
         """Advance the clock to the next event."""
         self.set_rates()
-        moving = sum(2 * message.rate for message in self.messages)  # sent and received
-        speed = self.model.compute_rate(self.kind, moving) if self.computing and moving > 0 else 1.0
+        moving = [message for message in self.messages if message.rate > 0]
+        speed = self._speed(moving) if self.computing and moving else 1.0
         steps = [self.left / speed] if self.computing else []
         for message in self.messages:
             if message.arrived:
@@ -201,6 +203,12 @@ class _Simulation:
             if self.left <= _DONE * max(1.0, self.now):
                 self._complete_work()
         self._complete_messages()
+
+    def _speed(self, moving: list[_Message]) -> float:
+        """Speed of computation beside messages. Those of several movers are sent one after another."""
+        movers = self.program.streams[moving[0].stream].movers
+        kind = movers[moving[0].index] if movers else self.kind
+        return self.model.compute_rate(kind, sum(2 * message.rate for message in moving))  # sent and received
 
     def _complete_work(self) -> None:
         number, work = self.program.order[self.next_work]

@@ -3,7 +3,8 @@
 The order of work and messages is that of `adapters/tensor_parallel/split_sharded_layer.py` on a device: the middle of a
 step is after its first GEMM, and each wait in backward comes after all postponed weight gradients. The GEMMs of a part
 have its rows only. `CostModel.gemm_us` gives their time: a wave of tiles that is not full costs as much as a full one.
-On a device the messages of a part are NCCL's collectives, one after another; they need no sum afterwards.
+On a device the messages of a part follow one another. Copy engines move an all-gather inside a node, and the own rows
+at the same time; any other is a collective of NCCL. NCCL's reduce-scatter needs no sum afterwards.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megatron_overlap.autotune.cost_model import CollectiveKind, CostModel
+from megatron_overlap.autotune.cost_model import CollectiveKind, CostModel, Mover
 from megatron_overlap.autotune.search import MARGIN
 from megatron_overlap.schedules import Message, Plan, Work
-from megatron_overlap.schedules.heuristics import balanced_rows
+from megatron_overlap.schedules.heuristics import MIN_COPY_BYTES, balanced_rows
 from megatron_overlap.tools.simulate.event_simulator import Program, Stream, run_program
 from megatron_overlap.tools.simulate.job import Job, Split
 from megatron_overlap.tools.simulate.layer import OVERLAPPED_CALLS, Layers
@@ -92,6 +93,20 @@ class _PartLayers(Layers):
         num_bytes = self.job.tensor * self._hidden * self.model.item_bytes
         return self.model.collective_us(kind, num_bytes, self.tensor_link)
 
+    @property
+    def gathers_by_copies(self) -> bool:
+        """See `PartGathers`."""
+        overlap, num_bytes = self.job.tensor_overlap, self._hidden * self.model.item_bytes
+        if self.tensor_link.copy_us is None or not overlap.copies or overlap.save_gathered:
+            return False
+        return num_bytes >= MIN_COPY_BYTES
+
+    @property
+    def copies_us(self) -> float:
+        """Fixed time of one all-gather by copies, with the flag that a buffer is free and the flag of the rows."""
+        assert self.tensor_link.copy_us is not None
+        return (self.job.tensor - 1) * (self.tensor_link.copy_us + 2 * self.tensor_link.flag_us)
+
     def moved(self, split: Split, count: int) -> Op:
         """The input is divided into parts before `count` layers, and the output is joined after them."""
         num_bytes = self._hidden * self.model.item_bytes
@@ -134,8 +149,16 @@ class _Part:
         stream = Stream(plan, tuple(self.times), (0.0,) * count, (sent,) * len(self.messages))
         if not layers.model.on_device:
             return stream
-        more_us = {kind: layers.collective_us(kind) - sent / link.copy_rate for kind in set(self.kinds)}
-        return replace(stream, latency_us=0.0, queued_us=tuple(more_us[kind] for kind in self.kinds))
+        fixed_us = {kind: layers.collective_us(kind) - sent / link.copy_rate for kind in set(self.kinds)}
+        mover: dict[CollectiveKind, Mover] = dict.fromkeys(fixed_us, "message")
+        if layers.gathers_by_copies:
+            fixed_us["all_gather"], mover["all_gather"] = layers.copies_us, "copy"
+        return replace(
+            stream,
+            latency_us=0.0,
+            queued_us=tuple(fixed_us[kind] for kind in self.kinds),
+            movers=tuple(mover[kind] for kind in self.kinds),
+        )
 
 
 class _Schedule:
@@ -149,15 +172,15 @@ class _Schedule:
     def __init__(self, steps: Sequence[Sequence[_Step]], *, collectives: bool) -> None:
         self._steps, self._collectives = steps, collectives
         self._sequence = [(part, index) for index in range(len(steps[0])) for part in range(2)]
-        self._parts = _Part(), _Part()
+        self.parts = _Part(), _Part()
         self.order: list[tuple[int, int]] = []
 
     def streams(self, layers: Sequence[_PartLayers]) -> tuple[Stream, ...]:
         """Streams of both parts, whose `layers` are in the order of `steps`."""
-        return tuple(part.stream(each) for part, each in zip(self._parts, layers, strict=True))
+        return tuple(part.stream(each) for part, each in zip(self.parts, layers, strict=True))
 
     def _compute(self, part: int, time_us: float, *needs: int) -> None:
-        self.order.append((part, self._parts[part].compute(time_us, *needs)))
+        self.order.append((part, self.parts[part].compute(time_us, *needs)))
 
     def forward(self) -> None:
         """Each step starts the next one after its first GEMM."""
@@ -165,7 +188,7 @@ class _Schedule:
 
         def start(part: int, index: int) -> None:
             self._compute(part, self._steps[part][index].start, *([scatters[part]] if index else []))
-            gathers[part] = self._parts[part].send("all_gather")
+            gathers[part] = self.parts[part].send("all_gather")
 
         start(0, 0)
         for position, (part, index) in enumerate(self._sequence):
@@ -175,7 +198,7 @@ class _Schedule:
                 start(*self._sequence[position + 1])
             self._compute(part, step.core)
             self._compute(part, step.row)
-            scatters[part] = self._parts[part].send("reduce_scatter")
+            scatters[part] = self.parts[part].send("reduce_scatter")
         for part in range(2):
             self._compute(part, 0.0, scatters[part])
 
@@ -192,9 +215,9 @@ class _Schedule:
         def start(part: int, index: int) -> None:
             wgrads()
             self._compute(part, self._steps[part][index].start if index else 0.0, *([scatters[part]] if index else []))
-            of_output[part] = self._parts[part].send("all_gather")
+            of_output[part] = self.parts[part].send("all_gather")
             if not self._collectives:
-                of_input[part] = self._parts[part].send("all_gather")
+                of_input[part] = self.parts[part].send("all_gather")
 
         start(0, 0)
         for position, (part, index) in enumerate(self._sequence):
@@ -202,7 +225,7 @@ class _Schedule:
             wgrads()
             if self._collectives:
                 self._compute(part, 0.0, of_output[part])
-                of_input[part] = self._parts[part].send("all_gather")
+                of_input[part] = self.parts[part].send("all_gather")
             self._compute(part, step.row, of_output[part])
             postponed.append((part, step.row_wgrad, of_output[part]))
             self._compute(part, step.core)
@@ -210,7 +233,7 @@ class _Schedule:
             if position < len(self._sequence) - 1:
                 start(*self._sequence[position + 1])
             self._compute(part, step.column)
-            scatters[part] = self._parts[part].send("reduce_scatter")
+            scatters[part] = self.parts[part].send("reduce_scatter")
             postponed.append((part, step.column_wgrad, gathered))
         wgrads()
         for part in range(2):
@@ -252,15 +275,19 @@ def _split_passes(job: Job, model: CostModel, split: Split) -> tuple[Pass, Pass]
         steps = [part.steps(keys_before=before, backward=backward) for part, before in both]
         if backward:
             steps = [(mlp, attention) for attention, mlp in reversed(steps)]
-        schedule = _Schedule([[*both] * count for both in steps], collectives=model.on_device)
+        copies = all(part.gathers_by_copies for part in parts)
+        collectives = model.on_device and not copies
+        schedule = _Schedule([[*both] * count for both in steps], collectives=collectives)
         (schedule.backward if backward else schedule.forward)()
         streams = schedule.streams(parts[::-1] if backward else parts)
         program = Program(streams, tuple(schedule.order))
-        simulated = run_program(program, model, whole.tensor_link, "message" if model.on_device else "copy")
+        simulated = run_program(program, model, whole.tensor_link)
         more = whole.accumulated_us() if backward else 0.0
         exposed = simulated.exposed_us / count
         name = f"{split} parts{' grad' if backward else ''}"
-        enqueue_us = simulated.num_messages * model.enqueue_us / count
+        num_copies = job.tensor - 2 if copies else 0  # further ones of each all-gather
+        num_gathers = sum(kind == "all_gather" for part in schedule.parts for kind in part.kinds)
+        enqueue_us = (simulated.num_messages + num_gathers * num_copies) * model.enqueue_us / count
         return Op(
             name,
             simulated.time_us / count + more,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
@@ -12,9 +12,10 @@ import torch.distributed as dist
 from megatron_overlap import OverlapConfig, enable
 from megatron_overlap.comm import PART_CHANNELS
 from megatron_overlap.comm.gloo import GlooTransport
+from megatron_overlap.ops.tensor_parallel.part_messages import PartGathers
 from megatron_overlap.session import Session
 from tests.adapters.tensor_parallel.linear_workers import start
-from tests.helpers.collectives import LateCollectives
+from tests.helpers.collectives import LateCollectives, device_copies
 from tests.ops.tensor_parallel.batch_overlap_workers import Logged
 from tests.ops.tensor_parallel.split_linear_workers import Logged as LoggedTransport
 
@@ -101,16 +102,19 @@ def against_stock(
     recompute_output: str = "skip",
     odd: bool = False,
     rotary: bool = False,
-    collectives: bool = False,
+    carried_by: Literal["messages", "collectives", "copies"] = "messages",
     **settings: Any,
 ) -> tuple[dict[tuple[str, str], int], list[str]]:
     """Output and all gradients, equal to stock. Returns calls by op and direction, and the reasons of fallbacks.
 
     `alone`: the layers are called without a block. `beside`: further arguments. `rotary`: with rotary angles. `odd`:
-    each rank has one row more. `collectives`: the parts send by collectives, as over NCCL.
+    each rank has one row more. `carried_by`: collectives, as over NCCL; copies carry the all-gathers then.
     """
     start(group)
+    from megatron.core import parallel_state
+
     from megatron_overlap.adapters.tensor_parallel import eligibility
+    from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
 
     if "activation_func" in settings:
         settings["activation_func"] = getattr(torch.nn.functional, settings["activation_func"])
@@ -133,11 +137,21 @@ def against_stock(
     tensor = {"method": "p2p", "split": split, "split_at": split_at, "recompute_output": recompute_output}
     with (
         patch.object(eligibility, "can_be_ordered", return_value=ordered),
+        patch.object(PartGathers, "carry", return_value=True),
         enable(OverlapConfig.model_validate({"tensor": tensor})) as session,
     ):
-        for channel in PART_CHANNELS if collectives else ():
-            session.transports.insert(group, LateCollectives(group), channel)
+        used = parallel_state.get_tensor_model_parallel_group()
+        for channel in PART_CHANNELS if carried_by != "messages" else ():
+            session.transports.insert(used, LateCollectives(group), channel)
+        if carried_by == "copies":
+            copies = device_copies(group)
+            session.transports.insert(used, copies, "copies")
+            session.adapter(LinearAdapter)._row_transports[used] = copies
         mine = run()
+        if carried_by != "messages":
+            assert all(session.transports.find(used, channel)._num_p2p_works for channel in PART_CHANNELS)
+        if carried_by == "copies":
+            assert sum(name.startswith("part") for name in copies.buffer_pool.sizes()) == PartGathers.NUM_BUFFERS
         sites = session.report().sites
     tolerance = 1e-5 if dtype == torch.float32 else 6e-2
     for name, value in stock.items():

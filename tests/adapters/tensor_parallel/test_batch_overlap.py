@@ -58,9 +58,9 @@ def test_equal_to_stock(ranks: World, given: dict[str, Any], dtype: torch.dtype,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("split", ["batch", "sequence"])
-def test_parts_by_collectives_equal_stock(ranks: World, split: str, dtype: torch.dtype) -> None:
-    """As over NCCL."""
-    given = {"sequence_parallel": True, "split": split, "collectives": True}
+@pytest.mark.parametrize("carried_by", ["collectives", "copies"])
+def test_parts_as_on_gpus_equal_stock(ranks: World, carried_by: str, split: str, dtype: torch.dtype) -> None:
+    given = {"sequence_parallel": True, "split": split, "carried_by": carried_by}
     for calls, reasons in ranks.run(RANKS, cases.against_stock, dtype=dtype, **given):
         assert reasons == []
         assert calls == CALLS[True]

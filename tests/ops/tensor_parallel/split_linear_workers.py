@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
@@ -16,7 +16,7 @@ from megatron_overlap.ops import reference
 from megatron_overlap.ops.call import gemm_into
 from megatron_overlap.ops.tensor_parallel import p2p, part_messages
 from megatron_overlap.ops.tensor_parallel.batch_overlap import Slots
-from megatron_overlap.ops.tensor_parallel.part_messages import PartMessages
+from megatron_overlap.ops.tensor_parallel.part_messages import PartGathers, PartMessages
 from megatron_overlap.ops.tensor_parallel.sequence_split import join_rows, split_rows
 from megatron_overlap.ops.tensor_parallel.split_linear import (
     column_part,
@@ -26,7 +26,7 @@ from megatron_overlap.ops.tensor_parallel.split_linear import (
     summed_part,
 )
 from megatron_overlap.ops.wgrad import DeferredWgrad, WgradTarget
-from tests.helpers.collectives import LateCollectives
+from tests.helpers.collectives import LateCollectives, device_copies
 from tests.helpers.late import LateTransport
 from tests.helpers.numerics import assert_close_to_exact
 
@@ -119,6 +119,7 @@ def overlapped(
     blocks: int = 2,
     late: bool = False,
     save_gathered: bool = False,
+    gathers: PartGathers | None = None,
 ) -> torch.Tensor:
     """`x + row(silu(column(tanh(x))))` for each block, both parts in turn, as a caller of these operations does it.
 
@@ -131,7 +132,7 @@ def overlapped(
     for _ in range(blocks):
         deferred_wgrad = DeferredWgrad(num_terms=2)
         steps = [
-            _Step(part, PartMessages(transport, deferred_wgrad, save_gathered=save_gathered))
+            _Step(part, PartMessages(transport, deferred_wgrad, save_gathered=save_gathered, gathers=gathers))
             for part, transport in zip(parts, transports, strict=True)
         ]
         if first:
@@ -199,6 +200,63 @@ def against_reference(
             assert mine is not None
             assert_close_to_exact(f"parts {name}", mine, unfused, true, true.abs().max() * torch.ones_like(true), 64)
     _close(transports, messages)
+
+
+def gathers_by_copies(group: dist.ProcessGroup, dtype: torch.dtype, blocks: int) -> list[str]:
+    """The results of two passes that differ between all-gathers by copies and collectives. Sums are collectives."""
+    copies = device_copies(group)
+    gathers, transports = PartGathers(copies, min_bytes=0), _transports(group, "collectives")
+    different = []
+    for seed in (1, 2):
+        *tensors, dy = _data(group, dtype, seed)
+        results = []
+        for by in (gathers, None):
+            x, *weights = (tensor.clone().requires_grad_() for tensor in tensors)
+            y = overlapped(x, weights, transports, blocks=blocks, late=seed == 2, gathers=by)
+            y.backward(dy)
+            results.append([y.detach(), *(leaf.grad for leaf in (x, *weights))])
+        for name, *pair in zip(NAMES, *results, strict=True):
+            if not torch.equal(*pair):
+                different.append(name)
+    assert sum(name.startswith("part") for name in copies.buffer_pool.sizes()) == PartGathers.NUM_BUFFERS
+    dist.barrier(group)
+    copies.close()
+    _close(transports, "collectives")
+    return different
+
+
+class _Postpones(torch.autograd.Function):
+    """Backward postpones a weight gradient that reads gathered rows, and gathers until their buffer is used again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, gathers: PartGathers
+    ) -> torch.Tensor:
+        ctx.given = weight, rows, gathers
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        weight, rows, gathers = ctx.given
+        first, second = DeferredWgrad(), DeferredWgrad()
+        gathered_rows = gathers.start(rows, "all-gather of rows", first)
+        first.put(weight, grads[0], gathered_rows.finish, WgradTarget())
+        for _ in range(PartGathers.NUM_BUFFERS):
+            gathers.start(-rows, "all-gather of rows", second).finish()
+        return grads[0], None, None, None
+
+
+def postpones_a_weight_gradient(group: dist.ProcessGroup) -> None:
+    """A gather does not overwrite rows that a postponed weight gradient reads."""
+    copies, size = device_copies(group), group.size()
+    rows = torch.full((2, K), 1.0 + dist.get_rank(group))
+    weight = torch.zeros(F, K, requires_grad=True)
+    x = torch.ones(2 * size, F, requires_grad=True)
+    _Postpones.apply(x, weight, rows, PartGathers(copies, min_bytes=0)).sum().backward()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.full((F, K), size * (size + 1.0)))
+    dist.barrier(group)
+    copies.close()
 
 
 def sums_parts(group: dist.ProcessGroup, dtype: torch.dtype, messages: Messages = "gloo") -> None:

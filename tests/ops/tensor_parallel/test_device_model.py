@@ -10,12 +10,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_overlap.ops import flash_attention
 from megatron_overlap.ops.tensor_parallel import p2p
-from megatron_overlap.ops.tensor_parallel.part_messages import PartMessages
+from megatron_overlap.ops.tensor_parallel.part_messages import PartGathers, PartMessages
 from megatron_overlap.ops.wgrad import DeferredWgrad
 from megatron_overlap.schedules import gather_scatter
 from megatron_overlap.schedules.heuristics import default_chunks
 from tests.comm.device import Recorder, play
-from tests.comm.makespan import makespan
+from tests.comm.makespan import Work, makespan
 from tests.ops.tensor_parallel.device_layers import DIRECTIONS, GPU, LAYERS, RANKS, TRANSPORTS, Case, record, times
 
 
@@ -107,3 +107,35 @@ def test_the_second_gather_of_a_part_delays_no_work(monkeypatch: pytest.MonkeyPa
     assert order == [first, "of the other part", second, "of this part"]
     play([device, *(Recorder(rank, RANKS) for rank in range(1, RANKS))], connections=1)
     assert [op.label for op in device.ops if op.kind == "work" and op.done] == ["of the other part"]
+
+
+def test_copy_engines_gather_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both gathers start at once, no SM moves rows, and the GEMM is whole. The reduce-scatter is one of NCCL's."""
+    device = Recorder(0, RANKS)
+    with FakeTensorMode():
+        transport, copies = (TRANSPORTS[name](monkeypatch, device) for name in ("nccl", "copies"))
+        shard, weight = (torch.empty(2, 3, device="cuda") for _ in range(2))
+        gathers = PartGathers(copies, min_bytes=shard.nbytes)
+        assert gathers.carry(shard)
+        assert not gathers.carry(shard[:1])
+        messages = PartMessages(transport, DeferredWgrad(num_terms=2), gathers=gathers)
+        device.ops.clear()
+        with Work(device, GPU):
+            messages.gather("output gradient", shard)
+            messages.gather_next("input", shard)
+            device.put("work", "of the other part")
+            messages.matmul("output gradient", weight.t())
+            messages.scatter("input gradient", torch.empty(2 * RANKS, 3, device="cuda"))
+    ops = device.ops
+    place = next(number for number, op in enumerate(ops) if op.label == "of the other part")
+    product = next(number for number, op in enumerate(ops) if str(op.label).startswith("mm"))
+    assert [op.kind for op in ops[:place] if op.kind in ("copy", "work", "collective")] == ["copy"] * 2 * RANKS
+    assert [op.kind for op in ops[place:] if op.kind in ("copy", "work", "collective")] == [
+        "work",
+        "work",
+        "collective",
+    ]
+    # The GEMM follows the copy of the own rows.
+    own = next(number for number, op in enumerate(ops) if op.kind == "copy" and op.label == 0)
+    copied = next(op.label for op in ops[own:] if op.kind == "record" and op.stream == ops[own].stream)
+    assert any(op.kind == "wait" and op.label == copied and op.stream == "compute" for op in ops[place:product])

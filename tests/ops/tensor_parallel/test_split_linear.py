@@ -31,6 +31,18 @@ def test_collectives(world: World, num_ranks: int, dtype: torch.dtype, save_gath
     world.run(num_ranks, cases.against_reference, dtype, messages="collectives", save_gathered=save_gathered)
 
 
+@pytest.mark.parametrize("blocks", [1, 6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_gathers_by_copies(world: World, num_ranks: int, dtype: torch.dtype, blocks: int) -> None:
+    """They have the bits of collectives, also when all buffers were used before."""
+    assert world.run(num_ranks, cases.gathers_by_copies, dtype, blocks) == [[]] * num_ranks
+
+
+def test_a_postponed_weight_gradient_reads_its_rows_before_their_buffer_is_used_again(world: World) -> None:
+    world.run(2, cases.postpones_a_weight_gradient)
+
+
 def test_a_deterministic_run_uses_messages(world: World) -> None:
     assert world.run(2, cases.collectives_of_ordered) == [(False, True)] * 2
 

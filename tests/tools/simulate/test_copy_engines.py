@@ -196,6 +196,23 @@ def test_split_micro_batches_run_on_nccl() -> None:
     assert parts.steps(keys_before=0, backward=False)[0].start == pytest.approx((4 + 3) * elements * 2 / 1e3)
 
 
+def test_copy_engines_carry_large_gathers_of_parts() -> None:
+    """A rank has 8 MiB of each part: four gathers of three copies in forward, and four reduce-scatters of NCCL."""
+    given = job(tensor=4, micro_batch_size=32, global_batch_size=96, split="batch")
+    slow = {"tflops": 1e6, "gbps": 1.0}
+    by_copies, by_nccl = (layer_passes(given, gpu(engines=engines, **slow))[0].time_us for engines in (True, False))
+    assert by_copies - by_nccl == pytest.approx(4 * 3 * (COPY_US + 2 * FLAG_US - NCCL_US), rel=0.01)
+    left_out = replace(given, tensor_overlap=LinearOverlap("p2p", copies=False))
+    assert layer_passes(left_out, gpu(**slow))[0].time_us == pytest.approx(by_nccl)
+    smaller = replace(given, micro_batch_size=24)
+    assert layer_passes(smaller, gpu(**slow)) == layer_passes(smaller, gpu(engines=False, **slow))
+    hosted = layer_passes(given, gpu(enqueue_us=1e6, **slow))[0]
+    assert hosted.time_us == pytest.approx((4 * 3 + 4) * 1e6)
+    free, taken = (layer_passes(given, gpu(collective=share, copy=0.0, gbps=3.0))[0].time_us for share in (0.0, 0.5))
+    only_nccl = layer_passes(given, gpu(engines=False, collective=0.5, gbps=3.0))[0].time_us
+    assert free < taken < only_nccl
+
+
 def test_experts_run_on_nccl() -> None:
     def played(**changes: float) -> Any:
         return _played(ExpertLayer(gpu(**changes), Experts(SHAPE, 4, "p2p"), 1024, False, 512), 0.0, False)
