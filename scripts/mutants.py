@@ -121,12 +121,18 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=1, help="begin with this number")
     parser.add_argument("--limit", type=float, default=300.0, help="of one test run, seconds")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin none after this time")
+    parser.add_argument("--resume", action="store_true", help="leave out those that the JSON file has as caught")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     parser.add_argument("--json", type=Path, help="results are added to it, and those of removed mutants are left out")
     options = parser.parse_args()
     kinds = options.kind.split(",") if options.kind else None
     every = list(load())
     chosen = [m for m in every[options.first - 1 :] if (kinds is None or m.kind in kinds) and options.file in m.file]
+    if options.resume:
+        if options.json is None:
+            parser.error("--resume needs --json FILE with the earlier results")
+        known = _known(options.json)
+        chosen = [mutant for mutant in chosen if known.get(_change(mutant)) != "caught"]
     verdicts: dict[Mutant, str] = {}
     until = time.monotonic() + 60 * options.minutes
     with ThreadPoolExecutor(options.jobs) as pool:
@@ -146,9 +152,7 @@ def main() -> int:
 def _add(path: Path, verdicts: dict[Mutant, str], every: list[Mutant]) -> None:
     """Writes the verdicts, and those of the file about other mutants, in the order of the list."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = {}
-    for row in json.loads(path.read_text()) if path.is_file() else []:
-        rows[tuple(row["change"])] = row["verdict"]
+    rows = _known(path)
     rows |= {_change(mutant): verdict for mutant, verdict in verdicts.items()}
     kept = [
         {"kind": mutant.kind, "change": _change(mutant), "verdict": rows[_change(mutant)]}
@@ -156,6 +160,12 @@ def _add(path: Path, verdicts: dict[Mutant, str], every: list[Mutant]) -> None:
         if _change(mutant) in rows
     ]
     path.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def _known(path: Path) -> dict[tuple[str, ...], str]:
+    """The verdicts of a file, by change."""
+    rows = json.loads(path.read_text()) if path.is_file() else []
+    return {tuple(row["change"]): row["verdict"] for row in rows}
 
 
 def _change(mutant: Mutant) -> tuple[str, ...]:
