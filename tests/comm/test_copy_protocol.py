@@ -371,10 +371,12 @@ def test_a_captured_graph_joins_all_queues(size: int, pattern: str, chunks: int)
     assert [backend.unjoined() for backend in recorded.backends] == [[]] * size
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @CAPTURED
-def test_a_captured_graph_on_one_hardware_queue(size: int, pattern: str, chunks: int) -> None:
+def test_a_captured_graph_on_one_hardware_queue(size: int, pattern: str, chunks: int, device: str) -> None:
     """CUDA may run the steps of a graph in any order that keeps their dependencies."""
-    recorded = record(size, FOUR, rows=chunks, pattern=pattern, chunks=chunks, symmetric=True, captured=True)
+    settings = {"rows": chunks, "pattern": pattern, "chunks": chunks, "device": device}
+    recorded = record(size, FOUR, symmetric=True, captured=True, **settings)
     ordered(recorded.queues)
 
     def first(wanted: Callable[[Step], object]) -> Callable[[list[Step]], int]:
