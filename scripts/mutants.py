@@ -123,7 +123,11 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1e9, help="begin none after this time")
     parser.add_argument("--resume", action="store_true", help="leave out those that the JSON file has as caught")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
-    parser.add_argument("--json", type=Path, help="results are added to it, and those of removed mutants are left out")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        help="add the verdicts to this file, and drop those of mutants that are not listed any more",
+    )
     options = parser.parse_args()
     kinds = options.kind.split(",") if options.kind else None
     every = list(load())
@@ -150,7 +154,7 @@ def main() -> int:
 
 
 def _add(path: Path, verdicts: dict[Mutant, str], every: list[Mutant]) -> None:
-    """Writes the verdicts, and those of the file about other mutants, in the order of the list."""
+    """Writes the verdicts to the file, and keeps its verdicts of other mutants that are still listed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = _known(path)
     rows |= {_change(mutant): verdict for mutant, verdict in verdicts.items()}

@@ -221,7 +221,7 @@ class NcclCollective:
     Args:
         transport: of the ranks.
         start: enqueues the collective after the work of the current stream.
-        whole, own: rows of all ranks and of this one. Each rank sends and receives what `whole` has more.
+        whole, own: rows of all ranks, and of this rank. Each rank sends and receives the difference of their sizes.
         op: name in error messages.
         timing: records the events of a trace.
     """

@@ -58,7 +58,7 @@ class _PoisonedHeap(HeapPool):
 
 
 def device_copies(group: dist.ProcessGroup) -> CopyTransport:
-    """Copies in host memory that a device would order, into buffers that hold NaN at first."""
+    """A copy transport in host memory that behaves as on a device. Its buffers hold NaN until a message arrives."""
     backend = CpuBackend(HostGroup(group))
     copies = CopyTransport(backend, ring_bytes=16384)
     copies.buffer_pool = copies._heap = _PoisonedHeap(backend)

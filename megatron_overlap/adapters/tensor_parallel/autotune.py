@@ -311,8 +311,8 @@ def _kind_of(call: LinearCall) -> Call:
 def _inside(kinds: Sequence[Kind], layers: Sequence[Any]) -> Sequence[Kind]:
     """The kinds of linear layers in `layers`.
 
-    Under sequence parallelism a layer outside of them, such as the output layer, is a kind of its own. It has fewer
-    calls, and its search takes many more steps.
+    Under sequence parallelism each shape has its own search. A layer outside the block, such as the output layer, is
+    called less often, so its search takes many more steps.
     """
     if not kinds or not layers[0].config.sequence_parallel:
         return kinds

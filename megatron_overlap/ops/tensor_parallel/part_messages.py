@@ -90,7 +90,7 @@ class PartGathers:
     """
 
     NUM_BUFFERS = 12
-    """`MAX_DEFERRED` weight gradients, two gathers of each part in flight, and some to spare."""
+    """`MAX_DEFERRED` weight gradients, two started gathers of each part, and four to spare."""
 
     def __init__(self, transport: Transport, min_bytes: int = MIN_COPY_BYTES) -> None:
         self._transport, self._min_bytes, self._num_started = transport, min_bytes, 0
@@ -151,7 +151,7 @@ class PartScatter:
 
 
 class PartCollective:
-    """An all-gather or reduce-scatter of the rows of one part that the transport runs as a whole.
+    """An all-gather or reduce-scatter of the rows of one part, as one of `Transport.collectives`.
 
     Args:
         work: the collective that has started.

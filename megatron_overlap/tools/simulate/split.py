@@ -103,7 +103,7 @@ class _PartLayers(Layers):
 
     @property
     def copies_us(self) -> float:
-        """Fixed time of one all-gather by copies, with the flag that a buffer is free and the flag of the rows."""
+        """Fixed time of one all-gather by copies. Each has two flags: the buffer is free, and the rows have arrived."""
         assert self.tensor_link.copy_us is not None
         return (self.job.tensor - 1) * (self.tensor_link.copy_us + 2 * self.tensor_link.flag_us)
 
