@@ -112,7 +112,7 @@ def sum_received_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def add_terms_kernel(terms_ptr, out_ptr, num_rows, N, NUM_TERMS: tl.constexpr, BLOCK: tl.constexpr):
+def add_terms_kernel(terms_ptr, own_ptr, out_ptr, num_rows, N, NUM_TERMS: tl.constexpr, BLOCK: tl.constexpr):
     num_elements = num_rows.to(tl.int64) * N
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < num_elements
@@ -120,7 +120,7 @@ def add_terms_kernel(terms_ptr, out_ptr, num_rows, N, NUM_TERMS: tl.constexpr, B
     total = tl.load(terms_ptr + offsets, mask=mask).to(tl.float32)
     for term in tl.static_range(1, NUM_TERMS):
         total += tl.load(terms_ptr + term * num_elements + offsets, mask=mask).to(tl.float32)
-    total += tl.load(out_ptr + offsets, mask=mask).to(tl.float32)
+    total += tl.load(own_ptr + offsets, mask=mask).to(tl.float32)
     tl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -229,30 +229,35 @@ def sum_received(
     )
 
 
-ADD_ELEMENTS, ADD_WARPS = 2048, 8
+ADD_WARPS = 8
 
 
-def add_terms(terms: torch.Tensor, out: torch.Tensor) -> None:
-    """Enqueue `out = terms.sum(0) + out`, in fp32, in this order, rounded once.
+def add_elements(num_columns: int) -> int:
+    """Elements of one program of `add_terms_kernel`: fewer without wide loads, which need more registers."""
+    return 1024 if num_columns % 16 else 2048
+
+
+def add_terms(terms: torch.Tensor, own: torch.Tensor, out: torch.Tensor) -> None:
+    """Enqueue `out = terms.sum(0) + own`, in fp32, in this order, rounded once.
 
     Args:
         terms: `[number, rows, N]`, contiguous, at least one.
-        out: `[rows, N]`, contiguous, of the same dtype.
+        own: `[rows, N]`, contiguous, of any dtype.
+        out: `[rows, N]`, contiguous, of any dtype; may be `own`.
 
     Raises:
         ValueError: shapes or dtypes do not fit.
     """
     num_terms, num_rows, num_columns = terms.shape
-    if out.shape != (num_rows, num_columns) or out.dtype != terms.dtype or num_terms < 1:
-        raise ValueError(
-            f"out: {out.dtype} {tuple(out.shape)} does not fit terms of {terms.dtype} {tuple(terms.shape)}"
-        )
-    if not (terms.is_contiguous() and out.is_contiguous()):
-        raise ValueError("terms, out: must be contiguous")
+    if not own.shape == out.shape == (num_rows, num_columns) or num_terms < 1:
+        raise ValueError(f"own, out: {tuple(own.shape)}, {tuple(out.shape)}: do not fit terms of {tuple(terms.shape)}")
+    if not (terms.is_contiguous() and own.is_contiguous() and out.is_contiguous()):
+        raise ValueError("terms, own, out: must be contiguous")
     if out.numel():
-        grid = (triton.cdiv(out.numel(), ADD_ELEMENTS),)
+        block = add_elements(num_columns)
+        grid = (triton.cdiv(out.numel(), block),)
         add_terms_kernel[grid](
-            terms, out, num_rows, num_columns, NUM_TERMS=num_terms, BLOCK=ADD_ELEMENTS, num_warps=ADD_WARPS
+            terms, own, out, num_rows, num_columns, NUM_TERMS=num_terms, BLOCK=block, num_warps=ADD_WARPS
         )
 
 

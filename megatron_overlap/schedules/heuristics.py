@@ -14,6 +14,9 @@ MIN_CHUNK_ROWS = 128
 # Of an all-gather of one part by copy engines, to one rank. The fixed time of a smaller copy is longer than what a GEMM
 # gains from the SMs of NCCL. Modelled for H100 (`configs/clusters/h100_dgx.yaml`), not measured.
 MIN_COPY_BYTES = 8 << 20
+# A GEMM of at most this depth takes about as long as the messages of its result, or less. Modelled for an H100 with
+# NVLink (`tests/ops/tensor_parallel/device_layers.py`), not measured.
+SHALLOW_DEPTH = 1536
 # Each message wakes up two threads. A smaller message hides less time than the wake-ups cost.
 _MIN_CHUNK_BYTES = 256 * 1024
 # Beyond eight messages per operation, per-message overhead exceeds the extra overlap (measured on 2 and 4 hosts). If 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from megatron_overlap.kernels.gemm_rs import ADD_ELEMENTS, ADD_WARPS, SUM_COLUMNS, SUM_ROWS, SUM_WARPS
+from megatron_overlap.kernels.gemm_rs import ADD_WARPS, SUM_COLUMNS, SUM_ROWS, SUM_WARPS, add_elements
 from megatron_overlap.kernels.launch import (
     ALIGNED,
     ALIGNED_SMALL,
@@ -80,7 +80,11 @@ def shipped() -> list[Variant]:
         variants.append(_wait(arch))
         for dtype in ("bf16", "fp16"):
             variants += [_sum(arch, dtype, num_ranks, even) for num_ranks in (2, 4, 8) for even in (True, False)]
-            variants += [_add(arch, dtype, num_terms, even) for num_terms in (1, 3, 7) for even in (True, False)]
+            for even in (True, False):
+                variants += [_add(arch, dtype, num_terms, even) for num_terms in (1, 3, 7)]
+                # Two sums: all terms but the last one, and the last one.
+                variants += [_add(arch, dtype, num_terms, even, out="fp32") for num_terms in (2, 6)]
+                variants.append(_add(arch, dtype, 1, even, own="fp32"))
     return variants
 
 
@@ -153,15 +157,16 @@ def _sum(arch: int, dtype: str, num_ranks: int, even: bool) -> Variant:
     )
 
 
-def _add(arch: int, dtype: str, num_terms: int, even: bool) -> Variant:
+def _add(arch: int, dtype: str, num_terms: int, even: bool, *, own: str = "", out: str = "") -> Variant:
+    others = (f" to {own} rows" if own else "") + (f" in {out}" if out else "")
     return Variant(
-        f"add {num_terms} {dtype}{'' if even else ' odd'}",
+        f"add {num_terms} {dtype}{others}{'' if even else ' odd'}",
         "gemm_rs",
         "add_terms_kernel",
         arch,
         ADD_WARPS,
-        {"NUM_TERMS": num_terms, "BLOCK": ADD_ELEMENTS},
-        dict.fromkeys(("terms_ptr", "out_ptr"), f"*{dtype}"),
+        {"NUM_TERMS": num_terms, "BLOCK": add_elements(16 if even else 1)},
+        {"terms_ptr": f"*{dtype}", "own_ptr": f"*{own or dtype}", "out_ptr": f"*{out or dtype}"},
         ("N",) if even else (),
     )
 

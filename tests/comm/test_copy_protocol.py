@@ -162,7 +162,7 @@ def test_every_state_of_three_ranks(pattern: str, times: int) -> None:
     906,558, 1,844,285 and 87,656 states. Daily, persistent sets represent the direct pattern.
     """
     queues = record(3, FOUR, rows=1, pattern=pattern, symmetric=True).queues
-    assert explore(repeated(queues, times)) > 80_000
+    assert explore(repeated(queues, times)) > 50_000
 
 
 @pytest.mark.long

@@ -186,7 +186,7 @@ def test_terms_of_a_reduce_scatter(
     [
         Edit("gemm_rs", "terms_ptr + term * num_elements", "terms_ptr + (NUM_TERMS - term) * num_elements"),
         Edit("gemm_rs", "mask = offsets < num_elements", "mask = offsets < num_elements + 1"),
-        Edit("gemm_rs", "    total += tl.load(out_ptr + offsets, mask=mask).to(tl.float32)\n", ""),
+        Edit("gemm_rs", "    total += tl.load(own_ptr + offsets, mask=mask).to(tl.float32)\n", ""),
     ],
     ids=["order", "mask", "no own rows"],
 )

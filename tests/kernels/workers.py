@@ -156,7 +156,7 @@ def add_in_order(
 ) -> bool:
     """Whether `add_terms` adds in fp32 in the order of the terms, then the own rows, and converts the sum once.
 
-    Memory behind the result stays.
+    It may write an fp32 total, to which a second call adds the last term. Memory behind the result stays.
     """
     count = shape[0] * shape[1]
     terms, memory = torch.empty(num_terms, *shape, dtype=dtype), torch.full((count + 99,), 7, dtype=dtype)
@@ -167,8 +167,19 @@ def add_in_order(
     total = terms[0].float()
     for term in (*terms[1:], out):
         total = total + term.float()
-    kernels("gemm_rs", edits).add_terms(terms, out)
-    return torch.equal(out, converted(total, dtype)) and bool((memory[count:] == 7).all())
+    add_terms, own = kernels("gemm_rs", edits).add_terms, out.clone()
+    add_terms(terms, out, out)
+    right = torch.equal(out, converted(total, dtype)) and bool((memory[count:] == 7).all())
+    # As two sums: all terms but the last one to an fp32 total, and the last one later.
+    if num_terms > 1:
+        total = terms[0].float()
+        for term in (*terms[1:-1], own, terms[-1]):
+            total = total + term.float()
+        early = torch.empty(shape, dtype=torch.float32)
+        add_terms(terms[:-1], own, early)
+        add_terms(terms[-1:], early, out)
+        right &= torch.equal(out, converted(total, dtype))
+    return right
 
 
 def self_check(

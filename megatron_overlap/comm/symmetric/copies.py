@@ -53,7 +53,8 @@ class _Message:
         recvs: as `sends`.
         own_rows: start and stop of `sends` in the own rows of a call; None: the tensor is the same in every call.
         lands: the tensor of the receiver; None for a message through a ring.
-        free: waits until the buffer of the receiver is free; None after the first message of an operation to it.
+        free: waits until the buffer of the receiver is free, or those of all receivers; None if an earlier message of
+            the operation does.
         sent: sets the flag of the receiver.
         received: waits for the flag; None if the message has no bytes.
     """
@@ -179,6 +180,7 @@ class CopyTransport:
         messages, computing, sending = _Messages(marks=[0]), self.backend.computing, self.sending
         num_sent, num_received = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
         free, received_flags = list[FlagStep](), list[FlagStep]()
+        awaited = list[tuple[_Message, list[FlagStep]]]()
         for index, transfer in enumerate(transfers):
             plan = transfer.message
             sends = (transfer.send, *transfer.extra_send) if transfer.send.numel() else ()
@@ -203,7 +205,7 @@ class CopyTransport:
                 if not num_sent[to]:
                     wait = Wait(op, index, plan, "its buffer is not free")
                     note = self.waits.note(SENDING, wait, repeats=True)
-                    message.free = sending.prepare([FlagStep(words[self.rank], buffer.free(plan.to), False, note)])
+                    awaited.append((message, [FlagStep(words[self.rank], buffer.free(plan.to), False, note)]))
                 flag = buffer.flag(self.rank, num_sent[to])
                 message.sent = sending.prepare([FlagStep(words[plan.to], flag, sets=True)])
                 num_sent[to] += 1
@@ -215,6 +217,11 @@ class CopyTransport:
                 if not num_received[source]:
                     free.append(FlagStep(words[plan.source], buffer.free(self.rank), sets=True))
                 num_received[source] += 1
+        if all(message.after_work for message, _ in awaited):
+            # The work before the first message hides the waits: one call of the driver.
+            awaited = awaited[:1] and [(awaited[0][0], [step for _, steps in awaited for step in steps])]
+        for message, steps in awaited:
+            message.free = sending.prepare(steps)
         messages.buffers_are_free = self.receiving.prepare(free) if free else None
         if received_flags and not messages.through_ring and not messages.forwards:
             messages.all_received = computing.prepare(received_flags)
@@ -351,9 +358,9 @@ class CopyP2PWork:
         self._num_sent = number + 1
         message = self._messages[number]
         if message.lands is not None:
-            self._order_sends(message)
             if message.free is not None:
                 queue.run(message.free)
+            self._order_sends(message)
             source = message.sends[0] if message.own_rows is None else self._rows_of_call(*message.own_rows)
             queue.copy(message.lands, source)
             queue.run(message.sent)

@@ -34,6 +34,7 @@ from megatron_overlap.schedules.gather_scatter import Gathers
 from megatron_overlap.schedules.heuristics import (
     MAX_MESSAGES,
     MIN_CHUNK_ROWS,
+    SHALLOW_DEPTH,
     default_chunks,
     default_pattern,
     most_parts,
@@ -150,25 +151,33 @@ class P2PMethod(LinearMethod):
     def scatter(
         self, a: torch.Tensor, b: torch.Tensor, op: str, meanwhile: Callable[[], bool] | None = None
     ) -> PipelinedReduceScatter:
-        scatter = self._begin_scatter(a, b.shape[1], op, work_follows=meanwhile is not None)
+        shallow = a.shape[1] <= SHALLOW_DEPTH
+        scatter = self._begin_scatter(a, b.shape[1], op, work_follows=meanwhile is not None, add_early=shallow)
         gemm = self._gemm_rows(a, b) if self.plan.tree else partial(_gemm_split, scatter.split(a), b)
         scatter.compute(gemm, meanwhile)
         return scatter
 
     def reduce_scatter(self, rows: torch.Tensor, op: str) -> PipelinedReduceScatter:
         """Starts the reduce-scatter of `rows` `[num_rows, F]`, which are complete."""
-        scatter = self._begin_scatter(rows, rows.shape[1], op, work_follows=False)
+        scatter = self._begin_scatter(rows, rows.shape[1], op, work_follows=False, add_early=True)
         scatter.compute(partial(_copy_rows, rows))
         return scatter
 
     def _begin_scatter(
-        self, like: torch.Tensor, features: int, op: str, *, work_follows: bool
+        self, like: torch.Tensor, features: int, op: str, *, work_follows: bool, add_early: bool
     ) -> PipelinedReduceScatter:
         num_rows, row_bytes = like.shape[0], features * like.itemsize
         schedule, layout = self.plan.schedule("reduce_scatter", self.transport, num_rows, row_bytes, like.device)
         out = like.new_empty(layout.shard_rows(self.rank), features)
         return PipelinedReduceScatter(
-            self.transport, schedule, layout, out, op, work_follows=work_follows, tree=self.plan.tree
+            self.transport,
+            schedule,
+            layout,
+            out,
+            op,
+            work_follows=work_follows,
+            add_early=add_early,
+            tree=self.plan.tree,
         )
 
     def all_reduce(

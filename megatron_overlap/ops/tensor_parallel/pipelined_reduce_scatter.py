@@ -54,14 +54,14 @@ class _ScatteredRows(WorkRows):
         self.repeated = Repeated(lambda own: transfers)
 
 
-def _add_terms(terms: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """`out += terms.sum(0)` in fp32. On CUDA one kernel adds in the order of the terms: a second one costs a pass."""
+def _add_terms(terms: torch.Tensor, own: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """`out = terms.sum(0) + own` in fp32. On CUDA one kernel adds in this order: a second one costs a pass."""
     if out.is_cuda and _HAS_TRITON:
         from megatron_overlap.kernels.gemm_rs import add_terms
 
-        add_terms(terms, out)
+        add_terms(terms, own, out)
         return out
-    return torch.add(terms.sum(0, dtype=torch.float32), out, out=out)
+    return torch.add(terms.sum(0, dtype=torch.float32), own, out=out)
 
 
 class PipelinedReduceScatter:
@@ -75,6 +75,8 @@ class PipelinedReduceScatter:
         op: name in error messages.
         work_follows: the caller enqueues further work before `finish`. On CUDA the messages are enqueued after it, and
             the GEMMs here hide the messages of another operation.
+        add_early: the messages take longer than the GEMMs. On a device all terms but the last are added before it
+            arrives: a second kernel, but less time after the last message.
         tree: add in the order of `ops.tensor_parallel.tree`; not for a ring.
     """
 
@@ -87,9 +89,10 @@ class PipelinedReduceScatter:
         op: str,
         *,
         work_follows: bool = False,
+        add_early: bool = False,
         tree: bool = False,
     ) -> None:
-        self._plan, self._layout, self.out, self._tree = plan, layout, out, tree
+        self._plan, self._layout, self.out, self._add_early, self._tree = plan, layout, out, add_early, tree
         pool = self._buffer_pool = transport.buffer_pool
         self._on_device = transport.on_device
         features, hidden, sent = out.shape[1], work_follows and transport.on_device, bool(plan.messages)
@@ -176,8 +179,7 @@ class PipelinedReduceScatter:
         if self._tree:
             return self._finish_tree()
         if self._plan.messages and self._plan.pattern != "ring" and self._on_device:
-            self._p2p_work.wait_all()
-            return _add_terms(self._rows.of_sources, self.out)
+            return self._add_on_device()
         messages, out = self._plan.messages, self.out
         # Each part is summed in the order of the plan. Parts are summed in the order of arrival.
         waiting: dict[int, list[int]] = {}
@@ -201,6 +203,17 @@ class PipelinedReduceScatter:
                     out[start:stop].copy_(total[start:stop])
         self._p2p_work.wait_all()
         return out
+
+    def _add_on_device(self) -> torch.Tensor:
+        """Adds the received terms in the order of the plan, then the own rows; with `add_early` the last term last."""
+        out, terms, own = self.out, self._rows.of_sources, self.out
+        if self._add_early and len(terms) > 1:
+            for k in range(len(self._received) - self._plan.chunks_per_rank):
+                self._p2p_work.wait(k)
+            own = _add_terms(terms[:-1], out, self._buffer_pool.take("sum", out.shape, like_fp32(out)))
+            terms = terms[-1:]
+        self._p2p_work.wait_all()
+        return _add_terms(terms, own, out)
 
     def _finish_tree(self) -> torch.Tensor:
         plan = self._plan

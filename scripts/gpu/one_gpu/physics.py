@@ -315,7 +315,10 @@ def _bandwidth(asked: _Questions) -> dict[str, Any]:
 
 
 def _sums(asked: _Questions) -> Rows:
-    """The sum after a reduce-scatter at TP8: seven additions to an fp32 total, two kernels of torch, or one kernel."""
+    """The sum after a reduce-scatter at TP8: seven additions to an fp32 total, two kernels of torch, or one kernel.
+
+    Also two kernels, of which the last one adds the last term to an fp32 total of the others.
+    """
     for features in (4096, 8192):
         terms = torch.randn(7, 1024, features, device="cuda").bfloat16()
         own = torch.randn(1024, features, device="cuda").bfloat16()
@@ -330,7 +333,15 @@ def _sums(asked: _Questions) -> Rows:
             return torch.add(terms.sum(0, dtype=torch.float32), own, out=own)
 
         def in_one_kernel(terms: torch.Tensor = terms, own: torch.Tensor = own) -> None:
-            add_terms(terms, own)
+            add_terms(terms, own, own)
+
+        total = torch.empty(own.shape, device="cuda", dtype=torch.float32)
+
+        def early(terms: torch.Tensor = terms[:-1], own: torch.Tensor = own, total: torch.Tensor = total) -> None:
+            add_terms(terms, own, total)
+
+        def last(terms: torch.Tensor = terms[-1:], own: torch.Tensor = own, total: torch.Tensor = total) -> None:
+            add_terms(terms, total, own)
 
         in_order = terms[0].float()
         for term in (*terms[1:], own):
@@ -343,6 +354,8 @@ def _sums(asked: _Questions) -> Rows:
             "one_by_one_ms": _event_ms(one_by_one),
             "at_once_ms": _event_ms(at_once),
             "in_one_kernel_ms": _event_ms(in_one_kernel),
+            "early_kernel_ms": _event_ms(early),
+            "last_kernel_ms": _event_ms(last),
             "in_one_kernel_right": right,
             "floor_ms": 9 * own.nbytes / 4.3e12 * 1e3,
         }

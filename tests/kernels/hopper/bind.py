@@ -51,7 +51,7 @@ def launch_all(epoch: int) -> None:
     waits = Waits(torch.zeros(2, dtype=torch.int32), epoch, torch.zeros(1, dtype=torch.int32))
     x, total = torch.zeros(rows, 512), torch.zeros(512, 512)
     gemm_rs.sum_received(torch.zeros(2, rows, 512), x, tiles=tiles, waits=waits, parts=1, num_programs=1)
-    gemm_rs.add_terms(torch.zeros(7, rows, 512), x)
+    gemm_rs.add_terms(torch.zeros(7, rows, 512), x, x)
     wgrad.wgrad(x, x, total, chunks=tiles, waits=waits, config=WGRAD[90], num_programs=1, add=True)
     for num_flags in (2, 16):
         primitives.wait_all(torch.zeros(num_flags, dtype=torch.int32), epoch, waits.status)

@@ -1,6 +1,7 @@
 """The linear layers of LLaMA-3 8B and 70B at TP8 on the device model, with each transport.
 
-`python -m tests.ops.tensor_parallel.device_layers` prints a table of their makespans.
+`python -m tests.ops.tensor_parallel.device_layers` prints a table of their makespans, beside those of two other orders:
+all messages of an operation enqueued before its first GEMM, and pipelines like those of userbuffers.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron_overlap.comm import Transport, TransportOptions, nccl
 from megatron_overlap.comm.symmetric.copies import CopyTransport
 from megatron_overlap.kernels import gemm_rs
+from megatron_overlap.ops.tensor_parallel import p2p
 from megatron_overlap.ops.tensor_parallel.linear import _AllGatherLinear, _LinearReduceScatter
 from megatron_overlap.ops.tensor_parallel.method import LinearOptions
 from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan, P2PMethod
 from megatron_overlap.ops.wgrad import WgradTarget
+from megatron_overlap.schedules import gather_scatter
 from tests.comm.copy_engines import EngineBackend
-from tests.comm.device import Recorder
+from tests.comm.device import NcclGroup, Recorder
 from tests.comm.makespan import Gpu, Work, makespan
 
 RANKS = 8
@@ -111,8 +114,8 @@ def record(patch: pytest.MonkeyPatch, case: Case, transport_name: str = "nccl") 
             function = _AllGatherLinear if column else _LinearReduceScatter
             device.ops.clear()  # the operations of the transport's creation
 
-            def add_terms(terms: torch.Tensor, out: torch.Tensor, device: Recorder = device) -> None:
-                moved = terms.nbytes + 2 * out.nbytes
+            def add_terms(terms: torch.Tensor, own: torch.Tensor, out: torch.Tensor, device: Recorder = device) -> None:
+                moved = terms.nbytes + own.nbytes + out.nbytes
                 device.put("work", "add_terms", seconds=GPU.move_s(moved), uses_sms=True)
 
             patch.setattr(gemm_rs, "add_terms", add_terms)
@@ -133,7 +136,7 @@ class Times:
 
     Attributes:
         compute: all kernels in turn, on an idle device.
-        communication: all messages in turn.
+        communication: all messages in turn; of copy engines with the flag that follows each.
         piece: the longest message, which no order hides.
     """
 
@@ -154,19 +157,89 @@ def times(devices: list[Recorder]) -> Times:
     ops = devices[0].ops
     work = [op.seconds for op in ops if op.kind == "work"]
     messages = [GPU.message_s(op.tensors[each].nbytes) for op in ops for each in op.sends]
-    messages += [op.seconds for op in ops if op.kind == "copy" and op.label != devices[0].rank]
+    messages += [op.seconds + GPU.word_s for op in ops if op.kind == "copy" and op.label != devices[0].rank]
     one, eight = (makespan(devices, GPU, connections=number) for number in (1, None))
     return Times(one, eight, sum(work), sum(messages), max(messages))
 
 
+def record_messages_first(patch: pytest.MonkeyPatch, case: Case) -> list[Recorder]:
+    """`record` over NCCL, with the messages of an all-gather before its first GEMM."""
+    with patch.context() as messages_first:
+        messages_first.setattr(gather_scatter, "_placed", lambda messages, work, **_: tuple(messages))
+        p2p._schedule.cache_clear()
+        devices = record(patch, case)
+    p2p._schedule.cache_clear()
+    return devices
+
+
+def record_userbuffers(case: Case) -> list[Recorder]:
+    """Pipelines with the default methods of TransformerEngine 2: for each rank, its GEMMs and its messages.
+
+    Gathers before a GEMM: a ring of copies, a GEMM for each slice (`ring_exchange`). Scatters after a GEMM: a
+    collective for each of four slices (`pipeline`). Backward of a column-parallel layer: a collective beside each of
+    its GEMMs (`bulk`). Source: `initialize_ub` in `transformer_engine/pytorch/module/base.py`.
+    """
+    model, column = MODELS[case.model], LAYERS[case.layer] == "column"
+    hidden, features, rows = model.hidden, model.features(case.layer) // RANKS, case.rows
+    devices = [Recorder(rank, RANKS) for rank in range(RANKS)]
+    for device in devices:
+        link = SimpleNamespace(name="copies")
+
+        def gemm(m: int, n: int, k: int, device: Recorder = device) -> None:
+            device.put("work", "mm", seconds=GPU.gemm_s(m, n, k), uses_sms=True)
+
+        def collective(rows: int, device: Recorder = device) -> Any:
+            following, preceding = (device.rank + 1) % RANKS, (device.rank - 1) % RANKS
+            moved = torch.empty((RANKS - 1) * rows // RANKS, hidden, device="meta", dtype=torch.bfloat16)
+            group = NcclGroup(device)
+            group.send([moved], following, 0)
+            group.recv([moved], preceding, 0)
+            return group._end_coalescing(None)
+
+        def ring(n: int, device: Recorder = device, link: Any = link) -> None:
+            shard = rows // RANKS
+            for number in range(RANKS):
+                with device.on(link):
+                    if number:
+                        device.put("reach", ((device.rank, number), 1))
+                    if number < RANKS - 1:
+                        following = (device.rank + 1) % RANKS
+                        device.put("copy", following, seconds=GPU.message_s(2 * shard * hidden))
+                        device.put("set", ((following, number + 1), 1), seconds=GPU.word_s)
+                if number:
+                    device.put("reach", ((device.rank, number), 1))
+                gemm(shard, n, hidden)
+
+        if not column and case.direction == "forward":
+            slices = [(gemm(rows // 4, hidden, features), collective(rows // 4))[1] for _ in range(4)]
+            slices[-1].wait()
+        elif column and case.direction == "backward":
+            gather = collective(rows)
+            gemm(rows, hidden, features)
+            gather.wait()
+            scatter = collective(rows)
+            gemm(features, hidden, rows)
+            scatter.wait()
+        else:
+            ring(features)
+            if case.direction == "backward":
+                gemm(hidden, features, rows)
+    return devices
+
+
 def main() -> None:
     """Print the table."""
-    print("| layer | compute | messages | " + " | ".join(f"{name}, 1 queue | 8 queues" for name in TRANSPORTS) + " |")
-    print("|---" * (3 + 2 * len(TRANSPORTS)) + "|")
+    print("A model of a GPU, in us. It compares orders of the same work and predicts no time of a real GPU.\n")
+    columns = "compute | messages | bound | 1 queue | 8 queues"
+    names = ["messages first, 1 queue", "userbuffers-like, 1 queue", *(f"{name}: {columns}" for name in TRANSPORTS)]
+    print("| layer | " + " | ".join(names) + " |")
+    print("|---" * (3 + 5 * len(TRANSPORTS)) + "|")
     for case in CASES:
         with pytest.MonkeyPatch.context() as patch:
+            others = [record_messages_first(patch, case), record_userbuffers(case)]
             both = [times(record(patch, case, name)) for name in TRANSPORTS]
-        cells = [both[0].compute, both[0].communication, *(value for each in both for value in (each.one, each.eight))]
+        cells = [makespan(devices, GPU, connections=1) for devices in others]
+        cells += [value for t in both for value in (t.compute, t.communication, t.bound, t.one, t.eight)]
         print(f"| {case} | " + " | ".join(f"{1e6 * value:.0f}" for value in cells) + " |", flush=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -22,6 +23,7 @@ from megatron_overlap.ops import (
     linear_reduce_scatter,
     reference,
 )
+from megatron_overlap.ops.tensor_parallel import p2p
 from megatron_overlap.ops.tensor_parallel.fused.kernels import FusedPlan
 from megatron_overlap.ops.tensor_parallel.fused.linear import FusedMethod
 from megatron_overlap.ops.tensor_parallel.p2p import P2PMethod
@@ -405,10 +407,25 @@ def another_number_format(group: dist.ProcessGroup, op: str, case: LinearCase, p
     return sent
 
 
-def added_at_once(group: dist.ProcessGroup, *arguments: Any) -> None:
-    """Compare a reduce-scatter whose received terms one kernel adds, as on CUDA, with the reference."""
-    with patch.object(GlooTransport, "on_device", True):
-        against_reference(group, "linear_reduce_scatter", *arguments, late=False)
+class _LateDevice(LateTransport):
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self.on_device = True
+
+
+def added_on_a_device(group: dist.ProcessGroup, depth: int, *arguments: Any) -> None:
+    """Compare a reduce-scatter whose received terms are added by one kernel or two, as on CUDA, with the reference.
+
+    Args:
+        group: of all ranks.
+        depth: of the GEMMs that count as shallow.
+        arguments: of `against_reference`.
+    """
+    with (
+        patch.object(p2p, "SHALLOW_DEPTH", depth),
+        patch.object(sys.modules[__name__], "LateTransport", _LateDevice),
+    ):
+        against_reference(group, "linear_reduce_scatter", *arguments, late=True)
 
 
 def _layers_on(transport: Transport, dtype: torch.dtype, pattern: str) -> list[torch.Tensor]:

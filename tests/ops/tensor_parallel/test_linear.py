@@ -22,10 +22,11 @@ def test_equals_reference(world: World, num_ranks: int, op: str, dtype: torch.dt
     world.run(num_ranks, linear_workers.against_reference, op, 61, 48, 33, dtype, plan, late=late)
 
 
+@pytest.mark.parametrize("depth", [0, 48], ids=["one kernel", "two"])
 @pytest.mark.parametrize("rows", [61, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_received_terms_that_one_kernel_adds(world: World, dtype: torch.dtype, rows: int) -> None:
-    world.run(4, linear_workers.added_at_once, rows, 48, 33, dtype, LinearPlan(chunks_per_rank=3))
+def test_received_terms_that_kernels_add(world: World, dtype: torch.dtype, rows: int, depth: int) -> None:
+    world.run(4, linear_workers.added_on_a_device, depth, rows, 48, 33, dtype, LinearPlan(chunks_per_rank=3))
 
 
 @pytest.mark.parametrize("pattern", ["direct", "ring"])
