@@ -159,12 +159,12 @@ class P2PMethod(LinearMethod):
 
     def reduce_scatter(self, rows: torch.Tensor, op: str) -> PipelinedReduceScatter:
         """Starts the reduce-scatter of `rows` `[num_rows, F]`, which are complete."""
-        scatter = self._begin_scatter(rows, rows.shape[1], op, work_follows=False, add_early=True)
+        scatter = self._begin_scatter(rows, rows.shape[1], op, work_follows=False)
         scatter.compute(partial(_copy_rows, rows))
         return scatter
 
     def _begin_scatter(
-        self, like: torch.Tensor, features: int, op: str, *, work_follows: bool, add_early: bool
+        self, like: torch.Tensor, features: int, op: str, *, work_follows: bool, add_early: bool = False
     ) -> PipelinedReduceScatter:
         num_rows, row_bytes = like.shape[0], features * like.itemsize
         schedule, layout = self.plan.schedule("reduce_scatter", self.transport, num_rows, row_bytes, like.device)
