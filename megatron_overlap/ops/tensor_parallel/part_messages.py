@@ -96,7 +96,7 @@ class PartGathers:
         self._transport, self._min_bytes, self._num_started = transport, min_bytes, 0
         self._readers: list[DeferredWgrad | None] = [None] * self.NUM_BUFFERS
 
-    def carry(self, shard: torch.Tensor) -> bool:
+    def carries(self, shard: torch.Tensor) -> bool:
         """Whether copy engines carry the gather of `shard`."""
         return shard.nbytes >= self._min_bytes
 
@@ -225,8 +225,9 @@ class PartMessages:
         """Starts an all-gather; returns the bytes that this rank sends."""
         op, collectives = f"all-gather of {rows} of a part", self.transport.collectives
         gather: PartGather | PartCollective
-        if self._gathers is not None and self._gathers.carry(shard):
-            gather = self._gathers.start(shard, op, self.deferred_wgrad)
+        gathers = self._gathers_of(shard)
+        if gathers is not None:
+            gather = gathers.start(shard, op, self.deferred_wgrad)
         elif collectives is None:
             gather = PartGather(self.transport, shard, op)
         else:
@@ -241,11 +242,15 @@ class PartMessages:
         As a collective it starts when that one has arrived: in the same hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1)
         it would delay all work that is enqueued meanwhile.
         """
-        copied = self._gathers is not None and self._gathers.carry(shard)
-        if copied or self.transport.collectives is None:
+        if self._gathers_of(shard) is not None or self.transport.collectives is None:
             self.gather(rows, shard)
         else:
             self._following = rows, shard
+
+    def _gathers_of(self, shard: torch.Tensor) -> PartGathers | None:
+        """`gathers` if it carries the rows `shard`."""
+        gathers = self._gathers
+        return gathers if gathers is not None and gathers.carries(shard) else None
 
     def scatter(self, rows: Rows, a: torch.Tensor, b: torch.Tensor | None = None) -> tuple[torch.Tensor, int]:
         """Starts the reduce-scatter of `a` or `a @ b`; returns own rows, incomplete, and the bytes that are sent."""

@@ -31,7 +31,7 @@ from typing import Literal
 from megatron_overlap.autotune.cost_model import CostModel, Link, Mover
 from megatron_overlap.autotune.search import MARGIN
 from megatron_overlap.schedules import Chunk, ChunkLayout, Message, Plan, Work, all_gather_plan, reduce_scatter_plan
-from megatron_overlap.schedules.heuristics import default_chunks
+from megatron_overlap.schedules.heuristics import SHALLOW_DEPTH, default_chunks
 from megatron_overlap.schedules.plan import Collective, Pattern, Split
 from megatron_overlap.tools.simulate.event_simulator import Program, SimulatedRun, Stream, in_order, run_program
 
@@ -171,7 +171,7 @@ class Linear:
                 wgrad = self._regather(width)
             candidates = []
             for scatter in self._scatter_streams(dgrad, width):
-                last = len(scatter.work_us) - (not scatter.plan.work[-1].chunks)
+                last = sum(bool(work.chunks) for work in scatter.plan.work)
                 order = [(0, k) for k in range(last)] + [(1, 0)] + [(0, k) for k in range(last, len(scatter.work_us))]
                 candidates.append(Program((scatter, wgrad), tuple(order)))
             return self._best(candidates)
@@ -305,8 +305,11 @@ class Linear:
                 self._stream("reduce_scatter", gemm.share_us, width, "direct", c, "all", launch_us=self.model.launch_us)
                 for c in self._chunks()
             ]
-        variants = self._variants("reduce_scatter", width)
-        return [self._stream("reduce_scatter", gemm.rows_us, width, self.overlap.pattern, c, s) for c, s in variants]
+        variants, early = self._variants("reduce_scatter", width), gemm.k <= SHALLOW_DEPTH
+        return [
+            self._stream("reduce_scatter", gemm.rows_us, width, self.overlap.pattern, c, s, add_early=early)
+            for c, s in variants
+        ]
 
     def _slices(self) -> list[int]:
         layout = ChunkLayout(self.rows, SLICES)
@@ -352,10 +355,19 @@ class Linear:
         split: Split,
         *,
         launch_us: float = 0.0,
+        add_early: bool = False,
     ) -> Stream:
-        """The plugin's plan of one rank with the times of its GEMMs, additions and messages."""
+        """The plugin's plan of one rank with the times of its GEMMs, additions and messages.
+
+        `add_early` as of `PipelinedReduceScatter`.
+        """
         build = all_gather_plan if collective == "all_gather" else reduce_scatter_plan
         plan = build(self.link.size, 0, chunks_per_rank=chunks, pattern=pattern, split=split)
+        early = add_early and self._queued and pattern == "direct" and self.link.size > 2
+        if early:
+            *gemms, added = plan.work
+            sums = Work((), adds=added.adds[:-chunks]), Work((), adds=added.adds[-chunks:])
+            plan = replace(plan, work=(*gemms, *sums))
         layout = plan.layout(self.rows)
         # The computing queue waits for the flag of each message.
         flag_us = 0.0 if self._copy_us is None else self.link.flag_us
@@ -364,15 +376,19 @@ class Linear:
             gemm_us = time(sum(layout.num_chunk_rows(chunk) for chunk in work.chunks)) if work.chunks else 0.0
             times.append(gemm_us + len(work.needs) * flag_us + (launch_us if index == 0 else 0.0))
             added = sum(layout.num_chunk_rows(plan.messages[k].recv) for k in work.adds)
-            additions.append(self._added_us(added, layout.shard_rows(0), width) + len(work.adds) * flag_us)
+            # Before an early sum most messages have arrived long ago.
+            num_flags = bool(work.adds) if early else len(work.adds)
+            additions.append(self._added_us(added, layout.shard_rows(0), width, early) + num_flags * flag_us)
         sizes = tuple(self._bytes(layout.num_chunk_rows(e.send), width) for e in plan.messages)
         stream = Stream(plan, tuple(times), tuple(additions), sizes)
         return replace(stream, latency_us=0.0, queued_us=self._queued_us(plan)) if self._queued else stream
 
-    def _added_us(self, received: int, own: int, width: int) -> float:
-        """Time to add received rows to own rows."""
+    def _added_us(self, received: int, own: int, width: int, early: bool) -> float:
+        """Time to add received rows to own rows; `early`: in one of two sums, which write or read an fp32 total."""
         if not received:
             return 0.0
+        if early:
+            return self.model.memory_us(self._bytes(received + own, width) + 4 * own * width, "sum")
         if self._queued and self.overlap.pattern != "ring":
             return self.model.sum_us(received * width, own * width)
         # An addition reads its terms once and reads and writes the sum.

@@ -124,8 +124,8 @@ def test_copy_engines_gather_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
         transport, copies = (TRANSPORTS[name](monkeypatch, device) for name in ("nccl", "copies"))
         shard, weight = (torch.empty(2, 3, device="cuda") for _ in range(2))
         gathers = PartGathers(copies, min_bytes=shard.nbytes)
-        assert gathers.carry(shard)
-        assert not gathers.carry(shard[:1])
+        assert gathers.carries(shard)
+        assert not gathers.carries(shard[:1])
         messages = PartMessages(transport, DeferredWgrad(num_terms=2), gathers=gathers)
         device.ops.clear()
         with Work(device, GPU):
