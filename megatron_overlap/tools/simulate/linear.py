@@ -365,8 +365,8 @@ class Linear:
         plan = build(self.link.size, 0, chunks_per_rank=chunks, pattern=pattern, split=split)
         early = add_early and self._queued and pattern == "direct" and self.link.size > 2
         if early:
-            *gemms, added = plan.work
-            sums = Work((), adds=added.adds[:-chunks]), Work((), adds=added.adds[-chunks:])
+            *gemms, last = plan.work
+            sums = Work((), adds=last.adds[:-chunks]), Work((), adds=last.adds[-chunks:])
             plan = replace(plan, work=(*gemms, *sums))
         layout = plan.layout(self.rows)
         # The computing queue waits for the flag of each message.
