@@ -27,7 +27,7 @@ class TensorOverlap(Section):
     """Messages per rank and operation. auto: at most 4, of at least 128 rows and 256 KiB, about 8 per operation."""
     transport: Literal["auto", "copies", "nccl"] = "auto"
     """GPUs with sequence parallelism: copies: copy engines write to the memory of peers; nccl: NCCL's kernels; auto:
-    copies where all ranks of a group reach each other on one host, else NCCL."""
+    copies inside a host whose ranks reach each other, else NCCL."""
     recompute_gather: Literal["auto", "always", "never"] = "auto"
     """never: save the gathered input for wgrad: R times the memory, one all-gather less."""
     recompute_output: Literal["skip", "compute"] = "skip"

@@ -86,12 +86,11 @@ class WeightGradient:
             add_product(self._main_grad[features], dy[:, features].t(), x, self._buffer_pool)
 
     def accumulator(self) -> tuple[torch.Tensor, bool]:
-        """The tensor for a kernel that computes the whole gradient, and whether the kernel adds to its content."""
+        """The tensor for a kernel that computes the gradient of some rows, and whether it adds to the content."""
         if self._main_grad is not None:
             return self._main_grad, True
         assert self._sum is not None
-        self._sum.is_empty = False
-        return self._sum.out, False
+        return self._sum.accumulator()
 
     def result(self) -> torch.Tensor | None:
         """The gradient for autograd; None where `main_grad` holds it and `weight_done` returns none."""
@@ -121,12 +120,23 @@ class ProductSum:
             torch.mm(a, b, out=self.out)
             self.is_empty = False
         elif self._in_fp32:
-            if self._fp32_sum is None:
-                self._fp32_sum = self._buffer_pool.take(self._name, self.out.shape, like_fp32(self.out))
-                self._fp32_sum.copy_(self.out)
-            add_product(self._fp32_sum, a, b, self._buffer_pool)
+            add_product(self._fp32_total(), a, b, self._buffer_pool)
         else:
             self.out.addmm_(a, b)
+
+    def accumulator(self) -> tuple[torch.Tensor, bool]:
+        """The tensor for a kernel that computes a product, and whether the kernel adds to its content."""
+        if self.is_empty:
+            self.is_empty = False
+            return self.out, False
+        return self._fp32_total() if self._in_fp32 else self.out, True
+
+    def _fp32_total(self) -> torch.Tensor:
+        """The sum so far."""
+        if self._fp32_sum is None:
+            self._fp32_sum = self._buffer_pool.take(self._name, self.out.shape, like_fp32(self.out))
+            self._fp32_sum.copy_(self.out)
+        return self._fp32_sum
 
     def result(self) -> torch.Tensor:
         """`out`, complete; zero without a product."""

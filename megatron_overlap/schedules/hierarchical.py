@@ -103,6 +103,8 @@ def _along_rail(build: Callable[[int, int], Plan], nodes: Nodes, rank: int) -> P
             to=on_rail(message.to),
             recv=Chunk(on_rail(message.recv.owner), 0),
             source=on_rail(message.source),
+            # The GEMMs of the next node hide the sums, and are many: with one hardware queue sums precede them.
+            not_before=message.after_work or message.not_before,
         )
 
     return replace(plan, messages=tuple(map(of_rank, plan.messages)))

@@ -12,8 +12,10 @@ from megatron_overlap.comm.host_group import HostGroup
 from megatron_overlap.comm.nccl import NcclTransport
 from megatron_overlap.comm.symmetric.copies import CopyTransport
 from megatron_overlap.comm.symmetric.heap import HeapPool
+from megatron_overlap.comm.symmetric.nodes import CopyNodesTransport
+from megatron_overlap.schedules.hierarchical import Nodes
 from scripts.kernels.cpu_backend import CpuBackend
-from tests.helpers.late import PoisonedPool
+from tests.helpers.late import LateTransport, PoisonedPool
 
 
 class LateCollectives(NcclTransport):
@@ -57,10 +59,26 @@ class _PoisonedHeap(HeapPool):
         return super().take(name, shape, like, symmetric=symmetric).fill_(float("nan"))
 
 
-def device_copies(group: dist.ProcessGroup) -> CopyTransport:
+def device_copies(ranks: HostGroup, *, on_device: bool = True) -> CopyTransport:
     """A copy transport in host memory that behaves as on a device. Its buffers hold NaN until a message arrives."""
-    backend = CpuBackend(HostGroup(group))
+    backend = CpuBackend(ranks)
     copies = CopyTransport(backend, ring_bytes=16384)
     copies.buffer_pool = copies._heap = _PoisonedHeap(backend)
-    copies.copy_engines = copies.on_device = True
+    copies.copy_engines = copies.on_device = on_device
     return copies
+
+
+class LateNodesTransport(CopyNodesTransport):
+    """Copies between the ranks of each of `num_nodes` simulated nodes, and late messages between all ranks."""
+
+    def __init__(self, group: dist.ProcessGroup, num_nodes: int, *, on_device: bool) -> None:
+        nodes = Nodes(num_nodes, group.size() // num_nodes)
+        members = HostGroup(group, nodes.members(nodes.node(dist.get_rank(group))))
+        between = LateTransport(group)
+        between.on_device = on_device
+        super().__init__(device_copies(members, on_device=on_device), between, nodes)
+
+    def close(self) -> None:
+        """Also closes the messages between nodes, which the session closes elsewhere."""
+        super().close()
+        self.between.close()

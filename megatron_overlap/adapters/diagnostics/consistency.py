@@ -6,6 +6,7 @@ groups is checked group by group, when the first transport of a group is opened.
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -189,7 +190,10 @@ def open_copies_transport(session: Session, group: dist.ProcessGroup) -> Transpo
     else:
         recorder = None if check is None else check.flight_recorder
         limit_s = session.config.timeout_s
-        transport = open_copies(group, TransportOptions("copies", timeout_s=limit_s, flight_recorder=recorder))
+        # The tree of sums is over all ranks of a group, and not over those of a node.
+        tree = session.config.deterministic == "tp_invariant"
+        options = TransportOptions("copies", timeout_s=limit_s, flight_recorder=recorder)
+        transport = open_copies(group, options, None if tree else partial(open_transport, session))
     if isinstance(transport, str):
         if chosen == "copies":
             raise TransportError(f"overlap.tensor.transport: copies: {transport}; use auto")

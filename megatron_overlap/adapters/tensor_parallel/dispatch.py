@@ -36,6 +36,7 @@ from megatron_overlap.adapters.tensor_parallel.fused import FusedBackend, FusedT
 from megatron_overlap.adapters.tensor_parallel.layer_handoff import LayerHandoff
 from megatron_overlap.autotune.candidates import STOCK, Candidate
 from megatron_overlap.comm import PART_CHANNELS, Transport
+from megatron_overlap.comm.symmetric.nodes import CopyNodesTransport
 from megatron_overlap.counters import SavedActivations, SavedSite
 from megatron_overlap.ops import LinearPlan, all_gather_linear, copy_linear, linear_all_reduce, linear_reduce_scatter
 from megatron_overlap.ops.numerics_check import checked_linear
@@ -148,7 +149,8 @@ class LinearAdapter(Adapter):
     def _open_row_transport(self, group: dist.ProcessGroup) -> Transport:
         found = open_copies_transport(self._session, group)
         ranks = "ranks " + ", ".join(map(str, dist.get_process_group_ranks(group)))
-        self._counters.transports[ranks] = f"NCCL: {found}" if isinstance(found, str) else "copy engines"
+        copies = "copy engines" + ", NCCL between hosts" * isinstance(found, CopyNodesTransport)
+        self._counters.transports[ranks] = f"NCCL: {found}" if isinstance(found, str) else copies
         return self.transport(group) if isinstance(found, str) else found
 
     def part_transports(self, group: dist.ProcessGroup) -> tuple[Transport, Transport]:

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from megatron_overlap.comm.host_group import HostGroup, store_beside
 from megatron_overlap.comm.symmetric.backend import FlagStep, Queue
 from megatron_overlap.comm.symmetric.copies import CopyTransport
-from megatron_overlap.comm.transport import DEFAULT_OPTIONS, TransportError, TransportOptions
+from megatron_overlap.comm.symmetric.nodes import CopyNodesTransport
+from megatron_overlap.comm.transport import DEFAULT_OPTIONS, Transport, TransportError, TransportOptions
 from megatron_overlap.diagnostics.consistency import first_unsupported_reason
 from megatron_overlap.schedules.hierarchical import Nodes
 
@@ -317,16 +318,22 @@ class CudaBackend:
             self._arenas.clear()
 
 
-def open_copies(group: dist.ProcessGroup, options: TransportOptions = DEFAULT_OPTIONS) -> CopyTransport | str:
-    """Return a transport of copy engines between the ranks of `group`, or why there is none. Collective.
+def open_copies(
+    group: dist.ProcessGroup,
+    options: TransportOptions = DEFAULT_OPTIONS,
+    between: Callable[[dist.ProcessGroup], Transport] | None = None,
+) -> CopyTransport | CopyNodesTransport | str:
+    """Return a transport of copy engines between the ranks of each host of `group`, or why there is none. Collective.
 
-    All ranks return the same reason.
+    All ranks return the same reason. `between` opens the messages of a group that spans several hosts; None: such a
+    group has no copies.
     """
     nodes = probe_symmetric_memory(group)
     if isinstance(nodes, str):
         return nodes
-    if nodes.num_nodes > 1:
+    if nodes.num_nodes > 1 and between is None:
         return f"the group spans {nodes.num_nodes} hosts"
-    backend = CudaBackend(HostGroup(group))
+    backend = CudaBackend(HostGroup(group, nodes.members(nodes.node(dist.get_rank(group)))))
     limit_s = options.timeout_s or group._get_backend(backend.device).options._timeout.total_seconds()
-    return CopyTransport(backend, replace(options, timeout_s=limit_s))
+    inside = CopyTransport(backend, replace(options, timeout_s=limit_s))
+    return inside if between is None or nodes.num_nodes == 1 else CopyNodesTransport(inside, between(group), nodes)

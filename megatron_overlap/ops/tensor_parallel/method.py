@@ -22,8 +22,10 @@ class Gather(Protocol):
     def full(self) -> torch.Tensor:
         """All rows `[num_rows, K]`, complete after `finish`."""
 
-    def matmul(self, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """`full @ b + bias`."""
+    def matmul(
+        self, b: torch.Tensor, bias: torch.Tensor | None = None, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`full @ b + bias`, in `out` if given."""
 
     def wgrad(self, wgrad: WeightGradient, *, dy: torch.Tensor | None = None, x: torch.Tensor | None = None) -> None:
         """Adds `dy.T @ x` to `wgrad`. The operand that is None is `full`."""
@@ -65,6 +67,7 @@ class LinearMethod(ABC):
         buffer_pool: buffers of the operations.
         save_gathered: column-parallel forward saves the gathered input for the weight gradient.
         wgrad_pieces: largest number of pieces of a weight gradient that runs beside an all-reduce.
+        concurrent: a gather and scatters may be in flight together for longer than a call.
     """
 
     rank: int
@@ -72,6 +75,7 @@ class LinearMethod(ABC):
     buffer_pool: BufferPool
     save_gathered = False
     wgrad_pieces = 1
+    concurrent = False
 
     @abstractmethod
     def gather(

@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm import Transport
-from megatron_overlap.ops.call import InputVersion, product, transport_for
+from megatron_overlap.comm.symmetric.nodes import CopyNodesTransport
+from megatron_overlap.ops.call import InputVersion, gemm_into, transport_for
 from megatron_overlap.ops.tensor_parallel.method import LinearMethod
+from megatron_overlap.ops.tensor_parallel.nodes import NodesMethod
 from megatron_overlap.ops.tensor_parallel.pipelined import PLAIN, Gemm, GemmInto, PipelinedAllGather
 from megatron_overlap.ops.tensor_parallel.pipelined_all_reduce import PipelinedAllReduce
 from megatron_overlap.ops.tensor_parallel.pipelined_reduce_scatter import PipelinedReduceScatter
@@ -110,7 +112,11 @@ def method_for(group: dist.ProcessGroup | Transport | LinearMethod, plan: Linear
     """`group` itself where it is a method; else point-to-point messages between its ranks."""
     if isinstance(group, LinearMethod):
         return group
-    return P2PMethod(transport_for(group), plan or _DEFAULT_PLAN)
+    transport, plan = transport_for(group), plan or _DEFAULT_PLAN
+    if isinstance(transport, CopyNodesTransport):
+        between = P2PMethod(transport.between, plan)
+        return NodesMethod(P2PMethod(transport.inside, plan), transport.between, transport.nodes, between)
+    return P2PMethod(transport, plan)
 
 
 class P2PMethod(LinearMethod):
@@ -124,6 +130,7 @@ class P2PMethod(LinearMethod):
     """
 
     wgrad_pieces = MAX_PIECES
+    concurrent = True
 
     def __init__(self, transport: Transport, plan: LinearPlan, gemm: Gemm = PLAIN) -> None:
         self.transport, self.plan, self.gemm = transport, plan, gemm
@@ -219,8 +226,12 @@ class _ReusedGather:
     def __init__(self, full: torch.Tensor) -> None:
         self.full = full
 
-    def matmul(self, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return product(self.full, b, bias)
+    def matmul(
+        self, b: torch.Tensor, bias: torch.Tensor | None = None, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        out = self.full.new_empty(self.full.shape[0], b.shape[1]) if out is None else out
+        gemm_into(self.full, b, out, bias)
+        return out
 
     def wgrad(self, wgrad: WeightGradient, *, dy: torch.Tensor | None = None, x: torch.Tensor | None = None) -> None:
         wgrad.add(self.full if dy is None else dy, self.full if x is None else x)
@@ -266,8 +277,10 @@ class P2PGather:
         """See `Gather.full`; in the plain format."""
         return self._full[0]
 
-    def matmul(self, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        out = self._like.new_empty(self._num_rows, b.shape[1])
+    def matmul(
+        self, b: torch.Tensor, bias: torch.Tensor | None = None, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        out = self._like.new_empty(self._num_rows, b.shape[1]) if out is None else out
         self._product = b, bias, out
         return out
 

@@ -54,12 +54,12 @@ class _ScatteredRows(WorkRows):
         self.repeated = Repeated(lambda own: transfers)
 
 
-def _add_terms(terms: torch.Tensor, own: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def add_terms(terms: torch.Tensor, own: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """`out = terms.sum(0) + own` in fp32. On CUDA one kernel adds in this order: a second one costs a pass."""
     if out.is_cuda and _HAS_TRITON:
-        from megatron_overlap.kernels.gemm_rs import add_terms
+        from megatron_overlap.kernels import gemm_rs
 
-        add_terms(terms, own, out)
+        gemm_rs.add_terms(terms, own, out)
         return out
     return torch.add(terms.sum(0, dtype=torch.float32), own, out=out)
 
@@ -210,10 +210,10 @@ class PipelinedReduceScatter:
         if self._add_early and len(terms) > 1:
             for k in range(len(self._received) - self._plan.chunks_per_rank):
                 self._p2p_work.wait(k)
-            own = _add_terms(terms[:-1], out, self._buffer_pool.take("sum", out.shape, like_fp32(out)))
+            own = add_terms(terms[:-1], out, self._buffer_pool.take("sum", out.shape, like_fp32(out)))
             terms = terms[-1:]
         self._p2p_work.wait_all()
-        return _add_terms(terms, own, out)
+        return add_terms(terms, own, out)
 
     def _finish_tree(self) -> torch.Tensor:
         plan = self._plan

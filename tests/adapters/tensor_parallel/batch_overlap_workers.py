@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron_overlap import OverlapConfig, enable
 from megatron_overlap.comm import PART_CHANNELS
 from megatron_overlap.comm.gloo import GlooTransport
+from megatron_overlap.comm.host_group import HostGroup
 from megatron_overlap.ops.tensor_parallel.part_messages import PartGathers
 from megatron_overlap.session import Session
 from tests.adapters.tensor_parallel.linear_workers import start
@@ -144,7 +145,7 @@ def against_stock(
         for channel in PART_CHANNELS if carried_by != "messages" else ():
             session.transports.insert(used, LateCollectives(group), channel)
         if carried_by == "copies":
-            copies = device_copies(group)
+            copies = device_copies(HostGroup(group))
             session.transports.insert(used, copies, "copies")
             session.adapter(LinearAdapter)._row_transports[used] = copies
         mine = run()

@@ -32,6 +32,7 @@ from megatron_overlap.ops.tensor_parallel.pipelined_reduce_scatter import Pipeli
 from megatron_overlap.ops.wgrad import WeightGradient
 from megatron_overlap.schedules import ChunkLayout, all_gather_plan, reduce_scatter_plan
 from scripts.kernels.cpu_backend import CpuBackend
+from tests.helpers.collectives import LateNodesTransport
 from tests.helpers.fused import fused_transport
 from tests.helpers.late import LateTransport, PoisonedPool
 from tests.helpers.numerics import assert_close_to_exact
@@ -87,9 +88,18 @@ def against_reference(
     repeats: int = 2,
     hosts: int = 1,
 ) -> None:
-    """Output and every gradient against the reference, twice over the same buffers; p2p or fused, as the plan says."""
+    """Output and every gradient against the reference, twice over the same buffers; p2p or fused, as the plan says.
+
+    Over several hosts copies carry messages inside a host, with `late` in the order of a device.
+    """
     fused = isinstance(plan, FusedPlan)
-    transport: Any = fused_transport(group, hosts) if fused else LateTransport(group) if late else transport_of(group)
+    transport: Any
+    if fused:
+        transport = fused_transport(group, hosts)
+    elif hosts > 1:
+        transport = LateNodesTransport(group, hosts, on_device=late)
+    else:
+        transport = LateTransport(group) if late else transport_of(group)
     size = dist.get_world_size(group)
     for repeat in range(repeats):
         x, w, bias, dy = _data(group, op, rows, k, f, dtype, seed + repeat)
@@ -118,7 +128,8 @@ def against_reference(
         for name, mine, plain, true, magnitude in zip(terms, got, unfused, exact, size_of, strict=True):
             assert mine is not None
             assert_close_to_exact(f"{op} {name}", mine, plain, true, magnitude, terms[name])
-    if late or fused:
+    if late or fused or hosts > 1:
+        dist.barrier(group)
         transport.close()
 
 
@@ -445,6 +456,20 @@ def _layers_on(transport: Transport, dtype: torch.dtype, pattern: str) -> list[t
         results += [inner, linear_all_reduce(inner, v2, group=transport, plan=plan)]
     sum(result.float().square().sum() for result in results).backward()  # type: ignore[union-attr]
     return [*results, *(tensor.grad for tensor in tensors if tensor.grad is not None)]
+
+
+def nodes_equal_messages(group: dist.ProcessGroup, pattern: str, on_device: bool) -> tuple[int, list[int]]:
+    """Return the number of results, and those that differ between two nodes and messages between all ranks."""
+    messages = OrderedTransport(GlooTransport(group))
+    expected = _layers_on(messages, torch.float32, pattern)
+    nodes = LateNodesTransport(group, 2, on_device=on_device)
+    for _ in range(3):
+        got = _layers_on(nodes, torch.float32, pattern)
+    dist.barrier(group)
+    nodes.close()
+    messages.close()
+    errors = [(mine - theirs).norm() / theirs.norm() for mine, theirs in zip(got, expected, strict=True)]
+    return len(expected), [k for k, error in enumerate(errors) if not error < 1e-6]
 
 
 def copies_equal_messages(group: dist.ProcessGroup, dtype: torch.dtype, pattern: str) -> tuple[int, list[int]]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from megatron_overlap.comm import transport_of
+from megatron_overlap.comm.host_group import HostGroup
 from megatron_overlap.comm.transport import OrderedTransport, P2PWork, Transfer, Transport
 from megatron_overlap.ops import reference
 from megatron_overlap.ops.call import gemm_into
@@ -204,7 +205,7 @@ def against_reference(
 
 def gathers_by_copies(group: dist.ProcessGroup, dtype: torch.dtype, blocks: int) -> list[str]:
     """The results of two passes that differ between all-gathers by copies and collectives. Sums are collectives."""
-    copies = device_copies(group)
+    copies = device_copies(HostGroup(group))
     gathers, transports = PartGathers(copies, min_bytes=0), _transports(group, "collectives")
     different = []
     for seed in (1, 2):
@@ -248,7 +249,7 @@ class _Postpones(torch.autograd.Function):
 
 def postpones_a_weight_gradient(group: dist.ProcessGroup) -> None:
     """A gather does not overwrite rows that a postponed weight gradient reads."""
-    copies, size = device_copies(group), group.size()
+    copies, size = device_copies(HostGroup(group)), group.size()
     rows = torch.full((2, K), 1.0 + dist.get_rank(group))
     weight = torch.zeros(F, K, requires_grad=True)
     x = torch.ones(2 * size, F, requires_grad=True)

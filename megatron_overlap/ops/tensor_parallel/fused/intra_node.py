@@ -37,13 +37,7 @@ class IntraNodeGather:
         return out
 
     def wgrad(self, wgrad: WeightGradient, *, dy: torch.Tensor | None = None, x: torch.Tensor | None = None) -> None:
-        self.wgrad_into(*wgrad.accumulator(), dy=dy, x=x)
-
-    def wgrad_into(
-        self, out: torch.Tensor, add: bool, *, dy: torch.Tensor | None = None, x: torch.Tensor | None = None
-    ) -> None:
-        """Write `dy.T @ x` to `out`, or add it. The operand that is None is the gathered one."""
-        self._launches.append(partial(self._launch_wgrad, dy, x, out, add))
+        self._launches.append(partial(self._launch_wgrad, dy, x, *wgrad.accumulator()))
 
     def rows(self, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return a copy of all rows, in `out` if given; complete after `finish`."""

@@ -13,17 +13,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from megatron_overlap.comm import Transport
 from megatron_overlap.ops.call import InputVersion
 from megatron_overlap.ops.tensor_parallel.fused.intra_node import IntraNodeGather, IntraNodeScatter
 from megatron_overlap.ops.tensor_parallel.fused.kernels import FusedPlan
-from megatron_overlap.ops.tensor_parallel.fused.multi_node import (
-    FusedTransport,
-    NodesGather,
-    NodesScatter,
-    NodesTransport,
-)
+from megatron_overlap.ops.tensor_parallel.fused.multi_node import FusedNodesTransport, FusedTransport
 from megatron_overlap.ops.tensor_parallel.method import LinearMethod
+from megatron_overlap.ops.tensor_parallel.nodes import NodesGather, NodesScatter
 from megatron_overlap.ops.wgrad import Piece
+from megatron_overlap.schedules.hierarchical import Nodes
 
 _DEFAULT_PLAN = FusedPlan()
 
@@ -55,16 +53,19 @@ class FusedMethod(LinearMethod):
         self, shard: torch.Tensor, num_rows: int, op: str, *, version: InputVersion | None = None, save: bool = False
     ) -> IntraNodeGather | NodesGather:
         assert not save
-        if isinstance(self.transport, NodesTransport):
-            return NodesGather(self.transport, shard, num_rows, op, self.plan)
+        if isinstance(self.transport, FusedNodesTransport):
+            return NodesGather(*self._over_nodes(self.transport), shard, num_rows, op)
         return IntraNodeGather(self.transport, shard, num_rows, op, self.plan)
 
     def scatter(
         self, a: torch.Tensor, b: torch.Tensor, op: str, meanwhile: Callable[[], bool] | None = None
     ) -> IntraNodeScatter | NodesScatter:
-        if isinstance(self.transport, NodesTransport):
-            return NodesScatter(self.transport, a, b, op, self.plan)
+        if isinstance(self.transport, FusedNodesTransport):
+            return NodesScatter(*self._over_nodes(self.transport), a, b, op)
         return IntraNodeScatter(self.transport, a, b, op, self.plan)
+
+    def _over_nodes(self, transport: FusedNodesTransport) -> tuple[FusedMethod, Transport, Nodes]:
+        return FusedMethod(transport.inside, self.plan), transport.between, transport.nodes
 
     def all_reduce(self, a: torch.Tensor, b: torch.Tensor, op: str, *, work_follows: bool = False) -> FusedAllReduce:
         return FusedAllReduce(self, a, b, op)

@@ -223,7 +223,7 @@ def layers(group: dist.ProcessGroup, edits: Sequence[Edit] = (), hosts: int = 1)
     transport._allocate(4 * 32 * 16)
     backend.computing = _PoisonOnAcknowledge(backend.computing, transport)  # type: ignore[assignment]
     if hosts > 1:
-        transport = load("ops.tensor_parallel.fused.multi_node", edits).NodesTransport(
+        transport = load("ops.tensor_parallel.fused.multi_node", edits).FusedNodesTransport(
             transport, LateTransport(group), nodes
         )
     generator = torch.Generator().manual_seed(5)

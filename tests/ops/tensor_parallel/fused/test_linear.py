@@ -210,22 +210,22 @@ def test_layers_over_two_hosts(interpreting: World) -> None:
 
 HOST_MUTANTS = {
     "rows before they arrive": Edit(
-        "ops.tensor_parallel.fused.multi_node",
+        "ops.tensor_parallel.nodes",
         "            for message in work.needs:\n                self._p2p_work.wait(message)\n",
         "",
     ),
     "sums before they arrive": Edit(
-        "ops.tensor_parallel.fused.multi_node",
-        "        for message in range(len(self._parts) - 1):\n            self._p2p_work.wait(message)\n",
+        "ops.tensor_parallel.nodes",
+        "        for message in range(len(self._received)):\n            self._p2p_work.wait(message)\n",
         "",
     ),
     "rows of another host": Edit(
-        "ops.tensor_parallel.fused.multi_node", "nodes.rows(a.shape[0], node))", "nodes.rows(a.shape[0], 0))"
+        "ops.tensor_parallel.nodes", "nodes.rows(a.shape[0], work.chunks[0].owner)", "nodes.rows(a.shape[0], 0)"
     ),
     "gathered in the order of ranks": Edit(
-        "ops.tensor_parallel.fused.multi_node",
-        "nodes.rows(self._num_rows, node)",
-        "nodes.rows(self._num_rows, nodes.num_nodes - 1 - node)",
+        "ops.tensor_parallel.nodes",
+        "self._nodes.rows(self._num_rows, work.chunks[0].owner)",
+        "self._nodes.rows(self._num_rows, self._nodes.num_nodes - 1 - work.chunks[0].owner)",
     ),
 }
 

@@ -1,0 +1,93 @@
+"""Linear layers over several nodes: copies inside a node, messages between nodes, against the reference."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron_overlap.comm import TransportOptions, nccl
+from megatron_overlap.comm.symmetric.copies import CopyTransport
+from megatron_overlap.comm.symmetric.nodes import CopyNodesTransport
+from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan, method_for
+from megatron_overlap.schedules.hierarchical import Nodes
+from tests.comm.copy_engines import EngineBackend
+from tests.comm.device import Recorder
+from tests.comm.makespan import Work
+from tests.helpers.world import World
+from tests.ops.tensor_parallel import linear_workers
+from tests.ops.tensor_parallel.device_layers import GPU
+
+OPS = ["all_gather_linear", "linear_reduce_scatter"]
+
+
+@pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("main_grad", [False, True], ids=["own gradient", "main_grad"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("op", OPS)
+def test_two_nodes_equal_the_reference(
+    world: World, op: str, dtype: torch.dtype, main_grad: bool, device: bool
+) -> None:
+    """61 rows: not divisible by the ranks, and the nodes have different numbers of rows."""
+    plan = LinearPlan(pattern="direct", chunks_per_rank=2)
+    for rows in (61, 64):
+        world.run(
+            4,
+            linear_workers.against_reference,
+            op,
+            rows,
+            48,
+            33,
+            dtype,
+            plan,
+            late=device,
+            main_grad=main_grad,
+            hosts=2,
+        )
+
+
+@pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("pattern", ["direct", "ring"])
+def test_layers_over_two_nodes(world: World, pattern: str, device: bool) -> None:
+    """Three times: a call uses the buffers of the one before. With `direct` also layers with an all-reduce."""
+    for count, different in world.run(4, linear_workers.nodes_equal_messages, pattern, device):
+        assert count == (10 if pattern == "direct" else 5)
+        assert different == []
+
+
+def test_messages_between_nodes_precede_the_gemms_that_hide_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 of two nodes of four, in the order of the calls, which is that of one hardware queue.
+
+    A gather starts its message before all GEMMs. A scatter sends the sums of the other node before the GEMMs of its
+    own node.
+    """
+    device = Recorder(0, 8)
+    for name, substitute in {"torch": device.torch, "dist": device.dist, "store_beside": lambda group: None}.items():
+        monkeypatch.setattr(nccl, name, substitute)
+    monkeypatch.setattr("megatron_overlap.kernels.gemm_rs.add_terms", lambda *tensors: device.put("work", "sum"))
+    group: Any = SimpleNamespace()
+    backend: Any = EngineBackend(Recorder(0, 4), GPU)
+    with FakeTensorMode():
+        between = nccl.NcclTransport(group, TransportOptions(timeout_s=5))
+        method = method_for(CopyNodesTransport(CopyTransport(backend), between, Nodes(2, 4)), LinearPlan())
+        device.ops.clear()
+        shard, rows, weight = (torch.empty(shape, device="cuda") for shape in ((64, 32), (512, 32), (32, 32)))
+        with Work(device, GPU):
+            gather = method.gather(shard, 512, "gather")
+            gather.matmul(weight)
+            gather.finish()
+            gathered = order(device)
+            device.ops.clear()
+            method.scatter(rows, weight, "scatter").finish()
+    assert gathered == ["message", *["mm"] * 8]
+    inside = [*["mm"] * 4, "sum", "sum"]
+    assert order(device) == [*inside, "copy_", "message", *inside, "sum"]
+
+
+def order(device: Recorder) -> list[str]:
+    """The kernels and messages between nodes that a device has recorded."""
+    ops = [op for op in device.ops if op.kind in ("messages", "work")]
+    return ["message" if op.kind == "messages" else op.label.split()[0] for op in ops]
