@@ -61,7 +61,7 @@ def test_layers_over_two_nodes(world: World, pattern: str, device: bool) -> None
 def test_messages_between_nodes_precede_the_gemms_that_hide_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 of two nodes of four, in the order of the calls, which is that of one hardware queue.
 
-    A gather starts its message before all GEMMs. A scatter sends the sums of the other node before the GEMMs of its
+    A gather starts its message at once, before GEMMs that do not use its rows. A scatter sends the sums of the other node before the GEMMs of its
     own node.
     """
     device = Recorder(0, 8)
@@ -77,11 +77,13 @@ def test_messages_between_nodes_precede_the_gemms_that_hide_them(monkeypatch: py
         shard, rows, weight = (torch.empty(shape, device="cuda") for shape in ((64, 32), (512, 32), (32, 32)))
         with Work(device, GPU):
             gather = method.gather(shard, 512, "gather")
+            begun = order(device)
             gather.matmul(weight)
             gather.finish()
             gathered = order(device)
             device.ops.clear()
             method.scatter(rows, weight, "scatter").finish()
+    assert begun == ["message"]
     assert gathered == ["message", *["mm"] * 8]
     inside = [*["mm"] * 4, "sum", "sum"]
     assert order(device) == [*inside, "copy_", "message", *inside, "sum"]
