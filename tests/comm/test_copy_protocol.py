@@ -159,7 +159,7 @@ def test_every_state_of_two_ranks(chunks: int, symmetric: bool) -> None:
 def test_every_state_of_three_ranks(pattern: str, times: int) -> None:
     """Four operations between symmetric buffers, without reduction; twice is the replay of a graph.
 
-    906,558, 1,844,285 and 87,656 states. Daily, persistent sets represent the direct pattern.
+    400,269, 817,427 and 56,269 states. Daily, persistent sets represent the direct pattern.
     """
     queues = record(3, FOUR, rows=1, pattern=pattern, symmetric=True).queues
     assert explore(repeated(queues, times)) > 50_000

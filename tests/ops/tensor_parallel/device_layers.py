@@ -152,6 +152,12 @@ class Times:
         return 1.1 * max(self.compute, self.communication) + self.piece
 
 
+def sent_bytes(device: Recorder) -> float:
+    """Bytes of the messages of a rank."""
+    copied = [op.seconds - GPU.latency_s for op in device.ops if op.kind == "copy" and op.label != device.rank]
+    return GPU.link * sum(copied) + sum(op.tensors[each].nbytes for op in device.ops for each in op.sends)
+
+
 def times(devices: list[Recorder]) -> Times:
     """Play recorded devices."""
     ops = devices[0].ops
