@@ -61,8 +61,8 @@ def test_layers_over_two_nodes(world: World, pattern: str, device: bool) -> None
 def test_messages_between_nodes_precede_the_gemms_that_hide_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 of two nodes of four, in the order of the calls, which is that of one hardware queue.
 
-    A gather starts its message at once, before GEMMs that do not use its rows. A scatter sends the sums of the other node before the GEMMs of its
-    own node.
+    A gather starts its message at once, before GEMMs that do not use its rows. A scatter sends the sums of the other
+    node before the GEMMs of its own node.
     """
     device = Recorder(0, 8)
     for name, substitute in {"torch": device.torch, "dist": device.dist, "store_beside": lambda group: None}.items():
