@@ -14,9 +14,11 @@ from megatron_overlap.comm import TransportError, TransportOptions
 from megatron_overlap.comm.symmetric import cuda
 from megatron_overlap.comm.symmetric.backend import FlagStep, Note
 from megatron_overlap.comm.symmetric.copies import CopyTransport
+from megatron_overlap.comm.symmetric.nodes import CopyNodesTransport
 from megatron_overlap.comm.symmetric.waits import _NUM_ONCE, COMPUTING, RECEIVING, SENDING, Wait, Waits
 from megatron_overlap.diagnostics.heartbeat import Watchdog
 from megatron_overlap.ops import LinearPlan, all_gather_linear
+from megatron_overlap.schedules.hierarchical import Nodes
 from megatron_overlap.schedules.plan import Chunk, Message
 from tests.comm import watchdog_workers
 from tests.comm.copy_protocol import RecordedBackend, Recording
@@ -169,12 +171,32 @@ def test_copies_have_the_deadline_of_the_session_or_group(
 ) -> None:
     options = SimpleNamespace(_timeout=timedelta(seconds=40))
     group: Any = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=options))
-    monkeypatch.setattr(cuda, "probe_symmetric_memory", lambda group: SimpleNamespace(num_nodes=1))
-    monkeypatch.setattr(cuda, "HostGroup", lambda group: None)
-    monkeypatch.setattr(cuda, "CudaBackend", lambda host_group: RecordedBackend(0, 1, {}))
+    members = opened_on(monkeypatch, Nodes(1, 2))
     transport = cuda.open_copies(group, TransportOptions("copies", timeout_s=limit_s))
     assert isinstance(transport, CopyTransport)
     assert transport._timeout_s == expected
+    assert members == [range(2)]
+    transport.close()
+
+
+def opened_on(monkeypatch: pytest.MonkeyPatch, nodes: Nodes) -> list[range]:
+    """Let rank 1 open copies on `nodes`; returns the ranks between which it does, once it has."""
+    members: list[range] = []
+    monkeypatch.setattr(cuda, "probe_symmetric_memory", lambda group: nodes)
+    monkeypatch.setattr(cuda.dist, "get_rank", lambda group: 1)
+    monkeypatch.setattr(cuda, "HostGroup", lambda group, ranks: members.append(ranks))
+    monkeypatch.setattr(cuda, "CudaBackend", lambda host_group: RecordedBackend(0, 1, {}))
+    return members
+
+
+def test_copies_stay_inside_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    members, group = opened_on(monkeypatch, Nodes(2, 2)), SimpleNamespace()
+    options, between = TransportOptions("copies", timeout_s=7.0), SimpleNamespace(rank=1, size=4)
+    between.buffer_pool = between.on_device = None
+    assert cuda.open_copies(group, options) == "the group spans 2 hosts"  # type: ignore[arg-type]
+    transport: Any = cuda.open_copies(group, options, lambda group: between)  # type: ignore
+    assert isinstance(transport, CopyNodesTransport)
+    assert (transport.between, transport.size, members) == (between, 4, [range(2)])
     transport.close()
 
 

@@ -138,7 +138,7 @@ def against_stock(
     tensor = {"method": "p2p", "split": split, "split_at": split_at, "recompute_output": recompute_output}
     with (
         patch.object(eligibility, "can_be_ordered", return_value=ordered),
-        patch.object(PartGathers, "carry", return_value=True),
+        patch.object(PartGathers, "carries", return_value=True),
         enable(OverlapConfig.model_validate({"tensor": tensor})) as session,
     ):
         used = parallel_state.get_tensor_model_parallel_group()

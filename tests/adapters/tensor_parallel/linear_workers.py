@@ -358,16 +358,24 @@ def memory_of(group: dist.ProcessGroup, recompute_gather: str) -> dict[str, int]
         }
 
 
-def options_of_copies(group: dist.ProcessGroup) -> tuple[str, float | None, str]:
-    """The options with which a session opens the copies of a group: channel, deadline and flight recorder."""
+def options_of_copies(group: dist.ProcessGroup, deterministic: bool | str) -> tuple[str, float | None, str, bool]:
+    """How a session opens the copies of a group: channel, deadline, flight recorder, and whether hosts may differ."""
     from megatron_overlap.adapters.diagnostics import consistency
 
     opened: list[Any] = []
+
+    def open_copies(group: dist.ProcessGroup, options: Any, between: object) -> str:
+        opened.extend((options, between is not None))
+        return "no GPU"
+
     check = SimpleNamespace(check_group=lambda group: None, flight_recorder="recorder")
     tensor = SimpleNamespace(transport="auto", recompute_gather="auto")
     session: Any = SimpleNamespace(
-        config=SimpleNamespace(tensor=tensor, timeout_s=7.0), trace=None, find=lambda kind: check
+        config=SimpleNamespace(tensor=tensor, timeout_s=7.0, deterministic=deterministic),
+        trace=None,
+        find=lambda kind: check,
     )
-    with patch.object(consistency, "open_copies", lambda group, options: opened.append(options) or "no GPU"):
+    with patch.object(consistency, "open_copies", open_copies):
         assert consistency.open_copies_transport(session, group) == "no GPU"
-    return opened[0].channel, opened[0].timeout_s, opened[0].flight_recorder
+    options, between = opened
+    return options.channel, options.timeout_s, options.flight_recorder, between

@@ -178,4 +178,6 @@ def test_the_oldest_release() -> None:
 
 
 def test_copies_have_the_deadline_and_the_flight_recorder_of_the_session(ranks: World) -> None:
-    assert ranks.run(1, cases.options_of_copies) == [("copies", 7.0, "recorder")]
+    assert ranks.run(1, cases.options_of_copies, False) == [("copies", 7.0, "recorder", True)]
+    # The tree of sums is over all ranks.
+    assert ranks.run(1, cases.options_of_copies, "tp_invariant") == [("copies", 7.0, "recorder", False)]
