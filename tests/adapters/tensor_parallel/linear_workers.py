@@ -6,6 +6,7 @@ Megatron is imported inside the functions: in a worker, after the CPU adapter, a
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack, closing
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from megatron_overlap import OverlapConfig, enable
 from megatron_overlap.ops import reference
+from tests.helpers.collectives import LateNodesTransport
 from tests.helpers.numerics import assert_close_to_exact
 
 TENSOR = {"method": "p2p", "chunks_per_rank": 2}
@@ -118,11 +120,13 @@ def against_stock(
     fused: bool = False,
     recompute: bool = False,
     plain: bool = False,
+    nodes: int = 1,
     tensor: dict[str, Any] | None = None,
 ) -> list[tuple[str, str, int, int]]:
     """One layer with and without the plugin: output and gradients. Returns the overlapped calls by direction.
 
-    `plain` is without sequence parallelism, on a sequence that does not divide.
+    `plain` is without sequence parallelism, on a sequence that does not divide. Inside each of several `nodes` copies
+    carry the messages.
     """
     start(group)
     ranks, rank = group.size(), group.rank()
@@ -141,9 +145,15 @@ def against_stock(
         layer.gradient_accumulation_fusion = True
         layer.weight.main_grad = torch.ones(layer.weight.shape, dtype=torch.float32)
         layer.weight.grad_added_to_main_grad = False
-    with enable(OverlapConfig(tensor=tensor or TENSOR), strict=True) as session:
+    with enable(OverlapConfig(tensor=tensor or TENSOR), strict=True) as session, ExitStack() as opened:
+        if nodes > 1:
+            from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
+
+            transport = opened.enter_context(closing(LateNodesTransport(group, nodes, on_device=True)))
+            session.adapter(LinearAdapter)._row_transports[layer.tp_group] = transport
         mine = step(layer, x, dy, recompute=recompute)
         sites = session.report().sites
+        dist.barrier(group)
     if fused:
         assert layer.weight.grad_added_to_main_grad
         assert mine["dw"].dtype == dtype, "what makes Megatron's data parallel hook run"

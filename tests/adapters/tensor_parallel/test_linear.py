@@ -29,6 +29,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"recompute": True},
     {"tensor": {"method": "p2p", "schedule": "ring", "chunks_per_rank": 3}},
     {"tensor": {"method": "p2p", "recompute_gather": "never"}},
+    {"nodes": 2},
+    {"nodes": 2, "fused": True},
 ]
 # The dtype changes the sums in main_grad. The other options run the same code in both: the weekly run has them in bf16.
 DAILY_IN_BF16: list[dict[str, Any]] = [{}, {"fused": True}]
