@@ -121,7 +121,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=1, help="begin with this number")
     parser.add_argument("--limit", type=float, default=300.0, help="of one test run, seconds")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin none after this time")
-    parser.add_argument("--resume", action="store_true", help="leave out those that the JSON file has as caught")
+    parser.add_argument("--resume", action="store_true", help="skip the mutants that the JSON file lists as caught")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     parser.add_argument(
         "--json",

@@ -85,6 +85,11 @@ class WeightGradient:
         elif self._main_grad is not None:
             add_product(self._main_grad[features], dy[:, features].t(), x, self._buffer_pool)
 
+    def start_in_fp32(self) -> None:
+        """Before the first of several products: their sum is in fp32 and rounded once."""
+        if self._sum is not None:
+            self._sum.start_in_fp32()
+
     def accumulator(self) -> tuple[torch.Tensor, bool]:
         """The tensor for a kernel that computes the gradient of some rows, and whether it adds to the content."""
         if self._main_grad is not None:
@@ -130,6 +135,13 @@ class ProductSum:
             self.is_empty = False
             return self.out, False
         return self._fp32_total() if self._in_fp32 else self.out, True
+
+    def start_in_fp32(self) -> None:
+        """See `WeightGradient.start_in_fp32`."""
+        if self._in_fp32:
+            self.out.zero_()
+            self._fp32_total()
+            self.is_empty = False
 
     def _fp32_total(self) -> torch.Tensor:
         """The sum so far."""

@@ -141,3 +141,20 @@ def test_two_terms_of_one_weight_are_one_gradient() -> None:
     torch.cat(outputs).backward(dy)
     assert calls == [1]
     torch.testing.assert_close(weight.grad, dy.t() @ x)
+
+
+def test_several_products_are_rounded_once() -> None:
+    """As over nodes: each adds to an fp32 total from the first one on, by a kernel or by torch."""
+    weight, dy, x = _operands(torch.bfloat16)
+    wgrad, exact = WeightGradient(weight, _target()), torch.zeros(weight.shape)
+    wgrad.start_in_fp32()
+    for rows in (slice(0, 5), slice(5, ROWS)):
+        out, adds = wgrad.accumulator()
+        assert adds
+        assert out.dtype == torch.float32
+        product = dy[rows].float().t() @ x[rows].float()
+        out += product
+        exact += product
+    result = wgrad.result()
+    assert result is not None
+    assert torch.equal(result, exact.bfloat16())

@@ -67,7 +67,7 @@ class LinearMethod(ABC):
         buffer_pool: buffers of the operations.
         save_gathered: column-parallel forward saves the gathered input for the weight gradient.
         wgrad_pieces: largest number of pieces of a weight gradient that runs beside an all-reduce.
-        concurrent: a gather and scatters may be in flight together for longer than a call.
+        concurrent: an operation may begin before an earlier one has finished, also in a later call.
     """
 
     rank: int

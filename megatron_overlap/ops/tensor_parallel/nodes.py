@@ -105,6 +105,7 @@ class NodesGather:
             dy_rows, x_rows = (None if operand is None else operand[rows] for operand in (dy, x))
             gather.wgrad(wgrad, dy=dy_rows, x=x_rows)
 
+        wgrad.start_in_fp32()
         self._consume(consume)
 
     def rows(self) -> torch.Tensor:

@@ -459,7 +459,7 @@ def _layers_on(transport: Transport, dtype: torch.dtype, pattern: str) -> list[t
 
 
 def nodes_equal_messages(group: dist.ProcessGroup, pattern: str, on_device: bool) -> tuple[int, list[int]]:
-    """Return the number of results, and those that differ between two nodes and messages between all ranks."""
+    """Return the number of results, and which of them differ from those of messages between all ranks."""
     messages = OrderedTransport(GlooTransport(group))
     expected = _layers_on(messages, torch.float32, pattern)
     nodes = LateNodesTransport(group, 2, on_device=on_device)

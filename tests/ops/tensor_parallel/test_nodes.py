@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_overlap.comm import TransportOptions, nccl
-from megatron_overlap.comm.symmetric.copies import CopyTransport
 from megatron_overlap.comm.symmetric.nodes import CopyNodesTransport
 from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan, method_for
 from megatron_overlap.schedules.hierarchical import Nodes
-from tests.comm.copy_engines import EngineBackend
 from tests.comm.device import Recorder
 from tests.comm.makespan import Work
 from tests.helpers.world import World
 from tests.ops.tensor_parallel import linear_workers
-from tests.ops.tensor_parallel.device_layers import GPU
+from tests.ops.tensor_parallel.device_layers import GPU, TRANSPORTS
 
 OPS = ["all_gather_linear", "linear_reduce_scatter"]
 
@@ -65,14 +61,11 @@ def test_messages_between_nodes_precede_the_gemms_that_hide_them(monkeypatch: py
     node before the GEMMs of its own node.
     """
     device = Recorder(0, 8)
-    for name, substitute in {"torch": device.torch, "dist": device.dist, "store_beside": lambda group: None}.items():
-        monkeypatch.setattr(nccl, name, substitute)
     monkeypatch.setattr("megatron_overlap.kernels.gemm_rs.add_terms", lambda *tensors: device.put("work", "sum"))
-    group: Any = SimpleNamespace()
-    backend: Any = EngineBackend(Recorder(0, 4), GPU)
     with FakeTensorMode():
-        between = nccl.NcclTransport(group, TransportOptions(timeout_s=5))
-        method = method_for(CopyNodesTransport(CopyTransport(backend), between, Nodes(2, 4)), LinearPlan())
+        between = TRANSPORTS["nccl"](monkeypatch, device)
+        inside: Any = TRANSPORTS["copies"](monkeypatch, Recorder(0, 4))
+        method = method_for(CopyNodesTransport(inside, between, Nodes(2, 4)), LinearPlan())
         device.ops.clear()
         shard, rows, weight = (torch.empty(shape, device="cuda") for shape in ((64, 32), (512, 32), (32, 32)))
         with Work(device, GPU):
