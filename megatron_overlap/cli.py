@@ -24,11 +24,11 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "launch": ("megatron_overlap.tools.launch.command:launch", "Start a training from a launch config."),
         "compare": ("megatron_overlap.tools.compare.command:compare", "Measure configs in alternating rounds."),
         "doctor": (
-            "megatron_overlap.tools.doctor.command:command",
+            "megatron_overlap.tools.doctor:command",
             "Report which features work on this machine.",
         ),
         "tune": (
-            "megatron_overlap.tools.launch.tune_command:tune",
+            "megatron_overlap.tools.launch.command:tune",
             "Measure the fastest method of each layer before a run.",
         ),
         "trace": ("megatron_overlap.tools.trace:trace", "Show computation, waits and messages of each rank."),

@@ -20,7 +20,7 @@ from megatron_overlap.patching.manifest import Manifest, Verdict, load_manifests
 from megatron_overlap.patching.planning import Finding, Plan
 from megatron_overlap.patching.source import ImportedTree, megatron_release
 from megatron_overlap.session_report import PatchLine, Report
-from megatron_overlap.tracing.events import Trace
+from megatron_overlap.tracing import Trace
 from megatron_overlap.version import __version__
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from megatron_overlap.comm import Transport, destroy_process_groups, transport_of
 from megatron_overlap.comm.transport import Transfer
 from megatron_overlap.schedules import all_gather_plan
-from megatron_overlap.tools.doctor.gemm_rate import DTYPES, default_precision, gemm_tflops
+from megatron_overlap.tools.gemm_rate import DTYPES, default_precision, gemm_tflops
 from megatron_overlap.tools.launch.netlab import Netlab
 from megatron_overlap.tools.launch.ranks import run_workers
 

@@ -15,8 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from megatron_overlap.schedules.varlen import Topology, partition
-from megatron_overlap.schedules.varlen.balance import balance, loads
-from megatron_overlap.schedules.varlen.plan import Plan
+from megatron_overlap.schedules.varlen.plan import Plan, balance, loads
 from megatron_overlap.schedules.varlen.topology import FS_PER_US
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_overlap.cli import main as command  # noqa: E402
 from megatron_overlap.config import LaunchConfig, OverlapConfig  # noqa: E402
-from megatron_overlap.config.model_presets import PRESETS  # noqa: E402
+from megatron_overlap.config.launch import PRESETS  # noqa: E402
 
 WORDS = [
     "auto",

@@ -269,7 +269,7 @@ def _generate_from_file(model: Any, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _generate_workloads(model: Any, args: argparse.Namespace) -> dict[str, Any]:
-    from megatron_overlap.adapters.training.step_recorder import describe_run
+    from megatron_overlap.adapters.training.train_step import describe_run
 
     rows = time_workloads(
         model,

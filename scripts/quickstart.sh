@@ -7,5 +7,5 @@ cd "$(dirname "$0")/.."
 . scripts/setup.sh
 setup_environment
 .venv/bin/python scripts/prepare_data.py --output data/stdlib
-precision=$(.venv/bin/python -W ignore -m megatron_overlap.tools.doctor.gemm_rate)
+precision=$(.venv/bin/python -W ignore -m megatron_overlap.tools.gemm_rate)
 exec .venv/bin/megatron-overlap compare configs/cpu/quickstart.yaml --output runs/quickstart "train.precision=$precision" "$@"

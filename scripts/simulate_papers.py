@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron_overlap.autotune.cost_model import CostModel
 from megatron_overlap.config import ModelConfig
 from megatron_overlap.config.cluster import load_cluster_profile
-from megatron_overlap.config.model_presets import PRESETS
+from megatron_overlap.config.launch import PRESETS
 from megatron_overlap.tools.compare.flops import ExpertShape
 from megatron_overlap.tools.simulate.job import Experts, Job, Recompute
 from megatron_overlap.tools.simulate.linear import Linear, LinearOverlap

@@ -18,9 +18,9 @@ from bench.placements import hybrid
 from megatron_overlap.autotune.cost_model import CostModel as Machine
 from megatron_overlap.config import ModelConfig
 from megatron_overlap.config.cluster import load_cluster_profile
-from megatron_overlap.config.model_presets import PRESETS
+from megatron_overlap.config.launch import PRESETS
 from megatron_overlap.schedules.varlen import CostModel, Plan, Topology, partition
-from megatron_overlap.schedules.varlen.baselines import ring_over_all
+from megatron_overlap.schedules.varlen.partition import ring_over_all
 from megatron_overlap.schedules.varlen.plan import Pass
 from megatron_overlap.schedules.varlen.rebalance import rebalance
 from megatron_overlap.schedules.varlen.ring_groups import RingGroup, ring_groups

@@ -18,8 +18,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.autotune.cache import AutotuneCache
-from megatron_overlap.autotune.candidates import EXPERTS, FUSED, HOPPER, STOCK, Call, Candidate
+from megatron_overlap.autotune.candidates import EXPERTS, FUSED, HOPPER, STOCK, AutotuneCache, Call, Candidate
 from megatron_overlap.autotune.search import Search, Selection, Step, Timing
 from megatron_overlap.comm.host_group import HostGroup
 from megatron_overlap.schedules.heuristics import fused_settings, one_knob_apart

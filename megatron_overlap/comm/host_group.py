@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_overlap.comm.transport import TransportError
 from megatron_overlap.diagnostics.consistency import silent_ranks
-from megatron_overlap.tracing.events import Clock, Mark
+from megatron_overlap.tracing import Clock, Mark
 
 _ROUNDS = 20
 """Requests per peer of a clock comparison."""

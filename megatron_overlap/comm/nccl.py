@@ -20,7 +20,7 @@ from megatron_overlap.comm.buffers import BufferPool
 from megatron_overlap.comm.host_group import store_beside
 from megatron_overlap.comm.transport import DEFAULT_OPTIONS, Transfer, TransportError, TransportOptions
 from megatron_overlap.schedules import Chunk, Message
-from megatron_overlap.tracing.events import Kind, Trace, WorkEvents
+from megatron_overlap.tracing import Kind, Trace, WorkEvents
 
 
 class NcclTransport:

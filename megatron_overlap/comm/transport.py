@@ -9,7 +9,7 @@ import torch
 from megatron_overlap.comm.buffers import BufferPool
 from megatron_overlap.diagnostics.flight_recorder import FlightRecorder
 from megatron_overlap.schedules.plan import Message
-from megatron_overlap.tracing.events import Trace
+from megatron_overlap.tracing import Trace
 
 
 class TransportError(RuntimeError):

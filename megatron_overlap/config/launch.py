@@ -1,17 +1,20 @@
 """The keys of a launch config with type, default and unit. The module imports neither torch nor Megatron.
 
 Sections are frozen and refuse unknown keys. Types are strict: `"8"` and `true` are not numbers. `validation.py` checks
-combinations of keys.
+combinations of keys. A `model` section merges the defaults of the architecture, the named shape and the keys of the
+section; `configs/models/presets.yaml` has the first two.
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
+import yaml
 from pydantic import BeforeValidator, Field, model_validator
 
 from megatron_overlap.config.errors import Problem, did_you_mean, raise_first
-from megatron_overlap.config.model_presets import ARCHITECTURES, PRESETS
 from megatron_overlap.config.overlap import OverlapFields
+from megatron_overlap.config.resources import resource_folder
 from megatron_overlap.config.section import (
     Folder,
     Fraction,
@@ -23,6 +26,14 @@ from megatron_overlap.config.section import (
     Section,
     Text,
 )
+
+Fields = Mapping[str, object]
+
+_CONTENT: Mapping[str, Mapping[str, Fields]] = yaml.safe_load(
+    (resource_folder("configs") / "models" / "presets.yaml").read_text(encoding="utf-8")
+)
+ARCHITECTURES: Mapping[str, Fields] = MappingProxyType(_CONTENT["architectures"])
+PRESETS: Mapping[str, Fields] = MappingProxyType(_CONTENT["presets"])
 
 
 def _argument(value: object) -> object:

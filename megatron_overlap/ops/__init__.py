@@ -5,8 +5,12 @@ from megatron_overlap.ops.data_parallel import Gathering, GradientReduce, Reduct
 from megatron_overlap.ops.expert_parallel.experts import MLPExperts
 from megatron_overlap.ops.expert_parallel.layer import ExpertOptions, expert_parallel
 from megatron_overlap.ops.tensor_parallel.attention_projection import attention_linear_reduce_scatter
-from megatron_overlap.ops.tensor_parallel.linear import all_gather_linear, linear_reduce_scatter
-from megatron_overlap.ops.tensor_parallel.linear_all_reduce import copy_linear, linear_all_reduce
+from megatron_overlap.ops.tensor_parallel.linear import (
+    all_gather_linear,
+    copy_linear,
+    linear_all_reduce,
+    linear_reduce_scatter,
+)
 from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan
 from megatron_overlap.ops.ulysses.attention import UlyssesPlan, ulysses_attention
 from megatron_overlap.ops.ulysses.self_attention import ulysses_self_attention

@@ -20,8 +20,7 @@ from typing import NamedTuple
 
 from megatron_overlap.schedules.gather_scatter import check_rank
 from megatron_overlap.schedules.heuristics import MIN_CHUNK_ROWS
-from megatron_overlap.schedules.layout import Chunk
-from megatron_overlap.schedules.plan import Message
+from megatron_overlap.schedules.plan import Chunk, Message
 
 MAX_CHUNKS = 4
 """Approximate number of chunks of a rank in each direction, and largest number of pieces of its own rows. Own rows hide

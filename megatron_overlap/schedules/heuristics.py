@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
 
-from megatron_overlap.schedules.layout import Small, part_weights
-from megatron_overlap.schedules.plan import Collective, Pattern
+from megatron_overlap.schedules.plan import Collective, Pattern, Small, part_weights
 
 # With fewer rows a bf16 GEMM loses more than 5 % per row, and one more cut hides less than that. Measured with oneDNN
 # on AVX-512: 256 rows 0-1 %, 128 rows 3-7 %, 64 rows 11-20 %.

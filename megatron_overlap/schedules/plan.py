@@ -1,9 +1,142 @@
-"""Plan of one rank: its messages and its computation, in order."""
+"""Plan of one rank: the division of rows into chunks, and its messages and its computation in order."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Literal, NamedTuple
 
-from megatron_overlap.schedules.layout import Chunk, ChunkLayout
+Small = Literal["first", "last", "both"]
+"""Which parts of a slice are small: those whose message or GEMM is exposed."""
+
+
+class Chunk(NamedTuple):
+    """Content of one message: sub-slice `part` of the shard of rank `owner`."""
+
+    owner: int
+    part: int
+
+
+def _cut(length: int, pieces: int, index: int) -> tuple[int, int]:
+    """Return start and stop of piece `index` of `length`. The first pieces get the remainder."""
+    size, extra = divmod(length, pieces)
+    start = index * size + min(index, extra)
+    return start, start + size + (index < extra)
+
+
+_LARGEST = 4
+"""Ratio of the rows of the largest and the smallest part of a slice."""
+
+
+def part_weights(parts: int, small: Small | None) -> tuple[int, ...]:
+    """Return the relative sizes of the parts: equal, or doubling from the small end or ends up to a factor of 4.
+
+    One part is exposed: the GEMM after the last message of a gather, or the GEMM before the first message of a scatter.
+    A small part there reduces the exposed time without more messages. The GEMMs of the other parts stay fast.
+    """
+    if small is None:
+        return (1,) * parts
+    if small == "both":
+        return tuple(min(_LARGEST, 2 ** min(part, parts - 1 - part, 8)) for part in range(parts))
+    weights = tuple(min(_LARGEST, 2 ** min(max(0, part - 1), 8)) for part in range(parts))
+    return weights if small == "first" else weights[::-1]
+
+
+def _cut_parts(length: int, parts: int, index: int, small: Small | None) -> tuple[int, int]:
+    if small is None:
+        return _cut(length, parts, index)
+    bounds = (0, *accumulate(part_weights(parts, small)))
+    return length * bounds[index] // bounds[-1], length * bounds[index + 1] // bounds[-1]
+
+
+def _check_counts(num_rows: int, num_ranks: int, chunks_per_rank: int) -> None:
+    if num_rows < 0:
+        raise ValueError(f"num_rows: {num_rows}: must not be negative")
+    if num_ranks < 1:
+        raise ValueError(f"num_ranks: {num_ranks}: must be at least 1")
+    if chunks_per_rank < 1:
+        raise ValueError(f"chunks_per_rank: {chunks_per_rank}: must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLayout:
+    """Row bounds of every shard and chunk of a `[num_rows, ...]` activation.
+
+    Shard `owner` is a contiguous run of rows, in rank order, as in Megatron's sequence parallelism. A shard is cut into
+    `chunks_per_rank` contiguous parts with the sizes of `part_weights`. If an equal division leaves a remainder, the
+    first pieces are one row longer. A piece may be empty: sender and receiver both compute this and skip the message.
+
+    Raises:
+        ValueError: a count is below one, or `num_rows` is negative.
+    """
+
+    num_rows: int
+    num_ranks: int
+    chunks_per_rank: int = 1
+    small: Small | None = None
+    _rows: dict[Chunk, tuple[int, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _check_counts(self.num_rows, self.num_ranks, self.chunks_per_rank)
+
+    def shard(self, owner: int) -> tuple[int, int]:
+        """Return the start and stop row of the shard of `owner`."""
+        return _cut(self.num_rows, self.num_ranks, owner)
+
+    def shard_rows(self, owner: int) -> int:
+        """Return the number of rows that `owner` owns."""
+        start, stop = self.shard(owner)
+        return stop - start
+
+    def rows(self, chunk: Chunk) -> tuple[int, int]:
+        """Return the start and stop row of `chunk` in the gathered activation."""
+        found = self._rows.get(chunk)
+        if found is None:
+            first, last = self.shard(chunk.owner)
+            start, stop = _cut_parts(last - first, self.chunks_per_rank, chunk.part, self.small)
+            found = self._rows[chunk] = first + start, first + stop
+        return found
+
+    def rows_in_shard(self, chunk: Chunk) -> tuple[int, int]:
+        """Return the start and stop row of `chunk`, relative to the first row of its owner's shard."""
+        first, _ = self.shard(chunk.owner)
+        start, stop = self.rows(chunk)
+        return start - first, stop - first
+
+    def num_chunk_rows(self, chunk: Chunk) -> int:
+        """Return the number of rows of `chunk`; 0 if the shard has fewer rows than parts."""
+        start, stop = self.rows(chunk)
+        return stop - start
+
+
+@dataclass(frozen=True, slots=True)
+class PartLayout:
+    """Row bounds of every chunk of a `[num_rows, ...]` activation in an all-reduce, where no rank owns a shard.
+
+    The rows are cut into `chunks_per_rank` parts, with small parts at both ends (`part_weights`). Each part is cut into
+    one chunk per owner, in rank order. A part is one run of rows, so one GEMM computes it. The first chunks of a part
+    get the remainder.
+
+    Raises:
+        ValueError: a count is below one, or `num_rows` is negative.
+    """
+
+    num_rows: int
+    num_ranks: int
+    chunks_per_rank: int = 1
+
+    def __post_init__(self) -> None:
+        _check_counts(self.num_rows, self.num_ranks, self.chunks_per_rank)
+
+    def rows(self, chunk: Chunk) -> tuple[int, int]:
+        """Return the start and stop row of `chunk`."""
+        first, last = _cut_parts(self.num_rows, self.chunks_per_rank, chunk.part, "both")
+        start, stop = _cut(last - first, self.num_ranks, chunk.owner)
+        return first + start, first + stop
+
+    def num_chunk_rows(self, chunk: Chunk) -> int:
+        """Return the number of rows of `chunk`; may be 0."""
+        start, stop = self.rows(chunk)
+        return stop - start
+
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
 Pattern = Literal["ring", "direct", "serial"]

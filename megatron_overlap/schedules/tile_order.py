@@ -10,7 +10,7 @@ Source: Flux (arXiv 2406.06858), tile order by rank; own rows last as in Flash-O
 
 from typing import NamedTuple
 
-from megatron_overlap.schedules.layout import Chunk, ChunkLayout
+from megatron_overlap.schedules.plan import Chunk, ChunkLayout
 
 
 class RowTile(NamedTuple):

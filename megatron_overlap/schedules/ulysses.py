@@ -18,8 +18,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from megatron_overlap.schedules.gather_scatter import check_rank
-from megatron_overlap.schedules.layout import Chunk, _cut
-from megatron_overlap.schedules.plan import Message
+from megatron_overlap.schedules.plan import Chunk, Message, _cut
 
 Run = tuple[int, int]
 """Start and stop."""

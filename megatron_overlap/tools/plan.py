@@ -8,8 +8,8 @@ import typer
 from megatron_overlap.config import load_launch_config
 from megatron_overlap.config.errors import did_you_mean, usage_error
 from megatron_overlap.config.resources import config_file
-from megatron_overlap.schedules.varlen.balance import describe
-from megatron_overlap.schedules.varlen.baselines import METHODS
+from megatron_overlap.schedules.varlen.partition import METHODS
+from megatron_overlap.schedules.varlen.plan import describe
 from megatron_overlap.schedules.varlen.topology import Topology
 
 _SPARE = 16

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_overlap.config.errors import usage_error, writing
-from megatron_overlap.tracing.events import EventFileError, Kind, RankEvents, exposed_in, merged, read_events, steps_of
+from megatron_overlap.tracing import EventFileError, Kind, RankEvents, exposed_in, merged, read_events, steps_of
 
 _FILE = re.compile(r"events-rank(\d+)\.bin")
 

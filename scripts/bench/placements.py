@@ -7,9 +7,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron_overlap.schedules.varlen.baselines import METHODS as OWN_METHODS
-from megatron_overlap.schedules.varlen.baselines import even_ring
-from megatron_overlap.schedules.varlen.partition import CapacityError, check_lengths, check_room
+from megatron_overlap.schedules.varlen.partition import METHODS as OWN_METHODS
+from megatron_overlap.schedules.varlen.partition import CapacityError, check_lengths, check_room, even_ring
 from megatron_overlap.schedules.varlen.plan import Pass, Plan
 from megatron_overlap.schedules.varlen.topology import CostModel, Topology
 

@@ -15,7 +15,7 @@ from harness import Timings, run_job
 from megatron_overlap.comm import destroy_process_groups
 from megatron_overlap.comm.gloo import GlooTransport
 from megatron_overlap.ops import all_gather_linear, linear_reduce_scatter
-from megatron_overlap.tracing.events import EventFile, Kind, Trace, exposed_in
+from megatron_overlap.tracing import EventFile, Kind, Trace, exposed_in
 
 
 def worker(args: argparse.Namespace) -> None:

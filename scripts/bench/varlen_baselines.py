@@ -20,8 +20,7 @@ from megatron_overlap.ops.flash_attention import (
 )
 from megatron_overlap.ops.varlen.layout import merge
 from megatron_overlap.ops.varlen.pass_kv_pass_q import Shape
-from megatron_overlap.schedules.layout import Chunk
-from megatron_overlap.schedules.plan import Message
+from megatron_overlap.schedules.plan import Chunk, Message
 from megatron_overlap.schedules.varlen import Plan, Topology
 
 # Up to this number of rows one masked call is cheaper than a full call, a causal call and their merge.

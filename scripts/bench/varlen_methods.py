@@ -23,8 +23,8 @@ from megatron_overlap.ops.varlen.layout import RowMessages
 from megatron_overlap.ops.varlen.pass_kv_pass_q import Shape
 from megatron_overlap.ops.varlen.rebalance import Layout
 from megatron_overlap.schedules.varlen import CostModel, Plan, Topology, partition
-from megatron_overlap.schedules.varlen.baselines import ring_over_all
 from megatron_overlap.schedules.varlen.messages import messages_of
+from megatron_overlap.schedules.varlen.partition import ring_over_all
 from megatron_overlap.schedules.varlen.plan import Pass
 from megatron_overlap.schedules.varlen.rebalance import linear_layout
 from megatron_overlap.schedules.varlen.ring_groups import ring_groups

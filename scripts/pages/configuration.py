@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_overlap.config.launch import PRESETS
 from megatron_overlap.config.loading import json_schema
-from megatron_overlap.config.model_presets import PRESETS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 GENERATED = re.compile(r"(?<=<!-- keys: begin -->\n).*(?=<!-- keys: end -->)", flags=re.DOTALL)

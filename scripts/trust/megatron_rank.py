@@ -23,7 +23,7 @@ KEPT_BY = ("backend", "group_desc", "timeout")
 def prepare() -> str:
     """Imports Megatron under the CPU adapter, once, before processes are forked; returns its release."""
     from megatron_overlap.adapters import cpu
-    from megatron_overlap.adapters.cpu import cuda_stubs, torch_patches
+    from megatron_overlap.adapters.cpu import cuda_stubs, patches
 
     asked = cuda_stubs.called_by_megatron
 
@@ -31,7 +31,7 @@ def prepare() -> str:
         name = str(sys._getframe(depth).f_globals.get("__name__", ""))
         return name.startswith("tests.") or asked(depth + 1)
 
-    torch_patches.called_by_megatron = called_by_megatron_or_its_tests  # type: ignore[attr-defined]
+    patches.called_by_megatron = called_by_megatron_or_its_tests  # type: ignore[attr-defined]
     cpu.install()
 
     import megatron.core

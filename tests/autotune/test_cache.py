@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_overlap.autotune.cache import AutotuneCache
-from megatron_overlap.autotune.candidates import HOPPER, STOCK, Candidate
+from megatron_overlap.autotune.candidates import HOPPER, STOCK, AutotuneCache, Candidate
 from megatron_overlap.autotune.search import Selection
 from megatron_overlap.schedules.heuristics import fused_settings
 

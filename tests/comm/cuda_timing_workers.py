@@ -14,8 +14,7 @@ from megatron_overlap.comm.gloo import GlooP2PWork, GlooTransport
 from megatron_overlap.comm.host_group import compare_clocks
 from megatron_overlap.comm.transport import Transfer, TransportOptions
 from megatron_overlap.schedules import all_gather_plan
-from megatron_overlap.tracing.collective_waits import timed_wait
-from megatron_overlap.tracing.events import EVENT, Kind, RankEvents, Trace, exposed_in
+from megatron_overlap.tracing import EVENT, Kind, RankEvents, Trace, exposed_in, timed_wait
 
 
 class DelayTransport(GlooTransport):

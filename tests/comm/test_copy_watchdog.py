@@ -12,13 +12,21 @@ import torch
 
 from megatron_overlap.comm import TransportError, TransportOptions
 from megatron_overlap.comm.symmetric import cuda
-from megatron_overlap.comm.symmetric.backend import FlagStep, Note
+from megatron_overlap.comm.symmetric.backend import (
+    _NUM_ONCE,
+    COMPUTING,
+    RECEIVING,
+    SENDING,
+    FlagStep,
+    Note,
+    Wait,
+    Waits,
+)
 from megatron_overlap.comm.symmetric.copies import CopyTransport
 from megatron_overlap.comm.symmetric.nodes import CopyNodesTransport
-from megatron_overlap.comm.symmetric.waits import _NUM_ONCE, COMPUTING, RECEIVING, SENDING, Wait, Waits
 from megatron_overlap.diagnostics.heartbeat import Watchdog
 from megatron_overlap.ops import LinearPlan, all_gather_linear
-from megatron_overlap.schedules.hierarchical import Nodes
+from megatron_overlap.schedules.gather_scatter import Nodes
 from megatron_overlap.schedules.plan import Chunk, Message
 from tests.comm import watchdog_workers
 from tests.comm.copy_protocol import RecordedBackend, Recording

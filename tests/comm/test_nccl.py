@@ -13,7 +13,7 @@ import torch
 from megatron_overlap.comm import nccl
 from megatron_overlap.comm.transport import Transfer, TransportError, TransportOptions
 from megatron_overlap.schedules import Plan, all_gather_plan, reduce_scatter_plan
-from megatron_overlap.tracing.events import Kind
+from megatron_overlap.tracing import Kind
 from tests.comm.device import Recorder, play
 
 PLANS: dict[str, Callable[..., Plan]] = {"all_gather": all_gather_plan, "reduce_scatter": reduce_scatter_plan}

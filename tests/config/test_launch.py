@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from megatron_overlap import cli
 from megatron_overlap.config import ModelConfig, load_launch_config
-from megatron_overlap.config.model_presets import PRESETS
+from megatron_overlap.config.launch import PRESETS
 from tests.config.samples import write
 
 

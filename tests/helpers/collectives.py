@@ -13,7 +13,7 @@ from megatron_overlap.comm.nccl import NcclTransport
 from megatron_overlap.comm.symmetric.copies import CopyTransport
 from megatron_overlap.comm.symmetric.heap import HeapPool
 from megatron_overlap.comm.symmetric.nodes import CopyNodesTransport
-from megatron_overlap.schedules.hierarchical import Nodes
+from megatron_overlap.schedules.gather_scatter import Nodes
 from scripts.kernels.cpu_backend import CpuBackend
 from tests.helpers.late import LateTransport, PoisonedPool
 

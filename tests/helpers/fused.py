@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from megatron_overlap.comm.host_group import HostGroup
 from megatron_overlap.comm.symmetric.transport import SymmetricTransport
-from megatron_overlap.ops.tensor_parallel.fused.multi_node import FusedNodesTransport
-from megatron_overlap.schedules.hierarchical import Nodes
+from megatron_overlap.ops.tensor_parallel.fused.linear import FusedNodesTransport
+from megatron_overlap.schedules.gather_scatter import Nodes
 from scripts.kernels.cpu_backend import CpuBackend
 from tests.helpers.late import LateTransport
 

@@ -16,7 +16,7 @@ from megatron_overlap.schedules import (
     all_gather_plan,
     reduce_scatter_plan,
 )
-from megatron_overlap.schedules.layout import Small, part_weights
+from megatron_overlap.schedules.plan import Small, part_weights
 from tests.schedules.verify import ScheduleError, check, describe
 
 BUILDERS = {"all_gather": all_gather_plan, "reduce_scatter": reduce_scatter_plan}

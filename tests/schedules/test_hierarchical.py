@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_overlap.schedules import Chunk, ChunkLayout
-from megatron_overlap.schedules.hierarchical import Nodes
+from megatron_overlap.schedules.gather_scatter import Nodes
 
 COUNTS = st.integers(1, 9)
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from megatron_overlap.schedules.layout import Chunk
-from megatron_overlap.schedules.plan import Message, Plan
+from megatron_overlap.schedules.plan import Chunk, Message, Plan
 
 
 class ScheduleError(ValueError):

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_overlap import cli
 from megatron_overlap.tools.trace import Clock, align_steps, trace_events
-from megatron_overlap.tracing.events import EventFile, Kind, Mark, Trace, read_events
+from megatron_overlap.tracing import EventFile, Kind, Mark, Trace, read_events
 
 MS = 1_000_000
 AHEAD = 5000 * MS

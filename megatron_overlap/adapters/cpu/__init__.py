@@ -11,7 +11,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from megatron_overlap.adapters.cpu import paged_attention, te_module
-from megatron_overlap.adapters.cpu.megatron_patches import RNG_LOGGER, QuietRngWarning
+from megatron_overlap.adapters.cpu.patches import RNG_LOGGER, QuietRngWarning
 from megatron_overlap.config.resources import TE_MISSING, transformer_engine_folder
 from megatron_overlap.patching import PatchRefusedError
 from megatron_overlap.patching.engine import Engine

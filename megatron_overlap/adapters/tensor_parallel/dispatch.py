@@ -41,7 +41,7 @@ from megatron_overlap.counters import SavedActivations, SavedSite
 from megatron_overlap.ops import LinearPlan, all_gather_linear, copy_linear, linear_all_reduce, linear_reduce_scatter
 from megatron_overlap.ops.numerics_check import checked_linear
 from megatron_overlap.ops.tensor_parallel.part_messages import PartGathers
-from megatron_overlap.ops.tensor_parallel.tree import unsupported_reason as unsupported_tree_reason
+from megatron_overlap.ops.tensor_parallel.pipelined_reduce import unsupported_reason as unsupported_tree_reason
 from megatron_overlap.ops.wgrad import DeferredWgrad
 from megatron_overlap.schedules.plan import Pattern
 from megatron_overlap.session import Adapter, Session

@@ -13,8 +13,13 @@ from megatron_overlap.comm import Transport
 from megatron_overlap.counters import SymmetricMemory
 from megatron_overlap.ops import all_gather_linear, copy_linear, linear_all_reduce, linear_reduce_scatter
 from megatron_overlap.ops.tensor_parallel.fused.kernels import FusedPlan, Hopper
-from megatron_overlap.ops.tensor_parallel.fused.linear import FusedMethod, unsupported_fused_reason
-from megatron_overlap.ops.tensor_parallel.fused.multi_node import FusedTransport, inside_host, open_fused
+from megatron_overlap.ops.tensor_parallel.fused.linear import (
+    FusedMethod,
+    FusedTransport,
+    inside_host,
+    open_fused,
+    unsupported_fused_reason,
+)
 from megatron_overlap.schedules.heuristics import Knob
 from megatron_overlap.session import Session
 

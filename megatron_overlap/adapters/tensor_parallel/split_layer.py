@@ -1,21 +1,31 @@
-"""A transformer layer without sequence parallelism on two parts of its micro-batch.
+"""A transformer layer on two parts of its micro-batch, or of each sequence.
 
 The modules of the layer run unchanged, once for each part. While the attention or the MLP of a part runs,
-`LinearAdapter.assign` gives its linear layers a `BatchOverlapBackend`. See `ops/tensor_parallel/batch_overlap.py` for
-the order.
+`LinearAdapter.assign` gives its linear layers a backend.
+
+- `SplitLayer`: without sequence parallelism. See `ops/tensor_parallel/batch_overlap.py` for the order.
+- `SplitShardedLayer`: with it. A step is the attention or the MLP of one part, and the backend of its linear layers. In
+  its middle the step starts the next step of the other part. See `ops/tensor_parallel/split_linear.py` for the order.
 """
 
+from __future__ import annotations
+
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from megatron_overlap.adapters.tensor_parallel.call import LayerOutput, LinearCall
 from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
-from megatron_overlap.adapters.tensor_parallel.layer_handoff import PendingAdd, PendingOutput
+from megatron_overlap.adapters.tensor_parallel.division import SequenceDivision, SplitCoreAttention
+from megatron_overlap.adapters.tensor_parallel.layer_handoff import PendingAdd, PendingOutput, PendingPart
+from megatron_overlap.adapters.tensor_parallel.transformer_engine import norm_of
 from megatron_overlap.comm import BufferPool
+from megatron_overlap.ops.call import Observer
 from megatron_overlap.ops.tensor_parallel.batch_overlap import (
     Reduction,
     Slots,
@@ -23,6 +33,14 @@ from megatron_overlap.ops.tensor_parallel.batch_overlap import (
     column_half,
     entered,
     row_half,
+)
+from megatron_overlap.ops.tensor_parallel.part_messages import PartMessages
+from megatron_overlap.ops.tensor_parallel.split_linear import (
+    column_part,
+    gathered,
+    row_part,
+    scattered,
+    summed_part,
 )
 from megatron_overlap.ops.wgrad import DeferredWgrad, WgradTarget
 
@@ -118,3 +136,262 @@ class SplitLayer:
     def _backend(self, before: Callable[[], object] | None, slot: int | None) -> BatchOverlapBackend:
         forward, backward = (Reduction(self._group, serial=self._adapter.serial) for _ in range(2))
         return BatchOverlapBackend(forward, backward, self._deferred_wgrad, self._buffer_pool, before, slot)
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """The attention or the MLP of a layer.
+
+    Attributes:
+        layer: the transformer layer.
+        module: the attention or the MLP.
+        norm: runs before `module`.
+        column: first linear of `module`; a TransformerEngine layer may hold the norm instead.
+        row: last linear of `module`.
+        bias_dropout_add: adds the residual to the output.
+    """
+
+    layer: Any
+    module: Any
+    norm: Any
+    column: Any
+    row: Any
+    bias_dropout_add: Any
+
+    def normalized(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` after the norm. All ranks gather the result, so it is computed before `column` runs."""
+        normed: torch.Tensor = self.norm(x)
+        if "layer_norm_weight" not in self.column._parameters:
+            return normed
+        for number, hook in list(self.column._forward_pre_hooks.items()):
+            # Such as Megatron's, which wait for the all-gather of the parameters. They run again with `column`.
+            keywords: tuple[dict[str, Any], ...] = ({},) if number in self.column._forward_pre_hooks_with_kwargs else ()
+            hook(self.column, (normed,), *keywords)
+        return norm_of(self.column)(normed)
+
+
+def _attention(layer: Any) -> _Block:
+    attention = layer.self_attention
+    linears = attention.linear_qkv, attention.linear_proj
+    return _Block(layer, attention, layer.input_layernorm, *linears, layer.self_attn_bda)
+
+
+def _mlp(layer: Any) -> _Block:
+    linears = layer.mlp.linear_fc1, layer.mlp.linear_fc2
+    return _Block(layer, layer.mlp, layer.pre_mlp_layernorm, *linears, layer.mlp_bda)
+
+
+class EmbeddedPart:
+    """One part of the output of the embedding, whose sum over ranks may be incomplete: a `PendingPart`.
+
+    Args:
+        terms: `[rows, B, H]` all rows of the part, the term of this rank.
+        messages: of the sum.
+        observer: called in every pass.
+    """
+
+    def __init__(self, terms: torch.Tensor, messages: PartMessages, observer: Observer) -> None:
+        self._terms, self._messages, self._observer = terms, messages, observer
+        self._sum: torch.Tensor | None = None
+
+    def begin(self) -> torch.Tensor:
+        """Starts the sum; returns own rows, incomplete."""
+        if self._sum is None:
+            self._sum = summed_part(self._terms, self._messages, self._observer)
+        return self._sum
+
+    def complete(self) -> torch.Tensor:
+        """See `PendingPart`."""
+        return scattered(self.begin(), self._messages)
+
+
+class _Step:
+    """One part in the attention or the MLP of a layer: a `PendingPart`, and the `LinearBackend` of its linear layers.
+
+    Args:
+        block: the attention or the MLP.
+        adapter: assigns the backend.
+        source: the input of the block.
+        messages: of this step.
+        before: the messages of the same part's step before, whose output `source` completes; None if it is complete.
+
+    Attributes:
+        slot: where backward runs the nodes of another step: before the column-parallel GEMM of this one; see `Slots`.
+    """
+
+    def __init__(
+        self,
+        block: _Block,
+        adapter: LinearAdapter,
+        source: PendingPart,
+        messages: PartMessages,
+        before: PartMessages | None = None,
+    ) -> None:
+        self._block, self._adapter, self._source, self.messages, self._before = block, adapter, source, messages, before
+        self._x: torch.Tensor | None = None
+        self._gathered: torch.Tensor | None = None
+        self._other: _Step | None = None
+        self.slot: int | None = None
+
+    def complete(self) -> torch.Tensor:
+        """See `PendingPart`: the input of the block, for a layer that runs on the whole micro-batch."""
+        self.messages.abandon()
+        return self._source.complete() if self._x is None else self._x
+
+    def start(self, slot: int | None = None) -> None:
+        """Completes the input, runs the norm, and starts the all-gather. `slot` is their position in backward."""
+        if self._gathered is None:
+            self._x = self._source.complete()
+            self._gathered = gathered(self._block.normalized(self._x), self.messages, slot)
+
+    def compute(self, other: _Step | None, arguments: dict[str, Any]) -> PendingAdd:
+        """Runs the block with `arguments`, and in its middle starts `other`. Starts its reduce-scatter."""
+        self.start()
+        assert self._x is not None
+        assert self._gathered is not None
+        block, self._other = self._block, other
+        with self._adapter.assign((block.column, block.row), self), self._polling(self._gathered):
+            output = block.module(self._gathered, **arguments)
+        arrive = partial(scattered, messages=self.messages)
+        return PendingAdd(block.layer, block.bias_dropout_add, output, arrive, self._x)
+
+    def unsupported_reason(self, call: LinearCall) -> str | None:
+        """None: the checks of the whole transformer layer cover its linear layers."""
+        return None
+
+    def run(self, call: LinearCall) -> LayerOutput:
+        """See `LinearBackend`."""
+        target, hooks = call.wgrad_target, call.hooks
+        buffers = self.messages.transport.buffer_pool
+        if target is None:
+            into = WgradTarget(buffer_pool=buffers)
+        else:
+            into = WgradTarget(target.main_grad, target.written, buffers)
+        if call.op == "gemm_rs":
+            # The last position in this step from which the gather of the other part is hidden.
+            self._start_other(now=True)
+            y = row_part(call.x, call.weight, self.messages, into, hooks.overlapped, call.skip_output)
+            return call.result(y)
+        if call.x is not self._gathered:
+            raise RuntimeError(
+                f"an unknown operation changes the input of {type(call.layer).__name__}: "
+                "set overlap.tensor.split to none"
+            )
+        output = column_part(call.x, call.weight, call.bias, self.messages, into, hooks.overlapped, on_save=hooks.saved)
+        self.slot = Slots.reserve()
+        # A device does not report received messages.
+        self._start_other(now=call.x.is_cuda)
+        return call.result(output)
+
+    @contextmanager
+    def _polling(self, x: torch.Tensor) -> Iterator[None]:
+        """On the host, attention inside the context can start the other part's step before and after its softmax."""
+        core = getattr(self._block.module, "core_attention", None)
+        modules = () if core is None or x.is_cuda else core.named_modules()
+        softmax = next((module for name, module in modules if name.endswith("scale_mask_softmax")), None)
+        if softmax is None:
+            yield
+            return
+        records = torch.is_grad_enabled()
+
+        def poll(*arguments: object) -> None:
+            # In the first pass of activation recomputation autograd would not record the other step.
+            if torch.is_grad_enabled() == records:
+                self._start_other(now=False)
+
+        handles = softmax.register_forward_pre_hook(poll), softmax.register_forward_hook(poll)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _start_other(self, *, now: bool) -> None:
+        """Starts the other part's step: at once, or only if the output of its step before has arrived."""
+        other = self._other
+        if other is not None and (now or other._before is None or other._before.is_ready("output")):
+            other.start(self.slot)
+            self._other = None
+
+
+class SplitShardedLayer:
+    """One call of a transformer layer on two parts of its input."""
+
+    def __init__(self, layer: Any, adapter: LinearAdapter) -> None:
+        self._layer, self._adapter = layer, adapter
+        group = layer.self_attention.linear_proj.tp_group
+        self._transports, self._gathers = adapter.part_transports(group), adapter.part_gathers(group)
+        # Of the first steps. Later steps take that of the step before.
+        self._deferred_wgrad = DeferredWgrad(num_terms=2)
+
+    def embedded(self, terms: Sequence[torch.Tensor]) -> list[EmbeddedPart]:
+        """The parts of the input of the first layer, from the terms of an embedding for all rows of each part."""
+        observer = self._adapter.count_embedding
+        # Not by `_gathers`: autograd gets the gathered gradient.
+        messages = [PartMessages(each, self._deferred_wgrad, serial=self._adapter.serial) for each in self._transports]
+        return [EmbeddedPart(part, own, observer) for part, own in zip(terms, messages, strict=True)]
+
+    def forward(self, pending: PendingOutput, arguments: dict[str, Any], follower: Any) -> PendingOutput:
+        """Runs attention of both parts, then the MLP of both parts.
+
+        Args:
+            pending: the input.
+            arguments: of the layer.
+            follower: the layer that completes the output; None if no other layer does.
+
+        Returns:
+            The output: the first steps of `follower`.
+        """
+        steps = self._first_steps(pending.parts)
+        division, attention = pending.division, self._layer.self_attention
+        given = [division.arguments(arguments, number) for number in range(2)]
+        contexts: list[AbstractContextManager[None]] = [nullcontext(), nullcontext()]
+        if isinstance(division, SequenceDivision):
+            core = SplitCoreAttention(attention)
+            contexts = [core.part(number) for number in range(2)]
+        blocks = _mlp(self._layer), None if follower is None else _attention(follower)
+        outputs: Sequence[PendingPart] = ()
+        for block in blocks:
+            first, second = steps
+            with contexts[0]:
+                added = first.compute(second, given[0])
+            other = None if block is None else self._next(block, added, first, 0)
+            with contexts[1]:
+                last = second.compute(other, given[1])
+            if block is None or other is None:
+                # In backward the first part's all-gather starts when that of the last part has arrived.
+                outputs = replace(added, arrive=partial(added.arrive, slot=second.slot)), last
+            else:
+                outputs = steps = other, self._next(block, last, second, 1)
+            given, contexts = [{}, {}], [nullcontext(), nullcontext()]
+        return PendingOutput(arguments["hidden_states"], outputs, None, division)
+
+    def _first_steps(self, parts: Sequence[PendingPart]) -> tuple[_Step, _Step]:
+        first, second = parts
+        if isinstance(first, _Step) and isinstance(second, _Step):
+            return first, second
+        block = _attention(self._layer)
+        steps = [
+            _Step(block, self._adapter, part, self._messages(number, self._deferred_wgrad))
+            for number, part in enumerate(parts)
+        ]
+        steps[0].start()
+        if isinstance(second, EmbeddedPart):
+            # The first step hides this sum.
+            second.begin()
+        return steps[0], steps[1]
+
+    def _next(self, block: _Block, output: PendingAdd, before: _Step, number: int) -> _Step:
+        """The step that follows `before` on the same part; its input is `output`, the output of `before`."""
+        messages = self._messages(number, before.messages.deferred_wgrad)
+        return _Step(block, self._adapter, output, messages, before.messages)
+
+    def _messages(self, number: int, deferred_wgrad: DeferredWgrad) -> PartMessages:
+        adapter = self._adapter
+        return PartMessages(
+            self._transports[number],
+            deferred_wgrad,
+            save_gathered=adapter.plan.save_gathered,
+            serial=adapter.serial,
+            gathers=self._gathers,
+        )

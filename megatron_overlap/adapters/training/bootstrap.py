@@ -25,7 +25,7 @@ from megatron_overlap.session import Session, current, enable
 
 if TYPE_CHECKING:
     # These import torch and Megatron, which must be adapted to the CPU first.
-    from megatron_overlap.adapters.training.step_recorder import StepRecorder
+    from megatron_overlap.adapters.training.train_step import StepRecorder
     from megatron_overlap.adapters.wrapping import Method
 
 USAGE = (
@@ -121,9 +121,7 @@ class ScriptRun:
         return parser.parse_known_args(self._argv[1:])[0].transformer_impl == "transformer_engine"
 
     def _record(self, session: Session, run_dir: Path) -> None:
-        from megatron_overlap.adapters.training.step_recorder import StepRecorder
-        from megatron_overlap.adapters.training.step_tracer import StepTracer
-        from megatron_overlap.adapters.training.train_step import TrainStep
+        from megatron_overlap.adapters.training.train_step import StepRecorder, StepTracer, TrainStep
 
         tracer = None
         features = {*_OF_A_SCRIPT, "training"}

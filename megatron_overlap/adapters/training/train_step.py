@@ -1,10 +1,276 @@
-"""The patches of Megatron's `train_step` and `evaluate`: they count the session's steps and call recorders."""
+"""Records of the training steps of a rank, through the patches of Megatron's `train_step`, `evaluate` and log.
 
-from typing import Any
+`StepRecorder` writes one JSON line for each step and each evaluation, with full precision: Megatron's log rounds
+losses and prints grad-norms with three decimals. `StepTracer` records the events of each step and adds the exposed
+communication to Megatron's logs.
+"""
 
-from megatron_overlap.adapters.training.step_recorder import StepRecorder
+import json
+import platform
+import resource
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+
 from megatron_overlap.adapters.wrapping import Method
-from megatron_overlap.session import Adapter, Session
+from megatron_overlap.comm.host_group import compare_clocks
+from megatron_overlap.session import Adapter, Session, installed_release, installed_versions
+from megatron_overlap.tracing import EventFile, Exposed, Kind, Trace, exposed_in, timed_wait
+from megatron_overlap.version import __version__
+
+EVENTS = "events-rank{rank}.bin"
+
+_LOGGED = "elapsed time per iteration (ms):"
+_SERIES = "exposed communication"
+
+
+def print_rank_last(original: Method, session: Session) -> Method:
+    """Factory of a patch: Megatron's log line of an iteration also has the exposed communication."""
+    tracer = session.find(StepTracer)
+    assert tracer is not None
+
+    def run(message: Any) -> None:
+        original(f"{message}{tracer.log_text()}" if _LOGGED in str(message) else message)
+
+    return run
+
+
+def collective_wait(original: Method, session: Session) -> Method:
+    """Factory of a patch: every wait for a collective of torch.distributed is timed."""
+    tracer = session.find(StepTracer)
+    assert tracer is not None
+    return timed_wait(original, tracer.trace)
+
+
+class StepTracer(Adapter):
+    """Writes `events-rank{r}.bin` into `run_dir`, one block per step.
+
+    Args:
+        session: the session; closes the file.
+        run_dir: folder to write to.
+        rank: global rank, in the file's name.
+        device: "cpu" or "cuda".
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, session: Session, run_dir: Path, rank: int, device: str) -> None:
+        super().__init__(session)
+        self.trace = Trace()
+        self._file = EventFile(run_dir / EVENTS.format(rank=rank), rank, {"device": device})
+        self._since_log: list[tuple[float, float]] = []
+
+    def compare_clocks(self) -> None:
+        """Records the offset to rank 0's clock; collective. Without an answer the clocks count as equal."""
+        world = dist.group.WORLD
+        if world is None:  # the script destroyed the process groups
+            return
+        try:
+            self._file.mark(compare_clocks(world))
+        except RuntimeError as error:
+            warnings.warn(f"trace: the ranks' clocks could not be compared: {error}", stacklevel=2)
+
+    def step(self, iteration: int, start_ns: int, stop_ns: int) -> dict[str, Any]:
+        """Writes the events of a step; returns its exposed communication as JSON can hold it."""
+        self.trace.add(Kind.STEP, start_ns, stop_ns, operation=iteration)
+        exposed = exposed_in(self._file.write(self.trace), start_ns, stop_ns)
+        share = exposed.total_ms / ((stop_ns - start_ns) / 1e6)
+        self._since_log.append((exposed.total_ms, share))
+        self._to_writers(iteration, exposed, share)
+        return {
+            "total_ms": exposed.total_ms,
+            "ops": [[op, direction, time_ms] for (op, direction), time_ms in exposed.by_op.items()],
+        }
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def log_text(self) -> str:
+        """The fields for Megatron's log line: means over the steps since the last line, on the rank that prints it."""
+        if not self._since_log:
+            return ""
+        time_ms, share = (sum(values) / len(values) for values in zip(*self._since_log, strict=True))
+        self._since_log.clear()
+        return f" {_SERIES} (ms): {time_ms:.1f} | exposed share of step: {share:.1%} |"
+
+    def _to_writers(self, iteration: int, exposed: Exposed, share: float) -> None:
+        """Writes to TensorBoard and Weights & Biases where Megatron enables them, which is on its last rank."""
+        from megatron.training import get_args
+        from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+        board, wandb = get_tensorboard_writer(), get_wandb_writer()
+        if (board is None and wandb is None) or iteration % get_args().tensorboard_log_interval:
+            return
+        series = {f"{_SERIES}/total ms": exposed.total_ms, f"{_SERIES}/share of step": share}
+        series |= {f"{_SERIES}/{op} {direction} ms": value for (op, direction), value in exposed.by_op.items()}
+        for name, value in series.items():
+            if board is not None:
+                board.add_scalar(name, value, iteration)
+        if wandb is not None:
+            wandb.log(series, iteration)
+
+
+# train_step returns (losses, skipped, save now, exit now, exit code, grad norm, ...) in every reviewed release.
+_LOSSES, _SKIPPED, _GRAD_NORM = 0, 1, 5
+
+
+class StepRecorder:
+    """Records the training steps of this rank into `run_dir`.
+
+    Files: `steps-rank{r}.jsonl` (one line per iteration), `evaluations-rank{r}.jsonl` (one line per evaluation),
+    `meta-rank{r}.json` (versions, device, layout) at the first step, `report-rank{r}.json` at the end; with a tracer
+    `events-rank{r}.bin`. Files of an earlier run in the same folder are replaced.
+
+    Args:
+        run_dir: folder to write to; made if missing.
+        rank: global rank, in the file names.
+        device: "cpu" or "cuda".
+        link: the config of the network between hosts, if any; copied into the meta file.
+        tracer: also records the events of every step; None records none.
+
+    Raises:
+        OSError: the folder cannot be made or written to.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        rank: int,
+        device: str,
+        link: dict[str, Any] | None = None,
+        tracer: StepTracer | None = None,
+    ) -> None:
+        self._run_dir = run_dir
+        self._rank = rank
+        self._device = device
+        self._link = link
+        self._tracer = tracer
+        self._iteration = 0
+        self._start_ns = 0
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if tracer is None:
+            (run_dir / EVENTS.format(rank=rank)).unlink(missing_ok=True)
+        self._steps: IO[str] = (run_dir / f"steps-rank{rank}.jsonl").open("w", encoding="utf-8", buffering=1)
+        self._evaluations = run_dir / f"evaluations-rank{rank}.jsonl"
+        self._evaluations.unlink(missing_ok=True)
+
+    def step_begins(self) -> None:
+        """Reads the clock; before the first step it writes the meta file."""
+        if self._iteration == 0:
+            self._write_meta()
+            if self._tracer is not None:
+                self._tracer.compare_clocks()
+        self._synchronize()
+        self._start_ns = time.perf_counter_ns()
+
+    def step_completed(self, iterations_before: int | None, result: Any) -> None:
+        """Writes the line of the step. `iterations_before`: completed before it, if Megatron passes their number."""
+        self._synchronize()
+        self._write_step(iterations_before, self._start_ns, time.perf_counter_ns(), result)
+
+    def evaluation_begins(self) -> None:
+        """Reads the clock."""
+        self._synchronize()
+        self._start_ns = time.perf_counter_ns()
+
+    def evaluation_completed(self) -> None:
+        """Writes the line of the evaluation."""
+        self._synchronize()
+        row = {"iteration": self._iteration, "time_ms": (time.perf_counter_ns() - self._start_ns) / 1e6}
+        with self._evaluations.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def write_report(self, report: dict[str, Any]) -> None:
+        """Writes the session's report of this rank."""
+        self._write_json(f"report-rank{self._rank}.json", report)
+
+    def finish_trace(self) -> None:
+        """Compares the clocks once more; all ranks call it after a successful run."""
+        if self._tracer is not None and self._iteration:
+            self._tracer.compare_clocks()
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._steps.close()
+        if self._tracer is not None:
+            self._tracer.close()
+
+    def _synchronize(self) -> None:
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+
+    def _write_step(self, iterations_before: int | None, start_ns: int, stop_ns: int, result: Any) -> None:
+        # A resumed run does not start at 0.
+        self._iteration = iterations_before + 1 if iterations_before is not None else self._iteration + 1
+        row: dict[str, Any] = {
+            "iteration": self._iteration,
+            "step_time_ms": (stop_ns - start_ns) / 1e6,
+            "loss": _loss(result[_LOSSES]),
+            "grad_norm": _number(result[_GRAD_NORM]),
+            "skipped": bool(result[_SKIPPED]),
+            "peak_memory_bytes": self._peak_memory_bytes(),
+            "time": time.time(),
+        }
+        if self._tracer is not None:
+            row["exposed"] = self._tracer.step(self._iteration, start_ns, stop_ns)
+        self._steps.write(json.dumps(row) + "\n")
+
+    def _peak_memory_bytes(self) -> int:
+        if self._device == "cuda":
+            return torch.cuda.max_memory_allocated()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def _write_meta(self) -> None:
+        facts = {"rank": self._rank, "link": self._link, "argv": sys.argv}
+        self._write_json(f"meta-rank{self._rank}.json", {**describe_run(self._device), **facts})
+
+    def _write_json(self, name: str, content: dict[str, Any]) -> None:
+        path = self._run_dir / name
+        path.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
+
+
+def describe_run(device: str) -> dict[str, Any]:
+    """Versions, device and layout of this run of Megatron on `cpu` or `cuda`."""
+    from megatron.training import get_args
+
+    args = get_args()
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
+    return {
+        "versions": {
+            "megatron_overlap": __version__,
+            "megatron_core": installed_versions()["megatron-core"],
+            "torch": torch.__version__,
+            "transformer_engine": installed_release("transformer-engine"),
+            "python": platform.python_version(),
+        },
+        "device": device,
+        "device_name": name,
+        "dtype": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+        "world_size": args.world_size,
+        "tensor_parallel": args.tensor_model_parallel_size,
+        "pipeline_parallel": args.pipeline_model_parallel_size,
+        "context_parallel": args.context_parallel_size,
+        "data_parallel": args.data_parallel_size,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _loss(losses: dict[str, Any]) -> float | None:
+    """The language model's loss; None on ranks without it, which are all but those of the last pipeline stage."""
+    if not losses:
+        return None
+    return _number(losses["lm loss"] if "lm loss" in losses else next(iter(losses.values())))
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
 
 
 class TrainStep(Adapter):

@@ -29,7 +29,7 @@ from megatron_overlap.comm.host_group import HostGroup
 from megatron_overlap.ops import balanced_attention
 from megatron_overlap.ops.varlen.ring import VarlenTransports
 from megatron_overlap.schedules.varlen import CostModel, Plan, Topology
-from megatron_overlap.schedules.varlen.baselines import METHODS
+from megatron_overlap.schedules.varlen.partition import METHODS
 from megatron_overlap.session import Adapter, Session
 
 

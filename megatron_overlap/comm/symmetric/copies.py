@@ -20,8 +20,8 @@ A CUDA graph may capture operations between symmetric buffers, because they leav
 the dependencies of steps, and not the order of their calls: during a capture every wait therefore depends on all flags
 that this rank sets earlier in the program. Not yet run on several GPUs.
 
-Queues note in host memory for which message they wait (`waits`). A `Watchdog` reads the notes, and names the message
-and the peer when no queue has moved for the deadline.
+Queues note in host memory for which message they wait (`backend.Waits`). A `Watchdog` reads the notes, and names the
+message and the peer when no queue has moved for the deadline.
 """
 
 import sys
@@ -32,10 +32,9 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_overlap.comm.buffers import BufferPool
-from megatron_overlap.comm.symmetric.backend import FlagStep, SymmetricBackend
+from megatron_overlap.comm.symmetric.backend import COMPUTING, SENDING, FlagStep, SymmetricBackend, Wait, Waits
 from megatron_overlap.comm.symmetric.heap import MAX_FLAGS, HeapPool, SymmetricBuffer
 from megatron_overlap.comm.symmetric.rings import Piece, Rings
-from megatron_overlap.comm.symmetric.waits import COMPUTING, SENDING, Wait, Waits
 from megatron_overlap.comm.transport import DEFAULT_OPTIONS, Exchange, Transfer, TransportError, TransportOptions
 from megatron_overlap.diagnostics.heartbeat import Watchdog
 from megatron_overlap.schedules.plan import Message

@@ -22,7 +22,7 @@ from megatron_overlap.comm.symmetric.copies import CopyTransport
 from megatron_overlap.comm.symmetric.nodes import CopyNodesTransport
 from megatron_overlap.comm.transport import DEFAULT_OPTIONS, Transport, TransportError, TransportOptions
 from megatron_overlap.diagnostics.consistency import first_unsupported_reason
-from megatron_overlap.schedules.hierarchical import Nodes
+from megatron_overlap.schedules.gather_scatter import Nodes
 
 _OLDEST_CAPABILITY = (8, 0)
 _TRIAL_WORDS = 256

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from megatron_overlap.comm.symmetric.copies import CopyTransport
 from megatron_overlap.comm.symmetric.transport import SymmetricTransport
 from megatron_overlap.comm.transport import Collectives, P2PWork, Transfer, Transport
-from megatron_overlap.schedules.hierarchical import Nodes
+from megatron_overlap.schedules.gather_scatter import Nodes
 
 
 class NodesTransport[Inside: CopyTransport | SymmetricTransport]:

@@ -20,8 +20,17 @@ from typing import Protocol
 
 import torch
 
-from megatron_overlap.comm.symmetric.backend import ALIGNMENT, FlagStep, Queue, SymmetricBackend, aligned
-from megatron_overlap.comm.symmetric.waits import RECEIVING, SENDING, Wait, Waits
+from megatron_overlap.comm.symmetric.backend import (
+    ALIGNMENT,
+    RECEIVING,
+    SENDING,
+    FlagStep,
+    Queue,
+    SymmetricBackend,
+    Wait,
+    Waits,
+    aligned,
+)
 from megatron_overlap.comm.transport import TransportError
 from megatron_overlap.schedules.plan import Message
 

@@ -22,7 +22,7 @@ from megatron_overlap.ops.call import Observer, WeightDone, transport_for
 from megatron_overlap.ops.flash_attention import flash_backward, flash_forward
 from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan
 from megatron_overlap.ops.tensor_parallel.pipelined import PipelinedAllGather
-from megatron_overlap.ops.tensor_parallel.pipelined_reduce_scatter import PipelinedReduceScatter
+from megatron_overlap.ops.tensor_parallel.pipelined_reduce import PipelinedReduceScatter
 from megatron_overlap.ops.wgrad import Spans, WeightGradient, WgradTarget, add_wide, like_fp32
 from megatron_overlap.schedules.heuristics import MIN_CHUNK_ROWS, most_parts
 

@@ -19,9 +19,11 @@ from megatron_overlap.ops.call import InputVersion, gemm_into, transport_for
 from megatron_overlap.ops.tensor_parallel.method import LinearMethod
 from megatron_overlap.ops.tensor_parallel.nodes import NodesMethod
 from megatron_overlap.ops.tensor_parallel.pipelined import PLAIN, Gemm, GemmInto, PipelinedAllGather
-from megatron_overlap.ops.tensor_parallel.pipelined_all_reduce import PipelinedAllReduce
-from megatron_overlap.ops.tensor_parallel.pipelined_reduce_scatter import PipelinedReduceScatter
-from megatron_overlap.ops.tensor_parallel.tree import tree_gemm_into
+from megatron_overlap.ops.tensor_parallel.pipelined_reduce import (
+    PipelinedAllReduce,
+    PipelinedReduceScatter,
+    tree_gemm_into,
+)
 from megatron_overlap.ops.wgrad import MAX_PIECES, Spans, WeightGradient
 from megatron_overlap.schedules import (
     Chunk,
@@ -57,7 +59,7 @@ class LinearPlan:
         split: `all` computes chunk by chunk, `edge` only where a chunk is exposed; None chooses by the device.
         add_in_place: an all-reduce waits and adds at the positions in the plan; otherwise after messages have arrived.
             None chooses by the device.
-        tree: partial sums are added in the fixed tree of `ops.tensor_parallel.tree`; not for pattern `ring`.
+        tree: partial sums are added in the fixed tree of `pipelined_reduce`; not for pattern `ring`.
         save_gathered: column-parallel forward saves the gathered input for the weight gradient; otherwise backward
             gathers it again.
     """

@@ -10,8 +10,7 @@ import torch
 
 from megatron_overlap.comm import P2PWork, Transport
 from megatron_overlap.comm.transport import Transfer
-from megatron_overlap.schedules.layout import Chunk
-from megatron_overlap.schedules.plan import Message
+from megatron_overlap.schedules.plan import Chunk, Message
 from megatron_overlap.schedules.varlen import Plan
 from megatron_overlap.schedules.varlen.message_order import MessagePlan
 from megatron_overlap.schedules.varlen.ring_groups import Payload, RingGroup

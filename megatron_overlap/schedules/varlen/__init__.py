@@ -4,9 +4,8 @@ Source: Zeppelin (arXiv 2509.21841). The planners import neither torch nor Megat
 with the same arguments computes the same plan.
 """
 
-from megatron_overlap.schedules.varlen.balance import Balance, balance, describe
 from megatron_overlap.schedules.varlen.partition import CapacityError, partition
-from megatron_overlap.schedules.varlen.plan import Pass, Piece, Plan, Ring, Zone
+from megatron_overlap.schedules.varlen.plan import Balance, Pass, Piece, Plan, Ring, Zone, balance, describe
 from megatron_overlap.schedules.varlen.topology import CostModel, Topology
 
 __all__ = [

@@ -20,7 +20,7 @@ from megatron_overlap.tools.trace import (
     received_messages,
     sent_times,
 )
-from megatron_overlap.tracing.events import (
+from megatron_overlap.tracing import (
     EventFileError,
     Kind,
     RankEvents,

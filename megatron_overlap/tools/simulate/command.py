@@ -17,8 +17,8 @@ from megatron_overlap.config.cluster import load_cluster_profile, with_hosts
 from megatron_overlap.config.errors import writing
 from megatron_overlap.config.resources import config_file
 from megatron_overlap.tools.compare.flops import CONVENTION
-from megatron_overlap.tools.simulate.generation import generation_us
 from megatron_overlap.tools.simulate.job import ExpertOverlap, Job, Split, job_of
+from megatron_overlap.tools.simulate.layer import generation_us
 from megatron_overlap.tools.simulate.linear import LinearOverlap, Method
 from megatron_overlap.tools.simulate.step import StepTime, simulate_step
 from megatron_overlap.tools.simulate.sweep import Memory, Sweep, memory_of, sweep

@@ -1,8 +1,8 @@
-"""Forward and backward of one transformer layer, of the embedding and of the logits on one rank."""
+"""Passes of one rank: transformer layer, embedding and logits, forward and backward, and the passes of generation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal
@@ -19,7 +19,7 @@ from megatron_overlap.config.cluster import Elementwise
 from megatron_overlap.tools.simulate.event_simulator import SimulatedRun
 from megatron_overlap.tools.simulate.experts import ExpertLayer, expert_ops
 from megatron_overlap.tools.simulate.job import Job
-from megatron_overlap.tools.simulate.linear import Linear
+from megatron_overlap.tools.simulate.linear import Linear, LinearOverlap, Method
 from megatron_overlap.tools.simulate.passes import Op, Pass, Sync, enqueued, with_rank_skew
 
 _LOSS_SUMS = 3  # all-reduces over tensor ranks: maximum, logit of the label, sum of exponentials
@@ -343,3 +343,43 @@ def _simulated(linear: Linear, column: bool, backward: bool) -> SimulatedRun:
 @lru_cache(maxsize=8192)
 def _fastest(linear: Linear, column: bool, forward_only: bool) -> Linear:
     return linear.fastest(column, forward_only=forward_only)
+
+
+PROMPTS = (128, 512, 2048, 8192)
+BATCHES = (1, 8, 64)
+
+
+def generation_us(
+    job: Job, model: CostModel, methods: Mapping[str, Method | Literal["auto"]]
+) -> dict[str, dict[str, float]]:
+    """Microseconds of one layer by the names of `methods`: `prefill N` of N tokens, and `decode N` of N requests.
+
+    Every request of a decode has `job.seq_length` tokens in the cache. The inference engines of Megatron pad the rows
+    of a pass to a multiple of the tensor parallel size under sequence parallelism.
+    """
+    passes = {f"prefill {tokens}": (tokens, 0) for tokens in PROMPTS}
+    passes |= {f"decode {batch}": (batch, job.seq_length) for batch in BATCHES}
+    return {
+        text: {
+            name: Layers(_alone(job, rows, method), model, forward_only=True, cached=cached).forward.time_us
+            for name, (rows, cached) in passes.items()
+        }
+        for text, method in methods.items()
+    }
+
+
+def _alone(job: Job, rows: int, method: Method | Literal["auto"]) -> Job:
+    """The tensor parallel ranks of one replica, with one sequence of `rows` tokens."""
+    multiple = job.tensor if job.sequence_parallel else 1
+    experts = job.experts
+    replicas = 1 if experts is None else max(1, experts.parallel // job.tensor)
+    return replace(
+        job,
+        seq_length=-(-rows // multiple) * multiple,
+        micro_batch_size=1,
+        global_batch_size=replicas,
+        data=replicas,
+        context=1,
+        tensor_overlap=LinearOverlap(method, copies=job.tensor_overlap.copies),
+        split="none",
+    )

@@ -1,6 +1,6 @@
 """Layers under sequence parallelism on two parts of a micro-batch, forward and backward (`overlap.tensor.split`).
 
-The order of work and messages is that of `adapters/tensor_parallel/split_sharded_layer.py` on a device: the middle of a
+The order of work and messages is that of `adapters/tensor_parallel/split_layer.py` on a device: the middle of a
 step is after its first GEMM, and each wait in backward comes after all postponed weight gradients. The GEMMs of a part
 have its rows only. `CostModel.gemm_us` gives their time: a wave of tiles that is not full costs as much as a full one.
 On a device the messages of a part follow one another. Copy engines move an all-gather inside a node, and the own rows
@@ -110,7 +110,7 @@ class _PartLayers(Layers):
     def moved(self, split: Split, count: int) -> Op:
         """The input is divided into parts before `count` layers, and the output is joined after them."""
         num_bytes = self._hidden * self.model.item_bytes
-        # `sequence_split.py` moves most rows to other ranks.
+        # `split_rows` moves most rows to other ranks.
         exchange_us = self.model.all_to_all_us(num_bytes, self.job.tensor) if split == "sequence" else 0.0
         copy_us = self.model.memory_us(2 * num_bytes)
         return Op("parts", 2 * (copy_us + exchange_us) / count, 2 * exchange_us / count)

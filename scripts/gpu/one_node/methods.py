@@ -17,8 +17,7 @@ from megatron_overlap.comm.symmetric.cuda import open_copies, probe_symmetric_me
 from megatron_overlap.comm.symmetric.transport import SymmetricTransport
 from megatron_overlap.ops import all_gather_linear, linear_reduce_scatter
 from megatron_overlap.ops.tensor_parallel.fused.kernels import FusedPlan, Hopper
-from megatron_overlap.ops.tensor_parallel.fused.linear import FusedMethod
-from megatron_overlap.ops.tensor_parallel.fused.multi_node import inside_host, open_fused
+from megatron_overlap.ops.tensor_parallel.fused.linear import FusedMethod, inside_host, open_fused
 from megatron_overlap.ops.tensor_parallel.method import LinearMethod
 from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan, P2PMethod
 from scripts.kernels.cpu_backend import CpuBackend

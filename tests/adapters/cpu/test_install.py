@@ -126,8 +126,8 @@ adapter = cpu.install()
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-assert DistributedOptimizer.state_dict.__module__ == "megatron_overlap.adapters.cpu.megatron_patches"
-assert WrappedTorchNorm.__new__.__module__ == "megatron_overlap.adapters.cpu.megatron_patches"
+assert DistributedOptimizer.state_dict.__module__ == "megatron_overlap.adapters.cpu.patches"
+assert WrappedTorchNorm.__new__.__module__ == "megatron_overlap.adapters.cpu.patches"
 assert len(adapter.engine.applied) == len(adapter.engine.manifests)
 adapter.uninstall()
 assert torch.cuda.is_available is original

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from megatron_overlap.adapters.data_parallel.bucket_order import BucketOrder
+from megatron_overlap.adapters.data_parallel.bucket_sync import BucketOrder
 
 
 def _started(order: BucketOrder, ready: str) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_overlap import cli
 from megatron_overlap.tools.launch.run_records import read_run
-from megatron_overlap.tracing.events import read_events, steps_of
+from megatron_overlap.tracing import read_events, steps_of
 from tests.adapters.megatron_runs import NO_GPU, SCRIPTS, TINY, TP2_SP, start_ranks
 
 pytestmark = pytest.mark.long

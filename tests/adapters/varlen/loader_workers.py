@@ -11,8 +11,8 @@ import torch.distributed as dist
 from megatron_overlap.adapters.varlen.loader import Batch, DocumentLoader, LoaderThread
 from megatron_overlap.comm.host_group import HostGroup
 from megatron_overlap.schedules.varlen import CostModel, Topology, partition
-from megatron_overlap.schedules.varlen.baselines import ring_over_all
 from megatron_overlap.schedules.varlen.messages import Traffic, _messages_of, messages_of
+from megatron_overlap.schedules.varlen.partition import ring_over_all
 from megatron_overlap.schedules.varlen.rebalance import linear_layout
 
 Row = tuple[int, int, int, int, float]

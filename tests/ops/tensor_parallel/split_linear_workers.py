@@ -18,12 +18,13 @@ from megatron_overlap.ops.call import gemm_into
 from megatron_overlap.ops.tensor_parallel import p2p, part_messages
 from megatron_overlap.ops.tensor_parallel.batch_overlap import Slots
 from megatron_overlap.ops.tensor_parallel.part_messages import PartGathers, PartMessages
-from megatron_overlap.ops.tensor_parallel.sequence_split import join_rows, split_rows
 from megatron_overlap.ops.tensor_parallel.split_linear import (
     column_part,
     gathered,
+    join_rows,
     row_part,
     scattered,
+    split_rows,
     summed_part,
 )
 from megatron_overlap.ops.wgrad import DeferredWgrad, WgradTarget

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_overlap.comm.symmetric.nodes import CopyNodesTransport
 from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan, method_for
-from megatron_overlap.schedules.hierarchical import Nodes
+from megatron_overlap.schedules.gather_scatter import Nodes
 from tests.comm.device import Recorder
 from tests.comm.makespan import Work
 from tests.helpers.world import World

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_overlap.schedules.varlen import CapacityError, Topology, balance, partition
-from megatron_overlap.schedules.varlen.baselines import all_gather, ring_over_all
+from megatron_overlap.schedules.varlen.partition import all_gather, ring_over_all
 from scripts.bench.document_lengths import DISTRIBUTIONS, sample
 from scripts.bench.placements import METHODS, hybrid, hybrid_stages, packing
 from tests.schedules.varlen.checks import check_plan

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 import pytest
 
 from megatron_overlap.schedules.varlen import Topology
-from megatron_overlap.schedules.varlen.baselines import ring_over_all
 from megatron_overlap.schedules.varlen.message_order import MessagePlan
 from megatron_overlap.schedules.varlen.messages import Traffic, messages_of
+from megatron_overlap.schedules.varlen.partition import ring_over_all
 
 TRAFFIC = Traffic("q", payload_bytes=1552, result_bytes=1024)
 

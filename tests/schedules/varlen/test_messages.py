@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_overlap.schedules.varlen import Plan, Topology, partition
-from megatron_overlap.schedules.varlen.baselines import METHODS
 from megatron_overlap.schedules.varlen.message_order import MessagePlan
 from megatron_overlap.schedules.varlen.messages import RingMessages, Traffic, _messages_of, messages_of, precompute
+from megatron_overlap.schedules.varlen.partition import METHODS
 from megatron_overlap.schedules.varlen.plan import Ring, make_ring
 from megatron_overlap.schedules.varlen.ring_groups import Passing, blocks, chunks_at
 from tests.schedules.varlen.verify import check_messages

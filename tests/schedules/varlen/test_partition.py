@@ -22,7 +22,7 @@ from megatron_overlap.schedules.varlen import (
     describe,
     partition,
 )
-from megatron_overlap.schedules.varlen.balance import loads
+from megatron_overlap.schedules.varlen.plan import loads
 from scripts.bench.document_lengths import DISTRIBUTIONS, sample
 from tests.config.test_wrong_input import environment
 from tests.schedules.varlen.checks import check_plan

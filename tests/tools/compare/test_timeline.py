@@ -16,7 +16,7 @@ from megatron_overlap.tools.compare.rounds import run_folder
 from megatron_overlap.tools.compare.traced_steps import RankStep, Span, StepTimeline, breakdowns, timelines
 from megatron_overlap.tools.launch.run_records import RunRecord, StepExposed
 from megatron_overlap.tools.trace import event_files
-from megatron_overlap.tracing.events import EventFile, Kind, Trace
+from megatron_overlap.tracing import EventFile, Kind, Trace
 from tests.tools.compare.samples import record, side
 from tests.tools.compare.test_report import pictures
 from tests.tools.test_trace import MS

@@ -17,7 +17,7 @@ import yaml
 
 from megatron_overlap import cli
 from megatron_overlap.config import LaunchConfig, load_launch_config, without_overlap
-from megatron_overlap.tools.launch.slurm import batch_file
+from megatron_overlap.tools.launch.plan import batch_file
 
 STAND_IN = Path(__file__).with_name("slurm_stand_in.py")
 ROOT = Path(__file__).parents[3]

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_overlap import cli
 from megatron_overlap.config import load_launch_config
-from megatron_overlap.tools.launch.tune_command import short_run
+from megatron_overlap.tools.launch.command import short_run
 
 CONFIG = """
 name: tiny

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_overlap.schedules import Chunk, Message, Plan, Work
 from megatron_overlap.schedules.heuristics import default_chunks
-from megatron_overlap.schedules.layout import part_weights
-from megatron_overlap.schedules.plan import Pattern
+from megatron_overlap.schedules.plan import Pattern, part_weights
 from megatron_overlap.tools.simulate.event_simulator import Program, Stream, in_order, run_program
 from megatron_overlap.tools.simulate.linear import METHODS, SLICES, Linear, LinearOverlap
 from tests.tools.simulate.machines import machine

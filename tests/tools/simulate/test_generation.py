@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_overlap import cli
-from megatron_overlap.tools.simulate.generation import BATCHES, PROMPTS, generation_us
+from megatron_overlap.tools.simulate.layer import BATCHES, PROMPTS, generation_us
 from tests.tools.simulate.machines import job, machine
 
 

@@ -4,6 +4,8 @@
 - Reduce-scatter: the GEMM stores its tiles in the memory of their owners; the owners add them.
 - All-reduce: that reduce-scatter, then an all-gather of the sums.
 
+Over several nodes kernels communicate inside a node, and messages pass between nodes (`ops.tensor_parallel.nodes`).
+
 Source: Flux (arXiv 2406.06858) for the forward pass. Flux has no backward pass. Not yet run on several GPUs.
 """
 
@@ -12,16 +14,63 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 
 from megatron_overlap.comm import Transport
+from megatron_overlap.comm.host_group import HostGroup
+from megatron_overlap.comm.symmetric.cuda import CudaBackend, probe_symmetric_memory
+from megatron_overlap.comm.symmetric.nodes import NodesTransport
+from megatron_overlap.comm.symmetric.transport import SymmetricTransport
 from megatron_overlap.ops.call import InputVersion
 from megatron_overlap.ops.tensor_parallel.fused.intra_node import IntraNodeGather, IntraNodeScatter
 from megatron_overlap.ops.tensor_parallel.fused.kernels import FusedPlan
-from megatron_overlap.ops.tensor_parallel.fused.multi_node import FusedNodesTransport, FusedTransport
 from megatron_overlap.ops.tensor_parallel.method import LinearMethod
 from megatron_overlap.ops.tensor_parallel.nodes import NodesGather, NodesScatter
 from megatron_overlap.ops.wgrad import Piece
-from megatron_overlap.schedules.hierarchical import Nodes
+from megatron_overlap.schedules.gather_scatter import Nodes
+
+
+class FusedNodesTransport(NodesTransport[SymmetricTransport]):
+    """Symmetric memory of the ranks of this node, and messages between all ranks of the group."""
+
+    @property
+    def num_bytes(self) -> int:
+        """See `SymmetricTransport.num_bytes`."""
+        return self.inside.num_bytes
+
+    @property
+    def bound_bytes(self) -> int:
+        """See `SymmetricTransport.bound_bytes`; counts the rows of one node, not of the whole group."""
+        return self.inside.bound_bytes
+
+
+FusedTransport = SymmetricTransport | FusedNodesTransport
+
+
+def inside_host(transport: FusedTransport) -> SymmetricTransport:
+    """Return the symmetric memory that fused operations use inside a node."""
+    return transport.inside if isinstance(transport, FusedNodesTransport) else transport
+
+
+def open_fused(group: dist.ProcessGroup, messages: Callable[[dist.ProcessGroup], Transport]) -> FusedTransport | str:
+    """Open the transport of fused operations between the ranks of `group`. Collective.
+
+    Args:
+        group: ranks with a CUDA device each.
+        messages: opens the transport between nodes; called only if the group spans several nodes.
+
+    Returns:
+        The transport, or why the group cannot have one. All ranks return the same reason.
+    """
+    nodes = probe_symmetric_memory(group)
+    if isinstance(nodes, str):
+        return nodes
+    from megatron_overlap.kernels.primitives import wait_all
+
+    host_group = HostGroup(group, nodes.members(nodes.node(dist.get_rank(group))))
+    inside = SymmetricTransport(CudaBackend(host_group), wait_all)
+    return inside if nodes.num_nodes == 1 else FusedNodesTransport(inside, messages(group), nodes)
+
 
 _DEFAULT_PLAN = FusedPlan()
 

@@ -16,7 +16,7 @@ from megatron_overlap.comm.host_group import HostGroup
 from megatron_overlap.comm.transport import TransportError
 from megatron_overlap.ops import all_gather_linear, linear_reduce_scatter
 from megatron_overlap.ops.tensor_parallel.fused.linear import FusedMethod
-from megatron_overlap.schedules.hierarchical import Nodes
+from megatron_overlap.schedules.gather_scatter import Nodes
 from tests.helpers.fused import PoisonedBackend, fused_transport
 from tests.helpers.late import LateTransport
 from tests.helpers.mutants import Edit, load
@@ -223,7 +223,7 @@ def layers(group: dist.ProcessGroup, edits: Sequence[Edit] = (), hosts: int = 1)
     transport._allocate(4 * 32 * 16)
     backend.computing = _PoisonOnAcknowledge(backend.computing, transport)  # type: ignore[assignment]
     if hosts > 1:
-        transport = load("ops.tensor_parallel.fused.multi_node", edits).FusedNodesTransport(
+        transport = load("ops.tensor_parallel.fused.linear", edits).FusedNodesTransport(
             transport, LateTransport(group), nodes
         )
     generator = torch.Generator().manual_seed(5)

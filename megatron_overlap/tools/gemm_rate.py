@@ -1,6 +1,6 @@
 """GEMM rates of this machine, and the precision for its runs.
 
-    python -m megatron_overlap.tools.doctor.gemm_rate OUT DEVICE PRECISION
+    python -m megatron_overlap.tools.gemm_rate OUT DEVICE PRECISION
 
 writes `{"tflops": best, "sizes": {size: rate}}` into OUT. It is a process of its own so that it has the threads of a
 run. Without arguments it prints the default precision of this machine.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_overlap.tracing.events import (
+from megatron_overlap.tracing import (
     EventFile,
     EventFileError,
     Kind,

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_overlap.adapters.tensor_parallel.forward_only import MOST_ROWS, Gemm, Link, min_rows
 from megatron_overlap.autotune.candidates import Call
-from megatron_overlap.autotune.forward_only import MOST_ROWS, Gemm, Link, min_rows
 
 GATHER = Call("ag_gemm", 0, 1024, 1536, "bfloat16", backward=False)
 SCATTER = Call("gemm_rs", 0, 512, 1024, "bfloat16", backward=False)

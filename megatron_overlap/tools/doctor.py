@@ -26,7 +26,7 @@ from megatron_overlap.comm.symmetric.cuda import local_unsupported_reason
 from megatron_overlap.ops import all_gather_linear, linear_reduce_scatter, reference
 from megatron_overlap.patching.manifest import load_permits
 from megatron_overlap.session import installed_release
-from megatron_overlap.tools.doctor.gemm_rate import slow_precision_reason
+from megatron_overlap.tools.gemm_rate import slow_precision_reason
 from megatron_overlap.tools.launch.processes import RunError
 from megatron_overlap.tools.launch.ranks import run_workers
 from megatron_overlap.tools.launch.rehearsal import permits_table
