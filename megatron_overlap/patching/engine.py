@@ -45,18 +45,14 @@ class Engine:
 
         `features` limits the plan to the patches of these features.
         """
-        findings = plan_patches(each for each in self.manifests if features is None or each.feature in features)
-        refused = {
-            finding.manifest.feature: finding.manifest.target
-            for finding in findings
-            if finding.verdict is Verdict.REFUSED
-        }
+        found = Plan(plan_patches(each for each in self.manifests if features is None or each.feature in features))
+        refused = {finding.manifest.feature: finding.manifest.target for finding in found.refused}
         return Plan(
             tuple(
                 replace(finding, verdict=Verdict.REFUSED, reason=f"belongs together with {culprit}, refused")
                 if finding.verdict not in NOT_APPLIED and (culprit := refused.get(finding.manifest.feature)) is not None
                 else finding
-                for finding in findings
+                for finding in found.findings
             )
         )
 
@@ -151,8 +147,8 @@ class Engine:
         site = finding.site
         assert site is not None
         places = (site, *finding.rebind)
-        expected = [finding.original if finding.own else None, *(finding.original for _ in finding.rebind)]
-        for place, before in zip(places, expected, strict=True):
+        for place in places:
+            before = None if place is site and not finding.own else finding.original
             if place.read() is not before:
                 raise PatchError(f"{place}: changed to {describe(place.read())} since it was planned; plan again")
         changed: list[Binding] = []
