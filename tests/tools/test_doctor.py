@@ -8,7 +8,7 @@ import pytest
 
 from megatron_overlap import cli
 from megatron_overlap.patching.manifest import load_permits
-from megatron_overlap.tools.doctor import command, gemm_rate
+from megatron_overlap.tools import doctor, gemm_rate
 from tests.helpers.forked_python import ForkedPython
 
 
@@ -34,18 +34,19 @@ def test_the_self_test_passes_and_every_feature_has_a_verdict(
 def test_the_transport_of_gpus_has_its_reason(
     gpus: int, reachable: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "local_unsupported_reason", lambda: "")
+    monkeypatch.setattr(doctor, "local_unsupported_reason", lambda: "")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     monkeypatch.setattr("torch.cuda.can_device_access_peer", lambda a, b: reachable or {a, b} != {1, 2})
-    found = {each.feature: each for each in command.findings(None, 2)}
-    copies = found["tensor: p2p by copy engines"]
+    found = doctor.verdicts(None, 2)
+    verdict, reason = found["tensor: p2p by copy engines"]
+    assert found["tensor: fused"][0] == verdict
     if expected:
-        assert copies.verdict == found["tensor: fused"].verdict == "not available"
-        assert copies.reason.startswith(expected)
-        assert copies.reason.endswith("use NCCL")
+        assert verdict == "not available"
+        assert reason.startswith(expected)
+        assert reason.endswith("use NCCL")
     else:
-        assert copies.verdict == "works"
+        assert verdict == "works"
 
 
 def test_the_self_test_fails_at_its_deadline(capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,10 +65,10 @@ def test_harmful_environment_variables_are_named() -> None:
         "MEGATRON_OVERLAP": "0",
         "HOME": "/",
     }
-    on_gpu = [name for name, _, _ in command.environment(env, cuda=True)]
+    on_gpu = [name for name, _, _ in doctor.environment(env, cuda=True)]
     assert on_gpu == ["CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_P2P_DISABLE", "MEGATRON_OVERLAP", "OMP_NUM_THREADS"]
-    assert [name for name, _, _ in command.environment(env, cuda=False)] == ["MEGATRON_OVERLAP", "OMP_NUM_THREADS"]
-    assert command.environment({}, cuda=True) == []
+    assert [name for name, _, _ in doctor.environment(env, cuda=False)] == ["MEGATRON_OVERLAP", "OMP_NUM_THREADS"]
+    assert doctor.environment({}, cuda=True) == []
 
 
 def test_a_wrong_request_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
