@@ -81,5 +81,4 @@ class Problem:
 def raise_first(problems: Iterable[Problem]) -> None:
     """Raise the first problem, if any, as a validation error that `section.validate` turns into a ConfigError."""
     for problem in problems:
-        context = {"key": problem.key, "value": problem.value, "remedy": problem.remedy}
-        raise PydanticCustomError("problem", "{key}: {value}: {remedy}", context)
+        raise PydanticCustomError("problem", "{key}: {value}: {remedy}", dict(vars(problem)))

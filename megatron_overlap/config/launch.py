@@ -74,7 +74,6 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _expand(cls, given: Any) -> Any:
-        """Add the defaults of the preset and of the architecture to the given keys."""
         if not isinstance(given, Mapping):
             return given
         preset = given.get("preset")

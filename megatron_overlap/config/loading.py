@@ -5,7 +5,6 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,7 +26,7 @@ class OverlapConfig(OverlapFields):
     @classmethod
     def from_yaml(cls, path: str | Path, overrides: Sequence[str] = ()) -> "OverlapConfig":
         """Read a launch config, or a file with the overlap section alone. Overrides are `key=value` texts."""
-        return load_overlap_file(path, overrides).overlap
+        return load_overlap_file(path, overrides)[0]
 
 
 class LaunchConfig(LaunchFields):
@@ -44,14 +43,6 @@ class LaunchConfig(LaunchFields):
     def expert_parallel_size(self) -> int:
         """Ranks that share the experts of a layer, from `megatron_args`."""
         return number_after(EXPERT_PARALLEL, self.megatron_args) or 1
-
-
-@dataclass(frozen=True)
-class OverlapFile:
-    """Two sections of the file of `--overlap-config`."""
-
-    overlap: OverlapConfig
-    launch: LaunchSection
 
 
 def load_launch_config(path: str | Path, overrides: Sequence[str] = (), *, inputs: bool = False) -> LaunchConfig:
@@ -111,21 +102,21 @@ def missing_inputs(cfg: LaunchConfig) -> Iterator[Problem]:
             yield Problem("model.vocab_size", cfg.model.vocab_size, remedy)
 
 
-def load_overlap_file(path: str | Path, overrides: Sequence[str] = ()) -> OverlapFile:
+def load_overlap_file(path: str | Path, overrides: Sequence[str] = ()) -> tuple[OverlapConfig, LaunchSection]:
     """Read the file of `--overlap-config`: a launch config, some of its sections, or overlap's keys alone."""
     composed = _compose(path, overrides)
     tree = composed.tree
     if "model" in tree and "train" in tree:
         config = validate(LaunchConfig, composed)
-        return OverlapFile(config.overlap, config.launch)
+        return config.overlap, config.launch
     bare = set(OverlapConfig.model_fields) - {"data"}
     if "overlap" not in tree and set(tree) & bare:
-        return OverlapFile(validate(OverlapConfig, composed), LaunchSection())
+        return validate(OverlapConfig, composed), LaunchSection()
     for key in tree:
         if key not in LaunchConfig.model_fields:
             remedy = did_you_mean(key, [*LaunchConfig.model_fields, "base"])
             raise ConfigError(composed.source_of(key), key, tree[key], remedy)
-    return OverlapFile(validate(OverlapConfig, composed, "overlap"), validate(LaunchSection, composed, "launch"))
+    return validate(OverlapConfig, composed, "overlap"), validate(LaunchSection, composed, "launch")
 
 
 def dump_config(config: LaunchConfig | OverlapConfig) -> str:

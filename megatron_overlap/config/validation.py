@@ -189,7 +189,6 @@ def _slurm_rules(cfg: LaunchFields) -> Iterator[Rule]:
 
 
 def _varlen_rules(cfg: LaunchFields) -> Iterator[Rule]:
-    """Settings that `overlap.varlen` does not support; none if it is off."""
     varlen, parallel, train, overlap = cfg.overlap.varlen, cfg.parallel, cfg.train, cfg.overlap
     if varlen.method == "none":
         return
@@ -222,7 +221,6 @@ def _varlen_rules(cfg: LaunchFields) -> Iterator[Rule]:
 
 
 def _argument_rules(cfg: LaunchFields) -> Iterator[Rule]:
-    """Flags in `megatron_args` that a key sets too."""
     for index, flag in flags_in(cfg.megatron_args):
         where = f"megatron_args.{index}"
         if flag == "--yaml-cfg":

@@ -36,8 +36,7 @@ Reason = Annotated[str, Field(min_length=20)]
 class ReviewedRelease(BaseModel):
     """The source of the target in one release that a person reviewed.
 
-    `relies_on` has the digests of other symbols whose behaviour the replacement repeats or expects; null for a symbol
-    that this release lacks.
+    `relies_on` has the digests of the symbols of `Manifest.relies_on`; null for a symbol that this release lacks.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)

@@ -290,7 +290,6 @@ def _with_bindings(finding: Finding, holders: Iterable[Binding]) -> Finding:
 
 
 def _import_replacement(manifest: Manifest) -> Any:
-    """The factory of a patch, or its substitute."""
     target = Target.parse(manifest.replacement or manifest.substitute or "")
     binding = _find_imported(target, f"the replacement {target}")
     found = None if binding is None else binding.read()

@@ -68,8 +68,7 @@ def command(
     console.print(", ".join([f"python {platform.python_version()}", *releases]), highlight=False)
     for line in devices():
         console.print(line, highlight=False, markup=False)
-    slow = slow_precision_reason("bf16")
-    if slow is not None:
+    if (slow := slow_precision_reason("bf16")) is not None:
         console.print(slow, highlight=False, soft_wrap=True)
     for name, value, remedy in environment(os.environ, cuda=cuda):
         console.print(f"environment: {name}={value}: {remedy}", highlight=False, soft_wrap=True)
@@ -94,8 +93,7 @@ def devices() -> list[str]:
     if pairs:
         able = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
         lines.append(f"peer access: {able} of {len(pairs)} pairs")
-    tool = shutil.which("nvidia-smi")
-    if tool is not None:
+    if (tool := shutil.which("nvidia-smi")) is not None:
         shown = subprocess.run([tool, "topo", "-m"], capture_output=True, text=True, timeout=20, check=False)
         lines += shown.stdout.splitlines()
     return lines

@@ -112,16 +112,15 @@ def sent_times(ranks: Sequence[RankEvents]) -> dict[MessageKey, int]:
 def received_messages(rank: RankEvents, sent_ns: dict[MessageKey, int]) -> Iterator[ReceivedMessage]:
     """The messages that a rank received, in order of receipt."""
     previous: dict[tuple[int, int], int] = {}
-    for row in np.sort(events_of(rank, Kind.RECEIVED), order="stop_ns"):
-        peer, channel, stop = int(row["peer"]), int(row["group"]), int(row["stop_ns"])
-        group, message = rank.names[channel], int(row["message"])
-        sent = sent_ns.get((group, int(row["operation"]), message, peer, rank.rank))
-        start = max(int(row["start_ns"]) if sent is None else sent, previous.get((peer, channel), 0))
+    fields = ["op", "peer", "group", "operation", "message", "start_ns", "stop_ns", "num_bytes"]
+    events = np.sort(events_of(rank, Kind.RECEIVED), order="stop_ns")[fields].tolist()
+    for op, peer, channel, operation, message, posted, stop, size in events:
+        group = rank.names[channel]
+        sent = sent_ns.get((group, operation, message, peer, rank.rank))
+        start = max(posted if sent is None else sent, previous.get((peer, channel), 0))
         previous[peer, channel] = stop
         # The error of the clocks must not place the receipt before the start.
-        yield ReceivedMessage(
-            rank.names[row["op"]], peer, group, channel, message, min(start, stop), stop, int(row["num_bytes"]), sent
-        )
+        yield ReceivedMessage(rank.names[op], peer, group, channel, message, min(start, stop), stop, size, sent)
 
 
 def events_of(rank: RankEvents, *kinds: Kind) -> npt.NDArray[np.void]:
@@ -244,22 +243,19 @@ def _compute(rank: RankEvents) -> Iterator[_Span]:
 
 
 def _waits(rank: RankEvents) -> Iterator[_Span]:
-    for event in events_of(rank, Kind.WAIT, Kind.COLLECTIVE_WAIT):
-        details: dict[str, Any] = {"message": int(event["message"])}
-        if event["kind"] == Kind.COLLECTIVE_WAIT:
-            details = {"by": "a collective of Megatron"}
-        name, start, stop = rank.names[event["op"]], int(event["start_ns"]), int(event["stop_ns"])
-        yield 2, "waits (exposed communication)", name, start, stop, details
+    waits = events_of(rank, Kind.WAIT, Kind.COLLECTIVE_WAIT)
+    for kind, op, message, start, stop in waits[["kind", "op", "message", "start_ns", "stop_ns"]].tolist():
+        details = {"message": message} if kind == Kind.WAIT else {"by": "a collective of Megatron"}
+        yield 2, "waits (exposed communication)", rank.names[op], start, stop, details
 
 
 def _ops(rank: RankEvents) -> Iterator[_Span]:
     """Each operation in the first row that is free when it begins."""
     free_at: list[int] = []
-    for event in np.sort(events_of(rank, Kind.OP), order="start_ns"):
-        start, stop = int(event["start_ns"]), int(event["stop_ns"])
+    for op, start, stop in np.sort(events_of(rank, Kind.OP), order="start_ns")[["op", "start_ns", "stop_ns"]].tolist():
         row = next((row for row, until in enumerate(free_at) if until <= start), len(free_at))
         free_at[row : row + 1] = [stop]
-        yield 10 + row, "ops" if row == 0 else f"ops, {row} more at once", rank.names[event["op"]], start, stop, {}
+        yield 10 + row, "ops" if row == 0 else f"ops, {row} more at once", rank.names[op], start, stop, {}
 
 
 def _messages(rank: RankEvents, sent_ns: dict[MessageKey, int]) -> Iterator[_Span]:

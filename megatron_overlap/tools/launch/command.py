@@ -128,7 +128,6 @@ def launch(
 
 
 def _rehearse(config: Path, overrides: Sequence[str], run_dir: Path | None, max_ranks: int | None) -> int:
-    """Downscale the config, run it with and without the overlap, print the changes and the verdict."""
     cfg = load_launch_config(config, overrides)
     downscaled, changes = downscale(cfg, max_ranks or max_local_ranks())
     folder = run_dir or unused_folder(cfg.launch.output_dir, downscaled.name)

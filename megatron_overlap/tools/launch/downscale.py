@@ -26,10 +26,7 @@ from megatron_overlap.config.loading import missing_inputs
 from megatron_overlap.config.megatron_args import EXPERT_PARALLEL, REHEARSAL_SWITCHES, flags_in
 from megatron_overlap.config.resources import TE_MISSING, transformer_engine_available
 
-ITERATIONS = 3
-SEQ_LENGTH = 128
-HEAD_SIZE = 32
-VOCAB_SIZE = 1000
+ITERATIONS, SEQ_LENGTH, HEAD_SIZE, VOCAB_SIZE = 3, 128, 32, 1000
 
 # Prefixes of Megatron arguments that need a GPU or a library that needs one.
 NEEDS_GPU = (

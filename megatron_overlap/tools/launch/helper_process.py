@@ -3,8 +3,7 @@
 The launcher executes this file by its path with `python -I -S`. It imports only the standard library, so that a helper
 starts in about 15 ms and depends on nothing that the launched program needs.
 
-- `hold` makes the namespaces of a `Netlab` and holds them open. It ends when its owner process ends. The kernel then
-  removes the namespaces.
+- `hold` makes the namespaces of a `Netlab` and holds them open until its owner process ends.
 - `enter` enters the namespaces of one host and executes the given program.
 - `supervise` runs one rank. All processes that the rank started end with the rank or with its launcher.
 """
@@ -23,8 +22,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-# iproute2 is often outside the PATH of a user without root privileges.
-_ADMIN_FOLDERS = ("/usr/sbin", "/sbin", "/usr/local/sbin")
 
 
 def _prctl(option: int, argument: int) -> None:
@@ -35,7 +32,8 @@ def _prctl(option: int, argument: int) -> None:
 
 def find_tool(name: str) -> str | None:
     """Path of an administration tool in PATH or in the sbin folders; None: not installed."""
-    return shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), *_ADMIN_FOLDERS]))
+    # iproute2 is often outside the PATH of a user without root privileges.
+    return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin:/usr/local/sbin")
 
 
 class _NamespaceError(Exception):
@@ -152,10 +150,8 @@ def hold(argv: list[str]) -> int:
         if os.getppid() != spec["owner"]:
             return 1
         answer = _make_lab(spec)
-    except _NamespaceError as error:
-        answer = {"error": str(error)}
-    except OSError as error:
-        answer = {"error": f"{error.strerror or error}"}
+    except (_NamespaceError, OSError) as error:
+        answer = {"error": str(getattr(error, "strerror", None) or error)}
     print(json.dumps(answer), flush=True)
     if "error" in answer:
         return 1
@@ -194,7 +190,6 @@ def _execute(program: list[str]) -> NoReturn:
 
 
 def _children() -> list[int]:
-    """Pids of the children of this process."""
     me, found = str(os.getpid()), []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):

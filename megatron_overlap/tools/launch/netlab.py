@@ -222,12 +222,3 @@ class Netlab:
         ]
         lab = {"owner": os.getpid(), "name": self.name, "interface": INTERFACE, "mtu_bytes": MTU_BYTES}
         return {**lab, "hosts": hosts}
-
-
-def available() -> tuple[bool, str]:
-    """Try to make a lab. Returns whether that works, and the kind of privileges or the reason why not."""
-    try:
-        with Netlab(hosts=1) as lab:
-            return True, "in a user namespace" if lab.in_user_namespace else "as root"
-    except NetlabError as error:
-        return False, str(error)

@@ -9,10 +9,9 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from megatron_overlap.config import ConfigError, LaunchConfig, dump_config, to_megatron_args
 from megatron_overlap.config.launch import HostsConfig
@@ -97,7 +96,6 @@ def over_loopback(cfg: LaunchConfig) -> LaunchConfig:
 
 
 def _entry_script(cfg: LaunchConfig) -> Path:
-    """The training script: `launch.entry`, or the provided script of the architecture."""
     name, provided = cfg.launch.entry, f"pretrain_{cfg.model.arch}.py"
     script = resource_folder("scripts") / provided if name is None else Path(name)
     if not script.is_file():
@@ -219,13 +217,13 @@ def batch_file(configs: Sequence[LaunchConfig], file: str = "job.sh") -> str:
     gpus, env = ranks_per_node, gpu_env(first)
     if launch.device == "cpu":
         gpus, env = 0, {**loopback_env(), "OMP_NUM_THREADS": str(launch.threads_per_rank), "PYTHONUNBUFFERED": "1"}
-    template = resources.files("megatron_overlap.tools.launch").joinpath("templates/slurm.sh.j2")
+    loader = PackageLoader("megatron_overlap.tools.launch")
     environment = Environment(
-        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+        loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
     environment.filters["quote"] = shlex.quote
     environment.filters["inside_quotes"] = lambda text: text.replace("'", "'\\''")
-    return environment.from_string(template.read_text(encoding="utf-8")).render(
+    return environment.get_template("slurm.sh.j2").render(
         file=shlex.quote(file),
         runs=[_slurm_run(config) for config in configs],
         slurm=launch.slurm,

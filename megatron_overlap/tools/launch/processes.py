@@ -129,7 +129,6 @@ class _Rank:
         self.process.send_signal(signal.SIGCONT)  # the process may be stopped
 
     def close(self) -> None:
-        """Kill the rank if it runs, and close its pipes and its log."""
         self.kill()
         self.process.wait()
         os.close(self.status_fd)
@@ -165,7 +164,6 @@ class _Job:
         return [rank for rank in self.ranks if rank.code is None]
 
     def all_ended(self) -> bool:
-        """Whether all ranks and their supervisors have ended."""
         return all(rank.supervisor_ended for rank in self.ranks)
 
     def pump(self, seconds: float) -> bool:

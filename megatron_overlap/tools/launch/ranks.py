@@ -100,8 +100,7 @@ def run_workers(
     `lab`, or over loopback.
 
     Raises:
-        ValueError: the lab has another number of ranks.
-        RunError: as for `run_ranks`; the text names a log file, which stays.
+        ValueError, RunError: as `worker_commands` and `run_ranks`; the text names a log file, which stays.
     """
     commands = worker_commands([sys.executable, os.fspath(script), *args], world_size, lab=lab)
     if lab is not None:

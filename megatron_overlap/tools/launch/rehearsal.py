@@ -22,13 +22,12 @@ from megatron_overlap.tools.launch.run_records import PluginReport, RunRecord, d
 # deviates by 1.6e-2 from fp32, so a smaller bound would fail by rounding. `train.precision=fp32` is the sharper test.
 BOUNDS = {"fp32": (1e-5, 1e-5), "bf16": (2.0**-8, 2e-2)}
 _RANK_BYTES = 1.2e9  # resident memory of one rank: torch, Megatron and a tiny model
-_MIN_RANKS, _MAX_RANKS = 2, 8
 
 
 def max_local_ranks() -> int:
     """Largest number of rehearsal ranks on this machine: limited by free memory and by two ranks per core."""
     by_memory = int(psutil.virtual_memory().available / _RANK_BYTES)
-    return max(_MIN_RANKS, min(by_memory, 2 * len(os.sched_getaffinity(0)), _MAX_RANKS))
+    return max(2, min(by_memory, 2 * len(os.sched_getaffinity(0)), 8))
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,6 @@ class Rehearsal:
 
     Attributes:
         bounds: largest relative deviation of loss and of grad-norm.
-        report: the plugin's report; None if the plugin was off.
         failures: reasons why the rehearsal failed; empty if it passed.
     """
 
@@ -140,10 +138,10 @@ def steps_table(result: Rehearsal) -> Table:
         table.add_column("overlap", justify="right")
         table.add_column(f"difference (at most {bound:.1e})", justify="right")
     for step in result.steps:
-        cells = []
+        cells = [str(step.iteration)]
         for pair in (step.loss, step.grad_norm):
-            cells += [*(_number(value) for value in pair), f"{deviation(*pair):.1e}"]
-        table.add_row(str(step.iteration), *cells)
+            cells += [*map(_number, pair), f"{deviation(*pair):.1e}"]
+        table.add_row(*cells)
     return table
 
 

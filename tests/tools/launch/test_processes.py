@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_overlap.tools.launch import netlab
 from megatron_overlap.tools.launch.processes import RankCommand, RunError, run_ranks
+from tests.helpers.netlab import available
 from tests.tools.launch.watch import helpers_of, new_token, still_held, wait_for, with_token
 
 ROOT = Path(__file__).parents[3]
@@ -235,8 +235,8 @@ def test_an_ended_launcher_leaves_no_process_and_no_namespace(
     number: signal.Signals, code: int, in_lab: bool, tmp_path: Path, token: str
 ) -> None:
     """One rank is stopped; the other started a detached process."""
-    if in_lab and not netlab.available()[0]:
-        pytest.skip(netlab.available()[1])
+    if in_lab and not available()[0]:
+        pytest.skip(available()[1])
     argv = [sys.executable, "-c", LAUNCHER, token, str(tmp_path), str(in_lab), DETACH]
     launcher = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT)
     assert launcher.stdout is not None
