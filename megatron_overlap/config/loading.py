@@ -62,9 +62,7 @@ def load_launch_config(path: str | Path, overrides: Sequence[str] = (), *, input
 
 
 def _compose(path: str | Path, overrides: Sequence[str]) -> Composed:
-    """The merged file. The default name of a launch is `my` for `my.yaml`, and `NAME_overlap` for
-    `gpu/NAME/overlap.yaml`.
-    """
+    """The merged file. The default name is `my` for `my.yaml`, and `NAME_overlap` for `gpu/NAME/overlap.yaml`."""
     composed = compose(path, overrides, ("tensor", "data", "ulysses", "expert", "varlen"))
     if "model" in composed.tree and "train" in composed.tree:
         file = Path(path).resolve()

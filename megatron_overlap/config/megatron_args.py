@@ -99,9 +99,6 @@ CPU_SWITCHES = (
 REHEARSAL_SWITCHES = ("--no-masked-softmax-fusion", "--no-rope-fusion")
 CPU_VALUES: Mapping[str, str] = {"--distributed-backend": "gloo", "--attention-backend": "unfused"}
 
-# The plugin loads the documents. Ranks have different numbers of tokens, so the loss is averaged over tokens.
-VARLEN = ("--dataloader-type=external", "--calculate-per-token-loss")
-
 
 def to_megatron_args(cfg: LaunchFields) -> list[str]:
     """All arguments of Megatron's training script, without the script and the arguments of the plugin.
@@ -115,7 +112,9 @@ def to_megatron_args(cfg: LaunchFields) -> list[str]:
     args += [flag for flag, (key, setting) in SWITCHES.items() if value_at(cfg, key) == setting]
     args += [*_model(cfg), *_train(cfg), *_data(cfg), *_device(cfg)]
     if cfg.overlap.varlen.method != "none":
-        args += [argument for argument in VARLEN if argument not in cfg.megatron_args]
+        # The plugin loads the documents. Ranks have different numbers of tokens, so the loss is averaged over tokens.
+        needed = ("--dataloader-type=external", "--calculate-per-token-loss")
+        args += [argument for argument in needed if argument not in cfg.megatron_args]
     return [*args, *cfg.megatron_args]
 
 

@@ -216,11 +216,8 @@ class Judgement:
     reason: str
 
 
-_OPTIONAL_PACKAGE = "megatron.training"
-"""The training loop; some wheels of megatron-core lack it."""
-
-NOT_COMPARED = Judgement(Verdict.APPLIES, "not compared")
-"""The judgement of every patch with `unchecked`."""
+_OPTIONAL_PACKAGE = "megatron.training"  # the training loop; some wheels of megatron-core lack it
+NOT_COMPARED = Judgement(Verdict.APPLIES, "not compared")  # of every patch with `unchecked`
 
 
 def judge(manifest: Manifest, definition: Definition, tree: SourceTree) -> Judgement:
@@ -233,11 +230,8 @@ def judge(manifest: Manifest, definition: Definition, tree: SourceTree) -> Judge
     }
     if not changed:
         known = ", ".join(sorted({release.signature for release in manifest.releases.values()}))
-        return Judgement(
-            Verdict.REFUSED,
-            f"{here} has the signature {definition.signature}, and only {known} was reviewed;"
-            " use a reviewed release, or a newer megatron-overlap",
-        )
+        reason = f"{here} has the signature {definition.signature}, and only {known} was reviewed"
+        return Judgement(Verdict.REFUSED, f"{reason}; use a reviewed release, or a newer megatron-overlap")
     equal = [name for name, names in changed.items() if not names]
     if here in equal:
         return Judgement(Verdict.APPLIES, f"{here} was reviewed")

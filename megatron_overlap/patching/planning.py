@@ -19,6 +19,9 @@ _DEPENDENCIES = sys.stdlib_module_names | {
 """Packages that never import Megatron or TransformerEngine; they have nine tenths of all attributes."""
 
 
+_UNDO = "undo that first, or enable this plugin before"
+
+
 class _RefusedError(Exception):
     """Ends the planning of one patch; caught in this module."""
 
@@ -218,10 +221,8 @@ def _resolve(target: Target) -> tuple[Binding, Any, bool]:
     if not isinstance(site.holder, ModuleType):
         expected = (target.module, target.qualname.rpartition(".")[0])
         if (site.module, site.holder.__qualname__) != expected:
-            raise _RefusedError(
-                f"{':'.join(expected)} is now {site.module}.{site.holder.__qualname__}: another package replaced the"
-                " class; undo that first, or enable this plugin before"
-            )
+            now = f"{site.module}.{site.holder.__qualname__}: another package replaced the class"
+            raise _RefusedError(f"{':'.join(expected)} is now {now}; {_UNDO}")
     for owner in (site.holder,) if isinstance(site.holder, ModuleType) else site.holder.__mro__:
         original = Binding(owner, site.name).read()
         if original is not None:
@@ -243,12 +244,10 @@ def _definition_of(site: Binding, raw: Any, tree: ImportedTree) -> Definition:
     qualname = site.name if isinstance(owner, ModuleType) else f"{owner.__qualname__}.{site.name}"
     found = definitions(tree, Target(place.module, qualname))
     if not found:
-        known = tree.read(place.module) is not None
-        raise _RefusedError(
-            f"{place} is {describe(raw)}: another package replaced it, or it was moved; undo that first"
-            if known
-            else f"the source of {place.module} is not readable, so it cannot be compared with a reviewed release"
-        )
+        reason = f"{place} is {describe(raw)}: another package replaced it, or it was moved; undo that first"
+        if tree.read(place.module) is None:
+            reason = f"the source of {place.module} is not readable, so it cannot be compared with a reviewed release"
+        raise _RefusedError(reason)
     function, num_wrappers = plain_function(raw), 0
     while (inner := getattr(function, "__wrapped__", None)) is not None:
         function, num_wrappers = inner, num_wrappers + 1
@@ -258,9 +257,7 @@ def _definition_of(site: Binding, raw: Any, tree: ImportedTree) -> Definition:
         same_file = file == definition.file or os.path.realpath(file) == os.path.realpath(definition.file)
         if num_wrappers <= definition.num_decorators and same_line and same_file:
             return definition
-    raise _RefusedError(
-        f"{place} was already replaced by {describe(raw)}; undo that first, or enable this plugin before"
-    )
+    raise _RefusedError(f"{place} was already replaced by {describe(raw)}; {_UNDO}")
 
 
 def _with_bindings(finding: Finding, holders: Iterable[Binding]) -> Finding:

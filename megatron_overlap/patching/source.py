@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-PACKAGE = "megatron"
-"""The package whose source is judged."""
+PACKAGE = "megatron"  # its source is judged
 
 _Definable = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 

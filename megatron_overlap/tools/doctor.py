@@ -32,8 +32,7 @@ from megatron_overlap.tools.launch.ranks import run_workers
 from megatron_overlap.tools.launch.rehearsal import permits_table
 
 VERSIONS = ("megatron-overlap", "megatron-core", "torch", "triton", "transformer-engine", "apex")
-_TOLERANCE = 1e-5
-"""Relative; fp32 sums of a few terms in another order."""
+_TOLERANCE = 1e-5  # relative; fp32 sums of a few terms in another order
 
 # Values of environment variables (regular expressions) that do harm, and the remedy.
 _ENABLED = "(?!0$).+"
@@ -53,8 +52,7 @@ _HARMFUL = {
     "MEGATRON_OVERLAP": ("0", "disables the plugin: unset it"),
 }
 
-Verdict = tuple[Literal["works", "works slower", "not available"], str]
-"""Whether a feature works, and the reason."""
+Verdict = tuple[Literal["works", "works slower", "not available"], str]  # whether a feature works, and the reason
 
 
 def command(
@@ -166,10 +164,8 @@ def _self_test(console: Console, ranks: int, deadline: float) -> str | None:
 
 
 def _self_test_rank(folder: Path) -> None:
-    """The self-test of one rank; this file is its program.
-
-    Writes the largest relative difference from plain collectives over outputs and gradients of both layers to
-    `FOLDER/rank{r}`.
+    """The self-test of one rank; this file is its program. Writes to `FOLDER/rank{r}` the largest relative difference
+    of outputs and gradients of both layers from plain collectives.
     """
     dist.init_process_group("gloo")
     group, rank, worst = dist.group.WORLD, dist.get_rank(), 0.0

@@ -18,8 +18,7 @@ from pathlib import Path
 import torch
 
 SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192)}
-SECONDS_PER_SIZE = 0.5
-MIN_REPEATS = 3
+SECONDS_PER_SIZE, MIN_REPEATS = 0.5, 3
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _SLOW_FACTOR = 4.0

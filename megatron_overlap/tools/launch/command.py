@@ -48,7 +48,6 @@ _REPORT = re.compile(
     r"^(?:megatron_overlap is |tensor: |patches\s*$|calls on this rank\s*$|autotuning\s*$|[\u2500-\u257f])"
 )
 
-
 Config = Annotated[Path, typer.Argument(help="Launch config: a YAML file, or the name of a shipped one.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, which overrides the file.")]
 RunDir = Annotated[Path | None, typer.Option(help="Folder of this run. Default: a new folder in launch.output_dir.")]

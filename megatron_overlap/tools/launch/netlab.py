@@ -41,8 +41,7 @@ class Link:
     Attributes:
         gbps: rate in Gbit/s (10^9 bits per second), headers included.
         latency_ms: delay of each outgoing packet. Needs netem in the kernel.
-        burst_bytes: size of the token bucket: bytes that pass without a limit after a pause. None: 0.5 ms at the
-            rate, at least 64 KiB.
+        burst_bytes: size of the token bucket, which passes without a limit. None: 0.5 ms at the rate, at least 64 KiB.
     """
 
     gbps: float
@@ -185,11 +184,8 @@ class Netlab:
         self._made = made
         if self.tcp_refused and self.hosts > 1:
             refused = ", ".join(f"{key} is {value}" for key, value in self.tcp_refused.items())
-            warnings.warn(
-                f"netlab: the machine refuses TCP settings ({refused}): links may idle at times, and measured times "
-                "vary more; see docs/netlab.md",
-                stacklevel=2,
-            )
+            effect = "links may idle at times, and measured times vary more; see docs/netlab.md"
+            warnings.warn(f"netlab: the machine refuses TCP settings ({refused}): {effect}", stacklevel=2)
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -212,13 +208,10 @@ class Netlab:
         return [*HELPER, "enter", str(self._made["pid"]), str(net_fd), str(int(self.in_user_namespace)), *argv]
 
     def _spec(self) -> dict[str, Any]:
+        addresses = [f"{self.address(host)}/{_NETWORK.prefixlen}" for host in range(self.hosts)]
         hosts = [
-            {
-                "address": f"{self.address(host)}/{_NETWORK.prefixlen}",
-                "out_qdiscs": link.out_qdiscs(),
-                "in_qdiscs": link.in_qdiscs(),
-            }
-            for host, link in enumerate(self.links)
+            {"address": address, "out_qdiscs": link.out_qdiscs(), "in_qdiscs": link.in_qdiscs()}
+            for address, link in zip(addresses, self.links, strict=True)
         ]
         lab = {"owner": os.getpid(), "name": self.name, "interface": INTERFACE, "mtu_bytes": MTU_BYTES}
         return {**lab, "hosts": hosts}

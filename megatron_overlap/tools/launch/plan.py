@@ -55,9 +55,8 @@ class LaunchPlan:
         lines = [f"run directory: {self.run_dir}", f"network: {self.link}", ""]
         for command in self.commands:
             where = f"rank {command.rank} on {command.host}" if self.config.launch.device == "cpu" else "this node"
-            lines.append(f"# {where}")
-            lines.append(" ".join(f"{key}={shlex.quote(value)}" for key, value in command.env.items()) + " \\")
-            lines.append(f"  {shlex.join(command.argv)}")
+            env = " ".join(f"{key}={shlex.quote(value)}" for key, value in command.env.items())
+            lines += [f"# {where}", f"{env} \\", f"  {shlex.join(command.argv)}"]
         return "\n".join([*lines, "", f"# {self.config_path}", dump_config(self.config).rstrip()])
 
 
@@ -75,8 +74,7 @@ def plan(cfg: LaunchConfig, run_dir: Path, *, rendezvous: str | None = None) -> 
         argv = [*_torchrun(cfg, run_dir, rendezvous), *program]
         return LaunchPlan(cfg, run_dir, (RankCommand(0, argv, gpu_env(cfg), "this node"),), None, link)
     lab, link = _lab(cfg.launch.hosts)
-    argv, threads = [sys.executable, *program], cfg.launch.threads_per_rank
-    commands = worker_commands(argv, cfg.world_size, lab=lab, threads=threads)
+    commands = worker_commands([sys.executable, *program], cfg.world_size, lab=lab, threads=cfg.launch.threads_per_rank)
     return LaunchPlan(cfg, run_dir, tuple(commands), lab, link)
 
 

@@ -20,8 +20,7 @@ from megatron_overlap.tools.launch.netlab import HELPER, owner_label
 OnLine = Callable[[int, str], None]
 """Called with the number of a rank and one line of its output."""
 
-GRACE_S = 10.0
-"""Seconds from SIGTERM to SIGKILL."""
+GRACE_S = 10.0  # from SIGTERM to SIGKILL
 # Other ranks fail within milliseconds of the first failure. After this time the exit times name the first rank.
 _SETTLE_S = 0.3
 _SUPERVISOR_S = 5.0  # deadline of a supervisor that ends the descendants of its rank
@@ -83,10 +82,8 @@ class _Rank:
         assert self.code is not None
         if self.code >= 0:
             return f"exit code {self.code}"
-        try:
-            return f"killed by {signal.Signals(-self.code).name}"
-        except ValueError:
-            return f"killed by signal {-self.code}"
+        names = {number.value: number.name for number in signal.Signals}
+        return f"killed by {names.get(-self.code, f'signal {-self.code}')}"
 
     def read_output(self, on_line: OnLine | None) -> bool:
         """Read the available output of the rank. Returns False at the end of the output."""
@@ -241,8 +238,7 @@ def run_ranks(
     SIGKILL, their descendants included. The same happens on Ctrl-C, SIGTERM, SIGHUP and on an exception of `on_line`.
     If this process is killed by SIGKILL, the supervisors end the ranks.
 
-    `timeout_s` limits the whole job. `on_line` is called with (rank, line) for every line of output. Logs of an earlier
-    job in `log_dir` are replaced.
+    `timeout_s` limits the whole job. Logs of an earlier job in `log_dir` are replaced.
 
     Raises:
         ValueError: no commands, or two commands for one rank.
