@@ -34,21 +34,14 @@ def main(argv: list[str] | None = None) -> NoReturn:
         run.execute()
         code = 0
     except SystemExit as request:
-        code = _exit_code(request)
+        code = request.code if isinstance(request.code, int) else int(request.code is not None)
+        if not isinstance(request.code, int | None):
+            print(request.code, file=sys.stderr)
     except KeyboardInterrupt:
         code = 130
     except BaseException as error:
         code = run.exit_code_of(error)
     _leave(run.finish(code))
-
-
-def _exit_code(request: SystemExit) -> int:
-    if request.code is None:
-        return 0
-    if isinstance(request.code, int):
-        return request.code
-    print(request.code, file=sys.stderr)
-    return 1
 
 
 def _leave(code: int) -> NoReturn:

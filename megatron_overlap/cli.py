@@ -4,11 +4,10 @@ A subcommand is a function with typer annotations. It returns the exit code; Non
 """
 
 import importlib
+import pkgutil
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import typer
 
@@ -19,43 +18,28 @@ from megatron_overlap.version import __version__
 _click_errors = importlib.import_module(typer.BadParameter.__module__)
 
 PROGRAM = "megatron-overlap"
-COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "launch": ("megatron_overlap.tools.launch.command:launch", "Start a training from a launch config."),
-        "compare": ("megatron_overlap.tools.compare.command:compare", "Measure configs in alternating rounds."),
-        "doctor": (
-            "megatron_overlap.tools.doctor:command",
-            "Report which features work on this machine.",
-        ),
-        "tune": (
-            "megatron_overlap.tools.launch.command:tune",
-            "Measure the fastest method of each layer before a run.",
-        ),
-        "trace": ("megatron_overlap.tools.trace:trace", "Show computation, waits and messages of each rank."),
-        "simulate": (
-            "megatron_overlap.tools.simulate.command:simulate",
-            "Predict the time of a training step on a cluster.",
-        ),
-        "patches": ("megatron_overlap.patching.command:patches", "List what the plugin replaces in Megatron."),
-        "plan": ("megatron_overlap.tools.plan:plan", "Show which rank gets which documents of a batch."),
-        "schema": ("megatron_overlap.config.loading:schema", "Print the JSON Schema of launch configs."),
-    }
-)
+COMMANDS: Mapping[str, tuple[str, str]] = {
+    "launch": ("tools.launch.command:launch", "Start a training from a launch config."),
+    "compare": ("tools.compare.command:compare", "Measure configs in alternating rounds."),
+    "doctor": ("tools.doctor:command", "Report which features work on this machine."),
+    "tune": ("tools.launch.command:tune", "Measure the fastest method of each layer before a run."),
+    "trace": ("tools.trace:trace", "Show computation, waits and messages of each rank."),
+    "simulate": ("tools.simulate.command:simulate", "Predict the time of a training step on a cluster."),
+    "patches": ("patching.command:patches", "List what the plugin replaces in Megatron."),
+    "plan": ("tools.plan:plan", "Show which rank gets which documents of a batch."),
+    "schema": ("config.loading:schema", "Print the JSON Schema of launch configs."),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        argv: arguments without the name of the program; None: those of the process.
+    """Run one command with arguments without the name of the program. None: the arguments of the process.
 
     Returns:
         0 done, 1 the run failed or a check did not hold, 2 the request was wrong (one line on stderr).
     """
     args = list(sys.argv[1:] if argv is None else argv)
     try:
-        name = _command_in(args)
-        return _run(name, args)
+        return _run(_command_in(args), args)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -82,7 +66,10 @@ def _run(name: str | None, args: list[str]) -> int:
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.callback(invoke_without_command=True)(_root)
     for known, (target, short) in COMMANDS.items():
-        app.command(known, help=None if known == name else short)(_load(target) if known == name else _unloaded)
+        if known == name:
+            app.command(known)(pkgutil.resolve_name(f"megatron_overlap.{target}"))
+        else:
+            app.command(known, help=short)(_unloaded)
     try:
         result = app(args=args, prog_name=PROGRAM, standalone_mode=False)
     except _click_errors.ClickException as error:
@@ -101,26 +88,18 @@ def _unloaded() -> None:
     """Placeholder of a subcommand in the list of --help."""
 
 
-def _load(target: str) -> Callable[..., Any]:
-    module, _, attribute = target.partition(":")
-    function = getattr(importlib.import_module(module), attribute)
-    assert callable(function)
-    return function  # type: ignore[no-any-return]
-
-
 def _explain(name: str | None, args: Sequence[str], error: Exception) -> ConfigError:
     """The one-line error of a usage error of typer."""
-    params = getattr(getattr(getattr(error, "ctx", None), "command", None), "params", [])
-    options = [text for param in params for text in param.opts if text.startswith("-")]
-    param = getattr(error, "param", None)
-    option = getattr(error, "option_name", None)
+    param, option = getattr(error, "param", None), getattr(error, "option_name", None)
     key = name or "option"
     more = f"see {PROGRAM} {key} --help"
     if isinstance(error, _click_errors.NoSuchOption):
-        text = str(option)
-        if "." in text:
-            return usage_error(key, text, "unknown option; write an override as key=value, without dashes")
-        return usage_error(key, text, did_you_mean(text, [*options, "--help"], "option"))
+        text, remedy = str(option), "unknown option; write an override as key=value, without dashes"
+        if "." not in text:
+            params = getattr(getattr(getattr(error, "ctx", None), "command", None), "params", [])
+            options = [text for param in params for text in param.opts if text.startswith("-")]
+            remedy = did_you_mean(text, [*options, "--help"], "option")
+        return usage_error(key, text, remedy)
     if isinstance(error, _click_errors.MissingParameter) and param is not None:
         return usage_error(key, None, f"give {str(param.name).upper()}; {more}")
     message = str(getattr(error, "message", error)).rstrip(".")
@@ -135,11 +114,11 @@ def _explain(name: str | None, args: Sequence[str], error: Exception) -> ConfigE
 
 def _given(args: Sequence[str], option: str) -> str | None:
     """The value of an option on the command line; None: the option has no value."""
-    for index, arg in enumerate(args):
+    for arg, following in zip(args, [*args[1:], None], strict=True):
         if arg.startswith(f"{option}="):
             return arg.removeprefix(f"{option}=")
-        if arg == option and index + 1 < len(args):
-            return args[index + 1]
+        if arg == option:
+            return following
     return None
 
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megatron_overlap.patching.manifest import Manifest, digest_of, judge_source, load_manifests, patches_folder
+from megatron_overlap.config.resources import resource_folder
+from megatron_overlap.patching.manifest import Manifest, digest_of, judge_source, load_manifests
 from megatron_overlap.patching.source import (
     DirectoryTree,
     SourceTree,
@@ -81,7 +82,8 @@ def _seams(releases: dict[str, SourceTree], symbols: Sequence[str]) -> Table:
 
 
 def _print_entries(console: Console, manifest: Manifest, releases: dict[str, SourceTree]) -> None:
-    console.print(f"\n# {manifest.target}, for patches/ in {patches_folder()}", soft_wrap=True, highlight=False)
+    folder = resource_folder("patches")
+    console.print(f"\n# {manifest.target}, for patches/ in {folder}", soft_wrap=True, highlight=False)
     for release, tree in releases.items():
         judgement = judge_source(manifest, tree)
         found = definitions(tree, Target.parse(manifest.target))

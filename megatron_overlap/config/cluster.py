@@ -17,21 +17,8 @@ from megatron_overlap.config.section import Name, NonNegativeFloat, Positive, Po
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
-Elementwise = Literal[
-    "rms_norm",
-    "layer_norm",
-    "add",
-    "sum",
-    "rotary",
-    "repeat",
-    "scores",
-    "swiglu",
-    "gelu",
-    "loss",
-    "accumulate",
-    "clip",
-    "update",
-]
+_InLayers = Literal["rms_norm", "layer_norm", "add", "sum", "rotary", "repeat", "scores", "swiglu", "gelu"]
+Elementwise = Literal[_InLayers, "loss", "accumulate", "clip", "update"]
 """Operations between GEMMs: fields of `ElementwiseRates`."""
 
 
@@ -227,27 +214,20 @@ class ClusterProfile(Section):
     device: DeviceProfile
     inside: InsideLink
     between: NodeLink
-    """Link between nodes."""
     contention: Contention
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         rows = [point.rows for point in self.device.gemm.rows]
-        computed = [point.computed_us.value for point in self.contention.late]
-        for name, points, what in (
-            ("device.gemm.rows", rows, "rows, each value"),
-            ("contention.late", computed, "computation time, each value"),
-        ):
+        times = [point.computed_us.value for point in self.contention.late]
+        for key, what, points in (("device.gemm.rows", "rows", rows), ("contention.late", "computation time", times)):
             if any(a >= b for a, b in itertools.pairwise(points)):
-                raise_first(iter([Problem(name, points, f"give the points in ascending order of {what} once")]))
+                remedy = f"give the points in ascending order of {what}, each value once"
+                raise_first([Problem(key, points, remedy)])
         return self
 
     def peak_tflops(self, precision: Precision) -> float:
-        """Dense peak of one device.
-
-        Raises:
-            ValueError: the profile has no peak for this precision.
-        """
+        """Dense peak of one device. ValueError: the profile has no peak for this precision."""
         figure: Figure | None = getattr(self.device.peak_tflops, precision)
         if figure is None:
             raise ValueError(f"train.precision: {precision}: the profile {self.name} has no peak for it; use bf16")
@@ -264,10 +244,10 @@ def load_cluster_profile(name_or_path: str) -> ClusterProfile:
     if path.suffix not in (".yaml", ".yml"):
         path = profile_folder() / f"{name_or_path}.yaml"
         if not path.is_file():
-            remedy = did_you_mean(name_or_path, profile_names(), "profile").removesuffix("?") + ", or give a YAML file"
+            names = sorted(file.stem for file in profile_folder().glob("*.yaml"))
+            remedy = did_you_mean(name_or_path, names, "profile").removesuffix("?") + ", or give a YAML file"
             raise usage_error("simulate --cluster", name_or_path, remedy)
-    composed = compose(path, (), ())
-    return validate(ClusterProfile, composed)
+    return validate(ClusterProfile, compose(path))
 
 
 def with_hosts(profile: ClusterProfile, gbps: float, ranks_per_host: int) -> ClusterProfile:
@@ -287,11 +267,6 @@ def with_hosts(profile: ClusterProfile, gbps: float, ranks_per_host: int) -> Clu
             most = math.inf if between.host is None else getattr(between.host, name).value
             update[name] = Figure(value=min(figure.value * scale, most), source=source)
     return profile.model_copy(update={"between": between.model_copy(update=update), "devices_per_node": ranks_per_host})
-
-
-def profile_names() -> list[str]:
-    """Names of the shipped profiles."""
-    return sorted(path.stem for path in profile_folder().glob("*.yaml"))
 
 
 def profile_folder() -> Path:

@@ -1,6 +1,7 @@
 """`ConfigError`, the one-line error of a wrong configuration, and `Problem`, a finding of a check."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -19,10 +20,7 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, file: str, key: str, value: object, remedy: str) -> None:
-        self.file = file
-        self.key = key
-        self.value = value
-        self.remedy = remedy
+        self.file, self.key, self.value, self.remedy = file, key, value, remedy
         shown = "missing" if value is None and file == _COMMAND_LINE else show_value(value)
         super().__init__(f"{_line(file)}: {_line(key)}: {shown}: {_line(remedy)}")
 
@@ -33,20 +31,15 @@ def usage_error(key: str, value: object, remedy: str) -> ConfigError:
 
 
 def _line(text: str) -> str:
-    """The text on one line."""
     return " ".join(text.split())
 
 
 def show_value(value: object) -> str:
     """A value in YAML syntax on one line of at most 80 characters."""
-    if value is None:
-        text = "null"
-    elif isinstance(value, bool):
-        text = str(value).lower()
-    elif isinstance(value, str):
-        text = _line(value) if value.strip() else repr(value)
+    if value is None or isinstance(value, bool):
+        text = json.dumps(value)
     else:
-        text = _line(str(value))
+        text = _line(str(value)) or repr(value)
     if len(text) > MAX_VALUE_CHARS:
         # Keep both ends: the root and the name of a path.
         head = (MAX_VALUE_CHARS - 3) // 2
@@ -56,17 +49,14 @@ def show_value(value: object) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that is most similar to `name`; None: no name is similar."""
-    matches: Sequence[str] = get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return matches[0] if matches else None
+    return next(iter(get_close_matches(name, list(known), n=1)), None)
 
 
 def did_you_mean(name: str, known: Iterable[str], what: str = "key") -> str:
     """The remedy of an unknown name: the most similar name, or all names."""
     names = list(known)
     match = nearest(name, names)
-    if match is not None:
-        return f"unknown {what}; did you mean {match}?"
-    return f"unknown {what}; use one of {', '.join(names)}"
+    return f"unknown {what}; " + (f"did you mean {match}?" if match else f"use one of {', '.join(names)}")
 
 
 @contextmanager
@@ -88,12 +78,7 @@ class Problem:
     remedy: str
 
 
-def raise_first(problems: Iterator[Problem]) -> None:
-    """Raise the first problem as a validation error that `loading` turns into a ConfigError.
-
-    Raises:
-        PydanticCustomError: `problems` is not empty.
-    """
+def raise_first(problems: Iterable[Problem]) -> None:
+    """Raise the first problem, if any, as a validation error that `section.validate` turns into a ConfigError."""
     for problem in problems:
-        context = {"key": problem.key, "value": problem.value, "remedy": problem.remedy}
-        raise PydanticCustomError("problem", "{key}: {value}: {remedy}", context)
+        raise PydanticCustomError("problem", "{key}: {value}: {remedy}", dict(vars(problem)))

@@ -6,7 +6,6 @@ section; `configs/models/presets.yaml` has the first two.
 """
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -27,20 +26,16 @@ from megatron_overlap.config.section import (
     Text,
 )
 
-Fields = Mapping[str, object]
-
-_CONTENT: Mapping[str, Mapping[str, Fields]] = yaml.safe_load(
+_CONTENT: Mapping[str, Mapping[str, Mapping[str, object]]] = yaml.safe_load(
     (resource_folder("configs") / "models" / "presets.yaml").read_text(encoding="utf-8")
 )
-ARCHITECTURES: Mapping[str, Fields] = MappingProxyType(_CONTENT["architectures"])
-PRESETS: Mapping[str, Fields] = MappingProxyType(_CONTENT["presets"])
+ARCHITECTURES = _CONTENT["architectures"]
+PRESETS = _CONTENT["presets"]
 
 
 def _argument(value: object) -> object:
     """Convert a number to text: YAML reads `--lr, 0.1` in a list as a text and a number."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return str(value)
-    return value
+    return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
 class ModelConfig(Section):
@@ -79,17 +74,14 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _expand(cls, given: Any) -> Any:
-        """Add the defaults of the preset and of the architecture to the given keys."""
         if not isinstance(given, Mapping):
             return given
         preset = given.get("preset")
         if isinstance(preset, str) and preset not in PRESETS:
-            raise_first(iter([Problem("preset", preset, did_you_mean(preset, PRESETS, "preset"))]))
+            raise_first([Problem("preset", preset, did_you_mean(preset, PRESETS, "preset"))])
         shape = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
-        written = {key: value for key, value in given.items() if value is not None}
-        merged: dict[str, Any] = {**shape, **written}
-        arch = merged.get("arch")
-        if isinstance(arch, str):
+        merged: dict[str, Any] = {**shape, **{key: value for key, value in given.items() if value is not None}}
+        if isinstance(arch := merged.get("arch"), str):
             merged = {**ARCHITECTURES.get(arch, {}), **merged}
         hidden = merged.get("hidden_size")
         if "ffn_hidden_size" not in merged and isinstance(hidden, int):
@@ -248,18 +240,15 @@ class LaunchFields(Section):
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        if self.launch.hosts is not None:
-            return self.launch.hosts.hosts * self.launch.hosts.ranks_per_host
-        return self.launch.nodes * self.ranks_per_node
+        hosts = self.launch.hosts
+        return (self.launch.nodes if hosts is None else hosts.hosts) * self.ranks_per_node
 
     @property
     def ranks_per_node(self) -> int:
         """Ranks per node, or per host of `launch.hosts`."""
         if self.launch.hosts is not None:
             return self.launch.hosts.ranks_per_host
-        if self.launch.ranks_per_node is not None:
-            return self.launch.ranks_per_node
-        return max(1, self.parallel.model_size // self.launch.nodes)
+        return self.launch.ranks_per_node or max(1, self.parallel.model_size // self.launch.nodes)
 
     @property
     def data_parallel_size(self) -> int:

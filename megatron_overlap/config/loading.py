@@ -3,11 +3,8 @@
 `megatron-overlap schema` prints the JSON Schema of launch configs, for editors.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,23 +19,14 @@ from megatron_overlap.config.overlap import OverlapFields
 from megatron_overlap.config.section import validate
 from megatron_overlap.config.validation import launch_problems
 
-DESCRIPTION = "data.json"
-"""Description of a data folder, written by scripts/prepare_data.py."""
-
-METHOD_SECTIONS = ("tensor", "data", "ulysses", "expert", "varlen")
-
 
 class OverlapConfig(OverlapFields):
     """What is overlapped and how. Given to `megatron_overlap.enable`."""
 
     @classmethod
-    def from_yaml(cls, path: str | Path, overrides: Sequence[str] = ()) -> OverlapConfig:
-        """Read a launch config, or a file with the overlap section alone. Overrides are `key=value` texts.
-
-        Raises:
-            ConfigError: the file, a key or a value is wrong.
-        """
-        return load_overlap_file(path, overrides).overlap
+    def from_yaml(cls, path: str | Path, overrides: Sequence[str] = ()) -> "OverlapConfig":
+        """Read a launch config, or a file with the overlap section alone. Overrides are `key=value` texts."""
+        return load_overlap_file(path, overrides)[0]
 
 
 class LaunchConfig(LaunchFields):
@@ -57,14 +45,6 @@ class LaunchConfig(LaunchFields):
         return number_after(EXPERT_PARALLEL, self.megatron_args) or 1
 
 
-@dataclass(frozen=True)
-class OverlapFile:
-    """Two sections of the file of `--overlap-config`."""
-
-    overlap: OverlapConfig
-    launch: LaunchSection
-
-
 def load_launch_config(path: str | Path, overrides: Sequence[str] = (), *, inputs: bool = False) -> LaunchConfig:
     """Read, merge and validate a launch config.
 
@@ -72,9 +52,6 @@ def load_launch_config(path: str | Path, overrides: Sequence[str] = (), *, input
         path: YAML file; its `base` files are read first: a file relative to it, or the name of a shipped config.
         overrides: `key=value` texts, applied last; `overlap.*.method=none` reaches every method.
         inputs: also check that its files (data, script, checkpoint) exist.
-
-    Raises:
-        ConfigError: a file, key, value or combination is wrong.
     """
     composed = _compose(path, overrides)
     config = validate(LaunchConfig, composed)
@@ -85,10 +62,8 @@ def load_launch_config(path: str | Path, overrides: Sequence[str] = (), *, input
 
 
 def _compose(path: str | Path, overrides: Sequence[str]) -> Composed:
-    """The merged file. A launch without a name has that of its file: `llama3_8b_tp8_overlap` for
-    `gpu/llama3_8b_tp8/overlap.yaml`, `my` for `my.yaml`.
-    """
-    composed = compose(path, overrides, METHOD_SECTIONS)
+    """The merged file. The default name is `my` for `my.yaml`, and `NAME_overlap` for `gpu/NAME/overlap.yaml`."""
+    composed = compose(path, overrides, ("tensor", "data", "ulysses", "expert", "varlen"))
     if "model" in composed.tree and "train" in composed.tree:
         file = Path(path).resolve()
         folders = f"{file.parent.name}_" if file.parent.parent.name in ("cpu", "gpu") else ""
@@ -111,42 +86,35 @@ def missing_inputs(cfg: LaunchConfig) -> Iterator[Problem]:
             folder = data.path if data.kind == "text" else str(Path(data.path).parent)
             remedy = f"no file {prefix}{ending}; make it with scripts/prepare_data.py --output {folder}"
             yield Problem("data.path", data.path, remedy)
-    if data.kind == "text":
-        yield from _vocabulary_problems(cfg, Path(data.path))
-
-
-def _vocabulary_problems(cfg: LaunchConfig, folder: Path) -> Iterator[Problem]:
-    """Compare the vocabulary of the data with the model: an id outside the embedding fails inside a step."""
-    try:
-        size = int(json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))["vocab_size"])
-    except (OSError, ValueError, KeyError, TypeError):
-        remedy = f"no readable {DESCRIPTION} in it; make it again with scripts/prepare_data.py --output {folder}"
-        yield Problem("data.path", str(folder), remedy)
+    if data.kind != "text":
         return
-    if size > cfg.model.vocab_size:
-        remedy = f"the data has ids up to {size - 1}; use a vocab_size of at least {size}"
-        yield Problem("model.vocab_size", cfg.model.vocab_size, remedy)
+    source = Path(data.path)
+    try:
+        size = int(json.loads((source / "data.json").read_text(encoding="utf-8"))["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError):
+        remedy = f"no readable data.json in it; make it again with scripts/prepare_data.py --output {source}"
+        yield Problem("data.path", str(source), remedy)
+    else:
+        if size > cfg.model.vocab_size:  # an id outside the embedding fails inside a step
+            remedy = f"the data has ids up to {size - 1}; use a vocab_size of at least {size}"
+            yield Problem("model.vocab_size", cfg.model.vocab_size, remedy)
 
 
-def load_overlap_file(path: str | Path, overrides: Sequence[str] = ()) -> OverlapFile:
-    """Read the file of `--overlap-config`: a launch config, some of its sections, or overlap's keys alone.
-
-    Raises:
-        ConfigError: a file, key, value or combination is wrong.
-    """
+def load_overlap_file(path: str | Path, overrides: Sequence[str] = ()) -> tuple[OverlapConfig, LaunchSection]:
+    """Read the file of `--overlap-config`: a launch config, some of its sections, or overlap's keys alone."""
     composed = _compose(path, overrides)
     tree = composed.tree
     if "model" in tree and "train" in tree:
         config = validate(LaunchConfig, composed)
-        return OverlapFile(config.overlap, config.launch)
+        return config.overlap, config.launch
     bare = set(OverlapConfig.model_fields) - {"data"}
     if "overlap" not in tree and set(tree) & bare:
-        return OverlapFile(validate(OverlapConfig, composed), LaunchSection())
+        return validate(OverlapConfig, composed), LaunchSection()
     for key in tree:
         if key not in LaunchConfig.model_fields:
             remedy = did_you_mean(key, [*LaunchConfig.model_fields, "base"])
             raise ConfigError(composed.source_of(key), key, tree[key], remedy)
-    return OverlapFile(validate(OverlapConfig, composed, "overlap"), validate(LaunchSection, composed, "launch"))
+    return validate(OverlapConfig, composed, "overlap"), validate(LaunchSection, composed, "launch")
 
 
 def dump_config(config: LaunchConfig | OverlapConfig) -> str:
@@ -161,23 +129,17 @@ def without_overlap(config: LaunchConfig) -> LaunchConfig:
     all-to-alls where Megatron has no context parallelism: in local layers, and on the CPU. Variable-length
     attention becomes `ring`, which shards every document over all ranks.
     """
-    overlap = config.overlap
-    ulysses = {**overlap.ulysses.model_dump(), "method": "none"}
-    varlen = overlap.varlen.model_dump()
-    if varlen["method"] in ("balanced", "all_gather"):
-        varlen["method"] = "ring"
+    off = config.overlap.model_dump()
+    off["tensor"]["method"] = "none"
+    off["data"] = {"method": "none" if config.overlap.data.method == "none" else "stock"}
+    off["expert"] = {"method": "none"}
+    if off["varlen"]["method"] in ("balanced", "all_gather"):
+        off["varlen"]["method"] = "ring"
     has_stock = config.train.transformer_impl != "local" and config.launch.device != "cpu"
-    if config.parallel.context > 1 and varlen["method"] == "none" and not has_stock:
-        ulysses = {**overlap.ulysses.model_dump(), "schedule": "serial"}
-    data = "none" if overlap.data.method == "none" else "stock"
-    off = {
-        **overlap.model_dump(),
-        "tensor": {**overlap.tensor.model_dump(), "method": "none"},
-        "data": {"method": data},
-        "ulysses": ulysses,
-        "expert": {"method": "none"},
-        "varlen": varlen,
-    }
+    if config.parallel.context > 1 and off["varlen"]["method"] == "none" and not has_stock:
+        off["ulysses"]["schedule"] = "serial"
+    else:
+        off["ulysses"]["method"] = "none"
     return LaunchConfig.model_validate({**config.model_dump(), "name": f"{config.name}_baseline", "overlap": off})
 
 

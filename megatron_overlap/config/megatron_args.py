@@ -3,8 +3,8 @@
 The tables map keys to flags. A flag in `megatron_args` that a key sets is an error.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from megatron_overlap.config.launch import LaunchFields
@@ -17,127 +17,104 @@ TWO_MICROBATCHES = "--overlap-moe-expert-parallel-comm"
 TE_OVERLAP_ADVICE = "TransformerEngine overlaps with this flag; remove the flag, or use overlap.tensor.method=none"
 
 # Flags with a value, and the key of the value. A null value omits the flag.
-VALUES: Mapping[str, str] = MappingProxyType(
-    {
-        "--num-layers": "model.num_layers",
-        "--hidden-size": "model.hidden_size",
-        "--ffn-hidden-size": "model.ffn_hidden_size",
-        "--num-attention-heads": "model.num_attention_heads",
-        "--kv-channels": "model.kv_channels",
-        "--vocab-size": "model.vocab_size",
-        "--max-position-embeddings": "model.max_position_embeddings",
-        "--normalization": "model.normalization",
-        "--norm-epsilon": "model.norm_epsilon",
-        "--hidden-dropout": "model.hidden_dropout",
-        "--attention-dropout": "model.attention_dropout",
-        "--init-method-std": "model.init_method_std",
-        "--tensor-model-parallel-size": "parallel.tensor",
-        "--context-parallel-size": "parallel.context",
-        "--pipeline-model-parallel-size": "parallel.pipeline",
-        "--seq-length": "train.seq_length",
-        "--micro-batch-size": "train.micro_batch_size",
-        "--global-batch-size": "train.global_batch_size",
-        "--train-iters": "train.iterations",
-        "--lr": "train.lr",
-        "--min-lr": "train.min_lr",
-        "--lr-decay-style": "train.lr_decay_style",
-        "--lr-warmup-iters": "train.lr_warmup_iterations",
-        "--weight-decay": "train.weight_decay",
-        "--clip-grad": "train.clip_grad",
-        "--seed": "train.seed",
-        "--transformer-impl": "train.transformer_impl",
-        "--eval-interval": "train.eval_interval",
-        "--eval-iters": "train.eval_iterations",
-        "--log-interval": "train.log_interval",
-        "--save": "train.save",
-        "--load": "train.load",
-        "--ckpt-format": "train.checkpoint_format",
-    }
-)
+VALUES: Mapping[str, str] = {
+    "--num-layers": "model.num_layers",
+    "--hidden-size": "model.hidden_size",
+    "--ffn-hidden-size": "model.ffn_hidden_size",
+    "--num-attention-heads": "model.num_attention_heads",
+    "--kv-channels": "model.kv_channels",
+    "--vocab-size": "model.vocab_size",
+    "--max-position-embeddings": "model.max_position_embeddings",
+    "--normalization": "model.normalization",
+    "--norm-epsilon": "model.norm_epsilon",
+    "--hidden-dropout": "model.hidden_dropout",
+    "--attention-dropout": "model.attention_dropout",
+    "--init-method-std": "model.init_method_std",
+    "--tensor-model-parallel-size": "parallel.tensor",
+    "--context-parallel-size": "parallel.context",
+    "--pipeline-model-parallel-size": "parallel.pipeline",
+    "--seq-length": "train.seq_length",
+    "--micro-batch-size": "train.micro_batch_size",
+    "--global-batch-size": "train.global_batch_size",
+    "--train-iters": "train.iterations",
+    "--lr": "train.lr",
+    "--min-lr": "train.min_lr",
+    "--lr-decay-style": "train.lr_decay_style",
+    "--lr-warmup-iters": "train.lr_warmup_iterations",
+    "--weight-decay": "train.weight_decay",
+    "--clip-grad": "train.clip_grad",
+    "--seed": "train.seed",
+    "--transformer-impl": "train.transformer_impl",
+    "--eval-interval": "train.eval_interval",
+    "--eval-iters": "train.eval_iterations",
+    "--log-interval": "train.log_interval",
+    "--save": "train.save",
+    "--load": "train.load",
+    "--ckpt-format": "train.checkpoint_format",
+}
 
 # Flags without a value: the key, and its value that sets the flag.
-SWITCHES: Mapping[str, tuple[str, object]] = MappingProxyType(
-    {
-        "--swiglu": ("model.swiglu", True),
-        "--untie-embeddings-and-output-weights": ("model.untie_embeddings", True),
-        "--disable-bias-linear": ("model.add_bias", False),
-        "--add-qkv-bias": ("model.add_qkv_bias", True),
-        "--sequence-parallel": ("parallel.sequence_parallel", True),
-        "--bf16": ("train.precision", "bf16"),
-        "--fp16": ("train.precision", "fp16"),
-        "--use-distributed-optimizer": ("train.distributed_optimizer", True),
-        TE_OVERLAP: ("train.tp_comm_overlap", True),
-        "--cross-entropy-loss-fusion": ("train.cross_entropy_loss_fusion", True),
-        "--manual-gc": ("train.manual_gc", True),
-        "--mock-data": ("data.kind", "mock"),
-    }
-)
+SWITCHES: Mapping[str, tuple[str, object]] = {
+    "--swiglu": ("model.swiglu", True),
+    "--untie-embeddings-and-output-weights": ("model.untie_embeddings", True),
+    "--disable-bias-linear": ("model.add_bias", False),
+    "--add-qkv-bias": ("model.add_qkv_bias", True),
+    "--sequence-parallel": ("parallel.sequence_parallel", True),
+    "--bf16": ("train.precision", "bf16"),
+    "--fp16": ("train.precision", "fp16"),
+    "--use-distributed-optimizer": ("train.distributed_optimizer", True),
+    TE_OVERLAP: ("train.tp_comm_overlap", True),
+    "--cross-entropy-loss-fusion": ("train.cross_entropy_loss_fusion", True),
+    "--manual-gc": ("train.manual_gc", True),
+    "--mock-data": ("data.kind", "mock"),
+}
 
 # Flags that depend on several keys or have another form than their key.
-DERIVED: Mapping[str, str] = MappingProxyType(
-    {
-        "--group-query-attention": "model.num_query_groups",
-        "--num-query-groups": "model.num_query_groups",
-        "--position-embedding-type": "model.rotary",
-        "--use-rotary-position-embeddings": "model.rotary",
-        "--rotary-base": "model.rotary_base",
-        "--train-samples": "train.iterations",
-        "--lr-decay-iters": "train.lr_decay_iterations",
-        "--save-interval": "train.save_interval",
-        "--recompute-granularity": "train.recompute",
-        "--recompute-method": "train.recompute",
-        "--recompute-num-layers": "train.recompute",
-        "--recompute-activations": "train.recompute",
-        "--no-gradient-accumulation-fusion": "train.gradient_accumulation_fusion",
-        "--data-path": "data.path",
-        "--split": "data.split",
-        "--num-workers": "data.workers",
-        "--overlap-grad-reduce": "overlap.data.method",
-        "--overlap-param-gather": "overlap.data.method",
-        "--attention-backend": "train.attention_backend",
-        "--distributed-backend": "launch.device",
-        "--overlap-config": "overlap",
-        "--overlap-run-dir": "launch.output_dir",
-        "--overlap-device": "launch.device",
-    }
-)
+DERIVED: Mapping[str, str] = {
+    **dict.fromkeys(("--group-query-attention", "--num-query-groups"), "model.num_query_groups"),
+    **dict.fromkeys(("--position-embedding-type", "--use-rotary-position-embeddings"), "model.rotary"),
+    "--rotary-base": "model.rotary_base",
+    "--train-samples": "train.iterations",
+    "--lr-decay-iters": "train.lr_decay_iterations",
+    "--save-interval": "train.save_interval",
+    **dict.fromkeys(("--recompute-granularity", "--recompute-activations"), "train.recompute"),
+    **dict.fromkeys(("--recompute-method", "--recompute-num-layers"), "train.recompute"),
+    "--no-gradient-accumulation-fusion": "train.gradient_accumulation_fusion",
+    "--data-path": "data.path",
+    "--split": "data.split",
+    "--num-workers": "data.workers",
+    **dict.fromkeys(("--overlap-grad-reduce", "--overlap-param-gather"), "overlap.data.method"),
+    "--attention-backend": "train.attention_backend",
+    **dict.fromkeys(("--distributed-backend", "--overlap-device"), "launch.device"),
+    "--overlap-config": "overlap",
+    "--overlap-run-dir": "launch.output_dir",
+}
 
 # Flags of a run without a GPU: they disable kernels that need one.
 CPU_SWITCHES = (
-    "--no-masked-softmax-fusion",
-    "--no-bias-gelu-fusion",
-    "--no-bias-swiglu-fusion",
-    "--no-bias-dropout-fusion",
-    "--no-persist-layer-norm",
-    "--no-rope-fusion",
+    *("--no-masked-softmax-fusion", "--no-bias-gelu-fusion", "--no-bias-swiglu-fusion"),
+    *("--no-bias-dropout-fusion", "--no-persist-layer-norm", "--no-rope-fusion"),
 )
 # Those of a rehearsal: what runs without a GPU stays as in the launch.
 REHEARSAL_SWITCHES = ("--no-masked-softmax-fusion", "--no-rope-fusion")
-CPU_VALUES: Mapping[str, str] = MappingProxyType({"--distributed-backend": "gloo", "--attention-backend": "unfused"})
-
-# The plugin loads the documents. Ranks have different numbers of tokens, so the loss is averaged over tokens.
-VARLEN = ("--dataloader-type=external", "--calculate-per-token-loss")
+CPU_VALUES: Mapping[str, str] = {"--distributed-backend": "gloo", "--attention-backend": "unfused"}
 
 
 def to_megatron_args(cfg: LaunchFields) -> list[str]:
     """All arguments of Megatron's training script, without the script and the arguments of the plugin.
 
-    Args:
-        cfg: a validated config.
-
-    Returns:
-        Flags and values, `cfg.megatron_args` last. Defaults are explicit, so that releases with different defaults run
-        the same training.
+    `cfg.megatron_args` is last. Defaults are explicit, so that releases with different defaults run the same training.
     """
     args: list[str] = []
     for flag, key in VALUES.items():
-        value = value_at(cfg, key)
-        if value is not None:
+        if (value := value_at(cfg, key)) is not None:
             args += [flag, str(value)]
     args += [flag for flag, (key, setting) in SWITCHES.items() if value_at(cfg, key) == setting]
     args += [*_model(cfg), *_train(cfg), *_data(cfg), *_device(cfg)]
     if cfg.overlap.varlen.method != "none":
-        args += [argument for argument in VARLEN if argument not in cfg.megatron_args]
+        # The plugin loads the documents. Ranks have different numbers of tokens, so the loss is averaged over tokens.
+        needed = ("--dataloader-type=external", "--calculate-per-token-loss")
+        args += [argument for argument in needed if argument not in cfg.megatron_args]
     return [*args, *cfg.megatron_args]
 
 
@@ -174,23 +151,20 @@ def number_after(flag: str, args: Sequence[str]) -> int | None:
 
 def key_of(flag: str, device: str) -> str | None:
     """The key that sets a Megatron flag on this device; None: no key sets it."""
-    if flag in VALUES:
-        return VALUES[flag]
     if flag in SWITCHES:
         return SWITCHES[flag][0]
     if device == "cpu" and flag in CPU_VALUES:
         return "launch.device"
-    return DERIVED.get(flag)
+    return VALUES.get(flag, DERIVED.get(flag))
 
 
 def _model(cfg: LaunchFields) -> Iterator[str]:
     model = cfg.model
     if model.num_query_groups != model.num_attention_heads:
         yield from ("--group-query-attention", "--num-query-groups", str(model.num_query_groups))
+    yield from ("--position-embedding-type", "rope" if model.rotary else "learned_absolute")
     if model.rotary:
-        yield from ("--position-embedding-type", "rope", "--rotary-base", str(model.rotary_base))
-    else:
-        yield from ("--position-embedding-type", "learned_absolute")
+        yield from ("--rotary-base", str(model.rotary_base))
 
 
 def _train(cfg: LaunchFields) -> Iterator[str]:
@@ -201,8 +175,7 @@ def _train(cfg: LaunchFields) -> Iterator[str]:
     if train.recompute == "selective":
         yield from ("--recompute-granularity", "selective")
     if train.recompute == "full":
-        yield from ("--recompute-granularity", "full", "--recompute-method", "uniform")
-        yield from ("--recompute-num-layers", "1")
+        yield from ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
     if train.gradient_accumulation_fusion is False or cfg.launch.device == "cpu":
         yield "--no-gradient-accumulation-fusion"
     if cfg.num_weight_copies > 1 and cfg.overlap.data.method != "none":
@@ -216,8 +189,7 @@ def _data(cfg: LaunchFields) -> Iterator[str]:
     data = cfg.data
     if data.path is not None:
         yield from ("--data-path", data_prefix(data.kind, data.path))
-    everything = "969,30,1" if cfg.train.eval_iterations else "100,0,0"
-    yield from ("--split", data.split or everything)
+    yield from ("--split", data.split or ("969,30,1" if cfg.train.eval_iterations else "100,0,0"))
     workers = data.workers if data.workers is not None else (0 if cfg.launch.device == "cpu" else 2)
     yield from ("--num-workers", str(workers))
     if not any(flag == "--tokenizer-type" for _, flag in flags_in(cfg.megatron_args)):
@@ -228,18 +200,13 @@ def _data(cfg: LaunchFields) -> Iterator[str]:
 def data_prefix(kind: str, path: str) -> str:
     """Megatron's data path: name of the .bin/.idx pair without suffix."""
     if kind == "text":
-        return f"{path.rstrip('/')}/{TEXT_PREFIX}"
+        return f"{path.rstrip('/')}/tokens"  # the pair of scripts/prepare_data.py
     return path.removesuffix(".bin").removesuffix(".idx")
-
-
-TEXT_PREFIX = "tokens"
-"""Name of the .bin/.idx pair of scripts/prepare_data.py."""
 
 
 def _device(cfg: LaunchFields) -> Iterator[str]:
     if cfg.launch.device == "cpu":
-        for flag, value in CPU_VALUES.items():
-            yield from (flag, value)
+        yield from itertools.chain(*CPU_VALUES.items())
         yield from REHEARSAL_SWITCHES if cfg.launch.rehearsal else CPU_SWITCHES
     else:
         yield from ("--attention-backend", cfg.train.attention_backend)

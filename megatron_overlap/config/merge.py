@@ -48,10 +48,8 @@ class Composed:
 
 def _holds(node: object, parts: Sequence[str]) -> bool:
     for part in parts:
-        if isinstance(node, list):
-            return True
         if not isinstance(node, Mapping) or part not in node:
-            return False
+            return isinstance(node, list)
         node = node[part]
     return True
 
@@ -59,10 +57,7 @@ def _holds(node: object, parts: Sequence[str]) -> bool:
 def compose(path: str | Path, overrides: Sequence[str] = (), sections: Sequence[str] = ()) -> Composed:
     """Read a file with all its bases and apply the overrides.
 
-    Args:
-        path: YAML file.
-        overrides: `key=value` texts; the value is YAML, and `*` in a key stands for each of `sections`.
-        sections: section names.
+    Overrides are `key=value` texts; the value is YAML, and `*` in a key stands for each of `sections`.
 
     Raises:
         ConfigError: a file is unreadable, is not a mapping or includes itself, or an override is wrong.
@@ -70,8 +65,7 @@ def compose(path: str | Path, overrides: Sequence[str] = (), sections: Sequence[
     file = str(path)
     layers = list(_read_layers(Path(path), None, ()))
     for text in overrides:
-        for key, value in _parse_override(file, text, sections):
-            layers.append(Layer(f"{file} (override)", _nest(key, value)))
+        layers += _parse_override(f"{file} (override)", text, sections)
     tree: Tree = {}
     for layer in layers:
         for key, value in _leaves(layer.tree, ""):
@@ -107,14 +101,13 @@ def _read_layers(path: Path, named_in: str | None, above: tuple[Path, ...]) -> I
         chain = " -> ".join(item.name for item in (*above, where))
         raise ConfigError(named_in or str(path), "base", path.name, f"a file cannot include itself ({chain})")
     bases = tree.pop("base", None)
-    if bases is not None:
-        listed = [bases] if isinstance(bases, str) else bases
-        if not isinstance(listed, list) or not all(isinstance(item, str) and item for item in listed):
-            raise ConfigError(str(path), "base", bases, "give one file name or a list of them")
-        for item in listed:
-            beside = path.parent / item
-            shipped = None if beside.exists() else shipped_config(item)
-            yield from _read_layers(shipped or beside, str(path), (*above, where))
+    listed = [] if bases is None else [bases] if isinstance(bases, str) else bases
+    if not isinstance(listed, list) or not all(isinstance(item, str) and item for item in listed):
+        raise ConfigError(str(path), "base", bases, "give one file name or a list of them")
+    for item in listed:
+        beside = path.parent / item
+        shipped = None if beside.exists() else shipped_config(item)
+        yield from _read_layers(shipped or beside, str(path), (*above, where))
     yield Layer(str(path), tree)
 
 
@@ -138,8 +131,12 @@ def _parse(file: str, text: str) -> Tree:
     try:
         loaded = OmegaConf.load(StringIO(text))
     except yaml.YAMLError as error:
-        line, value, remedy = _syntax_error(error, text)
-        raise ConfigError(file, line, value, remedy) from error
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or "cannot be parsed"
+        if mark is None:
+            raise ConfigError(file, "(file)", str(error), "is not valid YAML; correct it") from error
+        shown = "".join(text.splitlines()[mark.line : mark.line + 1]).strip()
+        remedy = f"is not valid YAML ({problem}); correct it, or the line above"
+        raise ConfigError(file, f"line {mark.line + 1}", shown, remedy) from error
     except OSError as error:  # OmegaConf raises it for a file with one scalar
         raise ConfigError(file, "(file)", text, MAPPING) from error
     except (OmegaConfBaseException, ValueError, RecursionError) as error:
@@ -147,25 +144,13 @@ def _parse(file: str, text: str) -> Tree:
     tree = OmegaConf.to_container(loaded, resolve=False)
     if not isinstance(tree, dict):
         raise ConfigError(file, "(file)", text, MAPPING)
-    for key in tree:
+    for key, value in tree.items():
         if not isinstance(key, str):
-            raise ConfigError(file, str(key), tree[key], "keys are names; quote or rename this key")
+            raise ConfigError(file, str(key), value, "keys are names; quote or rename this key")
     return {str(key): value for key, value in tree.items()}
 
 
-def _syntax_error(error: yaml.YAMLError, text: str) -> tuple[str, str, str]:
-    """Line, its text and the remedy of a YAML syntax error."""
-    mark = getattr(error, "problem_mark", None)
-    problem = getattr(error, "problem", None) or "cannot be parsed"
-    if mark is None:
-        return "(file)", str(error), "is not valid YAML; correct it"
-    lines = text.splitlines()
-    shown = lines[mark.line].strip() if mark.line < len(lines) else ""
-    return f"line {mark.line + 1}", shown, f"is not valid YAML ({problem}); correct it, or the line above"
-
-
-def _parse_override(file: str, text: str, sections: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    source = f"{file} (override)"
+def _parse_override(source: str, text: str, sections: Sequence[str]) -> Iterator[Layer]:
     key, equals, value = text.partition("=")
     key = key.strip()
     if not equals:
@@ -180,11 +165,7 @@ def _parse_override(file: str, text: str, sections: Sequence[str]) -> Iterator[t
         raise ConfigError(source, key, value, "is not valid YAML value; quote it") from error
     assert isinstance(parsed, dict)
     for name in sections if ".*." in key else ("",):
-        yield key.replace("*", name), parsed.get("value")
-
-
-def _nest(key: str, value: Any) -> Tree:
-    for part in reversed(key.split(".")):
-        value = {part: value}
-    assert isinstance(value, dict)
-    return value
+        tree: Any = parsed.get("value")
+        for part in reversed(key.replace("*", name).split(".")):
+            tree = {part: tree}
+        yield Layer(source, tree)

@@ -42,11 +42,7 @@ def transformer_engine_available() -> bool:
 
 
 def config_file(given: str | Path) -> Path:
-    """The given file, or the shipped config of that name.
-
-    Raises:
-        ConfigError: there is neither a file nor a shipped config of this name.
-    """
+    """The given file, or the shipped config of that name. ConfigError: neither exists."""
     path, shipped = Path(given), shipped_config(str(given))
     if path.exists() and not path.is_dir():
         return path

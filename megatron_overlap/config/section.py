@@ -71,64 +71,52 @@ LIMITS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveM
 
 
 def validate[Model: BaseModel](model: type[Model], composed: Composed, section: str = "") -> Model:
-    """Validate a merged config, or one section of it.
-
-    Raises:
-        ConfigError: a key or a value is wrong.
-    """
+    """Validate a merged config, or one section of it. ConfigError: a key or a value is wrong."""
     tree: Any = composed.tree.get(section) if section else composed.tree
     try:
         return model.model_validate({} if section and tree is None else tree)
     except ValidationError as error:
-        errors = error.errors()
         # A misspelt key also causes the error of a missing key: report the unknown key.
-        unknown = [item for item in errors if item["type"] == "extra_forbidden"]
-        raise explain(model, (unknown or errors)[0], composed, section) from error
+        first = min(error.errors(), key=lambda item: item["type"] != "extra_forbidden")
+        raise _explain(model, first, composed, section) from error
 
 
-def explain(model: type[BaseModel], error: ErrorDetails, composed: Composed, section: str) -> ConfigError:
+def _explain(model: type[BaseModel], error: ErrorDetails, composed: Composed, section: str) -> ConfigError:
     """One ConfigError for one validation error of `section` (empty: the whole config), which `model` validated."""
     root = model.model_json_schema()
     path, schema = _follow(root, error["loc"])
-    keys = [section, *path] if section else path
+    keys, value = [section, *path] if section else path, error["input"]
     if error["type"] == "problem":
         context = error["ctx"]
-        key = ".".join([*keys, str(context["key"])])
-        return ConfigError(composed.source_of(key), key, context["value"], str(context["remedy"]))
-    key = ".".join(keys) or "(file)"
-    source = composed.source_of(key)
-    if error["type"] == "extra_forbidden":
+        keys, value, remedy = [*keys, str(context["key"])], context["value"], str(context["remedy"])
+    elif error["type"] == "extra_forbidden":
         known = list(_follow(root, error["loc"][:-1])[1].get("properties", {}))
         remedy = did_you_mean(path[-1], known if keys[1:] else [*known, "base"])
-        return ConfigError(source, key, error["input"], remedy)
-    if error["type"] == "remedy":
-        return ConfigError(source, key, error["input"], error["msg"])
-    if error["type"] == "missing":
+    elif error["type"] == "remedy":
+        remedy = error["msg"]
+    elif error["type"] == "missing":
         hint = ", or name a model.preset" if path[0] == "model" and len(path) > 1 else ""
-        return ConfigError(source, key, None, f"missing; {expected(schema)}{hint}")
-    return ConfigError(source, key, error["input"], expected(schema))
+        value, remedy = None, f"missing; {expected(schema)}{hint}"
+    else:
+        remedy = expected(schema)
+    key = ".".join(keys) or "(file)"
+    return ConfigError(composed.source_of(key), key, value, remedy)
 
 
 def expected(schema: Schema) -> str:
     """The accepted values of a key, as the remedy of an error."""
     if "properties" in schema:
         return f"give a section with keys such as {', '.join(list(schema['properties'])[:3])}"
-    choices = [word for option in schema.get("anyOf", [schema]) for word in _choices(option)]
-    return f"use {_one_of(choices)}"
+    *others, last = [word for option in schema.get("anyOf", [schema]) for word in _choices(option)]
+    return f"use {', '.join(others)} or {last}" if others else f"use {last}"
 
 
 def _choices(option: Schema) -> list[str]:
-    if "enum" in option:
-        return [str(value) for value in option["enum"]]
-    if "const" in option:
-        return [str(option["const"])]
+    if "enum" in option or "const" in option:
+        return [str(value) for value in option.get("enum", [option.get("const")])]
     kind = TYPES.get(str(option.get("type")), "a value of its type")
-    limits = [f"{sign} {option[name]:g}" for name, sign in LIMITS.items() if name in option]
-    return [" ".join([kind, " and ".join(limits)]).strip()]
-
-
-def _one_of(choices: Sequence[str]) -> str:
-    return choices[0] if len(choices) == 1 else f"{', '.join(choices[:-1])} or {choices[-1]}"
+    limits = " and ".join(f"{sign} {option[name]:g}" for name, sign in LIMITS.items() if name in option)
+    return [f"{kind} {limits}".strip()]
 
 
 def _follow(root: Schema, loc: Sequence[str | int]) -> tuple[list[str], Schema]:
@@ -139,20 +127,14 @@ def _follow(root: Schema, loc: Sequence[str | int]) -> tuple[list[str], Schema]:
     path: list[str] = []
     schema = _target(root, root)
     for part in loc:
-        below = _below(schema, part)
-        if below is None:
-            if "properties" in schema:  # an unknown key of a section
-                path.append(str(part))
-                schema = {}
+        below = schema.get("items") if isinstance(part, int) else schema.get("properties", {}).get(part)
+        if below is None and "properties" not in schema:
             break
         path.append(str(part))
+        if below is None:  # an unknown key of a section
+            return path, {}
         schema = _target(below, root)
     return path, schema
-
-
-def _below(schema: Schema, part: str | int) -> Schema | None:
-    found = schema.get("items") if isinstance(part, int) else schema.get("properties", {}).get(part)
-    return found if isinstance(found, dict) else None
 
 
 def _target(schema: Schema, root: Schema) -> Schema:

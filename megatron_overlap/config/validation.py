@@ -1,7 +1,6 @@
 """Combinations of keys of a launch config that cannot run: rules that name the first key to change and the remedy."""
 
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 
 from megatron_overlap.config.errors import Problem, show_value
 from megatron_overlap.config.launch import LaunchFields
@@ -11,44 +10,32 @@ Rule = tuple[str, str]
 """The dotted key to change, and the remedy."""
 
 # Megatron flags without a key that exclude balanced attention, and the reason.
-REFUSED_FLAGS: Mapping[str, str] = MappingProxyType(
-    {
-        "--mtp-num-layers": "multi-token prediction needs the next rows, which other ranks hold",
-        "--num-experts": "the auxiliary loss of mixture of experts assumes equal numbers of rows per rank",
-        "--hybrid-layer-pattern": "Mamba layers need a rank's rows in the order of the text",
-        "--hybrid-override-pattern": "Mamba layers need a rank's rows in the order of the text",
-        "--cuda-graph-impl": "CUDA graphs need the same shapes in every step",
-        "--enable-cuda-graph": "CUDA graphs need the same shapes in every step",
-        "--external-cuda-graph": "CUDA graphs need the same shapes in every step",
-        "--fp8-format": "its GEMMs need rows in multiples of 32, and a rank holds any number of rows",
-        "--fp4-format": "its GEMMs need rows in multiples of 32, and a rank holds any number of rows",
-        "--tp-comm-overlap": "userbuffers need the same number of rows in every step",
-        "--window-size": "the plan balances full causal attention",
-        "--multi-latent-attention": "its keys and values have different shapes",
-        "--reset-position-ids": "positions already restart with every document",
-        "--reset-attention-mask": "attention already separates the documents",
-        "--dataloader-type": "the plugin loads the documents",
-        "--hybrid-context-parallel": "it is an alternative to overlap.varlen",
-        "--sft": "it packs sequences itself",
-        "--spec": "the plugin sets the core attention of the layer spec",
-    }
-)
+REFUSED_FLAGS: Mapping[str, str] = {
+    "--mtp-num-layers": "multi-token prediction needs the next rows, which other ranks hold",
+    "--num-experts": "the auxiliary loss of mixture of experts assumes equal numbers of rows per rank",
+    "--hybrid-layer-pattern": "Mamba layers need a rank's rows in the order of the text",
+    "--hybrid-override-pattern": "Mamba layers need a rank's rows in the order of the text",
+    "--cuda-graph-impl": "CUDA graphs need the same shapes in every step",
+    "--enable-cuda-graph": "CUDA graphs need the same shapes in every step",
+    "--external-cuda-graph": "CUDA graphs need the same shapes in every step",
+    "--fp8-format": "its GEMMs need rows in multiples of 32, and a rank holds any number of rows",
+    "--fp4-format": "its GEMMs need rows in multiples of 32, and a rank holds any number of rows",
+    "--tp-comm-overlap": "userbuffers need the same number of rows in every step",
+    "--window-size": "the plan balances full causal attention",
+    "--multi-latent-attention": "its keys and values have different shapes",
+    "--reset-position-ids": "positions already restart with every document",
+    "--reset-attention-mask": "attention already separates the documents",
+    "--dataloader-type": "the plugin loads the documents",
+    "--hybrid-context-parallel": "it is an alternative to overlap.varlen",
+    "--sft": "it packs sequences itself",
+    "--spec": "the plugin sets the core attention of the layer spec",
+}
 
 
 def launch_problems(cfg: LaunchFields) -> Iterator[Problem]:
     """Combinations of keys that cannot run, most basic first."""
-    for broken_rules in (
-        _model_rules,
-        _rank_rules,
-        _layout_rules,
-        _train_rules,
-        _data_rules,
-        _batch_overlap_rules,
-        _device_rules,
-        _slurm_rules,
-        _varlen_rules,
-        _argument_rules,
-    ):
+    rules = (_model_rules, _rank_rules, _layout_rules, _train_rules, _data_rules, _batch_overlap_rules, _device_rules)
+    for broken_rules in (*rules, _slurm_rules, _varlen_rules, _argument_rules):
         for key, remedy in broken_rules(cfg):
             yield Problem(key, value_at(cfg, key), remedy)
 
@@ -73,10 +60,10 @@ def _rank_rules(cfg: LaunchFields) -> Iterator[Rule]:
     if hosts is not None and launch.nodes != 1:
         yield "launch.nodes", "launch.hosts are on one node; use 1"
     if cfg.world_size % size:
-        ranks_key = "launch.nodes" if per_node is None else "launch.ranks_per_node"
+        key = "launch.hosts.hosts" if hosts else "launch.nodes" if per_node is None else "launch.ranks_per_node"
         layout = f"{parallel.tensor} x {parallel.context} x {parallel.pipeline}"
         remedy = f"cannot be split by parallel.tensor x context x pipeline = {layout}; use a multiple of {size} ranks"
-        yield ranks_key if hosts is None else "launch.hosts.hosts", f"{cfg.world_size} ranks {remedy}"
+        yield key, f"{cfg.world_size} ranks {remedy}"
 
 
 def _layout_rules(cfg: LaunchFields) -> Iterator[Rule]:
@@ -103,12 +90,11 @@ def _layout_rules(cfg: LaunchFields) -> Iterator[Rule]:
 def _context_rules(cfg: LaunchFields) -> Iterator[Rule]:
     parallel = cfg.parallel
     if cfg.overlap.ulysses.method == "none":
-        what = "Megatron's local attention has no context parallelism"
-        if cfg.train.transformer_impl != "local":
-            what = "TransformerEngine's own context parallelism needs launch.device cuda"
-        if cfg.train.transformer_impl == "local" or cfg.launch.device == "cpu":
-            remedy = "use 1, overlap.ulysses.method=p2p or overlap.varlen.method=balanced"
-            yield "parallel.context", f"{what}; {remedy}"
+        remedy = "use 1, overlap.ulysses.method=p2p or overlap.varlen.method=balanced"
+        if cfg.train.transformer_impl == "local":
+            yield "parallel.context", f"Megatron's local attention has no context parallelism; {remedy}"
+        elif cfg.launch.device == "cpu":
+            yield "parallel.context", f"TransformerEngine's own context parallelism needs launch.device cuda; {remedy}"
         return
     ranks = parallel.tensor * parallel.context
     if cfg.model.num_attention_heads % ranks:
@@ -133,10 +119,8 @@ def _train_rules(cfg: LaunchFields) -> Iterator[Rule]:
     if train.tp_comm_overlap:
         key, te = "train.tp_comm_overlap", train.transformer_impl == "transformer_engine"
         if cfg.overlap.tensor.method != "none":
-            yield (
-                key,
-                "TransformerEngine then overlaps the same communication; use false, or overlap.tensor.method=none",
-            )
+            remedy = "TransformerEngine then overlaps the same communication; use false, or overlap.tensor.method=none"
+            yield key, remedy
         if not (te and cfg.parallel.sequence_parallel and cfg.launch.device == "cuda"):
             needed = "launch.device cuda, train.transformer_impl transformer_engine and parallel.sequence_parallel"
             yield key, f"needs {needed}; use false"
@@ -205,7 +189,6 @@ def _slurm_rules(cfg: LaunchFields) -> Iterator[Rule]:
 
 
 def _varlen_rules(cfg: LaunchFields) -> Iterator[Rule]:
-    """Settings that `overlap.varlen` does not support; none if it is off."""
     varlen, parallel, train, overlap = cfg.overlap.varlen, cfg.parallel, cfg.train, cfg.overlap
     if varlen.method == "none":
         return
@@ -238,7 +221,6 @@ def _varlen_rules(cfg: LaunchFields) -> Iterator[Rule]:
 
 
 def _argument_rules(cfg: LaunchFields) -> Iterator[Rule]:
-    """Flags in `megatron_args` that a key sets too."""
     for index, flag in flags_in(cfg.megatron_args):
         where = f"megatron_args.{index}"
         if flag == "--yaml-cfg":

@@ -7,21 +7,13 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from megatron_overlap.config.errors import usage_error
 from megatron_overlap.patching import ManifestError
 from megatron_overlap.patching.manifest import Verdict, judge_source, load_manifests
-from megatron_overlap.patching.source import (
-    PACKAGE,
-    DirectoryTree,
-    SourceTree,
-    Target,
-    installed_tree,
-    megatron_release,
-)
+from megatron_overlap.patching.source import PACKAGE, DirectoryTree, Target, installed_tree, megatron_release
 
-_WIDTH = 120
 _LISTED = 20  # attributes of one feature; more are one row if their verdicts are equal
 
 
@@ -41,11 +33,16 @@ def patches(
     except ManifestError as error:
         print(error, file=sys.stderr)
         return 2
-    tree, release = _tree(megatron)
-    table = Table("feature", title=f"megatron-core {release}", title_justify="left")
-    table.add_column("replaced", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
-    table.add_column("reason")
+    if megatron is None:
+        tree, shown = installed_tree(), "the installed one"
+        remedy = "no megatron-core is installed; pip install megatron-core, or name one with --megatron"
+    else:
+        tree, shown = DirectoryTree(megatron) if megatron.exists() else None, str(megatron)
+        remedy = "holds no megatron-core; give a wheel, or the folder that contains megatron/core"
+    if tree is None or (release := megatron_release(tree)) is None:
+        raise usage_error("--megatron", shown, remedy)
+    narrow = [Column(heading, no_wrap=True) for heading in ("replaced", "verdict")]
+    table = Table("feature", *narrow, "reason", title=f"megatron-core {release}", title_justify="left")
     refused = False
     for feature, group in itertools.groupby(manifests, key=lambda manifest: manifest.feature):
         judged = [(manifest, judge_source(manifest, tree)) for manifest in group]
@@ -63,28 +60,13 @@ def patches(
                 table.add_row(shown, _short_name(manifest.target), str(found.verdict), reason, end_section=reasons)
         table.add_section()
     # Rich cuts words at 80 columns where the output is not a terminal.
-    Console(width=None if sys.stdout.isatty() else _WIDTH).print(table)
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
     return 1 if refused else 0
 
 
 def _short_name(target: str) -> str:
     """`Class.method` of Megatron; for functions, and attributes of torch, the module as well."""
     parsed = Target.parse(target)
-    package, _, _ = parsed.module.partition(".")
-    if package != PACKAGE:
+    if not parsed.module.startswith(f"{PACKAGE}."):
         return f"{parsed.module}.{parsed.qualname}"
     return parsed.qualname if "." in parsed.qualname else f"{parsed.module.rpartition('.')[2]}.{parsed.qualname}"
-
-
-def _tree(megatron: Path | None) -> tuple[SourceTree, str]:
-    tree: SourceTree | None
-    if megatron is None:
-        tree, shown = installed_tree(), "the installed one"
-        remedy = "no megatron-core is installed; pip install megatron-core, or name one with --megatron"
-    else:
-        tree, shown = DirectoryTree(megatron) if megatron.exists() else None, str(megatron)
-        remedy = "holds no megatron-core; give a wheel, or the folder that contains megatron/core"
-    release = None if tree is None else megatron_release(tree)
-    if tree is None or release is None:
-        raise usage_error("--megatron", shown, remedy)
-    return tree, release

@@ -23,7 +23,7 @@ from megatron_overlap.patching.planning import (
 class _Applied:
     finding: Finding
     replacement: Any
-    changed: tuple[Binding, ...]
+    changed: list[Binding]
 
 
 class Engine:
@@ -41,29 +41,24 @@ class Engine:
     def plan(self, features: Collection[str] | None = None) -> Plan:
         """Examines every target, imports its module, and changes nothing.
 
-        A refused patch refuses the other patches of its feature: a feature was never tested in part.
-
-        `features` limits the plan to the patches of these features.
+        A refused patch refuses the other patches of its feature: a feature was never tested in part. `features` limits
+        the plan to the patches of these features.
         """
-        findings = plan_patches(each for each in self.manifests if features is None or each.feature in features)
-        refused = {
-            finding.manifest.feature: finding.manifest.target
-            for finding in findings
-            if finding.verdict is Verdict.REFUSED
-        }
+        found = Plan(plan_patches(each for each in self.manifests if features is None or each.feature in features))
+        refused = {finding.manifest.feature: finding.manifest.target for finding in found.refused}
         return Plan(
             tuple(
                 replace(finding, verdict=Verdict.REFUSED, reason=f"belongs together with {culprit}, refused")
                 if finding.verdict not in NOT_APPLIED and (culprit := refused.get(finding.manifest.feature)) is not None
                 else finding
-                for finding in findings
+                for finding in found.findings
             )
         )
 
     def apply(self, plan: Plan, session: Any) -> None:
         """Replaces every applicable target of `plan`. After a failure the state is as before the call.
 
-        The factories get `session`. A target that changed since the plan was made is a failure.
+        The factories get `session`.
 
         Raises:
             PatchError: a target is replaced already, or changed since it was planned.
@@ -102,12 +97,9 @@ class Engine:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Inside the context the originals are back, and after it the same replacements.
+        """Inside the context the originals are back, and after it the same replacements. Raises as `revert`.
 
         Attributes to which other code has assigned a replacement keep it.
-
-        Raises:
-            RevertRefusedError: another package replaced one of our replacements; nothing is changed then.
         """
         self._refuse_foreign()
         undone = self._undo(0)
@@ -151,18 +143,15 @@ class Engine:
         site = finding.site
         assert site is not None
         places = (site, *finding.rebind)
-        expected = [finding.original if finding.own else None, *(finding.original for _ in finding.rebind)]
-        for place, before in zip(places, expected, strict=True):
+        for place in places:
+            before = None if place is site and not finding.own else finding.original
             if place.read() is not before:
                 raise PatchError(f"{place}: changed to {describe(place.read())} since it was planned; plan again")
-        changed: list[Binding] = []
-        try:
-            for place in places:
-                setattr(place.holder, place.name, replacement)
-                changed.append(place)
-        finally:
-            if changed:
-                self._applied.append(_Applied(finding, replacement, tuple(changed)))
+        applied = _Applied(finding, replacement, [])
+        self._applied.append(applied)
+        for place in places:
+            setattr(place.holder, place.name, replacement)
+            applied.changed.append(place)
 
     def _undo(self, keep: int) -> list[_Applied]:
         """Restores the originals of all but the first `keep` applied patches, last applied first."""

@@ -3,14 +3,13 @@
 `judge` decides whether a patch fits a release, from its manifest and the source text of that release.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -20,13 +19,8 @@ from megatron_overlap.patching import ManifestError
 from megatron_overlap.patching.source import Definition, SourceTree, Target, definitions, megatron_release
 
 
-def _target(text: str) -> str:
-    Target.parse(text)
-    return text
-
-
 def _digest(text: str) -> str:
-    if len(text) != 64 or set(text) - set("0123456789abcdef"):
+    if not re.fullmatch("[0-9a-f]{64}", text):
         raise ValueError("a digest has 64 lower-case hexadecimal digits; scripts/survey_seams.py prints it")
     return text
 
@@ -34,7 +28,7 @@ def _digest(text: str) -> str:
 _SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The parser of libyaml is ten times faster, and every training process reads all files."""
 
-TargetName = Annotated[str, AfterValidator(_target)]
+TargetName = Annotated[str, AfterValidator(lambda text: str(Target.parse(text)))]
 Digest = Annotated[str, AfterValidator(_digest)]
 Reason = Annotated[str, Field(min_length=20)]
 
@@ -42,8 +36,7 @@ Reason = Annotated[str, Field(min_length=20)]
 class ReviewedRelease(BaseModel):
     """The source of the target in one release that a person reviewed.
 
-    `relies_on` has the digests of other symbols whose behaviour the replacement repeats or expects; null for a symbol
-    that this release lacks.
+    `relies_on` has the digests of the symbols of `Manifest.relies_on`; null for a symbol that this release lacks.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -85,7 +78,7 @@ class Manifest(BaseModel):
     unchecked: Reason | None = None
 
     @model_validator(mode="after")
-    def _is_complete(self) -> Manifest:
+    def _is_complete(self) -> Self:
         if bool(self.releases) == bool(self.unchecked):
             raise ValueError("give releases, or the reason in unchecked, and not both")
         if (self.replacement is None) == (self.substitute is None):
@@ -121,11 +114,6 @@ class Permit(BaseModel):
     remedy: Reason | None = None
 
 
-def patches_folder() -> Path:
-    """The folder of the manifests: a package resource in a wheel, the repository's folder in an editable install."""
-    return resource_folder("patches")
-
-
 def load_manifest_file(path: Path) -> list[Manifest]:
     """Reads the manifests of one file.
 
@@ -141,9 +129,8 @@ def load_manifest_file(path: Path) -> list[Manifest]:
         return [_validated(path, "", content, Manifest)]
     targets = content.pop("targets")
     if not isinstance(targets, dict) or not all(isinstance(keys, dict) for keys in targets.values()):
-        raise ManifestError(
-            f"{path}: targets: {type(targets).__name__}: write a mapping of targets to mappings of keys"
-        )
+        remedy = "write a mapping of targets to mappings of keys"
+        raise ManifestError(f"{path}: targets: {type(targets).__name__}: {remedy}")
     return [
         _validated(path, f"targets.{target}.", {**content, "target": target, **keys}, Manifest)
         for target, keys in targets.items()
@@ -157,7 +144,7 @@ def load_permits() -> list[Permit]:
         ManifestError: a file is wrong or has no `permits`.
     """
     permits = []
-    for file in sorted((patches_folder() / "cpu").glob("*.yaml")):
+    for file in sorted((resource_folder("patches") / "cpu").glob("*.yaml")):
         keys = _mapping(file).get("permits")
         targets = [manifest.target for manifest in load_manifest_file(file)]
         content = {**keys, "name": file.stem, "targets": targets} if isinstance(keys, dict) else {}
@@ -165,21 +152,18 @@ def load_permits() -> list[Permit]:
     return permits
 
 
-def load_manifests(folder: Path | None = None) -> list[Manifest]:
-    """Reads every `*.yaml` of a folder and its subfolders (default: this package's own), sorted by path.
+@functools.cache
+def load_manifests() -> tuple[Manifest, ...]:
+    """This package's own manifests."""
+    return tuple(read_manifests(resource_folder("patches")))
+
+
+def read_manifests(folder: Path) -> list[Manifest]:
+    """Reads every `*.yaml` of a folder and its subfolders, sorted by path.
 
     Raises:
         ManifestError: a file is wrong, the folder has no file, or two manifests have the same target.
     """
-    return list(_own_manifests()) if folder is None else _read_manifests(folder)
-
-
-@functools.cache
-def _own_manifests() -> list[Manifest]:
-    return _read_manifests(patches_folder())
-
-
-def _read_manifests(folder: Path) -> list[Manifest]:
     files = sorted(folder.rglob("*.yaml"))
     if not files:
         raise ManifestError(f"{folder}: no *.yaml here: reinstall megatron-overlap")
@@ -232,27 +216,22 @@ class Judgement:
     reason: str
 
 
-_OPTIONAL_PACKAGE = "megatron.training"
-"""The training loop; some wheels of megatron-core lack it."""
-
-NOT_COMPARED = Judgement(Verdict.APPLIES, "not compared")
-"""The judgement of every patch with `unchecked`."""
+_OPTIONAL_PACKAGE = "megatron.training"  # the training loop; some wheels of megatron-core lack it
+NOT_COMPARED = Judgement(Verdict.APPLIES, "not compared")  # of every patch with `unchecked`
 
 
 def judge(manifest: Manifest, definition: Definition, tree: SourceTree) -> Judgement:
     """Compares a definition, and the symbols that the replacement relies on, with the reviewed releases."""
     here = megatron_release(tree) or "this version"
-    same_signature = {
-        name: release for name, release in manifest.releases.items() if release.signature == definition.signature
+    changed = {
+        name: _changed(manifest, release, definition, tree)
+        for name, release in manifest.releases.items()
+        if release.signature == definition.signature
     }
-    if not same_signature:
+    if not changed:
         known = ", ".join(sorted({release.signature for release in manifest.releases.values()}))
-        return Judgement(
-            Verdict.REFUSED,
-            f"{here} has the signature {definition.signature}, and only {known} was reviewed;"
-            " use a reviewed release, or a newer megatron-overlap",
-        )
-    changed = {name: _changed(manifest, release, definition, tree) for name, release in same_signature.items()}
+        reason = f"{here} has the signature {definition.signature}, and only {known} was reviewed"
+        return Judgement(Verdict.REFUSED, f"{reason}; use a reviewed release, or a newer megatron-overlap")
     equal = [name for name, names in changed.items() if not names]
     if here in equal:
         return Judgement(Verdict.APPLIES, f"{here} was reviewed")
@@ -262,10 +241,8 @@ def judge(manifest: Manifest, definition: Definition, tree: SourceTree) -> Judge
     if here in changed:
         difference = f"this is not the reviewed {here}: it differs in {', '.join(changed[here])}"
     else:
-        difference = (
-            f"{here} was not reviewed; it differs from {nearest}, the nearest reviewed release,"
-            f" in {', '.join(changed[nearest])}"
-        )
+        places = ", ".join(changed[nearest])
+        difference = f"{here} was not reviewed; it differs from {nearest}, the nearest reviewed release, in {places}"
     return Judgement(Verdict.UNREVIEWED, f"{difference}; compare a few steps with the stock path before you rely on it")
 
 

@@ -19,6 +19,9 @@ _DEPENDENCIES = sys.stdlib_module_names | {
 """Packages that never import Megatron or TransformerEngine; they have nine tenths of all attributes."""
 
 
+_UNDO = "undo that first, or enable this plugin before"
+
+
 class _RefusedError(Exception):
     """Ends the planning of one patch; caught in this module."""
 
@@ -157,16 +160,16 @@ class Plan:
         return [finding for finding in self.findings if finding.verdict not in NOT_APPLIED]
 
 
-def plan_patches(manifests: Iterable[Manifest]) -> list[Finding]:
+def plan_patches(manifests: Iterable[Manifest]) -> tuple[Finding, ...]:
     """Imports the modules of all targets and replacements, examines the targets, and changes nothing."""
     tree = ImportedTree()
     findings = [_or_refused(manifest, _examine, manifest, tree) for manifest in manifests]
     # One search for all patches, after the last import of any: it reads every attribute in sys.modules.
     holders = iter(bindings_of(*(each.original for each in findings if _is_compared(each))))
-    return [
+    return tuple(
         _or_refused(each.manifest, _with_bindings, each, next(holders)) if _is_compared(each) else each
         for each in findings
-    ]
+    )
 
 
 def _is_compared(finding: Finding) -> bool:
@@ -174,7 +177,6 @@ def _is_compared(finding: Finding) -> bool:
 
 
 def _or_refused[**P](manifest: Manifest, step: Callable[P, Finding], *args: P.args, **kwargs: P.kwargs) -> Finding:
-    """The result of a step of planning, or a refused patch with the reason."""
     try:
         return step(*args, **kwargs)
     except _RefusedError as refusal:
@@ -200,34 +202,31 @@ def _examine(manifest: Manifest, tree: ImportedTree) -> Finding:
         judgement = judge(manifest, _definition_of(site, original, tree), tree)
         if judgement.verdict is Verdict.REFUSED:
             raise _RefusedError(judgement.reason)
-    made_by = _import_replacement(manifest)
-    return Finding(
-        manifest, judgement.verdict, judgement.reason, site=site, original=original, own=own, made_by=made_by
-    )
+    found = Finding(manifest, judgement.verdict, judgement.reason, site=site, original=original, own=own)
+    return replace(found, made_by=_import_replacement(manifest))
 
 
-def _resolve(target: Target) -> tuple[Binding, Any, bool]:
+def _find_imported(target: Target, name: str) -> Binding | None:
     try:
         importlib.import_module(target.module)
     except ImportError as error:
-        raise _RefusedError(f"{target.module} cannot be imported: {error}") from error
-    site = find_loaded(target)
+        raise _RefusedError(f"{name} cannot be imported: {error}") from error
+    return find_loaded(target)
+
+
+def _resolve(target: Target) -> tuple[Binding, Any, bool]:
+    site = _find_imported(target, target.module)
     if site is None:
         raise _RefusedError(f"{target.module} has no {target.qualname}")
     if not isinstance(site.holder, ModuleType):
         expected = (target.module, target.qualname.rpartition(".")[0])
         if (site.module, site.holder.__qualname__) != expected:
-            raise _RefusedError(
-                f"{':'.join(expected)} is now {site.module}.{site.holder.__qualname__}: another package replaced the"
-                " class; undo that first, or enable this plugin before"
-            )
-    own = site.read()
-    if own is not None:
-        return site, own, True
-    for base in getattr(site.holder, "__mro__", ())[1:]:
-        inherited = Binding(base, site.name).read()
-        if inherited is not None:
-            return site, inherited, False
+            now = f"{site.module}.{site.holder.__qualname__}: another package replaced the class"
+            raise _RefusedError(f"{':'.join(expected)} is now {now}; {_UNDO}")
+    for owner in (site.holder,) if isinstance(site.holder, ModuleType) else site.holder.__mro__:
+        original = Binding(owner, site.name).read()
+        if original is not None:
+            return site, original, owner is site.holder
     raise _RefusedError(f"{target.module} has no {target.qualname}")
 
 
@@ -245,33 +244,20 @@ def _definition_of(site: Binding, raw: Any, tree: ImportedTree) -> Definition:
     qualname = site.name if isinstance(owner, ModuleType) else f"{owner.__qualname__}.{site.name}"
     found = definitions(tree, Target(place.module, qualname))
     if not found:
-        known = tree.read(place.module) is not None
-        raise _RefusedError(
-            f"{place} is {describe(raw)}: another package replaced it, or it was moved; undo that first"
-            if known
-            else f"the source of {place.module} is not readable, so it cannot be compared with a reviewed release"
-        )
+        reason = f"{place} is {describe(raw)}: another package replaced it, or it was moved; undo that first"
+        if tree.read(place.module) is None:
+            reason = f"the source of {place.module} is not readable, so it cannot be compared with a reviewed release"
+        raise _RefusedError(reason)
     function, num_wrappers = plain_function(raw), 0
     while (inner := getattr(function, "__wrapped__", None)) is not None:
         function, num_wrappers = inner, num_wrappers + 1
-    for definition in found:
-        if num_wrappers <= definition.num_decorators and _made_by(function, definition):
+    code: Any = getattr(function, "__code__", None)
+    for definition in found if code is not None else ():
+        file, same_line = code.co_filename, code.co_firstlineno == definition.line
+        same_file = file == definition.file or os.path.realpath(file) == os.path.realpath(definition.file)
+        if num_wrappers <= definition.num_decorators and same_line and same_file:
             return definition
-    raise _RefusedError(
-        f"{place} was already replaced by {describe(raw)}; undo that first, or enable this plugin before"
-    )
-
-
-def _made_by(function: Any, definition: Definition) -> bool:
-    code = getattr(function, "__code__", None)
-    return (
-        code is not None
-        and code.co_firstlineno == definition.line
-        and (
-            code.co_filename == definition.file
-            or os.path.realpath(code.co_filename) == os.path.realpath(definition.file)
-        )
-    )
+    raise _RefusedError(f"{place} was already replaced by {describe(raw)}; {_UNDO}")
 
 
 def _with_bindings(finding: Finding, holders: Iterable[Binding]) -> Finding:
@@ -290,29 +276,19 @@ def _with_bindings(finding: Finding, holders: Iterable[Binding]) -> Finding:
     package = site.module.partition(".")[0]
     stale = []
     for binding in holders:
-        if binding in listed or binding == site or _is_source(binding, site):
+        is_inherited = binding.holder in getattr(site.holder, "__mro__", ()) and binding.name == site.name
+        if binding in listed or binding == site or is_inherited:
             continue
         if binding.module.partition(".")[0] == package:
-            raise _RefusedError(
-                f"{binding} holds it by value and is not in also_bound: no reviewed release has this layout"
-            )
+            reason = "holds it by value and is not in also_bound: no reviewed release has this layout"
+            raise _RefusedError(f"{binding} {reason}")
         stale.append(str(binding))
     return replace(finding, stale=tuple(stale), rebind=tuple(listed))
 
 
-def _is_source(binding: Binding, site: Binding) -> bool:
-    # The base class of an inherited attribute.
-    return binding.holder in getattr(site.holder, "__mro__", ()) and binding.name == site.name
-
-
 def _import_replacement(manifest: Manifest) -> Any:
-    """The factory of a patch, or its substitute."""
     target = Target.parse(manifest.replacement or manifest.substitute or "")
-    try:
-        importlib.import_module(target.module)
-    except ImportError as error:
-        raise _RefusedError(f"the replacement {target} cannot be imported: {error}") from error
-    binding = find_loaded(target)
+    binding = _find_imported(target, f"the replacement {target}")
     found = None if binding is None else binding.read()
     if found is None or (manifest.replacement is not None and not callable(found)):
         raise _RefusedError(f"the replacement {target} does not exist")
@@ -324,7 +300,7 @@ def describe(value: Any) -> str:
     function = plain_function(value)
     if value is None:
         return "nothing"
-    code = getattr(function, "__code__", None)
+    code: Any = getattr(function, "__code__", None)
     where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
     module = getattr(function, "__module__", None) or type(function).__module__
     # A replacement made with functools.wraps has the original's names; its globals belong to its own module.

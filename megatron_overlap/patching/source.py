@@ -4,9 +4,9 @@ The digest covers every token except comments, docstrings, blank lines and the d
 the same source at a place when the digests are equal.
 """
 
-from __future__ import annotations
-
 import ast
+import contextlib
+import copy
 import functools
 import hashlib
 import importlib.util
@@ -17,12 +17,10 @@ import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Self
 
-PACKAGE = "megatron"
-"""The package whose source is judged."""
+PACKAGE = "megatron"  # its source is judged
 
-_PACKAGE_INFO = "megatron.core.package_info"
 _Definable = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
@@ -34,12 +32,8 @@ class Target:
     qualname: str
 
     @classmethod
-    def parse(cls, text: str) -> Target:
-        """Splits `module:qualname`.
-
-        Raises:
-            ValueError: there is not exactly one colon, or a part is not a dotted name.
-        """
+    def parse(cls, text: str) -> Self:
+        """Splits `module:qualname`. ValueError: there is not exactly one colon, or a part is not a dotted name."""
         module, colon, qualname = text.partition(":")
         parts = [*module.split("."), *qualname.split(".")]
         if not colon or not all(part.isidentifier() for part in parts):
@@ -64,14 +58,6 @@ class Definition:
     num_decorators: int
 
 
-class SourceTree(Protocol):
-    """A place from which module sources are read without an import."""
-
-    def read(self, module: str) -> tuple[str, str] | None:
-        """Returns (file name, text) of a module, or None where the module is missing."""
-        ...
-
-
 class DirectoryTree:
     """Sources under the given folders or wheels; the first that has a module wins, as on `sys.path`."""
 
@@ -79,6 +65,7 @@ class DirectoryTree:
         self.roots = [zipfile.Path(root) if root.is_file() else root for root in roots]
 
     def read(self, module: str) -> tuple[str, str] | None:
+        """File name and text of a module; None where the module is missing."""
         for root in self.roots:
             for ending in (".py", "/__init__.py"):
                 file = root / f"{module.replace('.', '/')}{ending}"
@@ -94,25 +81,27 @@ class ImportedTree:
         self._found: dict[str, tuple[str, str]] = {}
 
     def read(self, module: str) -> tuple[str, str] | None:
+        """File name and text of a module; None where the module is not imported or has no source."""
         if module not in self._found:
             loaded = sys.modules.get(module)
             get_source = getattr(getattr(loaded, "__loader__", None), "get_source", None)
             file = getattr(loaded, "__file__", None)
-            if file is None or get_source is None:
-                return None
-            try:
-                text = get_source(module)
-            except (ImportError, OSError):
-                return None
-            if text is None:
+            text = None
+            if file is not None and get_source is not None:
+                with contextlib.suppress(ImportError, OSError):
+                    text = get_source(module)
+            if file is None or text is None:
                 return None
             self._found[module] = file, text
         return self._found[module]
 
 
-def installed_tree(package: str = PACKAGE) -> DirectoryTree | None:
-    """The folders from which `import PACKAGE` would read; None if it is not installed. Imports nothing."""
-    spec = importlib.util.find_spec(package)
+SourceTree = DirectoryTree | ImportedTree
+
+
+def installed_tree() -> DirectoryTree | None:
+    """The folders from which `import megatron` would read; None if it is not installed. Imports nothing."""
+    spec = importlib.util.find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         return None
     return DirectoryTree(*(Path(location).parent for location in spec.submodule_search_locations))
@@ -120,25 +109,22 @@ def installed_tree(package: str = PACKAGE) -> DirectoryTree | None:
 
 def megatron_release(tree: SourceTree) -> str | None:
     """The megatron-core release in a tree, such as `0.19.2`, read from its source; None if the tree has none."""
-    found = tree.read(_PACKAGE_INFO)
+    found = tree.read("megatron.core.package_info")
     if found is None:
         return None
     numbers: dict[str, object] = {}
     for node in _parse(found[1]).body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
             numbers.update({name.id: node.value.value for name in node.targets if isinstance(name, ast.Name)})
-    parts = [numbers.get(key) for key in ("MAJOR", "MINOR", "PATCH")]
-    if any(part is None for part in parts):
+    if not {"MAJOR", "MINOR", "PATCH"} <= numbers.keys():
         return None
-    return ".".join(map(str, parts)) + str(numbers.get("PRE_RELEASE") or "")
+    return "{MAJOR}.{MINOR}.{PATCH}".format_map(numbers) + str(numbers.get("PRE_RELEASE") or "")
 
 
 def definitions(tree: SourceTree, target: Target) -> list[Definition]:
     """Every statement that defines `target`: none where it is missing, several where an `if` chooses."""
     found = tree.read(target.module)
-    if found is None:
-        return []
-    return list(_definitions(*found, target.qualname))
+    return list(_definitions(*found, target.qualname)) if found is not None else []
 
 
 # Many patches rely on the same definition.
@@ -171,21 +157,17 @@ def _find(body: Iterable[ast.stmt], names: Sequence[str]) -> Iterator[_Definable
 def _describe(node: _Definable, file: str, text: str) -> Definition:
     first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
     if isinstance(node, ast.ClassDef):
-        signature = f"({', '.join(map(ast.unparse, node.bases))})"
+        signature = ", ".join(map(ast.unparse, node.bases))
     else:
-        signature = _signature(node.args)
+        # Annotations are left out: releases add and change them without an effect on calls.
+        arguments = copy.deepcopy(node.args)
+        for argument in ast.walk(arguments):
+            if isinstance(argument, ast.arg):
+                argument.annotation = None
+        signature = ast.unparse(arguments)
     normal = "\n".join(_normal_tokens(node, first, text))
-    return Definition(file, first, signature, hashlib.sha256(normal.encode()).hexdigest(), len(node.decorator_list))
-
-
-def _signature(arguments: ast.arguments) -> str:
-    # Annotations are left out: releases add and change them without an effect on calls.
-    bare = ast.parse(f"def f({ast.unparse(arguments)}): ...").body[0]
-    assert isinstance(bare, ast.FunctionDef)
-    for argument in ast.walk(bare.args):
-        if isinstance(argument, ast.arg):
-            argument.annotation = None
-    return f"({ast.unparse(bare.args)})"
+    digest = hashlib.sha256(normal.encode()).hexdigest()
+    return Definition(file, first, f"({signature})", digest, len(node.decorator_list))
 
 
 def _normal_tokens(node: _Definable, first: int, text: str) -> Iterator[str]:

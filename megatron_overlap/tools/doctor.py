@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from itertools import permutations, starmap
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -31,10 +31,8 @@ from megatron_overlap.tools.launch.processes import RunError
 from megatron_overlap.tools.launch.ranks import run_workers
 from megatron_overlap.tools.launch.rehearsal import permits_table
 
-TEST_DEADLINE_S = 60.0
 VERSIONS = ("megatron-overlap", "megatron-core", "torch", "triton", "transformer-engine", "apex")
-_TOLERANCE = 1e-5
-"""Relative; fp32 sums of a few terms in another order."""
+_TOLERANCE = 1e-5  # relative; fp32 sums of a few terms in another order
 
 # Values of environment variables (regular expressions) that do harm, and the remedy.
 _ENABLED = "(?!0$).+"
@@ -54,49 +52,32 @@ _HARMFUL = {
     "MEGATRON_OVERLAP": ("0", "disables the plugin: unset it"),
 }
 
-Verdict = Literal["works", "works slower", "not available"]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The verdict on one feature, and the reason."""
-
-    feature: str
-    verdict: Verdict
-    reason: str
+Verdict = tuple[Literal["works", "works slower", "not available"], str]  # whether a feature works, and the reason
 
 
 def command(
-    ranks: Annotated[int, typer.Option("--ranks", min=2, max=16, help="Ranks of the self-test, on this machine.")] = 2,
-    deadline: Annotated[
-        float, typer.Option("--deadline", min=0.1, help="Seconds after which the self-test fails.")
-    ] = TEST_DEADLINE_S,
+    ranks: Annotated[int, typer.Option(min=2, max=16, help="Ranks of the self-test, on this machine.")] = 2,
+    deadline: Annotated[float, typer.Option(min=0.1, help="Seconds after which the self-test fails.")] = 60.0,
 ) -> int:
     """Report which features work on this machine, and why others work slower or not at all."""
     console = Console()
     cuda = torch.cuda.is_available()
-    console.print(", ".join(f"{name} {release}" for name, release in versions().items()), highlight=False)
+    releases = [f"{name} {installed_release(name) or 'not installed'}" for name in VERSIONS]
+    console.print(", ".join([f"python {platform.python_version()}", *releases]), highlight=False)
     for line in devices():
         console.print(line, highlight=False, markup=False)
-    slow = slow_precision_reason("bf16")
-    if slow is not None:
+    if (slow := slow_precision_reason("bf16")) is not None:
         console.print(slow, highlight=False, soft_wrap=True)
     for name, value, remedy in environment(os.environ, cuda=cuda):
         console.print(f"environment: {name}={value}: {remedy}", highlight=False, soft_wrap=True)
     failure = _self_test(console, ranks, deadline)
     table = Table("feature", "verdict", "reason", box=box.SIMPLE_HEAD)
-    for finding in findings(failure, ranks):
-        table.add_row(finding.feature, finding.verdict, finding.reason)
+    for feature, verdict in verdicts(failure, ranks).items():
+        table.add_row(feature, *verdict)
     console.print(table)
     if not cuda:
         console.print(permits_table(load_permits()))
     return 0 if failure is None else 1
-
-
-def versions() -> dict[str, str]:
-    """Releases of Python and of the installed packages."""
-    found = {name: installed_release(name) or "not installed" for name in VERSIONS}
-    return {"python": platform.python_version(), **found}
 
 
 def devices() -> list[str]:
@@ -104,16 +85,13 @@ def devices() -> list[str]:
     if not torch.cuda.is_available():
         return [f"no GPU; {os.cpu_count()} cores of {platform.processor() or platform.machine()}"]
     count = torch.cuda.device_count()
-    lines = []
-    for index in range(count):
-        device = torch.cuda.get_device_properties(index)
-        lines.append(f"GPU {index}: {device.name}, {device.total_memory >> 30} GiB")
-    pairs = _gpu_pairs(count)
+    properties = map(torch.cuda.get_device_properties, range(count))
+    lines = [f"GPU {index}: {gpu.name}, {gpu.total_memory >> 30} GiB" for index, gpu in enumerate(properties)]
+    pairs = list(permutations(range(count), 2))
     if pairs:
         able = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
         lines.append(f"peer access: {able} of {len(pairs)} pairs")
-    tool = shutil.which("nvidia-smi")
-    if tool is not None:
+    if (tool := shutil.which("nvidia-smi")) is not None:
         shown = subprocess.run([tool, "topo", "-m"], capture_output=True, text=True, timeout=20, check=False)
         lines += shown.stdout.splitlines()
     return lines
@@ -133,27 +111,26 @@ def environment(env: Mapping[str, str], *, cuda: bool) -> list[tuple[str, str, s
     return found
 
 
-def findings(self_test: str | None, ranks: int) -> list[Finding]:
+def verdicts(self_test: str | None, ranks: int) -> dict[str, Verdict]:
     """The verdict on each feature. `self_test` is the reason why the self-test on `ranks` ranks failed, or None."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    p2p: tuple[Verdict, str] = ("works slower", "no GPU: the processor both computes and copies messages")
+    p2p: Verdict = ("works slower", "no GPU: the processor both computes and copies messages")
     if self_test is not None:
         p2p = ("not available", f"the self-test failed: {self_test}")
     elif gpus:
         p2p = ("works", f"NCCL, {gpus} GPUs; the self-test ran over gloo on {ranks} ranks")
-    core: tuple[Verdict, str] = ("works", "see `megatron-overlap patches`")
+    core: Verdict = ("works", "see `megatron-overlap patches`")
     if importlib.util.find_spec("megatron") is None:
         core = ("not available", "megatron-core is not installed")
-    features = {"tensor: p2p": p2p, "data: p2p": p2p, "ulysses: p2p": p2p, "in Megatron": core, **_peer_memory(gpus)}
-    return [Finding(feature, *verdict) for feature, verdict in features.items()]
+    return {"tensor: p2p": p2p, "data: p2p": p2p, "ulysses: p2p": p2p, "in Megatron": core, **_peer_memory(gpus)}
 
 
-def _peer_memory(gpus: int) -> dict[str, tuple[Verdict, str]]:
+def _peer_memory(gpus: int) -> dict[str, Verdict]:
     """The features whose ranks write to each other's memory, for the GPUs of this process."""
     reason = local_unsupported_reason()
     if not reason and gpus < 2:
         reason = f"needs at least 2 GPUs in a node, this one has {gpus}"
-    if not reason and not all(torch.cuda.can_device_access_peer(a, b) for a, b in _gpu_pairs(gpus)):
+    if not reason and not all(starmap(torch.cuda.can_device_access_peer, permutations(range(gpus), 2))):
         reason = "some pairs of GPUs have no peer access"
     copies, fused = "tensor: p2p by copy engines", "tensor: fused"
     if reason:
@@ -167,10 +144,6 @@ def _peer_memory(gpus: int) -> dict[str, tuple[Verdict, str]]:
         copies: ("works", f"{peers}. Groups inside the node use it with sequence parallelism, other groups NCCL"),
         fused: ("works", f"{peers}. Not yet run on several GPUs: `auto` measures it first"),
     }
-
-
-def _gpu_pairs(count: int) -> list[tuple[int, int]]:
-    return [(a, b) for a in range(count) for b in range(count) if a != b]
 
 
 def _self_test(console: Console, ranks: int, deadline: float) -> str | None:
@@ -191,21 +164,16 @@ def _self_test(console: Console, ranks: int, deadline: float) -> str | None:
 
 
 def _self_test_rank(folder: Path) -> None:
-    """The self-test of one rank; this file is its program. Writes the largest difference to `FOLDER/rank{r}`."""
+    """The self-test of one rank; this file is its program. Writes to `FOLDER/rank{r}` the largest relative difference
+    of outputs and gradients of both layers from plain collectives.
+    """
     dist.init_process_group("gloo")
-    world = dist.group.WORLD
-    assert world is not None
-    (folder / f"rank{dist.get_rank()}").write_text(str(largest_difference(world)))
-    destroy_process_groups()
-
-
-def largest_difference(group: dist.ProcessGroup) -> float:
-    """Largest relative difference from plain collectives over outputs and gradients of both layers."""
-    torch.manual_seed(dist.get_rank(group))
-    size, worst = dist.get_world_size(group), 0.0
+    group, rank, worst = dist.group.WORLD, dist.get_rank(), 0.0
+    assert group is not None
+    torch.manual_seed(rank)
     for overlapped, plain, rows in (
         (all_gather_linear, reference.all_gather_linear, 48),
-        (linear_reduce_scatter, reference.linear_reduce_scatter, 48 * size),
+        (linear_reduce_scatter, reference.linear_reduce_scatter, 48 * dist.get_world_size()),
     ):
         x, w = torch.randn(rows, 40), torch.randn(24, 40)
         results = []
@@ -216,7 +184,8 @@ def largest_difference(group: dist.ProcessGroup) -> float:
             results.append([y.detach(), *(leaf.grad for leaf in leaves)])
         for ours, theirs in zip(*results, strict=True):
             worst = max(worst, float((ours - theirs).abs().max() / theirs.abs().max()))
-    return worst
+    (folder / f"rank{rank}").write_text(str(worst))
+    destroy_process_groups()
 
 
 if __name__ == "__main__":

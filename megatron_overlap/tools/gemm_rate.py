@@ -18,43 +18,43 @@ from pathlib import Path
 import torch
 
 SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192)}
-SECONDS_PER_SIZE = 0.5
-MIN_REPEATS = 3
+SECONDS_PER_SIZE, MIN_REPEATS = 0.5, 3
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-_SMALL_ROWS, _SMALL_COLUMNS, _SMALL_REPEATS = 64, 512, 5
 _SLOW_FACTOR = 4.0
 """A precision whose GEMMs are slower than those of fp32 by this factor has no instructions on this processor."""
 
 
 def gemm_tflops(size: int, device: str, dtype: torch.dtype) -> float:
     """The rate of a square GEMM in TFLOP/s, from the median of its times."""
-    a = torch.randn(size, size, device=device).to(dtype)
-    b = torch.randn(size, size, device=device).to(dtype)
-    out = torch.empty(size, size, device=device, dtype=dtype)
-    torch.mm(a, b, out=out)
-    _synchronize(device)
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+
+    def multiply() -> None:
+        torch.mm(a, b, out=out)
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    multiply()
     times: list[float] = []
     end = time.perf_counter() + SECONDS_PER_SIZE
     while len(times) < MIN_REPEATS or time.perf_counter() < end:
         start = time.perf_counter()
-        torch.mm(a, b, out=out)
-        _synchronize(device)
+        multiply()
         times.append(time.perf_counter() - start)
     return 2.0 * size**3 / statistics.median(times) / 1e12
 
 
 def small_gemm_gflops(precision: str) -> float:
     """The rate of a small GEMM on the processor in GFLOP/s, from the median of its times."""
-    dtype = DTYPES[precision]
-    a = torch.randn(_SMALL_ROWS, _SMALL_COLUMNS).to(dtype)
-    b = torch.randn(_SMALL_COLUMNS, _SMALL_COLUMNS).to(dtype)
+    rows, columns = 64, 512
+    a, b = (torch.randn(size, columns).to(DTYPES[precision]) for size in (rows, columns))
     times = []
-    for _ in range(_SMALL_REPEATS + 1):
+    for _ in range(6):
         start = time.perf_counter()
         torch.mm(a, b)
         times.append(time.perf_counter() - start)
-    return 2.0 * _SMALL_ROWS * _SMALL_COLUMNS**2 / statistics.median(times[1:]) / 1e9
+    return 2.0 * rows * columns**2 / statistics.median(times[1:]) / 1e9
 
 
 def slow_precision_reason(precision: str) -> str | None:
@@ -75,19 +75,10 @@ def default_precision() -> str:
     return "bf16" if torch.cuda.is_available() or slow_precision_reason("bf16") is None else "fp32"
 
 
-def main(out: str, device: str, precision: str) -> None:
-    """Measure the rates and write them."""
-    rates = {size: gemm_tflops(size, device, DTYPES[precision]) for size in SIZES[device]}
-    Path(out).write_text(json.dumps({"tflops": max(rates.values()), "sizes": rates}))
-
-
-def _synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
 if __name__ == "__main__":
     if len(sys.argv) == 1:
         print(default_precision())
     else:
-        main(*sys.argv[1:])
+        out, device, precision = sys.argv[1:]
+        rates = {size: gemm_tflops(size, device, DTYPES[precision]) for size in SIZES[device]}
+        Path(out).write_text(json.dumps({"tflops": max(rates.values()), "sizes": rates}))

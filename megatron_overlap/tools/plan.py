@@ -12,27 +12,21 @@ from megatron_overlap.schedules.varlen.partition import METHODS
 from megatron_overlap.schedules.varlen.plan import describe
 from megatron_overlap.schedules.varlen.topology import Topology
 
-_SPARE = 16
-"""Without --capacity, a rank holds up to 1/16 more than its share of one pass."""
-
 
 def plan(
     lengths: Annotated[
-        Path,
-        typer.Option("--lengths", help="File with one length per line, or folder of documents (one token per byte)."),
+        Path, typer.Option(help="File with one length per line, or folder of documents (one token per byte).")
     ],
     config: Annotated[
         list[str] | None,
         typer.Argument(help="Launch config (file or name of a shipped one) and key=value: gives ranks and nodes."),
     ] = None,
-    ranks: Annotated[int | None, typer.Option("--ranks", min=1, help="Number of ranks that share the batch.")] = None,
-    nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="Number of nodes.")] = None,
-    nics: Annotated[int, typer.Option("--nics", min=1, help="Network cards per node.")] = 1,
-    capacity: Annotated[
-        int | None, typer.Option("--capacity", min=1, help="Largest number of tokens of a rank in one pass.")
-    ] = None,
-    method: Annotated[str, typer.Option("--method", help=f"One of {', '.join(METHODS)}.")] = "balanced",
-    show: Annotated[int, typer.Option("--show", min=0, help="Number of ranks listed for each pass.")] = 16,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Number of ranks that share the batch.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes.")] = None,
+    nics: Annotated[int, typer.Option(min=1, help="Network cards per node.")] = 1,
+    capacity: Annotated[int | None, typer.Option(min=1, help="Largest number of tokens of a rank in one pass.")] = None,
+    method: Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.")] = "balanced",
+    show: Annotated[int, typer.Option(min=0, help="Number of ranks listed for each pass.")] = 16,
 ) -> int:
     """Show which rank gets which documents of a batch: rings, loads and balance."""
     if config:
@@ -47,15 +41,15 @@ def plan(
     try:
         batch = read_lengths(lengths)
     except OSError as error:
-        raise usage_error(
-            "plan --lengths", lengths, f"{error.strerror}; give a file or a folder that can be read"
-        ) from error
+        remedy = f"{error.strerror}; give a file or a folder that can be read"
+        raise usage_error("plan --lengths", lengths, remedy) from error
     except ValueError as error:
         raise usage_error("plan --lengths", lengths, str(error)) from error
     share = -(-sum(batch) // ranks)
     topology = Topology(nodes, ranks // nodes, min(nics, ranks // nodes))
     try:
-        result = METHODS[method](batch, topology, capacity=capacity or max(1, share + share // _SPARE), cost=None)
+        # Without --capacity, a rank holds up to 1/16 more than its share of one pass.
+        result = METHODS[method](batch, topology, capacity=capacity or max(1, share + share // 16), cost=None)
     except ValueError as error:
         raise usage_error(f"plan --method {method}", None, str(error)) from error
     print(describe(result, ranks=show))
@@ -63,11 +57,10 @@ def plan(
 
 
 def read_lengths(path: Path) -> list[int]:
-    """Reads the lengths of documents.
+    """Reads the lengths of documents from a text file with one length per line, or from a folder.
 
-    Args:
-        path: a text file with one length per line, or a folder whose files (`*.py`, `*.txt`, `*.rst`, `*.md`, at any
-            depth) are the documents, in the order of their paths, with one token per byte.
+    The files of a folder (`*.py`, `*.txt`, `*.rst`, `*.md`, at any depth) are documents with one token per byte, in the
+    order of their paths.
 
     Raises:
         ValueError: the folder or file has no documents, or a line is not a length.
@@ -78,14 +71,10 @@ def read_lengths(path: Path) -> list[int]:
         if not files:
             raise ValueError(f"lengths: {path}: no {', '.join(kinds)} files in this folder")
         return [file.stat().st_size for file in files]
-    lengths = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        text = line.strip()
-        if not text:
-            continue
-        if not text.isascii() or not text.isdigit():
+    lines = list(map(str.strip, path.read_text(encoding="utf-8").splitlines()))
+    for number, text in enumerate(lines, start=1):
+        if text and not (text.isascii() and text.isdigit()):
             raise ValueError(f"lengths: {path}, line {number}: {text[:40]}: write one whole number per line")
-        lengths.append(int(text))
-    if not lengths:
+    if not any(lines):
         raise ValueError(f"lengths: {path}: the file is empty; write one length per line")
-    return lengths
+    return [int(text) for text in lines if text]

@@ -135,8 +135,8 @@ def test_ulysses_without_overlap_is_ulysses_exposed(tmp_path: Path) -> None:
 
 def test_the_overlap_of_a_launch_config(tmp_path: Path) -> None:
     file = write(tmp_path, f"{RIGHT}overlap: {{strict: true}}\n")
-    whole = load_overlap_file(file)
-    assert (whole.overlap.strict, whole.launch.device) == (True, "cpu")
+    overlap, launch = load_overlap_file(file)
+    assert (overlap.strict, launch.device) == (True, "cpu")
     assert OverlapConfig.from_yaml(file, ["overlap.strict=false"]).strict is False
 
 
@@ -145,14 +145,14 @@ def test_the_overlap_of_a_launch_config(tmp_path: Path) -> None:
     ["overlap: {tensor: {method: p2p}}", "tensor: {method: p2p}", "tensor: {method: p2p}\ndata: {method: stock}"],
 )
 def test_the_overlap_alone(tmp_path: Path, text: str) -> None:
-    found = load_overlap_file(write(tmp_path, text))
-    assert (found.overlap.tensor.method, found.launch.device) == ("p2p", "cuda")
+    overlap, launch = load_overlap_file(write(tmp_path, text))
+    assert (overlap.tensor.method, launch.device) == ("p2p", "cuda")
 
 
 def test_some_sections_of_a_launch_config(tmp_path: Path) -> None:
-    found = load_overlap_file(write(tmp_path, "overlap: {strict: true}\nlaunch: {device: cpu}\n"))
-    assert (found.overlap.strict, found.launch.device) == (True, "cpu")
-    assert load_overlap_file(write(tmp_path, "name: nothing_else\n")).overlap == OverlapConfig()
+    overlap, launch = load_overlap_file(write(tmp_path, "overlap: {strict: true}\nlaunch: {device: cpu}\n"))
+    assert (overlap.strict, launch.device) == (True, "cpu")
+    assert load_overlap_file(write(tmp_path, "name: nothing_else\n"))[0] == OverlapConfig()
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ command with placeholders (CONFIG, `[key=value ...]`) is a synopsis: its subcomm
 from __future__ import annotations
 
 import ast
+import pkgutil
 import re
 import shlex
 from pathlib import Path
@@ -82,7 +83,7 @@ def test_a_synopsis_names_existing_options(command: str) -> None:
         return
     app = typer.Typer(add_completion=False)
     app.callback()(lambda: None)
-    app.command(name)(cli._load(cli.COMMANDS[name][0]))
+    app.command(name)(pkgutil.resolve_name(f"megatron_overlap.{cli.COMMANDS[name][0]}"))
     group = typer.main.get_command(app)
     options = {text for param in group.commands[name].params for text in param.opts}  # type: ignore[attr-defined]
     assert {word.partition("=")[0] for word in words if word.startswith("--")} <= options

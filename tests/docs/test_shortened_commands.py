@@ -19,12 +19,12 @@ from pathlib import Path
 import pytest
 
 from megatron_overlap.config.resources import transformer_engine_available
-from megatron_overlap.tools.launch import netlab
 from tests.docs.commands import COMMANDS, PLACEHOLDER
 from tests.helpers.forked_python import ForkedPython
+from tests.helpers.netlab import available
 from tests.helpers.releases import ROOT
 
-HAS_NETLAB, REASON = netlab.available()
+HAS_NETLAB, REASON = available()
 ONE = "--ratios 1 --rounds 1 --warmup 0"
 LINEAR = "--rows 64 --in-features 64 --out-features 64 --rounds 1 --warmup 0"
 TINY = "model.num_layers=1 train.seq_length=128 train.iterations=3"

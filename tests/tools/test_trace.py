@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_overlap import cli
-from megatron_overlap.tools.trace import Clock, align_steps, trace_events
+from megatron_overlap.tools.trace import align_steps, clock_error_ns, trace_events
 from megatron_overlap.tracing import EventFile, Kind, Mark, Trace, read_events
 
 MS = 1_000_000
@@ -97,7 +97,7 @@ def test_a_message_starts_after_the_previous_one_is_received(tmp_path: Path) -> 
 def test_a_clock_without_marks_has_an_unknown_error(tmp_path: Path) -> None:
     file = EventFile(tmp_path / "events", 4)
     file.close()
-    assert Clock.of(read_events(tmp_path / "events")).error_ns is None
+    assert clock_error_ns(read_events(tmp_path / "events")) is None
 
 
 def test_the_command_writes_a_chrome_trace_and_prints_the_table(

@@ -73,8 +73,7 @@ class ScriptRun:
     def _read_config(self, flags: argparse.Namespace) -> None:
         self._overlap, launch = OverlapConfig(), None
         if flags.overlap_config is not None:
-            file = load_overlap_file(flags.overlap_config)
-            self._overlap, launch = file.overlap, file.launch
+            self._overlap, launch = load_overlap_file(flags.overlap_config)
         self._device = flags.overlap_device or (launch.device if launch is not None else "cuda")
         self._rehearsal = launch is not None and launch.rehearsal
         hosts = launch.hosts if launch is not None else None

@@ -12,9 +12,9 @@ import numpy as np
 from megatron_overlap.tools.compare.comparison import Comparison, ExposedSummary, RunSummary, TypicalStep
 from megatron_overlap.tools.compare.rounds import run_folder
 from megatron_overlap.tools.trace import (
-    Clock,
     MessageKey,
     align_steps,
+    clock_error_ns,
     event_files,
     events_of,
     received_messages,
@@ -227,7 +227,7 @@ def step_timeline(run: RunSummary, ranks: Sequence[RankEvents]) -> StepTimeline:
     shown = tuple(
         _rank_step(rank, roles[rank.rank], zero, sent, waited[rank.rank]) for rank in ranks if rank.rank in roles
     )
-    errors = [Clock.of(rank).error_ns for rank in ranks]
+    errors = [clock_error_ns(rank) for rank in ranks]
     known = [error for error in errors if error is not None]
     error_ns = max(known) if len(known) == len(errors) else None
     return StepTimeline(run.name, run.typical_step, run.step_time_ms.median, shown, len(ranks), error_ns)

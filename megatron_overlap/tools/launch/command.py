@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.status import Status
+from rich.table import Table
 
 from megatron_overlap.autotune.search import calls_to_select
 from megatron_overlap.config import ConfigError, LaunchConfig, arms, load_launch_config
@@ -27,7 +28,7 @@ from megatron_overlap.tools.launch.downscale import downscale
 from megatron_overlap.tools.launch.netlab import NetlabError
 from megatron_overlap.tools.launch.plan import batch_file, execute, plan, unused_folder
 from megatron_overlap.tools.launch.processes import OnLine, RunError
-from megatron_overlap.tools.launch.rehearsal import changes_table, max_local_ranks, permits_table, steps_table
+from megatron_overlap.tools.launch.rehearsal import max_local_ranks, permits_table, steps_table
 from megatron_overlap.tools.launch.rehearsal import rehearse as run_rehearsal
 from megatron_overlap.tools.launch.run_records import RunRecordError
 
@@ -47,15 +48,10 @@ _REPORT = re.compile(
     r"^(?:megatron_overlap is |tensor: |patches\s*$|calls on this rank\s*$|autotuning\s*$|[\u2500-\u257f])"
 )
 
-
 Config = Annotated[Path, typer.Argument(help="Launch config: a YAML file, or the name of a shipped one.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, which overrides the file.")]
-RunDir = Annotated[
-    Path | None, typer.Option("--run-dir", help="Folder of this run. Default: a new folder in launch.output_dir.")
-]
-Rendezvous = Annotated[
-    str | None, typer.Option("--rendezvous", help="HOST:PORT of the first node. Required with several nodes.")
-]
+RunDir = Annotated[Path | None, typer.Option(help="Folder of this run. Default: a new folder in launch.output_dir.")]
+Rendezvous = Annotated[str | None, typer.Option(help="HOST:PORT of the first node. Required with several nodes.")]
 
 
 def launch(
@@ -73,12 +69,7 @@ def launch(
         ),
     ] = False,
     rehearse_ranks: Annotated[
-        int | None,
-        typer.Option(
-            "--rehearse-ranks",
-            min=1,
-            help="Largest number of ranks of the rehearsal. Default: as many as fit.",
-        ),
+        int | None, typer.Option(min=1, help="Largest number of ranks of the rehearsal. Default: as many as fit.")
     ] = None,
     emit_slurm: Annotated[
         bool,
@@ -87,8 +78,7 @@ def launch(
     baseline: Annotated[
         str | None,
         typer.Option(
-            "--baseline",
-            help="Config of the baseline; --emit-slurm then writes a job array. `self`: the runs of `compare CONFIG`.",
+            help="Config of the baseline; --emit-slurm then writes a job array. `self`: the runs of `compare CONFIG`."
         ),
     ] = None,
 ) -> int:
@@ -106,37 +96,45 @@ def launch(
     cfg = load_launch_config(config, overrides or (), inputs=not dry_run)
     if cfg.launch.nodes > 1 and not dry_run:
         require_shared_options("launch", rendezvous, run_dir, cfg.launch.nodes)
-    folder = run_dir if run_dir is not None else unused_folder(cfg.launch.output_dir, cfg.name)
+    folder = run_dir or unused_folder(cfg.launch.output_dir, cfg.name)
     try:
-        launch_plan = plan(cfg, folder, rendezvous=rendezvous)
+        planned = plan(cfg, folder, rendezvous=rendezvous)
     except ConfigError as error:  # the plan knows the config's name; the message names its file
         raise ConfigError(str(config), error.key, error.value, error.remedy) from error
     if dry_run:
-        print(launch_plan.render())
+        print(planned.render())
         return 0
-    print(
-        f"{cfg.name}: {len(launch_plan.commands)} processes, {launch_plan.link}; logs: {launch_plan.log_dir}",
-        flush=True,
-    )
+
+    def on_line(rank: int, line: str) -> None:
+        # Rank 0 writes the plugin's report, and Megatron logs iterations on the last rank.
+        text = progress_line(line) if rank in (0, cfg.world_size - 1) else None
+        if text is not None:
+            print(text, flush=True)
+
+    print(f"{cfg.name}: {len(planned.commands)} processes, {planned.link}; logs: {planned.log_dir}", flush=True)
     try:
-        result = execute(launch_plan, on_line=_progress_of(cfg), on_note=_note)
+        wall_s = execute(
+            planned, on_line=on_line, on_note=lambda text: print(f"note: {text}", file=sys.stderr, flush=True)
+        )
     except (RunError, NetlabError) as error:
         print(f"{cfg.name}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"{cfg.name}: interrupted; all ranks have ended", file=sys.stderr)
         return 130
-    print(f"{cfg.name}: done after {result.wall_s:.1f} s; run directory: {folder}")
+    print(f"{cfg.name}: done after {wall_s:.1f} s; run directory: {folder}")
     return 0
 
 
 def _rehearse(config: Path, overrides: Sequence[str], run_dir: Path | None, max_ranks: int | None) -> int:
-    """Downscale the config, run it with and without the overlap, print the changes and the verdict."""
     cfg = load_launch_config(config, overrides)
     downscaled, changes = downscale(cfg, max_ranks or max_local_ranks())
-    folder = run_dir if run_dir is not None else unused_folder(cfg.launch.output_dir, downscaled.name)
-    console = wide_console()
-    console.print(changes_table(changes))
+    folder = run_dir or unused_folder(cfg.launch.output_dir, downscaled.name)
+    console = _wide_console()
+    table = Table("key", "config", "rehearsal", "reason", title="downscaled", title_justify="left")
+    for change in changes:
+        table.add_row(*change)
+    console.print(table)
     console.print(permits_table(p for p in load_permits() if not (p.remedy and downscaled.launch.rehearsal)))
     try:
         result = run_rehearsal(cfg, downscaled, folder, lambda started: print(f"{started.name}: {folder}", flush=True))
@@ -144,13 +142,13 @@ def _rehearse(config: Path, overrides: Sequence[str], run_dir: Path | None, max_
         print(f"{cfg.name}: {error}", file=sys.stderr)
         return 1
     console.print(steps_table(result))
-    for calls in result.report.fallbacks if result.report is not None else ():
-        print(f"stock path: {calls.module}: {calls.op} {calls.direction}: {calls.calls} calls: {calls.reason}")
+    overlapped = "the plugin was off"
+    if result.report is not None:
+        overlapped = f"{result.report.overlapped_calls} calls overlapped"
+        for calls in result.report.fallbacks:
+            print(f"stock path: {calls.module}: {calls.op} {calls.direction}: {calls.calls} calls: {calls.reason}")
     for failure in result.failures:
         print(f"{cfg.name}: {failure}", file=sys.stderr)
-    overlapped = (
-        f"{result.report.overlapped_calls} calls overlapped" if result.report is not None else "the plugin was off"
-    )
     print(f"{cfg.name}: rehearsal {'FAILED' if result.failures else 'passed'}: {overlapped}")
     return 1 if result.failures else 0
 
@@ -167,9 +165,8 @@ def _emit_slurm(config: Path, arguments: list[str], baseline: str | None) -> int
     elif baseline is not None:
         configs.insert(0, load_launch_config(config_file(baseline), overrides))
         if configs[0].name == configs[1].name:
-            raise ConfigError(
-                baseline, "name", configs[0].name, f"must differ from that in {config}: it names the run directory"
-            )
+            remedy = f"must differ from that in {config}: it names the run directory"
+            raise ConfigError(baseline, "name", configs[0].name, remedy)
     text = batch_file(configs, files[0] if files else "FILE")
     if not files:
         print(text, end="")
@@ -191,24 +188,9 @@ def require_shared_options(command: str, rendezvous: str | None, run_dir: Path |
             raise usage_error(f"{command} {option}", None, remedy)
 
 
-def _progress_of(cfg: LaunchConfig) -> OnLine:
-    """Prints the plugin's report, which rank 0 writes, and the iterations, which Megatron logs on the last rank."""
-
-    def on_line(rank: int, line: str) -> None:
-        text = progress_line(line) if rank in (0, cfg.world_size - 1) else None
-        if text is not None:
-            print(text, flush=True)
-
-    return on_line
-
-
-def wide_console() -> Console:
+def _wide_console() -> Console:
     """A console for wide tables: rich wraps at 80 columns if the output is not a terminal."""
     return Console(width=None if sys.stdout.isatty() else 150, markup=False)
-
-
-def _note(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr, flush=True)
 
 
 def progress_line(line: str) -> str | None:
@@ -252,8 +234,8 @@ def tune(config: Config, overrides: Overrides = None, run_dir: RunDir = None, re
     cfg = short_run(str(config), load_launch_config(config, overrides or ()))
     if cfg.launch.nodes > 1:
         require_shared_options("tune", rendezvous, run_dir, cfg.launch.nodes)
-    folder = run_dir if run_dir is not None else unused_folder(cfg.launch.output_dir, cfg.name)
-    console = wide_console()
+    folder = run_dir or unused_folder(cfg.launch.output_dir, cfg.name)
+    console = _wide_console()
     try:
         with console.status(f"{cfg.name}: {cfg.train.iterations} steps") as status:
             execute(plan(cfg, folder, rendezvous=rendezvous), on_line=iterations_in(status), on_note=console.print)
@@ -262,10 +244,9 @@ def tune(config: Config, overrides: Overrides = None, run_dir: RunDir = None, re
         return 1
     lines = read_selections(folder)
     console.print(autotune_table(lines))
-    not_measured = sum(line.ms is None for line in lines)
-    if not_measured or not lines:
-        missing = f"{not_measured} of {len(lines)} kinds of calls were not measured"
-        print(f"{cfg.name}: {missing}; see {folder}", file=sys.stderr)
+    missing = sum(line.ms is None for line in lines)
+    if missing or not lines:
+        print(f"{cfg.name}: {missing} of {len(lines)} kinds of calls were not measured; see {folder}", file=sys.stderr)
         return 1
     console.print(f"{cfg.name}: {len(lines)} selections are in {cfg.overlap.tensor.autotune_cache}")
     return 0
@@ -274,39 +255,26 @@ def tune(config: Config, overrides: Overrides = None, run_dir: RunDir = None, re
 def short_run(name: str, cfg: LaunchConfig) -> LaunchConfig:
     """The same job with as many iterations as autotuning needs, without checkpoints and evaluation.
 
-    Args:
-        name: of the config, for errors.
-        cfg: any launch config.
-
     Raises:
-        ConfigError: the config has neither tensor nor expert parallelism, no autotuning or no cache.
+        ConfigError: the config `name` has neither tensor nor expert parallelism, no autotuning or no cache.
     """
-    tensor, experts = cfg.overlap.tensor, _tunes_experts(cfg)
+    tensor, experts = cfg.overlap.tensor, cfg.overlap.expert.method == "auto" and cfg.expert_parallel_size > 1
     if cfg.parallel.tensor == 1 and not experts:
         remedy = "autotuning needs tensor parallelism, or expert parallelism with overlap.expert.method=auto"
         raise ConfigError(name, "parallel.tensor", 1, remedy)
     if tensor.method != "auto" and not experts:
-        raise ConfigError(
-            name, "overlap.tensor.method", tensor.method, "tune needs auto: add overlap.tensor.method=auto"
-        )
+        remedy = "tune needs auto: add overlap.tensor.method=auto"
+        raise ConfigError(name, "overlap.tensor.method", tensor.method, remedy)
     if tensor.autotune_cache is None:
         raise ConfigError(name, "overlap.tensor.autotune_cache", None, "name a folder for the cache")
     calls = float(calls_to_select(2)) if experts else 0.0  # of each layer
     if cfg.parallel.tensor > 1 and tensor.method == "auto":
         calls = max(calls, _linear_calls(cfg))
     iterations = _FIRST_STEPS + math.ceil(_MARGIN * calls / cfg.num_microbatches)
-    dump = cfg.model_dump()
-    train = {
-        "iterations": max(iterations, cfg.train.lr_warmup_iterations + 1),
-        "eval_iterations": 0,
-        "save": None,
-        "save_interval": None,
-    }
-    return LaunchConfig.model_validate({**dump, "name": f"{cfg.name}_tune", "train": {**dump["train"], **train}})
-
-
-def _tunes_experts(cfg: LaunchConfig) -> bool:
-    return cfg.overlap.expert.method == "auto" and cfg.expert_parallel_size > 1
+    short = cfg.model_dump() | {"name": f"{cfg.name}_tune"}
+    short["train"] |= {"iterations": max(iterations, cfg.train.lr_warmup_iterations + 1), "eval_iterations": 0}
+    short["train"] |= {"save": None, "save_interval": None}
+    return LaunchConfig.model_validate(short)
 
 
 def _linear_calls(cfg: LaunchConfig) -> float:

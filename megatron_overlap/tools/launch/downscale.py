@@ -19,60 +19,29 @@ The list of changes names every difference from the config.
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_overlap.config import ConfigError, LaunchConfig
 from megatron_overlap.config.loading import missing_inputs
 from megatron_overlap.config.megatron_args import EXPERT_PARALLEL, REHEARSAL_SWITCHES, flags_in
 from megatron_overlap.config.resources import TE_MISSING, transformer_engine_available
 
-ITERATIONS = 3
-SEQ_LENGTH = 128
-HEAD_SIZE = 32
-VOCAB_SIZE = 1000
+ITERATIONS, SEQ_LENGTH, HEAD_SIZE, VOCAB_SIZE = 3, 128, 32, 1000
 
 # Prefixes of Megatron arguments that need a GPU or a library that needs one.
 NEEDS_GPU = (
-    "--fp8",
-    "--fp4",
-    "--tp-comm",
-    "--te-",
-    "--use-flash-attn",
-    "--attention-backend",
-    "--cross-entropy-loss-fusion",
-    "--cross-entropy-fusion-impl",
-    "--moe-grouped-gemm",
-    "--moe-permute-fusion",
-    "--moe-router-fusion",
-    "--moe-enable-deepep",
-    "--cuda-graph",
-    "--enable-cuda-graph",
-    "--external-cuda-graph",
-    "--use-nccl-ub",
-    "--nccl-communicator-config-path",
-    "--high-priority-stream-groups",
-    "--use-te-",
-    "--use-fused-weighted-squared-relu",
-    "--use-torch-fsdp2",
-    "--use-megatron-fsdp",
-    "--delay-wgrad-compute",
+    *("--fp8", "--fp4", "--te-", "--use-te-", "--use-flash-attn", "--attention-backend", "--delay-wgrad-compute"),
+    *("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "--use-fused-weighted-squared-relu"),
+    *("--moe-grouped-gemm", "--moe-permute-fusion", "--moe-router-fusion", "--moe-enable-deepep"),
+    *("--cuda-graph", "--enable-cuda-graph", "--external-cuda-graph", "--use-torch-fsdp2", "--use-megatron-fsdp"),
+    *("--tp-comm", "--use-nccl-ub", "--nccl-communicator-config-path", "--high-priority-stream-groups"),
 )
 _WIDTHS = ("--moe-ffn-hidden-size", "--moe-shared-expert-intermediate-size")
 _STAGES = "--num-layers-per-virtual-pipeline-stage"
 
 
-@dataclass(frozen=True)
-class Change:
-    """One key or argument whose value in the rehearsal differs from the config.
-
-    Attributes:
-        key: dotted key, or `megatron_args`.
-        before: value in the config.
-        after: value in the rehearsal.
-        reason: why it differs.
-    """
+class Change(NamedTuple):
+    """One dotted key, or `megatron_args`, with its values in the config and in the rehearsal, and the reason."""
 
     key: str
     before: str
@@ -81,14 +50,7 @@ class Change:
 
 
 def downscale(cfg: LaunchConfig, max_ranks: int) -> tuple[LaunchConfig, list[Change]]:
-    """Downscale a config.
-
-    Args:
-        cfg: any launch config.
-        max_ranks: most ranks of the downscaled run.
-
-    Returns:
-        the downscaled config, named `NAME_rehearsal`, and its differences from `cfg`.
+    """A config for at most `max_ranks` ranks, named `NAME_rehearsal`, and its differences from `cfg`.
 
     Raises:
         ConfigError: balanced attention needs documents and the data files do not exist, or the layers need
@@ -102,89 +64,22 @@ def downscale(cfg: LaunchConfig, max_ranks: int) -> tuple[LaunchConfig, list[Cha
         raise ConfigError(cfg.name, "data.path", cfg.data.path, remedy)
     sizes = _downscaled_ranks(cfg, max_ranks)
     args, dropped = _downscaled_args(cfg, sizes)
-    dump = cfg.model_dump()
-    micro = min(cfg.num_microbatches, 2 * sizes["pipeline"])
-    overlap, methods = dict(dump["overlap"]), list[Change]()
+    small, methods = cfg.model_dump() | {"name": f"{cfg.name}_rehearsal", "megatron_args": args}, list[Change]()
     for name in ("tensor", "expert"):
-        if overlap[name]["method"] == "auto":
-            overlap[name] = {**overlap[name], "method": "p2p"}
+        if small["overlap"][name]["method"] == "auto":
+            small["overlap"][name]["method"] = "p2p"
             reason = "auto selects the stock path on a model this small, and the rehearsal would test nothing"
             methods.append(Change(f"overlap.{name}.method", "auto", "p2p", reason))
-    train = _downscaled_train(cfg)
-    model = _downscaled_model(cfg, sizes, keep_vocab_size=has_data or _has_tokenizer(cfg), stages=_stages(args))
-    downscaled: dict[str, Any] = {
-        **dump,
-        "name": f"{cfg.name}_rehearsal",
-        "model": {**dump["model"], "preset": None, **model},
-        "parallel": {
-            **dump["parallel"],
-            **{kind: sizes[kind] for kind in ("tensor", "context", "pipeline")},
-            "sequence_parallel": cfg.parallel.sequence_parallel and sizes["tensor"] > 1,
-        },
-        "train": {**dump["train"], **train, "global_batch_size": train["micro_batch_size"] * micro * sizes["data"]},
-        "data": {**dump["data"], "workers": 0} if has_data else {"kind": "mock", "workers": 0},
-        "launch": {
-            **dump["launch"],
-            "device": "cpu",
-            "nodes": 1,
-            "ranks_per_node": math.prod(sizes.values()),
-            "hosts": None,
-            "rehearsal": cfg.launch.rehearsal or cfg.launch.device == "cuda",
-            "threads_per_rank": 1,
-        },
-        "overlap": overlap,
-        "megatron_args": args,
-    }
-    result = LaunchConfig.model_validate(downscaled)
-    return result, [*_differences(cfg, result, sizes), *methods, *dropped, *_kernels(cfg)]
-
-
-def _downscaled_ranks(cfg: LaunchConfig, max_ranks: int) -> dict[str, int]:
-    parallel = cfg.parallel
-    full = {
-        "tensor": parallel.tensor,
-        "context": parallel.context,
-        "pipeline": parallel.pipeline,
-        "data": cfg.data_parallel_size,
-    }
-    sizes = {kind: min(size, 2) for kind, size in full.items()}
-    if cfg.overlap.ulysses.method == "none" and cfg.overlap.varlen.method == "none":
-        sizes["context"] = 1  # the unfused attention of a CPU has no context parallelism
-    order = ["data", "pipeline", "context", "tensor"]
-    if cfg.expert_parallel_size > 1:
-        order[:2] = ["pipeline", "data"]  # replicas share the experts
-    for kind in order:
-        if math.prod(sizes.values()) > max_ranks:
-            sizes[kind] = 1
-    return sizes
-
-
-def _downscaled_model(
-    cfg: LaunchConfig, sizes: Mapping[str, int], *, keep_vocab_size: bool, stages: int
-) -> dict[str, Any]:
-    model, tensor = cfg.model, sizes["tensor"]
-    per_group = model.num_attention_heads // model.num_query_groups
-    groups = tensor if per_group > 1 else 2 * tensor
-    heads = groups * min(per_group, 4)
-    hidden = heads * HEAD_SIZE
-    # Ulysses attention needs at least one key/value head per context rank.
-    groups, heads, hidden = (value * sizes["context"] for value in (groups, heads, hidden))
-    step = 8 * tensor
-    return {
-        "num_layers": max(2, sizes["pipeline"]) * stages,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_query_groups": groups,
-        "kv_channels": HEAD_SIZE if model.kv_channels is not None else None,
-        "ffn_hidden_size": max(step, hidden * model.ffn_hidden_size // model.hidden_size // step * step),
-        "vocab_size": model.vocab_size if keep_vocab_size else min(model.vocab_size, VOCAB_SIZE),
-        "max_position_embeddings": min(model.max_position_embeddings, SEQ_LENGTH),
-    }
-
-
-def _downscaled_train(cfg: LaunchConfig) -> dict[str, Any]:
+    flags = {flag for _, flag in flags_in(args)}
+    small["model"] |= _downscaled_model(cfg, sizes) | {"preset": None}
+    if _STAGES in flags:
+        small["model"]["num_layers"] *= 2  # two layers for each rank of an interleaved pipeline
+    if not has_data and "--tokenizer-type" not in flags:
+        small["model"]["vocab_size"] = min(cfg.model.vocab_size, VOCAB_SIZE)
+    small["parallel"] |= {kind: sizes[kind] for kind in ("tensor", "context", "pipeline")}
+    small["parallel"]["sequence_parallel"] = cfg.parallel.sequence_parallel and sizes["tensor"] > 1
     train = cfg.train
-    return {
+    small["train"] |= {
         "seq_length": min(train.seq_length, SEQ_LENGTH),
         "micro_batch_size": 2 if cfg.overlap.tensor.split == "batch" else 1,
         "iterations": ITERATIONS,
@@ -198,6 +93,56 @@ def _downscaled_train(cfg: LaunchConfig) -> dict[str, Any]:
         "save": None,
         "save_interval": None,
         "load": None,
+    }
+    num_microbatches = min(cfg.num_microbatches, 2 * sizes["pipeline"])
+    small["train"]["global_batch_size"] = small["train"]["micro_batch_size"] * num_microbatches * sizes["data"]
+    small["data"] = small["data"] | {"workers": 0} if has_data else {"kind": "mock", "workers": 0}
+    small["launch"] |= {
+        "device": "cpu",
+        "nodes": 1,
+        "ranks_per_node": math.prod(sizes.values()),
+        "hosts": None,
+        "rehearsal": cfg.launch.rehearsal or cfg.launch.device == "cuda",
+        "threads_per_rank": 1,
+    }
+    result = LaunchConfig.model_validate(small)
+    changes = [*_differences(cfg, result, sizes), *methods, *dropped]
+    if cfg.launch.device == "cuda":
+        changes.append(Change("fused kernels", "Megatron's defaults", " ".join(REHEARSAL_SWITCHES), "need a GPU"))
+    return result, changes
+
+
+def _downscaled_ranks(cfg: LaunchConfig, max_ranks: int) -> dict[str, int]:
+    sizes = {kind: min(getattr(cfg.parallel, kind), 2) for kind in ("tensor", "context", "pipeline")}
+    sizes["data"] = min(cfg.data_parallel_size, 2)
+    if cfg.overlap.ulysses.method == "none" and cfg.overlap.varlen.method == "none":
+        sizes["context"] = 1  # the unfused attention of a CPU has no context parallelism
+    order = ["data", "pipeline", "context", "tensor"]
+    if cfg.expert_parallel_size > 1:
+        order[:2] = ["pipeline", "data"]  # replicas share the experts
+    for kind in order:
+        if math.prod(sizes.values()) > max_ranks:
+            sizes[kind] = 1
+    return sizes
+
+
+def _downscaled_model(cfg: LaunchConfig, sizes: Mapping[str, int]) -> dict[str, Any]:
+    model, tensor = cfg.model, sizes["tensor"]
+    per_group = model.num_attention_heads // model.num_query_groups
+    groups = tensor if per_group > 1 else 2 * tensor
+    heads = groups * min(per_group, 4)
+    hidden = heads * HEAD_SIZE
+    # Ulysses attention needs at least one key/value head per context rank.
+    groups, heads, hidden = (value * sizes["context"] for value in (groups, heads, hidden))
+    step = 8 * tensor
+    return {
+        "num_layers": max(2, sizes["pipeline"]),
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_query_groups": groups,
+        "kv_channels": HEAD_SIZE if model.kv_channels is not None else None,
+        "ffn_hidden_size": max(step, hidden * model.ffn_hidden_size // model.hidden_size // step * step),
+        "max_position_embeddings": min(model.max_position_embeddings, SEQ_LENGTH),
     }
 
 
@@ -228,7 +173,7 @@ def _downscaled_arg(
     if flag.startswith(NEEDS_GPU):
         return None, "needs a GPU"
     if flag in _WIDTHS:
-        width = int(values[0]) * _hidden(cfg, sizes) // cfg.model.hidden_size
+        width = int(values[0]) * _downscaled_model(cfg, sizes)["hidden_size"] // cfg.model.hidden_size
         return [str(max(16, width // 16 * 16))], "keeps its ratio to model.hidden_size"
     if flag == EXPERT_PARALLEL:
         ranks = math.prod(sizes.values()) // sizes["pipeline"]
@@ -240,33 +185,18 @@ def _downscaled_arg(
     return values, ""
 
 
-def _hidden(cfg: LaunchConfig, sizes: Mapping[str, int]) -> int:
-    return int(_downscaled_model(cfg, sizes, keep_vocab_size=True, stages=1)["hidden_size"])
-
-
-def _stages(args: tuple[str, ...]) -> int:
-    """Layers of a pipeline rank: two for an interleaved pipeline."""
-    return 2 if any(flag == _STAGES for _, flag in flags_in(args)) else 1
-
-
-def _has_tokenizer(cfg: LaunchConfig) -> bool:
-    return any(flag == "--tokenizer-type" for _, flag in flags_in(cfg.megatron_args))
-
-
-_REASONS: Mapping[str, str] = MappingProxyType(
-    {
-        "parallel": "every size above 1 becomes 2",
-        "model": "smallest shape that the layout allows",
-        "train.seq_length": "short sequences",
-        "train.iterations": "enough steps to include optimizer updates",
-        "train.global_batch_size": "at most 2 micro-batches per stage",
-        "train.precision": "the CPU does not support fp16",
-        "train.gradient_accumulation_fusion": "apex's kernel needs a GPU",
-        "train.tp_comm_overlap": "userbuffers need a GPU",
-        "data": "the data files do not exist on this machine",
-        "launch": "runs on the CPUs of this machine",
-    }
-)
+_REASONS: Mapping[str, str] = {
+    "parallel": "every size above 1 becomes 2",
+    "model": "smallest shape that the layout allows",
+    "train.seq_length": "short sequences",
+    "train.iterations": "enough steps to include optimizer updates",
+    "train.global_batch_size": "at most 2 micro-batches per stage",
+    "train.precision": "the CPU does not support fp16",
+    "train.gradient_accumulation_fusion": "apex's kernel needs a GPU",
+    "train.tp_comm_overlap": "userbuffers need a GPU",
+    "data": "the data files do not exist on this machine",
+    "launch": "runs on the CPUs of this machine",
+}
 # Keys that follow from others, and keys that do not change the training.
 _UNLISTED = (
     *("model.preset", "model.max_position_embeddings", "data.workers"),
@@ -291,11 +221,6 @@ def _differences(cfg: LaunchConfig, downscaled: LaunchConfig, sizes: Mapping[str
             elif section == "parallel" and small == 1:
                 reason = "too many ranks for this machine"
             yield Change(key, _as_yaml(full), _as_yaml(small), reason)
-
-
-def _kernels(cfg: LaunchConfig) -> Iterator[Change]:
-    if cfg.launch.device == "cuda":
-        yield Change("fused kernels", "Megatron's defaults", " ".join(REHEARSAL_SWITCHES), "need a GPU")
 
 
 def _as_yaml(value: object) -> str:

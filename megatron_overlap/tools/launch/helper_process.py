@@ -3,8 +3,7 @@
 The launcher executes this file by its path with `python -I -S`. It imports only the standard library, so that a helper
 starts in about 15 ms and depends on nothing that the launched program needs.
 
-- `hold` makes the namespaces of a `Netlab` and holds them open. It ends when its owner process ends. The kernel then
-  removes the namespaces.
+- `hold` makes the namespaces of a `Netlab` and holds them open until its owner process ends.
 - `enter` enters the namespaces of one host and executes the given program.
 - `supervise` runs one rank. All processes that the rank started end with the rank or with its launcher.
 """
@@ -23,8 +22,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-# iproute2 is often outside the PATH of a user without root privileges.
-_ADMIN_FOLDERS = ("/usr/sbin", "/sbin", "/usr/local/sbin")
 
 
 def _prctl(option: int, argument: int) -> None:
@@ -35,7 +32,8 @@ def _prctl(option: int, argument: int) -> None:
 
 def find_tool(name: str) -> str | None:
     """Path of an administration tool in PATH or in the sbin folders; None: not installed."""
-    return shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), *_ADMIN_FOLDERS]))
+    # iproute2 is often outside the PATH of a user without root privileges.
+    return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin:/usr/local/sbin")
 
 
 class _NamespaceError(Exception):
@@ -52,34 +50,28 @@ def _namespace_refusal(error: OSError) -> str:
     }
     settings = []
     for path, value in forbidding.items():
-        try:
+        with contextlib.suppress(OSError):
             if Path(path).read_text().strip() == value:
                 settings.append(f"{path} is {value}")
-        except OSError:
-            continue
     reason = ", ".join(settings) or "the policy of the container or of the kernel forbids it"
     return f"not root, and no permission for a user namespace with a network namespace ({error.strerror}: {reason})"
 
 
 def _unshare_network() -> bool:
     """Move this process to a new network namespace. Returns whether it needed a user namespace too."""
-    try:
-        os.unshare(os.CLONE_NEWNET)
-        return False
-    except PermissionError:
-        pass
-    except OSError as error:
-        raise _NamespaceError(_namespace_refusal(error)) from error
     uid, gid = os.geteuid(), os.getegid()
     try:
+        with contextlib.suppress(PermissionError):
+            os.unshare(os.CLONE_NEWNET)
+            return False
         os.unshare(os.CLONE_NEWUSER)
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
         Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
         os.unshare(os.CLONE_NEWNET)
+        return True
     except OSError as error:
         raise _NamespaceError(_namespace_refusal(error)) from error
-    return True
 
 
 def _batch(tool: str, lines: list[str]) -> None:
@@ -123,7 +115,7 @@ def _set_tcp() -> dict[str, str]:
 
 def _make_lab(spec: dict[str, Any]) -> dict[str, Any]:
     in_user_namespace = _unshare_network()
-    name, mtu = spec["name"], spec["mtu_bytes"]
+    name, mtu, interface = spec["name"], spec["mtu_bytes"], spec["interface"]
     switch = os.open("/proc/self/ns/net", os.O_RDONLY)
     bridge = f"{name}br"
     _batch("ip", [f"link add {bridge} type bridge stp_state 0 forward_delay 0", f"link set {bridge} mtu {mtu} up"])
@@ -135,34 +127,17 @@ def _make_lab(spec: dict[str, Any]) -> dict[str, Any]:
         port = f"{name}h{index}"
         os.setns(switch, os.CLONE_NEWNET)
         peer = f"/proc/{os.getpid()}/fd/{hosts[-1]}"
-        _batch(
-            "ip",
-            [
-                f"link add {port} mtu {mtu} type veth peer name {spec['interface']} mtu {mtu} netns {peer}",
-                f"link set {port} master {name}br up",
-            ],
-        )
+        link = f"link add {port} mtu {mtu} type veth peer name {interface} mtu {mtu} netns {peer}"
+        _batch("ip", [link, f"link set {port} master {bridge} up"])
         _batch("tc", [f"qdisc add dev {port} {line}" for line in host["in_qdiscs"]])
         os.setns(hosts[-1], os.CLONE_NEWNET)
         tcp_refused = _set_tcp()
-        _batch(
-            "ip",
-            [
-                "link set lo up",
-                # No IPv6: a process cannot bind to a link-local address before duplicate detection ends.
-                f"link set {spec['interface']} addrgenmode none",
-                f"addr add {host['address']} dev {spec['interface']}",
-                f"link set {spec['interface']} up",
-            ],
-        )
-        _batch("tc", [f"qdisc add dev {spec['interface']} {line}" for line in host["out_qdiscs"]])
-    return {
-        "pid": os.getpid(),
-        "switch": switch,
-        "hosts": hosts,
-        "user_namespace": in_user_namespace,
-        "tcp_refused": tcp_refused,
-    }
+        # No IPv6: a process cannot bind to a link-local address before duplicate detection ends.
+        up = ["link set lo up", f"link set {interface} addrgenmode none"]
+        _batch("ip", [*up, f"addr add {host['address']} dev {interface}", f"link set {interface} up"])
+        _batch("tc", [f"qdisc add dev {interface} {line}" for line in host["out_qdiscs"]])
+    made = {"pid": os.getpid(), "switch": switch, "hosts": hosts}
+    return {**made, "user_namespace": in_user_namespace, "tcp_refused": tcp_refused}
 
 
 def hold(argv: list[str]) -> int:
@@ -175,10 +150,8 @@ def hold(argv: list[str]) -> int:
         if os.getppid() != spec["owner"]:
             return 1
         answer = _make_lab(spec)
-    except _NamespaceError as error:
-        answer = {"error": str(error)}
-    except OSError as error:
-        answer = {"error": f"{error.strerror or error}"}
+    except (_NamespaceError, OSError) as error:
+        answer = {"error": str(getattr(error, "strerror", None) or error)}
     print(json.dumps(answer), flush=True)
     if "error" in answer:
         return 1
@@ -197,11 +170,8 @@ def enter(argv: list[str]) -> NoReturn:
     try:
         net = os.open(f"/proc/{holder}/fd/{net_fd}", os.O_RDONLY)
         if in_user_namespace:
-            user = os.open(f"/proc/{holder}/ns/user", os.O_RDONLY)
-            os.setns(user, os.CLONE_NEWUSER)
-            os.close(user)
-        os.setns(net, os.CLONE_NEWNET)
-        os.close(net)
+            os.setns(os.open(f"/proc/{holder}/ns/user", os.O_RDONLY), os.CLONE_NEWUSER)
+        os.setns(net, os.CLONE_NEWNET)  # exec closes both files
     except OSError as error:
         print(f"cannot enter the netlab of process {holder}: {error.strerror}", file=sys.stderr)
         os._exit(126)
@@ -220,16 +190,12 @@ def _execute(program: list[str]) -> NoReturn:
 
 
 def _children() -> list[int]:
-    """Pids of the children of this process."""
     me, found = str(os.getpid()), []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                stat = Path("/proc", entry, "stat").read_text()
-            except OSError:
-                continue
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            stat = Path("/proc", pid, "stat").read_text()
             if stat.rpartition(")")[2].split()[1] == me:  # the process name before it may contain spaces and brackets
-                found.append(int(entry))
+                found.append(int(pid))
     return found
 
 
@@ -238,10 +204,8 @@ def _end_descendants() -> None:
     while True:
         children = _children()
         for pid in children:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
         try:
             os.waitpid(-1, 0 if children else os.WNOHANG)
         except ChildProcessError:
@@ -288,5 +252,4 @@ def supervise(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    _COMMANDS = {"hold": hold, "enter": enter, "supervise": supervise}
-    sys.exit(_COMMANDS[sys.argv[1]](sys.argv[2:]))
+    sys.exit({"hold": hold, "enter": enter, "supervise": supervise}[sys.argv[1]](sys.argv[2:]))

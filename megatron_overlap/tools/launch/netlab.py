@@ -12,10 +12,9 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 HELPER = (sys.executable, "-I", "-S", str(Path(__file__).with_name("helper_process.py")))
@@ -42,8 +41,7 @@ class Link:
     Attributes:
         gbps: rate in Gbit/s (10^9 bits per second), headers included.
         latency_ms: delay of each outgoing packet. Needs netem in the kernel.
-        burst_bytes: size of the token bucket: bytes that pass without a limit after a pause. None: 0.5 ms at the
-            rate, at least 64 KiB.
+        burst_bytes: size of the token bucket, which passes without a limit. None: 0.5 ms at the rate, at least 64 KiB.
     """
 
     gbps: float
@@ -61,11 +59,9 @@ class Link:
     @property
     def burst(self) -> int:
         """Size of the token bucket in bytes."""
-        if self.burst_bytes is not None:
-            return self.burst_bytes
         # 0.5 ms of data, so that a late timer does not reduce the rate. At least one full segment of TCP offload, so
         # that the kernel does not split segments.
-        return max(64 * 1024, int(self.gbps * 1e9 / 8 * 0.5e-3))
+        return self.burst_bytes or max(64 * 1024, int(self.gbps * 1e9 / 8 * 0.5e-3))
 
     def shaper(self) -> str:
         """The token bucket filter in the syntax of `tc`."""
@@ -87,15 +83,12 @@ class Netlab:
     """Context manager: `hosts` hosts, each with its own rate-limited link.
 
     Args:
-        hosts: number of hosts.
-        gbps: rate of every host's link in Gbit/s.
         ranks_per_host: ranks that share one host and its link.
-        latency_ms: one-way delay of every link.
-        burst_bytes: see `Link`.
+        gbps, latency_ms, burst_bytes: see `Link`.
 
     Raises:
         ValueError: hosts, ranks or a link are out of range.
-        NetlabError: on entering, if the machine or the user's rights do not allow a lab; the text is the reason.
+        NetlabError: on entering, if the machine or the user's rights do not allow a lab, or if the lab is open.
 
     Example:
         with Netlab(hosts=2, gbps=1.0) as lab:
@@ -114,9 +107,8 @@ class Netlab:
             raise ValueError(f"hosts: {hosts}: must be between 1 and {MAX_HOSTS}")
         if ranks_per_host < 1:
             raise ValueError(f"ranks_per_host: {ranks_per_host}: must be at least 1")
+        self.hosts, self.ranks_per_host = hosts, ranks_per_host
         self.links = (Link(gbps, latency_ms, burst_bytes),) * hosts
-        self.hosts = hosts
-        self.ranks_per_host = ranks_per_host
         self.name = f"mo{os.getpid()}"
         self._holder: subprocess.Popen[str] | None = None
         self._made: dict[str, Any] = {}
@@ -153,50 +145,37 @@ class Netlab:
     def env(self, host: int) -> dict[str, str]:
         """Environment variables that make torch.distributed use the network of the lab on that host."""
         self._checked(host)
-        return {
-            "GLOO_SOCKET_IFNAME": INTERFACE,
-            "NCCL_SOCKET_IFNAME": INTERFACE,
-            "TP_SOCKET_IFNAME": INTERFACE,
-            "MASTER_ADDR": self.address(0),
-        }
+        interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), INTERFACE)
+        return {**interfaces, "MASTER_ADDR": self.address(0)}
 
     def wrap(self, host: int, argv: Sequence[str]) -> list[str]:
-        """A command line that executes `argv` on that host, with the same pid.
-
-        Raises:
-            NetlabError: the lab is not open.
-        """
-        return [*self._enter(self._made.get("hosts", [])[self._checked(host)] if self._made else None), *argv]
+        """A command line that executes `argv` on that host, with the same pid. NetlabError: the lab is not open."""
+        return self._enter(self._made["hosts"][self._checked(host)] if self._made else None, argv)
 
     def wrap_switch(self, argv: Sequence[str]) -> list[str]:
         """A command line that executes `argv` in the namespace of the bridge, for diagnosis."""
-        return [*self._enter(self._made.get("switch")), *argv]
+        return self._enter(self._made.get("switch"), argv)
 
     def __enter__(self) -> Self:
         self.open()
         return self
 
     def open(self) -> None:
-        """Make the hosts; the context manager calls it.
-
-        Raises:
-            NetlabError: the machine or the user's rights do not allow a lab, or the lab is open.
-        """
+        """Make the hosts; the context manager calls it."""
         if sys.platform != "linux":
             raise NetlabError(f"needs Linux; this is {sys.platform}")
         if self._holder is not None:
             raise NetlabError("the lab is already open")
-        self._holder = subprocess.Popen(
-            [*HELPER, "hold", owner_label(), json.dumps(self._spec())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        command, pipe = [*HELPER, "hold", owner_label(), json.dumps(self._spec())], subprocess.PIPE
+        self._holder = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
         try:
             assert self._holder.stdout is not None
-            answer = self._holder.stdout.readline()
-            made: dict[str, Any] = json.loads(answer) if answer.strip() else self._holder_error()
+            assert self._holder.stderr is not None
+            answer = self._holder.stdout.readline().strip()
+            if not answer:
+                words = " ".join(self._holder.stderr.read().split()[-40:])
+                raise NetlabError(f"the holder process ended with exit code {self._holder.wait()}: {words}")
+            made = json.loads(answer)
             if "error" in made:
                 raise NetlabError(made["error"])
         except BaseException:
@@ -205,65 +184,34 @@ class Netlab:
         self._made = made
         if self.tcp_refused and self.hosts > 1:
             refused = ", ".join(f"{key} is {value}" for key, value in self.tcp_refused.items())
-            warnings.warn(
-                f"netlab: the machine refuses TCP settings ({refused}): links may idle at times, and measured times "
-                "vary more; see docs/netlab.md",
-                stacklevel=2,
-            )
+            effect = "links may idle at times, and measured times vary more; see docs/netlab.md"
+            warnings.warn(f"netlab: the machine refuses TCP settings ({refused}): {effect}", stacklevel=2)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
         """End the holder. The kernel removes the namespaces with the last program inside. May be called twice."""
         holder, self._holder, self._made = self._holder, None, {}
-        if holder is None:
-            return
-        holder.kill()  # it has no state to save
-        holder.wait()
-        for stream in (holder.stdin, holder.stdout, holder.stderr):
-            if stream is not None:
-                stream.close()
+        if holder is not None:
+            with holder:  # closes the pipes and waits for the end
+                holder.kill()  # it has no state to save
 
     def _checked(self, host: int) -> int:
         if not 0 <= host < self.hosts:
             raise ValueError(f"host: {host}: the lab has {self.hosts} hosts")
         return host
 
-    def _enter(self, net_fd: int | None) -> list[str]:
+    def _enter(self, net_fd: int | None, argv: Sequence[str]) -> list[str]:
         if net_fd is None:
             raise NetlabError("the lab is not open")
-        return [*HELPER, "enter", str(self._made["pid"]), str(net_fd), str(int(self.in_user_namespace))]
+        return [*HELPER, "enter", str(self._made["pid"]), str(net_fd), str(int(self.in_user_namespace)), *argv]
 
-    def _spec(self) -> Mapping[str, Any]:
-        return {
-            "owner": os.getpid(),
-            "name": self.name,
-            "interface": INTERFACE,
-            "mtu_bytes": MTU_BYTES,
-            "hosts": [
-                {
-                    "address": f"{self.address(host)}/{_NETWORK.prefixlen}",
-                    "out_qdiscs": link.out_qdiscs(),
-                    "in_qdiscs": link.in_qdiscs(),
-                }
-                for host, link in enumerate(self.links)
-            ],
-        }
-
-    def _holder_error(self) -> dict[str, Any]:
-        assert self._holder is not None
-        assert self._holder.stderr is not None
-        words = self._holder.stderr.read().split()
-        return {"error": f"the holder process ended with exit code {self._holder.wait()}: {' '.join(words[-40:])}"}
-
-
-def available() -> tuple[bool, str]:
-    """Try to make a lab. Returns whether that works, and the kind of privileges or the reason why not."""
-    try:
-        with Netlab(hosts=1) as lab:
-            return True, "in a user namespace" if lab.in_user_namespace else "as root"
-    except NetlabError as error:
-        return False, str(error)
+    def _spec(self) -> dict[str, Any]:
+        addresses = [f"{self.address(host)}/{_NETWORK.prefixlen}" for host in range(self.hosts)]
+        hosts = [
+            {"address": address, "out_qdiscs": link.out_qdiscs(), "in_qdiscs": link.in_qdiscs()}
+            for address, link in zip(addresses, self.links, strict=True)
+        ]
+        lab = {"owner": os.getpid(), "name": self.name, "interface": INTERFACE, "mtu_bytes": MTU_BYTES}
+        return {**lab, "hosts": hosts}

@@ -9,19 +9,18 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from megatron_overlap.config import ConfigError, LaunchConfig, dump_config, to_megatron_args
+from megatron_overlap.config.launch import HostsConfig
 from megatron_overlap.config.resources import resource_folder
 from megatron_overlap.tools.launch.netlab import Netlab, NetlabError
-from megatron_overlap.tools.launch.processes import OnLine, RankCommand, RunResult, run_ranks
+from megatron_overlap.tools.launch.processes import OnLine, RankCommand, run_ranks
 from megatron_overlap.tools.launch.ranks import inside, loopback_env, worker_commands
 
 CONFIG_FILE, LOG_FOLDER = "config.yaml", "logs"
-ANY_RENDEZVOUS = "HEAD_NODE:29400"
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,6 @@ class LaunchPlan:
     """The commands of one launch and where they run.
 
     Attributes:
-        config: the resolved config.
         run_dir: folder of the run; `execute` makes `config.yaml` and `logs/` in it.
         commands: one per rank on cpu; one torchrun for this node on cuda.
         lab: the hosts in which the commands run; None: loopback or the real network.
@@ -57,29 +55,27 @@ class LaunchPlan:
         lines = [f"run directory: {self.run_dir}", f"network: {self.link}", ""]
         for command in self.commands:
             where = f"rank {command.rank} on {command.host}" if self.config.launch.device == "cpu" else "this node"
-            lines.append(f"# {where}")
-            lines.append(" ".join(f"{key}={shlex.quote(value)}" for key, value in command.env.items()) + " \\")
-            lines.append(f"  {shlex.join(command.argv)}")
+            env = " ".join(f"{key}={shlex.quote(value)}" for key, value in command.env.items())
+            lines += [f"# {where}", f"{env} \\", f"  {shlex.join(command.argv)}"]
         return "\n".join([*lines, "", f"# {self.config_path}", dump_config(self.config).rstrip()])
 
 
 def plan(cfg: LaunchConfig, run_dir: Path, *, rendezvous: str | None = None) -> LaunchPlan:
-    """Plan a launch.
-
-    Args:
-        cfg: a checked config.
-        run_dir: folder of this run.
-        rendezvous: HOST:PORT of the first node, for several nodes.
+    """Plan a launch in the folder `run_dir`. `rendezvous`: HOST:PORT of the first node, for several nodes.
 
     Raises:
         ConfigError: the training script does not exist.
     """
+    program = ["-m", "megatron_overlap", *entry_args(cfg, run_dir)]
     if cfg.launch.device == "cuda":
-        return _on_gpus(cfg, run_dir, rendezvous)
-    lab = _lab(cfg)
-    argv = [sys.executable, "-m", "megatron_overlap", *entry_args(cfg, run_dir)]
-    commands = worker_commands(argv, cfg.world_size, lab=lab, threads=cfg.launch.threads_per_rank)
-    return LaunchPlan(cfg, run_dir, tuple(commands), lab, _describe(lab))
+        link = "chosen by NCCL"
+        if cfg.launch.nodes > 1:
+            link += f"; start the same command on all {cfg.launch.nodes} nodes"
+        argv = [*_torchrun(cfg, run_dir, rendezvous), *program]
+        return LaunchPlan(cfg, run_dir, (RankCommand(0, argv, gpu_env(cfg), "this node"),), None, link)
+    lab, link = _lab(cfg.launch.hosts)
+    commands = worker_commands([sys.executable, *program], cfg.world_size, lab=lab, threads=cfg.launch.threads_per_rank)
+    return LaunchPlan(cfg, run_dir, tuple(commands), lab, link)
 
 
 def unused_folder(parent: str, name: str) -> Path:
@@ -97,19 +93,13 @@ def over_loopback(cfg: LaunchConfig) -> LaunchConfig:
     return LaunchConfig.model_validate({**cfg.model_dump(), "launch": launch})
 
 
-def entry_script(cfg: LaunchConfig) -> Path:
-    """The training script: `launch.entry`, or the provided script of the architecture.
-
-    Raises:
-        ConfigError: the script does not exist.
-    """
-    name = cfg.launch.entry
-    provided = resource_folder("scripts") / f"pretrain_{cfg.model.arch}.py"
-    script = Path(name) if name is not None else provided
+def _entry_script(cfg: LaunchConfig) -> Path:
+    name, provided = cfg.launch.entry, f"pretrain_{cfg.model.arch}.py"
+    script = resource_folder("scripts") / provided if name is None else Path(name)
     if not script.is_file():
         remedy = "no such file; give the path of a training script"
         if name is None:
-            remedy = f"the provided pretrain_{cfg.model.arch}.py is not in this installation; give a training script"
+            remedy = f"the provided {provided} is not in this installation; give a training script"
         raise ConfigError(cfg.name, "launch.entry", name, remedy)
     return script
 
@@ -117,51 +107,28 @@ def entry_script(cfg: LaunchConfig) -> Path:
 def entry_args(cfg: LaunchConfig, run_dir: Path, *, anywhere: bool = False) -> list[str]:
     """The arguments of `python -m megatron_overlap`: training script, Megatron's arguments, the plugin's arguments.
 
-    Args:
-        cfg: a checked config.
-        run_dir: folder of this run.
-        anywhere: take `launch.entry` as written, even if this machine has no such file.
+    `anywhere`: take `launch.entry` as written, even if this machine has no such file.
 
     Raises:
         ConfigError: the script does not exist.
     """
-    return [
-        str(cfg.launch.entry if anywhere else entry_script(cfg)),
-        *to_megatron_args(cfg),
-        "--overlap-config",
-        str(run_dir / CONFIG_FILE),
-        "--overlap-run-dir",
-        str(run_dir),
-    ]
+    script = str(cfg.launch.entry if anywhere else _entry_script(cfg))
+    ours = ["--overlap-config", str(run_dir / CONFIG_FILE), "--overlap-run-dir", str(run_dir)]
+    return [script, *to_megatron_args(cfg), *ours]
 
 
-def _lab(cfg: LaunchConfig) -> Netlab | None:
-    hosts = cfg.launch.hosts
+def _lab(hosts: HostsConfig | None) -> tuple[Netlab | None, str]:
+    """The lab of `launch.hosts` and the description of the network."""
     if hosts is None:
-        return None
+        return None, "loopback without a rate limit"
     burst_bytes = None if hosts.burst_kib is None else hosts.burst_kib * 1024
-    return Netlab(hosts.hosts, hosts.gbps, hosts.ranks_per_host, hosts.latency_ms, burst_bytes)
-
-
-def _describe(lab: Netlab | None) -> str:
-    if lab is None:
-        return "loopback without a rate limit"
-    link = lab.links[0]
-    delay = f", {link.latency_ms:g} ms each way" if link.latency_ms else ""
-    ranks = f"{lab.ranks_per_host} rank{'s' if lab.ranks_per_host > 1 else ''}"
-    return (
-        f"{lab.hosts} hosts on this machine (network namespaces), {ranks} each, "
-        f"{link.gbps:g} Gbit/s each way{delay}, bursts of {link.burst // 1024} KiB"
+    lab = Netlab(hosts.hosts, hosts.gbps, hosts.ranks_per_host, hosts.latency_ms, burst_bytes)
+    delay = f", {hosts.latency_ms:g} ms each way" if hosts.latency_ms else ""
+    ranks = f"{hosts.ranks_per_host} rank{'s' if hosts.ranks_per_host > 1 else ''}"
+    return lab, (
+        f"{hosts.hosts} hosts on this machine (network namespaces), {ranks} each, "
+        f"{hosts.gbps:g} Gbit/s each way{delay}, bursts of {lab.links[0].burst // 1024} KiB"
     )
-
-
-def _on_gpus(cfg: LaunchConfig, run_dir: Path, rendezvous: str | None) -> LaunchPlan:
-    env = gpu_env(cfg)
-    argv = [*torchrun(cfg, run_dir, rendezvous), "-m", "megatron_overlap", *entry_args(cfg, run_dir)]
-    link = "chosen by NCCL"
-    if cfg.launch.nodes > 1:
-        link += f"; start the same command on all {cfg.launch.nodes} nodes"
-    return LaunchPlan(cfg, run_dir, (RankCommand(0, argv, env, "this node"),), None, link)
 
 
 def gpu_env(cfg: LaunchConfig) -> dict[str, str]:
@@ -172,40 +139,33 @@ def gpu_env(cfg: LaunchConfig) -> dict[str, str]:
     return env
 
 
-def torchrun(cfg: LaunchConfig, run_dir: Path, rendezvous: str | None) -> Sequence[str]:
+def _torchrun(cfg: LaunchConfig, run_dir: Path, rendezvous: str | None) -> list[str]:
     """The torchrun part of the command line of one node. The rendezvous assigns node ranks."""
-    launch = cfg.launch
     rdzv = ["--standalone"]
-    if launch.nodes > 1:
-        rdzv = ["--rdzv-backend", "c10d", "--rdzv-endpoint", rendezvous or ANY_RENDEZVOUS]
-        rdzv += ["--rdzv-id", cfg.name]
+    if cfg.launch.nodes > 1:
+        rdzv = ["--rdzv-backend", "c10d", "--rdzv-endpoint", rendezvous or "HEAD_NODE:29400", "--rdzv-id", cfg.name]
     return [
         *(sys.executable, "-m", "torch.distributed.run"),
-        *("--nnodes", str(launch.nodes)),
-        *("--nproc-per-node", str(cfg.ranks_per_node)),
+        *("--nnodes", str(cfg.launch.nodes), "--nproc-per-node", str(cfg.ranks_per_node)),
         *rdzv,
-        *("--max-restarts", "0"),
-        *("--log-dir", str(run_dir / LOG_FOLDER / "torchrun")),
+        *("--max-restarts", "0", "--log-dir", str(run_dir / LOG_FOLDER / "torchrun")),
         *("--tee", "3"),  # stdout and stderr of every rank: to files and to this process
     ]
 
 
 def execute(
     launch_plan: LaunchPlan, *, on_line: OnLine | None = None, on_note: Callable[[str], None] = lambda text: None
-) -> RunResult:
-    """Run a plan to its end.
+) -> float:
+    """Run a plan to its end, and return the wall time in seconds.
 
     If the machine cannot make `launch.hosts` and its `fallback` is `loopback`, the ranks run over loopback. The config
     in the run directory then has no hosts.
 
-    Args:
-        launch_plan: the plan.
-        on_line: called with (rank, line).
-        on_note: called with notes for the user, such as the fallback to loopback.
+    `on_note` is called with notes for the user, such as the fallback to loopback.
 
     Raises:
         NetlabError: the machine cannot make the hosts; no rank was started.
-        RankFailed, RunTimeout: see `run_ranks`.
+        RunError: see `run_ranks`.
     """
     lab, hosts = launch_plan.lab, launch_plan.config.launch.hosts
     if lab is None or hosts is None:
@@ -222,50 +182,25 @@ def execute(
         return _run(dataclasses.replace(launch_plan, commands=commands), on_line)
 
 
-def _run(launch_plan: LaunchPlan, on_line: OnLine | None) -> RunResult:
-    launch_plan.run_dir.mkdir(parents=True, exist_ok=True)
-    _write(launch_plan.config_path, dump_config(launch_plan.config))
+def _run(launch_plan: LaunchPlan, on_line: OnLine | None) -> float:
+    config, folder, path = launch_plan.config, launch_plan.run_dir, launch_plan.config_path
+    folder.mkdir(parents=True, exist_ok=True)
+    # Several nodes may write the same file of a shared folder. The rename is atomic: readers see a complete file.
+    with tempfile.NamedTemporaryFile("w", dir=folder, prefix=path.name, delete=False) as file:
+        file.write(dump_config(config))
+    os.replace(file.name, path)
     return run_ranks(
-        launch_plan.commands,
-        timeout_s=launch_plan.config.launch.timeout_s,
-        log_dir=launch_plan.log_dir,
-        on_line=on_line,
+        launch_plan.commands, timeout_s=config.launch.timeout_s, log_dir=launch_plan.log_dir, on_line=on_line
     )
 
 
-def _write(path: Path, text: str) -> None:
-    # Several nodes may write the same file of a shared folder. The rename is atomic: readers see a complete file.
-    number, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    with os.fdopen(number, "w") as file:
-        file.write(text)
-    os.replace(name, path)
-
-
 _RUN_DIR = Path("/MEGATRON_OVERLAP_RUN_DIR")  # replaced by "$RUN_DIR", which contains the job id
-_END_OF_CONFIG = "END_OF_CONFIG"
-
-
-@dataclass(frozen=True)
-class _SlurmRun:
-    """One run of the batch file, as the template needs it.
-
-    Attributes:
-        name: name of its config.
-        config: text of its config file.
-        args: training script and arguments, quoted for bash; one line for each flag with its values.
-    """
-
-    name: str
-    config: str
-    args: tuple[str, ...]
 
 
 def batch_file(configs: Sequence[LaunchConfig], file: str = "job.sh") -> str:
-    """The text of a batch file.
+    """The text of a batch file, with the name of the file in the usage line.
 
-    Args:
-        configs: one run, or several runs of equal size, which become a job array: task i is run i.
-        file: name of the file, for the usage line in it.
+    Several runs of equal size become a job array: task i is run i.
 
     Raises:
         ConfigError: Slurm cannot run a config, or the runs need different job options.
@@ -276,30 +211,31 @@ def batch_file(configs: Sequence[LaunchConfig], file: str = "job.sh") -> str:
             remedy = "network namespaces are on one machine; use launch.hosts=null for Slurm"
             raise ConfigError(config.name, "launch.hosts", config.launch.hosts.hosts, remedy)
         _same_job(first, config)
-    launch = first.launch
-    on_cpu = launch.device == "cpu"
-    env = {**loopback_env(), "OMP_NUM_THREADS": str(launch.threads_per_rank), "PYTHONUNBUFFERED": "1"}
-    template = resources.files("megatron_overlap.tools.launch").joinpath("templates/slurm.sh.j2")
+    launch, ranks_per_node = first.launch, first.ranks_per_node
+    gpus, env = ranks_per_node, gpu_env(first)
+    if launch.device == "cpu":
+        gpus, env = 0, {**loopback_env(), "OMP_NUM_THREADS": str(launch.threads_per_rank), "PYTHONUNBUFFERED": "1"}
+    loader = PackageLoader("megatron_overlap.tools.launch")
     environment = Environment(
-        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+        loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
     environment.filters["quote"] = shlex.quote
     environment.filters["inside_quotes"] = lambda text: text.replace("'", "'\\''")
-    return environment.from_string(template.read_text(encoding="utf-8")).render(
+    return environment.get_template("slurm.sh.j2").render(
         file=shlex.quote(file),
         runs=[_slurm_run(config) for config in configs],
         slurm=launch.slurm,
         nodes=launch.nodes,
-        ranks_per_node=first.ranks_per_node,
-        gpus=0 if on_cpu else first.ranks_per_node,
+        ranks_per_node=ranks_per_node,
+        gpus=gpus,
         output_dir=launch.output_dir,
-        env=env if on_cpu else gpu_env(first),
+        env=env,
         config_file=CONFIG_FILE,
-        end=_END_OF_CONFIG,
     )
 
 
-def _slurm_run(config: LaunchConfig) -> _SlurmRun:
+def _slurm_run(config: LaunchConfig) -> dict[str, object]:
+    """One run for the template: `args` has the script and the arguments, quoted for bash, one line for each flag."""
     lines: list[str] = []
     # With a container the script may exist only in the image.
     in_container = config.launch.slurm.container_image is not None
@@ -309,15 +245,11 @@ def _slurm_run(config: LaunchConfig) -> _SlurmRun:
             lines.append(word)
         else:
             lines[-1] += f" {word}"
-    return _SlurmRun(config.name, dump_config(config).rstrip("\n"), tuple(lines))
+    return {"name": config.name, "config": dump_config(config).rstrip("\n"), "args": lines}
 
 
 def _same_job(first: LaunchConfig, other: LaunchConfig) -> None:
-    """Require equal job options: all tasks of an array have the same nodes and options.
-
-    Raises:
-        ConfigError: a key that determines the job differs.
-    """
+    """Require equal job options: all tasks of an array have the same nodes and options."""
     for key in ("device", "nodes", "threads_per_rank", "output_dir", "slurm"):
         expected, found = getattr(first.launch, key), getattr(other.launch, key)
         if found != expected:
@@ -326,12 +258,6 @@ def _same_job(first: LaunchConfig, other: LaunchConfig) -> None:
     if other.world_size != first.world_size:
         remedy = f"must be {first.ranks_per_node} as in {first.name}: the runs are one job array"
         raise ConfigError(other.name, "launch.ranks_per_node", other.ranks_per_node, remedy)
-    if (other.parallel.tensor > 1 or other.parallel.context > 1) != (
-        first.parallel.tensor > 1 or first.parallel.context > 1
-    ):
-        raise ConfigError(
-            other.name,
-            "parallel.tensor",
-            other.parallel.tensor,
-            "must be 1 in all runs or in none: they share one environment",
-        )
+    if gpu_env(other) != gpu_env(first):
+        remedy = "must be 1 in all runs or in none: they share one environment"
+        raise ConfigError(other.name, "parallel.tensor", other.parallel.tensor, remedy)

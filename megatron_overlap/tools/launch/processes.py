@@ -20,9 +20,7 @@ from megatron_overlap.tools.launch.netlab import HELPER, owner_label
 OnLine = Callable[[int, str], None]
 """Called with the number of a rank and one line of its output."""
 
-LAST_LINES = 20
-GRACE_S = 10.0
-"""Seconds from SIGTERM to SIGKILL."""
+GRACE_S = 10.0  # from SIGTERM to SIGKILL
 # Other ranks fail within milliseconds of the first failure. After this time the exit times name the first rank.
 _SETTLE_S = 0.3
 _SUPERVISOR_S = 5.0  # deadline of a supervisor that ends the descendants of its rank
@@ -36,77 +34,19 @@ class RankCommand:
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
     host: str = "localhost"
-    cwd: Path | None = None
-
-
-@dataclass(frozen=True)
-class RankEnd:
-    """How a rank ended. `code` is its exit code, or minus the number of the signal that killed it."""
-
-    rank: int
-    host: str
-    code: int
-    log: Path
-    last_lines: tuple[str, ...]
-
-    def describe(self) -> str:
-        """`exit code 3` or `killed by SIGKILL`."""
-        if self.code >= 0:
-            return f"exit code {self.code}"
-        try:
-            return f"killed by {signal.Signals(-self.code).name}"
-        except ValueError:
-            return f"killed by signal {-self.code}"
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """All ranks ended with exit code 0: their logs in rank order and the wall time in seconds."""
-
-    logs: tuple[Path, ...]
-    wall_s: float
 
 
 class RunError(RuntimeError):
-    """The job failed. All its processes have ended."""
-
-
-class RankFailed(RunError):  # noqa: N818
-    """A rank ended with an exit code other than 0 or by a signal.
-
-    `end` is the first rank that failed, `others` are those that failed before the launcher ended the job.
-    """
-
-    def __init__(self, end: RankEnd, others: Sequence[RankEnd] = ()) -> None:
-        self.end = end
-        self.others = tuple(others)
-        text = [f"rank {end.rank} on {end.host}: {end.describe()}; all ranks have ended; log: {end.log}"]
-        text += [f"  | {line}" for line in end.last_lines] or ["  | (no output)"]
-        if others:
-            text.append("failed afterwards: " + ", ".join(f"rank {o.rank} ({o.describe()})" for o in others))
-        super().__init__("\n".join(text))
-
-
-class RunTimeout(RunError):  # noqa: N818
-    """The job exceeded its timeout while the ranks in `running` had not ended."""
-
-    def __init__(self, timeout_s: float, last_lines: Mapping[int, Sequence[str]]) -> None:
-        self.running = tuple(last_lines)
-        ranks = ", ".join(map(str, self.running))
-        text = [f"not done after {timeout_s:g} s: ranks {ranks} were still running; all ranks have ended"]
-        for rank, lines in last_lines.items():
-            text.append(f"  rank {rank} | {lines[-1] if lines else '(no output)'}")
-        super().__init__("\n".join(text))
+    """A rank failed, or the job exceeded its timeout; the text names the ranks. All processes have ended."""
 
 
 class _Rank:
     """One supervised rank: its pipes, its last lines of output and its exit code."""
 
     def __init__(self, command: RankCommand, log: Path) -> None:
-        self.command = command
-        self.log_path = log
-        self.lines: deque[str] = deque(maxlen=LAST_LINES)
-        self.code: int | None = None
+        self.command, self.log_path = command, log
+        self.lines: deque[str] = deque(maxlen=20)
+        self.code: int | None = None  # or minus the number of the signal that killed the rank
         self.ended_at = 0.0
         self.supervisor_ended = False
         self._partial = b""
@@ -118,7 +58,6 @@ class _Rank:
             self.process = subprocess.Popen(
                 [*HELPER, "supervise", *numbers, *command.argv],
                 env={**os.environ, **command.env},
-                cwd=command.cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -138,11 +77,13 @@ class _Rank:
         self.output_fd = self.process.stdout.fileno()
         os.set_blocking(self.output_fd, False)
 
-    def end(self) -> RankEnd:
-        """How the rank ended."""
+    def describe_end(self) -> str:
+        """`exit code 3` or `killed by SIGKILL`."""
         assert self.code is not None
-        command = self.command
-        return RankEnd(command.rank, command.host, self.code, self.log_path, tuple(self.lines))
+        if self.code >= 0:
+            return f"exit code {self.code}"
+        names = {number.value: number.name for number in signal.Signals}
+        return f"killed by {names.get(-self.code, f'signal {-self.code}')}"
 
     def read_output(self, on_line: OnLine | None) -> bool:
         """Read the available output of the rank. Returns False at the end of the output."""
@@ -172,8 +113,7 @@ class _Rank:
             return
         self.supervisor_ended = True
         if self.code is None:  # the supervisor was killed, and the kernel killed its rank
-            self.process.wait()
-            self.code, self.ended_at = self.process.returncode or 1, time.monotonic()
+            self.code, self.ended_at = self.process.wait() or 1, time.monotonic()
 
     def kill(self) -> None:
         """Make the supervisor kill the rank and its descendants."""
@@ -183,12 +123,9 @@ class _Rank:
             os.write(self._stop, b"x")  # a close is no signal while a forked process has a copy of the pipe
         os.close(self._stop)
         self._stop = -1
-        if self.process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.process.pid, signal.SIGCONT)  # the process may be stopped
+        self.process.send_signal(signal.SIGCONT)  # the process may be stopped
 
     def close(self) -> None:
-        """Kill the rank if it runs, and close its pipes and its log."""
         self.kill()
         self.process.wait()
         os.close(self.status_fd)
@@ -210,25 +147,20 @@ class _Job:
         self.ranks: list[_Rank] = []
         self._on_line = on_line
         self._selector = selectors.DefaultSelector()
-        self._open_outputs: set[int] = set()
 
     def add(self, rank: _Rank) -> None:
-        """Watch the output and the status of a started rank."""
         self.ranks.append(rank)
         self._selector.register(rank.output_fd, selectors.EVENT_READ, (rank, "output"))
         self._selector.register(rank.status_fd, selectors.EVENT_READ, (rank, "status"))
-        self._open_outputs.add(rank.output_fd)
 
     def failed(self) -> list[_Rank]:
         """Ranks with a nonzero exit code, the first failure first."""
         return sorted((r for r in self.ranks if r.code), key=lambda r: r.ended_at)
 
     def running(self) -> list[_Rank]:
-        """Ranks that have not ended."""
         return [rank for rank in self.ranks if rank.code is None]
 
     def all_ended(self) -> bool:
-        """Whether all ranks and their supervisors have ended."""
         return all(rank.supervisor_ended for rank in self.ranks)
 
     def pump(self, seconds: float) -> bool:
@@ -242,7 +174,6 @@ class _Job:
                     self._selector.unregister(rank.status_fd)
             elif not rank.read_output(self._on_line):
                 self._selector.unregister(rank.output_fd)
-                self._open_outputs.discard(rank.output_fd)
         return bool(events)
 
     def pump_until(self, deadline: float, done: Callable[[], bool]) -> bool:
@@ -252,15 +183,6 @@ class _Job:
                 return False
             self.pump(min(0.5, deadline - time.monotonic()))
         return True
-
-    def drain(self) -> None:
-        """Read the rest of the output until none comes for a second, for at most ten seconds.
-
-        A detached process may hold the pipe open.
-        """
-        end = time.monotonic() + 10.0
-        while self._open_outputs and time.monotonic() < end and self.pump(1.0):
-            pass
 
     def end_all(self, grace_s: float) -> None:
         """End all ranks: SIGTERM, after the grace period SIGKILL to all descendants, then to the supervisors."""
@@ -273,10 +195,12 @@ class _Job:
         if not self.pump_until(time.monotonic() + _SUPERVISOR_S, self.all_ended):
             for rank in self.ranks:
                 rank.send(signal.SIGKILL)  # the supervisor does not respond; the kernel then kills its rank
-        self.drain()
+        # Read the rest of the output until none comes for a second. A detached process may hold the pipe open.
+        end = time.monotonic() + 10.0
+        while self._selector.get_map() and time.monotonic() < end and self.pump(1.0):
+            pass
 
     def close(self) -> None:
-        """Close all ranks and the selector."""
         for rank in self.ranks:
             rank.close()
         self._selector.close()
@@ -307,20 +231,19 @@ def run_ranks(
     log_dir: Path,
     on_line: OnLine | None = None,
     grace_s: float = GRACE_S,
-) -> RunResult:
-    """Run all ranks to their end.
+) -> float:
+    """Run all ranks to their end, and return the wall time in seconds.
 
     The output of rank r goes to `log_dir/rank{r}.log`. If one rank fails, all ranks get SIGTERM and after `grace_s`
     SIGKILL, their descendants included. The same happens on Ctrl-C, SIGTERM, SIGHUP and on an exception of `on_line`.
     If this process is killed by SIGKILL, the supervisors end the ranks.
 
-    `timeout_s` limits the whole job. `on_line` is called with (rank, line) for every line of output. Logs of an earlier
-    job in `log_dir` are replaced.
+    `timeout_s` limits the whole job. Logs of an earlier job in `log_dir` are replaced.
 
     Raises:
         ValueError: no commands, or two commands for one rank.
-        RankFailed: a rank failed; the text names the first one.
-        RunTimeout: the timeout passed; the text names the ranks that were running.
+        RunError: a rank failed, and the text names the first one; or the timeout passed, and the text names the ranks
+            that were running.
     """
     numbers = [command.rank for command in commands]
     if not numbers or len(set(numbers)) != len(numbers):
@@ -345,8 +268,17 @@ def run_ranks(
         finally:
             job.close()
     if failed:
-        raise RankFailed(failed[0].end(), [rank.end() for rank in failed[1:]])
+        first, *others = failed
+        name = f"rank {first.command.rank} on {first.command.host}"
+        text = [f"{name}: {first.describe_end()}; all ranks have ended; log: {first.log_path}"]
+        text += [f"  | {line}" for line in first.lines] or ["  | (no output)"]
+        if others:
+            ends = ", ".join(f"rank {other.command.rank} ({other.describe_end()})" for other in others)
+            text.append(f"failed afterwards: {ends}")
+        raise RunError("\n".join(text))
     if not in_time:
-        assert timeout_s is not None
-        raise RunTimeout(timeout_s, {rank.command.rank: list(rank.lines) for rank in running})
-    return RunResult(tuple(rank.log_path for rank in job.ranks), time.monotonic() - started)
+        ranks = ", ".join(str(rank.command.rank) for rank in running)
+        text = [f"not done after {timeout_s:g} s: ranks {ranks} were still running; all ranks have ended"]
+        text += [f"  rank {rank.command.rank} | {rank.lines[-1] if rank.lines else '(no output)'}" for rank in running]
+        raise RunError("\n".join(text))
+    return time.monotonic() - started

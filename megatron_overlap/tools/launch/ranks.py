@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_overlap.tools.launch.netlab import Netlab
-from megatron_overlap.tools.launch.processes import OnLine, RankCommand, RunResult, run_ranks
+from megatron_overlap.tools.launch.processes import OnLine, RankCommand, run_ranks
 
 LAB_PORT = 29500  # always free: the lab has its own network namespaces
 _PORTS = range(20000, 32000)  # below the local ports of Linux (net.ipv4.ip_local_port_range: 32768 to 60999)
@@ -25,8 +25,7 @@ def free_port() -> int:
     Raises:
         OSError: none of 100 ports is free.
     """
-    ports = random.SystemRandom().sample(_PORTS, 100)
-    for port in ports:
+    for port in random.SystemRandom().sample(_PORTS, 100):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
@@ -41,20 +40,6 @@ MALLOC_ENV = {
 }
 """Settings that make glibc reuse freed memory, like the caching allocator of a GPU, in huge pages if the kernel offers
 them. Without them tensors of some megabytes may be fresh pages on each use."""
-
-
-def rank_env(rank: int, world_size: int, ranks_per_host: int, port: int, threads: int) -> dict[str, str]:
-    """Environment variables of a rank for torch.distributed, Megatron and glibc."""
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_RANK": str(rank % ranks_per_host),
-        "LOCAL_WORLD_SIZE": str(ranks_per_host),
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": str(threads),
-        "PYTHONUNBUFFERED": "1",
-        **{name: value for name, value in MALLOC_ENV.items() if name not in os.environ},
-    }
 
 
 def loopback_env() -> dict[str, str]:
@@ -73,15 +58,25 @@ def worker_commands(
     if lab is not None and lab.world_size != world_size:
         places = f"{lab.hosts} hosts of {lab.ranks_per_host}"
         raise ValueError(f"world_size: {world_size}: the lab has {lab.world_size} ranks, {places}")
+    ranks_per_host = lab.ranks_per_host if lab is not None else world_size
     port = LAB_PORT if lab is not None else free_port()
     commands = []
     for rank in range(world_size):
-        values = rank_env(rank, world_size, lab.ranks_per_host if lab else world_size, port, threads)
+        env = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_RANK": str(rank % ranks_per_host),
+            "LOCAL_WORLD_SIZE": str(ranks_per_host),
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": str(threads),
+            "PYTHONUNBUFFERED": "1",
+            **{name: value for name, value in MALLOC_ENV.items() if name not in os.environ},
+        }
         if lab is None:
-            commands.append(RankCommand(rank, argv, values | loopback_env()))
+            commands.append(RankCommand(rank, argv, env | loopback_env()))
         else:
             host = lab.host_of(rank)
-            commands.append(RankCommand(rank, argv, values | lab.env(host), lab.host_name(host)))
+            commands.append(RankCommand(rank, argv, env | lab.env(host), lab.host_name(host)))
     return commands
 
 
@@ -98,20 +93,18 @@ def run_workers(
     lab: Netlab | None = None,
     timeout_s: float | None = None,
     on_line: OnLine | None = None,
-) -> RunResult:
+) -> None:
     """Run a Python script as `world_size` ranks and return when all ranks have ended.
 
     The environment has RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. The ranks run on the hosts of an open
     `lab`, or over loopback.
 
     Raises:
-        ValueError: the lab has another number of ranks.
-        RankFailed, RunTimeout: as for `run_ranks`; the text names a log file, which stays.
+        ValueError, RunError: as `worker_commands` and `run_ranks`; the text names a log file, which stays.
     """
     commands = worker_commands([sys.executable, os.fspath(script), *args], world_size, lab=lab)
     if lab is not None:
         commands = inside(lab, commands)
     folder = Path(tempfile.mkdtemp(prefix="megatron_overlap_"))
-    result = run_ranks(commands, timeout_s=timeout_s, log_dir=folder, on_line=on_line)
+    run_ranks(commands, timeout_s=timeout_s, log_dir=folder, on_line=on_line)
     shutil.rmtree(folder)
-    return result

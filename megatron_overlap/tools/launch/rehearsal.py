@@ -3,7 +3,7 @@
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,7 +12,6 @@ from rich.table import Table
 
 from megatron_overlap.config import LaunchConfig, to_megatron_args, without_overlap
 from megatron_overlap.patching.manifest import Permit, load_permits
-from megatron_overlap.tools.launch.downscale import Change
 from megatron_overlap.tools.launch.plan import execute, gpu_env, plan
 from megatron_overlap.tools.launch.processes import RunError, run_ranks
 from megatron_overlap.tools.launch.ranks import worker_commands
@@ -23,14 +22,12 @@ from megatron_overlap.tools.launch.run_records import PluginReport, RunRecord, d
 # deviates by 1.6e-2 from fp32, so a smaller bound would fail by rounding. `train.precision=fp32` is the sharper test.
 BOUNDS = {"fp32": (1e-5, 1e-5), "bf16": (2.0**-8, 2e-2)}
 _RANK_BYTES = 1.2e9  # resident memory of one rank: torch, Megatron and a tiny model
-_MIN_RANKS, _MAX_RANKS = 2, 8
 
 
 def max_local_ranks() -> int:
     """Largest number of rehearsal ranks on this machine: limited by free memory and by two ranks per core."""
     by_memory = int(psutil.virtual_memory().available / _RANK_BYTES)
-    by_cores = 2 * len(os.sched_getaffinity(0))
-    return max(_MIN_RANKS, min(by_memory, by_cores, _MAX_RANKS))
+    return max(2, min(by_memory, 2 * len(os.sched_getaffinity(0)), 8))
 
 
 @dataclass(frozen=True)
@@ -47,9 +44,7 @@ class Rehearsal:
     """Result of a rehearsal.
 
     Attributes:
-        steps: losses and grad-norms of the stock path and of the overlap.
         bounds: largest relative deviation of loss and of grad-norm.
-        report: the plugin's report; None if the plugin was off.
         failures: reasons why the rehearsal failed; empty if it passed.
     """
 
@@ -70,8 +65,7 @@ def rehearse(
     A config without overlap runs once, and its losses must be finite.
 
     Args:
-        cfg: the launch.
-        downscaled: the config that `downscale` returned for it.
+        downscaled: the config that `downscale` returned for `cfg`.
         folder: parent of the two run directories.
         on_start: called with a config before its run starts.
 
@@ -91,20 +85,15 @@ def rehearse(
             execute(planned)
             records.append(read_run(planned.run_dir, config.world_size, config.train.iterations))
     except RunError as error:
-        text = str(error)
-        refused = (permit for permit in load_permits() if permit.remedy and re.search(permit.without, text))
-        for permit in refused:
-            raise RunError(f"{text}\na GPU refuses it too ({permit.on_gpu}): {permit.remedy}") from error
+        for permit in load_permits():
+            if permit.remedy and re.search(permit.without, str(error)):
+                raise RunError(f"{error}\na GPU refuses it too ({permit.on_gpu}): {permit.remedy}") from error
         raise
     return compare_runs(records[0], records[-1], downscaled)
 
 
 def check_arguments(cfg: LaunchConfig, log_dir: Path) -> None:
-    """Pass the arguments of the launch, at its number of ranks, through Megatron's argument validation.
-
-    Raises:
-        RankFailed: Megatron refuses them.
-    """
+    """Pass the arguments of the launch, at its number of ranks, through Megatron's validation; RunError: refused."""
     code = "from megatron_overlap.adapters.training.bootstrap import validate_arguments; validate_arguments()"
     (command,) = worker_commands([sys.executable, "-c", code, *to_megatron_args(cfg)], 1)
     env = {**command.env, **gpu_env(cfg), "WORLD_SIZE": str(cfg.world_size)}
@@ -123,24 +112,14 @@ def compare_runs(stock: RunRecord, overlapped: RunRecord, downscaled: LaunchConf
         for name, pair, bound in (("loss", step.loss, bounds[0]), ("grad-norm", step.grad_norm, bounds[1])):
             difference, shown = deviation(*pair), " and ".join(map(_number, pair))
             if not difference <= bound:  # NaN fails too
-                failures.append(
-                    f"step {step.iteration}: {name} {shown}: difference {difference:.1e}, at most {bound:.1e}"
-                )
+                what = f"{name} {shown}: difference {difference:.1e}, at most {bound:.1e}"
+                failures.append(f"step {step.iteration}: {what}")
     report = overlapped.report
-    overlap = downscaled.overlap
     sizes = {"tensor": downscaled.parallel.tensor, "expert": downscaled.expert_parallel_size}
-    on = [name for name, size in sizes.items() if size > 1 and getattr(overlap, name).method != "none"]
+    on = [name for name, size in sizes.items() if size > 1 and getattr(downscaled.overlap, name).method != "none"]
     if on and (report is None or not report.overlapped_calls):
         failures.append(f"overlap.{on[0]} is on, but no call was overlapped")
     return Rehearsal(steps, bounds, report, tuple(failures))
-
-
-def changes_table(changes: Sequence[Change]) -> Table:
-    """The differences between the config and the rehearsal as a table."""
-    table = Table("key", "config", "rehearsal", "reason", title="downscaled", title_justify="left")
-    for change in changes:
-        table.add_row(change.key, change.before, change.after, change.reason)
-    return table
 
 
 def permits_table(permits: Iterable[Permit]) -> Table:
@@ -159,10 +138,10 @@ def steps_table(result: Rehearsal) -> Table:
         table.add_column("overlap", justify="right")
         table.add_column(f"difference (at most {bound:.1e})", justify="right")
     for step in result.steps:
-        cells = []
+        cells = [str(step.iteration)]
         for pair in (step.loss, step.grad_norm):
-            cells += [*(_number(value) for value in pair), f"{deviation(*pair):.1e}"]
-        table.add_row(str(step.iteration), *cells)
+            cells += [*map(_number, pair), f"{deviation(*pair):.1e}"]
+        table.add_row(*cells)
     return table
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,6 +87,8 @@ def read_run(run_dir: Path, world_size: int, iterations: int) -> RunRecord:
         if tuple(int(row["iteration"]) for row in rows) != numbers:
             raise RunRecordError(f"{run_dir / f'steps-rank{rank}.jsonl'}: its iterations differ from those of rank 0")
     steps = list(zip(*ranks, strict=True))
+    evaluations = [run_dir / f"evaluations-rank{rank}.jsonl" for rank in range(world_size)]
+    evaluated = zip(*(_read_lines(path) for path in evaluations if path.exists()), strict=True)
     return RunRecord(
         iterations=numbers,
         step_time_ms=tuple(max(float(row["step_time_ms"]) for row in rows) for rows in steps),
@@ -95,7 +98,7 @@ def read_run(run_dir: Path, world_size: int, iterations: int) -> RunRecord:
         meta=read_object(run_dir / "meta-rank0.json"),
         report=read_reports(run_dir, world_size),
         exposed=_exposed(steps),
-        evaluation_ms=_read_evaluations(run_dir, world_size),
+        evaluation_ms=tuple(max(float(row["time_ms"]) for row in rows) for rows in evaluated),
     )
 
 
@@ -104,12 +107,6 @@ def deviation(a: float | None, b: float | None) -> float:
     if a is None or b is None or not (math.isfinite(a) and math.isfinite(b)):
         return math.nan
     return abs(b - a) / abs(a) if a else abs(b - a)
-
-
-def _read_evaluations(run_dir: Path, world_size: int) -> tuple[float, ...]:
-    paths = [run_dir / f"evaluations-rank{rank}.jsonl" for rank in range(world_size)]
-    ranks = [_read_lines(path) for path in paths if path.exists()]
-    return tuple(max(float(row["time_ms"]) for row in rows) for rows in zip(*ranks, strict=True))
 
 
 def _read_steps(path: Path, iterations: int) -> list[dict[str, Any]]:
@@ -131,11 +128,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Reads a JSON object.
-
-    Raises:
-        RunRecordError: the file is missing, or holds something else.
-    """
+    """Reads a JSON object. RunRecordError: the file is missing, or holds something else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -157,39 +150,31 @@ def _exposed(steps: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[StepExposed,
         return None
     means = []
     for rows in steps:
-        by_op: dict[tuple[str, str], float] = {}
+        by_op: dict[tuple[str, str], float] = defaultdict(float)
         for row in rows:
             for op, direction, time_ms in row["exposed"]["ops"]:
-                by_op[op, direction] = by_op.get((op, direction), 0.0) + time_ms / len(rows)
+                by_op[op, direction] += time_ms / len(rows)
         means.append(StepExposed(sum(row["exposed"]["total_ms"] for row in rows) / len(rows), by_op))
     return tuple(means)
 
 
 def read_reports(run_dir: Path, world_size: int) -> PluginReport | None:
-    """Reads the plugin's report of a run; None if the plugin was off.
-
-    Raises:
-        RunRecordError: a report is unreadable.
-    """
+    """Reads the plugin's report of a run; None if the plugin was off. RunRecordError: a report is unreadable."""
     paths = [run_dir / f"report-rank{rank}.json" for rank in range(world_size)]
     reports = [read_object(path) for path in paths if path.exists()]
     if not reports:
         return None
-    fallbacks: dict[tuple[str, str, str, str], int] = {}
-    not_fused: dict[str, int] = {}
-    for report in reports:
-        for module in report.get("modules", ()):
-            name = f"{module['kind']} {module['name']}".strip()
-            for reason, calls in module["fallbacks"].items():
-                key = (name, module["op"], module["direction"], reason)
-                fallbacks[key] = fallbacks.get(key, 0) + calls
-            for reason, calls in module.get("not_fused", {}).items():
-                not_fused[reason] = not_fused.get(reason, 0) + calls
+    fallbacks, not_fused = Counter[tuple[str, str, str, str]](), Counter[str]()
+    for module in (module for report in reports for module in report.get("modules", ())):
+        name = f"{module['kind']} {module['name']}".strip()
+        for reason, calls in module["fallbacks"].items():
+            fallbacks[name, module["op"], module["direction"], reason] += calls
+        not_fused.update(module.get("not_fused", {}))
     return PluginReport(
         active=all(bool(report["active"]) for report in reports),
         reason=str(reports[0]["reason"]),
         overlapped_calls=sum(report["totals"]["overlapped"] for report in reports),
         sent_bytes=sum(report["totals"]["bytes"] for report in reports),
         fallbacks=tuple(Fallback(*key, calls) for key, calls in sorted(fallbacks.items())),
-        not_fused=not_fused,
+        not_fused=dict(not_fused),
     )

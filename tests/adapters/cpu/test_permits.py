@@ -72,6 +72,6 @@ def test_every_patch_of_the_cpu_has_an_entry() -> None:
 def test_a_file_without_an_entry_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cpu").mkdir()
     (tmp_path / "cpu" / "new.yaml").write_text("targets: {}\n")
-    monkeypatch.setattr(manifest_module, "patches_folder", lambda: tmp_path)
+    monkeypatch.setattr(manifest_module, "resource_folder", lambda folder: tmp_path)
     with pytest.raises(ManifestError, match=r"new\.yaml: permits\.\w+: Field required"):
         load_permits()

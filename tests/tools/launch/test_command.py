@@ -14,8 +14,8 @@ import pytest
 
 from megatron_overlap import cli
 from megatron_overlap.config import load_launch_config
-from megatron_overlap.tools.launch.netlab import available
 from tests.helpers.forked_python import ForkedPython
+from tests.helpers.netlab import available
 from tests.tools.launch.test_netlab import NO_NAMESPACES
 from tests.tools.launch.watch import new_token, wait_for, with_token
 

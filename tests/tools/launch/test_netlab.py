@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_overlap.tools.launch import netlab
 from megatron_overlap.tools.launch.netlab import Link, Netlab, NetlabError
 from megatron_overlap.tools.launch.ranks import run_workers
 from scripts.bench.nodes import NodesLab
+from tests.helpers.netlab import available
 from tests.tools.launch.watch import helpers_of, holders, still_held, wait_for
 
-AVAILABLE_HERE, REASON = netlab.available()
+AVAILABLE_HERE, REASON = available()
 pytestmark = pytest.mark.skipif(not AVAILABLE_HERE, reason=f"this machine cannot make a netlab: {REASON}")
 
 HERE = Path(__file__).parent
@@ -266,7 +266,7 @@ def test_entering_a_user_namespace_keeps_the_death_signal() -> None:
 
 def test_an_unprivileged_user_can_make_a_lab() -> None:
     code = (
-        "print(os.geteuid(), *netlab.available(), sep='|')\n"
+        "print(os.geteuid(), *available(), sep='|')\n"
         "with Netlab(2, 0.5) as lab:\n"
         "    subprocess.run(lab.wrap(1, ['ip', '-br', 'addr', 'show', 'eth0']), check=True)\n"
     )
@@ -288,7 +288,7 @@ AVAILABLE = [
     sys.executable,
     "-B",
     "-c",
-    "from megatron_overlap.tools.launch import netlab; print(*netlab.available(), sep='|')",
+    "from tests.helpers.netlab import available; print(*available(), sep='|')",
 ]
 
 

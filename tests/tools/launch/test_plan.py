@@ -12,7 +12,7 @@ import pytest
 
 from megatron_overlap.config import ConfigError, LaunchConfig, to_megatron_args
 from megatron_overlap.tools.launch.plan import execute, over_loopback, plan
-from megatron_overlap.tools.launch.processes import RankFailed
+from megatron_overlap.tools.launch.processes import RunError
 from megatron_overlap.tools.launch.ranks import MALLOC_ENV
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
@@ -158,7 +158,7 @@ def test_torchrun_ranks_end_after_a_failure(tmp_path: Path) -> None:
     )
     lines: list[str] = []
     planned = plan(config(device="cuda", entry=str(entry), timeout_s=120.0), tmp_path / "run")
-    with pytest.raises(RankFailed, match="rank 0 on this node: exit code 1"):
+    with pytest.raises(RunError, match="rank 0 on this node: exit code 1"):
         execute(planned, on_line=lambda rank, line: lines.append(line))
     assert {"[default0]:here 0 2", "[default1]:here 1 2"} <= set(lines)
     assert any("exitcode" in line and "7" in line for line in lines)
