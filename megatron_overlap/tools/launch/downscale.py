@@ -26,15 +26,36 @@ from megatron_overlap.config.loading import missing_inputs
 from megatron_overlap.config.megatron_args import EXPERT_PARALLEL, REHEARSAL_SWITCHES, flags_in
 from megatron_overlap.config.resources import TE_MISSING, transformer_engine_available
 
-ITERATIONS, SEQ_LENGTH, HEAD_SIZE, VOCAB_SIZE = 3, 128, 32, 1000
+ITERATIONS = 3
+SEQ_LENGTH = 128
+HEAD_SIZE = 32
+VOCAB_SIZE = 1000
 
 # Prefixes of Megatron arguments that need a GPU or a library that needs one.
 NEEDS_GPU = (
-    *("--fp8", "--fp4", "--te-", "--use-te-", "--use-flash-attn", "--attention-backend", "--delay-wgrad-compute"),
-    *("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "--use-fused-weighted-squared-relu"),
-    *("--moe-grouped-gemm", "--moe-permute-fusion", "--moe-router-fusion", "--moe-enable-deepep"),
-    *("--cuda-graph", "--enable-cuda-graph", "--external-cuda-graph", "--use-torch-fsdp2", "--use-megatron-fsdp"),
-    *("--tp-comm", "--use-nccl-ub", "--nccl-communicator-config-path", "--high-priority-stream-groups"),
+    "--fp8",
+    "--fp4",
+    "--te-",
+    "--use-te-",
+    "--use-flash-attn",
+    "--attention-backend",
+    "--delay-wgrad-compute",
+    "--cross-entropy-loss-fusion",
+    "--cross-entropy-fusion-impl",
+    "--use-fused-weighted-squared-relu",
+    "--moe-grouped-gemm",
+    "--moe-permute-fusion",
+    "--moe-router-fusion",
+    "--moe-enable-deepep",
+    "--cuda-graph",
+    "--enable-cuda-graph",
+    "--external-cuda-graph",
+    "--use-torch-fsdp2",
+    "--use-megatron-fsdp",
+    "--tp-comm",
+    "--use-nccl-ub",
+    "--nccl-communicator-config-path",
+    "--high-priority-stream-groups",
 )
 _WIDTHS = ("--moe-ffn-hidden-size", "--moe-shared-expert-intermediate-size")
 _STAGES = "--num-layers-per-virtual-pipeline-stage"
