@@ -91,11 +91,9 @@ class Call:
 
 
 class AutotuneCache:
-    """The selections of one environment, by the names of their candidates.
+    """The selections of one environment (releases, hardware, topology), by the names of their candidates.
 
-    Args:
-        folder: of the files; created by the first `put`.
-        environment: the releases, hardware and topology that a selection depends on.
+    The first `put` creates `folder`.
     """
 
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:

@@ -92,7 +92,6 @@ class Autotuner:
     """The autotuner of one group. All ranks call `run` for the same calls in the same order, as layers run.
 
     Args:
-        group: the ranks.
         folder: of the cache; None keeps no cache.
         versions: that a selection depends on.
         timeout_s: deadline of an exchange between the ranks.
@@ -183,11 +182,11 @@ class Autotuner:
         hosts = self._host.all_gather_text(socket.gethostname())
         if self._folder is None or self._host.rank != 0:
             return None
+        is_cuda = device.type == "cuda"
+        name = torch.cuda.get_device_name(device) if is_cuda else torch.backends.cpu.get_cpu_capability()
         environment = {
             "torch": torch.__version__,
-            "device": torch.cuda.get_device_name(device)
-            if device.type == "cuda"
-            else torch.backends.cpu.get_cpu_capability(),
+            "device": name,
             "threads": str(torch.get_num_threads()),
             "backend": dist.get_backend(self._group),
             "ranks by host": " ".join(str(hosts.count(host)) for host in dict.fromkeys(hosts)),
