@@ -38,8 +38,7 @@ class Tally:
     """The counts of one site.
 
     Attributes:
-        overlapped: calls that ran overlapped.
-        moved_bytes: bytes that this rank sent in its overlapped calls.
+        overlapped, moved_bytes: calls that ran overlapped, and bytes that this rank sent in them.
         fallbacks: calls that ran the stock path, by reason.
         not_fused: overlapped calls that ran p2p although the config asks for fused kernels, by reason.
         stock_selected: calls that ran the stock path because autotuning selected or measured it. No fallback.
@@ -187,23 +186,21 @@ class Counters:
 
     def fallback(self, kind: str, name: str, op: str, direction: Direction, reason: str) -> None:
         """Counts one call that falls back to the stock path; raises a `FallbackError` if the counters are strict."""
-        site = Site(kind, name, op, direction)
         remedy = "remove the cause, or set overlap.strict to false to run the stock path"
-        error = f"{site.module}: {op} {direction}: not overlapped: {reason}; {remedy}"
-        self._count(self.tally(*site).fallbacks, reason, error)
+        site = Site(kind, name, op, direction)
+        self._count(site, self.tally(*site).fallbacks, reason, f"not overlapped: {reason}; {remedy}")
 
     def not_fused(self, kind: str, name: str, op: str, direction: Direction, reason: str) -> None:
         """Counts one call that runs p2p although the config asks for fused kernels; raises as `fallback`."""
-        site = Site(kind, name, op, direction)
         remedy = "set overlap.tensor.method to p2p, or overlap.strict to false"
-        error = f"{site.module}: {op} {direction}: not fused: {reason}; {remedy}"
-        self._count(self.tally(*site).not_fused, reason, error)
+        site = Site(kind, name, op, direction)
+        self._count(site, self.tally(*site).not_fused, reason, f"not fused: {reason}; {remedy}")
 
-    def _count(self, counts: dict[str, int], reason: str, error: str) -> None:
+    def _count(self, site: Site, counts: dict[str, int], reason: str, error: str) -> None:
         with self._lock:
             counts[reason] = counts.get(reason, 0) + 1
         if self.strict:
-            raise FallbackError(error)
+            raise FallbackError(f"{site.module}: {site.op} {site.direction}: {error}")
 
     def stock_selected(self, kind: str, name: str, op: str, direction: Direction) -> None:
         """Counts one call that runs the stock path because autotuning selected or measured it."""

@@ -166,17 +166,7 @@ class Session:
             strict=self.config.strict,
             versions=installed_versions(),
             features={name: _method(self.config, name) for name in _FEATURES},
-            patches=tuple(
-                PatchLine(
-                    target=finding.manifest.target,
-                    feature=finding.manifest.feature,
-                    verdict=str(finding.verdict),
-                    reason=finding.reason,
-                    applied=finding.verdict not in NOT_APPLIED,
-                    stale=finding.stale,
-                )
-                for finding in self._plan.findings
-            ),
+            patches=tuple(map(_patch_line, self._plan.findings)),
             sites=counters.snapshot(),
             saved=counters.saved_activations.snapshot(),
             not_overlapped=dict(counters.excluded),
@@ -369,6 +359,11 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", str(value)
+
+
+def _patch_line(finding: Finding) -> PatchLine:
+    target, feature, applied = finding.manifest.target, finding.manifest.feature, finding.verdict not in NOT_APPLIED
+    return PatchLine(target, feature, str(finding.verdict), finding.reason, applied, finding.stale)
 
 
 def _sentence(finding: Finding) -> str:

@@ -43,17 +43,8 @@ class Kind(IntEnum):
 
 
 EVENT = np.dtype(
-    [
-        ("kind", "u2"),
-        ("message", "u2"),
-        ("op", "u2"),
-        ("group", "u2"),
-        ("peer", "i2"),
-        ("operation", "u4"),
-        ("num_bytes", "u4"),
-        ("start_ns", "i8"),
-        ("stop_ns", "i8"),
-    ]
+    [(name, "u2") for name in ("kind", "message", "op", "group")]
+    + [("peer", "i2"), ("operation", "u4"), ("num_bytes", "u4"), ("start_ns", "i8"), ("stop_ns", "i8")]
 )
 
 Row = tuple[int, int, int, int, int, int, int, int, int]
@@ -80,11 +71,8 @@ class Trace:
 
     def name(self, text: str) -> int:
         """Return the number of an operation or group name."""
-        number = self._names.get(text)
-        if number is None:
-            with self._lock:
-                number = self._names.setdefault(text, len(self._names))
-        return number
+        with self._lock:
+            return self._names.setdefault(text, len(self._names))
 
     def add(
         self,
@@ -121,10 +109,8 @@ class WorkEvents:
     """Records the events of one operation. Sender and receiver use the same `operation` and `message` numbers."""
 
     def __init__(self, trace: Trace, op: int, group: int, operation: int, ranks: Sequence[int]) -> None:
-        self.now = trace.clock
-        self._trace = trace
+        self.now, self._trace, self._ranks = trace.clock, trace, ranks
         self._ids = {"op": op, "group": group, "operation": operation}
-        self._ranks = ranks
         self._start = self.now()
 
     def waited(self, start_ns: int, message: int) -> None:
@@ -170,8 +156,7 @@ class EventFile:
 
     def __init__(self, path: Path, rank: int, head: dict[str, Any] | None = None) -> None:
         self._file: IO[bytes] = path.open("wb", buffering=0)
-        self._rank = rank
-        self._num_names = 0
+        self._rank, self._num_names = rank, 0
         self._line({"format": FORMAT, "rank": rank, **(head or {})})
 
     def write(self, trace: Trace) -> RankEvents:

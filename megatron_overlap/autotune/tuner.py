@@ -59,7 +59,6 @@ class Kind:
 
     Attributes:
         call: the first call of the kind. The search makes one step whenever this call repeats.
-        search: names the candidates.
         samples: of the candidates of the present search, for each call.
     """
 
@@ -118,7 +117,6 @@ class Autotuner:
         """Runs one call; returns the result of `run`, and its candidate.
 
         Args:
-            call: its kind.
             run: runs the call with a candidate; returns the output, or a tuple that begins with it.
             leaves: input and weight: the graph of the call ends there.
             candidates: of the call, the base first; called once for each kind.
@@ -163,9 +161,8 @@ class Autotuner:
         if any(theirs != mine for theirs, _ in words):
             calls = " | ".join(theirs for theirs, _ in words)
             section = "expert" if call.op == EXPERTS else "tensor"
-            raise AutotuneError(
-                f"ranks run different layers: {calls}; set overlap.{section}.method to none and report it"
-            )
+            remedy = f"set overlap.{section}.method to none and report it"
+            raise AutotuneError(f"ranks run different layers: {calls}; {remedy}")
         # All ranks take the cached selection of rank 0: other ranks may have another disk.
         name, *rest = words[0][1] or (None,)
         by_name = {str(each): each for each in (*candidates, *variants)}

@@ -34,8 +34,7 @@ class Run(Protocol):
 class FlightRecorder:
     """Records the most recent operations of this rank and writes them, with `facts`, to a file after a failure.
 
-    Attributes:
-        heartbeat: heartbeats of all ranks, or None.
+    `heartbeat` reads the heartbeats of all ranks.
     """
 
     def __init__(self, rank: int, run: Run, facts: Mapping[str, str]) -> None:

@@ -35,10 +35,8 @@ class Heartbeat:
         self._store, self._queries = clone(), clone()
         for mine in (self._store, self._queries):
             mine.set_timeout(timedelta(seconds=_STORE_S))
-        self._rank, self._doing = rank, doing
+        self._rank, self._doing, self._count, self._failure = rank, doing, 0, ""
         self.period_s = min(_LONGEST_PERIOD_S, max(_SHORTEST_PERIOD_S, deadline_s / 20))
-        self._count = 0
-        self._failure = ""
         self._stop = threading.Event()
         self._publish()
         self._thread = threading.Thread(target=self._run, name="megatron_overlap_heartbeat", daemon=True)
@@ -79,9 +77,7 @@ class Heartbeat:
 
     def _read(self, peer: int) -> dict[str, str] | None:
         key = f"heartbeat/{peer}"
-        if not self._queries.check([key]):
-            return None
-        return json.loads(self._queries.get(key))
+        return json.loads(self._queries.get(key)) if self._queries.check([key]) else None
 
     def _run(self) -> None:
         with contextlib.suppress(RuntimeError, TimeoutError):  # the store has ended
@@ -100,7 +96,6 @@ class Watchdog:
     A thread looks at the program periodically. It counts looks, not seconds: a stopped process sees no deadline pass.
 
     Args:
-        deadline_s: seconds.
         look: returns what the program waits for; None if it does not wait. Another value shows that it has moved.
         report: gets that value.
     """

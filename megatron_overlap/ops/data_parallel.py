@@ -37,7 +37,6 @@ class GradientReduce:
     order on a separate stream. The receive buffer of a bucket, R-1 shards, is reused after the sum.
 
     Args:
-        transport: carries the partial sums.
         gather: a second transport of the same ranks, which carries the sums back to all ranks: an all-reduce. None
             leaves each rank with the sum of its own shard: a reduce-scatter. It is a second one because every rank
             must begin the operations of a transport in the same order, and ranks complete sums at different times.
@@ -196,7 +195,6 @@ class Gathering:
     the order in which they begin. Errors are those of `GradientReduce`.
 
     Args:
-        transport: carries the shards.
         bucket: `[n]`, contiguous; not read or written before `wait`.
         op: name in error messages.
     """

@@ -23,11 +23,8 @@ TORCH = "cpu_torch"
 def adapt(left_out: Collection[Permit] = ()) -> Engine:
     """Adapts torch, then Megatron, to the CPU; returns the engine that can revert the patches.
 
-    Modules of Megatron that are imported meanwhile keep what they stored by value. TransformerEngine, if it is
-    imported, keeps the CPU kernels.
-
-    Args:
-        left_out: entries of `load_permits` that are not installed.
+    After a revert, modules of Megatron that were imported keep what they stored by value, and TransformerEngine keeps
+    the CPU kernels. Entries of `load_permits` in `left_out` are not installed.
 
     Raises:
         PatchRefusedError: a patch is refused; nothing is changed then.
@@ -69,10 +66,9 @@ def _has_training_loop() -> bool:
 
     `megatron` is a namespace package: a `megatron.training` in another folder belongs to another release.
     """
-    core, loop = (importlib.util.find_spec(f"megatron.{name}") for name in ("core", "training"))
-    if core is None or loop is None or core.origin is None or loop.origin is None:
-        return False
-    return Path(core.origin).parents[1] == Path(loop.origin).parents[1]
+    specs = (importlib.util.find_spec(f"megatron.{name}") for name in ("core", "training"))
+    folders = [Path(spec.origin).parents[1] for spec in specs if spec is not None and spec.origin is not None]
+    return len(folders) == 2 and folders[0] == folders[1]
 
 
 def install(*, te_layers: bool = False, rehearsal: bool = False) -> Engine:

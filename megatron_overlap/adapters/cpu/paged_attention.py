@@ -77,11 +77,7 @@ def flash_attn_with_kvcache(
     block_table: torch.Tensor,
     num_splits: int = 0,
 ) -> torch.Tensor:
-    """The same for queries `[requests, rows, heads, D]`, in decode one row each.
-
-    Raises:
-        NotImplementedError: attention is not causal, or has a window.
-    """
+    """The same for queries `[requests, rows, heads, D]`, in decode one row each."""
     if not causal or tuple(window_size) != (-1, -1):
         raise NotImplementedError("paged attention on CPU ranks is causal and without a window")
     out = torch.zeros_like(q)

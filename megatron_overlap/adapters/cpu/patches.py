@@ -65,25 +65,21 @@ def tensor_type(original: Callable[..., Any], session: object) -> Callable[..., 
 
 def identity(original: Callable[..., Any], session: object) -> Callable[..., Any]:
     """A method that returns its tensor or module."""
-
     return lambda self, *args, **kwargs: self
 
 
 def true_for_megatron(original: Callable[[], bool], session: object) -> Callable[[], bool]:
     """True for Megatron and TransformerEngine; the original answer for other code."""
-
     return lambda: called_by_megatron() or called_by_te() or original()
 
 
 def on_gpu_for_te(original: Any, session: object) -> property:
     """True for TransformerEngine, whose checks refuse CPU tensors; the original answer for other code."""
-
     return property(lambda self: called_by_te() or original.__get__(self))
 
 
 def one_for_megatron(original: Callable[[], int], session: object) -> Callable[[], int]:
     """1 for Megatron; the original answer for other code."""
-
     return lambda: 1 if called_by_megatron() else original()
 
 

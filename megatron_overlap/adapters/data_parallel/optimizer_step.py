@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,7 +40,9 @@ def step_with_ready_grads(original: Method, session: Session) -> Method:
     def step(self: Any) -> bool:
         if (
             not isinstance(self, DistributedOptimizer)
-            or not _gathers_in_forward(self)
+            or self.is_stub_optimizer
+            or not self.ddp_config.overlap_param_gather  # the next forward gathers nothing
+            or self.ddp_config.use_megatron_fsdp
             or any(adapter.selects_stock(buffer.grad_data) for buffer in self.buffers)
         ):
             return original(self)
@@ -59,28 +59,29 @@ def step_with_ready_grads(original: Method, session: Session) -> Method:
             for bucket_group in groups:
                 _begin_gather(bucket_group)
             return done
-        done, step_counts = True, _StepCounts(self.optimizer)
+        done, inner_groups = True, self.optimizer.param_groups
         whole = {name: getattr(self, name) for name in _LISTS}
-        whole[_INNER] = [group["params"] for group in self.optimizer.param_groups]
+        whole[_INNER] = [group["params"] for group in inner_groups]
+        before = [group.get("step") for group in inner_groups]
+        after = list(before)
         try:
             for bucket_group, part in zip(groups, _parts(self, whole, groups), strict=True):
                 _install(self, part)
-                with step_counts.one_step():
-                    done &= original(self)
+                # Steps over disjoint parameters count as one: each sees the counts from before all of them.
+                _set_step_counts(inner_groups, before)
+                done &= original(self)
+                for number, group in enumerate(inner_groups):
+                    # Some releases do not count a step of a group without parameters.
+                    if group.get("step") != before[number]:
+                        after[number] = group["step"]
                 counters.overlapped("data", "optimizer", "step of a bucket, then its gather", "forward")
                 _begin_gather(bucket_group)
         finally:
-            step_counts.finish()
+            _set_step_counts(inner_groups, after)
             _install(self, whole)
         return done
 
     return step
-
-
-def _gathers_in_forward(optimizer: Any) -> bool:
-    """Whether the stock path all-gathers the parameters in the next forward."""
-    config = optimizer.ddp_config
-    return not optimizer.is_stub_optimizer and config.overlap_param_gather and not config.use_megatron_fsdp
 
 
 def _unsupported_step_reason(optimizer: Any) -> str | None:
@@ -109,34 +110,12 @@ def _whole_step_reason(inner: Any) -> str | None:
     return None
 
 
-class _StepCounts:
-    """The step counts of the parameter groups: several steps over disjoint parameters count as one."""
-
-    def __init__(self, inner: Any) -> None:
-        self._groups = inner.param_groups
-        self._before = [group.get("step") for group in self._groups]
-        self._after = list(self._before)
-
-    def finish(self) -> None:
-        """After the last step: sets the counts of one step."""
-        self._set(self._after)
-
-    @contextmanager
-    def one_step(self) -> Iterator[None]:
-        """Around one step: it sees the counts from before all of them."""
-        self._set(self._before)
-        yield
-        # Some releases do not count a step of a group without parameters.
-        for number, group in enumerate(self._groups):
-            if group.get("step") != self._before[number]:
-                self._after[number] = group["step"]
-
-    def _set(self, counts: list[Any]) -> None:
-        for group, count in zip(self._groups, counts, strict=True):
-            if count is not None:
-                group["step"] = count
-            else:
-                group.pop("step", None)
+def _set_step_counts(inner_groups: list[dict[str, Any]], counts: list[Any]) -> None:
+    for group, count in zip(inner_groups, counts, strict=True):
+        if count is not None:
+            group["step"] = count
+        else:
+            group.pop("step", None)
 
 
 def _in_forward_order(optimizer: Any) -> list[Any]:

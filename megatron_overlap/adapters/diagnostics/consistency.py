@@ -75,12 +75,10 @@ class ConsistencyCheck(Adapter):
         if text := unsupported_setting(self.session):
             raise UnsupportedConfigError(f"overlap config: {text}")
         self._world = world
-        flight_recorder = self.flight_recorder
-        if flight_recorder.heartbeat is None and dist.get_world_size() > 1:
+        recorder = self.flight_recorder
+        if recorder.heartbeat is None and dist.get_world_size() > 1:
             deadline_s = deadline_of(self.session, world)
-            flight_recorder.heartbeat = Heartbeat(
-                store_beside(world), dist.get_rank(), deadline_s, flight_recorder.doing
-            )
+            recorder.heartbeat = Heartbeat(store_beside(world), dist.get_rank(), deadline_s, recorder.doing)
         if "megatron.training.training" in sys.modules:  # this process runs Megatron's training loop
             self.session.apply_patches({"training"})
 
@@ -99,10 +97,7 @@ class ConsistencyCheck(Adapter):
             raise ConfigMismatchError(f"the ranks differ: {found}: start all ranks with the same config and versions")
 
     def _reset(self) -> None:
-        """Drops everything that belongs to the old process groups, as after an in-process restart.
-
-        Messages in flight are abandoned: their peers may have ended.
-        """
+        """Drops everything of the old process groups, as after an in-process restart: their peers may have ended."""
         self.session.drop_adapters()
         self.session.transports.close()
         if self._flight_recorder is not None:

@@ -97,10 +97,6 @@ class Check(Adapter):
 
         return compare
 
-    def close(self) -> None:
-        """Prints the result of a checked step that just ended."""
-        self.step_ended()
-
     def step_ended(self) -> None:
         """Prints the result of a checked step, on rank 0."""
         if not self.due or not self._num_compared:
@@ -111,6 +107,8 @@ class Check(Adapter):
             print(f"overlap check: step {self.session.step}: {result}", flush=True)
         self._num_compared = 0
         self._step_shares.clear()
+
+    close = step_ended
 
     def judge(self, call: str, group: dist.ProcessGroup, device: torch.device, shares: Mapping[str, float]) -> bool:
         """Records the shares of one comparison; returns whether the caller must use the reference result."""

@@ -41,10 +41,7 @@ class UsageError(ValueError):
 
 
 class ScriptRun:
-    """One run of a training script under the plugin: `prepare`, `execute`, then `finish`.
-
-    Args:
-        argv: the script and its arguments.
+    """One run of a training script, given with its arguments, under the plugin: `prepare`, `execute`, then `finish`.
 
     Raises:
         UsageError: the command line is wrong.
@@ -119,7 +116,6 @@ class ScriptRun:
         if self._run_dir is None:
             self._session.apply_patches(_OF_A_SCRIPT, required=True)
         else:
-            self._session.folder = self._run_dir
             self._record(self._session, self._run_dir)
         if self._rank == 0:
             print(self._session.report().render(), flush=True)
@@ -127,6 +123,7 @@ class ScriptRun:
     def _record(self, session: Session, run_dir: Path) -> None:
         from megatron_overlap.adapters.training.train_step import StepRecorder, StepTracer
 
+        session.folder = run_dir
         features = {*_OF_A_SCRIPT, "training"}
         if self._trace:
             tracer = session.adapter(StepTracer, lambda session: StepTracer(session, run_dir, self._rank, self._device))
@@ -164,9 +161,7 @@ class ScriptRun:
             if self._rank == 0:
                 print(self._session.report().render(), flush=True)
             if self._recorder is not None:
-                self._recorder.write_report(self._session.report().as_dict())
-                if code == 0:
-                    self._recorder.finish_trace()
+                self._recorder.finish(self._session.report().as_dict(), succeeded=code == 0)
             if code == 0:
                 self._session.disable()
                 # Otherwise a gloo worker thread outlives its objects and aborts the process at exit.

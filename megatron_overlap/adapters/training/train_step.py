@@ -31,11 +31,7 @@ _SERIES = "exposed communication"
 def print_rank_last(original: Method, session: Session) -> Method:
     """Factory of a patch: Megatron's log line of an iteration also has the exposed communication."""
     tracer = session.adapter(StepTracer)
-
-    def run(message: Any) -> None:
-        original(f"{message}{tracer.log_text()}" if _LOGGED in str(message) else message)
-
-    return run
+    return lambda message: original(f"{message}{tracer.log_text()}" if _LOGGED in str(message) else message)
 
 
 def collective_wait(original: Method, session: Session) -> Method:
@@ -50,6 +46,7 @@ class StepTracer(Adapter):
         super().__init__(session)
         self.trace = Trace()
         self._file = EventFile(run_dir / EVENTS.format(rank=rank), rank, {"device": device})
+        session.add_close(self._file.close)
         self._since_log: list[tuple[float, float]] = []
 
     def compare_clocks(self) -> None:
@@ -69,14 +66,8 @@ class StepTracer(Adapter):
         share = exposed.total_ms / ((stop_ns - start_ns) / 1e6)
         self._since_log.append((exposed.total_ms, share))
         self._to_writers(iteration, exposed, share)
-        return {
-            "total_ms": exposed.total_ms,
-            "ops": [[op, direction, time_ms] for (op, direction), time_ms in exposed.by_op.items()],
-        }
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
+        ops = [[op, direction, time_ms] for (op, direction), time_ms in exposed.by_op.items()]
+        return {"total_ms": exposed.total_ms, "ops": ops}
 
     def log_text(self) -> str:
         """The fields for Megatron's log line: means over the steps since the last line, on the rank that prints it."""
@@ -116,8 +107,7 @@ class StepRecorder(Adapter):
 
     Args:
         session: its `StepTracer`, if it was made, records the events of every step.
-        run_dir: folder to write to.
-        rank: global rank r, in the file names.
+        rank: global rank r.
         device: "cpu" or "cuda". For CPU ranks `adapters.cpu` replaces the functions of `torch.cuda`.
         link: the config of the network between hosts, if any; copied into the meta file.
     """
@@ -130,6 +120,7 @@ class StepRecorder(Adapter):
         if self._tracer is None:
             (run_dir / EVENTS.format(rank=rank)).unlink(missing_ok=True)
         self._steps: IO[str] = (run_dir / f"steps-rank{rank}.jsonl").open("w", encoding="utf-8", buffering=1)
+        session.add_close(self._steps.close)
         self._evaluations = run_dir / f"evaluations-rank{rank}.jsonl"
         self._evaluations.unlink(missing_ok=True)
 
@@ -173,22 +164,14 @@ class StepRecorder(Adapter):
         with self._evaluations.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
-    def write_report(self, report: dict[str, Any]) -> None:
-        """Writes the session's report of this rank."""
+    def finish(self, report: dict[str, Any], *, succeeded: bool) -> None:
+        """Writes the session's report of this rank; after a successful run all ranks compare their clocks once more."""
         self._write_json(f"report-rank{self._rank}.json", report)
-
-    def finish_trace(self) -> None:
-        """Compares the clocks once more; all ranks call it after a successful run."""
-        if self._tracer is not None and self._iteration:
+        if succeeded and self._tracer is not None and self._iteration:
             self._tracer.compare_clocks()
 
-    def close(self) -> None:
-        """Closes the file of the steps."""
-        self._steps.close()
-
     def _write_json(self, name: str, content: dict[str, Any]) -> None:
-        path = self._run_dir / name
-        path.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
+        (self._run_dir / name).write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
 
 
 def describe_run(device: str) -> dict[str, Any]:
@@ -219,9 +202,7 @@ def describe_run(device: str) -> dict[str, Any]:
 
 def _loss(losses: dict[str, Any]) -> float | None:
     """The language model's loss; None on ranks without it, which are all but those of the last pipeline stage."""
-    if not losses:
-        return None
-    return _number(losses["lm loss"] if "lm loss" in losses else next(iter(losses.values())))
+    return _number(losses.get("lm loss", next(iter(losses.values()), None)))
 
 
 def _number(value: Any) -> float | None:
