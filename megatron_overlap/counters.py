@@ -3,10 +3,12 @@
 The adapters count; `session_report.py` shows the counts. All counters are safe to use from autograd's threads.
 """
 
+import copy
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 Direction = Literal["forward", "forward only", "skipped forward", "dgrad", "wgrad"]
 """The pass. `forward only`: no backward pass follows (evaluation, generation, log-probabilities). `skipped forward`: a
@@ -25,14 +27,18 @@ class Site(NamedTuple):
     op: str
     direction: Direction
 
+    @property
+    def module(self) -> str:
+        """Kind and name."""
+        return f"{self.kind} {self.name}".strip()
+
 
 @dataclass
 class Tally:
     """The counts of one site.
 
     Attributes:
-        overlapped: calls that ran overlapped.
-        moved_bytes: bytes that this rank sent in its overlapped calls.
+        overlapped, moved_bytes: calls that ran overlapped, and bytes that this rank sent in them.
         fallbacks: calls that ran the stock path, by reason.
         not_fused: overlapped calls that ran p2p although the config asks for fused kernels, by reason.
         stock_selected: calls that ran the stock path because autotuning selected or measured it. No fallback.
@@ -55,8 +61,7 @@ class AutotuneLine:
         module: kind and shape of the layer, such as `column 1024->2816`.
         passes: the passes that were measured together.
         method: the method that runs these calls now.
-        ms: its time; None where it was not measured.
-        stock_ms: time of the stock path; None where it was not measured.
+        ms, stock_ms: its time, and that of the stock path; None where it was not measured.
         reason: the measurement behind the selection, or why other candidates were excluded.
     """
 
@@ -80,8 +85,6 @@ class SymmetricMemory(NamedTuple):
     """Symmetric memory that one group holds for fused kernels on this rank.
 
     Attributes:
-        num_ranks: size of the group.
-        num_bytes: bytes that the group holds.
         bound_bytes: twice the largest gathered activation of the group.
         portable: GEMMs that ran the portable kernel instead of the one for Hopper, by reason.
     """
@@ -102,30 +105,17 @@ class SavedSite(NamedTuple):
 
 @dataclass(frozen=True)
 class SavedMemory:
-    """Activations saved so far.
-
-    Attributes:
-        calls: for each site, the most bytes that one call saved.
-        peak_bytes: the most bytes saved at one time.
-    """
+    """Activations saved so far: for each site the most bytes of one call, and the most bytes saved at one time."""
 
     calls: tuple[tuple[SavedSite, int], ...] = ()
     peak_bytes: int = 0
 
-    def as_dict(self) -> dict[str, Any]:
-        """The values as JSON can hold them."""
-        modules = [{**site._asdict(), "saved_bytes": saved} for site, saved in self.calls]
-        return {"peak_bytes": self.peak_bytes, "modules": modules}
-
 
 class SavedActivations:
-    """Counts the bytes that overlapped layers save in forward for their backward.
+    """Counts the bytes that overlapped layers save in forward for their backward; `live_bytes` are saved now.
 
     Args:
         gathered: whether gathered inputs are saved (`recompute_gather: never`) instead of the rank's shard.
-
-    Attributes:
-        live_bytes: bytes saved now.
     """
 
     def __init__(self, *, gathered: bool = False) -> None:
@@ -137,10 +127,9 @@ class SavedActivations:
         self._lock = threading.Lock()
 
     def save(self, site: SavedSite, address: int, shard_bytes: int, gathered_bytes: int) -> Callable[[], None]:
-        """Counts the input that one call saves; `address` is that of the rank's shard of the input.
+        """Counts the input that one call saves; returns a function to call once, when the call releases the input.
 
-        Returns:
-            A function to call once, when the call releases the input.
+        `address` is that of the rank's shard of the input.
         """
         saved = gathered_bytes if self._gathered else shard_bytes
         with self._lock:
@@ -171,12 +160,10 @@ class Counters:
         strict: raise a `FallbackError` for every fallback.
 
     Attributes:
-        saved_activations: bytes saved from forward to backward.
-        numerics_check: the largest share of the allowed error in check mode, by operation and tensor.
         autotune_lines: functions that return what `method: auto` selected so far.
         excluded: modules that no method overlaps, with the reason. They are reported, and never an error.
         symmetric_memory: returns the memory of fused kernels; None unless the config asks for fused kernels.
-        transports: what carries the messages of layers with sequence parallelism, by group; why, if not copy engines.
+        numerics_check, transports: as in `session_report.Report`.
     """
 
     def __init__(self, strict: bool = False) -> None:
@@ -187,61 +174,48 @@ class Counters:
         self.symmetric_memory: Callable[[], list[SymmetricMemory]] | None = None
         self.excluded: dict[str, str] = {}
         self.transports: dict[str, str] = {}
-        self._tallies: dict[Site, Tally] = {}
+        self._tallies: defaultdict[Site, Tally] = defaultdict(Tally)
         self._lock = threading.Lock()
 
     def overlapped(self, kind: str, name: str, op: str, direction: Direction, num_bytes: int = 0) -> None:
         """Counts one overlapped call and the bytes that it sent."""
-        site = Site(kind, name, op, direction)
         with self._lock:
-            tally = self._tallies.get(site)
-            if tally is None:
-                tally = self._tallies[site] = Tally()
+            tally = self._tallies[Site(kind, name, op, direction)]
             tally.overlapped += 1
             tally.moved_bytes += num_bytes
 
     def fallback(self, kind: str, name: str, op: str, direction: Direction, reason: str) -> None:
-        """Counts one call that falls back to the stock path.
-
-        Raises:
-            FallbackError: the counters are strict.
-        """
-        tally = self.tally(kind, name, op, direction)
+        """Counts one call that falls back to the stock path; raises a `FallbackError` if the counters are strict."""
         remedy = "remove the cause, or set overlap.strict to false to run the stock path"
-        self._count(tally.fallbacks, reason, f"{kind} {name}".strip() + f": {op} {direction}: not overlapped", remedy)
+        site = Site(kind, name, op, direction)
+        self._count(site, self.tally(*site).fallbacks, reason, f"not overlapped: {reason}; {remedy}")
 
     def not_fused(self, kind: str, name: str, op: str, direction: Direction, reason: str) -> None:
-        """Counts one call that runs p2p although the config asks for fused kernels.
-
-        Raises:
-            FallbackError: the counters are strict.
-        """
-        tally = self.tally(kind, name, op, direction)
+        """Counts one call that runs p2p although the config asks for fused kernels; raises as `fallback`."""
         remedy = "set overlap.tensor.method to p2p, or overlap.strict to false"
-        self._count(tally.not_fused, reason, f"{kind} {name}".strip() + f": {op} {direction}: not fused", remedy)
+        site = Site(kind, name, op, direction)
+        self._count(site, self.tally(*site).not_fused, reason, f"not fused: {reason}; {remedy}")
 
-    def _count(self, counts: dict[str, int], reason: str, where: str, remedy: str) -> None:
+    def _count(self, site: Site, counts: dict[str, int], reason: str, error: str) -> None:
         with self._lock:
             counts[reason] = counts.get(reason, 0) + 1
         if self.strict:
-            raise FallbackError(f"{where}: {reason}; {remedy}")
+            raise FallbackError(f"{site.module}: {site.op} {site.direction}: {error}")
 
     def stock_selected(self, kind: str, name: str, op: str, direction: Direction) -> None:
         """Counts one call that runs the stock path because autotuning selected or measured it."""
-        tally = self.tally(kind, name, op, direction)
         with self._lock:
-            tally.stock_selected += 1
+            self._tallies[Site(kind, name, op, direction)].stock_selected += 1
 
     def not_communicating(self, kind: str, name: str, op: str, direction: Direction) -> None:
         """Counts one call that communicates nothing."""
-        tally = self.tally(kind, name, op, direction)
         with self._lock:
-            tally.not_communicating += 1
+            self._tallies[Site(kind, name, op, direction)].not_communicating += 1
 
     def tally(self, kind: str, name: str, op: str, direction: Direction) -> Tally:
         """The tally of one site, for callers on the training thread that add to it without a lock."""
         with self._lock:
-            return self._tallies.setdefault(Site(kind, name, op, direction), Tally())
+            return self._tallies[Site(kind, name, op, direction)]
 
     def exclude(self, module: str, reason: str) -> None:
         """Records a module that no method overlaps."""
@@ -250,7 +224,4 @@ class Counters:
     def snapshot(self) -> dict[Site, Tally]:
         """A copy of all tallies, sorted by site."""
         with self._lock:
-            return {
-                site: replace(tally, fallbacks=dict(tally.fallbacks), not_fused=dict(tally.not_fused))
-                for site, tally in sorted(self._tallies.items())
-            }
+            return {site: copy.deepcopy(tally) for site, tally in sorted(self._tallies.items())}

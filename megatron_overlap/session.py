@@ -6,17 +6,16 @@ import importlib.metadata
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import cache, cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from megatron_overlap.config import ConfigError, OverlapConfig
 from megatron_overlap.counters import Counters
 from megatron_overlap.patching import PatchError, PatchRefusedError, PatchWarning
 from megatron_overlap.patching.engine import Engine
-from megatron_overlap.patching.manifest import Manifest, Verdict, load_manifests
+from megatron_overlap.patching.manifest import NOT_APPLIED, Manifest, Verdict, load_manifests
 from megatron_overlap.patching.planning import Finding, Plan
 from megatron_overlap.patching.source import ImportedTree, megatron_release
 from megatron_overlap.session_report import PatchLine, Report
@@ -30,11 +29,7 @@ OFF_SWITCH = "MEGATRON_OVERLAP"
 
 
 class Adapter:
-    """State that one feature keeps for a session; made and registered by `Session.adapter`.
-
-    Args:
-        session: the session.
-    """
+    """State that one feature keeps for a session; made and registered by `Session.adapter`."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -48,21 +43,17 @@ class Adapter:
     def step_ended(self) -> None:
         """A training step ended; `Session.step` still has its number."""
 
-    def session_changed(self) -> None:
-        """`Session.step` or `Session.folder` changed."""
-
 
 class Session:
     """One use of the plugin, from `enable` to `disable`; a context manager that disables at its end.
 
     Attributes:
-        config: the overlap config.
-        counters: the counts of the adapters.
         reason: why the session is active, or why it is not.
         switched_off: `MEGATRON_OVERLAP=0` is set: nothing is overlapped.
         trace: records the events of transports that are opened later; None records none.
         step: number of the training step that runs, from 1; 0 before the first. Megatron's training loop is followed;
             any other loop calls `next_step`.
+        folder: of the files that describe a failure.
         facts: further facts that must be equal on all ranks, besides config, versions and patches.
     """
 
@@ -73,13 +64,11 @@ class Session:
         self.trace: Trace | None = None
         self.step = 0
         self.facts: dict[str, str] = {}
-        self._folder = Path()
+        self.folder = Path()
         self._adapters: dict[type[Adapter], Adapter] = {}
         self._engine = Engine(manifests)
-        self._features: set[str] = set()
-        self._findings: list[Finding] = []
-        self._applied: dict[str, str] = {}
-        """Feature of every target that was replaced."""
+        self._plan = Plan(())
+        """The findings of all patches that were applied or refused."""
         self.reason = "not enabled yet"
         self._start_hooks: list[Callable[[], object]] = []
         self._closers: list[Callable[[], object]] = []
@@ -117,19 +106,10 @@ class Session:
         return Transports()
 
     @property
-    def folder(self) -> Path:
-        """Folder of the files that describe a failure."""
-        return self._folder
-
-    @folder.setter
-    def folder(self, folder: Path) -> None:
-        self._folder = folder
-        self._notify()
-
-    @property
     def active(self) -> bool:
         """Whether a function of an overlapped feature is replaced now."""
-        return any(self._applied[target] in _FEATURES for target in self._engine.applied)
+        applied = self._engine.applied
+        return any(finding.manifest.target in applied for finding in self._plan.of(_FEATURES).applicable)
 
     def add_close(self, close: Callable[[], object]) -> None:
         """Registers a clean-up for `disable`; the last one registered runs first."""
@@ -140,28 +120,24 @@ class Session:
         self._start_hooks.append(start)
 
     def apply_patches(self, features: Collection[str], *, required: bool = False) -> Plan:
-        """Applies the patches of further features; a feature of an earlier call is skipped.
+        """Applies the patches of further features; returns the plan. A feature of an earlier call is skipped.
 
         Args:
             features: names of features in `patches/`.
             required: raise where a patch is refused; default: only with a strict config.
 
-        Returns:
-            The plan, with refused patches.
-
         Raises:
             PatchRefusedError: a patch is refused and all are required; nothing is changed then.
         """
-        return self._apply(self._engine.plan(set(features) - self._features), required=required)
+        known = {finding.manifest.feature for finding in self._plan.findings}
+        return self._apply(self._engine.plan(set(features) - known), required=required)
 
     def _apply(self, plan: Plan, *, required: bool = False) -> Plan:
         refused = [_sentence(finding) for finding in plan.refused]
         if refused and (required or self.config.strict):
             raise PatchRefusedError("; ".join(refused) + ("" if required else "; or set overlap.strict to false"))
         self._engine.apply(plan, self)
-        self._features |= {finding.manifest.feature for finding in plan.findings}
-        self._findings += plan.findings
-        self._applied |= {finding.manifest.target: finding.manifest.feature for finding in plan.applicable}
+        self._plan = Plan(self._plan.findings + plan.findings)
         return plan
 
     def next_step(self, number: int | None = None) -> None:
@@ -169,7 +145,6 @@ class Session:
         for adapter in self._adapters.values():
             adapter.step_ended()
         self.step = self.step + 1 if number is None else number
-        self._notify()
 
     def consistency_facts(self) -> dict[str, str]:
         """Facts that must be equal on all ranks: config, versions, patches, and `facts`."""
@@ -191,13 +166,13 @@ class Session:
             strict=self.config.strict,
             versions=installed_versions(),
             features={name: _method(self.config, name) for name in _FEATURES},
-            patches=tuple(self._line(finding) for finding in self._findings),
+            patches=tuple(map(_patch_line, self._plan.findings)),
             sites=counters.snapshot(),
             saved=counters.saved_activations.snapshot(),
             not_overlapped=dict(counters.excluded),
             autotuning=tuple(line for lines in counters.autotune_lines for line in lines()),
             numerics_check=dict(counters.numerics_check),
-            buffers=self._buffers(),
+            buffers=tuple(self.transports.buffers()) if "transports" in self.__dict__ else (),
             transports=dict(counters.transports),
             symmetric_memory=None if counters.symmetric_memory is None else tuple(counters.symmetric_memory()),
         )
@@ -215,22 +190,18 @@ class Session:
             self.reason = "disabled"
         self._close()
 
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
+    def suspended(self) -> AbstractContextManager[None]:
         """Inside the context the stock path runs, to compare it with the overlapped one in the same process.
 
         The session keeps its transports and measurements. Enter and leave it on all ranks, never between the forward
         and the backward pass of a step.
         """
-        with self._engine.suspended():
-            yield
+        return self._engine.suspended()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.disable()
 
     def _start(self) -> None:
@@ -239,10 +210,10 @@ class Session:
             # One search of the process for both.
             checked = bool(features) or self.config.varlen.method != "none"
             plan = self._engine.plan({*features, *_ALWAYS} if checked else ())
-            refused = self._apply(plan.of(features)).refused
+            self._apply(plan.of(features))
             if self.active or self.config.varlen.method != "none":
                 self._apply(plan.of(_ALWAYS))
-            self.reason = self._explain([_sentence(finding) for finding in refused])
+            self.reason = self._explain()
             self._warn()
             for start in self._start_hooks:
                 start()
@@ -252,45 +223,26 @@ class Session:
             raise
 
     def _warn(self) -> None:
-        for finding in self._findings:
-            if finding.verdict not in (Verdict.APPLIES, Verdict.ABSENT):
-                warnings.warn(_sentence(finding), PatchWarning, stacklevel=4)
+        for finding in self._plan.findings:
+            texts = [] if finding.verdict in (Verdict.APPLIES, Verdict.ABSENT) else [_sentence(finding)]
             if finding.stale:
-                warnings.warn(
+                texts.append(
                     f"{finding.manifest.target}: {', '.join(finding.stale)} hold it by value: calls through them are"
-                    " not overlapped; enable the plugin before they are imported",
-                    PatchWarning,
-                    stacklevel=4,
+                    " not overlapped; enable the plugin before they are imported"
                 )
+            for text in texts:
+                warnings.warn(text, PatchWarning, stacklevel=4)
 
-    def _explain(self, refused: Sequence[str]) -> str:
-        num_replaced = sum(feature in _FEATURES for feature in self._applied.values())
-        if num_replaced:
-            suffix = f", {len(refused)} refused" if refused else ""
-            return f"{num_replaced} of Megatron's functions are replaced{suffix}"
-        if refused:
-            return f"the stock path runs everywhere: {'; '.join(refused)}"
+    def _explain(self) -> str:
+        plan = self._plan.of(_FEATURES)
+        if plan.applicable:
+            suffix = f", {len(plan.refused)} refused" if plan.refused else ""
+            return f"{len(plan.applicable)} of Megatron's functions are replaced{suffix}"
+        if plan.refused:
+            return f"the stock path runs everywhere: {'; '.join(map(_sentence, plan.refused))}"
         if self.config.varlen.method != "none":
             return "no function is replaced: the provided scripts put the attention into the layer spec"
         return "the config asks for no feature that replaces a function of Megatron"
-
-    def _line(self, finding: Finding) -> PatchLine:
-        return PatchLine(
-            target=finding.manifest.target,
-            feature=finding.manifest.feature,
-            verdict=str(finding.verdict),
-            reason=finding.reason,
-            applied=finding.manifest.target in self._applied,
-            stale=finding.stale,
-        )
-
-    def _notify(self) -> None:
-        for adapter in self._adapters.values():
-            adapter.session_changed()
-
-    def _buffers(self) -> tuple[tuple[str, dict[str, int]], ...]:
-        """Ranks and buffer sizes of every open transport."""
-        return tuple(self.transports.buffers()) if "transports" in self.__dict__ else ()
 
     def _close(self) -> None:
         errors: list[Exception] = []
@@ -306,14 +258,8 @@ class Session:
             raise ExceptionGroup("clean-ups failed in Session.disable", errors)
 
 
-class _Process:
-    """The session of this process. Megatron's classes exist once in a process, so at most one session is active."""
-
-    def __init__(self) -> None:
-        self.current: Session | None = None
-
-
-_PROCESS = _Process()
+_current: Session | None = None
+"""The session of this process. Megatron's classes exist once in a process, so at most one session is active."""
 
 
 def enable(
@@ -339,33 +285,36 @@ def enable(
         ConfigMismatchError: Megatron's process groups exist, and the ranks run different configs, versions or patches.
             Where the groups do not exist, the ranks are compared when Megatron makes them.
     """
-    current = _PROCESS.current
-    if current is not None and current.active:
+    global _current
+    if _current is not None and _current.active:
         raise PatchError("megatron_overlap is enabled already; call disable() on that session first")
     if not isinstance(config, OverlapConfig):
         config = OverlapConfig() if config is None else OverlapConfig.from_yaml(config)
     if strict is not None:
         config = config.model_copy(update={"strict": strict})
-    off = _switched_off()
+    switch = os.environ.get(OFF_SWITCH, "")
+    if switch not in ("", "0", "1"):
+        raise ConfigError("environment", OFF_SWITCH, switch, "write 0 to switch the plugin off, or unset it")
     session = Session(config, load_manifests() if manifests is None else manifests)
-    if off:
+    if switch == "0":
         session.switched_off, session.reason = True, f"switched off by {OFF_SWITCH}=0"
     else:
         session._start()
-    _PROCESS.current = session
+    _current = session
     return session
 
 
 def disable() -> None:
     """Disables the session of this process, if there is one."""
-    if _PROCESS.current is not None:
-        _PROCESS.current.disable()
-        _PROCESS.current = None
+    global _current
+    if _current is not None:
+        _current.disable()
+        _current = None
 
 
 def current() -> Session | None:
     """The session of this process, if there is one."""
-    return _PROCESS.current
+    return _current
 
 
 def report() -> Report:
@@ -374,9 +323,9 @@ def report() -> Report:
     Raises:
         PatchError: the plugin was never enabled, or `disable()` was called.
     """
-    if _PROCESS.current is None:
+    if _current is None:
         raise PatchError("megatron_overlap is not enabled; call enable(config) first")
-    return _PROCESS.current.report()
+    return _current.report()
 
 
 def installed_versions() -> dict[str, str | None]:
@@ -412,11 +361,9 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
             yield f"{prefix}{key}", str(value)
 
 
-def _switched_off() -> bool:
-    value = os.environ.get(OFF_SWITCH, "")
-    if value not in ("", "0", "1"):
-        raise ConfigError("environment", OFF_SWITCH, value, "write 0 to switch the plugin off, or unset it")
-    return value == "0"
+def _patch_line(finding: Finding) -> PatchLine:
+    target, feature, applied = finding.manifest.target, finding.manifest.feature, finding.verdict not in NOT_APPLIED
+    return PatchLine(target, feature, str(finding.verdict), finding.reason, applied, finding.stale)
 
 
 def _sentence(finding: Finding) -> str:

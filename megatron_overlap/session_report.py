@@ -1,24 +1,22 @@
 """The report of a session on one rank: as JSON, as a rich table, as plain text."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 
 from megatron_overlap.counters import AutotuneLine, SavedMemory, Site, SymmetricMemory, Tally
 
 _MIB = 1024 * 1024
+_right = partial(Column, justify="right")
 
 
 @dataclass(frozen=True)
 class PatchLine:
-    """One patch: its target, feature, verdict and whether it is applied.
-
-    Attributes:
-        stale: attributes outside Megatron that hold the original by value. Calls through them are not overlapped.
-    """
+    """One patch. `stale`: attributes outside Megatron that hold the original by value and are not overlapped."""
 
     target: str
     feature: str
@@ -33,12 +31,9 @@ class Report:
     """What a session replaced, overlapped and did not overlap until the report was made, on this rank.
 
     Attributes:
-        active: whether a function of an overlapped feature is replaced.
-        reason: why the session is active, or why it is not.
+        active, reason: whether a function of an overlapped feature is replaced, and why.
         versions: releases that the run depends on; None where one is not installed.
         features: method of each feature, as the config has it.
-        sites: counts by module, operation and pass.
-        saved: activations saved for backward.
         not_overlapped: modules that no method overlaps, with the reason.
         autotuning: what `method: auto` selected.
         numerics_check: the largest share of the allowed error in check mode, by operation and tensor.
@@ -64,37 +59,35 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON can hold it."""
-        symmetric = self.symmetric_memory
+        symmetric, tallies = self.symmetric_memory, self.sites.values()
+        optional = ("not_fused", "stock_selected", "not_communicating")
         return {
-            "active": self.active,
-            "reason": self.reason,
-            "strict": self.strict,
-            "versions": dict(self.versions),
-            "features": dict(self.features),
-            "patches": [{**asdict(line), "stale": list(line.stale)} for line in self.patches],
+            **{name: getattr(self, name) for name in ("active", "reason", "strict", "versions", "features")},
+            "patches": [asdict(line) for line in self.patches],
             "modules": [
                 {
                     **site._asdict(),
                     "overlapped": tally.overlapped,
                     "bytes": tally.moved_bytes,
                     "fallbacks": dict(tally.fallbacks),
-                    **({"not_fused": dict(tally.not_fused)} if tally.not_fused else {}),
-                    **({"stock_selected": tally.stock_selected} if tally.stock_selected else {}),
-                    **({"not_communicating": tally.not_communicating} if tally.not_communicating else {}),
+                    **{name: value for name in optional if (value := getattr(tally, name))},
                 }
                 for site, tally in self.sites.items()
             ],
             "not_overlapped": dict(self.not_overlapped),
             "autotuning": [{**asdict(line), "gain": line.gain} for line in self.autotuning],
             "numerics_check": dict(self.numerics_check),
-            "saved_activations": self.saved.as_dict(),
+            "saved_activations": {
+                "peak_bytes": self.saved.peak_bytes,
+                "modules": [{**site._asdict(), "saved_bytes": num_bytes} for site, num_bytes in self.saved.calls],
+            },
             "buffers": [{"ranks": ranks, "bytes": dict(sizes)} for ranks, sizes in self.buffers],
             "transports": dict(self.transports),
             **({} if symmetric is None else {"symmetric_memory": [each._asdict() for each in symmetric]}),
             "totals": {
-                "overlapped": sum(tally.overlapped for tally in self.sites.values()),
-                "fallbacks": sum(sum(tally.fallbacks.values()) for tally in self.sites.values()),
-                "bytes": sum(tally.moved_bytes for tally in self.sites.values()),
+                "overlapped": sum(tally.overlapped for tally in tallies),
+                "fallbacks": sum(sum(tally.fallbacks.values()) for tally in tallies),
+                "bytes": sum(tally.moved_bytes for tally in tallies),
             },
         }
 
@@ -145,10 +138,8 @@ class Report:
         return table
 
     def _call_table(self) -> Table:
-        table = Table("module", "op", "direction", title="calls on this rank", title_justify="left")
-        table.add_column("overlapped", justify="right")
-        table.add_column("sent MiB", justify="right")
-        table.add_column("stock path, reason")
+        table = Table("module", "op", "direction", _right("overlapped"), _right("sent MiB"), "stock path, reason")
+        table.title, table.title_justify = "calls on this rank", "left"
         for site, tally in self.sites.items():
             reasons = "; ".join(
                 [f"{tally.stock_selected} x selected by autotuning"] * (tally.stock_selected > 0)
@@ -156,33 +147,24 @@ class Report:
                 + [f"{count} x {reason}" for reason, count in sorted(tally.fallbacks.items())]
                 + [f"{count} x p2p, not fused: {reason}" for reason, count in sorted(tally.not_fused.items())]
             )
-            table.add_row(
-                f"{site.kind} {site.name}".strip(),
-                site.op,
-                site.direction,
-                str(tally.overlapped),
-                f"{tally.moved_bytes / _MIB:.1f}",
-                reasons or "-",
-            )
+            sent = f"{tally.moved_bytes / _MIB:.1f}"
+            table.add_row(site.module, site.op, site.direction, str(tally.overlapped), sent, reasons or "-")
         return table
 
-    def _symmetric_lines(self) -> list[str]:
-        if self.symmetric_memory is None:
-            return []
-        if not self.symmetric_memory:
-            return ["symmetric memory of fused kernels: none allocated"]
-        lines = []
-        for each in self.symmetric_memory:
-            lines.append(
+    def _symmetric_lines(self) -> Iterator[str]:
+        if self.symmetric_memory == ():
+            yield "symmetric memory of fused kernels: none allocated"
+        for each in self.symmetric_memory or ():
+            yield (
                 f"symmetric memory of fused kernels: {each.num_bytes} bytes in a group of {each.num_ranks} ranks, "
                 f"twice its largest gathered activation ({each.bound_bytes} bytes) and flags"
             )
-            lines += [f"  {count} GEMMs ran portable kernels: {reason}" for reason, count in each.portable.items()]
-        return lines
+            for reason, count in each.portable.items():
+                yield f"  {count} GEMMs ran portable kernels: {reason}"
 
     def _saved_table(self) -> Table:
-        table = Table("module", "op", title="inputs saved for weight gradients", title_justify="left")
-        table.add_column("MiB a call", justify="right")
+        table = Table("module", "op", _right("MiB a call"), title="inputs saved for weight gradients")
+        table.title_justify = "left"
         for site, num_bytes in self.saved.calls:
             table.add_row(f"{site.kind} {site.name}".strip(), site.op, f"{num_bytes / _MIB:.2f}")
         table.add_row("all, peak", "", f"{self.saved.peak_bytes / _MIB:.2f}")
@@ -197,15 +179,11 @@ def _buffer_line(ranks: str, sizes: Mapping[str, int]) -> str:
 
 def autotune_table(lines: Iterable[AutotuneLine]) -> Table:
     """What autotuning selected, for a rich console."""
-    table = Table("module", "op", title="autotuning", title_justify="left")
-    table.add_column("rows", justify="right")
-    table.add_column("passes")
-    table.add_column("method")
-    for heading in ("ms", "stock ms", "gain"):
-        table.add_column(heading, justify="right")
-    table.add_column("reason")
+    times = map(_right, ("ms", "stock ms", "gain"))
+    table = Table("module", "op", _right("rows"), "passes", "method", *times, "reason", title="autotuning")
+    table.title_justify = "left"
     for line in lines:
-        times = ("-" if ms is None else f"{ms:.2f}" for ms in (line.ms, line.stock_ms))
+        ms, stock_ms = ("-" if value is None else f"{value:.2f}" for value in (line.ms, line.stock_ms))
         gain = "-" if line.gain is None else f"{line.gain:+.0%}"
-        table.add_row(line.module, line.op, str(line.rows), line.passes, line.method, *times, gain, line.reason)
+        table.add_row(line.module, line.op, str(line.rows), line.passes, line.method, ms, stock_ms, gain, line.reason)
     return table

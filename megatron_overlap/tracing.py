@@ -6,15 +6,17 @@ A file is a sequence of JSON lines: a header, one block for each step, and clock
 
 from __future__ import annotations
 
+import functools
+import io
 import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -41,25 +43,14 @@ class Kind(IntEnum):
 
 
 EVENT = np.dtype(
-    [
-        ("kind", "u2"),
-        ("message", "u2"),
-        ("op", "u2"),
-        ("group", "u2"),
-        ("peer", "i2"),
-        ("operation", "u4"),
-        ("num_bytes", "u4"),
-        ("start_ns", "i8"),
-        ("stop_ns", "i8"),
-    ]
+    [(name, "u2") for name in ("kind", "message", "op", "group")]
+    + [("peer", "i2"), ("operation", "u4"), ("num_bytes", "u4"), ("start_ns", "i8"), ("stop_ns", "i8")]
 )
 
 Row = tuple[int, int, int, int, int, int, int, int, int]
 Clock = Callable[[], int]
 
-_MOST = {name: int(np.iinfo(EVENT[name]).max) for name in ("message", "op", "group", "peer", "operation", "num_bytes")}
-
-
+_MAX_U2, _MAX_U4 = 2**16 - 1, 2**32 - 1
 _DIRECTIONS = ("forward", "backward", "dgrad", "wgrad")
 
 
@@ -80,11 +71,8 @@ class Trace:
 
     def name(self, text: str) -> int:
         """Return the number of an operation or group name."""
-        number = self._names.get(text)
-        if number is None:
-            with self._lock:
-                number = self._names.setdefault(text, len(self._names))
-        return number
+        with self._lock:
+            return self._names.setdefault(text, len(self._names))
 
     def add(
         self,
@@ -114,22 +102,20 @@ class Trace:
     def operation(self, ranks: Sequence[int], channel: str, number: int, op: str) -> WorkEvents:
         """Return the recorder of one operation."""
         group = self.name(f"ranks {','.join(map(str, ranks))} {channel}".strip())
-        return WorkEvents(self, self.name(op), group, number & _MOST["operation"], ranks)
+        return WorkEvents(self, self.name(op), group, number & _MAX_U4, ranks)
 
 
 class WorkEvents:
     """Records the events of one operation. Sender and receiver use the same `operation` and `message` numbers."""
 
     def __init__(self, trace: Trace, op: int, group: int, operation: int, ranks: Sequence[int]) -> None:
-        self.now = trace.clock
-        self._trace = trace
+        self.now, self._trace, self._ranks = trace.clock, trace, ranks
         self._ids = {"op": op, "group": group, "operation": operation}
-        self._ranks = ranks
         self._start = self.now()
 
     def waited(self, start_ns: int, message: int) -> None:
         """Record a wait of the computing thread from `start_ns` until now."""
-        self._trace.add(Kind.WAIT, start_ns, self.now(), message=message & 65535, **self._ids)
+        self.span(Kind.WAIT, start_ns, self.now(), message)
 
     def sent(self, message: int, peer: int, num_bytes: int) -> None:
         """Record that a message is posted now."""
@@ -140,25 +126,17 @@ class WorkEvents:
         """Record that a message has arrived now."""
         self.message(Kind.RECEIVED, self._start, self.now(), message, peer, num_bytes)
 
-    def span(self, kind: Kind, start_ns: int, stop_ns: int, message: int) -> None:
-        """Record an event with known times, such as device times."""
-        self._trace.add(kind, start_ns, stop_ns, message=message & 65535, **self._ids)
-
     def finished(self) -> None:
         """Record the end of the operation."""
-        self._trace.add(Kind.OP, self._start, self.now(), **self._ids)
+        self.span(Kind.OP, self._start, self.now(), 0)
 
     def message(self, kind: Kind, start: int, stop: int, message: int, peer: int, num_bytes: int) -> None:
         """Record a message with known times; `peer` is a group rank."""
-        self._trace.add(
-            kind,
-            start,
-            stop,
-            message=message & 65535,
-            peer=self._ranks[peer],
-            num_bytes=min(num_bytes, _MOST["num_bytes"]),
-            **self._ids,
-        )
+        self.span(kind, start, stop, message, peer=self._ranks[peer], num_bytes=min(num_bytes, _MAX_U4))
+
+    def span(self, kind: Kind, start_ns: int, stop_ns: int, message: int, **more: int) -> None:
+        """Record an event with known times, such as device times; `more` are further arguments of `Trace.add`."""
+        self._trace.add(kind, start_ns, stop_ns, message=message & _MAX_U2, **more, **self._ids)
 
 
 class Mark(NamedTuple):
@@ -170,9 +148,7 @@ class Mark(NamedTuple):
 
 
 class EventFile:
-    """Writes the events of one rank step by step, so a killed run loses at most one step.
-
-    `head` has further fields of the header.
+    """Writes the events of one rank step by step; a killed run loses at most one step. `head`: more header fields.
 
     Raises:
         OSError: the file cannot be written.
@@ -180,8 +156,7 @@ class EventFile:
 
     def __init__(self, path: Path, rank: int, head: dict[str, Any] | None = None) -> None:
         self._file: IO[bytes] = path.open("wb", buffering=0)
-        self._rank = rank
-        self._num_names = 0
+        self._rank, self._num_names = rank, 0
         self._line({"format": FORMAT, "rank": rank, **(head or {})})
 
     def write(self, trace: Trace) -> RankEvents:
@@ -230,7 +205,7 @@ def read_events(path: Path) -> RankEvents:
     except OSError as error:
         raise EventFileError(f"{path}: {error.strerror}") from error
     lines = _lines(data)
-    head: dict[str, Any] = next(lines, ({}, b""))[0]
+    head, _ = next(lines, ({}, b""))
     if head.get("format") != FORMAT:
         raise EventFileError(f"{path}: not a file of events of this release ({FORMAT}): record the run again")
     found = RankEvents(int(head["rank"]), np.empty(0, EVENT))
@@ -250,21 +225,21 @@ def read_events(path: Path) -> RankEvents:
     return found
 
 
-def _lines(data: bytes) -> Any:
+def _lines(data: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
     """Yield the object of each line and its records; yield an empty object if the file is truncated."""
-    at = 0
-    while at < len(data):
-        end = data.find(b"\n", at)
+    file = io.BytesIO(data)
+    while line := file.readline():
         try:
-            content = json.loads(data[at:end]) if end >= 0 else {}
+            content = json.loads(line)
         except ValueError:
-            content = {}
+            content = None
         size = EVENT.itemsize * content.get("events", 0) if isinstance(content, dict) else 0
-        if not isinstance(content, dict) or not content or end + 1 + size > len(data):
-            yield {}, b""
+        records = file.read(size)
+        if not isinstance(content, dict) or not line.endswith(b"\n") or len(records) < size:
+            content, records = {}, b""
+        yield content, records
+        if not content:
             return
-        yield content, data[end + 1 : end + 1 + size]
-        at = end + 1 + size
 
 
 def steps_of(found: RankEvents) -> list[tuple[int, int, int]]:
@@ -286,12 +261,7 @@ def merged(starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> list[
 
 @dataclass(frozen=True)
 class Exposed:
-    """Exposed communication: waits of one rank in one step, in milliseconds.
-
-    Attributes:
-        total_ms: time with at least one wait.
-        by_op: time by operation and direction, longest first.
-    """
+    """Waits of one rank in one step: time with at least one, and time by operation and direction, longest first."""
 
     total_ms: float
     by_op: Mapping[tuple[str, str], float]
@@ -332,27 +302,23 @@ def timed_wait(original: Callable[..., Any], trace: Trace) -> Callable[..., Any]
     """
     import torch  # `session` imports this module, and needs no torch
 
-    names: dict[tuple[CodeType, bool], int] = {}
-
-    def name_of(frame: FrameType) -> int:
+    @functools.cache
+    def number_of(code: CodeType, module: str, backward: bool) -> int:
         # The name is the collective, or the function that waits for a handle, and the pass: `all_reduce forward`.
-        backward = torch._C._current_graph_task_id() != -1
-        key = (frame.f_code, backward)
-        if key not in names:
-            name = frame.f_code.co_name
-            if not frame.f_globals.get("__name__", "").startswith(_TORCH):
-                name = f"handle in {frame.f_code.co_qualname}"
-            names[key] = trace.name(f"{name} {'backward' if backward else 'forward'}")
-        return names[key]
+        name = code.co_name if module.startswith(_TORCH) else f"handle in {code.co_qualname}"
+        return trace.name(f"{name} {'backward' if backward else 'forward'}")
 
     def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-        frame = sys._getframe(1)
-        if frame.f_globals.get("__name__", "").startswith(_PLUGIN):
+        caller = sys._getframe(1)
+        module = caller.f_globals.get("__name__", "")
+        if module.startswith(_PLUGIN):
             return original(work, *args, **kwargs)
         start = trace.clock()
         try:
             return original(work, *args, **kwargs)
         finally:
-            trace.add(Kind.COLLECTIVE_WAIT, start, trace.clock(), op=name_of(frame))
+            stop = trace.clock()
+            number = number_of(caller.f_code, module, torch._C._current_graph_task_id() != -1)
+            trace.add(Kind.COLLECTIVE_WAIT, start, stop, op=number)
 
     return wait

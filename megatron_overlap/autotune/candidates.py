@@ -63,8 +63,7 @@ class Call:
     Attributes:
         op: `ag_gemm`, `gemm_rs`, `copy_gemm` or `gemm_ar`; `block` for the layers of a transformer block; or `EXPERTS`.
         rows: gathered rows; of experts the most rows that a rank sends in the first call.
-        in_features: columns of this rank's input.
-        out_features: columns of this rank's output.
+        in_features, out_features: columns of this rank's input and output.
         dtype: of input and weight: `bfloat16`.
         backward: a backward pass follows: not in evaluation, nor in the first pass of activation recomputation.
         variant: further properties that change its time, such as `main_grad`: the op adds the weight gradient to it.
@@ -91,12 +90,7 @@ class Call:
 
 
 class AutotuneCache:
-    """The selections of one environment, by the names of their candidates.
-
-    Args:
-        folder: of the files; created by the first `put`.
-        environment: the releases, hardware and topology that a selection depends on.
-    """
+    """Selections of one environment (releases, hardware, topology) in `folder`, by the names of their candidates."""
 
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
         self._folder, self._environment, self._warned = folder, dict(environment), False

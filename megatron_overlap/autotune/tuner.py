@@ -59,7 +59,6 @@ class Kind:
 
     Attributes:
         call: the first call of the kind. The search makes one step whenever this call repeats.
-        search: names the candidates.
         samples: of the candidates of the present search, for each call.
     """
 
@@ -92,7 +91,6 @@ class Autotuner:
     """The autotuner of one group. All ranks call `run` for the same calls in the same order, as layers run.
 
     Args:
-        group: the ranks.
         folder: of the cache; None keeps no cache.
         versions: that a selection depends on.
         timeout_s: deadline of an exchange between the ranks.
@@ -119,7 +117,6 @@ class Autotuner:
         """Runs one call; returns the result of `run`, and its candidate.
 
         Args:
-            call: its kind.
             run: runs the call with a candidate; returns the output, or a tuple that begins with it.
             leaves: input and weight: the graph of the call ends there.
             candidates: of the call, the base first; called once for each kind.
@@ -164,9 +161,8 @@ class Autotuner:
         if any(theirs != mine for theirs, _ in words):
             calls = " | ".join(theirs for theirs, _ in words)
             section = "expert" if call.op == EXPERTS else "tensor"
-            raise AutotuneError(
-                f"ranks run different layers: {calls}; set overlap.{section}.method to none and report it"
-            )
+            remedy = f"set overlap.{section}.method to none and report it"
+            raise AutotuneError(f"ranks run different layers: {calls}; {remedy}")
         # All ranks take the cached selection of rank 0: other ranks may have another disk.
         name, *rest = words[0][1] or (None,)
         by_name = {str(each): each for each in (*candidates, *variants)}
@@ -183,11 +179,11 @@ class Autotuner:
         hosts = self._host.all_gather_text(socket.gethostname())
         if self._folder is None or self._host.rank != 0:
             return None
+        is_cuda = device.type == "cuda"
+        name = torch.cuda.get_device_name(device) if is_cuda else torch.backends.cpu.get_cpu_capability()
         environment = {
             "torch": torch.__version__,
-            "device": torch.cuda.get_device_name(device)
-            if device.type == "cuda"
-            else torch.backends.cpu.get_cpu_capability(),
+            "device": name,
             "threads": str(torch.get_num_threads()),
             "backend": dist.get_backend(self._group),
             "ranks by host": " ".join(str(hosts.count(host)) for host in dict.fromkeys(hosts)),

@@ -36,7 +36,7 @@ def first_unsupported_reason(
     for other, key in enumerate(keys):
         text = store.get(key).decode()
         if text:
-            return text if other == rank and size == 1 else f"rank {other} of the group: {text}"
+            return text if size == 1 else f"rank {other} of the group: {text}"
     return ""
 
 
@@ -51,20 +51,18 @@ def compare(
     """
     store.set(f"{topic}/{rank}", json.dumps(facts))
     if rank == 0:
-        store.set(f"{topic}/found", _compare(store, ranks, topic, deadline_s))
+        keys = [f"{topic}/{index}" for index in range(len(ranks))]
+        if silent := silent_ranks(store, keys, deadline_s):
+            names = ", ".join(str(ranks[index]) for index in silent)
+            found = f"rank {names}: published no configuration within {deadline_s:g} s; enable the plugin there"
+        else:
+            found = differences({rank: json.loads(store.get(key)) for rank, key in zip(ranks, keys, strict=True)})
+        store.set(f"{topic}/found", found)
     try:
         store.wait([f"{topic}/found"], timedelta(seconds=deadline_s + _REPLY_S))
         return store.get(f"{topic}/found").decode()
     except (RuntimeError, TimeoutError):
         return f"rank {ranks[0]} published no comparison within {deadline_s + _REPLY_S:g} s"
-
-
-def _compare(store: dist.Store, ranks: list[int], topic: str, deadline_s: float) -> str:
-    keys = [f"{topic}/{index}" for index in range(len(ranks))]
-    if silent := silent_ranks(store, keys, deadline_s):
-        names = ", ".join(str(ranks[index]) for index in silent)
-        return f"rank {names}: published no configuration within {deadline_s:g} s; enable the plugin there"
-    return differences({rank: json.loads(store.get(key)) for rank, key in zip(ranks, keys, strict=True)})
 
 
 def differences(facts: Mapping[int, Mapping[str, str]]) -> str:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -24,17 +24,21 @@ _NUM_OPERATIONS = 2000
 _OPS = "megatron_overlap.ops."
 
 
+class Run(Protocol):
+    """The number of the current training step, 0 before the first, and the folder of files that describe a failure."""
+
+    step: int
+    folder: Path
+
+
 class FlightRecorder:
     """Records the most recent operations of this rank and writes them, with `facts`, to a file after a failure.
 
-    Attributes:
-        step: number of the current training step; 0 before the first step or if no caller counts steps.
-        heartbeat: heartbeats of all ranks, or None.
+    `heartbeat` reads the heartbeats of all ranks.
     """
 
-    def __init__(self, rank: int, folder: Path, facts: Mapping[str, str]) -> None:
-        self.rank, self.folder = rank, folder
-        self.step = 0
+    def __init__(self, rank: int, run: Run, facts: Mapping[str, str]) -> None:
+        self._rank, self._run = rank, run
         self.heartbeat: Heartbeat | None = None
         self._facts = facts
         self._operations: deque[list[Any]] = deque(maxlen=_NUM_OPERATIONS)
@@ -43,7 +47,7 @@ class FlightRecorder:
 
     def began(self, op: str, number: int, channel: str, peers: list[int]) -> list[Any]:
         """Record the start of an operation and return its record for `ended`."""
-        record = [self.step, op, channel, number, peers, time.time(), None]
+        record = [self._run.step, op, channel, number, peers, time.time(), None]
         self._operations.append(record)
         return record
 
@@ -55,7 +59,7 @@ class FlightRecorder:
         """Return the step and the oldest operation in flight, in words."""
         open_ops = [record[1] for record in list(self._operations) if record[-1] is None]
         where = f"in {open_ops[0]}" if open_ops else "in no op of the plugin"
-        return f"at step {self.step}, {where}"
+        return f"at step {self._run.step}, {where}"
 
     def explain(self, text: str, peer: int) -> str:
         """Return the message of a failed wait: layer, step, state of the peer and the path of the failure file.
@@ -66,26 +70,18 @@ class FlightRecorder:
         with self._lock:
             if self._file is not None:
                 return f"{text}; after an earlier failure, see {self._file}"
-            layer = layer_of(sys._getframe(1))
-            whole = f"{text}; layer {layer}, step {self.step}"
+            whole = f"{text}; layer {layer_of(sys._getframe(1))}, step {self._run.step}"
             if self.heartbeat is not None:
                 whole += f"; rank {peer}: {self.heartbeat.state_of(peer)}"
-            self._file = self._write(whole, traceback.format_stack())
-            if self.heartbeat is not None:
-                self.heartbeat.publish_failure(whole)
-            return f"{whole}; the last steps are in {self._file}"
+            return f"{whole}; the last steps are in {self._write(whole, traceback.format_stack())}"
 
     def post_mortem(self, error: BaseException) -> str | None:
         """Write the failure file for any other error; return its path, or None if a file exists."""
         with self._lock:
             if self._file is not None:
                 return None
-            lines = traceback.format_exception(error)
             text = f"{type(error).__name__}: {error}; {self.doing()}"
-            self._file = self._write(text, lines)
-            if self.heartbeat is not None:
-                self.heartbeat.publish_failure(text)
-            return self._file
+            return self._write(text, traceback.format_exception(error))
 
     def close(self) -> None:
         """Stop the heartbeats."""
@@ -94,10 +90,10 @@ class FlightRecorder:
             self.heartbeat = None
 
     def _write(self, text: str, stack: list[str]) -> str:
-        path = self.folder / f"overlap-failure-rank{self.rank}.json"
+        path = self._run.folder / f"overlap-failure-rank{self._rank}.json"
         names = ("step", "op", "channel", "number", "peers", "began", "ended")
         content = {
-            "rank": self.rank,
+            "rank": self._rank,
             "message": text,
             "time": time.time(),
             **self._facts,
@@ -106,15 +102,19 @@ class FlightRecorder:
         }
         try:
             path.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
+            self._file = str(path)
         except OSError as error:
-            return f"no file: {path}: {error.strerror or type(error).__name__}"
-        return str(path)
+            self._file = f"no file: {path}: {error.strerror or type(error).__name__}"
+        if self.heartbeat is not None:
+            self.heartbeat.publish_failure(text)
+        return self._file
 
 
 def layer_of(frame: FrameType | None) -> str:
     """Return the model name of the layer that runs in `frame` or a caller, such as `decoder.layers.3.mlp.linear_fc1`.
 
     The weight in a local variable of an operation identifies the layer; without one, the innermost calling module does.
+    All models in memory are searched: slow, and done once by a process that is about to end.
     """
     weight: torch.Tensor | None = None
     module: torch.nn.Module | None = None
@@ -128,18 +128,15 @@ def layer_of(frame: FrameType | None) -> str:
         frame = frame.f_back
     if weight is None and module is None:
         return "unknown"
-    return _name(weight, module)
 
+    def matches(each: torch.nn.Module) -> bool:
+        if weight is None:
+            return each is module
+        own = each._parameters.get("weight")
+        return own is not None and own.data_ptr() == weight.data_ptr()
 
-def _name(weight: torch.Tensor | None, module: torch.nn.Module | None) -> str:
-    """Search all models in memory: slow, and called once by a process that is about to end."""
-    best = ""
-    address = None if weight is None else weight.data_ptr()
-    for root in [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)]:
-        for name, each in root.named_modules():
-            own = each._parameters.get("weight") if address is not None else None
-            matches = own is not None and own.data_ptr() == address if address is not None else each is module
-            if matches and len(name) > len(best):
-                best = name
-    kind = type(module).__name__ if module is not None else "weight"
-    return best or (kind if weight is None else f"of a weight {tuple(weight.shape)}")
+    roots = [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)]
+    names = [name for root in roots for name, each in root.named_modules() if matches(each)]
+    if best := max(names, key=len, default=""):
+        return best
+    return type(module).__name__ if weight is None else f"of a weight {tuple(weight.shape)}"

@@ -5,6 +5,7 @@ the waiting thread does not end it.
 """
 
 import atexit
+import contextlib
 import json
 import math
 import threading
@@ -24,20 +25,18 @@ _LOOK_S = 1.0
 class Heartbeat:
     """Publishes a heartbeat of this rank periodically; each rank overwrites one key of the store.
 
-    A thread calls `doing`, which returns the current activity of this rank in words. The heartbeat clones its
-    connection to the store if the store supports that. Its period is much shorter than `deadline_s`, that of a wait.
+    A thread calls `doing`, which returns the current activity of this rank in words. The period is much shorter than
+    `deadline_s`, that of a wait.
     """
 
     def __init__(self, store: dist.Store, rank: int, deadline_s: float, doing: Callable[[], str]) -> None:
         # A blocking request delays all requests on the same connection.
-        self._store = store.clone() if hasattr(store, "clone") else store
-        self._queries = store.clone() if hasattr(store, "clone") else store
+        clone = getattr(store, "clone", lambda: store)
+        self._store, self._queries = clone(), clone()
         for mine in (self._store, self._queries):
             mine.set_timeout(timedelta(seconds=_STORE_S))
-        self._rank, self._doing = rank, doing
+        self._rank, self._doing, self._count, self._failure = rank, doing, 0, ""
         self.period_s = min(_LONGEST_PERIOD_S, max(_SHORTEST_PERIOD_S, deadline_s / 20))
-        self._count = 0
-        self._failure = ""
         self._stop = threading.Event()
         self._publish()
         self._thread = threading.Thread(target=self._run, name="megatron_overlap_heartbeat", daemon=True)
@@ -54,12 +53,7 @@ class Heartbeat:
     def publish_failure(self, text: str) -> None:
         """Publish the final status message of this rank. Blocks for at most twice the store timeout."""
         self._failure = text
-
-        def publish() -> str:
-            self._publish()
-            return ""
-
-        _within(publish, 2 * _STORE_S)
+        _within(self._publish, 2 * _STORE_S)
 
     def state_of(self, peer: int) -> str:
         """Return in words whether `peer` is alive and what it does. Blocks for at most a few periods."""
@@ -82,23 +76,18 @@ class Heartbeat:
         return f"it has sent no heartbeat since it was {first['doing']}"
 
     def _read(self, peer: int) -> dict[str, str] | None:
-        key = _key(peer)
-        if not self._queries.check([key]):
-            return None
-        found: dict[str, str] = json.loads(self._queries.get(key))
-        return found
+        key = f"heartbeat/{peer}"
+        return json.loads(self._queries.get(key)) if self._queries.check([key]) else None
 
     def _run(self) -> None:
-        while not self._stop.wait(self.period_s):
-            try:
+        with contextlib.suppress(RuntimeError, TimeoutError):  # the store has ended
+            while not self._stop.wait(self.period_s):
                 self._publish()
-            except (RuntimeError, TimeoutError):
-                return  # the store has ended
 
     def _publish(self) -> None:
         self._count += 1
         note = {"count": str(self._count), "doing": self._doing(), "failure": self._failure}
-        self._store.set(_key(self._rank), json.dumps(note))
+        self._store.set(f"heartbeat/{self._rank}", json.dumps(note))
 
 
 class Watchdog:
@@ -107,7 +96,6 @@ class Watchdog:
     A thread looks at the program periodically. It counts looks, not seconds: a stopped process sees no deadline pass.
 
     Args:
-        deadline_s: seconds.
         look: returns what the program waits for; None if it does not wait. Another value shows that it has moved.
         report: gets that value.
     """
@@ -137,21 +125,15 @@ class Watchdog:
         self._thread.join(timeout=_STORE_S)
 
 
-def _key(rank: int) -> str:
-    return f"heartbeat/{rank}"
-
-
-def _within(question: Callable[[], str], seconds: float) -> str:
-    """Return the result of `question`, or an empty text after the deadline: the store may hang."""
-    answer: list[str] = []
+def _within[T](question: Callable[[], T], seconds: float) -> T | None:
+    """Return the result of `question`; None after an error or after the deadline: the store may hang."""
+    answer: list[T] = []
 
     def ask() -> None:
-        try:
+        with contextlib.suppress(RuntimeError, TimeoutError, ValueError):
             answer.append(question())
-        except (RuntimeError, TimeoutError, ValueError):
-            answer.append("")
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(timeout=seconds)
-    return answer[0] if answer else ""
+    return answer[0] if answer else None

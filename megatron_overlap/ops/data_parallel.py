@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from functools import lru_cache
-from heapq import heappop, heappush
 from itertools import count
 
 import torch
@@ -38,12 +37,14 @@ class GradientReduce:
     order on a separate stream. The receive buffer of a bucket, R-1 shards, is reused after the sum.
 
     Args:
-        transport: carries the partial sums.
         gather: a second transport of the same ranks, which carries the sums back to all ranks: an all-reduce. None
             leaves each rank with the sum of its own shard: a reduce-scatter. It is a second one because every rank
             must begin the operations of a transport in the same order, and ranks complete sums at different times.
         wide: sum bf16 and fp16 gradients in fp32 and round once; otherwise round after each addition, as a collective.
         pieces: messages per shard; None chooses by its size.
+
+    Raises:
+        TransportError: by every method: a peer has ended or misses the deadline.
     """
 
     def __init__(
@@ -51,8 +52,7 @@ class GradientReduce:
     ) -> None:
         self.transport, self.gather, self.wide, self.pieces = transport, gather, wide, pieces
         self._pending: deque[Reduction] = deque()
-        self._free_buffers: list[int] = []
-        self._next_buffer = count()
+        self.used_buffers: set[int] = set()
         self._stream: torch.cuda.Stream | None = None
 
     def begin(self, bucket: torch.Tensor, *, mean: bool = False) -> Reduction:
@@ -67,7 +67,6 @@ class GradientReduce:
 
         Raises:
             ValueError: the bucket has another shape.
-            TransportError: a peer has ended or misses the deadline.
         """
         size = self.transport.size
         if bucket.dim() != 1 or not bucket.is_contiguous():
@@ -75,7 +74,9 @@ class GradientReduce:
         if self.gather is None and bucket.numel() % size:
             raise ValueError(f"bucket: {bucket.numel()} elements: not divisible by {size} ranks; pad it")
         if not bucket.is_cuda:
-            self._add_received()
+            # In the order of the buckets, because every rank must begin the gathers in the same order.
+            while self._pending and self._pending[0].add(wait=False):
+                self._pending.popleft()
             reduction = Reduction(self, bucket, mean)
             self._pending.append(reduction)
             return reduction
@@ -85,7 +86,7 @@ class GradientReduce:
         with torch.cuda.stream(self._stream):
             reduction = Reduction(self, bucket, mean)
             reduction.complete()
-        return reduction
+            return reduction
 
     def settle(self, last: Reduction) -> None:
         """Waits for the pending buckets and adds them, in order, until `last` is complete."""
@@ -98,44 +99,32 @@ class GradientReduce:
         while self._pending:
             self._pending[0].wait()
 
-    def take_buffer(self, shape: tuple[int, int], like: torch.Tensor) -> tuple[int, torch.Tensor]:
-        """A receive buffer and its number."""
-        number = heappop(self._free_buffers) if self._free_buffers else next(self._next_buffer)
-        return number, self.transport.buffer_pool.take(f"bucket{number}", shape, like)
-
-    def return_buffer(self, number: int) -> None:
-        """Makes a receive buffer available again."""
-        heappush(self._free_buffers, number)
-
-    def _add_received(self) -> None:
-        # In the order of the buckets, because every rank must begin the gathers in the same order.
-        while self._pending and self._pending[0].add(wait=False):
-            self._pending.popleft()
-
 
 class Reduction:
     """The pending sum of one bucket. Made by `GradientReduce.begin`."""
 
     def __init__(self, owner: GradientReduce, bucket: torch.Tensor, mean: bool) -> None:
-        transport = owner.transport
-        size, rank = transport.size, transport.rank
+        transport, size, rank = owner.transport, owner.transport.size, owner.transport.rank
         self._owner, self._bucket, self._mean = owner, bucket, mean
         self._done: torch.cuda.Event | None = None
         self._gathering: Gathering | None = None
-        self._pieces = owner.pieces or num_pieces(bucket, size)
+        # The piece that is added last is small.
+        self._pieces = owner.pieces or max(1, min(_MAX_PIECES, bucket.nbytes // size // _PIECE_BYTES))
         self._layout = ChunkLayout(bucket.numel(), size, self._pieces)
         plan = _scatter_plan(size, rank, chunks_per_rank=self._pieces)
         self._messages = plan.messages
         self._next = 0
-        own = self._layout.shard_rows(rank)
-        self._number, buffer = owner.take_buffer((size - 1, own), bucket)
+        self._number = next(number for number in count() if number not in owner.used_buffers)
+        owner.used_buffers.add(self._number)
+        shape = (size - 1, self._layout.shard_rows(rank))
+        buffer = transport.buffer_pool.take(f"bucket{self._number}", shape, bucket)
         self._received = []
         transfers = []
         for message in plan.messages:
-            start, stop = self._layout.rows(message.send)
+            send = slice(*self._layout.rows(message.send))
             into = slice(*self._layout.rows_in_shard(message.recv))
             self._received.append(buffer[(rank - message.source) % size - 1, into])
-            transfers.append(Transfer(message, bucket[start:stop], self._received[-1]))
+            transfers.append(Transfer(message, bucket[send], self._received[-1]))
         self._p2p_work = transport.begin(transfers, "gradient reduce-scatter")
         self._p2p_work.mark_ready(len(plan.work))
 
@@ -150,19 +139,15 @@ class Reduction:
                 self._p2p_work.wait(k)
             terms = [self._received[k] for k in messages]
             if terms:
-                start, stop = self._layout.rows(self._messages[messages[0]].recv)
-                self._sum(self._bucket[start:stop], terms)
+                own = slice(*self._layout.rows(self._messages[messages[0]].recv))
+                self._sum(self._bucket[own], terms)
             self._next += 1
-            if self._next == self._pieces:
-                self._all_added()
-        return True
-
-    def _all_added(self) -> None:
-        self._owner.return_buffer(self._number)
+        self._owner.used_buffers.discard(self._number)
         if self._owner.gather is not None:
             # The gather overwrites the sent shards.
             self._p2p_work.wait_all()
             self._gathering = Gathering(self._owner.gather, self._bucket, "gradient all-gather")
+        return True
 
     def _sum(self, own: torch.Tensor, terms: list[torch.Tensor]) -> None:
         num_ranks = len(terms) + 1
@@ -189,11 +174,7 @@ class Reduction:
         self._done.record()
 
     def wait(self) -> None:
-        """Returns when the sum is complete and the caller may write to the bucket.
-
-        Raises:
-            TransportError: a peer has ended or misses the deadline.
-        """
+        """Returns when the sum is complete and the caller may write to the bucket."""
         if self._done is not None:
             torch.cuda.current_stream().wait_event(self._done)
             return
@@ -211,10 +192,9 @@ class Gathering:
     """The pending all-gather of one bucket.
 
     Equals `all_gather(shard)` in place: after `wait`, shard r of `bucket` is the one of rank r. Buckets use the link in
-    the order in which they begin.
+    the order in which they begin. Errors are those of `GradientReduce`.
 
     Args:
-        transport: carries the shards.
         bucket: `[n]`, contiguous; not read or written before `wait`.
         op: name in error messages.
     """
@@ -231,17 +211,7 @@ class Gathering:
         self._p2p_work.mark_ready(len(plan.work))
 
     def wait(self) -> None:
-        """Returns when all shards are complete and the caller may write to the own one.
-
-        Raises:
-            TransportError: a peer has ended or misses the deadline.
-        """
+        """Returns when all shards are complete and the caller may write to the own one."""
         for index in range(len(self._messages)):
             self._p2p_work.wait(index)
         self._p2p_work.wait_all()
-
-
-def num_pieces(bucket: torch.Tensor, num_ranks: int) -> int:
-    """Messages per shard, so that the piece that is added last is small."""
-    shard_bytes = bucket.numel() * bucket.element_size() // num_ranks
-    return max(1, min(_MAX_PIECES, shard_bytes // _PIECE_BYTES))

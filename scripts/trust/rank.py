@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -120,7 +121,8 @@ def _run(case: Case, rank: int, port: int, address: str, told: int, folder: Path
         return DIFFERS, found
     if case.load == GENERATION:
         return _generate(case, rank, group, told, folder, draw)
-    flight_recorder = FlightRecorder(rank, folder, facts)
+    run = SimpleNamespace(step=0, folder=folder)
+    flight_recorder = FlightRecorder(rank, run, facts)
     flight_recorder.heartbeat = Heartbeat(store_beside(group), rank, case.deadline_s, flight_recorder.doing)
     corrupts = case.kind == "corruption"
     every = draw.randint(1, 7) if corrupts and rank == case.victim else 0
@@ -137,7 +139,7 @@ def _run(case: Case, rank: int, port: int, address: str, told: int, folder: Path
         _inject(case, draw, told)
 
     def step(number: int) -> bool:
-        flight_recorder.step = number
+        run.step = number
         return work.step(number)
 
     wrong = _run_steps(case, rank, draw.randint(2, 6), inject, step)

@@ -20,8 +20,7 @@ import torch.distributed as dist
 from megatron_overlap.adapters import cpu
 from megatron_overlap.config import load_launch_config, to_megatron_args
 from megatron_overlap.config.resources import transformer_engine_folder
-from megatron_overlap.patching.engine import Engine
-from megatron_overlap.patching.manifest import load_manifests
+from megatron_overlap.patching.manifest import load_permits
 
 HEAD_SIZE = 16
 NORM_PATCH = "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__"
@@ -33,11 +32,9 @@ def main() -> None:
     sys.path.append(str(transformer_engine_folder()))
     # Apex's extension, which the containers of NVIDIA have; Megatron imports it and calls it in backward only.
     sys.modules["fused_weight_gradient_mlp_cuda"] = ModuleType("fused_weight_gradient_mlp_cuda")
-    adapter = cpu.CpuMegatron()
-    patches = [manifest for manifest in load_manifests() if manifest.feature.startswith("cpu_")]
-    assert NORM_PATCH in [manifest.target for manifest in patches]
-    adapter.engine = Engine(manifest for manifest in patches if manifest.target != NORM_PATCH)
-    adapter.install()
+    permits = [permit for permit in load_permits() if NORM_PATCH in permit.targets]
+    assert len(permits) == 1
+    cpu.adapt(permits)
     from megatron.training import arguments
 
     # `parse_args` makes a parser in 0.15 s for each config.

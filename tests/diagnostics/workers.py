@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -72,17 +73,17 @@ class Layer(torch.nn.Module):
 
 def failed_wait(group: dist.ProcessGroup, folder: str, backward: bool) -> tuple[str, dict[str, object], str]:
     """Rank 1 skips an operation of rank 0: return the error, the content of the file and the error of a second wait."""
-    flight_recorder = FlightRecorder(dist.get_rank(group), Path(folder), {"version of x": "1"})
+    run = SimpleNamespace(step=5, folder=Path(folder))
+    flight_recorder = FlightRecorder(dist.get_rank(group), run, {"version of x": "1"})
     transport = GlooTransport(group, TransportOptions(timeout_s=1.0, flight_recorder=flight_recorder))
     flight_recorder.heartbeat = Heartbeat(store_beside(group), dist.get_rank(group), 1.0, flight_recorder.doing)
     model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(2, 2), Layer(transport)])})
-    flight_recorder.step = 5
     x = torch.ones(3, 8, requires_grad=True)
     texts, content = ["", ""], {}
     if backward or transport.rank == 0:
         try:
             y = model["layers"][1](x)  # type: ignore[index]
-            flight_recorder.step = 6
+            run.step = 6
             if transport.rank == 0:
                 y.sum().backward()
         except TransportError as error:

@@ -5,6 +5,7 @@ import resource
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,21 +15,28 @@ import torch
 CPU = torch.device("cpu")
 
 
-def called_by_te(depth: int = 2) -> bool:
-    """Whether the caller's caller is TransformerEngine code; `depth` as in `called_by_megatron`."""
-    return str(sys._getframe(depth).f_globals.get("__name__", "")).startswith("transformer_engine.")
+def called_by_te() -> bool:
+    """Whether the caller's caller is TransformerEngine code."""
+    return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("transformer_engine.")
 
 
 def called_by_megatron(depth: int = 2) -> bool:
     """Whether the caller's caller is Megatron code or the training script.
 
-    Callers in torch must see no GPU: its optimizers and its DataLoader would otherwise look for a CUDA driver.
-
-    Args:
-        depth: frames between this function and the code in question.
+    Callers in torch must see no GPU: its optimizers and its DataLoader would otherwise look for a CUDA driver. `depth`:
+    frames between this function and the code in question.
     """
     name = str(sys._getframe(depth).f_globals.get("__name__", ""))
     return name in ("megatron", "__main__") or name.startswith("megatron.")
+
+
+def _returns[T](value: T) -> Callable[..., T]:
+    """A function that returns `value`, whatever its arguments."""
+    return lambda *_, **__: value
+
+
+do_nothing = _returns(None)
+"""Replaces calls that have no meaning on a CPU."""
 
 
 class Stream:
@@ -36,14 +44,11 @@ class Stream:
 
     cuda_stream = 0
     device = CPU
+    wait_stream = wait_event = synchronize = __exit__ = do_nothing
+    query = _returns(True)
+    priority_range = _returns((0, 0))
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def wait_stream(self, stream: Any) -> None:
-        pass
-
-    def wait_event(self, event: Any) -> None:
         pass
 
     def record_event(self, event: "Event | None" = None) -> "Event":
@@ -51,25 +56,15 @@ class Stream:
         event.record(self)
         return event
 
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    @staticmethod
-    def priority_range() -> tuple[int, int]:
-        return (0, 0)
-
     def __enter__(self) -> "Stream":
         return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
 
 class Event:
     """An event that completes when it is recorded; it stores the host's time."""
+
+    wait = synchronize = do_nothing
+    query = _returns(True)
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self._recorded_s: float | None = None
@@ -77,23 +72,11 @@ class Event:
     def record(self, stream: Any = None) -> None:
         self._recorded_s = time.perf_counter()
 
-    def wait(self, stream: Any = None) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
     def elapsed_time(self, end_event: "Event") -> float:
         """Milliseconds from this event to ``end_event``, as in torch.cuda."""
         if self._recorded_s is None or end_event._recorded_s is None:
             raise ValueError("both events must be recorded before elapsed_time")
         return (end_event._recorded_s - self._recorded_s) * 1000.0
-
-
-_STREAM = Stream()
 
 
 class Generators:
@@ -114,23 +97,16 @@ def current_device() -> torch.device | int:
     return 0 if called_by_te() else CPU
 
 
-def current_stream(*_: Any, **__: Any) -> Stream:
-    """The one stream."""
-    return _STREAM
-
-
-def never_capturing() -> bool:
-    """A CPU captures no CUDA graph."""
-    return False
-
-
-def null_context(*_: Any, **__: Any) -> contextlib.AbstractContextManager[None]:
-    """A context manager without effect that can be entered again."""
-    return contextlib.nullcontext()
-
-
-def do_nothing(*_: Any, **__: Any) -> None:
-    """Replaces calls that have no meaning on a CPU."""
+current_stream = _returns(Stream())
+"""The one stream."""
+never_capturing = _returns(False)
+"""A CPU captures no CUDA graph."""
+null_context = _returns(contextlib.nullcontext())
+"""A context manager without effect that can be entered again."""
+device_capability = _returns((10, 0))
+"""The newest architecture that Megatron knows. From this one on it does not require CUDA_DEVICE_MAX_CONNECTIONS=1,
+which orders kernels on a GPU."""
+device_name = _returns("cpu")
 
 
 def resident_bytes(*_: Any, **__: Any) -> int:
@@ -146,19 +122,6 @@ def peak_resident_bytes(*_: Any, **__: Any) -> int:
 def memory_stats(*_: Any, **__: Any) -> dict[str, int]:
     """0 for every statistic."""
     return defaultdict(int)
-
-
-def device_capability(*_: Any, **__: Any) -> tuple[int, int]:
-    """The newest architecture that Megatron knows.
-
-    From this architecture on Megatron does not require CUDA_DEVICE_MAX_CONNECTIONS=1, which orders kernels on a GPU.
-    """
-    return (10, 0)
-
-
-def device_name(*_: Any, **__: Any) -> str:
-    """Name of the device."""
-    return "cpu"
 
 
 def device_properties(*_: Any, **__: Any) -> SimpleNamespace:

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 
 MODULE = "flash_attn"
-_VERSION = "2.7.3"
 
 
 def install() -> None:
     """Makes `import flash_attn` find the functions below. Megatron stores them when it is imported."""
     module: Any = ModuleType(MODULE)
     module.__spec__ = ModuleSpec(MODULE, None)
-    module.__version__ = _VERSION
+    module.__version__ = "2.7.3"
     module.flash_attn_varlen_func, module.flash_attn_with_kvcache = flash_attn_varlen_func, flash_attn_with_kvcache
     sys.modules[MODULE] = module
 
@@ -49,19 +48,12 @@ def flash_attn_varlen_func(
     """Causal attention of packed queries `[rows, heads, D]`; the queries of a request are its last positions.
 
     Args:
-        q: of all requests.
-        k: cached keys; v: cached values.
         cu_seqlens_q: first row of each request, and the number of rows.
         cu_seqlens_k: the same for its keys, as if they were packed.
-        max_seqlen_q: unused; max_seqlen_k: unused.
-        softmax_scale: factor of the scores.
-        causal: must be True.
-        window_size: must be (-1, -1), no window.
-        block_table: `[requests, blocks]`.
-        return_attn_probs: must be False.
+        block_table: blocks of each request in the cache `k` and `v`, `[requests, blocks]`.
 
     Raises:
-        NotImplementedError: another value of an argument.
+        NotImplementedError: attention is not causal, has a window, or returns probabilities.
     """
     if not causal or tuple(window_size) != (-1, -1) or block_table is None or return_attn_probs:
         raise NotImplementedError("paged attention on CPU ranks is causal, without a window and without probabilities")
@@ -85,11 +77,7 @@ def flash_attn_with_kvcache(
     block_table: torch.Tensor,
     num_splits: int = 0,
 ) -> torch.Tensor:
-    """The same for queries `[requests, rows, heads, D]`, in decode one row each.
-
-    Raises:
-        NotImplementedError: attention is not causal, or has a window.
-    """
+    """The same for queries `[requests, rows, heads, D]`, in decode one row each."""
     if not causal or tuple(window_size) != (-1, -1):
         raise NotImplementedError("paged attention on CPU ranks is causal and without a window")
     out = torch.zeros_like(q)

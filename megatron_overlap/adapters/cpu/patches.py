@@ -5,7 +5,6 @@ Functions that run once per operation (`empty`, `Tensor.to`) get one more type t
 
 import copy
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -66,184 +65,147 @@ def tensor_type(original: Callable[..., Any], session: object) -> Callable[..., 
 
 def identity(original: Callable[..., Any], session: object) -> Callable[..., Any]:
     """A method that returns its tensor or module."""
-
     return lambda self, *args, **kwargs: self
 
 
 def true_for_megatron(original: Callable[[], bool], session: object) -> Callable[[], bool]:
     """True for Megatron and TransformerEngine; the original answer for other code."""
-
     return lambda: called_by_megatron() or called_by_te() or original()
 
 
 def on_gpu_for_te(original: Any, session: object) -> property:
     """True for TransformerEngine, whose checks refuse CPU tensors; the original answer for other code."""
-
     return property(lambda self: called_by_te() or original.__get__(self))
 
 
 def one_for_megatron(original: Callable[[], int], session: object) -> Callable[[], int]:
     """1 for Megatron; the original answer for other code."""
-
     return lambda: 1 if called_by_megatron() else original()
 
 
-def call_now(original: Callable[..., Any], session: object) -> Callable[..., Any]:
+def _in_place_of(replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """The factory of a patch that calls `replacement(original, ...)`: one more call than a factory of its own."""
+
+    def factory(original: Callable[..., Any], session: object) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return replacement(original, *args, **kwargs)
+
+        return run
+
+    return factory
+
+
+@_in_place_of
+def call_now(original: Callable[..., Any], callback: Callable[[], Any], **kwargs: Any) -> Any:
     """Calls back at once."""
+    return callback()
 
-    return lambda callback, **kwargs: callback()
 
-
-def gloo_only(original: Callable[..., Any], session: object) -> Callable[..., Any]:
+@_in_place_of
+def gloo_only(original: Callable[..., Any], backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
     """Makes the process group with gloo, unless it is a fake one."""
-
-    @functools.wraps(original)
-    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("device_id", None)
-        kwargs.pop("pg_options", None)
-        return original("fake" if backend == "fake" else "gloo", *args, **kwargs)
-
-    return init_process_group
+    kwargs.pop("device_id", None)
+    kwargs.pop("pg_options", None)
+    return original("fake" if backend == "fake" else "gloo", *args, **kwargs)
 
 
-def gloo_group(original: Callable[..., Any], session: object) -> Callable[..., Any]:
+@_in_place_of
+def gloo_group(
+    original: Callable[..., Any],
+    ranks: Any = None,
+    timeout: Any = None,
+    backend: Any = None,
+    pg_options: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Makes the group with gloo where a GPU backend is asked for."""
-
-    @functools.wraps(original)
-    def new_group(
-        ranks: Any = None,
-        timeout: Any = None,
-        backend: Any = None,
-        pg_options: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        kwargs.pop("device_id", None)
-        backend = "gloo" if backend in ("nccl", "mpi", "ucc") else backend
-        return original(ranks, timeout, backend, None, *args, **kwargs)
-
-    return new_group
+    kwargs.pop("device_id", None)
+    backend = "gloo" if backend in ("nccl", "mpi", "ucc") else backend
+    return original(ranks, timeout, backend, None, *args, **kwargs)
 
 
-def keeps_generator(original: Callable[..., Any], session: object) -> Callable[..., Any]:
+@_in_place_of
+def keeps_generator(original: Callable[..., Any], self: Any) -> Any:
     """Restores the random state after an iterator is made."""
-
-    @functools.wraps(original)
-    def iterate(self: Any) -> Any:
-        state = torch.get_rng_state()
-        try:
-            return original(self)
-        finally:
-            torch.set_rng_state(state)
-
-    return iterate
+    with torch.random.fork_rng(devices=()):
+        return original(self)
 
 
-def not_compiled(original: Callable[..., Any], session: object) -> Callable[..., Any]:
+@_in_place_of
+def not_compiled(original: Callable[..., Any], model: Any = None, **kwargs: Any) -> Any:
     """Returns the function as it is."""
-
-    def compile_(model: Any = None, **kwargs: Any) -> Any:
-        return (lambda function: function) if model is None else model
-
-    return compile_
+    return (lambda function: function) if model is None else model
 
 
-def splits_as_lists(original: Callable[..., Any], session: object) -> Callable[..., Any]:
+@_in_place_of
+def splits_as_lists(
+    original: Callable[..., Any],
+    output: Any,
+    input: Any,
+    output_split_sizes: Any = None,
+    input_split_sizes: Any = None,
+    **kwargs: Any,
+) -> Any:
     """Accepts split sizes as tensors."""
-
-    @functools.wraps(original)
-    def all_to_all_single(
-        output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, **kwargs: Any
-    ) -> Any:
-        splits = (
-            sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
-            for sizes in (output_split_sizes, input_split_sizes)
-        )
-        return original(output, input, *splits, **kwargs)
-
-    return all_to_all_single
+    splits = (
+        sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
+        for sizes in (output_split_sizes, input_split_sizes)
+    )
+    return original(output, input, *splits, **kwargs)
 
 
-def without_script(original: Callable[..., Any], session: object) -> Callable[..., Any]:
+@_in_place_of
+def without_script(original: Callable[..., Any], name: str) -> dict[str, Any]:
     """Starts a process without running the training script there first."""
-
-    def preparation(name: str) -> dict[str, Any]:
-        data: dict[str, Any] = original(name)
-        data.pop("init_main_from_path", None)
-        return data
-
-    return preparation
+    data: dict[str, Any] = original(name)
+    data.pop("init_main_from_path", None)
+    return data
 
 
-RNG_LOGGER = "megatron.core.tensor_parallel.random"
-
-
-def norm_for_sequence_parallel(original: Callable[..., Any], session: object) -> Callable[..., Any]:
+@_in_place_of
+def norm_for_sequence_parallel(original: Callable[..., Any], cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
     """Makes the norm without sequence parallelism and marks its parameters."""
-
-    def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
-        if not config.sequence_parallel:
-            return original(cls, config, *args, **kwargs)
-        plain = copy.copy(config)
-        plain.sequence_parallel = False
-        norm = original(cls, plain, *args, **kwargs)
-        # Megatron sums gradients with this mark over the tensor group: each rank normalizes its own rows.
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = True
-        return norm
-
-    return new
+    if not config.sequence_parallel:
+        return original(cls, config, *args, **kwargs)
+    plain = copy.copy(config)
+    plain.sequence_parallel = False
+    norm = original(cls, plain, *args, **kwargs)
+    # Megatron sums gradients with this mark over the tensor group: each rank normalizes its own rows.
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = True
+    return norm
 
 
-def state_before_first_step(original: Callable[..., Any], session: object) -> Callable[..., Any]:
+@_in_place_of
+def state_before_first_step(original: Callable[..., Any], self: Any) -> Any:
     """Makes the state of torch's Adam that its first step would make; other optimizers are unchanged."""
-
-    def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW) and not self.optimizer.state:
-            for group in self.optimizer.param_groups:
-                for parameter in group["params"]:
-                    self.optimizer.state[parameter] = {
-                        "step": torch.zeros((), dtype=torch.float32),
-                        "exp_avg": torch.zeros_like(parameter.data),
-                        "exp_avg_sq": torch.zeros_like(parameter.data),
-                    }
-        return original(self, *args, **kwargs)
-
-    return state_dict
+    if isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW) and not self.optimizer.state:
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                self.optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32),
+                    "exp_avg": torch.zeros_like(parameter.data),
+                    "exp_avg_sq": torch.zeros_like(parameter.data),
+                }
+    return original(self)
 
 
-def step_of_the_checkpoint(original: Callable[..., Any], session: object) -> Callable[..., Any]:
+@_in_place_of
+def step_of_the_checkpoint(original: Callable[..., Any], self: Any, state_dict: Any) -> Any:
     """Sets the step number of the checkpoint in torch's Adam, in one tensor per parameter."""
-
-    def load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        groups = state_dict.get("optimizer", {}).get("param_groups", ())
-        steps = {float(group["step"]) for group in groups if group.get("step") is not None}
-        with torch.no_grad():
-            result = original(self, state_dict, *args, **kwargs)
-        if isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW) and len(steps) == 1:
-            step = torch.tensor(steps.pop(), dtype=torch.float32)
-            for state in self.optimizer.state.values():
-                state["step"] = step.clone()
-        return result
-
-    return load_state_dict
+    groups = state_dict.get("optimizer", {}).get("param_groups", ())
+    steps = {float(group["step"]) for group in groups if group.get("step") is not None}
+    with torch.no_grad():
+        result = original(self, state_dict)
+    if isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW) and len(steps) == 1:
+        step = torch.tensor(steps.pop(), dtype=torch.float32)
+        for state in self.optimizer.state.values():
+            state["step"] = step.clone()
+    return result
 
 
-def skip_warmup(original: Callable[..., Any], session: object) -> Callable[..., Any]:
+@_in_place_of
+def skip_warmup(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Skips the warm-up of compiled kernels."""
-
-    def skip(*args: Any, **kwargs: Any) -> None:
-        return None
-
-    return skip
-
-
-class QuietRngWarning(logging.Filter):
-    """Drops one warning of the RNG tracker.
-
-    The tracker warns when the state of the CPU generator changes while a CUDA generator is in use. Here they are the
-    same generator, so that its state always changes.
-    """
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return "CPU RNG state changed within GPU RNG context" not in record.getMessage()

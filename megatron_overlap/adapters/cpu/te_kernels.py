@@ -6,6 +6,7 @@ results against autograd. Speed and rounding of the CUDA kernels are not reprodu
 """
 
 import enum
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,19 +14,19 @@ import torch
 
 _Tensor = torch.Tensor
 
-DType = enum.IntEnum(
-    "DType",
-    {
-        "kByte": 0,
-        "kInt32": 2,
-        "kFloat32": 4,
-        "kFloat16": 5,
-        "kBFloat16": 6,
-        "kFloat8E4M3": 7,
-        "kFloat8E5M2": 8,
-        "kFloat4E2M1": 10,
-    },
-)
+
+def enumeration(name: str, members: str, prefix: str = "") -> Any:
+    """An enumeration from `A B=3 C`: the value of a member is given, or one more than that of the member before."""
+    values: dict[str, int] = {}
+    following = 0
+    for member in members.split():
+        short, _, value = member.partition("=")
+        values[prefix + short] = following = int(value or following)
+        following += 1
+    return enum.IntEnum(name, values)
+
+
+DType = enumeration("DType", "kByte kInt32=2 kFloat32=4 kFloat16 kBFloat16 kFloat8E4M3 kFloat8E5M2 kFloat4E2M1=10")
 _TORCH_TYPES = {
     DType.kByte: torch.uint8,
     DType.kInt32: torch.int32,
@@ -65,7 +66,6 @@ def generic_gemm(
         The product, the gradient of the bias (with `grad` and a bias: the sum of the rows of `b`), None, and
         `extra_output`.
     """
-    del bias_dtype, gelu_input, scratch, scratch_bytes, use_split_accumulator, comm_type, bulk_overlap, beta
     _high_precision(quantizer, a, b)
     if gelu or comm_overlap is not None:
         raise NotImplementedError("generic_gemm: GELU and communication inside the GEMM need a GPU")
@@ -128,7 +128,6 @@ def rmsnorm_fwd(
     zero_centered_gamma: bool,
 ) -> tuple[_Tensor, None, _Tensor]:
     """`x * rsqrt(mean(x^2) + eps) * weight`, and the reciprocal root of every row, fp32."""
-    del sm_margin
     _high_precision(quantizer)
     with torch.no_grad():
         rows = _rows(x).float()
@@ -141,7 +140,6 @@ def rmsnorm_bwd(
     dy: _Tensor, x: _Tensor, rsigma: _Tensor, weight: _Tensor, sm_margin: int, zero_centered_gamma: bool
 ) -> tuple[_Tensor, _Tensor]:
     """Gradients of `rmsnorm_fwd` with respect to `x` and `weight`."""
-    del sm_margin
     with torch.no_grad():
         grad, normal = _rows(dy).float(), _rows(x).float() * rsigma[:, None]
         scaled = grad * _gamma(weight, zero_centered_gamma)
@@ -150,13 +148,7 @@ def rmsnorm_bwd(
 
 
 def rmsnorm_bwd_add(
-    dy: _Tensor,
-    x: _Tensor,
-    add: _Tensor,
-    rsigma: _Tensor,
-    weight: _Tensor,
-    sm_margin: int,
-    zero_centered_gamma: bool,
+    dy: _Tensor, x: _Tensor, add: _Tensor, rsigma: _Tensor, weight: _Tensor, sm_margin: int, zero_centered_gamma: bool
 ) -> tuple[_Tensor, _Tensor]:
     """As `rmsnorm_bwd`, with `add` added to the gradient of `x`."""
     dx, dweight = rmsnorm_bwd(dy, x, rsigma, weight, sm_margin, zero_centered_gamma)
@@ -175,7 +167,6 @@ def layernorm_fwd(
     zero_centered_gamma: bool,
 ) -> tuple[_Tensor, _Tensor, _Tensor]:
     """`(x - mean) * rsqrt(variance + eps) * weight + bias`, with mean and reciprocal root of every row, fp32."""
-    del sm_margin
     _high_precision(quantizer)
     with torch.no_grad():
         rows = _rows(x).float()
@@ -189,16 +180,9 @@ def layernorm_fwd(
 
 
 def layernorm_bwd(
-    dy: _Tensor,
-    x: _Tensor,
-    mean: _Tensor,
-    rsigma: _Tensor,
-    weight: _Tensor,
-    sm_margin: int,
-    zero_centered_gamma: bool,
+    dy: _Tensor, x: _Tensor, mean: _Tensor, rsigma: _Tensor, weight: _Tensor, sm_margin: int, zero_centered_gamma: bool
 ) -> tuple[_Tensor, _Tensor, _Tensor]:
     """Gradients of `layernorm_fwd` with respect to `x`, `weight` and `bias`."""
-    del sm_margin
     with torch.no_grad():
         grad = _rows(dy).float()
         normal = (_rows(x).float() - mean[:, None]) * rsigma[:, None]
@@ -229,32 +213,21 @@ def _swiglu(x: _Tensor) -> _Tensor:
     return torch.nn.functional.silu(gate) * value
 
 
-def _gelu(x: _Tensor) -> _Tensor:
-    return torch.nn.functional.gelu(x, approximate="tanh")
-
-
-def multi_tensor_scale(chunk_size: int, overflow: _Tensor, lists: Sequence[Sequence[_Tensor]], scale: float) -> None:
+def multi_tensor_scale(
+    chunk_size: int, overflow: _Tensor, lists: Sequence[Sequence[_Tensor]], scale: float | _Tensor
+) -> None:
     """Each of the second list becomes the one of the first times `scale`; `overflow` becomes 1 at an inf or NaN."""
-    del chunk_size
     with torch.no_grad():
         for source, target in zip(*lists, strict=True):
-            target.copy_(source.float() * scale)
+            target.copy_(source.float() * float(scale))
             if not torch.isfinite(source).all():
                 overflow.fill_(1)
-
-
-def multi_tensor_scale_tensor(
-    chunk_size: int, overflow: _Tensor, lists: Sequence[Sequence[_Tensor]], scale: _Tensor
-) -> None:
-    """As `multi_tensor_scale`, by a scale that is a tensor."""
-    multi_tensor_scale(chunk_size, overflow, lists, float(scale))
 
 
 def multi_tensor_l2norm(
     chunk_size: int, overflow: _Tensor, lists: Sequence[Sequence[_Tensor]], per_tensor: bool = False
 ) -> tuple[_Tensor, _Tensor]:
     """The Euclidean norm of all tensors together, fp32 `[1]`, and with `per_tensor` that of each one."""
-    del chunk_size, overflow
     with torch.no_grad():
         norms = torch.stack([tensor.float().norm() for tensor in lists[0]])
         return norms.norm().reshape(1), norms if per_tensor else torch.empty(0)
@@ -275,7 +248,6 @@ def multi_tensor_adam(
 ) -> None:
     """One step of Adam (`mode` 0) or AdamW (`mode` 1) on lists of gradients, parameters, two moments, and, where there
     is a fifth list, fp32 main parameters."""
-    del chunk_size, overflow
     correction1 = 1 - beta1**step if bias_correction else 1.0
     correction2 = 1 - beta2**step if bias_correction else 1.0
     with torch.no_grad():
@@ -336,8 +308,6 @@ def _scaled_softmax_backward(dy: _Tensor, y: _Tensor, scale: float) -> _Tensor:
         return ((weighted - y.float() * weighted.sum(-1, keepdim=True)) * scale).to(y.dtype)
 
 
-_FORWARD_SWIGLU, _BACKWARD_SWIGLU = _activation(_swiglu)
-_FORWARD_GELU, _BACKWARD_GELU = _activation(_gelu)
 KERNELS: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
@@ -349,12 +319,12 @@ KERNELS: dict[str, Callable[..., Any]] = {
         multi_tensor_adam_param_remainder,
         multi_tensor_l2norm,
         multi_tensor_scale,
-        multi_tensor_scale_tensor,
         rmsnorm_bwd,
         rmsnorm_bwd_add,
         rmsnorm_fwd,
     )
 } | {
+    "multi_tensor_scale_tensor": multi_tensor_scale,
     "scaled_softmax_forward": lambda x, scale: _scaled_softmax(x, scale),
     "scaled_masked_softmax_forward": lambda x, mask, scale: _scaled_softmax(x, scale, mask.bool()),
     "scaled_upper_triang_masked_softmax_forward": _causal_softmax,
@@ -363,12 +333,10 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "scaled_masked_softmax_backward": _scaled_softmax_backward,
     "scaled_upper_triang_masked_softmax_backward": _scaled_softmax_backward,
     "scaled_aligned_causal_masked_softmax_backward": _scaled_softmax_backward,
-    "swiglu": _FORWARD_SWIGLU,
-    "dswiglu": _BACKWARD_SWIGLU,
-    "gelu": _FORWARD_GELU,
-    "dgelu": _BACKWARD_GELU,
 }
 """Every kernel that is implemented, by TE's name."""
+KERNELS["swiglu"], KERNELS["dswiglu"] = _activation(_swiglu)
+KERNELS["gelu"], KERNELS["dgelu"] = _activation(functools.partial(torch.nn.functional.gelu, approximate="tanh"))
 
 
 def _rows(x: _Tensor) -> _Tensor:

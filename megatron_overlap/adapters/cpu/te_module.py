@@ -6,7 +6,6 @@ kernel without an implementation raises NotImplementedError with its name. Enume
 `scripts/te_signatures.py` compares them and the kernels with the true module.
 """
 
-import enum
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatron_overlap.adapters.cpu.te_kernels import KERNELS, DType
+from megatron_overlap.adapters.cpu.te_kernels import KERNELS, DType, enumeration
 
 NATIVE_MODULE = "transformer_engine_torch"
 _CHANGED_MODULE = "transformer_engine.common"
@@ -46,19 +45,14 @@ _ENUMS = {
     "NVTERoutingMapFormat": "BYTEMAP BITMAP_U8",
     "NVTEQBHistogramMode": "TWO_KERNEL FUSED_ATOMIC",
 }
-_COMMUNICATORS = (
+_COMMUNICATORS = [
     "CommOverlapHelper",
     "CommOverlapCore",
     "CommOverlapBase",
     "CommOverlapP2PBase",
     "CommOverlap",
     "CommOverlapP2P",
-)
-
-
-def get_fused_attn_backend(*_: Any) -> tuple[Any, str]:
-    """No fused attention: TE's own unfused attention runs."""
-    return sys.modules[NATIVE_MODULE].NVTE_Fused_Attn_Backend.NVTE_No_Backend, "there is no GPU"
+]
 
 
 class NativeModule(ModuleType):
@@ -91,32 +85,20 @@ def native_module() -> NativeModule:
     """A new `transformer_engine_torch` for the installed TE."""
     module: Any = NativeModule(NATIVE_MODULE)
     names = dict(_NVTE_ENUMS)
-    if _te_version() < (2, 16):
+    major, minor = importlib.metadata.version("transformer_engine").split(".")[:2]
+    if (int(major), int(minor)) < (2, 16):
         names["NVTE_Fused_Attn_Backend"] += " F16_max512_seqlen=0"
-    for name, members in names.items():
-        setattr(module, name, _enumeration(name, members, "NVTE_"))
-    for name, members in _ENUMS.items():
-        setattr(module, name, _enumeration(name, members))
-    for name in _COMMUNICATORS:
-        setattr(module, name, type(name, (_Refused,), {}))
+    vars(module).update({name: enumeration(name, members, "NVTE_") for name, members in names.items()})
+    vars(module).update({name: enumeration(name, members) for name, members in _ENUMS.items()})
+    vars(module).update({name: type(name, (_Refused,), {}) for name in _COMMUNICATORS})
     module.DType, module.FP8TensorMeta = DType, FP8TensorMeta
     module.get_cudnn_version, module.get_cublasLt_version = (lambda: 92000), (lambda: 130100)
     module.get_num_cublas_streams = lambda: 4
-    for name, kernel in KERNELS.items():
-        setattr(module, name, kernel)
-    module.get_fused_attn_backend = get_fused_attn_backend
+    # TE's own unfused attention runs.
+    no_backend = module.NVTE_Fused_Attn_Backend.NVTE_No_Backend
+    module.get_fused_attn_backend = lambda *_: (no_backend, "there is no GPU")
+    vars(module).update(KERNELS)
     return module
-
-
-def _enumeration(name: str, members: str, prefix: str = "") -> Any:
-    """An enumeration from `A B=3 C`: the value of a member is given, or one more than that of the member before."""
-    values: dict[str, int] = {}
-    following = 0
-    for member in members.split():
-        short, _, value = member.partition("=")
-        values[prefix + short] = following = int(value or following)
-        following += 1
-    return enum.IntEnum(name, values)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -154,8 +136,3 @@ def install() -> None:
         raise RuntimeError("transformer_engine was imported before the CPU adaptation: install the adaptation first")
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
-
-
-def _te_version() -> tuple[int, int]:
-    major, minor = importlib.metadata.version("transformer_engine").split(".")[:2]
-    return int(major), int(minor)

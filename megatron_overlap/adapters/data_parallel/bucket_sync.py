@@ -4,19 +4,17 @@ Megatron's functions run unchanged, in a copy whose global names of the collecti
 NaN checks, scaling, the handling of the first batch and handles are those of the installed release.
 
 Megatron starts the reduction of a bucket when the last of its gradients is complete, and all ranks of a group must
-start their collectives in the same order. Overlap changes the order of gradients: a weight gradient may be postponed
-until a message has arrived, and with `method: auto` two replicas of the model may run different candidates. Here a
-bucket waits for those before it, which hold the parameters of later layers. torch's `DistributedDataParallel` does the
-same.
+start their collectives in the same order. Overlap changes the order of gradients, also between replicas of the model.
+So a bucket waits for those before it, which hold the parameters of later layers, as in `DistributedDataParallel`.
 """
 
 from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,8 +24,7 @@ from megatron_overlap.adapters.diagnostics.consistency import open_transport
 from megatron_overlap.adapters.diagnostics.reference_check import Check
 from megatron_overlap.adapters.tensor_parallel.eligibility import CAPTURED, is_capturing
 from megatron_overlap.adapters.wrapping import Method
-from megatron_overlap.comm import Transport
-from megatron_overlap.counters import Direction
+from megatron_overlap.counters import Site
 from megatron_overlap.ops import Gathering, GradientReduce
 from megatron_overlap.schedules.gather_scatter import MAX_RANKS
 from megatron_overlap.session import Adapter, Session
@@ -41,7 +38,7 @@ class DataParallelAdapter(Adapter):
     """Transports, reductions in flight and counters of the data-parallel buckets of one session."""
 
     def __init__(self, session: Session) -> None:
-        self._session = session
+        super().__init__(session)
         self._reducers: dict[tuple[dist.ProcessGroup, bool, bool], GradientReduce] = {}
         self._check = session.adapter(Check)
 
@@ -55,63 +52,51 @@ class DataParallelAdapter(Adapter):
         """Forgets the sums in flight without waiting for them."""
         self._reducers.clear()
 
-    def transport(self, group: dist.ProcessGroup, channel: str = "data") -> Transport:
-        """The transport of a data-parallel group; closed with the session."""
-        return open_transport(self._session, group, channel)
-
-    def reduce(self, bucket: torch.Tensor, group: dist.ProcessGroup, op: Any, *, whole: bool, wide: bool) -> Waitable:
-        """Starts the reduction of a bucket.
+    def reduce(
+        self, bucket: torch.Tensor, group: dist.ProcessGroup, op: Any, *, whole: bool, wide: bool
+    ) -> list[Callable[[], None]]:
+        """Starts the reduction of a bucket of gradients; returns functions that wait for it and check it, in order.
 
         Args:
-            bucket: gradients.
-            group: the data-parallel group.
             op: sum or mean.
             whole: reduce all elements; otherwise the shard of this rank.
             wide: sum bf16 and fp16 gradients in fp32.
         """
         assert op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG), op
-        wide = wide or self._session.config.data.accumulate == "fp32"
+        wide = wide or self.session.config.data.accumulate == "fp32"
         key = (group, whole, wide)
         if key not in self._reducers:
-            gather = self.transport(group, "data sums") if whole else None
-            self._reducers[key] = GradientReduce(self.transport(group), gather=gather, wide=wide)
-        self._count("all_reduce" if whole else "reduce_scatter", bucket, group, 2 if whole else 1)
+            gather = open_transport(self.session, group, "data sums") if whole else None
+            self._reducers[key] = GradientReduce(open_transport(self.session, group, "data"), gather=gather, wide=wide)
         name = "all_reduce" if whole else "reduce_scatter"
-        check = self._check.reduce(name, bucket, group, op, whole) if self._check.due else None
-        reduction = self._reducers[key].begin(bucket, mean=op == dist.ReduceOp.AVG)
-        return reduction if check is None else _CheckedWork(reduction, check)
+        self._count(name, bucket, group, 2 if whole else 1)
+        check = [self._check.reduce(name, bucket, group, op, whole)] if self._check.due else []
+        return [self._reducers[key].begin(bucket, mean=op == dist.ReduceOp.AVG).wait, *check]
 
-    def gather(self, bucket: torch.Tensor, group: dist.ProcessGroup) -> Waitable:
-        """Starts the all-gather of a bucket."""
+    def gather(self, bucket: torch.Tensor, group: dist.ProcessGroup) -> list[Callable[[], None]]:
+        """Starts the all-gather of a bucket of parameters; returns functions as `reduce` does."""
         self._count("all_gather", bucket, group, 1)
-        check = self._check.gather("all_gather", bucket, group) if self._check.due else None
-        gathering = Gathering(self.transport(group), bucket)
-        return gathering if check is None else _CheckedWork(gathering, check)
+        check = [self._check.gather("all_gather", bucket, group)] if self._check.due else []
+        return [Gathering(open_transport(self.session, group, "data"), bucket).wait, *check]
 
     def selects_stock(self, data: torch.Tensor) -> bool:
         """Whether `method: auto` runs the stock collectives for `data`; if so, the report has the reason."""
-        if self._session.config.data.method != "auto" or not data.is_cuda:
+        if self.session.config.data.method != "auto" or not data.is_cuda:
             return False
-        reason = (
-            "method auto runs the collectives of NCCL: p2p has not been measured on a GPU; use method p2p to try it"
+        self.session.counters.exclude(
+            "data parallel buckets on CUDA",
+            "method auto runs the collectives of NCCL: p2p has not been measured on a GPU; use method p2p to try it",
         )
-        self._session.counters.exclude("data parallel buckets on CUDA", reason)
         return True
 
-    def count_step(self, op: str) -> None:
-        """Counts an optimizer step of one bucket, or of all."""
-        self._session.counters.overlapped("data", "optimizer", op, "forward")
-
     def _count(self, op: str, bucket: torch.Tensor, group: dist.ProcessGroup, rounds: int) -> None:
-        bytes_of_peers = bucket.numel() * bucket.element_size() * (group.size() - 1) // group.size()
-        self._session.counters.overlapped("data", _name(bucket), op, _direction(op), rounds * bytes_of_peers)
+        bytes_of_peers = bucket.nbytes * (group.size() - 1) // group.size()
+        self.session.counters.overlapped(*_site(op, bucket), rounds * bytes_of_peers)
 
     def falls_back(self, op: str, bucket_group: Any, flag: str | None, reason: str | None) -> bool:
-        """Whether the stock path runs; if so, counts it.
+        """Whether the stock path runs the collective `op` of a bucket group; if so, counts it.
 
         Args:
-            op: the collective.
-            bucket_group: Megatron's bucket group.
             flag: a Megatron flag that is off; None if all required flags are on.
             reason: another reason for the stock path.
 
@@ -120,7 +105,7 @@ class DataParallelAdapter(Adapter):
             FallbackError: the configuration is strict.
         """
         if flag is not None:
-            if self._session.config.data.method == "p2p":
+            if self.session.config.data.method == "p2p":
                 raise MissingFlagError(
                     f"overlap.data.method: p2p: needs Megatron's {flag}: add it to the launch, or use method auto"
                 )
@@ -129,7 +114,7 @@ class DataParallelAdapter(Adapter):
         if reason is None:
             return False
         for bucket in bucket_group.buckets:
-            self._session.counters.fallback("data", _name(bucket.grad_data), op, _direction(op), reason)
+            self.session.counters.fallback(*_site(op, bucket.grad_data), reason)
         return True
 
 
@@ -141,7 +126,6 @@ def start_grad_sync(original: Method, session: Session) -> Method:
     """
     adapter = session.adapter(DataParallelAdapter)
 
-    @functools.wraps(original)
     def start(self: Any, force_all_reduce: bool | None = False) -> None:
         config = self.ddp_config
         sharded = config.use_distributed_optimizer
@@ -165,12 +149,8 @@ def start_grad_sync(original: Method, session: Session) -> Method:
         def all_reduce(tensor: Any, *, op: Any, group: Any, async_op: bool) -> _Posted:
             return posted.add(adapter.reduce(tensor, group, op, whole=True, wide=wide))
 
-        torch_module = _ModuleOverlay(torch, distributed=_ModuleOverlay(dist, all_reduce=all_reduce))
-        names = {
-            "dist_reduce_scatter_func": reduce_scatter,
-            "_coalescing_manager": posted.manage,
-            "torch": torch_module,
-        }
+        names: dict[str, Any] = {"dist_reduce_scatter_func": reduce_scatter, "_coalescing_manager": posted.manage}
+        names["torch"] = _ModuleOverlay(torch, distributed=_ModuleOverlay(dist, all_reduce=all_reduce))
         return _with_globals(original, names)(self, force_all_reduce)
 
     return start
@@ -183,7 +163,6 @@ def start_param_sync(original: Method, session: Session) -> Method:
     """
     adapter = session.adapter(DataParallelAdapter)
 
-    @functools.wraps(original)
     def start(self: Any, force_sync: bool = False) -> None:
         config = self.ddp_config
         group = self.intra_distributed_optimizer_instance_group
@@ -192,9 +171,8 @@ def start_param_sync(original: Method, session: Session) -> Method:
         if adapter.selects_stock(self.buckets[0].grad_data):
             return original(self, force_sync)
         flag = None if config.overlap_param_gather else "--overlap-param-gather"
-        if not config.use_distributed_optimizer:
-            reason: str | None = "layer-wise distributed optimizer"
-        else:
+        reason: str | None = "layer-wise distributed optimizer"
+        if config.use_distributed_optimizer:
             reason = _unsupported_group_reason(group, self.buckets[0].param_data)
         if adapter.falls_back("all_gather", self, flag, reason):
             return original(self, force_sync)
@@ -216,7 +194,6 @@ def finish_param_sync(original: Method, session: Session) -> Method:
     step starts all of them.
     """
 
-    @functools.wraps(original)
     def finish(self: Any, skip_next_bucket_dispatch: bool = False) -> None:
         following = self.next_param_gather_bucket_group
         skip = skip_next_bucket_dispatch or (following is not None and following.param_gather_dispatched)
@@ -225,53 +202,28 @@ def finish_param_sync(original: Method, session: Session) -> Method:
     return finish
 
 
-class Waitable(Protocol):
-    """A collective in flight."""
-
-    def wait(self) -> None:
-        """Returns when the collective is complete."""
-
-
-@dataclass(frozen=True, slots=True)
-class _CheckedWork:
-    """A collective whose result is compared with the stock collective."""
-
-    work: Waitable
-    compare: Callable[[], None]
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.compare()
-
-
 class _Posted:
     """The collectives that one call started. Replaces torch's coalescing manager and the handle that it returns."""
 
     def __init__(self) -> None:
-        self._works: list[Waitable] = []
-        self._async = False
+        self._waits: list[Callable[[], None]] = []
 
-    def manage(self, group: dist.ProcessGroup, *, async_ops: bool = False) -> Self:
-        """Has the signature of torch's `_coalescing_manager`."""
-        self._async = async_ops
-        return self
+    @contextmanager
+    def manage(self, group: dist.ProcessGroup, *, async_ops: bool = False) -> Iterator[Self]:
+        """Replaces torch's `_coalescing_manager`."""
+        yield self
+        if not async_ops:
+            self.wait()
 
-    def add(self, work: Waitable) -> Self:
-        """Adds a collective that was started."""
-        self._works.append(work)
+    def add(self, waits: Sequence[Callable[[], None]]) -> Self:
+        """Adds a collective that was started: functions to call in order."""
+        self._waits += waits
         return self
 
     def wait(self) -> None:
         """Waits for all of them; a second call does nothing."""
-        while self._works:
-            self._works.pop(0).wait()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None and not self._async:
-            self.wait()
+        while self._waits:
+            self._waits.pop(0)()
 
 
 class _ModuleOverlay:
@@ -292,12 +244,8 @@ def _with_globals(function: Any, names: dict[str, Any]) -> Method:
     return types.FunctionType(code, replaced, function.__name__, defaults, function.__closure__)
 
 
-def _direction(op: str) -> Direction:
-    return "forward" if op == "all_gather" else "wgrad"
-
-
-def _name(bucket: torch.Tensor) -> str:
-    return f"bucket of {bucket.numel()}"
+def _site(op: str, bucket: torch.Tensor) -> Site:
+    return Site("data", f"bucket of {bucket.numel()}", op, "forward" if op == "all_gather" else "wgrad")
 
 
 def _unsupported_group_reason(group: dist.ProcessGroup, data: torch.Tensor) -> str | None:
@@ -319,11 +267,7 @@ class BucketOrders(Adapter):
 
 
 class BucketOrder:
-    """Starts the reductions of bucket groups in one order.
-
-    Args:
-        groups: in this order. Each reduction starts as soon as its group and those before it are ready.
-    """
+    """Starts the reductions of `groups` in their order, each as soon as its group and those before it are ready."""
 
     def __init__(self, groups: Sequence[Any]) -> None:
         self._number = {id(group): number for number, group in enumerate(groups)}
@@ -346,7 +290,6 @@ def partition_buckets(original: Method, session: Session) -> Method:
     """Replacement of `partition_buckets`. Equals the original; its result is one order."""
     orders = session.adapter(BucketOrders)
 
-    @functools.wraps(original)
     def partition(*args: Any, **kwargs: Any) -> Any:
         groups = original(*args, **kwargs)
         orders.of.update(dict.fromkeys(groups, BucketOrder(groups)))
@@ -362,17 +305,12 @@ def register_grad_ready(original: Method, session: Session) -> Method:
     """
     orders = session.adapter(BucketOrders)
 
-    @functools.wraps(original)
     def register(self: Any, *args: Any, **kwargs: Any) -> None:
         order = orders.of.get(self)
         if order is None:
             return original(self, *args, **kwargs)
         start = self.start_grad_sync
-
-        def postpone(**options: Any) -> None:
-            order.ready(self, functools.partial(start, **options))
-
-        self.start_grad_sync = postpone
+        self.start_grad_sync = lambda **options: order.ready(self, functools.partial(start, **options))
         try:
             return original(self, *args, **kwargs)
         finally:

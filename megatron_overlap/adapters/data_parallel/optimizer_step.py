@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,8 +20,9 @@ _STEPPED_BY_BUCKET = (
     ("apex.optimizers.fused_adam", "FusedAdam"),
 )
 
-# Lists of the optimizer that its copy to the model reads.
+# Lists of the optimizer that its copy to the model reads; and `params` of each group of the inner optimizer.
 _LISTS = ("model_float16_groups", "shard_fp32_from_float16_groups", "model_fp32_groups", "shard_fp32_groups")
+_INNER = "params"
 
 
 def step_with_ready_grads(original: Method, session: Session) -> Method:
@@ -38,55 +35,62 @@ def step_with_ready_grads(original: Method, session: Session) -> Method:
     Runs after gradient clipping, which needs all gradients. Megatron does not call it where fp16 loss scaling skips a
     step.
     """
-    adapter = session.adapter(DataParallelAdapter)
+    adapter, counters = session.adapter(DataParallelAdapter), session.counters
 
-    @functools.wraps(original)
     def step(self: Any) -> bool:
-        if not isinstance(self, DistributedOptimizer) or not _gathers_in_forward(self):
-            return original(self)
-        if any(adapter.selects_stock(buffer.grad_data) for buffer in self.buffers):
+        if (
+            not isinstance(self, DistributedOptimizer)
+            or self.is_stub_optimizer
+            or not self.ddp_config.overlap_param_gather  # the next forward gathers nothing
+            or self.ddp_config.use_megatron_fsdp
+            or any(adapter.selects_stock(buffer.grad_data) for buffer in self.buffers)
+        ):
             return original(self)
         if reason := _unsupported_step_reason(self):
-            session.counters.exclude("step of the distributed optimizer", reason)
+            counters.exclude("step of the distributed optimizer", reason)
             return original(self)
         groups = _in_forward_order(self)
         if not groups:
             return original(self)
         if reason := _whole_step_reason(self.optimizer):
-            session.counters.exclude("step of the distributed optimizer by bucket", reason)
+            counters.exclude("step of the distributed optimizer by bucket", reason)
             done = original(self)
-            adapter.count_step("whole step, then all gathers")
+            counters.overlapped("data", "optimizer", "whole step, then all gathers", "forward")
             for bucket_group in groups:
                 _begin_gather(bucket_group)
             return done
-        done = True
-        with _restored(self), _StepCounts(self.optimizer) as counts:
-            for bucket_group, part in zip(groups, _parts(self, groups), strict=True):
-                part.install(self)
-                with counts.one_step():
-                    done &= original(self)
-                adapter.count_step("step of a bucket, then its gather")
+        done, inner_groups = True, self.optimizer.param_groups
+        whole = {name: getattr(self, name) for name in _LISTS}
+        whole[_INNER] = [group["params"] for group in inner_groups]
+        before = [group.get("step") for group in inner_groups]
+        after = list(before)
+        try:
+            for bucket_group, part in zip(groups, _parts(self, whole, groups), strict=True):
+                _install(self, part)
+                # Steps over disjoint parameters count as one: each sees the counts from before all of them.
+                _set_step_counts(inner_groups, before)
+                done &= original(self)
+                for number, group in enumerate(inner_groups):
+                    # Some releases do not count a step of a group without parameters.
+                    if group.get("step") != before[number]:
+                        after[number] = group["step"]
+                counters.overlapped("data", "optimizer", "step of a bucket, then its gather", "forward")
                 _begin_gather(bucket_group)
+        finally:
+            _set_step_counts(inner_groups, after)
+            _install(self, whole)
         return done
 
     return step
 
 
-def _gathers_in_forward(optimizer: Any) -> bool:
-    """Whether the stock path all-gathers the parameters in the next forward."""
-    config = optimizer.ddp_config
-    return not optimizer.is_stub_optimizer and config.overlap_param_gather and not config.use_megatron_fsdp
-
-
 def _unsupported_step_reason(optimizer: Any) -> str | None:
     """The reason against a step by buckets; None if it is supported."""
-    config = optimizer.ddp_config
+    config, settings = optimizer.ddp_config, optimizer.config
     reasons = {
         "the pipeline schedule starts the all-gathers (align_param_gather)": config.align_param_gather,
-        "Megatron's step starts the all-gathers": optimizer.config.overlap_param_gather_with_optimizer_step,
-        "copies from the host may be in flight after the step (optimizer_cpu_offload)": (
-            optimizer.config.optimizer_cpu_offload
-        ),
+        "Megatron's step starts the all-gathers": settings.overlap_param_gather_with_optimizer_step,
+        "copies from the host may be in flight after the step (optimizer_cpu_offload)": settings.optimizer_cpu_offload,
         "quantized parameters are written by other collectives or later (fp8, fp4, mxfp8)": (
             config.fp8_param_gather
             or getattr(config, "fp4_param_gather", False)
@@ -106,36 +110,12 @@ def _whole_step_reason(inner: Any) -> str | None:
     return None
 
 
-class _StepCounts:
-    """The step counts of the parameter groups: several steps over disjoint parameters count as one."""
-
-    def __init__(self, inner: Any) -> None:
-        self._groups = inner.param_groups
-        self._before = [group.get("step") for group in self._groups]
-        self._after = list(self._before)
-
-    def __enter__(self) -> _StepCounts:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._set(self._after)
-
-    @contextmanager
-    def one_step(self) -> Iterator[None]:
-        """Around one step: it sees the counts from before all of them."""
-        self._set(self._before)
-        yield
-        # Some releases do not count a step of a group without parameters.
-        for number, group in enumerate(self._groups):
-            if group.get("step") != self._before[number]:
-                self._after[number] = group["step"]
-
-    def _set(self, counts: list[Any]) -> None:
-        for group, count in zip(self._groups, counts, strict=True):
-            if count is not None:
-                group["step"] = count
-            else:
-                group.pop("step", None)
+def _set_step_counts(inner_groups: list[dict[str, Any]], counts: list[Any]) -> None:
+    for group, count in zip(inner_groups, counts, strict=True):
+        if count is not None:
+            group["step"] = count
+        else:
+            group.pop("step", None)
 
 
 def _in_forward_order(optimizer: Any) -> list[Any]:
@@ -165,61 +145,34 @@ def _begin_gather(bucket_group: Any) -> None:
     bucket_group.start_param_sync()
 
 
-@dataclass(frozen=True, slots=True)
-class _ParameterLists:
-    """Parameter lists of the optimizer: of all parameters, or of one bucket group.
-
-    Attributes:
-        inner: `params` of each parameter group of the inner optimizer.
-        lists: Megatron's lists by attribute name.
-    """
-
-    inner: list[list[Any]]
-    lists: dict[str, list[list[Any]]]
-
-    def install(self, optimizer: Any) -> None:
-        """Makes the optimizer step, and Megatron copy to the model, these parameters."""
-        for group, parameters in zip(optimizer.optimizer.param_groups, self.inner, strict=True):
-            group["params"] = parameters
-        for name, groups in self.lists.items():
-            setattr(optimizer, name, groups)
+type _Lists = dict[str, list[list[Any]]]
+"""The lists `_LISTS` and `_INNER` of all parameters, or of one bucket group."""
 
 
-def _parts(optimizer: Any, groups: list[Any]) -> list[_ParameterLists]:
-    """The optimizer's lists, split by bucket group."""
-    parts = [
-        _ParameterLists(
-            [[] for _ in optimizer.optimizer.param_groups],
-            {name: [[] for _ in getattr(optimizer, name)] for name in _LISTS},
-        )
-        for _ in groups
-    ]
+def _install(optimizer: Any, lists: _Lists) -> None:
+    """Makes the optimizer step, and Megatron copy to the model, the parameters of `lists`."""
+    for group, parameters in zip(optimizer.optimizer.param_groups, lists[_INNER], strict=True):
+        group["params"] = parameters
+    for name in _LISTS:
+        setattr(optimizer, name, lists[name])
+
+
+def _parts(optimizer: Any, whole: _Lists, groups: list[Any]) -> list[_Lists]:
+    """The lists of `whole`, split by bucket group."""
+    parts: list[_Lists] = [{name: [[] for _ in lists] for name, lists in whole.items()} for _ in groups]
     part_of = {parameter: part for one, part in zip(groups, parts, strict=True) for parameter in one.params}
     part_of_shard = {}
     for model_name, shard_name in (_LISTS[:2], _LISTS[2:]):
-        for number, pairs in enumerate(
-            zip(getattr(optimizer, model_name), getattr(optimizer, shard_name), strict=True)
-        ):
-            for model, shard in zip(*pairs, strict=True):
+        for number, (models, shards) in enumerate(zip(whole[model_name], whole[shard_name], strict=True)):
+            for model, shard in zip(models, shards, strict=True):
                 part = part_of[model]
-                part.lists[model_name][number].append(model)
-                part.lists[shard_name][number].append(shard)
+                part[model_name][number].append(model)
+                part[shard_name][number].append(shard)
                 part_of_shard[shard] = part
     # The precision-aware optimizer has no fp32 shards: it steps the shards of the model's type.
     for models, shards in zip(optimizer.model_float16_groups, optimizer.shard_float16_groups, strict=True):
         part_of_shard |= {shard: part_of[model] for model, shard in zip(models, shards, strict=True)}
-    for number, group in enumerate(optimizer.optimizer.param_groups):
-        for shard in group["params"]:
-            part_of_shard[shard].inner[number].append(shard)
+    for number, parameters in enumerate(whole[_INNER]):
+        for shard in parameters:
+            part_of_shard[shard][_INNER][number].append(shard)
     return parts
-
-
-@contextmanager
-def _restored(optimizer: Any) -> Iterator[None]:
-    """Restores the optimizer's lists at the end of the context."""
-    inner = [group["params"] for group in optimizer.optimizer.param_groups]
-    whole = _ParameterLists(inner, {name: getattr(optimizer, name) for name in _LISTS})
-    try:
-        yield
-    finally:
-        whole.install(optimizer)

@@ -5,7 +5,6 @@ groups is checked group by group, when the first transport of a group is opened.
 """
 
 import sys
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,6 @@ from megatron_overlap.comm import Transport, TransportOptions
 from megatron_overlap.comm.host_group import store_beside
 from megatron_overlap.comm.symmetric.cuda import open_copies
 from megatron_overlap.comm.transport import TransportError
-from megatron_overlap.config.errors import Problem
 from megatron_overlap.diagnostics.consistency import compare
 from megatron_overlap.diagnostics.flight_recorder import FlightRecorder
 from megatron_overlap.diagnostics.heartbeat import Heartbeat
@@ -49,27 +47,16 @@ class ConsistencyCheck(Adapter):
         """The flight recorder of this rank; made at first use, which needs torch.distributed."""
         if self._flight_recorder is None:
             session = self.session
-            self._flight_recorder = FlightRecorder(dist.get_rank(), session.folder, session.consistency_facts())
-            self._flight_recorder.step = session.step
+            self._flight_recorder = FlightRecorder(dist.get_rank(), session, session.consistency_facts())
             session.add_close(self._flight_recorder.close)
         return self._flight_recorder
-
-    def session_changed(self) -> None:
-        """Copies step and folder to the flight recorder."""
-        if self._flight_recorder is not None:
-            self._flight_recorder.step, self._flight_recorder.folder = self.session.step, self.session.folder
 
     def post_mortem(self, error: BaseException) -> str | None:
         """Writes the flight recorder's file after `error` ended this rank; returns its path, or None."""
         return None if self._flight_recorder is None else self._flight_recorder.post_mortem(error)
 
     def start(self) -> None:
-        """Compares all ranks now if Megatron's groups exist.
-
-        Raises:
-            ConfigMismatchError: as for `check_all_ranks`.
-            UnsupportedConfigError: as for `check_all_ranks`.
-        """
+        """Calls `check_all_ranks` if Megatron's groups exist."""
         if dist.is_initialized() and parallel_state.model_parallel_is_initialized():
             self.check_all_ranks()
 
@@ -85,19 +72,18 @@ class ConsistencyCheck(Adapter):
         if self._world not in (None, world):
             self._reset()
         self._compare(world)
-        for problem in unsupported_settings(self.session):
-            value = "null" if problem.value is None else problem.value
-            raise UnsupportedConfigError(f"overlap config: {problem.key}: {value}: {problem.remedy}")
+        if text := unsupported_setting(self.session):
+            raise UnsupportedConfigError(f"overlap config: {text}")
         self._world = world
-        self._start_heartbeat(world)
-        self._count_steps()
+        recorder = self.flight_recorder
+        if recorder.heartbeat is None and dist.get_world_size() > 1:
+            deadline_s = deadline_of(self.session, world)
+            recorder.heartbeat = Heartbeat(store_beside(world), dist.get_rank(), deadline_s, recorder.doing)
+        if "megatron.training.training" in sys.modules:  # this process runs Megatron's training loop
+            self.session.apply_patches({"training"})
 
     def check_group(self, group: dist.ProcessGroup) -> None:
-        """Compares the facts of the ranks of `group`, unless all ranks of the job passed the check.
-
-        Raises:
-            ConfigMismatchError: as for `check_all_ranks`.
-        """
+        """Compares the facts of the ranks of `group`, unless all ranks of the job passed the check."""
         if self._world is not None or group in self._groups:
             return
         self._compare(group)
@@ -105,36 +91,19 @@ class ConsistencyCheck(Adapter):
 
     def _compare(self, group: dist.ProcessGroup) -> None:
         ranks = dist.get_process_group_ranks(group)
-        deadline_s = deadline_of(self.session, group)
-        found = compare(
-            store_beside(group), dist.get_rank(group), ranks, "facts", self.session.consistency_facts(), deadline_s
-        )
+        facts, deadline_s = self.session.consistency_facts(), deadline_of(self.session, group)
+        found = compare(store_beside(group), dist.get_rank(group), ranks, "facts", facts, deadline_s)
         if found:
             raise ConfigMismatchError(f"the ranks differ: {found}: start all ranks with the same config and versions")
 
     def _reset(self) -> None:
-        """Drops everything that belongs to the old process groups, as after an in-process restart.
-
-        Messages in flight are abandoned: their peers may have ended.
-        """
+        """Drops everything of the old process groups, as after an in-process restart: their peers may have ended."""
         self.session.drop_adapters()
         self.session.transports.close()
         if self._flight_recorder is not None:
             self._flight_recorder.close()
             self._flight_recorder = None
         self._groups.clear()
-
-    def _start_heartbeat(self, world: dist.ProcessGroup) -> None:
-        flight_recorder = self.flight_recorder
-        if flight_recorder.heartbeat is None and dist.get_world_size() > 1:
-            flight_recorder.heartbeat = Heartbeat(
-                store_beside(world), dist.get_rank(), deadline_of(self.session, world), flight_recorder.doing
-            )
-
-    def _count_steps(self) -> None:
-        """Follows the steps of Megatron's training loop, if this process runs it."""
-        if "megatron.training.training" in sys.modules:
-            self.session.apply_patches({"training"})
 
 
 def initialize_model_parallel(original: Method, session: Session) -> Method:
@@ -158,15 +127,12 @@ def open_transport(session: Session, group: dist.ProcessGroup, channel: str = ""
     """
     transport = session.transports.find(group, channel)
     if transport is None:
-        check = session.find(ConsistencyCheck)
-        if check is not None:
-            check.check_group(group)
         config = session.config
         options = TransportOptions(
             channel=channel,
             timeout_s=config.timeout_s,
             trace=session.trace,
-            flight_recorder=None if check is None else check.flight_recorder,
+            flight_recorder=_checked_recorder(session, group),
             ordered=bool(config.deterministic),
             register_buffers=config.register_buffers,
         )
@@ -174,25 +140,30 @@ def open_transport(session: Session, group: dist.ProcessGroup, channel: str = ""
     return transport
 
 
+def _checked_recorder(session: Session, group: dist.ProcessGroup) -> FlightRecorder | None:
+    """Compares the configurations of the ranks, and returns the flight recorder; None without a consistency check."""
+    check = session.find(ConsistencyCheck)
+    if check is None:
+        return None
+    check.check_group(group)
+    return check.flight_recorder
+
+
 def open_copies_transport(session: Session, group: dist.ProcessGroup) -> Transport | str:
     """Return the transport of copy engines of a group of GPUs for a session, or why there is none. Collective."""
     chosen = session.config.tensor.transport
     if chosen == "nccl":
         return "overlap.tensor.transport is nccl"
-    check = session.find(ConsistencyCheck)
-    if check is not None:
-        check.check_group(group)
+    recorder = _checked_recorder(session, group)
     transport: Transport | str
     if session.trace is not None:
         transport = "a trace measures the messages of NCCL"
     elif session.config.tensor.recompute_gather == "never":
         transport = "overlap.tensor.recompute_gather is never: the gathered rows are saved outside symmetric memory"
     else:
-        recorder = None if check is None else check.flight_recorder
-        limit_s = session.config.timeout_s
         # The tree of sums is over all ranks of a group, and not over those of a node.
         tree = session.config.deterministic == "tp_invariant"
-        options = TransportOptions("copies", timeout_s=limit_s, flight_recorder=recorder)
+        options = TransportOptions("copies", timeout_s=session.config.timeout_s, flight_recorder=recorder)
         transport = open_copies(group, options, None if tree else partial(open_transport, session))
     if isinstance(transport, str):
         if chosen == "copies":
@@ -202,22 +173,19 @@ def open_copies_transport(session: Session, group: dist.ProcessGroup) -> Transpo
     return transport
 
 
-def unsupported_settings(session: Session) -> Iterator[Problem]:
-    """The settings that no rank of this job can run, as far as Megatron's arguments show."""
+def unsupported_setting(session: Session) -> str:
+    """A setting that no rank of this job can run, as far as Megatron's arguments show; empty without one."""
     args = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
     if args is None or args.seq_length is None or args.micro_batch_size is None:
-        return
-    overlap = session.config
-    tensor = parallel_state.get_tensor_model_parallel_world_size()
-    context = parallel_state.get_context_parallel_world_size()
-    rows = args.seq_length * args.micro_batch_size // (tensor * context)
-    chunks = overlap.tensor.chunks_per_rank
-    if overlap.tensor.method != "none" and tensor > 1 and isinstance(chunks, int) and chunks > rows:
-        yield Problem("tensor.chunks_per_rank", chunks, f"a rank has {rows} rows; use {rows} at most, or auto")
-    if overlap.tensor.method == "p2p" and tensor > MAX_RANKS:
-        yield Problem(
-            "tensor.method", "p2p", f"is for {MAX_RANKS} tensor-parallel ranks at most, not {tensor}; use none"
-        )
+        return ""
+    size, overlap = parallel_state.get_tensor_model_parallel_world_size(), session.config.tensor
+    rows = args.seq_length * args.micro_batch_size // (size * parallel_state.get_context_parallel_world_size())
+    chunks = overlap.chunks_per_rank
+    if overlap.method != "none" and size > 1 and isinstance(chunks, int) and chunks > rows:
+        return f"tensor.chunks_per_rank: {chunks}: a rank has {rows} rows; use {rows} at most, or auto"
+    if overlap.method == "p2p" and size > MAX_RANKS:
+        return f"tensor.method: p2p: is for {MAX_RANKS} tensor-parallel ranks at most, not {size}; use none"
+    return ""
 
 
 def deadline_of(session: Session, group: dist.ProcessGroup) -> float:

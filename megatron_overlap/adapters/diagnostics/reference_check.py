@@ -27,7 +27,8 @@ class Check(Adapter):
     """
 
     def __init__(self, session: Session) -> None:
-        self._session, self._config = session, session.config.check
+        super().__init__(session)
+        self._config = session.config.check
         self._rtol = None if self._config.rtol == "derived" else self._config.rtol
         self._step_shares: dict[str, float] = {}
         self._num_compared = 0
@@ -38,8 +39,8 @@ class Check(Adapter):
     @property
     def due(self) -> bool:
         """Whether the current step is a checked one."""
-        every, step = self._config.every, self._session.step
-        return every > 0 and step > 0 and step % every == 0
+        step = self.session.step
+        return self.enabled and step > 0 and step % self._config.every == 0
 
     def subject(
         self,
@@ -57,27 +58,12 @@ class Check(Adapter):
     def reduce(
         self, name: str, bucket: torch.Tensor, group: dist.ProcessGroup, op: Any, whole: bool
     ) -> Callable[[], None]:
-        """Prepares the comparison of a reduction before it; the result is called after it.
+        """Prepares the comparison of a reduction before it; the caller calls the result after it.
 
-        Args:
-            name: of the operation in results.
-            bucket: gradients before the reduction.
-            group: the data-parallel group.
-            op: sum or mean.
-            whole: all elements are reduced; otherwise the shard of this rank.
+        The result replaces the reduced bucket after a mismatch with `fallback`. `name` names the operation in results;
+        other arguments as in `DataParallelAdapter.reduce`.
         """
-        return functools.partial(self._compare_sum, name, bucket, bucket.clone(), group, op, whole)
-
-    def gather(self, name: str, bucket: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], None]:
-        """Prepares the comparison of the all-gather of a parameter bucket before it; the result is called after it."""
-        shard = bucket.numel() // group.size()
-        own = bucket[group.rank() * shard : (group.rank() + 1) * shard].clone()
-        return functools.partial(self._compare_parameters, name, bucket, own, group)
-
-    def _compare_sum(
-        self, name: str, bucket: torch.Tensor, before: torch.Tensor, group: dist.ProcessGroup, op: Any, whole: bool
-    ) -> None:
-        """Compares a reduced bucket, and replaces it after a mismatch with `fallback`."""
+        before = bucket.clone()
         ranks, shard = group.size(), bucket.numel() // group.size()
         own = slice(None) if whole else slice(group.rank() * shard, (group.rank() + 1) * shard)
 
@@ -85,26 +71,31 @@ class Check(Adapter):
             dist.all_reduce(tensor, group=group)
             return tensor.div_(ranks if op == dist.ReduceOp.AVG else 1)[own]
 
-        got, reference = bucket[own], reduced(before.clone())
-        if self._rtol is not None:
-            share = share_of_rtol(got, reference, self._rtol)
-        else:
-            exact, magnitude = (reduced(tensor) for tensor in (before.double(), before.double().abs()))
-            share = share_of_allowed(got, reference, exact, magnitude, ranks, ranks + 1)
-        if self.judge(name, group, bucket.device, {"sum": share}):
-            got.copy_(reference)
+        def compare() -> None:
+            got, reference = bucket[own], reduced(before.clone())
+            if self._rtol is not None:
+                share = share_of_rtol(got, reference, self._rtol)
+            else:
+                exact, magnitude = (reduced(tensor) for tensor in (before.double(), before.double().abs()))
+                share = share_of_allowed(got, reference, exact, magnitude, ranks, ranks + 1)
+            if self.judge(name, group, bucket.device, {"sum": share}):
+                got.copy_(reference)
 
-    def _compare_parameters(self, name: str, bucket: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Compares a gathered bucket with `own` of all ranks, and replaces it after a mismatch with `fallback`."""
-        reference = torch.empty_like(bucket)
-        dist.all_gather_into_tensor(reference, own, group=group)
-        equal = torch.equal(reference.view(torch.uint8), bucket.view(torch.uint8))
-        if self.judge(name, group, bucket.device, {"parameters": 0.0 if equal else math.inf}):
-            bucket.copy_(reference)
+        return compare
 
-    def close(self) -> None:
-        """Prints the result of a checked step that just ended."""
-        self.step_ended()
+    def gather(self, name: str, bucket: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], None]:
+        """Prepares the comparison of the all-gather of a parameter bucket, as `reduce` does."""
+        shard = bucket.numel() // group.size()
+        own = bucket[group.rank() * shard : (group.rank() + 1) * shard].clone()
+
+        def compare() -> None:
+            reference = torch.empty_like(bucket)
+            dist.all_gather_into_tensor(reference, own, group=group)
+            equal = torch.equal(reference.view(torch.uint8), bucket.view(torch.uint8))
+            if self.judge(name, group, bucket.device, {"parameters": 0.0 if equal else math.inf}):
+                bucket.copy_(reference)
+
+        return compare
 
     def step_ended(self) -> None:
         """Prints the result of a checked step, on rank 0."""
@@ -113,9 +104,11 @@ class Check(Adapter):
         if dist.is_initialized() and dist.get_rank() == 0:
             name, share = max(self._step_shares.items(), key=lambda item: item[1])
             result = f"{self._num_compared} comparisons, worst {name}: {share:.3g} of the allowed error"
-            print(f"overlap check: step {self._session.step}: {result}", flush=True)
+            print(f"overlap check: step {self.session.step}: {result}", flush=True)
         self._num_compared = 0
         self._step_shares.clear()
+
+    close = step_ended
 
     def judge(self, call: str, group: dist.ProcessGroup, device: torch.device, shares: Mapping[str, float]) -> bool:
         """Records the shares of one comparison; returns whether the caller must use the reference result."""
@@ -134,7 +127,7 @@ class Check(Adapter):
         if share <= 1.0:
             return False
         name = names[int(worst.argmax())]
-        text = f"check at step {self._session.step}: the error of {name} is {share:.3g} times the allowed error"
+        text = f"check at step {self.session.step}: the error of {name} is {share:.3g} times the allowed error"
         if self._config.on_mismatch == "error":
             ranks = dist.get_process_group_ranks(group)
             raise CheckError(

@@ -13,7 +13,7 @@ import runpy
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from megatron_overlap.config import OverlapConfig, load_overlap_file
 from megatron_overlap.config.errors import writing
@@ -41,10 +41,7 @@ class UsageError(ValueError):
 
 
 class ScriptRun:
-    """One run of a training script under the plugin: `prepare`, `execute`, then `finish`.
-
-    Args:
-        argv: the script and its arguments.
+    """One run of a training script, given with its arguments, under the plugin: `prepare`, `execute`, then `finish`.
 
     Raises:
         UsageError: the command line is wrong.
@@ -59,18 +56,11 @@ class ScriptRun:
             raise UsageError(f"{argv[0]}: no such script: give the path of a training script, e.g. pretrain_gpt.py")
         self._argv = argv
         self._rank = int(os.environ.get("RANK", "0"))
-        flags, _ = _flag_parser().parse_known_args(argv[1:])
-        self._read_config(flags)
-        if TE_OVERLAP in argv and self._overlap.tensor.method != "none":
-            raise UsageError(f"command line: {TE_OVERLAP}: {TE_OVERLAP_ADVICE}")
-        self._run_dir = _make_folder(flags.overlap_run_dir) if flags.overlap_run_dir else None
-        self._trace = flags.overlap_trace or self._overlap.trace
-        if self._trace and self._run_dir is None:
-            raise UsageError("command line: --overlap-trace: needs --overlap-run-dir, the folder to write events to")
-        self._session: Session | None = None
-        self._recorder: StepRecorder | None = None
-
-    def _read_config(self, flags: argparse.Namespace) -> None:
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        try:
+            flags, _ = add_overlap_arguments(parser).parse_known_args(argv[1:])
+        except argparse.ArgumentError as error:
+            raise UsageError(f"command line: {error}") from error
         self._overlap, launch = OverlapConfig(), None
         if flags.overlap_config is not None:
             self._overlap, launch = load_overlap_file(flags.overlap_config)
@@ -78,6 +68,16 @@ class ScriptRun:
         self._rehearsal = launch is not None and launch.rehearsal
         hosts = launch.hosts if launch is not None else None
         self._link = hosts.model_dump(mode="json") if hosts is not None else None
+        if TE_OVERLAP in argv and self._overlap.tensor.method != "none":
+            raise UsageError(f"command line: {TE_OVERLAP}: {TE_OVERLAP_ADVICE}")
+        self._run_dir = Path(flags.overlap_run_dir) if flags.overlap_run_dir else None
+        if self._run_dir is not None:
+            with writing("--overlap-run-dir", self._run_dir):
+                self._run_dir.mkdir(parents=True, exist_ok=True)
+        self._trace = flags.overlap_trace or self._overlap.trace
+        if self._trace and self._run_dir is None:
+            raise UsageError("command line: --overlap-trace: needs --overlap-run-dir, the folder to write events to")
+        self._recorder: StepRecorder | None = None
 
     def prepare(self) -> None:
         """Applies all patches, before the script imports Megatron.
@@ -93,47 +93,48 @@ class ScriptRun:
         if self._device == "cpu":
             from megatron_overlap.adapters import cpu
 
+            parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+            parser.add_argument("--transformer-impl")
+            implementation = parser.parse_known_args(self._argv[1:])[0].transformer_impl
             try:
-                cpu.install(te_layers=self._builds_te_layers(), rehearsal=self._rehearsal)
+                cpu.install(te_layers=implementation == "transformer_engine", rehearsal=self._rehearsal)
             except ModuleNotFoundError as error:
                 if error.name != "transformer_engine":
                     raise
                 raise UsageError(f"command line: {error}") from error
-        missing = missing_module()
-        if missing is not None:
+        try:
+            import megatron.training  # noqa: F401
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.partition(".")[0] != "megatron":
+                raise
             raise UsageError(
-                f"{missing}: not installed: install megatron-core 0.17 or later, or run the script of a "
+                f"{error.name}: not installed: install megatron-core 0.17 or later, or run the script of a "
                 "Megatron-LM checkout"
-            )
-        self._session = session = enable(self._overlap)
+            ) from error
+        self._session = enable(self._overlap)
         if self._run_dir is None:
-            session.apply_patches(_OF_A_SCRIPT, required=True)
+            self._session.apply_patches(_OF_A_SCRIPT, required=True)
         else:
-            session.folder = self._run_dir
-            self._record(session, self._run_dir)
+            self._record(self._session, self._run_dir)
         if self._rank == 0:
-            self._print_report()
-
-    def _builds_te_layers(self) -> bool:
-        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        parser.add_argument("--transformer-impl")
-        return parser.parse_known_args(self._argv[1:])[0].transformer_impl == "transformer_engine"
+            print(self._session.report().render(), flush=True)
 
     def _record(self, session: Session, run_dir: Path) -> None:
-        from megatron_overlap.adapters.training.train_step import StepRecorder, StepTracer, TrainStep
+        from megatron_overlap.adapters.training.train_step import StepRecorder, StepTracer
 
-        tracer = None
+        session.folder = run_dir
         features = {*_OF_A_SCRIPT, "training"}
         if self._trace:
             tracer = session.adapter(StepTracer, lambda session: StepTracer(session, run_dir, self._rank, self._device))
             session.trace = tracer.trace
             # On CUDA a wait orders streams and takes the host no time.
             features |= {"tracing", "tracing_cpu"} if self._device == "cpu" else {"tracing"}
-        self._recorder = StepRecorder(run_dir, self._rank, self._device, self._link, tracer)
+        self._recorder = session.adapter(
+            StepRecorder, lambda session: StepRecorder(session, run_dir, self._rank, self._device, self._link)
+        )
         # In one call: each one searches the process for attributes that hold a target.
         session.apply_patches(features, required=True)
         session.apply_patches({"evaluation"})
-        session.adapter(TrainStep).recorders.append(self._recorder)
 
     def execute(self) -> None:
         """Runs the script as `__main__`."""
@@ -141,17 +142,13 @@ class ScriptRun:
 
     def exit_code_of(self, error: BaseException) -> int:
         """Prints the error that ended the script, writes the flight recorder's file, and returns the exit code."""
-        from megatron_overlap.adapters.diagnostics.consistency import (
-            ConfigMismatchError,
-            ConsistencyCheck,
-            UnsupportedConfigError,
-        )
+        from megatron_overlap.adapters.diagnostics import consistency
 
-        if isinstance(error, ConfigMismatchError | UnsupportedConfigError):
+        if isinstance(error, consistency.ConfigMismatchError | consistency.UnsupportedConfigError):
             print(error, file=sys.stderr)
             return 2
         traceback.print_exception(error)
-        check = None if self._session is None else self._session.find(ConsistencyCheck)
+        check = self._session.find(consistency.ConsistencyCheck)
         written = None if check is None else check.post_mortem(error)
         if written is not None:
             print(f"rank {self._rank}: its last operations are in {written}", file=sys.stderr)
@@ -160,31 +157,25 @@ class ScriptRun:
     def finish(self, code: int) -> int:
         """Reports, reverts all patches, closes the process groups; returns the exit code of the process."""
         try:
-            if self._session is not None:
-                if self._rank == 0:
-                    self._print_report()
-                if self._recorder is not None:
-                    self._recorder.write_report(self._session.report().as_dict())
+            if self._rank == 0:
+                print(self._session.report().render(), flush=True)
             if self._recorder is not None:
-                if code == 0:
-                    self._recorder.finish_trace()
-                self._recorder.close()
+                self._recorder.finish(self._session.report().as_dict(), succeeded=code == 0)
             if code == 0:
-                if self._session is not None:
-                    self._session.disable()
-                _destroy_process_groups()
+                self._session.disable()
+                # Otherwise a gloo worker thread outlives its objects and aborts the process at exit.
+                import torch
+
+                if torch.distributed.is_initialized():
+                    torch.distributed.destroy_process_group()
         except Exception:
             traceback.print_exc()
             code = code or 1
         return code
 
-    def _print_report(self) -> None:
-        assert self._session is not None
-        print(self._session.report().render(), flush=True)
-
 
 def validate_arguments() -> None:
-    """Passes the command line, Megatron's arguments of a launch on GPUs, through Megatron's argument validation.
+    """Validates the command line, Megatron's arguments of a launch on GPUs, with Megatron.
 
     WORLD_SIZE is the number of ranks of the launch. Arguments that Megatron does not know belong to a custom script.
     """
@@ -203,13 +194,8 @@ def validate_arguments() -> None:
 def add_overlap_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds the plugin's flags to `parser` and returns it."""
     group = parser.add_argument_group("megatron_overlap")
-    group.add_argument("--overlap-config", metavar="FILE", default=None, help="overlap config or launch config (YAML)")
-    group.add_argument(
-        "--overlap-run-dir",
-        metavar="DIR",
-        default=None,
-        help="folder of the steps, versions and report of each rank",
-    )
+    group.add_argument("--overlap-config", metavar="FILE", help="overlap config or launch config (YAML)")
+    group.add_argument("--overlap-run-dir", metavar="DIR", help="folder of the steps, versions and report of each rank")
     group.add_argument(
         "--overlap-trace",
         action="store_true",
@@ -218,7 +204,6 @@ def add_overlap_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
     group.add_argument(
         "--overlap-device",
         choices=("cpu", "cuda"),
-        default=None,
         help="device to train on; default: launch.device of the config, else cuda",
     )
     return parser
@@ -226,11 +211,7 @@ def add_overlap_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
 
 def add_megatron_arguments(original: Method, session: Session) -> Method:
     """Factory of a patch: Megatron's parser accepts the plugin's flags, whatever script runs."""
-
-    def add(parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
-        return add_overlap_arguments(original(parser, *args, **kwargs))
-
-    return add
+    return lambda parser, *args, **kwargs: add_overlap_arguments(original(parser, *args, **kwargs))
 
 
 def compile_helpers(original: Method, session: Session | None) -> Method:
@@ -255,40 +236,3 @@ def use_compiled_helpers() -> None:
     else:
         engine = Engine(load_manifests())
         engine.apply(engine.plan({_HELPERS}), None)
-
-
-def missing_module() -> str | None:
-    """The module of Megatron's training loop that is not installed; None where it is complete.
-
-    Raises:
-        ModuleNotFoundError: a module of another package is missing.
-    """
-    try:
-        import megatron.training  # noqa: F401
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "megatron":
-            raise
-        return error.name
-    return None
-
-
-def _flag_parser() -> argparse.ArgumentParser:
-    class OneLineParser(argparse.ArgumentParser):
-        def error(self, message: str) -> NoReturn:
-            raise UsageError(f"command line: {message}")
-
-    return add_overlap_arguments(OneLineParser(add_help=False, allow_abbrev=False))
-
-
-def _make_folder(path: str) -> Path:
-    with writing("--overlap-run-dir", Path(path)):
-        Path(path).mkdir(parents=True, exist_ok=True)
-    return Path(path)
-
-
-def _destroy_process_groups() -> None:
-    import torch
-
-    # Otherwise a gloo worker thread outlives its objects and aborts the process at exit.
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()

@@ -7,7 +7,6 @@ communication to Megatron's logs.
 
 import json
 import platform
-import resource
 import sys
 import time
 import warnings
@@ -31,39 +30,23 @@ _SERIES = "exposed communication"
 
 def print_rank_last(original: Method, session: Session) -> Method:
     """Factory of a patch: Megatron's log line of an iteration also has the exposed communication."""
-    tracer = session.find(StepTracer)
-    assert tracer is not None
-
-    def run(message: Any) -> None:
-        original(f"{message}{tracer.log_text()}" if _LOGGED in str(message) else message)
-
-    return run
+    tracer = session.adapter(StepTracer)
+    return lambda message: original(f"{message}{tracer.log_text()}" if _LOGGED in str(message) else message)
 
 
 def collective_wait(original: Method, session: Session) -> Method:
     """Factory of a patch: every wait for a collective of torch.distributed is timed."""
-    tracer = session.find(StepTracer)
-    assert tracer is not None
-    return timed_wait(original, tracer.trace)
+    return timed_wait(original, session.adapter(StepTracer).trace)
 
 
 class StepTracer(Adapter):
-    """Writes `events-rank{r}.bin` into `run_dir`, one block per step.
-
-    Args:
-        session: the session; closes the file.
-        run_dir: folder to write to.
-        rank: global rank, in the file's name.
-        device: "cpu" or "cuda".
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Writes `events-rank{r}.bin` of global rank r into `run_dir`, one block per step. `device`: "cpu" or "cuda"."""
 
     def __init__(self, session: Session, run_dir: Path, rank: int, device: str) -> None:
         super().__init__(session)
         self.trace = Trace()
         self._file = EventFile(run_dir / EVENTS.format(rank=rank), rank, {"device": device})
+        session.add_close(self._file.close)
         self._since_log: list[tuple[float, float]] = []
 
     def compare_clocks(self) -> None:
@@ -83,14 +66,8 @@ class StepTracer(Adapter):
         share = exposed.total_ms / ((stop_ns - start_ns) / 1e6)
         self._since_log.append((exposed.total_ms, share))
         self._to_writers(iteration, exposed, share)
-        return {
-            "total_ms": exposed.total_ms,
-            "ops": [[op, direction, time_ms] for (op, direction), time_ms in exposed.by_op.items()],
-        }
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
+        ops = [[op, direction, time_ms] for (op, direction), time_ms in exposed.by_op.items()]
+        return {"total_ms": exposed.total_ms, "ops": ops}
 
     def log_text(self) -> str:
         """The fields for Megatron's log line: means over the steps since the last line, on the rank that prints it."""
@@ -121,7 +98,7 @@ class StepTracer(Adapter):
 _LOSSES, _SKIPPED, _GRAD_NORM = 0, 1, 5
 
 
-class StepRecorder:
+class StepRecorder(Adapter):
     """Records the training steps of this rank into `run_dir`.
 
     Files: `steps-rank{r}.jsonl` (one line per iteration), `evaluations-rank{r}.jsonl` (one line per evaluation),
@@ -129,111 +106,72 @@ class StepRecorder:
     `events-rank{r}.bin`. Files of an earlier run in the same folder are replaced.
 
     Args:
-        run_dir: folder to write to; made if missing.
-        rank: global rank, in the file names.
-        device: "cpu" or "cuda".
+        session: its `StepTracer`, if it was made, records the events of every step.
+        rank: global rank r.
+        device: "cpu" or "cuda". For CPU ranks `adapters.cpu` replaces the functions of `torch.cuda`.
         link: the config of the network between hosts, if any; copied into the meta file.
-        tracer: also records the events of every step; None records none.
-
-    Raises:
-        OSError: the folder cannot be made or written to.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        rank: int,
-        device: str,
-        link: dict[str, Any] | None = None,
-        tracer: StepTracer | None = None,
-    ) -> None:
-        self._run_dir = run_dir
-        self._rank = rank
-        self._device = device
-        self._link = link
-        self._tracer = tracer
-        self._iteration = 0
-        self._start_ns = 0
-        run_dir.mkdir(parents=True, exist_ok=True)
-        if tracer is None:
+    def __init__(self, session: Session, run_dir: Path, rank: int, device: str, link: dict[str, Any] | None) -> None:
+        super().__init__(session)
+        self._run_dir, self._rank, self._device, self._link = run_dir, rank, device, link
+        self._tracer = session.find(StepTracer)
+        self._iteration = self._start_ns = 0
+        if self._tracer is None:
             (run_dir / EVENTS.format(rank=rank)).unlink(missing_ok=True)
         self._steps: IO[str] = (run_dir / f"steps-rank{rank}.jsonl").open("w", encoding="utf-8", buffering=1)
+        session.add_close(self._steps.close)
         self._evaluations = run_dir / f"evaluations-rank{rank}.jsonl"
         self._evaluations.unlink(missing_ok=True)
 
     def step_begins(self) -> None:
-        """Reads the clock; before the first step it writes the meta file."""
+        """Starts the clock; before the first step it writes the meta file."""
         if self._iteration == 0:
-            self._write_meta()
+            facts = {"rank": self._rank, "link": self._link, "argv": sys.argv}
+            self._write_json(f"meta-rank{self._rank}.json", {**describe_run(self._device), **facts})
             if self._tracer is not None:
                 self._tracer.compare_clocks()
-        self._synchronize()
+        self.start_clock()
+
+    def start_clock(self) -> None:
+        """Reads the clock before a step or an evaluation."""
+        torch.cuda.synchronize()
         self._start_ns = time.perf_counter_ns()
 
     def step_completed(self, iterations_before: int | None, result: Any) -> None:
         """Writes the line of the step. `iterations_before`: completed before it, if Megatron passes their number."""
-        self._synchronize()
-        self._write_step(iterations_before, self._start_ns, time.perf_counter_ns(), result)
-
-    def evaluation_begins(self) -> None:
-        """Reads the clock."""
-        self._synchronize()
-        self._start_ns = time.perf_counter_ns()
-
-    def evaluation_completed(self) -> None:
-        """Writes the line of the evaluation."""
-        self._synchronize()
-        row = {"iteration": self._iteration, "time_ms": (time.perf_counter_ns() - self._start_ns) / 1e6}
-        with self._evaluations.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-
-    def write_report(self, report: dict[str, Any]) -> None:
-        """Writes the session's report of this rank."""
-        self._write_json(f"report-rank{self._rank}.json", report)
-
-    def finish_trace(self) -> None:
-        """Compares the clocks once more; all ranks call it after a successful run."""
-        if self._tracer is not None and self._iteration:
-            self._tracer.compare_clocks()
-
-    def close(self) -> None:
-        """Closes the files."""
-        self._steps.close()
-        if self._tracer is not None:
-            self._tracer.close()
-
-    def _synchronize(self) -> None:
-        if self._device == "cuda":
-            torch.cuda.synchronize()
-
-    def _write_step(self, iterations_before: int | None, start_ns: int, stop_ns: int, result: Any) -> None:
+        torch.cuda.synchronize()
+        stop_ns = time.perf_counter_ns()
         # A resumed run does not start at 0.
         self._iteration = iterations_before + 1 if iterations_before is not None else self._iteration + 1
         row: dict[str, Any] = {
             "iteration": self._iteration,
-            "step_time_ms": (stop_ns - start_ns) / 1e6,
+            "step_time_ms": (stop_ns - self._start_ns) / 1e6,
             "loss": _loss(result[_LOSSES]),
             "grad_norm": _number(result[_GRAD_NORM]),
             "skipped": bool(result[_SKIPPED]),
-            "peak_memory_bytes": self._peak_memory_bytes(),
+            "peak_memory_bytes": torch.cuda.max_memory_allocated(),
             "time": time.time(),
         }
         if self._tracer is not None:
-            row["exposed"] = self._tracer.step(self._iteration, start_ns, stop_ns)
+            row["exposed"] = self._tracer.step(self._iteration, self._start_ns, stop_ns)
         self._steps.write(json.dumps(row) + "\n")
 
-    def _peak_memory_bytes(self) -> int:
-        if self._device == "cuda":
-            return torch.cuda.max_memory_allocated()
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    def evaluation_completed(self) -> None:
+        """Writes the line of the evaluation."""
+        torch.cuda.synchronize()
+        row = {"iteration": self._iteration, "time_ms": (time.perf_counter_ns() - self._start_ns) / 1e6}
+        with self._evaluations.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
 
-    def _write_meta(self) -> None:
-        facts = {"rank": self._rank, "link": self._link, "argv": sys.argv}
-        self._write_json(f"meta-rank{self._rank}.json", {**describe_run(self._device), **facts})
+    def finish(self, report: dict[str, Any], *, succeeded: bool) -> None:
+        """Writes the session's report of this rank; after a successful run all ranks compare their clocks once more."""
+        self._write_json(f"report-rank{self._rank}.json", report)
+        if succeeded and self._tracer is not None and self._iteration:
+            self._tracer.compare_clocks()
 
     def _write_json(self, name: str, content: dict[str, Any]) -> None:
-        path = self._run_dir / name
-        path.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
+        (self._run_dir / name).write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
 
 
 def describe_run(device: str) -> dict[str, Any]:
@@ -264,35 +202,25 @@ def describe_run(device: str) -> dict[str, Any]:
 
 def _loss(losses: dict[str, Any]) -> float | None:
     """The language model's loss; None on ranks without it, which are all but those of the last pipeline stage."""
-    if not losses:
-        return None
-    return _number(losses["lm loss"] if "lm loss" in losses else next(iter(losses.values())))
+    return _number(losses.get("lm loss", next(iter(losses.values()), None)))
 
 
 def _number(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
-class TrainStep(Adapter):
-    """The recorders of the training steps of one session, which are called before and after every step."""
-
-    def __init__(self, session: Session) -> None:
-        super().__init__(session)
-        self.recorders: list[StepRecorder] = []
-
-
 def train_step(original: Method, session: Session) -> Method:
     """Factory of the patch."""
-    recorders = session.adapter(TrainStep).recorders
 
     def run(*args: Any, **kwargs: Any) -> Any:
         iterations_before = kwargs.get("iteration")
         session.next_step(None if iterations_before is None else iterations_before + 1)
-        for recorder in recorders:
-            recorder.step_begins()
+        recorder = session.find(StepRecorder)
+        if recorder is None:
+            return original(*args, **kwargs)
+        recorder.step_begins()
         result = original(*args, **kwargs)
-        for recorder in recorders:
-            recorder.step_completed(iterations_before, result)
+        recorder.step_completed(iterations_before, result)
         return result
 
     return run
@@ -300,14 +228,12 @@ def train_step(original: Method, session: Session) -> Method:
 
 def evaluate(original: Method, session: Session) -> Method:
     """Factory of the patch."""
-    recorders = session.adapter(TrainStep).recorders
+    recorder = session.adapter(StepRecorder)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        for recorder in recorders:
-            recorder.evaluation_begins()
+        recorder.start_clock()
         result = original(*args, **kwargs)
-        for recorder in recorders:
-            recorder.evaluation_completed()
+        recorder.evaluation_completed()
         return result
 
     return run

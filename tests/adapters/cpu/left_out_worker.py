@@ -11,5 +11,5 @@ if __name__ == "__main__":
     name, *sys.argv = sys.argv[1:]
     if "transformer_engine" in sys.argv:
         sys.path.append(str(transformer_engine_folder()))
-    cpu.CpuMegatron([permit for permit in load_permits() if permit.name == name]).install()
+    cpu.adapt([permit for permit in load_permits() if permit.name == name])
     runpy.run_path(sys.argv[0], run_name="__main__")

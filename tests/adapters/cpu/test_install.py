@@ -116,24 +116,24 @@ def test_install_after_megatron_is_refused() -> None:
     assert "must come before it" in done.stdout
 
 
-def test_install_patches_megatron_too_and_uninstall_restores_everything() -> None:
+def test_install_patches_megatron_too_and_revert_restores_everything() -> None:
     code = """
 import torch
 from megatron_overlap.adapters import cpu
 
 original = torch.cuda.is_available
-adapter = cpu.install()
+engine = cpu.install()
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 assert DistributedOptimizer.state_dict.__module__ == "megatron_overlap.adapters.cpu.patches"
 assert WrappedTorchNorm.__new__.__module__ == "megatron_overlap.adapters.cpu.patches"
-assert len(adapter.engine.applied) == len(adapter.engine.manifests)
-adapter.uninstall()
+assert len(engine.applied) == len(engine.manifests)
+engine.revert()
 assert torch.cuda.is_available is original
 assert DistributedOptimizer.state_dict.__module__ == DistributedOptimizer.__module__
 assert WrappedTorchNorm.__new__.__module__ == WrappedTorchNorm.__module__
-assert adapter.engine.applied == []
+assert engine.applied == []
 """
     (done,) = start_ranks(1, [], program=("-c", code))
     assert done.returncode == 0, done.stdout

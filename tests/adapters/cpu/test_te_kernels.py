@@ -213,7 +213,7 @@ def test_norm_of_gradients_and_scaling_report_an_overflow() -> None:
     torch.testing.assert_close(total[0], torch.cat([tensor.flatten() for tensor in tensors]).norm())
     torch.testing.assert_close(each, torch.stack([tensor.norm() for tensor in tensors]))
     scaled = [torch.empty_like(tensor) for tensor in tensors]
-    te_kernels.multi_tensor_scale_tensor(0, overflow, [tensors, scaled], torch.tensor([0.25]))
+    te_kernels.KERNELS["multi_tensor_scale_tensor"](0, overflow, [tensors, scaled], torch.tensor([0.25]))
     torch.testing.assert_close(scaled[0], tensors[0] * 0.25)
     assert overflow.item() == 0
     tensors[1][2] = math.inf

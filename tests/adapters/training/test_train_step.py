@@ -1,14 +1,14 @@
-"""The patches of `train_step` and `evaluate`: step numbers, and the calls of recorders."""
+"""The patches of `train_step` and `evaluate`: step numbers, and the calls of the recorder."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from megatron_overlap import OverlapConfig, Session
-from megatron_overlap.adapters.training.train_step import TrainStep, evaluate, train_step
+from megatron_overlap.adapters.training.train_step import StepRecorder, evaluate, train_step
 
 
-class Recorder:
+class Recorder(StepRecorder):
     """Records the calls of the patch."""
 
     def __init__(self, calls: list[object]) -> None:
@@ -20,14 +20,14 @@ class Recorder:
     def step_completed(self, iterations_before: int | None, result: Any) -> None:
         self.calls.append(("completed", iterations_before, result))
 
-    def evaluation_begins(self) -> None:
+    def start_clock(self) -> None:
         self.calls.append("begins")
 
     def evaluation_completed(self) -> None:
         self.calls.append("completed")
 
 
-def test_recorders_are_called_around_the_step_and_its_number_follows_megatron() -> None:
+def test_the_recorder_is_called_around_the_step_and_its_number_follows_megatron() -> None:
     session = Session(OverlapConfig())
     calls: list[object] = []
 
@@ -36,7 +36,7 @@ def test_recorders_are_called_around_the_step_and_its_number_follows_megatron() 
         return "losses"
 
     step = train_step(original, session)
-    session.adapter(TrainStep).recorders.append(Recorder(calls))
+    session.adapter(StepRecorder, lambda session: Recorder(calls))
     assert step("data", iteration=6) == "losses"
     assert calls == [
         "begins",
@@ -48,7 +48,7 @@ def test_recorders_are_called_around_the_step_and_its_number_follows_megatron() 
     assert calls[-1] == ("completed", None, "losses")
 
 
-def test_recorders_are_called_around_an_evaluation() -> None:
+def test_the_recorder_is_called_around_an_evaluation() -> None:
     session = Session(OverlapConfig())
     calls: list[object] = []
 
@@ -56,7 +56,7 @@ def test_recorders_are_called_around_an_evaluation() -> None:
         calls.append((args, kwargs))
         return "losses"
 
+    session.adapter(StepRecorder, lambda session: Recorder(calls))
     run = evaluate(original, session)
-    session.adapter(TrainStep).recorders.append(Recorder(calls))
     assert run("data", verbose=True) == "losses"
     assert calls == ["begins", (("data",), {"verbose": True}), "completed"]
