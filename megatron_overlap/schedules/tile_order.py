@@ -17,8 +17,7 @@ class RowTile(NamedTuple):
     """The rows of one row of GEMM tiles. The kernels read its eight integers.
 
     Attributes:
-        start: first row in the gathered activation.
-        stop: last row + 1.
+        start, stop: first row and last row + 1 in the gathered activation.
         owner: rank that owns the rows.
         part: index of their chunk in the shard of the owner.
         row_in_shard: `start`, relative to the first row of the owner.
