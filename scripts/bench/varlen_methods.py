@@ -83,7 +83,7 @@ class Engine:
         for index, part in enumerate(self.plan.passes):
             pieces = self.plan.pieces(index, self._transport.rank)
             if self._rebalanced:
-                pieces = linear_layout(self.plan, index)[1][self._transport.rank]
+                pieces = linear_layout(self.plan, index)[self._transport.rank]
             runs = [torch.arange(starts[p.document] + p.start, starts[p.document] + p.stop) for p in pieces]
             rows = torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64)
             found.append((rows, part.stage != stage))
