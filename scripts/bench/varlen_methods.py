@@ -19,9 +19,9 @@ from megatron_overlap.comm import BufferPool, Transport
 from megatron_overlap.comm.transport import Transfer
 from megatron_overlap.ops import balanced_attention
 from megatron_overlap.ops.flash_attention import documents_backward, documents_forward
+from megatron_overlap.ops.varlen.executor import Layout
 from megatron_overlap.ops.varlen.layout import RowMessages
 from megatron_overlap.ops.varlen.pass_kv_pass_q import Shape
-from megatron_overlap.ops.varlen.rebalance import Layout
 from megatron_overlap.schedules.varlen import CostModel, Plan, Topology, partition
 from megatron_overlap.schedules.varlen.messages import messages_of
 from megatron_overlap.schedules.varlen.partition import ring_over_all

@@ -16,16 +16,8 @@ import torch.distributed as dist
 from megatron_overlap.comm import Transport, transport_of
 from megatron_overlap.ops.call import Observer
 from megatron_overlap.ops.flash_attention import accumulation_dtype, documents_backward, documents_forward
-from megatron_overlap.ops.varlen.executor import PassExecutor
-from megatron_overlap.ops.varlen.pass_kv_pass_q import (
-    BackwardPassKV,
-    BackwardPassQ,
-    BackwardRows,
-    ForwardPassKV,
-    ForwardPassQ,
-    Shape,
-)
-from megatron_overlap.ops.varlen.rebalance import Layout
+from megatron_overlap.ops.varlen.executor import Layout, PassExecutor
+from megatron_overlap.ops.varlen.pass_kv_pass_q import BackwardPassKV, BackwardPassQ, ForwardPassKV, ForwardPassQ, Shape
 from megatron_overlap.ops.varlen.ring import CallOptions, VarlenTransports
 from megatron_overlap.schedules.varlen import Plan
 from megatron_overlap.schedules.varlen.messages import PlanKey
@@ -50,7 +42,7 @@ def balanced_attention(
     """Equals causal attention of each document of a pass alone; see `ops.reference.balanced_attention`.
 
     With `layout="linear"` it equals `to_linear(attention(to_attention(q), to_attention(k), to_attention(v)))`, where
-    both conversions are `ops.rebalance`. Their messages overlap with the computation.
+    both conversions are `ops.reference.move_rows`. Their messages overlap with the computation.
 
     Args:
         q: `[T, Hq, D]`, positions already encoded. In the attention layout: the T = `plan.tokens(index)[rank]` rows of
@@ -64,8 +56,7 @@ def balanced_attention(
         softmax_scale: factor of the scores; None is `1 / sqrt(D)`.
         window: number of keys before its own position that a query sees; None is all of its document.
         passing: `kv` for pass-KV or `q` for pass-Q; None selects the one with fewer bytes, in forward and backward.
-        layout: layout of the arguments and the result: `attention`, or `linear` as `ops.rebalance(to="linear")` returns
-            it.
+        layout: layout of the arguments and the result, `attention` or `linear`.
         observer: called with `forward` or `dgrad` and the number of bytes that this rank sent.
 
     Returns:
@@ -95,7 +86,7 @@ class _BalancedAttention(torch.autograd.Function):
         # Partial results of rings are merged in the accumulation dtype and rounded once.
         merged = out[rings] if out.dtype == lse.dtype else torch.empty_like(out[rings], dtype=lse.dtype)
         passing = options.passing or Shape.of(q, k).cheaper(backward=False)
-        attention = (ForwardPassKV if passing == "kv" else ForwardPassQ)(q, k, v, merged, lse[rings], options.scale)
+        attention = (ForwardPassKV if passing == "kv" else ForwardPassQ)(options.scale, q, k, v, merged, lse[rings])
 
         def documents(rows: slice, lengths: tuple[int, ...]) -> None:
             documents_forward(q[rows], k[rows], v[rows], lengths, options.scale, options.window, out[rows], lse[rows])
@@ -120,7 +111,7 @@ class _BalancedAttention(torch.autograd.Function):
         sums = [torch.zeros_like(x[rings], dtype=lse.dtype) for x in (q, k, v)]
         passing = options.passing or Shape.of(q, k).cheaper(backward=True)
         kind = BackwardPassKV if passing == "kv" else BackwardPassQ
-        attention = kind(BackwardRows(*(x[rings] for x in (dout, q, k, v, out, lse)), *sums), options.scale)
+        attention = kind(options.scale, *(x[rings] for x in (q, k, v, out, lse, dout)), *sums)
 
         def documents(rows: slice, lengths: tuple[int, ...]) -> None:
             documents_backward(
