@@ -64,15 +64,25 @@ class VarlenAdapter(Adapter):
 
     def __init__(self, session: Session, group: dist.ProcessGroup, cost: CostModel, tokens: int) -> None:
         super().__init__(session)
-        self._wanted = session.config.varlen
-        self._cost = cost
-        self.group = group
+        self._wanted = wanted = session.config.varlen
+        self._cost, ranks = cost, group.size()
         self.loader_thread = LoaderThread(HostGroup(group, name="data loader"))
         session.add_close(self.loader_thread.close)
         self.transports = VarlenTransports.open(group, partial(open_transport, session, group))
-        share = -(-tokens // group.size())
-        self.capacity = share + -(-share // 16) if self._wanted.capacity == "auto" else self._wanted.capacity
-        self.topology = self._topology()
+        share = -(-tokens // ranks)
+        self.capacity = share + -(-share // 16) if wanted.capacity == "auto" else wanted.capacity
+        hosts = [host for (host,) in self.loader_thread.group.all_gather([zlib.crc32(platform.node().encode())])]
+        nodes = nodes_of(hosts) if wanted.nodes == "auto" else wanted.nodes
+        if ranks % nodes:
+            raise VarlenError(f"overlap.varlen.nodes: {nodes}: must divide the {ranks} context ranks, or auto")
+        self.topology = Topology(
+            nodes,
+            ranks // nodes,
+            min(wanted.nics_per_node, ranks // nodes),
+            intra_gbps=wanted.intra_gbps,
+            inter_gbps=wanted.inter_gbps,
+            routing=wanted.routing,
+        )
 
     def drop(self) -> None:
         """Closes the loader thread without waiting for the loaders; the session closes the transports."""
@@ -105,21 +115,6 @@ class VarlenAdapter(Adapter):
             softmax_scale=softmax_scale,
             layout="linear",
             observer=partial(self.session.counters.overlapped, "attention", heads, "balanced_attention"),
-        )
-
-    def _topology(self) -> Topology:
-        wanted, ranks = self._wanted, self.group.size()
-        hosts = [host for (host,) in self.loader_thread.group.all_gather([zlib.crc32(platform.node().encode())])]
-        nodes = nodes_of(hosts) if wanted.nodes == "auto" else wanted.nodes
-        if ranks % nodes:
-            raise VarlenError(f"overlap.varlen.nodes: {nodes}: must divide the {ranks} context ranks, or auto")
-        return Topology(
-            nodes,
-            ranks // nodes,
-            min(wanted.nics_per_node, ranks // nodes),
-            intra_gbps=wanted.intra_gbps,
-            inter_gbps=wanted.inter_gbps,
-            routing=wanted.routing,
         )
 
 
