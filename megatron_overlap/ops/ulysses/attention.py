@@ -109,8 +109,7 @@ def ulysses_attention(
     call = UlyssesCall.of(group, layout, q, plan, observer)
     num_heads = q.shape[2], k.shape[2]
     heads = call.plan.heads(*num_heads, call.transport.size, call.head_bytes(q, q.shape[3]))
-    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
-    attention = HeadAttention(heads, call.transport.rank, q.shape[3], causal, scale, kernel)
+    attention = HeadAttention(heads, call.transport.rank, q.shape[3], causal, softmax_scale, kernel)
     out: torch.Tensor = _Ulysses.apply(q, k, v, call, attention)
     return out
 
@@ -121,7 +120,7 @@ class UlyssesCall(NamedTuple):
     transport: Transport
     layout: SequenceLayout
     plan: UlyssesPlan
-    observer: Observer | None
+    observer: Observer
 
     @classmethod
     def of(
@@ -140,7 +139,7 @@ class UlyssesCall(NamedTuple):
         own = layout.rows_of(transport.rank)
         if own != x.shape[0]:
             raise ValueError(f"layout: {own} rows for rank {transport.rank}: the tensors have {x.shape[0]}")
-        return cls(transport, layout, plan or UlyssesPlan(), observer)
+        return cls(transport, layout, plan or UlyssesPlan(), observer or (lambda direction, num_bytes: None))
 
     def head_bytes(self, x: torch.Tensor, size: int) -> int:
         """Bytes of one head, by the mean number of rows of a rank, so that all ranks compute the same number."""
@@ -154,11 +153,6 @@ class UlyssesCall(NamedTuple):
         if backward:
             widths = attention.queries_width, attention.gradients_width
         return HeadAllToAll(self.transport, schedule, self.layout, *widths, like, op, retain_gathered=not backward)
-
-    def observe(self, direction: str, num_bytes: int) -> None:
-        """Calls the observer."""
-        if self.observer is not None:
-            self.observer(direction, num_bytes)
 
 
 class _Ulysses(torch.autograd.Function):
@@ -184,7 +178,7 @@ class _Ulysses(torch.autograd.Function):
         all_to_all = call.begin(attention, q, "ulysses_attention")
         all_to_all.run(produce, attention.forward, consume)
         ctx.call, ctx.attention, ctx.shape = call, attention, k.shape
-        call.observe("forward", all_to_all.num_bytes)
+        call.observer("forward", all_to_all.num_bytes)
         return y
 
     @staticmethod
@@ -207,7 +201,7 @@ class _Ulysses(torch.autograd.Function):
 
         all_to_all = call.begin(attention, dy, "ulysses_attention dgrad", backward=True)
         all_to_all.run(produce, attention.backward, consume)
-        call.observe("dgrad", all_to_all.num_bytes)
+        call.observer("dgrad", all_to_all.num_bytes)
         return dq, *keys.result(), None, None
 
 
@@ -250,10 +244,11 @@ class HeadAttention:
     """
 
     def __init__(
-        self, heads: HeadLayout, rank: int, size: int, causal: bool, scale: float, kernel: Kernel | None
+        self, heads: HeadLayout, rank: int, size: int, causal: bool, scale: float | None, kernel: Kernel | None
     ) -> None:
         self.heads, self.size = heads, size
-        self._rank, self._causal, self._scale, self._kernel = rank, causal, scale, kernel
+        self._rank, self._causal, self._kernel = rank, causal, kernel
+        self._scale = size**-0.5 if scale is None else scale
         self._gathered: dict[int, torch.Tensor] = {}
         self._saved: dict[int, list[tuple[Call, SavedSequence]]] = {}
         self._partial_sums: dict[int, list[torch.Tensor]] = {}
@@ -314,17 +309,15 @@ class HeadAttention:
                 dv[:, :, key_heads].copy_(key_grads[1])
                 continue
             for head in range(start, stop):
-                self._add(head, [key_grad[:, :, head - start] for key_grad in key_grads])
+                # Several groups use the head. The sum of its gradients is rounded once.
+                terms = [key_grad[:, :, head - start] for key_grad in key_grads]
+                sums = [term.float() if term.element_size() < 4 else term for term in terms]
+                if head in self._partial_sums:
+                    sums = [total.add_(term) for total, term in zip(self._partial_sums[head], sums, strict=True)]
+                self._partial_sums[head] = sums
                 if head in range(*complete):
                     for gradient, total in zip((dk, dv), self._partial_sums.pop(head), strict=True):
                         gradient[:, :, head - complete[0]].copy_(total)
-
-    def _add(self, head: int, terms: list[torch.Tensor]) -> None:
-        """Adds to the gradients of a key/value head that several groups use. The sum is rounded once."""
-        sums = [term.float() if term.element_size() < 4 else term for term in terms]
-        if head in self._partial_sums:
-            sums = [total.add_(term) for total, term in zip(self._partial_sums[head], sums, strict=True)]
-        self._partial_sums[head] = sums
 
 
 def _length(run: Run) -> int:

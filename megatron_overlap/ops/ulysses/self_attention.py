@@ -84,8 +84,7 @@ def ulysses_self_attention(
     counts = range(min(num_kv_heads // num_ranks, most), 0, -1)
     groups = next(count for count in counts if num_kv_heads // num_ranks % count == 0)
     heads = HeadLayout(num_heads, num_kv_heads, num_ranks, groups)
-    scale = size**-0.5 if softmax_scale is None else softmax_scale
-    attention = HeadAttention(heads, options.transport.rank, size, causal, scale, kernel)
+    attention = HeadAttention(heads, options.transport.rank, size, causal, softmax_scale, kernel)
     call = _Call(options, attention, qkv, out, rotate)
     y: torch.Tensor = _Layer.apply(x, qkv.weight, qkv_bias, out.weight, call)
     return y
@@ -172,7 +171,7 @@ class _Layer(torch.autograd.Function):
         all_to_all.run(produce, attention.forward, consume, flush=flush)
         ctx.save_for_backward(x, w_qkv, w_out, context)
         ctx.call, ctx.use_bias = call, bias is not None
-        options.observe("forward", all_to_all.num_bytes)
+        options.observer("forward", all_to_all.num_bytes)
         return total.result().unflatten(0, (rows, batch))
 
     @staticmethod
@@ -224,9 +223,9 @@ class _Layer(torch.autograd.Function):
 
         all_to_all = options.begin(attention, x, "ulysses_self_attention dgrad", backward=True)
         all_to_all.run(produce, attention.backward, consume, flush=flush, fillers=fillers())
-        options.observe("dgrad", all_to_all.num_bytes)
+        options.observer("dgrad", all_to_all.num_bytes)
         if need_qkv or need_out:
-            options.observe("wgrad", 0)
+            options.observer("wgrad", 0)
         dbias = projected.sum(0) if need_bias and ctx.use_bias else None
         dx = total.result().view(x.shape) if need_x else None
         dqkv, dout = (None if each is None else each.result() for each in (wgrad, out_wgrad))
